@@ -1,0 +1,71 @@
+"""Build script of the distribution ``accelerate``: an independent implementation of Accelerate's interface."""
+
+import pathlib
+import re
+
+from setuptools import find_packages, setup
+
+HERE = pathlib.Path(__file__).parent
+VERSION = re.search(r'^__version__ = "(.+)"$', (HERE / "src/accelerate/__init__.py").read_text("utf-8"), re.M)[1]
+
+TRACKERS = ["tensorboard"]
+TESTING = ["pytest>=8", "parameterized", "hypothesis", "scikit-learn", *TRACKERS]
+EXTRAS = {
+    "quality": ["ruff==0.17.5"],
+    "testing": TESTING,
+    "test_trackers": TRACKERS,
+    "docs": ["mkdocs-material", "mkdocstrings[python]"],
+    "transformers": ["transformers>=4.46"],
+    "interop": ["transformers>=4.46", "trl", "peft", "diffusers", "sentence-transformers", "datasets"],
+    "deepspeed": ["deepspeed>=0.18.2"],
+    "benchmarks": ["matplotlib"],
+    "sagemaker": ["sagemaker"],
+    "rich": ["rich"],
+}
+EXTRAS["dev"] = sorted({*EXTRAS["quality"], *EXTRAS["testing"]})
+
+setup(
+    name="accelerate",
+    version=VERSION,
+    description="A maintained, independent implementation of Accelerate's interface, with double-prepare detection",
+    long_description=(HERE / "README.md").read_text("utf-8") if (HERE / "README.md").exists() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE", "NOTICE"],
+    keywords="deep learning distributed training pytorch",
+    package_dir={"": "src"},
+    packages=find_packages("src"),
+    package_data={"accelerate": ["py.typed"], "transformers_patch": ["py.typed"]},
+    python_requires=">=3.10",
+    install_requires=[
+        "numpy>=1.17",
+        "packaging>=20.0",
+        "psutil",
+        "pyyaml",
+        "torch>=2.4",
+        "huggingface_hub>=0.21.0",
+        "safetensors>=0.4.3",
+    ],
+    extras_require=EXTRAS,
+    entry_points={
+        "console_scripts": [
+            "accelerate=accelerate.commands.accelerate_cli:main",
+            "accelerate-config=accelerate.commands.config:main",
+            "accelerate-estimate-memory=accelerate.commands.estimate:main",
+            "accelerate-launch=accelerate.commands.launch:main",
+            "accelerate-merge-weights=accelerate.commands.merge:main",
+        ]
+    },
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: OS Independent",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)

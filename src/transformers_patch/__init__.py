@@ -1,0 +1,1 @@
+"""Patches for installed transformers releases that keep the shared accelerator state whole."""
