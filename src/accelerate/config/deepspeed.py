@@ -1,0 +1,434 @@
+"""The settings of DeepSpeed: from arguments and environment variables to the dictionary that its engine takes."""
+
+import copy
+import logging
+import math
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from accelerate.config.deepspeed_config import HfDeepSpeedConfig
+from accelerate.config.enums import at_public_path
+from accelerate.config.fsdp import get_module_class_from_name
+from accelerate.config.values import setting, to_bool, to_int, to_names
+from accelerate.utils.imports import is_deepspeed_available, is_transformers_available
+
+if TYPE_CHECKING:
+    from torch import nn
+
+logger = logging.getLogger(__name__)
+
+# What may say "auto" in a configuration file, and the field that fills it in.
+_FIELD_OF_KEY = {
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "gradient_clipping",
+    "zero_optimization.stage": "zero_stage",
+    "zero_optimization.offload_optimizer.device": "offload_optimizer_device",
+    "zero_optimization.offload_param.device": "offload_param_device",
+    "zero_optimization.offload_param.nvme_path": "offload_param_nvme_path",
+    "zero_optimization.offload_optimizer.nvme_path": "offload_optimizer_nvme_path",
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": "zero3_save_16bit_model",
+}
+# Settings of the launcher that have no effect next to a configuration file.
+_NOT_WITH_A_FILE = (*_FIELD_OF_KEY.values(), "mixed_precision")
+_TRANSFORMERS_MODULE = "transformers.integrations.deepspeed"
+
+
+def _auto_or_int(value: Any, name: str) -> Any:
+    return value if value == "auto" else to_int(value, name)
+
+
+def _auto_or_float(value: Any, name: str) -> Any:
+    if value == "auto" or isinstance(value, (int, float)):
+        return value
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} is {value!r}; it must be a number or 'auto'.") from None
+
+
+@at_public_path
+@dataclass
+class DeepSpeedPlugin:
+    """How DeepSpeed runs the training.
+
+    Settings come from `hf_ds_config`, or else from the other arguments, each of which falls back to the environment
+    variable in parentheses and then to its default. In a configuration file, "auto" is filled in from the arguments
+    here, and the rest in `prepare` from the objects. DeepSpeed itself is needed only there.
+
+    Args:
+        hf_ds_config: a DeepSpeed configuration as a dictionary, a path, a base64 string or an `HfDeepSpeedConfig`, which
+            is kept as it is (ACCELERATE_DEEPSPEED_CONFIG_FILE).
+        gradient_accumulation_steps: (ACCELERATE_GRADIENT_ACCUMULATION_STEPS), "auto" leaves it to the Accelerator.
+        gradient_clipping: the largest gradient norm (ACCELERATE_GRADIENT_CLIPPING), "auto" by default.
+        zero_stage: 0 to 3 (ACCELERATE_DEEPSPEED_ZERO_STAGE), 2 by default.
+        is_train_batch_min: of several data loaders the smallest batch size counts, not the largest.
+        offload_optimizer_device: none, cpu or nvme (ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE).
+        offload_param_device: the same for parameters, stage 3 (ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE).
+        offload_optimizer_nvme_path: a folder (ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH).
+        offload_param_nvme_path: a folder (ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH).
+        zero3_init_flag: let transformers build models sharded (ACCELERATE_DEEPSPEED_ZERO3_INIT), True by default in
+            stage 3.
+        zero3_save_16bit_model: gather 16-bit weights to save them in stage 3 (ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL).
+        transformer_moe_cls_names: comma-joined classes of mixture-of-experts layers, which stage 3 then gathers whole
+            (ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES).
+        enable_msamp: 8-bit training with MS-AMP (ACCELERATE_FP8_BACKEND=MSAMP).
+        msamp_opt_level: O1 or O2 (ACCELERATE_FP8_OPT_LEVEL).
+
+    Raises:
+        ValueError: a value is malformed, the configuration has no `zero_optimization`, or launcher settings contradict it.
+        NotImplementedError: MS-AMP with ZeRO stage 3.
+
+    Example:
+        >>> plugin = DeepSpeedPlugin(zero_stage=2, gradient_accumulation_steps=4)
+        >>> plugin.deepspeed_config["zero_optimization"]["stage"], plugin.is_auto("train_batch_size")
+        (2, True)
+
+    Source: https://www.deepspeed.ai/docs/config-json/, https://arxiv.org/abs/1910.02054
+    """
+
+    hf_ds_config: Any = None
+    gradient_accumulation_steps: int | str | None = None
+    gradient_clipping: float | str | None = None
+    zero_stage: int | None = None
+    is_train_batch_min: bool = True
+    offload_optimizer_device: str | None = None
+    offload_param_device: str | None = None
+    offload_optimizer_nvme_path: str | None = None
+    offload_param_nvme_path: str | None = None
+    zero3_init_flag: bool | None = None
+    zero3_save_16bit_model: bool | None = None
+    transformer_moe_cls_names: str | None = None
+    enable_msamp: bool | None = None
+    msamp_opt_level: str | None = None
+
+    def __post_init__(self) -> None:
+        self._selected = False
+        steps_given = self.gradient_accumulation_steps is not None
+        self._read_environment()
+        source = setting(self.hf_ds_config, "ACCELERATE_DEEPSPEED_CONFIG_FILE", None)
+        if source is None or (isinstance(source, str) and source == "none"):
+            self.deepspeed_config = self._default_config()
+            self.hf_ds_config = HfDeepSpeedConfig(self.deepspeed_config)
+            self.deepspeed_config = self.hf_ds_config.config
+        else:
+            self._read_config(source, steps_given)
+        self.deepspeed_config.setdefault("steps_per_print", math.inf)  # trackers print; DeepSpeed need not
+        self._resolve_zero3_init()
+        self._resolve_msamp()
+
+    # -- one step of construction each ---------------------------------------------------------------------------
+
+    def _read_environment(self) -> None:
+        prefix = "ACCELERATE_DEEPSPEED_"
+        self.gradient_accumulation_steps = setting(
+            self.gradient_accumulation_steps, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto", _auto_or_int
+        )
+        self.gradient_clipping = setting(
+            self.gradient_clipping, "ACCELERATE_GRADIENT_CLIPPING", "auto", _auto_or_float
+        )
+        self.zero_stage = setting(self.zero_stage, f"{prefix}ZERO_STAGE", 2, to_int)
+        for name in (
+            "offload_optimizer_device",
+            "offload_param_device",
+            "offload_optimizer_nvme_path",
+            "offload_param_nvme_path",
+        ):
+            setattr(self, name, setting(getattr(self, name), prefix + name.upper(), "none"))
+        self.zero3_save_16bit_model = setting(
+            self.zero3_save_16bit_model, f"{prefix}ZERO3_SAVE_16BIT_MODEL", False, to_bool
+        )
+        if self.enable_msamp is None:
+            self.enable_msamp = os.environ.get("ACCELERATE_FP8_BACKEND") == "MSAMP"
+        self.msamp_opt_level = setting(self.msamp_opt_level, "ACCELERATE_FP8_OPT_LEVEL", "O1")
+
+    def _default_config(self) -> dict[str, Any]:
+        def offload(what: str) -> dict[str, Any]:
+            device = getattr(self, f"offload_{what}_device")
+            path = getattr(self, f"offload_{what}_nvme_path") if device == "nvme" else None
+            return {"device": device, "nvme_path": path}
+
+        if self.zero_stage not in (0, 1, 2, 3):
+            raise ValueError(f"zero_stage is {self.zero_stage}; ZeRO has stages 0, 1, 2 and 3.")
+        return {
+            "train_batch_size": "auto",
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_accumulation_steps": self.gradient_accumulation_steps,
+            "zero_optimization": {
+                "stage": self.zero_stage,
+                "offload_optimizer": offload("optimizer"),
+                "offload_param": offload("param"),
+                "stage3_gather_16bit_weights_on_model_save": self.zero3_save_16bit_model,
+            },
+            "gradient_clipping": self.gradient_clipping,
+        }
+
+    def _read_config(self, source: Any, steps_given: bool) -> None:
+        ignored = os.environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
+        ignored = [name for name in ignored if name in _NOT_WITH_A_FILE]
+        if ignored:
+            raise ValueError(
+                f"The launcher sets {', '.join(ignored)}, which a DeepSpeed config file overrides. Set them in that file and "
+                "remove them from the accelerate config file or the command line."
+            )
+        self.hf_ds_config = source if isinstance(source, HfDeepSpeedConfig) else HfDeepSpeedConfig(source)
+        self.deepspeed_config = self.hf_ds_config.config
+        if "zero_optimization" not in self.deepspeed_config:
+            raise ValueError(
+                "The DeepSpeed config has no zero_optimization; add it, with a stage of 0 to train without ZeRO."
+            )
+        if "gradient_accumulation_steps" not in self.deepspeed_config:
+            steps = self.gradient_accumulation_steps if steps_given else 1
+            self.deepspeed_config["gradient_accumulation_steps"] = 1 if steps == "auto" else steps
+        for key, name in _FIELD_OF_KEY.items():
+            value = self.get_value(key)
+            if value == "auto":
+                self.fill_match(key, must_match=False, **{key: getattr(self, name)})
+            elif value is not None:
+                setattr(self, name, value)
+        self.hf_ds_config.set_stage_and_offload()
+
+    def _resolve_zero3_init(self) -> None:
+        self.zero3_init_flag = setting(
+            self.zero3_init_flag, "ACCELERATE_DEEPSPEED_ZERO3_INIT", self.zero_stage == 3, to_bool
+        )
+        if self.zero3_init_flag and self.zero_stage != 3:
+            warnings.warn(
+                f"zero3_init_flag=True is ignored: the ZeRO stage is {self.zero_stage}, not 3.",
+                stacklevel=4,
+            )
+            self.zero3_init_flag = False
+
+    def _resolve_msamp(self) -> None:
+        if not self.enable_msamp:
+            return
+        if self.zero_stage == 3:
+            raise NotImplementedError("MS-AMP does not work with ZeRO stage 3; set zero_stage to 0, 1 or 2.")
+        if self.msamp_opt_level not in ("O1", "O2"):
+            raise ValueError(f"msamp_opt_level is {self.msamp_opt_level!r}; choose 'O1' or 'O2'.")
+        self.deepspeed_config["msamp"] = {"enabled": True, "opt_level": self.msamp_opt_level}
+
+    # -- the configuration ---------------------------------------------------------------------------------------
+
+    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+        """Return the configuration's value at a dotted path, or `default`."""
+        return self.hf_ds_config.get_value(ds_key_long, default)
+
+    def is_auto(self, ds_key_long: str) -> bool:
+        """Whether the value at a dotted path is still "auto"."""
+        return self.get_value(ds_key_long) == "auto"
+
+    def fill_match(
+        self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any
+    ) -> None:
+        """Fill in one value that says "auto", or compare it.
+
+        Args:
+            ds_key_long: the dotted path.
+            mismatches: receives a line if the value is set and differs.
+            must_match: whether to compare at all.
+            kwargs: known values by dotted path.
+
+        Raises:
+            ValueError: the value is "auto" and `kwargs` does not have it.
+        """
+        node, key = self.hf_ds_config.find_config_node(ds_key_long)
+        if node is None:
+            return
+        value = node.get(key)
+        if value == "auto":
+            if ds_key_long not in kwargs:
+                raise ValueError(
+                    f"`{ds_key_long}` is 'auto' in the DeepSpeed config and nothing here determines it. Write its value into "
+                    "the config, or pass it as a keyword argument."
+                )
+            node[key] = kwargs[ds_key_long]
+        elif must_match and value is not None and mismatches is not None:
+            if ds_key_long in kwargs and value != kwargs[ds_key_long]:
+                mismatches.append(f"- ds {ds_key_long}={value} vs arg {ds_key_long}={kwargs[ds_key_long]}")
+
+    def deepspeed_config_process(
+        self,
+        prefix: str = "",
+        mismatches: list[str] | None = None,
+        config: dict[str, Any] | None = None,
+        must_match: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """Fill in every "auto" below a part of the configuration, and compare the rest with known values.
+
+        Args:
+            prefix: the dotted path of `config`, with a dot at its end; empty for the whole.
+            mismatches: collects differences; with an empty `prefix` they are raised at the end.
+            config: the part to walk; the whole by default.
+            must_match: whether values that are set must equal those in `kwargs`.
+            kwargs: known values by dotted path.
+
+        Raises:
+            ValueError: a value is "auto" and unknown, or values differ; the message lists them all.
+        """
+        mismatches = [] if mismatches is None else mismatches
+        for key, value in (self.deepspeed_config if config is None else config).items():
+            if isinstance(value, dict):
+                self.deepspeed_config_process(f"{prefix}{key}.", mismatches, value, must_match, **kwargs)
+            else:
+                self.fill_match(prefix + key, mismatches, must_match=must_match, **kwargs)
+        if mismatches and not prefix:
+            report = "\n".join(mismatches)
+            raise ValueError(
+                f"The DeepSpeed config disagrees with the objects and arguments of this run:\n{report}\nCorrect the config; "
+                "'auto' takes the run's value."
+            )
+
+    def set_mixed_precision(self, mixed_precision: str) -> None:
+        """Write the Accelerator's precision into the configuration, where that leaves it open.
+
+        Args:
+            mixed_precision: no, fp16, bf16 or fp8 (which DeepSpeed runs on top of bf16).
+
+        Raises:
+            ValueError: the configuration enables the other half precision.
+        """
+        config = self.deepspeed_config
+        wanted = {"fp16": "fp16", "bf16": "bf16", "fp8": "bf16"}.get(mixed_precision)
+        for half in ("fp16", "bf16"):
+            section = config.get(half)
+            if section is None:
+                config[half] = {"enabled": half == wanted}
+                if half == wanted == "fp16":
+                    config[half]["auto_cast"] = True
+                continue
+            if section.get("enabled", "auto") == "auto":
+                section["enabled"] = half == wanted
+            if section["enabled"] and wanted not in (None, half):
+                raise ValueError(
+                    f"mixed_precision is {mixed_precision!r}, but the DeepSpeed config enables {half}. Set {half}.enabled to "
+                    "'auto' or false there, or change mixed_precision."
+                )
+            if half == wanted and not section["enabled"]:
+                logger.warning(
+                    "mixed_precision=%s is ignored: the DeepSpeed config disables %s.", mixed_precision, half
+                )
+
+    # -- transformers' view of the configuration -----------------------------------------------------------------
+
+    def is_zero3_init_enabled(self) -> bool:
+        """Whether transformers builds models sharded at the moment."""
+        return bool(self.zero3_init_flag)
+
+    @contextmanager
+    def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
+        """Switch the sharded construction of models on or off for a while.
+
+        Args:
+            enable: whether transformers builds models sharded inside the context.
+
+        Example:
+            >>> with DeepSpeedPlugin(zero_stage=3, zero3_init_flag=True).zero3_init_context_manager(enable=False):
+            ...     pass  # models built in here are whole
+        """
+        before = self.zero3_init_flag
+        if bool(before) == bool(enable):
+            yield
+            return
+        self.zero3_init_flag = enable
+        self._tell_transformers()
+        try:
+            yield
+        finally:
+            self.zero3_init_flag = before
+            self._tell_transformers()
+
+    def set_deepspeed_weakref(self) -> None:
+        """Register the configuration with transformers, so that `from_pretrained` builds sharded models.
+
+        transformers remembers it weakly: it forgets it when this plugin goes. Nothing happens while `zero3_init_flag` is
+        off.
+
+        Raises:
+            ImportError: `zero3_init_flag` is set, and transformers is not installed.
+        """
+        if not self.zero3_init_flag:
+            return
+        if not is_transformers_available():
+            raise ImportError(
+                "zero3_init_flag=True shards models while transformers builds them, but transformers is not installed. Install "
+                "it, or set zero3_init_flag=False."
+            )
+        from transformers.integrations import HfDeepSpeedConfig as Registered
+
+        config = copy.deepcopy(self.deepspeed_config)
+        # zero.Init insists on numbers, which are not known before `prepare`; it does not use them.
+        for key in ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu"):
+            if config.get(key, "auto") == "auto":
+                config[key] = 1
+        if config.get("train_batch_size") == "auto":
+            del config["train_batch_size"]
+        self.dschf = Registered(config)
+
+    def _tell_transformers(self) -> None:
+        module = sys.modules.get(_TRANSFORMERS_MODULE)
+        if module is not None:
+            module.unset_hf_deepspeed_config()
+        self.__dict__.pop("dschf", None)
+        if is_transformers_available():
+            self.set_deepspeed_weakref()
+
+    # -- several plugins -----------------------------------------------------------------------------------------
+
+    @property
+    def selected(self) -> bool:
+        """Whether this plugin is the active one of several."""
+        return self._selected
+
+    @selected.setter
+    def selected(self, value: Any) -> None:
+        raise NotImplementedError("`selected` is read-only; call `AcceleratorState().select_deepspeed_plugin(name)`.")
+
+    def select(self, _from_accelerator_state: bool = False) -> None:
+        """Make this plugin the active one; for `AcceleratorState` only, which unselects the others.
+
+        Raises:
+            ValueError: called by anyone else.
+        """
+        if not _from_accelerator_state:
+            raise ValueError("Select a plugin with `AcceleratorState().select_deepspeed_plugin(name)`.")
+        self._selected = True
+        self._tell_transformers()
+
+    def _unselect(self) -> None:
+        self._selected = False
+
+    def set_moe_leaf_modules(self, model: "nn.Module") -> None:
+        """Tell ZeRO stage 3 to gather mixture-of-experts layers whole, because not every rank runs the same experts.
+
+        Nothing happens without `transformer_moe_cls_names`.
+
+        Args:
+            model: the model about to be prepared.
+
+        Raises:
+            ImportError: DeepSpeed is not installed.
+            ValueError: a class does not occur in the model.
+        """
+        names = setting(self.transformer_moe_cls_names, "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES", None)
+        if names is None:
+            return
+        self.transformer_moe_cls_names = names
+        if not is_deepspeed_available():
+            raise ImportError("transformer_moe_cls_names needs DeepSpeed 0.14.0 or newer; install `deepspeed`.")
+        from deepspeed.utils import set_z3_leaf_modules
+
+        classes = []
+        for name in to_names(names):
+            cls = get_module_class_from_name(model, name)
+            if cls is None:
+                raise ValueError(
+                    f"transformer_moe_cls_names has {name!r}, which does not occur in {type(model).__name__}."
+                )
+            classes.append(cls)
+        set_z3_leaf_modules(model, classes)

@@ -1,0 +1,190 @@
+"""Recipes for training in 8-bit floating point: one per library.
+
+Each field left at None is read from the environment variable `ACCELERATE_FP8_` and its name, which the launcher sets.
+"""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from accelerate.config.enums import at_public_path
+from accelerate.config.handlers import KwargsHandler, from_environment, is_reference
+from accelerate.config.values import to_bool, to_int
+from accelerate.utils.imports import is_msamp_available, is_torchao_available, is_transformer_engine_available
+
+PREFIX = "ACCELERATE_FP8_"
+
+
+def _choose(name: str, value: Any, choices: tuple[str, ...]) -> Any:
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}. Choose one of: {', '.join(choices)}.")
+    return value
+
+
+@at_public_path
+@dataclass
+class AORecipeKwargs(KwargsHandler):
+    """How torchao turns linear layers into 8-bit ones.
+
+    Args:
+        config: a `torchao.float8.Float8LinearConfig`; None builds one from the last two fields.
+        module_filter_func: called with a module and its name, says whether to convert it. None converts all linear
+            layers but the first and the last.
+        pad_inner_dim: pad matrices to the multiple of 16 that the hardware needs; True unless told otherwise
+            (ACCELERATE_FP8_PAD_INNER_DIM).
+        enable_fsdp_float8_all_gather: gather the sharded weights of FSDP2 in 8 bits; True unless told otherwise
+            (ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER).
+
+    Raises:
+        ImportError: torchao is not installed.
+
+    Example:
+        >>> from accelerate import Accelerator
+        >>> accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[AORecipeKwargs()])  # doctest: +SKIP
+
+    Source: https://github.com/pytorch/ao/tree/main/torchao/float8
+    """
+
+    config: Any = None
+    module_filter_func: Callable | None = None
+    pad_inner_dim: bool | None = None
+    enable_fsdp_float8_all_gather: bool | None = None
+
+    def __post_init__(self) -> None:
+        if not is_torchao_available():
+            raise ImportError("AORecipeKwargs needs torchao 0.6.1 or later. Install it with `pip install torchao`.")
+        if self.config is not None:
+            if self.pad_inner_dim is not None or self.enable_fsdp_float8_all_gather is not None:
+                warnings.warn(
+                    "pad_inner_dim and enable_fsdp_float8_all_gather have no effect beside config; set them in config."
+                )
+            return
+        if self.pad_inner_dim is None:
+            self.pad_inner_dim = from_environment(PREFIX + "PAD_INNER_DIM", True, to_bool)
+        if self.enable_fsdp_float8_all_gather is None:
+            variable = PREFIX + "ENABLE_FSDP_FLOAT8_ALL_GATHER"
+            self.enable_fsdp_float8_all_gather = from_environment(variable, True, to_bool)
+
+        from torchao.float8 import Float8LinearConfig
+
+        self.config = Float8LinearConfig(
+            pad_inner_dim=self.pad_inner_dim, enable_fsdp_float8_all_gather=self.enable_fsdp_float8_all_gather
+        )
+
+
+@at_public_path
+@dataclass
+class TERecipeKwargs(KwargsHandler):
+    """How Transformer Engine scales what it computes in 8 bits: the arguments of its `DelayedScaling` recipe.
+
+    Args:
+        use_autocast_during_eval: compute in 8 bits during evaluation too; False unless told otherwise.
+        margin: powers of two to leave between the largest value and the largest that fits; 0 unless told otherwise.
+        interval: steps between updates of the scale; 1 unless told otherwise.
+        fp8_format: "HYBRID" (E4M3 forward, E5M2 backward; the default), "E4M3" or "E5M2" (evaluation only).
+        amax_history_len: how many steps of largest values are kept; 1024 unless told otherwise.
+        amax_compute_algo: "most_recent" (the default) or "max", to choose one of them.
+        override_linear_precision: whether forward, input gradient and weight gradient of linear layers stay in higher
+            precision (ACCELERATE_FP8_OVERRIDE_FPROP, _DGRAD, _WGRAD).
+        use_mxfp8_block_scaling: scale blocks of 32 values instead (needs a Blackwell GPU); False unless told otherwise.
+
+    Raises:
+        ImportError: Transformer Engine is not installed.
+        ValueError: `fp8_format` or `amax_compute_algo` is unknown.
+
+    Source: https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/api/common.html
+    """
+
+    use_autocast_during_eval: bool | None = None
+    margin: int | None = None
+    interval: int | None = None
+    fp8_format: Literal["HYBRID", "E4M3", "E5M2"] | None = None
+    amax_history_len: int | None = None
+    amax_compute_algo: Literal["max", "most_recent"] | None = None
+    override_linear_precision: tuple[bool, bool, bool] | None = None
+    use_mxfp8_block_scaling: bool | None = None
+
+    def __post_init__(self) -> None:
+        if not is_transformer_engine_available():
+            raise ImportError(
+                f"{type(self).__name__} needs Transformer Engine. Install it with "
+                "`pip install transformer-engine[pytorch]`, or use another recipe, such as AORecipeKwargs."
+            )
+        self._fill_scaling_fields()
+
+    def _fill_scaling_fields(self) -> None:
+        usual = {
+            "use_autocast_during_eval": (False, to_bool),
+            "margin": (0, to_int),
+            "interval": (1, to_int),
+            "amax_history_len": (1024, to_int),
+            "amax_compute_algo": ("most_recent", None),
+            "use_mxfp8_block_scaling": (False, to_bool),
+        }
+        for name, (default, convert) in usual.items():
+            if getattr(self, name) is None:
+                setattr(self, name, from_environment(PREFIX + name.upper(), default, convert))
+        if self.fp8_format is None:
+            self.fp8_format = from_environment(PREFIX + "FORMAT", "HYBRID")
+        if self.override_linear_precision is None:
+            passes = ("FPROP", "DGRAD", "WGRAD")
+            self.override_linear_precision = tuple(
+                from_environment(f"{PREFIX}OVERRIDE_{name}", False, to_bool) for name in passes
+            )
+        self.fp8_format = _choose("fp8_format", str(self.fp8_format).upper(), ("HYBRID", "E4M3", "E5M2"))
+        _choose("amax_compute_algo", self.amax_compute_algo, ("max", "most_recent"))
+
+
+@at_public_path
+@dataclass
+class MSAMPRecipeKwargs(KwargsHandler):
+    """How far MS-AMP goes.
+
+    Args:
+        opt_level: "O1" keeps gradients and their exchange in 8 bits, "O2" (the default) the optimizer state as well
+            (ACCELERATE_FP8_OPT_LEVEL).
+
+    Raises:
+        ValueError: `opt_level` is unknown.
+
+    Source: https://azure.github.io/MS-AMP/docs/user-tutorial/optimization-level
+    """
+
+    opt_level: Literal["O1", "O2"] | None = None
+
+    def __post_init__(self) -> None:
+        if self.opt_level is None:
+            self.opt_level = from_environment(PREFIX + "OPT_LEVEL", "O2")
+        _choose("opt_level", self.opt_level, ("O1", "O2"))
+
+
+@at_public_path
+@dataclass
+class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
+    """The fields of `TERecipeKwargs` and `MSAMPRecipeKwargs` in one; deprecated, use these instead.
+
+    Args:
+        backend: "TE" or "MSAMP", in any case (ACCELERATE_FP8_BACKEND). None takes MS-AMP where it is installed, else
+            Transformer Engine.
+
+    Raises:
+        ImportError: the backend is "TE" and Transformer Engine is not installed.
+        ValueError: a field has an unknown value.
+    """
+
+    backend: Literal["MSAMP", "TE"] | None = None
+
+    def __post_init__(self) -> None:
+        if not is_reference():
+            warnings.warn(
+                "FP8RecipeKwargs is deprecated; use TERecipeKwargs or MSAMPRecipeKwargs instead.", FutureWarning
+            )
+        if self.backend is None:
+            self.backend = from_environment(PREFIX + "BACKEND", "MSAMP" if is_msamp_available() else "TE")
+        self.backend = _choose("backend", str(self.backend).upper(), ("MSAMP", "TE"))
+        if self.backend == "TE":
+            TERecipeKwargs.__post_init__(self)
+        else:
+            self._fill_scaling_fields()
+        MSAMPRecipeKwargs.__post_init__(self)

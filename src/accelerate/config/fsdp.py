@@ -1,0 +1,475 @@
+"""The settings of Fully Sharded Data Parallel, for torch's wrapper class (version 1) and `fully_shard` (version 2)."""
+
+import functools
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from accelerate.config.enums import at_public_path
+from accelerate.config.values import setting, to_bool, to_enum, to_int, to_names
+from accelerate.utils.constants import FSDP2_PYTORCH_VERSION, FSDP_AUTO_WRAP_POLICY
+from accelerate.utils.versions import is_torch_version
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+logger = logging.getLogger(__name__)
+
+_PRECISIONS = {"fp8": "bfloat16", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+
+
+def get_module_class_from_name(module: "nn.Module", name: str) -> "type[nn.Module] | None":
+    """Return the class of that name among a module and everything below it.
+
+    Args:
+        module: where to look.
+        name: the bare class name, such as `"GPT2Block"`.
+
+    Returns:
+        The class, or None when no submodule is of a class of that name.
+
+    Example:
+        >>> get_module_class_from_name(torch.nn.Sequential(torch.nn.ReLU()), "ReLU")
+        <class 'torch.nn.modules.activation.ReLU'>
+    """
+    return next((type(part) for part in module.modules() if type(part).__name__ == name), None)
+
+
+def _materialize(module: "nn.Module") -> None:
+    """Give a module on the meta device uninitialised storage where this process trains; rank 0 broadcasts into it."""
+    import torch
+
+    accelerator = None
+    if not to_bool(os.environ.get("ACCELERATE_USE_CPU", "false"), "ACCELERATE_USE_CPU"):
+        if hasattr(torch, "accelerator"):
+            accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        elif torch.cuda.is_available():
+            accelerator = torch.device("cuda")
+    if accelerator is None or accelerator.type == "mps":
+        accelerator = torch.device("cpu")
+    module.to_empty(device=accelerator, recurse=False)
+
+
+def _to_dtype(value: Any, name: str) -> "torch.dtype | None":
+    import torch
+
+    if value is None or isinstance(value, torch.dtype):
+        return value
+    word = str(value).removeprefix("torch.").lower()
+    dtype = getattr(torch, _PRECISIONS.get(word, word), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name} is {value!r}; choose one of {sorted(_PRECISIONS)} or a torch.dtype.")
+    return dtype
+
+
+@at_public_path
+@dataclass
+class FullyShardedDataParallelPlugin:
+    """How models are sharded across data-parallel ranks.
+
+    An argument that is None falls back to the environment variable in parentheses, which `accelerate launch` sets, and
+    then to its default. Words are accepted wherever torch has an enumeration or a class. After construction each field
+    holds torch's own object.
+
+    Args:
+        fsdp_version: 1 for the `FullyShardedDataParallel` wrapper, 2 for `fully_shard` (FSDP_VERSION).
+        sharding_strategy: version 1, what is sharded: FULL_SHARD (default), SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD or
+            HYBRID_SHARD_ZERO2 (FSDP_SHARDING_STRATEGY).
+        reshard_after_forward: version 2, whether parameters are sharded again between forward and backward, True by
+            default (FSDP_RESHARD_AFTER_FORWARD). In version 1 another name of `sharding_strategy`.
+        backward_prefetch: version 1: BACKWARD_PRE, BACKWARD_POST or NO_PREFETCH (FSDP_BACKWARD_PREFETCH).
+        mixed_precision_policy: a precision (fp16, bf16, fp8, fp32), a dictionary of dtypes, or torch's policy object.
+        auto_wrap_policy: transformer_based_wrap, size_based_wrap, no_wrap, or a callable (FSDP_AUTO_WRAP_POLICY).
+        cpu_offload: keep parameters in host memory (FSDP_OFFLOAD_PARAMS).
+        ignored_modules: modules left unsharded, or a regular expression for their names (FSDP_IGNORED_MODULES).
+        state_dict_type: FULL_STATE_DICT, SHARDED_STATE_DICT or (version 1) LOCAL_STATE_DICT (FSDP_STATE_DICT_TYPE).
+        state_dict_config: version 1, torch's configuration object for that type.
+        optim_state_dict_config: version 1, the same for the optimizer.
+        limit_all_gathers: version 1, bound the memory of parameters in flight.
+        use_orig_params: version 1, expose the original parameters (FSDP_USE_ORIG_PARAMS).
+        param_init_fn: moves a module off the meta device.
+        sync_module_states: version 1, broadcast the weights of rank 0 while wrapping (FSDP_SYNC_MODULE_STATES).
+        forward_prefetch: version 1, gather the next parameters during forward (FSDP_FORWARD_PREFETCH).
+        activation_checkpointing: recompute activations in backward (FSDP_ACTIVATION_CHECKPOINTING).
+        activation_checkpointing_offload: keep checkpointed activations on the host
+            (FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD).
+        cpu_ram_efficient_loading: only rank 0 reads the weights of a transformers model, the others receive them
+            (FSDP_CPU_RAM_EFFICIENT_LOADING, which is also set from the argument).
+        transformer_cls_names_to_wrap: class names for transformer_based_wrap, a list or comma-joined
+            (FSDP_TRANSFORMER_CLS_TO_WRAP); by default the model's `_no_split_modules`.
+        min_num_params: smallest number of parameters that size_based_wrap makes a shard of (FSDP_MIN_NUM_PARAMS).
+
+    Raises:
+        ValueError: a value is unknown, or does not exist in this version of FSDP.
+
+    Example:
+        >>> plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_offload=True, mixed_precision_policy="bf16")
+        >>> plugin.reshard_after_forward, plugin.mixed_precision_policy.param_dtype
+        (True, torch.bfloat16)
+
+    Source: https://pytorch.org/docs/stable/distributed.fsdp.fully_shard.html, https://arxiv.org/abs/2304.11277
+    """
+
+    fsdp_version: int | None = None
+    sharding_strategy: Any = None
+    reshard_after_forward: Any = None
+    backward_prefetch: Any = None
+    mixed_precision_policy: Any = None
+    auto_wrap_policy: str | Callable | None = None
+    cpu_offload: Any = None
+    ignored_modules: "Iterable[nn.Module] | str | None" = None
+    state_dict_type: Any = None
+    state_dict_config: Any = None
+    optim_state_dict_config: Any = None
+    limit_all_gathers: bool = True
+    use_orig_params: bool | None = None
+    param_init_fn: "Callable[[nn.Module], None] | None" = None
+    sync_module_states: bool | None = None
+    forward_prefetch: bool | None = None
+    activation_checkpointing: bool | None = None
+    activation_checkpointing_offload: bool | None = None
+    cpu_ram_efficient_loading: bool | None = None
+    transformer_cls_names_to_wrap: list[str] | str | None = None
+    min_num_params: int | None = None
+
+    def __post_init__(self) -> None:
+        self._resolve_version()
+        self._resolve_sharding()
+        self._resolve_prefetch()
+        self.cpu_offload = setting(self.cpu_offload, "FSDP_OFFLOAD_PARAMS", False, _offload_value)
+        self.set_cpu_offload()
+        self.validate_cpu_offload()
+        self.set_state_dict_type()
+        self._resolve_wrapping()
+        self._resolve_flags()
+        self._resolve_loading()
+        if isinstance(self.mixed_precision_policy, (str, dict)):
+            self.set_mixed_precision(self.mixed_precision_policy, override=True)
+        if self.mixed_precision_policy is not None:
+            self.validate_mixed_precision_policy()
+        self.ignored_modules = setting(self.ignored_modules, "FSDP_IGNORED_MODULES", None)
+
+    # -- one step of construction each ---------------------------------------------------------------------------
+
+    def _resolve_version(self) -> None:
+        self.fsdp_version = setting(self.fsdp_version, "FSDP_VERSION", 1, to_int)
+        if self.fsdp_version not in (1, 2):
+            raise ValueError(f"fsdp_version is {self.fsdp_version}; torch has versions 1 and 2.")
+        if self.fsdp_version == 2 and is_torch_version("<", FSDP2_PYTORCH_VERSION):
+            raise ValueError(
+                f"fsdp_version=2 needs torch {FSDP2_PYTORCH_VERSION} or newer. Upgrade torch or set fsdp_version=1."
+            )
+
+    def _resolve_sharding(self) -> None:
+        if self.fsdp_version == 2:
+            self._resolve_resharding()
+            return
+        from torch.distributed.fsdp import ShardingStrategy
+
+        aliases = {"HYBRID_SHARD_ZERO2": ShardingStrategy._HYBRID_SHARD_ZERO2}
+        same = self.reshard_after_forward
+        if isinstance(same, bool):
+            raise ValueError(
+                f"reshard_after_forward is {same}, but fsdp_version=1 shards by a strategy. Set sharding_strategy, or "
+                "fsdp_version=2."
+            )
+        if same is not None:
+            self.reshard_after_forward = to_enum(ShardingStrategy, same, "reshard_after_forward", aliases)
+            if self.sharding_strategy is None:
+                self.sharding_strategy = self.reshard_after_forward
+        self.sharding_strategy = setting(
+            self.sharding_strategy,
+            "FSDP_SHARDING_STRATEGY",
+            ShardingStrategy.FULL_SHARD,
+            lambda value, name: to_enum(ShardingStrategy, value, "sharding_strategy", aliases),
+        )
+        if same is not None and self.reshard_after_forward != self.sharding_strategy:
+            warnings.warn(
+                f"sharding_strategy={self.sharding_strategy.name} is used; reshard_after_forward="
+                f"{self.reshard_after_forward.name} disagrees with it and is ignored.",
+                stacklevel=4,
+            )
+
+    def _resolve_resharding(self) -> None:
+        if self.sharding_strategy is not None and self.reshard_after_forward is None:
+            name = str(getattr(self.sharding_strategy, "name", self.sharding_strategy)).upper()
+            means = {"FULL_SHARD": True, "1": True, "SHARD_GRAD_OP": False, "2": False}
+            if name not in means:
+                raise ValueError(
+                    f"sharding_strategy={name} does not exist with fsdp_version=2. Set reshard_after_forward to true or "
+                    "false; replicas of shards come from ParallelismConfig(dp_replicate_size=..., dp_shard_size=...)."
+                )
+            self.reshard_after_forward = means[name]
+            logger.warning(
+                "sharding_strategy belongs to FSDP version 1; reshard_after_forward=%s says the same in version 2.",
+                means[name],
+            )
+        given = self.reshard_after_forward
+        if given is not None and not isinstance(given, (bool, str)):
+            raise ValueError(f"reshard_after_forward is {given!r}; with fsdp_version=2 it must be true or false.")
+        self.sharding_strategy = None
+        self.reshard_after_forward = setting(
+            given, "FSDP_RESHARD_AFTER_FORWARD", True, lambda value, name: to_bool(value, "reshard_after_forward")
+        )
+
+    def _resolve_prefetch(self) -> None:
+        chosen = setting(self.backward_prefetch, "FSDP_BACKWARD_PREFETCH", None)
+        self.backward_prefetch = None
+        if chosen is None or str(chosen).upper() == "NO_PREFETCH":
+            return
+        if self.fsdp_version == 2:
+            logger.warning("backward_prefetch=%s is ignored: FSDP version 2 always prefetches in backward.", chosen)
+            return
+        from torch.distributed.fsdp import BackwardPrefetch
+
+        self.backward_prefetch = to_enum(BackwardPrefetch, chosen, "backward_prefetch")
+
+    def _resolve_wrapping(self) -> None:
+        from torch.distributed.fsdp import wrap
+
+        policies = {
+            "TRANSFORMER_BASED_WRAP": wrap.transformer_auto_wrap_policy,
+            "SIZE_BASED_WRAP": wrap.size_based_auto_wrap_policy,
+            "NO_WRAP": None,
+        }
+        policy = setting(self.auto_wrap_policy, "FSDP_AUTO_WRAP_POLICY", "NO_WRAP")
+        if isinstance(policy, str):
+            if policy.upper() not in FSDP_AUTO_WRAP_POLICY:
+                raise ValueError(
+                    f"auto_wrap_policy is {policy!r}; choose one of {FSDP_AUTO_WRAP_POLICY} or a callable."
+                )
+            policy = policies[policy.upper()]
+        elif not callable(policy):
+            raise ValueError(f"auto_wrap_policy is {policy!r}; it must be a name or a callable.")
+        self.auto_wrap_policy = policy
+
+        if policy is wrap.transformer_auto_wrap_policy:
+            self.transformer_cls_names_to_wrap = setting(
+                self.transformer_cls_names_to_wrap, "FSDP_TRANSFORMER_CLS_TO_WRAP", None
+            )
+        elif policy is wrap.size_based_auto_wrap_policy:
+            self.min_num_params = setting(self.min_num_params, "FSDP_MIN_NUM_PARAMS", 0)
+        if self.transformer_cls_names_to_wrap is not None:
+            self.transformer_cls_names_to_wrap = to_names(self.transformer_cls_names_to_wrap)
+        if self.min_num_params is not None:
+            self.min_num_params = to_int(self.min_num_params, "min_num_params")
+        if policy is None and (self.transformer_cls_names_to_wrap or self.min_num_params):
+            logger.warning(
+                "transformer_cls_names_to_wrap=%s and min_num_params=%s are ignored without an auto_wrap_policy.",
+                self.transformer_cls_names_to_wrap,
+                self.min_num_params,
+            )
+
+    def _resolve_flags(self) -> None:
+        if self.cpu_ram_efficient_loading is not None:
+            # transformers reads this variable while it loads weights, which may be before or after this plugin exists.
+            loads_on_one = to_bool(self.cpu_ram_efficient_loading, "cpu_ram_efficient_loading")
+            os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = str(loads_on_one)
+        for name in ("activation_checkpointing", "activation_checkpointing_offload", "cpu_ram_efficient_loading"):
+            setattr(self, name, setting(getattr(self, name), f"FSDP_{name.upper()}", False, to_bool))
+        if self.activation_checkpointing_offload and not self.activation_checkpointing:
+            raise ValueError("activation_checkpointing_offload=True needs activation_checkpointing=True as well.")
+        self.limit_all_gathers = to_bool(self.limit_all_gathers, "limit_all_gathers")
+        if self.fsdp_version == 1:
+            for name in ("use_orig_params", "sync_module_states", "forward_prefetch"):
+                setattr(self, name, setting(getattr(self, name), f"FSDP_{name.upper()}", False, to_bool))
+            return
+        if self.forward_prefetch is not None:
+            raise ValueError(
+                f"forward_prefetch is {self.forward_prefetch}, but fsdp_version=2 has no such switch. Leave it out, or "
+                "set fsdp_version=1."
+            )
+        for name, why in (
+            ("use_orig_params", "it always uses the original parameters"),
+            ("sync_module_states", "it loads weights without it"),
+        ):
+            if getattr(self, name) is not None:
+                logger.warning("%s=%s is ignored by FSDP version 2: %s.", name, getattr(self, name), why)
+                setattr(self, name, None)
+
+    def _resolve_loading(self) -> None:
+        if self.fsdp_version != 1:
+            return
+        if self.cpu_ram_efficient_loading and not self.sync_module_states:
+            warnings.warn(
+                "cpu_ram_efficient_loading leaves the weights on rank 0 only, so sync_module_states is set to True.",
+                stacklevel=4,
+            )
+            self.sync_module_states = True
+        if self.sync_module_states and self.param_init_fn is None:
+            self.param_init_fn = _materialize
+
+    # -- public --------------------------------------------------------------------------------------------------
+
+    def set_state_dict_type(self, state_dict_type: Any = None) -> None:
+        """Choose the form of checkpoints, and the configuration objects that belong to it.
+
+        Args:
+            state_dict_type: FULL_STATE_DICT, SHARDED_STATE_DICT or LOCAL_STATE_DICT, as a name or torch's enumeration;
+                None keeps the present choice.
+
+        Raises:
+            ValueError: the type is unknown, or LOCAL_STATE_DICT with version 2.
+        """
+        from torch.distributed import fsdp
+
+        kind = fsdp.StateDictType
+        usual = kind.FULL_STATE_DICT if self.fsdp_version == 1 else kind.SHARDED_STATE_DICT
+        chosen = state_dict_type if state_dict_type is not None else self.state_dict_type
+        chosen = setting(
+            chosen, "FSDP_STATE_DICT_TYPE", usual, lambda value, name: to_enum(kind, value, "state_dict_type")
+        )
+        if self.fsdp_version == 2 and chosen is kind.LOCAL_STATE_DICT:
+            raise ValueError(
+                "state_dict_type=LOCAL_STATE_DICT does not exist with fsdp_version=2; use SHARDED_STATE_DICT."
+            )
+        self.state_dict_type = chosen
+        expected = {
+            kind.FULL_STATE_DICT: (fsdp.FullStateDictConfig, fsdp.FullOptimStateDictConfig),
+            kind.SHARDED_STATE_DICT: (fsdp.ShardedStateDictConfig, fsdp.ShardedOptimStateDictConfig),
+            kind.LOCAL_STATE_DICT: (fsdp.LocalStateDictConfig, fsdp.LocalOptimStateDictConfig),
+        }[chosen]
+        options: dict[str, bool] = {"offload_to_cpu": True}
+        if chosen is kind.FULL_STATE_DICT:
+            options["rank0_only"] = True
+        for name, config in zip(("state_dict_config", "optim_state_dict_config"), expected, strict=True):
+            present = getattr(self, name)
+            if isinstance(present, config):
+                continue
+            if present is not None and state_dict_type is None:  # given next to a type that it does not fit
+                logger.warning("%s=%s is ignored: state_dict_type is %s.", name, present, chosen.name)
+            setattr(self, name, None if chosen is kind.LOCAL_STATE_DICT else config(**options))
+
+    def set_auto_wrap_policy(self, model: "nn.Module") -> None:
+        """Bind the named wrapping policy to the layer classes or the size that a model's shards have.
+
+        A callable that the user gave stays as it is.
+
+        Args:
+            model: the model about to be sharded.
+
+        Raises:
+            ValueError: a class in `transformer_cls_names_to_wrap` does not occur in the model.
+        """
+        from torch.distributed.fsdp import wrap
+
+        if self.auto_wrap_policy is wrap.transformer_auto_wrap_policy:
+            classes = self._layer_classes(model)
+            self.auto_wrap_policy = functools.partial(wrap.transformer_auto_wrap_policy, transformer_layer_cls=classes)
+        elif self.auto_wrap_policy is wrap.size_based_auto_wrap_policy:
+            if self.min_num_params:
+                self.auto_wrap_policy = functools.partial(
+                    wrap.size_based_auto_wrap_policy, min_num_params=self.min_num_params
+                )
+            else:
+                logger.warning("min_num_params is not set, so size_based_wrap makes the whole model one shard.")
+                self.auto_wrap_policy = None
+
+    def _layer_classes(self, model: "nn.Module") -> "set[type[nn.Module]]":
+        if self.transformer_cls_names_to_wrap is None:
+            declared = getattr(model, "_no_split_modules", None) or ()
+            # A set has another order on every rank, and a class that this variant of the model lacks is no mistake.
+            names = sorted(declared) if isinstance(declared, (set, frozenset)) else list(declared)
+            self.transformer_cls_names_to_wrap = [n for n in names if get_module_class_from_name(model, n) is not None]
+        found = {name: get_module_class_from_name(model, name) for name in self.transformer_cls_names_to_wrap}
+        missing = [name for name, cls in found.items() if cls is None]
+        if missing:
+            present = sorted({type(part).__name__ for part in model.modules()})
+            raise ValueError(
+                f"transformer_cls_names_to_wrap holds {', '.join(missing)}, which the model does not contain. It contains: "
+                f"{', '.join(present)}."
+            )
+        if not found:
+            logger.warning(
+                "transformer_cls_names_to_wrap is empty and %s declares no _no_split_modules, so the whole model is one "
+                "shard. Name the class of its repeated layer.",
+                type(model).__name__,
+            )
+        return {cls for cls in found.values() if cls is not None}
+
+    def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
+        """Set the precision of shards, gradients' reduction and buffers (version 1) or outputs (version 2).
+
+        Args:
+            mixed_precision: fp16, bf16, fp8 or fp32, a torch.dtype for everything, or a dictionary with any of
+                `param_dtype`, `reduce_dtype` and `buffer_dtype` (version 1) or `output_dtype` (version 2).
+            buffer_autocast: version 1, keep buffers in float32.
+            override: replace a policy that is already set.
+
+        Raises:
+            ValueError: an unknown precision or dictionary key.
+        """
+        import torch
+        from torch.distributed import fsdp
+
+        third = "buffer_dtype" if self.fsdp_version == 1 else "output_dtype"
+        keys = ("param_dtype", "reduce_dtype", third)
+        if isinstance(mixed_precision, dict):
+            extra = {} if self.fsdp_version == 1 else {"cast_forward_inputs"}
+            unknown = sorted(set(mixed_precision) - set(keys) - set(extra))
+            if unknown:
+                raise ValueError(
+                    f"mixed_precision_policy has {', '.join(map(repr, unknown))}; with fsdp_version={self.fsdp_version} "
+                    f"its keys are {', '.join(keys)}."
+                )
+            dtypes = {key: _to_dtype(value, key) for key, value in mixed_precision.items() if key in keys}
+            dtypes |= {key: value for key, value in mixed_precision.items() if key not in keys}
+        elif isinstance(mixed_precision, str) and mixed_precision not in _PRECISIONS:
+            raise ValueError(f"mixed_precision is {mixed_precision!r}; choose one of {sorted(_PRECISIONS)}.")
+        else:
+            dtypes = dict.fromkeys(keys, _to_dtype(mixed_precision, "mixed_precision"))
+            if buffer_autocast and self.fsdp_version == 1:
+                dtypes["buffer_dtype"] = torch.float32
+        if self.mixed_precision_policy is None or override:
+            policy = fsdp.MixedPrecision if self.fsdp_version == 1 else fsdp.MixedPrecisionPolicy
+            self.mixed_precision_policy = policy(**dtypes)
+
+    def validate_mixed_precision_policy(self) -> None:
+        """Check that the policy is of the class that this version of FSDP takes.
+
+        Raises:
+            ValueError: it belongs to the other version, or is no policy.
+        """
+        from torch.distributed import fsdp
+
+        expected = fsdp.MixedPrecision if self.fsdp_version == 1 else fsdp.MixedPrecisionPolicy
+        self._expect("mixed_precision_policy", expected)
+
+    def set_cpu_offload(self) -> None:
+        """Replace a truth value in `cpu_offload` by torch's object for this version of FSDP."""
+        from torch.distributed import fsdp
+
+        if isinstance(self.cpu_offload, str):
+            self.cpu_offload = to_bool(self.cpu_offload, "cpu_offload")
+        if not isinstance(self.cpu_offload, bool):
+            return
+        if self.fsdp_version == 1:
+            self.cpu_offload = fsdp.CPUOffload(offload_params=self.cpu_offload)
+        else:
+            self.cpu_offload = fsdp.CPUOffloadPolicy() if self.cpu_offload else fsdp.OffloadPolicy()
+
+    def validate_cpu_offload(self) -> None:
+        """Check that `cpu_offload` is of the class that this version of FSDP takes.
+
+        Raises:
+            ValueError: it belongs to the other version, or is no offload policy.
+        """
+        from torch.distributed import fsdp
+
+        self._expect("cpu_offload", fsdp.CPUOffload if self.fsdp_version == 1 else fsdp.OffloadPolicy)
+
+    def _expect(self, name: str, expected: type) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, expected):
+            raise ValueError(
+                f"{name} is {value!r}; with fsdp_version={self.fsdp_version} it must be a "
+                f"torch.distributed.fsdp.{expected.__name__}."
+            )
+
+
+def _offload_value(value: Any, name: str) -> Any:
+    return to_bool(value, name) if isinstance(value, (str, bool, int)) else value

@@ -1,0 +1,350 @@
+"""Keyword handlers: small dataclasses whose changed fields become the keyword arguments of a torch object."""
+
+import copy
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Literal
+
+from accelerate.config.enums import DDPCommunicationHookType, at_public_path
+
+_environment: ContextVar[Mapping[str, str] | None] = ContextVar("environment_of_handlers", default=None)
+
+
+def from_environment(variable: str, default: Any, convert: Callable[[str, str], Any] | None = None) -> Any:
+    """Return what an environment variable says about a field that was left at None.
+
+    Args:
+        variable: its name.
+        default: the value where it is not set, and in the handler that `to_kwargs` compares with.
+        convert: turns the text and the name of the variable into the value.
+    """
+    chosen = _environment.get()
+    text = (os.environ if chosen is None else chosen).get(variable)
+    if text is None:
+        return default
+    return text if convert is None else convert(text, variable)
+
+
+def is_reference() -> bool:
+    """Tell whether the handler under construction only serves `to_kwargs` to compare with, so that it must not warn."""
+    return _environment.get() is not None
+
+
+@contextmanager
+def _without_environment() -> Iterator[None]:
+    # Emptying os.environ instead would race with the C code of other threads, which may call getenv at any time.
+    token = _environment.set({})
+    try:
+        yield
+    finally:
+        _environment.reset(token)
+
+
+@at_public_path
+class KwargsHandler:
+    """The base of every keyword handler: two views of its fields as a dictionary.
+
+    Example:
+        >>> GradScalerKwargs(init_scale=1024.0).to_kwargs()
+        {'init_scale': 1024.0}
+    """
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all attributes, deep-copied."""
+        return copy.deepcopy(self.__dict__)
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """Return the attributes that differ from those of a handler built without arguments or environment variables."""
+        with _without_environment():
+            usual = type(self)().to_dict()
+        return {name: value for name, value in self.to_dict().items() if name not in usual or usual[name] != value}
+
+
+@at_public_path
+@dataclass
+class AutocastKwargs(KwargsHandler):
+    """What `torch.autocast` is told, besides the device and the dtype.
+
+    Args:
+        enabled: False switches autocast off.
+        cache_enabled: whether casts of weights are kept within the block; None leaves it to torch.
+
+    Example:
+        >>> from accelerate import Accelerator
+        >>> accelerator = Accelerator(kwargs_handlers=[AutocastKwargs(cache_enabled=True)])
+
+    Source: https://pytorch.org/docs/stable/amp.html
+    """
+
+    enabled: bool = True
+    cache_enabled: bool | None = None
+
+
+@at_public_path
+@dataclass
+class DistributedDataParallelKwargs(KwargsHandler):
+    """What `torch.nn.parallel.DistributedDataParallel` is told, and how it compresses the gradients that it exchanges.
+
+    Args:
+        dim: the dimension along which inputs are scattered.
+        broadcast_buffers: copy the buffers of rank 0 to all ranks at each forward pass.
+        bucket_cap_mb: size of a gradient bucket, in MiB.
+        find_unused_parameters: look for parameters that got no gradient, at a cost in each step.
+        check_reduction: kept for the interface; torch ignores it.
+        gradient_as_bucket_view: let gradients live inside the buckets, which saves a copy.
+        static_graph: promise that each step uses the same graph.
+        comm_hook: the compression, as a member or its value; see `DDPCommunicationHookType`.
+        comm_wrapper: cast what `comm_hook` exchanges to "fp16" or "bf16"; "no" leaves it.
+        comm_state_option: keyword arguments of torch's `PowerSGDState`, for the two PowerSGD hooks.
+
+    Raises:
+        ValueError: `comm_hook` or `comm_wrapper` is unknown.
+
+    Example:
+        >>> from accelerate import Accelerator
+        >>> handler = DistributedDataParallelKwargs(find_unused_parameters=True, comm_hook="bf16")
+        >>> accelerator = Accelerator(kwargs_handlers=[handler])
+
+    Source: https://pytorch.org/docs/stable/ddp_comm_hooks.html
+    """
+
+    dim: int = 0
+    broadcast_buffers: bool = True
+    bucket_cap_mb: int = 25
+    find_unused_parameters: bool = False
+    check_reduction: bool = False
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+    comm_hook: DDPCommunicationHookType = DDPCommunicationHookType.NO
+    comm_wrapper: Literal[
+        DDPCommunicationHookType.NO, DDPCommunicationHookType.FP16, DDPCommunicationHookType.BF16
+    ] = DDPCommunicationHookType.NO
+    comm_state_option: dict = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.comm_hook, self.comm_wrapper = self._communication()
+
+    def _communication(self) -> tuple[DDPCommunicationHookType, DDPCommunicationHookType]:
+        kind = DDPCommunicationHookType
+        hook, wrapper = kind(self.comm_hook), kind(self.comm_wrapper)
+        if wrapper not in (kind.NO, kind.FP16, kind.BF16):
+            raise ValueError(f"comm_wrapper is {wrapper}, which wraps no hook. Choose one of: no, fp16, bf16.")
+        if hook is kind.NO and wrapper is not kind.NO:
+            warnings.warn(
+                f"comm_wrapper={wrapper} has no effect without a comm_hook; set comm_hook={wrapper} instead."
+            )
+        if self.comm_state_option and hook not in (kind.POWER_SGD, kind.BATCHED_POWER_SGD):
+            warnings.warn(f"comm_state_option has no effect with comm_hook={hook}; only the PowerSGD hooks read it.")
+        return hook, wrapper
+
+    def to_dict(
+        self, ignore_keys: tuple[str, ...] = ("comm_hook", "comm_wrapper", "comm_state_option")
+    ) -> dict[str, Any]:
+        """Return the attributes that torch's constructor takes, deep-copied.
+
+        Args:
+            ignore_keys: the attributes to leave out.
+        """
+        return {name: copy.deepcopy(value) for name, value in self.__dict__.items() if name not in ignore_keys}
+
+    def register_comm_hook(self, model: Any) -> None:
+        """Register the chosen compression on a wrapped model; "no" leaves the model alone.
+
+        Every rank must call this once, before the first backward pass.
+
+        Args:
+            model: a `torch.nn.parallel.DistributedDataParallel`.
+
+        Raises:
+            ValueError: `comm_hook` or `comm_wrapper` was set to something unknown.
+        """
+        kind, (chosen, wrapper) = DDPCommunicationHookType, self._communication()
+        if chosen is kind.NO:
+            return
+
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+        hook = {
+            kind.FP16: default_hooks.fp16_compress_hook,
+            kind.BF16: default_hooks.bf16_compress_hook,
+            kind.POWER_SGD: powerSGD_hook.powerSGD_hook,
+            kind.BATCHED_POWER_SGD: powerSGD_hook.batched_powerSGD_hook,
+        }[chosen]
+        if wrapper is kind.FP16:
+            hook = default_hooks.fp16_compress_wrapper(hook)
+        elif wrapper is kind.BF16:
+            hook = default_hooks.bf16_compress_wrapper(hook)
+        keeps_state = chosen in (kind.POWER_SGD, kind.BATCHED_POWER_SGD)
+        state = powerSGD_hook.PowerSGDState(None, **self.comm_state_option) if keeps_state else None
+        model.register_comm_hook(state=state, hook=hook)
+
+
+@at_public_path
+@dataclass
+class GradScalerKwargs(KwargsHandler):
+    """What the gradient scaler of fp16 training is told.
+
+    Args:
+        init_scale: the first scale.
+        growth_factor: what the scale is multiplied by after `growth_interval` steps without overflow.
+        backoff_factor: what it is multiplied by after an overflow.
+        growth_interval: steps without overflow before the scale grows.
+        enabled: False makes the scaler do nothing.
+
+    Example:
+        >>> from accelerate import Accelerator
+        >>> accelerator = Accelerator(kwargs_handlers=[GradScalerKwargs(growth_interval=500)])
+
+    Source: https://pytorch.org/docs/stable/amp.html#gradient-scaling
+    """
+
+    init_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    enabled: bool = True
+
+
+@at_public_path
+@dataclass
+class InitProcessGroupKwargs(KwargsHandler):
+    """What `torch.distributed.init_process_group` is told.
+
+    Args:
+        backend: the communication library; the state picks another one where the hardware needs it.
+        init_method: where the processes meet, as a URL; None reads the environment.
+        timeout: how long a collective may wait, as a `timedelta` or in seconds. None takes torch's defaults: ten minutes
+            for "nccl", thirty for the others.
+
+    Example:
+        >>> from datetime import timedelta
+        >>> from accelerate import Accelerator
+        >>> accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))])
+
+    Source: https://pytorch.org/docs/stable/distributed.html#torch.distributed.init_process_group
+    """
+
+    backend: str | None = "nccl"
+    init_method: str | None = None
+    timeout: timedelta | None = None
+
+    def __post_init__(self) -> None:
+        if self.timeout is None:
+            self.timeout = timedelta(minutes=10 if self.backend == "nccl" else 30)
+        elif isinstance(self.timeout, (int, float)):
+            self.timeout = timedelta(seconds=self.timeout)
+
+
+@at_public_path
+@dataclass
+class ProfileKwargs(KwargsHandler):
+    """What `torch.profiler.profile` is told by `Accelerator.profile`.
+
+    Args:
+        activities: what to record: "cpu", "cuda", "xpu", "mtia", "hpu"; None takes all that torch supports here.
+        schedule_option: keyword arguments of `torch.profiler.schedule` (wait, warmup, active, repeat, skip_first), in
+            steps; None records all the time.
+        on_trace_ready: called with the profiler whenever a trace is complete.
+        record_shapes: record the shapes of operator inputs.
+        profile_memory: record allocations.
+        with_stack: record source lines.
+        with_flops: estimate floating point operations.
+        with_modules: record the module hierarchy.
+        output_trace_dir: where `Accelerator.profile` writes one Chrome trace per process; None writes none.
+
+    Example:
+        >>> from accelerate import Accelerator
+        >>> accelerator = Accelerator(kwargs_handlers=[ProfileKwargs(activities=["cpu"], record_shapes=True)])
+
+    Source: https://pytorch.org/docs/stable/profiler.html
+    """
+
+    activities: list[Literal["cpu", "xpu", "mtia", "cuda", "hpu"]] | None = None
+    schedule_option: dict[str, int] | None = None
+    on_trace_ready: Callable | None = None
+    record_shapes: bool = False
+    profile_memory: bool = False
+    with_stack: bool = False
+    with_flops: bool = False
+    with_modules: bool = False
+    output_trace_dir: str | None = None
+
+    def _activities(self) -> list[Any] | None:
+        if self.activities is None:
+            return None
+        from torch.profiler import ProfilerActivity, supported_activities
+
+        # "cuda" is always accepted: torch itself warns and goes on where there is none.
+        members = {ProfilerActivity.CPU, ProfilerActivity.CUDA, *supported_activities()}
+        known = {member.name.lower(): member for member in sorted(members, key=lambda member: member.name)}
+        for name in self.activities:
+            if name not in known:
+                raise ValueError(f"Invalid profiler activity: {name!r}. Here it must be one of {list(known)}.")
+        return [known[name] for name in self.activities]
+
+    def build(self) -> Any:
+        """Build the profiler.
+
+        Returns:
+            A `torch.profiler.profile`, not yet started.
+
+        Raises:
+            ValueError: an activity is unknown or this machine cannot record it.
+        """
+        import torch
+
+        schedule = None if self.schedule_option is None else torch.profiler.schedule(**self.schedule_option)
+        return torch.profiler.profile(
+            activities=self._activities(),
+            schedule=schedule,
+            on_trace_ready=self.on_trace_ready,
+            record_shapes=self.record_shapes,
+            profile_memory=self.profile_memory,
+            with_stack=self.with_stack,
+            with_flops=self.with_flops,
+            with_modules=self.with_modules,
+        )
+
+
+@at_public_path
+@dataclass
+class GradientAccumulationPlugin(KwargsHandler):
+    """How gradients are gathered over several batches before a step.
+
+    Args:
+        num_steps: batches per optimizer step; None takes the Accelerator's `gradient_accumulation_steps`.
+        adjust_scheduler: step the learning rate schedule for the accumulated batches too.
+        sync_with_dataloader: let the end of a data loader close the window, however short it is.
+        sync_each_batch: exchange gradients at every batch; more traffic, less memory with sharded gradients.
+        exact: divide the loss of a window that the end of the data loader cuts short by its real length instead of
+            `num_steps`, so that the last step of an epoch weighs its batches like every other step does. It needs
+            `sync_with_dataloader` and a data loader with a known length.
+
+    Raises:
+        ValueError: `num_steps` is below one, or `exact` is set without `sync_with_dataloader`.
+
+    Example:
+        >>> from accelerate import Accelerator
+        >>> plugin = GradientAccumulationPlugin(num_steps=4, exact=True)
+        >>> accelerator = Accelerator(gradient_accumulation_plugin=plugin)
+    """
+
+    num_steps: int | None = None
+    adjust_scheduler: bool = True
+    sync_with_dataloader: bool = True
+    sync_each_batch: bool = False
+    exact: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.num_steps, int) and self.num_steps < 1:
+            raise ValueError(f"num_steps is {self.num_steps}; accumulate over at least 1 batch.")
+        if self.exact and not self.sync_with_dataloader:
+            raise ValueError(
+                "exact=True scales windows that the end of a data loader cuts short, but sync_with_dataloader=False "
+                "lets windows run across it. Set sync_with_dataloader=True or drop exact."
+            )

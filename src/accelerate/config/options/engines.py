@@ -1,0 +1,185 @@
+"""Options of the training engines: DeepSpeed, FSDP and Megatron-LM."""
+
+from functools import partial
+
+from accelerate.config.options.schema import LOWER, Option
+
+_deepspeed = partial(Option, group="DeepSpeed Arguments", section="deepspeed_config", feature="deepspeed", style=LOWER)
+
+DEEPSPEED_OPTIONS: tuple[Option, ...] = (
+    _deepspeed(
+        name="deepspeed_config_file",
+        env="ACCELERATE_DEEPSPEED_CONFIG_FILE",
+        help="DeepSpeed's own configuration file (JSON).",
+    ),
+    _deepspeed(name="zero_stage", type="int", env="ACCELERATE_DEEPSPEED_ZERO_STAGE", help="ZeRO stage: 0, 1, 2 or 3."),
+    _deepspeed(
+        name="offload_optimizer_device",
+        env="ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
+        help="Where optimizer state is kept: none, cpu or nvme.",
+    ),
+    _deepspeed(
+        name="offload_param_device",
+        env="ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
+        help="Where parameters are kept: none, cpu or nvme.",
+    ),
+    _deepspeed(
+        name="offload_optimizer_nvme_path",
+        env="ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH",
+        help="Directory on the NVMe disk for optimizer state.",
+    ),
+    _deepspeed(
+        name="offload_param_nvme_path",
+        env="ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH",
+        help="Directory on the NVMe disk for parameters.",
+    ),
+    # Not a feature of DeepSpeed alone: Accelerator reads the variable in every run.
+    _deepspeed(
+        name="gradient_accumulation_steps",
+        type="int",
+        feature=None,
+        env="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+        help="Batches whose gradients are added up before the optimizer steps.",
+    ),
+    _deepspeed(
+        name="gradient_clipping",
+        type="float",
+        env="ACCELERATE_GRADIENT_CLIPPING",
+        help="Largest norm of the gradients.",
+    ),
+    _deepspeed(
+        name="zero3_init_flag",
+        env="ACCELERATE_DEEPSPEED_ZERO3_INIT",
+        help="With ZeRO 3, build the model in shards (true or false).",
+    ),
+    _deepspeed(
+        name="zero3_save_16bit_model",
+        env="ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
+        help="With ZeRO 3, save the gathered 16-bit weights (true or false).",
+    ),
+    _deepspeed(name="deepspeed_hostfile", help="Host file of DeepSpeed's launcher."),
+    _deepspeed(name="deepspeed_exclusion_filter", help="Hosts and GPUs of that file to leave out."),
+    _deepspeed(name="deepspeed_inclusion_filter", help="Hosts and GPUs of that file to use."),
+    _deepspeed(
+        name="deepspeed_multinode_launcher",
+        help="How DeepSpeed starts other machines: pdsh, standard, openmpi, mvapich, mpich, nossh or slurm.",
+    ),
+    _deepspeed(
+        name="deepspeed_moe_layer_cls_names",
+        env="ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
+        help="Classes of mixture-of-experts layers, separated by commas.",
+    ),
+)
+
+
+def _fsdp(name: str, help: str, **rest: object) -> Option:
+    return Option(
+        name=name,
+        help=help,
+        group="FSDP Arguments",
+        section="fsdp_config",
+        feature="fsdp",
+        style=LOWER,
+        **{"env": name.upper(), **rest},
+    )
+
+
+FSDP_OPTIONS: tuple[Option, ...] = (
+    _fsdp("fsdp_version", "FSDP generation.", choices=("1", "2"), default="1"),
+    _fsdp("fsdp_offload_params", "Keep parameters and gradients on the CPU (true or false).", default="false"),
+    _fsdp(
+        "fsdp_min_num_params",
+        "Parameters from which a submodule is wrapped (SIZE_BASED_WRAP).",
+        type="int",
+        default=100_000_000,
+    ),
+    _fsdp(
+        "fsdp_sharding_strategy",
+        "What is sharded (FSDP 1): FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD or HYBRID_SHARD_ZERO2.",
+        default="FULL_SHARD",
+    ),
+    _fsdp(
+        "fsdp_reshard_after_forward",
+        "Free gathered parameters after the forward pass: true or false (FSDP 2), or a sharding strategy (FSDP 1).",
+        default="true",
+    ),
+    _fsdp("fsdp_auto_wrap_policy", "What is wrapped: TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP."),
+    _fsdp(
+        "fsdp_transformer_layer_cls_to_wrap",
+        "Class names of the layers to wrap, separated by commas (TRANSFORMER_BASED_WRAP).",
+        env="FSDP_TRANSFORMER_CLS_TO_WRAP",
+    ),
+    _fsdp(
+        "fsdp_backward_prefetch",
+        "When the next parameters are gathered in the backward pass: BACKWARD_PRE, BACKWARD_POST or NO_PREFETCH.",
+    ),
+    _fsdp(
+        "fsdp_state_dict_type",
+        "Shape of checkpoints: FULL_STATE_DICT, LOCAL_STATE_DICT or SHARDED_STATE_DICT.",
+    ),
+    _fsdp("fsdp_forward_prefetch", "Gather the next parameters during the forward pass too.", default="false"),
+    _fsdp("fsdp_use_orig_params", "Keep the original parameters visible (FSDP 1).", default="true"),
+    _fsdp(
+        "fsdp_cpu_ram_efficient_loading",
+        "Let only the first process load pretrained weights; the others receive them.",
+        default="true",
+    ),
+    _fsdp("fsdp_sync_module_states", "Broadcast the weights of the first process (FSDP 1).", default="true"),
+    _fsdp(
+        "fsdp_activation_checkpointing",
+        "Recompute activations in the backward pass instead of keeping them.",
+        default="false",
+    ),
+    _fsdp(
+        "fsdp_activation_checkpointing_offload",
+        "Keep the inputs of checkpointed layers in CPU memory (FSDP 2).",
+        default="false",
+    ),
+)
+
+
+def _megatron(name: str, help: str, **rest: object) -> Option:
+    name = f"megatron_lm_{name}"
+    return Option(
+        name=name,
+        help=help,
+        group="Megatron-LM Arguments",
+        section="megatron_lm_config",
+        feature="megatron",
+        **{"env": name.upper(), **rest},
+    )
+
+
+_megatron_bool = partial(_megatron, type="bool", default=False)
+_megatron_word = partial(_megatron, style=LOWER)
+_megatron_int = partial(_megatron, type="int")
+
+MEGATRON_OPTIONS: tuple[Option, ...] = (
+    _megatron_int("tp_degree", "Degree of tensor parallelism.", default=1),
+    _megatron_bool("use_custom_fsdp", "Use Megatron's own FSDP."),
+    _megatron_bool("no_load_optim", "Do not load the optimizer."),
+    _megatron_bool("eod_mask_loss", "Leave end-of-document tokens out of the loss."),
+    _megatron_bool("overlap_cpu_optimizer_d2h_h2d", "Overlap the CPU optimizer with the copies to and from the GPU."),
+    _megatron_bool("no_save_optim", "Do not save the optimizer."),
+    _megatron_bool("optimizer_cpu_offload", "Run the optimizer on the CPU."),
+    _megatron_bool("use_precision_aware_optimizer", "Use the optimizer that keeps its state in low precision."),
+    _megatron_int("decoder_last_pipeline_num_layers", "Decoder layers of the last pipeline stage."),
+    _megatron_int("pp_degree", "Degree of pipeline parallelism.", default=1),
+    _megatron_int("num_micro_batches", "Micro-batches of one pipeline pass."),
+    _megatron_word("sequence_parallelism", "Split sequences over the tensor-parallel processes (true or false)."),
+    _megatron_word("recompute_activations", "Recompute selected activations (true or false)."),
+    _megatron_word("use_distributed_optimizer", "Shard the optimizer over the data-parallel processes."),
+    _megatron("gradient_clipping", "Largest norm of the gradients; 0 is no limit.", type="float", default=1.0),
+    _megatron_word("recompute_granularity", "What is recomputed: full or selective."),
+    _megatron_word("recompute_method", "How full recomputation is spread: uniform or block."),
+    _megatron_int("recompute_num_layers", "Layers of one unit of recomputation."),
+    _megatron_word("attention_backend", "Attention kernel: flash, fused, unfused, local or auto."),
+    _megatron_int("expert_model_parallel_size", "Degree of expert parallelism."),
+    _megatron_int("context_parallel_size", "Degree of context parallelism."),
+    _megatron("attention_dropout", "Dropout of the attention.", type="float"),
+    _megatron("hidden_dropout", "Dropout of the hidden layers.", type="float"),
+    _megatron_word("attention_softmax_in_fp32", "Compute the softmax of the attention in fp32 (true or false)."),
+    _megatron_int("expert_tensor_parallel_size", "Degree of tensor parallelism within an expert."),
+    _megatron_word("calculate_per_token_loss", "Scale the loss by the number of tokens (true or false)."),
+    _megatron_word("use_rotary_position_embeddings", "Use rotary position embeddings (true or false)."),
+)

@@ -1,0 +1,99 @@
+"""What the launcher can be asked to run, which option asks for it, and what can be run so far."""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A way of training that needs a runner or an engine of its own.
+
+    Attributes:
+        title: its name in messages.
+        switch: the option that turns it on.
+        wanted: the value of the switch that does so; None means any value that is set and not false, and an integer
+            means any value above it.
+        ready: False as long as this version cannot run it; asking for it is an error then, never ignored.
+        instead: what works today, for that error.
+    """
+
+    title: str
+    switch: str
+    wanted: Any = None
+    ready: bool = False
+    instead: str = ""
+
+    def is_on(self, value: Any) -> bool:
+        """Tell whether this value of the switch asks for the feature."""
+        if isinstance(self.wanted, int):
+            return value is not None and value > self.wanted
+        return bool(value) if self.wanted is None else value == self.wanted
+
+    @property
+    def request(self) -> str:
+        """How to ask for the feature on the command line."""
+        if self.wanted is None:
+            return f"--{self.switch}"
+        return f"--{self.switch} {'N' if isinstance(self.wanted, int) else self.wanted}"
+
+
+_DATA_PARALLEL = "plain data parallelism on one machine"
+
+FEATURES: dict[str, Feature] = {
+    "deepspeed": Feature("DeepSpeed", "use_deepspeed", instead=f"leave out --use_deepspeed for {_DATA_PARALLEL}"),
+    "fsdp": Feature("FSDP", "use_fsdp", instead=f"leave out --use_fsdp for {_DATA_PARALLEL}"),
+    "megatron": Feature("Megatron-LM", "use_megatron_lm", instead=f"leave out --use_megatron_lm for {_DATA_PARALLEL}"),
+    "parallelism": Feature(
+        "Parallelism along several dimensions",
+        "use_parallelism_config",
+        instead=f"leave out --use_parallelism_config for {_DATA_PARALLEL}",
+    ),
+    "fp8": Feature("FP8 training", "mixed_precision", wanted="fp8", instead="--mixed_precision bf16 or fp16"),
+    "tpu": Feature("Training on TPUs", "tpu", instead="GPUs, or --cpu"),
+    "machines": Feature(
+        "Launching on several machines",
+        "num_machines",
+        wanted=1,
+        instead="--num_machines 1 here, or torchrun on every machine (the script needs no change)",
+    ),
+    "mpi": Feature("Launching through mpirun", "mpirun_hostfile", instead="--cpu --num_processes N on one machine"),
+    "sagemaker": Feature(
+        "Amazon SageMaker",
+        "compute_environment",
+        wanted="AMAZON_SAGEMAKER",
+        instead="compute_environment: LOCAL_MACHINE",
+    ),
+}
+
+# What `distributed_type` in a configuration file means in terms of options; an unknown name is an error.
+SWITCH_OF_DISTRIBUTED_TYPE: dict[str, str | None] = {
+    "NO": None,
+    "MULTI_CPU": None,
+    "MULTI_GPU": "multi_gpu",
+    "MULTI_NPU": "multi_gpu",
+    "MULTI_MLU": "multi_gpu",
+    "MULTI_SDAA": "multi_gpu",
+    "MULTI_MUSA": "multi_gpu",
+    "MULTI_XPU": "multi_gpu",
+    "MULTI_HPU": "multi_gpu",
+    "MULTI_NEURON": "multi_gpu",
+    "DEEPSPEED": "use_deepspeed",
+    "FSDP": "use_fsdp",
+    "MEGATRON_LM": "use_megatron_lm",
+    "XLA": "tpu",
+}
+
+# At most one of these is chosen; `--cpu` goes with all but the first two.
+PARADIGMS = ("multi_gpu", "tpu", "use_deepspeed", "use_fsdp", "use_megatron_lm")
+NEEDS_DEVICES = ("multi_gpu", "tpu")
+
+# The mappings of a configuration file, and the feature that reads each of them (None: every run).
+SECTIONS: dict[str, str | None] = {
+    "dynamo_config": None,
+    "deepspeed_config": "deepspeed",
+    "fsdp_config": "fsdp",
+    "megatron_lm_config": "megatron",
+    "fp8_config": "fp8",
+    "mpirun_config": "mpi",
+    "parallelism_config": "parallelism",
+}

@@ -1,0 +1,153 @@
+"""Options of special hardware, numerics and layouts: TPU, FP8, SageMaker, MPI, parallelism along several dimensions."""
+
+from functools import partial
+
+from accelerate.config.options.schema import BIT, PLAIN, Option
+
+TPU = "TPU"
+_tpu = partial(Option, group=TPU, feature="tpu")
+
+TPU_OPTIONS: tuple[Option, ...] = (
+    _tpu(
+        name="tpu_use_cluster",
+        flags=("--tpu_cluster",),
+        type="bool",
+        default=False,
+        switch=True,
+        negation="--no_tpu_cluster",
+        help="Train on a TPU pod of Google Cloud.",
+    ),
+    _tpu(name="tpu_use_sudo", type="bool", default=False, switch=True, help="Run the script with sudo in the pod."),
+    _tpu(name="vm", type="strs", key="tpu_vm", help="A virtual machine of the pod; give it once for each."),
+    _tpu(name="env", type="strs", key="tpu_env", help="A NAME=VALUE to set in the pod; give it once for each."),
+    _tpu(name="main_training_function", help="The function of the script to run on each core."),
+    _tpu(
+        name="downcast_bf16",
+        type="bool",
+        default=False,
+        switch=True,
+        help="With bf16, turn float64 tensors into bfloat16 too.",
+    ),
+    _tpu(name="tpu_name", flags=(), help="Name of the TPU."),
+    _tpu(name="tpu_zone", flags=(), help="Zone of the TPU."),
+    _tpu(name="command_file", flags=(), help="File of commands to run in the pod."),
+    _tpu(name="commands", type="strs", flags=(), help="Commands to run in the pod."),
+)
+
+FP8 = "FP8 Arguments"
+
+
+def _fp8(name: str, style: str = PLAIN, **rest: object) -> Option:
+    variable = {} if "env_names" in rest else {"env": f"ACCELERATE_{name.upper()}"}
+    short = name.removeprefix("fp8_")
+    key = {"key": name if short == "format" else short}
+    return Option(name=name, group=FP8, section="fp8_config", feature="fp8", style=style, **variable, **key, **rest)
+
+
+FP8_OPTIONS: tuple[Option, ...] = (
+    _fp8("fp8_backend", choices=("ao", "te", "msamp"), help="Library: torchao, Transformer Engine or MS-AMP."),
+    _fp8(
+        "fp8_use_autocast_during_eval",
+        type="bool",
+        default=False,
+        switch=True,
+        help="Evaluate in FP8 too (te).",
+    ),
+    _fp8("fp8_margin", type="int", default=0, help="Margin of the scaling factor, as a power of two (te)."),
+    _fp8("fp8_interval", type="int", default=1, help="Steps between two computations of the scaling factor (te)."),
+    _fp8("fp8_format", choices=("HYBRID", "E4M3", "E5M2"), default="HYBRID", help="Number format (te)."),
+    _fp8("fp8_amax_history_len", type="int", default=1024, help="How many past maxima the scaling looks at (te)."),
+    _fp8(
+        "fp8_amax_compute_algo",
+        choices=("max", "most_recent"),
+        default="most_recent",
+        help="Which of them it uses (te).",
+    ),
+    _fp8(
+        "fp8_override_linear_precision",
+        type="bools",
+        default=(False, False, False),
+        env_names=("ACCELERATE_FP8_OVERRIDE_FPROP", "ACCELERATE_FP8_OVERRIDE_DGRAD", "ACCELERATE_FP8_OVERRIDE_WGRAD"),
+        help="Use higher precision in the forward pass, the input gradient, the weight gradient (te).",
+    ),
+    _fp8("fp8_opt_level", choices=("O1", "O2"), default="O2", help="How much is kept in FP8 (msamp)."),
+    _fp8(
+        "fp8_enable_fsdp_float8_all_gather",
+        type="bool",
+        default=True,
+        style=BIT,
+        help="Let FSDP2 gather the weights in FP8 (ao).",
+    ),
+    _fp8("fp8_pad_inner_dim", type="bool", default=True, style=BIT, help="Pad matrices to sizes FP8 can do (ao)."),
+)
+
+_aws = partial(Option, group="AWS Arguments", key="", feature="sagemaker")
+
+ENVIRONMENT_OPTIONS: tuple[Option, ...] = (
+    _aws(name="aws_access_key_id", help="Access key of the AWS account."),
+    _aws(name="aws_secret_access_key", help="Secret key of the AWS account."),
+    Option(
+        name="mpirun_hostfile",
+        group="MPI Arguments",
+        section="mpirun_config",
+        help="Host file of mpirun, to start CPU processes through it.",
+    ),
+    Option(
+        name="mpirun_ccl",
+        group="MPI Arguments",
+        section="mpirun_config",
+        flags=(),
+        feature="mpi",
+        help="Workers of oneCCL.",
+    ),
+    Option(name="compute_environment", group="options", flags=(), help="LOCAL_MACHINE or AMAZON_SAGEMAKER."),
+)
+
+PARALLELISM = "ParallelismConfig Arguments"
+
+
+def _parallelism(name: str, **rest: object) -> Option:
+    name = f"parallelism_config_{name}"
+    return Option(
+        name=name,
+        group=PARALLELISM,
+        section="parallelism_config",
+        feature="parallelism",
+        env=name.upper(),
+        **rest,
+    )
+
+
+PARALLELISM_OPTIONS: tuple[Option, ...] = (
+    _parallelism("dp_replicate_size", type="int", default=1, help="Copies of the model (data parallel)."),
+    _parallelism("dp_shard_size", type="int", default=1, help="Processes that one copy is sharded over (FSDP)."),
+    _parallelism("tp_size", type="int", default=1, help="Processes that one layer is split over (tensor parallel)."),
+    _parallelism(
+        "cp_size", type="int", default=1, help="Processes that one sequence is split over (context parallel)."
+    ),
+    _parallelism("cp_backend", choices=("torch",), default="torch", help="Implementation of context parallelism."),
+    _parallelism(
+        "cp_comm_strategy",
+        default="allgather",
+        above_one="parallelism_config_cp_size",
+        help="How its processes exchange keys and values: allgather or alltoall.",
+    ),
+    _parallelism("sp_size", type="int", default=1, help="Processes of sequence parallelism (Ulysses)."),
+    _parallelism(
+        "sp_backend", choices=("deepspeed",), default="deepspeed", help="Implementation of sequence parallelism."
+    ),
+    _parallelism("sp_seq_length", above_one="parallelism_config_sp_size", help="Its sequence length."),
+    _parallelism(
+        "sp_seq_length_is_variable",
+        type="bool",
+        default=True,
+        above_one="parallelism_config_sp_size",
+        help="The sequence length differs from batch to batch.",
+    ),
+    _parallelism(
+        "sp_attn_implementation",
+        default="sdpa",
+        above_one="parallelism_config_sp_size",
+        help="Its attention: eager, flash_attention_2, flash_attention_3 or sdpa.",
+    ),
+)

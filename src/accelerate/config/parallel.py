@@ -1,0 +1,137 @@
+"""How a model or a sequence is cut across processes: the options of each kind of parallelism."""
+
+import os
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+from accelerate.config.enums import at_public_path
+from accelerate.config.values import to_bool, to_int
+from accelerate.utils.constants import BETA_TP_AVAILABLE_TRANSFORMERS_VERSION
+from accelerate.utils.imports import is_transformers_available
+from accelerate.utils.versions import compare_versions
+
+PREFIX = "PARALLELISM_CONFIG_"
+
+
+@at_public_path
+@dataclass
+class TorchContextParallelConfig:
+    """How context parallelism moves keys and values between processes.
+
+    Args:
+        cp_comm_strategy: "allgather" collects all of them at once, "alltoall" passes them around in a ring. None reads
+            PARALLELISM_CONFIG_CP_COMM_STRATEGY, else takes "allgather".
+
+    Raises:
+        ValueError: `cp_comm_strategy` is unknown.
+
+    Source: https://pytorch.org/tutorials/prototype/context_parallel.html
+    """
+
+    cp_comm_strategy: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.cp_comm_strategy is None:
+            self.cp_comm_strategy = os.environ.get(PREFIX + "CP_COMM_STRATEGY", "allgather")
+        if self.cp_comm_strategy not in ("allgather", "alltoall"):
+            raise ValueError(f"Invalid cp_comm_strategy: {self.cp_comm_strategy!r}. Use 'allgather' or 'alltoall'.")
+
+
+@at_public_path
+@dataclass
+class TorchTensorParallelConfig:
+    """How tensor parallelism works in detail.
+
+    Args:
+        enable_async_tp: overlap communication and computation. Not supported yet; it warns and has no effect.
+
+    Raises:
+        ValueError: the installed transformers is too old to share a model with us.
+
+    Source: https://pytorch.org/docs/stable/distributed.tensor.parallel.html
+    """
+
+    enable_async_tp: bool = False
+
+    def __post_init__(self) -> None:
+        needed = BETA_TP_AVAILABLE_TRANSFORMERS_VERSION
+        if is_transformers_available() and compare_versions("transformers", "<", needed):
+            raise ValueError(
+                f"Tensor parallelism needs transformers {needed} or later, an older one is installed. "
+                "Update it with `pip install -U transformers`."
+            )
+        if self.enable_async_tp:
+            warnings.warn("enable_async_tp has no effect: asynchronous tensor parallelism is not supported yet.")
+
+
+@at_public_path
+@dataclass
+class TorchTensorParallelPlugin:
+    """Tensor parallelism by torch, as the launcher describes it; `ParallelismConfig(tp_size=...)` replaces it.
+
+    Args:
+        tp_size: how many processes share each layer.
+        torch_device_mesh: the `DeviceMesh` of the processes to use; None builds one of all.
+
+    Raises:
+        ValueError: `tp_size` is below one.
+    """
+
+    tp_size: int = 1
+    torch_device_mesh: Any = None
+
+    def __post_init__(self) -> None:
+        self.tp_size = to_int(self.tp_size, "tp_size")
+        if self.tp_size < 1:
+            raise ValueError(f"tp_size is {self.tp_size}; at least 1 process holds a layer.")
+
+
+@at_public_path
+@dataclass
+class DeepSpeedSequenceParallelConfig:
+    """How DeepSpeed's sequence parallelism (ALST) cuts a sequence.
+
+    Each field left at None is read from the environment variable `PARALLELISM_CONFIG_` and its name.
+
+    Args:
+        sp_seq_length: the length of every sequence, in tokens; needed where it is the same for all.
+        sp_seq_length_is_variable: whether sequences differ in length between batches; True unless told otherwise.
+        sp_attn_implementation: the attention to call: "flash_attention_2", "flash_attention_3", "sdpa", or a flash
+            attention kernel of the Hugging Face hub. None leaves the choice to the model.
+
+    Raises:
+        ValueError: the attention cannot be cut, or the common length is missing.
+
+    Source: Arctic Long Sequence Training (arXiv 2506.13996)
+    """
+
+    sp_seq_length: int | None = None
+    sp_seq_length_is_variable: bool | None = None
+    sp_attn_implementation: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.sp_seq_length_is_variable is None:
+            variable = PREFIX + "SP_SEQ_LENGTH_IS_VARIABLE"
+            self.sp_seq_length_is_variable = to_bool(os.environ.get(variable, "true"), variable)
+        if self.sp_seq_length is None and not self.sp_seq_length_is_variable:
+            variable = PREFIX + "SP_SEQ_LENGTH"
+            if variable not in os.environ:
+                raise ValueError(
+                    "sp_seq_length_is_variable=False needs the common length: pass sp_seq_length or set "
+                    f"the environment variable {variable}."
+                )
+            self.sp_seq_length = to_int(os.environ[variable], variable)
+        if self.sp_attn_implementation is None:
+            self.sp_attn_implementation = os.environ.get(PREFIX + "SP_ATTN_IMPLEMENTATION")
+        self._check_attention()
+
+    def _check_attention(self) -> None:
+        chosen, known = self.sp_attn_implementation, ("flash_attention_2", "flash_attention_3", "sdpa")
+        if chosen is None or chosen in known or ("/" in chosen and "flash-attn" in chosen):
+            return
+        why = " It builds its mask from the whole sequence." if chosen in ("eager", "flex_attention") else ""
+        raise ValueError(
+            f"Invalid sp_attn_implementation: {chosen!r}.{why} Use one of {', '.join(known)} or a flash attention kernel "
+            "of the hub, such as 'kernels-community/flash-attn2'."
+        )

@@ -1,0 +1,52 @@
+"""Where a run keeps its checkpoints and logs."""
+
+import os
+from dataclasses import dataclass
+
+from accelerate.config.enums import at_public_path
+
+
+@at_public_path
+@dataclass
+class ProjectConfiguration:
+    """Where a run keeps its checkpoints and logs, and how it names them.
+
+    Args:
+        project_dir: the folder of the run.
+        logging_dir: where trackers that log locally write; None takes `project_dir`.
+        automatic_checkpoint_naming: let `save_state` number its checkpoints: `checkpoints/checkpoint_0` and so on.
+        total_limit: how many numbered checkpoints are kept, at least one; None keeps all.
+        iteration: the number of the next checkpoint.
+        save_on_each_node: save on the main process of each machine rather than of the whole run; for machines that do
+            not share a file system.
+
+    Raises:
+        ValueError: `total_limit` is below one.
+
+    Example:
+        >>> from accelerate import Accelerator
+        >>> project = ProjectConfiguration("runs/first", automatic_checkpoint_naming=True, total_limit=3)
+        >>> accelerator = Accelerator(project_config=project)
+    """
+
+    project_dir: str | os.PathLike | None = None
+    logging_dir: str | os.PathLike | None = None
+    automatic_checkpoint_naming: bool = False
+    total_limit: int | None = None
+    iteration: int = 0
+    save_on_each_node: bool = False
+
+    def __post_init__(self) -> None:
+        if self.total_limit is not None and self.total_limit < 1:
+            raise ValueError(f"total_limit is {self.total_limit}; keep at least 1 checkpoint, or None to keep all.")
+        self.set_directories(self.project_dir)
+
+    def set_directories(self, project_dir: str | os.PathLike | None = None) -> None:
+        """Set the folder of the run, and that of the logs if there is none yet.
+
+        Args:
+            project_dir: the folder.
+        """
+        self.project_dir = project_dir
+        if self.logging_dir is None:
+            self.logging_dir = project_dir

@@ -1,0 +1,325 @@
+"""Which ranks do what: the sizes of the parallel dimensions, and the device mesh that they span."""
+
+import math
+import os
+from dataclasses import asdict, dataclass, is_dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from accelerate.config.parallel import (
+    DeepSpeedSequenceParallelConfig,
+    TorchContextParallelConfig,
+    TorchTensorParallelConfig,
+)
+from accelerate.config.values import to_int
+from accelerate.utils.constants import (
+    BETA_CP_AVAILABLE_PYTORCH_VERSION,
+    BETA_TP_AVAILABLE_PYTORCH_VERSION,
+)
+from accelerate.utils.versions import is_torch_version
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from accelerate.accelerator import Accelerator
+
+# Outermost first. Neighbours in the last dimension are on one node, where the frequent messages of tensor parallelism
+# belong; https://arxiv.org/abs/2104.04473, section 3.
+_MESH_ORDER = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
+_AXES = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
+
+
+@dataclass(repr=False)
+class ParallelismConfig:
+    """The sizes of every parallel dimension; their product is the number of processes.
+
+    A size that is None comes from the environment (PARALLELISM_CONFIG_DP_REPLICATE_SIZE and so on, which
+    `accelerate launch` sets), and is 1 otherwise.
+
+    Args:
+        dp_replicate_size: copies of the model.
+        dp_shard_size: ranks that FSDP shards one copy over.
+        tp_size: ranks that share each layer (tensor parallelism).
+        cp_size: ranks that share each sequence inside attention (context parallelism, with FSDP version 2).
+        cp_backend: who does it; "torch".
+        sp_size: ranks that share each sequence outside attention (sequence parallelism, excludes `cp_size`).
+        sp_backend: who does it; "deepspeed".
+        tp_handler: further settings of tensor parallelism.
+        cp_handler: further settings of context parallelism.
+        sp_handler: further settings of sequence parallelism.
+
+    Raises:
+        ValueError: a size below 1, an unknown backend, a handler of the wrong class, or dimensions that do not combine.
+
+    Example:
+        >>> config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=4)
+        >>> config.total_size, config.fsdp_dim_names
+        (8, ['dp_replicate', 'dp_shard_cp'])
+    """
+
+    dp_replicate_size: int | None = None
+    dp_shard_size: int | None = None
+    tp_size: int | None = None
+    cp_size: int | None = None
+    cp_backend: Literal["torch"] | None = None
+    sp_size: int | None = None
+    sp_backend: Literal["deepspeed"] | None = None
+    tp_handler: TorchTensorParallelConfig | None = None
+    cp_handler: TorchContextParallelConfig | None = None
+    sp_handler: DeepSpeedSequenceParallelConfig | None = None
+
+    device_mesh = None  # the mesh once it is built; not a field, so that equality and copies stay cheap
+
+    def __post_init__(self) -> None:
+        for axis in _AXES:
+            name = f"{axis}_size"
+            given = getattr(self, name)
+            if given is None:
+                given = os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", 1)
+            size = to_int(given, name)
+            if size < 1:
+                raise ValueError(f"{name} is {size}; it must be at least 1.")
+            setattr(self, name, size)
+        self._sizes = {axis: getattr(self, f"{axis}_size") for axis in _AXES}
+        self._resolve_backend("cp_backend", "torch")
+        self._resolve_backend("sp_backend", "deepspeed")
+        self._check_combination()
+        self._resolve_handlers()
+
+    def _resolve_backend(self, name: str, known: str) -> None:
+        value = getattr(self, name)
+        value = os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", known) if value is None else value
+        if value != known:
+            raise ValueError(f"{name} is {value!r}; the only choice is {known!r}.")
+        setattr(self, name, value)
+
+    def _check_combination(self) -> None:
+        if self.cp_size > 1 and self.sp_size > 1:
+            raise ValueError(
+                f"cp_size is {self.cp_size} and sp_size is {self.sp_size}, but both split the sequence. Set one of them to 1."
+            )
+        if self.dp_replicate_size > 1 and self.dp_shard_size == 1 and (self.tp_size > 1 or self.cp_size > 1):
+            raise ValueError(
+                f"dp_replicate_size={self.dp_replicate_size} with tp_size={self.tp_size} and cp_size={self.cp_size} would "
+                "replicate without sharding, which cannot be combined with tensor or context parallelism. Set dp_shard_size "
+                "above 1, or dp_replicate_size to 1."
+            )
+
+    def _resolve_handlers(self) -> None:
+        for axis, version in (("tp", BETA_TP_AVAILABLE_PYTORCH_VERSION), ("cp", BETA_CP_AVAILABLE_PYTORCH_VERSION)):
+            if self._sizes[axis] > 1 and is_torch_version("<", version):
+                raise ValueError(f"{axis}_size={self._sizes[axis]} needs torch {version} or newer.")
+        kinds = {
+            "tp": TorchTensorParallelConfig,
+            "cp": TorchContextParallelConfig,
+            "sp": DeepSpeedSequenceParallelConfig,
+        }
+        for axis, kind in kinds.items():
+            name = f"{axis}_handler"
+            handler = getattr(self, name)
+            if handler is None and self._sizes[axis] > 1:
+                setattr(self, name, kind())
+            elif handler is not None and not isinstance(handler, kind):
+                raise ValueError(f"{name} is a {type(handler).__name__}; it must be a {kind.__name__}.")
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{axis}_size={self._sizes[axis]}" for axis in _AXES)
+        handlers = "".join(
+            f", {name}={getattr(self, name)!r}"
+            for name in ("tp_handler", "cp_handler", "sp_handler")
+            if getattr(self, name) is not None
+        )
+        return f"ParallelismConfig({sizes}, cp_backend={self.cp_backend!r}, sp_backend={self.sp_backend!r}{handlers})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A mesh holds process groups, which mean nothing in another process.
+        return {name: value for name, value in self.__dict__.items() if name != "device_mesh"}
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the settings as a dictionary of JSON values; the device mesh is left out.
+
+        Example:
+            >>> ParallelismConfig(dp_shard_size=2).to_json()["dp_shard_size"]
+            2
+        """
+        return {
+            name: asdict(value) if is_dataclass(value) else value
+            for name, value in ((name, getattr(self, name)) for name in self.__dataclass_fields__)
+        }
+
+    # -- dimensions ----------------------------------------------------------------------------------------------
+
+    def _active(self, axes: tuple[str, ...]) -> list[str]:
+        return [axis for axis in axes if self._sizes[axis] > 1]
+
+    @property
+    def dp_dim_names(self) -> list[str]:
+        """The active data-parallel dimensions; ranks that differ in them read different batches."""
+        return self._active(("dp_replicate", "dp_shard"))
+
+    @property
+    def non_dp_dim_names(self) -> list[str]:
+        """The active dimensions whose ranks work on the same batch."""
+        return self._active(("tp", "cp", "sp"))
+
+    @property
+    def dp_shard_cp_dim_names(self) -> list[str]:
+        """The active dimensions that parameters are sharded over."""
+        return self._active(("dp_shard", "cp"))
+
+    @property
+    def dp_cp_dim_names(self) -> list[str]:
+        """The active dimensions that a loss is averaged over."""
+        return self._active(("dp_replicate", "dp_shard", "cp"))
+
+    @property
+    def fsdp_dim_names(self) -> list[str]:
+        """The mesh dimensions that `fully_shard` receives: replicas, if any, and the flattened shards."""
+        return [*self._active(("dp_replicate",)), "dp_shard_cp"]
+
+    @property
+    def active_mesh_dims(self) -> list[str]:
+        """All dimensions larger than 1, data parallelism first."""
+        return self.dp_dim_names + self.non_dp_dim_names
+
+    @property
+    def total_size(self) -> int:
+        """How many processes the configuration is for."""
+        return math.prod(self._sizes.values())
+
+    @property
+    def data_parallel_size(self) -> int:
+        """How many different batches are worked on at a time."""
+        return self.dp_replicate_size * self.dp_shard_size
+
+    @property
+    def non_data_parallel_size(self) -> int:
+        """How many processes share one batch."""
+        return self.tp_size * self.cp_size * self.sp_size
+
+    @property
+    def dp_replicate_enabled(self) -> bool:
+        """Whether there are several copies of the model."""
+        return self.dp_replicate_size > 1
+
+    @property
+    def dp_shard_enabled(self) -> bool:
+        """Whether a copy is sharded over data-parallel ranks."""
+        return self.dp_shard_size > 1
+
+    @property
+    def tp_enabled(self) -> bool:
+        """Whether layers are split."""
+        return self.tp_size > 1
+
+    @property
+    def cp_enabled(self) -> bool:
+        """Whether sequences are split inside attention."""
+        return self.cp_size > 1
+
+    @property
+    def sp_enabled(self) -> bool:
+        """Whether sequences are split outside attention."""
+        return self.sp_size > 1
+
+    # -- mesh ----------------------------------------------------------------------------------------------------
+
+    def build_device_mesh(self, device_type: str) -> "DeviceMesh | None":
+        """Build the mesh of the active dimensions, with the flattened dimensions `dp`, `dp_shard_cp` and `dp_cp`.
+
+        Every rank calls it. torch.distributed is started from the environment if it is not running.
+
+        Args:
+            device_type: such as "cuda" or "cpu".
+
+        Returns:
+            The mesh, or None when no dimension is active, or when DeepSpeed's sequence parallelism keeps groups of its
+            own. It is not remembered; `get_device_mesh` does that.
+
+        Example:
+            >>> ParallelismConfig().build_device_mesh("cpu") is None
+            True
+        """
+        from torch.distributed.device_mesh import init_device_mesh
+
+        layout = self._get_mesh()
+        if not layout or self.sp_enabled:
+            return None
+        names, shape = layout
+        mesh = init_device_mesh(device_type, tuple(shape), mesh_dim_names=tuple(names))
+        for name, dims in (
+            ("dp", self.dp_dim_names),
+            ("dp_shard_cp", self.dp_shard_cp_dim_names),
+            ("dp_cp", self.dp_cp_dim_names),
+        ):
+            if dims:
+                mesh[tuple(dims)]._flatten(name)
+        return mesh
+
+    def get_device_mesh(self, device_type: str | None = None) -> "DeviceMesh | None":
+        """Return the device mesh, building it at the first call. The first call is made by every rank.
+
+        Args:
+            device_type: such as "cuda"; needed at the first call only.
+
+        Raises:
+            ValueError: there is no mesh yet and no `device_type`, or the mesh is for another device.
+        """
+        if self.device_mesh is None:
+            if device_type is None:
+                raise ValueError("There is no device mesh yet; pass device_type, for example 'cuda', to build it.")
+            self.device_mesh = self.build_device_mesh(device_type)
+        elif device_type is not None and self.device_mesh.device_type != device_type:
+            raise ValueError(
+                f"device_type is {device_type!r}, but the device mesh was built for {self.device_mesh.device_type!r}. Build a "
+                "new ParallelismConfig for another device."
+            )
+        return self.device_mesh
+
+    def _get_mesh(self) -> tuple[tuple[str, ...], tuple[int, ...]] | tuple[()]:
+        """Return the names and sizes of the active dimensions, outermost first; nothing if there are none."""
+        active = set(self.active_mesh_dims)
+        # A dimension that a subclass adds has no place of its own; it goes innermost.
+        names = [axis for axis in _MESH_ORDER if axis in active]
+        names += [axis for axis in self._sizes if axis in active and axis not in names]
+        if not names:
+            return ()
+        return tuple(names), tuple(self._sizes[axis] for axis in names)
+
+    def _set_size(self, parallelism: str, size: int) -> None:
+        """Change the size of one dimension, such as "dp_replicate"."""
+        if parallelism not in self._sizes:
+            raise AssertionError(f"parallelism is {parallelism!r}; choose one of {', '.join(self._sizes)}.")
+        self._sizes[parallelism] = size
+        setattr(self, f"{parallelism}_size", size)
+
+    def _validate_accelerator(self, accelerator: "Accelerator") -> None:
+        """Check the sizes against the processes that run, and let unclaimed processes be replicas.
+
+        Raises:
+            ValueError: the product of the sizes is not the number of processes, or the strategy has no use for a mesh.
+        """
+        processes = accelerator.num_processes
+        if self.total_size == 1 and processes > 1 and accelerator.multi_device and not accelerator.is_fsdp2:
+            self._set_size("dp_replicate", processes)
+        # DeepSpeed keeps its own groups: beside sequence parallelism, the ranks left over are its data parallelism.
+        fits = processes % self.total_size == 0 if self.sp_enabled else processes == self.total_size
+        if self.total_size > 1 and not fits:
+            arithmetic = " x ".join(f"{axis}_size={size}" for axis, size in self._sizes.items())
+            raise ValueError(
+                f"The sizes of the ParallelismConfig multiply to {arithmetic} = {self.total_size}, but {processes} "
+                f"process(es) are running. Change the sizes, or launch {self.total_size} processes."
+            )
+        if accelerator.is_fsdp2 and not self.dp_shard_cp_dim_names:
+            raise ValueError(
+                f"FSDP is enabled, but dp_shard_size and cp_size are both 1 in {self!r}, so there is nothing to shard over. Set "
+                f"dp_shard_size (with {processes} process(es), {processes // self.non_data_parallel_size or 1} is the most "
+                "that fits), or launch without FSDP."
+            )
+        if self.total_size > 1 and not (
+            accelerator.is_fsdp2 or accelerator.multi_device or getattr(accelerator, "use_distributed", False)
+        ):
+            raise ValueError(
+                f"A ParallelismConfig of {self.total_size} processes needs several cooperating processes (DDP, FSDP version 2 "
+                f"or DeepSpeed); distributed_type is {getattr(accelerator, 'distributed_type', None)}. Start the script with "
+                "`accelerate launch`."
+            )

@@ -1,0 +1,436 @@
+"""Environment variables, and what the machine says about its GPUs and processors.
+
+Importing this module does not import torch.
+"""
+
+import functools
+import inspect
+import logging
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from packaging.version import parse
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T", bound=Callable[..., Any])
+
+_TRUE = frozenset(("y", "yes", "t", "true", "on", "1"))
+_FALSE = frozenset(("n", "no", "f", "false", "off", "0"))
+
+
+# Reading variables
+
+
+def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
+    """Read a word as a truth value.
+
+    Args:
+        value: y, yes, t, true, on, 1 or n, no, f, false, off, 0, in any case.
+        to_bool: return a bool instead of 1 or 0.
+
+    Returns:
+        1 or 0, or True or False.
+
+    Raises:
+        ValueError: the word is none of these.
+    """
+    word = value.lower()
+    if word not in _TRUE and word not in _FALSE:
+        raise ValueError(f"invalid truth value {value!r}: use one of y, yes, t, true, on, 1, n, no, f, false, off, 0.")
+    return word in _TRUE if to_bool else int(word in _TRUE)
+
+
+def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
+    """Return the first variable that holds an integer of at least zero.
+
+    Args:
+        env_keys: names of variables, in the order of preference.
+        default: what to return when none of them is set, or all are negative.
+
+    Raises:
+        ValueError: a variable holds something else than an integer.
+    """
+    for key in env_keys:
+        text = os.environ.get(key)
+        if text is None:
+            continue
+        try:
+            number = int(text)
+        except ValueError:
+            raise ValueError(
+                f"The environment variable {key} is {text!r}; set it to an integer or unset it."
+            ) from None
+        if number >= 0:
+            return number
+    return default
+
+
+def parse_flag_from_env(key: str, default: bool = False) -> bool:
+    """Return a variable as a truth value.
+
+    Args:
+        key: the name of the variable.
+        default: what to return when it is not set.
+
+    Raises:
+        ValueError: its value is no truth value; see `str_to_bool`.
+    """
+    text = os.environ.get(key)
+    if text is None:
+        return default
+    try:
+        return bool(str_to_bool(text))
+    except ValueError as error:
+        raise ValueError(f"The environment variable {key} has an {error}") from None
+
+
+def parse_choice_from_env(key: str, default: str = "no") -> str:
+    """Return a variable as it is.
+
+    Args:
+        key: the name of the variable.
+        default: what to return when it is not set.
+    """
+    return os.environ.get(key, str(default))
+
+
+# Changing variables for a while
+
+
+def _restore(previous: Mapping[str, str | None]) -> None:
+    for key, value in previous.items():
+        if value is None:
+            os.environ.pop(key, None)
+        else:
+            os.environ[key] = value
+
+
+@contextmanager
+def patch_environment(**kwargs: Any) -> Iterator[None]:
+    """Set environment variables inside a `with` block and put the former values back afterwards, whatever happened.
+
+    Args:
+        kwargs: names (written in upper case in the environment) and values (converted to strings). None unsets a
+            variable for the block.
+
+    Example:
+        >>> import os
+        >>> with patch_environment(omp_num_threads=1):
+        ...     os.environ["OMP_NUM_THREADS"]
+        '1'
+    """
+    wanted = {key.upper(): None if value is None else str(value) for key, value in kwargs.items()}
+    previous = {key: os.environ.get(key) for key in wanted}
+    try:
+        _restore(wanted)
+        yield
+    finally:
+        _restore(previous)
+
+
+@contextmanager
+def clear_environment() -> Iterator[None]:
+    """Run a `with` block without any environment variable; all of them are back afterwards, changes are dropped.
+
+    Not safe beside threads: their C code may read a variable while it is gone.
+    """
+    previous = dict(os.environ)
+    os.environ.clear()
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(previous)
+
+
+@contextmanager
+def _accelerate_variables_kept() -> Iterator[None]:
+    def current() -> dict[str, str | None]:
+        return {key: value for key, value in os.environ.items() if key.startswith("ACCELERATE_")}
+
+    previous = current()
+    try:
+        yield
+    finally:
+        _restore(dict.fromkeys(current()) | previous)
+
+
+def _keeping_variables(function: T) -> T:
+    if inspect.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def wrapper(*args: Any, **kwargs: Any) -> Any:
+            with _accelerate_variables_kept():
+                return await function(*args, **kwargs)
+
+    elif inspect.isgeneratorfunction(function):
+
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            with _accelerate_variables_kept():
+                return (yield from function(*args, **kwargs))
+
+    else:
+
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            with _accelerate_variables_kept():
+                return function(*args, **kwargs)
+
+    return wrapper
+
+
+def _keep_variables_in_tests(cls: type) -> None:
+    for name, member in list(vars(cls).items()):
+        if not name.startswith("test"):
+            continue
+        if isinstance(member, (staticmethod, classmethod)):
+            setattr(cls, name, type(member)(_keeping_variables(member.__func__)))
+        elif inspect.isfunction(member):
+            setattr(cls, name, _keeping_variables(member))
+
+
+def purge_accelerate_environment(func_or_cls: T) -> T:
+    """Decorate a function, or the test methods of a class and its subclasses, to leave `ACCELERATE_*` as they were.
+
+    Variables that the body adds are removed, changed or removed ones are put back, also after an exception. Coroutine
+    functions and generators are covered for as long as they run.
+
+    Args:
+        func_or_cls: a function, or a class; of a class, the methods whose name starts with "test".
+
+    Returns:
+        The wrapped function, or the same class.
+
+    Example:
+        >>> @purge_accelerate_environment
+        ... def configure():
+        ...     os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"
+        >>> configure(); "ACCELERATE_MIXED_PRECISION" in os.environ
+        False
+    """
+    if not isinstance(func_or_cls, type):
+        return _keeping_variables(func_or_cls)
+
+    cls = func_or_cls
+    own_hook = vars(cls).get("__init_subclass__")
+
+    def init_subclass(subclass: type, **kwargs: Any) -> None:
+        if own_hook is not None:
+            own_hook.__get__(None, subclass)(**kwargs)
+        else:
+            super(cls, subclass).__init_subclass__(**kwargs)
+        _keep_variables_in_tests(subclass)
+
+    cls.__init_subclass__ = classmethod(init_subclass)
+    _keep_variables_in_tests(cls)
+    return cls
+
+
+def convert_dict_to_env_variables(current_env: Mapping[str, Any]) -> list[str]:
+    r"""Turn variables into the lines of an environment file, such as DeepSpeed's `.deepspeed_env`.
+
+    A name that is no plain identifier, an empty value, or a value that could end the line or start another command is
+    left out with a warning.
+
+    Args:
+        current_env: names and values.
+
+    Returns:
+        One `NAME=value\n` per accepted variable, in the same order.
+    """
+    lines = []
+    for key, value in current_env.items():
+        text = "" if value is None else str(value)
+        # A space would split the entry, a line break or NUL would end it, `;<>` mean something to the remote shell.
+        if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", str(key)) and text and not re.search(r"[\s;<>\0]", text):
+            lines.append(f"{key}={text}\n")
+        else:
+            # The value stays out of the log: it may be a secret.
+            logger.warning(
+                "The environment variable %r is not passed on: its name or value is empty or has forbidden characters.",
+                key,
+            )
+    return lines
+
+
+def are_libraries_initialized(*library_names: str) -> list[str]:
+    """Return those of the given modules that have been imported already."""
+    return [name for name in library_names if name in sys.modules]
+
+
+# GPUs
+
+
+def _ask_nvidia_smi(*arguments: str) -> list[str]:
+    command = shutil.which("nvidia-smi")
+    if command is None and platform.system() == "Windows":
+        command = shutil.which("nvidia-smi", path=r"C:\Program Files\NVIDIA Corporation\NVSMI")
+    if command is None:
+        raise FileNotFoundError("nvidia-smi is not on PATH; install the NVIDIA driver or add its folder to PATH.")
+    answer = subprocess.run([command, *arguments], check=True, capture_output=True, text=True)
+    return [line.strip() for line in answer.stdout.splitlines() if line.strip()]
+
+
+def get_gpu_info() -> tuple[list[str], int]:
+    """Return the names of the NVIDIA GPUs of this machine, and how many there are, without initialising CUDA.
+
+    Raises:
+        FileNotFoundError: there is no `nvidia-smi`.
+        subprocess.CalledProcessError: it failed.
+    """
+    names = _ask_nvidia_smi("--query-gpu=name", "--format=csv,noheader")
+    return names, len(names)
+
+
+def get_driver_version() -> str:
+    """Return the version of the NVIDIA driver, for instance "550.40.07".
+
+    Raises:
+        FileNotFoundError: there is no `nvidia-smi`.
+        subprocess.CalledProcessError: it failed.
+    """
+    versions = _ask_nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")
+    if not versions:
+        raise ValueError("nvidia-smi reports no driver version; check that it lists a GPU.")
+    return versions[0]
+
+
+def check_cuda_p2p_ib_support() -> bool:
+    """Tell whether several GPUs may talk peer to peer and over InfiniBand.
+
+    GeForce RTX 40 cards cannot before driver 550.40.07; NCCL then hangs unless both are switched off
+    (`NCCL_P2P_DISABLE=1`, `NCCL_IB_DISABLE=1`). Where nothing can be learnt the answer is True.
+    """
+    try:
+        names, count = get_gpu_info()
+        if count < 2 or not any("RTX 40" in name for name in names):
+            return True
+        return parse(get_driver_version()) >= parse("550.40.07")
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return True
+
+
+@functools.cache
+def check_cuda_fp8_capability() -> bool:
+    """Tell whether the current CUDA device computes in 8-bit floating point: compute capability 8.9 and later."""
+    import torch
+
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+
+
+def get_current_device_type() -> tuple[str, str]:
+    """Return the kind of accelerator of this machine as torch's device type and our distributed type.
+
+    Returns:
+        For instance `("xpu", "MULTI_XPU")`; `("cuda", "MULTI_GPU")` also where there is no accelerator at all.
+    """
+    import torch
+
+    for kind in ("cuda", "mlu", "sdaa", "musa", "npu", "xpu", "hpu", "neuron"):
+        module = getattr(torch, kind, None)  # a vendor's plugin adds its module to torch
+        if module is not None and module.is_available():
+            return kind, "MULTI_GPU" if kind == "cuda" else f"MULTI_{kind.upper()}"
+    return "cuda", "MULTI_GPU"
+
+
+# Processors
+
+
+@dataclass
+class CPUInformation:
+    """Where a process stands among the processes of a run on CPUs.
+
+    Args:
+        rank: number among all processes.
+        world_size: how many processes there are.
+        local_rank: number among the processes of this machine.
+        local_world_size: how many of them there are.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+
+def get_cpu_distributed_information() -> CPUInformation:
+    """Read ranks and sizes from the variables of torchrun, Intel MPI, Open MPI or MVAPICH, in this order."""
+    return CPUInformation(
+        rank=get_int_from_env(["RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK"], 0),
+        world_size=get_int_from_env(["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"], 1),
+        local_rank=get_int_from_env(
+            ["LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK"], 0
+        ),
+        local_world_size=get_int_from_env(
+            ["LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"], 1
+        ),
+    )
+
+
+def _gpu_address(index: int) -> str:
+    # Asked through torch, whose numbering follows CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER while nvidia-smi's does not.
+    import torch
+
+    properties = torch.cuda.get_device_properties(index)
+    if hasattr(properties, "pci_bus_id"):
+        return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+    (address,) = _ask_nvidia_smi("--query-gpu=pci.bus_id", "--format=csv,noheader", f"--id=GPU-{properties.uuid}")
+    return address.lower()[-12:]  # nvidia-smi writes the domain with eight digits, the kernel with four
+
+
+def _processors_in(text: str) -> set[int]:
+    """Read the kernel's list format: "0-3,8" is {0, 1, 2, 3, 8}."""
+    cpus: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        cpus.update(range(int(first), int(last or first) + 1))
+    return cpus
+
+
+def override_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
+    """Bind this process to the processors that are closest to its GPU, even if it was bound before.
+
+    Does nothing without a CUDA GPU. Where the machine does not say which processors are close (no Linux `sysfs`), or
+    this process may not use them, it warns and leaves the binding as it is.
+
+    Args:
+        local_process_index: the index of this process on its machine, and of its GPU.
+        verbose: log the outcome; None does so if ACCELERATE_DEBUG_MODE is on.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        return
+    if verbose is None:
+        verbose = parse_flag_from_env("ACCELERATE_DEBUG_MODE", False)
+    try:
+        address = _gpu_address(local_process_index)
+        close = _processors_in(Path(f"/sys/bus/pci/devices/{address}/local_cpulist").read_text())
+        usable = close & os.sched_getaffinity(0)  # a container may have been given other processors
+        if not usable:
+            raise OSError(f"none of the processors close to GPU {address} may be used by this process")
+        os.sched_setaffinity(0, usable)
+    except (AttributeError, OSError, ValueError, subprocess.SubprocessError) as error:
+        logger.warning(
+            "Process %d keeps its processors, they cannot be matched with its GPU: %s", local_process_index, error
+        )
+        return
+    if verbose:
+        logger.info("Process %d runs on the processors %s, close to its GPU.", local_process_index, sorted(usable))
+
+
+@functools.cache
+def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
+    """Bind this process to the processors that are closest to its GPU, once; see `override_numa_affinity`."""
+    override_numa_affinity(local_process_index=local_process_index, verbose=verbose)

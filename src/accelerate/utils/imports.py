@@ -1,0 +1,501 @@
+"""What is installed and which hardware answers, asked without importing anything that is not needed for the answer.
+
+Importing this module imports neither torch nor any optional library. Whether a library is installed is looked up once per
+process (`_is_installed.cache_clear()` forgets it); so are the accelerators that need a vendor's plugin (each
+function has its own `cache_clear`). CUDA and MPS are asked every time, because tests and notebooks hide and show devices.
+"""
+
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from accelerate.utils.environment import parse_flag_from_env, patch_environment, str_to_bool
+from accelerate.utils.versions import compare_versions, is_torch_version
+
+T = TypeVar("T", bound=Callable[..., Any])
+
+# Read once: torch_xla takes the device as soon as it is imported, so changing one's mind later has no effect.
+USE_TORCH_XLA = str_to_bool(os.environ.get("USE_TORCH_XLA", "1"), to_bool=True)
+
+
+@functools.cache
+def _is_installed(package: str, *distributions: str) -> bool:
+    """Tell whether a package can be found and comes from an installed distribution.
+
+    The second condition tells it from a folder of the same name in the working directory.
+
+    Args:
+        package: the name of the package as it is imported.
+        distributions: the names it may be distributed under; none means the package's own name.
+    """
+    if importlib.util.find_spec(package) is None:
+        return False
+    return any(_has_metadata(name) for name in distributions or (package,))
+
+
+def _has_metadata(distribution: str) -> bool:
+    try:
+        importlib.metadata.distribution(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+# Parts of torch
+
+
+def is_torch_distributed_available() -> bool:
+    """Tell whether torch was built with `torch.distributed`."""
+    import torch
+
+    return torch.distributed.is_available()
+
+
+def is_xccl_available() -> bool:
+    """Tell whether torch can communicate between Intel GPUs through XCCL."""
+    import torch
+
+    check = getattr(torch.distributed, "is_xccl_available", None)  # torch 2.7 and later
+    return check is not None and bool(check())
+
+
+def is_pippy_available() -> bool:
+    """Tell whether torch has `torch.distributed.pipelining`."""
+    return is_torch_version(">=", "2.4.0")
+
+
+def is_weights_only_available() -> bool:
+    """Tell whether `torch.load(weights_only=True)` can be told which other classes are safe."""
+    return is_torch_version(">=", "2.4.0")
+
+
+# Hardware
+
+
+def is_cuda_available() -> bool:
+    """Tell whether a CUDA GPU is there, through NVML, so that processes can still be forked afterwards."""
+    import torch
+
+    with patch_environment(PYTORCH_NVML_BASED_CUDA_CHECK="1"):
+        return torch.cuda.is_available()
+
+
+def is_rocm_available() -> bool:
+    """Tell whether the GPU that torch sees as CUDA is an AMD one."""
+    import torch
+
+    return torch.version.hip is not None and is_cuda_available()
+
+
+def is_mps_available(min_version: str = "1.12") -> bool:
+    """Tell whether the GPU of an Apple computer can be used, with torch `min_version` or later."""
+    import torch
+
+    return is_torch_version(">=", min_version) and torch.backends.mps.is_built() and torch.backends.mps.is_available()
+
+
+def _plugin_device(plugin: str | None, name: str, check_device: bool) -> bool:
+    """Tell whether torch has a device module, after importing the plugin that brings it, and whether it is usable."""
+    if plugin is not None:
+        if importlib.util.find_spec(plugin) is None:
+            return False
+        importlib.import_module(plugin)
+    import torch
+
+    module = getattr(torch, name, None)
+    if module is None:
+        return False
+    if check_device:
+        try:
+            module.device_count()
+        except RuntimeError:
+            return False
+    return bool(module.is_available())
+
+
+@functools.cache
+def is_xpu_available(check_device: bool = False) -> bool:
+    """Tell whether an Intel GPU is there; `check_device` also makes it answer."""
+    return _plugin_device(None, "xpu", check_device)
+
+
+@functools.cache
+def is_npu_available(check_device: bool = False) -> bool:
+    """Tell whether a Huawei NPU and `torch_npu` are there; `check_device` also makes it answer."""
+    return _plugin_device("torch_npu", "npu", check_device)
+
+
+@functools.cache
+def is_mlu_available(check_device: bool = False) -> bool:
+    """Tell whether a Cambricon MLU and `torch_mlu` are there; `check_device` also makes it answer."""
+    return _plugin_device("torch_mlu", "mlu", check_device)
+
+
+@functools.cache
+def is_musa_available(check_device: bool = False) -> bool:
+    """Tell whether a Moore Threads GPU and `torch_musa` are there; `check_device` also makes it answer."""
+    return _plugin_device("torch_musa", "musa", check_device)
+
+
+@functools.cache
+def is_sdaa_available(check_device: bool = False) -> bool:
+    """Tell whether a Tecorigin SDAA device and `torch_sdaa` are there; `check_device` also makes it answer."""
+    return _plugin_device("torch_sdaa", "sdaa", check_device)
+
+
+@functools.cache
+def is_neuron_available(check_device: bool = False) -> bool:
+    """Tell whether an AWS Neuron device and `torch_neuronx` are there; `check_device` also makes it answer."""
+    return _plugin_device("torch_neuronx", "neuron", check_device)
+
+
+@functools.cache
+def is_hpu_available(init_hccl: bool = False) -> bool:
+    """Tell whether an Intel Gaudi and its torch bridge are there; `init_hccl` also registers its "hccl" backend."""
+    names = ("habana_frameworks", "habana_frameworks.torch")
+    if any(importlib.util.find_spec(name) is None for name in names):
+        return False
+    available = _plugin_device("habana_frameworks.torch", "hpu", check_device=False)
+    if available and init_hccl:
+        importlib.import_module("habana_frameworks.torch.distributed.hccl")
+    return available
+
+
+def is_habana_gaudi1() -> bool:
+    """Tell whether the device is a Gaudi of the first generation, which has no fp16."""
+    if not is_hpu_available():
+        return False
+    device = importlib.import_module("habana_frameworks.torch.utils.experimental")
+    return device._get_device_type() == device.synDeviceType.synDeviceGaudi
+
+
+@functools.cache
+def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
+    """Tell whether torch_xla is installed and wanted (USE_TORCH_XLA, on unless set to 0).
+
+    Args:
+        check_is_tpu: ask for a TPU behind it.
+        check_is_gpu: ask for a GPU behind it.
+
+    Raises:
+        ValueError: both were asked for.
+    """
+    if check_is_tpu and check_is_gpu:
+        raise ValueError("check_is_tpu and check_is_gpu cannot both be true; a device is one or the other.")
+    if not USE_TORCH_XLA or importlib.util.find_spec("torch_xla") is None:
+        return False
+    if not check_is_tpu and not check_is_gpu:
+        return True
+    kind = importlib.import_module("torch_xla.runtime").device_type()
+    return kind in (("GPU", "CUDA") if check_is_gpu else ("TPU",))
+
+
+# Precision
+
+
+def is_bf16_available(ignore_tpu: bool = False) -> bool:
+    """Tell whether the device of this machine computes in bfloat16; `ignore_tpu` says no for a TPU."""
+    import torch
+
+    if is_torch_xla_available(check_is_tpu=True):
+        return not ignore_tpu
+    if is_cuda_available():
+        return torch.cuda.is_bf16_supported()
+    if is_mlu_available():
+        return torch.mlu.is_bf16_supported()
+    if is_xpu_available():
+        return getattr(torch.xpu, "is_bf16_supported", lambda: True)()  # not in every torch that we support
+    if is_mps_available():
+        return torch.backends.mps.is_macos_or_newer(14, 0)
+    return True
+
+
+def is_fp16_available() -> bool:
+    """Tell whether the device of this machine computes in float16."""
+    return not is_habana_gaudi1()
+
+
+def is_fp8_available() -> bool:
+    """Tell whether a library for training in 8-bit floating point is installed."""
+    return is_msamp_available() or is_transformer_engine_available() or is_torchao_available()
+
+
+def is_msamp_available() -> bool:
+    """Tell whether MS-AMP is installed."""
+    return _is_installed("msamp", "ms-amp")
+
+
+def is_transformer_engine_available() -> bool:
+    """Tell whether Transformer Engine, or Intel's version of it on a Gaudi, is installed."""
+    if is_hpu_available():
+        return _is_installed("intel_transformer_engine", "intel-transformer-engine")
+    return _is_installed("transformer_engine", "transformer-engine")
+
+
+@functools.cache
+def is_transformer_engine_mxfp8_available() -> bool:
+    """Tell whether Transformer Engine is installed and the GPU has MXFP8 block scaling."""
+    if not _is_installed("transformer_engine", "transformer-engine"):
+        return False
+    return bool(importlib.import_module("transformer_engine.pytorch.fp8").check_mxfp8_support()[0])
+
+
+def is_torchao_available() -> bool:
+    """Tell whether torchao 0.6.1 or later is installed."""
+    return _is_installed("torchao") and compare_versions("torchao", ">=", "0.6.1")
+
+
+# Quantisation
+
+
+def is_bnb_available(min_version: str | None = None) -> bool:
+    """Tell whether bitsandbytes is installed, in `min_version` or later; None takes any."""
+    if not _is_installed("bitsandbytes"):
+        return False
+    return min_version is None or compare_versions("bitsandbytes", ">=", min_version)
+
+
+def is_8bit_bnb_available() -> bool:
+    """Tell whether the installed bitsandbytes can quantise to 8 bits."""
+    return is_bnb_available(min_version="0.37.2")
+
+
+def is_4bit_bnb_available() -> bool:
+    """Tell whether the installed bitsandbytes can quantise to 4 bits."""
+    return is_bnb_available(min_version="0.39.0")
+
+
+@functools.cache
+def is_bitsandbytes_multi_backend_available() -> bool:
+    """Tell whether the installed bitsandbytes works on other devices than CUDA GPUs."""
+    if not is_bnb_available():
+        return False
+    return "multi_backend" in getattr(importlib.import_module("bitsandbytes"), "features", ())
+
+
+# Engines
+
+
+def is_deepspeed_available() -> bool:
+    """Tell whether DeepSpeed is installed."""
+    return _is_installed("deepspeed")
+
+
+def is_megatron_lm_available() -> bool:
+    """Tell whether Megatron-LM is asked for (ACCELERATE_USE_MEGATRON_LM) and Megatron Core 0.8.0 or later is there."""
+    if not parse_flag_from_env("ACCELERATE_USE_MEGATRON_LM", False):
+        return False
+    if importlib.util.find_spec("megatron") is None:
+        return False
+    try:
+        recent = compare_versions("megatron-core", ">=", "0.8.0")
+        return recent and importlib.util.find_spec("megatron.training") is not None
+    except ImportError as error:
+        warnings.warn(f"Megatron-LM cannot be used, although ACCELERATE_USE_MEGATRON_LM is set: {error}.")
+        return False
+
+
+def is_lomo_available() -> bool:
+    """Tell whether the optimizers of `lomo_optim` are installed."""
+    return _is_installed("lomo_optim", "lomo-optim")
+
+
+def is_schedulefree_available() -> bool:
+    """Tell whether the optimizers of `schedulefree` are installed."""
+    return _is_installed("schedulefree")
+
+
+def is_triton_available() -> bool:
+    """Tell whether Triton is installed, under any of the names that it is distributed by."""
+    return _is_installed("triton", "triton", "pytorch-triton", "pytorch-triton-rocm", "triton-windows")
+
+
+# Libraries
+
+
+def is_boto3_available() -> bool:
+    """Tell whether boto3 is installed."""
+    return _is_installed("boto3")
+
+
+def is_sagemaker_available() -> bool:
+    """Tell whether the SageMaker SDK is installed."""
+    return _is_installed("sagemaker")
+
+
+def is_datasets_available() -> bool:
+    """Tell whether datasets is installed."""
+    return _is_installed("datasets")
+
+
+def is_transformers_available() -> bool:
+    """Tell whether transformers is installed."""
+    return _is_installed("transformers")
+
+
+def is_peft_available() -> bool:
+    """Tell whether peft is installed."""
+    return _is_installed("peft")
+
+
+def is_timm_available() -> bool:
+    """Tell whether timm is installed."""
+    return _is_installed("timm")
+
+
+def is_torchvision_available() -> bool:
+    """Tell whether torchvision is installed."""
+    return _is_installed("torchvision")
+
+
+def is_torchdata_available() -> bool:
+    """Tell whether torchdata is installed."""
+    return _is_installed("torchdata")
+
+
+def is_torchdata_stateful_dataloader_available() -> bool:
+    """Tell whether the installed torchdata has `StatefulDataLoader` (0.8.0 and later)."""
+    return is_torchdata_available() and compare_versions("torchdata", ">=", "0.8.0")
+
+
+def is_numpy_available(min_version: str = "1.25.0") -> bool:
+    """Tell whether numpy is installed, in `min_version` or later."""
+    return _is_installed("numpy") and compare_versions("numpy", ">=", min_version)
+
+
+def is_pandas_available() -> bool:
+    """Tell whether pandas is installed."""
+    return _is_installed("pandas")
+
+
+def is_matplotlib_available() -> bool:
+    """Tell whether matplotlib is installed."""
+    return _is_installed("matplotlib")
+
+
+def is_pytest_available() -> bool:
+    """Tell whether pytest is installed."""
+    return _is_installed("pytest")
+
+
+def is_tqdm_available() -> bool:
+    """Tell whether tqdm is installed."""
+    return _is_installed("tqdm")
+
+
+def is_rich_available() -> bool:
+    """Tell whether rich is installed and wanted (ACCELERATE_ENABLE_RICH)."""
+    return _is_installed("rich") and parse_flag_from_env("ACCELERATE_ENABLE_RICH", False)
+
+
+def is_import_timer_available() -> bool:
+    """Tell whether import_timer is installed."""
+    return _is_installed("import_timer", "import-timer")
+
+
+def is_pynvml_available() -> bool:
+    """Tell whether the Python bindings of NVML are installed, under either name."""
+    return _is_installed("pynvml", "pynvml", "nvidia-ml-py")
+
+
+def is_amdsmi_available() -> bool:
+    """Tell whether the Python bindings of AMD SMI are installed."""
+    return _is_installed("amdsmi")
+
+
+# Trackers
+
+
+def is_aim_available() -> bool:
+    """Tell whether Aim 3 is installed; Aim 4 has another interface."""
+    return _is_installed("aim") and compare_versions("aim", "<", "4.0.0")
+
+
+def is_clearml_available() -> bool:
+    """Tell whether ClearML is installed."""
+    return _is_installed("clearml")
+
+
+def is_comet_ml_available() -> bool:
+    """Tell whether Comet is installed."""
+    return _is_installed("comet_ml", "comet-ml")
+
+
+def is_dvclive_available() -> bool:
+    """Tell whether DVCLive is installed."""
+    return _is_installed("dvclive")
+
+
+def is_mlflow_available() -> bool:
+    """Tell whether MLflow, or its smaller distribution, is installed."""
+    return _is_installed("mlflow", "mlflow", "mlflow-skinny")
+
+
+def is_swanlab_available() -> bool:
+    """Tell whether SwanLab is installed."""
+    return _is_installed("swanlab")
+
+
+def is_tensorboard_available() -> bool:
+    """Tell whether TensorBoard or tensorboardX is installed."""
+    return _is_installed("tensorboard", "tensorboard", "tb-nightly") or _is_installed("tensorboardX", "tensorboardX")
+
+
+def is_trackio_available() -> bool:
+    """Tell whether Trackio is installed."""
+    return _is_installed("trackio")
+
+
+def is_wandb_available() -> bool:
+    """Tell whether Weights & Biases is installed."""
+    return _is_installed("wandb")
+
+
+# Guards
+
+
+def deepspeed_required(func: T) -> T:
+    """Decorate a function that makes sense only when the Accelerator runs DeepSpeed.
+
+    Before any Accelerator exists the function is allowed to run.
+
+    Raises:
+        ValueError: (when called) an Accelerator exists and runs something else.
+    """
+
+    @functools.wraps(func)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        # Looked up, not imported: the shared state is built on top of this module.
+        storage = sys.modules.get("accelerate.runtime.storage")
+        state = storage.accelerator.current if storage is not None else {}
+        if state and state.get("distributed_type") != "DEEPSPEED":
+            raise ValueError(
+                f"{func.__name__} needs DeepSpeed, but this Accelerator was configured for "
+                f"{state.get('distributed_type')}. Pass deepspeed_plugin=DeepSpeedPlugin(...) to Accelerator, or start "
+                "with `accelerate launch --use_deepspeed`."
+            )
+        return func(*args, **kwargs)
+
+    return wrapper
+
+
+def torchao_required(func: T) -> T:
+    """Decorate a function that needs torchao.
+
+    Raises:
+        ImportError: (when called) torchao is missing or too old.
+    """
+
+    @functools.wraps(func)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if not is_torchao_available():
+            raise ImportError(f"{func.__name__} needs torchao 0.6.1 or later. Install it with `pip install torchao`.")
+        return func(*args, **kwargs)
+
+    return wrapper

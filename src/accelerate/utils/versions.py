@@ -1,0 +1,64 @@
+"""Comparing the versions of installed distributions, without importing them."""
+
+import functools
+import importlib.metadata
+
+from packaging.version import Version, parse
+
+from accelerate.utils.constants import STR_OPERATION_TO_FUNC
+
+
+@functools.cache
+def installed_version(distribution: str) -> Version:
+    """Return the version of an installed distribution; the answer is kept for the life of the process.
+
+    Args:
+        distribution: its name on the package index, for instance "torch".
+
+    Raises:
+        importlib.metadata.PackageNotFoundError: it is not installed. (A kind of ImportError.)
+    """
+    return parse(importlib.metadata.version(distribution))
+
+
+def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:
+    """Compare the version of a library with a required one.
+
+    Args:
+        library_or_version: the name of an installed distribution, or a parsed version.
+        operation: one of `<`, `<=`, `==`, `!=`, `>=`, `>`.
+        requirement_version: what to compare with, for instance "2.4.0".
+
+    Returns:
+        Whether the comparison holds.
+
+    Raises:
+        ValueError: `operation` is unknown.
+        importlib.metadata.PackageNotFoundError: the distribution is not installed.
+
+    Example:
+        >>> compare_versions("packaging", ">=", "20.0")
+        True
+    """
+    if operation not in STR_OPERATION_TO_FUNC:
+        raise ValueError(f"operation is {operation!r}. Choose one of: {', '.join(STR_OPERATION_TO_FUNC)}.")
+    if isinstance(library_or_version, str):
+        library_or_version = installed_version(library_or_version)
+    return STR_OPERATION_TO_FUNC[operation](library_or_version, parse(str(requirement_version)))
+
+
+def is_torch_version(operation: str, version: str) -> bool:
+    """Compare the version of the installed torch with a required one.
+
+    Args:
+        operation: one of `<`, `<=`, `==`, `!=`, `>=`, `>`.
+        version: what to compare with. A local suffix counts: torch 2.6.0+cpu is not `== 2.6.0` but `> 2.6.0`.
+
+    Returns:
+        Whether the comparison holds.
+
+    Example:
+        >>> is_torch_version(">=", "2.4.0")
+        True
+    """
+    return compare_versions("torch", operation, version)

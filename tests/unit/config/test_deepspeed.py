@@ -1,0 +1,334 @@
+import copy
+import json
+import math
+import os
+import pickle
+import sys
+import types
+
+import pytest
+from torch import nn
+
+from accelerate.config import deepspeed as home
+from accelerate.config.deepspeed import DeepSpeedPlugin as Plugin
+from accelerate.config.deepspeed_config import HfDeepSpeedConfig
+
+STAGE_3 = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": "auto"}
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch):
+    for name in list(os.environ):
+        if name.startswith(("ACCELERATE_DEEPSPEED", "ACCELERATE_GRADIENT", "ACCELERATE_FP8", "ACCELERATE_CONFIG_DS")):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def transformers(monkeypatch):
+    """A transformers that remembers which DeepSpeed config it was told of."""
+    told = []
+
+    class Registered:
+        def __init__(self, config):
+            told.append(config)
+
+    module = types.SimpleNamespace(unset_hf_deepspeed_config=told.clear)
+    monkeypatch.setitem(sys.modules, "transformers.integrations.deepspeed", module)
+    monkeypatch.setitem(sys.modules, "transformers", types.ModuleType("transformers"))
+    integrations = types.ModuleType("transformers.integrations")
+    integrations.HfDeepSpeedConfig = Registered
+    monkeypatch.setitem(sys.modules, "transformers.integrations", integrations)
+    monkeypatch.setattr(home, "is_transformers_available", lambda: True)
+    return told
+
+
+@pytest.fixture
+def no_transformers(monkeypatch):
+    monkeypatch.setattr(home, "is_transformers_available", lambda: False)
+    monkeypatch.delitem(sys.modules, "transformers.integrations.deepspeed", raising=False)
+
+
+def test_defaults():
+    plugin = Plugin()
+    assert plugin.deepspeed_config == {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "zero_optimization": {
+            "stage": 2,
+            "offload_optimizer": {"device": "none", "nvme_path": None},
+            "offload_param": {"device": "none", "nvme_path": None},
+            "stage3_gather_16bit_weights_on_model_save": False,
+        },
+        "steps_per_print": math.inf,
+    }
+    assert plugin.hf_ds_config.config is plugin.deepspeed_config
+    assert not plugin.zero3_init_flag and not plugin.selected
+
+
+def test_environment(monkeypatch):
+    for name, value in {
+        "GRADIENT_ACCUMULATION_STEPS": "4",
+        "GRADIENT_CLIPPING": "1.5",
+        "DEEPSPEED_ZERO_STAGE": "3",
+        "DEEPSPEED_ZERO3_INIT": "false",
+        "DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu",
+        "DEEPSPEED_OFFLOAD_PARAM_DEVICE": "nvme",
+        "DEEPSPEED_OFFLOAD_PARAM_NVME_PATH": "/disk",
+        "DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH": "/unused",
+        "DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true",
+    }.items():
+        monkeypatch.setenv(f"ACCELERATE_{name}", value)
+    plugin = Plugin()
+    config = plugin.deepspeed_config
+    assert (config["gradient_accumulation_steps"], config["gradient_clipping"]) == (4, 1.5)
+    assert config["zero_optimization"] == {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu", "nvme_path": None},
+        "offload_param": {"device": "nvme", "nvme_path": "/disk"},
+        "stage3_gather_16bit_weights_on_model_save": True,
+    }
+    assert plugin.zero3_init_flag is False
+
+
+@pytest.mark.parametrize("name", ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_GRADIENT_CLIPPING"])
+def test_bad_numbers_are_named(monkeypatch, name):
+    monkeypatch.setenv(name, "some")
+    with pytest.raises(ValueError, match=name):
+        Plugin()
+
+
+def test_unknown_stage():
+    with pytest.raises(ValueError, match="zero_stage is 4"):
+        Plugin(zero_stage=4)
+
+
+def test_zero3_init_follows_the_stage():
+    assert Plugin(zero_stage=3).zero3_init_flag is True
+    assert Plugin(zero_stage="3", zero3_init_flag="no").zero3_init_flag is False
+    with pytest.warns(UserWarning, match="the ZeRO stage is 2"):
+        assert Plugin(zero_stage=2, zero3_init_flag=True).zero3_init_flag is False
+
+
+def test_config_file(tmp_path, monkeypatch):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(STAGE_3))
+    given = Plugin(hf_ds_config=str(path))
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(path))
+    for plugin in (given, Plugin()):
+        assert (plugin.zero_stage, plugin.zero3_init_flag) == (3, True)
+        assert plugin.deepspeed_config["gradient_accumulation_steps"] == plugin.gradient_accumulation_steps == 1
+
+
+def test_values_of_the_config_win_over_arguments():
+    config = {
+        "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
+        "gradient_clipping": 0.3,
+        "gradient_accumulation_steps": 7,
+        "steps_per_print": 10,
+    }
+    plugin = Plugin(hf_ds_config=config, gradient_accumulation_steps=2, zero_stage=3)
+    assert (plugin.zero_stage, plugin.gradient_clipping, plugin.gradient_accumulation_steps) == (1, 0.3, 7)
+    assert plugin.offload_optimizer_device == "cpu"
+    assert plugin.deepspeed_config["steps_per_print"] == 10
+    assert not plugin.zero3_init_flag
+
+
+def test_arguments_fill_auto_and_gaps():
+    config = {
+        "zero_optimization": {
+            "stage": "auto",
+            "offload_optimizer": {"device": "auto", "nvme_path": "auto"},
+            "stage3_gather_16bit_weights_on_model_save": "auto",
+        },
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+    }
+    plugin = Plugin(
+        hf_ds_config=config,
+        zero_stage=3,
+        offload_optimizer_device="cpu",
+        gradient_clipping=1.0,
+        gradient_accumulation_steps=4,
+    )
+    assert plugin.deepspeed_config["zero_optimization"] == {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu", "nvme_path": "none"},
+        "stage3_gather_16bit_weights_on_model_save": False,
+    }
+    assert plugin.deepspeed_config["gradient_clipping"] == 1.0
+    assert plugin.deepspeed_config["gradient_accumulation_steps"] == 4
+    assert plugin.is_auto("bf16.enabled")
+    assert plugin.hf_ds_config.is_zero3() and plugin.hf_ds_config.is_offload()
+    assert config["gradient_clipping"] == "auto"
+
+
+def test_an_instance_is_kept():
+    class Mine(HfDeepSpeedConfig):
+        pass
+
+    config = Mine(STAGE_3)
+    plugin = Plugin(hf_ds_config=config)
+    assert plugin.hf_ds_config is config
+    assert plugin.deepspeed_config is config.config
+
+
+def test_zero_optimization_is_needed():
+    with pytest.raises(ValueError, match="zero_optimization"):
+        Plugin(hf_ds_config={"train_batch_size": 8})
+
+
+def test_launcher_settings_next_to_a_file(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_CONFIG_DS_FIELDS", "deepspeed_config_file,zero_stage,mixed_precision")
+    with pytest.raises(ValueError, match="sets zero_stage, mixed_precision"):
+        Plugin(hf_ds_config=STAGE_3)
+    monkeypatch.setenv("ACCELERATE_CONFIG_DS_FIELDS", "deepspeed_config_file,zero3_init_flag")
+    assert Plugin(hf_ds_config=STAGE_3).zero_stage == 3
+
+
+def test_msamp(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "MSAMP")
+    assert Plugin().deepspeed_config["msamp"] == {"enabled": True, "opt_level": "O1"}
+    with pytest.raises(NotImplementedError, match="stage 3"):
+        Plugin(zero_stage=3)
+    with pytest.raises(ValueError, match="O3"):
+        Plugin(msamp_opt_level="O3")
+
+
+def test_process_fills_every_auto():
+    plugin = Plugin(hf_ds_config={"zero_optimization": {"stage": 2}, "a": "auto", "b": {"c": "auto"}, "d": 1})
+    plugin.deepspeed_config_process(must_match=False, a=1, **{"b.c": 2, "d": 5, "unused": 3})
+    assert plugin.deepspeed_config["a"] == 1
+    assert plugin.deepspeed_config["b"] == {"c": 2}
+    assert plugin.deepspeed_config["d"] == 1
+
+
+def test_process_reports_all_mismatches():
+    plugin = Plugin(hf_ds_config={"zero_optimization": {"stage": 2}, "a": 1, "b": {"c": 2}, "d": 3})
+    with pytest.raises(ValueError) as caught:
+        plugin.deepspeed_config_process(a=5, **{"b.c": 6, "d": 3})
+    assert "- ds a=1 vs arg a=5\n- ds b.c=2 vs arg b.c=6" in str(caught.value)
+    assert "d=3" not in str(caught.value)
+
+
+def test_process_refuses_an_unknown_auto():
+    plugin = Plugin(hf_ds_config={"zero_optimization": {"stage": 2}, "b": {"c": "auto"}})
+    with pytest.raises(ValueError, match="`b.c` is 'auto'"):
+        plugin.deepspeed_config_process()
+
+
+def test_fill_match():
+    plugin = Plugin(hf_ds_config={"zero_optimization": {"stage": 2}, "a": "auto"})
+    mismatches = []
+    plugin.fill_match("a", mismatches, a=3)
+    plugin.fill_match("a", mismatches, a=4)
+    plugin.fill_match("a", mismatches, must_match=False, a=5)
+    plugin.fill_match("no.such.key", mismatches, **{"no.such.key": 1})
+    assert plugin.get_value("a") == 3
+    assert plugin.get_value("b", "other") == "other"
+    assert mismatches == ["- ds a=3 vs arg a=4"]
+
+
+@pytest.mark.parametrize(
+    ("precision", "sections", "fp16", "bf16"),
+    [
+        ("no", {}, {"enabled": False}, {"enabled": False}),
+        ("bf16", {}, {"enabled": False}, {"enabled": True}),
+        ("fp8", {}, {"enabled": False}, {"enabled": True}),
+        ("fp16", {}, {"enabled": True, "auto_cast": True}, {"enabled": False}),
+        ("fp16", {"fp16": {"enabled": "auto", "x": 1}}, {"enabled": True, "x": 1}, {"enabled": False}),
+        ("bf16", {"fp16": {"enabled": "auto"}}, {"enabled": False}, {"enabled": True}),
+        ("fp16", {"fp16": {"loss_scale": 0}}, {"enabled": True, "loss_scale": 0}, {"enabled": False}),
+        ("no", {"bf16": {"enabled": True}}, {"enabled": False}, {"enabled": True}),
+    ],
+)
+def test_mixed_precision(precision, sections, fp16, bf16):
+    plugin = Plugin(hf_ds_config={"zero_optimization": {"stage": 2}, **sections})
+    plugin.set_mixed_precision(precision)
+    assert plugin.deepspeed_config["fp16"] == fp16
+    assert plugin.deepspeed_config["bf16"] == bf16
+
+
+@pytest.mark.parametrize(("precision", "other"), [("bf16", "fp16"), ("fp16", "bf16"), ("fp8", "fp16")])
+def test_contradicting_precision(precision, other):
+    plugin = Plugin(hf_ds_config={"zero_optimization": {"stage": 2}, other: {"enabled": True}})
+    with pytest.raises(ValueError, match=f"mixed_precision is '{precision}'.*{other}"):
+        plugin.set_mixed_precision(precision)
+
+
+def test_disabled_precision_is_said(caplog):
+    plugin = Plugin(hf_ds_config={"zero_optimization": {"stage": 2}, "bf16": {"enabled": False}})
+    plugin.set_mixed_precision("bf16")
+    assert "disables bf16" in caplog.text
+
+
+def test_selection(no_transformers):
+    plugin = Plugin(zero_stage=3)
+    with pytest.raises(ValueError, match="select_deepspeed_plugin"):
+        plugin.select()
+    with pytest.raises(NotImplementedError):
+        plugin.selected = True
+    plugin.select(_from_accelerator_state=True)
+    assert plugin.selected
+    plugin._unselect()
+    assert not plugin.selected
+
+
+def test_registration_needs_transformers(no_transformers):
+    Plugin(zero_stage=2).set_deepspeed_weakref()
+    with pytest.raises(ImportError, match="zero3_init_flag"):
+        Plugin(zero_stage=3).set_deepspeed_weakref()
+
+
+def test_registration(transformers):
+    config = {"zero_optimization": {"stage": 3}, "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
+    plugin = Plugin(hf_ds_config=config)
+    plugin.set_deepspeed_weakref()
+    (told,) = transformers
+    assert told["train_micro_batch_size_per_gpu"] == told["gradient_accumulation_steps"] == 1
+    assert "train_batch_size" not in told
+    assert plugin.is_auto("train_batch_size")
+    assert plugin.dschf is not None
+
+
+def test_zero3_init_context(transformers):
+    plugin = Plugin(zero_stage=3)
+    plugin.select(_from_accelerator_state=True)
+    assert len(transformers) == 1
+    with plugin.zero3_init_context_manager(enable=False):
+        assert not plugin.is_zero3_init_enabled()
+        assert transformers == []
+        with plugin.zero3_init_context_manager(enable=False):
+            assert not plugin.is_zero3_init_enabled()
+    assert plugin.is_zero3_init_enabled()
+    assert len(transformers) == 1
+
+
+def test_leaf_modules(monkeypatch):
+    model = nn.Sequential(nn.Linear(1, 1), nn.ReLU())
+    Plugin().set_moe_leaf_modules(model)  # nothing to do, DeepSpeed or not
+    plugin = Plugin(transformer_moe_cls_names="ReLU, Linear")
+    monkeypatch.setattr(home, "is_deepspeed_available", lambda: False)
+    with pytest.raises(ImportError, match="DeepSpeed"):
+        plugin.set_moe_leaf_modules(model)
+
+    marked = []
+    utils = types.ModuleType("deepspeed.utils")
+    utils.set_z3_leaf_modules = lambda model, classes: marked.extend(classes)
+    monkeypatch.setitem(sys.modules, "deepspeed", types.ModuleType("deepspeed"))
+    monkeypatch.setitem(sys.modules, "deepspeed.utils", utils)
+    monkeypatch.setattr(home, "is_deepspeed_available", lambda: True)
+    plugin.set_moe_leaf_modules(model)
+    assert marked == [nn.ReLU, nn.Linear]
+    with pytest.raises(ValueError, match="'Expert'"):
+        Plugin(transformer_moe_cls_names="Expert").set_moe_leaf_modules(model)
+
+
+def test_copies():
+    plugin = Plugin(zero_stage=3)
+    clone = copy.deepcopy(plugin)
+    clone.deepspeed_config["zero_optimization"]["stage"] = 1
+    assert plugin.get_value("zero_optimization.stage") == 3
+    assert clone.get_value("zero_optimization.stage") == 1
+    assert plugin.deepspeed_config == pickle.loads(pickle.dumps(plugin)).deepspeed_config

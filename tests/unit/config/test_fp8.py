@@ -1,0 +1,136 @@
+"""The recipes for 8-bit training, with the libraries they ask for faked."""
+
+import sys
+import types
+from dataclasses import dataclass
+
+import pytest
+
+from accelerate.config import fp8
+from accelerate.config.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+
+
+@dataclass(frozen=True)
+class Float8LinearConfig:
+    """Stands in for torchao's."""
+
+    pad_inner_dim: bool = False
+    enable_fsdp_float8_all_gather: bool = False
+    other: int = 0
+
+
+@pytest.fixture
+def libraries(monkeypatch):
+    float8 = types.ModuleType("torchao.float8")
+    float8.Float8LinearConfig = Float8LinearConfig
+    monkeypatch.setitem(sys.modules, "torchao", types.ModuleType("torchao"))
+    monkeypatch.setitem(sys.modules, "torchao.float8", float8)
+    for name in ("is_torchao_available", "is_transformer_engine_available", "is_msamp_available"):
+        monkeypatch.setattr(fp8, name, lambda: True)
+
+
+@pytest.fixture
+def no_libraries(monkeypatch):
+    for name in ("is_torchao_available", "is_transformer_engine_available", "is_msamp_available"):
+        monkeypatch.setattr(fp8, name, lambda: False)
+
+
+def test_missing_libraries_are_named(no_libraries):
+    with pytest.raises(ImportError, match="pip install torchao"):
+        AORecipeKwargs()
+    with pytest.raises(ImportError, match="pip install transformer-engine"):
+        TERecipeKwargs()
+    with pytest.warns(FutureWarning), pytest.raises(ImportError, match="FP8RecipeKwargs needs Transformer Engine"):
+        FP8RecipeKwargs(backend="TE")
+    assert MSAMPRecipeKwargs().opt_level == "O2"
+
+
+def test_torchao_builds_its_config(libraries, monkeypatch):
+    recipe = AORecipeKwargs()
+    assert recipe.config == Float8LinearConfig(True, True)
+    assert recipe.to_kwargs() == {}
+    monkeypatch.setenv("ACCELERATE_FP8_PAD_INNER_DIM", "false")
+    monkeypatch.setenv("ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER", "0")
+    assert AORecipeKwargs().config == Float8LinearConfig(False, False)
+    recipe = AORecipeKwargs(pad_inner_dim=True)
+    assert recipe.config == Float8LinearConfig(True, False)
+    assert recipe.to_kwargs() == {"config": recipe.config, "enable_fsdp_float8_all_gather": False}
+
+
+def test_torchao_takes_a_config(libraries):
+    config = Float8LinearConfig(other=3)
+    recipe = AORecipeKwargs(config=config)
+    assert recipe.config is config
+    assert (recipe.pad_inner_dim, recipe.enable_fsdp_float8_all_gather) == (None, None)
+    with pytest.warns(UserWarning, match="no effect beside config"):
+        AORecipeKwargs(config=config, pad_inner_dim=False)
+
+
+def test_transformer_engine_defaults(libraries):
+    assert TERecipeKwargs().to_dict() == {
+        "use_autocast_during_eval": False,
+        "margin": 0,
+        "interval": 1,
+        "fp8_format": "HYBRID",
+        "amax_history_len": 1024,
+        "amax_compute_algo": "most_recent",
+        "override_linear_precision": (False, False, False),
+        "use_mxfp8_block_scaling": False,
+    }
+
+
+def test_transformer_engine_reads_variables(libraries, monkeypatch):
+    variables = {
+        "USE_AUTOCAST_DURING_EVAL": "1",
+        "MARGIN": "2",
+        "INTERVAL": "3",
+        "FORMAT": "e4m3",
+        "AMAX_HISTORY_LEN": "9",
+        "AMAX_COMPUTE_ALGO": "max",
+        "OVERRIDE_DGRAD": "true",
+        "USE_MXFP8_BLOCK_SCALING": "yes",
+    }
+    for name, value in variables.items():
+        monkeypatch.setenv(f"ACCELERATE_FP8_{name}", value)
+    recipe = TERecipeKwargs(interval=5)
+    assert recipe == TERecipeKwargs(True, 2, 5, "E4M3", 9, "max", (False, True, False), True)
+    assert recipe.to_kwargs() == recipe.to_dict()
+
+
+def test_transformer_engine_refuses_unknown_values(libraries, monkeypatch):
+    with pytest.raises(ValueError, match="fp8_format is 'E3M4'.*HYBRID, E4M3, E5M2"):
+        TERecipeKwargs(fp8_format="e3m4")
+    with pytest.raises(ValueError, match="amax_compute_algo is 'median'"):
+        TERecipeKwargs(amax_compute_algo="median")
+    monkeypatch.setenv("ACCELERATE_FP8_MARGIN", "wide")
+    with pytest.raises(ValueError, match="ACCELERATE_FP8_MARGIN is 'wide'"):
+        TERecipeKwargs()
+
+
+def test_msamp(monkeypatch):
+    assert MSAMPRecipeKwargs("O1").to_kwargs() == {"opt_level": "O1"}
+    monkeypatch.setenv("ACCELERATE_FP8_OPT_LEVEL", "O1")
+    assert MSAMPRecipeKwargs().opt_level == "O1"
+    with pytest.raises(ValueError, match="opt_level is 'O3'.*O1, O2"):
+        MSAMPRecipeKwargs("O3")
+
+
+@pytest.mark.filterwarnings("ignore:FP8RecipeKwargs is deprecated")
+def test_the_old_recipe_chooses_a_backend(libraries, monkeypatch):
+    assert FP8RecipeKwargs().backend == "MSAMP"
+    assert FP8RecipeKwargs(backend="te", margin=3).to_kwargs() == {"backend": "TE", "margin": 3}
+    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "te")
+    assert FP8RecipeKwargs().backend == "TE"
+    with pytest.raises(ValueError, match="backend is 'AO'.*MSAMP, TE"):
+        FP8RecipeKwargs(backend="AO")
+
+
+def test_the_old_recipe_warns_once_per_construction(libraries):
+    with pytest.warns(FutureWarning, match="use TERecipeKwargs") as caught:
+        FP8RecipeKwargs(backend="MSAMP").to_kwargs()
+    assert len(caught) == 1
+
+
+@pytest.mark.filterwarnings("ignore:FP8RecipeKwargs is deprecated")
+def test_the_old_recipe_needs_only_the_library_it_uses(no_libraries):
+    assert FP8RecipeKwargs(backend="MSAMP", opt_level="O1").opt_level == "O1"

@@ -1,0 +1,221 @@
+"""Keyword handlers: what reaches torch, and what is refused."""
+
+import os
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import pytest
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+from accelerate.config.enums import DDPCommunicationHookType
+from accelerate.config.handlers import (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    ProfileKwargs,
+    from_environment,
+    is_reference,
+)
+
+Hook = DDPCommunicationHookType
+
+
+@dataclass
+class Sample(KwargsHandler):
+    number: int = 1
+    words: list = field(default_factory=list)
+    read: str | None = None
+    references = []
+
+    def __post_init__(self):
+        if is_reference():
+            Sample.references.append(self)
+        self.read = self.read or from_environment("SAMPLE_READ", "usual")
+
+
+def test_to_dict_copies_deeply():
+    sample = Sample(words=["a"])
+    sample.to_dict()["words"].append("b")
+    assert sample.words == ["a"]
+
+
+def test_to_kwargs_holds_changed_and_added_attributes_only():
+    assert Sample().to_kwargs() == {}
+    assert Sample(number=1, words=["a"]).to_kwargs() == {"words": ["a"]}
+    sample = Sample(number=2)
+    sample.extra = None
+    assert sample.to_kwargs() == {"number": 2, "extra": None}
+
+
+def test_to_kwargs_holds_what_the_environment_said(monkeypatch):
+    monkeypatch.setenv("SAMPLE_READ", "usual")
+    assert Sample().to_kwargs() == {}
+    monkeypatch.setenv("SAMPLE_READ", "other")
+    before = dict(os.environ)
+    Sample.references.clear()
+    assert Sample().to_kwargs() == {"read": "other"}
+    assert [reference.read for reference in Sample.references] == ["usual"]
+    assert dict(os.environ) == before
+    assert not is_reference()
+
+
+def test_from_environment_converts_with_the_name_at_hand(monkeypatch):
+    monkeypatch.setenv("SAMPLE_READ", "12")
+    assert from_environment("SAMPLE_READ", 0, lambda text, name: (int(text), name)) == (12, "SAMPLE_READ")
+    assert from_environment("SAMPLE_MISSING", 0, lambda text, name: 1 / 0) == 0
+
+
+def test_autocast():
+    assert AutocastKwargs().to_kwargs() == {}
+    assert AutocastKwargs(enabled=False).to_kwargs() == {"enabled": False}
+    with torch.autocast("cpu", dtype=torch.bfloat16, **AutocastKwargs(cache_enabled=False).to_kwargs()):
+        assert not torch.is_autocast_cache_enabled()
+
+
+def test_grad_scaler_arguments_are_those_of_torch():
+    kwargs = GradScalerKwargs(init_scale=8.0, growth_interval=3).to_kwargs()
+    assert kwargs == {"init_scale": 8.0, "growth_interval": 3}
+    assert torch.amp.GradScaler("cpu", **GradScalerKwargs(init_scale=8.0).to_dict()).get_scale() == 8.0
+
+
+@pytest.mark.parametrize(("backend", "minutes"), [("nccl", 10), ("gloo", 30), ("xccl", 30), ("hccl", 30), (None, 30)])
+def test_process_group_timeout_defaults(backend, minutes):
+    assert InitProcessGroupKwargs(backend=backend).timeout == timedelta(minutes=minutes)
+
+
+def test_process_group_arguments():
+    assert InitProcessGroupKwargs().to_kwargs() == {}
+    assert InitProcessGroupKwargs("gloo").to_kwargs() == {"backend": "gloo", "timeout": timedelta(minutes=30)}
+    assert InitProcessGroupKwargs(timeout=timedelta(seconds=5)).to_kwargs() == {"timeout": timedelta(seconds=5)}
+    assert InitProcessGroupKwargs(timeout=90).timeout == timedelta(seconds=90)
+
+
+class WrappedModel:
+    """Stands in for DistributedDataParallel: keeps what is registered on it."""
+
+    def register_comm_hook(self, state, hook):
+        self.state, self.hook = state, hook
+
+
+def registered(**kwargs):
+    model = WrappedModel()
+    DistributedDataParallelKwargs(**kwargs).register_comm_hook(model)
+    return model
+
+
+def test_ddp_arguments_leave_communication_out():
+    handler = DistributedDataParallelKwargs(dim=1, comm_hook=Hook.POWER_SGD, comm_state_option={"random_seed": 3})
+    assert handler.to_kwargs() == {"dim": 1}
+    assert not {"comm_hook", "comm_wrapper", "comm_state_option"} & set(handler.to_dict())
+    assert handler.to_dict(ignore_keys=())["comm_state_option"] == {"random_seed": 3}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [
+        (Hook.FP16, default_hooks.fp16_compress_hook),
+        (Hook.BF16, default_hooks.bf16_compress_hook),
+        (Hook.POWER_SGD, powerSGD_hook.powerSGD_hook),
+        (Hook.BATCHED_POWER_SGD, powerSGD_hook.batched_powerSGD_hook),
+    ],
+)
+def test_each_hook_registers_torchs_function(chosen, expected):
+    assert registered(comm_hook=chosen).hook is expected
+    assert registered(comm_hook=chosen.value).hook is expected
+    for wrapper in (Hook.FP16, Hook.BF16):
+        wrapped = registered(comm_hook=chosen, comm_wrapper=wrapper).hook
+        assert wrapped.__qualname__.startswith(f"{wrapper}_compress_wrapper.")
+        assert wrapped.__closure__[0].cell_contents is expected
+
+
+def test_power_sgd_gets_its_state():
+    option = {"matrix_approximation_rank": 3, "start_powerSGD_iter": 7, "warm_start": False}
+    state = registered(comm_hook="power_sgd", comm_state_option=option).state
+    assert isinstance(state, powerSGD_hook.PowerSGDState)
+    assert (state.matrix_approximation_rank, state.start_powerSGD_iter, state.warm_start) == (3, 7, False)
+    assert registered(comm_hook="fp16").state is None
+
+
+def test_no_hook_touches_no_model():
+    DistributedDataParallelKwargs().register_comm_hook(object())
+
+
+def test_unknown_hooks_and_wrappers_are_refused_early_and_late():
+    with pytest.raises(ValueError, match="'gzip'.*'power_sgd'"):
+        DistributedDataParallelKwargs(comm_hook="gzip")
+    with pytest.raises(ValueError, match="comm_wrapper is power_sgd.*no, fp16, bf16"):
+        DistributedDataParallelKwargs(comm_hook="fp16", comm_wrapper="power_sgd")
+    handler = DistributedDataParallelKwargs()
+    handler.comm_hook = "gzip"
+    with pytest.raises(ValueError, match="gzip"):
+        handler.register_comm_hook(WrappedModel())
+
+
+def test_settings_without_effect_warn():
+    with pytest.warns(UserWarning, match="comm_wrapper=bf16 has no effect"):
+        DistributedDataParallelKwargs(comm_wrapper="bf16")
+    with pytest.warns(UserWarning, match="comm_state_option has no effect with comm_hook=fp16"):
+        DistributedDataParallelKwargs(comm_hook="fp16", comm_state_option={"random_seed": 1})
+
+
+def test_a_hook_works_on_a_real_model(tmp_path):
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1, timeout=timedelta(seconds=10)
+    )
+    try:
+        handler = DistributedDataParallelKwargs(static_graph=True, comm_hook="fp16")
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 1, bias=False), **handler.to_kwargs())
+        handler.register_comm_hook(model)
+        model(torch.tensor([[1.0, 1.0 + 2**-12, 3.0]])).sum().backward()
+        # 1 + 2**-12 needs more than float16's 10 bits: seeing it rounded shows that the hook was at work.
+        assert model.module.weight.grad.tolist() == [[1.0, 1.0, 3.0]]
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_profile_builds_torchs_profiler():
+    traces = []
+    handler = ProfileKwargs(
+        activities=["cpu"],
+        schedule_option={"wait": 1, "warmup": 1, "active": 1, "repeat": 1},
+        on_trace_ready=traces.append,
+        record_shapes=True,
+        with_flops=True,
+    )
+    profiler = handler.build()
+    assert isinstance(profiler, torch.profiler.profile)
+    assert list(profiler.activities) == [torch.profiler.ProfilerActivity.CPU]
+    assert (profiler.record_shapes, profiler.with_flops, profiler.with_stack) == (True, True, False)
+    assert profiler.on_trace_ready == traces.append
+    actions = [profiler.schedule(step) for step in range(4)]
+    action = torch.profiler.ProfilerAction
+    assert actions == [action.NONE, action.WARMUP, action.RECORD_AND_SAVE, action.NONE]
+
+
+def test_profile_defaults_are_torchs():
+    assert set(ProfileKwargs().build().activities) == set(torch.profiler.supported_activities())
+    assert ProfileKwargs().to_kwargs() == {}
+
+
+def test_profile_refuses_unknown_activities():
+    with pytest.raises(ValueError, match="Invalid profiler activity: 'tpu'.*cpu.*cuda"):
+        ProfileKwargs(activities=["cpu", "tpu"]).build()
+
+
+def test_gradient_accumulation():
+    assert GradientAccumulationPlugin(num_steps=4).to_kwargs() == {"num_steps": 4}
+    assert GradientAccumulationPlugin(num_steps=4, exact=True).to_kwargs() == {"num_steps": 4, "exact": True}
+    plugin = GradientAccumulationPlugin()
+    assert (plugin.num_steps, plugin.adjust_scheduler, plugin.sync_with_dataloader) == (None, True, True)
+    assert (plugin.sync_each_batch, plugin.exact) == (False, False)
+
+
+def test_gradient_accumulation_refuses_nonsense():
+    with pytest.raises(ValueError, match="num_steps is 0"):
+        GradientAccumulationPlugin(num_steps=0)
+    with pytest.raises(ValueError, match="exact=True.*sync_with_dataloader=False"):
+        GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=False, exact=True)

@@ -1,0 +1,90 @@
+"""The options of each kind of parallelism."""
+
+import warnings
+
+import pytest
+
+from accelerate.config import parallel
+from accelerate.config.parallel import (
+    DeepSpeedSequenceParallelConfig,
+    TorchContextParallelConfig,
+    TorchTensorParallelConfig,
+    TorchTensorParallelPlugin,
+)
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch):
+    names = ("CP_COMM_STRATEGY", "SP_SEQ_LENGTH", "SP_SEQ_LENGTH_IS_VARIABLE", "SP_ATTN_IMPLEMENTATION")
+    for name in names:
+        monkeypatch.delenv(f"PARALLELISM_CONFIG_{name}", raising=False)
+
+
+def test_context_parallel(monkeypatch):
+    assert TorchContextParallelConfig().cp_comm_strategy == "allgather"
+    assert TorchContextParallelConfig("alltoall").cp_comm_strategy == "alltoall"
+    monkeypatch.setenv("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "alltoall")
+    assert TorchContextParallelConfig().cp_comm_strategy == "alltoall"
+    with pytest.raises(ValueError, match="cp_comm_strategy: 'ring'.*'allgather' or 'alltoall'"):
+        TorchContextParallelConfig("ring")
+
+
+def test_tensor_parallel_needs_no_transformers(monkeypatch):
+    monkeypatch.setattr(parallel, "is_transformers_available", lambda: False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert TorchTensorParallelConfig().enable_async_tp is False
+    with pytest.warns(UserWarning, match="enable_async_tp has no effect"):
+        TorchTensorParallelConfig(enable_async_tp=True)
+
+
+def test_tensor_parallel_refuses_an_old_transformers(monkeypatch):
+    monkeypatch.setattr(parallel, "is_transformers_available", lambda: True)
+    monkeypatch.setattr(parallel, "compare_versions", lambda *arguments: arguments == ("transformers", "<", "4.52.0"))
+    with pytest.raises(ValueError, match="transformers 4.52.0 or later"):
+        TorchTensorParallelConfig()
+    monkeypatch.setattr(parallel, "compare_versions", lambda *arguments: False)
+    TorchTensorParallelConfig()
+
+
+def test_tensor_parallel_plugin():
+    assert TorchTensorParallelPlugin() == TorchTensorParallelPlugin(tp_size=1, torch_device_mesh=None)
+    assert TorchTensorParallelPlugin("2").tp_size == 2
+    for wrong in (0, "two"):
+        with pytest.raises(ValueError, match="tp_size is"):
+            TorchTensorParallelPlugin(wrong)
+
+
+def test_sequence_parallel_defaults():
+    config = DeepSpeedSequenceParallelConfig()
+    assert (config.sp_seq_length, config.sp_seq_length_is_variable, config.sp_attn_implementation) == (
+        None,
+        True,
+        None,
+    )
+
+
+def test_sequence_parallel_needs_the_common_length(monkeypatch):
+    with pytest.raises(ValueError, match="PARALLELISM_CONFIG_SP_SEQ_LENGTH"):
+        DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=False)
+    assert DeepSpeedSequenceParallelConfig(4, False).sp_seq_length == 4
+    monkeypatch.setenv("PARALLELISM_CONFIG_SP_SEQ_LENGTH", "512")
+    assert DeepSpeedSequenceParallelConfig().sp_seq_length is None
+    monkeypatch.setenv("PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE", "false")
+    assert DeepSpeedSequenceParallelConfig().sp_seq_length == 512
+    monkeypatch.setenv("PARALLELISM_CONFIG_SP_SEQ_LENGTH", "long")
+    with pytest.raises(ValueError, match="PARALLELISM_CONFIG_SP_SEQ_LENGTH is 'long'"):
+        DeepSpeedSequenceParallelConfig()
+
+
+@pytest.mark.parametrize("name", ["flash_attention_2", "flash_attention_3", "sdpa", "kernels-community/flash-attn3"])
+def test_sequence_parallel_attention(name, monkeypatch):
+    assert DeepSpeedSequenceParallelConfig(sp_attn_implementation=name).sp_attn_implementation == name
+    monkeypatch.setenv("PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION", name)
+    assert DeepSpeedSequenceParallelConfig().sp_attn_implementation == name
+
+
+@pytest.mark.parametrize("name", ["eager", "flex_attention", "flash_attention_9", "someone/attention", "flash-attn2"])
+def test_sequence_parallel_refuses_other_attention(name):
+    with pytest.raises(ValueError, match=f"Invalid sp_attn_implementation: '{name}'.*sdpa"):
+        DeepSpeedSequenceParallelConfig(sp_attn_implementation=name)

@@ -1,0 +1,29 @@
+"""The folders of a run."""
+
+from pathlib import Path
+
+import pytest
+
+from accelerate.config.project import ProjectConfiguration
+
+
+def test_logs_go_to_the_project_unless_told_otherwise():
+    assert ProjectConfiguration("run").logging_dir == "run"
+    assert ProjectConfiguration("run", "logs").logging_dir == "logs"
+    assert ProjectConfiguration(Path("run")).logging_dir == Path("run")
+    assert ProjectConfiguration().project_dir is None
+
+
+def test_set_directories():
+    project = ProjectConfiguration()
+    project.set_directories("first")
+    assert (project.project_dir, project.logging_dir) == ("first", "first")
+    project.set_directories("second")
+    assert (project.project_dir, project.logging_dir) == ("second", "first")
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_a_limit_keeps_at_least_one(limit):
+    with pytest.raises(ValueError, match=f"total_limit is {limit}"):
+        ProjectConfiguration(total_limit=limit)
+    assert ProjectConfiguration(total_limit=1).total_limit == 1

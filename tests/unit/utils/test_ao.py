@@ -1,0 +1,81 @@
+import sys
+import types
+
+import pytest
+from torch import nn
+
+from accelerate.utils import ao, imports
+
+
+def net():
+    return nn.Sequential(
+        nn.Linear(32, 32), nn.ReLU(), nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 8)), nn.Linear(48, 32)
+    )
+
+
+def test_first_and_last():
+    assert ao.find_first_last_linear_layers(net()) == ("0", "3")
+    assert ao.find_first_last_linear_layers(nn.Linear(2, 2)) == ("", "")
+    assert ao.find_first_last_linear_layers(nn.ReLU()) == (None, None)
+
+
+@pytest.mark.parametrize(("sides", "fits"), [((32, 32), True), ((16, 16), True), ((8, 32), False), ((32, 24), False)])
+def test_sides_must_be_multiples_of_16(sides, fits):
+    assert ao.filter_linear_layers(nn.Linear(*sides), "x", []) is fits
+
+
+def test_named_layers_are_left_alone():
+    assert ao.filter_linear_layers(nn.Linear(32, 32), "a.b", ["a.b"]) is False
+    assert ao.filter_linear_layers(nn.Linear(32, 32), "a.b", ["b"]) is True
+    assert ao.filter_linear_layers(nn.ReLU(), "a.b", []) is True
+
+
+def test_filter_of_one_module():
+    assert ao.filter_first_and_last_linear_layers(net(), "0") is False
+    assert ao.filter_first_and_last_linear_layers(net(), "2.0") is True
+
+
+@pytest.mark.parametrize("call", [ao.has_ao_layers, ao.convert_model_to_fp8_ao])
+def test_without_torchao(call, monkeypatch):
+    monkeypatch.setattr(imports, "is_torchao_available", lambda: False)
+    with pytest.raises(ImportError, match="torchao"):
+        call(net())
+
+
+@pytest.fixture
+def torchao(monkeypatch):
+    """A torchao that converts by replacing the class of layers."""
+
+    class Float8Linear(nn.Linear):
+        pass
+
+    def convert(model, module_filter_fn, config="default"):
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Linear) and module_filter_fn(module, name):
+                module.__class__ = Float8Linear
+        model.config = config
+
+    float8 = types.ModuleType("torchao.float8")
+    float8.convert_to_float8_training = convert
+    inner = types.ModuleType("torchao.float8.float8_linear")
+    inner.Float8Linear = Float8Linear
+    for module in (types.ModuleType("torchao"), float8, inner):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(imports, "is_torchao_available", lambda: True)
+    return Float8Linear
+
+
+def test_conversion_spares_first_last_and_odd_layers(torchao):
+    model = net()
+    assert not ao.has_ao_layers(model)
+    ao.convert_model_to_fp8_ao(model)
+    assert [name for name, module in model.named_modules() if isinstance(module, torchao)] == ["2.0"]
+    assert ao.has_ao_layers(model)
+    assert model.config == "default"
+
+
+def test_conversion_with_own_settings(torchao):
+    model = net()
+    ao.convert_model_to_fp8_ao(model, config="mine", module_filter_func=lambda module, name: name == "0")
+    assert [name for name, module in model.named_modules() if isinstance(module, torchao)] == ["0"]
+    assert model.config == "mine"

@@ -1,0 +1,73 @@
+"""The front: every name is the object of its home module, and pickles by the public path."""
+
+import importlib
+import pickle
+import typing
+
+import pytest
+import torch
+
+from accelerate.utils import dataclasses as front
+
+HOMES = {
+    "bnb": "BnbQuantizationConfig",
+    "data": "DataLoaderConfiguration",
+    "deepspeed": "DeepSpeedPlugin",
+    "dynamo": "TorchDynamoPlugin",
+    "enums": "BaseEnum DistributedType PrecisionType LoggerType RNGType DynamoBackend",
+    "fp8": "AORecipeKwargs FP8RecipeKwargs MSAMPRecipeKwargs TERecipeKwargs",
+    "fsdp": "FullyShardedDataParallelPlugin get_module_class_from_name",
+    "handlers": "KwargsHandler AutocastKwargs GradScalerKwargs InitProcessGroupKwargs ProfileKwargs",
+    "megatron": "MegatronLMPlugin add_model_config_to_megatron_parser parse_t5_config",
+    "parallel": "TorchContextParallelConfig TorchTensorParallelPlugin DeepSpeedSequenceParallelConfig",
+    "project": "ProjectConfiguration",
+    "tensors": "TensorInformation",
+}
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_names_are_those_of_their_homes(home):
+    module = importlib.import_module(f"accelerate.config.{home}")
+    for name in HOMES[home].split():
+        assert getattr(front, name) is getattr(module, name)
+
+
+def test_everything_promised_is_there():
+    assert len(set(front.__all__)) == len(front.__all__)
+    for name in front.__all__:
+        assert hasattr(front, name)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        front.DistributedType.FSDP,
+        front.PrecisionType.BF16,
+        front.GradScalerKwargs(init_scale=3.0),
+        front.DistributedDataParallelKwargs(comm_hook="fp16"),
+        front.GradientAccumulationPlugin(num_steps=2, exact=True),
+        front.ProjectConfiguration("run"),
+        front.DataLoaderConfiguration(data_seed=1),
+        front.TensorInformation(torch.Size([1]), torch.float32),
+        front.TorchDynamoPlugin(backend="eager"),
+        front.TorchContextParallelConfig("alltoall"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_pickles_name_the_public_path(value):
+    text = pickle.dumps(value)
+    assert b"accelerate.utils.dataclasses" in text
+    assert b"accelerate.config" not in text
+    assert pickle.loads(text) == value
+
+
+def test_type_hints_can_be_resolved():
+    for name in HOMES["handlers"].split() + ["TorchDynamoPlugin", "ProjectConfiguration", "TERecipeKwargs"]:
+        assert isinstance(typing.get_type_hints(getattr(front, name)), dict)
+
+
+def test_a_replaced_method_takes_effect_everywhere(monkeypatch):
+    from accelerate.config.dynamo import TorchDynamoPlugin
+
+    monkeypatch.setattr(front.TorchDynamoPlugin, "to_kwargs", lambda self: {"replaced": True})
+    assert TorchDynamoPlugin().to_kwargs() == {"replaced": True}

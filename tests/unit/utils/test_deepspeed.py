@@ -1,0 +1,125 @@
+import sys
+import types
+
+import pytest
+import torch
+
+from accelerate.config.deepspeed import DeepSpeedPlugin
+from accelerate.state import AcceleratorState
+from accelerate.utils import deepspeed as home
+from accelerate.utils.deepspeed import DeepSpeedEngineWrapper, DummyOptim, DummyScheduler, get_active_deepspeed_plugin
+
+
+class Engine:
+    def __init__(self, norm=2.0):
+        self.calls = []
+        self.norm = norm
+
+    def set_gradient_accumulation_boundary(self, is_boundary):
+        self.calls.append(("boundary", is_boundary))
+
+    def backward(self, loss, **kwargs):
+        self.calls.append(("backward", loss, kwargs))
+
+    def step(self):
+        self.calls.append(("step",))
+
+    def get_global_grad_norm(self):
+        return self.norm
+
+
+def test_engine_steps_at_the_end_of_a_window():
+    engine = Engine()
+    wrapper = DeepSpeedEngineWrapper(engine)
+    wrapper.backward(1.0, sync_gradients=False, retain_graph=True)
+    assert engine.calls == [("boundary", False), ("backward", 1.0, {"retain_graph": True})]
+    engine.calls.clear()
+    wrapper.backward(2.0)
+    assert engine.calls == [("boundary", True), ("backward", 2.0, {}), ("step",)]
+
+
+@pytest.mark.parametrize("norm", [2.0, torch.tensor(2.0)])
+def test_gradient_norm(norm):
+    assert DeepSpeedEngineWrapper(Engine(norm)).get_global_grad_norm() == 2.0
+
+
+@pytest.fixture
+def state():
+    return AcceleratorState(cpu=True, _from_accelerator=True)
+
+
+def test_optimizer_wrapper_leaves_the_engine_alone(state):
+    inner = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    wrapper = home.DeepSpeedOptimizerWrapper(inner)
+    inner.param_groups[0]["params"][0].grad = torch.ones(1)
+    wrapper.step()
+    wrapper.zero_grad()
+    parameter = inner.param_groups[0]["params"][0]
+    assert parameter.item() == 1.0 and parameter.grad is not None
+    assert wrapper.step_was_skipped is False
+    inner.overflow = True
+    assert wrapper.step_was_skipped is True
+    assert wrapper.param_groups is inner.param_groups
+
+
+def test_scheduler_wrapper_leaves_the_engine_alone(state):
+    inner = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(inner, 0.5)
+    wrapper = home.DeepSpeedSchedulerWrapper(schedule, inner)
+    wrapper.step()
+    assert wrapper.get_last_lr() == [0.1]
+
+
+def test_placeholders_keep_their_arguments():
+    optimizer = DummyOptim([1], lr=0.2, betas=(0.9, 0.99))
+    assert (optimizer.params, optimizer.lr, optimizer.weight_decay) == ([1], 0.2, 0)
+    assert optimizer.kwargs == {"betas": (0.9, 0.99)}
+    scheduler = DummyScheduler(optimizer, 10, 2, lr_scheduler_callable=len, z=1)
+    assert (scheduler.optimizer, scheduler.total_num_steps, scheduler.warmup_num_steps) == (optimizer, 10, 2)
+    assert scheduler.lr_scheduler_callable is len and scheduler.kwargs == {"z": 1}
+
+
+def test_active_plugin():
+    first, second = DeepSpeedPlugin(), DeepSpeedPlugin()
+    second.select(_from_accelerator_state=True)
+    state = types.SimpleNamespace(deepspeed_plugins={"a": first, "b": second})
+    assert get_active_deepspeed_plugin(state) is second
+    second._unselect()
+    with pytest.raises(ValueError, match=r"the plugins are \['a', 'b'\]"):
+        get_active_deepspeed_plugin(state)
+    with pytest.raises(ValueError, match="there are no plugins"):
+        get_active_deepspeed_plugin(types.SimpleNamespace(deepspeed_plugins=None))
+    assert get_active_deepspeed_plugin(types.SimpleNamespace(deepspeed_plugins=first)) is first
+
+
+def test_optimizers_for_offloaded_states(monkeypatch):
+    parameters = [torch.nn.Parameter(torch.ones(1))]
+    monkeypatch.setattr(home, "is_deepspeed_available", lambda: False)
+    with pytest.raises(ImportError, match="deepspeed"):
+        home.map_pytorch_optim_to_deepspeed(torch.optim.Adam(parameters))
+
+    made = []
+    for module, name in (("adam", "DeepSpeedCPUAdam"), ("adagrad", "DeepSpeedCPUAdagrad")):
+        fake = types.ModuleType(f"deepspeed.ops.{module}")
+        setattr(fake, name, lambda groups, name=name, **options: made.append((name, groups, options)))
+        monkeypatch.setitem(sys.modules, fake.__name__, fake)
+    for name in ("deepspeed", "deepspeed.ops"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setattr(home, "is_deepspeed_available", lambda: True)
+
+    adamw = torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.2)
+    home.map_pytorch_optim_to_deepspeed(adamw)
+    name, groups, options = made.pop()
+    assert (name, options["adamw_mode"], options["lr"], options["weight_decay"]) == (
+        "DeepSpeedCPUAdam",
+        True,
+        0.1,
+        0.2,
+    )
+    assert groups is adamw.param_groups
+    home.map_pytorch_optim_to_deepspeed(torch.optim.Adam(parameters))
+    assert made.pop()[2]["adamw_mode"] is False
+    home.map_pytorch_optim_to_deepspeed(torch.optim.Adagrad(parameters))
+    assert made.pop()[0] == "DeepSpeedCPUAdagrad"
+    other = torch.optim.SGD(parameters, lr=0.1)
+    assert home.map_pytorch_optim_to_deepspeed(other) is other

@@ -1,0 +1,245 @@
+import functools
+import os
+import types
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.fsdp import wrap
+
+from accelerate.config.fsdp import FullyShardedDataParallelPlugin
+from accelerate.utils import fsdp_utils as utils
+
+CPU = torch.device("cpu")
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(4, 2)
+        self.head = nn.Linear(2, 4, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def plugin(**options):
+    return FullyShardedDataParallelPlugin(fsdp_version=2, **options)
+
+
+def chosen(policy, model):
+    return [name for name, module in model.named_modules() if policy(module)]
+
+
+def test_ram_efficient_loading(monkeypatch):
+    monkeypatch.delenv("ACCELERATE_USE_FSDP", raising=False)
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "")
+    utils.enable_fsdp_ram_efficient_loading()
+    assert os.environ["ACCELERATE_USE_FSDP"] == os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "True"
+    utils.disable_fsdp_ram_efficient_loading()
+    assert os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "False"
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "")  # so that monkeypatch restores it
+
+
+def test_names_without_wrappers():
+    names = {"_orig_mod.a._checkpoint_wrapped_module.b": 1, "a._orig_mod.c": 2, "module.z": 3, "__orig_mod.x": 4}
+    assert utils.fsdp2_canonicalize_names(names) == {"a.b": 1, "a.c": 2, "module.z": 3, "__orig_mod.x": 4}
+
+
+@pytest.mark.parametrize(
+    ("modules", "names"),
+    [
+        ("0", {"0.weight", "0.bias"}),
+        ("[01]", {"0.weight", "0.bias", "1.weight", "1.bias"}),
+        (r"2\..*", {"2.0.weight"}),
+        ("nothing", set()),
+        (None, set()),
+        ([], set()),
+    ],
+)
+def test_parameters_of_named_modules(modules, names):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2, bias=False)))
+    found = utils.get_parameters_from_modules(modules, model, CPU)
+    assert {name for name, parameter in model.named_parameters() if parameter in found} == names
+    assert len(found) == len(names)
+
+
+def test_parameters_of_modules_are_moved():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    found = utils.get_parameters_from_modules((model[0],), model, torch.device("meta"))
+    assert found == set(model[0].parameters())
+    assert model[0].weight.is_meta and not model[1].weight.is_meta
+    assert utils.get_parameters_from_modules(model[1], model, CPU) == set(model[1].parameters())
+
+
+def test_ties_survive_materialisation():
+    def init(module):
+        module.to_empty(device="cpu", recurse=False)
+
+    with torch.device("meta"):
+        model = Tied()
+    retied = utils.ensure_weights_retied(init, model, CPU)
+    for module in model.modules():
+        retied(module)
+    assert model.head.weight is model.embedding.weight
+    assert model.head.weight.device == CPU
+    assert utils.ensure_weights_retied(init, nn.Linear(1, 1), CPU) is init
+
+
+@pytest.mark.parametrize("bind", [True, False])
+def test_transformer_policy(bind):
+    model = nn.Sequential(Layer(), nn.Sequential(Layer()), nn.Linear(2, 2))
+    settings = plugin(auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap="Layer")
+    if bind:
+        settings.set_auto_wrap_policy(model)
+    assert chosen(utils.fsdp2_prepare_auto_wrap_policy(settings, model), model) == ["0", "1.0"]
+
+
+def test_transformer_policy_with_a_missing_class():
+    settings = plugin(auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap="Block")
+    with pytest.raises(ValueError, match="Block"):
+        utils.fsdp2_prepare_auto_wrap_policy(settings, nn.Linear(1, 1))
+
+
+def test_size_policy():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(20, 20))
+    settings = plugin(auto_wrap_policy="size_based_wrap", min_num_params=100)
+    assert chosen(utils.fsdp2_prepare_auto_wrap_policy(settings, model), model) == ["", "1"]
+    assert utils.fsdp2_prepare_auto_wrap_policy(plugin(auto_wrap_policy="size_based_wrap"), model) is None
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        lambda module: isinstance(module, Layer),
+        lambda module, recurse, nonwrapped_numel: isinstance(module, Layer) and nonwrapped_numel == 6 and not recurse,
+        lambda **options: isinstance(options["module"], Layer),
+        wrap.ModuleWrapPolicy([Layer]),
+        functools.partial(wrap.lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, Layer)),
+    ],
+)
+def test_own_policies(policy):
+    model = nn.Sequential(Layer(), nn.Linear(2, 2))
+    assert chosen(utils.fsdp2_prepare_auto_wrap_policy(plugin(auto_wrap_policy=policy), model), model) == ["0"]
+
+
+def test_no_policy():
+    assert utils.fsdp2_prepare_auto_wrap_policy(plugin(), nn.Linear(1, 1)) is None
+
+
+def test_activation_checkpointing():
+    model = nn.Sequential(Layer(), nn.Sequential(Layer()))
+    settings = plugin(
+        auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap="Layer", activation_checkpointing=True
+    )
+    names = list(dict(model.named_parameters()))
+    x = torch.ones(1, 2)
+    before = model(x)
+    accelerator = types.SimpleNamespace(state=types.SimpleNamespace(fsdp_plugin=settings))
+    assert utils.fsdp2_apply_ac(accelerator, model) is model
+    assert [type(model[0]).__name__, type(model[1][0]).__name__] == ["CheckpointWrapper"] * 2
+    after = model(x)
+    assert torch.equal(before, after)
+    after.sum().backward()
+    assert list(utils.fsdp2_canonicalize_names(dict(model.named_parameters()))) == names
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("key", [lambda parameter: parameter, lambda parameter: parameter.data_ptr()])
+def test_switched_parameters(key):
+    old, new = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(old.parameters())
+    mapping = {key(a): b for a, b in zip(old.parameters(), new.parameters(), strict=True)}
+    utils.fsdp2_switch_optimizer_parameters(optimizer, mapping)
+    assert optimizer.param_groups[0]["params"] == list(new.parameters())
+
+
+def test_a_parameter_without_counterpart_changes_nothing():
+    old, new = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD([{"params": [old.weight]}, {"params": [old.bias]}], lr=0.1)
+    with pytest.raises(KeyError, match="Parameter 0 of the optimizer's group 1"):
+        utils.fsdp2_switch_optimizer_parameters(optimizer, {old.weight: new.weight})
+    assert optimizer.param_groups[0]["params"] == [old.weight]
+
+
+@pytest.mark.parametrize("options", [None, StateDictOptions(full_state_dict=True)])
+@pytest.mark.parametrize("adapter_only", [False, True])
+def test_state_dict_round_trip(options, adapter_only):
+    source, target = nn.Linear(2, 2), nn.Linear(2, 2)
+    state = utils._get_model_state_dict(source, adapter_only=adapter_only, sd_options=options)
+    assert set(state) == {"weight", "bias"}
+    utils._set_model_state_dict(target, state, adapter_only=adapter_only, sd_options=options)
+    assert torch.equal(target.weight, source.weight)
+
+
+@pytest.fixture
+def sharded(tmp_path):
+    model = Tied()
+    folder = tmp_path / "checkpoint" / "pytorch_model_fsdp_0"
+    dcp.save({"model": model.state_dict()}, checkpoint_id=folder, no_dist=True)
+    return model, folder
+
+
+def test_merge_to_safetensors(sharded, tmp_path):
+    model, folder = sharded
+    utils.merge_fsdp_weights(str(folder), str(tmp_path / "merged"))
+    weights = load_file(tmp_path / "merged" / "model.safetensors")
+    # What a model ties is saved from storage of its own in a sharded checkpoint.
+    assert weights and all(torch.equal(value, model.state_dict()[name]) for name, value in weights.items())
+    assert folder.exists()
+
+
+def test_merge_to_a_pickle_and_clean_up(sharded, tmp_path):
+    model, folder = sharded
+    utils.merge_fsdp_weights(folder, tmp_path / "merged", safe_serialization=False, remove_checkpoint_dir=True)
+    weights = torch.load(tmp_path / "merged" / "pytorch_model.bin", weights_only=True)
+    assert set(weights) == set(model.state_dict())
+    assert not folder.exists()
+
+
+def test_merge_of_something_else(sharded, tmp_path):
+    _, folder = sharded
+    with pytest.raises(ValueError, match="does not exist"):
+        utils.merge_fsdp_weights(tmp_path / "nowhere", tmp_path)
+    with pytest.raises(ValueError, match="Did you mean .*pytorch_model_fsdp_0"):
+        utils.merge_fsdp_weights(folder.parent, tmp_path)
+
+
+def test_merge_does_not_delete_its_result(sharded):
+    _, folder = sharded
+    for target in (folder, folder / "merged"):
+        with pytest.raises(ValueError, match="lies in checkpoint_dir"):
+            utils.merge_fsdp_weights(folder, target, remove_checkpoint_dir=True)
+    assert (folder / ".metadata").exists()
+
+
+def test_grad_scaler():
+    scaler = utils.get_fsdp2_grad_scaler(device="cpu", init_scale=4.0)
+    assert isinstance(scaler, torch.amp.GradScaler)
+    assert scaler.get_scale() == 4.0
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: utils.fsdp2_prepare_model(None, None),
+        lambda: utils.fsdp2_load_full_state_dict(None, None, {}),
+        lambda: utils.save_fsdp_model(None, None, None, ""),
+        lambda: utils.load_fsdp_model(None, None, None, ""),
+        lambda: utils.save_fsdp_optimizer(None, None, None, None, ""),
+        lambda: utils.load_fsdp_optimizer(None, None, None, None, ""),
+    ],
+)
+def test_what_is_not_available_says_so(call):
+    with pytest.raises(NotImplementedError, match="not available yet.*data parallelism"):
+        call()

@@ -1,0 +1,366 @@
+"""What is installed: found by name and metadata, asked once, without importing it."""
+
+import importlib
+import importlib.machinery
+import importlib.metadata
+import os
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+
+from accelerate.utils import imports, versions
+
+# function -> (package, distribution, a version that will do)
+LIBRARIES = {
+    "is_aim_available": ("aim", "aim", "3.9.9"),
+    "is_amdsmi_available": ("amdsmi", "amdsmi", "1.0"),
+    "is_boto3_available": ("boto3", "boto3", "1.0"),
+    "is_clearml_available": ("clearml", "clearml", "1.0"),
+    "is_comet_ml_available": ("comet_ml", "comet-ml", "1.0"),
+    "is_datasets_available": ("datasets", "datasets", "1.0"),
+    "is_deepspeed_available": ("deepspeed", "deepspeed", "1.0"),
+    "is_dvclive_available": ("dvclive", "dvclive", "1.0"),
+    "is_import_timer_available": ("import_timer", "import_timer", "1.0"),
+    "is_lomo_available": ("lomo_optim", "lomo-optim", "1.0"),
+    "is_matplotlib_available": ("matplotlib", "matplotlib", "1.0"),
+    "is_mlflow_available": ("mlflow", "mlflow-skinny", "1.0"),
+    "is_msamp_available": ("msamp", "ms-amp", "1.0"),
+    "is_pandas_available": ("pandas", "pandas", "1.0"),
+    "is_peft_available": ("peft", "peft", "1.0"),
+    "is_pynvml_available": ("pynvml", "nvidia-ml-py", "1.0"),
+    "is_sagemaker_available": ("sagemaker", "sagemaker", "1.0"),
+    "is_schedulefree_available": ("schedulefree", "schedulefree", "1.0"),
+    "is_swanlab_available": ("swanlab", "swanlab", "1.0"),
+    "is_tensorboard_available": ("tensorboardX", "tensorboardX", "1.0"),
+    "is_timm_available": ("timm", "timm", "1.0"),
+    "is_torchao_available": ("torchao", "torchao", "0.6.1"),
+    "is_torchdata_available": ("torchdata", "torchdata", "0.7"),
+    "is_torchdata_stateful_dataloader_available": ("torchdata", "torchdata", "0.8.0"),
+    "is_torchvision_available": ("torchvision", "torchvision", "1.0"),
+    "is_trackio_available": ("trackio", "trackio", "1.0"),
+    "is_transformer_engine_available": ("transformer_engine", "transformer-engine", "1.0"),
+    "is_transformers_available": ("transformers", "transformers", "5.0"),
+    "is_triton_available": ("triton", "pytorch-triton", "3.0"),
+    "is_wandb_available": ("wandb", "wandb", "1.0"),
+    "is_bnb_available": ("bitsandbytes", "bitsandbytes", "0.1"),
+    "is_8bit_bnb_available": ("bitsandbytes", "bitsandbytes", "0.37.2"),
+    "is_4bit_bnb_available": ("bitsandbytes", "bitsandbytes", "0.39.0"),
+}
+TOO_OLD_OR_NEW = {
+    "is_aim_available": "4.0.0",
+    "is_torchao_available": "0.6.0",
+    "is_torchdata_stateful_dataloader_available": "0.7.1",
+    "is_8bit_bnb_available": "0.37.1",
+    "is_4bit_bnb_available": "0.38",
+}
+VENDORS = ("xpu", "npu", "mlu", "musa", "sdaa", "neuron", "hpu")
+
+
+def forget():
+    for function in vars(imports).values():
+        if hasattr(function, "cache_clear") and function.__module__ == imports.__name__:
+            function.cache_clear()
+    versions.installed_version.cache_clear()
+
+
+class Machine:
+    """A machine on which only what the test installs is there; counts the look-ups."""
+
+    def __init__(self):
+        self.packages, self.distributions, self.looked_up = set(), {}, []
+
+    def install(self, package, distribution=None, version="1.0"):
+        self.packages.add(package)
+        self.distributions[(distribution or package).replace("_", "-")] = version
+        forget()
+
+    def find_spec(self, name):
+        self.looked_up.append(name)
+        return importlib.machinery.ModuleSpec(name, None) if name in self.packages else None
+
+    def version(self, name):
+        name = name.replace("_", "-")  # metadata does not tell them apart either
+        if name not in self.distributions:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return self.distributions[name]
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    fake = Machine()
+    monkeypatch.setattr(importlib.util, "find_spec", fake.find_spec)
+    monkeypatch.setattr(importlib.metadata, "distribution", fake.version)
+    monkeypatch.setattr(importlib.metadata, "version", fake.version)
+    forget()
+    yield fake
+    forget()
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_nothing_is_there_on_an_empty_machine(machine, name):
+    assert getattr(imports, name)() is False
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_an_installed_library_is_found(machine, name):
+    machine.install(*LIBRARIES[name])
+    assert getattr(imports, name)() is True
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_a_folder_of_the_same_name_is_no_library(machine, name):
+    machine.packages.add(LIBRARIES[name][0])
+    assert getattr(imports, name)() is False
+
+
+@pytest.mark.parametrize("name", TOO_OLD_OR_NEW)
+def test_a_version_that_will_not_do(machine, name):
+    machine.install(*LIBRARIES[name][:2], TOO_OLD_OR_NEW[name])
+    assert getattr(imports, name)() is False
+
+
+def test_a_library_is_looked_up_once(machine):
+    for _ in range(3):
+        imports.is_wandb_available()
+    assert machine.looked_up == ["wandb"]
+    imports._is_installed.cache_clear()
+    imports.is_wandb_available()
+    assert machine.looked_up == ["wandb", "wandb"]
+
+
+def test_minimum_versions(machine):
+    machine.install("bitsandbytes", version="0.40")
+    machine.install("numpy", version="2.0")
+    assert imports.is_bnb_available(min_version="0.39")
+    assert not imports.is_bnb_available(min_version="0.41")
+    assert imports.is_numpy_available()
+    assert not imports.is_numpy_available(min_version="2.1")
+
+
+def test_what_is_really_installed_here():
+    assert imports.is_pytest_available()
+    assert imports.is_tqdm_available()
+    assert imports.is_torch_distributed_available() is torch.distributed.is_available()
+    assert imports.is_weights_only_available()
+    assert imports.is_pippy_available()
+
+
+def test_fp8_needs_one_of_three(machine):
+    assert not imports.is_fp8_available()
+    machine.install("torchao", version="0.7")
+    assert imports.is_fp8_available()
+
+
+def test_rich_must_also_be_wanted(machine, monkeypatch):
+    machine.install("rich")
+    monkeypatch.delenv("ACCELERATE_ENABLE_RICH", raising=False)
+    assert imports.is_rich_available() is False
+    monkeypatch.setenv("ACCELERATE_ENABLE_RICH", "1")
+    assert imports.is_rich_available() is True
+
+
+def test_megatron_must_be_wanted_whole_and_recent(machine, monkeypatch):
+    monkeypatch.delenv("ACCELERATE_USE_MEGATRON_LM", raising=False)
+    machine.install("megatron", "megatron-core", "0.8.0")
+    assert imports.is_megatron_lm_available() is False
+    monkeypatch.setenv("ACCELERATE_USE_MEGATRON_LM", "true")
+    assert imports.is_megatron_lm_available() is False
+    machine.packages.add("megatron.training")
+    assert imports.is_megatron_lm_available() is True
+    machine.install("megatron", "megatron-core", "0.7.0")
+    assert imports.is_megatron_lm_available() is False
+    del machine.distributions["megatron-core"]
+    forget()
+    with pytest.warns(UserWarning, match="ACCELERATE_USE_MEGATRON_LM is set"):
+        assert imports.is_megatron_lm_available() is False
+
+
+def test_bitsandbytes_beyond_cuda(machine, monkeypatch):
+    assert imports.is_bitsandbytes_multi_backend_available() is False
+    library = types.ModuleType("bitsandbytes")
+    monkeypatch.setitem(sys.modules, "bitsandbytes", library)
+    machine.install("bitsandbytes")
+    assert imports.is_bitsandbytes_multi_backend_available() is False
+    library.features = {"multi_backend"}
+    imports.is_bitsandbytes_multi_backend_available.cache_clear()
+    assert imports.is_bitsandbytes_multi_backend_available() is True
+
+
+def test_mxfp8_asks_transformer_engine(machine, monkeypatch):
+    assert imports.is_transformer_engine_mxfp8_available() is False
+    machine.install("transformer_engine", "transformer-engine")
+    module = types.ModuleType("transformer_engine.pytorch.fp8")
+    module.check_mxfp8_support = lambda: (True, "")
+    for name in ("transformer_engine", "transformer_engine.pytorch"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert imports.is_transformer_engine_mxfp8_available() is True
+
+
+class Vendor:
+    """A vendor's module on torch."""
+
+    def __init__(self, available=True, broken=False):
+        self.available, self.broken = available, broken
+
+    def is_available(self):
+        return self.available
+
+    def device_count(self):
+        if self.broken:
+            raise RuntimeError("no driver")
+        return 1
+
+
+@pytest.mark.parametrize("name", VENDORS)
+def test_vendors_are_absent_without_their_plugin(machine, name):
+    assert getattr(imports, f"is_{name}_available")() is False
+
+
+@pytest.mark.parametrize(
+    ("name", "plugin"), [("npu", "torch_npu"), ("mlu", "torch_mlu"), ("neuron", "torch_neuronx"), ("xpu", None)]
+)
+def test_a_vendor_with_its_plugin(machine, monkeypatch, name, plugin):
+    check = getattr(imports, f"is_{name}_available")
+    if plugin is not None:
+        machine.install(plugin)
+        monkeypatch.setitem(sys.modules, plugin, types.ModuleType(plugin))
+    for vendor, plain, thorough in [
+        (Vendor(), True, True),
+        (Vendor(broken=True), True, False),
+        (Vendor(available=False), False, False),
+    ]:
+        monkeypatch.setattr(torch, name, vendor, raising=False)
+        check.cache_clear()
+        assert check() is plain
+        assert check(check_device=True) is thorough
+
+
+def test_gaudi(machine, monkeypatch):
+    imported = []
+    for name in ("habana_frameworks", "habana_frameworks.torch"):
+        machine.install(name)
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    experimental = types.ModuleType("experimental")
+    experimental.synDeviceType = types.SimpleNamespace(synDeviceGaudi="one")
+    experimental._get_device_type = lambda: "one"
+
+    def import_module(name):
+        imported.append(name)
+        return experimental
+
+    monkeypatch.setattr(importlib, "import_module", import_module)
+    monkeypatch.setattr(torch, "hpu", Vendor(), raising=False)
+    assert imports.is_hpu_available() is True
+    assert imported == ["habana_frameworks.torch"]
+    assert imports.is_hpu_available(init_hccl=True) is True
+    assert imported[-1] == "habana_frameworks.torch.distributed.hccl"
+    assert imports.is_habana_gaudi1() is True
+    assert imports.is_fp16_available() is False
+    experimental._get_device_type = lambda: "two"
+    assert imports.is_fp16_available() is True
+
+
+def test_xla(machine, monkeypatch):
+    assert imports.is_torch_xla_available() is False
+    with pytest.raises(ValueError, match="cannot both be true"):
+        imports.is_torch_xla_available(check_is_tpu=True, check_is_gpu=True)
+    machine.install("torch_xla")
+    monkeypatch.setattr(importlib, "import_module", lambda name: types.SimpleNamespace(device_type=lambda: "TPU"))
+    assert imports.is_torch_xla_available() is True
+    assert imports.is_torch_xla_available(check_is_tpu=True) is True
+    assert imports.is_torch_xla_available(check_is_gpu=True) is False
+    assert imports.is_bf16_available() is True
+    assert imports.is_bf16_available(ignore_tpu=True) is False
+    monkeypatch.setattr(imports, "USE_TORCH_XLA", False)
+    imports.is_torch_xla_available.cache_clear()
+    assert imports.is_torch_xla_available() is False
+
+
+def test_cuda_is_asked_through_nvml_each_time(monkeypatch):
+    monkeypatch.delenv("PYTORCH_NVML_BASED_CUDA_CHECK", raising=False)
+    seen = []
+
+    def is_available():
+        seen.append(os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK"))
+        return len(seen) == 2
+
+    monkeypatch.setattr(torch.cuda, "is_available", is_available)
+    assert [imports.is_cuda_available(), imports.is_cuda_available()] == [False, True]
+    assert seen == ["1", "1"]
+    assert "PYTORCH_NVML_BASED_CUDA_CHECK" not in os.environ
+
+
+def test_rocm_is_cuda_built_for_amd(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert imports.is_rocm_available() is False
+    monkeypatch.setattr(torch.version, "hip", "6.2")
+    assert imports.is_rocm_available() is True
+
+
+def test_mps_needs_build_device_and_version(monkeypatch):
+    monkeypatch.setattr(torch.backends.mps, "is_built", lambda: True)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert imports.is_mps_available() is True
+    assert imports.is_mps_available(min_version="99.0") is False
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    assert imports.is_mps_available() is False
+
+
+def test_bf16_asks_the_device(machine, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
+    assert imports.is_bf16_available() is False
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(imports, "is_mps_available", lambda: False)
+    assert imports.is_bf16_available() is True
+
+
+def test_torchao_required(machine):
+    @imports.torchao_required
+    def convert(model):
+        return model
+
+    with pytest.raises(ImportError, match="convert needs torchao.*pip install torchao"):
+        convert(3)
+    machine.install("torchao", version="0.7")
+    assert convert(3) == 3
+    assert convert.__name__ == "convert"
+
+
+@pytest.mark.parametrize(("state", "allowed"), [({}, True), ({"distributed_type": "DEEPSPEED"}, True)])
+def test_deepspeed_required_lets_through(monkeypatch, state, allowed):
+    storage = types.SimpleNamespace(accelerator=types.SimpleNamespace(current=state))
+    monkeypatch.setitem(sys.modules, "accelerate.runtime.storage", storage)
+    assert imports.deepspeed_required(lambda: allowed)() is True
+
+
+def test_deepspeed_required_stops_others(monkeypatch):
+    storage = types.SimpleNamespace(accelerator=types.SimpleNamespace(current={"distributed_type": "MULTI_GPU"}))
+    monkeypatch.setitem(sys.modules, "accelerate.runtime.storage", storage)
+
+    @imports.deepspeed_required
+    def engine():
+        return 1
+
+    with pytest.raises(ValueError, match="engine needs DeepSpeed.*MULTI_GPU.*use_deepspeed"):
+        engine()
+
+
+def test_importing_the_light_modules_leaves_torch_out():
+    modules = [
+        "utils.imports",
+        "utils.environment",
+        "utils.versions",
+        "utils.constants",
+        "config.enums",
+        "config.handlers",
+    ]
+    lines = [f"import accelerate.{name}" for name in modules]
+    lines.append("import sys; print('torch' in sys.modules)")
+    answer = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=True)
+    assert answer.stdout.strip() == "False"

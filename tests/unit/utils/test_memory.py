@@ -1,0 +1,166 @@
+"""Finding a batch size, recognising exhausted memory."""
+
+import importlib
+import sys
+import weakref
+
+import pytest
+import torch
+
+from accelerate.runtime import storage
+from accelerate.utils import memory
+
+
+def out_of_memory():
+    raise RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")
+
+
+def test_sizes_shrink_by_a_tenth_down_to_zero():
+    tried = []
+
+    @memory.find_executable_batch_size
+    def train(batch_size):
+        tried.append(batch_size)
+        out_of_memory()
+
+    with pytest.raises(RuntimeError, match="No executable batch size found, reached zero.*`train`"):
+        train()
+    assert tried[:6] == [128, 115, 103, 92, 82, 73] and tried[-3:] == [3, 2, 1]
+
+
+def test_arguments_pass_and_the_size_found_is_kept():
+    tried = []
+
+    @memory.find_executable_batch_size(starting_batch_size=16)
+    def train(batch_size, rate, *, epochs=1):
+        """Train."""
+        tried.append(batch_size)
+        if batch_size > 9:
+            out_of_memory()
+        return batch_size, rate, epochs
+
+    assert train(0.1, epochs=3) == (9, 0.1, 3)
+    assert train(0.2) == (9, 0.2, 1)
+    assert tried == [16, 14, 12, 10, 9, 9]
+    assert train.__name__ == "train" and train.__doc__ == "Train."
+
+
+def test_a_reduction_of_ones_own():
+    sizes = iter([7, 3])
+    tried = []
+
+    @memory.find_executable_batch_size(starting_batch_size=10, reduce_batch_size_fn=lambda: next(sizes))
+    def train(batch_size):
+        tried.append(batch_size)
+        if batch_size > 3:
+            out_of_memory()
+
+    train()
+    assert tried == [10, 7, 3]
+
+
+def test_passing_the_batch_size_is_refused_before_anything_runs():
+    @memory.find_executable_batch_size
+    def train(batch_size, rate):
+        raise AssertionError("must not run")
+
+    with pytest.raises(TypeError, match="`train`.*`train\\(0.1\\)`"):
+        train(8, 0.1)
+
+    @memory.find_executable_batch_size
+    def nothing():
+        raise AssertionError("must not run")
+
+    with pytest.raises(TypeError, match="`nothing`"):
+        nothing()
+
+
+def test_functions_of_any_arguments_are_accepted():
+    @memory.find_executable_batch_size(starting_batch_size=4)
+    def train(*args, **kwargs):
+        return args, kwargs
+
+    assert train(1, a=2) == ((4, 1), {"a": 2})
+
+
+def test_other_errors_pass():
+    @memory.find_executable_batch_size
+    def train(batch_size):
+        raise ValueError("something else")
+
+    with pytest.raises(ValueError, match="something else"):
+        train()
+
+
+def test_what_a_failed_try_built_is_freed_before_the_next():
+    alive = []
+
+    class Big:
+        pass
+
+    @memory.find_executable_batch_size(starting_batch_size=2)
+    def train(batch_size):
+        assert all(reference() is None for reference in alive)
+        big = Big()
+        alive.append(weakref.ref(big))
+        if batch_size > 1:
+            out_of_memory()
+
+    train()
+    assert len(alive) == 2
+
+
+def test_a_retry_is_logged(caplog, monkeypatch):
+    monkeypatch.setitem(storage.process.current, "num_processes", 2)
+    monkeypatch.setitem(storage.process.current, "process_index", 1)
+
+    @memory.find_executable_batch_size(starting_batch_size=2)
+    def train(batch_size):
+        if batch_size > 1:
+            out_of_memory()
+
+    train()
+    assert "Retrying `train` with batch size 1" in caplog.text
+    assert "Rank 1 retries alone" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("anything"), True),
+        (torch.cuda.OutOfMemoryError("anything"), True),
+        (RuntimeError("CUDA out of memory. Tried to allocate"), True),
+        (RuntimeError("MPS backend out of memory (MPS allocated: 9 GB)"), True),
+        (RuntimeError("XPU out of memory"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED."), True),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), True),
+        (RuntimeError("FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed"), True),
+        (RuntimeError("several", "CUDA out of memory"), True),
+        (ValueError("CUDA out of memory"), False),
+        (RuntimeError("shape mismatch"), False),
+    ],
+)
+def test_exhausted_memory_is_recognised(error, expected):
+    assert memory.should_reduce_batch_size(error) is expected
+
+
+def test_release_memory():
+    assert memory.release_memory(torch.ones(2), 3) == [None, None]
+    assert memory.release_memory() == []
+
+
+def test_the_cache_of_the_device_is_cleared(monkeypatch):
+    calls = []
+    device = type("Device", (), {"empty_cache": lambda self: calls.append("cache")})()
+    monkeypatch.setattr(memory.probe, "detect", lambda: device)
+    monkeypatch.setattr(memory.gc, "collect", lambda: calls.append("gc"))
+    memory.clear_device_cache()
+    memory.clear_device_cache(garbage_collection=True)
+    assert calls == ["cache", "gc", "cache"]
+
+
+def test_the_old_home_warns():
+    sys.modules.pop("accelerate.memory_utils", None)
+    with pytest.warns(FutureWarning, match="accelerate.utils.memory"):
+        old = importlib.import_module("accelerate.memory_utils")
+    assert old.find_executable_batch_size is memory.find_executable_batch_size

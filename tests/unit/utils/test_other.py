@@ -1,0 +1,149 @@
+"""Saving, loading, and small helpers."""
+
+import os
+import pickle
+import socket
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+
+import accelerate.accelerator
+import accelerate.utils
+from accelerate.utils import other
+
+
+class Foo:
+    class Inner:
+        pass
+
+
+def test_one_function_object_under_all_its_paths():
+    assert other.model_has_dtensor is accelerate.utils.model_has_dtensor is accelerate.accelerator.model_has_dtensor
+    from accelerate.modules import compile as regions
+    from accelerate.modules import unwrap
+
+    assert other.compile_regions is regions.compile_regions
+    assert other.extract_model_from_parallel is unwrap.extract_model_from_parallel
+
+
+def test_save_and_load(tmp_path):
+    other.save({"a": torch.ones(2), "n": 3}, tmp_path / "file.bin")
+    loaded = other.load(tmp_path / "file.bin")
+    assert torch.equal(loaded["a"], torch.ones(2)) and loaded["n"] == 3
+    assert os.listdir(tmp_path) == ["file.bin"]
+
+
+def test_save_safetensors(tmp_path):
+    other.save({"a": torch.ones(2)}, tmp_path / "file", safe_serialization=True)
+    with safe_open(tmp_path / "file", "pt") as file:
+        assert file.metadata() == {"format": "pt"} and list(file.keys()) == ["a"]
+
+
+def test_save_to_an_open_file(tmp_path):
+    with open(tmp_path / "file", "wb") as file:
+        other.save([1, 2], file)
+    assert other.load(tmp_path / "file") == [1, 2]
+
+
+def test_other_ranks_do_not_write(tmp_path, monkeypatch):
+    class State:
+        is_main_process = False
+        is_local_main_process = True
+
+    monkeypatch.setattr(other, "PartialState", State)
+    other.save(1, tmp_path / "shared")
+    other.save(1, tmp_path / "node", save_on_each_node=True)
+    assert os.listdir(tmp_path) == ["node"]
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path):
+    other.save("old", tmp_path / "file")
+    with pytest.raises((AttributeError, pickle.PicklingError)):
+        other.save(lambda: None, tmp_path / "file")
+    assert other.load(tmp_path / "file") == "old"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_files_are_as_readable_as_any_other(tmp_path):
+    other.save(1, tmp_path / "ours")
+    (tmp_path / "plain").touch()
+    assert (tmp_path / "ours").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_numpy_random_state_loads_without_trust(tmp_path):
+    state = np.random.get_state()
+    other.save(state, tmp_path / "file")
+    loaded = other.load(tmp_path / "file")
+    assert loaded[0] == state[0] and np.array_equal(loaded[1], state[1])
+
+
+def test_code_in_a_file_is_not_run(tmp_path):
+    torch.save({"optimizer": Foo()}, tmp_path / "file")
+    with pytest.raises(pickle.UnpicklingError):
+        other.load(tmp_path / "file")
+    assert isinstance(other.load(tmp_path / "file", weights_only=False)["optimizer"], Foo)
+
+
+def test_load_passes_on_the_location(tmp_path):
+    other.save({"a": torch.ones(1)}, tmp_path / "file")
+    assert other.load(tmp_path / "file", map_location="meta")["a"].is_meta
+
+
+def test_merge_dicts():
+    destination = {"a": {"x": 1}, "b": 1}
+    source = {"a": {"y": 2}, "b": {"z": 3}, "c": 4}
+    assert other.merge_dicts(source, destination) is destination
+    assert destination == {"a": {"x": 1, "y": 2}, "b": {"z": 3}, "c": 4}
+    assert source == {"a": {"y": 2}, "b": {"z": 3}, "c": 4}
+
+
+def test_recursive_getattr():
+    net = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    assert other.recursive_getattr(net, "0.weight") is net[0].weight
+    with pytest.raises(AttributeError):
+        other.recursive_getattr(net, "0.missing")
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 bytes"), (1023, "1023 bytes"), (1500, "1.46 KB"), (1024**2, "1.0 MB"), (1024**7, "1048576.0 PB")],
+)
+def test_convert_bytes(size, text):
+    assert other.convert_bytes(size) == text
+
+
+@pytest.mark.parametrize(
+    ("obj", "name"),
+    [
+        (Foo, "Foo"),
+        (Foo(), "Foo"),
+        (Foo.Inner(), "Foo.Inner"),
+        (len, "len"),
+        ("text", "str"),
+        (torch.optim.SGD, "SGD"),
+    ],
+)
+def test_pretty_name(obj, name):
+    assert other.get_pretty_name(obj) == name
+
+
+def test_ports():
+    with socket.socket() as server:
+        server.bind(("localhost", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        assert other.is_port_in_use(port) and other.is_port_in_use(str(port))
+    free = other.get_free_port()
+    assert isinstance(free, int) and not other.is_port_in_use(free)
+
+
+@pytest.mark.parametrize(
+    ("release", "warns"), [("4.15.0-20", True), ("5.4.9", True), ("5.5.0", False), ("6.8", False)]
+)
+def test_old_kernels_are_warned_about(monkeypatch, caplog, release, warns):
+    monkeypatch.setattr(other.platform, "system", lambda: "Linux")
+    monkeypatch.setattr(other.platform, "release", lambda: release)
+    other.check_os_kernel()
+    assert (release in caplog.text) is warns

@@ -1,0 +1,29 @@
+"""Readable tracebacks, where they are wanted."""
+
+import importlib
+import sys
+import types
+
+import pytest
+
+from accelerate.utils import imports
+
+
+def test_without_rich_the_error_says_what_to_do(monkeypatch):
+    monkeypatch.setattr(imports, "is_rich_available", lambda: False)
+    monkeypatch.delitem(sys.modules, "accelerate.utils.rich", raising=False)
+    with pytest.raises(ModuleNotFoundError, match="ACCELERATE_ENABLE_RICH=1"):
+        importlib.import_module("accelerate.utils.rich")
+
+
+def test_with_rich_tracebacks_are_installed(monkeypatch):
+    installed = []
+    traceback = types.ModuleType("rich.traceback")
+    traceback.install = lambda **kwargs: installed.append(kwargs)
+    monkeypatch.setitem(sys.modules, "rich", types.ModuleType("rich"))
+    monkeypatch.setitem(sys.modules, "rich.traceback", traceback)
+    monkeypatch.setattr(imports, "is_rich_available", lambda: True)
+    monkeypatch.delitem(sys.modules, "accelerate.utils.rich", raising=False)
+    importlib.import_module("accelerate.utils.rich")
+    assert installed == [{"show_locals": False}]
+    sys.modules.pop("accelerate.utils.rich")

@@ -1,0 +1,28 @@
+import importlib.metadata
+import sys
+
+import pytest
+
+from accelerate.utils import torch_xla
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    commands = []
+    monkeypatch.setattr(torch_xla.subprocess, "run", lambda command, check: commands.append((command, check)))
+    return commands
+
+
+@pytest.mark.parametrize("upgrade", [False, True])
+def test_pip_installs_the_matching_release(monkeypatch, ran, upgrade):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.6.0+cpu")
+    torch_xla.install_xla(upgrade=upgrade)
+    expected = [sys.executable, "-m", "pip", "install", "torch_xla[tpu]==2.6.0"]
+    assert ran == [(expected + ["--upgrade"] * upgrade, True)]
+
+
+def test_development_builds_have_no_release(monkeypatch, ran):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.7.0.dev20250101")
+    with pytest.raises(RuntimeError, match="development build"):
+        torch_xla.install_xla()
+    assert ran == []

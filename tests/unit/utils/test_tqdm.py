@@ -1,0 +1,45 @@
+"""The progress bar."""
+
+import builtins
+import subprocess
+import sys
+
+import pytest
+
+import accelerate.process
+from accelerate.utils import tqdm
+
+
+@pytest.mark.parametrize(("rank", "main_only", "hidden"), [(0, True, False), (1, True, True), (1, False, False)])
+def test_only_the_main_process_shows_it(monkeypatch, rank, main_only, hidden):
+    monkeypatch.setattr(accelerate.process, "PartialState", lambda: type("S", (), {"local_process_index": rank})())
+    bar = tqdm(range(2), main_process_only=main_only)
+    assert bool(bar.disable) is hidden
+    assert list(bar) == [0, 1]
+
+
+def test_disable_wins():
+    assert tqdm(range(2), disable=True).disable
+
+
+def test_the_iterable_comes_first():
+    with pytest.raises(ValueError, match="main_process_only=True"):
+        tqdm(True, range(2))
+
+
+def test_a_missing_library_is_named(monkeypatch):
+    real = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name.startswith("tqdm"):
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ImportError, match="pip install tqdm"):
+        tqdm(range(2))
+
+
+def test_the_module_is_light():
+    code = "import sys, accelerate.utils; assert 'torch' not in sys.modules and 'tqdm' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
