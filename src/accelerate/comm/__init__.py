@@ -1,0 +1,63 @@
+"""How processes exchange tensors and objects: one `Communicator` per way of cooperating."""
+
+import torch.distributed as dist
+
+from accelerate.comm import base
+from accelerate.comm.single import Single
+from accelerate.config.enums import DistributedType
+from accelerate.runtime import storage
+
+_SINGLE = Single()
+_live: dict[str, base.Communicator] = {}
+
+
+def for_type(distributed_type: DistributedType | str) -> base.Communicator:
+    """Return the communicator that serves a way of cooperating.
+
+    It depends on the type alone, so an `Accelerator` keeps communicating after somebody else's state reset.
+
+    Args:
+        distributed_type: a member of `DistributedType`, or its name.
+
+    Example:
+        >>> for_type("NO").world_size
+        1
+    """
+    return _MAKERS.get(distributed_type, _torch)()
+
+
+def current() -> base.Communicator:
+    """Return the communicator of this process's state, which is built with the defaults if there is none."""
+    return for_type(storage.ensure("process")["distributed_type"])
+
+
+def _single() -> base.Communicator:
+    return _SINGLE
+
+
+def _xla() -> base.Communicator:
+    if "xla" not in _live:
+        from accelerate.comm.xla import XlaCommunicator
+
+        _live["xla"] = XlaCommunicator()
+    return _live["xla"]
+
+
+def _torch() -> base.Communicator:
+    if not (dist.is_available() and dist.is_initialized()):
+        # An engine may be in force in a lone process; several processes without a group are an error, told at use.
+        if storage.process.current.get("num_processes", 1) == 1:
+            return _SINGLE
+        raise RuntimeError(
+            "The process group was destroyed, so the processes cannot communicate. Build a new `Accelerator()` first."
+        )
+    group = dist.group.WORLD
+    live = _live.get("torch")
+    if live is None or live.group is not group:  # also forgets what was agreed in a group that is gone
+        from accelerate.comm.torch_dist import TorchCommunicator
+
+        live = _live["torch"] = TorchCommunicator(group)
+    return live
+
+
+_MAKERS = {DistributedType.NO: _single, DistributedType.XLA: _xla}

@@ -1,0 +1,491 @@
+"""`PartialState`: which process this is, which device it uses and how it talks to the others."""
+
+import builtins
+import importlib
+import inspect
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from accelerate import comm
+from accelerate.config.enums import DistributedType, SageMakerDistributedType
+from accelerate.devices import Device, detect, row
+from accelerate.devices.table import DEVICES
+from accelerate.runtime import rendezvous, split, storage, traits
+from accelerate.utils.environment import check_cuda_p2p_ib_support, parse_flag_from_env, set_numa_affinity
+
+logger = logging.getLogger(__name__)
+
+
+def do_nothing(*args: Any, **kwargs: Any) -> None:
+    """Take any arguments and do nothing: what a decorated function becomes on the processes it is not for."""
+
+
+class SharedDict:
+    """Shows a slot of `runtime.storage` as a class attribute: the current dictionary, or an instance's own one."""
+
+    def __init__(self, slot: storage.Slot) -> None:
+        self.slot = slot
+
+    def __get__(self, instance: Any, owner: type | None = None) -> dict[str, Any]:
+        return self.slot.current if instance is None else instance.__dict__
+
+
+class ProcessView:
+    """What can be asked of a process once its ranks are known; the base of the state classes."""
+
+    _known_attrs: ClassVar[tuple[str, ...]] = (
+        *("_cpu", "backend", "device", "debug", "distributed_type", "num_processes", "process_index"),
+        *("local_process_index", "fork_launched"),
+    )
+    distributed_type: DistributedType
+    device: torch.device
+    num_processes: int
+    process_index: int
+    local_process_index: int
+    backend: str | None
+    debug: bool
+
+    def __getattr__(self, name: str) -> Any:
+        message = f"{type(self).__name__!r} object has no attribute {name!r}"
+        if name in self._known_attrs:
+            message += ": the state was never built. Build `Accelerator()` or `PartialState()` first."
+        raise AttributeError(message)
+
+    @property
+    def initialized(self) -> bool:
+        """Whether the state has been built."""
+        return bool(self.__dict__)
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether several processes cooperate."""
+        return traits.of(self.distributed_type).distributed and self.num_processes > 1
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is the first process of all."""
+        return self.process_index == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first process of its machine."""
+        return self.local_process_index == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the last process of all."""
+        return self.process_index == self.num_processes - 1
+
+    def wait_for_everyone(self) -> None:
+        """Stop until every process has come here. Every rank must call it; alone, it returns at once.
+
+        Example:
+            >>> from accelerate import PartialState
+            >>> PartialState().wait_for_everyone()
+        """
+        comm.for_type(self.distributed_type).barrier()
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """Give each process its piece of the inputs; where they do not divide, the first processes get one more.
+
+        Args:
+            inputs: a list, tuple, tensor (cut along its first dimension), `datasets.Dataset`, or a dictionary of such
+                values of one length. Everything else, such as a string, goes to every process whole.
+            apply_padding: repeat the last element until every piece is as long as the longest, so that results can be
+                gathered; drop the surplus afterwards.
+
+        Yields:
+            The piece of this process.
+
+        Raises:
+            ValueError: the values of a dictionary differ in length.
+
+        Example:
+            >>> from accelerate import PartialState
+            >>> with PartialState().split_between_processes(["a", "b", "c"]) as words:
+            ...     print(words)  # of two processes, the first prints ['a', 'b'], the second ['c']
+        """
+        yield split.piece(inputs, self.process_index, self.num_processes, apply_padding)
+
+    @contextmanager
+    def _goes_first(self, first: bool) -> Iterator[None]:
+        if not first:
+            self.wait_for_everyone()
+        try:
+            yield
+        finally:
+            # Also after an exception: the others must not wait for a process that has failed.
+            if first:
+                self.wait_for_everyone()
+
+    @contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """Run a `with` block on the main process, then on all others. Every rank must enter it.
+
+        Example:
+            >>> from accelerate import PartialState
+            >>> with PartialState().main_process_first():
+            ...     pass  # the main process fills a cache that the others read
+        """
+        with self._goes_first(self.is_main_process):
+            yield
+
+    @contextmanager
+    def local_main_process_first(self) -> Iterator[None]:
+        """Run a `with` block on the main process of each machine, then on all others. Every rank must enter it."""
+        with self._goes_first(self.is_local_main_process):
+            yield
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on the main process of each machine; arguments as for the built-in function."""
+        if self.is_local_main_process:
+            builtins.print(*args, **kwargs)
+
+    def destroy_process_group(self, group: Any = None) -> None:
+        """Leave a process group. Every rank of it must call this.
+
+        Args:
+            group: which one; None means all of them. Ranks can still be asked for afterwards; the next `Accelerator()`, or
+                a `PartialState` with arguments or after a reset, starts afresh.
+        """
+        if dist.is_available() and dist.is_initialized():
+            dist.destroy_process_group(group)
+
+    def __repr__(self) -> str:
+        if not self.__dict__:
+            return f"{type(self).__name__}(not built)"
+        backend = f"  Backend: {self.backend}" if self.backend else ""
+        return (
+            f"Distributed environment: {self.distributed_type}{backend}\n"
+            f"Num processes: {self.num_processes}\n"
+            f"Process index: {self.process_index}\n"
+            f"Local process index: {self.local_process_index}\n"
+            f"Device: {self.device}\n"
+        )
+
+
+class PartialState(ProcessView):
+    """The process's place in the run: ranks, device, process group; enough for inference without an `Accelerator`.
+
+    All instances share their attributes. The first one joins the process group, so every rank must build one; later ones
+    are free. After `_reset_state`, existing instances keep what they know, and the next one adopts a process group that is
+    alive instead of joining a second one.
+
+    Args:
+        cpu: use the processor even if there is an accelerator. ACCELERATE_USE_CPU=1 does the same.
+        kwargs: arguments of `torch.distributed.init_process_group`, such as `backend` and `timeout`; None means not
+            given. `_use_sagemaker_dp=True` asks for SageMaker's data parallelism.
+
+    Attributes:
+        device: the `torch.device` of this process.
+        distributed_type: how the processes cooperate.
+        backend: name of the `torch.distributed` backend, or None.
+        num_processes: how many processes there are.
+        process_index: number of this process among all.
+        local_process_index: number of this process on its machine.
+        debug: whether collectives are checked first (ACCELERATE_DEBUG_MODE).
+        fork_launched: whether a notebook started this process by forking (FORK_LAUNCHED).
+
+    Raises:
+        TypeError: an argument is none of `init_process_group`.
+        ValueError: the environment contradicts itself, or a setting cannot take effect because a group exists.
+
+    Example:
+        >>> from accelerate import PartialState
+        >>> PartialState().is_main_process
+        True
+    """
+
+    _shared_state: ClassVar[Any] = SharedDict(storage.process)
+
+    def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
+        self.__dict__ = storage.process.current
+        settings = _settings(kwargs)
+        if self.__dict__:
+            if not ((cpu or settings) and group_is_gone(self.__dict__)):
+                _check_unchanged(self, settings)
+                return
+            self.__dict__ = storage.process.renew()
+        try:
+            self._start(cpu, settings)
+        except BaseException:
+            self.__dict__.clear()  # a half-built state would pass for a built one
+            raise
+
+    def _start(self, cpu: bool, settings: dict[str, Any]) -> None:
+        sagemaker = settings.pop("_use_sagemaker_dp", None)
+        if sagemaker is None:
+            kind = os.environ.get("ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE", "NO")
+            sagemaker = (
+                parse_flag_from_env("ACCELERATE_USE_SAGEMAKER") and kind == SageMakerDistributedType.DATA_PARALLEL
+            )
+        cpu = bool(cpu) or parse_flag_from_env("ACCELERATE_USE_CPU")
+        backend, distributed_type = self._prepare_backend(cpu, sagemaker, settings.pop("backend", None))
+        abilities = traits.of(distributed_type)
+        ranks = rendezvous.ALONE
+        hardware = device_for(cpu, backend) if abilities.distributed else detect(cpu)
+        if abilities.xla:
+            rank, size, local_rank = hardware.ranks()
+            ranks = rendezvous.Ranks(rank, size, local_rank, None, "xla")
+        elif abilities.distributed:
+            ranks = _join(backend, hardware, settings)
+        self._cpu = cpu
+        self.backend = backend
+        self.device = _place(hardware, ranks, abilities.distributed)
+        self.debug = parse_flag_from_env("ACCELERATE_DEBUG_MODE")
+        self.distributed_type = distributed_type
+        self.num_processes = ranks.world_size
+        self.process_index = ranks.rank
+        self.local_process_index = ranks.local_rank
+        self.fork_launched = parse_flag_from_env("FORK_LAUNCHED")
+        if parse_flag_from_env("ACCELERATE_CPU_AFFINITY"):
+            set_numa_affinity(self.local_process_index)
+
+    def _prepare_backend(
+        self, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None
+    ) -> tuple[str | None, DistributedType]:
+        """Decide how this process talks to the others; downstream libraries replace this method.
+
+        Args:
+            cpu: use the processor.
+            sagemaker_dp: use SageMaker's data parallelism.
+            backend: the `torch.distributed` backend to use; None chooses by device.
+
+        Returns:
+            The backend (None for a process that is alone) and how the processes cooperate.
+        """
+        if sagemaker_dp:
+            importlib.import_module("smdistributed.dataparallel.torch.torch_smddp")
+            return "smddp", DistributedType.MULTI_GPU
+        deepspeed = parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
+        if dist.is_available() and dist.is_initialized():
+            size = dist.get_world_size()
+            hardware = device_for(cpu, None)
+            backend = _adopted_backend(hardware, cpu, backend)
+        else:
+            hardware = detect(cpu)
+            if hardware.type == "xla":
+                return "xla", hardware.distributed_type
+            ranks = rendezvous.resolve()
+            size = 0 if ranks is None else ranks.world_size
+            hardware = device_for(cpu, backend if size > 1 else None)
+        # One process that a launcher started on an accelerator still gets a group, as torchrun scripts expect.
+        if not deepspeed and (size == 0 or (size == 1 and hardware.type in ("cpu", "mps"))):
+            return None, DistributedType.NO
+        kind = DistributedType.DEEPSPEED if deepspeed else hardware.distributed_type
+        return backend or _choose_backend(hardware), kind
+
+    @staticmethod
+    def _reset_state() -> None:
+        """Let the next instance be built anew; existing instances keep what they know."""
+        storage.process.renew()
+
+    def on_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        """Decorate a function to run on the main process only; elsewhere it returns None.
+
+        Example:
+            >>> from accelerate import PartialState
+            >>> @PartialState().on_main_process
+            ... def report(text):
+            ...     print(text)
+            >>> report("once")
+            once
+        """
+        return _only_if(self, function, self.is_main_process or not self.use_distributed)
+
+    def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        """Decorate a function to run on the main process of each machine only; elsewhere it returns None."""
+        return _only_if(self, function, self.is_local_main_process or not self.use_distributed)
+
+    def on_last_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Decorate a function to run on the last process only; elsewhere it returns None."""
+        return _only_if(self, function, self.is_last_process or not self.use_distributed)
+
+    def on_process(
+        self, function: Callable[..., Any] | None = None, process_index: int | None = None
+    ) -> Callable[..., Any]:
+        """Decorate a function to run on one process only; elsewhere it returns None. Alone, a process runs it always.
+
+        Args:
+            function: the function; None returns a decorator.
+            process_index: which process.
+        """
+        if function is None:
+            return partial(self.on_process, process_index=process_index)
+        return _only_if(self, function, self.process_index == process_index or not self.use_distributed)
+
+    def on_local_process(
+        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
+    ) -> Callable[..., Any]:
+        """Decorate a function to run on one process of each machine only; elsewhere it returns None.
+
+        Args:
+            function: the function; None returns a decorator.
+            local_process_index: which process of a machine.
+        """
+        if function is None:
+            return partial(self.on_local_process, local_process_index=local_process_index)
+        return _only_if(self, function, self.local_process_index == local_process_index or not self.use_distributed)
+
+    @property
+    def default_device(self) -> torch.device:
+        """The device that this machine offers, without an index, whatever the state was asked to use."""
+        return torch.device(detect().type)
+
+    def set_device(self) -> None:
+        """Make the state's device the current one of this process."""
+        row(self.device.type).set(self.device.index or 0)
+
+
+def _only_if(state: ProcessView, function: Callable[..., Any] | None, chosen: bool) -> Callable[..., Any]:
+    if function is None:
+        return partial(_only_if, state, chosen=chosen)
+    return function if chosen else do_nothing
+
+
+def _settings(kwargs: dict[str, Any]) -> dict[str, Any]:
+    settings = {name: value for name, value in kwargs.items() if value is not None}
+    if settings and dist.is_available():
+        known = {"_use_sagemaker_dp", *inspect.signature(dist.init_process_group).parameters}
+        unknown = settings.keys() - known
+        if unknown:
+            raise TypeError(
+                f"PartialState does not know {', '.join(sorted(unknown))}; it takes `cpu` and the arguments of "
+                f"torch.distributed.init_process_group: {', '.join(sorted(known))}."
+            )
+    if isinstance(settings.get("timeout"), (int, float)):
+        settings["timeout"] = timedelta(seconds=settings["timeout"])
+    return settings
+
+
+def group_is_gone(values: dict[str, Any]) -> bool:
+    """Say whether a state's dictionary speaks of a process group that was destroyed since."""
+    if values.get("num_processes", 1) < 2 or not traits.of(values["distributed_type"]).torch_distributed:
+        return False
+    return not dist.is_initialized()
+
+
+def _cannot_change(name: str, given: Any, live: Any) -> ValueError:
+    return ValueError(
+        f"{name}={given!r} cannot take effect: a process group with {name}={live!r} exists already. Give the setting where "
+        "the first `Accelerator()` or `PartialState()` is built, or call `destroy_process_group()` before."
+    )
+
+
+def _check_unchanged(state: ProcessView, settings: dict[str, Any]) -> None:
+    if not settings.keys() & {"backend", "timeout"} or not state.use_distributed:
+        return
+    if settings.get("backend", state.backend) != state.backend:
+        raise _cannot_change("backend", settings["backend"], state.backend)
+    if "timeout" in settings and dist.is_available() and dist.is_initialized():
+        live = rendezvous.live_timeout()
+        if live not in (None, settings["timeout"]):
+            raise _cannot_change("timeout", settings["timeout"], live)
+
+
+def _live_backends() -> dict[str, str]:
+    """Return the backend of the live process group for each kind of device."""
+    pairs = str(dist.get_backend_config()).split(",")
+    return dict(pair.split(":", 1) for pair in pairs if ":" in pair)
+
+
+def device_for(cpu: bool, backend: str | None) -> Device:
+    """Return the kind of device that several processes use.
+
+    Args:
+        cpu: use the processor.
+        backend: what was asked for; a live process group decides by itself.
+    """
+    hardware = detect(cpu)
+    if dist.is_available() and dist.is_initialized():
+        live = _live_backends()
+        if cpu or hardware.type in live:
+            return hardware
+        return row(next((kind for kind in live if kind in DEVICES and DEVICES[kind].available()), "cpu"))
+    if not hardware.backends:
+        logger.warning("torch has no collectives on %s: several processes use the processor instead.", hardware.type)
+        return row("cpu")
+    return hardware
+
+
+def _adopted_backend(hardware: Device, cpu: bool, backend: str | None) -> str:
+    live = _live_backends()
+    found = live.get(hardware.type) or dist.get_backend()
+    if backend not in (None, found) and backend != dist.get_backend():
+        raise _cannot_change("backend", backend, found)
+    if cpu and live and hardware.type not in live:
+        raise _cannot_change("cpu", cpu, False)
+    return found
+
+
+def _choose_backend(hardware: Device) -> str:
+    if hardware.type == "hpu":
+        importlib.import_module("habana_frameworks.torch.distributed.hccl")
+    for name in hardware.backends:
+        if dist.is_backend_available(name):
+            return name
+    return hardware.backends[0]
+
+
+def _check_backend(hardware: Device, backend: str) -> None:
+    """Refuse a backend that is made for another kind of device; unknown names are torch's to judge."""
+    owners = [device.type for device in DEVICES.values() if backend in device.backends]
+    if backend == "gloo" or not owners or hardware.type in owners:
+        return
+    raise ValueError(
+        f"backend={backend!r} works on {' and '.join(owners)}, but this process uses {hardware.type}. Use "
+        f"backend={hardware.backends[0]!r}, or leave it out."
+    )
+
+
+def _join(backend: str | None, hardware: Device, settings: dict[str, Any]) -> rendezvous.Ranks:
+    """Join the others, or adopt the group that is alive. Every rank comes here."""
+    if dist.is_initialized():
+        timeout = settings.get("timeout")
+        live = rendezvous.live_timeout()
+        if timeout is not None and live not in (None, timeout) and not rendezvous.set_live_timeout(timeout):
+            raise _cannot_change("timeout", timeout, live)
+        return rendezvous.live_ranks()
+    ranks = rendezvous.resolve() or rendezvous.ALONE
+    if backend is None:
+        return ranks
+    _check_backend(hardware, backend)
+    if hardware.type == "cuda" and ranks.world_size > 1 and not check_cuda_p2p_ib_support():
+        for name in ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE"):
+            if name not in os.environ:
+                logger.warning("%s=1 is set: GPUs of this kind cannot exchange data directly.", name)
+                os.environ[name] = "1"
+    if hardware.type == "cpu" and "OMP_NUM_THREADS" not in os.environ and (ranks.local_world_size or 1) > 1:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks.local_world_size))
+    crowded = hardware.type != "cpu" and (ranks.local_world_size or 1) > max(hardware.count(), 1)
+    rendezvous.init_process_group(ranks, backend, **settings)
+    if crowded and backend != "gloo":
+        rendezvous.check_devices_are_distinct(ranks, hardware.torch_device(ranks.local_rank), backend)
+    return ranks
+
+
+def _place(hardware: Device, ranks: rendezvous.Ranks, distributed: bool) -> torch.device:
+    """Choose this process's device and make it current."""
+    wanted = os.environ.get("ACCELERATE_TORCH_DEVICE")
+    if wanted and hardware.type == row(wanted).type:
+        device = torch.device(wanted)
+    elif distributed:
+        device = hardware.torch_device(ranks.local_rank)
+    else:
+        # Without an index a lone process follows torch's own choice, which `torch.cuda.device(...)` may change.
+        return torch.device(hardware.type) if hardware.type != "xla" else hardware.current()
+    if device.index is not None and hardware.type not in ("cpu", "mps"):
+        hardware.set(device.index)
+    return device
+
+
+storage.register_builder("process", PartialState)

@@ -1,0 +1,478 @@
+"""`AcceleratorState`, what an `Accelerator` is set up with, and `GradientState`, where training stands.
+
+`PartialState` is at home in `accelerate.process`, and public here.
+"""
+
+import logging
+import threading
+import weakref
+from typing import Any, ClassVar
+
+import torch
+
+from accelerate.config.enums import DistributedType, DynamoBackend, PrecisionType
+from accelerate.config.handlers import GradientAccumulationPlugin
+from accelerate.process import (
+    PartialState,
+    ProcessView,
+    SharedDict,
+    _check_unchanged,
+    _settings,
+    do_nothing,
+    group_is_gone,
+)
+from accelerate.runtime import storage, traits
+from accelerate.utils.environment import parse_choice_from_env, parse_flag_from_env, patch_environment
+from accelerate.utils.imports import is_fp8_available
+
+__all__ = [
+    "AcceleratorState",
+    "GradientState",
+    "PartialState",
+    "ThreadLocalSharedDict",
+    "do_nothing",
+    "is_initialized",
+]
+
+logger = logging.getLogger(__name__)
+
+
+class ThreadLocalSharedDict(threading.local):
+    """A class attribute that holds one dictionary per thread, or one for all of them.
+
+    The state classes keep theirs in `accelerate.runtime.storage`; this class serves code that shares state in the same way.
+
+    Args:
+        thread_local: give every thread a dictionary of its own.
+    """
+
+    def __init__(self, thread_local: bool = False) -> None:
+        # Runs once per thread, on the same object: what is common to the threads must be kept elsewhere.
+        self._values: dict[str, Any] = {} if thread_local else _common.setdefault(self, {})
+
+    def __get__(self, obj: Any, objtype: type | None = None) -> dict[str, Any]:
+        return self._values
+
+    def __set__(self, obj: Any, value: dict[str, Any]) -> None:
+        self._values.clear()
+        self._values.update(value)
+
+
+_common: weakref.WeakKeyDictionary[ThreadLocalSharedDict, dict[str, Any]] = weakref.WeakKeyDictionary()
+
+
+def is_initialized() -> bool:
+    """Say whether an `Accelerator` has set up the shared `AcceleratorState`.
+
+    Example:
+        >>> from accelerate import Accelerator
+        >>> accelerator = Accelerator()
+        >>> is_initialized()
+        True
+    """
+    return bool(storage.accelerator.current)
+
+
+class AcceleratorState(ProcessView):
+    """What the process's `Accelerator` is set up with: everything of `PartialState`, plus precision, plugins and layout.
+
+    All instances share their attributes; the first one is built by `Accelerator`. After `_reset_state`, existing instances
+    keep what they know.
+
+    Args:
+        mixed_precision: "no", "fp16", "bf16" or "fp8"; None reads ACCELERATE_MIXED_PRECISION, else "no".
+        cpu: use the processor even if there is an accelerator.
+        dynamo_plugin: how models are compiled.
+        deepspeed_plugin: DeepSpeed's settings, or several by name.
+        fsdp_plugin: settings of fully sharded data parallelism.
+        torch_tp_plugin: settings of tensor parallelism.
+        megatron_lm_plugin: Megatron-LM's settings.
+        parallelism_config: sizes of the device mesh.
+        _from_accelerator: the call may build the state; without it, a state that was never built is an error.
+        kwargs: arguments of `torch.distributed.init_process_group`.
+
+    Attributes:
+        distributed_type: how the processes cooperate; names the engine where a plugin asks for one.
+        device_mesh: the mesh that `parallelism_config` describes, once the `Accelerator` has built it.
+
+    Raises:
+        ValueError: no state was built yet, or a value contradicts the state that exists.
+
+    Example:
+        >>> from accelerate import Accelerator
+        >>> from accelerate.state import AcceleratorState
+        >>> accelerator = Accelerator(mixed_precision="bf16")
+        >>> AcceleratorState().mixed_precision
+        'bf16'
+    """
+
+    _shared_state: ClassVar[Any] = SharedDict(storage.accelerator)
+    _known_attrs: ClassVar[tuple[str, ...]] = (
+        *ProcessView._known_attrs,
+        *("deepspeed_plugins", "torch_tp_plugin", "parallelism_config", "device_mesh", "dynamo_plugin"),
+        "_mixed_precision",
+    )
+
+    def __init__(
+        self,
+        mixed_precision: str | None = None,
+        cpu: bool = False,
+        dynamo_plugin: Any = None,
+        deepspeed_plugin: Any = None,
+        fsdp_plugin: Any = None,
+        torch_tp_plugin: Any = None,
+        megatron_lm_plugin: Any = None,
+        parallelism_config: Any = None,
+        _from_accelerator: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        self.__dict__ = storage.accelerator.current
+        if _from_accelerator and group_is_gone(self.__dict__ or storage.process.current):
+            storage.process.renew()
+            self.__dict__ = storage.accelerator.renew()
+        plugins = {
+            "deepspeed_plugins": deepspeed_plugin,
+            "fsdp_plugin": fsdp_plugin,
+            "megatron_lm_plugin": megatron_lm_plugin,
+        }
+        if self.__dict__:
+            self._check_initialized(mixed_precision, cpu)
+            self._check_plugins(plugins)
+            _check_unchanged(self, _settings(kwargs))
+            return
+        if not _from_accelerator:
+            raise ValueError(
+                "AcceleratorState is not set up. Build an `Accelerator()` first; it sets up what the rest of the library uses."
+            )
+        try:
+            self._build(mixed_precision, cpu, plugins, kwargs)
+            self.torch_tp_plugin = torch_tp_plugin
+            self.parallelism_config = parallelism_config
+            self.device_mesh = None
+            self._set_compiler(dynamo_plugin)
+        except BaseException:
+            self.__dict__.clear()  # a half-built state would pass for a built one
+            raise
+
+    def _build(self, mixed_precision: str | None, cpu: bool, plugins: dict[str, Any], kwargs: dict[str, Any]) -> None:
+        precision = _precision(mixed_precision)
+        engine = _engine(plugins)
+        # DeepSpeed wants a process group even for a lone process, so the process state must know.
+        variables = {"accelerate_use_deepspeed": "true"} if engine == "deepspeed_plugins" else {}
+        with patch_environment(**variables):
+            process = PartialState(cpu, **kwargs)
+        self.__dict__.update(process.__dict__)
+        self._mixed_precision = precision
+        self.deepspeed_plugins = plugins["deepspeed_plugins"]
+        if engine is not None:
+            self._set_engine(engine, plugins[engine])
+
+    def _set_engine(self, name: str, plugin: Any) -> None:
+        if traits.of(self.distributed_type).xla:
+            raise NotImplementedError(
+                f"{name} does not work on XLA devices. Leave it out to train with data parallelism."
+            )
+        self.distributed_type = _ENGINES[name]
+        if name == "deepspeed_plugins":
+            if isinstance(plugin, dict) and not any(entry.selected for entry in plugin.values()):
+                self.select_deepspeed_plugin(next(iter(plugin)))
+            return
+        if name == "fsdp_plugin" and plugin is None:
+            from accelerate.config.fsdp import FullyShardedDataParallelPlugin
+
+            plugin = FullyShardedDataParallelPlugin()  # reads what the launcher exported
+        elif name == "megatron_lm_plugin" and plugin is None:
+            from accelerate.config.megatron import MegatronLMPlugin
+
+            plugin = MegatronLMPlugin()
+        if self._mixed_precision != PrecisionType.NO.value:
+            plugin.set_mixed_precision(self._mixed_precision)
+        setattr(self, name, plugin)
+
+    def _set_compiler(self, plugin: Any) -> None:
+        if plugin is None:
+            from accelerate.config.dynamo import TorchDynamoPlugin
+
+            plugin = TorchDynamoPlugin()
+        self.dynamo_plugin = plugin
+        compiles = plugin.backend is not DynamoBackend.NO
+        if compiles and self._mixed_precision == PrecisionType.NO.value and self.device.type == "cuda":
+            # Compiled fp32 models multiply matrices in TF32, as the interface documents.
+            torch.backends.cuda.matmul.allow_tf32 = True
+
+    def _check_initialized(self, mixed_precision: str | None = None, cpu: bool | None = None) -> None:
+        """Raise where an argument contradicts the state that exists."""
+        problem = None
+        if mixed_precision is not None and mixed_precision != self._mixed_precision:
+            problem = f"mixed_precision={mixed_precision!r}", f"mixed_precision={self._mixed_precision!r}"
+        elif cpu and self.device.type != "cpu":
+            problem = "cpu=True", f"device={str(self.device)!r}"
+        if problem is not None:
+            raise ValueError(
+                f"AcceleratorState has already been initialized with {problem[1]} and cannot be changed to {problem[0]}. Pass "
+                f"{problem[0]} where the first `Accelerator()` is built, or call `AcceleratorState._reset_state(True)` before."
+            )
+
+    def _check_plugins(self, plugins: dict[str, Any]) -> None:
+        for name, plugin in plugins.items():
+            live = self.__dict__.get(name)
+            if plugin is None or plugin is live:
+                continue
+            if live is None:
+                raise ValueError(
+                    f"{name} was given, but AcceleratorState has already been initialized without one "
+                    f"({self.distributed_type}). Pass it to the first `Accelerator()`, or call "
+                    "`AcceleratorState._reset_state(True)` before."
+                )
+            if plugin != live:
+                logger.warning("Another %s is in force already; the one given to this Accelerator is not used.", name)
+
+    @staticmethod
+    def _reset_state(reset_partial_state: bool = False) -> None:
+        """Let the next instance be built anew; existing instances keep what they know.
+
+        Args:
+            reset_partial_state: do the same for `PartialState`. Needed for another device, backend or process count.
+        """
+        storage.accelerator.renew()
+        if reset_partial_state:
+            PartialState._reset_state()
+
+    @property
+    def mixed_precision(self) -> str:
+        """The precision in force; under DeepSpeed, what its configuration enables."""
+        plugin = self.deepspeed_plugin
+        if plugin is None:
+            return self._mixed_precision
+        config = plugin.deepspeed_config
+        for name in (PrecisionType.FP16.value, PrecisionType.BF16.value):
+            if config.get(name, {}).get("enabled", False) is True:
+                return name
+        return PrecisionType.NO.value
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether parameters are sharded by the second version of FSDP (`fully_shard`)."""
+        plugin = self.__dict__.get("fsdp_plugin")
+        return plugin is not None and traits.of(self.distributed_type).sharded and plugin.fsdp_version == 2
+
+    @property
+    def deepspeed_plugin(self) -> Any:
+        """The active DeepSpeed plugin, or None without DeepSpeed."""
+        if not traits.of(self.distributed_type).deepspeed:
+            return None
+        plugins = self.deepspeed_plugins
+        if not isinstance(plugins, dict):
+            return plugins
+        return next((plugin for plugin in plugins.values() if plugin.selected), None)
+
+    def get_deepspeed_plugin(self, name: str) -> Any:
+        """Return one of several DeepSpeed plugins.
+
+        Args:
+            name: its key in the dictionary that was given to `Accelerator`.
+
+        Raises:
+            ValueError: DeepSpeed is not in use, or there is no plugin of that name.
+        """
+        plugins = self.__dict__.get("deepspeed_plugins")
+        if plugins is None:
+            raise ValueError("DeepSpeed is not enabled. Pass `deepspeed_plugin` to `Accelerator` to use it.")
+        if not isinstance(plugins, dict) or name not in plugins:
+            known = ", ".join(map(repr, plugins)) if isinstance(plugins, dict) else "one plugin without a name"
+            raise ValueError(f"There is no DeepSpeed plugin {name!r}; there is {known}.")
+        return plugins[name]
+
+    def select_deepspeed_plugin(self, name: str | None = None) -> None:
+        """Make one of several DeepSpeed plugins the active one.
+
+        Args:
+            name: its key in the dictionary that was given to `Accelerator`.
+
+        Raises:
+            ValueError: DeepSpeed is not in use, or there is no plugin of that name.
+        """
+        chosen = self.get_deepspeed_plugin(name)
+        for plugin in self.deepspeed_plugins.values():
+            if plugin is not chosen:
+                plugin._unselect()
+        chosen.select(_from_accelerator_state=True)
+
+    def __repr__(self) -> str:
+        text = super().__repr__()
+        if not self.__dict__:
+            return text
+        text += f"Mixed precision type: {self.mixed_precision}\n"
+        plugin = self.deepspeed_plugin
+        return text if plugin is None else f"{text}DeepSpeed configuration: {plugin.deepspeed_config}\n"
+
+
+_ENGINES = {
+    "deepspeed_plugins": DistributedType.DEEPSPEED,
+    "fsdp_plugin": DistributedType.FSDP,
+    "megatron_lm_plugin": DistributedType.MEGATRON_LM,
+}
+_ENGINE_FLAGS = {
+    "deepspeed_plugins": "ACCELERATE_USE_DEEPSPEED",
+    "fsdp_plugin": "ACCELERATE_USE_FSDP",
+    "megatron_lm_plugin": "ACCELERATE_USE_MEGATRON_LM",
+}
+
+
+def _engine(plugins: dict[str, Any]) -> str | None:
+    """Return which plugin decides how the processes cooperate: a given one, else one that the launcher asked for."""
+    given = [name for name, plugin in plugins.items() if plugin is not None]
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} were given; they exclude each other, pass one of them.")
+    asked = [name for name, flag in _ENGINE_FLAGS.items() if parse_flag_from_env(flag)]
+    return next(iter([*given, *asked]), None)
+
+
+def _precision(value: str | None) -> str:
+    source = "mixed_precision"
+    if value is None:
+        source, value = "ACCELERATE_MIXED_PRECISION", parse_choice_from_env("ACCELERATE_MIXED_PRECISION", "no")
+    name = str(value).lower()
+    if name not in PrecisionType:
+        raise ValueError(f"Unknown {source}: {value!r}. Choose one of {', '.join(PrecisionType.list())}.")
+    if name == PrecisionType.FP8.value and not is_fp8_available():
+        raise ValueError(
+            "mixed_precision='fp8' needs one of the libraries torchao, transformer_engine and MS-AMP. Install one, or use "
+            "'bf16'."
+        )
+    return name
+
+
+class GradientState:
+    """Where training stands between two optimizer steps: whether gradients are synchronised now, and in which loader.
+
+    All instances share their attributes. After `_reset_state`, existing instances keep what they know.
+
+    Args:
+        gradient_accumulation_plugin: replaces the settings in force; None keeps them.
+
+    Attributes:
+        sync_gradients: whether the coming backward pass ends an accumulation window.
+        plugin_kwargs: the settings that differ from the plugin's defaults.
+    """
+
+    _shared_state: ClassVar[Any] = SharedDict(storage.gradient)
+    sync_gradients: bool
+    plugin_kwargs: dict[str, Any]
+
+    def __init__(self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> None:
+        self.__dict__ = storage.gradient.current
+        if not self.__dict__:
+            self.sync_gradients = True
+            self.plugin_kwargs = {}
+            self._active: list[weakref.ref[Any]] = []
+            self._is_xla_gradients_synced = False
+        if gradient_accumulation_plugin is not None:
+            self.plugin_kwargs = gradient_accumulation_plugin.to_kwargs()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy in another process is in none of this process's loaders.
+        return {**self.__dict__, "_active": []}
+
+    @property
+    def initialized(self) -> bool:
+        """Whether the state has been built."""
+        return bool(self.__dict__)
+
+    @property
+    def num_steps(self) -> int:
+        """How many backward passes one optimizer step gathers."""
+        return self.plugin_kwargs.get("num_steps", 1)
+
+    @property
+    def adjust_scheduler(self) -> bool:
+        """Whether the scheduler counts the backward passes of a window, too."""
+        return self.plugin_kwargs.get("adjust_scheduler", False)
+
+    @property
+    def sync_with_dataloader(self) -> bool:
+        """Whether the end of a loader ends the accumulation window."""
+        return self.plugin_kwargs.get("sync_with_dataloader", True)
+
+    @property
+    def dataloader_references(self) -> list[Any]:
+        """The loaders that are being iterated, the innermost last, after a None."""
+        loaders = (reference() for reference in self._active)
+        return [None, *(loader for loader in loaders if loader is not None)]
+
+    @property
+    def active_dataloader(self) -> Any:
+        """The innermost loader that is being iterated, or None."""
+        for reference in reversed(self._active):
+            loader = reference()
+            if loader is not None:
+                return loader
+        return None
+
+    @property
+    def in_dataloader(self) -> bool:
+        """Whether a prepared loader is being iterated."""
+        return self.active_dataloader is not None
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the active loader has handed out its last batch."""
+        loader = self.active_dataloader
+        return loader is not None and loader.end_of_dataloader
+
+    @property
+    def remainder(self) -> int:
+        """How many samples of the active loader's last global batch are real; -1 where that is unknown."""
+        loader = self.active_dataloader
+        return -1 if loader is None else loader.remainder
+
+    @property
+    def is_xla_gradients_synced(self) -> bool:
+        """Whether gradients on XLA devices were reduced in this window."""
+        return self._is_xla_gradients_synced
+
+    @is_xla_gradients_synced.setter
+    def is_xla_gradients_synced(self, is_synced: bool) -> None:
+        self._is_xla_gradients_synced = is_synced
+
+    def _set_sync_gradients(self, sync_gradients: bool) -> None:
+        """Say whether the coming backward pass ends an accumulation window."""
+        self.sync_gradients = sync_gradients
+        if sync_gradients and not self._is_xla_gradients_synced and "distributed_type" in storage.process.current:
+            process = storage.process.current
+            if traits.of(process["distributed_type"]).xla:
+                # Runs what was recorded so far, or the graph would grow over the whole window.
+                from accelerate.devices.xla import XLA
+
+                XLA.namespace().mark_step()
+
+    def _add_dataloader(self, dataloader: Any) -> None:
+        """Make a loader the active one, when its iteration begins; the state holds no reference to it."""
+        self._active.append(weakref.ref(dataloader))
+
+    def _remove_dataloader(self, dataloader: Any) -> None:
+        """Forget a loader, when its iteration ends; whichever loader surrounds it is active again."""
+        for position in range(len(self._active) - 1, -1, -1):
+            if self._active[position]() is dataloader:
+                del self._active[position]
+                break
+        self._active[:] = [reference for reference in self._active if reference() is not None]
+
+    @staticmethod
+    def _reset_state() -> None:
+        """Let the next instance be built anew; existing instances keep what they know."""
+        storage.gradient.renew()
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __repr__(self) -> str:
+        return (
+            f"Sync Gradients: {self.sync_gradients}\n"
+            f"At end of current dataloader: {self.end_of_dataloader}\n"
+            f"Extra samples added: {self.remainder}\n"
+            f"Gradient accumulation plugin: {self.plugin_kwargs}\n"
+        )
+
+
+storage.register_builder("gradient", GradientState)

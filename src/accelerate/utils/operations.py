@@ -1,0 +1,488 @@
+"""Operations on nested tensors: between processes, to devices, and on their shapes.
+
+"Nested" means lists, tuples, named tuples and mappings, in any depth, with tensors as leaves. The functions named
+`..._with` take the communicator to use; the others use that of the process's state.
+"""
+
+import contextlib
+import functools
+import pickle
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from accelerate import comm
+from accelerate.comm import check
+from accelerate.comm.base import Communicator
+from accelerate.comm.check import DistributedOperationException
+from accelerate.comm.nested import (
+    flatten,
+    honor_type,
+    is_namedtuple,
+    is_torch_tensor,
+    rebuild,
+    recursively_apply,
+)
+from accelerate.comm.shapes import (
+    concatenate,
+    find_batch_size,
+    find_device,
+    get_data_structure,
+    get_shape,
+    ignorant_find_batch_size,
+    initialize_tensors,
+    is_tensor_information,
+    listify,
+    pad_input_tensors,
+    padded,
+    send_to_device,
+    slice_tensors,
+)
+from accelerate.runtime import storage
+from accelerate.utils.constants import TORCH_DISTRIBUTED_OPERATION_TYPES
+
+__all__ = [
+    "TENSOR_INT_TO_DTYPE",
+    "TENSOR_TYPE_TO_INT",
+    "TORCH_DISTRIBUTED_OPERATION_TYPES",
+    "CannotPadNestedTensorWarning",
+    "ConvertOutputsToFp32",
+    "DistributedOperationException",
+    "GatheredParameters",
+    "broadcast",
+    "broadcast_object_list",
+    "chained_operation",
+    "concatenate",
+    "convert_outputs_to_fp32",
+    "convert_to_fp32",
+    "copy_tensor_to_devices",
+    "find_batch_size",
+    "find_device",
+    "gather",
+    "gather_object",
+    "gather_tensor_shape",
+    "get_data_structure",
+    "get_shape",
+    "honor_type",
+    "ignorant_find_batch_size",
+    "initialize_tensors",
+    "is_namedtuple",
+    "is_tensor_information",
+    "is_torch_tensor",
+    "is_torch_xpu_tensor",
+    "listify",
+    "pad_across_processes",
+    "pad_input_tensors",
+    "recursively_apply",
+    "reduce",
+    "send_to_device",
+    "slice_tensors",
+    "verify_operation",
+]
+
+# Element types as numbers, so that one process can tell the others what it is about to send.
+TENSOR_TYPE_TO_INT: dict[torch.dtype, int] = {
+    torch.float32: 1,
+    torch.float64: 2,
+    torch.float16: 3,
+    torch.bfloat16: 4,
+    torch.uint8: 5,
+    torch.int8: 6,
+    torch.int16: 7,
+    torch.int32: 8,
+    torch.int64: 9,
+    torch.bool: 10,
+}
+TENSOR_INT_TO_DTYPE: dict[int, torch.dtype] = {code: dtype for dtype, code in TENSOR_TYPE_TO_INT.items()}
+
+
+class CannotPadNestedTensorWarning(UserWarning):
+    """Given when `pad_across_processes` meets a `torch.nested` tensor, which it leaves as it is."""
+
+
+def is_torch_xpu_tensor(tensor: Any) -> bool:
+    """Say whether the argument is a tensor on an Intel GPU."""
+    return isinstance(tensor, torch.Tensor) and tensor.device.type == "xpu"
+
+
+# Collectives
+
+
+def _debugging() -> bool:
+    return storage.process.current.get("debug", False)
+
+
+def _prepare(communicator: Communicator, operation: str, data: Any) -> None:
+    """Compare what the ranks pass to a collective, in debug mode."""
+    if communicator.world_size > 1 and _debugging():
+        check.verify(communicator, f"{__name__}.{operation}", data, storage.process.current.get("device"))
+
+
+def gather_with(communicator: Communicator, tensor: Any) -> Any:
+    """Do what `gather` does, with a given communicator."""
+    if communicator.world_size == 1:
+        return tensor
+    _prepare(communicator, "gather", tensor)
+    if isinstance(tensor, torch.Tensor):
+        return communicator.all_gather(tensor)
+    tensors, structure = flatten(tensor, "gather")
+    return rebuild(tensor, communicator.gather_many(tensors, structure))
+
+
+def gather(tensor: Any) -> Any:
+    """Collect nested tensors from all processes, concatenated along their first dimension. Every rank must call it.
+
+    Args:
+        tensor: nested tensors, of the same structure, shapes and dtypes on every rank. Scalars become vectors.
+
+    Returns:
+        The same structure with the tensors of all ranks, in the order of the ranks, on every rank; no gradients flow through
+        it. A process that is alone gets its argument back.
+
+    Raises:
+        DistributedOperationException: structure, shapes or dtypes differ between ranks; raised on all of them.
+        TypeError: a leaf is no tensor.
+
+    Example:
+        >>> gather(torch.tensor([1]))  # with two processes: tensor([1, 1])
+        tensor([1])
+    """
+    return gather_with(comm.current(), tensor)
+
+
+def gather_object_with(communicator: Communicator, object: Any) -> Any:
+    """Do what `gather_object` does, with a given communicator."""
+    if communicator.world_size == 1:
+        return object
+    return [element for elements in communicator.gather_object(object) for element in elements]
+
+
+def gather_object(object: Any) -> Any:
+    """Collect lists of picklable objects from all processes into one list. Every rank must call it.
+
+    Args:
+        object: a list, or another iterable; of a dictionary only the keys are collected.
+
+    Returns:
+        The elements of all ranks, in the order of the ranks, on every rank. A process that is alone gets its argument back.
+
+    Example:
+        >>> gather_object([{"loss": 0.5}])  # with two processes: one dictionary of each
+        [{'loss': 0.5}]
+    """
+    return gather_object_with(comm.current(), object)
+
+
+def broadcast_with(communicator: Communicator, tensor: Any, from_process: int = 0) -> Any:
+    """Do what `broadcast` does, with a given communicator."""
+    if communicator.world_size == 1:
+        return tensor
+    _prepare(communicator, "broadcast", tensor)
+    tensors, structure = flatten(tensor, "broadcast")
+    return rebuild(tensor, communicator.broadcast_many(tensors, from_process, structure))
+
+
+def broadcast(tensor: Any, from_process: int = 0) -> Any:
+    """Give all processes the nested tensors of one of them. Every rank must call it.
+
+    Args:
+        tensor: nested tensors, of the same structure, shapes and dtypes on every rank. They are not changed.
+        from_process: whose.
+
+    Returns:
+        The same structure with that rank's tensors. A process that is alone gets its argument back.
+
+    Raises:
+        DistributedOperationException: structure, shapes or dtypes differ between ranks; raised on all of them.
+        TypeError: a leaf is no tensor.
+    """
+    return broadcast_with(comm.current(), tensor, from_process)
+
+
+def broadcast_object_list_with(communicator: Communicator, object_list: list[Any], from_process: int = 0) -> list[Any]:
+    """Do what `broadcast_object_list` does, with a given communicator."""
+    return (
+        object_list if communicator.world_size == 1 else communicator.broadcast_object_list(object_list, from_process)
+    )
+
+
+def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
+    """Give all processes the picklable objects of one of them. Every rank must call it.
+
+    Args:
+        object_list: a list of the same length on every rank; its elements are replaced in place.
+        from_process: whose.
+
+    Returns:
+        The same list.
+    """
+    return broadcast_object_list_with(comm.current(), object_list, from_process)
+
+
+def reduce_with(communicator: Communicator, tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+    """Do what `reduce` does, with a given communicator."""
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"Unknown reduction {reduction!r}; choose 'mean', 'sum' or 'none' (a sum, too).")
+    scales = scale != 1.0 and storage.process.current.get("backend") == "xla"
+    if scale != 1.0 and not scales:
+        warnings.warn(
+            f"scale={scale} is applied on XLA devices only; multiply the result here.", UserWarning, stacklevel=3
+        )
+    if communicator.world_size > 1:
+        _prepare(communicator, "reduce", tensor)
+    tensors, structure = flatten(tensor, "reduce")
+    if communicator.world_size > 1:
+        tensors = communicator.reduce_many(tensors, "mean" if reduction == "mean" else "sum", structure)
+    return rebuild(tensor, [value * scale for value in tensors] if scales else tensors)
+
+
+def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+    """Add up or average nested tensors over all processes. Every rank must call it.
+
+    Args:
+        tensor: nested tensors, of the same structure, shapes and dtypes on every rank. They are not changed.
+        reduction: "mean" or "sum"; "none" is a sum as well. The mean of integers is a float tensor.
+        scale: factor for the result, on XLA devices only.
+
+    Returns:
+        The same structure with the results, on every rank.
+
+    Raises:
+        DistributedOperationException: structure, shapes or dtypes differ between ranks; raised on all of them.
+        TypeError: a leaf is no tensor.
+        ValueError: the reduction is unknown.
+
+    Example:
+        >>> reduce(torch.tensor([1.0]), reduction="sum")  # with two processes: tensor([2.])
+        tensor([1.])
+    """
+    return reduce_with(comm.current(), tensor, reduction, scale)
+
+
+def pad_with(
+    communicator: Communicator, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
+) -> Any:
+    """Do what `pad_across_processes` does, with a given communicator."""
+    if communicator.world_size > 1:
+        _prepare(communicator, "pad_across_processes", tensor)
+    tensors, structure = flatten(tensor, "pad_across_processes")
+    if any(item.is_nested for item in tensors):
+        warnings.warn(
+            "pad_across_processes leaves torch.nested tensors as they are: their rows have sizes of their own.",
+            CannotPadNestedTensorWarning,
+            stacklevel=3,
+        )
+    wanted = [not item.is_nested and -item.ndim <= dim < item.ndim for item in tensors]
+    if communicator.world_size == 1 or not tensors:
+        return rebuild(tensor, tensors)
+    # One exchange for all tensors. The ranks must agree on what is padded, not on dtypes or sizes.
+    sizes = torch.tensor([item.shape[dim] if lengthen else 0 for item, lengthen in zip(tensors, wanted, strict=True)])
+    dims = tuple(0 if item.is_nested else item.ndim for item in tensors)
+    told = communicator.gather_many([sizes], (structure, dims, dim), "pad_across_processes")[0]
+    longest = told.view(communicator.world_size, -1).amax(0).tolist()
+    results = [
+        padded(item, dim, length, pad_index, pad_first) if lengthen else item
+        for item, lengthen, length in zip(tensors, wanted, longest, strict=True)
+    ]
+    return rebuild(tensor, results)
+
+
+def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+    """Lengthen nested tensors until they are as long as the longest among the processes. Every rank must call it.
+
+    Args:
+        tensor: nested tensors; tensors without dimension `dim` stay as they are.
+        dim: which dimension to lengthen.
+        pad_index: the value to fill in.
+        pad_first: fill in at the beginning.
+
+    Returns:
+        The same structure, ready for `gather`.
+
+    Raises:
+        DistributedOperationException: structure or numbers of dimensions differ between ranks; raised on all of them.
+        TypeError: a leaf is no tensor.
+
+    Warns:
+        CannotPadNestedTensorWarning: a tensor is a `torch.nested` one; it stays as it is.
+    """
+    return pad_with(comm.current(), tensor, dim, pad_index, pad_first)
+
+
+def gather_tensor_shape(tensor: torch.Tensor | None) -> tuple[torch.Tensor, int]:
+    """Tell all processes the shape and dtype of a tensor that only some of them have. Every rank must call it.
+
+    Args:
+        tensor: the tensor, or None on a rank that does not have it.
+
+    Returns:
+        The shape, int32 of shape (number of dimensions, 1), and the code of the dtype in `TENSOR_TYPE_TO_INT`.
+
+    Raises:
+        ValueError: no rank has a tensor, or they have different ones.
+    """
+    _, shape, code = _owner(comm.current(), tensor)
+    return torch.tensor(shape, dtype=torch.int32).reshape(-1, 1), code
+
+
+def _owner(communicator: Communicator, tensor: torch.Tensor | None) -> tuple[int, tuple[int, ...], int]:
+    mine = None if tensor is None else (tuple(tensor.shape), TENSOR_TYPE_TO_INT[tensor.dtype])
+    told = communicator.gather_object(mine)
+    owners = [rank for rank, entry in enumerate(told) if entry is not None]
+    if not owners or any(told[rank] != told[owners[0]] for rank in owners):
+        raise ValueError(f"One tensor is expected, on one or more processes; the processes have {told}.")
+    return owners[0], *told[owners[0]]
+
+
+def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
+    """Give all processes a tensor that only some of them have. Every rank must call it.
+
+    Args:
+        tensor: the tensor, or None on a rank that does not have it. If several ranks have one, the first one's counts.
+
+    Returns:
+        The tensor, on each process's device.
+
+    Raises:
+        ValueError: no rank has a tensor, or their shapes or dtypes differ.
+    """
+    communicator = comm.current()
+    if communicator.world_size == 1 and tensor is not None:
+        return tensor
+    owner, shape, code = _owner(communicator, tensor)
+    device = storage.process.current["device"]
+    if tensor is None:
+        tensor = torch.empty(shape, dtype=TENSOR_INT_TO_DTYPE[code], device=device)
+    return communicator.broadcast(tensor.to(device), owner)
+
+
+def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a collective so that debug mode compares its first argument, or `tensor`, between the ranks first.
+
+    Raises:
+        DistributedOperationException: by the decorated function, on all ranks, if structure, shapes or dtypes differ.
+    """
+
+    @functools.wraps(function)
+    def verified(*args: Any, **kwargs: Any) -> Any:
+        if _debugging():
+            data = kwargs["tensor"] if "tensor" in kwargs else args[0]
+            communicator = comm.current()
+            if communicator.world_size > 1:
+                name = f"{function.__module__}.{function.__name__}"
+                check.verify(communicator, name, data, storage.process.current.get("device"))
+        return function(*args, **kwargs)
+
+    return verified
+
+
+def chained_operation(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a function made of several collectives so that a disagreement within names the function, too."""
+
+    @functools.wraps(function)
+    def chained(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except DistributedOperationException as error:
+            name = f"{function.__module__}.{function.__name__}"
+            raise DistributedOperationException(
+                f"A collective inside `{name}` failed; the error above says why."
+            ) from error
+
+    return chained
+
+
+# Precision
+
+
+def convert_to_fp32(tensor: Any) -> Any:
+    """Convert the half-precision tensors (float16, bfloat16) of a nested structure to float32; the rest stays.
+
+    Example:
+        >>> convert_to_fp32({"x": torch.ones(1, dtype=torch.bfloat16), "n": torch.ones(1, dtype=torch.int64)})
+        {'x': tensor([1.]), 'n': tensor([1])}
+    """
+    return recursively_apply(
+        torch.Tensor.float,
+        tensor,
+        test_type=lambda item: isinstance(item, torch.Tensor) and item.dtype in (torch.float16, torch.bfloat16),
+    )
+
+
+class ConvertOutputsToFp32:
+    """Calls a model's forward and converts half-precision tensors in its result to float32.
+
+    `__wrapped__` is the original. Pickling fails on purpose: it would freeze mixed precision into the model.
+
+    Args:
+        model_forward: the function to wrap.
+    """
+
+    def __init__(self, model_forward: Callable[..., Any]) -> None:
+        self.model_forward = model_forward
+        functools.update_wrapper(self, model_forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return convert_to_fp32(self.model_forward(*args, **kwargs))
+
+    def __getstate__(self) -> Any:
+        raise pickle.PicklingError(
+            "A model prepared for mixed precision cannot be pickled. Pickle `accelerator.unwrap_model(model, "
+            "keep_fp32_wrapper=False)` instead."
+        )
+
+
+def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a model's forward so that half-precision tensors in its result become float32.
+
+    Args:
+        model_forward: the function to wrap.
+
+    Returns:
+        A plain function, which keeps signature probes and `torch.compile` at ease; its `__wrapped__` is a
+        `ConvertOutputsToFp32`, whose `__wrapped__` is the original.
+    """
+    converter = ConvertOutputsToFp32(model_forward)
+
+    @functools.wraps(converter)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return converter(*args, **kwargs)
+
+    forward.__wrapped__ = converter
+    return forward
+
+
+# DeepSpeed
+
+
+@contextlib.contextmanager
+def GatheredParameters(
+    params: Iterable[torch.nn.Parameter] | torch.nn.Parameter,
+    modifier_rank: int | None = None,
+    fwd_module: torch.nn.Module | None = None,
+    enabled: bool = True,
+) -> Any:
+    """Make parameters that DeepSpeed ZeRO stage 3 has split whole inside a `with` block; else do nothing.
+
+    Every rank must enter it under ZeRO stage 3.
+
+    Args:
+        params: the parameters.
+        modifier_rank: the rank whose changes are kept; None discards changes.
+        fwd_module: the module that the parameters belong to.
+        enabled: False makes the block do nothing.
+
+    Source: https://deepspeed.readthedocs.io/en/latest/zero3.html#deepspeed.zero.GatheredParameters
+    """
+    parameters = [params] if isinstance(params, torch.nn.Parameter) else list(params)
+    if not (enabled and any(hasattr(parameter, "ds_id") for parameter in parameters)):
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(
+        parameters, modifier_rank=modifier_rank, fwd_module=fwd_module, enabled=enabled
+    ):
+        yield
