@@ -1,0 +1,1156 @@
+"""The Accelerator: one object through which a plain PyTorch loop runs on one process or many.
+
+This file is a facade. Each method is a guard and one call into ``accelerate.training`` or into the backend that serves
+the state; the one thing that is decided here is whether an object was prepared before (``_prepare_one``).
+"""
+
+import contextlib
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from accelerate.backends import registry as backends
+from accelerate.config.data import DataLoaderConfiguration
+from accelerate.config.dynamo import TorchDynamoPlugin
+from accelerate.config.enums import DistributedType, DynamoBackend, FP8BackendType, LoggerType, RNGType
+from accelerate.config.handlers import AutocastKwargs, GradientAccumulationPlugin, KwargsHandler, ProfileKwargs
+from accelerate.config.project import ProjectConfiguration
+from accelerate.data.build import prepare_data_loader
+from accelerate.data.skip import skip_first_batches
+from accelerate.logging import get_logger
+from accelerate.modules.tensors import model_has_dtensor
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.precision.base import precision
+from accelerate.runtime import traits
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.trackers.base import GeneralTracker
+from accelerate.trackers.registry import LOGGER_TYPE_TO_CLASS, filter_trackers
+from accelerate.training import collectives, contexts, gradients, prepare, saving, setup, tracking
+from accelerate.training.prepared import PreparedRegistry
+from accelerate.utils.ao import convert_model_to_fp8_ao
+from accelerate.utils.constants import (
+    DTENSOR_PYTORCH_VERSION,
+    FSDP2_PYTORCH_VERSION,
+    FSDP_PYTORCH_VERSION,
+    MODEL_NAME,
+    PROFILE_PATTERN_NAME,
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    SAFE_WEIGHTS_PATTERN_NAME,
+    SCALER_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+    WEIGHTS_PATTERN_NAME,
+)
+from accelerate.utils.fsdp_utils import fsdp2_canonicalize_names, fsdp2_prepare_model
+from accelerate.utils.modeling import get_state_dict_offloaded_model
+
+__all__ = [
+    "DTENSOR_PYTORCH_VERSION",
+    "FSDP2_PYTORCH_VERSION",
+    "FSDP_PYTORCH_VERSION",
+    "LOGGER_TYPE_TO_CLASS",
+    "MODEL_NAME",
+    "PROFILE_PATTERN_NAME",
+    "SAFE_WEIGHTS_INDEX_NAME",
+    "SAFE_WEIGHTS_NAME",
+    "SAFE_WEIGHTS_PATTERN_NAME",
+    "SCALER_NAME",
+    "WEIGHTS_INDEX_NAME",
+    "WEIGHTS_NAME",
+    "WEIGHTS_PATTERN_NAME",
+    "Accelerator",
+    "AcceleratorState",
+    "ParallelismConfig",
+    "TorchDynamoPlugin",
+    "convert_model_to_fp8_ao",
+    "fsdp2_canonicalize_names",
+    "fsdp2_prepare_model",
+    "get_state_dict_offloaded_model",
+    "model_has_dtensor",
+    "prepare_data_loader",
+]
+
+logger = get_logger(__name__)
+
+# Tells `split_batches=False` from nothing given, since the argument moved into DataLoaderConfiguration.
+_split_batches = object()
+
+
+def _from_main_process(method: Callable) -> Callable:
+    """Make a method run on the main process alone, unless one of the trackers works on every rank."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        accelerator = args[0]
+        if accelerator.is_main_process or tracking.needs_every_rank(accelerator):
+            return method(*args, **kwargs)
+        return None
+
+    run.__name__, run.__qualname__, run.__doc__ = method.__name__, method.__qualname__, method.__doc__
+    return run
+
+
+class Accelerator:
+    """Run an ordinary PyTorch training loop on one process or many, in any precision, without changing the loop.
+
+    Every rank constructs it, before models and loaders are prepared.
+
+    Args:
+        device_placement: Whether ``prepare`` moves models and batches to the device.
+        split_batches: Deprecated; see ``DataLoaderConfiguration``.
+        mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``; by default what the launcher set, else ``"no"``.
+        gradient_accumulation_steps: Micro-batches per optimizer step.
+        cpu: Whether to stay on the CPU although there is an accelerator.
+        dataloader_config: How prepared loaders behave.
+        deepspeed_plugin: A DeepSpeedPlugin, or a dict of them by name.
+        fsdp_plugin: A FullyShardedDataParallelPlugin.
+        torch_tp_plugin: Superseded by ``parallelism_config``.
+        megatron_lm_plugin: A MegatronLMPlugin.
+        rng_types: Generators synchronised at the start of each epoch; by default those of the samplers.
+        log_with: Trackers, by name (``"tensorboard"``, ``"all"``, ...) or as objects.
+        project_dir: Folder for logs and checkpoints.
+        project_config: How checkpoints are named and kept.
+        gradient_accumulation_plugin: Accumulation settings in full, instead of ``gradient_accumulation_steps``.
+        step_scheduler_with_optimizer: Whether prepared schedulers follow their optimizers.
+        kwargs_handlers: Settings of DDP, scaler, autocast, process group, profiler and fp8, each at most once.
+        dynamo_backend: Backend of torch.compile; models are compiled at ``prepare``.
+        dynamo_plugin: Compilation settings in full, instead of ``dynamo_backend``.
+        deepspeed_plugins: Other name of ``deepspeed_plugin``.
+        parallelism_config: The device mesh: sizes of data, tensor, context and sequence parallelism.
+
+    Raises:
+        ValueError: A setting is unknown, or contradicts another one or the state that is live already.
+        NotImplementedError: A strategy was asked for that this version does not have.
+
+    Example:
+        >>> accelerator = Accelerator(cpu=True)
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> loader = torch.utils.data.DataLoader(torch.ones(8, 2), batch_size=4)
+        >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        >>> for batch in loader:
+        ...     loss = model(batch).mean()
+        ...     accelerator.backward(loss)
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+    """
+
+    def __init__(
+        self,
+        device_placement: bool = True,
+        split_batches: bool = _split_batches,  # type: ignore[assignment]
+        mixed_precision: str | None = None,
+        gradient_accumulation_steps: int = 1,
+        cpu: bool = False,
+        dataloader_config: DataLoaderConfiguration | None = None,
+        deepspeed_plugin: Any = None,
+        fsdp_plugin: Any = None,
+        torch_tp_plugin: Any = None,
+        megatron_lm_plugin: Any = None,
+        rng_types: list[str | RNGType] | None = None,
+        log_with: str | LoggerType | GeneralTracker | list[str | LoggerType | GeneralTracker] | None = None,
+        project_dir: str | os.PathLike | None = None,
+        project_config: ProjectConfiguration | None = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        step_scheduler_with_optimizer: bool = True,
+        kwargs_handlers: list[KwargsHandler] | None = None,
+        dynamo_backend: DynamoBackend | str | None = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
+        deepspeed_plugins: Any = None,
+        parallelism_config: ParallelismConfig | None = None,
+    ) -> None:
+        # 1. Arguments and environment become settings.
+        self.trackers: list[GeneralTracker] = []
+        self.project_configuration = setup.project(project_config, project_dir)
+        if mixed_precision is not None:
+            mixed_precision = precision(mixed_precision).name
+        if deepspeed_plugin is not None and deepspeed_plugins is not None:
+            raise ValueError("Pass either deepspeed_plugin or deepspeed_plugins, not both.")
+        plugins = setup.plugins(
+            deepspeed_plugins if deepspeed_plugin is None else deepspeed_plugin,
+            fsdp_plugin,
+            megatron_lm_plugin,
+            dynamo_plugin,
+            dynamo_backend,
+        )
+        handlers = setup.sort_handlers(kwargs_handlers)
+        for name, handler in handlers.items():
+            setattr(self, name, handler)
+        accumulation = setup.accumulation(gradient_accumulation_plugin, gradient_accumulation_steps)
+        # 2. Process, device, strategy and precision are settled in the shared state.
+        options = self.init_handler.to_kwargs() if self.init_handler is not None else {}
+        self.state = AcceleratorState(
+            mixed_precision=mixed_precision,
+            cpu=cpu,
+            dynamo_plugin=plugins.dynamo,
+            deepspeed_plugin=plugins.deepspeed,
+            fsdp_plugin=plugins.fsdp,
+            torch_tp_plugin=torch_tp_plugin,
+            megatron_lm_plugin=plugins.megatron,
+            parallelism_config=parallelism_config,
+            _from_accelerator=True,
+            **options,
+        )
+        backend = backends.resolve(self.state)
+        # 3. Numerics.
+        self.has_fp8_handler = any(handler is not None for handler in setup.fp8_handlers(handlers).values())
+        self.fp8_enabled = precision(self.state.mixed_precision).needs_engine
+        self.delayed_fp8_autocast = False
+        self.has_lomo_optimizer = False
+        if self.fp8_enabled:
+            raise NotImplementedError(
+                "mixed_precision='fp8' is not part of this version of the fork. Use mixed_precision='bf16'."
+            )
+        self.native_amp = precision(self.state.mixed_precision).autocast_dtype is not None
+        self.scaler = backend.make_scaler(self, self.scaler_handler)
+        # 4. Gradients, loaders, trackers.
+        self.gradient_state = GradientState(gradient_accumulation_plugin=accumulation)
+        self._exact_accumulation = accumulation.exact
+        self._sync_each_batch = accumulation.sync_each_batch
+        self._scales_loss = traits.of(self.state.distributed_type).scales_loss
+        self._window = gradients.Window()
+        self.device_placement = device_placement and not traits.of(self.state.distributed_type).custom_device_placement
+        self.dataloader_config = setup.loaders(
+            dataloader_config, None if split_batches is _split_batches else split_batches
+        )
+        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
+        self.rng_types = setup.rng_types(rng_types)
+        self.log_with = filter_trackers(log_with, self.logging_dir)
+        # 5. What will be prepared and registered.
+        self.step = 0
+        self._models: list[nn.Module] = []
+        self._optimizers: list[Any] = []
+        self._schedulers: list[Any] = []
+        self._dataloaders: list[Any] = []
+        self._custom_objects: list[Any] = []
+        self._registry = PreparedRegistry()
+        self._load_model_state_pre_hook: OrderedDict[int, Callable] = OrderedDict()
+        self._save_model_state_pre_hook: OrderedDict[int, Callable] = OrderedDict()
+        self.flag_tensor: torch.Tensor | None = None
+        self._cp_context: Callable | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Weak references belong to this process; a copy starts with what its own lists hold.
+        return {key: value for key, value in self.__dict__.items() if key != "_registry"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._registry = PreparedRegistry()
+        prepare.restore_registry(self)
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """Which kind of device and strategy the processes use together."""
+        return self.state.distributed_type
+
+    @property
+    def num_processes(self) -> int:
+        """How many processes take part in the run (the world size)."""
+        return self.state.num_processes
+
+    @property
+    def process_index(self) -> int:
+        """This process's rank in the run."""
+        return self.state.process_index
+
+    @property
+    def local_process_index(self) -> int:
+        """This process's rank on its machine."""
+        return self.state.local_process_index
+
+    @property
+    def device(self) -> torch.device:
+        """The device that this process computes on."""
+        return self.state.device
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0 of the run."""
+        return self.state.is_main_process
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is rank 0 of its machine."""
+        return self.state.is_local_main_process
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the last rank of the run."""
+        return self.state.is_last_process
+
+    @property
+    def mixed_precision(self) -> str:
+        """The precision in force: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``."""
+        return self.state.mixed_precision
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether several processes take part."""
+        return self.state.use_distributed
+
+    @property
+    def multi_device(self) -> bool:
+        """Whether several accelerator devices take part (processes on CPUs do not count)."""
+        return self.use_distributed and traits.of(self.distributed_type).distributed and self.device.type != "cpu"
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether a loader's batch is split across ranks instead of each rank taking its own."""
+        return self.dataloader_config.split_batches
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """Whether rank 0 reads every batch and sends each rank its part; None decides by the dataset."""
+        return self.dataloader_config.dispatch_batches
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """Whether random samplers are replaced by one whose order follows from seed and epoch."""
+        return self.dataloader_config.use_seedable_sampler
+
+    @property
+    def non_blocking(self) -> bool:
+        """Whether batches are copied to the device asynchronously."""
+        return self.dataloader_config.non_blocking
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """Whether torchdata's stateful loader is used inside prepared loaders."""
+        return getattr(self.dataloader_config, "use_stateful_dataloader", False)
+
+    @property
+    def project_dir(self) -> str | None:
+        """The folder for logs and checkpoints."""
+        return self.project_configuration.project_dir
+
+    @property
+    def logging_dir(self) -> str | None:
+        """The folder that trackers log to."""
+        return self.project_configuration.logging_dir
+
+    @property
+    def save_iteration(self) -> int:
+        """The number of the next automatically named checkpoint."""
+        return self.project_configuration.iteration
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether the last step of any prepared optimizer was left out because gradients overflowed."""
+        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
+
+    @property
+    def parallelism_config(self) -> ParallelismConfig | None:
+        """The sizes of the device mesh's dimensions, or None."""
+        return getattr(self.state, "parallelism_config", None)
+
+    @property
+    def torch_device_mesh(self) -> Any:
+        """The torch device mesh, or None."""
+        return getattr(self.state, "device_mesh", None)
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether the strategy is FSDP in its second version."""
+        return self.state.is_fsdp2
+
+    @property
+    def is_composable_parallelism_enabled(self) -> bool:
+        """Whether the strategy composes with other mesh dimensions."""
+        return self.is_fsdp2
+
+    @property
+    def should_save_model(self) -> bool:
+        """Whether this rank takes part in saving the model's weights."""
+        layout = self.parallelism_config
+        return layout is None or not layout.tp_enabled or self.is_main_process
+
+    @property
+    def deepspeed_plugin(self) -> Any:
+        """The DeepSpeed plugin that is selected, or None."""
+        return self.state.deepspeed_plugin
+
+    @property
+    def fp8_backend(self) -> FP8BackendType:
+        """The library that computes in fp8, ``FP8BackendType.NO`` when none does."""
+        return FP8BackendType.NO
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether ranks get equally many batches, by repeating samples where the data does not divide."""
+        return self.dataloader_config.even_batches
+
+    @even_batches.setter
+    def even_batches(self, value: bool) -> None:
+        self.dataloader_config.even_batches = value
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether gradients are synchronised, and optimizers step, in the current micro-batch."""
+        return self.gradient_state.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        self.gradient_state._set_sync_gradients(value)
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per optimizer step."""
+        return self.gradient_state.num_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, value: int) -> None:
+        self.gradient_state.plugin_kwargs.update({"num_steps": value})
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """This rank's place in the tensor-parallel dimension of the mesh.
+
+        Raises:
+            RuntimeError: There is no such dimension.
+        """
+        return prepare.mesh_rank(self, "tp", "Tensor parallelism")
+
+    @property
+    def context_parallel_rank(self) -> int:
+        """This rank's place in the context-parallel dimension of the mesh.
+
+        Raises:
+            NotImplementedError: There is no such dimension; context parallelism is not part of this version.
+        """
+        raise NotImplementedError("Context parallelism is not part of this version of the fork.")
+
+    @property
+    def pipeline_parallel_rank(self) -> int:
+        """This rank's place in the pipeline-parallel dimension of the mesh.
+
+        Raises:
+            NotImplementedError: Always; pipeline parallelism is available for inference alone (``prepare_pippy``).
+        """
+        raise NotImplementedError("Pipeline parallelism is not supported in training; see `accelerate.prepare_pippy`.")
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """This rank's place in the replicating data-parallel dimension of the mesh.
+
+        Raises:
+            RuntimeError: There is no such dimension.
+        """
+        return prepare.mesh_rank(self, "dp_replicate", "Data parallelism")
+
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        """This rank's place in the sharding data-parallel dimension of the mesh.
+
+        Raises:
+            RuntimeError: There is no such dimension.
+        """
+        return prepare.mesh_rank(self, "dp_shard", "Shard-based data parallelism")
+
+    # -- processes -----------------------------------------------------------------------------------------------
+
+    def wait_for_everyone(self) -> None:
+        """Wait until every rank is here. All ranks.
+
+        Example:
+            >>> Accelerator(cpu=True).wait_for_everyone()
+        """
+        self.state.wait_for_everyone()
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print once per run, on the main process.
+
+        Args:
+            *args: As for the built-in ``print``.
+            **kwargs: As for the built-in ``print``.
+        """
+        self.state.print(*args, **kwargs)
+
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Any:
+        """Give each rank its part of a list, tuple, dict, tensor or dataset, as a context. All ranks.
+
+        Args:
+            inputs: What to share out; every rank passes the same.
+            apply_padding: Whether the last element is repeated so that all parts are equally long (to gather them).
+
+        Example:
+            >>> with Accelerator(cpu=True).split_between_processes(["a", "b"]) as part:
+            ...     part
+            ['a', 'b']
+        """
+        return PartialState.split_between_processes(self.state, inputs, apply_padding)
+
+    def main_process_first(self) -> contextlib.AbstractContextManager:
+        """Return a context that the main process goes through before the others enter. All ranks."""
+        return self.state.main_process_first()
+
+    def local_main_process_first(self) -> contextlib.AbstractContextManager:
+        """Return a context that each machine's main process goes through before its others. All ranks."""
+        return self.state.local_main_process_first()
+
+    def on_main_process(self, function: Callable | None = None) -> Callable:
+        """Decorate a function to run on the main process alone; elsewhere it returns None.
+
+        Args:
+            function: The function, when used without parentheses.
+
+        Example:
+            >>> @Accelerator(cpu=True).on_main_process
+            ... def report(): return "written"
+            >>> report()
+            'written'
+        """
+        return PartialState.on_main_process(self.state, function)
+
+    def on_local_main_process(self, function: Callable | None = None) -> Callable:
+        """Decorate a function to run once per machine; elsewhere it returns None.
+
+        Args:
+            function: The function, when used without parentheses.
+        """
+        return PartialState.on_local_main_process(self.state, function)
+
+    def on_last_process(self, function: Callable) -> Callable:
+        """Decorate a function to run on the last rank alone; elsewhere it returns None."""
+        return PartialState.on_last_process(self.state, function)
+
+    def on_process(self, function: Callable | None = None, process_index: int | None = None) -> Callable:
+        """Decorate a function to run on one rank alone; elsewhere it returns None.
+
+        Args:
+            function: The function, when used without parentheses.
+            process_index: The rank.
+        """
+        return PartialState.on_process(self.state, function, process_index)
+
+    def on_local_process(self, function: Callable | None = None, local_process_index: int | None = None) -> Callable:
+        """Decorate a function to run on one rank of each machine; elsewhere it returns None.
+
+        Args:
+            function: The function, when used without parentheses.
+            local_process_index: The rank on its machine.
+        """
+        return PartialState.on_local_process(self.state, function, local_process_index)
+
+    # -- prepare -------------------------------------------------------------------------------------------------
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """Prepare models, optimizers, data loaders and schedulers for this run, in any order. All ranks.
+
+        An object that this Accelerator prepared before, or the object inside one, is not wrapped again: the prepared one
+        is returned, with a UserWarning that points at the calling line.
+
+        Args:
+            *args: The objects; anything else (a loss function, None) comes back untouched.
+            device_placement: For each object whether it moves to the device; None leaves it to the Accelerator.
+
+        Returns:
+            The prepared objects in the order given; a single one by itself.
+
+        Raises:
+            ValueError: Nothing was given, or the settings do not fit.
+            TypeError: A string or a number was given.
+
+        Example:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> model = torch.nn.Linear(2, 1)
+            >>> model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            >>> type(optimizer).__name__
+            'AcceleratedOptimizer'
+        """
+        return prepare.prepare(self, args, device_placement)
+
+    def _prepare_one(self, obj: Any, first_pass: bool = False, device_placement: bool | None = None) -> Any:
+        """Prepare one object of the pass it belongs to, unless it was prepared before.
+
+        Every backend sends its objects through here, so this is where a second preparation is detected.
+
+        Args:
+            obj: Any object given to ``prepare``.
+            first_pass: Whether this is the pass of models, optimizers and loaders, before that of schedulers.
+            device_placement: Whether it moves to the device.
+        """
+        kind = prepare.kind_of(obj)
+        if kind is None or (kind == "scheduler") is first_pass:
+            return obj
+        found, known = prepare.again(self, obj, kind)
+        if found:
+            return known
+        # Looked up on the instance, because libraries replace these methods there.
+        if kind == "loader":
+            result = self.prepare_data_loader(obj, device_placement=device_placement)
+        elif kind == "model":
+            result = self.prepare_model(obj, device_placement=device_placement)
+        elif kind == "optimizer":
+            result = self.prepare_optimizer(obj, device_placement=device_placement)
+        else:
+            result = self.prepare_scheduler(obj)
+        return prepare.ensure_registered(self, kind, result, obj)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Prepare one model: place it, wrap its forward for mixed precision and itself for its strategy. All ranks.
+
+        Args:
+            model: The model.
+            device_placement: Whether it moves to the device; None leaves it to the Accelerator.
+            evaluation_mode: Whether it is for evaluation alone, and gets no training wrapper.
+
+        Raises:
+            TypeError: It is not a module.
+            ValueError: Its trainable weights are float16 while gradients are scaled, or it lies where it cannot train.
+
+        Example:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> model = accelerator.prepare_model(torch.nn.Linear(2, 1))
+        """
+        return prepare.prepare_model(self, model, device_placement, evaluation_mode)
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
+        """Prepare one optimizer. All ranks.
+
+        Args:
+            optimizer: The optimizer.
+            device_placement: Whether its state moves to its parameters' device.
+
+        Returns:
+            An AcceleratedOptimizer.
+        """
+        result = prepare.prepare_optimizer(self, optimizer, device_placement)
+        self.has_lomo_optimizer = gradients.has_lomo(result.optimizer for result in self._optimizers)
+        return result
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Prepare one learning-rate scheduler, after its optimizer. All ranks.
+
+        Args:
+            scheduler: A torch scheduler.
+
+        Returns:
+            An AcceleratedScheduler.
+        """
+        return prepare.prepare_scheduler(self, scheduler)
+
+    def prepare_data_loader(
+        self,
+        data_loader: torch.utils.data.DataLoader,
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Callable | None = None,
+    ) -> torch.utils.data.DataLoader:
+        """Prepare one data loader, so that each rank reads its own part. All ranks.
+
+        Args:
+            data_loader: The loader.
+            device_placement: Whether its batches move to the device; None leaves it to the Accelerator.
+            slice_fn_for_dispatch: Cuts a rank's part out of a dispatched batch; ``slice_tensors`` by default.
+
+        Returns:
+            A loader of the same interface.
+        """
+        return prepare.prepare_data_loader(
+            self, data_loader, device_placement, prepare_data_loader, slice_fn_for_dispatch
+        )
+
+    def _prepare_device_mesh(self) -> None:
+        """Build the device mesh that ``parallelism_config`` describes."""
+        prepare.device_mesh(self)
+
+    def _prepare_tp(self, *args: Any) -> tuple[Any, ...]:
+        """Apply tensor parallelism; not part of this version."""
+        raise NotImplementedError("Tensor parallelism is not part of this version of the fork; set tp_size=1.")
+
+    def _prepare_cp(self, *args: Any) -> tuple[Any, ...]:
+        """Apply context parallelism; not part of this version."""
+        raise NotImplementedError("Context parallelism is not part of this version of the fork; set cp_size=1.")
+
+    def _prepare_fsdp2(self, *args: Any) -> tuple[Any, ...]:
+        """Prepare objects for FSDP2."""
+        return backends.load("fsdp").prepare(self, args, [None] * len(args))
+
+    def _prepare_deepspeed(self, *args: Any) -> tuple[Any, ...]:
+        """Prepare objects for DeepSpeed."""
+        return backends.load("deepspeed").prepare(self, args, [None] * len(args))
+
+    def _prepare_megatron_lm(self, *args: Any) -> tuple[Any, ...]:
+        """Prepare objects for Megatron-LM."""
+        return backends.load("megatron").prepare(self, args, [None] * len(args))
+
+    def _prepare_te(self, *args: Any) -> tuple[Any, ...]:
+        """Convert models to transformer engine; not part of this version."""
+        raise NotImplementedError("fp8 with transformer engine is not part of this version of the fork.")
+
+    def _prepare_ao(self, *args: Any) -> tuple[Any, ...]:
+        """Convert models to torchao; not part of this version."""
+        raise NotImplementedError("fp8 with torchao is not part of this version of the fork.")
+
+    def _prepare_msamp(self, *args: Any, device_placement: Any) -> tuple[Any, ...]:
+        """Convert models and optimizers to MS-AMP; not part of this version."""
+        raise NotImplementedError("fp8 with MS-AMP is not part of this version of the fork.")
+
+    def deepspeed_ulysses_dl_adapter(self, dl: Any, model: nn.Module) -> Any:
+        """Adapt a loader to DeepSpeed's sequence parallelism; not part of this version."""
+        raise NotImplementedError("Sequence parallelism is not part of this version of the fork; set sp_size=1.")
+
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> nn.Module:
+        """Return the model as it was before ``prepare``. Any rank, alone.
+
+        Args:
+            model: A prepared model; one that has no wrapper comes back as it is.
+            keep_fp32_wrapper: Whether forward stays wrapped for mixed precision; False restores the original.
+            keep_torch_compile: Whether a compiled model stays compiled.
+
+        Example:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> model = torch.nn.Linear(2, 1)
+            >>> accelerator.unwrap_model(accelerator.prepare(model)) is model
+            True
+        """
+        return backends.resolve(self.state).unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
+
+    def verify_device_map(self, model: nn.Module) -> bool:
+        """Say whether a model, or a part of it, was placed on several devices by a device map.
+
+        Args:
+            model: The model.
+        """
+        return any(len(getattr(module, "hf_device_map", None) or ()) > 1 for module in model.modules())
+
+    def free_memory(self, *objects: Any) -> list[Any]:
+        """Let go of everything prepared and free the memory; what is prepared next is prepared afresh. All ranks.
+
+        Args:
+            *objects: Objects of yours to let go of as well.
+
+        Returns:
+            One None for each object, to assign back.
+
+        Example:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> model = accelerator.prepare(torch.nn.Linear(2, 1))
+            >>> model, = accelerator.free_memory(model)
+        """
+        return contexts.release(self, objects)
+
+    def clear(self, *objects: Any) -> list[Any]:
+        """Do the same as ``free_memory``."""
+        return self.free_memory(*objects)
+
+    # -- gradients -----------------------------------------------------------------------------------------------
+
+    def accumulate(self, *models: nn.Module, num_items: Any = None) -> contextlib.AbstractContextManager:
+        """Return the context of one micro-batch: in it, prepared optimizers step only when their window closes.
+
+        Args:
+            *models: The prepared models trained in it, whose gradients stay local until the window closes.
+            num_items: How many items (tokens, say) this rank's loss is the mean of. Given for every micro-batch, the
+                gradients are the mean over all items of the window and of all ranks, exactly; it costs one all-reduce
+                of a number per optimizer step.
+
+        Raises:
+            ValueError: ``num_items`` was given for some micro-batches of a window and not for others.
+
+        Example:
+            >>> accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+            >>> model = torch.nn.Linear(1, 1)
+            >>> model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            >>> for batch in torch.ones(4, 1, 1):
+            ...     with accelerator.accumulate(model):
+            ...         accelerator.backward(model(batch).sum())
+            ...         optimizer.step()
+            ...         optimizer.zero_grad()
+        """
+        return gradients.Accumulation(self, models, num_items)
+
+    def _do_sync(self) -> None:
+        """Count a micro-batch, and decide whether gradients are synchronised in it."""
+        gradients.advance(self)
+
+    def no_sync(self, model: nn.Module) -> contextlib.AbstractContextManager:
+        """Return a context in which a model's gradients stay on their rank.
+
+        Args:
+            model: A prepared model.
+
+        Example:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> model = accelerator.prepare(torch.nn.Linear(1, 1))
+            >>> with accelerator.no_sync(model):
+            ...     accelerator.backward(model(torch.ones(1, 1)).sum())
+        """
+        return backends.resolve(self.state).no_sync(self, model)
+
+    @staticmethod
+    def trigger_sync_in_backward(model: nn.Module) -> contextlib.AbstractContextManager:
+        """Return a context whose backward pass synchronises, although the forward passes ran under ``no_sync``.
+
+        Args:
+            model: The prepared model.
+        """
+        return gradients.trigger_sync(model)
+
+    def join_uneven_inputs(
+        self, joinables: Sequence[Any], even_batches: bool | None = None
+    ) -> contextlib.AbstractContextManager:
+        """Return a context in which ranks may have different numbers of batches. All ranks.
+
+        Args:
+            joinables: The prepared models (or other ``torch.distributed.algorithms.Joinable``).
+            even_batches: Overrides ``even_batches`` of the prepared loaders inside the context.
+
+        Source:
+            https://docs.pytorch.org/docs/stable/distributed.algorithms.join.html
+        """
+        return gradients.join_uneven(self, joinables, even_batches)
+
+    def backward(self, loss: torch.Tensor, *, num_items: Any = None, **kwargs: Any) -> None:
+        """Run the backward pass, with the loss scaled for accumulation and for float16. All ranks.
+
+        Args:
+            loss: The loss of this rank's micro-batch, a scalar tensor.
+            num_items: How many items the loss is the mean of; see ``accumulate``.
+            **kwargs: Passed to ``Tensor.backward``; ``learning_rate`` with a LOMO optimizer.
+
+        Raises:
+            TypeError: The loss is not a tensor.
+            ValueError: ``num_items`` is missing for a part of the window, or was given twice.
+
+        Example:
+            >>> weight = torch.ones(1, requires_grad=True)
+            >>> Accelerator(cpu=True).backward(weight.sum())
+        """
+        gradients.backward(self, loss, num_items, kwargs)
+
+    def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
+        """Run the backward pass of LOMO optimizers, which update the weights in it.
+
+        Args:
+            loss: The loss, already scaled.
+            learning_rate: The learning rate of this step.
+
+        Raises:
+            ValueError: No LOMO optimizer was prepared, or there is no learning rate.
+        """
+        gradients.lomo_backward(self, loss, learning_rate)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Divide the float16 loss scale out of the gradients, before they are read or changed.
+
+        Args:
+            optimizer: The optimizer or optimizers whose gradients are meant; all prepared ones by default.
+        """
+        gradients.unscale(self, optimizer)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
+        """Unscale the gradients and clip them to a total norm. All ranks, when gradients are synchronised.
+
+        Args:
+            parameters: The parameters whose gradients are clipped together.
+            max_norm: The largest norm they may have.
+            norm_type: The order of the norm.
+
+        Returns:
+            The norm before clipping, a scalar tensor.
+
+        Example:
+            >>> weight = torch.nn.Parameter(torch.ones(1)); weight.grad = torch.full((1,), 4.0)
+            >>> Accelerator(cpu=True).clip_grad_norm_([weight], max_norm=1.0)
+            tensor(4.)
+        """
+        return gradients.clip_norm(self, parameters, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Unscale the gradients and clip each element to ``[-clip_value, clip_value]``. All ranks.
+
+        Args:
+            parameters: The parameters whose gradients are clipped.
+            clip_value: The bound.
+
+        Raises:
+            NotImplementedError: The strategy holds gradients in shards that cannot be clipped by value.
+        """
+        gradients.clip_value(self, parameters, clip_value)
+
+    # -- collectives ---------------------------------------------------------------------------------------------
+
+    def gather(self, tensor: Any) -> Any:
+        """Gather tensors from all ranks, concatenated along their first dimension in rank order. All ranks.
+
+        Args:
+            tensor: A tensor, or lists, tuples and dicts of tensors, nested; the same shapes on every rank
+                (``pad_across_processes`` helps). A tensor without dimensions counts as one of length 1.
+
+        Example:
+            >>> Accelerator(cpu=True).gather(torch.tensor([1, 2]))
+            tensor([1, 2])
+        """
+        return collectives.gather(self, tensor)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gather predictions and labels of an evaluation loop, without the samples that fill up its last batch. All ranks.
+
+        Args:
+            input_data: Nested tensors, or any picklable objects.
+            use_gather_object: Whether to gather as objects although it holds tensors (of different shapes, say).
+
+        Example:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> loader = accelerator.prepare(torch.utils.data.DataLoader(torch.arange(3), batch_size=2))
+            >>> torch.cat([accelerator.gather_for_metrics(batch) for batch in loader])
+            tensor([0, 1, 2])
+        """
+        return collectives.gather_for_metrics(self, input_data, use_gather_object)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Sum or average tensors over all ranks. All ranks.
+
+        Args:
+            tensor: Nested tensors of the same shapes on every rank.
+            reduction: ``"sum"``, ``"mean"``, or ``"none"``.
+            scale: Factor applied to the result.
+
+        Example:
+            >>> Accelerator(cpu=True).reduce(torch.tensor(2.0))
+            tensor(2.)
+        """
+        return collectives.reduce(self, tensor, reduction, scale)
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        """Pad tensors to the largest size that one dimension has on any rank, so that they can be gathered. All ranks.
+
+        Args:
+            tensor: Nested tensors that differ between ranks in ``dim`` alone.
+            dim: The dimension to pad.
+            pad_index: The value to pad with.
+            pad_first: Whether to pad at the beginning.
+
+        Example:
+            >>> Accelerator(cpu=True).pad_across_processes(torch.tensor([1, 2]))
+            tensor([1, 2])
+        """
+        return collectives.pad(self, tensor, dim, pad_index, pad_first)
+
+    def set_trigger(self) -> None:
+        """Raise a flag on this rank, which ``check_trigger`` shows to every rank. Any rank, alone."""
+        collectives.set_trigger(self)
+
+    def check_trigger(self) -> bool:
+        """Say whether some rank raised its flag, and lower it. All ranks.
+
+        Example:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> accelerator.set_trigger()
+            >>> accelerator.check_trigger(), accelerator.check_trigger()
+            (True, False)
+        """
+        return collectives.check_trigger(self)
+
+    # -- contexts ------------------------------------------------------------------------------------------------
+
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> contextlib.AbstractContextManager:
+        """Return the autocast context of the precision in force, for code outside a prepared model's forward.
+
+        Args:
+            autocast_handler: Settings for this context, instead of the Accelerator's.
+
+        Example:
+            >>> with Accelerator(cpu=True).autocast():
+            ...     product = torch.ones(2, 2) @ torch.ones(2, 2)
+        """
+        return contexts.autocast(self, autocast_handler)
+
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> contextlib.AbstractContextManager:
+        """Return a context that profiles its region, and writes a trace per rank where a folder is set. All ranks.
+
+        Args:
+            profile_handler: Settings for this region, instead of the Accelerator's.
+
+        Source:
+            https://docs.pytorch.org/docs/stable/profiler.html
+        """
+        return contexts.profile(self, profile_handler)
+
+    def maybe_context_parallel(
+        self,
+        buffers: list[torch.Tensor] | None = None,
+        buffer_seq_dims: list[int] | None = None,
+        no_restore_buffers: set[torch.Tensor] | None = None,
+    ) -> contextlib.AbstractContextManager:
+        """Return the context in which buffers are sharded along their sequence, if context parallelism is on.
+
+        Args:
+            buffers: Tensors to shard in place.
+            buffer_seq_dims: The sequence dimension of each.
+            no_restore_buffers: Those that stay sharded afterwards.
+        """
+        if self._cp_context is not None:
+            return self._cp_context(
+                buffers=buffers, buffer_seq_dims=buffer_seq_dims, no_restore_buffers=no_restore_buffers
+            )
+        return contextlib.nullcontext()
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------
+
+    def save_state(
+        self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
+    ) -> str:
+        """Save models, optimizers, schedulers, loaders, scaler, generators and registered objects. All ranks.
+
+        Args:
+            output_dir: The folder; with automatic naming, the next ``checkpoints/checkpoint_<n>`` of the project.
+            safe_serialization: Whether models are written as safetensors.
+            **save_model_func_kwargs: Passed to the strategy's own saving of models.
+
+        Returns:
+            The folder.
+
+        Raises:
+            ValueError: There is no folder to write to, or the next one exists already.
+
+        Example:
+            >>> import tempfile
+            >>> accelerator = Accelerator(cpu=True)
+            >>> model = accelerator.prepare(torch.nn.Linear(1, 1))
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     _ = accelerator.save_state(folder)
+            ...     _ = accelerator.load_state(folder)
+        """
+        return saving.save_state(self, output_dir, safe_serialization, **save_model_func_kwargs)
+
+    def load_state(
+        self, input_dir: str | None = None, load_kwargs: dict | None = None, **load_model_func_kwargs: Any
+    ) -> None:
+        """Restore what ``save_state`` saved, into the objects prepared and registered in the same order. All ranks.
+
+        Args:
+            input_dir: The folder; with automatic naming, the newest checkpoint of the project.
+            load_kwargs: Passed to the loading of models' and optimizers' files.
+            **load_model_func_kwargs: Passed to the strategy's own loading of models.
+
+        Raises:
+            ValueError: The folder is not there, or does not fit what was prepared; nothing was changed then.
+        """
+        saving.load_state(self, input_dir, load_kwargs, **load_model_func_kwargs)
+
+    def save(self, obj: Any, f: str | os.PathLike, safe_serialization: bool = False) -> None:
+        """Save an object to disk, once per run (or per machine, where the project says so). All ranks may call it.
+
+        Args:
+            obj: The object.
+            f: The file.
+            safe_serialization: Whether to write a dict of tensors as safetensors.
+        """
+        saving.save(self, obj, f, safe_serialization)
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike,
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Save a model's weights in shards with an index, as the hub's libraries read them. All ranks.
+
+        Args:
+            model: The model, prepared or not.
+            save_directory: The folder.
+            max_shard_size: Largest size of a file, in bytes or as text such as ``"5GB"``.
+            safe_serialization: Whether to write safetensors.
+        """
+        saving.save_model(self, model, save_directory, max_shard_size, safe_serialization)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
+        """Return a prepared model's full state dict. All ranks.
+
+        Args:
+            model: The model.
+            unwrap: Whether the keys are those of the model before ``prepare``.
+        """
+        return saving.get_state_dict(self, model, unwrap)
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Add objects to what ``save_state`` saves.
+
+        Args:
+            *objects: Objects with ``state_dict`` and ``load_state_dict``.
+
+        Raises:
+            ValueError: One of them lacks these methods.
+        """
+        saving.register_for_checkpointing(self, *objects)
+
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Add a function that is called before ``save_state`` writes, with models, weights and folder.
+
+        Args:
+            hook: ``hook(models, weights, output_dir)``; it may write models itself and empty the lists.
+
+        Returns:
+            A handle whose ``remove()`` takes the hook away.
+        """
+        return saving.register_save_state_pre_hook(self, hook)
+
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Add a function that is called before ``load_state`` reads, with models and folder.
+
+        Args:
+            hook: ``hook(models, input_dir)``; it may read models itself and empty the list.
+
+        Returns:
+            A handle whose ``remove()`` takes the hook away.
+        """
+        return saving.register_load_state_pre_hook(self, hook)
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """Return a loader that leaves out the first batches of its next epoch, to go on in the middle of one.
+
+        Args:
+            dataloader: A prepared loader.
+            num_batches: How many batches to leave out.
+        """
+        return skip_first_batches(dataloader, num_batches=num_batches)
+
+    # -- tracking ------------------------------------------------------------------------------------------------
+
+    @_from_main_process
+    def init_trackers(
+        self, project_name: str, config: dict | None = None, init_kwargs: dict[str, dict] | None = None
+    ) -> None:
+        """Start the trackers that ``log_with`` named.
+
+        Args:
+            project_name: The project, or run, under which they log.
+            config: Hyperparameters to store.
+            init_kwargs: For each tracker's name the arguments of its constructor.
+        """
+        tracking.init_trackers(self, project_name, config, init_kwargs)
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """Return a running tracker.
+
+        Args:
+            name: Its name, such as ``"tensorboard"``.
+            unwrap: Whether to return the library's own object.
+        """
+        return tracking.get_tracker(self, name, unwrap)
+
+    @_from_main_process
+    def log(self, values: dict, step: int | None = None, log_kwargs: dict | None = None) -> None:
+        """Log values to every running tracker.
+
+        Args:
+            values: The values by name.
+            step: The step they belong to.
+            log_kwargs: For each tracker's name the arguments of its ``log``.
+        """
+        tracking.log(self, values, step, log_kwargs)
+
+    def end_training(self) -> None:
+        """Finish the trackers and leave the process group. All ranks, at the end."""
+        tracking.end_training(self)

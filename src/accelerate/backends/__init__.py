@@ -1,0 +1,1 @@
+"""How processes cooperate: one module per strategy, chosen late by the registry."""

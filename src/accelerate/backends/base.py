@@ -1,0 +1,165 @@
+"""The contract of a backend: what a strategy does at prepare, in a step, and for a checkpoint.
+
+A backend is stateless and resolved at each use; what it needs to remember lives on the Accelerator, which is the first
+argument of every method. The bodies here are the behaviour of a single process, so a new backend writes only what
+differs.
+
+Call order, in one run:
+
+1. ``check`` and then ``prepare``, on every rank, once per ``Accelerator.prepare``; ``prepare`` calls back into
+   ``Accelerator._prepare_one``, which calls ``wrap_model`` for each model.
+2. For each step ``no_sync`` while gradients accumulate, ``backward``, ``clip_grad_norm`` or ``clip_grad_value``; all
+   ranks call them equally often.
+3. For a checkpoint ``model_state``, ``save_model``, ``save_optimizer`` and ``checkpointed_schedulers``; for a restore
+   ``load_model`` and ``load_optimizer``. Every rank calls them; who writes is decided in ``checkpoint.files``.
+4. ``release`` when the Accelerator lets go of its objects.
+"""
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+
+from accelerate.checkpoint import files
+from accelerate.config.handlers import GradScalerKwargs
+from accelerate.modules.unwrap import extract_model_from_parallel
+from accelerate.precision import amp
+from accelerate.precision.base import precision
+
+if TYPE_CHECKING:
+    from accelerate.accelerator import Accelerator
+
+
+class Backend:
+    """A strategy's behaviour, by default that of one process.
+
+    A third party derives from it and registers the class under the entry-point group ``accelerate.backends``.
+    """
+
+    name: ClassVar[str]
+
+    # -- prepare -------------------------------------------------------------------------------------------------
+
+    def check(self, accelerator: "Accelerator", objects: Sequence[Any]) -> None:
+        """Refuse what this strategy cannot prepare, before anything is changed. All ranks.
+
+        Raises:
+            ValueError: The objects, or the settings, do not fit the strategy.
+        """
+
+    def prepare(
+        self, accelerator: "Accelerator", objects: Sequence[Any], placements: Sequence[bool | None]
+    ) -> tuple[Any, ...]:
+        """Prepare the objects and return them in their order. All ranks, in the same order.
+
+        Schedulers come second, because they look for their prepared optimizers.
+
+        Args:
+            objects: What the user gave to ``prepare``.
+            placements: For each object whether it moves to the device; None leaves it to the Accelerator.
+        """
+        first = [
+            accelerator._prepare_one(item, first_pass=True, device_placement=placement)
+            for item, placement in zip(objects, placements, strict=True)
+        ]
+        return tuple(
+            accelerator._prepare_one(item, device_placement=placement)
+            for item, placement in zip(first, placements, strict=True)
+        )
+
+    def needs_wrapper(self, accelerator: "Accelerator", model: nn.Module) -> bool:
+        """Whether ``wrap_model`` would put a module around this one for training."""
+        return False
+
+    def wrap_model(self, accelerator: "Accelerator", model: nn.Module) -> nn.Module:
+        """Return the model as it trains under this strategy. All ranks."""
+        return model
+
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> nn.Module:
+        """Return the user's model out of its wrappers. Any rank, alone."""
+        return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
+
+    def data_shard(self, accelerator: "Accelerator") -> tuple[int, int]:
+        """Return how many shards the data has, and which of them this rank reads."""
+        return accelerator.num_processes, accelerator.process_index
+
+    # -- step ----------------------------------------------------------------------------------------------------
+
+    def backward(self, accelerator: "Accelerator", loss: torch.Tensor, **kwargs: Any) -> None:
+        """Run the backward pass of a loss that is already scaled for accumulation."""
+        scaler = accelerator.scaler
+        if scaler is not None:
+            loss = scaler.scale(loss)
+        loss.backward(**kwargs)
+
+    def no_sync(self, accelerator: "Accelerator", model: nn.Module) -> contextlib.AbstractContextManager:
+        """Return a context in which backward passes keep gradients on their rank."""
+        return contextlib.nullcontext()
+
+    def join(self, joinables: Sequence[Any]) -> contextlib.AbstractContextManager:
+        """Return a context in which ranks may run out of batches at different steps."""
+        return contextlib.nullcontext()
+
+    def make_scaler(self, accelerator: "Accelerator", handler: GradScalerKwargs | None) -> Any | None:
+        """Return the gradient scaler of the precision in force, or None."""
+        return amp.make_scaler(accelerator.device.type, precision(accelerator.mixed_precision), handler)
+
+    def clip_grad_norm(
+        self, accelerator: "Accelerator", parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float
+    ) -> torch.Tensor:
+        """Clip gradients to a total norm, and return the norm that they had. All ranks."""
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+
+    def clip_grad_value(
+        self, accelerator: "Accelerator", parameters: Iterable[nn.Parameter], clip_value: float
+    ) -> None:
+        """Clip each gradient element to a range. All ranks."""
+        nn.utils.clip_grad_value_(parameters, clip_value)
+
+    # -- checkpoint ----------------------------------------------------------------------------------------------
+
+    def model_state(self, accelerator: "Accelerator", model: nn.Module, unwrap: bool) -> dict[str, Any]:
+        """Return the full state dict of a prepared model. All ranks.
+
+        Args:
+            model: The prepared model.
+            unwrap: Whether keys are those of the user's model rather than of its wrapper.
+        """
+        return (self.unwrap_model(model) if unwrap else model).state_dict()
+
+    def save_model(
+        self, accelerator: "Accelerator", state: dict[str, Any], folder: str, index: int, **options: Any
+    ) -> None:
+        """Write a model's state into a checkpoint folder. All ranks."""
+        files.write_model(state, folder, index, **options)
+
+    def load_model(
+        self, accelerator: "Accelerator", model: nn.Module, folder: str, index: int, **options: Any
+    ) -> dict:
+        """Read a model's state from a checkpoint folder. All ranks."""
+        return files.read_model(model, folder, index, **options)
+
+    def save_optimizer(
+        self, accelerator: "Accelerator", optimizer: Any, folder: str, index: int, **options: Any
+    ) -> None:
+        """Write an optimizer's state into a checkpoint folder. All ranks."""
+        files.write_optimizer(optimizer.state_dict(), folder, index, **options)
+
+    def load_optimizer(
+        self, accelerator: "Accelerator", optimizer: Any, folder: str, index: int, **options: Any
+    ) -> Any:
+        """Read an optimizer's state from a checkpoint folder. All ranks."""
+        return files.read_optimizer(folder, index, **options)
+
+    def checkpointed_schedulers(self, accelerator: "Accelerator") -> list[Any]:
+        """Return the schedulers whose state is saved with a checkpoint."""
+        return list(accelerator._schedulers)
+
+    # -- end -----------------------------------------------------------------------------------------------------
+
+    def release(self, accelerator: "Accelerator") -> None:
+        """Let go of what the strategy holds for the Accelerator's objects. All ranks."""

@@ -1,0 +1,54 @@
+"""Data parallelism: every rank holds a replica, and gradients are averaged while backward runs."""
+
+import contextlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+from accelerate.backends.base import Backend
+
+if TYPE_CHECKING:
+    from accelerate.accelerator import Accelerator
+
+
+class DataParallel(Backend):
+    """torch's DistributedDataParallel, with gloo, NCCL or a vendor's backend.
+
+    Source:
+        https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
+    """
+
+    name = "ddp"
+
+    def needs_wrapper(self, accelerator: "Accelerator", model: nn.Module) -> bool:
+        """Whether the model has gradients to average: a frozen one (a teacher, say) has none, and torch refuses it."""
+        return any(parameter.requires_grad for parameter in model.parameters())
+
+    def wrap_model(self, accelerator: "Accelerator", model: nn.Module) -> nn.Module:
+        """Put DistributedDataParallel around the model, with the user's settings and communication hook."""
+        if isinstance(model, DistributedDataParallel) or not self.needs_wrapper(accelerator, model):
+            return model
+        handler = accelerator.ddp_handler
+        options = handler.to_kwargs() if handler is not None else {}
+        # The hooks are ours to register; the constructor knows nothing of them.
+        for name in ("comm_hook", "comm_wrapper", "comm_state_option"):
+            options.pop(name, None)
+        device = accelerator.device
+        if device.type not in ("cpu", "hpu") and not accelerator.verify_device_map(model):
+            options.update(device_ids=[device.index], output_device=device.index)
+        wrapped = DistributedDataParallel(model, **options)
+        if handler is not None:
+            handler.register_comm_hook(wrapped)
+        return wrapped
+
+    def no_sync(self, accelerator: "Accelerator", model: nn.Module) -> contextlib.AbstractContextManager:
+        """Return DDP's own context; a model that was never wrapped has nothing to hold back."""
+        hold = getattr(model, "no_sync", None)
+        return hold() if hold is not None else contextlib.nullcontext()
+
+    def join(self, joinables: Sequence[Any]) -> contextlib.AbstractContextManager:
+        """Return torch's Join context over the wrapped models."""
+        return Join(joinables, enable=True, throw_on_early_termination=False)

@@ -1,0 +1,105 @@
+"""Which backend serves a state: ordered specs, matched late, loaded on first use, open to third parties."""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any
+
+from accelerate.backends.base import Backend
+from accelerate.config.enums import DistributedType
+
+GROUP = "accelerate.backends"
+
+
+@dataclass(frozen=True)
+class BackendSpec:
+    """How a backend is found.
+
+    Attributes:
+        name: The backend's name.
+        matches: Says of an AcceleratorState whether this backend serves it.
+        target: ``"module:Class"``, imported on first use; None for a strategy that this version does not have.
+        missing: For a strategy that is not there, what to do instead.
+    """
+
+    name: str
+    matches: Callable[[Any], bool]
+    target: str | None
+    missing: str = ""
+
+
+_REPLICAS = frozenset(kind for kind in DistributedType if kind.value.startswith("MULTI_"))
+_LATER = "Train with data parallelism for now (leave the plugin and its environment variables away)."
+
+SPECS: list[BackendSpec] = [
+    BackendSpec(
+        "single",
+        lambda state: state.distributed_type == DistributedType.NO,
+        "accelerate.backends.single:SingleProcess",
+    ),
+    BackendSpec("ddp", lambda state: state.distributed_type in _REPLICAS, "accelerate.backends.ddp:DataParallel"),
+    BackendSpec("xla", lambda state: state.distributed_type == DistributedType.XLA, "accelerate.backends.xla:XLA"),
+    BackendSpec("fsdp", lambda state: state.distributed_type == DistributedType.FSDP, None, _LATER),
+    BackendSpec("deepspeed", lambda state: state.distributed_type == DistributedType.DEEPSPEED, None, _LATER),
+    BackendSpec("megatron", lambda state: state.distributed_type == DistributedType.MEGATRON_LM, None, _LATER),
+]
+
+
+def register(spec: BackendSpec, before: str | None = None) -> None:
+    """Add a backend, in front of the one it refines.
+
+    Args:
+        spec: The backend; its ``matches`` is asked before those behind it.
+        before: Name of the backend it goes in front of; None puts it first.
+
+    Raises:
+        ValueError: ``before`` names no backend; the message lists the known ones.
+    """
+    names = [known.name for known in SPECS]
+    if before is not None and before not in names:
+        raise ValueError(f"before={before!r} is no registered backend. Known: {names}.")
+    SPECS.insert(0 if before is None else names.index(before), spec)
+
+
+@cache
+def load(name: str) -> Backend:
+    """Return the backend of a name, imported on first use.
+
+    Raises:
+        ValueError: No backend has this name; the message lists the known ones.
+        NotImplementedError: The strategy is known, but not part of this version.
+    """
+    _third_parties()
+    spec = next((spec for spec in SPECS if spec.name == name), None)
+    if spec is None:
+        raise ValueError(f"There is no backend {name!r}. Known: {[spec.name for spec in SPECS]}.")
+    if spec.target is None:
+        raise NotImplementedError(f"The strategy {name!r} is not part of this version of the fork. {spec.missing}")
+    module, _, attribute = spec.target.partition(":")
+    return getattr(importlib.import_module(module), attribute)()
+
+
+@cache
+def _third_parties() -> None:
+    for point in entry_points(group=GROUP):
+        register(point.load())
+
+
+def resolve(state: Any) -> Backend:
+    """Return the backend that serves a state now; state may have been assigned to since the last call.
+
+    Args:
+        state: An AcceleratorState.
+
+    Raises:
+        NotImplementedError: The state asks for a strategy that this version does not have.
+    """
+    _third_parties()
+    for spec in SPECS:
+        if spec.matches(state):
+            return load(spec.name)
+    raise ValueError(
+        f"No backend serves distributed_type={state.distributed_type!r}. Known: {[spec.name for spec in SPECS]}."
+    )

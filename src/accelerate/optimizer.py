@@ -1,0 +1,214 @@
+"""The prepared optimizer: it steps when gradients are synchronised, through the gradient scaler when there is one."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from accelerate.runtime import traits
+from accelerate.state import AcceleratorState, GradientState
+
+
+def move_to_device(state: Any, device: torch.device) -> Any:
+    """Return optimizer state with its tensors on a device.
+
+    Args:
+        state: A tensor, or lists, tuples and dicts of them, nested; anything else is returned as it is.
+        device: Where the tensors go.
+    """
+    if isinstance(state, torch.Tensor):
+        return state.to(device)
+    if isinstance(state, (list, tuple)):
+        return type(state)(move_to_device(item, device) for item in state)
+    if isinstance(state, dict):
+        return type(state)((key, move_to_device(value, device)) for key, value in state.items())
+    return state
+
+
+class _NotedStep:
+    """An optimizer's ``step`` that leaves a note when it runs, which a scaler prevents after an overflow."""
+
+    def __init__(self, owner: "AcceleratedOptimizer", method: Callable) -> None:
+        self.owner = owner
+        self.method = method
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.owner._accelerate_step_called = True
+        return self.method(*args, **kwargs)
+
+
+def patch_optimizer_step(accelerated_optimizer: "AcceleratedOptimizer", method: Callable) -> Callable:
+    """Return an optimizer's step method that notes on the wrapper that it ran.
+
+    Args:
+        accelerated_optimizer: The wrapper whose ``_accelerate_step_called`` is set.
+        method: The inner optimizer's own ``step``.
+    """
+    return _NotedStep(accelerated_optimizer, method)
+
+
+class AcceleratedOptimizer(torch.optim.Optimizer):
+    """A torch optimizer that knows about gradient accumulation and gradient scaling.
+
+    ``step`` and ``zero_grad`` do nothing while gradients accumulate. With a scaler, ``step_was_skipped`` says whether
+    the last step was left out because of an overflow. Everything else is the inner optimizer's.
+
+    Args:
+        optimizer: The optimizer to wrap.
+        device_placement: Whether the optimizer's existing state moves to its parameters' device.
+        scaler: The gradient scaler, or None.
+
+    Example:
+        >>> from accelerate import Accelerator
+        >>> accelerator = Accelerator(cpu=True)
+        >>> parameter = torch.nn.Parameter(torch.ones(1))
+        >>> optimizer = accelerator.prepare(torch.optim.SGD([parameter], lr=0.5))
+        >>> parameter.sum().backward(); optimizer.step(); parameter.item()
+        0.5
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, device_placement: bool = True, scaler: Any = None) -> None:
+        # torch's own __init__ is left out on purpose: it would build a second set of parameter groups.
+        self.optimizer = optimizer
+        self.scaler = scaler
+        self.accelerator_state = AcceleratorState()
+        self.gradient_state = GradientState()
+        self.device_placement = device_placement
+        self._is_overflow = False
+        self._reduces_on_step = traits.of(self.accelerator_state.distributed_type).reduces_on_step
+        self._zero_takes_none = "set_to_none" in inspect.signature(optimizer.zero_grad).parameters
+        if scaler is not None:
+            self._note_steps()
+        if device_placement and optimizer.state:
+            # torch's own loading casts each entry to its parameter's device, and leaves what belongs on the host there.
+            optimizer.load_state_dict(optimizer.state_dict())
+
+    def _note_steps(self) -> None:
+        self._accelerate_step_called = False
+        self._optimizer_original_step_method = self.optimizer.step
+        self._optimizer_patched_step_method = patch_optimizer_step(self, self.optimizer.step)
+
+    @property
+    def state(self) -> Any:
+        """The inner optimizer's state."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The inner optimizer's parameter groups."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, param_groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = param_groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The inner optimizer's default options."""
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.optimizer.defaults = defaults
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group to the inner optimizer."""
+        self.optimizer.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the inner optimizer's state dict."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the inner optimizer's state; torch moves each entry to its parameter's device."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def train(self) -> None:
+        """Put an optimizer that has modes (schedule-free ones) into training mode."""
+        if callable(switch := getattr(self.optimizer, "train", None)):
+            switch()
+
+    def eval(self) -> None:
+        """Put an optimizer that has modes (schedule-free ones) into evaluation mode."""
+        if callable(switch := getattr(self.optimizer, "eval", None)):
+            switch()
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clear the gradients, unless they are still accumulating.
+
+        Args:
+            set_to_none: Drop the gradients instead of zeroing them; None leaves it to the inner optimizer.
+
+        Raises:
+            ValueError: ``set_to_none`` was given, and the inner optimizer does not take it.
+        """
+        if not self.gradient_state.sync_gradients:
+            return
+        if set_to_none is None:
+            self.optimizer.zero_grad()
+        elif self._zero_takes_none:
+            self.optimizer.zero_grad(set_to_none=set_to_none)
+        else:
+            raise ValueError(
+                f"set_to_none={set_to_none} was given, but `zero_grad` of {type(self.optimizer).__name__} does not take it."
+            )
+
+    def step(self, closure: Callable | None = None) -> None:
+        """Update the parameters, unless gradients are still accumulating.
+
+        Args:
+            closure: Re-evaluates the model and returns the loss, for optimizers that need it.
+        """
+        gradient_state = self.gradient_state
+        if not gradient_state.sync_gradients:
+            return
+        if self._reduces_on_step:
+            self._reduce_gradients()
+        if self.scaler is None:
+            self.optimizer.step() if closure is None else self.optimizer.step(closure)
+        else:
+            self._scaled_step(closure)
+        if self._reduces_on_step:
+            gradient_state.is_xla_gradients_synced = False
+
+    def _scaled_step(self, closure: Callable | None) -> None:
+        if "_optimizer_patched_step_method" not in self.__dict__:  # the scaler was assigned after construction
+            self._note_steps()
+        inner = self.optimizer
+        inner.step = self._optimizer_patched_step_method
+        try:
+            self.scaler.step(inner) if closure is None else self.scaler.step(inner, closure)
+        finally:
+            inner.step = self._optimizer_original_step_method
+        self.scaler.update()
+        self._is_overflow = not self._accelerate_step_called
+        self._accelerate_step_called = False
+
+    def _reduce_gradients(self) -> None:
+        if self.gradient_state.is_xla_gradients_synced:
+            return
+        import torch_xla.core.xla_model as xm
+
+        gradients = xm._fetch_gradients(self.optimizer)
+        xm.all_reduce("sum", gradients, scale=1.0 / self.accelerator_state.num_processes)
+        self.gradient_state.is_xla_gradients_synced = True
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was left out because the scaled gradients overflowed."""
+        return self._is_overflow
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The two step methods refer to bound methods of this very process; they are made again when needed.
+        hidden = ("_optimizer_original_step_method", "_optimizer_patched_step_method")
+        return {key: value for key, value in self.__dict__.items() if key not in hidden}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self.scaler is not None:
+            self._note_steps()

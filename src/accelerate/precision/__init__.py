@@ -1,0 +1,1 @@
+"""Which numerics a run uses: the precision table, autocast, loss scaling, fp8 recipes."""

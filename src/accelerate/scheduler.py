@@ -1,0 +1,116 @@
+"""The prepared learning-rate scheduler: it steps when its optimizers stepped, once per data-parallel replica."""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from accelerate.state import AcceleratorState, GradientState
+
+
+class AcceleratedScheduler:
+    """A torch scheduler that follows the optimizers it was prepared with.
+
+    A schedule is written for the batches of *one* process. Where each of n data-parallel replicas takes its own batch,
+    one optimizer step uses n of them, so the scheduler advances n times; tensor, context and sequence parallel ranks
+    work on the same batch and do not count. With ``split_batches`` the batch is shared out and it advances once.
+
+    Args:
+        scheduler: The scheduler to wrap.
+        optimizers: The prepared optimizer or optimizers it belongs to.
+        step_with_optimizer: Whether it steps with them; False leaves every call to the inner scheduler.
+        split_batches: Whether batches are split across processes.
+
+    Example:
+        >>> import torch
+        >>> from accelerate import Accelerator
+        >>> accelerator = Accelerator(cpu=True)
+        >>> inner = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+        >>> optimizer, scheduler = accelerator.prepare(inner, torch.optim.lr_scheduler.ExponentialLR(inner, 0.5))
+        >>> optimizer.step(); scheduler.step(); scheduler.get_last_lr()
+        [0.5]
+    """
+
+    def __init__(
+        self, scheduler: Any, optimizers: Any, step_with_optimizer: bool = True, split_batches: bool = False
+    ) -> None:
+        self.scheduler = scheduler
+        self.optimizers: Sequence[Any] = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+        self.split_batches = split_batches
+        self.step_with_optimizer = step_with_optimizer
+        self.gradient_state = GradientState()
+        self.accelerator_state = AcceleratorState() if AcceleratorState._shared_state else None
+
+    @property
+    def steps_per_update(self) -> int:
+        """How many times the inner scheduler advances for one optimizer step."""
+        if self.split_batches or self.accelerator_state is None:
+            return 1
+        layout = getattr(self.accelerator_state, "parallelism_config", None)
+        return layout.data_parallel_size if layout is not None else self.accelerator_state.num_processes
+
+    def check_length(self, updates_per_epoch: int) -> None:
+        """Warn when the schedule's ``total_steps`` cannot fit the prepared loader.
+
+        Args:
+            updates_per_epoch: Optimizer steps that one pass over the prepared loader makes.
+        """
+        total = getattr(self.scheduler, "total_steps", None)
+        replicas = self.steps_per_update
+        if not total or not updates_per_epoch or not self.step_with_optimizer:
+            return
+        needed = updates_per_epoch * replicas
+        counted_per_rank = replicas > 1 and total % needed and not total % updates_per_epoch
+        if total < needed or counted_per_rank:
+            warnings.warn(
+                f"{type(self.scheduler).__name__} was built with total_steps={total}, but one epoch of the prepared "
+                f"loader makes {updates_per_epoch} optimizer steps and the scheduler advances {replicas} time(s) for "
+                f"each, {needed} in all. Compute total_steps as epochs * {needed} (the length of the loader before "
+                "`prepare`), or pass step_scheduler_with_optimizer=False and step it yourself.",
+                UserWarning,
+                stacklevel=2,
+            )
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Advance the schedule, unless gradients accumulate or an optimizer step was skipped.
+
+        Args:
+            *args: Passed to the inner scheduler's ``step``, such as a metric.
+            **kwargs: Passed likewise.
+        """
+        scheduler = self.scheduler
+        if not self.step_with_optimizer:
+            scheduler.step(*args, **kwargs)
+            return
+        if not self.gradient_state.sync_gradients:
+            if self.gradient_state.adjust_scheduler:
+                # Torch warns when a schedule falls behind its own count of steps.
+                scheduler._step_count += 1
+            return
+        for optimizer in self.optimizers:
+            if optimizer.step_was_skipped:
+                return
+        total = getattr(scheduler, "total_steps", None)
+        for _ in range(self.steps_per_update):
+            # The last update may ask for more steps than the schedule has left.
+            if total is None or scheduler._step_count <= total:
+                scheduler.step(*args, **kwargs)
+
+    def get_last_lr(self) -> list[float]:
+        """Return the learning rates of the last step, one per parameter group."""
+        return self.scheduler.get_last_lr()
+
+    def get_lr(self) -> list[float]:
+        """Return the learning rates that the inner scheduler computes now."""
+        return self.scheduler.get_lr()
+
+    def print_lr(self, *args: Any, **kwargs: Any) -> None:
+        """Print the learning rate as the inner scheduler does."""
+        self.scheduler.print_lr(*args, **kwargs)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the inner scheduler's state dict."""
+        return self.scheduler.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the inner scheduler's state."""
+        self.scheduler.load_state_dict(state_dict)

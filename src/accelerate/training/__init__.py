@@ -1,0 +1,1 @@
+"""The functions behind the Accelerator facade; each takes the Accelerator first."""

@@ -1,0 +1,75 @@
+"""Collectives of an Accelerator: they use its own state, so they work on after somebody else's reset."""
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accelerate import comm
+from accelerate.utils import operations
+
+if TYPE_CHECKING:
+    from accelerate.accelerator import Accelerator
+
+logger = logging.getLogger(__name__)
+
+
+def communicator(accelerator: "Accelerator") -> comm.base.Communicator:
+    """Return the communicator of the Accelerator's own state."""
+    return comm.for_type(accelerator.state.distributed_type)
+
+
+def gather(accelerator: "Accelerator", tensor: Any) -> Any:
+    """Gather nested tensors, concatenated along their first dimension."""
+    return operations.gather_with(communicator(accelerator), tensor)
+
+
+def gather_for_metrics(accelerator: "Accelerator", data: Any, use_gather_object: bool) -> Any:
+    """Gather predictions or labels, and drop the samples that only filled up the last batch."""
+    try:
+        operations.recursively_apply(lambda tensor: tensor, data, error_on_other_type=True)
+        tensors = True
+    except TypeError:
+        tensors = False
+    if use_gather_object or not tensors:
+        gathered = operations.gather_object_with(communicator(accelerator), data)
+    else:
+        gathered = operations.gather_with(communicator(accelerator), data)
+    state = accelerator.gradient_state
+    if not state.end_of_dataloader or state.remainder == 0:
+        return gathered
+    if state.remainder < 0:
+        logger.info(
+            "The loader's dataset has no length, so gather_for_metrics returns every gathered sample, duplicates included."
+        )
+        return gathered
+    keep = state.remainder
+    if use_gather_object or not tensors:
+        return gathered[:keep]
+    return operations.recursively_apply(lambda tensor: tensor[:keep], gathered)
+
+
+def reduce(accelerator: "Accelerator", tensor: Any, reduction: str, scale: float) -> Any:
+    """Reduce nested tensors over all ranks."""
+    return operations.reduce_with(communicator(accelerator), tensor, reduction, scale)
+
+
+def pad(accelerator: "Accelerator", tensor: Any, dim: int, pad_index: int, pad_first: bool) -> Any:
+    """Pad nested tensors to the largest size among the ranks."""
+    return operations.pad_with(communicator(accelerator), tensor, dim, pad_index, pad_first)
+
+
+def set_trigger(accelerator: "Accelerator") -> None:
+    """Raise this rank's flag."""
+    accelerator.flag_tensor = torch.tensor(1, device=accelerator.device)
+
+
+def check_trigger(accelerator: "Accelerator") -> bool:
+    """Say whether any rank raised its flag, and lower all of them."""
+    flag = accelerator.flag_tensor
+    if flag is None:
+        flag = torch.tensor(0, device=accelerator.device)
+    raised = communicator(accelerator).all_reduce(flag.clone(), "sum").item() >= 1
+    if raised:
+        accelerator.flag_tensor = torch.tensor(0, device=accelerator.device)
+    return raised

@@ -1,0 +1,352 @@
+"""Gradients: accumulation windows, scaling, backward, clipping, and when they are synchronised.
+
+An *accumulation window* is the run of micro-batches between two optimizer steps. Its gradients are the mean over the
+micro-batches, so each loss is divided by the configured length N. Two opt-in refinements change the weights:
+
+* exact windows: the last window of an epoch may hold k < N micro-batches, and is then divided by k;
+* counted items: with ``num_items`` each micro-batch weighs as many items (tokens, say) as it has, over all ranks.
+
+In both cases the right weight is known only with the last micro-batch of the window, so the gradients kept so far are
+rescaled once, right before its backward pass, and are exact after it.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from accelerate import comm
+from accelerate.backends.registry import resolve
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.runtime import traits
+
+if TYPE_CHECKING:
+    from accelerate.accelerator import Accelerator
+
+
+@dataclass
+class Window:
+    """The accumulation window that is open.
+
+    Attributes:
+        micro_batches: How many have begun since the last optimizer step.
+        done: Whether the current one is its last, so that the next begins a new window.
+        inside: Whether an ``accumulate`` context is open.
+        counted: Micro-batches that came with ``num_items``.
+        items: Sum of their ``num_items`` on this rank.
+        reference: What weights are kept relative to, so that they stay near one.
+        factor: What the loss of the current micro-batch is multiplied by; None stands for 1/N.
+        warned: Whether the note about short windows was given.
+    """
+
+    micro_batches: int = 0
+    done: bool = False
+    inside: bool = False
+    counted: int = 0
+    items: float = 0.0
+    reference: float = 0.0
+    factor: float | None = None
+    warned: bool = False
+
+    def begin(self) -> None:
+        """Count a micro-batch, as the first of a new window if the last one is done."""
+        if self.done:
+            self.micro_batches = self.counted = 0
+            self.items = self.reference = 0.0
+            self.done = False
+        self.micro_batches += 1
+        self.factor = None
+
+
+class Accumulation:
+    """The context of one micro-batch: decides whether gradients are synchronised in it, and with which weight.
+
+    Args:
+        accelerator: Whose window it belongs to.
+        models: The models trained in it.
+        num_items: How many items this rank's micro-batch has, or None.
+    """
+
+    __slots__ = ("accelerator", "models", "num_items", "held")
+
+    def __init__(self, accelerator: "Accelerator", models: Sequence[nn.Module], num_items: Any) -> None:
+        self.accelerator = accelerator
+        self.models = models
+        self.num_items = num_items
+        self.held: contextlib.ExitStack | None = None
+
+    def __enter__(self) -> None:
+        accelerator = self.accelerator
+        window = accelerator._window
+        window.begin()
+        accelerator._do_sync()
+        state = accelerator.gradient_state
+        window.done = synchronise = state.sync_gradients
+        window.inside = True
+        if self.num_items is not None:
+            weigh_items(accelerator, self.num_items, self.models)
+        elif synchronise and window.micro_batches < state.num_steps and not window.counted:
+            _short_window(accelerator, self.models)
+        if not synchronise and not accelerator._sync_each_batch:
+            no_sync = resolve(accelerator.state).no_sync
+            self.held = contextlib.ExitStack()
+            for model in self.models:
+                self.held.enter_context(no_sync(accelerator, model))
+
+    def __exit__(self, *exception: Any) -> None:
+        window = self.accelerator._window
+        window.inside = False
+        window.factor = None
+        if self.held is not None:
+            self.held.close()
+            self.held = None
+
+
+def advance(accelerator: "Accelerator") -> None:
+    """Count one micro-batch, and set whether gradients are synchronised in it."""
+    state = accelerator.gradient_state
+    if state.sync_with_dataloader and state.end_of_dataloader:
+        accelerator.step = 0
+        state._set_sync_gradients(True)
+    else:
+        accelerator.step += 1
+        state._set_sync_gradients(accelerator.step % state.num_steps == 0)
+
+
+def _parameters(accelerator: "Accelerator", models: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
+    seen: set[int] = set()
+    for model in models or accelerator._models:
+        for parameter in model.parameters():
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield parameter
+
+
+def _rescale(accelerator: "Accelerator", models: Sequence[nn.Module], factor: float) -> None:
+    gradients = [p.grad for p in _parameters(accelerator, models) if p.grad is not None]
+    if gradients and factor != 1.0:
+        torch._foreach_mul_(gradients, factor)
+
+
+def _short_window(accelerator: "Accelerator", models: Sequence[nn.Module]) -> None:
+    """Give a window with fewer micro-batches than configured its true mean, or say once that it is not."""
+    window, steps = accelerator._window, accelerator.gradient_state.num_steps
+    length = window.micro_batches
+    if accelerator._exact_accumulation:
+        _rescale(accelerator, models, steps / length)
+        window.factor = 1.0 / length
+    elif not window.warned:
+        window.warned = True
+        if accelerator.is_main_process:
+            warnings.warn(
+                f"The last accumulation window of this epoch has {length} micro-batches instead of "
+                f"gradient_accumulation_steps={steps}, and its gradients are still divided by {steps}: it counts "
+                f"{length}/{steps} of a full one. Pass GradientAccumulationPlugin(num_steps={steps}, exact=True) to "
+                "divide by its real length.",
+                UserWarning,
+                stacklevel=4,
+            )
+
+
+def weigh_items(accelerator: "Accelerator", num_items: Any, models: Sequence[nn.Module] = ()) -> None:
+    """Weigh the current micro-batch by its items; in the last one of a window, settle the weights over all ranks.
+
+    Args:
+        accelerator: Whose window is open.
+        num_items: Items of this rank's micro-batch: an integer, or a tensor with one element.
+        models: The models whose kept gradients are rescaled; all prepared ones when empty.
+
+    Raises:
+        ValueError: The count is missing in some micro-batches of the window, or it is negative.
+    """
+    window = accelerator._window
+    window.counted += 1
+    if window.counted < window.micro_batches:
+        raise _mixed(window, num_items)
+    count = float(num_items)
+    if count < 0:
+        raise ValueError(f"num_items={num_items!r} is negative; pass the number of items that the loss averages over.")
+    window.items += count
+    # Gradients that are averaged after every micro-batch need weights that mean the same on every rank.
+    window.reference = window.reference or (1.0 if accelerator._sync_each_batch else count or 1.0)
+    if not accelerator.gradient_state.sync_gradients:
+        window.factor = count / window.reference
+        return
+    total = torch.tensor([window.items], dtype=torch.float64 if accelerator.device.type != "mps" else torch.float32)
+    communicator = comm.for_type(accelerator.distributed_type)
+    total = communicator.all_reduce(total.to(accelerator.device), "sum").item()
+    if total == 0:
+        raise ValueError(
+            "num_items is 0 on every rank and in every micro-batch of this window: there is no loss to average."
+        )
+    # The wrapper averages over its replicas; the mean over items needs their sum.
+    scale = replicas(accelerator) / total
+    _rescale(accelerator, models, window.reference * scale)
+    window.factor = count * scale
+
+
+def replicas(accelerator: "Accelerator") -> int:
+    """Return over how many data-parallel replicas gradients are averaged."""
+    layout = accelerator.parallelism_config
+    return layout.data_parallel_size if layout is not None else accelerator.num_processes
+
+
+def _mixed(window: Window, num_items: Any) -> ValueError:
+    return ValueError(
+        "num_items was given for some micro-batches of this accumulation window and not for others (micro-batch "
+        f"{window.micro_batches}: num_items={num_items!r}). Give it for every one, or for none."
+    )
+
+
+def backward(accelerator: "Accelerator", loss: torch.Tensor, num_items: Any, options: dict[str, Any]) -> None:
+    """Scale a loss for its window, and run the backend's backward pass.
+
+    Raises:
+        TypeError: The loss is not a tensor.
+        ValueError: ``num_items`` came twice for this micro-batch, or not for every one of the window.
+    """
+    if not isinstance(loss, torch.Tensor):
+        raise TypeError(
+            f"backward() got loss={loss!r} ({type(loss).__name__}); pass the loss tensor itself, not `loss.item()`."
+        )
+    window = accelerator._window
+    if num_items is not None:
+        _count_here(accelerator, num_items)
+    elif window.counted and window.inside and window.counted != window.micro_batches:
+        raise _mixed(window, None)
+    if window.factor is not None:
+        loss = loss * window.factor
+    elif (steps := accelerator.gradient_state.num_steps) != 1 and accelerator._scales_loss:
+        loss = loss / steps
+    if not window.inside:
+        window.factor = None
+    if accelerator.has_lomo_optimizer:
+        accelerator.lomo_backward(loss, options.get("learning_rate"))
+        return
+    resolve(accelerator.state).backward(accelerator, loss, **options)
+
+
+def _count_here(accelerator: "Accelerator", num_items: Any) -> None:
+    window = accelerator._window
+    if not window.inside:  # without `accumulate` each call is a micro-batch
+        window.begin()
+        window.done = accelerator.gradient_state.sync_gradients
+    elif window.counted == window.micro_batches:
+        raise ValueError(
+            f"num_items={num_items!r} was given to `backward`, but this micro-batch already has its count. With several "
+            "backward passes in one micro-batch give num_items to `accumulate`, once."
+        )
+    weigh_items(accelerator, num_items)
+
+
+def unscale(accelerator: "Accelerator", optimizer: Any | None) -> None:
+    """Divide the loss scale out of the gradients of one optimizer or of all."""
+    scaler = accelerator.scaler
+    if scaler is None or not scaler.is_enabled():
+        return
+    optimizers = accelerator._optimizers if optimizer is None else optimizer
+    for item in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
+        while isinstance(item, AcceleratedOptimizer):
+            item = item.optimizer
+        scaler.unscale_(item)
+
+
+def clip_norm(accelerator: "Accelerator", parameters: Any, max_norm: float, norm_type: float) -> torch.Tensor:
+    """Unscale, and clip the gradients to a total norm."""
+    unscale(accelerator, None)
+    return resolve(accelerator.state).clip_grad_norm(accelerator, parameters, max_norm, norm_type)
+
+
+def clip_value(accelerator: "Accelerator", parameters: Any, clip_value: float) -> None:
+    """Unscale, and clip each gradient element.
+
+    Raises:
+        NotImplementedError: The strategy holds shards, whose elements it cannot clip one by one.
+    """
+    if not traits.of(accelerator.distributed_type).clips_by_value:
+        raise NotImplementedError(
+            f"clip_grad_value_ is not possible with {accelerator.distributed_type}. Use clip_grad_norm_ instead."
+        )
+    unscale(accelerator, None)
+    resolve(accelerator.state).clip_grad_value(accelerator, parameters, clip_value)
+
+
+@contextlib.contextmanager
+def trigger_sync(model: nn.Module) -> Iterator[None]:
+    """Make the next backward pass synchronise, although the forward passes ran without synchronisation."""
+    inner = getattr(model, "_orig_mod", model)
+    if not isinstance(inner, DistributedDataParallel):
+        yield
+        return
+    before = inner.require_backward_grad_sync, inner.require_forward_param_sync
+    inner.require_backward_grad_sync = inner.require_forward_param_sync = True
+    # The forward passes left the reducer unarmed; an empty list says that every parameter takes part.
+    inner.reducer.prepare_for_backward([])
+    try:
+        yield
+    finally:
+        inner.require_backward_grad_sync, inner.require_forward_param_sync = before
+
+
+@contextlib.contextmanager
+def join_uneven(accelerator: "Accelerator", joinables: Sequence[Any], even_batches: bool | None) -> Iterator[None]:
+    """Let ranks run out of batches at different steps, with the loaders' ``even_batches`` overridden meanwhile."""
+    row = traits.of(accelerator.distributed_type)
+    if not row.joins_uneven_inputs:
+        if row.distributed:
+            warnings.warn(
+                f"join_uneven_inputs does nothing with {accelerator.distributed_type}: it needs data parallelism.",
+                UserWarning,
+                stacklevel=4,
+            )
+        yield
+        return
+    overridden: list[tuple[Any, bool]] = []
+    if even_batches is not None:
+        for loader in accelerator._dataloaders:
+            sampler = getattr(loader, "batch_sampler", None)
+            if sampler is None or not hasattr(sampler, "even_batches"):
+                warnings.warn(
+                    f"even_batches={even_batches} does not reach a prepared {type(loader).__name__}: only map-style "
+                    "datasets are sharded by batch. Its batches stay as they are.",
+                    UserWarning,
+                    stacklevel=4,
+                )
+                continue
+            overridden.append((sampler, sampler.even_batches))
+            sampler.even_batches = even_batches
+    try:
+        with resolve(accelerator.state).join(joinables):
+            yield
+    finally:
+        for sampler, before in overridden:
+            sampler.even_batches = before
+
+
+def lomo_backward(accelerator: "Accelerator", loss: torch.Tensor, learning_rate: float | None) -> None:
+    """Run the fused backward pass and step of the prepared LOMO optimizers.
+
+    Raises:
+        ValueError: There is no learning rate, or no LOMO optimizer was prepared.
+    """
+    if learning_rate is None:
+        raise ValueError("A LOMO optimizer updates in its backward pass: pass `learning_rate=` to `backward`.")
+    optimizers = [item.optimizer for item in accelerator._optimizers if _is_lomo(item.optimizer)]
+    if not optimizers:
+        raise ValueError("lomo_backward() found no LOMO optimizer. Pass one to `accelerator.prepare` first.")
+    for optimizer in optimizers:
+        optimizer.optimizer_step(loss, learning_rate)
+
+
+def _is_lomo(optimizer: Any) -> bool:
+    return type(optimizer).__module__.partition(".")[0] == "lomo_optim" and hasattr(optimizer, "optimizer_step")
+
+
+def has_lomo(optimizers: Iterable[Any]) -> bool:
+    """Whether one of the optimizers is a LOMO optimizer."""
+    return any(_is_lomo(optimizer) for optimizer in optimizers)

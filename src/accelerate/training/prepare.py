@@ -1,0 +1,416 @@
+"""How objects are prepared: one pass of detection by identity, then what is new is wrapped and registered."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from accelerate.backends.registry import resolve
+from accelerate.modules.compile import compile_regions, is_compiled_module
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.precision import amp
+from accelerate.precision.base import precision
+from accelerate.runtime import traits
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.training import prepared
+from accelerate.training.prepared import Entry, PreparedRegistry, Settings
+
+if TYPE_CHECKING:
+    from accelerate.accelerator import Accelerator
+
+_PLAIN = (str, bytes, int, float, complex)
+_LISTS = {"model": "_models", "optimizer": "_optimizers", "scheduler": "_schedulers", "loader": "_dataloaders"}
+_WOULD_HAVE = {
+    "model": (
+        "Wrapping it again would have nested one distributed wrapper in another (`module.module.` keys), doubled the cost "
+        "of every checkpoint, and written checkpoints that do not load into the model prepared once"
+    ),
+    "optimizer": "Wrapping it again would have stepped and unscaled the same parameters twice, and saved their state twice",
+    "loader": "Wrapping it again would have sharded the data a second time, so that each rank lost part of it",
+    "scheduler": "Wrapping it again would have advanced the schedule several times for each step, and saved its state twice",
+}
+
+
+def kind_of(obj: Any) -> str | None:
+    """Return which kind of preparable object this is, or None for something that passes through untouched."""
+    if isinstance(obj, DataLoader):
+        return "loader"
+    if isinstance(obj, nn.Module):
+        return "model"
+    if isinstance(obj, torch.optim.Optimizer):
+        return "optimizer"
+    if isinstance(obj, (LRScheduler, AcceleratedScheduler)):
+        return "scheduler"
+    return None
+
+
+def prepare(accelerator: "Accelerator", objects: Sequence[Any], device_placement: list[bool] | None) -> Any:
+    """Check the arguments, let the backend prepare them, and return them in their order.
+
+    Raises:
+        ValueError: Nothing was given, or ``device_placement`` does not match the objects.
+        TypeError: A string or a number was given.
+    """
+    if not objects:
+        raise ValueError(
+            "prepare() got no objects. Pass the model, optimizer, data loaders and schedulers to prepare."
+        )
+    for position, obj in enumerate(objects):
+        if isinstance(obj, _PLAIN):
+            raise TypeError(
+                f"prepare() got {obj!r} ({type(obj).__name__}) as argument {position}, which cannot be prepared. "
+                "Pass models, optimizers, data loaders and schedulers."
+            )
+    placements: Sequence[bool | None] = device_placement if device_placement is not None else [None] * len(objects)
+    if len(placements) != len(objects):
+        raise ValueError(
+            f"`device_placement` should be a list with {len(objects)} elements (the number of objects passed), got "
+            f"{device_placement!r}."
+        )
+    backend = resolve(accelerator.state)
+    backend.check(accelerator, objects)
+    objects = _overlay_mesh(accelerator, objects)
+    result = backend.prepare(accelerator, objects, placements)
+    _check_schedules(accelerator, result)
+    return result if len(result) > 1 else result[0]
+
+
+def _overlay_mesh(accelerator: "Accelerator", objects: Sequence[Any]) -> Sequence[Any]:
+    """Build the device mesh, and apply the parallelisms that lie over the strategy."""
+    layout = accelerator.parallelism_config
+    if layout is None:
+        return objects
+    accelerator._prepare_device_mesh()
+    if layout.tp_enabled:
+        objects = accelerator._prepare_tp(*objects)
+    if layout.cp_enabled:
+        objects = accelerator._prepare_cp(*objects)
+    return objects
+
+
+def again(accelerator: "Accelerator", obj: Any, kind: str, evaluation: bool = False) -> tuple[bool, Any]:
+    """Detect an object that was prepared before, and return what stands for it.
+
+    Args:
+        accelerator: Whose registry is asked, and then those of the other live Accelerators.
+        obj: What the user gave to ``prepare`` or a ``prepare_*`` method.
+        kind: Its kind.
+        evaluation: Whether a model is wanted for evaluation alone.
+
+    Returns:
+        ``(True, the registered object)``, or ``(False, obj)`` when it has to be prepared.
+    """
+    registry: PreparedRegistry = accelerator._registry
+    entry = registry.find(obj)
+    if entry is not None:
+        if entry.kind == "model" and entry.evaluation and not evaluation:
+            return True, _upgrade(accelerator, entry)
+        outer = entry.outer()
+        prepared.warn_caller(_message(obj, outer, entry.kind))
+        return True, outer
+    entry = prepared.find_elsewhere(registry, obj)
+    if entry is not None and _adoptable(accelerator, entry, obj, evaluation):
+        return True, _adopt(accelerator, entry)
+    return False, obj
+
+
+def _message(obj: Any, outer: Any, kind: str) -> str:
+    what = f"This {kind} ({type(obj).__name__}) was already prepared by this Accelerator"
+    if obj is not outer:
+        what = (
+            f"This {kind} ({type(obj).__name__}) is the inner object of one that this Accelerator already prepared "
+            f"({type(outer).__name__}); the prepared one is returned"
+        )
+    return (
+        f"{what}. {_WOULD_HAVE[kind]}. Call `prepare` once and use what it returned; to prepare it afresh, call "
+        "`accelerator.free_memory()` first."
+    )
+
+
+def _adoptable(accelerator: "Accelerator", entry: Entry, obj: Any, evaluation: bool) -> bool:
+    outer = entry.outer()
+    if entry.kind != "model":
+        return obj is outer  # an inner optimizer or loader may serve another Accelerator in its own wrapper
+    if entry.evaluation and not evaluation:
+        return False
+    # A model prepared where nothing is synchronised must not be taken for one that is.
+    distributed = traits.of(accelerator.distributed_type).distributed
+    return not distributed or entry.settings is None or entry.settings.distributed_type == accelerator.distributed_type
+
+
+def _adopt(accelerator: "Accelerator", entry: Entry) -> Any:
+    outer = entry.outer()
+    if entry.kind == "model":
+        change = settings_of(accelerator).difference(entry.settings or Settings())
+        if change:
+            prepared.warn_caller(
+                f"Another live Accelerator prepared this model ({type(outer).__name__}) with other settings ({change}). "
+                "It is used as it was prepared; call `free_memory()` on the other Accelerator and drop its model first "
+                "if these settings shall hold."
+            )
+    inners = [inner for inner in entry.objects() if inner is not outer]
+    accelerator._registry.record(entry.kind, outer, inners, evaluation=entry.evaluation, settings=entry.settings)
+    _enlist(accelerator, entry.kind, outer)
+    return outer
+
+
+def _upgrade(accelerator: "Accelerator", entry: Entry) -> nn.Module:
+    """Turn a model prepared for evaluation into one that trains, in its place in the registry."""
+    outer = entry.outer()
+    inners = [inner for inner in entry.objects() if inner is not outer]
+    amp.check_weights(outer, accelerator.scaler)
+    bare = outer._orig_mod if is_compiled_module(outer) else outer
+    wrapped = resolve(accelerator.state).wrap_model(accelerator, bare)
+    if wrapped is not bare and bare is not outer:
+        wrapped = compile_model(accelerator, wrapped)
+    elif wrapped is bare:
+        wrapped = outer
+    wrapped._is_accelerate_prepared = True
+    accelerator._models[:] = [wrapped if known is outer else known for known in accelerator._models]
+    accelerator._registry.record(
+        "model", wrapped, [outer, *inners, *_chain(wrapped)], settings=settings_of(accelerator)
+    )
+    return wrapped
+
+
+def _enlist(accelerator: "Accelerator", kind: str, obj: Any) -> None:
+    known = getattr(accelerator, _LISTS[kind])
+    if not any(obj is item for item in known):
+        known.append(obj)
+
+
+def register(accelerator: "Accelerator", kind: str, outer: Any, *inners: Any, evaluation: bool = False) -> Any:
+    """Remember what was prepared, in the registry and in the Accelerator's list of its kind, and return it."""
+    outer._is_accelerate_prepared = True
+    settings = settings_of(accelerator) if kind == "model" else None
+    accelerator._registry.record(kind, outer, inners, evaluation=evaluation, settings=settings)
+    _enlist(accelerator, kind, outer)
+    return outer
+
+
+def settings_of(accelerator: "Accelerator") -> Settings:
+    """Return the settings under which this Accelerator prepares a model."""
+    handler = accelerator.ddp_handler
+    return Settings(
+        distributed_type=str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type)),
+        mixed_precision=str(accelerator.mixed_precision),
+        device=str(accelerator.device),
+        ddp=repr(handler.to_kwargs()) if handler is not None else "",
+    )
+
+
+def _chain(model: nn.Module) -> list[nn.Module]:
+    """Return the modules inside a model's wrappers and compiled shells, outermost first."""
+    found: list[nn.Module] = []
+    while True:
+        if is_compiled_module(model):
+            model = model._orig_mod
+        elif isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+        else:
+            return found
+        found.append(model)
+
+
+def prepare_model(
+    accelerator: "Accelerator", model: nn.Module, device_placement: bool | None, evaluation_mode: bool
+) -> nn.Module:
+    """Place, cast, wrap and compile a new model, and register it with everything inside it."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"prepare_model() got model={model!r} ({type(model).__name__}); pass a torch.nn.Module.")
+    found, outer = again(accelerator, model, "model", evaluation_mode)
+    if found:
+        return outer
+    if shared := prepared.shared_part(accelerator._registry, model):
+        prepared.warn_caller(
+            f"This model ({type(model).__name__}) shares modules with one that is already prepared: {shared}. It is "
+            "prepared as well, so the shared parameters get gradients from two wrappers. Prepare the whole model once, "
+            "and reach its parts through `accelerator.unwrap_model`."
+        )
+    given = [model, *_chain(model)]
+    if not evaluation_mode:
+        amp.check_weights(model, accelerator.scaler)
+    if device_placement is None:
+        device_placement = (
+            accelerator.device_placement and not traits.of(accelerator.distributed_type).custom_device_placement
+        )
+    _check_device_map(accelerator, model)
+    if accelerator.native_amp:
+        target = given[-1]
+        amp.wrap_forward(
+            target, accelerator.device.type, precision(accelerator.mixed_precision), accelerator.autocast_handler
+        )
+    if device_placement and not accelerator.verify_device_map(model):
+        model = model.to(accelerator.device)
+    wrapped = model
+    if not evaluation_mode:
+        wrapped = resolve(accelerator.state).wrap_model(accelerator, model)
+    wrapped = compile_model(accelerator, wrapped)
+    return register(accelerator, "model", wrapped, *_chain(wrapped), *given, evaluation=evaluation_mode)
+
+
+def compile_model(accelerator: "Accelerator", model: nn.Module) -> nn.Module:
+    """Compile a model, whole or by its repeated blocks, when the Accelerator's plugin asks for it."""
+    plugin = accelerator.state.dynamo_plugin
+    if plugin.backend.value == "NO" or is_compiled_module(model):
+        return model
+    options = plugin.to_kwargs()
+    if options.pop("use_regional_compilation", plugin.use_regional_compilation):
+        return compile_regions(model, **options)
+    return torch.compile(model, **options)
+
+
+def _check_device_map(accelerator: "Accelerator", model: nn.Module) -> None:
+    """Refuse models that another library placed where this run cannot train them."""
+    if accelerator.verify_device_map(model) and traits.of(accelerator.distributed_type).distributed:
+        raise ValueError(
+            "This model was loaded with a `device_map` over several devices, which cannot be combined with several "
+            f"processes (num_processes={accelerator.num_processes}). Load it without a device map, or run one process."
+        )
+    quantized = getattr(model, "is_loaded_in_8bit", False) or getattr(model, "is_loaded_in_4bit", False)
+    devices = set((getattr(model, "hf_device_map", None) or {}).values())
+    if quantized and len(devices) == 1 and accelerator.device.type != "cpu":
+        where = next(iter(devices))
+        placed = torch.device(accelerator.device.type, where) if isinstance(where, int) else torch.device(where)
+        index = placed.index if placed.index is not None else 0
+        if placed.type != accelerator.device.type or index != (accelerator.device.index or 0):
+            raise ValueError(
+                f"This quantized model lies on {placed}, but this process trains on {accelerator.device}. Load it with "
+                f"device_map={{'': {accelerator.device.index or 0}}}."
+            )
+
+
+def prepare_optimizer(
+    accelerator: "Accelerator", optimizer: torch.optim.Optimizer, device_placement: bool | None
+) -> AcceleratedOptimizer:
+    """Wrap a new optimizer and register it."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"prepare_optimizer() got optimizer={optimizer!r} ({type(optimizer).__name__}); pass a torch.optim.Optimizer."
+        )
+    found, outer = again(accelerator, optimizer, "optimizer")
+    if found:
+        return outer
+    if device_placement is None:
+        device_placement = accelerator.device_placement
+    if isinstance(optimizer, AcceleratedOptimizer):  # its Accelerator let go of it; nothing is wrapped twice
+        optimizer = optimizer.optimizer
+    wrapped = AcceleratedOptimizer(optimizer, device_placement=device_placement, scaler=accelerator.scaler)
+    return register(accelerator, "optimizer", wrapped, optimizer)
+
+
+def prepare_scheduler(accelerator: "Accelerator", scheduler: Any) -> AcceleratedScheduler:
+    """Wrap a new scheduler with the prepared optimizer it drives, and register it."""
+    found, outer = again(accelerator, scheduler, "scheduler")
+    if found:
+        return outer
+    if isinstance(scheduler, AcceleratedScheduler):
+        scheduler = scheduler.scheduler
+    inner = getattr(scheduler, "optimizer", None)
+    optimizers: Any = accelerator._optimizers
+    for candidate in accelerator._optimizers:
+        if inner is candidate or inner is getattr(candidate, "optimizer", None):
+            optimizers = candidate
+            break
+    wrapped = AcceleratedScheduler(
+        scheduler,
+        optimizers,
+        step_with_optimizer=accelerator.step_scheduler_with_optimizer,
+        split_batches=accelerator.split_batches,
+    )
+    return register(accelerator, "scheduler", wrapped, scheduler)
+
+
+def prepare_data_loader(
+    accelerator: "Accelerator", data_loader: Any, device_placement: bool | None, build: Any, slice_fn: Any
+) -> Any:
+    """Build a new prepared loader with the Accelerator's settings, and register it.
+
+    Args:
+        build: The ``prepare_data_loader`` function in force, looked up by the facade because users replace it there.
+        slice_fn: Cuts a rank's part out of a dispatched batch, or None.
+    """
+    found, outer = again(accelerator, data_loader, "loader")
+    if found:
+        return outer
+    if device_placement is None:
+        device_placement = accelerator.device_placement and traits.of(accelerator.distributed_type).places_batches
+    config = accelerator.dataloader_config
+    shards, shard = resolve(accelerator.state).data_shard(accelerator)
+    wrapped = build(
+        data_loader,
+        accelerator.device,
+        num_processes=shards,
+        process_index=shard,
+        split_batches=accelerator.split_batches,
+        put_on_device=device_placement,
+        rng_types=list(accelerator.rng_types) if accelerator.rng_types is not None else None,
+        dispatch_batches=accelerator.dispatch_batches,
+        even_batches=accelerator.even_batches,
+        slice_fn_for_dispatch=slice_fn,
+        use_seedable_sampler=accelerator.use_seedable_sampler,
+        data_seed=config.data_seed,
+        non_blocking=accelerator.non_blocking,
+        use_stateful_dataloader=accelerator.use_stateful_dataloader,
+        torch_device_mesh=accelerator.torch_device_mesh,
+    )
+    return register(accelerator, "loader", wrapped, data_loader)
+
+
+def _check_schedules(accelerator: "Accelerator", objects: Sequence[Any]) -> None:
+    schedulers = [item for item in objects if isinstance(item, AcceleratedScheduler)]
+    loaders = [item for item in accelerator._dataloaders if hasattr(item, "__len__")]
+    if not schedulers or not loaders:
+        return
+    try:
+        batches = len(loaders[0])
+    except TypeError:  # an iterable dataset has no length
+        return
+    updates = -(-batches // max(1, accelerator.gradient_accumulation_steps))
+    for scheduler in schedulers:
+        scheduler.check_length(updates)
+
+
+def ensure_registered(accelerator: "Accelerator", kind: str, result: Any, given: Any) -> Any:
+    """Register what a replaced ``prepare_*`` method returned, so that its second preparation is detected as well."""
+    if accelerator._registry.find(result) is None:
+        settings = settings_of(accelerator) if kind == "model" else None
+        accelerator._registry.record(kind, result, [given], settings=settings)
+    return result
+
+
+def restore_registry(accelerator: "Accelerator") -> None:
+    """Register what an unpickled Accelerator's own lists hold."""
+    inside: dict[str, Any] = {
+        "model": _chain,
+        "optimizer": lambda item: [item.optimizer],
+        "scheduler": lambda item: [item.scheduler],
+        "loader": lambda item: [],
+    }
+    for kind, name in _LISTS.items():
+        for item in getattr(accelerator, name):
+            settings = settings_of(accelerator) if kind == "model" else None
+            accelerator._registry.record(kind, item, inside[kind](item), settings=settings)
+
+
+def device_mesh(accelerator: "Accelerator") -> None:
+    """Build the device mesh of the parallelism configuration, once."""
+    layout = accelerator.parallelism_config
+    if layout is not None and accelerator.torch_device_mesh is None:
+        layout._validate_accelerator(accelerator)
+        accelerator.state.device_mesh = layout.get_device_mesh(accelerator.device.type)
+
+
+def mesh_rank(accelerator: "Accelerator", dimension: str, what: str) -> int:
+    """Return this rank's place in a mesh dimension.
+
+    Raises:
+        RuntimeError: There is no such dimension.
+    """
+    mesh = accelerator.torch_device_mesh
+    if mesh is None or dimension not in (mesh.mesh_dim_names or ()):
+        raise RuntimeError(f"{what} is not configured. Set `parallelism_config` first.")
+    return mesh.get_local_rank(dimension)

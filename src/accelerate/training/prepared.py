@@ -1,0 +1,172 @@
+"""What an Accelerator has prepared: an identity registry that tells a second ``prepare`` from a first one.
+
+Every prepared object is remembered with the objects it was made from (the module inside a wrapper, the module inside a
+compiled one, the optimizer inside a prepared optimizer). References are weak, and objects are compared with ``is``
+alone: tensors, modules and lists define ``==`` as they like, and two models with the same weights are two models.
+"""
+
+import sys
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+_LIVE: "weakref.WeakSet[PreparedRegistry]" = weakref.WeakSet()
+
+
+def _reference(obj: Any) -> Any:
+    try:
+        return weakref.ref(obj)
+    except TypeError:  # an object with slots; it is held, as the Accelerator's own lists hold it
+        return lambda: obj
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a model was prepared; two Accelerators that differ here would train it differently.
+
+    Attributes:
+        distributed_type: The strategy, by value.
+        mixed_precision: The precision in force.
+        device: The device it was placed on.
+        ddp: The options of the wrapper, as text.
+    """
+
+    distributed_type: str = "NO"
+    mixed_precision: str = "no"
+    device: str = "cpu"
+    ddp: str = ""
+
+    def difference(self, other: "Settings") -> str:
+        """Return what differs, as text for a message; empty when nothing does."""
+        mine, theirs = vars(self), vars(other)
+        return ", ".join(f"{key}: {theirs[key]!r} then, {mine[key]!r} now" for key in mine if mine[key] != theirs[key])
+
+
+@dataclass(eq=False)
+class Entry:
+    """One prepared object.
+
+    Attributes:
+        kind: ``"model"``, ``"optimizer"``, ``"loader"`` or ``"scheduler"``.
+        outer: Weak reference to what ``prepare`` returned.
+        inners: Weak references to what it was made from.
+        evaluation: Whether it was prepared for evaluation alone, so not wrapped for training.
+        settings: How a model was prepared.
+    """
+
+    kind: str
+    outer: Any
+    inners: list[Any] = field(default_factory=list)
+    evaluation: bool = False
+    settings: Settings | None = None
+
+    def objects(self) -> Iterator[Any]:
+        """Yield the outer object and then the inner ones, as far as they are alive."""
+        for reference in (self.outer, *self.inners):
+            if (obj := reference()) is not None:
+                yield obj
+
+
+class PreparedRegistry:
+    """The prepared objects of one Accelerator, found by identity.
+
+    Example:
+        >>> model = nn.Linear(1, 1)
+        >>> registry = PreparedRegistry()
+        >>> _ = registry.record("model", model)
+        >>> registry.find(model).outer() is model, registry.find(nn.Linear(1, 1)) is None
+        (True, True)
+    """
+
+    def __init__(self) -> None:
+        self._entries: list[Entry] = []
+        self._by_id: dict[int, Entry] = {}
+        _LIVE.add(self)
+
+    def record(self, kind: str, outer: Any, inners: Iterable[Any] = (), **details: Any) -> Entry:
+        """Remember a prepared object and what it was made from; a former entry of the same objects is replaced.
+
+        Args:
+            kind: ``"model"``, ``"optimizer"``, ``"loader"`` or ``"scheduler"``.
+            outer: What ``prepare`` returns.
+            inners: What it was made from.
+            **details: Further fields of the entry.
+        """
+        distinct: list[Any] = []
+        for inner in inners:
+            if inner is not outer and not any(inner is known for known in distinct):
+                distinct.append(inner)
+        for obj in (outer, *distinct):
+            if (former := self.find(obj)) is not None:
+                self.forget(former)
+        entry = Entry(kind, _reference(outer), [_reference(inner) for inner in distinct], **details)
+        self._entries.append(entry)
+        for obj in (outer, *distinct):
+            self._by_id[id(obj)] = entry
+        return entry
+
+    def find(self, obj: Any) -> Entry | None:
+        """Return the entry that an object belongs to, as the outer or as an inner one."""
+        entry = self._by_id.get(id(obj))
+        # An id is used again once its object is gone, so it only says where to look.
+        if entry is not None and entry.outer() is not None and any(obj is known for known in entry.objects()):
+            return entry
+        return None
+
+    def forget(self, entry: Entry) -> None:
+        """Drop an entry."""
+        self._entries = [known for known in self._entries if known is not entry]
+        self._by_id = {key: known for key, known in self._by_id.items() if known is not entry}
+
+    def clear(self) -> None:
+        """Drop every entry: the next ``prepare`` of any object is a first one."""
+        self._entries.clear()
+        self._by_id.clear()
+
+    def models(self) -> Iterator[nn.Module]:
+        """Yield the prepared models that are alive."""
+        for entry in self._entries:
+            if entry.kind == "model" and (outer := entry.outer()) is not None:
+                yield outer
+
+
+def find_elsewhere(registry: PreparedRegistry, obj: Any) -> Entry | None:
+    """Return the entry that another live Accelerator holds for an object, if one does."""
+    for other in list(_LIVE):
+        if other is not registry and (entry := other.find(obj)) is not None:
+            return entry
+    return None
+
+
+def shared_part(registry: PreparedRegistry, model: nn.Module) -> str | None:
+    """Say which part a new model shares with one that is prepared already; None when it shares none.
+
+    Args:
+        registry: The Accelerator's registry.
+        model: A module that is not registered itself.
+    """
+    for name, module in model.named_modules():
+        if name and (entry := registry.find(module)) is not None and entry.kind == "model":
+            return f"its submodule {name!r} ({type(module).__name__}) is a prepared model"
+    inside = {id(module) for module in model.modules()}
+    for prepared in registry.models():
+        for name, module in prepared.named_modules():
+            if id(module) in inside:
+                return f"it shares {name!r} ({type(module).__name__}) with the prepared {type(prepared).__name__}"
+    return None
+
+
+def warn_caller(message: str) -> None:
+    """Issue a UserWarning that points at the first line outside this package.
+
+    Args:
+        message: What happened, what it would have done, and what to do.
+    """
+    depth, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "accelerate":
+        depth, frame = depth + 1, frame.f_back
+    warnings.warn(message, UserWarning, stacklevel=depth)

@@ -1,0 +1,145 @@
+"""The trackers of an Accelerator: starting them, logging to them, finishing them.
+
+A run must not die of its tracker: what goes wrong while it logs or finishes is a warning. What goes wrong while a tracker
+starts is an error, because then nothing is lost yet.
+"""
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from accelerate.config.enums import LoggerType
+from accelerate.trackers.base import GeneralTracker
+from accelerate.trackers.registry import LOGGER_TYPE_TO_CLASS
+
+if TYPE_CHECKING:
+    from accelerate.accelerator import Accelerator
+
+logger = logging.getLogger(__name__)
+
+
+def needs_every_rank(accelerator: "Accelerator") -> bool:
+    """Say whether some tracker works on every rank, so that the calls must reach all of them.
+
+    Args:
+        accelerator: The Accelerator.
+    """
+    return any(not _class_of(choice).main_process_only for choice in (*accelerator.log_with, *accelerator.trackers))
+
+
+def _class_of(choice: Any) -> Any:
+    """Return a tracker's class for a name, or the object itself."""
+    if isinstance(choice, GeneralTracker):
+        return choice
+    return LOGGER_TYPE_TO_CLASS[choice.value if isinstance(choice, LoggerType) else choice]
+
+
+def init_trackers(
+    accelerator: "Accelerator",
+    project_name: str,
+    config: dict[str, Any] | None = None,
+    init_kwargs: dict[str, dict] | None = None,
+) -> None:
+    """Start the trackers of ``log_with`` and store the configuration. Each tracker decides on which ranks it works.
+
+    A tracker that runs already is finished before one of its name is started again, so that there are no two runs.
+
+    Args:
+        accelerator: The Accelerator.
+        project_name: Name of the project, or of the run where a library knows only runs.
+        config: The configuration to store. Each tracker gets a copy.
+        init_kwargs: For each tracker's name the arguments of its class.
+    """
+    options = init_kwargs or {}
+    trackers = []
+    for choice in accelerator.log_with:
+        if isinstance(choice, GeneralTracker):
+            trackers.append(choice)
+            continue
+        tracker_class = _class_of(choice)
+        arguments = dict(options.get(tracker_class.name) or {})
+        if tracker_class.requires_logging_directory:
+            trackers.append(tracker_class(project_name, accelerator.logging_dir, **arguments))
+        else:
+            trackers.append(tracker_class(project_name, **arguments))
+    unknown = set(options).difference(tracker.name for tracker in trackers)
+    if unknown:
+        # Scripts pass settings for every tracker they know, and choose one of them on the command line.
+        logger.info("init_trackers got settings for %s, which this run does not use.", sorted(unknown))
+    for running in accelerator.trackers:
+        if not any(running is tracker for tracker in trackers):
+            _guarded(running, "finish", running.finish)
+    for tracker in trackers:
+        if not any(tracker is running for running in accelerator.trackers):
+            tracker.start()
+    accelerator.trackers = trackers
+    if config is not None:
+        for tracker in trackers:
+            tracker.store_init_configuration(dict(config))
+
+
+def get_tracker(accelerator: "Accelerator", name: str, unwrap: bool = False) -> Any:
+    """Return a running tracker; on a rank without trackers one whose methods do nothing.
+
+    Args:
+        accelerator: The Accelerator.
+        name: The tracker's name, such as ``"tensorboard"``.
+        unwrap: Return the library's own object.
+
+    Raises:
+        ValueError: There is no such tracker; the message lists those running.
+    """
+    if not accelerator.trackers:
+        return GeneralTracker(_blank=True)
+    for tracker in accelerator.trackers:
+        if tracker.name == name:
+            return tracker.tracker if unwrap else tracker
+    running = [tracker.name for tracker in accelerator.trackers]
+    raise ValueError(
+        f"{name} is not an available tracker stored inside the `Accelerator`; those running are {running}."
+    )
+
+
+def log(
+    accelerator: "Accelerator",
+    values: dict[str, Any],
+    step: int | None = None,
+    log_kwargs: dict[str, dict] | None = None,
+) -> None:
+    """Log values to every running tracker.
+
+    Args:
+        accelerator: The Accelerator.
+        values: Names and values. Each tracker gets a copy.
+        step: The step they belong to.
+        log_kwargs: For each tracker's name the arguments of its ``log``.
+    """
+    options = log_kwargs or {}
+    for tracker in accelerator.trackers:
+        arguments = options.get(tracker.name) or {}
+        _guarded(tracker, "log", tracker.log, dict(values), step=step, **arguments)
+
+
+def end_training(accelerator: "Accelerator") -> None:
+    """Finish every tracker, and leave the process group. All ranks, at the end.
+
+    Args:
+        accelerator: The Accelerator.
+    """
+    for tracker in accelerator.trackers:
+        _guarded(tracker, "finish", tracker.finish)
+    accelerator.trackers = []
+    accelerator.state.destroy_process_group()
+
+
+def _guarded(tracker: GeneralTracker, what: str, call: Any, *args: Any, **kwargs: Any) -> None:
+    try:
+        call(*args, **kwargs)
+    except Exception as error:
+        logger.warning(
+            "The tracker %r failed in `%s`; training goes on. %s: %s",
+            tracker.name,
+            what,
+            type(error).__name__,
+            error,
+            exc_info=logger.isEnabledFor(logging.DEBUG),
+        )

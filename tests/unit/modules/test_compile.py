@@ -1,0 +1,121 @@
+"""Compilation by regions: what is compiled, what is shared, what stays."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from accelerate.modules import compile as regions
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x):
+        return torch.relu(self.linear(x))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(2, 2)
+        self.layers = nn.ModuleList([Block(), Block()])
+        self.scale = nn.Parameter(torch.ones(1))
+        self.register_buffer("shift", torch.zeros(1))
+
+    def forward(self, x):
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x * self.scale + self.shift
+
+
+def test_repeated_blocks():
+    assert regions.is_repeated_blocks(nn.ModuleList([Block(), Block()]))
+    assert regions.is_repeated_blocks(nn.ModuleList([Block()]))
+    assert not regions.is_repeated_blocks(nn.ModuleList())
+    assert not regions.is_repeated_blocks(nn.ModuleList([nn.Linear(1, 1), nn.ReLU()]))
+    assert not regions.is_repeated_blocks(nn.Sequential(Block(), Block()))
+    assert regions.has_repeated_blocks(nn.Sequential(Net()))
+    assert not regions.has_repeated_blocks(nn.Linear(1, 1))
+
+
+def test_children_come_before_their_parents_and_shared_ones_twice():
+    shared = nn.Linear(1, 1)
+    net = nn.ModuleDict({"x": shared, "y": nn.Sequential(shared, nn.ReLU())})
+    pairs = regions.get_module_children_bottom_up(net, return_fqns=True)
+    assert [name for name, _ in pairs] == ["x", "y.0", "y.1", "y", ""]
+    assert regions.get_module_children_bottom_up(net)[-1] is net
+
+
+def test_regions_are_compiled_around_uncompiled_parents():
+    net = Net()
+    compiled = regions.compile_regions(net, backend="eager")
+    assert type(compiled) is Net and compiled is not net
+    assert regions.is_compiled_module(compiled.embed)
+    assert isinstance(compiled.layers, nn.ModuleList)
+    assert all(regions.is_compiled_module(layer) for layer in compiled.layers)
+    assert regions.has_compiled_regions(compiled) and not regions.is_compiled_module(compiled)
+    assert not regions.has_compiled_regions(net), "the model given stays as it is"
+    assert compiled.__dict__["_orig_mod"] is net
+
+
+def test_regions_share_parameters_and_results():
+    net = Net()
+    compiled = regions.compile_regions(net, backend="eager")
+    assert {id(p) for p in compiled.parameters()} == {id(p) for p in net.parameters()}
+    assert compiled.shift is net.shift
+    x = torch.randn(3, 2)
+    assert torch.equal(compiled(x), net(x))
+    assert len(list(compiled.parameters())) == len(list(net.parameters())), "the original is no submodule"
+
+
+def test_a_module_without_repeated_blocks_is_compiled_as_a_whole():
+    assert regions.is_compiled_module(regions.compile_regions(nn.Linear(2, 2), backend="eager"))
+
+
+def test_a_shared_module_stays_shared():
+    shared = Block()
+    net = nn.ModuleDict({"blocks": nn.ModuleList([shared, shared]), "again": shared})
+    compiled = regions.compile_regions(net, backend="eager")
+    assert compiled["blocks"][0] is compiled["blocks"][1] is compiled["again"]
+
+
+def test_containers_without_forward_are_not_compiled():
+    net = nn.ModuleDict({"blocks": nn.ModuleList([Block()]), "mixed": nn.ModuleList([Block(), nn.ReLU()])})
+    net["weights"] = nn.ParameterList([nn.Parameter(torch.ones(1))])
+    compiled = regions.compile_regions(net, backend="eager")
+    assert isinstance(compiled["mixed"], nn.ModuleList)
+    assert regions.is_compiled_module(compiled["mixed"][1])
+    assert compiled["weights"][0] is net["weights"][0]
+
+
+def test_an_instance_forward_follows_its_copy():
+    net = Net()
+    net.forward = net.forward
+    compiled = regions.compile_regions(net, backend="eager")
+    assert compiled.forward.__self__ is compiled
+
+
+@pytest.mark.parametrize("compile_in_place", [regions.compile_regions_deepspeed, regions.compile_regions_fsdp2])
+def test_regions_compile_in_place(compile_in_place):
+    net = Net()
+    modules = list(net.modules())
+    result = compile_in_place(net, backend="eager")
+    assert result is (net if compile_in_place is regions.compile_regions_fsdp2 else None)
+    assert list(net.modules()) == modules
+    compiled = [name for name, module in net.named_modules() if module._compiled_call_impl is not None]
+    assert compiled == ["embed", "layers.0", "layers.1"]
+
+
+def test_asking_does_not_import_the_compiler():
+    code = (
+        "import sys, torch; from accelerate.modules.compile import is_compiled_module, has_compiled_regions; "
+        "m = torch.nn.Linear(1, 1); assert not is_compiled_module(m) and not has_compiled_regions(m); "
+        "assert 'torch._dynamo.eval_frame' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,67 @@
+"""Storage of tensors, and state dicts for safetensors."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from accelerate.modules import tensors
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(2, 2)
+        self.b = nn.Linear(2, 2)
+        self.b.weight = self.a.weight
+
+
+def test_storage_identity():
+    base = torch.zeros(4)
+    assert tensors.id_tensor_storage(base) == tensors.id_tensor_storage(base[1:])
+    assert tensors.id_tensor_storage(base) != tensors.id_tensor_storage(base.clone())
+    meta = torch.zeros(4, device="meta")
+    assert tensors.id_tensor_storage(meta) != tensors.id_tensor_storage(torch.zeros(4, device="meta"))
+    empty = torch.zeros(0)
+    assert tensors.id_tensor_storage(empty) != tensors.id_tensor_storage(torch.zeros(0))
+
+
+def test_shared_names_are_grouped_in_order():
+    assert tensors.shared_tensor_names(Tied().state_dict()) == [["a.weight", "b.weight"]]
+    assert tensors.shared_tensor_names({"a": torch.ones(1), "b": 3}) == []
+
+
+def test_tied_tensors_are_kept_under_their_first_name():
+    state = Tied().state_dict()
+    cleaned = tensors.clean_state_dict_for_safetensors(state)
+    assert list(cleaned) == ["a.weight", "a.bias", "b.bias"]
+    assert list(state) == ["a.weight", "a.bias", "b.weight", "b.bias"]
+
+
+def test_overlapping_tensors_are_all_kept(tmp_path):
+    base = torch.arange(6.0).reshape(2, 3)
+    cleaned = tensors.clean_state_dict_for_safetensors({"all": base, "row": base[1], "turned": base.t()})
+    save_file(cleaned, tmp_path / "file")
+    loaded = load_file(tmp_path / "file")
+    assert torch.equal(loaded["row"], base[1]) and torch.equal(loaded["turned"], base.t())
+
+
+def test_a_value_that_is_no_tensor_is_named():
+    with pytest.raises(TypeError, match="'extra'.*int"):
+        tensors.clean_state_dict_for_safetensors({"extra": 3})
+
+
+def test_tp_size():
+    net = nn.Linear(1, 1)
+    assert tensors.get_model_tp_size(net) is None
+    net.tp_size = 4
+    assert tensors.get_model_tp_size(net) == 4
+
+
+def test_dtensor(monkeypatch):
+    net = nn.Linear(1, 1)
+    assert not tensors.model_has_dtensor(net)
+    import torch.distributed.tensor
+
+    monkeypatch.setattr(torch.distributed.tensor, "DTensor", nn.Parameter)
+    assert tensors.model_has_dtensor(net)

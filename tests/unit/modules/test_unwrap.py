@@ -1,0 +1,116 @@
+"""Taking models out of their wrappers."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from accelerate.modules.compile import compile_regions, is_compiled_module
+from accelerate.modules.unwrap import extract_model_from_parallel, is_parallel_wrapper
+
+
+@pytest.fixture
+def group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_plain_model_is_returned_as_it_is():
+    net = nn.Linear(1, 1)
+    assert extract_model_from_parallel(net) is net
+    assert extract_model_from_parallel(net, False, False, True) is net
+    assert not is_parallel_wrapper(net)
+
+
+def test_wrappers_come_off(group):
+    net = nn.Linear(1, 1)
+    assert extract_model_from_parallel(nn.DataParallel(net)) is net
+    wrapped = DistributedDataParallel(net)
+    assert is_parallel_wrapper(wrapped)
+    assert extract_model_from_parallel(wrapped) is net
+    assert extract_model_from_parallel(DistributedDataParallel(wrapped)) is net
+
+
+def test_an_engine_is_recognised_once_its_library_is_loaded(monkeypatch):
+    import sys
+    import types
+
+    class DeepSpeedEngine(nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+    engine = types.ModuleType("deepspeed.runtime.engine")
+    engine.DeepSpeedEngine = DeepSpeedEngine
+    net = nn.Linear(1, 1)
+    assert extract_model_from_parallel(DeepSpeedEngine(net)) is not net
+    monkeypatch.setitem(sys.modules, "deepspeed.runtime.engine", engine)
+    assert extract_model_from_parallel(DeepSpeedEngine(net)) is net
+
+
+def test_compilation_is_kept_or_taken_off(group):
+    net = nn.Linear(1, 1)
+    compiled = torch.compile(net, backend="eager")
+    assert extract_model_from_parallel(compiled) is compiled
+    assert extract_model_from_parallel(compiled, keep_torch_compile=False) is net
+    wrapped = DistributedDataParallel(compiled)
+    assert extract_model_from_parallel(wrapped) is compiled
+    assert extract_model_from_parallel(wrapped, keep_torch_compile=False) is net
+
+
+def test_a_compiled_wrapper_stays_usable(group):
+    net = nn.Linear(1, 1)
+    wrapped = DistributedDataParallel(net)
+    compiled = torch.compile(wrapped, backend="eager")
+    inner = extract_model_from_parallel(compiled)
+    assert is_compiled_module(inner) and inner._orig_mod is net
+    assert compiled._orig_mod is wrapped, "the model in use still synchronises gradients"
+    x = torch.ones(1, 1)
+    assert torch.equal(inner(x), net(x))
+
+
+def test_compiled_regions_are_kept_or_taken_off(group):
+    net = nn.ModuleDict({"blocks": nn.ModuleList([nn.ReLU(), nn.ReLU()]), "head": nn.Linear(1, 1)})
+    compiled = compile_regions(net, backend="eager")
+    wrapped = DistributedDataParallel(compiled)
+    assert extract_model_from_parallel(wrapped) is compiled
+    assert extract_model_from_parallel(wrapped, keep_torch_compile=False) is net
+
+
+def test_inner_wrappers_come_off_on_request():
+    net = nn.Linear(1, 1)
+    outer = nn.Sequential(nn.Sequential(nn.DataParallel(net)))
+    assert isinstance(extract_model_from_parallel(outer)[0][0], nn.DataParallel)
+    assert extract_model_from_parallel(outer, recursive=True) is outer
+    assert outer[0][0] is net
+
+
+def test_a_replaced_forward_is_kept_or_taken_off():
+    net = nn.Linear(1, 1)
+    net._original_forward = net.forward
+    net.forward = lambda x: "wrapped"
+    assert extract_model_from_parallel(net)(None) == "wrapped"
+    assert extract_model_from_parallel(net, keep_fp32_wrapper=False) is net
+    assert "forward" not in net.__dict__ and "_original_forward" not in net.__dict__
+    assert net(torch.ones(1, 1)).shape == (1, 1)
+
+
+def test_a_forward_that_was_on_the_instance_goes_back_there():
+    net = nn.Linear(1, 1)
+    hooked = functools.partial(nn.Linear.forward, net)
+    net.forward = hooked
+    net._original_forward = net.forward
+    net.forward = lambda x: "wrapped"
+    extract_model_from_parallel(net, keep_fp32_wrapper=False)
+    assert net.__dict__["forward"] is hooked
+
+
+def test_a_forward_that_nobody_replaced_stays():
+    net = nn.Linear(1, 1)
+    net.forward = patched = functools.partial(nn.Linear.forward, net)
+    extract_model_from_parallel(net, keep_fp32_wrapper=False)
+    assert net.__dict__["forward"] is patched

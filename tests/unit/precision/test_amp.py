@@ -1,0 +1,110 @@
+"""Autocast, the wrapped forward and the gradient scaler."""
+
+import copy
+import inspect
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from accelerate.config.handlers import AutocastKwargs, GradScalerKwargs
+from accelerate.precision import amp
+from accelerate.precision.base import precision
+
+
+class Named(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, inputs, scale=1.0):
+        output = self.layer(inputs) * scale
+        return {"logits": output, "raw_dtype": output.dtype}
+
+
+def test_forward_runs_in_the_low_dtype_and_returns_float32():
+    model = Named()
+    amp.wrap_forward(model, "cpu", precision("bf16"))
+    output = model(torch.ones(1, 2))
+    assert output["raw_dtype"] is torch.bfloat16 and output["logits"].dtype is torch.float32
+
+
+def test_signature_stays_the_models_own():
+    model = Named()
+    amp.wrap_forward(model, "cpu", precision("bf16"))
+    assert list(inspect.signature(model.forward).parameters) == ["inputs", "scale"]
+
+
+def test_unwrapping_leaves_no_trace():
+    model = Named()
+    before = set(model.__dict__)
+    amp.wrap_forward(model, "cpu", precision("bf16"))
+    amp.unwrap_forward(model)
+    assert set(model.__dict__) == before
+    assert model(torch.ones(1, 2))["raw_dtype"] is torch.float32
+
+
+def test_wrapping_twice_wraps_once_and_a_deep_copy_is_its_own():
+    model = Named()
+    amp.wrap_forward(model, "cpu", precision("bf16"))
+    amp.wrap_forward(model, "cpu", precision("bf16"))
+    assert not isinstance(model.forward.forward, amp.AutocastForward)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.layer.weight.zero_(), twin.layer.bias.zero_()
+    assert twin(torch.ones(1, 2))["logits"].abs().sum() == 0
+    assert model(torch.ones(1, 2))["logits"].abs().sum() != 0
+
+
+def test_a_forward_replaced_on_the_instance_is_put_back():
+    model = Named()
+    replaced = lambda inputs: inputs * 2  # noqa: E731
+    model.forward = replaced
+    amp.wrap_forward(model, "cpu", precision("bf16"))
+    amp.unwrap_forward(model)
+    assert model.forward is replaced
+
+
+def test_a_wrapped_model_pickles():
+    model = nn.Linear(2, 2)
+    amp.wrap_forward(model, "cpu", precision("bf16"))
+    restored = pickle.loads(pickle.dumps(model))
+    assert torch.equal(restored(torch.ones(1, 2)), model(torch.ones(1, 2)))
+
+
+def test_no_precision_touches_nothing():
+    model = nn.Linear(1, 1)
+    amp.wrap_forward(model, "cpu", precision("no"))
+    assert "forward" not in model.__dict__
+    with amp.autocast_context("cpu", precision("no")):
+        assert not torch.is_autocast_enabled("cpu")
+
+
+def test_autocast_can_be_switched_off():
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with amp.autocast_context("cpu", precision("no"), AutocastKwargs(enabled=False)):
+            assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("name", ["no", "bf16"])
+def test_only_float16_scales(name):
+    assert amp.make_scaler("cpu", precision(name)) is None
+
+
+def test_scaler_takes_its_settings():
+    scaler = amp.make_scaler("cpu", precision("fp16"), GradScalerKwargs(init_scale=8.0))
+    assert scaler.get_scale() == 8.0
+
+
+def test_float16_weights_are_refused_by_name():
+    scaler = amp.make_scaler("cpu", precision("fp16"))
+    with pytest.raises(ValueError, match="'weight'.*bf16"):
+        amp.check_weights(nn.Linear(1, 1).half(), scaler)
+    amp.check_weights(nn.Linear(1, 1).half().requires_grad_(False), scaler)
+    amp.check_weights(nn.Linear(1, 1).half(), None)
+
+
+def test_unknown_precision_lists_the_choices():
+    with pytest.raises(ValueError, match="fp17.*bf16"):
+        precision("fp17")

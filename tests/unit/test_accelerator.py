@@ -1,0 +1,350 @@
+"""The facade: construction, settings, and one-process behaviour of its methods."""
+
+import inspect
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import accelerate.accelerator as home
+from accelerate import (
+    Accelerator,
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    ProfileKwargs,
+)
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import (
+    AutocastKwargs,
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+    KwargsHandler,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+)
+
+
+def training_parts():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    loader = torch.utils.data.DataLoader(torch.ones(6, 2), batch_size=2)
+    return model, optimizer, scheduler, loader
+
+
+def test_a_loop_trains():
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, scheduler, loader = accelerator.prepare(*training_parts())
+    before = model.weight.clone()
+    for batch in loader:
+        accelerator.backward(model(batch).mean())
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    assert not torch.equal(before, model.weight)
+    assert scheduler.get_last_lr()[0] == pytest.approx(0.1 * 0.9**3)
+
+
+def test_objects_come_back_in_their_order_and_others_untouched():
+    accelerator = Accelerator(cpu=True)
+    criterion = lambda x: x  # noqa: E731
+    parts = training_parts()
+    result = accelerator.prepare(parts[3], criterion, None, parts[0])
+    assert result[1] is criterion and result[2] is None and result[3] is parts[0]
+    assert type(result[0]).__name__ == "DataLoaderShard"
+
+
+@pytest.mark.parametrize("arguments", [(), ("text",), (b"text",), (3,)])
+def test_what_cannot_be_prepared_is_refused(arguments):
+    with pytest.raises((ValueError, TypeError), match="Pass (the )?model"):
+        Accelerator(cpu=True).prepare(*arguments)
+
+
+def test_device_placement_must_match_the_objects():
+    with pytest.raises(ValueError, match="1 elements"):
+        Accelerator(cpu=True).prepare(nn.Linear(1, 1), device_placement=[True, False])
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"mixed_precision": "fp17"}, ValueError, "fp17.*bf16"),
+        ({"gradient_accumulation_steps": 0}, ValueError, "0 is not a positive"),
+        ({"rng_types": ["dice"]}, ValueError, "dice.*generator"),
+        ({"kwargs_handlers": [3]}, TypeError, "3 .*KwargsHandler"),
+        ({"kwargs_handlers": [KwargsHandler()]}, TypeError, "Handlers are"),
+        ({"kwargs_handlers": [GradScalerKwargs(), GradScalerKwargs()]}, ValueError, "two GradScalerKwargs"),
+        ({"dynamo_backend": "eager", "dynamo_plugin": TorchDynamoPlugin()}, ValueError, "not both"),
+        ({"fsdp_plugin": 3}, TypeError, "fsdp_plugin=3"),
+        ({"log_with": "abacus"}, ValueError, "abacus"),
+        ({"mixed_precision": "fp8"}, (NotImplementedError, ImportError, ValueError), "fp8"),
+        (
+            {
+                "gradient_accumulation_steps": 2,
+                "gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=2),
+            },
+            ValueError,
+            "not both",
+        ),
+    ],
+)
+def test_bad_settings_name_argument_value_and_way_out(options, error, text):
+    with pytest.raises(error, match=text):
+        Accelerator(cpu=True, **options)
+
+
+def test_an_fsdp_plugin_is_never_ignored():
+    with pytest.raises(NotImplementedError, match="fsdp"):
+        Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
+
+
+def test_handlers_become_settings():
+    handlers = [DistributedDataParallelKwargs(broadcast_buffers=False), AutocastKwargs(cache_enabled=False)]
+    accelerator = Accelerator(cpu=True, kwargs_handlers=handlers)
+    assert accelerator.ddp_handler is handlers[0] and accelerator.autocast_handler is handlers[1]
+    assert accelerator.scaler_handler is None
+
+
+def test_mixed_precision_wraps_forward_and_unwraps():
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    inner = nn.Linear(2, 2)
+    model = accelerator.prepare(inner)
+    assert model(torch.ones(1, 2)).dtype is torch.float32
+    assert accelerator.native_amp and accelerator.scaler is None
+    assert accelerator.unwrap_model(model, keep_fp32_wrapper=False) is inner
+    assert "forward" not in inner.__dict__
+
+
+def test_float16_scales_on_the_cpu_too():
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=4.0)])
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = accelerator.prepare(torch.optim.SGD([weight], lr=1.0))
+    accelerator.backward(weight.sum())
+    assert weight.grad.item() == 4.0
+    assert accelerator.clip_grad_norm_([weight], 0.5).item() == 1.0
+    assert weight.grad.item() == pytest.approx(0.5)
+    optimizer.step()
+    assert weight.item() == pytest.approx(0.5)
+
+
+def test_clip_by_value_and_unscale():
+    accelerator = Accelerator(cpu=True)
+    weight = nn.Parameter(torch.ones(1))
+    accelerator.backward(3 * weight.sum())
+    accelerator.clip_grad_value_([weight], 1.0)
+    assert weight.grad.item() == 1.0
+    accelerator.unscale_gradients()
+
+
+def test_accumulation_follows_the_loader():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, optimizer, _, loader = accelerator.prepare(*training_parts())
+    seen = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch).mean())
+                seen.append((accelerator.step, accelerator.sync_gradients))
+                optimizer.step()
+                optimizer.zero_grad()
+    assert seen == [(1, False), (2, True), (0, True)]
+
+
+def test_backward_divides_by_the_steps():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    weight = nn.Parameter(torch.ones(1))
+    accelerator.backward(weight.sum())
+    assert weight.grad.item() == 0.25
+    accelerator.gradient_accumulation_steps = 2
+    accelerator.backward(weight.sum())
+    assert weight.grad.item() == 0.75
+
+
+def test_backward_names_a_loss_that_is_a_number():
+    with pytest.raises(TypeError, match="1.5"):
+        Accelerator(cpu=True).backward(1.5)
+
+
+@pytest.mark.parametrize("bad", [-1, -0.5])
+def test_negative_counts_are_refused(bad):
+    with pytest.raises(ValueError, match="negative"):
+        Accelerator(cpu=True).backward(torch.ones(1, requires_grad=True).sum(), num_items=bad)
+
+
+def test_zero_items_everywhere_is_refused():
+    with pytest.raises(ValueError, match="0 on every rank"):
+        Accelerator(cpu=True).backward(torch.ones(1, requires_grad=True).sum(), num_items=0)
+
+
+def test_gather_for_metrics_drops_nothing_on_one_process():
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(torch.utils.data.DataLoader(torch.arange(7), batch_size=2))
+    assert torch.cat([accelerator.gather_for_metrics(batch) for batch in loader]).tolist() == list(range(7))
+    objects = [item for batch in loader for item in accelerator.gather_for_metrics([str(i.item()) for i in batch])]
+    assert objects == [str(i) for i in range(7)]
+
+
+def test_trigger():
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.check_trigger() is False
+    accelerator.set_trigger()
+    assert accelerator.check_trigger() is True and accelerator.check_trigger() is False
+
+
+def test_free_memory_forgets_and_returns_nones():
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, scheduler, loader = accelerator.prepare(*training_parts())
+    assert accelerator.free_memory(model, loader) == [None, None]
+    assert accelerator._models == accelerator._optimizers == accelerator._schedulers == accelerator._dataloaders == []
+
+
+def test_profile_writes_a_trace(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    with accelerator.profile(ProfileKwargs(activities=["cpu"], output_trace_dir=str(tmp_path))) as profiler:
+        torch.ones(2) + 1
+    assert profiler.key_averages()
+    assert (tmp_path / "profile_0.json").stat().st_size > 0
+
+
+def test_compiled_models_are_compiled_at_prepare_and_unwrapped():
+    accelerator = Accelerator(cpu=True, dynamo_backend="eager")
+    inner = nn.Linear(2, 2)
+    model = accelerator.prepare(inner)
+    assert model._orig_mod is inner
+    with pytest.warns(UserWarning, match="already prepared"):
+        assert accelerator.prepare(inner) is model
+    assert accelerator.unwrap_model(model, keep_torch_compile=False) is inner
+
+
+def test_regional_compilation_compiles_repeated_blocks():
+    plugin = TorchDynamoPlugin(backend="eager", use_regional_compilation=True)
+    accelerator = Accelerator(cpu=True, dynamo_plugin=plugin)
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, x):
+            return self.layer(x)
+
+    inner = nn.Sequential(nn.ModuleList([Block(), Block()]))
+    inner.forward = lambda x: inner[0][1](inner[0][0](x))
+    model = accelerator.prepare(inner)
+    assert hasattr(model[0][0], "_orig_mod")
+    assert model(torch.ones(1, 2)).shape == (1, 2)
+
+
+def test_split_batches_moved_into_the_config():
+    with pytest.warns(FutureWarning, match="DataLoaderConfiguration"):
+        accelerator = Accelerator(cpu=True, split_batches=True)
+    assert accelerator.split_batches and accelerator.dataloader_config.split_batches
+
+
+def test_settings_are_plain_and_mutable():
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=False))
+    accelerator.even_batches = False
+    assert accelerator.dataloader_config.even_batches is False
+    accelerator.native_amp = True
+    accelerator.scaler = None
+    subclass = type("Mine", (type(accelerator),), {})
+    accelerator.__class__ = subclass
+    assert accelerator.__dict__["state"].distributed_type == DistributedType.NO
+    assert isinstance(inspect.getattr_static(Accelerator, "distributed_type"), property)
+
+
+def test_it_pickles_and_still_knows_what_it_prepared():
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(nn.Linear(1, 1))
+    restored = pickle.loads(pickle.dumps(accelerator))
+    assert restored.state.__dict__ == accelerator.state.__dict__
+    with pytest.warns(UserWarning, match="already prepared"):
+        assert restored.prepare(restored._models[0]) is restored._models[0]
+    assert len(restored._models) == 1
+
+
+def test_replaced_methods_are_used_and_their_results_registered(monkeypatch):
+    accelerator = Accelerator(cpu=True)
+    twin = nn.Linear(1, 1)
+    accelerator.prepare_model = lambda model, device_placement=None, evaluation_mode=False: twin
+    model = nn.Linear(1, 1)
+    assert accelerator.prepare(model) is twin
+    with pytest.warns(UserWarning, match="already prepared"):
+        assert accelerator.prepare(model) is twin
+    calls = []
+    original = home.prepare_data_loader
+    monkeypatch.setattr(home, "prepare_data_loader", lambda *a, **k: calls.append(k) or original(*a, **k))
+    accelerator.prepare(torch.utils.data.DataLoader([1, 2]))
+    assert len(calls) == 1
+
+
+def test_adoption_warns_when_settings_differ():
+    first = Accelerator(cpu=True)
+    model = first.prepare(nn.Linear(1, 1))
+    AcceleratorState._reset_state()
+    second = Accelerator(cpu=True, mixed_precision="bf16")
+    with pytest.warns(UserWarning, match="mixed_precision: 'no' then, 'bf16' now"):
+        assert second.prepare(model) is model
+
+
+def test_two_accelerators_share_one_state():
+    first, second = Accelerator(cpu=True), Accelerator(cpu=True)
+    assert first.state.__dict__ is second.state.__dict__
+    with pytest.raises(ValueError, match="bf16"):
+        Accelerator(cpu=True, mixed_precision="bf16")
+
+
+def test_a_reset_leaves_the_live_one_whole():
+    accelerator = Accelerator(cpu=True)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    assert accelerator.distributed_type == DistributedType.NO and accelerator.num_processes == 1
+    assert accelerator.gather(torch.ones(1)).tolist() == [1.0]
+    accelerator.backward(torch.ones(1, requires_grad=True).sum())
+    accelerator.wait_for_everyone()
+
+
+def test_main_process_decorators():
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.on_main_process(lambda: 1)() == 1
+    assert accelerator.on_process(lambda: 2, process_index=0)() == 2
+    assert accelerator.on_process(process_index=5)(lambda: 3)() is None
+    assert accelerator.on_last_process(lambda: 4)() == 4
+    assert accelerator.on_local_process(local_process_index=0)(lambda: 5)() == 5
+
+
+def test_ranks_in_a_mesh_need_a_mesh():
+    accelerator = Accelerator(cpu=True)
+    for name in ("data_parallel_rank", "data_parallel_shard_rank", "tensor_parallel_rank"):
+        with pytest.raises(RuntimeError, match="parallelism_config"):
+            getattr(accelerator, name)
+    for name in ("context_parallel_rank", "pipeline_parallel_rank"):
+        with pytest.raises(NotImplementedError):
+            getattr(accelerator, name)
+
+
+def test_automatic_naming_continues_after_a_resume(tmp_path):
+    def project():
+        return ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True, total_limit=2)
+
+    accelerator = Accelerator(cpu=True, project_config=project())
+    accelerator.prepare(nn.Linear(1, 1))
+    for _ in range(3):
+        accelerator.save_state()
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["checkpoint_1", "checkpoint_2"]
+    resumed = Accelerator(cpu=True, project_config=project())
+    resumed.prepare(nn.Linear(1, 1))
+    resumed.load_state()
+    resumed.save_state()
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["checkpoint_2", "checkpoint_3"]
+
+
+def test_signatures_show_the_arguments_that_downstream_probes():
+    assert "use_gather_object" in inspect.signature(Accelerator.gather_for_metrics).parameters
+    bound = inspect.signature(Accelerator.__init__).bind_partial(None, mixed_precision="no", cpu=True)
+    assert bound.arguments["cpu"] is True

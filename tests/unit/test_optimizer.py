@@ -1,0 +1,117 @@
+"""The prepared optimizer."""
+
+import pickle
+
+import pytest
+import torch
+
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer, move_to_device
+
+
+def parameter(value=1.0):
+    weight = torch.nn.Parameter(torch.full((1,), value))
+    weight.grad = torch.ones(1)
+    return weight
+
+
+@pytest.fixture
+def accelerator():
+    return Accelerator(cpu=True)
+
+
+def test_it_is_a_torch_optimizer_that_shows_the_inner_ones_state(accelerator):
+    inner = torch.optim.AdamW([parameter()], lr=0.1)
+    optimizer = accelerator.prepare(inner)
+    assert isinstance(optimizer, torch.optim.Optimizer) and isinstance(optimizer, AcceleratedOptimizer)
+    assert optimizer.param_groups is inner.param_groups and optimizer.state is inner.state
+    assert optimizer.defaults is inner.defaults
+    optimizer.add_param_group({"params": [parameter(2.0)]})
+    assert len(inner.param_groups) == 2
+
+
+def test_it_waits_while_gradients_accumulate(accelerator):
+    weight = parameter()
+    optimizer = accelerator.prepare(torch.optim.SGD([weight], lr=0.5))
+    accelerator.sync_gradients = False
+    optimizer.step()
+    optimizer.zero_grad()
+    assert weight.item() == 1.0 and weight.grad is not None
+    accelerator.sync_gradients = True
+    optimizer.step()
+    optimizer.zero_grad()
+    assert weight.item() == 0.5 and weight.grad is None
+
+
+def test_set_to_none_is_passed_on_or_refused(accelerator):
+    weight = parameter()
+    optimizer = accelerator.prepare(torch.optim.SGD([weight], lr=0.5))
+    optimizer.zero_grad(set_to_none=False)
+    assert weight.grad.item() == 0
+
+    class Old(torch.optim.SGD):
+        def zero_grad(self):
+            super().zero_grad()
+
+    with pytest.raises(ValueError, match="set_to_none=True.*Old"):
+        accelerator.prepare(Old([parameter()], lr=0.1)).zero_grad(set_to_none=True)
+
+
+def scaled(accelerator_options=None):
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", **(accelerator_options or {}))
+    weight = torch.nn.Parameter(torch.ones(1))
+    return accelerator, weight, accelerator.prepare(torch.optim.SGD([weight], lr=0.5))
+
+
+def test_an_overflow_skips_the_step_and_says_so():
+    accelerator, weight, optimizer = scaled()
+    accelerator.backward((weight * float("inf")).sum())
+    optimizer.step()
+    assert optimizer.step_was_skipped and accelerator.optimizer_step_was_skipped
+    assert weight.item() == 1.0
+    optimizer.zero_grad()
+    accelerator.backward(weight.sum())
+    optimizer.step()
+    assert not optimizer.step_was_skipped and weight.item() == 0.5
+
+
+def test_a_scaler_assigned_later_works():
+    accelerator = Accelerator(cpu=True)
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = accelerator.prepare(torch.optim.SGD([weight], lr=0.5))
+    optimizer.scaler = torch.amp.GradScaler("cpu")
+    optimizer.scaler.scale((weight * float("nan")).sum()).backward()
+    optimizer.step()
+    assert optimizer.step_was_skipped
+
+
+def test_it_pickles_with_and_without_a_scaler():
+    _, _, optimizer = scaled()
+    restored = pickle.loads(pickle.dumps(optimizer))
+    assert restored.param_groups[0]["lr"] == 0.5
+    restored.param_groups[0]["params"][0].grad = torch.ones(1)
+    restored.scaler = None
+    restored.step()
+    assert restored.param_groups[0]["params"][0].item() == 0.5
+
+
+def test_closures_and_modes_reach_the_inner_optimizer(accelerator):
+    weight = parameter()
+    calls = []
+
+    class Modal(torch.optim.SGD):
+        def train(self):
+            calls.append("train")
+
+        def eval(self):
+            calls.append("eval")
+
+    optimizer = accelerator.prepare(Modal([weight], lr=0.1))
+    optimizer.train(), optimizer.eval()
+    optimizer.step(lambda: calls.append("closure"))
+    assert calls == ["train", "eval", "closure"]
+
+
+def test_move_to_device_keeps_structure():
+    moved = move_to_device({"a": [torch.ones(1)], "b": (torch.ones(1), 3)}, torch.device("meta"))
+    assert moved["a"][0].is_meta and moved["b"][0].is_meta and moved["b"][1] == 3

@@ -1,0 +1,100 @@
+"""The prepared scheduler."""
+
+import warnings
+
+import pytest
+import torch
+
+from accelerate import Accelerator
+from accelerate.scheduler import AcceleratedScheduler
+
+
+def build(accelerator, make=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5)):
+    inner = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    return accelerator.prepare(inner, make(inner))
+
+
+def test_it_steps_with_the_optimizer():
+    optimizer, scheduler = build(Accelerator(cpu=True))
+    optimizer.step()
+    scheduler.step()
+    assert scheduler.get_last_lr() == [0.5] and scheduler.state_dict()["last_epoch"] == 1
+
+
+@pytest.mark.parametrize(("adjust", "counted"), [(True, 2), (False, 1)])
+def test_it_waits_while_gradients_accumulate(adjust, counted):
+    accelerator = Accelerator(cpu=True)
+    optimizer, scheduler = build(accelerator)
+    accelerator.gradient_state.plugin_kwargs["adjust_scheduler"] = adjust
+    accelerator.sync_gradients = False
+    scheduler.step()
+    assert scheduler.get_last_lr() == [1.0] and scheduler.scheduler._step_count == counted
+
+
+def test_it_stands_still_when_the_step_was_skipped():
+    optimizer, scheduler = build(Accelerator(cpu=True))
+    optimizer._is_overflow = True
+    scheduler.step()
+    assert scheduler.get_last_lr() == [1.0]
+
+
+def test_it_can_be_left_alone():
+    accelerator = Accelerator(cpu=True, step_scheduler_with_optimizer=False)
+    _, scheduler = build(accelerator)
+    accelerator.sync_gradients = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scheduler.step()
+    assert scheduler.get_last_lr() == [0.5]
+
+
+@pytest.mark.parametrize(("split", "expected"), [(False, 0.5**4), (True, 0.5)])
+def test_it_advances_once_per_data_parallel_replica(split, expected, monkeypatch):
+    accelerator = Accelerator(cpu=True)
+    optimizer, scheduler = build(accelerator)
+    scheduler.split_batches = split
+    monkeypatch.setitem(accelerator.state.__dict__, "num_processes", 4)
+    optimizer.step()
+    scheduler.step()
+    assert scheduler.get_last_lr() == [expected]
+
+
+def test_replicas_are_those_of_the_mesh(monkeypatch):
+    from types import SimpleNamespace
+
+    accelerator = Accelerator(cpu=True)
+    _, scheduler = build(accelerator)
+    monkeypatch.setitem(accelerator.state.__dict__, "num_processes", 8)
+    monkeypatch.setitem(accelerator.state.__dict__, "parallelism_config", SimpleNamespace(data_parallel_size=2))
+    assert scheduler.steps_per_update == 2
+
+
+def one_cycle(total):
+    return lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=total)
+
+
+@pytest.mark.parametrize(("total", "replicas", "warns"), [(20, 2, 0), (10, 2, 1), (30, 2, 1), (40, 2, 0), (5, 1, 1)])
+def test_total_steps_that_contradict_the_loader_are_named_once(total, replicas, warns, monkeypatch):
+    accelerator = Accelerator(cpu=True)
+    _, scheduler = build(accelerator, one_cycle(total))
+    monkeypatch.setitem(accelerator.state.__dict__, "num_processes", replicas)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        scheduler.check_length(updates_per_epoch=10)
+    assert len([item for item in caught if f"total_steps={total}" in str(item.message)]) == warns
+
+
+def test_prepare_checks_against_the_prepared_loader():
+    accelerator = Accelerator(cpu=True)
+    inner = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    loader = torch.utils.data.DataLoader(torch.arange(20), batch_size=2)
+    with pytest.warns(UserWarning, match="total_steps=3"):
+        accelerator.prepare(inner, loader, one_cycle(3)(inner))
+
+
+def test_an_exhausted_schedule_does_not_raise():
+    optimizer, scheduler = build(Accelerator(cpu=True), one_cycle(2))
+    for _ in range(5):
+        optimizer.step()
+        scheduler.step()
+    assert isinstance(scheduler, AcceleratedScheduler)

@@ -1,0 +1,479 @@
+"""Checkpoints of a run, weights of a model, and what an Accelerator registers for them."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from accelerate import Accelerator
+from accelerate.checkpoint import names
+from accelerate.config.project import ProjectConfiguration
+from accelerate.training import saving
+
+
+class Counting(nn.Linear):
+    """A model that counts how often its state is asked for and set."""
+
+    asked = loaded = 0
+
+    def state_dict(self, *args, **kwargs):
+        self.asked += 1
+        return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args, **kwargs):
+        self.loaded += 1
+        return super().load_state_dict(*args, **kwargs)
+
+
+class Counter:
+    def __init__(self, value=0):
+        self.value = value
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
+
+
+class Run:
+    """An Accelerator with everything prepared, after a few steps."""
+
+    def __init__(self, seed=0, steps=3, **kwargs):
+        torch.manual_seed(seed)
+        self.accelerator = Accelerator(cpu=True, **kwargs)
+        model = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+        loader = DataLoader(TensorDataset(torch.arange(16.0).reshape(8, 2)), batch_size=2, shuffle=True)
+        self.model, self.optimizer, self.scheduler, self.loader = self.accelerator.prepare(
+            model, optimizer, scheduler, loader
+        )
+        self.counter = Counter(seed)
+        self.accelerator.register_for_checkpointing(self.counter)
+        for _ in range(steps):
+            self.step(torch.randn(4, 2))
+
+    def step(self, batch):
+        self.accelerator.backward(self.model(batch).square().mean())
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+
+    def state(self):
+        return {
+            "model": {name: value.clone() for name, value in self.model.state_dict().items()},
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+            "counter": self.counter.value,
+        }
+
+
+def equal(left, right):
+    if isinstance(left, torch.Tensor):
+        return torch.equal(left, right)
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(equal(left[key], right[key]) for key in left)
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(map(equal, left, right))
+    return left == right
+
+
+def numbered(folder, **kwargs):
+    return ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, **kwargs)
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_everything_comes_back(tmp_path, safe):
+    first = Run(seed=1)
+    first.accelerator.step = 7
+    assert first.accelerator.save_state(tmp_path / "here", safe_serialization=safe) == tmp_path / "here"
+    drawn = torch.rand(3)
+    second = Run(seed=2, steps=1)
+    second.accelerator.load_state(tmp_path / "here")
+    assert torch.equal(torch.rand(3), drawn)
+    assert equal(second.state(), first.state())
+    assert second.accelerator.step == 7
+    first.step(batch := torch.randn(4, 2))
+    second.step(batch)
+    assert equal(second.state(), first.state())
+
+
+def test_the_folder_is_laid_out_as_ever(tmp_path):
+    run = Run()
+    run.accelerator.prepare(nn.Linear(1, 1))
+    run.accelerator.save_state(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == [
+        "custom_checkpoint_0.pkl",
+        "model.safetensors",
+        "model_1.safetensors",
+        "optimizer.bin",
+        "random_states_0.pkl",
+        "scheduler.bin",
+    ]
+
+
+def test_saving_again_leaves_nothing_of_the_former_checkpoint(tmp_path):
+    run = Run()
+    extra = Counter()
+    run.accelerator.register_for_checkpointing(extra)
+    run.accelerator.save_state(tmp_path, safe_serialization=False)
+    other = Run()
+    other.accelerator.save_state(tmp_path)
+    assert "custom_checkpoint_1.pkl" not in os.listdir(tmp_path)
+    assert "pytorch_model.bin" not in os.listdir(tmp_path)
+    other.accelerator.load_state(tmp_path)
+
+
+def test_each_model_is_asked_once_and_loaded_once(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    model = Counting(2, 2)
+    accelerator.prepare(model)
+    accelerator.save_state(tmp_path)
+    assert (model.asked, model.loaded) == (1, 0)
+    accelerator.load_state(tmp_path)
+    assert (model.asked, model.loaded) == (2, 1)
+
+
+def test_a_compiled_model_is_saved_under_its_own_names(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    net = nn.Linear(2, 2)
+    model = accelerator.prepare(torch.compile(net, backend="eager"))
+    accelerator.save_state(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert sorted(file.keys()) == ["bias", "weight"]
+    before = net.weight.detach().clone()
+    with torch.no_grad():
+        net.weight.zero_()
+    accelerator.load_state(tmp_path)
+    assert torch.equal(net.weight, before)
+    assert set(accelerator.get_state_dict(model)) == {"weight", "bias"}
+    assert set(accelerator.get_state_dict(model, unwrap=False)) == {"_orig_mod.weight", "_orig_mod.bias"}
+
+
+@pytest.mark.parametrize("missing", ["model.safetensors", "optimizer.bin", "scheduler.bin"])
+def test_an_incomplete_folder_changes_nothing(tmp_path, missing):
+    Run(seed=1).accelerator.save_state(tmp_path)
+    (tmp_path / missing).unlink()
+    run = Run(seed=2)
+    before = run.state()
+    with pytest.raises(FileNotFoundError, match=missing):
+        run.accelerator.load_state(tmp_path)
+    assert equal(run.state(), before)
+
+
+def test_a_checkpoint_of_another_model_changes_nothing(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    good, bad = nn.Linear(2, 2), nn.Linear(3, 3)
+    accelerator.prepare(good, bad)
+    accelerator.save_state(tmp_path)
+    other = Accelerator(cpu=True)
+    first, _ = other.prepare(nn.Linear(2, 2), nn.Linear(3, 4))
+    before = first.weight.detach().clone()
+    with pytest.raises(RuntimeError, match="other shapes"):
+        other.load_state(tmp_path)
+    assert torch.equal(first.weight, before)
+
+
+def test_strict_is_passed_on(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(nn.Linear(2, 2))
+    accelerator.save_state(tmp_path)
+    other = Accelerator(cpu=True)
+    other.prepare(nn.Linear(2, 2, bias=False))
+    with pytest.raises(RuntimeError, match="unexpected in the file: bias"):
+        other.load_state(tmp_path)
+    other.load_state(tmp_path, strict=False)
+
+
+def test_the_number_of_registered_objects_must_fit(tmp_path):
+    Run().accelerator.save_state(tmp_path)
+    run = Run()
+    run.accelerator.register_for_checkpointing(Counter())
+    with pytest.raises(RuntimeError, match="1 registered objects, but 2"):
+        run.accelerator.load_state(tmp_path)
+
+
+def test_missing_folders_are_named(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(ValueError, match="nowhere"):
+        accelerator.load_state(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="input_dir"):
+        accelerator.load_state()
+    with pytest.raises(ValueError, match="automatic_checkpoint_naming"):
+        accelerator.save_state()
+
+
+def test_a_missing_random_state_is_warned_about(tmp_path, caplog):
+    run = Run()
+    run.accelerator.save_state(tmp_path)
+    (tmp_path / "random_states_0.pkl").unlink()
+    run.accelerator.load_state(tmp_path)
+    assert "random_states_0.pkl" in caplog.text
+
+
+def test_options_that_nobody_uses_are_warned_about(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    with pytest.warns(UserWarning, match="exclude_frozen_parameters"):
+        accelerator.save_state(tmp_path, exclude_frozen_parameters=True)
+    with pytest.raises(TypeError, match="map_location='somewhere'"):
+        accelerator.load_state(tmp_path, map_location="somewhere")
+    accelerator.load_state(tmp_path, map_location="on_device")
+
+
+# -- hooks ---------------------------------------------------------------------------------------------------------
+
+
+def test_save_hooks_may_keep_models_from_being_saved(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    first, second = nn.Linear(2, 2), nn.Linear(3, 3)
+    accelerator.prepare(first, second)
+    seen = []
+
+    def hook(models, weights, output_dir):
+        seen.append((list(models), [list(state) for state in weights], output_dir))
+        models.clear()
+        weights.pop(0)
+
+    handle = accelerator.register_save_state_pre_hook(hook)
+    accelerator.save_state(tmp_path / "a")
+    assert seen == [([first, second], [["weight", "bias"]] * 2, tmp_path / "a")]
+    assert load_file(tmp_path / "a" / "model.safetensors")["weight"].shape == (3, 3)
+    assert not (tmp_path / "a" / "model_1.safetensors").exists()
+    assert len(accelerator._models) == 2
+    handle.remove()
+    accelerator.save_state(tmp_path / "b")
+    assert (tmp_path / "b" / "model_1.safetensors").exists() and len(seen) == 1
+
+
+def test_load_hooks_may_load_models_themselves(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    first, second = nn.Linear(2, 2), nn.Linear(3, 3)
+    accelerator.prepare(first, second)
+    accelerator.register_save_state_pre_hook(lambda models, weights, output_dir: weights.pop(0))
+    accelerator.save_state(tmp_path)
+    expected = second.weight.detach().clone()
+    with torch.no_grad():
+        first.weight.zero_()
+        second.weight.zero_()
+    handle = accelerator.register_load_state_pre_hook(lambda models, input_dir: models.remove(first))
+    accelerator.load_state(tmp_path)
+    assert torch.equal(second.weight, expected) and not first.weight.any()
+    handle.remove()
+    with pytest.raises((RuntimeError, FileNotFoundError)):
+        accelerator.load_state(tmp_path)
+
+
+def test_a_hook_is_callable():
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(TypeError, match="hook"):
+        accelerator.register_save_state_pre_hook(3)
+
+
+def test_registered_objects_have_states():
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(ValueError, match=r"argument 0 \(int\), argument 2 \(Foo\)"):
+        accelerator.register_for_checkpointing(3, Counter(), type("Foo", (), {})())
+    assert accelerator._custom_objects == []
+
+
+# -- automatic naming ----------------------------------------------------------------------------------------------
+
+
+def listed(folder):
+    return sorted(os.listdir(folder / "checkpoints"))
+
+
+def test_names_count_up_and_the_oldest_go(tmp_path):
+    accelerator = Accelerator(cpu=True, project_config=numbered(tmp_path, total_limit=2))
+    for number in range(4):
+        assert accelerator.save_state() == tmp_path / "checkpoints" / f"checkpoint_{number}"
+    assert listed(tmp_path) == ["checkpoint_2", "checkpoint_3"]
+    assert accelerator.save_iteration == 4
+
+
+def test_the_old_checkpoint_stays_until_the_new_one_is_written(tmp_path, monkeypatch):
+    run = Run(project_config=numbered(tmp_path, total_limit=1))
+    run.accelerator.save_state()
+
+    def full(*args, **kwargs):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(saving.files, "write_custom", full)
+    with pytest.raises(OSError, match="disk full"):
+        run.accelerator.save_state()
+    assert listed(tmp_path) == ["checkpoint_0", "checkpoint_1"]
+    with pytest.raises(ValueError, match="did not come to its end"):
+        run.accelerator.load_state(tmp_path / "checkpoints" / "checkpoint_1")
+    run.accelerator.load_state()
+    assert run.accelerator.save_iteration == 1
+    monkeypatch.undo()
+    run.accelerator.save_state()
+    assert listed(tmp_path) == ["checkpoint_1"]
+    run.accelerator.load_state()
+
+
+def test_a_resumed_run_goes_on_counting(tmp_path):
+    first = Run(project_config=numbered(tmp_path))
+    for _ in range(3):
+        first.accelerator.save_state()
+    second = Run(project_config=numbered(tmp_path))
+    second.accelerator.load_state()
+    assert second.accelerator.save_state().name == "checkpoint_3"
+    third = Run(project_config=numbered(tmp_path))
+    with pytest.raises(ValueError, match=r"checkpoint_0.*iteration \(now 0\)"):
+        third.accelerator.save_state()
+
+
+def test_a_folder_of_ones_own_is_not_used_silently(tmp_path):
+    accelerator = Accelerator(cpu=True, project_config=numbered(tmp_path))
+    with pytest.warns(UserWarning, match="mine"):
+        assert accelerator.save_state(tmp_path / "mine").name == "checkpoint_0"
+
+
+def test_loading_from_elsewhere_does_not_change_the_count(tmp_path):
+    run = Run()
+    run.accelerator.save_state(tmp_path / "checkpoint_9")
+    other = Run(project_config=numbered(tmp_path / "project"))
+    other.accelerator.load_state(tmp_path / "checkpoint_9")
+    assert other.accelerator.save_state().name == "checkpoint_0"
+
+
+def test_nothing_to_load_yet(tmp_path):
+    accelerator = Accelerator(cpu=True, project_config=numbered(tmp_path))
+    with pytest.raises(FileNotFoundError, match="checkpoints"):
+        accelerator.load_state()
+
+
+def test_a_killed_save_is_passed_over(tmp_path):
+    run = Run(project_config=numbered(tmp_path))
+    for _ in range(2):
+        run.accelerator.save_state()
+    (tmp_path / "checkpoints" / "checkpoint_1" / names.INCOMPLETE_MARKER).touch()
+    run.accelerator.load_state()
+    assert run.accelerator.save_iteration == 1
+    assert run.accelerator.save_state().name == "checkpoint_1", "what was left there is written over"
+
+
+# -- loaders -------------------------------------------------------------------------------------------------------
+
+
+def batches(loader):
+    return [batch[0].tolist() for batch in loader]
+
+
+@pytest.mark.parametrize("behind", [0, 2, 4])
+def test_the_data_goes_on_as_if_never_interrupted(tmp_path, behind):
+    whole = Run(seed=1)
+    batches(whole.loader)
+    reader = iter(whole.loader)
+    for _ in range(behind):
+        next(reader)
+    whole.accelerator.save_state(tmp_path)
+    rest, following = [batch[0].tolist() for batch in reader], batches(whole.loader)
+
+    resumed = Run(seed=2)
+    resumed.accelerator.load_state(tmp_path)
+    if rest:
+        assert batches(resumed.accelerator.skip_first_batches(resumed.loader, behind)) == rest
+    assert batches(resumed.loader) == following
+
+
+def test_a_stateful_loader_has_a_file_of_its_own(tmp_path):
+    class Stateful:
+        position = 0
+
+        def state_dict(self):
+            return {"position": self.position}
+
+        def load_state_dict(self, state):
+            self.position = state["position"]
+
+    run = Run()
+    loader = Stateful()
+    run.accelerator._dataloaders.append(loader)
+    loader.position = 5
+    run.accelerator.save_state(tmp_path)
+    assert torch.load(tmp_path / "dl_state_dict_1.bin") == {"position": 5}
+    loader.position = 0
+    run.accelerator.load_state(tmp_path)
+    assert loader.position == 5
+
+
+# -- models and objects --------------------------------------------------------------------------------------------
+
+
+def shapes(folder):
+    return {path.name for path in Path(folder).iterdir()}
+
+
+def test_a_model_in_one_file(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(2, 2))
+    accelerator.save_model(model, tmp_path / "new" / "folder")
+    assert shapes(tmp_path / "new" / "folder") == {"model.safetensors"}
+    accelerator.save_model(model, tmp_path, safe_serialization=False)
+    assert torch.equal(torch.load(tmp_path / "pytorch_model.bin")["weight"], model.weight)
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_a_model_in_shards(tmp_path, safe):
+    accelerator = Accelerator(cpu=True)
+    model = nn.Sequential(*[nn.Linear(10, 10) for _ in range(4)])
+    extension = "safetensors" if safe else "bin"
+    stem = "model" if safe else "pytorch_model"
+    accelerator.save_model(model, tmp_path, max_shard_size=500, safe_serialization=safe)
+    many = shapes(tmp_path)
+    accelerator.save_model(model, tmp_path, max_shard_size="1KB", safe_serialization=safe)
+    index = json.loads((tmp_path / f"{stem}.{extension}.index.json").read_text())
+    assert index["metadata"]["total_size"] == 1760
+    assert set(index["weight_map"]) == set(model.state_dict())
+    assert shapes(tmp_path) == {*index["weight_map"].values(), f"{stem}.{extension}.index.json"}
+    assert len(many) > 3 and f"{stem}-00001-of-00002.{extension}" in shapes(tmp_path)
+    accelerator.save_model(model, tmp_path, safe_serialization=safe)
+    assert shapes(tmp_path) == {f"{stem}.{extension}"}
+
+
+def test_files_that_are_not_shards_stay(tmp_path):
+    for name in ("model.safetensors.backup", "my_model.safetensors", "config.json"):
+        (tmp_path / name).touch()
+    Accelerator(cpu=True).save_model(nn.Linear(1, 1), tmp_path)
+    assert len(shapes(tmp_path)) == 4
+
+
+def test_tied_weights_are_written_once(tmp_path):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    Accelerator(cpu=True).save_model(model, tmp_path)
+    assert set(load_file(tmp_path / "model.safetensors")) == {"0.weight", "0.bias", "1.bias"}
+
+
+def test_a_model_needs_a_folder_and_values(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError, match="file"):
+        accelerator.save_model(nn.Linear(1, 1), tmp_path / "file")
+    with pytest.raises(RuntimeError, match="meta device.*'weight'"):
+        accelerator.save_model(nn.Linear(1, 1, device="meta"), tmp_path)
+
+
+def test_offloaded_models_are_collected(monkeypatch):
+    model = nn.Linear(1, 1)
+    monkeypatch.setattr(saving, "has_offloaded_params", lambda module: module is model)
+    accelerator = Accelerator(cpu=True)
+    assert saving.get_state_dict(accelerator, model, offloaded=lambda given: {"collected": given}) == {
+        "collected": model
+    }
+
+
+def test_save_an_object(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    accelerator.save({"a": torch.ones(1)}, tmp_path / "a")
+    accelerator.save({"a": torch.ones(1)}, tmp_path / "b", safe_serialization=True)
+    assert torch.equal(torch.load(tmp_path / "a")["a"], load_file(tmp_path / "b")["a"])
