@@ -1,0 +1,157 @@
+"""Gradients under several processes equal those of one process on the whole batch."""
+
+import argparse
+import itertools
+import warnings
+
+import torch
+from torch import nn
+
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import GradientAccumulationPlugin
+
+WIDTH = 6
+TOLERANCE = {"no": 1e-6, "bf16": 2e-2}
+
+
+def build_model():
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def samples(count):
+    generator = torch.Generator().manual_seed(11)
+    return torch.randn(count, WIDTH, generator=generator), torch.randint(0, 3, (count,), generator=generator)
+
+
+def fresh_accelerator(**options):
+    GradientState._reset_state()
+    AcceleratorState._reset_state()
+    return Accelerator(cpu=not torch.cuda.is_available(), **options)
+
+
+def whole_batch_gradients(inputs, labels, precision, device):
+    """The reference: plain torch, one process, the whole batch at once."""
+    model = build_model().to(device)
+    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
+        logits = model(inputs.to(device)).float()
+    nn.functional.cross_entropy(logits, labels.to(device)).backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def assert_close(model, expected, precision, what):
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(
+            parameter.grad,
+            gradient,
+            rtol=TOLERANCE[precision],
+            atol=TOLERANCE[precision],
+            msg=lambda m: f"{what}: {m}",
+        )
+
+
+def full_windows(steps, precision):
+    accelerator = fresh_accelerator(gradient_accumulation_steps=steps, mixed_precision=precision)
+    world, rank = accelerator.num_processes, accelerator.process_index
+    per_micro_batch = 2
+    inputs, labels = samples(per_micro_batch * steps * world)
+    model = accelerator.prepare(build_model())
+    parts = list(range(rank * per_micro_batch, len(inputs), per_micro_batch * world))
+    for start in parts:
+        piece = slice(start, start + per_micro_batch)
+        with accelerator.accumulate(model):
+            logits = model(inputs[piece].to(accelerator.device))
+            assert logits.dtype == torch.float32
+            accelerator.backward(nn.functional.cross_entropy(logits, labels[piece].to(accelerator.device)))
+    assert accelerator.sync_gradients
+    expected = whole_batch_gradients(inputs, labels, precision, accelerator.device)
+    assert_close(model, expected, precision, f"steps={steps} precision={precision}")
+
+
+def short_window(exact):
+    """Three micro-batches per epoch in windows of two: the last one has one."""
+    plugin = GradientAccumulationPlugin(num_steps=2, exact=exact)
+    accelerator = fresh_accelerator(gradient_accumulation_plugin=plugin)
+    world = accelerator.num_processes
+    inputs, labels = samples(2 * 3 * world)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs, labels), batch_size=2)
+    model, loader = accelerator.prepare(build_model(), loader)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            for x, y in loader:
+                with accelerator.accumulate(model):
+                    accelerator.backward(nn.functional.cross_entropy(model(x), y))
+                    if accelerator.sync_gradients and not accelerator.gradient_state.end_of_dataloader:
+                        model.zero_grad()
+            gradients = [parameter.grad.clone() for parameter in model.parameters()]
+            model.zero_grad()
+    last = slice(2 * 2 * world, None)
+    expected = whole_batch_gradients(inputs[last], labels[last], "no", accelerator.device)
+    weight = 1.0 if exact else 0.5
+    for gradient, reference in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(gradient, weight * reference, rtol=1e-5, atol=1e-6)
+    notes = [item for item in caught if "accumulation window" in str(item.message)]
+    assert len(notes) == (1 if not exact and accelerator.is_main_process else 0), [str(n.message) for n in notes]
+
+
+def counted_items(steps, through):
+    """Every rank and micro-batch has another number of tokens; the mean must be over all of them."""
+    accelerator = fresh_accelerator(gradient_accumulation_steps=steps)
+    world, rank = accelerator.num_processes, accelerator.process_index
+    sizes = [1 + (3 * position) % 5 for position in range(steps * world)]
+    inputs, labels = samples(sum(sizes))
+    ends = list(itertools.accumulate(sizes))
+    model = accelerator.prepare(build_model())
+    for window in range(2):
+        model.zero_grad()
+        for step in range(steps):
+            position = step * world + rank
+            piece = slice(ends[position] - sizes[position], ends[position])
+            count = sizes[position]
+            with accelerator.accumulate(model, num_items=count if through == "accumulate" else None):
+                loss = nn.functional.cross_entropy(
+                    model(inputs[piece].to(accelerator.device)), labels[piece].to(accelerator.device)
+                )
+                if through == "accumulate":
+                    accelerator.backward(loss)
+                else:
+                    accelerator.backward(loss, num_items=torch.tensor(count))
+        expected = whole_batch_gradients(inputs, labels, "no", accelerator.device)
+        assert_close(model, expected, "no", f"num_items steps={steps} window={window} {through}")
+
+
+def missing_count():
+    accelerator = fresh_accelerator(gradient_accumulation_steps=2)
+    model = accelerator.prepare(build_model())
+    inputs = torch.ones(2, WIDTH, device=accelerator.device)
+    with accelerator.accumulate(model, num_items=2):
+        accelerator.backward(model(inputs).sum())
+    try:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(inputs).sum())
+    except ValueError as error:
+        assert "num_items" in str(error)
+    else:
+        raise AssertionError("a window with a missing count was accepted")
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--quick", action="store_true")
+    quick = parser.parse_args().quick
+    for steps in (1, 2, 3):
+        for precision in ("no",) if quick else ("no", "bf16"):
+            full_windows(steps, precision)
+    for exact in (False, True):
+        short_window(exact)
+    for steps in (1, 2, 3):
+        for through in ("accumulate", "backward"):
+            counted_items(steps, through)
+    missing_count()
+    fresh_accelerator().print("ok gradients")
+
+
+if __name__ == "__main__":
+    main()

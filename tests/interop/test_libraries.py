@@ -1,0 +1,56 @@
+"""transformers, TRL, PEFT, diffusers and sentence-transformers train on this package, on one process and two."""
+
+import importlib.util
+import math
+
+import pytest
+
+pytestmark = pytest.mark.interop
+
+NEEDS = {
+    "trainer.py": ["transformers"],
+    "sft.py": ["trl", "peft", "datasets"],
+    "lora.py": ["peft", "transformers"],
+    "diffusion.py": ["diffusers", "transformers"],
+    "sentence.py": ["sentence_transformers", "datasets"],
+}
+
+
+def need(script):
+    for name in NEEDS[script]:
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"{name} is not installed; `make setup` installs it")
+
+
+def numbers(value):
+    return [n for item in value for n in numbers(item)] if isinstance(value, list) else [value]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("script", NEEDS)
+def test_library_trains(script, processes, run_ours):
+    need(script)
+    result = run_ours(script, processes)
+    stderr = result.pop("stderr")
+    assert "already prepared" not in stderr, stderr[-3000:]
+    for name, value in result.items():
+        assert numbers(value) and all(math.isfinite(number) for number in numbers(value)), (name, value)
+
+
+def test_trainer_resumes_where_it_stopped(run_ours):
+    need("trainer.py")
+    result = run_ours("trainer.py", 1)
+    assert result["resumed"] == pytest.approx(result["losses"], abs=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("script", NEEDS)
+def test_losses_equal_the_peers(script, processes, run_ours, run_peer):
+    need(script)
+    ours, theirs = run_ours(script, processes), run_peer(script, processes)
+    for result in (ours, theirs):
+        result.pop("stderr")
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        assert numbers(ours[name]) == pytest.approx(numbers(theirs[name]), rel=1e-6, abs=1e-7), name
