@@ -1,0 +1,226 @@
+"""Run the benchmarks: our package and the peer's wheels, interleaved, medians and ratios, a table and plots.
+
+Usage: python benchmarks/run.py [CASE ...] [--rounds N] [--sizes MB ...]
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+RESULTS = HERE / "results"
+PAGE = ROOT / "docs" / "benchmarks.md"
+PEERS = {"1.15.0": ROOT / ".venv-peer-1.15.0", "1.12.0": ROOT / ".venv-peer-1.12.0"}
+OURS = "ours"
+SIZES_MB = (10, 100, 500, 2000)
+TITLES = {
+    "step": "A training step",
+    "loader": "Prepared loaders",
+    "collectives": "Collectives, two processes",
+    "startup": "Import, help and launch",
+}
+TORCHRUN = ("collectives",)
+RUNS_ONE_PROCESS = "The peer's `launch --cpu --num_processes 2` starts one process, so its figure is not comparable."
+NOTES = {"startup": RUNS_ONE_PROCESS}
+
+
+def pythons(versions):
+    """Return the interpreter of each package, its environment made if it is not there."""
+    found = {OURS: sys.executable}
+    for version in versions:
+        folder = PEERS[version]
+        python = folder / "bin" / "python"
+        if not python.exists():
+            subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+            constraints = str(ROOT / "constraints.txt")
+            pip = [str(python), "-m", "pip", "install", "--quiet", "-c", constraints]
+            subprocess.run([*pip, "torch", "numpy"], check=True)
+            subprocess.run([*pip, f"accelerate=={version}"], check=True)
+        found[version] = str(python)
+    return found
+
+
+def measure(python, case, *arguments, processes=1):
+    """Run a case once and return its figures."""
+    command = [python]
+    if processes > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    command += [str(HERE / "cases" / f"{case}.py"), *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if not lines:
+        raise RuntimeError(f"{' '.join(command)} printed no figures:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    return json.loads(lines[-1])
+
+
+def interleaved(interpreters, rounds, case, *arguments, processes=1):
+    """Run a case in every interpreter, round by round, and return medians by figure and package."""
+    series = {}
+    for number in range(rounds):
+        order = list(interpreters.items())
+        for name, python in order if number % 2 == 0 else reversed(order):
+            for figure, value in measure(python, case, *arguments, processes=processes).items():
+                series.setdefault(figure, {}).setdefault(name, []).append(value)
+    return {
+        figure: {name: statistics.median(values) for name, values in columns.items()}
+        for figure, columns in series.items()
+    }
+
+
+def number(value):
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def table(figures, packages):
+    """Return a Markdown table of medians, with the ratio of ours to the first peer."""
+    peer = next(name for name in packages if name != OURS)
+    lines = [f"| figure | {' | '.join(packages)} | ours / {peer} |", "|---|" + "---:|" * (len(packages) + 1)]
+    for figure, row in figures.items():
+        ratio = f"{row[OURS] / row[peer]:.2f}" if row[peer] > 0 else ""
+        lines.append(f"| {figure} | {' | '.join(number(row[name]) for name in packages)} | {ratio} |")
+    return "\n".join(lines)
+
+
+def double_prepare(interpreters, rounds, sizes):
+    """Measure checkpoints of a model prepared once and three times over, for each size."""
+    results = {}
+    with tempfile.TemporaryDirectory(dir=ROOT) as scratch:
+        for megabytes in sizes:
+            for label, extra in (("once", ()), ("twice", ("--twice",))):
+                repeats = rounds if megabytes <= 500 else 1
+                results[f"{megabytes} MB, prepared {label}"] = interleaved(
+                    interpreters,
+                    repeats,
+                    "double_prepare",
+                    *("--megabytes", str(megabytes), "--folder", str(Path(scratch, "checkpoint")), *extra),
+                    processes=2,
+                )
+    return results
+
+
+def double_prepare_table(results, packages):
+    """Return the Markdown table of the double-prepare case."""
+    lines = [
+        "| model | package | save (s) | load (s) | written (MB) | `state_dict` calls per rank, save / load | registered |",
+        "|---|---|---:|---:|---:|---:|---:|",
+    ]
+    for model, figures in results.items():
+        for name in packages:
+            row = {figure: columns[name] for figure, columns in figures.items()}
+            calls = f"{row['state_dict calls, save']:.0f} / {row['state_dict calls, load']:.0f}"
+            lines.append(
+                f"| {model} | {name} | {row['save (s)']:.2f} | {row['load (s)']:.2f} | {row['written (MB)']:.0f} "
+                f"| {calls} | {row['models registered']:.0f} |"
+            )
+    return "\n".join(lines)
+
+
+def plot(results, packages):
+    """Draw save times by model size, prepared once and twice, and return the file."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    for name in packages:
+        for label, style in (("once", "-o"), ("twice", "--s")):
+            points = [
+                (int(model.split(" ")[0]), figures["save (s)"][name])
+                for model, figures in results.items()
+                if model.endswith(label)
+            ]
+            axes.plot(*zip(*points, strict=True), style, label=f"{name}, prepared {label}")
+    axes.set(xscale="log", yscale="log", xlabel="model (MB)", ylabel="save_state (s)", title="Two processes, CPU")
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    path = PAGE.parent / "img" / "double_prepare.png"
+    path.parent.mkdir(exist_ok=True)
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def bars(case, figures, packages):
+    """Draw one case's figures as grouped bars relative to the first peer, and return the file."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    peer = next(name for name in packages if name != OURS)
+    rows = {figure: row for figure, row in figures.items() if row[peer] > 0}
+    height = 0.8 / len(packages)
+    drawing, axes = pyplot.subplots(figsize=(8, 0.55 * len(rows) + 1.2))
+    for position, name in enumerate(packages):
+        places = [index + position * height for index in range(len(rows))]
+        axes.barh(places, [row[name] / row[peer] for row in rows.values()], height, label=name)
+    axes.set_yticks([index + 0.4 - height / 2 for index in range(len(rows))], list(rows), fontsize=8)
+    axes.invert_yaxis()
+    axes.axvline(1, color="grey", linewidth=0.8)
+    axes.set(xlabel=f"relative to {peer} (less is better)", title=TITLES[case])
+    axes.legend(fontsize=8)
+    drawing.tight_layout()
+    path = PAGE.parent / "img" / f"{case}.png"
+    path.parent.mkdir(exist_ok=True)
+    drawing.savefig(path, dpi=120)
+    return path
+
+
+def write_page():
+    """Write the documentation page from the results that are there."""
+    machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+    parts = [
+        "# Benchmarks",
+        "Written by `make bench` (see `benchmarks/README.md`): medians over interleaved rounds, each package in an "
+        f"environment of its own, on CPU. Machine: {machine}. Times drift from machine to machine; compare within a table.",
+    ]
+    for case, title in TITLES.items():
+        file = RESULTS / f"{case}.json"
+        if file.exists():
+            data = json.loads(file.read_text())
+            parts += [f"## {title}", data["table"], NOTES.get(case, ""), f"![{title}](img/{case}.png)"]
+    file = RESULTS / "double_prepare.json"
+    if file.exists():
+        parts += [
+            "## Preparing twice, and what a checkpoint costs then",
+            "The model is prepared once, or again through its wrapper, its inner module and `unwrap_model`.",
+            json.loads(file.read_text())["table"],
+            "![save times](img/double_prepare.png)",
+        ]
+    PAGE.write_text("\n\n".join(part for part in parts if part) + "\n")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {[*TITLES, 'double_prepare']}; all by default")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES_MB, metavar="MB")
+    parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=list(PEERS))
+    arguments = parser.parse_args()
+    interpreters = pythons(arguments.peers)
+    packages = list(interpreters)
+    RESULTS.mkdir(exist_ok=True)
+    for case in arguments.cases or [*TITLES, "double_prepare"]:
+        if case == "double_prepare":
+            figures = double_prepare(interpreters, arguments.rounds, arguments.sizes)
+            text = double_prepare_table(figures, packages)
+            plot(figures, packages)
+        else:
+            figures = interleaved(interpreters, arguments.rounds, case, processes=2 if case in TORCHRUN else 1)
+            text = table(figures, packages)
+            bars(case, figures, packages)
+        print(f"\n{case}\n{text}", flush=True)
+        (RESULTS / f"{case}.json").write_text(json.dumps({"figures": figures, "table": text}, indent=1) + "\n")
+    write_page()
+
+
+if __name__ == "__main__":
+    main()
