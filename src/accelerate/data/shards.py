@@ -1,0 +1,286 @@
+"""Batch samplers that give each process its part of another batch sampler's batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import chain, cycle, islice
+from typing import Any
+
+from torch.utils.data import BatchSampler, Sampler, SequentialSampler
+
+from accelerate.data.plan import RoundLog
+
+
+def batches_from(batch_sampler: Iterable[Any], start: int) -> Iterator[Any]:
+    """Iterate over a batch sampler from its batch number `start`, without building the ones before.
+
+    Where the kind of sampler permits, skipped batches cost nothing (sequential order) or only the drawing of their
+    indices; an unknown kind is asked for its batches and they are dropped.
+
+    Args:
+        batch_sampler: any iterable of batches.
+        start: number of batches to leave out.
+
+    Returns:
+        An iterator over the remaining batches.
+    """
+    if isinstance(batch_sampler, SkipBatchSampler):
+        return batches_from(batch_sampler.batch_sampler, batch_sampler.skip_batches + start)
+    if isinstance(batch_sampler, BatchSamplerShard):
+        return batch_sampler.iter_from(start)
+    if start and type(batch_sampler) is BatchSampler:
+        indices = indices_from(batch_sampler.sampler, start * batch_sampler.batch_size)
+        return iter(BatchSampler(indices, batch_sampler.batch_size, batch_sampler.drop_last))
+    return islice(iter(batch_sampler), start, None)
+
+
+def indices_from(sampler: Iterable[int], start: int) -> Iterator[int]:
+    """Iterate over a sampler of single indices from its index number `start`."""
+    if type(sampler) is SequentialSampler:
+        return iter(range(start, len(sampler.data_source)))
+    return islice(iter(sampler), start, None)
+
+
+def split_head(batch_sampler: Iterable[Any], keep: int, start: int) -> tuple[list[Any], Iterator[Any]]:
+    """Read the first `keep` batches and go on at batch `start`, in one pass over the sampler.
+
+    One pass, because a second one would draw another random order.
+
+    Args:
+        batch_sampler: any iterable of batches.
+        keep: number of batches to return at once.
+        start: where the iterator goes on; 0, or at least `keep`.
+
+    Returns:
+        The first batches and the iterator.
+    """
+    if start and type(batch_sampler) is BatchSampler:
+        size, sampler = batch_sampler.batch_size, batch_sampler.sampler
+        if type(sampler) is SequentialSampler:
+            kept, rest = indices_from(sampler, 0), indices_from(sampler, start * size)
+        else:
+            kept = rest = iter(sampler)
+        first = list(islice(kept, keep * size))
+        if kept is rest:
+            rest = islice(rest, (start - keep) * size, None)
+        return (
+            list(BatchSampler(first, size, batch_sampler.drop_last)),
+            iter(BatchSampler(rest, size, batch_sampler.drop_last)),
+        )
+    batches = iter(batch_sampler)
+    first = list(islice(batches, keep))
+    if start:
+        return first, islice(batches, start - keep, None)
+    return first, chain(first, batches)
+
+
+def look_ahead(items: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
+    """Pair each item with whether it is the last one; reads one item ahead."""
+    items = iter(items)
+    for current in items:
+        for following in items:
+            yield current, False
+            current = following
+        yield current, True
+
+
+class BatchSamplerShard(BatchSampler):
+    """Gives one process its part of the batches of another batch sampler.
+
+    Two ways of sharing: by default the processes take whole batches in turn (the batch size is that of a process);
+    with `split_batches` every batch is cut into equal parts (the batch size is that of all processes together).
+
+    When the batches do not fill the last round, `even_batches` decides: fill it with samples from the beginning, so
+    that all processes take the same number of equally large steps, or let some processes end earlier or with a smaller
+    batch. A sampler with `drop_last` drops an incomplete round.
+
+    All attributes may be assigned at any time; the next iteration uses the new values.
+
+    Args:
+        batch_sampler: iterable of lists of indices. Its `batch_size` and `drop_last` are used where it has them; batches
+            of any size are accepted without.
+        num_processes: number of parts.
+        process_index: which part to yield, from 0.
+        split_batches: cut each batch instead of taking batches in turn.
+        even_batches: complete the last round with samples from the beginning.
+
+    Raises:
+        ValueError: `split_batches` with a batch size that the processes cannot share equally.
+
+    Example:
+        >>> batches = BatchSampler(range(10), batch_size=3, drop_last=False)
+        >>> list(BatchSamplerShard(batches, num_processes=2, process_index=1))
+        [[3, 4, 5], [9, 0, 1]]
+    """
+
+    __module__ = "accelerate.data_loader"
+
+    def __init__(
+        self,
+        batch_sampler: BatchSampler,
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+        even_batches: bool = True,
+    ) -> None:
+        self.batch_sampler = batch_sampler
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.even_batches = even_batches
+        self.batch_size = getattr(batch_sampler, "batch_size", None)
+        self.drop_last = getattr(batch_sampler, "drop_last", False)
+        self.round_log = RoundLog()
+        if split_batches and (self.batch_size is None or self.batch_size % num_processes):
+            raise ValueError(
+                f"split_batches=True cuts every batch into num_processes={num_processes} equal parts, which a batch "
+                f"size of {self.batch_size} does not allow. Use a batch_size that is a multiple of {num_processes}, "
+                "or split_batches=False."
+            )
+
+    @property
+    def total_length(self) -> int:
+        """Number of batches before sharding."""
+        return len(self.batch_sampler)
+
+    def __len__(self) -> int:
+        batches = len(self.batch_sampler)
+        if self.split_batches:
+            return batches - 1 if self._misses_last_batch() else batches
+        rounds, rest = divmod(batches, self.num_processes)
+        if self.drop_last or not rest:
+            return rounds
+        return rounds + 1 if self.even_batches or self.process_index < rest else rounds
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self.iter_from(0)
+
+    def iter_from(self, start: int) -> Iterator[list[int]]:
+        """Iterate over this process's batches from its batch number `start`.
+
+        The result equals a full iteration without its first `start` batches, completed last round included.
+        """
+        self.round_log.clear()
+        return self._parts_of_batches(start) if self.split_batches else self._batches_in_turn(start)
+
+    def _misses_last_batch(self) -> bool:
+        """Whether an uneven split leaves nothing of the short last batch for this process."""
+        sampler = getattr(self.batch_sampler, "sampler", None)
+        if self.even_batches or self.drop_last or not hasattr(sampler, "__len__"):
+            return False
+        rest = len(sampler) % self.batch_size
+        return 0 < rest <= self.process_index * (self.batch_size // self.num_processes)
+
+    def _parts_of_batches(self, start: int) -> Iterator[list[int]]:
+        share = self.batch_size // self.num_processes
+        head, batches = split_head(self.batch_sampler, 1, start)
+        for number, (batch, is_last) in enumerate(look_ahead(batches), start):
+            if len(batch) == self.batch_size:
+                yield batch[share * self.process_index : share * (self.process_index + 1)]
+            elif not (is_last and self.drop_last):
+                yield from self._part_of_odd_batch(batch, head[0], number, is_last)
+
+    def _part_of_odd_batch(self, batch: list[int], head: list[int], number: int, is_last: bool) -> Iterator[list[int]]:
+        """This process's part, if any, of a batch that has not the declared size."""
+        shards, share = self.num_processes, self.batch_size // self.num_processes
+        if not is_last or len(batch) > self.batch_size:
+            # A sampler that does not keep to its batch_size: cut what there is, lose nothing.
+            share = -(-len(batch) // shards)
+        elif not self.even_batches:
+            shards = 0
+        if len(batch) < share * shards:
+            self.round_log.note(number, len(batch), share, shards)
+            batch = list(islice(chain(batch, cycle(head)), share * shards))
+        part = batch[share * self.process_index : share * (self.process_index + 1)]
+        if part:
+            yield part
+
+    def _batches_in_turn(self, start: int) -> Iterator[list[int]]:
+        shards = self.num_processes
+        head, batches = split_head(self.batch_sampler, shards, start * shards)
+        rounds = iter(lambda: list(islice(batches, shards)), [])
+        for number, (group, is_last) in enumerate(look_ahead(rounds), start):
+            complete = len(group) == shards and self.batch_size in (None, len(group[-1]))
+            if complete or not is_last:
+                yield group[self.process_index]
+            elif not self.drop_last:
+                yield from self._batch_of_last_round(group, head, number)
+
+    def _batch_of_last_round(self, group: list[list[int]], head: list[list[int]], number: int) -> Iterator[list[int]]:
+        """This process's batch, if any, of a round in which batches are missing or the last one is short."""
+        shards, index = self.num_processes, self.process_index
+        if not self.even_batches:
+            yield from group[index : index + 1]
+        elif self.batch_size is None:
+            # Nothing says how large a batch should be, so the round is completed with whole batches.
+            self.round_log.padded[number] = tuple(len(batch) for batch in group) + (0,) * (shards - len(group))
+            yield list(islice(chain(group, cycle(head)), shards))[index]
+        else:
+            samples = list(chain.from_iterable(group))
+            size = max(self.batch_size, -(-len(samples) // shards))
+            if len(samples) < size * shards:
+                self.round_log.note(number, len(samples), size, shards)
+            filled = chain(samples, cycle(chain.from_iterable(head)))
+            yield list(islice(filled, size * index, size * (index + 1)))
+
+
+class SkipBatchSampler(BatchSampler):
+    """A batch sampler without its first batches.
+
+    Args:
+        batch_sampler: iterable of batches.
+        skip_batches: how many to leave out.
+
+    Example:
+        >>> list(SkipBatchSampler(BatchSampler(range(5), 2, False), skip_batches=1))
+        [[2, 3], [4]]
+    """
+
+    __module__ = "accelerate.data_loader"
+
+    def __init__(self, batch_sampler: BatchSampler, skip_batches: int = 0) -> None:
+        self.batch_sampler = batch_sampler
+        self.skip_batches = skip_batches
+
+    def __getattr__(self, name: str) -> Any:
+        # batch_size, drop_last, set_epoch, split_batches and the like are those of the sampler inside.
+        if name == "batch_sampler" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.batch_sampler, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        return batches_from(self.batch_sampler, self.skip_batches)
+
+    @property
+    def total_length(self) -> int:
+        """Number of batches before skipping."""
+        return len(self.batch_sampler)
+
+    def __len__(self) -> int:
+        return max(0, len(self.batch_sampler) - self.skip_batches)
+
+
+class SamplerShard(Sampler):
+    """Gives one process its part of a sampler of single indices, for loaders that do not batch.
+
+    Args:
+        sampler: sampler of single indices.
+        num_processes: number of parts.
+        process_index: which part to yield, from 0.
+        even_batches: complete the last round with indices from the beginning.
+    """
+
+    def __init__(self, sampler: Any, num_processes: int, process_index: int, even_batches: bool = True) -> None:
+        singles = BatchSampler(sampler, batch_size=1, drop_last=False)
+        self.batch_sampler = BatchSamplerShard(singles, num_processes, process_index, even_batches=even_batches)
+
+    @property
+    def round_log(self) -> RoundLog:
+        """The rounds that were completed with duplicates."""
+        return self.batch_sampler.round_log
+
+    def __iter__(self) -> Iterator[int]:
+        return (batch[0] for batch in self.batch_sampler)
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)

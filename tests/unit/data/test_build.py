@@ -1,0 +1,272 @@
+"""Who reads what: the decisions of `prepare_data_loader`."""
+
+import logging
+import sys
+import types
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
+
+from accelerate.config.enums import DistributedType
+from accelerate.data.build import prepare_data_loader
+from accelerate.data.dispatcher import DataLoaderDispatcher
+from accelerate.data.iterable import IterableDatasetShard
+from accelerate.data.loader import DataLoaderShard
+from accelerate.data.samplers import SeedableRandomSampler
+from accelerate.data.shards import BatchSamplerShard, SamplerShard
+from accelerate.data.skip import skip_first_batches
+from accelerate.process import PartialState
+from accelerate.utils.imports import is_torchdata_stateful_dataloader_available
+
+TWO = {"num_processes": 2, "process_index": 1}
+needs_torchdata = pytest.mark.skipif(
+    not is_torchdata_stateful_dataloader_available(), reason="needs torchdata's StatefulDataLoader"
+)
+
+
+class Numbers(Dataset):
+    def __init__(self, length=8):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        return index
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(8))
+
+
+def values(loader):
+    return [batch.tolist() for batch in loader]
+
+
+def test_alone_the_samplers_stay_as_they_are():
+    loader = DataLoader(Numbers(), 2, shuffle=True)
+    prepared = prepare_data_loader(loader)
+    assert type(prepared) is DataLoaderShard
+    assert prepared.batch_sampler is loader.batch_sampler and prepared.sampler is loader.sampler
+    torch.manual_seed(0)
+    want = values(loader), values(loader), torch.rand(1)
+    torch.manual_seed(0)
+    assert (values(prepared), values(prepared), torch.rand(1)) == want, "same order, same use of the generator"
+
+
+def test_map_style_data_is_sharded_by_batches():
+    prepared = prepare_data_loader(DataLoader(Numbers(), 2), **TWO)
+    assert type(prepared.batch_sampler) is BatchSamplerShard and prepared.batch_size == 2
+    assert values(prepared) == [[2, 3], [6, 7]]
+    prepared = prepare_data_loader(DataLoader(Numbers(), 4), split_batches=True, **TWO)
+    assert values(prepared) == [[2, 3], [6, 7]] and prepared.batch_size == 2
+    prepared = prepare_data_loader(DataLoader(Numbers(6), 2), even_batches=False, **TWO)
+    assert values(prepared) == [[2, 3]]
+
+
+def test_data_that_is_not_batched_is_sharded_too():
+    prepared = prepare_data_loader(DataLoader(Numbers(), batch_size=None), **TWO)
+    assert type(prepared.sampler) is SamplerShard and list(prepared) == [1, 3, 5, 7]
+    lists = BatchSampler(range(8), 2, False)
+    prepared = prepare_data_loader(DataLoader([10] * 8, sampler=lists, batch_size=None), **TWO)
+    assert type(prepared.sampler) is BatchSamplerShard and list(prepared.sampler) == [[2, 3], [6, 7]]
+
+
+def test_streams_are_sharded_or_dispatched():
+    prepared = prepare_data_loader(DataLoader(Stream(), 2), **TWO)
+    assert type(prepared.dataset) is IterableDatasetShard and values(prepared) == [[2, 3], [6, 7]]
+    prepared = prepare_data_loader(DataLoader(Stream(), 4), split_batches=True, **TWO)
+    assert values(prepared) == [[2, 3], [6, 7]] and prepared.batch_size == 2
+    assert type(prepare_data_loader(DataLoader(Stream(), 2), put_on_device=True)) is DataLoaderDispatcher
+    one = prepare_data_loader(DataLoader(Stream(), 2), put_on_device=True, dispatch_batches=False)
+    assert type(one) is DataLoaderShard
+
+
+class Pieces(Stream):
+    """A stream like those of `datasets`: stored in pieces, able to give some of them."""
+
+    num_shards = 2
+
+    def __init__(self, pieces=((0, 1), (2, 3))):
+        self.pieces = pieces
+
+    def __iter__(self):
+        for piece in self.pieces:
+            yield from piece
+
+    def shard(self, num_shards, index):
+        return Pieces(self.pieces[index::num_shards])
+
+
+def test_streams_that_can_divide_themselves_do(caplog):
+    with caplog.at_level(logging.INFO):
+        prepared = prepare_data_loader(DataLoader(Pieces(), 2), **TWO)
+    assert values(prepared) == [[2, 3]] and "reads only its own" in caplog.text
+
+
+def test_streams_that_are_divided_already_are_left_alone():
+    stream = Pieces(((4, 5),))
+    stream._distributed = SimpleNamespace(rank=1, world_size=2)
+    prepared = prepare_data_loader(DataLoader(stream, 2), **TWO)
+    assert prepared.dataset is stream and values(prepared) == [[4, 5]]
+    prepared = prepare_data_loader(DataLoader(stream, 2), put_on_device=True, **TWO)
+    assert type(prepared) is DataLoaderShard, "dispatching would read the main process's part only"
+    with pytest.warns(UserWarning, match="will not be read"):
+        prepare_data_loader(DataLoader(stream, 2), put_on_device=True, dispatch_batches=True, **TWO)
+
+
+def test_ranks_of_one_replica_read_the_same():
+    mesh = SimpleNamespace(mesh=torch.arange(4).view(2, 2), mesh_dim_names=("dp_shard", "tp"))
+    parts = [
+        values(
+            prepare_data_loader(DataLoader(Numbers(), 2), num_processes=4, process_index=rank, torch_device_mesh=mesh)
+        )
+        for rank in range(4)
+    ]
+    assert parts == [[[0, 1], [4, 5]]] * 2 + [[[2, 3], [6, 7]]] * 2
+
+
+def test_shuffling_shards_share_a_generator():
+    torch.manual_seed(0)
+    loader = DataLoader(Numbers(), 2, shuffle=True)
+    prepared = prepare_data_loader(loader, rng_types=["torch", "generator"], **TWO)
+    assert prepared.synchronized_generator is loader.sampler.generator is not None
+    assert prepared.rng_types == ["torch", "generator"]
+    weighted = WeightedRandomSampler([1.0] * 8, 8)
+    prepared = prepare_data_loader(DataLoader(Numbers(), 2, sampler=weighted), rng_types=["generator"], **TWO)
+    assert prepared.synchronized_generator is weighted.generator is not None
+
+
+def test_without_shuffling_there_is_no_generator_to_synchronise():
+    wanted = ["torch", "generator"]
+    prepared = prepare_data_loader(DataLoader(Numbers(), 2), rng_types=wanted, **TWO)
+    assert prepared.rng_types == ["torch"] and prepared.synchronized_generator is None
+    assert wanted == ["torch", "generator"], "the caller's list is not touched"
+
+
+@pytest.mark.parametrize("options", [{}, TWO])
+def test_a_seedable_sampler_replaces_the_random_one(options):
+    loader = DataLoader(Numbers(), 2, shuffle=True)
+    prepared = prepare_data_loader(loader, use_seedable_sampler=True, data_seed=7, **options)
+    sampler = prepared.get_sampler()
+    assert type(sampler) is SeedableRandomSampler and sampler.initial_seed == 7
+    assert type(loader.batch_sampler.sampler) is RandomSampler, "the caller's loader is not touched"
+    first = values(prepared)
+    assert values(prepared) != first
+    prepared.set_epoch(0)
+    assert values(prepared) == first
+
+
+def test_a_seedable_sampler_keeps_the_settings_and_the_seed():
+    torch.manual_seed(31)
+    random = RandomSampler(Numbers(), replacement=True, num_samples=5)
+    sampler = prepare_data_loader(DataLoader(Numbers(), 2, sampler=random), use_seedable_sampler=True).get_sampler()
+    assert (sampler.replacement, sampler.num_samples, sampler.initial_seed) == (True, 5, 31)
+    plain = prepare_data_loader(DataLoader(Numbers(), 2), use_seedable_sampler=True)
+    assert not isinstance(plain.get_sampler(), RandomSampler)
+
+
+def test_settings_and_class_of_the_loader_survive():
+    class Custom(DataLoader):
+        pass
+
+    loader = Custom(Numbers(), 2, num_workers=1, persistent_workers=True, prefetch_factor=3, timeout=7)
+    prepared = prepare_data_loader(loader, **TWO)
+    assert isinstance(prepared, Custom)
+    assert (prepared.num_workers, prepared.persistent_workers, prepared.prefetch_factor, prepared.timeout) == (
+        1,
+        True,
+        3,
+        7,
+    )
+
+
+def test_the_device_is_that_of_the_process_unless_given():
+    assert prepare_data_loader(DataLoader(Numbers(), 2)).device is None
+    assert prepare_data_loader(DataLoader(Numbers(), 2), put_on_device=True).device == PartialState().device
+    meta = prepare_data_loader(DataLoader(Numbers(), 2), device=torch.device("meta"), put_on_device=True)
+    assert next(iter(meta)).device.type == "meta"
+
+
+def test_contradictions_are_refused():
+    loader = DataLoader(Numbers(), 3)
+    with pytest.raises(TypeError, match="dataloader is a list"):
+        prepare_data_loader([1])
+    with pytest.raises(ValueError, match="put_on_device=True"):
+        prepare_data_loader(loader, dispatch_batches=True)
+    with pytest.raises(ValueError, match="batch size of 3 among 2 processes"):
+        prepare_data_loader(loader, split_batches=True, **TWO)
+    with pytest.raises(ValueError, match="split_batches=True needs a batch size"):
+        prepare_data_loader(DataLoader(Numbers(), batch_sampler=[[0]]), split_batches=True, **TWO)
+
+
+def test_settings_without_effect_are_told():
+    with pytest.warns(UserWarning, match="slice_fn_for_dispatch has no effect"):
+        prepare_data_loader(DataLoader(Numbers(), 2), slice_fn_for_dispatch=lambda *args: args)
+    with pytest.warns(UserWarning, match="even_batches=False has no effect"):
+        prepare_data_loader(
+            DataLoader(Numbers(), 2), put_on_device=True, dispatch_batches=True, even_batches=False, **TWO
+        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        prepare_data_loader(DataLoader(Numbers(), 2), put_on_device=True, rng_types=["torch"], **TWO)
+
+
+def test_a_prepared_loader_is_not_sharded_again():
+    prepared = prepare_data_loader(DataLoader(Numbers(), 2), **TWO)
+    with pytest.warns(UserWarning, match="prepared already"):
+        assert prepare_data_loader(prepared, **TWO) is prepared
+
+
+@needs_torchdata
+@pytest.mark.filterwarnings("ignore")
+def test_stateful_loaders_are_built_or_kept():
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    for loader, options in (
+        (DataLoader(Numbers(), 2), {"use_stateful_dataloader": True}),
+        (StatefulDataLoader(Numbers(), 2), {}),
+    ):
+        prepared = prepare_data_loader(loader, **options, **TWO)
+        assert isinstance(prepared, StatefulDataLoader) and prepared.use_stateful_dataloader
+        assert values(prepared) == [[2, 3], [6, 7]]
+
+
+def test_on_xla_torch_xlas_loader_moves_the_batches(monkeypatch):
+    class MpDeviceLoader:
+        def __init__(self, loader, device):
+            self._loader, self._device = loader, device
+
+        def __iter__(self):
+            return iter(self._loader)
+
+        def __len__(self):
+            return len(self._loader)
+
+    module = types.ModuleType("torch_xla.distributed.parallel_loader")
+    module.MpDeviceLoader = MpDeviceLoader
+    for name in ("torch_xla", "torch_xla.distributed"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    from accelerate.data import xla
+
+    synchronised = []
+    monkeypatch.setattr(xla, "synchronize_rng_states", lambda *args: synchronised.append(args))
+    monkeypatch.setitem(PartialState().__dict__, "distributed_type", DistributedType.XLA)
+    xla.wrapper_class.cache_clear()
+    try:
+        device = torch.device("cpu")
+        loader = prepare_data_loader(
+            DataLoader(Numbers(), 2), device=device, put_on_device=True, rng_types=["torch"], **TWO
+        )
+        assert type(loader).__name__ == "MpDeviceLoaderWrapper" and type(loader.dataloader) is DataLoaderShard
+        assert loader.dataloader.device is None and loader.total_batch_size == 4 and len(loader) == 2
+        assert values(loader) == [[2, 3], [6, 7]]
+        assert synchronised == [(["torch"], None)] and loader.dataloader.rng_types == ["torch"]
+        assert values(skip_first_batches(loader, 1)) == [[6, 7]]
+    finally:
+        xla.wrapper_class.cache_clear()

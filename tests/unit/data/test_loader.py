@@ -1,0 +1,204 @@
+"""Iterating over a prepared loader: the end, the active loader, the epochs."""
+
+import gc
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
+
+from accelerate.data.build import prepare_data_loader
+from accelerate.data.loader import DataLoaderShard, SkipDataLoader
+from accelerate.state import GradientState
+
+
+class Numbers(torch.utils.data.Dataset):
+    def __init__(self, length=10):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        return index
+
+
+class Stream(IterableDataset):
+    def __init__(self, length=10):
+        self.length = length
+
+    def __iter__(self):
+        return iter(range(self.length))
+
+
+def prepared(length=10, batch_size=3, processes=1, index=0, **options):
+    loader = DataLoader(Numbers(length), batch_size, **options)
+    return prepare_data_loader(loader, num_processes=processes, process_index=index)
+
+
+def values(loader):
+    return [batch.tolist() for batch in loader]
+
+
+def test_the_last_batch_is_known_as_such():
+    loader, state = prepared(), GradientState()
+    ends = []
+    for _ in loader:
+        assert state.active_dataloader is loader and state.in_dataloader
+        assert state.end_of_dataloader == loader.end_of_dataloader
+        ends.append(loader.end_of_dataloader)
+    assert ends == [False, False, False, True]
+    assert not state.in_dataloader and not state.end_of_dataloader
+
+
+@pytest.mark.parametrize(
+    ("length", "batch_size", "processes", "drop_last", "remainder"),
+    [(10, 3, 1, False, 1), (9, 3, 1, False, 0), (10, 3, 1, True, -1), (10, 3, 2, False, 4), (7, 2, 3, False, 1)],
+)
+def test_the_remainder_is_known_from_the_first_batch_on(length, batch_size, processes, drop_last, remainder):
+    loader, state = prepared(length, batch_size, processes, drop_last=drop_last), GradientState()
+    assert loader.remainder == -1
+    for _ in loader:
+        assert loader.remainder == state.remainder == remainder
+
+
+def test_the_remainder_goes_by_the_sampler():
+    sampler = RandomSampler(Numbers(10), num_samples=5)
+    loader = prepare_data_loader(DataLoader(Numbers(10), 2, sampler=sampler), num_processes=2, process_index=0)
+    assert {loader.remainder for _ in loader} == {1}
+
+
+@pytest.mark.parametrize(
+    ("loader", "counts"),
+    [
+        (DataLoader(Numbers(10), 3), [None, (3, 1)]),
+        (DataLoader(Stream(10), 3), [None, (3, 1)]),
+        (DataLoader(Numbers(12), 3), [None, None]),
+        (DataLoader(Numbers(9), batch_sampler=[[0, 1], [2], [3, 4, 5]]), [None, (3, 0)]),
+    ],
+)
+def test_batches_with_duplicates_have_counts(loader, counts):
+    loader = prepare_data_loader(loader, num_processes=2, process_index=1)
+    assert [loader.batch_counts for _ in loader] == counts
+    assert loader.counts_known
+    if counts[-1] is not None:
+        assert loader.remainder == sum(counts[-1])
+
+
+def test_counts_are_right_when_workers_read_ahead():
+    loader = prepare_data_loader(DataLoader(Numbers(10), 1, num_workers=1), num_processes=3, process_index=1)
+    assert [loader.batch_counts for _ in loader] == [None, None, None, (1, 0, 0)]
+
+
+def test_counts_of_a_stream_in_workers_are_not_known():
+    loader = prepare_data_loader(DataLoader(Stream(4), 2, num_workers=1), num_processes=2, process_index=0)
+    assert not loader.counts_known and loader.batch_counts is None
+
+
+def test_loops_that_are_left_early_end():
+    loader, state = prepared(), GradientState()
+    for _ in loader:
+        break
+    assert not state.in_dataloader
+    with pytest.raises(KeyError):
+        for _ in loader:
+            raise KeyError
+    gc.collect()
+    assert not state.in_dataloader
+    iterator = iter(loader)
+    next(iterator)
+    assert state.in_dataloader
+    iterator.close()
+    assert not state.in_dataloader
+    assert loader.iteration == 0, "only a completed epoch counts"
+
+
+def test_a_loop_within_a_loop_does_not_disturb_the_outer_one():
+    outer, inner, state = prepared(8, 2), prepared(4, 2), GradientState()
+    for number, _ in enumerate(outer):
+        for _ in inner:
+            assert state.active_dataloader is inner
+        assert state.active_dataloader is outer
+        for _ in inner:
+            break
+        assert state.active_dataloader is outer
+        assert state.end_of_dataloader == (number == 3)
+
+
+def test_an_error_in_the_dataset_ends_the_loop():
+    class Broken(Numbers):
+        def __getitem__(self, index):
+            if index == 5:
+                raise OSError("row 5")
+            return index
+
+    loader = prepare_data_loader(DataLoader(Broken(), 2))
+    with pytest.raises(OSError, match="row 5"):
+        values(loader)
+    assert not GradientState().in_dataloader
+
+
+def test_epochs_count_up_and_reach_the_dataset():
+    class Data(Numbers):
+        epochs = ()
+
+        def set_epoch(self, epoch):
+            self.epochs += (epoch,)
+
+    data = Data()
+    loader = prepare_data_loader(DataLoader(data, 3))
+    values(loader), values(loader)
+    assert data.epochs == (0, 1) and loader.iteration == 2
+    loader.set_epoch(7)
+    assert loader.iteration == 7 and data.epochs[-1] == 7
+    loader.iteration = 9
+    values(loader)
+    assert data.epochs[-1] == 9
+
+
+def test_an_empty_loader_yields_nothing():
+    loader = prepare_data_loader(DataLoader(Stream(0), 2))
+    assert values(loader) == [] and loader.iteration == 1 and not GradientState().in_dataloader
+
+
+def test_generators_are_synchronised_before_the_order_is_drawn(monkeypatch):
+    calls = []
+
+    def synchronize(rng_types, generator):
+        calls.append(list(rng_types))
+        generator.manual_seed(3)
+
+    monkeypatch.setattr("accelerate.data.loader.synchronize_rng_states", synchronize)
+    loader = prepare_data_loader(
+        DataLoader(Numbers(8), 2, shuffle=True), num_processes=2, process_index=0, rng_types=["generator"]
+    )
+    order = torch.randperm(8, generator=torch.Generator().manual_seed(3)).tolist()
+    assert values(loader) == [order[:2], order[4:6]] and calls == [["generator"]]
+
+
+def test_it_can_be_built_directly():
+    loader = DataLoaderShard(Numbers(), device="cpu", batch_size=4, shuffle=False)
+    assert values(loader) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert loader.total_batch_size == 4 and loader.total_dataset_length == 10
+    assert loader.device == "cpu"
+
+
+def test_samplers_can_be_replaced_and_shards_reassigned():
+    loader = prepared(8, 2, processes=2, index=1)
+    assert loader.batch_sampler.batch_sampler.batch_size == 2
+    loader.set_sampler(range(4))
+    assert values(loader) == [[2, 3]] and loader.get_sampler() == range(4)
+    loader.batch_sampler.num_processes, loader.batch_sampler.process_index = 1, 0
+    assert values(loader) == [[0, 1], [2, 3]]
+
+
+def test_streams_are_skipped_by_reading():
+    loader = SkipDataLoader(Numbers(), skip_batches=2, batch_size=3)
+    assert values(loader) == [[6, 7, 8], [9]] and len(loader) == 2
+    assert loader.end_of_dataloader and not GradientState().in_dataloader
+
+
+def test_batches_pass_through_untouched():
+    loader = prepare_data_loader(DataLoader(TensorDataset(torch.arange(4)), 2), put_on_device=False)
+    assert loader.device is None
+    loader = prepare_data_loader(DataLoader(["a", "b", "c"], 2), put_on_device=True)
+    assert list(loader) == [["a", "b"], ["c"]]

@@ -1,0 +1,177 @@
+"""Continuing an interrupted epoch gives what the uninterrupted run would have given."""
+
+import pickle
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
+
+from accelerate.data import resume
+from accelerate.data.build import prepare_data_loader
+from accelerate.data.skip import skip_first_batches
+from accelerate.utils.imports import is_torchdata_stateful_dataloader_available
+
+
+class Numbers(Dataset):
+    def __len__(self):
+        return 22
+
+    def __getitem__(self, index):
+        return index
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(22))
+
+
+LOADERS = {
+    "in order": (lambda: DataLoader(Numbers(), 2), {}),
+    "default shuffle": (lambda: DataLoader(Numbers(), 2, shuffle=True), {}),
+    "own generator": (lambda: DataLoader(Numbers(), 2, shuffle=True, generator=torch.Generator()), {}),
+    "seedable": (lambda: DataLoader(Numbers(), 2, shuffle=True), {"use_seedable_sampler": True, "data_seed": 3}),
+    "stream": (lambda: DataLoader(Stream(), 2), {"dispatch_batches": False}),
+}
+STATEFUL = {name: (make, {**options, "use_stateful_dataloader": True}) for name, (make, options) in LOADERS.items()}
+needs_torchdata = pytest.mark.skipif(
+    not is_torchdata_stateful_dataloader_available(), reason="needs torchdata's StatefulDataLoader"
+)
+
+
+def build(case, processes):
+    make, options = case
+    return prepare_data_loader(make(), num_processes=processes, process_index=processes - 1, **options)
+
+
+def interrupted(case, processes, epoch, batch):
+    """Run three epochs; returns the batches after the interruption, per epoch, and what was saved at it."""
+    torch.manual_seed(11)
+    loader = build(case, processes)
+    epochs = []
+    for number in range(3):
+        batches = []
+        for values in loader:
+            batches.append(values.tolist())
+            torch.rand(1)  # the training uses the default generator as well
+            if (number, len(batches)) == (epoch, batch) or (
+                number == epoch and batch is None and loader.end_of_dataloader
+            ):
+                saved = pickle.loads(pickle.dumps(loader.state_dict())), torch.get_rng_state()
+        epochs.append(batches)
+    after = epochs[epoch + 1 :]
+    return ([epochs[epoch][batch:], *after] if batch is not None else after), saved
+
+
+def check_resuming(case, processes, epoch, batch):
+    want, (state, generator) = interrupted(case, processes, epoch, batch)
+    torch.manual_seed(99)
+    loader = build(case, processes)
+    torch.set_rng_state(generator)
+    loader.load_state_dict(state)
+    for expected in want:
+        got = []
+        for values in loader:
+            got.append(values.tolist())
+            torch.rand(1)
+        assert got == expected
+    return want, state, generator
+
+
+@pytest.mark.parametrize("batch", [1, 4, None])
+@pytest.mark.parametrize("epoch", [0, 1])
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("case", LOADERS.values(), ids=LOADERS)
+def test_a_resumed_run_equals_an_uninterrupted_one(case, processes, epoch, batch):
+    want, state, generator = check_resuming(case, processes, epoch, batch)
+    # The other way: restore the epoch and its order, and leave out what is behind by hand.
+    torch.manual_seed(99)
+    loader = build(case, processes)
+    torch.set_rng_state(generator)
+    behind = resume.restore(loader, state[resume.KEY])
+    assert behind == (batch or 0)
+    for number, expected in enumerate(want):
+        view = skip_first_batches(loader, behind) if number == 0 else loader
+        got = []
+        for values in view:
+            got.append(values.tolist())
+            torch.rand(1)
+        assert got == expected
+
+
+@needs_torchdata
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("batch", [1, 4, None])
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("case", STATEFUL.values(), ids=STATEFUL)
+def test_a_stateful_loader_resumes_with_its_order(case, processes, batch):
+    check_resuming(case, processes, 1, batch)
+
+
+@needs_torchdata
+@pytest.mark.filterwarnings("ignore")
+def test_a_state_of_torchdata_alone_can_be_loaded():
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    source = StatefulDataLoader(Numbers(), 2)
+    iterator = iter(source)
+    next(iterator), next(iterator)
+    loader = prepare_data_loader(DataLoader(Numbers(), 2), use_stateful_dataloader=True)
+    loader.load_state_dict(source.state_dict())
+    assert next(iter(loader)).tolist() == [4, 5]
+
+
+def test_the_position_of_a_view_is_that_of_its_origin():
+    loader = build(LOADERS["seedable"], 1)
+    view = skip_first_batches(loader, 3)
+    iterator = iter(view)
+    next(iterator), next(iterator)
+    position = resume.capture(loader)
+    assert (position["epoch"], position["batches"], position["samples"]) == (0, 5, 10)
+
+
+def test_positions_are_in_samples_when_the_number_of_processes_changes():
+    want, (state, _) = interrupted(LOADERS["seedable"], 2, 1, 2)
+    position = state[resume.KEY]
+    assert position["samples"] == 8
+    alone = build(LOADERS["seedable"], 1)
+    assert resume.restore(alone, position) == 4
+    four = prepare_data_loader(LOADERS["seedable"][0](), num_processes=3, process_index=0, use_seedable_sampler=True)
+    with pytest.warns(UserWarning, match="its last 2 samples will be seen again"):
+        assert resume.restore(four, position) == 1
+
+
+def test_the_order_survives_a_change_of_processes():
+    shuffled = LOADERS["default shuffle"]
+    for before, after in ((1, 2), (2, 1)):
+        _, (state, _) = interrupted(shuffled, before, 0, 4)
+        torch.manual_seed(5)
+        loader = build(shuffled, after)
+        resume.restore(loader, state[resume.KEY])
+        torch.manual_seed(11)
+        reference = build(shuffled, before)
+        if before == 1:
+            want = torch.cat(list(reference)).tolist()
+        else:
+            want = list(reference.get_sampler())
+        assert list(loader.get_sampler()) == want
+
+
+def test_an_order_that_does_not_fit_is_told():
+    _, (state, _) = interrupted(LOADERS["default shuffle"], 1, 0, 4)
+    with pytest.warns(UserWarning, match="continued in another order"):
+        resume.restore(build(LOADERS["in order"], 1), state[resume.KEY])
+
+
+def test_foreign_states_are_refused():
+    loader = build(LOADERS["in order"], 1)
+    with pytest.raises(ValueError, match="use_stateful_dataloader=True"):
+        loader.load_state_dict({"_num_yielded": 3})
+    with pytest.raises(ValueError, match="version 99"):
+        resume.restore(loader, {"version": 99})
+
+
+def test_generators_of_other_samplers_are_found():
+    generator = torch.Generator()
+    sampler = WeightedRandomSampler([1.0] * 22, 22, generator=generator)
+    loader = prepare_data_loader(DataLoader(Numbers(), 2, sampler=sampler))
+    assert resume.shuffling_generator(loader) is generator

@@ -1,0 +1,104 @@
+"""Leaving out the beginning of an epoch."""
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from accelerate.data.build import prepare_data_loader
+from accelerate.data.loader import DataLoaderShard, SkipDataLoader
+from accelerate.data.skip import skip_first_batches
+
+
+class Numbers(Dataset):
+    def __init__(self, length=10):
+        self.length = length
+        self.loaded = []
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        self.loaded.append(index)
+        return index
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(10))
+
+
+class SizedStream(Stream):
+    def __len__(self):
+        return 10
+
+
+def values(loader):
+    return [batch.tolist() for batch in loader]
+
+
+def test_a_torch_loader_stays_one():
+    data = Numbers()
+    loader = skip_first_batches(DataLoader(data, 3), 2)
+    assert type(loader) is DataLoader and len(loader) == 2
+    assert values(loader) == values(loader) == [[6, 7, 8], [9]]
+    assert set(data.loaded) == {6, 7, 8, 9}, "skipped samples are not loaded"
+
+
+@pytest.mark.parametrize("options", [{}, {"num_processes": 2, "process_index": 1}, {"split_batches": True}])
+@pytest.mark.parametrize("data", [Numbers(), SizedStream()], ids=["map", "stream"])
+def test_a_prepared_loader_stays_one(data, options):
+    loader = prepare_data_loader(DataLoader(data, 2), **options)
+    want = values(loader)
+    for count in (0, 1, 2, 99):
+        view = skip_first_batches(loader, count)
+        assert type(view) is DataLoaderShard
+        assert values(view) == want[count:] and len(view) == max(0, len(want) - count)
+    twice = skip_first_batches(skip_first_batches(loader, 1), 1)
+    assert values(twice) == want[2:]
+
+
+def test_a_view_knows_the_end_and_the_remainder():
+    view = skip_first_batches(prepare_data_loader(DataLoader(Numbers(), 3)), 2)
+    assert [(view.end_of_dataloader, view.remainder) for _ in view] == [(False, 1), (True, 1)]
+    view = skip_first_batches(prepare_data_loader(DataLoader(Stream(), 3), num_processes=2, process_index=0), 1)
+    assert [(view.remainder, view.batch_counts) for _ in view] == [(4, (3, 1))]
+
+
+def test_the_original_goes_on_with_the_next_epoch():
+    def loader():
+        return prepare_data_loader(DataLoader(Numbers(), 3, shuffle=True), use_seedable_sampler=True, data_seed=1)
+
+    reference = loader()
+    epochs = [values(reference) for _ in range(3)]
+    resumed = loader()
+    assert values(resumed) == epochs[0]
+    assert values(skip_first_batches(resumed, 2)) == epochs[1][2:]
+    assert values(resumed) == epochs[2]
+
+
+def test_samples_can_be_skipped_without_batching():
+    loader = DataLoader(Numbers(4), batch_size=None)
+    assert list(skip_first_batches(loader, 3)) == [3]
+    prepared = prepare_data_loader(DataLoader(Numbers(4), batch_size=None), num_processes=2, process_index=1)
+    assert list(skip_first_batches(prepared, 1)) == [3]
+
+
+def test_streams_are_read_and_dropped():
+    loader = skip_first_batches(DataLoader(Stream(), 3), 1)
+    assert type(loader) is SkipDataLoader and values(loader) == [[3, 4, 5], [6, 7, 8], [9]]
+    assert values(skip_first_batches(loader, 2)) == [[9]]
+
+
+def test_shuffled_batches_are_those_of_the_same_order():
+    loader = prepare_data_loader(DataLoader(Numbers(), 3, shuffle=True))
+    torch.manual_seed(1)
+    want = values(loader)
+    torch.manual_seed(1)
+    assert values(skip_first_batches(loader, 1)) == want[1:]
+
+
+def test_wrong_arguments_are_refused():
+    with pytest.raises(ValueError, match="num_batches is -1"):
+        skip_first_batches(DataLoader(Numbers(), 3), -1)
+    with pytest.raises(TypeError, match="dataloader is a list"):
+        skip_first_batches([1, 2], 1)
