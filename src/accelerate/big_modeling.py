@@ -1,0 +1,466 @@
+"""Models larger than one device: making them empty, spreading them over devices, offloading what does not fit."""
+
+import logging
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from accelerate.hooks import (
+    AlignDevicesHook,
+    CpuOffload,
+    LayerwiseCastingHook,
+    UserCpuOffloadHook,
+    _accelerate_added_attributes,
+    add_hook_to_module,
+    attach_align_device_hook,
+    attach_align_device_hook_on_blocks,
+)
+from accelerate.offload.device_map import infer_auto_device_map
+from accelerate.offload.disk import OffloadedWeightsLoader, extract_submodules_state_dict, offload_state_dict
+from accelerate.offload.hooks_base import guard_method
+from accelerate.offload.init_device import init_empty_weights, init_on_device
+from accelerate.offload.loading import load_checkpoint_in_model
+from accelerate.offload.memory import get_balanced_memory
+from accelerate.offload.placement import Device, as_device
+from accelerate.offload.state import tensors_without_data
+from accelerate.offload.tied import (
+    check_tied_parameters_on_same_device,
+    find_tied_parameters,
+    retie_parameters,
+)
+from accelerate.utils.modeling import check_device_map  # looked up here at each call: transformers replaces it here
+
+__all__ = [
+    "SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING",
+    "attach_layerwise_casting_hooks",
+    "check_device_map",
+    "cpu_offload",
+    "cpu_offload_with_hook",
+    "disk_offload",
+    "dispatch_model",
+    "init_empty_weights",
+    "init_on_device",
+    "load_checkpoint_and_dispatch",
+    "load_checkpoint_in_model",
+]
+
+logger = logging.getLogger(__name__)
+
+# Layers whose weights may be stored in a narrower dtype than they compute in. Normalisations and embeddings are absent:
+# they lose too much.
+SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = (
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+    nn.Linear,
+)
+
+_AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
+def cpu_offload(
+    model: nn.Module,
+    execution_device: Device | None = None,
+    offload_buffers: bool = False,
+    state_dict: Mapping[str, torch.Tensor] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+) -> nn.Module:
+    """Keep a model's weights on the CPU; each module's weights visit the execution device for its forward.
+
+    Args:
+        model: The model, changed in place.
+        execution_device: Where forwards run. None: where the first parameter is.
+        offload_buffers: Offload buffers too.
+        state_dict: The weights to keep on the CPU. None: the model's.
+        preload_module_classes: Names of classes whose instances load everything below them at once, because they use
+            weights of submodules without calling their forward.
+
+    Returns:
+        The same model.
+    """
+    if execution_device is None:
+        execution_device = next(model.parameters()).device
+    if state_dict is None:
+        state_dict = {name: tensor.to("cpu") for name, tensor in model.state_dict().items()}
+    add_hook_to_module(model, AlignDevicesHook(io_same_device=True), append=True)
+    attach_align_device_hook(
+        model,
+        execution_device=execution_device,
+        offload=True,
+        offload_buffers=offload_buffers,
+        weights_map=state_dict,
+        preload_module_classes=preload_module_classes,
+    )
+    return model
+
+
+def cpu_offload_with_hook(
+    model: nn.Module, execution_device: Device | None = None, prev_module_hook: UserCpuOffloadHook | None = None
+) -> tuple[nn.Module, UserCpuOffloadHook]:
+    """Keep a whole model on the CPU until its forward; then it stays on the device until the hook offloads it.
+
+    For pipelines that run several models in turn, of which one fits on the device at a time.
+
+    Args:
+        model: The model, changed in place.
+        execution_device: Where forward runs. None: this process's device.
+        prev_module_hook: What this function returned for the model that runs before; it is offloaded when this one runs.
+
+    Returns:
+        The model, and a hook with methods ``offload`` and ``remove``.
+
+    Example:
+        >>> first, first_hook = cpu_offload_with_hook(nn.Linear(2, 2), "cpu")
+        >>> second, second_hook = cpu_offload_with_hook(nn.Linear(2, 2), "cpu", prev_module_hook=first_hook)
+        >>> _ = second(first(torch.ones(1, 2)))
+        >>> second_hook.offload()
+    """
+    hook = CpuOffload(execution_device=execution_device, prev_module_hook=prev_module_hook)
+    add_hook_to_module(model, hook, append=True)
+    return model, UserCpuOffloadHook(model, hook)
+
+
+def disk_offload(
+    model: nn.Module,
+    offload_dir: str | os.PathLike,
+    execution_device: Device | None = None,
+    offload_buffers: bool = False,
+    preload_module_classes: Sequence[str] | None = None,
+) -> nn.Module:
+    """Keep a model's weights in files; each module's weights are read for its forward.
+
+    Args:
+        model: The model, changed in place.
+        offload_dir: Folder of the files. If it has an ``index.json``, its weights are used and nothing is written.
+        execution_device: Where forwards run. None: where the first parameter is.
+        offload_buffers: Offload buffers too.
+        preload_module_classes: As for `cpu_offload`.
+
+    Returns:
+        The same model.
+    """
+    if not os.path.isfile(os.path.join(offload_dir, "index.json")):
+        offload_state_dict(offload_dir, model.state_dict())
+    if execution_device is None:
+        execution_device = next(model.parameters()).device
+    add_hook_to_module(model, AlignDevicesHook(io_same_device=True), append=True)
+    attach_align_device_hook(
+        model,
+        execution_device=execution_device,
+        offload=True,
+        offload_buffers=offload_buffers,
+        weights_map=OffloadedWeightsLoader(save_folder=offload_dir),
+        preload_module_classes=preload_module_classes,
+    )
+    return model
+
+
+def dispatch_model(
+    model: nn.Module,
+    device_map: dict[str, Device],
+    main_device: Device | None = None,
+    state_dict: Mapping[str, torch.Tensor] | None = None,
+    offload_dir: str | os.PathLike | None = None,
+    offload_index: Mapping[str, dict] | None = None,
+    offload_buffers: bool = False,
+    skip_keys: str | Sequence[str] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+    force_hooks: bool = False,
+) -> nn.Module:
+    """Spread a model over devices as a device map says, with hooks that move inputs and offloaded weights.
+
+    Args:
+        model: The model, changed in place; it gets the attribute ``hf_device_map``.
+        device_map: Module name to accelerator index, ``"cpu"`` (offloaded, where there is an accelerator) or ``"disk"``.
+            A map of one device moves the model there, without hooks.
+        main_device: Where offloaded modules run. None: the first device that is neither ``"cpu"`` nor ``"disk"``, else
+            the CPU.
+        state_dict: The weights of modules on ``"cpu"``. None: the model's.
+        offload_dir: Folder for modules on ``"disk"``. If it has an ``index.json``, its weights are used.
+        offload_index: Where weights on disk are, as for `OffloadedWeightsLoader`; then nothing is written.
+        offload_buffers: Offload buffers too.
+        skip_keys: Keyword arguments that hooks leave where they are.
+        preload_module_classes: As for `cpu_offload`.
+        force_hooks: Use hooks even with one device, so that inputs are moved to it.
+
+    Returns:
+        The same model. Its ``to`` and the like warn, and raise if parts are offloaded.
+
+    Raises:
+        ValueError: A tensor has no device, or modules go to disk and there is no place for them.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        >>> dispatch_model(model, {"": "cpu"}).hf_device_map
+        {'': 'cpu'}
+    """
+    check_device_map(model, device_map)
+    devices = set(device_map.values())
+    if (getattr(model, "is_quantized", False) or getattr(model, "is_loaded_in_8bit", False)) and not devices & {
+        "cpu",
+        "disk",
+    }:
+        # A quantised model cannot simply be moved.
+        force_hooks = True
+    if len(devices) == 1 and "disk" not in devices and not force_hooks:
+        tied = find_tied_parameters(model)
+        model.to(as_device(next(iter(devices))))
+        retie_parameters(model, tied)
+        model.hf_device_map = dict(device_map)
+        return model
+    if main_device is None:
+        main_device = next((device for device in device_map.values() if device not in ("cpu", "disk")), "cpu")
+    offloaded_to = {"disk"} if main_device == "cpu" else {"cpu", "disk"}
+    on_disk = [name for name, device in device_map.items() if device == "disk"]
+    tied = find_tied_parameters(model)
+    weights = _offloaded_weights(model, device_map, main_device, state_dict, offload_dir, offload_index, on_disk)
+    _name_tied_weights(weights, tied)
+    execution = {name: main_device if device in offloaded_to else device for name, device in device_map.items()}
+    execution.setdefault("", main_device)
+    check_tied_parameters_on_same_device(tied, device_map)
+    attach_align_device_hook_on_blocks(
+        model,
+        execution_device=execution,
+        offload={name: device in offloaded_to for name, device in device_map.items()},
+        weights_map=weights,
+        offload_buffers=offload_buffers,
+        skip_keys=skip_keys,
+        preload_module_classes=preload_module_classes,
+        tied_params_map=_shared_pointers(model, tied),
+    )
+    # Weights that were moved one by one are tied no more.
+    retie_parameters(model, tied)
+    _guard_moves(model)
+    if devices & offloaded_to:
+        logger.info(
+            "Modules are offloaded to %s; their parameters are on the meta device between forwards.",
+            " and ".join(sorted(devices & offloaded_to)),
+        )
+    empty = tensors_without_data(model)
+    if empty and "meta" not in {str(device) for device in devices}:
+        logger.warning(
+            "After dispatch these tensors are on the meta device and no hook knows their data, so that forward will fail: "
+            "%s. Load them from a checkpoint first, or tie the model's weights.",
+            ", ".join(empty),
+        )
+    model.hf_device_map = dict(device_map)
+    return model
+
+
+def _offloaded_weights(
+    model: nn.Module,
+    device_map: Mapping[str, Device],
+    main_device: Device,
+    state_dict: Mapping[str, torch.Tensor] | None,
+    offload_dir: str | os.PathLike | None,
+    offload_index: Mapping[str, dict] | None,
+    on_disk: list[str],
+) -> OffloadedWeightsLoader | None:
+    """Write what goes to disk and is not there yet, and return where hooks read offloaded weights from."""
+    if main_device == "cpu":
+        on_cpu: list[str] = []
+    else:
+        on_cpu = [name for name, device in device_map.items() if device == "cpu"]
+    if state_dict is None and on_cpu:
+        state_dict = extract_submodules_state_dict(model.state_dict(), on_cpu)
+    if on_disk and offload_index is None:
+        if offload_dir is None:
+            raise ValueError(
+                f"The device_map sends {', '.join(repr(name) for name in on_disk)} to the disk: give an `offload_dir` to put "
+                "them in, or the `offload_index` of where they are."
+            )
+        if not os.path.isfile(os.path.join(offload_dir, "index.json")):
+            offload_state_dict(offload_dir, extract_submodules_state_dict(model.state_dict(), on_disk))
+    if state_dict is None and not on_disk:
+        return None
+    in_memory = {name: tensor.to("cpu") for name, tensor in (state_dict or {}).items() if tensor.device.type != "meta"}
+    folder = offload_dir if on_disk else None
+    return OffloadedWeightsLoader(state_dict=in_memory, save_folder=folder, index=offload_index)
+
+
+def _name_tied_weights(weights: OffloadedWeightsLoader | None, tied: Sequence[Sequence[str]]) -> None:
+    """Make a tied weight, which checkpoints hold under one name only, known under its other names."""
+    for group in tied if weights is not None else ():
+        known = next((name for name in group if name in weights), None)
+        missing = [name for name in group if known is not None and name not in weights]
+        for name in missing:
+            weights.state_dict[name] = weights[known]  # mapped to its file, if it is on disk
+            weights.all_keys.append(name)
+
+
+def _shared_pointers(model: nn.Module, tied: Sequence[Sequence[str]]) -> dict[int, dict[Any, torch.Tensor]]:
+    """The addresses of tied weights that hold data, to each of which hooks note its copies per device."""
+    pointers: dict[int, dict[Any, torch.Tensor]] = {}
+    for group in tied:
+        for name in group:
+            parameter = model.get_parameter(name)
+            if parameter.device.type != "meta":
+                pointers[parameter.data_ptr()] = {}
+    return pointers
+
+
+def _refuse_move(model: nn.Module) -> None:
+    if any(parameter.device.type == "meta" for parameter in model.parameters()):
+        raise RuntimeError(
+            "You can't move a model that has some modules offloaded to cpu or disk. Remove the hooks first: "
+            "`accelerate.hooks.remove_hook_from_submodules(model)`."
+        )
+    logger.warning(
+        "You shouldn't move a model that is dispatched using accelerate hooks: inputs keep going where they did."
+    )
+
+
+def _guard_moves(model: nn.Module) -> None:
+    for name in _accelerate_added_attributes:
+        if hasattr(model, name):
+            guard_method(model, name, _refuse_move)
+
+
+def load_checkpoint_and_dispatch(
+    model: nn.Module,
+    checkpoint: str | os.PathLike,
+    device_map: str | dict[str, Device] | None = None,
+    max_memory: Mapping[int | str, int | str] | None = None,
+    no_split_module_classes: Sequence[str] | str | None = None,
+    offload_folder: str | os.PathLike | None = None,
+    offload_buffers: bool = False,
+    dtype: str | torch.dtype | None = None,
+    offload_state_dict: bool | None = None,
+    skip_keys: str | Sequence[str] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+    force_hooks: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+) -> nn.Module:
+    """Read a checkpoint into a model, straight to the devices where its weights belong, and dispatch the model.
+
+    Args:
+        model: The model, changed in place; usually made under `init_empty_weights`.
+        checkpoint: A file with a state dict, the index of a sharded checkpoint, or a folder with either.
+        device_map: Module name to device, or ``"auto"``, ``"balanced"``, ``"balanced_low_0"``, ``"sequential"`` to have one
+            computed. None: nothing is dispatched.
+        max_memory: For a computed map, the most that each device may take, as for `get_max_memory`.
+        no_split_module_classes: For a computed map, names of classes whose instances stay on one device.
+        offload_folder: Where weights go whose device is ``"disk"``.
+        offload_buffers: Offload buffers too.
+        dtype: Dtype that floating-point weights are cast to.
+        offload_state_dict: Keep weights for the CPU in a temporary folder while files are read. None: when some weights go
+            to disk, since then memory is short.
+        skip_keys: Keyword arguments that hooks leave where they are.
+        preload_module_classes: As for `cpu_offload`.
+        force_hooks: Use hooks even with one device.
+        strict: Raise when names in the checkpoint and in the model differ.
+        full_state_dict: As for `load_checkpoint_in_model`.
+        broadcast_from_rank0: As for `load_checkpoint_in_model`.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: ``device_map`` is text but none of the four.
+    """
+    if isinstance(device_map, str):
+        device_map = _computed_map(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
+    if offload_state_dict is None and device_map is not None and "disk" in device_map.values():
+        offload_state_dict = True
+    load_checkpoint_in_model(
+        model,
+        checkpoint,
+        device_map=device_map,
+        offload_folder=offload_folder,
+        dtype=dtype,
+        offload_state_dict=bool(offload_state_dict),
+        offload_buffers=offload_buffers,
+        strict=strict,
+        full_state_dict=full_state_dict,
+        broadcast_from_rank0=broadcast_from_rank0,
+    )
+    if device_map is None:
+        return model
+    return dispatch_model(
+        model,
+        device_map=device_map,
+        offload_dir=offload_folder,
+        offload_buffers=offload_buffers,
+        skip_keys=skip_keys,
+        preload_module_classes=preload_module_classes,
+        force_hooks=force_hooks,
+    )
+
+
+def _computed_map(
+    model: nn.Module,
+    strategy: str,
+    max_memory: Mapping[int | str, int | str] | None,
+    no_split: Sequence[str] | str | None,
+    dtype: str | torch.dtype | None,
+    offload_buffers: bool,
+) -> dict[str, Device]:
+    if strategy not in _AUTOMATIC:
+        raise ValueError(
+            f"device_map={strategy!r} is unknown. Give a dict, or one of {', '.join(map(repr, _AUTOMATIC))}."
+        )
+    if strategy != "sequential":
+        max_memory = get_balanced_memory(
+            model,
+            max_memory=max_memory,
+            no_split_module_classes=no_split,
+            dtype=dtype,
+            low_zero=strategy == "balanced_low_0",
+        )
+    return infer_auto_device_map(
+        model,
+        max_memory=max_memory,
+        no_split_module_classes=no_split,
+        dtype=dtype,
+        offload_buffers=offload_buffers,
+    )
+
+
+def attach_layerwise_casting_hooks(
+    module: nn.Module,
+    storage_dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    skip_modules_pattern: str | Sequence[str] | None = None,
+    skip_modules_classes: type[nn.Module] | Sequence[type[nn.Module]] | None = None,
+    non_blocking: bool = False,
+) -> None:
+    """Store the weights of linear and convolution layers in a narrow dtype, and cast each layer's up for its forward.
+
+    Args:
+        module: The root; it and everything below are searched.
+        storage_dtype: Dtype between forwards, such as ``torch.float8_e4m3fn``.
+        compute_dtype: Dtype during forward.
+        skip_modules_pattern: Regular expressions; modules whose full name has a match for one are left alone, with all
+            below them.
+        skip_modules_classes: Modules of these classes are left alone, with all below them.
+        non_blocking: Let casts overlap with computation where the device can.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+        >>> attach_layerwise_casting_hooks(model, torch.bfloat16, torch.float32)
+        >>> model[0].weight.dtype, model[1].weight.dtype
+        (torch.bfloat16, torch.float32)
+    """
+    patterns = [skip_modules_pattern] if isinstance(skip_modules_pattern, str) else list(skip_modules_pattern or ())
+    classes = (skip_modules_classes,) if isinstance(skip_modules_classes, type) else tuple(skip_modules_classes or ())
+
+    def visit(current: nn.Module, name: str) -> None:
+        if isinstance(current, classes) or any(re.search(pattern, name) for pattern in patterns):
+            logger.debug("Layerwise casting leaves %r alone.", name)
+        elif isinstance(current, SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING):
+            logger.debug("Layerwise casting stores %r as %s.", name, storage_dtype)
+            add_hook_to_module(current, LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking), append=True)
+        else:
+            for child_name, child in current.named_children():
+                visit(child, f"{name}.{child_name}" if name else child_name)
+
+    visit(module, "")

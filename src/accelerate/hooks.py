@@ -1,0 +1,405 @@
+"""Hooks that put weights and inputs on the right device around forward, and how a model gets them.
+
+The base classes and `add_hook_to_module` are in `accelerate.offload.hooks_base`; this module is where users find all of
+it, and where other libraries patch `AlignDevicesHook`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from accelerate.offload.disk import PrefixedDataset
+from accelerate.offload.hooks_base import (
+    CpuOffload,
+    LayerwiseCastingHook,
+    ModelHook,
+    SequentialHook,
+    UserCpuOffloadHook,
+    _accelerate_added_attributes,
+    add_hook_to_module,
+    remove_hook_from_module,
+    remove_hook_from_submodules,
+)
+from accelerate.offload.placement import Device, set_module_tensor_to_device
+from accelerate.offload.tensors import named_module_tensors
+from accelerate.utils.operations import find_device, send_to_device
+
+__all__ = [
+    "AlignDevicesHook",
+    "CpuOffload",
+    "LayerwiseCastingHook",
+    "ModelHook",
+    "SequentialHook",
+    "UserCpuOffloadHook",
+    "_accelerate_added_attributes",
+    "add_hook_to_module",
+    "attach_align_device_hook",
+    "attach_align_device_hook_on_blocks",
+    "attach_execution_device_hook",
+    "remove_hook_from_module",
+    "remove_hook_from_submodules",
+]
+
+
+class AlignDevicesHook(ModelHook):
+    """Has a module's weights and inputs on one device during forward, and optionally keeps the weights elsewhere between.
+
+    Args:
+        execution_device: Where forward runs. None: nothing is moved there.
+        offload: Keep the weights in ``weights_map`` and on the meta device between forwards.
+        io_same_device: Return outputs on the device that the inputs came from.
+        weights_map: Where offloaded weights are read from, by their name below the module. None: the module's present
+            weights are kept on the CPU.
+        offload_buffers: Offload buffers too.
+        place_submodules: Do all this for the tensors of submodules as well.
+        skip_keys: Keyword arguments (and keys of an output) that stay where they are.
+        tied_params_map: ``data_ptr`` of a shared weight -> device -> its copy there, shared among hooks so that tied
+            weights are brought to a device once.
+    """
+
+    def __init__(
+        self,
+        execution_device: Device | None = None,
+        offload: bool = False,
+        io_same_device: bool = False,
+        weights_map: Mapping | None = None,
+        offload_buffers: bool = False,
+        place_submodules: bool = False,
+        skip_keys: str | Sequence[str] | None = None,
+        tied_params_map: dict[int, dict[Any, torch.Tensor]] | None = None,
+    ) -> None:
+        self.execution_device = execution_device
+        self.offload = offload
+        self.io_same_device = io_same_device
+        self.weights_map = weights_map
+        self.offload_buffers = offload_buffers
+        self.place_submodules = place_submodules
+        self.skip_keys = skip_keys
+        self.input_device: Device | None = None
+        self.param_original_devices: dict[str, torch.device] = {}
+        self.buffer_original_devices: dict[str, torch.device] = {}
+        self.original_devices: dict[str, torch.device] = {}
+        self.tied_params_names: set[str] = set()
+        self._tied_pointers: dict[str, int] = {}
+        self.tied_params_map = tied_params_map
+
+    def __repr__(self) -> str:
+        shown = ("execution_device", "offload", "io_same_device", "offload_buffers", "place_submodules", "skip_keys")
+        return f"AlignDevicesHook({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
+
+    def _offloaded(self, module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+        """The tensors that are elsewhere between forwards; non-persistent buffers are in no checkpoint, so they stay."""
+        tensors = named_module_tensors(
+            module,
+            include_buffers=self.offload_buffers,
+            recurse=self.place_submodules,
+            remove_non_persistent=True,
+        )
+        return [(name, tensor) for name, tensor in tensors if self.weights_map is None or name in self.weights_map]
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Bring the weights to the execution device, or, with ``offload``, out of the module."""
+        if not self.offload:
+            if self.execution_device is not None:
+                for name, _ in named_module_tensors(module, recurse=self.place_submodules):
+                    self._place(module, name, self.execution_device)
+            return module
+        tensors = dict(named_module_tensors(module, recurse=self.place_submodules))
+        self.original_devices = {name: tensor.device for name, tensor in tensors.items()}
+        offloaded = [name for name, _ in self._offloaded(module)]
+        if self.weights_map is None:
+            empty = [name for name in offloaded if tensors[name].device.type == "meta"]
+            if empty:
+                raise ValueError(
+                    f"{empty[0]!r} of {type(module).__name__} is on the meta device and has no data to offload: give a "
+                    "`weights_map` that has it."
+                )
+            self.weights_map = {name: tensors[name].to("cpu") for name in offloaded}
+        for name in offloaded:
+            self._note_tie(name)
+            set_module_tensor_to_device(module, name, "meta")
+        if self.execution_device is not None:
+            # What is not offloaded lives where forward needs it.
+            for name, tensor in tensors.items():
+                if name not in offloaded and tensor.device.type != "meta":
+                    self._place(module, name, self.execution_device)
+        return module
+
+    def _place(self, module: nn.Module, name: str, device: Device) -> None:
+        set_module_tensor_to_device(module, name, device, tied_params_map=self.tied_params_map, clear_cache=False)
+
+    def _saved(self, name: str) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """An offloaded weight, and the scales that belong to it if it is an 8-bit weight of bitsandbytes."""
+        if self.weights_map is None or name not in self.weights_map:
+            return None, None
+        value = self.weights_map[name]
+        scales = name.replace("weight", "SCB")
+        if value.dtype is torch.int8 and scales != name and scales in self.weights_map:
+            return value, self.weights_map[scales]
+        return value, None
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple, dict[str, Any]]:
+        """Bring offloaded weights and the inputs to the execution device."""
+        if self.io_same_device:
+            self.input_device = find_device([args, kwargs])
+        if self.execution_device is None:
+            return args, kwargs
+        if self.offload:
+            for name, _ in self._offloaded(module):
+                self._onload(module, name)
+        return (
+            send_to_device(args, self.execution_device),
+            send_to_device(kwargs, self.execution_device, skip_keys=self.skip_keys),
+        )
+
+    def _note_tie(self, name: str) -> None:
+        """Remember the address of a shared weight that stays in memory; one read from a file has a new one each time,
+        which may be that of a weight freed before."""
+        value, _ = self._saved(name) if self.tied_params_map else (None, None)
+        if value is not None and value.data_ptr() in self.tied_params_map:
+            self.tied_params_names.add(name)
+            self._tied_pointers[name] = value.data_ptr()
+
+    def _onload(self, module: nn.Module, name: str) -> None:
+        value, statistics = self._saved(name)
+        set_module_tensor_to_device(
+            module,
+            name,
+            self.execution_device,
+            value=value,
+            fp16_statistics=statistics,
+            tied_params_map=self.tied_params_map if name in self.tied_params_names else None,
+            clear_cache=False,
+        )
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Drop offloaded weights again, and bring the output to the inputs' device."""
+        if self.offload:
+            for name, tensor in self._offloaded(module):
+                if tensor.device.type != "meta":
+                    set_module_tensor_to_device(module, name, "meta")
+            for pointer in self._tied_pointers.values():
+                (self.tied_params_map or {}).get(pointer, {}).pop(self.execution_device, None)
+        if self.io_same_device and self.input_device is not None:
+            output = send_to_device(output, self.input_device, skip_keys=self.skip_keys)
+        return output
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Bring offloaded weights back to the device they came from."""
+        if self.offload:
+            present = dict(named_module_tensors(module, recurse=self.place_submodules))
+            for name, device in self.original_devices.items():
+                if device.type == "meta" or name not in present:
+                    continue
+                value, statistics = self._saved(name)
+                if value is None and present[name].device.type == "meta":
+                    continue  # no data anywhere
+                set_module_tensor_to_device(module, name, device, value=value, fp16_statistics=statistics)
+        return module
+
+
+def attach_execution_device_hook(
+    module: nn.Module,
+    execution_device: Device,
+    skip_keys: str | Sequence[str] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+    tied_params_map: dict[int, dict[Any, torch.Tensor]] | None = None,
+) -> None:
+    """Give every module without a hook, that has weights, one that brings it and its inputs to a device.
+
+    Args:
+        module: The root; it and everything below get hooks.
+        execution_device: Where forwards run.
+        skip_keys: Keyword arguments that stay where they are.
+        preload_module_classes: Names of classes below which nothing gets a hook, because such modules use weights of
+            their submodules without calling their forward.
+        tied_params_map: As for `AlignDevicesHook`.
+    """
+    if "_hf_hook" not in module.__dict__ and len(module.state_dict()) > 0:
+        hook = AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map)
+        add_hook_to_module(module, hook)
+    if type(module).__name__ in (preload_module_classes or ()):
+        return
+    for child in module.children():
+        attach_execution_device_hook(child, execution_device, skip_keys, preload_module_classes, tied_params_map)
+
+
+def _has_direct_tensors(module: nn.Module) -> bool:
+    return next(named_module_tensors(module), None) is not None
+
+
+def attach_align_device_hook(
+    module: nn.Module,
+    execution_device: Device | None = None,
+    offload: bool = False,
+    weights_map: Mapping | None = None,
+    offload_buffers: bool = False,
+    module_name: str = "",
+    skip_keys: str | Sequence[str] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+    tied_params_map: dict[int, dict[Any, torch.Tensor]] | None = None,
+) -> None:
+    """Give every module that directly owns tensors an `AlignDevicesHook`.
+
+    Args:
+        module: The root; it and everything below are searched.
+        execution_device: Where forwards run.
+        offload: Keep weights elsewhere between forwards.
+        weights_map: Offloaded weights by full name. None: the present weights, on the CPU.
+        offload_buffers: Offload buffers too.
+        module_name: Full name of ``module``, which names in ``weights_map`` begin with.
+        skip_keys: Keyword arguments that stay where they are.
+        preload_module_classes: Names of classes whose instances load everything below them at once.
+        tied_params_map: As for `AlignDevicesHook`.
+    """
+    whole = offload and type(module).__name__ in (preload_module_classes or ())
+    prefix = f"{module_name}." if module_name else ""
+    if whole or _has_direct_tensors(module):
+        hook = AlignDevicesHook(
+            execution_device=execution_device,
+            offload=offload,
+            weights_map=None if weights_map is None else PrefixedDataset(weights_map, prefix),
+            offload_buffers=offload_buffers,
+            place_submodules=whole,
+            skip_keys=skip_keys,
+            tied_params_map=tied_params_map,
+        )
+        add_hook_to_module(module, hook, append=True)
+    if whole:
+        return
+    for name, child in module.named_children():
+        attach_align_device_hook(
+            child,
+            execution_device=execution_device,
+            offload=offload,
+            weights_map=weights_map,
+            offload_buffers=offload_buffers,
+            module_name=prefix + name,
+            skip_keys=skip_keys,
+            preload_module_classes=preload_module_classes,
+            tied_params_map=tied_params_map,
+        )
+
+
+def attach_align_device_hook_on_blocks(
+    module: nn.Module,
+    execution_device: Device | Mapping[str, Device] | None = None,
+    offload: bool | Mapping[str, bool] = False,
+    weights_map: Mapping | None = None,
+    offload_buffers: bool = False,
+    module_name: str = "",
+    skip_keys: str | Sequence[str] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+    tied_params_map: dict[int, dict[Any, torch.Tensor]] | None = None,
+) -> None:
+    """Give the blocks of a model the hooks that its device map asks for.
+
+    A block that stays on its device is placed there as a whole; one that is offloaded gets a hook on every module below
+    it that owns weights. The root gets a hook that returns outputs on the inputs' device.
+
+    Args:
+        module: The root; it and everything below are searched.
+        execution_device: Where blocks run: one device for all, or block name to device.
+        offload: Which blocks keep their weights elsewhere between forwards: all or none, or block name to bool.
+        weights_map: Offloaded weights by full name. None: the present weights, on the CPU.
+        offload_buffers: Offload buffers too.
+        module_name: Full name of ``module``, which block names begin with.
+        skip_keys: Keyword arguments that stay where they are.
+        preload_module_classes: Names of classes whose instances load everything below them at once.
+        tied_params_map: As for `AlignDevicesHook`.
+    """
+    common = {"skip_keys": skip_keys, "tied_params_map": tied_params_map}
+    if not isinstance(execution_device, Mapping) and not isinstance(offload, Mapping):
+        if offload:
+            attach_align_device_hook(
+                module,
+                execution_device=execution_device,
+                offload=True,
+                weights_map=weights_map,
+                offload_buffers=offload_buffers,
+                module_name=module_name,
+                preload_module_classes=preload_module_classes,
+                **common,
+            )
+        else:
+            hook = AlignDevicesHook(execution_device, io_same_device=True, place_submodules=True, **common)
+            add_hook_to_module(module, hook)
+        return
+    if not isinstance(execution_device, Mapping):
+        execution_device = dict.fromkeys(offload, execution_device)
+    if not isinstance(offload, Mapping):
+        offload = dict.fromkeys(execution_device, offload)
+    plan = _BlockPlan(execution_device, offload, weights_map, offload_buffers, preload_module_classes, common)
+    plan.attach(module, module_name)
+
+
+@dataclass(frozen=True)
+class _BlockPlan:
+    """What `attach_align_device_hook_on_blocks` was asked for, for every module on the way down."""
+
+    devices: Mapping[str, Device]
+    offload: Mapping[str, bool]
+    weights_map: Mapping | None
+    offload_buffers: bool
+    preload: Sequence[str] | None
+    common: dict[str, Any]
+
+    def attach(self, module: nn.Module, name: str) -> None:
+        """Hook one module if it is a block (or the root), then those below it."""
+        prefix = f"{name}." if name else ""
+        if name in self.devices and name in self.offload:
+            if self.offload[name]:
+                self._offload_block(module, name)
+            else:
+                self._place_block(module, name)
+        else:
+            self._hook_split_module(module, name, prefix)
+        for child_name, child in module.named_children():
+            self.attach(child, prefix + child_name)
+
+    def _place_block(self, module: nn.Module, name: str) -> None:
+        hook = AlignDevicesHook(
+            execution_device=self.devices[name],
+            offload_buffers=self.offload_buffers,
+            io_same_device=name == "",
+            place_submodules=True,
+            **self.common,
+        )
+        add_hook_to_module(module, hook)
+        attach_execution_device_hook(module, self.devices[name], **self.common)
+
+    def _hook_split_module(self, module: nn.Module, name: str, prefix: str) -> None:
+        """Hook the root, and modules whose own tensors have entries in the map because the module was split."""
+        own = [prefix + tensor for tensor, _ in named_module_tensors(module) if prefix + tensor in self.devices]
+        if not own and name != "":
+            return
+        offloaded = any(self.offload.get(tensor, False) for tensor in own) and self.weights_map is not None
+        hook = AlignDevicesHook(
+            self.devices.get(name, self.devices[own[0]] if own else None),
+            offload=offloaded,
+            io_same_device=name == "",
+            weights_map=PrefixedDataset(self.weights_map, prefix) if offloaded else None,
+            offload_buffers=self.offload_buffers if offloaded else False,
+            **self.common,
+        )
+        add_hook_to_module(module, hook, append=True)
+
+    def _offload_block(self, module: nn.Module, name: str) -> None:
+        device = self.devices[name]
+        attach_align_device_hook(
+            module,
+            execution_device=device,
+            offload=True,
+            weights_map=self.weights_map,
+            offload_buffers=self.offload_buffers,
+            module_name=name,
+            preload_module_classes=self.preload,
+            **self.common,
+        )
+        if "_hf_hook" not in module.__dict__:
+            # A block without weights of its own still has to bring its inputs along.
+            add_hook_to_module(module, AlignDevicesHook(device, io_same_device=name == "", **self.common))
+        attach_execution_device_hook(module, device, preload_module_classes=self.preload, **self.common)

@@ -1,0 +1,138 @@
+"""Sizes, device maps, placement and loading of models. The public path of the files in `accelerate.offload`."""
+
+import contextlib
+import importlib
+import logging
+from typing import Any
+
+import torch
+
+from accelerate.config.enums import DistributedType
+from accelerate.config.handlers import AutocastKwargs
+from accelerate.devices.probe import detect
+from accelerate.modules.tensors import id_tensor_storage
+from accelerate.offload.device_map import check_device_map, clean_device_map, fallback_allocate, infer_auto_device_map
+from accelerate.offload.loading import load_checkpoint_in_model, load_offloaded_weights, load_state_dict
+from accelerate.offload.memory import get_balanced_memory, get_max_memory
+from accelerate.offload.placement import (
+    align_module_device,
+    check_device_same,
+    has_offloaded_params,
+    set_module_tensor_to_device,
+)
+from accelerate.offload.sizes import (
+    _get_proper_dtype,
+    calculate_maximum_sizes,
+    compute_module_sizes,
+    compute_module_total_buffer_size,
+    convert_file_size_to_int,
+    dtype_byte_size,
+    get_max_layer_size,
+    get_module_leaves,
+)
+from accelerate.offload.state import get_state_dict_from_offload, get_state_dict_offloaded_model
+from accelerate.offload.tensors import get_non_persistent_buffers, named_module_tensors
+from accelerate.offload.tied import (
+    check_tied_parameters_in_config,
+    check_tied_parameters_on_same_device,
+    find_tied_parameters,
+    get_module_size_with_ties,
+    is_peft_model,
+    retie_parameters,
+)
+from accelerate.precision.amp import autocast_context
+from accelerate.precision.base import precision
+from accelerate.state import AcceleratorState
+from accelerate.utils.constants import SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
+
+__all__ = [
+    "SAFE_WEIGHTS_NAME",
+    "WEIGHTS_INDEX_NAME",
+    "WEIGHTS_NAME",
+    "_get_proper_dtype",
+    "align_module_device",
+    "calculate_maximum_sizes",
+    "check_device_map",
+    "check_device_same",
+    "check_tied_parameters_in_config",
+    "check_tied_parameters_on_same_device",
+    "clean_device_map",
+    "compute_module_sizes",
+    "compute_module_total_buffer_size",
+    "convert_file_size_to_int",
+    "dtype_byte_size",
+    "fallback_allocate",
+    "find_tied_parameters",
+    "get_balanced_memory",
+    "get_grad_scaler",
+    "get_max_layer_size",
+    "get_max_memory",
+    "get_mixed_precision_context_manager",
+    "get_module_leaves",
+    "get_module_size_with_ties",
+    "get_non_persistent_buffers",
+    "get_state_dict_from_offload",
+    "get_state_dict_offloaded_model",
+    "has_offloaded_params",
+    "id_tensor_storage",
+    "infer_auto_device_map",
+    "is_peft_model",
+    "load_checkpoint_in_model",
+    "load_offloaded_weights",
+    "load_state_dict",
+    "logger",
+    "named_module_tensors",
+    "retie_parameters",
+    "set_module_tensor_to_device",
+]
+
+# The files in accelerate.offload log under this name, because other libraries put filters on it.
+logger = logging.getLogger(__name__)
+
+# Where gradients are sharded, or the device compiles whole graphs, overflow has to be looked for in another way.
+_SCALERS = {
+    "FSDP": ("torch.distributed.fsdp.sharded_grad_scaler", "ShardedGradScaler"),
+    "XLA": ("torch_xla.amp", "GradScaler"),
+}
+
+
+def get_mixed_precision_context_manager(
+    native_amp: bool = False, autocast_kwargs: AutocastKwargs | None = None
+) -> contextlib.AbstractContextManager:
+    """Return the autocast context for the device and precision of the current state, or a null context.
+
+    Args:
+        native_amp: Whether to use autocast at all.
+        autocast_kwargs: Settings for ``torch.autocast``; None: its defaults.
+
+    Raises:
+        ValueError: Autocast is wanted and no `Accelerator` was made yet.
+    """
+    if not native_amp:
+        return contextlib.nullcontext()
+    state = AcceleratorState()
+    row = precision(state.mixed_precision)
+    if row.autocast_dtype is None:
+        options = autocast_kwargs.to_kwargs() if autocast_kwargs is not None else {}
+        return torch.autocast(state.device.type, **options)
+    return autocast_context(state.device.type, row, autocast_kwargs)
+
+
+def get_grad_scaler(distributed_type: DistributedType | str | None = None, **kwargs: Any) -> Any:
+    """Return the gradient scaler that fits a way of training.
+
+    Args:
+        distributed_type: How processes cooperate; None: any way that leaves gradients whole.
+        **kwargs: Passed to the scaler, such as ``init_scale``.
+
+    Example:
+        >>> get_grad_scaler(init_scale=2.0, enabled=False).is_enabled()
+        False
+    """
+    kind = str(getattr(distributed_type, "value", distributed_type))
+    if kind != "XLA":
+        kwargs.setdefault("device", detect().type)
+    if kind not in _SCALERS:
+        return torch.amp.GradScaler(**kwargs)
+    module, name = _SCALERS[kind]
+    return getattr(importlib.import_module(module), name)(**kwargs)

@@ -1,0 +1,125 @@
+"""One tensor onto a device, and modules for the length of a block."""
+
+import pytest
+import torch
+from torch import nn
+
+from accelerate.devices.probe import detect
+from accelerate.offload.placement import (
+    align_module_device,
+    as_device,
+    check_device_same,
+    has_offloaded_params,
+    set_module_tensor_to_device,
+)
+
+
+def test_moving_to_meta_and_back_needs_a_value():
+    layer = nn.Linear(3, 4)
+    set_module_tensor_to_device(layer, "weight", "meta")
+    assert layer.weight.device.type == "meta" and isinstance(layer.weight, nn.Parameter)
+    with pytest.raises(ValueError, match="'weight' is on the meta device"):
+        set_module_tensor_to_device(layer, "weight", "cpu")
+    set_module_tensor_to_device(layer, "weight", "cpu", value=torch.ones(4, 3))
+    assert torch.equal(layer.weight, torch.ones(4, 3))
+
+
+def test_staying_where_it_is_keeps_the_parameter():
+    layer = nn.Linear(3, 4)
+    weight = layer.weight
+    set_module_tensor_to_device(layer, "weight", "cpu")
+    assert layer.weight is weight
+
+
+def test_a_value_takes_the_old_dtype_unless_one_is_given():
+    layer = nn.Linear(3, 4)
+    half = torch.ones(4, 3, dtype=torch.float16)
+    set_module_tensor_to_device(layer, "weight", "cpu", value=half)
+    assert layer.weight.dtype is torch.float32
+    set_module_tensor_to_device(layer, "weight", "cpu", value=half, dtype="bfloat16")
+    assert layer.weight.dtype is torch.bfloat16
+    set_module_tensor_to_device(layer, "weight", "cpu", value=torch.ones(4, 3, dtype=torch.int8), dtype=torch.float16)
+    assert layer.weight.dtype is torch.int8 and not layer.weight.requires_grad
+
+
+def test_class_attributes_and_requires_grad_carry_over():
+    class Special(nn.Parameter):
+        pass
+
+    layer = nn.Linear(3, 4)
+    layer.weight = Special(torch.ones(4, 3), requires_grad=False)
+    layer.weight.tag = "kept"
+    set_module_tensor_to_device(layer, "weight", "meta")
+    set_module_tensor_to_device(layer, "weight", "cpu", value=torch.zeros(4, 3))
+    assert type(layer.weight) is Special
+    assert layer.weight.tag == "kept" and not layer.weight.requires_grad
+
+
+def test_buffers_stay_buffers():
+    norm = nn.BatchNorm1d(3)
+    set_module_tensor_to_device(norm, "running_mean", "cpu", value=torch.full((3,), 2.0))
+    assert "running_mean" in norm._buffers and norm.running_mean[0] == 2
+    assert not isinstance(norm.running_mean, nn.Parameter)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "text"),
+    [
+        ("weight", torch.ones(1), ValueError, "shape"),
+        ("absent", None, ValueError, "'absent'"),
+        ("child.weight", None, AttributeError, "child"),
+    ],
+)
+def test_mistakes_are_named(name, value, error, text):
+    with pytest.raises(error, match=text):
+        set_module_tensor_to_device(nn.Linear(2, 2), name, "cpu", value=value)
+
+
+def test_tied_weights_are_copied_to_a_device_once():
+    model = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
+    value = torch.ones(2, 2)
+    shared = {value.data_ptr(): {}}
+    for name in ("a.weight", "b.weight"):
+        set_module_tensor_to_device(model, name, "cpu", value=value, tied_params_map=shared)
+    assert model["a"].weight is model["b"].weight
+    assert shared[value.data_ptr()] == {"cpu": model["a"].weight}
+
+
+def test_statistics_are_kept_as_scb():
+    layer = nn.Linear(2, 2)
+    set_module_tensor_to_device(layer, "weight", "cpu", value=torch.ones(2, 2), fp16_statistics=torch.ones(2))
+    assert torch.equal(layer.weight.SCB, torch.ones(2))
+
+
+def test_devices_are_resolved_with_clear_errors():
+    assert as_device("cpu") == torch.device("cpu")
+    with pytest.raises(ValueError, match="'disk'"):
+        as_device("disk")
+    assert check_device_same(torch.device("cuda"), torch.device("cuda:0"))
+    assert not check_device_same(torch.device("cuda:1"), torch.device("cuda:0"))
+    assert not check_device_same(torch.device("cpu"), torch.device("meta"))
+
+
+@pytest.mark.skipif(detect().type != "cpu", reason="needs a machine without accelerator")
+def test_an_index_without_accelerator_says_so():
+    with pytest.raises(ValueError, match="finds none"):
+        as_device(0)
+
+
+def test_align_on_a_plain_module_restores_the_very_tensors():
+    layer = nn.Linear(2, 2)
+    weight = layer.weight
+    with align_module_device(layer, "meta"):
+        assert layer.weight.device.type == "meta"
+    assert layer.weight is weight
+    with align_module_device(layer, "cpu"), torch.no_grad():
+        layer.weight.fill_(3)
+    assert layer.weight is weight and (weight == 3).all()
+    assert not has_offloaded_params(layer)
+
+
+def test_align_restores_after_an_error():
+    layer = nn.Linear(2, 2)
+    with pytest.raises(KeyError), align_module_device(layer, "meta"):
+        raise KeyError
+    assert layer.weight.device.type == "cpu"

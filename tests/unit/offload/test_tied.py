@@ -1,0 +1,76 @@
+"""Tied parameters."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from accelerate.offload.tied import (
+    check_tied_parameters_in_config,
+    check_tied_parameters_on_same_device,
+    device_of,
+    find_tied_parameters,
+    get_module_size_with_ties,
+    is_peft_model,
+    retie_parameters,
+)
+
+
+def _tied():
+    model = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in ("c", "a", "b")})
+    model["b"].weight = model["c"].weight
+    return model
+
+
+def test_groups_are_sorted_and_only_shared_names_are_in_them():
+    assert find_tied_parameters(_tied()) == [["b.weight", "c.weight"]]
+    assert find_tied_parameters(nn.Linear(2, 2)) == []
+
+
+def test_retie_uses_the_name_that_holds_data():
+    model = _tied()
+    groups = find_tied_parameters(model)
+    kept = model["c"].weight
+    model["b"].weight = nn.Parameter(torch.empty(2, 2, device="meta"))
+    retie_parameters(model, groups)
+    assert model["b"].weight is kept
+
+
+def test_retie_leaves_a_group_without_data_alone():
+    model = _tied()
+    first, second = (nn.Parameter(torch.empty(2, 2, device="meta")) for _ in range(2))
+    model["b"].weight, model["c"].weight = first, second
+    retie_parameters(model, [["b.weight", "c.weight"]])
+    assert model["b"].weight is first and model["c"].weight is second
+
+
+def test_the_longest_entry_gives_the_device():
+    device_map = {"": "disk", "a": 0, "a.b": 1}
+    assert (device_of("a.b.w", device_map), device_of("a.c", device_map), device_of("ab", device_map)) == (
+        1,
+        0,
+        "disk",
+    )
+    with pytest.raises(ValueError, match="'x.w'"):
+        device_of("x.w", {"a": 0})
+
+
+def test_a_tie_over_several_devices_warns(caplog):
+    with caplog.at_level(logging.WARNING):
+        check_tied_parameters_on_same_device([["b.weight", "c.weight"]], {"b": 0, "c": 0})
+        assert not caplog.records
+        check_tied_parameters_on_same_device([["b.weight", "c.weight"]], {"b": 0, "c": "cpu"})
+    assert "Tied parameters are on different devices" in caplog.text
+
+
+def test_size_with_ties_counts_the_shared_weight_once_and_needs_no_waiting_partner():
+    sizes = {"a": 10, "b": 14, "b.w": 6}
+    module = nn.Identity()
+    assert get_module_size_with_ties(["b.w"], 10, sizes, [("b", module)]) == (18, ["b"], [module])
+    assert get_module_size_with_ties(["b.w"], 10, sizes, [("bb", module)]) == (10, [], [])
+
+
+def test_other_libraries_models_declare_no_ties():
+    assert check_tied_parameters_in_config(_tied()) is False
+    assert is_peft_model(_tied()) is False

@@ -1,0 +1,296 @@
+"""Models spread over devices."""
+
+import json
+import logging
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import accelerate.big_modeling as big_modeling
+from accelerate.big_modeling import (
+    attach_layerwise_casting_hooks,
+    cpu_offload,
+    cpu_offload_with_hook,
+    disk_offload,
+    dispatch_model,
+    init_empty_weights,
+    load_checkpoint_and_dispatch,
+)
+from accelerate.hooks import AlignDevicesHook, SequentialHook, UserCpuOffloadHook, remove_hook_from_submodules
+from accelerate.utils.modeling import get_state_dict_offloaded_model
+
+
+class _Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear1 = nn.Linear(3, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.linear2 = nn.Linear(4, 5)
+
+    def forward(self, x):
+        return self.linear2(self.norm(self.linear1(x)))
+
+
+class _Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.emb = nn.Linear(4, 4, bias=False)
+        self.mid = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+        self.head = nn.Linear(4, 4, bias=False)
+        self.head.weight = self.emb.weight
+
+    def forward(self, x):
+        return self.head(self.mid(self.emb(x)))
+
+
+MIXED = {"linear1": "cpu", "norm": "disk", "linear2": "disk"}
+
+
+@pytest.fixture
+def model():
+    return _Net().eval()
+
+
+@pytest.fixture
+def inputs():
+    return torch.randn(2, 3)
+
+
+def _on_meta(model):
+    return {name for name, tensor in model.named_parameters() if tensor.device.type == "meta"}
+
+
+def test_cpu_offload_computes_the_same_from_weights_kept_aside(model, inputs):
+    plain = model(inputs)
+    assert cpu_offload(model) is model
+    assert _on_meta(model) == set(dict(model.named_parameters()))
+    assert torch.equal(model(inputs), plain)
+    remove_hook_from_submodules(model)
+    assert not _on_meta(model) and torch.equal(model(inputs), plain)
+
+
+def test_cpu_offload_with_another_state_dict(model, inputs):
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
+    cpu_offload(model, execution_device="cpu", state_dict=zeros)
+    assert (model(inputs) == 0).all()
+
+
+def test_cpu_offload_with_hook_chains_models():
+    first, first_hook = cpu_offload_with_hook(nn.Linear(2, 2), "meta")
+    second, second_hook = cpu_offload_with_hook(nn.Linear(2, 2), "cpu", prev_module_hook=first_hook)
+    assert isinstance(first_hook, UserCpuOffloadHook) and second._hf_hook.prev_module_hook is first_hook
+    second_hook.remove()
+    assert "_hf_hook" not in second.__dict__
+    first_hook.remove()
+    assert "_hf_hook" not in first.__dict__
+
+
+def test_disk_offload_writes_once_and_reads_from_there(model, inputs, tmp_path):
+    plain = model(inputs)
+    disk_offload(model, tmp_path)
+    assert (tmp_path / "linear1.weight.dat").is_file() and (tmp_path / "index.json").is_file()
+    assert torch.equal(model(inputs), plain) and len(_on_meta(model)) == 6
+    other = _Net().eval()
+    disk_offload(other, tmp_path, offload_buffers=True)
+    assert torch.equal(other(inputs), plain)
+
+
+@pytest.mark.parametrize("device_map", [{"": "cpu"}, {"linear1": "cpu", "norm": "cpu", "linear2": "cpu"}])
+def test_one_device_needs_no_hooks_unless_forced(device_map, model, inputs):
+    plain = model(inputs)
+    dispatch_model(model, device_map)
+    assert not any("_hf_hook" in m.__dict__ for m in model.modules())
+    assert model.hf_device_map == device_map and torch.equal(model(inputs), plain)
+    dispatch_model(model, device_map, force_hooks=True)
+    assert model._hf_hook.io_same_device and torch.equal(model(inputs), plain)
+
+
+@pytest.mark.parametrize("device_map", [MIXED, {"": "disk"}, {"linear1": "disk", "norm": "cpu", "linear2": "disk"}])
+def test_dispatch_to_cpu_and_disk(device_map, model, inputs, tmp_path):
+    plain = model(inputs)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert dispatch_model(model, device_map, offload_dir=tmp_path) is model
+    on_disk = tuple(name for name, device in device_map.items() if device == "disk")
+    assert _on_meta(model) == {name for name, _ in model.named_parameters() if name.startswith(on_disk)}
+    assert torch.equal(model(inputs), plain) and model.hf_device_map == device_map
+    gathered = get_state_dict_offloaded_model(model)
+    assert list(gathered) == list(state) and all(torch.equal(gathered[name], state[name]) for name in state)
+    remove_hook_from_submodules(model)
+    assert not _on_meta(model) and torch.equal(model(inputs), plain)
+
+
+def test_cpu_modules_are_offloaded_when_another_device_computes(model):
+    dispatch_model(model, {"linear1": "meta", "norm": "cpu", "linear2": "cpu"})
+    hook = model.linear2._hf_hook
+    assert hook.offload and hook.execution_device == "meta"
+    assert hook.weights_map["weight"].device.type == "cpu"
+    assert set(dict(hook.weights_map.dataset)) == {
+        name for name in _Net().state_dict() if name.startswith(("norm", "linear2"))
+    }
+    assert model._hf_hook.execution_device == "meta" and model._hf_hook.io_same_device
+
+
+def test_moving_a_dispatched_model_warns_and_with_offloaded_parts_raises(model, tmp_path, caplog):
+    dispatch_model(model, {"": "cpu"}, force_hooks=True)
+    with caplog.at_level(logging.WARNING):
+        assert model.to("cpu") is model
+    assert "shouldn't move a model" in caplog.text
+    remove_hook_from_submodules(model)
+    dispatch_model(model, MIXED, offload_dir=tmp_path)
+    for move in (lambda: model.to("cpu"), lambda: model.cuda()):
+        with pytest.raises(RuntimeError, match="can't move a model"):
+            move()
+    remove_hook_from_submodules(model)
+    assert "to" not in model.__dict__ and model.to("cpu") is model
+
+
+def test_the_device_map_check_is_the_global_of_this_module(model, monkeypatch):
+    with pytest.raises(ValueError, match="no device"):
+        dispatch_model(model, {"linear1": "cpu"})
+    seen = []
+    monkeypatch.setattr(big_modeling, "check_device_map", lambda *arguments: seen.append(arguments))
+    dispatch_model(model, {"linear1": "cpu"})
+    assert seen == [(model, {"linear1": "cpu"})]
+
+
+def test_disk_needs_a_place(model):
+    with pytest.raises(ValueError, match="offload_dir"):
+        dispatch_model(model, MIXED)
+
+
+def test_an_offload_index_is_read_where_it_points(model, inputs, tmp_path):
+    plain = model(inputs)
+    save_file(model.state_dict(), tmp_path / "m.safetensors")
+    index = {
+        name: {"safetensors_file": str(tmp_path / "m.safetensors"), "weight_name": name} for name in model.state_dict()
+    }
+    with init_empty_weights():
+        empty = _Net().eval()
+    dispatch_model(empty, {"": "disk"}, offload_index=index)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m.safetensors"]
+    assert torch.equal(empty(inputs), plain)
+    assert empty.linear1._hf_hook.weights_map.dataset.index["linear1.weight"]["weight_name"] == "linear1.weight"
+
+
+@pytest.mark.parametrize(
+    "device_map",
+    [
+        {"emb": "cpu", "mid": "disk", "head": "cpu"},
+        {"emb": "disk", "mid": "cpu", "head": "disk"},
+        {"emb": "cpu", "mid": "cpu", "head": "disk"},
+        {"emb": "disk", "mid": "disk", "head": "disk"},
+    ],
+)
+def test_tied_weights_compute_the_same_wherever_they_are(device_map, tmp_path):
+    model = _Tied()
+    x = torch.randn(2, 4)
+    plain = model(x)
+    dispatch_model(model, device_map, offload_dir=tmp_path)
+    for _ in range(2):
+        assert torch.equal(model(x), plain)
+    if device_map["emb"] == device_map["head"] == "cpu":
+        assert model.emb.weight is model.head.weight
+
+
+def test_a_tied_weight_missing_from_the_index_is_found_under_its_other_name(tmp_path):
+    model = _Tied()
+    x = torch.randn(2, 4)
+    plain = model(x)
+    state = {name: tensor for name, tensor in model.state_dict().items() if name != "head.weight"}
+    save_file(state, tmp_path / "m.safetensors")
+    index = {name: {"safetensors_file": str(tmp_path / "m.safetensors")} for name in state}
+    dispatch_model(model, {"": "disk"}, offload_index=index)
+    assert torch.equal(model(x), plain)
+
+
+def test_weights_that_nobody_has_are_reported(caplog):
+    with init_empty_weights():
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with caplog.at_level(logging.WARNING):
+        index = {"1.weight": {"dtype": "float32", "shape": [2, 2]}, "1.bias": {"dtype": "float32", "shape": [2]}}
+        with pytest.raises(ValueError, match="meta device"):
+            dispatch_model(model, {"0": "cpu", "1": "disk"}, offload_index=index)
+        dispatch_model(model, {"": "disk"}, offload_index=index)
+    assert "0.bias, 0.weight" in caplog.text
+
+
+def _save(folder, state, safe):
+    names = list(state)
+    weight_map = {}
+    for number, part in enumerate((names[:4], names[4:])):
+        file = f"part{number}.{'safetensors' if safe else 'bin'}"
+        tensors = {name: state[name] for name in part}
+        save_file(tensors, folder / file) if safe else torch.save(tensors, folder / file)
+        weight_map.update(dict.fromkeys(part, file))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+@pytest.mark.parametrize("safe", [True, False])
+@pytest.mark.parametrize("device_map", [None, "auto", "balanced", "balanced_low_0", "sequential", {"": "cpu"}, MIXED])
+def test_load_checkpoint_and_dispatch(device_map, safe, model, inputs, tmp_path):
+    _save(tmp_path, model.state_dict(), safe)
+    with init_empty_weights():
+        empty = _Net().eval()
+    memory = {"cpu": 10**6} if isinstance(device_map, str) else None
+    loaded = load_checkpoint_and_dispatch(
+        empty, tmp_path, device_map=device_map, max_memory=memory, offload_folder=tmp_path / "offload"
+    )
+    assert loaded is empty and torch.equal(empty(inputs), model(inputs))
+    assert getattr(empty, "hf_device_map", None) == ({"": "cpu"} if isinstance(device_map, str) else device_map)
+
+
+def test_a_computed_map_offloads_what_does_not_fit(model, inputs, tmp_path):
+    _save(tmp_path, model.state_dict(), True)
+    with init_empty_weights():
+        empty = _Net().eval()
+    load_checkpoint_and_dispatch(
+        empty,
+        tmp_path,
+        device_map="auto",
+        max_memory={"cpu": 170},
+        offload_folder=tmp_path / "o",
+        offload_buffers=True,
+    )
+    assert empty.hf_device_map == {"linear1": "cpu", "norm": "disk", "linear2": "disk"}
+    assert torch.equal(empty(inputs), model(inputs))
+    with pytest.raises(ValueError, match="'foo'"):
+        load_checkpoint_and_dispatch(empty, tmp_path, device_map="foo")
+
+
+def test_layerwise_casting_covers_linear_and_convolution_only():
+    model = nn.ModuleDict(
+        {
+            "conv": nn.Conv2d(1, 1, 1),
+            "norm": nn.LayerNorm(3),
+            "emb": nn.Embedding(2, 2),
+            "sub": nn.Sequential(nn.Linear(2, 2)),
+        }
+    )
+    attach_layerwise_casting_hooks(model, torch.bfloat16, torch.float32)
+    narrow = {name for name, parameter in model.named_parameters() if parameter.dtype is torch.bfloat16}
+    assert narrow == {"conv.weight", "conv.bias", "sub.0.weight", "sub.0.bias"}
+    assert model["sub"](torch.ones(1, 2)).dtype is torch.float32
+
+
+@pytest.mark.parametrize(
+    "skip",
+    [
+        {"skip_modules_pattern": "sub"},
+        {"skip_modules_pattern": ("^sub", "x")},
+        {"skip_modules_classes": nn.Sequential},
+        {"skip_modules_classes": (nn.Linear,)},
+    ],
+)
+def test_layerwise_casting_skips_what_is_named(skip):
+    model = nn.ModuleDict({"conv": nn.Conv1d(1, 1, 1), "sub": nn.Sequential(nn.Linear(2, 2))})
+    attach_layerwise_casting_hooks(model, torch.bfloat16, torch.float32, **skip)
+    assert model["conv"].weight.dtype is torch.bfloat16 and model["sub"][0].weight.dtype is torch.float32
+
+
+def test_other_hooks_are_kept_when_offloading(model, inputs):
+    plain = model(inputs)
+    cpu_offload(model, "cpu")
+    assert not isinstance(model._hf_hook, SequentialHook)  # the root owns no tensor of its own
+    assert isinstance(model.linear1._hf_hook, AlignDevicesHook) and torch.equal(model(inputs), plain)
