@@ -1,0 +1,193 @@
+"""What stands for DeepSpeed's objects: configuration access, wrappers around its engine, and placeholders for its own."""
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accelerate.config.deepspeed_config import HfDeepSpeedConfig
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils.imports import is_deepspeed_available
+
+if TYPE_CHECKING:
+    from accelerate.config.deepspeed import DeepSpeedPlugin
+    from accelerate.state import AcceleratorState
+
+__all__ = [
+    "DeepSpeedEngineWrapper",
+    "DeepSpeedOptimizerWrapper",
+    "DeepSpeedSchedulerWrapper",
+    "DummyOptim",
+    "DummyScheduler",
+    "HfDeepSpeedConfig",
+    "get_active_deepspeed_plugin",
+    "map_pytorch_optim_to_deepspeed",
+]
+
+
+def get_active_deepspeed_plugin(state: "AcceleratorState") -> "DeepSpeedPlugin":
+    """Return the selected plugin of a run with one or several.
+
+    Args:
+        state: the AcceleratorState, which holds the plugins by name.
+
+    Raises:
+        ValueError: there is no plugin, or none is selected.
+    """
+    plugins = getattr(state, "deepspeed_plugins", None)
+    if plugins is not None and not isinstance(plugins, dict):
+        return plugins
+    for plugin in (plugins or {}).values():
+        if plugin.selected:
+            return plugin
+    known = f"the plugins are {sorted(plugins)}" if plugins else "there are no plugins"
+    raise ValueError(
+        f"No DeepSpeedPlugin is selected; {known}. Pass one to `Accelerator(deepspeed_plugin=...)`, or choose with "
+        "`AcceleratorState().select_deepspeed_plugin(name)`."
+    )
+
+
+def map_pytorch_optim_to_deepspeed(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return DeepSpeed's optimizer for states in host memory with the groups and options of a torch optimizer.
+
+    Args:
+        optimizer: Adam, AdamW, Adagrad or Lion (by the name of its class); any other is returned as it is.
+
+    Raises:
+        ImportError: DeepSpeed is not installed.
+
+    Source: https://deepspeed.readthedocs.io/en/latest/optimizers.html
+    """
+    if not is_deepspeed_available():
+        raise ImportError("Offloaded optimizer states are updated by DeepSpeed's own optimizers; install `deepspeed`.")
+    kind = type(optimizer).__name__.lower()
+    usable = {"lr", "betas", "eps", "weight_decay", "amsgrad"}
+    if "adam" in kind:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam as Replacement
+
+        extra: dict[str, Any] = {
+            "adamw_mode": "adamw" in kind or optimizer.defaults.get("decoupled_weight_decay", False)
+        }
+    elif "adagrad" in kind:
+        from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad as Replacement
+
+        usable, extra = {"lr", "eps", "weight_decay"}, {}
+    elif "lion" in kind:
+        from deepspeed.ops.lion import DeepSpeedCPULion as Replacement
+
+        usable, extra = {"lr", "betas", "weight_decay"}, {}
+    else:
+        return optimizer
+    options = {name: value for name, value in optimizer.defaults.items() if name in usable}
+    return Replacement(optimizer.param_groups, **options, **extra)
+
+
+class DeepSpeedEngineWrapper:
+    """Drives a DeepSpeed engine, which owns backward, clipping, accumulation and the optimizer's step.
+
+    Args:
+        engine: the `DeepSpeedEngine` that `deepspeed.initialize` returned.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+
+    def backward(self, loss: torch.Tensor, sync_gradients: bool = True, **kwargs: Any) -> None:
+        """Run backward, and step at the end of an accumulation window. Every rank calls it.
+
+        Args:
+            loss: a scalar.
+            sync_gradients: whether this batch ends the window.
+            kwargs: for the engine's `backward`.
+        """
+        # The window is counted here rather than in the engine, because a data loader's end closes it early.
+        self.engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients)
+        self.engine.backward(loss, **kwargs)
+        if sync_gradients:
+            self.engine.step()  # clips, steps optimizer and scheduler, clears gradients
+
+    def get_global_grad_norm(self) -> float:
+        """Return the gradients' norm over all ranks at the last step."""
+        norm = self.engine.get_global_grad_norm()
+        return norm.item() if isinstance(norm, torch.Tensor) else norm
+
+
+class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
+    """The optimizer of a DeepSpeed engine; the engine steps it and clears gradients, so these calls do nothing here.
+
+    Args:
+        optimizer: the optimizer that `deepspeed.initialize` returned.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer, device_placement=False, scaler=None)
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Do nothing: the engine clears gradients in its step."""
+
+    def step(self) -> None:
+        """Do nothing: the engine stepped in `DeepSpeedEngineWrapper.backward`."""
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the engine left out its last step because fp16 gradients overflowed."""
+        return bool(getattr(self.optimizer, "overflow", False))
+
+
+class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
+    """The scheduler of a DeepSpeed engine; the engine steps it.
+
+    Args:
+        scheduler: the scheduler that `deepspeed.initialize` returned.
+        optimizers: the prepared optimizers.
+    """
+
+    def __init__(self, scheduler: Any, optimizers: Any) -> None:
+        super().__init__(scheduler, optimizers)
+
+    def step(self) -> None:
+        """Do nothing: the engine stepped in `DeepSpeedEngineWrapper.backward`."""
+
+
+class DummyOptim:
+    """Stands for the optimizer that the DeepSpeed config describes, until `prepare` replaces it.
+
+    Args:
+        params: the parameters or parameter groups.
+        lr: the learning rate, where the config says "auto".
+        weight_decay: the weight decay, where the config says "auto".
+        kwargs: kept for the user.
+    """
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.001, weight_decay: float = 0, **kwargs: Any) -> None:
+        self.params = params
+        self.lr = lr
+        self.weight_decay = weight_decay
+        self.kwargs = kwargs
+
+
+class DummyScheduler:
+    """Stands for the scheduler that the DeepSpeed config describes, until `prepare` replaces it.
+
+    Args:
+        optimizer: the optimizer it belongs to, a `DummyOptim` for instance.
+        total_num_steps: steps of the whole training, where the config says "auto".
+        warmup_num_steps: steps of the warm-up, where the config says "auto".
+        lr_scheduler_callable: builds a scheduler from an optimizer; None takes the config's.
+        kwargs: kept for the user.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int | None = None,
+        warmup_num_steps: int = 0,
+        lr_scheduler_callable: Callable[[Any], Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.optimizer = optimizer
+        self.total_num_steps = total_num_steps
+        self.warmup_num_steps = warmup_num_steps
+        self.lr_scheduler_callable = lr_scheduler_callable
+        self.kwargs = kwargs

@@ -1,0 +1,495 @@
+"""Helpers around Fully Sharded Data Parallel: loading, wrapping policies, parameter names, state dicts, merging."""
+
+import inspect
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from accelerate.config.fsdp import get_module_class_from_name
+from accelerate.logging import get_logger
+from accelerate.modules.compile import is_compiled_module
+from accelerate.modules.named import canonical_name
+from accelerate.modules.tensors import clean_state_dict_for_safetensors
+from accelerate.process import PartialState
+from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
+from accelerate.utils.modeling import is_peft_model
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+    from accelerate.accelerator import Accelerator
+    from accelerate.config.fsdp import FullyShardedDataParallelPlugin
+
+__all__ = [
+    "FSDP_MODEL_NAME",
+    "OPTIMIZER_NAME",
+    "SAFE_WEIGHTS_NAME",
+    "WEIGHTS_NAME",
+    "disable_fsdp_ram_efficient_loading",
+    "enable_fsdp_ram_efficient_loading",
+    "ensure_weights_retied",
+    "fsdp2_apply_ac",
+    "fsdp2_canonicalize_names",
+    "fsdp2_load_full_state_dict",
+    "fsdp2_prepare_auto_wrap_policy",
+    "fsdp2_prepare_model",
+    "fsdp2_switch_optimizer_parameters",
+    "get_fsdp2_grad_scaler",
+    "get_parameters_from_modules",
+    "is_compiled_module",
+    "is_peft_model",
+    "load_fsdp_model",
+    "load_fsdp_optimizer",
+    "merge_fsdp_weights",
+    "save_fsdp_model",
+    "save_fsdp_optimizer",
+]
+
+logger = get_logger(__name__)
+
+
+# -- loading -----------------------------------------------------------------------------------------------------
+
+
+def enable_fsdp_ram_efficient_loading() -> None:
+    """Let only rank 0 read the weights in `from_pretrained`; sharding then sends them to the others."""
+    os.environ.setdefault("ACCELERATE_USE_FSDP", "True")
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "True"
+
+
+def disable_fsdp_ram_efficient_loading() -> None:
+    """Let every rank read the weights in `from_pretrained`, as for a model that is not going to be sharded."""
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "False"
+
+
+def ensure_weights_retied(
+    param_init_fn: Callable[[nn.Module], Any], model: nn.Module, device: torch.device
+) -> Callable[[nn.Module], Any]:
+    """Return a `param_init_fn` that keeps tied weights tied.
+
+    Moving modules off the meta device one at a time gives each its own copy of a weight that they share.
+
+    Args:
+        param_init_fn: materialises the parameters that a module holds directly.
+        model: the model as it is now, with its ties.
+        device: where the parameters go.
+
+    Returns:
+        `param_init_fn` itself if no weight is shared, else a function that also restores the ties.
+    """
+    holders: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                holders.setdefault(id(parameter), []).append((module, name))
+    tied = [places for places in holders.values() if len(places) > 1]
+    if not tied:
+        return param_init_fn
+    group_of = {(module, name): group for group, places in enumerate(tied) for module, name in places}
+    shared: dict[int, nn.Parameter] = {}
+
+    def init_and_retie(module: nn.Module) -> nn.Module:
+        param_init_fn(module)
+        for name, parameter in list(module._parameters.items()):
+            group = group_of.get((module, name))
+            if group is None:
+                continue
+            if group not in shared:
+                if parameter.device.type != torch.device(device).type:
+                    parameter = nn.Parameter(parameter.to(device), requires_grad=parameter.requires_grad)
+                shared[group] = parameter
+            module._parameters[name] = shared[group]
+        return module
+
+    return init_and_retie
+
+
+# -- what is sharded ---------------------------------------------------------------------------------------------
+
+
+def get_parameters_from_modules(
+    modules: Iterable[nn.Module] | str | None, model: nn.Module, device: torch.device
+) -> set[nn.Parameter]:
+    """Return the parameters of some modules, moved to a device, so that FSDP can leave them unsharded.
+
+    Args:
+        modules: modules, or a regular expression that the whole name of a module matches; None means none.
+        model: where names are looked up.
+        device: FSDP does not move ignored parameters, so it is done here.
+
+    Example:
+        >>> len(get_parameters_from_modules("0", nn.Sequential(nn.Linear(2, 2)), torch.device("cpu")))
+        2
+    """
+    if modules is None:
+        return set()
+    if isinstance(modules, str):
+        pattern = re.compile(modules)
+        modules = [module for name, module in model.named_modules() if pattern.fullmatch(name)]
+    elif isinstance(modules, nn.Module) and not isinstance(modules, (nn.ModuleList, nn.Sequential)):
+        modules = [modules]
+    return {parameter for module in modules for parameter in module.to(device).parameters()}
+
+
+def fsdp2_prepare_auto_wrap_policy(
+    fsdp2_plugin: "FullyShardedDataParallelPlugin", model: nn.Module
+) -> Callable[[nn.Module], bool] | None:
+    """Turn the plugin's wrapping policy into a function from a module to whether it becomes a shard of its own.
+
+    Args:
+        fsdp2_plugin: its `auto_wrap_policy` is one of torch's policies, bound to a model or not, or a callable that
+            takes a module, or what torch's policies take (`module`, `recurse`, `nonwrapped_numel`).
+        model: the model about to be sharded.
+
+    Returns:
+        The function, or None when only the whole model is sharded.
+
+    Raises:
+        ValueError: a class name of the plugin does not occur in the model.
+    """
+    from torch.distributed.fsdp import wrap
+
+    policy = fsdp2_plugin.auto_wrap_policy
+    bound = policy.keywords if isinstance(policy, partial) else {}
+    function = policy.func if isinstance(policy, partial) else policy
+    if function is None:
+        return None
+    if function is wrap.transformer_auto_wrap_policy:
+        classes = bound.get("transformer_layer_cls")
+        classes = tuple(_named_classes(fsdp2_plugin, model) if classes is None else classes)
+        return lambda module: isinstance(module, classes)
+    if function is wrap.size_based_auto_wrap_policy:
+        smallest = bound.get("min_num_params", fsdp2_plugin.min_num_params)
+        return (lambda module: _numel(module) >= smallest) if smallest else None
+    parameters = inspect.signature(policy).parameters
+    if "recurse" in parameters:
+        size = {"nonwrapped_numel"} & set(parameters)
+        return lambda module: policy(module, recurse=False, **{name: _numel(module) for name in size})
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return lambda module: policy(module=module, recurse=False, nonwrapped_numel=_numel(module))
+    return policy
+
+
+def _named_classes(plugin: "FullyShardedDataParallelPlugin", model: nn.Module) -> set[type[nn.Module]]:
+    names = plugin.transformer_cls_names_to_wrap
+    if names is None:
+        found = {get_module_class_from_name(model, name) for name in getattr(model, "_no_split_modules", None) or ()}
+        return {cls for cls in found if cls is not None}
+    classes = {name: get_module_class_from_name(model, name) for name in names}
+    missing = sorted(name for name, cls in classes.items() if cls is None)
+    if missing:
+        raise ValueError(
+            f"transformer_cls_names_to_wrap holds {', '.join(missing)}, which {type(model).__name__} does not contain."
+        )
+    return set(classes.values())
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def fsdp2_apply_ac(accelerator: "Accelerator", model: nn.Module) -> nn.Module:
+    """Let the parts that become shards recompute their activations in backward, in place, and return the model.
+
+    Args:
+        accelerator: its state holds the FSDP plugin, whose wrapping policy chooses the parts.
+        model: the model before it is sharded.
+
+    Source: https://arxiv.org/abs/1604.06174
+    """
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
+
+    plugin = accelerator.state.fsdp_plugin
+    is_part = fsdp2_prepare_auto_wrap_policy(plugin, model)
+    if is_part is None:
+        logger.warning("activation_checkpointing has no effect without an auto_wrap_policy that chooses layers.")
+        return model
+    chosen = [(name, module) for name, module in model.named_modules() if name and is_part(module)]
+    for name, module in reversed(chosen):  # inner parts first
+        parent, _, child = name.rpartition(".")
+        wrapped = checkpoint_wrapper(module, preserve_rng_state=False)
+        if plugin.activation_checkpointing_offload:
+            wrapped = offload_wrapper(wrapped)
+        setattr(model.get_submodule(parent), child, wrapped)
+    return model
+
+
+# -- names and optimizers ----------------------------------------------------------------------------------------
+
+
+def fsdp2_canonicalize_names(named_params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return parameters by the names they had before `torch.compile` and activation checkpointing wrapped modules.
+
+    Example:
+        >>> fsdp2_canonicalize_names({"_orig_mod.layer._checkpoint_wrapped_module.weight": 1})
+        {'layer.weight': 1}
+    """
+    return {canonical_name(name): value for name, value in named_params.items()}
+
+
+def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping: Mapping[Any, Any]) -> None:
+    """Let an optimizer that was made before sharding update the sharded parameters, in place.
+
+    Args:
+        optimizer: it must not have stepped, because its state has the old shapes.
+        mapping: from each old parameter, or its `data_ptr`, to the new one.
+
+    Raises:
+        KeyError: a parameter of the optimizer is not in `mapping`; nothing was changed.
+    """
+    switched = []
+    for index, group in enumerate(optimizer.param_groups):
+        new = []
+        for position, parameter in enumerate(group["params"]):
+            # An earlier step may have written the address on the parameter, because its storage is gone by now.
+            address = parameter.data_ptr
+            address = address() if callable(address) else address
+            key = parameter if parameter in mapping else address
+            if key not in mapping:
+                raise KeyError(
+                    f"Parameter {position} of the optimizer's group {index} (shape {tuple(parameter.shape)}) has no sharded "
+                    "counterpart. Make the optimizer from the parameters of the model that is prepared with it."
+                )
+            new.append(mapping[key])
+        switched.append(new)
+    for group, new in zip(optimizer.param_groups, switched, strict=True):
+        group["params"] = new
+
+
+def get_fsdp2_grad_scaler(**kwargs: Any) -> "torch.amp.GradScaler":
+    """Return a gradient scaler for fp16 with `fully_shard`; its sharded gradients need no special one.
+
+    Args:
+        kwargs: for `torch.amp.GradScaler`.
+    """
+    return torch.amp.GradScaler(**kwargs)
+
+
+# -- state dicts -------------------------------------------------------------------------------------------------
+
+
+def _get_model_state_dict(
+    model: nn.Module, adapter_only: bool = False, sd_options: "StateDictOptions | None" = None
+) -> dict[str, Any]:
+    """Return a model's state dict. With `sd_options` every rank calls it.
+
+    Args:
+        model: the model.
+        adapter_only: only the active adapter, if it is a PEFT model.
+        sd_options: how torch gathers a sharded model; None takes the tensors as they are on this rank. With
+            `full_state_dict` and `cpu_offload`, ranks other than 0 get an empty dictionary.
+    """
+    if sd_options is None:
+        state = None
+    else:
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+        state = get_model_state_dict(model, options=sd_options)
+    if adapter_only and is_peft_model(model):
+        from peft import get_peft_model_state_dict
+
+        if state == {}:
+            return state
+        # Gathered first: PEFT picks entries by name, and would otherwise pick this rank's shards.
+        return get_peft_model_state_dict(model, state_dict=state, adapter_name=model.active_adapter)
+    return model.state_dict() if state is None else state
+
+
+def _set_model_state_dict(
+    model: nn.Module,
+    state_dict: dict[str, Any],
+    adapter_only: bool = False,
+    sd_options: "StateDictOptions | None" = None,
+) -> Any:
+    """Load a model's state dict. With `sd_options` every rank calls it.
+
+    Args:
+        model: the model.
+        state_dict: as `_get_model_state_dict` returned it.
+        adapter_only: it holds only the active adapter, if it is a PEFT model.
+        sd_options: how torch distributes it over a sharded model.
+
+    Returns:
+        The missing and unexpected keys.
+    """
+    if adapter_only and is_peft_model(model):
+        from peft import set_peft_model_state_dict
+
+        return set_peft_model_state_dict(model, state_dict, adapter_name=model.active_adapter)
+    if sd_options is not None:
+        from torch.distributed.checkpoint.state_dict import set_model_state_dict
+
+        return set_model_state_dict(model, state_dict, options=sd_options)
+    return model.load_state_dict(state_dict)
+
+
+def merge_fsdp_weights(
+    checkpoint_dir: str, output_path: str, safe_serialization: bool = True, remove_checkpoint_dir: bool = False
+) -> None:
+    """Merge a sharded checkpoint into one file of weights. The main process works, the others wait for it.
+
+    Args:
+        checkpoint_dir: the folder `pytorch_model_fsdp_0` of a checkpoint, with a `.metadata` file. The whole model must
+            fit into memory.
+        output_path: the folder for `model.safetensors` or `pytorch_model.bin`; it is made if missing.
+        safe_serialization: write safetensors rather than a pickle.
+        remove_checkpoint_dir: delete `checkpoint_dir` after the file is written.
+
+    Raises:
+        ValueError: `checkpoint_dir` is no sharded checkpoint, or would be deleted together with the result.
+    """
+    source, target = Path(checkpoint_dir), Path(output_path)
+    _check_sharded(source)
+    if remove_checkpoint_dir and source.resolve() in (target.resolve(), *target.resolve().parents):
+        raise ValueError(f"output_path {target} lies in checkpoint_dir {source}, which remove_checkpoint_dir deletes.")
+    state = PartialState()
+    if state.is_main_process:
+        written = _write_merged(_read_sharded(source), target, safe_serialization)
+        logger.info(f"The merged weights are in {written}.")
+        if remove_checkpoint_dir:
+            shutil.rmtree(source)
+    state.wait_for_everyone()
+
+
+def _check_sharded(folder: Path) -> None:
+    if (folder / ".metadata").is_file():
+        return
+    if not folder.is_dir():
+        raise ValueError(f"checkpoint_dir {folder} does not exist.")
+    inside = sorted(path.parent.name for path in folder.glob("*/.metadata"))
+    models = [name for name in inside if name.startswith(FSDP_MODEL_NAME)] or inside
+    hint = f" Did you mean {folder / models[0]}?" if models else ""
+    raise ValueError(f"checkpoint_dir {folder} is no sharded checkpoint: it has no .metadata file.{hint}")
+
+
+def _read_sharded(folder: Path) -> dict[str, Any]:
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    state: dict[str, Any] = {}
+    _load_state_dict(
+        state, storage_reader=FileSystemReader(folder), planner=_EmptyStateDictLoadPlanner(), no_dist=True
+    )
+    if len(state) == 1:  # the model's tensors lie under one name, such as "model"
+        (only,) = state.values()
+        if isinstance(only, dict):
+            return only
+    return state
+
+
+def _write_merged(weights: dict[str, Any], folder: Path, safe_serialization: bool) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    if not safe_serialization:
+        torch.save(weights, folder / WEIGHTS_NAME)
+        return folder / WEIGHTS_NAME
+    from safetensors.torch import save_file
+
+    save_file(clean_state_dict_for_safetensors(weights), folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
+    return folder / SAFE_WEIGHTS_NAME
+
+
+# -- not available yet -------------------------------------------------------------------------------------------
+
+
+def _later(what: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"{what} is not available yet. FullyShardedDataParallelPlugin can be configured, and merge_fsdp_weights merges existing "
+        "checkpoints; to train now, use data parallelism without an FSDP plugin."
+    )
+
+
+def fsdp2_prepare_model(accelerator: "Accelerator", model: nn.Module) -> nn.Module:
+    """Shard a model with `fully_shard`, in place. Every rank calls it.
+
+    Raises:
+        NotImplementedError: always, for now.
+    """
+    raise _later("Sharding a model with fully_shard")
+
+
+def fsdp2_load_full_state_dict(
+    accelerator: "Accelerator", model: nn.Module, full_sd: dict[str, Any], cpu_offload: bool = False
+) -> None:
+    """Distribute rank 0's full state dict over a sharded model. Every rank calls it.
+
+    Raises:
+        NotImplementedError: always, for now.
+    """
+    raise _later("Distributing a full state dict over a sharded model")
+
+
+def save_fsdp_model(
+    fsdp_plugin: "FullyShardedDataParallelPlugin",
+    accelerator: "Accelerator",
+    model: nn.Module,
+    output_dir: str,
+    model_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> None:
+    """Save a sharded model. Every rank calls it.
+
+    Raises:
+        NotImplementedError: always, for now.
+    """
+    raise _later("Saving a sharded model")
+
+
+def load_fsdp_model(
+    fsdp_plugin: "FullyShardedDataParallelPlugin",
+    accelerator: "Accelerator",
+    model: nn.Module,
+    input_dir: str,
+    model_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> Any:
+    """Load a sharded model. Every rank calls it.
+
+    Raises:
+        NotImplementedError: always, for now.
+    """
+    raise _later("Loading a sharded model")
+
+
+def save_fsdp_optimizer(
+    fsdp_plugin: "FullyShardedDataParallelPlugin",
+    accelerator: "Accelerator",
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    output_dir: str,
+    optimizer_index: int = 0,
+    use_dcp: bool = True,
+) -> None:
+    """Save the optimizer of a sharded model. Every rank calls it.
+
+    Raises:
+        NotImplementedError: always, for now.
+    """
+    raise _later("Saving the optimizer of a sharded model")
+
+
+def load_fsdp_optimizer(
+    fsdp_plugin: "FullyShardedDataParallelPlugin",
+    accelerator: "Accelerator",
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    input_dir: str,
+    optimizer_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> None:
+    """Load the optimizer of a sharded model. Every rank calls it.
+
+    Raises:
+        NotImplementedError: always, for now.
+    """
+    raise _later("Loading the optimizer of a sharded model")

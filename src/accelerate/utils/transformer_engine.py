@@ -1,0 +1,201 @@
+"""Training in 8-bit floating point with NVIDIA Transformer Engine."""
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from accelerate.utils.imports import (
+    is_hpu_available,
+    is_transformer_engine_available,
+    is_transformer_engine_mxfp8_available,
+)
+
+
+def _transformer_engine() -> Any:
+    """Return the module with Transformer Engine's layers for this machine.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    if not is_transformer_engine_available():
+        raise ImportError(
+            "Transformer Engine is not installed. Install it with `pip install transformer-engine[pytorch]`, or choose another "
+            "backend for fp8."
+        )
+    if is_hpu_available():
+        import intel_transformer_engine as engine
+    else:
+        import transformer_engine.pytorch as engine
+    return engine
+
+
+def _multiple_of_16(module: nn.Linear) -> bool:
+    return module.in_features % 16 == 0 and module.out_features % 16 == 0
+
+
+def _copy_parameters(source: nn.Module, target: nn.Module, names: dict[str, str]) -> None:
+    """Let `target` hold the values of `source`; `names` maps source names to target names."""
+    with torch.no_grad():
+        for from_name, to_name in names.items():
+            value = getattr(source, from_name)
+            if value is not None:
+                getattr(target, to_name).copy_(value)
+
+
+def _convert_layer(module: nn.Module, to_engine: bool, linear: bool, norm: bool, engine: Any) -> nn.Module | None:
+    """Return the other kind's layer for a linear or layer-norm layer; None where a module stays as it is."""
+    on_cuda = {"device": next(module.parameters(recurse=False), torch.empty(0)).device}
+    affine = {"weight": "weight", "bias": "bias"}
+    if to_engine and linear and isinstance(module, nn.Linear) and _multiple_of_16(module):
+        made = engine.Linear(
+            module.in_features,
+            module.out_features,
+            bias=module.bias is not None,
+            params_dtype=module.weight.dtype,
+            **on_cuda,
+        )
+    elif (
+        to_engine
+        and norm
+        and isinstance(module, nn.LayerNorm)
+        and module.elementwise_affine
+        and module.bias is not None
+    ):
+        made = engine.LayerNorm(
+            module.normalized_shape[0], eps=module.eps, params_dtype=module.weight.dtype, **on_cuda
+        )
+        # Older versions call the parameters after the layer.
+        if not isinstance(getattr(made, "weight", None), torch.Tensor):
+            affine = {"weight": "layer_norm_weight", "bias": "layer_norm_bias"}
+    elif not to_engine and linear and isinstance(module, engine.Linear):
+        made = nn.Linear(
+            module.in_features, module.out_features, module.use_bias, dtype=module.weight.dtype, **on_cuda
+        )
+        if not module.use_bias:
+            affine = {"weight": "weight"}
+    elif not to_engine and norm and isinstance(module, engine.LayerNorm):
+        old_names = not isinstance(getattr(module, "weight", None), torch.Tensor)
+        weight = module.layer_norm_weight if old_names else module.weight
+        made = nn.LayerNorm(weight.shape, eps=module.eps, dtype=weight.dtype, device=weight.device)
+        if old_names:
+            affine = {"layer_norm_weight": "weight", "layer_norm_bias": "bias"}
+    else:
+        return None
+    _copy_parameters(module, made, affine)
+    made.train(module.training)
+    return made
+
+
+def convert_model(
+    model: nn.Module, to_transformer_engine: bool = True, _convert_linear: bool = True, _convert_ln: bool = True
+) -> None:
+    """Replace linear and layer-norm layers by Transformer Engine's, or back, in place.
+
+    Linear layers with a side that is no multiple of 16 stay, because the 8-bit kernels do not take them. Call it before
+    the optimizer is made: the parameters are new ones.
+
+    Args:
+        model: the model.
+        to_transformer_engine: the direction.
+        _convert_linear: whether linear layers are replaced.
+        _convert_ln: whether layer norms are replaced.
+
+    Raises:
+        ImportError: Transformer Engine is not installed.
+
+    Source: https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/api/pytorch.html
+    """
+    engine = _transformer_engine()
+    for name, child in model.named_children():
+        made = _convert_layer(child, to_transformer_engine, _convert_linear, _convert_ln, engine)
+        if made is None:
+            convert_model(child, to_transformer_engine, _convert_linear, _convert_ln)
+        else:
+            setattr(model, name, made)
+
+
+def has_transformer_engine_layers(model: nn.Module) -> bool:
+    """Whether the model has a layer of Transformer Engine.
+
+    Raises:
+        ImportError: Transformer Engine is not installed.
+    """
+    engine = _transformer_engine()
+    kinds = tuple(
+        getattr(engine, name) for name in ("Linear", "LayerNorm", "TransformerLayer") if hasattr(engine, name)
+    )
+    return any(isinstance(module, kinds) for module in model.modules())
+
+
+class _Fp8Forward:
+    """A model's forward in Transformer Engine's 8-bit context; a class, so that the prepared model pickles."""
+
+    def __init__(self, forward: Callable, recipe: Any, during_eval: bool) -> None:
+        self.forward = forward
+        self.recipe = recipe
+        self.during_eval = during_eval
+        functools.update_wrapper(self, forward)
+        self.__wrapped__ = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        from transformer_engine.pytorch import fp8_autocast
+
+        module = getattr(self.forward, "__self__", None)
+        training = module.training if isinstance(module, nn.Module) else torch.is_grad_enabled()
+        with fp8_autocast(enabled=self.during_eval or training, fp8_recipe=self.recipe):
+            return self.forward(*args, **kwargs)
+
+
+def contextual_fp8_autocast(model_forward: Callable, fp8_recipe: Any, use_during_eval: bool = False) -> Callable:
+    """Return a forward that computes in 8 bits while training, and if wanted while evaluating.
+
+    Args:
+        model_forward: the bound forward of a model; whether it trains is asked of the model at each call.
+        fp8_recipe: Transformer Engine's recipe.
+        use_during_eval: whether evaluation is in 8 bits too.
+
+    Raises:
+        ImportError: Transformer Engine is not installed.
+    """
+    _transformer_engine()
+    return _Fp8Forward(model_forward, fp8_recipe, use_during_eval)
+
+
+def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: Any) -> nn.Module:
+    """Let a model's forward run in 8 bits, and return the model.
+
+    Args:
+        model: a model with Transformer Engine's layers.
+        fp8_recipe_handler: a `TERecipeKwargs` or `FP8RecipeKwargs`; None takes Transformer Engine's defaults.
+
+    Raises:
+        ImportError: Transformer Engine is not installed.
+    """
+    _transformer_engine()
+    from transformer_engine.common import recipe
+
+    options = dict(fp8_recipe_handler.to_kwargs()) if fp8_recipe_handler is not None else {}
+    for foreign in ("backend", "opt_level"):
+        options.pop(foreign, None)
+    during_eval = options.pop("use_autocast_during_eval", False)
+    blocks = options.pop("use_mxfp8_block_scaling", False)
+    if "fp8_format" in options:
+        options["fp8_format"] = getattr(recipe.Format, options["fp8_format"])
+    if blocks and not is_transformer_engine_mxfp8_available():
+        raise ValueError(
+            "use_mxfp8_block_scaling=True needs a newer Transformer Engine and a Blackwell GPU. Update it, or leave the option "
+            "out."
+        )
+    kind = recipe.MXFP8BlockScaling if blocks else recipe.DelayedScaling
+    known = inspect.signature(kind).parameters
+    ignored = sorted(set(options) - set(known))
+    if ignored:
+        warnings.warn(f"{', '.join(ignored)}: not an option of this Transformer Engine's {kind.__name__}; ignored.")
+    made = kind(**{name: value for name, value in options.items() if name in known})
+    model.forward = contextual_fp8_autocast(model.forward, made, during_eval)
+    return model
