@@ -30,6 +30,8 @@ setup(
     description="A maintained, independent implementation of Accelerate's interface, with double-prepare detection",
     long_description=(HERE / "README.md").read_text("utf-8") if (HERE / "README.md").exists() else "",
     long_description_content_type="text/markdown",
+    # sentence-transformers trains only where the home page of `accelerate` names huggingface; it says what this replaces.
+    url="https://github.com/OWNER/accelerate-fork#a-drop-in-for-huggingface-accelerate",
     license="Apache-2.0",
     license_files=["LICENSE", "NOTICE"],
     keywords="deep learning distributed training pytorch",

@@ -27,7 +27,7 @@ from accelerate.modules.tensors import model_has_dtensor
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.precision.base import precision
 from accelerate.runtime import traits
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import AcceleratorState, GradientState
 from accelerate.trackers.base import GeneralTracker
 from accelerate.trackers.registry import LOGGER_TYPE_TO_CLASS, filter_trackers
 from accelerate.training import collectives, contexts, gradients, prepare, saving, setup, tracking
@@ -482,7 +482,7 @@ class Accelerator:
             ...     part
             ['a', 'b']
         """
-        return PartialState.split_between_processes(self.state, inputs, apply_padding)
+        return self.state.split_between_processes(inputs, apply_padding)
 
     def main_process_first(self) -> contextlib.AbstractContextManager:
         """Return a context that the main process goes through before the others enter. All ranks."""
@@ -504,7 +504,7 @@ class Accelerator:
             >>> report()
             'written'
         """
-        return PartialState.on_main_process(self.state, function)
+        return self.state.on_main_process(function)
 
     def on_local_main_process(self, function: Callable | None = None) -> Callable:
         """Decorate a function to run once per machine; elsewhere it returns None.
@@ -512,11 +512,11 @@ class Accelerator:
         Args:
             function: The function, when used without parentheses.
         """
-        return PartialState.on_local_main_process(self.state, function)
+        return self.state.on_local_main_process(function)
 
     def on_last_process(self, function: Callable) -> Callable:
         """Decorate a function to run on the last rank alone; elsewhere it returns None."""
-        return PartialState.on_last_process(self.state, function)
+        return self.state.on_last_process(function)
 
     def on_process(self, function: Callable | None = None, process_index: int | None = None) -> Callable:
         """Decorate a function to run on one rank alone; elsewhere it returns None.
@@ -525,7 +525,7 @@ class Accelerator:
             function: The function, when used without parentheses.
             process_index: The rank.
         """
-        return PartialState.on_process(self.state, function, process_index)
+        return self.state.on_process(function, process_index)
 
     def on_local_process(self, function: Callable | None = None, local_process_index: int | None = None) -> Callable:
         """Decorate a function to run on one rank of each machine; elsewhere it returns None.
@@ -534,7 +534,7 @@ class Accelerator:
             function: The function, when used without parentheses.
             local_process_index: The rank on its machine.
         """
-        return PartialState.on_local_process(self.state, function, local_process_index)
+        return self.state.on_local_process(function, local_process_index)
 
     # -- prepare -------------------------------------------------------------------------------------------------
 

@@ -150,6 +150,53 @@ class ProcessView:
         if self.is_local_main_process:
             builtins.print(*args, **kwargs)
 
+    def on_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        """Decorate a function to run on the main process only; elsewhere it returns None.
+
+        Example:
+            >>> from accelerate import PartialState
+            >>> @PartialState().on_main_process
+            ... def report(text):
+            ...     print(text)
+            >>> report("once")
+            once
+        """
+        return _only_if(self, function, self.is_main_process or not self.use_distributed)
+
+    def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        """Decorate a function to run on the main process of each machine only; elsewhere it returns None."""
+        return _only_if(self, function, self.is_local_main_process or not self.use_distributed)
+
+    def on_last_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Decorate a function to run on the last process only; elsewhere it returns None."""
+        return _only_if(self, function, self.is_last_process or not self.use_distributed)
+
+    def on_process(
+        self, function: Callable[..., Any] | None = None, process_index: int | None = None
+    ) -> Callable[..., Any]:
+        """Decorate a function to run on one process only; elsewhere it returns None. Alone, a process runs it always.
+
+        Args:
+            function: the function; None returns a decorator.
+            process_index: which process.
+        """
+        if function is None:
+            return partial(self.on_process, process_index=process_index)
+        return _only_if(self, function, self.process_index == process_index or not self.use_distributed)
+
+    def on_local_process(
+        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
+    ) -> Callable[..., Any]:
+        """Decorate a function to run on one process of each machine only; elsewhere it returns None.
+
+        Args:
+            function: the function; None returns a decorator.
+            local_process_index: which process of a machine.
+        """
+        if function is None:
+            return partial(self.on_local_process, local_process_index=local_process_index)
+        return _only_if(self, function, self.local_process_index == local_process_index or not self.use_distributed)
+
     def destroy_process_group(self, group: Any = None) -> None:
         """Leave a process group. Every rank of it must call this.
 
@@ -158,6 +205,8 @@ class ProcessView:
                 a `PartialState` with arguments or after a reset, starts afresh.
         """
         if dist.is_available() and dist.is_initialized():
+            if group is None:
+                comm.forget()
             dist.destroy_process_group(group)
 
     def __repr__(self) -> str:
@@ -288,53 +337,6 @@ class PartialState(ProcessView):
     def _reset_state() -> None:
         """Let the next instance be built anew; existing instances keep what they know."""
         storage.process.renew()
-
-    def on_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
-        """Decorate a function to run on the main process only; elsewhere it returns None.
-
-        Example:
-            >>> from accelerate import PartialState
-            >>> @PartialState().on_main_process
-            ... def report(text):
-            ...     print(text)
-            >>> report("once")
-            once
-        """
-        return _only_if(self, function, self.is_main_process or not self.use_distributed)
-
-    def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
-        """Decorate a function to run on the main process of each machine only; elsewhere it returns None."""
-        return _only_if(self, function, self.is_local_main_process or not self.use_distributed)
-
-    def on_last_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Decorate a function to run on the last process only; elsewhere it returns None."""
-        return _only_if(self, function, self.is_last_process or not self.use_distributed)
-
-    def on_process(
-        self, function: Callable[..., Any] | None = None, process_index: int | None = None
-    ) -> Callable[..., Any]:
-        """Decorate a function to run on one process only; elsewhere it returns None. Alone, a process runs it always.
-
-        Args:
-            function: the function; None returns a decorator.
-            process_index: which process.
-        """
-        if function is None:
-            return partial(self.on_process, process_index=process_index)
-        return _only_if(self, function, self.process_index == process_index or not self.use_distributed)
-
-    def on_local_process(
-        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
-    ) -> Callable[..., Any]:
-        """Decorate a function to run on one process of each machine only; elsewhere it returns None.
-
-        Args:
-            function: the function; None returns a decorator.
-            local_process_index: which process of a machine.
-        """
-        if function is None:
-            return partial(self.on_local_process, local_process_index=local_process_index)
-        return _only_if(self, function, self.local_process_index == local_process_index or not self.use_distributed)
 
     @property
     def default_device(self) -> torch.device:

@@ -251,6 +251,11 @@ class AcceleratorState(ProcessView):
         return PrecisionType.NO.value
 
     @property
+    def fork_launched(self) -> bool:
+        """Whether a notebook started this process by forking."""
+        return self.__dict__["fork_launched"] if self.__dict__ else self.__getattr__("fork_launched")
+
+    @property
     def is_fsdp2(self) -> bool:
         """Whether parameters are sharded by the second version of FSDP (`fully_shard`)."""
         plugin = self.__dict__.get("fsdp_plugin")

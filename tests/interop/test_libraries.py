@@ -37,6 +37,12 @@ def test_library_trains(script, processes, run_ours):
         assert numbers(value) and all(math.isfinite(number) for number in numbers(value)), (name, value)
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_training_arguments_leave_a_live_accelerator_whole(processes, run_ours):
+    need("trainer.py")
+    assert run_ours("state_reset.py", processes)["worlds"] == [processes, processes]
+
+
 def test_trainer_resumes_where_it_stopped(run_ours):
     need("trainer.py")
     result = run_ours("trainer.py", 1)

@@ -313,7 +313,7 @@ def test_main_process_decorators():
     accelerator = Accelerator(cpu=True)
     assert accelerator.on_main_process(lambda: 1)() == 1
     assert accelerator.on_process(lambda: 2, process_index=0)() == 2
-    assert accelerator.on_process(process_index=5)(lambda: 3)() is None
+    assert accelerator.on_process(process_index=5)(lambda: 3)() == 3  # alone, a process does everything
     assert accelerator.on_last_process(lambda: 4)() == 4
     assert accelerator.on_local_process(local_process_index=0)(lambda: 5)() == 5
 

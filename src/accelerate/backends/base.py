@@ -39,6 +39,8 @@ class Backend:
     """
 
     name: ClassVar[str]
+    # Whether backward passes talk to other ranks, so that `no_sync` has something to hold back.
+    synchronises: ClassVar[bool] = False
 
     # -- prepare -------------------------------------------------------------------------------------------------
 

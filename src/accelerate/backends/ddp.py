@@ -22,6 +22,7 @@ class DataParallel(Backend):
     """
 
     name = "ddp"
+    synchronises = True
 
     def needs_wrapper(self, accelerator: "Accelerator", model: nn.Module) -> bool:
         """Whether the model has gradients to average: a frozen one (a teacher, say) has none, and torch refuses it."""

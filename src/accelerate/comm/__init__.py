@@ -31,6 +31,13 @@ def current() -> base.Communicator:
     return for_type(storage.ensure("process")["distributed_type"])
 
 
+def forget() -> None:
+    """Drop communicators, and with them the last references to a process group that is about to be destroyed."""
+    for communicator in _live.values():
+        communicator.group = None  # somebody may still hold the communicator, but the group must go now
+    _live.clear()
+
+
 def _single() -> base.Communicator:
     return _SINGLE
 

@@ -8,19 +8,23 @@ and sends data already.
 
 So the check travels with the data. A message is a header (operation, structure, shapes, dtypes) plus `room` bytes of
 payload, gathered by a single `all_gather` of bytes. Every rank computes the same `room`, because it depends only on what all
-ranks agreed on before: the payload size that followed the last exchange when it happened before. Sizes are therefore equal
-even where the shapes are not, every rank sees every header, and all ranks raise together. If a payload does not fit - new
-shapes, or more than `LARGEST` bytes - the data follows in collectives of its own, after the headers were compared. In a
-loop that means one collective per call, and one for several tensors.
+ranks agreed on before: which exchange followed the last one when that happened before. Sizes are therefore equal even where
+the shapes are not, every rank sees every header, and all ranks raise together. What does not fit follows in collectives of
+its own, after the headers were compared; so a loop settles at one collective per call, also for several tensors.
+
+Copying into a message costs more than it saves for large tensors. Where a large gather is expected, its data is gathered
+beside the headers, straight from the tensors; a rank that is doing something else contributes bytes without meaning, so that
+sizes are equal here, too.
 
 On devices other than the processor, reading headers would make the host wait for the device. Where an exchange repeats, its
 headers are copied in the background and compared before the next operation instead.
 """
 
+import math
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,8 +32,10 @@ from accelerate.comm.check import DistributedOperationException, disagreement
 
 WORDS = 32
 HEADER = WORDS * 8
-SMALLEST, LARGEST = 1024, 4 << 20
-MEMORY = 1024
+SMALLEST, LARGEST = 1024, 4 << 20  # bytes of payload that a message has room for
+GATHER_INLINE = 256 << 10  # from here on, copying takes longer than a collective of its own
+MEMORY = 1024  # exchanges remembered
+KEPT = 1 << 20  # bytes of buffers that an exchange may keep for the next time
 
 OPERATIONS = ("gather", "reduce", "broadcast", "pad_across_processes", "gather_object")
 _DTYPES = (
@@ -39,7 +45,26 @@ _DTYPES = (
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES, start=1)}
 
 
-@dataclass(frozen=True)
+class Plan(NamedTuple):
+    """Buffers of an exchange, and views of the tensors in them.
+
+    Args:
+        message: what this rank sends.
+        received: what all ranks send, of shape (world size, message size).
+        expected: the headers that `received` must begin with.
+        sent: where the tensors lie in `message`; empty if they do not fit.
+        views: where all ranks' tensors lie in `received`, each of shape (world size, *shape).
+    """
+
+    message: torch.Tensor
+    received: torch.Tensor
+    headers: torch.Tensor
+    expected: torch.Tensor
+    sent: list[torch.Tensor]
+    views: list[torch.Tensor]
+
+
+@dataclass
 class Letter:
     """What a rank is about to exchange.
 
@@ -48,12 +73,26 @@ class Letter:
         header: the same as bytes, as far as it fits.
         size: bytes of payload.
         inline: the most bytes that may travel with the header.
+        plans: buffers of earlier exchanges.
     """
 
     key: tuple[Any, ...]
     header: torch.Tensor
     size: int
-    inline: int = LARGEST
+    inline: float
+    plans: dict[Any, Plan] = field(default_factory=dict)
+
+
+class Outcome(NamedTuple):
+    """What an exchange has brought: every rank's tensors, or None where their data is still to be exchanged.
+
+    Args:
+        views: one per tensor, of shape (world size, *shape); valid until the next exchange.
+        gathered: one per tensor, concatenated along the first dimension; they belong to the caller.
+    """
+
+    views: list[torch.Tensor] | None = None
+    gathered: list[torch.Tensor] | None = None
 
 
 def checksum(value: Any) -> int:
@@ -61,18 +100,27 @@ def checksum(value: Any) -> int:
     return zlib.crc32(repr(value).encode())
 
 
-def write(operation: str, structure: Any, tensors: Sequence[torch.Tensor], inline: int = LARGEST) -> Letter:
+def _aligned(size: int) -> int:
+    return (size + 15) & ~15
+
+
+def _bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
+    return math.prod(shape) * dtype.itemsize
+
+
+def write(operation: str, structure: Any, tensors: Sequence[torch.Tensor], inline: float) -> Letter:
     """Describe an exchange of tensors."""
     shapes = tuple((tensor.dtype, tuple(tensor.shape)) for tensor in tensors)
     words = [OPERATIONS.index(operation), checksum(structure), checksum(shapes), 0, len(tensors)]
-    size = 0
-    for tensor in tensors:
-        size += tensor.numel() * tensor.element_size()
-        words += [_CODES.get(tensor.dtype, 0), tensor.ndim, *tensor.shape]
-    words[3] = size
-    words = (words + [0] * WORDS)[:WORDS]
-    header = torch.tensor(words, dtype=torch.int64).view(torch.uint8)
-    return Letter((operation, structure, shapes), header, size, inline)
+    for dtype, shape in shapes:
+        words[3] += _aligned(_bytes(dtype, shape))
+        words += [_CODES.get(dtype, 0), len(shape), *shape]
+    return Letter((operation, structure, shapes), header(words), words[3], inline)
+
+
+def header(words: list[int]) -> torch.Tensor:
+    """Return a header: operation, checksums of structure and shapes, bytes, number of tensors, then their shapes."""
+    return torch.tensor((words + [0] * WORDS)[:WORDS], dtype=torch.int64).view(torch.uint8)
 
 
 def _in_words(header: Sequence[int]) -> str:
@@ -85,7 +133,7 @@ def _in_words(header: Sequence[int]) -> str:
         at += 2 + ndim
     if len(tensors) < count:
         tensors.append(f"and {count - len(tensors)} more")
-    suffix = f" (structure {structure:08x})" if structure != checksum(None) else ""
+    suffix = f" (structure {structure:08x})" if structure not in (0, checksum(None)) else ""
     return f"{', '.join(tensors)}{suffix}"
 
 
@@ -104,20 +152,20 @@ class Post:
 
     Args:
         world_size: how many ranks there are.
-        rank: which one this is.
-        all_gather: gathers a vector of bytes from all ranks into one vector.
+        gather_into: gathers a vector of bytes from all ranks into another vector: `gather_into(output, input)` waits for
+            the result, with a third argument True it returns a function that waits.
     """
 
-    def __init__(self, world_size: int, rank: int, all_gather: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, world_size: int, gather_into: Callable[..., Callable[[], Any] | None]) -> None:
         self.world_size = world_size
-        self.rank = rank
-        self._all_gather = all_gather
-        self._follows: dict[Any, tuple[Any, int]] = {}  # identical on all ranks: only agreed exchanges enter
+        self._gather_into = gather_into
+        # Identical on all ranks, because only exchanges that they agreed on enter.
+        self._follows: dict[Any, tuple[Any, int]] = {}
         self._last: Any = None
         self._letters: dict[Any, Letter] = {}
         self._unread: tuple[Any, torch.Tensor, Letter, Any] | None = None
 
-    def letter(self, operation: str, structure: Any, tensors: Sequence[torch.Tensor], inline: int) -> Letter:
+    def letter(self, operation: str, structure: Any, tensors: Sequence[torch.Tensor], inline: float) -> Letter:
         """Return the letter for an exchange; written once for each set of shapes."""
         key = (operation, structure, *[(tensor.dtype, tensor.shape) for tensor in tensors])
         letter = self._letters.get(key)
@@ -127,58 +175,107 @@ class Post:
             letter = self._letters[key] = write(operation, structure, tensors, inline)
         return letter
 
+    def _expected(self) -> tuple[Any, int]:
+        return self._follows.get(self._last, (None, 0))
+
     def room(self) -> int:
         """Return how many bytes of payload the next message carries; the same on all ranks."""
-        expected = self._follows.get(self._last, (None, 0))[1]
-        return max(SMALLEST, expected if expected <= LARGEST else 0)
+        return max(SMALLEST, _aligned(self._expected()[1]))
 
     def agreed(self, key: Any, size: int) -> None:
-        """Remember an exchange that all ranks took part in alike."""
+        """Remember an exchange that all ranks took part in alike, and how many bytes travelled with its header."""
         if len(self._follows) >= MEMORY:
             self._follows.clear()
         self._follows[self._last] = (key, size)
         self._last = key
 
-    def exchange(self, letter: Letter, tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor | None:
+    def transfer(
+        self, output: torch.Tensor, message: torch.Tensor, tensors: Sequence[torch.Tensor] | None
+    ) -> list[torch.Tensor] | None:
+        """Gather a message from all ranks; if all expect a large gather, gather that data beside it.
+
+        Args:
+            output: takes the messages of all ranks.
+            message: a header and `room()` bytes.
+            tensors: the data of the gather that is expected, on a rank that does it.
+
+        Returns:
+            The gathered tensors, if `tensors` are given.
+        """
+        key, size = self._expected()
+        ahead = key[2] if size == 0 and key is not None and key[0] == "gather" else None
+        if not ahead:
+            self._gather_into(output, message)
+            return None
+        wait = self._gather_into(output, message, True)
+        results = []
+        for position, (dtype, shape) in enumerate(ahead):
+            if tensors is not None:
+                source = tensors[position].contiguous()
+            else:
+                source = torch.zeros(shape, dtype=dtype, device=message.device)
+            results.append(self.gather_large(source))
+        wait()
+        return results if tensors is not None else None
+
+    def gather_large(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Gather a contiguous tensor from all ranks without a header."""
+        # As bytes: not every backend knows every dtype, and to a gather they are the same.
+        output = tensor.new_empty((self.world_size * tensor.shape[0], *tensor.shape[1:]))
+        self._gather_into(output.view(torch.uint8).reshape(-1), tensor.view(torch.uint8).reshape(-1))
+        return output
+
+    def exchange(self, letter: Letter, tensors: Sequence[torch.Tensor], device: torch.device) -> Outcome:
         """Send the header to all ranks, and the payload if there is room; raise on all ranks if they disagree.
 
         Args:
             letter: the description of `tensors`.
-            tensors: contiguous, on `device`.
+            tensors: without gradients, with at least one dimension; they may be on other devices.
             device: where the bytes travel.
-
-        Returns:
-            The payloads of all ranks, a uint8 tensor of shape (world size, at least `letter.size`); None where they did
-            not fit and have to be exchanged in another way now.
 
         Raises:
             DistributedOperationException: the ranks disagree.
         """
         self.settle()
         room = self.room()
-        expected = self._follows.get(self._last, (None, 0))[0] == letter.key
+        known = self._expected()[0] == letter.key
+        plan = letter.plans.get((room, device)) or self._plan(letter, room, device)
+        for slot, tensor in zip(plan.sent, tensors, strict=False):
+            slot.copy_(tensor)
         fits = letter.size <= min(room, letter.inline)
-        parts = [letter.header if device.type == "cpu" else letter.header.to(device)]
-        if fits:
-            parts += [tensor.view(torch.uint8).reshape(-1) for tensor in tensors]
-        blank = room - letter.size if fits else room
-        if blank:
-            parts.append(torch.zeros(blank, dtype=torch.uint8, device=device))
-        message = torch.cat(parts)
-        received = self._all_gather(message).view(self.world_size, message.numel())
-        headers = received[:, :HEADER]
+        ahead = [tensor.to(device) for tensor in tensors] if known and not fits else None
+        gathered = self.transfer(plan.received.view(-1), plan.message, ahead)
         if device.type == "cpu":
-            self.compare(headers, letter)
-        elif not (expected and fits and self._defer(headers, letter)):
-            self.compare(headers.cpu(), letter)
+            if not torch.equal(plan.headers, plan.expected):
+                raise differing(plan.headers, letter.key[0])
+        elif not (known and (fits or gathered is not None) and self._defer(plan.headers, letter)):
+            self._compare(plan.headers.cpu(), letter)
         self.agreed(letter.key, letter.size if letter.size <= letter.inline else 0)
-        return received[:, HEADER : HEADER + letter.size] if fits else None
+        return Outcome(plan.views if fits else None, gathered)
 
-    def compare(self, headers: torch.Tensor, letter: Letter) -> None:
+    def _plan(self, letter: Letter, room: int, device: torch.device) -> Plan:
+        fits = letter.size <= min(room, letter.inline)
+        message = torch.zeros(HEADER + room, dtype=torch.uint8, device=device)
+        message[:HEADER] = letter.header.to(device)
+        received = torch.empty((self.world_size, HEADER + room), dtype=torch.uint8, device=device)
+        sent, views, at = [], [], HEADER
+        for dtype, shape in letter.key[2] if fits else ():
+            size = _bytes(dtype, shape)
+            sent.append(message[at : at + size].view(dtype).view(shape))
+            views.append(received[:, at : at + size].view(dtype).unflatten(1, shape))
+            at += _aligned(size)
+        expected = letter.header.expand(self.world_size, HEADER).contiguous()
+        plan = Plan(message, received, received[:, :HEADER], expected, sent, views)
+        if received.numel() <= KEPT:
+            if len(letter.plans) >= 4:
+                letter.plans.clear()
+            letter.plans[room, device] = plan
+        return plan
+
+    def _compare(self, headers: torch.Tensor, letter: Letter) -> None:
         """Raise if a header differs from this rank's; every rank sees the same headers, so all raise or none does."""
-        if bool((headers == letter.header).all()):
-            return
-        raise differing(headers, letter.key[0])
+        if not bool((headers == letter.header).all()):
+            raise differing(headers, letter.key[0])
 
     def _defer(self, headers: torch.Tensor, letter: Letter) -> bool:
         """Copy headers to the host without waiting; say whether that worked."""
@@ -199,5 +296,5 @@ class Post:
         (event, headers, letter, before), self._unread = self._unread, None
         event.synchronize()
         after, self._last = self._last, before  # if the ranks disagreed, the others did not count the exchange
-        self.compare(headers, letter)
+        self._compare(headers, letter)
         self._last = after

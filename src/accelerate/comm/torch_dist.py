@@ -1,19 +1,19 @@
 """Communication through `torch.distributed`."""
 
 import io
-import math
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from accelerate.comm.base import Communicator, check_reduction, mean_of
-from accelerate.comm.envelope import HEADER, OPERATIONS, SMALLEST, WORDS, Post, differing
+from accelerate.comm.envelope import GATHER_INLINE, HEADER, LARGEST, OPERATIONS, SMALLEST, Post, differing, header
 
-# Up to this many bytes over all ranks, gathering everything and reducing locally is one round trip where a ring needs two.
-_LOCAL_WORK = 256 << 10
+# Bytes that travel in about the time of one more round trip.
+_ROUND_TRIP = 256 << 10
+_OBJECT = OPERATIONS.index("gather_object")
 
 _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _HOST_BACKENDS = ("gloo", "mpi")
@@ -35,7 +35,7 @@ class TorchCommunicator(Communicator):
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         pairs = str(dist.get_backend_config()).split(",")
         self._backends = dict(pair.split(":", 1) for pair in pairs if ":" in pair)
-        self._post = Post(self._size, self._rank, self._gather_vector)
+        self._post = Post(self._size, self._gather_into)
 
     @property
     def rank(self) -> int:
@@ -65,14 +65,14 @@ class TorchCommunicator(Communicator):
         kind = next(iter(self._backends))
         return torch.device("cpu") if kind == "cpu" else torch.device(kind, getattr(torch, kind).current_device())
 
-    def _gather_vector(self, vector: torch.Tensor) -> torch.Tensor:
-        gathered = torch.empty(self._size * vector.numel(), dtype=vector.dtype, device=vector.device)
-        _gather_bytes(gathered, vector, group=self.group)
-        return gathered
+    def _gather_into(
+        self, output: torch.Tensor, vector: torch.Tensor, later: bool = False
+    ) -> Callable[[], Any] | None:
+        work = _gather_bytes(output, vector, group=self.group, async_op=later)
+        return work.wait if later else None
 
-    def _packed(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], torch.device]:
-        """Return the tensors as contiguous ones with a dimension, on the device where they travel together."""
-        device = self._transport(tensors[0].device) if tensors else self._default_device()
+    def _prepared(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], torch.device]:
+        """Return the tensors without gradients and with a dimension, and the device where they travel together."""
         ready = []
         for tensor in tensors:
             if tensor.layout is not torch.strided:
@@ -80,13 +80,8 @@ class TorchCommunicator(Communicator):
                     f"Cannot exchange a tensor of layout {tensor.layout}; convert it with `to_dense()` first."
                 )
             tensor = tensor.detach()
-            if tensor.device != device:
-                tensor = tensor.to(device)
-            if tensor.is_complex():
-                tensor = tensor.resolve_conj()
-            tensor = tensor.contiguous()
-            ready.append(tensor.reshape(1) if tensor.ndim == 0 else tensor)
-        return ready, device
+            ready.append(tensor if tensor.ndim else tensor.reshape(1))
+        return ready, self._transport(tensors[0].device) if tensors else self._default_device()
 
     # Tensors
 
@@ -98,24 +93,16 @@ class TorchCommunicator(Communicator):
         Raises:
             DistributedOperationException: structure, shapes or dtypes differ between ranks; raised on all of them.
         """
-        ready, device = self._packed(tensors)
-        letter = self._post.letter(operation, structure, ready, math.inf)
-        payload = self._post.exchange(letter, ready, device)
-        results, at = [], 0
-        for original, tensor in zip(tensors, ready, strict=True):
-            shape = (self._size * tensor.shape[0], *tensor.shape[1:])
-            if payload is None:
-                gathered = self._gather_large(tensor).view(shape)
-            else:
-                size = tensor.numel() * tensor.element_size()
-                gathered = _copied(payload[:, at : at + size]).view(tensor.dtype).view(shape)
-                at += size
-            results.append(gathered if original.device == device else gathered.to(original.device))
-        return results
-
-    def _gather_large(self, tensor: torch.Tensor) -> torch.Tensor:
-        # As bytes: not every backend knows every dtype, and to a gather they are the same.
-        return self._gather_vector(tensor.view(torch.uint8).reshape(-1)).view(tensor.dtype)
+        ready, device = self._prepared(tensors)
+        letter = self._post.letter(operation, structure, ready, GATHER_INLINE)
+        outcome = self._post.exchange(letter, ready, device)
+        if outcome.views is not None:
+            results = [_own(view).flatten(0, 1) for view in outcome.views]
+        elif outcome.gathered is not None:
+            results = outcome.gathered
+        else:
+            results = [self._post.gather_large(tensor.to(device).contiguous()) for tensor in ready]
+        return _returned(results, tensors)
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return every rank's tensor, concatenated along the first dimension; scalars become a vector."""
@@ -123,11 +110,13 @@ class TorchCommunicator(Communicator):
 
     def all_gather_into_list(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return every rank's tensor, in the order of the ranks."""
-        return (
-            [piece.view(tensor.shape) for piece in self.all_gather(tensor).chunk(self._size)]
-            if tensor.numel()
-            else [tensor.clone() for _ in range(self._size)]
-        )
+        return list(self.all_gather(tensor).view(self._size, *tensor.shape))
+
+    def _reduce_inline(self) -> float:
+        # Gathering everything and reducing locally saves the round trip of a check, but moves more than a ring: by this
+        # factor per byte. With two ranks both move the same.
+        surplus = (self._size - 1) * (1 - 2 / self._size)
+        return LARGEST if surplus <= 0 else min(LARGEST, _ROUND_TRIP / surplus)
 
     def reduce_many(self, tensors: Sequence[torch.Tensor], op: str, structure: Any = None) -> list[torch.Tensor]:
         """Return the reductions of several tensors, in one collective where they are small.
@@ -136,22 +125,18 @@ class TorchCommunicator(Communicator):
             DistributedOperationException: structure, shapes or dtypes differ between ranks; raised on all of them.
         """
         check_reduction(op)
-        ready, device = self._packed(tensors)
-        letter = self._post.letter("reduce", (op, structure), ready, _LOCAL_WORK // self._size)
-        payload = self._post.exchange(letter, ready, device)
-        results, at = [], 0
-        for original, tensor in zip(tensors, ready, strict=True):
-            if payload is None:
-                total = tensor.clone()
+        ready, device = self._prepared(tensors)
+        letter = self._post.letter("reduce", (op, structure), ready, self._reduce_inline())
+        outcome = self._post.exchange(letter, ready, device)
+        if outcome.views is not None:
+            results = [_reduced(view, op) for view in outcome.views]
+        else:
+            results = [tensor.to(device, copy=True).contiguous() for tensor in ready]
+            for total in results:
                 dist.all_reduce(total, _OPS[op], group=self.group)
-            else:
-                size = tensor.numel() * tensor.element_size()
-                rows = _copied(payload[:, at : at + size]).view(tensor.dtype).view(self._size, *tensor.shape)
-                total = _reduced(rows, op)
-                at += size
-            total = mean_of(total, self._size) if op == "mean" else total
-            results.append(total.view(original.shape).to(original.device))
-        return results
+        if op == "mean":
+            results = [mean_of(total, self._size) for total in results]
+        return _returned([total.view(tensor.shape) for total, tensor in zip(results, tensors, strict=True)], tensors)
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
         """Return the element-wise reduction over all ranks."""
@@ -166,20 +151,16 @@ class TorchCommunicator(Communicator):
         """
         if not 0 <= src < self._size:
             raise ValueError(f"There is no process {src} to broadcast from; they go from 0 to {self._size - 1}.")
-        ready, device = self._packed(tensors)
-        letter = self._post.letter("broadcast", (src, structure), ready, _LOCAL_WORK // self._size)
-        payload = self._post.exchange(letter, ready, device)
-        results, at = [], 0
-        for original, tensor in zip(tensors, ready, strict=True):
-            if payload is None:
-                value = tensor.clone()
+        ready, device = self._prepared(tensors)
+        letter = self._post.letter("broadcast", (src, structure), ready, min(LARGEST, _ROUND_TRIP / self._size))
+        outcome = self._post.exchange(letter, ready, device)
+        if outcome.views is not None:
+            results = [view[src].clone() for view in outcome.views]
+        else:
+            results = [tensor.to(device, copy=True).contiguous() for tensor in ready]
+            for value in results:
                 dist.broadcast(value, src, group=self.group)
-            else:
-                size = tensor.numel() * tensor.element_size()
-                value = payload[src, at : at + size].clone().view(tensor.dtype)
-                at += size
-            results.append(value.view(original.shape).to(original.device))
-        return results
+        return _returned([value.view(tensor.shape) for value, tensor in zip(results, tensors, strict=True)], tensors)
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
         """Return rank `src`'s tensor."""
@@ -195,16 +176,16 @@ class TorchCommunicator(Communicator):
         device = self._default_device()
         self._post.settle()
         room = self._post.room()
-        words = [OPERATIONS.index("gather_object"), 0, 0, payload.numel(), 0]
-        header = torch.tensor((words + [0] * WORDS)[:WORDS], dtype=torch.int64).view(torch.uint8)
         message = torch.zeros(HEADER + room, dtype=torch.uint8)
-        message[:HEADER] = header
+        message[:HEADER] = header([_OBJECT, 0, 0, payload.numel(), 0])
         if payload.numel() <= room:
             message[HEADER : HEADER + payload.numel()] = payload
-        received = self._gather_vector(message.to(device)).view(self._size, -1).cpu()
+        received = torch.empty(self._size * message.numel(), dtype=torch.uint8, device=device)
+        self._post.transfer(received, message.to(device), None)
+        received = received.view(self._size, -1).cpu()
         headers = received[:, :HEADER].contiguous()
         rows = headers.view(torch.int64).tolist()
-        if any(row[0] != words[0] for row in rows):
+        if any(row[0] != _OBJECT for row in rows):
             raise differing(headers, "gather_object")
         sizes = [row[3] for row in rows]
         largest = max(sizes)
@@ -213,10 +194,10 @@ class TorchCommunicator(Communicator):
         else:
             message = torch.zeros(largest, dtype=torch.uint8)
             message[: payload.numel()] = payload
-            payloads = self._gather_vector(message.to(device)).view(self._size, -1).cpu()
+            payloads = self._post.gather_large(message.to(device)).view(self._size, -1).cpu()
         # Objects of a loop differ a little in size; the next power of two lets them pass as alike.
         bucket = 1 << max(largest - 1, SMALLEST).bit_length()
-        self._post.agreed(("gather_object", bucket), bucket)
+        self._post.agreed(("gather_object", bucket), bucket if bucket <= LARGEST else 0)
         return [pickle.loads(payloads[rank, :size].numpy().data) for rank, size in enumerate(sizes)]
 
     def broadcast_object_list(self, objects: list[Any], src: int = 0) -> list[Any]:
@@ -235,9 +216,17 @@ class TorchCommunicator(Communicator):
             dist.barrier(group=self.group, device_ids=[device.index])
 
 
-def _copied(bytes_of_ranks: torch.Tensor) -> torch.Tensor:
-    """Return the bytes in memory of their own, one rank after the other: other dtypes need that alignment."""
-    return bytes_of_ranks.reshape(-1) if not bytes_of_ranks.is_contiguous() else bytes_of_ranks.clone().view(-1)
+def _own(view: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous copy: the view is of a buffer that the next exchange overwrites."""
+    return view.clone(memory_format=torch.contiguous_format)
+
+
+def _returned(results: list[torch.Tensor], originals: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Move results to where the originals are."""
+    return [
+        result if result.device == original.device else result.to(original.device)
+        for result, original in zip(results, originals, strict=True)
+    ]
 
 
 def _reduced(rows: torch.Tensor, op: str) -> torch.Tensor:

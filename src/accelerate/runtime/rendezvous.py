@@ -24,6 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from accelerate import comm
+
 DEFAULT_PORT = 29500
 
 
@@ -228,6 +230,7 @@ _leaves_at_exit = False
 def _leave() -> None:
     """Leave a gloo group before the interpreter ends: its threads abort a process that ends beside them (torch 2.13)."""
     if dist.is_initialized() and dist.get_backend() == "gloo":
+        comm.forget()
         dist.destroy_process_group()
 
 

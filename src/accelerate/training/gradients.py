@@ -93,10 +93,11 @@ class Accumulation:
         elif synchronise and window.micro_batches < state.num_steps and not window.counted:
             _short_window(accelerator, self.models)
         if not synchronise and not accelerator._sync_each_batch:
-            no_sync = resolve(accelerator.state).no_sync
-            self.held = contextlib.ExitStack()
-            for model in self.models:
-                self.held.enter_context(no_sync(accelerator, model))
+            backend = resolve(accelerator.state)
+            if backend.synchronises:
+                self.held = contextlib.ExitStack()
+                for model in self.models:
+                    self.held.enter_context(backend.no_sync(accelerator, model))
 
     def __exit__(self, *exception: Any) -> None:
         window = self.accelerator._window

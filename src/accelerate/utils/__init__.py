@@ -27,6 +27,10 @@ _HOMES = {
         "TorchContextParallelConfig TorchDynamoPlugin TorchTensorParallelConfig TorchTensorParallelPlugin "
         "add_model_config_to_megatron_parser"
     ),
+    "accelerate.utils.deepspeed": (
+        "DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper DummyOptim DummyScheduler "
+        "HfDeepSpeedConfig get_active_deepspeed_plugin map_pytorch_optim_to_deepspeed"
+    ),
     "accelerate.utils.environment": (
         "are_libraries_initialized check_cuda_fp8_capability check_cuda_p2p_ib_support clear_environment convert_dict_to_env_variables "
         "get_cpu_distributed_information get_current_device_type get_gpu_info get_int_from_env "

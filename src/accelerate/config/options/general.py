@@ -10,11 +10,12 @@ RESOURCES = "Resource Selection Arguments"
 PARADIGM = "Training Paradigm Arguments"
 DISTRIBUTED = "Distributed GPUs"
 
-# "torhchxla_trace_once" is how the recorded interface spells it; existing commands keep working.
 DYNAMO_WORDS = (
     "no eager aot_eager inductor aot_ts_nvfuser nvprims_nvfuser cudagraphs ofi fx2trt onnxrt tensorrt "
     "aot_torchxla_trace_once torhchxla_trace_once tvm"
 )
+# The recorded interface misspells one word, and lacks three that `torch.compile` takes.
+MORE_DYNAMO_WORDS = ("torchxla_trace_once", "hpu_backend", "neuron")
 
 _general = partial(Option, group=GENERAL, key="")
 _hardware = partial(Option, group=HARDWARE, type="bool", default=False, switch=True)
@@ -80,7 +81,8 @@ OPTIONS: tuple[Option, ...] = (
     ),
     _dynamo(
         name="dynamo_backend",
-        choices=tuple(DYNAMO_WORDS.split()),
+        choices=(*DYNAMO_WORDS.split(), *MORE_DYNAMO_WORDS),
+        corrections={"torhchxla_trace_once": "torchxla_trace_once"},
         env="ACCELERATE_DYNAMO_BACKEND",
         style=UPPER,
         help="Compile the model with torch.compile and this backend.",

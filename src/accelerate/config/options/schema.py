@@ -1,6 +1,7 @@
 """The shape of a row in the option table, and how its values turn from text to Python and back."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from accelerate.config.values import to_bool, to_int
@@ -25,6 +26,7 @@ class Option:
         type: `str`, `int`, `float`, `bool`, `strs` (repeatable, a list) or `bools` (comma-separated truth values).
         default: the value when nobody sets it. None means that the launcher or the worker decides.
         choices: the accepted words, or None for anything.
+        corrections: accepted words that stand for others.
         flags: spellings on the command line, long ones with underscores (hyphens work too); None means `--name`, an
             empty tuple means that only a configuration file can set it.
         switch: True for a flag that takes no value and means true.
@@ -45,6 +47,7 @@ class Option:
     type: str = "str"
     default: Any = None
     choices: tuple[str, ...] | None = None
+    corrections: Mapping[str, str] = field(default_factory=dict)
     flags: tuple[str, ...] | None = None
     switch: bool = False
     negation: str | None = None
@@ -91,7 +94,7 @@ class Option:
         word = "no" if raw is False and "no" in self.choices else str(value)
         for choice in self.choices:
             if choice.lower() == word.lower():
-                return choice
+                return self.corrections.get(choice, choice)
         raise ValueError(f"{source} is {raw!r}; choose one of {', '.join(self.choices)}.")
 
     def encode(self, value: Any) -> dict[str, str]:

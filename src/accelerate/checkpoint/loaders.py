@@ -1,0 +1,100 @@
+"""Where the data loaders of a run stand.
+
+A prepared loader's position (epoch, batches behind it, what draws the order) differs between ranks, so each rank keeps
+its own beside its random states. A stateful loader (torchdata) also has a file, whose format is torchdata's.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from accelerate.checkpoint import names
+from accelerate.checkpoint.files import read_torch, writes
+from accelerate.data import resume, xla
+from accelerate.data.adapter import is_stateful
+from accelerate.data.loader import PreparedLoader
+from accelerate.utils.other import written_whole
+
+Path = str | os.PathLike[str]
+
+
+def _inner(loader: Any) -> Any:
+    return xla.unwrapped(loader) if xla.is_wrapped(loader) else loader
+
+
+def _is_stateful(loader: Any) -> bool:
+    return is_stateful(loader.base_dataloader) if isinstance(loader, PreparedLoader) else is_stateful(loader)
+
+
+def positions(loaders: Sequence[Any]) -> list[dict[str, Any] | None]:
+    """Return where each loader stands on this rank; None for one that was not prepared. Any rank, alone.
+
+    Args:
+        loaders: The loaders of the run.
+    """
+    inner = [_inner(loader) for loader in loaders]
+    return [resume.capture(loader) if isinstance(loader, PreparedLoader) else None for loader in inner]
+
+
+def write(loader: Any, folder: Path, index: int, process_index: int, save_on_each_node: bool = False) -> None:
+    """Write the state of a stateful loader; of another one nothing. Every rank calls it and writes its own file.
+
+    Args:
+        loader: A loader.
+        folder: The checkpoint's folder.
+        index: Which of the loaders it is, from 0.
+        process_index: This rank.
+        save_on_each_node: Each node has a folder of its own.
+    """
+    loader = _inner(loader)
+    if not _is_stateful(loader):
+        return
+    state = {name: value for name, value in loader.state_dict().items() if name != resume.KEY}
+    # The writer of shared files leaves its state under the plain name, which is the only one that others read.
+    rank = None if writes(save_on_each_node) else process_index
+    with written_whole(os.path.join(folder, names.dataloader_file(index, rank))) as temporary:
+        torch.save(state, temporary)
+
+
+def read(loader: Any, folder: Path, index: int, process_index: int, load_kwargs: Mapping[str, Any] | None) -> Any:
+    """Read the state of a stateful loader: this rank's, else the shared one, else None. Any rank, alone.
+
+    Args:
+        loader: A loader.
+        folder: The checkpoint's folder.
+        index: Which of the loaders it is, from 0.
+        process_index: This rank.
+        load_kwargs: Passed to ``torch.load``.
+    """
+    if not _is_stateful(_inner(loader)):
+        return None
+    for rank in (process_index, None):
+        path = os.path.join(folder, names.dataloader_file(index, rank))
+        if os.path.exists(path):
+            return read_torch(path, load_kwargs=load_kwargs)
+    return None
+
+
+def restore(loader: Any, state: Any | None, position: Mapping[str, Any] | None) -> None:
+    """Put a loader into the epoch it was in, with the same order of samples. Any rank, alone.
+
+    A stateful loader continues after the batches behind it. Any other begins the epoch anew, and
+    ``skip_first_batches`` leaves out what was consumed; so a loop that was left early, as evaluation loops are, does not
+    begin in the middle.
+
+    Args:
+        loader: A loader.
+        state: What ``read`` returned.
+        position: This loader's entry of ``positions``.
+    """
+    loader = _inner(loader)
+    if not isinstance(loader, PreparedLoader):
+        if state is not None:
+            loader.load_state_dict(state)
+        return
+    if state is not None:
+        loader.load_state_dict(state if position is None else {**state, resume.KEY: dict(position)})
+    elif position is not None:
+        resume.restore(loader, dict(position))

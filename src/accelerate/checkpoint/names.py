@@ -1,0 +1,94 @@
+"""Names of the files and folders of a checkpoint."""
+
+import os
+import re
+
+from accelerate.utils.constants import (
+    MODEL_NAME,
+    OPTIMIZER_NAME,
+    RNG_STATE_NAME,
+    SAFE_MODEL_NAME,
+    SCALER_NAME,
+    SCHEDULER_NAME,
+)
+
+CUSTOM_NAME = "custom_checkpoint"
+DATALOADER_STATE_NAME = "dl_state_dict"
+CHECKPOINTS_FOLDER = "checkpoints"
+CHECKPOINT_PREFIX = "checkpoint_"
+
+# Lies in a folder from before its first file is written until after its last one is.
+INCOMPLETE_MARKER = ".incomplete"
+
+# A checkpoint gets this in front of its name before its files are removed, so that nobody loads what is left of it.
+REMOVED_PREFIX = ".removed_"
+
+_NUMBERED = re.compile(re.escape(CHECKPOINT_PREFIX) + r"(\d+)")
+
+
+def _indexed(stem: str, index: int, extension: str) -> str:
+    """The first object of a kind has no number, so that the usual checkpoint reads plainly."""
+    return f"{stem}{extension}" if index == 0 else f"{stem}_{index}{extension}"
+
+
+def model_file(index: int, safe_serialization: bool = True) -> str:
+    """Return the name of the file with a model's weights."""
+    return (
+        _indexed(SAFE_MODEL_NAME, index, ".safetensors") if safe_serialization else _indexed(MODEL_NAME, index, ".bin")
+    )
+
+
+def optimizer_file(index: int) -> str:
+    """Return the name of the file with an optimizer's state."""
+    return _indexed(OPTIMIZER_NAME, index, ".bin")
+
+
+def scheduler_file(index: int) -> str:
+    """Return the name of the file with a scheduler's state."""
+    return _indexed(SCHEDULER_NAME, index, ".bin")
+
+
+def dataloader_file(index: int, process_index: int | None = None) -> str:
+    """Return the name of the file with the state of a stateful loader.
+
+    Args:
+        index: Which of the loaders it is.
+        process_index: The rank whose state it is; None for the state that all ranks can use.
+    """
+    stem = DATALOADER_STATE_NAME if process_index is None else f"rank{process_index}_{DATALOADER_STATE_NAME}"
+    return _indexed(stem, index, ".bin")
+
+
+def scaler_file() -> str:
+    """Return the name of the file with the gradient scaler's state."""
+    return SCALER_NAME
+
+
+def random_states_file(process_index: int) -> str:
+    """Return the name of the file with the random states of one rank."""
+    return f"{RNG_STATE_NAME}_{process_index}.pkl"
+
+
+def custom_file(index: int) -> str:
+    """Return the name of the file with the state of a registered object."""
+    return f"{CUSTOM_NAME}_{index}.pkl"
+
+
+def checkpoints_folder(project_dir: str | os.PathLike[str]) -> str:
+    """Return the folder that holds the automatically named checkpoints of a project."""
+    return os.path.join(os.fspath(project_dir), CHECKPOINTS_FOLDER)
+
+
+def numbered_folder(number: int) -> str:
+    """Return the name of an automatically named checkpoint."""
+    return f"{CHECKPOINT_PREFIX}{number}"
+
+
+def number_of(folder: str | os.PathLike[str]) -> int | None:
+    """Return the number of an automatically named checkpoint, or None for a folder with another name.
+
+    Args:
+        folder: A folder's name or path.
+    """
+    match = _NUMBERED.fullmatch(os.path.basename(os.path.normpath(os.fspath(folder))))
+    return int(match.group(1)) if match else None

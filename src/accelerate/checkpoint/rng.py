@@ -1,0 +1,90 @@
+"""Random states of a process: Python, numpy, torch, and the devices."""
+
+import logging
+import random
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from accelerate import devices
+from accelerate.process import PartialState
+
+logger = logging.getLogger(__name__)
+
+
+class Source(NamedTuple):
+    """A random generator that a checkpoint remembers.
+
+    Attributes:
+        key: Its name in the file.
+        label: Its name in messages.
+        get: Returns its state.
+        set: Takes a state back.
+    """
+
+    key: str
+    label: str
+    get: Callable[[], Any]
+    set: Callable[[Any], None]
+
+
+def sources() -> Iterator[Source]:
+    """Yield the generators of this process; the device's own is there when a device other than the CPU is in use."""
+    yield Source("random_state", "Python", random.getstate, random.setstate)
+    yield Source("numpy_random_seed", "numpy", np.random.get_state, np.random.set_state)
+    yield Source("torch_manual_seed", "torch (CPU)", torch.get_rng_state, torch.set_rng_state)
+    # Of the device that this run uses: asking for another one's state would start up that device.
+    device = devices.row(PartialState().device.type)
+    if device.type == "xla":
+        yield Source("xm_seed", "torch (XLA)", device.get_rng_state_all, device.set_rng_state_all)
+    elif device.type not in ("cpu", "mps"):
+        yield Source(
+            f"torch_{device.type}_manual_seed",
+            f"torch ({device.type})",
+            device.get_rng_state_all,
+            device.set_rng_state_all,
+        )
+
+
+def collect() -> dict[str, Any]:
+    """Return the state of every generator of this process, by the key it has in a checkpoint. Any rank, alone."""
+    return {source.key: source.get() for source in sources()}
+
+
+def restore(states: dict[str, Any], origin: str) -> None:
+    """Set every generator that the states have; one that cannot be set is warned about, and the others still are.
+
+    Any rank, alone.
+
+    Args:
+        states: What ``collect`` returned.
+        origin: Where the states come from, for messages.
+    """
+    for source in sources():
+        if source.key not in states:
+            logger.warning(
+                "%s has no random state for %s, so a resumed run draws other numbers from it.", origin, source.label
+            )
+            continue
+        try:
+            source.set(_on_cpu(states[source.key]))
+        except Exception as error:
+            logger.warning(
+                "The random state of %s in %s could not be restored, so a resumed run draws other numbers from it: "
+                "%s: %s",
+                source.label,
+                origin,
+                type(error).__name__,
+                error,
+            )
+
+
+def _on_cpu(state: Any) -> Any:
+    """Generators take their state from the CPU, whatever device it was loaded to."""
+    if isinstance(state, torch.Tensor):
+        return state.cpu()
+    if isinstance(state, list):
+        return [_on_cpu(item) for item in state]
+    return state

@@ -1,0 +1,47 @@
+"""`accelerate config`: write and update configuration files."""
+
+import argparse
+from typing import Any
+
+from accelerate.commands.config.config import config_command_parser
+from accelerate.commands.config.config_args import default_config_file, load_config_from_file
+from accelerate.commands.config.default import default_command_parser
+from accelerate.commands.config.update import update_command_parser
+from accelerate.commands.utils import or_exit
+
+__all__ = [
+    "config_command_parser",
+    "default_command_parser",
+    "default_config_file",
+    "get_config_parser",
+    "load_config_from_file",
+    "main",
+    "update_command_parser",
+]
+
+
+def get_config_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """Return the parser of `accelerate config` and its subcommands.
+
+    Args:
+        subparsers: what `ArgumentParser.add_subparsers` returned, or None for a parser of its own.
+    """
+    parser = config_command_parser(subparsers)
+    commands = parser.add_subparsers(title="subcommands", dest="subcommand", metavar="{default,update}")
+    default_command_parser(commands, parents=[])
+    update_command_parser(commands, parents=[])
+    return parser
+
+
+def main() -> None:
+    """Run the console script `accelerate-config`.
+
+    Raises:
+        SystemExit: with status 2 for a request that cannot be run.
+    """
+    args = get_config_parser().parse_args()
+    or_exit("accelerate config", args.func, args)
+
+
+if __name__ == "__main__":
+    main()

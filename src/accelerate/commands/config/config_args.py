@@ -1,0 +1,243 @@
+"""The content of a configuration file as an object that loads and saves itself."""
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import yaml
+
+from accelerate.config.enums import ComputeEnvironment, DistributedType, SageMakerDistributedType
+from accelerate.config.options import SECTIONS
+from accelerate.launch import config_file as files
+from accelerate.launch.errors import LaunchError
+from accelerate.utils.constants import (
+    SAGEMAKER_PYTHON_VERSION,
+    SAGEMAKER_PYTORCH_VERSION,
+    SAGEMAKER_TRANSFORMERS_VERSION,
+)
+
+cache_dir = files.cache_dir()
+hf_cache_home = os.path.dirname(cache_dir)
+default_json_config_file = os.path.join(cache_dir, "default_config.yaml")
+default_yaml_config_file = os.path.join(cache_dir, "default_config.yaml")
+# For a new file; where only an old JSON file exists, that one.
+default_config_file = files.default_path()
+
+
+def load_config_from_file(config_file: str | os.PathLike[str] | None) -> "BaseConfig":
+    """Load a configuration file, YAML or JSON by its ending.
+
+    Args:
+        config_file: the file; None is the default one.
+
+    Returns:
+        A `ClusterConfig`, or a `SageMakerConfig` where the file says so.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        LaunchError: it holds an unknown key, or lacks `distributed_type`.
+
+    Example:
+        >>> load_config_from_file("config.yaml").num_processes
+        2
+    """
+    path = files.default_path() if config_file is None else config_file
+    if not os.path.isfile(path):
+        raise FileNotFoundError(
+            f"There is no configuration file {str(path)!r}. Write one with `accelerate config default`, or name another "
+            "with --config_file."
+        )
+    content = files.load_mapping(path)
+    kind = str(content.get("compute_environment") or ComputeEnvironment.LOCAL_MACHINE.value)
+    sagemaker = ComputeEnvironment(kind) is ComputeEnvironment.AMAZON_SAGEMAKER
+    return (SageMakerConfig if sagemaker else ClusterConfig)._from_mapping(content, path)
+
+
+@dataclass
+class BaseConfig:
+    """What every configuration file says.
+
+    Attributes:
+        compute_environment: where the processes run.
+        distributed_type: how they cooperate.
+        mixed_precision: "no", "fp16", "bf16" or "fp8".
+        use_cpu: stay on the CPU.
+        debug: check collectives while the script runs.
+    """
+
+    compute_environment: ComputeEnvironment
+    distributed_type: DistributedType | SageMakerDistributedType
+    mixed_precision: str | None
+    use_cpu: bool
+    debug: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what is set, in plain types."""
+        plain = ((key, _plain(value)) for key, value in dataclasses.asdict(self).items())
+        return {key: value for key, value in plain if value is not None and value != {}}
+
+    @staticmethod
+    def process_config(config_dict: dict[str, Any]) -> dict[str, Any]:
+        """Bring the content of a file into today's shape: defaults added, old spellings replaced.
+
+        Args:
+            config_dict: what the file holds; it stays as it is.
+
+        Returns:
+            A new mapping.
+
+        Raises:
+            LaunchError: `distributed_type` is missing.
+        """
+        content = files.modernise(config_dict)
+        if "distributed_type" not in content:
+            raise LaunchError("The configuration file lacks `distributed_type`; NO is the plain choice.")
+        content.setdefault("compute_environment", ComputeEnvironment.LOCAL_MACHINE)
+        content.setdefault("mixed_precision", None)
+        content.setdefault("use_cpu", False)
+        content.setdefault("debug", False)
+        return content
+
+    @classmethod
+    def from_json_file(cls, json_file: str | None = None) -> "BaseConfig":
+        """Load a JSON file.
+
+        Args:
+            json_file: the file; None is the default one.
+
+        Raises:
+            LaunchError: as in `load_config_from_file`.
+        """
+        path = files.default_path() if json_file is None else json_file
+        with open(path, encoding="utf-8") as stream:
+            return cls._from_mapping(json.load(stream), path)
+
+    @classmethod
+    def from_yaml_file(cls, yaml_file: str | None = None) -> "BaseConfig":
+        """Load a YAML file.
+
+        Args:
+            yaml_file: the file; None is the default one.
+
+        Raises:
+            LaunchError: as in `load_config_from_file`.
+        """
+        path = files.default_path() if yaml_file is None else yaml_file
+        with open(path, encoding="utf-8") as stream:
+            return cls._from_mapping(yaml.safe_load(stream) or {}, path)
+
+    def to_json_file(self, json_file: str | os.PathLike[str]) -> None:
+        """Write a JSON file.
+
+        Args:
+            json_file: the file; it is replaced.
+        """
+        with open(json_file, "w", encoding="utf-8") as stream:
+            json.dump(self.to_dict(), stream, indent=2, sort_keys=True)
+            stream.write("\n")
+
+    def to_yaml_file(self, yaml_file: str | os.PathLike[str]) -> None:
+        """Write a YAML file.
+
+        Args:
+            yaml_file: the file; it is replaced.
+        """
+        with open(yaml_file, "w", encoding="utf-8") as stream:
+            yaml.safe_dump(self.to_dict(), stream)
+
+    @classmethod
+    def _from_mapping(cls, content: dict[str, Any], path: str | os.PathLike[str]) -> "BaseConfig":
+        content = cls.process_config(content)
+        names = {field.name for field in dataclasses.fields(cls)}
+        unknown = sorted(str(key) for key in content if key not in names)
+        if unknown:
+            raise LaunchError(
+                f"The configuration file {path} has unknown keys: {', '.join(unknown)}. Correct or remove them; known are "
+                f"{', '.join(sorted(names))}."
+            )
+        for section in SECTIONS:
+            if section in names and content.get(section) is None:
+                content[section] = {}
+        return cls(**content)
+
+    def __post_init__(self) -> None:
+        self.compute_environment = _member(ComputeEnvironment, self.compute_environment)
+        sagemaker = self.compute_environment is ComputeEnvironment.AMAZON_SAGEMAKER
+        self.distributed_type = _member(
+            SageMakerDistributedType if sagemaker else DistributedType, self.distributed_type
+        )
+
+
+@dataclass
+class ClusterConfig(BaseConfig):
+    """A configuration file for machines of one's own.
+
+    Attributes: the keys of the file; the option table (`accelerate.config.options`) says what each means. The `_config`
+    ones hold the mapping of the same name.
+    """
+
+    num_processes: int = -1
+    machine_rank: int = 0
+    num_machines: int = 1
+    gpu_ids: str | None = None
+    main_process_ip: str | None = None
+    main_process_port: int | None = None
+    rdzv_backend: str | None = "static"
+    same_network: bool | None = False
+    main_training_function: str = "main"
+    enable_cpu_affinity: bool = False
+    fp8_config: dict[str, Any] | None = None
+    deepspeed_config: dict[str, Any] | None = None
+    fsdp_config: dict[str, Any] | None = None
+    parallelism_config: dict[str, Any] | None = None
+    megatron_lm_config: dict[str, Any] | None = None
+    mpirun_config: dict[str, Any] | None = None
+    downcast_bf16: bool | str = False
+    tpu_name: str | None = None
+    tpu_zone: str | None = None
+    tpu_use_cluster: bool = False
+    tpu_use_sudo: bool = False
+    command_file: str | None = None
+    commands: list[str] | None = None
+    tpu_vm: list[str] | None = None
+    tpu_env: list[str] | None = None
+    dynamo_config: dict[str, Any] | None = None
+
+
+@dataclass
+class SageMakerConfig(BaseConfig):
+    """A configuration file for jobs on Amazon SageMaker, which this version reads and writes but cannot run.
+
+    Attributes: the keys of the file; names are those of SageMaker's estimator.
+    """
+
+    ec2_instance_type: str
+    iam_role_name: str
+    image_uri: str | None = None
+    profile: str | None = None
+    region: str = "us-east-1"
+    num_machines: int = 1
+    gpu_ids: str = "all"
+    base_job_name: str = "accelerate-sagemaker-1"
+    pytorch_version: str = SAGEMAKER_PYTORCH_VERSION
+    transformers_version: str = SAGEMAKER_TRANSFORMERS_VERSION
+    py_version: str = SAGEMAKER_PYTHON_VERSION
+    sagemaker_inputs_file: str | None = None
+    sagemaker_metrics_file: str | None = None
+    additional_args: dict[str, Any] | None = None
+    dynamo_config: dict[str, Any] | None = None
+    enable_cpu_affinity: bool = False
+
+
+def _member(kind: type[Enum], value: Any) -> Any:
+    try:
+        return kind(value)
+    except ValueError as error:
+        raise LaunchError(f"In the configuration file: {error}") from None
+
+
+def _plain(value: Any) -> Any:
+    return value.value if isinstance(value, Enum) else value

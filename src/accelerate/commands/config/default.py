@@ -1,0 +1,108 @@
+"""`accelerate config default`: a configuration file for this machine, without questions."""
+
+import argparse
+import os
+import pathlib
+from typing import Any, Literal
+
+from accelerate.commands.config.config_args import ClusterConfig, default_json_config_file
+from accelerate.commands.config.config_utils import SubcommandHelpFormatter
+from accelerate.commands.utils import make_parser
+from accelerate.config.enums import ComputeEnvironment, DistributedType
+from accelerate.launch import hardware
+from accelerate.launch.errors import LaunchError
+
+_PRECISIONS = ("no", "fp16", "bf16")
+
+
+def write_basic_config(
+    mixed_precision: str = "no", save_location: str | os.PathLike[str] = default_json_config_file
+) -> pathlib.Path | Literal[False]:
+    """Write a configuration file for this machine: all its devices, or the CPU.
+
+    A file that exists is left alone.
+
+    Args:
+        mixed_precision: "no", "fp16" or "bf16".
+        save_location: where; the ending `.json` makes it JSON, everything else YAML.
+
+    Returns:
+        The file, or False if there was one already.
+
+    Raises:
+        LaunchError: `mixed_precision` is none of these.
+
+    Example:
+        >>> write_basic_config("bf16", "config.yaml")
+        PosixPath('config.yaml')
+    """
+    path = pathlib.Path(save_location)
+    if path.exists():
+        print(f"There is a configuration at {path} already; it stays as it is. Remove it, or name another place.")
+        return False
+    precision = str(mixed_precision).lower()
+    if precision not in _PRECISIONS:
+        raise LaunchError(f"mixed_precision is {mixed_precision!r}; choose one of {', '.join(_PRECISIONS)}.")
+    machine = hardware.detect(os.environ)
+    config = ClusterConfig(
+        compute_environment=ComputeEnvironment.LOCAL_MACHINE,
+        distributed_type=_distributed_type(machine),
+        mixed_precision=precision,
+        use_cpu=machine.count == 0,
+        debug=False,
+        num_processes=max(1, machine.count),
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".json":
+        config.to_json_file(path)
+    else:
+        config.to_yaml_file(path)
+    return path
+
+
+def _distributed_type(machine: hardware.Hardware) -> DistributedType:
+    if machine.count < 2:
+        return DistributedType.NO
+    if machine.device == "cuda":
+        return DistributedType.MULTI_GPU
+    from accelerate import devices  # for hardware that only torch knows, torch is loaded already
+
+    return devices.row(machine.device).distributed_type
+
+
+def default_command_parser(parser: Any, parents: list[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    """Add the parser of `accelerate config default`.
+
+    Args:
+        parser: what `ArgumentParser.add_subparsers` returned.
+        parents: parsers whose arguments it shares.
+    """
+    command = make_parser(
+        "default",
+        "Write a configuration file for this machine, without questions.",
+        parser,
+        default_config_command,
+        parents=parents,
+        formatter_class=SubcommandHelpFormatter,
+    )
+    command.add_argument(
+        "--config_file",
+        dest="save_location",
+        default=default_json_config_file,
+        help="The file to write; by default the one that `accelerate launch` looks for.",
+    )
+    command.add_argument(
+        "--mixed_precision", choices=list(_PRECISIONS), default="no", help="Precision of the computation."
+    )
+    return command
+
+
+def default_config_command(args: argparse.Namespace) -> None:
+    """Run `accelerate config default`.
+
+    Args:
+        args: what `default_command_parser` parsed.
+    """
+    path = write_basic_config(args.mixed_precision, args.save_location)
+    if path:
+        print(f"accelerate configuration saved at {path}")

@@ -1,0 +1,240 @@
+"""`accelerate launch`: start a training script in one process or several."""
+
+import argparse
+import os
+import sys
+import threading
+import traceback
+from dataclasses import replace
+from typing import Any, NoReturn
+
+from accelerate.commands.utils import CustomArgumentParser, OneSpelling, make_parser, or_exit
+from accelerate.config.options import BY_NAME, DYNAMO_WORDS, FEATURES
+from accelerate.launch import config_file, runners
+from accelerate.launch.errors import NotAvailableError
+from accelerate.launch.option import add_options
+from accelerate.launch.plan import LaunchPlan, Source
+from accelerate.launch.resolve import fill, resolve
+from accelerate.utils.constants import DEEPSPEED_MULTINODE_LAUNCHERS, TORCH_DYNAMO_MODES
+
+DYNAMO_BACKENDS = [word.upper() for word in DYNAMO_WORDS.split() if word != "no"]
+
+__all__ = [
+    "DEEPSPEED_MULTINODE_LAUNCHERS",
+    "DYNAMO_BACKENDS",
+    "TORCH_DYNAMO_MODES",
+    "CustomHelpFormatter",
+    "clean_option",
+    "launch_command",
+    "launch_command_parser",
+    "main",
+]
+
+
+def clean_option(option: str) -> str | None:
+    """Return the name that a long flag stands for, or None for a short one.
+
+    Args:
+        option: such as "--num-processes".
+
+    Example:
+        >>> clean_option("--num-processes")
+        'num_processes'
+    """
+    return option[2:].replace("-", "_") if option.startswith("--") else None
+
+
+class CustomHelpFormatter(OneSpelling):
+    """Shows the options of the features that stand on the command line; all options if there are none.
+
+    `accelerate launch --use_fsdp --help` leaves out DeepSpeed, Megatron-LM and TPU.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"max_help_position": 40, **kwargs})
+        given = {clean_option(word.partition("=")[0]) for word in sys.argv}
+        self._features = {name for name, feature in FEATURES.items() if feature.switch in given}
+
+    def add_argument(self, action: argparse.Action) -> None:
+        """Add an argument to the help, unless it belongs to another feature."""
+        option = BY_NAME.get(action.dest)
+        if not self._features or option is None or option.feature is None or option.feature in self._features:
+            super().add_argument(action)
+
+    def end_section(self) -> None:
+        """Close a heading; argparse prints only those that hold something."""
+        super().end_section()
+
+
+def launch_command_parser(subparsers: Any = None) -> CustomArgumentParser:
+    """Return the parser of `accelerate launch`; every option of the option table is in it.
+
+    Args:
+        subparsers: what `ArgumentParser.add_subparsers` returned, or None for a parser of its own.
+
+    Example:
+        >>> launch_command_parser().parse_args(["--cpu", "--num_processes", "2", "train.py", "--lr", "1"]).training_script
+        'train.py'
+    """
+    parser = make_parser(
+        "launch",
+        "Start a training script, in one process or several.",
+        subparsers,
+        launch_command,
+        usage="accelerate launch [options of the launcher] training_script [arguments of the script]",
+        allow_abbrev=False,
+        formatter_class=CustomHelpFormatter,
+    )
+    add_options(parser)
+    parser.add_argument("training_script", help="The script to start.")
+    parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help="Its arguments.")
+    return parser
+
+
+def launch_command(args: argparse.Namespace) -> None:
+    """Start what the arguments say, and wait for its end.
+
+    For programs: it returns, or raises what went wrong. `main` is the same for the console, where one process replaces the
+    launcher.
+
+    Args:
+        args: what `launch_command_parser` parsed.
+
+    Raises:
+        LaunchError: the request cannot be run as written.
+        NotAvailableError: nothing can run it yet.
+        subprocess.CalledProcessError: the script failed in its one process.
+        torch.distributed.elastic.multiprocessing.errors.ChildFailedError: it failed in one of several.
+    """
+    plan = resolve(args)
+    if plan["dry_run"]:
+        print(plan.describe())
+    else:
+        runners.run(plan)
+
+
+def console(args: argparse.Namespace) -> None:
+    """Run `accelerate launch` for the console: errors become one line and an exit status.
+
+    Args:
+        args: what `launch_command_parser` parsed.
+
+    Raises:
+        SystemExit: status 2 if nothing was started, else the status of the process that failed first.
+    """
+    plan = or_exit("accelerate launch", resolve, args)
+    if plan["dry_run"]:
+        print(plan.describe())
+        return
+    try:
+        runners.run(plan, replace=_owns_process())
+    except BaseException as error:
+        _exit(plan, error)
+
+
+def _exit(plan: LaunchPlan, error: BaseException) -> NoReturn:
+    status, line = runners.failure_of(error)
+    if plan["debug"]:
+        traceback.print_exception(error)
+    runners.tell(plan, line)
+    raise SystemExit(status) from None
+
+
+def _owns_process() -> bool:
+    """Tell whether this process is the console script and nothing else, so that it may be replaced."""
+    script = sys.modules["__main__"]
+    spec = getattr(script, "__spec__", None)
+    name = spec.name if spec else (getattr(script, "__file__", None) or "").replace("\\", "/").rpartition("/")[2]
+    ours = name in ("accelerate", "accelerate-launch") or name.startswith("accelerate.commands.")
+    return ours and threading.active_count() == 1
+
+
+def main() -> None:
+    """Run the console script `accelerate-launch`.
+
+    Raises:
+        SystemExit: as in `console`.
+    """
+    console(launch_command_parser().parse_args())
+
+
+def _validate_launch_command(args: argparse.Namespace) -> tuple[argparse.Namespace, Any, bool]:
+    """Resolve parsed arguments and write the outcome into them.
+
+    Args:
+        args: what `launch_command_parser` parsed; changed in place.
+
+    Returns:
+        The arguments, the configuration file's content or None, and whether that file decided the precision.
+
+    Raises:
+        LaunchError, NotAvailableError: as in `launch_command`.
+    """
+    plan = resolve(args)
+    config = None
+    if (path := config_file.find(args.config_file, os.environ)) is not None:
+        from accelerate.commands.config.config_args import load_config_from_file  # needs YAML; most runs do not
+
+        config = load_config_from_file(path)
+    return fill(args, plan), config, plan.settings["mixed_precision"].source is Source.FILE
+
+
+def simple_launcher(args: argparse.Namespace) -> None:
+    """Run the script in one process.
+
+    Args and Raises: as `launch_command`.
+    """
+    runners.run(replace(resolve(args), elastic=False))
+
+
+def multi_gpu_launcher(args: argparse.Namespace) -> None:
+    """Run the script in several processes of this machine, under torch's elastic launcher.
+
+    Args and Raises: as `launch_command`.
+    """
+    runners.run(replace(resolve(args), elastic=True))
+
+
+def deepspeed_launcher(args: argparse.Namespace) -> None:
+    """Run the script with DeepSpeed; not available yet.
+
+    Raises:
+        NotAvailableError: always.
+    """
+    _refuse("deepspeed")
+
+
+def tpu_launcher(args: argparse.Namespace) -> None:
+    """Run the script on the TPU cores of this machine; not available yet.
+
+    Raises:
+        NotAvailableError: always.
+    """
+    _refuse("tpu")
+
+
+def tpu_pod_launcher(args: argparse.Namespace) -> None:
+    """Run the script on a TPU pod; not available yet.
+
+    Raises:
+        NotAvailableError: always.
+    """
+    _refuse("tpu")
+
+
+def sagemaker_launcher(sagemaker_config: Any, args: argparse.Namespace) -> None:
+    """Run the script as a SageMaker job; not available yet.
+
+    Raises:
+        NotAvailableError: always.
+    """
+    _refuse("sagemaker")
+
+
+def _refuse(feature: str) -> NoReturn:
+    row = FEATURES[feature]
+    raise NotAvailableError(f"{row.title} is not available in this version yet. What works: {row.instead}.")
+
+
+if __name__ == "__main__":
+    main()

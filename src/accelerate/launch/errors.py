@@ -1,0 +1,9 @@
+"""What goes wrong before anything is started."""
+
+
+class LaunchError(ValueError):
+    """The request cannot be run as written; the command line answers it with one line and exit status 2."""
+
+
+class NotAvailableError(LaunchError, NotImplementedError):
+    """The request is understood, and this version has no way to run it yet."""

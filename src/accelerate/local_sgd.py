@@ -1,0 +1,109 @@
+"""Local SGD: ranks train on their own for some steps and then average their weights."""
+
+import contextlib
+from collections.abc import Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from accelerate import comm
+from accelerate.backends.registry import resolve
+
+if TYPE_CHECKING:
+    from accelerate.accelerator import Accelerator
+
+# Weights are averaged in pieces of about this many bytes: few collectives, little extra memory.
+_PIECE = 64 * 2**20
+
+
+class LocalSGD:
+    """A context in which gradients stay on their rank, and weights are averaged every few steps.
+
+    It saves communication where the network is slow. With one process it does nothing. All ranks use it alike.
+
+    Args:
+        accelerator: The Accelerator.
+        model: The prepared model.
+        local_sgd_steps: The weights are averaged at every call of ``step`` that is a multiple of it, and at the end.
+        enabled: False makes all of it do nothing, so that the same loop trains with and without.
+
+    Raises:
+        NotImplementedError: The strategy is not data parallelism with a replica on each rank.
+        ValueError: ``local_sgd_steps`` is not positive.
+
+    Example:
+        >>> from accelerate import Accelerator
+        >>> accelerator = Accelerator(cpu=True)
+        >>> model = accelerator.prepare(torch.nn.Linear(1, 1))
+        >>> with LocalSGD(accelerator, model, local_sgd_steps=8) as local_sgd:
+        ...     # forward, backward and optimizer.step(), and then:
+        ...     local_sgd.step()
+
+    Source:
+        Stich, Local SGD Converges Fast and Communicates Little, https://arxiv.org/abs/1805.09767
+    """
+
+    def __init__(
+        self, accelerator: "Accelerator", model: nn.Module, local_sgd_steps: int, enabled: bool = True
+    ) -> None:
+        backend = resolve(accelerator.state)
+        if enabled and backend.name not in ("single", "ddp"):
+            raise NotImplementedError(
+                f"LocalSGD averages replicas, and with the strategy {backend.name!r} a rank has no replica of its own. "
+                "Use plain data parallelism, or enabled=False."
+            )
+        if local_sgd_steps < 1:
+            raise ValueError(f"local_sgd_steps={local_sgd_steps!r} is not a positive number of steps.")
+        self.enabled = enabled and accelerator.num_processes > 1
+        self.accelerator = accelerator
+        self.model = model
+        self.local_sgd_steps = local_sgd_steps
+        self.num_steps = 0
+        self._held: Any = None
+
+    def __enter__(self) -> "LocalSGD":
+        if self.enabled:
+            self._held = contextlib.ExitStack()
+            self._held.enter_context(self.accelerator.no_sync(self.model))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self.enabled:
+            self._held.close()
+            if kind is None:  # after an error the other ranks may never come to average
+                self._average()
+
+    def step(self) -> None:
+        """Count a step, and average the weights when it is time. All ranks, after ``optimizer.step()``."""
+        self.num_steps += 1
+        if self.enabled and self.num_steps % self.local_sgd_steps == 0:
+            self._average()
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        communicator = comm.current()
+        for piece in _pieces(self.model):
+            flat = torch.cat([parameter.reshape(-1) for parameter in piece])
+            flat = communicator.all_reduce(flat, op="mean")
+            for parameter, mean in zip(piece, flat.split([parameter.numel() for parameter in piece]), strict=True):
+                parameter.copy_(mean.view_as(parameter))
+
+
+def _pieces(model: nn.Module) -> Iterator[list[nn.Parameter]]:
+    """Yield the floating-point parameters in groups of one dtype and device and a limited size."""
+    groups: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+    for parameter in model.parameters():
+        if not parameter.is_floating_point():
+            continue
+        key = (parameter.dtype, parameter.device)
+        groups.setdefault(key, []).append(parameter)
+        sizes[key] = sizes.get(key, 0) + parameter.numel() * parameter.element_size()
+        if sizes[key] >= _PIECE:
+            yield groups.pop(key)
+            del sizes[key]
+    yield from groups.values()

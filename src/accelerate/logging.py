@@ -1,0 +1,90 @@
+"""Loggers that speak once per run instead of once per process."""
+
+import functools
+import logging
+import os
+from collections.abc import MutableMapping
+from typing import Any
+
+from accelerate import comm
+from accelerate.runtime import storage
+
+
+class MultiProcessAdapter(logging.LoggerAdapter):
+    """A logger whose methods take two more arguments.
+
+    - `main_process_only` (default True): log on the main process only.
+    - `in_order` (default False, with `main_process_only=False`): log on all processes, one after the other. Every rank must
+      call it then.
+
+    Each message starts with the rank that logs it.
+    """
+
+    def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
+        """Log a message with a level; arguments as for `logging.Logger.log`, and those of this class.
+
+        Raises:
+            RuntimeError: no state was built yet, so the process does not know its rank.
+        """
+        state = storage.process.current
+        if not state:
+            raise RuntimeError(
+                "This logger needs to know which process it runs in. Build `Accelerator()` or `PartialState()` before it logs."
+            )
+        main_process_only = kwargs.pop("main_process_only", True)
+        in_order = kwargs.pop("in_order", False)
+        # This frame lies between the caller and the logger, and must not pass for the caller.
+        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
+        rank = state["process_index"]
+        if in_order and not main_process_only:
+            communicator = comm.for_type(state["distributed_type"])
+            for turn in range(state["num_processes"]):
+                if turn == rank:
+                    self._emit(rank, level, msg, args, kwargs)
+                communicator.barrier()
+        elif rank == 0 or not main_process_only:
+            self._emit(rank, level, msg, args, kwargs)
+
+    def _emit(self, rank: int, level: int, msg: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.isEnabledFor(level):
+            msg, kwargs = self.process(msg, kwargs)
+            kwargs["stacklevel"] += 1
+            self.logger.log(level, f"[RANK {rank}] {msg}", *args, **kwargs)
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        """Return message and arguments as the logger takes them; an `extra` of the call joins the adapter's own."""
+        if self.extra:
+            kwargs["extra"] = {**self.extra, **(kwargs.get("extra") or {})}
+        return msg, kwargs
+
+    @functools.lru_cache(maxsize=1024)  # noqa: B019 - loggers live as long as the process
+    def warning_once(self, *args: Any, **kwargs: Any) -> None:
+        """Warn, but only the first time that these arguments are given."""
+        self.warning(*args, **{"stacklevel": 2, **kwargs})  # past this frame
+
+
+def get_logger(name: str, log_level: str | int | None = None) -> MultiProcessAdapter:
+    """Return a logger that knows the processes of the run.
+
+    Args:
+        name: usually `__name__`.
+        log_level: the level to set on the logger and the root logger; None reads ACCELERATE_LOG_LEVEL, else changes nothing.
+
+    Raises:
+        ValueError: there is no such level.
+
+    Example:
+        >>> from accelerate import PartialState
+        >>> from accelerate.logging import get_logger
+        >>> state, logger = PartialState(), get_logger(__name__)
+        >>> logger.warning("once per run")
+        >>> logger.warning("once per process", main_process_only=False)
+    """
+    if log_level is None:
+        log_level = os.environ.get("ACCELERATE_LOG_LEVEL")
+    logger = logging.getLogger(name)
+    if log_level is not None:
+        level = log_level.upper() if isinstance(log_level, str) else log_level
+        logger.setLevel(level)
+        logger.root.setLevel(level)
+    return MultiProcessAdapter(logger, {})

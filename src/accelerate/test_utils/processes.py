@@ -1,0 +1,226 @@
+"""Commands run by tests, with their output at hand."""
+
+import asyncio
+import contextlib
+import io
+import os
+import pathlib
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from accelerate.test_utils.requirements import device_count, torch_device
+
+
+class SubprocessCallException(Exception):
+    """A command of a test has failed; the message holds its output."""
+
+
+@dataclass
+class RunOutput:
+    """What a command left behind.
+
+    Attributes:
+        returncode: its exit status.
+        stdout: the lines of its output.
+        stderr: the lines of its errors.
+    """
+
+    returncode: int
+    stdout: list[str] = field(default_factory=list)
+    stderr: list[str] = field(default_factory=list)
+
+
+def get_launch_command(**kwargs: Any) -> list[str]:
+    """Return an `accelerate launch` command with options.
+
+    Args:
+        kwargs: option name to value. True gives the flag alone; False and None leave it out.
+
+    Example:
+        >>> get_launch_command(num_processes=2, cpu=True)
+        ['accelerate', 'launch', '--num_processes=2', '--cpu']
+    """
+    command = ["accelerate", "launch"]
+    for name, value in kwargs.items():
+        if value is True:
+            command.append(f"--{name}")
+        elif value is not None and value is not False:
+            command.append(f"--{name}={value}")
+    return command
+
+
+DEFAULT_LAUNCH_COMMAND = get_launch_command(
+    num_processes=device_count if torch_device != "cpu" else 1, monitor_interval=0.1
+)
+
+
+def path_in_accelerate_package(*components: str) -> pathlib.Path:
+    """Return a path inside the installed package.
+
+    Args:
+        components: the parts of the path below the package.
+
+    Example:
+        >>> path_in_accelerate_package("test_utils", "scripts", "test_script.py").name
+        'test_script.py'
+    """
+    return pathlib.Path(__file__).resolve().parents[1].joinpath(*components)
+
+
+def run_command(
+    command: Sequence[str], return_stdout: bool = False, env: Mapping[str, str] | None = None
+) -> str | None:
+    """Run a command and wait for it.
+
+    Args:
+        command: program and arguments.
+        return_stdout: return its output.
+        env: all variables; those of this process by default.
+
+    Returns:
+        The output as text if it was asked for.
+
+    Raises:
+        SubprocessCallException: the command failed; the message holds its output and errors.
+    """
+    words = [str(word) for word in command]
+    environment = dict(os.environ if env is None else env)
+    result = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment, check=False)
+    output = result.stdout.decode("utf-8", "replace")
+    if result.returncode:
+        raise SubprocessCallException(
+            f"`{' '.join(words)}` failed with exit status {result.returncode}. Its output:\n\n{output}"
+        )
+    return output if return_stdout else None
+
+
+def execute_subprocess_async(
+    cmd: Sequence[str],
+    env: Mapping[str, str] | None = None,
+    stdin: Any = None,
+    timeout: float = 180,
+    quiet: bool = False,
+    echo: bool = True,
+) -> RunOutput:
+    """Run a command and show its lines as they come.
+
+    Args:
+        cmd: program and arguments.
+        env: all variables; those of this process by default.
+        stdin: what the command reads.
+        timeout: after how many seconds it is stopped.
+        quiet: do not show its lines.
+        echo: show the command itself.
+
+    Returns:
+        Its exit status and its lines.
+
+    Raises:
+        RuntimeError: the command failed or was stopped; the message holds its errors.
+    """
+    words = [str(word) for word in cmd]
+    text = " ".join(words)
+    if echo:
+        print(f"\nRunning: {text}", flush=True)
+    result = RunOutput(0)
+    try:
+        asyncio.run(asyncio.wait_for(_stream(words, env, stdin, quiet, result), timeout))
+    except asyncio.TimeoutError:
+        raise RuntimeError(_failure(text, f"was stopped after {timeout} seconds", result)) from None
+    if result.returncode:
+        raise RuntimeError(_failure(text, f"failed with exit status {result.returncode}", result))
+    return result
+
+
+def _failure(command: str, ending: str, result: RunOutput) -> str:
+    return f"`{command}` {ending}. Its errors:\n\n" + "\n".join(result.stderr or result.stdout)
+
+
+async def _stream(words: list[str], env: Mapping[str, str] | None, stdin: Any, quiet: bool, result: RunOutput) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *words,
+        stdin=stdin,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=None if env is None else dict(env),
+        limit=2**26,  # one line may be a whole progress bar
+    )
+    try:
+        await asyncio.gather(
+            _collect(process.stdout, result.stdout, None if quiet else sys.stdout, "stdout:"),
+            _collect(process.stderr, result.stderr, None if quiet else sys.stderr, "stderr:"),
+        )
+        result.returncode = await process.wait()
+    finally:
+        if process.returncode is None:
+            process.terminate()
+            try:
+                await asyncio.wait_for(process.wait(), 40)  # a launcher stops its processes first
+            except asyncio.TimeoutError:
+                process.kill()
+                await process.wait()
+
+
+async def _collect(stream: asyncio.StreamReader | None, lines: list[str], show: Any, label: str) -> None:
+    assert stream is not None
+    while line := await stream.readline():
+        lines.append(line.decode("utf-8", "replace").rstrip())
+        if show is not None:
+            print(label, lines[-1], file=show, flush=True)
+
+
+def pytest_xdist_worker_id() -> int:
+    """Return the number of this worker of pytest-xdist, or 0 outside it."""
+    number = re.search(r"\d+$", os.environ.get("PYTEST_XDIST_WORKER", ""))
+    return int(number[0]) if number else 0
+
+
+def get_torch_dist_unique_port() -> int:
+    """Return a port for a process group that no other worker of pytest-xdist uses."""
+    return 29500 + pytest_xdist_worker_id()
+
+
+@contextlib.contextmanager
+def assert_exception(exception_class: type[BaseException], msg: str | None = None) -> Iterator[None]:
+    """Expect an exception from a block.
+
+    Args:
+        exception_class: its type; a subclass will do.
+        msg: what its text must contain.
+
+    Raises:
+        AssertionError: there was none, or another one.
+
+    Example:
+        >>> with assert_exception(ValueError, "invalid literal"):
+        ...     int("x")
+    """
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, exception_class):
+            raise AssertionError(
+                f"Expected {exception_class.__name__}, got {type(error).__name__}: {error}"
+            ) from error
+        if msg is not None and msg not in str(error):
+            raise AssertionError(f"Expected {msg!r} in the message, got {str(error)!r}") from error
+        return
+    raise AssertionError(f"Expected {exception_class.__name__}, and nothing was raised")
+
+
+def capture_call_output(func: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """Call a function and return what it printed.
+
+    Args:
+        func: the function.
+        args: its arguments.
+        kwargs: its keyword arguments.
+    """
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        func(*args, **kwargs)
+    return output.getvalue()

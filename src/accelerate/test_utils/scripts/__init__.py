@@ -1,0 +1,1 @@
+"""Scripts that tests and `accelerate test` launch."""

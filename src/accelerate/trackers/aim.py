@@ -1,0 +1,87 @@
+"""Tracking with Aim."""
+
+import os
+from typing import Any
+
+from accelerate.trackers.base import PUBLIC_PATH, GeneralTracker, on_main_process
+
+
+class AimTracker(GeneralTracker):
+    """Logs to an Aim repository.
+
+    Args:
+        run_name: Name of the run.
+        logging_dir: Folder of the repository.
+        **kwargs: Passed to ``aim.Run``.
+
+    Source:
+        https://aimstack.readthedocs.io/en/latest/refs/sdk.html
+    """
+
+    __module__ = PUBLIC_PATH
+
+    name = "aim"
+    requires_logging_directory = True
+
+    def __init__(self, run_name: str, logging_dir: str | os.PathLike[str] | None = ".", **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name = run_name
+        self.aim_repo_path = logging_dir
+        self.init_kwargs = kwargs
+        self.writer: Any = None
+
+    @property
+    def tracker(self) -> Any:
+        """The ``aim.Run``."""
+        return self.writer
+
+    @on_main_process
+    def start(self) -> None:
+        """Start the run."""
+        from aim import Run
+
+        self.writer = Run(repo=self.aim_repo_path, **self.init_kwargs)
+        self.writer.name = self.run_name
+
+    @on_main_process
+    def store_init_configuration(self, values: dict) -> None:
+        """Store the configuration with the run.
+
+        Args:
+            values: Names and values.
+        """
+        self.writer["hparams"] = values
+
+    @on_main_process
+    def log(self, values: dict, step: int | None = None, **kwargs: Any) -> None:
+        """Log values.
+
+        Args:
+            values: Names and values: numbers, or Aim's own objects.
+            step: The step they belong to.
+            **kwargs: Passed to the run's ``track``, such as ``context``.
+        """
+        for name, value in values.items():
+            self.writer.track(value, name=name, step=step, **kwargs)
+
+    @on_main_process
+    def log_images(self, values: dict, step: int | None = None, kwargs: dict[str, dict] | None = None) -> None:
+        """Log images.
+
+        Args:
+            values: Names and images: arrays, PIL images, or pairs of an image and its caption.
+            step: The step they belong to.
+            kwargs: Under ``"aim_image"`` what is passed to ``aim.Image``, under ``"track"`` what is passed to ``track``.
+        """
+        from aim import Image
+
+        options = kwargs or {}
+        for name, value in values.items():
+            image, caption = value if isinstance(value, tuple) else (value, "")
+            picture = Image(image, caption=caption, **options.get("aim_image", {}))
+            self.writer.track(picture, name=name, step=step, **options.get("track", {}))
+
+    @on_main_process
+    def finish(self) -> None:
+        """End the run."""
+        self.writer.close()

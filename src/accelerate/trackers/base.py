@@ -1,0 +1,103 @@
+"""The contract of a tracker."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+from accelerate.process import PartialState
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+PUBLIC_PATH = "accelerate.tracking"
+
+_REQUIRED = ("name", "requires_logging_directory", "tracker")
+
+
+def on_main_process(function: Callable[P, R]) -> Callable[P, R | None]:
+    """Make a tracker's method do nothing on other ranks than the main one, when the tracker wants that.
+
+    A decorator for methods of trackers whose ``main_process_only`` is True; with False they run on every rank.
+
+    Args:
+        function: The method.
+    """
+
+    @functools.wraps(function)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> R | None:
+        if not getattr(args[0], "main_process_only", False) or PartialState().is_main_process:
+            return function(*args, **kwargs)
+        return None
+
+    return guarded
+
+
+class GeneralTracker:
+    """The base of all trackers. Derive from it to log to a library of your own.
+
+    A subclass defines ``name`` (a str, by which it is found), ``requires_logging_directory`` (a bool), and the property
+    ``tracker``, which returns the library's own object. It overrides the methods that it needs; all of them do nothing
+    here. ``Accelerator.init_trackers`` calls ``start`` and then, when there is a configuration,
+    ``store_init_configuration``; ``Accelerator.log`` calls ``log``, and ``Accelerator.end_training`` calls ``finish``.
+
+    Attributes:
+        main_process_only: Whether the methods run on the main process alone. False means every rank logs.
+
+    Args:
+        _blank: Stand for a tracker that is not there: what ``Accelerator.get_tracker`` returns on other ranks.
+
+    Raises:
+        NotImplementedError: The subclass lacks a definition; the message lists those missing.
+
+    Example:
+        >>> class ListTracker(GeneralTracker):
+        ...     name = "list"
+        ...     requires_logging_directory = False
+        ...     tracker = property(lambda self: self.lines)
+        ...     def start(self):
+        ...         self.lines = []
+        ...     def log(self, values, step=None, **kwargs):
+        ...         self.lines.append((step, values))
+        >>> tracker = ListTracker()
+        >>> tracker.start()
+        >>> tracker.log({"loss": 0.5}, step=1)
+        >>> tracker.tracker
+        [(1, {'loss': 0.5})]
+    """
+
+    __module__ = PUBLIC_PATH
+
+    main_process_only = True
+
+    def __init__(self, _blank: bool = False) -> None:
+        if _blank:
+            return
+        # Asked of the class where possible: the property may need a run that has not started yet.
+        missing = [name for name in _REQUIRED if not hasattr(type(self), name) and name not in self.__dict__]
+        if missing:
+            raise NotImplementedError(
+                f"{type(self).__name__} lacks what every tracker defines: {', '.join(f'`{name}`' for name in missing)}. "
+                "Define `name` and `requires_logging_directory` in the class, and `tracker` as a property."
+            )
+
+    def start(self) -> None:
+        """Start the run. Here, rather than in the constructor, the library is imported and asked for a run."""
+
+    def store_init_configuration(self, values: dict) -> None:
+        """Store the configuration of the run.
+
+        Args:
+            values: Names and values, such as hyperparameters. It must not be changed.
+        """
+
+    def log(self, values: dict, step: int | None = None, **kwargs: Any) -> None:
+        """Log values.
+
+        Args:
+            values: Names and values.
+            step: The step they belong to.
+            **kwargs: For the library.
+        """
+
+    def finish(self) -> None:
+        """End the run, after everything logged is written."""

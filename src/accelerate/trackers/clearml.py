@@ -1,0 +1,135 @@
+"""Tracking with ClearML."""
+
+from typing import Any
+
+from accelerate.trackers.base import PUBLIC_PATH, GeneralTracker, on_main_process
+from accelerate.trackers.scalars import as_number, mention
+
+# A metric's prefix chooses the series of its chart, so that training and evaluation are drawn together.
+_SERIES = ("eval", "test", "train")
+
+
+def _title_and_series(name: str) -> tuple[str, str]:
+    prefix, separator, rest = name.partition("_")
+    return (rest, prefix) if separator and prefix in _SERIES else (name, "train")
+
+
+class ClearMLTracker(GeneralTracker):
+    """Logs to ClearML, to the current task if there is one.
+
+    Args:
+        run_name: Name of the project and of the task.
+        **kwargs: Passed to ``clearml.Task.init``.
+
+    Source:
+        https://clear.ml/docs/latest/docs/references/sdk/task
+    """
+
+    __module__ = PUBLIC_PATH
+
+    name = "clearml"
+    requires_logging_directory = False
+
+    def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
+        super().__init__()
+        self.user_provided_run_name = run_name
+        self.init_kwargs = kwargs
+        self.task: Any = None
+        self._owns_task = False
+
+    @property
+    def tracker(self) -> Any:
+        """The task."""
+        return self.task
+
+    @on_main_process
+    def start(self) -> None:
+        """Join the current task, or start one."""
+        from clearml import Task
+
+        self.task = Task.current_task()
+        self._owns_task = self.task is None
+        if self._owns_task:
+            options = dict(self.init_kwargs)
+            options.setdefault("project_name", self.user_provided_run_name)
+            options.setdefault("task_name", self.user_provided_run_name)
+            self.task = Task.init(**options)
+
+    @on_main_process
+    def store_init_configuration(self, values: dict) -> None:
+        """Connect the configuration to the task.
+
+        Args:
+            values: Names and values.
+        """
+        # A copy: ClearML may write values set in its web page back into what it was given.
+        self.task.connect_configuration(dict(values))
+
+    @on_main_process
+    def log(self, values: dict, step: int | None = None, **kwargs: Any) -> None:
+        """Log numbers: with a step as points of a chart, without one as single values.
+
+        Args:
+            values: Names and values. A name such as ``eval_loss`` is the series ``eval`` of the chart ``loss``.
+            step: The step they belong to.
+            **kwargs: Passed to the logger's ``report_scalar`` or ``report_single_value``.
+        """
+        logger = self.task.get_logger()
+        for name, value in values.items():
+            number = as_number(value)
+            if number is None:
+                mention("ClearML", name, value)
+            elif step is None:
+                logger.report_single_value(name=name, value=number, **kwargs)
+            else:
+                title, series = _title_and_series(name)
+                logger.report_scalar(title=title, series=series, value=number, iteration=step, **kwargs)
+
+    @on_main_process
+    def log_images(self, values: dict, step: int | None = None, **kwargs: Any) -> None:
+        """Log images.
+
+        Args:
+            values: Names and images: arrays, PIL images or paths.
+            step: The step they belong to.
+            **kwargs: Passed to the logger's ``report_image``.
+        """
+        logger = self.task.get_logger()
+        for name, image in values.items():
+            title, series = _title_and_series(name)
+            logger.report_image(title=title, series=series, iteration=step, image=image, **kwargs)
+
+    @on_main_process
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Log a table, given by columns and rows or as a pandas frame.
+
+        Args:
+            table_name: Its name.
+            columns: Names of the columns.
+            data: The rows.
+            dataframe: A pandas frame instead of the two.
+            step: The step it belongs to.
+            **kwargs: Passed to the logger's ``report_table``.
+
+        Raises:
+            ValueError: There are neither rows nor a frame.
+        """
+        if dataframe is None and data is None:
+            raise ValueError(f"log_table({table_name!r}) got no rows: pass `data`, or a pandas frame as `dataframe`.")
+        rows = dataframe if dataframe is not None else ([columns, *data] if columns else data)
+        title, series = _title_and_series(table_name)
+        self.task.get_logger().report_table(title=title, series=series, table_plot=rows, iteration=step, **kwargs)
+
+    @on_main_process
+    def finish(self) -> None:
+        """Close the task, unless somebody else started it."""
+        if self.task is not None and self._owns_task:
+            self.task.close()

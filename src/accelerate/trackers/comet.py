@@ -1,0 +1,82 @@
+"""Tracking with Comet."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from packaging.version import parse
+
+from accelerate.trackers.base import PUBLIC_PATH, GeneralTracker, on_main_process
+from accelerate.trackers.scalars import as_number
+
+# The version from which an experiment is started by a function that also finds one that is running.
+_HAS_START = parse("3.41.0")
+
+
+class CometMLTracker(GeneralTracker):
+    """Logs to Comet.
+
+    Args:
+        run_name: Name of the project.
+        **kwargs: Passed to ``comet_ml.start``, or to ``comet_ml.Experiment`` before version 3.41.
+
+    Source:
+        https://www.comet.com/docs/v2/api-and-sdk/python-sdk/start/
+    """
+
+    __module__ = PUBLIC_PATH
+
+    name = "comet_ml"
+    requires_logging_directory = False
+
+    def __init__(self, run_name: str, **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name = run_name
+        self.init_kwargs = kwargs
+        self.writer: Any = None
+
+    @property
+    def tracker(self) -> Any:
+        """The experiment."""
+        return self.writer
+
+    @on_main_process
+    def start(self) -> None:
+        """Start the experiment."""
+        import comet_ml
+
+        begin = comet_ml.start if parse(comet_ml.__version__) >= _HAS_START else comet_ml.Experiment
+        self.writer = begin(project_name=self.run_name, **self.init_kwargs)
+
+    @on_main_process
+    def store_init_configuration(self, values: dict) -> None:
+        """Store the configuration as parameters.
+
+        Args:
+            values: Names and values.
+        """
+        self.writer.log_parameters(values)
+
+    @on_main_process
+    def log(self, values: dict, step: int | None = None, **kwargs: Any) -> None:
+        """Log numbers and dicts of numbers as metrics, text as other information.
+
+        Args:
+            values: Names and values.
+            step: The step they belong to.
+            **kwargs: Passed to the experiment's ``log_metric``, ``log_metrics`` or ``log_other``.
+        """
+        if step is not None:
+            self.writer.set_step(step)
+        for name, value in values.items():
+            number = as_number(value)
+            if number is not None:
+                self.writer.log_metric(name, number, step=step, **kwargs)
+            elif isinstance(value, str):
+                self.writer.log_other(name, value, **kwargs)
+            elif isinstance(value, Mapping):
+                self.writer.log_metrics(value, step=step, **kwargs)
+
+    @on_main_process
+    def finish(self) -> None:
+        """End the experiment."""
+        self.writer.end()

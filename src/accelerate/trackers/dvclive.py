@@ -1,0 +1,76 @@
+"""Tracking with DVCLive."""
+
+from typing import Any
+
+from accelerate.trackers.base import PUBLIC_PATH, GeneralTracker, on_main_process
+from accelerate.trackers.scalars import mention
+
+
+class DVCLiveTracker(GeneralTracker):
+    """Logs to DVCLive.
+
+    Args:
+        run_name: Not used by DVCLive; here because every tracker takes it.
+        live: A ``dvclive.Live`` to log to, instead of a new one.
+        **kwargs: Passed to ``dvclive.Live``.
+
+    Source:
+        https://dvc.org/doc/dvclive/live
+    """
+
+    __module__ = PUBLIC_PATH
+
+    name = "dvclive"
+    requires_logging_directory = False
+
+    def __init__(self, run_name: str | None = None, live: Any = None, **kwargs: Any) -> None:
+        super().__init__()
+        self.live = live
+        self.init_kwargs = kwargs
+
+    @property
+    def tracker(self) -> Any:
+        """The ``dvclive.Live``."""
+        return self.live
+
+    @on_main_process
+    def start(self) -> None:
+        """Start logging."""
+        if self.live is None:
+            from dvclive import Live
+
+            self.live = Live(**self.init_kwargs)
+
+    @on_main_process
+    def store_init_configuration(self, values: dict) -> None:
+        """Store the configuration as parameters.
+
+        Args:
+            values: Names and values.
+        """
+        self.live.log_params(values)
+
+    @on_main_process
+    def log(self, values: dict, step: int | None = None, **kwargs: Any) -> None:
+        """Log what DVCLive can log as metrics, and go on to its next step.
+
+        Args:
+            values: Names and values.
+            step: The step they belong to; by default the one after the last.
+            **kwargs: Passed to ``log_metric``.
+        """
+        from dvclive.plots import Metric
+
+        if step is not None:
+            self.live.step = step
+        for name, value in values.items():
+            if Metric.could_log(value):
+                self.live.log_metric(name, value, **kwargs)
+            else:
+                mention("DVCLive", name, value)
+        self.live.next_step()
+
+    @on_main_process
+    def finish(self) -> None:
+        """End logging."""
+        self.live.end()

@@ -1,0 +1,186 @@
+"""Tracking with MLflow."""
+
+import json
+import logging
+import os
+from itertools import islice
+from typing import Any
+
+from accelerate.trackers.base import PUBLIC_PATH, GeneralTracker, on_main_process
+from accelerate.trackers.scalars import numbers_of
+
+logger = logging.getLogger(__name__)
+
+_TRUE = ("1", "t", "true", "y", "yes", "on")
+
+
+class MLflowTracker(GeneralTracker):
+    """Logs to MLflow.
+
+    The environment variables MLFLOW_EXPERIMENT_NAME, MLFLOW_RUN_ID, MLFLOW_TAGS (JSON) and MLFLOW_NESTED_RUN win over
+    the arguments.
+
+    Args:
+        experiment_name: Name of the experiment; MLflow's default one when it is None.
+        logging_dir: Where a new experiment keeps its artifacts.
+        run_id: A run to continue.
+        tags: Tags of the run and of a new experiment: a dict, or JSON text.
+        nested_run: Start the run inside the one that is active.
+        run_name: Name of the run.
+        description: Description of the run.
+
+    Source:
+        https://mlflow.org/docs/latest/api_reference/python_api/mlflow.html
+    """
+
+    __module__ = PUBLIC_PATH
+
+    name = "mlflow"
+    requires_logging_directory = False
+
+    def __init__(
+        self,
+        experiment_name: str | None = None,
+        logging_dir: str | os.PathLike[str] | None = None,
+        run_id: str | None = None,
+        tags: dict[str, Any] | str | None = None,
+        nested_run: bool | None = False,
+        run_name: str | None = None,
+        description: str | None = None,
+    ) -> None:
+        super().__init__()
+        nested = os.environ.get("MLFLOW_NESTED_RUN")
+        tags = os.environ.get("MLFLOW_TAGS", tags)
+        self.experiment_name = os.environ.get("MLFLOW_EXPERIMENT_NAME", experiment_name)
+        self.logging_dir = logging_dir
+        self.run_id = os.environ.get("MLFLOW_RUN_ID", run_id)
+        self.tags = _tags(tags) if isinstance(tags, str) else tags
+        self.nested_run = bool(nested_run) if nested is None else nested.lower() in _TRUE
+        self.run_name = run_name
+        self.description = description
+        self.active_run: Any = None
+
+    @property
+    def tracker(self) -> Any:
+        """The active run."""
+        return self.active_run
+
+    @on_main_process
+    def start(self) -> None:
+        """Find or make the experiment and start the run."""
+        import mlflow
+
+        self.active_run = mlflow.start_run(
+            run_id=self.run_id,
+            experiment_id=self._experiment(mlflow),
+            run_name=self.run_name,
+            nested=self.nested_run,
+            tags=self.tags,
+            description=self.description,
+        )
+
+    def _experiment(self, mlflow: Any) -> str | None:
+        if self.experiment_name is None:
+            return None
+        quoted = self.experiment_name.replace("'", "\\'")
+        found = mlflow.search_experiments(filter_string=f"name = '{quoted}'")
+        if len(found) > 0:
+            if len(found) > 1:
+                logger.info("Several experiments are called %r; the first one is used.", self.experiment_name)
+            return found[0].experiment_id
+        return mlflow.create_experiment(
+            name=self.experiment_name,
+            artifact_location=os.fspath(self.logging_dir) if self.logging_dir is not None else None,
+            tags=self.tags,
+        )
+
+    @on_main_process
+    def store_init_configuration(self, values: dict) -> None:
+        """Store the configuration as parameters; those longer than MLflow takes are left out, with a warning.
+
+        Args:
+            values: Names and values.
+        """
+        import mlflow
+
+        limits = mlflow.utils.validation
+        kept = {}
+        for name, value in values.items():
+            if len(str(value)) > limits.MAX_PARAM_VAL_LENGTH:
+                logger.warning(
+                    "MLflow takes parameters of up to %d characters; %r is longer and is not stored there.",
+                    limits.MAX_PARAM_VAL_LENGTH,
+                    name,
+                )
+            else:
+                kept[name] = value
+        items = iter(kept.items())
+        while batch := dict(islice(items, limits.MAX_PARAMS_TAGS_PER_BATCH)):
+            mlflow.log_params(batch)
+
+    @on_main_process
+    def log(self, values: dict, step: int | None = None, **kwargs: Any) -> None:
+        """Log numbers as metrics.
+
+        Args:
+            values: Names and values.
+            step: The step they belong to.
+            **kwargs: Passed to ``mlflow.log_metrics``.
+        """
+        import mlflow
+
+        mlflow.log_metrics(numbers_of(values, "MLflow"), step=step, **kwargs)
+
+    @on_main_process
+    def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
+        """Log a figure as an artifact.
+
+        Args:
+            figure: A matplotlib or plotly figure.
+            artifact_file: Path of the artifact, within the run.
+            **save_kwargs: Passed to ``mlflow.log_figure``.
+        """
+        import mlflow
+
+        mlflow.log_figure(figure=figure, artifact_file=artifact_file, **save_kwargs)
+
+    @on_main_process
+    def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
+        """Log a file as an artifact.
+
+        Args:
+            local_path: The file.
+            artifact_path: Folder of the artifact, within the run.
+        """
+        import mlflow
+
+        mlflow.log_artifact(local_path=local_path, artifact_path=artifact_path)
+
+    @on_main_process
+    def log_artifacts(self, local_dir: str, artifact_path: str | None = None) -> None:
+        """Log the files of a folder as artifacts.
+
+        Args:
+            local_dir: The folder.
+            artifact_path: Folder of the artifacts, within the run.
+        """
+        import mlflow
+
+        mlflow.log_artifacts(local_dir=local_dir, artifact_path=artifact_path)
+
+    @on_main_process
+    def finish(self) -> None:
+        """End the run."""
+        import mlflow
+
+        mlflow.end_run()
+
+
+def _tags(text: str) -> dict[str, Any]:
+    try:
+        tags = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"MLflow's tags are not valid JSON: {text!r} ({error}).") from error
+    if not isinstance(tags, dict):
+        raise ValueError(f"MLflow's tags are a JSON object of names and values, but got {text!r}.")
+    return tags

@@ -1,0 +1,124 @@
+"""Tracking with TensorBoard."""
+
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import yaml
+
+from accelerate.trackers.base import PUBLIC_PATH, GeneralTracker, on_main_process
+
+_HPARAM_TYPES = (int, float, str, bool, torch.Tensor)
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, (int, float)) or (hasattr(value, "item") and getattr(value, "size", None) is not None)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as YAML can hold it."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set)):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return str(value)
+
+
+class TensorBoardTracker(GeneralTracker):
+    """Logs to TensorBoard's event files.
+
+    Args:
+        run_name: Name of the run, and of its folder.
+        logging_dir: The folder that holds the runs.
+        **kwargs: Passed to ``torch.utils.tensorboard.SummaryWriter``.
+
+    Example:
+        >>> import tempfile
+        >>> tracker = TensorBoardTracker("first", tempfile.mkdtemp())
+        >>> tracker.start()
+        >>> tracker.log({"loss": 0.5}, step=1)
+        >>> tracker.finish()
+
+    Source:
+        https://docs.pytorch.org/docs/stable/tensorboard.html
+    """
+
+    __module__ = PUBLIC_PATH
+
+    name = "tensorboard"
+    requires_logging_directory = True
+
+    def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name = run_name
+        self.logging_dir = os.path.join(logging_dir, run_name)
+        self.init_kwargs = kwargs
+        self.writer: Any = None
+
+    @property
+    def tracker(self) -> Any:
+        """The ``SummaryWriter``."""
+        return self.writer
+
+    @on_main_process
+    def start(self) -> None:
+        """Open the event file."""
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            from tensorboardX import SummaryWriter
+        self.writer = SummaryWriter(self.logging_dir, **self.init_kwargs)
+
+    @on_main_process
+    def store_init_configuration(self, values: dict) -> None:
+        """Write the configuration as hyperparameters, and as ``hparams.yml`` in a folder named after the time.
+
+        Args:
+            values: Names and values. Values that TensorBoard's table cannot show are shown as text.
+        """
+        shown = {name: value if isinstance(value, _HPARAM_TYPES) else str(value) for name, value in values.items()}
+        self.writer.add_hparams(shown, metric_dict={})
+        self.writer.flush()
+        folder = os.path.join(self.logging_dir, str(time.time()))
+        os.makedirs(folder, exist_ok=True)
+        with open(os.path.join(folder, "hparams.yml"), "w", encoding="utf-8") as file:
+            yaml.safe_dump(_plain(values), file)
+
+    @on_main_process
+    def log(self, values: dict, step: int | None = None, **kwargs: Any) -> None:
+        """Log numbers as scalars, text as text, and dicts of numbers as scalars in one chart.
+
+        Args:
+            values: Names and values. A tensor or array must have one element.
+            step: The step they belong to.
+            **kwargs: Passed to ``add_scalar``, ``add_text`` or ``add_scalars``.
+        """
+        for name, value in values.items():
+            if isinstance(value, str):
+                self.writer.add_text(name, value, global_step=step, **kwargs)
+            elif isinstance(value, Mapping):
+                self.writer.add_scalars(name, dict(value), global_step=step, **kwargs)
+            elif _is_scalar(value):
+                self.writer.add_scalar(name, value, global_step=step, **kwargs)
+        self.writer.flush()
+
+    @on_main_process
+    def log_images(self, values: dict, step: int | None = None, **kwargs: Any) -> None:
+        """Log images.
+
+        Args:
+            values: Names and images: tensors or arrays of shape (N, C, H, W), or as ``dataformats`` says.
+            step: The step they belong to.
+            **kwargs: Passed to ``add_images``.
+        """
+        for name, images in values.items():
+            self.writer.add_images(name, images, global_step=step, **kwargs)
+
+    @on_main_process
+    def finish(self) -> None:
+        """Close the event file."""
+        self.writer.close()

@@ -1,0 +1,290 @@
+"""Commands and environments of the processes that `accelerate launch` starts, for programs that start them themselves."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from accelerate.config.enums import DistributedType
+from accelerate.config.options import BY_NAME
+from accelerate.launch.env import exports, feature_exports
+from accelerate.launch.errors import LaunchError, NotAvailableError
+from accelerate.launch.plan import Resolved
+from accelerate.launch.resolve import merge
+from accelerate.utils.constants import DEEPSPEED_MULTINODE_LAUNCHERS
+
+__all__ = [
+    "DEEPSPEED_MULTINODE_LAUNCHERS",
+    "PrepareForLaunch",
+    "env_var_path_add",
+    "prepare_deepspeed_cmd_env",
+    "prepare_extend_env_parallelism_config",
+    "prepare_multi_gpu_env",
+    "prepare_sagemager_args_inputs",
+    "prepare_simple_launcher_cmd_env",
+    "prepare_tpu",
+    "setup_fp8_env",
+]
+
+
+def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
+    """Return the command line and the environment of a single process.
+
+    Args:
+        args: what `accelerate.commands.launch.launch_command_parser` parsed.
+
+    Returns:
+        The command, and all variables of the process.
+
+    Raises:
+        LaunchError: a setting is malformed, or `--module` and `--no_python` are both given.
+
+    Example:
+        >>> prepare_simple_launcher_cmd_env(launch_command_parser().parse_args(["-m", "my.train"]))[0]
+        ['.../python', '-m', 'my.train']
+    """
+    if args.module and args.no_python:
+        raise LaunchError("--module and --no_python exclude each other. Choose one.")
+    command = [] if args.no_python else [sys.executable, *(["-m"] if args.module else [])]
+    return [*command, args.training_script, *(args.training_script_args or ())], _environment(args)
+
+
+def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
+    """Return the environment of several processes, and put the arguments of torchrun on `args`.
+
+    Args:
+        args: as in `prepare_simple_launcher_cmd_env`; gains `nproc_per_node`, and `nnodes`, `node_rank`, `master_addr`,
+            `master_port`, `rdzv_endpoint` or `standalone` as needed, ready for `_filter_args`.
+
+    Returns:
+        All variables of the processes.
+
+    Raises:
+        LaunchError: a setting is malformed, or the processes do not divide evenly over the machines.
+    """
+    machines = args.num_machines or 1
+    processes = args.num_processes or 1
+    if processes % machines:
+        raise LaunchError(f"--num_processes is {processes}; it must be a multiple of --num_machines, {machines}.")
+    args.nproc_per_node = str(processes // machines)
+    port = args.main_process_port
+    if machines > 1:
+        args.nnodes = str(machines)
+        args.node_rank = int(args.machine_rank or 0)
+        if not args.main_process_ip or not port:
+            raise LaunchError("--num_machines above 1 needs --main_process_ip and --main_process_port.")
+        if args.rdzv_backend == "static":
+            args.master_addr, args.master_port = str(args.main_process_ip), str(port)
+        else:
+            args.rdzv_endpoint = f"{args.main_process_ip}:{port}"
+    elif port:
+        args.master_port = str(port)
+    else:
+        args.standalone = True
+    return _environment(args)
+
+
+def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str] | None, dict[str, str]]:
+    """Return how DeepSpeed's processes are started: a command of its own launcher, or None for torchrun.
+
+    Args:
+        args: as in `prepare_multi_gpu_env`.
+
+    Returns:
+        The command or None, and all variables of the processes.
+
+    Raises:
+        NotAvailableError: several machines with a launcher other than "standard".
+        LaunchError: as in `prepare_multi_gpu_env`.
+    """
+    if (args.num_machines or 1) > 1 and args.deepspeed_multinode_launcher != "standard":
+        raise NotAvailableError(
+            "DeepSpeed's own multi-machine launchers are not available in this version yet. What works: "
+            "--deepspeed_multinode_launcher standard."
+        )
+    environment = prepare_multi_gpu_env(args)
+    environment.update(feature_exports("deepspeed", _settings(args)))
+    environment["ACCELERATE_USE_DEEPSPEED"] = "true"
+    environment["PYTHONPATH"] = env_var_path_add("PYTHONPATH", os.path.abspath("."))
+    return None, environment
+
+
+def prepare_extend_env_parallelism_config(args: argparse.Namespace, current_env: dict[str, str]) -> dict[str, str]:
+    """Add the variables that describe the parallelism of a run to an environment.
+
+    Args:
+        args: as in `prepare_simple_launcher_cmd_env`.
+        current_env: the environment; it is changed in place.
+
+    Returns:
+        The same environment.
+    """
+    current_env["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
+    current_env.update(feature_exports("parallelism", _settings(args)))
+    return current_env
+
+
+def setup_fp8_env(args: argparse.Namespace, current_env: dict[str, str]) -> dict[str, str]:
+    """Add the variables that describe FP8 training to an environment.
+
+    Args and Returns: as `prepare_extend_env_parallelism_config`.
+    """
+    current_env.update(feature_exports("fp8", _settings(args)))
+    return current_env
+
+
+def prepare_tpu(
+    args: argparse.Namespace, current_env: dict[str, str], pod: bool = False
+) -> tuple[argparse.Namespace, dict[str, str]]:
+    """Add the variables of a run on TPU cores to an environment.
+
+    Args:
+        args: as in `prepare_simple_launcher_cmd_env`.
+        current_env: the environment; it is changed in place.
+        pod: prepare a run on all machines of a TPU pod.
+
+    Returns:
+        The arguments and the same environment.
+
+    Raises:
+        NotAvailableError: `pod` is set.
+    """
+    if pod:
+        raise NotAvailableError(
+            "Launching on a TPU pod is not available in this version yet. What works: starting the script on each machine."
+        )
+    if args.mixed_precision == "bf16":
+        current_env["XLA_DOWNCAST_BF16" if args.downcast_bf16 else "XLA_USE_BF16"] = "1"
+    return args, current_env
+
+
+def prepare_sagemager_args_inputs(sagemaker_config: Any, args: argparse.Namespace) -> tuple[Any, Any]:
+    """Return the arguments and inputs of a SageMaker job; not available yet.
+
+    Args:
+        sagemaker_config: an `accelerate.commands.config.config_args.SageMakerConfig`.
+        args: as in `prepare_simple_launcher_cmd_env`.
+
+    Raises:
+        NotAvailableError: always.
+    """
+    raise NotAvailableError(
+        "Amazon SageMaker is not available in this version yet. What works: compute_environment: LOCAL_MACHINE."
+    )
+
+
+def env_var_path_add(env_var_name: str, path_to_add: str) -> str:
+    """Return the value of a path-like variable with one more directory at its end; the variable is not changed.
+
+    Args:
+        env_var_name: such as "PYTHONPATH".
+        path_to_add: the directory.
+    """
+    return os.pathsep.join(part for part in (os.environ.get(env_var_name, ""), path_to_add) if part)
+
+
+def _filter_args(
+    args: argparse.Namespace, parser: argparse.ArgumentParser, default_args: Sequence[str] = []
+) -> argparse.Namespace:
+    """Return the arguments that another parser knows, with the values they have here.
+
+    Args:
+        args: parsed arguments.
+        parser: the other parser, such as torchrun's.
+        default_args: what that parser needs to be satisfied.
+    """
+    known, _ = parser.parse_known_args(list(default_args))
+    for name in vars(known):
+        if hasattr(args, name):
+            setattr(known, name, getattr(args, name))
+    return known
+
+
+def _convert_nargs_to_dict(nargs: Sequence[str]) -> dict[str, Any]:
+    """Turn script arguments `--name value` into typed values by name, as hyperparameters of a job.
+
+    Args:
+        nargs: the arguments.
+
+    Raises:
+        ValueError: a flag has no value, or a value no flag.
+    """
+    values: dict[str, Any] = {}
+    for position in range(0, len(nargs), 2):
+        pair = nargs[position : position + 2]
+        if not pair[0].startswith("-") or len(pair) < 2 or (pair[1].startswith("-") and not _is_number(pair[1])):
+            raise ValueError(f"{' '.join(pair)!r} is no `--name value`; give every argument of the script a value.")
+        values[pair[0].lstrip("-")] = _typed(pair[1])
+    return values
+
+
+def _typed(text: str) -> Any:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _is_number(text: str) -> bool:
+    return isinstance(_typed(text), (int, float))
+
+
+def _settings(args: argparse.Namespace) -> dict[str, Resolved]:
+    return {
+        name: Resolved(getattr(args, name)) if getattr(args, name, None) is not None else resolved
+        for name, resolved in merge(args, os.environ).values.items()
+        if name in BY_NAME
+    }
+
+
+def _environment(args: argparse.Namespace) -> dict[str, str]:
+    environment = {**os.environ, **exports(_settings(args))}
+    if args.gpu_ids and args.gpu_ids != "all":
+        environment["CUDA_VISIBLE_DEVICES"] = str(args.gpu_ids)
+    return environment
+
+
+class PrepareForLaunch:
+    """A picklable function for a process starter: it sets the variables of its process, then calls the real function.
+
+    Args:
+        launcher: the function to run in each process.
+        distributed_type: how the processes cooperate.
+        debug: start torch.distributed (gloo) through the file that `ACCELERATE_DEBUG_RDV_FILE` names.
+    """
+
+    def __init__(self, launcher: Callable[..., Any], distributed_type: str = "NO", debug: bool = False) -> None:
+        self.launcher = launcher
+        self.distributed_type = DistributedType(str(getattr(distributed_type, "value", distributed_type)).upper())
+        self.debug = debug
+
+    def __call__(self, index: int, *args: Any) -> None:
+        """Run the function as one process of the group.
+
+        Args:
+            index: the number of the process on this machine.
+            args: the arguments of the function.
+        """
+        from accelerate.runtime import traits
+
+        if self.debug:
+            self._meet(index)
+        elif traits.of(self.distributed_type).torch_distributed:
+            per_machine = int(os.environ.get("NPROC", 1))
+            os.environ["LOCAL_RANK"] = str(index)
+            os.environ["RANK"] = str(int(os.environ.get("NODE_RANK", 0)) * per_machine + index)
+        os.environ["FORK_LAUNCHED"] = "1"
+        self.launcher(*args)
+
+    @staticmethod
+    def _meet(index: int) -> None:
+        import torch.distributed as dist
+
+        world_size = int(os.environ["WORLD_SIZE"])
+        store = dist.FileStore(os.environ["ACCELERATE_DEBUG_RDV_FILE"], world_size)
+        dist.init_process_group("gloo", rank=index, world_size=world_size, store=store)

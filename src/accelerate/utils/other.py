@@ -1,0 +1,247 @@
+"""Saving and loading objects, and small helpers; with ``accelerate.modules`` the public home of module questions."""
+
+import codecs
+import contextlib
+import logging
+import os
+import platform
+import re
+import socket
+import threading
+from collections.abc import Iterator
+from functools import reduce
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+
+from accelerate.modules.compile import (
+    compile_regions,
+    compile_regions_deepspeed,
+    compile_regions_fsdp2,
+    get_module_children_bottom_up,
+    has_compiled_regions,
+    has_repeated_blocks,
+    is_compiled_module,
+    is_repeated_blocks,
+)
+from accelerate.modules.tensors import clean_state_dict_for_safetensors, get_model_tp_size, model_has_dtensor
+from accelerate.modules.unwrap import extract_model_from_parallel
+from accelerate.process import PartialState
+from accelerate.utils.constants import FSDP_PYTORCH_VERSION
+
+__all__ = [
+    "FSDP_PYTORCH_VERSION",
+    "TORCH_SAFE_GLOBALS",
+    "check_os_kernel",
+    "clean_state_dict_for_safetensors",
+    "compile_regions",
+    "compile_regions_deepspeed",
+    "compile_regions_fsdp2",
+    "convert_bytes",
+    "extract_model_from_parallel",
+    "get_free_port",
+    "get_model_tp_size",
+    "get_module_children_bottom_up",
+    "get_pretty_name",
+    "has_compiled_regions",
+    "has_repeated_blocks",
+    "is_compiled_module",
+    "is_port_in_use",
+    "is_repeated_blocks",
+    "load",
+    "merge_dicts",
+    "model_has_dtensor",
+    "recursive_getattr",
+    "save",
+    "wait_for_everyone",
+]
+
+logger = logging.getLogger(__name__)
+
+Path = str | os.PathLike[str]
+
+# What numpy's random state pickles to. These build arrays and run no code, so that a checkpoint loads without trusting it.
+TORCH_SAFE_GLOBALS = [
+    (np._core if hasattr(np, "_core") else np.core).multiarray._reconstruct,  # numpy 2 renamed the package
+    np.ndarray,
+    codecs.encode,
+    np.dtype,
+    np.dtypes.UInt32DType,
+]
+
+DEFAULT_PORT = 29500
+OLDEST_GOOD_KERNEL = (5, 5, 0)
+
+
+@contextlib.contextmanager
+def written_whole(path: Path) -> Iterator[str]:
+    """Give the name of a temporary file that replaces ``path`` when the block ends well, and vanishes when it does not.
+
+    A process that dies while it writes leaves the old file, never half of the new one.
+
+    Args:
+        path: The file to write. Its folder must exist.
+    """
+    folder, name = os.path.split(os.fspath(path))
+    temporary = os.path.join(folder, f".{name}.{os.getpid()}-{threading.get_ident()}")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def save(obj: Any, f: Path | BinaryIO, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
+    """Save an object to a file, on the main process only. All ranks may call it; the others return at once.
+
+    Args:
+        obj: What to save; with ``safe_serialization`` a flat dict of names and tensors.
+        f: A path, or a binary file when ``safe_serialization`` is off.
+        save_on_each_node: Write on the main process of each node, for folders that the nodes do not share.
+        safe_serialization: Write safetensors instead of torch's pickle format.
+
+    Example:
+        >>> save({"weight": torch.ones(2)}, "weights.bin")  # doctest: +SKIP
+    """
+    state = PartialState()
+    if not (state.is_local_main_process if save_on_each_node else state.is_main_process):
+        return
+    if safe_serialization:
+        from safetensors.torch import save_file
+
+        with written_whole(f) as temporary:
+            save_file(obj, temporary, metadata={"format": "pt"})
+    elif isinstance(f, (str, os.PathLike)):
+        with written_whole(f) as temporary:
+            torch.save(obj, temporary)
+    else:
+        torch.save(obj, f)
+
+
+def load(f: Path | BinaryIO, map_location: Any = None, **kwargs: Any) -> Any:
+    """Load an object that ``save`` wrote in torch's format, without running code from the file.
+
+    Args:
+        f: A path or a binary file.
+        map_location: Where tensors go; see ``torch.load``.
+        **kwargs: Passed to ``torch.load``. ``weights_only=False`` accepts any pickle, and runs what it says: use it
+            only for files that you trust.
+
+    Source:
+        https://docs.pytorch.org/docs/stable/generated/torch.load.html
+    """
+    kwargs.setdefault("weights_only", True)
+    with _safe_globals():
+        return torch.load(f, map_location=map_location, **kwargs)
+
+
+def _safe_globals() -> contextlib.AbstractContextManager:
+    if hasattr(torch.serialization, "safe_globals"):
+        return torch.serialization.safe_globals(TORCH_SAFE_GLOBALS)
+    torch.serialization.add_safe_globals(TORCH_SAFE_GLOBALS)  # torch 2.4 can only add them for good
+    return contextlib.nullcontext()
+
+
+def wait_for_everyone() -> None:
+    """Wait until every rank has reached this call. All ranks must call it."""
+    PartialState().wait_for_everyone()
+
+
+def get_pretty_name(obj: Any) -> str:
+    """Return the qualified name of a class or function, or of an object's class.
+
+    Args:
+        obj: Anything.
+
+    Example:
+        >>> get_pretty_name(torch.nn.Linear(1, 1)), get_pretty_name(len)
+        ('Linear', 'len')
+    """
+    named = obj if hasattr(obj, "__qualname__") or hasattr(obj, "__name__") else type(obj)
+    return getattr(named, "__qualname__", None) or named.__name__
+
+
+def merge_dicts(source: dict, destination: dict) -> dict:
+    """Merge a nested dict into another one, in place, and return that one; where both have a value the source's wins.
+
+    Args:
+        source: It stays as it is.
+        destination: It receives the entries.
+
+    Example:
+        >>> merge_dicts({"a": {"b": 1}}, {"a": {"c": 2}})
+        {'a': {'c': 2, 'b': 1}}
+    """
+    for key, value in source.items():
+        if isinstance(value, dict):
+            below = destination.get(key)
+            destination[key] = merge_dicts(value, below if isinstance(below, dict) else {})
+        else:
+            destination[key] = value
+    return destination
+
+
+def recursive_getattr(obj: Any, attr: str) -> Any:
+    """Return an attribute by its dotted name.
+
+    Args:
+        obj: Where to start.
+        attr: A dotted name such as ``"encoder.0.weight"``.
+
+    Raises:
+        AttributeError: A part of the name is missing.
+    """
+    return reduce(getattr, attr.split("."), obj)
+
+
+def convert_bytes(size: int | float) -> str:
+    """Return a size in bytes as text in the largest unit that fits, up to petabytes.
+
+    Args:
+        size: Bytes.
+
+    Example:
+        >>> convert_bytes(1536)
+        '1.5 KB'
+    """
+    units = ("bytes", "KB", "MB", "GB", "TB", "PB")
+    step = 0
+    while size >= 1024 and step < len(units) - 1:
+        size /= 1024
+        step += 1
+    return f"{round(size, 2)} {units[step]}"
+
+
+def is_port_in_use(port: int | str | None = None) -> bool:
+    """Say whether a program on this machine listens on a port.
+
+    Args:
+        port: The port; 29500, where processes meet by default, when it is None.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1)
+        return probe.connect_ex(("localhost", DEFAULT_PORT if port is None else int(port))) == 0
+
+
+def get_free_port() -> int:
+    """Return a port that no program listens on now. Another program may take it before you do."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+def check_os_kernel() -> None:
+    """Warn when the Linux kernel is older than 5.5, on which runs with several processes are known to hang."""
+    if platform.system() != "Linux":
+        return
+    release = platform.release()
+    numbers = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", release)
+    if numbers and tuple(int(part or 0) for part in numbers.groups()) < OLDEST_GOOD_KERNEL:
+        logger.warning(
+            "The Linux kernel %s is older than %s; on such kernels processes can hang. Use a newer kernel if they do.",
+            release,
+            ".".join(map(str, OLDEST_GOOD_KERNEL)),
+        )

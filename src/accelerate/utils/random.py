@@ -1,0 +1,109 @@
+"""Random numbers: seeding a process, and giving all processes the same generator states."""
+
+import os
+import random
+from collections.abc import Iterable
+from operator import index
+from typing import Any
+
+import numpy as np
+import torch
+
+from accelerate import comm
+from accelerate.config.enums import RNGType
+from accelerate.devices import detect
+from accelerate.devices.table import DEVICES
+from accelerate.runtime import storage
+from accelerate.utils.constants import CUDA_DISTRIBUTED_TYPES
+
+__all__ = ["CUDA_DISTRIBUTED_TYPES", "set_seed", "synchronize_rng_state", "synchronize_rng_states"]
+
+_LARGEST_SEED = 2**32 - 1
+
+
+def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
+    """Seed `random`, numpy and torch, on every device. Any rank, alone.
+
+    Args:
+        seed: from 0 to 2**32 - 1.
+        device_specific: add the process index, so that processes draw different numbers.
+        deterministic: also make torch use algorithms that always give the same result, or raise where it has none.
+
+    Raises:
+        TypeError: the seed is no integer.
+        ValueError: it is negative or too large.
+
+    Example:
+        >>> import torch
+        >>> set_seed(1); first = torch.rand(1)
+        >>> set_seed(1); bool(torch.rand(1) == first)
+        True
+
+    Source: https://pytorch.org/docs/stable/notes/randomness.html
+    """
+    try:
+        value = index(seed)
+    except TypeError:
+        raise TypeError(f"seed={seed!r} is of type {type(seed).__name__}; pass an integer.") from None
+    if not 0 <= value <= _LARGEST_SEED:
+        raise ValueError(f"seed={value} is out of range; pass an integer from 0 to {_LARGEST_SEED} (2**32 - 1).")
+    if device_specific:
+        value = (value + storage.ensure("process")["process_index"]) % (_LARGEST_SEED + 1)
+    random.seed(value)
+    np.random.seed(value)
+    torch.manual_seed(value)  # CUDA, XPU and MPS, too
+    device = detect()
+    if device.type not in ("cpu", "cuda", "xpu", "mps"):
+        device.manual_seed_all(value)
+    if deterministic:
+        # cuBLAS reads it when it starts; without it, torch refuses matrix products in this mode.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+
+
+def _as_tensor(state: Any) -> torch.Tensor:
+    return state if isinstance(state, torch.Tensor) else torch.tensor([state], dtype=torch.int64)
+
+
+def synchronize_rng_state(rng_type: RNGType | str | None = None, generator: torch.Generator | None = None) -> None:
+    """Give all processes the state that a random generator has on the main process. Every rank must call it.
+
+    Args:
+        rng_type: which generator: "torch", "generator", or a device such as "cuda". None, and a device that this machine
+            does not have, do nothing.
+        generator: the generator to synchronise, for "generator".
+
+    Raises:
+        ValueError: the type is unknown, or "generator" is asked for without one.
+    """
+    if rng_type is None:
+        return
+    rng_type = RNGType(rng_type)
+    if rng_type is RNGType.GENERATOR and generator is None:
+        raise ValueError("rng_type='generator' needs a generator; pass `generator=torch.Generator()`.")
+    communicator = comm.current()
+    if communicator.world_size == 1:
+        return
+    if rng_type is RNGType.GENERATOR:
+        get, put = generator.get_state, generator.set_state
+    elif rng_type is RNGType.TORCH:
+        get, put = torch.get_rng_state, torch.set_rng_state
+    else:
+        device = DEVICES[rng_type.value]
+        if not device.available():
+            return
+        get, put = device.get_rng_state, device.set_rng_state
+    state = get()
+    told = communicator.broadcast(_as_tensor(state), 0)
+    put(told.cpu() if isinstance(state, torch.Tensor) else int(told))
+
+
+def synchronize_rng_states(rng_types: Iterable[str | RNGType], generator: torch.Generator | None = None) -> None:
+    """Do `synchronize_rng_state` for several generators. Every rank must call it.
+
+    Args:
+        rng_types: which generators, in the same order on every rank.
+        generator: for "generator".
+    """
+    for rng_type in rng_types:
+        synchronize_rng_state(RNGType(rng_type), generator=generator)

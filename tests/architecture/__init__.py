@@ -1,0 +1,1 @@
+"""Tests of the shape of the code: layers, sizes, public interface, import weight, text."""

@@ -1,0 +1,79 @@
+"""Reading our own source: which files there are, what they import, and where their functions are."""
+
+import ast
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Iterator
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+SRC = ROOT / "src"
+
+
+@dataclasses.dataclass(frozen=True)
+class Import:
+    """One import of one of our modules by another; `lazy` when it sits in a function."""
+
+    source: str
+    target: str
+    line: int
+    lazy: bool
+
+
+@functools.cache
+def files(package: str = "accelerate") -> tuple[pathlib.Path, ...]:
+    """Return the Python files of one of our packages."""
+    return tuple(sorted((SRC / package).rglob("*.py")))
+
+
+@functools.cache
+def tree(path: pathlib.Path) -> ast.Module:
+    """Return the syntax tree of a file."""
+    return ast.parse(path.read_text("utf-8"), str(path))
+
+
+def module_name(path: pathlib.Path) -> str:
+    """Return the dotted name of a file under src."""
+    parts = path.relative_to(SRC).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@functools.cache
+def modules() -> dict[str, pathlib.Path]:
+    """Return every module of the package with its file."""
+    return {module_name(path): path for path in files()}
+
+
+def _is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+
+
+def _walk(node: ast.AST, lazy: bool) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.Import, ast.ImportFrom)):
+            yield child, lazy
+        elif _is_type_checking(child):
+            # What only annotations need is never loaded, so it cannot point the wrong way at run time.
+            for other in child.orelse:
+                yield from _walk(other, lazy)
+        else:
+            yield from _walk(child, lazy or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)))
+
+
+def imports(name: str) -> list[Import]:
+    """Return what a module of ours imports from the package, a submodule named in `from` counted as itself."""
+    known, found = modules(), []
+    for node, lazy in _walk(tree(known[name]), lazy=False):
+        if isinstance(node, ast.Import):
+            targets = [alias.name for alias in node.names]
+        else:
+            base = node.module or ""
+            if node.level:
+                parts = name.split(".")
+                is_package = known[name].name == "__init__.py"
+                anchor = parts[: len(parts) - node.level + is_package]
+                base = ".".join([*anchor, *([base] if base else [])])
+            # `from package import submodule` loads the submodule; any other name loads the package's own file.
+            targets = [f"{base}.{a.name}" if f"{base}.{a.name}" in known else base for a in node.names]
+        found += [Import(name, t, node.lineno, lazy) for t in dict.fromkeys(targets) if t in known and t != name]
+    return found

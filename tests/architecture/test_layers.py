@@ -1,0 +1,132 @@
+"""Imports run downward: the layers of docs/architecture.md, read from the import statements."""
+
+import pytest
+
+from architecture import source
+
+# A unit is a module or a package with everything below it. A unit imports from lower layers, from itself, and from units
+# of its own layer as long as those do not lead back to it. Imports inside functions count; those for annotations do not.
+LAYERS: list[str] = [
+    "utils.constants utils.versions utils.imports utils.environment",
+    "config parallelism_config",
+    "runtime.storage devices",
+    "comm utils.operations",
+    "runtime.rendezvous runtime.traits runtime.split process state",
+    "logging modules precision utils.other utils.random utils.memory utils.tqdm utils.rich utils.torch_xla optimizer scheduler",
+    "data offload hooks big_modeling trackers parallel utils.modeling utils.offload utils.bnb utils.ao "
+    "utils.transformer_engine utils.deepspeed utils.megatron_lm",
+    "checkpoint checkpointing utils.fsdp_utils",
+    "backends",
+    "training accelerator",
+    "local_sgd inference launch launchers utils.launch",
+    "commands",
+    "test_utils",
+]
+LAYER_OF = {f"accelerate.{unit}": number for number, units in enumerate(LAYERS) for unit in units.split()}
+# Re-exports for users: they hold no code, and nothing below layer 10 may import them.
+FRONTS = {
+    f"accelerate{front}"
+    for front in ("", ".utils", ".utils.dataclasses", ".data_loader", ".tracking", ".memory_utils")
+}
+FRONT_LIMIT = 10
+
+
+def unit_of(module: str) -> str | None:
+    """Return the unit a module belongs to: the longest known name that it starts with."""
+    parts = module.split(".")
+    for length in range(len(parts), 1, -1):
+        if ".".join(parts[:length]) in LAYER_OF:
+            return ".".join(parts[:length])
+    return None
+
+
+def all_imports() -> list[source.Import]:
+    """Return every import of one of our modules by another."""
+    return [found for name in source.modules() for found in source.imports(name)]
+
+
+def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Return the groups of nodes that reach each other (Tarjan, SIAM J. Comput. 1972), largest first."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    groups: list[list[str]] = []
+
+    def visit(node: str) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for successor in sorted(graph.get(node, ())):
+            if successor not in index:
+                visit(successor)
+                low[node] = min(low[node], low[successor])
+            elif successor in stack:
+                low[node] = min(low[node], index[successor])
+        if low[node] == index[node]:
+            at = stack.index(node)
+            group, stack[at:] = stack[at:], []
+            if len(group) > 1:
+                groups.append(sorted(group))
+
+    for node in graph:
+        if node not in index:
+            visit(node)
+    return sorted(groups, key=len, reverse=True)
+
+
+def test_every_module_has_a_layer():
+    packages = {name.rpartition(".")[0] for name in source.modules()}
+    homeless = [name for name in source.modules() if unit_of(name) is None and name not in FRONTS]
+    # A package that only holds units of different layers (`runtime`) has no code of its own to place.
+    homeless = [n for n in homeless if not (n in packages and not source.imports(n))]
+    assert not homeless, f"give them a place in LAYERS and in docs/architecture.md: {homeless}"
+
+
+def test_imports_run_downward():
+    upward = []
+    for found in all_imports():
+        source_unit, target_unit = unit_of(found.source), unit_of(found.target)
+        if source_unit is None or target_unit is None or source_unit == target_unit:
+            continue
+        if LAYER_OF[target_unit] > LAYER_OF[source_unit]:
+            upward.append(f"{found.source}:{found.line} (layer {LAYER_OF[source_unit]}) imports {found.target}")
+    assert not upward, "\n" + "\n".join(upward)
+
+
+def test_only_the_outside_imports_fronts():
+    # `import accelerate.x` runs `accelerate/__init__`, which is lazy and imports nothing; only naming a front counts.
+    wrong = []
+    for found in all_imports():
+        if found.target not in FRONTS or found.source in FRONTS:
+            continue
+        unit = unit_of(found.source)
+        if unit and LAYER_OF[unit] < FRONT_LIMIT:
+            wrong.append(f"{found.source}:{found.line} imports the front {found.target}")
+    assert not wrong, "\n" + "\n".join(wrong)
+
+
+def test_fronts_import_only_below_the_launch_layer():
+    wrong = [
+        f"{found.source}:{found.line} imports {found.target}"
+        for found in all_imports()
+        if found.source in FRONTS and (unit := unit_of(found.target)) and LAYER_OF[unit] >= FRONT_LIMIT
+    ]
+    assert not wrong, "\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize("lazy", [False, True], ids=["modules", "units"])
+def test_no_import_ring(lazy):
+    graph: dict[str, set[str]] = {}
+    for found in all_imports():
+        if lazy:
+            # Between units the imports inside functions count as well: a ring is a ring, however late it closes.
+            start, goal = unit_of(found.source), unit_of(found.target)
+        else:
+            start, goal = (None, None) if found.lazy else (found.source, found.target)
+        if start and goal and start != goal:
+            graph.setdefault(start, set()).add(goal)
+    assert cycles(graph) == []
+
+
+def test_cycles_are_found():
+    assert cycles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
+    assert cycles({"a": {"b", "c"}, "b": {"c"}}) == []

@@ -1,0 +1,102 @@
+"""The option table: complete, spelled once, and consistent with itself."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from accelerate.config.options import (
+    BY_NAME,
+    FEATURES,
+    OPTIONS,
+    PARADIGMS,
+    SECTIONS,
+    SWITCH_OF_DISTRIBUTED_TYPE,
+    of_feature,
+)
+
+RECORD = Path(__file__).parents[3] / "architecture" / "record" / "cli-1.15.0.json"
+RECORDED = json.loads(RECORD.read_text("utf-8"))["commands"]["launch"]["arguments"]
+
+
+def test_every_recorded_option_is_there():
+    flags = {flag for option in OPTIONS for flag in (*option.spellings, option.negation)}
+    flags |= {f.replace("_", "-") for f in flags if f and f.startswith("--")}
+    assert not {flag for argument in RECORDED for flag in argument["options"]} - flags
+
+
+def test_nothing_is_spelled_twice():
+    for values in (
+        [option.name for option in OPTIONS],
+        [flag for option in OPTIONS for flag in option.spellings],
+        [name for option in OPTIONS for name in (option.env, *option.env_names) if name],
+        [(option.section, option.file_key) for option in OPTIONS if option.file_key],
+    ):
+        assert [value for value, count in Counter(values).items() if count > 1] == []
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
+def test_row_is_sound(option):
+    assert option.help.endswith("."), option.help
+    assert option.feature is None or option.feature in FEATURES
+    assert option.section is None or option.section in SECTIONS
+    if option.choices is not None and option.default is not None:
+        assert option.default in option.choices
+    if option.default is not None:
+        assert option.parse(option.default) == option.default
+    for variable, text in option.encode(option.default).items():
+        assert variable.isupper()
+        assert isinstance(text, str)
+
+
+@pytest.mark.parametrize(
+    "option", [o for o in OPTIONS if o.env and o.style not in ("on", "one")], ids=lambda o: o.name
+)
+def test_a_value_survives_the_environment(option):
+    value = {"str": "x", "int": 3, "float": 0.5, "bool": True}[option.type]
+    if option.choices is not None:
+        value = next(choice for choice in reversed(option.choices) if choice not in option.corrections)
+    assert option.parse(option.encode(value)[option.env]) == value
+
+
+def test_switches_exist():
+    assert {feature.switch for feature in FEATURES.values()} <= set(BY_NAME)
+    assert set(PARADIGMS) <= set(BY_NAME)
+    assert {switch for switch in SWITCH_OF_DISTRIBUTED_TYPE.values() if switch} <= set(BY_NAME)
+    assert {feature for feature in SECTIONS.values() if feature} <= set(FEATURES)
+
+
+def test_unready_features_say_what_works():
+    assert all(feature.ready or feature.instead for feature in FEATURES.values())
+
+
+@pytest.mark.parametrize(
+    ("feature", "value", "on"),
+    [
+        ("fsdp", True, True),
+        ("fsdp", False, False),
+        ("fsdp", None, False),
+        ("machines", 1, False),
+        ("machines", None, False),
+        ("machines", 2, True),
+        ("fp8", "bf16", False),
+        ("fp8", "fp8", True),
+        ("sagemaker", "LOCAL_MACHINE", False),
+        ("sagemaker", "AMAZON_SAGEMAKER", True),
+    ],
+)
+def test_feature_is_on(feature, value, on):
+    assert FEATURES[feature].is_on(value) is on
+
+
+def test_feature_request_reads_as_a_command_line():
+    assert FEATURES["fsdp"].request == "--use_fsdp"
+    assert FEATURES["machines"].request == "--num_machines N"
+    assert FEATURES["fp8"].request == "--mixed_precision fp8"
+
+
+def test_options_of_a_feature():
+    assert {option.name for option in of_feature("fp8")} >= {"fp8_backend", "fp8_format"}
+    with pytest.raises(KeyError, match="nothing"):
+        of_feature("nothing")

@@ -1,0 +1,103 @@
+"""Local SGD: when weights are averaged, and where it is refused."""
+
+import contextlib
+import types
+
+import pytest
+import torch
+from torch import nn
+
+from accelerate import local_sgd
+from accelerate.local_sgd import LocalSGD
+
+
+class Communicator:
+    """Two ranks, of which the other one holds weights of zero."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def all_reduce(self, tensor, op="sum"):
+        assert op == "mean"
+        self.calls += 1
+        return tensor / 2
+
+
+@pytest.fixture
+def communicator(monkeypatch):
+    communicator = Communicator()
+    monkeypatch.setattr(local_sgd.comm, "current", lambda: communicator)
+    return communicator
+
+
+@pytest.fixture
+def make(monkeypatch):
+    def make(num_processes=2, strategy="ddp"):
+        held = []
+
+        @contextlib.contextmanager
+        def no_sync(model):
+            held.append("held")
+            yield
+            held.append("released")
+
+        monkeypatch.setattr(local_sgd, "resolve", lambda state: types.SimpleNamespace(name=strategy))
+        return types.SimpleNamespace(num_processes=num_processes, state=None, no_sync=no_sync, held=held)
+
+    return make
+
+
+def test_weights_are_averaged_at_multiples_and_at_the_end(make, communicator):
+    accelerator, model = make(), nn.Linear(2, 1)
+    with torch.no_grad():
+        model.weight.fill_(8)
+        model.bias.fill_(8)
+    seen = []
+    with LocalSGD(accelerator, model, local_sgd_steps=2) as sgd:
+        for _ in range(3):
+            sgd.step()
+            seen.append(model.bias.item())
+    assert seen == [8, 4, 4] and model.weight.tolist() == [[2, 2]]
+    assert communicator.calls == 2, "one collective for all weights"
+    assert accelerator.held == ["held", "released"] and sgd.num_steps == 3
+
+
+@pytest.mark.parametrize(("num_processes", "enabled"), [(1, True), (2, False)])
+def test_it_does_nothing_when_it_is_off_or_alone(make, communicator, num_processes, enabled):
+    accelerator, model = make(num_processes, "single"), nn.Linear(1, 1)
+    with LocalSGD(accelerator, model, 1, enabled=enabled) as sgd:
+        sgd.step()
+    assert communicator.calls == 0 and accelerator.held == [] and sgd.enabled is False
+
+
+def test_after_an_error_nobody_averages(make, communicator):
+    accelerator = make()
+    with pytest.raises(ValueError, match="mine"), LocalSGD(accelerator, nn.Linear(1, 1), 4):
+        raise ValueError("mine")
+    assert communicator.calls == 0 and accelerator.held == ["held", "released"]
+
+
+def test_strategies_without_replicas_are_refused(make):
+    with pytest.raises(NotImplementedError, match="'fsdp2'"):
+        LocalSGD(make(strategy="fsdp2"), nn.Linear(1, 1), 4)
+    LocalSGD(make(strategy="fsdp2"), nn.Linear(1, 1), 4, enabled=False)
+
+
+def test_steps_are_positive(make):
+    with pytest.raises(ValueError, match="local_sgd_steps=0"):
+        LocalSGD(make(), nn.Linear(1, 1), 0)
+
+
+def test_pieces_by_kind_and_size(monkeypatch):
+    monkeypatch.setattr(local_sgd, "_PIECE", 16)
+    model = nn.ParameterList(
+        [
+            nn.Parameter(torch.zeros(2)),
+            nn.Parameter(torch.zeros(2)),
+            nn.Parameter(torch.zeros(1)),
+            nn.Parameter(torch.zeros(1, dtype=torch.float64)),
+            nn.Parameter(torch.zeros(1, dtype=torch.int64), requires_grad=False),
+        ]
+    )
+    pieces = [[parameter.numel() for parameter in piece] for piece in local_sgd._pieces(model)]
+    assert pieces == [[2, 2], [1], [1]]

@@ -1,0 +1,69 @@
+"""The contract of a tracker."""
+
+import pytest
+
+import accelerate.trackers.base as base
+from accelerate.trackers.base import GeneralTracker, on_main_process
+
+
+class Whole(GeneralTracker):
+    name = "whole"
+    requires_logging_directory = False
+
+    @property
+    def tracker(self):
+        raise AssertionError("must not be asked before the run has started")
+
+
+def test_missing_definitions_are_listed():
+    class Nothing(GeneralTracker):
+        pass
+
+    class Half(GeneralTracker):
+        name = "half"
+        requires_logging_directory = True
+
+    with pytest.raises(NotImplementedError, match="`name`, `requires_logging_directory`, `tracker`"):
+        Nothing()
+    with pytest.raises(NotImplementedError, match="Half lacks.*: `tracker`"):
+        Half()
+    Whole()
+
+
+def test_definitions_on_the_instance_count():
+    class Late(GeneralTracker):
+        requires_logging_directory = False
+        tracker = None
+
+        def __init__(self):
+            self.name = "late"
+            super().__init__()
+
+    assert Late().name == "late"
+
+
+def test_a_blank_tracker_does_nothing():
+    blank = GeneralTracker(_blank=True)
+    assert blank.start() is blank.log({}, step=1, anything=2) is blank.finish() is None
+    assert blank.store_init_configuration({}) is None
+
+
+@pytest.mark.parametrize(
+    ("main_only", "is_main", "runs"), [(True, True, True), (True, False, False), (False, False, True)]
+)
+def test_methods_run_where_the_tracker_wants(monkeypatch, main_only, is_main, runs):
+    monkeypatch.setattr(base, "PartialState", lambda: type("State", (), {"is_main_process": is_main})())
+
+    class Tracker(Whole):
+        main_process_only = main_only
+
+        @on_main_process
+        def log(self, values, step=None, **kwargs):
+            return values
+
+    assert Tracker().log({"a": 1}) == ({"a": 1} if runs else None)
+    assert Tracker.log.__name__ == "log"
+
+
+def test_public_path():
+    assert GeneralTracker.__module__ == "accelerate.tracking"

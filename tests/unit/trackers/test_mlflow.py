@@ -1,0 +1,112 @@
+"""Tracking with MLflow."""
+
+import types
+
+import pytest
+
+from accelerate.trackers.mlflow import MLflowTracker
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch):
+    for name in ("EXPERIMENT_NAME", "RUN_ID", "TAGS", "NESTED_RUN"):
+        monkeypatch.delenv(f"MLFLOW_{name}", raising=False)
+
+
+@pytest.fixture
+def mlflow(library):
+    limits = types.SimpleNamespace(MAX_PARAM_VAL_LENGTH=5, MAX_PARAMS_TAGS_PER_BATCH=2)
+    experiments = []
+
+    def search_experiments(filter_string):
+        library.calls.append(("search", filter_string))
+        return experiments
+
+    library.install("mlflow", utils=types.SimpleNamespace(validation=limits), search_experiments=search_experiments)
+    library.experiments = experiments
+    return library
+
+
+def test_a_new_experiment(mlflow, tmp_path):
+    tracker = MLflowTracker("it's", logging_dir=tmp_path, tags={"t": 1}, run_name="run", description="d")
+    tracker.start()
+    search, create, start = mlflow.taken()
+    assert search == ("search", "name = 'it\\'s'")
+    assert create == (
+        "mlflow.create_experiment",
+        (),
+        {"name": "it's", "artifact_location": str(tmp_path), "tags": {"t": 1}},
+    )
+    assert start[2] == {
+        "run_id": None,
+        "experiment_id": "<mlflow.create_experiment()>",
+        "run_name": "run",
+        "nested": False,
+        "tags": {"t": 1},
+        "description": "d",
+    }
+    assert tracker.tracker == "<mlflow.start_run()>"
+
+
+def test_a_known_experiment(mlflow):
+    mlflow.experiments.append(types.SimpleNamespace(experiment_id="7"))
+    MLflowTracker("known").start()
+    assert mlflow.taken()[-1][2]["experiment_id"] == "7"
+
+
+def test_no_name_means_the_default_experiment(mlflow):
+    MLflowTracker().start()
+    (start,) = mlflow.taken()
+    assert start[2]["experiment_id"] is None
+
+
+def test_the_environment_wins(mlflow, monkeypatch):
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "other")
+    monkeypatch.setenv("MLFLOW_RUN_ID", "r")
+    monkeypatch.setenv("MLFLOW_TAGS", '{"a": "b"}')
+    monkeypatch.setenv("MLFLOW_NESTED_RUN", "true")
+    MLflowTracker("name", tags={"t": 1}).start()
+    search, create, start = mlflow.taken()
+    assert "other" in search[1] and create[2]["name"] == "other"
+    assert (start[2]["run_id"], start[2]["tags"], start[2]["nested"]) == ("r", {"a": "b"}, True)
+
+
+@pytest.mark.parametrize("tags", ["{", "[1]"])
+def test_tags_must_be_a_json_object(tags):
+    with pytest.raises(ValueError, match="JSON"):
+        MLflowTracker("name", tags=tags)
+
+
+def test_configuration_in_batches_without_changing_the_callers(mlflow, caplog):
+    tracker = MLflowTracker("name")
+    config = {"a": 1, "long": "x" * 6, "b": 2, "c": 3}
+    given = dict(config)
+    tracker.store_init_configuration(config)
+    assert config == given
+    assert [call[1] for call in mlflow.taken()] == [({"a": 1, "b": 2},), ({"c": 3},)]
+    assert "'long'" in caplog.text
+
+
+def test_only_numbers_are_metrics(mlflow, caplog):
+    tracker = MLflowTracker("name")
+    tracker.log({"loss": 0.5, "note": "x"}, step=3)
+    tracker.log({"note": "x"})
+    assert mlflow.taken() == [
+        ("mlflow.log_metrics", ({"loss": 0.5},), {"step": 3}),
+        ("mlflow.log_metrics", ({},), {"step": None}),
+    ]
+    assert caplog.text.count("'note'") == 1, "said once"
+
+
+def test_artifacts(mlflow):
+    tracker = MLflowTracker("name")
+    tracker.log_figure("figure", "file.png", dpi=3)
+    tracker.log_artifact("path", "to")
+    tracker.log_artifacts("folder")
+    tracker.finish()
+    assert [(name, kwargs) for name, _, kwargs in mlflow.taken()] == [
+        ("mlflow.log_figure", {"figure": "figure", "artifact_file": "file.png", "dpi": 3}),
+        ("mlflow.log_artifact", {"local_path": "path", "artifact_path": "to"}),
+        ("mlflow.log_artifacts", {"local_dir": "folder", "artifact_path": None}),
+        ("mlflow.end_run", {}),
+    ]

@@ -1,0 +1,87 @@
+"""Names of trackers, and how log_with is read."""
+
+import pytest
+
+from accelerate.config.enums import LoggerType
+from accelerate.trackers import registry
+from accelerate.trackers.base import GeneralTracker
+
+
+class Own(GeneralTracker):
+    name = "own"
+    requires_logging_directory = False
+    tracker = None
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch):
+    """Only TensorBoard and Weights & Biases are installed, whatever this machine has."""
+    there = {"tensorboard", "wandb"}
+    available = {name: (lambda name=name: name in there) for name in registry._AVAILABLE}
+    monkeypatch.setattr(registry, "_AVAILABLE", available)
+    monkeypatch.setattr(registry, "LOGGER_TYPE_TO_CLASS", dict(registry.LOGGER_TYPE_TO_CLASS))
+
+
+def test_keys():
+    keys = ["aim", "comet_ml", "mlflow", "tensorboard", "wandb", "clearml", "dvclive", "swanlab", "trackio"]
+    assert list(registry.LOGGER_TYPE_TO_CLASS) == keys
+    assert {
+        tracker.name: tracker for tracker in registry.LOGGER_TYPE_TO_CLASS.values()
+    } == registry.LOGGER_TYPE_TO_CLASS
+    assert all(str(t) == f"<class 'accelerate.tracking.{t.__name__}'>" for t in registry.LOGGER_TYPE_TO_CLASS.values())
+
+
+def test_available():
+    assert registry.get_available_trackers() == [LoggerType.TENSORBOARD, LoggerType.WANDB]
+
+
+def test_log_with(tmp_path):
+    own = Own()
+    assert registry.filter_trackers(None) == []
+    assert registry.filter_trackers("wandb") == [LoggerType.WANDB]
+    assert registry.filter_trackers(LoggerType.WANDB) == [LoggerType.WANDB]
+    assert registry.filter_trackers([own, "wandb", "wandb"]) == [LoggerType.WANDB, own]
+    assert registry.filter_trackers(own) == [own]
+    assert registry.filter_trackers("all", tmp_path) == [LoggerType.TENSORBOARD, LoggerType.WANDB]
+    assert registry.filter_trackers(["all", "wandb", own], tmp_path) == [LoggerType.WANDB, LoggerType.TENSORBOARD, own]
+
+
+def test_a_folder_is_needed(caplog):
+    with pytest.raises(ValueError, match="tensorboard.*project_dir"):
+        registry.filter_trackers("tensorboard")
+    assert registry.filter_trackers("all") == [LoggerType.WANDB]
+    assert "leaves out 'tensorboard'" in caplog.text
+
+
+@pytest.mark.parametrize("choice", ["foo", Own, 3])
+def test_unknown_choices_are_answered_with_the_known_ones(choice):
+    with pytest.raises(ValueError, match="comet_ml"):
+        registry.filter_trackers(choice)
+
+
+def test_a_library_that_is_not_installed_is_warned_about(caplog):
+    assert registry.filter_trackers("mlflow") == []
+    assert "'mlflow'" in caplog.text
+
+
+def test_registration():
+    registry.register_tracker_class(Own)
+    assert registry.filter_trackers("own") == ["own"]
+
+    class Again(Own):
+        pass
+
+    with pytest.warns(UserWarning, match="own"):
+        registry.register_tracker_class(Again)
+    assert registry.LOGGER_TYPE_TO_CLASS["own"] is Again
+    with pytest.raises(ValueError, match="subclass"):
+        registry.register_tracker_class(Own())
+
+
+def test_a_registered_tracker_stands_in_for_a_built_in_one():
+    class Mlflow(Own):
+        name = "mlflow"
+
+    with pytest.warns(UserWarning):
+        registry.register_tracker_class(Mlflow)
+    assert registry.filter_trackers("mlflow") == [LoggerType.MLFLOW]

@@ -1,0 +1,68 @@
+"""Tracking with TensorBoard, for real."""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from accelerate.trackers.tensorboard import TensorBoardTracker
+
+accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+
+
+def read(folder):
+    events = accumulator.EventAccumulator(str(folder))
+    events.Reload()
+    return events
+
+
+@pytest.fixture
+def tracker(tmp_path):
+    tracker = TensorBoardTracker("run", tmp_path, flush_secs=1)
+    tracker.start()
+    yield tracker
+    tracker.finish()
+
+
+def test_numbers_are_scalars(tracker, tmp_path):
+    tracker.log({"loss": 0.5, "count": 3, "tensor": torch.tensor(2.0), "array": np.float32(4)}, step=7)
+    events = read(tmp_path / "run")
+    assert {tag: events.Scalars(tag)[0].value for tag in events.Tags()["scalars"]} == {
+        "loss": 0.5,
+        "count": 3.0,
+        "tensor": 2.0,
+        "array": 4.0,
+    }
+    assert events.Scalars("loss")[0].step == 7
+
+
+def test_text_and_dicts(tracker, tmp_path):
+    tracker.log({"note": "hello", "both": {"a": 1.0, "b": 2.0}}, step=1)
+    assert read(tmp_path / "run").Tags()["tensors"] == ["note/text_summary"]
+    assert read(tmp_path / "run" / "both_a").Scalars("both")[0].value == 1.0
+    assert read(tmp_path / "run" / "both_b").Scalars("both")[0].value == 2.0
+
+
+def test_images(tracker, tmp_path):
+    tracker.log_images({"picture": torch.rand(2, 3, 4, 4)}, step=2)
+    tracker.tracker.flush()
+    assert read(tmp_path / "run").Images("picture")[0].step == 2
+
+
+def test_configuration_is_stored_twice(tracker, tmp_path):
+    config = {"lr": 0.1, "name": "x", "layers": [1, 2], "nothing": None, "device": torch.device("cpu")}
+    given = dict(config)
+    tracker.store_init_configuration(config)
+    assert config == given
+    files = [os.path.join(top, name) for top, _, names in os.walk(tmp_path / "run") for name in names]
+    (stored,) = [name for name in files if name.endswith("hparams.yml")]
+    with open(stored) as file:
+        assert yaml.safe_load(file) == {**config, "device": "cpu"}
+    assert len([name for name in files if "tfevents" in name]) == 2
+
+
+def test_the_librarys_object(tracker):
+    assert type(tracker.tracker).__name__ == "SummaryWriter"
+    assert TensorBoardTracker("run", "folder").tracker is None
