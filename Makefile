@@ -70,16 +70,16 @@ style: $(VENV)/.ready ## let the linter and the formatter repair what they can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-test: $(VENV)/.ready ## unit, architecture, distributed and (where the libraries are there) interop tests
+test: $(VENV)/.ready-interop ## unit, architecture, distributed and interop tests
 	$(PYTEST) -m 'not slow and not gpu' tests $(ARGS)
 
-test-slow: $(VENV)/.ready ## the tests marked slow
+test-slow: $(VENV)/.ready-interop $(PEER)/.ready ## the tests marked slow
 	$(PYTEST) -m 'slow and not gpu' tests $(ARGS)
 
 test-gpu: $(VENV)/.ready ## the tests marked gpu; needs one GPU, some need two
 	$(PYTEST) -m gpu tests $(ARGS)
 
-test-interop: $(VENV)/.ready-interop ## the interop tests, with the downstream libraries installed
+test-interop: $(VENV)/.ready-interop ## the interop tests alone
 	$(PYTEST) -m 'not slow and not gpu' tests/interop $(ARGS)
 
 bench: $(VENV)/.ready-bench ## measure this package and upstream's wheels, interleaved; writes docs/benchmarks.md

@@ -1,11 +1,49 @@
-"""Temporary."""
+"""What every test starts from and must leave behind: no state, no process group, the same environment variables."""
+
 import os
+import threading
+from collections.abc import Iterator
+
 import pytest
-@pytest.fixture(autouse=True)
-def clean():
+
+
+def forget_states() -> None:
+    """Reset the three state classes, leave a process group, and forget which device was found."""
+    import torch.distributed as dist
+
+    from accelerate import comm
+    from accelerate.devices import probe
     from accelerate.state import AcceleratorState, GradientState
-    env = dict(os.environ)
-    AcceleratorState._reset_state(True); GradientState._reset_state()
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    probe.forget()
+    if dist.is_available() and dist.is_initialized():
+        comm.forget()
+        dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def clean_slate(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Isolate tests from each other, and fail one that leaks threads which would keep the interpreter alive."""
+    import torch.distributed as dist
+
+    before, threads = dict(os.environ), set(threading.enumerate())
+    forget_states()
     yield
-    AcceleratorState._reset_state(True); GradientState._reset_state()
-    os.environ.clear(); os.environ.update(env)
+    leaked_group = dist.is_initialized() and "process_group" not in request.fixturenames
+    forget_states()
+    os.environ.clear()
+    os.environ.update(before)
+    leaked = [t.name for t in set(threading.enumerate()) - threads if t.is_alive() and not t.daemon]
+    assert not leaked, f"threads were left running: {leaked}"
+    assert not leaked_group, "a process group was left; destroy it, or ask for the fixture `process_group`"
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    """A gloo process group of one process, alive during the test; a test that asks for it may also build its own."""
+    from accelerate.runtime import rendezvous
+
+    rendezvous.init_process_group(rendezvous.ALONE, "gloo")
+    yield

@@ -5,9 +5,11 @@ the state; the one thing that is decided here is whether an object was prepared 
 """
 
 import contextlib
+import functools
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -85,13 +87,13 @@ _split_batches = object()
 def _from_main_process(method: Callable) -> Callable:
     """Make a method run on the main process alone, unless one of the trackers works on every rank."""
 
+    @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
         accelerator = args[0]
         if accelerator.is_main_process or tracking.needs_every_rank(accelerator):
             return method(*args, **kwargs)
         return None
 
-    run.__name__, run.__qualname__, run.__doc__ = method.__name__, method.__qualname__, method.__doc__
     return run
 
 
@@ -182,45 +184,46 @@ class Accelerator:
         for name, handler in handlers.items():
             setattr(self, name, handler)
         accumulation = setup.accumulation(gradient_accumulation_plugin, gradient_accumulation_steps)
+        self.dataloader_config = setup.loaders(
+            dataloader_config, None if split_batches is _split_batches else split_batches
+        )
+        self.rng_types = setup.rng_types(rng_types)
+        self.log_with = filter_trackers(log_with, self.logging_dir)
         # 2. Process, device, strategy and precision are settled in the shared state.
         options = self.init_handler.to_kwargs() if self.init_handler is not None else {}
-        self.state = AcceleratorState(
-            mixed_precision=mixed_precision,
-            cpu=cpu,
-            dynamo_plugin=plugins.dynamo,
-            deepspeed_plugin=plugins.deepspeed,
-            fsdp_plugin=plugins.fsdp,
-            torch_tp_plugin=torch_tp_plugin,
-            megatron_lm_plugin=plugins.megatron,
-            parallelism_config=parallelism_config,
-            _from_accelerator=True,
-            **options,
-        )
-        backend = backends.resolve(self.state)
+        with setup.undone_if_refused():
+            self.state = AcceleratorState(
+                mixed_precision=mixed_precision,
+                cpu=cpu,
+                dynamo_plugin=plugins.dynamo,
+                deepspeed_plugin=plugins.deepspeed,
+                fsdp_plugin=plugins.fsdp,
+                torch_tp_plugin=torch_tp_plugin,
+                megatron_lm_plugin=plugins.megatron,
+                parallelism_config=setup.mesh(parallelism_config, ParallelismConfig, torch_tp_plugin),
+                _from_accelerator=True,
+                **options,
+            )
+            backend = backends.resolve(self.state)
+            self.fp8_enabled = precision(self.state.mixed_precision).needs_engine
+            if self.fp8_enabled:
+                raise NotImplementedError(
+                    "mixed_precision='fp8' is not part of this version of the fork. Use mixed_precision='bf16'."
+                )
         # 3. Numerics.
         self.has_fp8_handler = any(handler is not None for handler in setup.fp8_handlers(handlers).values())
-        self.fp8_enabled = precision(self.state.mixed_precision).needs_engine
         self.delayed_fp8_autocast = False
         self.has_lomo_optimizer = False
-        if self.fp8_enabled:
-            raise NotImplementedError(
-                "mixed_precision='fp8' is not part of this version of the fork. Use mixed_precision='bf16'."
-            )
         self.native_amp = precision(self.state.mixed_precision).autocast_dtype is not None
         self.scaler = backend.make_scaler(self, self.scaler_handler)
-        # 4. Gradients, loaders, trackers.
+        # 4. Gradients and placement.
         self.gradient_state = GradientState(gradient_accumulation_plugin=accumulation)
         self._exact_accumulation = accumulation.exact
         self._sync_each_batch = accumulation.sync_each_batch
         self._scales_loss = traits.of(self.state.distributed_type).scales_loss
         self._window = gradients.Window()
         self.device_placement = device_placement and not traits.of(self.state.distributed_type).custom_device_placement
-        self.dataloader_config = setup.loaders(
-            dataloader_config, None if split_batches is _split_batches else split_batches
-        )
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        self.rng_types = setup.rng_types(rng_types)
-        self.log_with = filter_trackers(log_with, self.logging_dir)
         # 5. What will be prepared and registered.
         self.step = 0
         self._models: list[nn.Module] = []
@@ -462,7 +465,7 @@ class Accelerator:
         self.state.wait_for_everyone()
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print once per run, on the main process.
+        """Print once per machine, on its main process.
 
         Args:
             *args: As for the built-in ``print``.
@@ -999,7 +1002,7 @@ class Accelerator:
 
     def save_state(
         self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
-    ) -> str:
+    ) -> Path:
         """Save models, optimizers, schedulers, loaders, scaler, generators and registered objects. All ranks.
 
         Args:
@@ -1072,7 +1075,7 @@ class Accelerator:
             model: The model.
             unwrap: Whether the keys are those of the model before ``prepare``.
         """
-        return saving.get_state_dict(self, model, unwrap)
+        return saving.get_state_dict(self, model, unwrap, get_state_dict_offloaded_model)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Add objects to what ``save_state`` saves.

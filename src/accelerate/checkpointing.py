@@ -1,6 +1,6 @@
 """Saving and loading the state of a run, given the objects themselves; ``Accelerator.save_state`` builds on it.
 
-The folder is the peer's, file by file, so that checkpoints are read in both directions.
+The folder has the layout of Hugging Face Accelerate, file by file, so that checkpoints are read in both directions.
 """
 
 import os

@@ -85,7 +85,7 @@ class LocalSGD:
 
     @torch.no_grad()
     def _average(self) -> None:
-        communicator = comm.current()
+        communicator = comm.for_type(self.accelerator.distributed_type)
         for piece in _pieces(self.model):
             flat = torch.cat([parameter.reshape(-1) for parameter in piece])
             flat = communicator.all_reduce(flat, op="mean")

@@ -1,6 +1,7 @@
 """The prepared optimizer: it steps when gradients are synchronised, through the gradient scaler when there is one."""
 
 import inspect
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -48,6 +49,27 @@ def patch_optimizer_step(accelerated_optimizer: "AcceleratedOptimizer", method: 
     return _NotedStep(accelerated_optimizer, method)
 
 
+# Prepared optimizers with a scaler, and for each scaler those that stepped since it was updated last.
+_SCALED: "weakref.WeakSet[AcceleratedOptimizer]" = weakref.WeakSet()
+_STEPPED: "weakref.WeakKeyDictionary[Any, set[int]]" = weakref.WeakKeyDictionary()
+
+
+def settle_scaler(scaler: Any) -> None:
+    """Update a scaler whose optimizers stepped without all of them having come; before the next loss is scaled.
+
+    Several optimizers may share one scaler. Its update forgets which gradients are unscaled and may change the scale, so
+    between two of their steps it would unscale the second one's gradients twice, or by another scale than their own.
+
+    Args:
+        scaler: The gradient scaler.
+
+    Source:
+        https://docs.pytorch.org/docs/stable/notes/amp_examples.html#working-with-multiple-models-losses-and-optimizers
+    """
+    if _STEPPED.pop(scaler, None):
+        scaler.update()
+
+
 class AcceleratedOptimizer(torch.optim.Optimizer):
     """A torch optimizer that knows about gradient accumulation and gradient scaling.
 
@@ -85,6 +107,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             optimizer.load_state_dict(optimizer.state_dict())
 
     def _note_steps(self) -> None:
+        _SCALED.add(self)
         self._accelerate_step_called = False
         self._optimizer_original_step_method = self.optimizer.step
         self._optimizer_patched_step_method = patch_optimizer_step(self, self.optimizer.step)
@@ -179,13 +202,18 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def _scaled_step(self, closure: Callable | None) -> None:
         if "_optimizer_patched_step_method" not in self.__dict__:  # the scaler was assigned after construction
             self._note_steps()
-        inner = self.optimizer
+        inner, scaler = self.optimizer, self.scaler
+        if id(self) in _STEPPED.get(scaler, ()):  # the second step in a row
+            settle_scaler(scaler)
         inner.step = self._optimizer_patched_step_method
         try:
-            self.scaler.step(inner) if closure is None else self.scaler.step(inner, closure)
+            scaler.step(inner) if closure is None else scaler.step(inner, closure)
         finally:
             inner.step = self._optimizer_original_step_method
-        self.scaler.update()
+        stepped = _STEPPED.setdefault(scaler, set())
+        stepped.add(id(self))
+        if all(id(other) in stepped for other in list(_SCALED) if other.scaler is scaler):
+            settle_scaler(scaler)
         self._is_overflow = not self._accelerate_step_called
         self._accelerate_step_called = False
 

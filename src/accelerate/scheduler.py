@@ -67,7 +67,7 @@ class AcceleratedScheduler:
                 f"each, {needed} in all. Compute total_steps as epochs * {needed} (the length of the loader before "
                 "`prepare`), or pass step_scheduler_with_optimizer=False and step it yourself.",
                 UserWarning,
-                stacklevel=2,
+                stacklevel=5,  # the line that calls `Accelerator.prepare`
             )
 
     def step(self, *args: Any, **kwargs: Any) -> None:

@@ -138,6 +138,7 @@ class AcceleratorState(ProcessView):
         if self.__dict__:
             self._check_initialized(mixed_precision, cpu)
             self._check_plugins(plugins)
+            self._check_layout(dynamo_plugin, parallelism_config)
             _check_unchanged(self, _settings(kwargs))
             return
         if not _from_accelerator:
@@ -161,6 +162,11 @@ class AcceleratorState(ProcessView):
         variables = {"accelerate_use_deepspeed": "true"} if engine == "deepspeed_plugins" else {}
         with patch_environment(**variables):
             process = PartialState(cpu, **kwargs)
+        if cpu and process.device.type != "cpu":
+            raise ValueError(
+                f"cpu=True cannot take effect: `PartialState` was built before, with device={str(process.device)!r}. Build it "
+                "with PartialState(cpu=True), or call `AcceleratorState._reset_state(True)` before."
+            )
         self.__dict__.update(process.__dict__)
         self._mixed_precision = precision
         self.deepspeed_plugins = plugins["deepspeed_plugins"]
@@ -226,6 +232,22 @@ class AcceleratorState(ProcessView):
                 )
             if plugin != live:
                 logger.warning("Another %s is in force already; the one given to this Accelerator is not used.", name)
+
+    def _check_layout(self, compiler: Any, layout: Any) -> None:
+        """Say so where compilation settings or a mesh come too late."""
+        wanted = {"dynamo_plugin": compiler, "parallelism_config": layout}
+        if compiler is not None and compiler.backend is DynamoBackend.NO:
+            del wanted["dynamo_plugin"]
+        for name, value in wanted.items():
+            live = self.__dict__.get(name)
+            if value is not None and value is not live and value != live:
+                logger.warning(
+                    "%s=%r is not used, because AcceleratorState has already been initialized with %r. Pass it to the "
+                    "first `Accelerator()`, or call `AcceleratorState._reset_state(True)` before.",
+                    name,
+                    value,
+                    live,
+                )
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
@@ -374,6 +396,8 @@ class GradientState:
             self._is_xla_gradients_synced = False
         if gradient_accumulation_plugin is not None:
             self.plugin_kwargs = gradient_accumulation_plugin.to_kwargs()
+            if self.num_steps == 1:
+                self.sync_gradients = True  # a window that was left open by an exception ends here
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy in another process is in none of this process's loaders.

@@ -6,6 +6,7 @@ CASES = {
     "gather_shapes": ("DistributedOperationException", "[2, 3]", "[3, 3]"),
     "gather_dimensions": ("DistributedOperationException",),
     "gather_dtypes": ("DistributedOperationException", "float64"),
+    "no_process_group": ("RuntimeError", "process group", "Accelerator()"),
     "prepare_nothing": ("ValueError", "no objects"),
     "prepare_string": ("TypeError", "'model'"),
     "unknown_precision": ("ValueError", "fp17", "bf16"),

@@ -25,6 +25,7 @@ from torch import nn
 from accelerate.checkpoint import files
 from accelerate.config.handlers import GradScalerKwargs
 from accelerate.modules.unwrap import extract_model_from_parallel
+from accelerate.optimizer import settle_scaler
 from accelerate.precision import amp
 from accelerate.precision.base import precision
 
@@ -95,6 +96,7 @@ class Backend:
         """Run the backward pass of a loss that is already scaled for accumulation."""
         scaler = accelerator.scaler
         if scaler is not None:
+            settle_scaler(scaler)
             loss = scaler.scale(loss)
         loss.backward(**kwargs)
 
@@ -131,7 +133,7 @@ class Backend:
             model: The prepared model.
             unwrap: Whether keys are those of the user's model rather than of its wrapper.
         """
-        return (self.unwrap_model(model) if unwrap else model).state_dict()
+        return (self.unwrap_model(model, keep_torch_compile=False) if unwrap else model).state_dict()
 
     def save_model(
         self, accelerator: "Accelerator", state: dict[str, Any], folder: str, index: int, **options: Any

@@ -4,11 +4,14 @@ import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from accelerate.backends.base import Backend
+from accelerate.config.enums import DDPCommunicationHookType
+from accelerate.modules.compile import is_compiled_module
 
 if TYPE_CHECKING:
     from accelerate.accelerator import Accelerator
@@ -42,6 +45,8 @@ class DataParallel(Backend):
             options.update(device_ids=[device.index], output_device=device.index)
         wrapped = DistributedDataParallel(model, **options)
         if handler is not None:
+            if handler.comm_hook == DDPCommunicationHookType.BATCHED_POWER_SGD:
+                _let_batched_power_sgd_run()
             handler.register_comm_hook(wrapped)
         return wrapped
 
@@ -51,5 +56,25 @@ class DataParallel(Backend):
         return hold() if hold is not None else contextlib.nullcontext()
 
     def join(self, joinables: Sequence[Any]) -> contextlib.AbstractContextManager:
-        """Return torch's Join context over the wrapped models."""
-        return Join(joinables, enable=True, throw_on_early_termination=False)
+        """Return torch's Join context over the wrapped models, which torch.compile may have wrapped once more."""
+        inner = [item._orig_mod if is_compiled_module(item) else item for item in joinables]
+        return Join(inner, enable=True, throw_on_early_termination=False)
+
+
+def _let_batched_power_sgd_run() -> None:
+    """Make torch's helper accept the single matrix that its batched PowerSGD hook passes.
+
+    The helper takes a batch of matrices and asserts it, so in torch 2.13 the hook fails at its first compressed step,
+    which by default is the thousandth of a run.
+    """
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    batched = powerSGD_hook._orthogonalize
+    try:
+        batched(torch.eye(2))
+    except AssertionError:
+
+        def orthogonalize(matrices: torch.Tensor, epsilon: float = 0) -> None:
+            batched(matrices if matrices.ndim == 3 else matrices.unsqueeze(0), epsilon)
+
+        powerSGD_hook._orthogonalize = orthogonalize

@@ -25,6 +25,13 @@ from accelerate.utils.other import load, save, written_whole
 Path = str | os.PathLike[str]
 
 
+_NUMBERED = re.compile(r"(?P<stem>.+?)(?:_(?P<number>\d+))?\.(?:bin|pkl|safetensors)")
+
+# Temporary files of a process that was killed while it wrote a shared file: ours, and those of safetensors. The files of
+# single ranks are left alone, because another rank may be writing one right now.
+_UNFINISHED = re.compile(r"\.(?!random_states_|rank\d)[^/]+\.\d+-\d+|\.tmp\w{6}")
+
+
 def writes(save_on_each_node: bool = False) -> bool:
     """Say whether this process is the one that writes the shared files.
 
@@ -147,15 +154,17 @@ def fit_to_model(model: nn.Module, found: Mapping[str, Any], origin: str, strict
             if saved and name not in state and own[name].shape == state[saved[0]].shape:
                 state[name] = state[saved[0]]
     problems = _shape_problems(own, state)
+    hint = "Build the model as it was when the checkpoint was saved."
     if strict and _loads_by_name(model):
-        problems += _listed("missing in the file", [name for name in own if name not in state])
-        problems += _listed("unexpected in the file", [name for name in state if name not in own])
+        missing = [name for name in own if name not in state]
+        unexpected = [name for name in state if name not in own]
+        if missing or unexpected:
+            hint += " `load_state(..., strict=False)` accepts missing and unexpected names."
+        problems += _listed("missing in the file", missing) + _listed("unexpected in the file", unexpected)
     if problems:
         raise RuntimeError(
             f"The weights in {origin} do not fit {type(model).__name__}; nothing was loaded.\n  "
-            + "\n  ".join(problems)
-            + "\nBuild the model as it was when the checkpoint was saved; `load_state(..., strict=False)` accepts "
-            "missing and unexpected names."
+            + "\n  ".join([*problems, hint])
         )
     return state
 
@@ -346,7 +355,7 @@ def read_random_states(folder: Path, process_index: int) -> dict[str, Any] | Non
 
 
 def remove_surplus(folder: Path, counts: Mapping[str, int]) -> None:
-    """Remove the numbered files that a former checkpoint in this folder has and the next one will not have.
+    """Remove what a former checkpoint in this folder has and the next one will not have, and what a killed save left.
 
     One process per folder calls it, before the new files are written.
 
@@ -354,8 +363,8 @@ def remove_surplus(folder: Path, counts: Mapping[str, int]) -> None:
         folder: The checkpoint's folder.
         counts: For the stem of each kind of file how many the new checkpoint has.
     """
-    numbered = re.compile(r"(?P<stem>.+?)(?:_(?P<number>\d+))?\.(?:bin|pkl|safetensors)")
     for entry in os.listdir(folder):
-        match = numbered.fullmatch(entry)
-        if match and match["stem"] in counts and int(match["number"] or 0) >= counts[match["stem"]]:
+        match = _NUMBERED.fullmatch(entry)
+        surplus = match and match["stem"] in counts and int(match["number"] or 0) >= counts[match["stem"]]
+        if surplus or _UNFINISHED.fullmatch(entry):
             _remove(os.path.join(folder, entry))

@@ -124,7 +124,7 @@ def header(words: list[int]) -> torch.Tensor:
 
 
 def _in_words(header: Sequence[int]) -> str:
-    structure, count = header[1], header[4]
+    count = header[4]
     tensors, at = [], 5
     while len(tensors) < count and at + 2 <= WORDS and at + 2 + header[at + 1] <= WORDS:
         code, ndim = header[at], header[at + 1]
@@ -132,9 +132,8 @@ def _in_words(header: Sequence[int]) -> str:
         tensors.append(f"{dtype}{list(header[at + 2 : at + 2 + ndim])}")
         at += 2 + ndim
     if len(tensors) < count:
-        tensors.append(f"and {count - len(tensors)} more")
-    suffix = f" (structure {structure:08x})" if structure not in (0, checksum(None)) else ""
-    return f"{', '.join(tensors)}{suffix}"
+        tensors.append(f"and {count - len(tensors)} more (checksum of all shapes {header[2]:08x})")
+    return ", ".join(tensors)
 
 
 def differing(headers: torch.Tensor, operation: str) -> DistributedOperationException:
@@ -144,6 +143,8 @@ def differing(headers: torch.Tensor, operation: str) -> DistributedOperationExce
     texts = [_in_words(row) for row in rows]
     if len(set(names)) > 1:
         texts = [f"`{name}` {text}".rstrip() for name, text in zip(names, texts, strict=True)]
+    elif len({row[1] for row in rows}) > 1:  # such as other keys, another reduction, another source
+        texts = [f"{text} (structure and arguments {row[1]:08x})" for text, row in zip(texts, rows, strict=True)]
     return disagreement(f"accelerate.utils.operations.{operation}", texts)
 
 

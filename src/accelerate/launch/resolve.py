@@ -155,7 +155,7 @@ def _without_effect(values: dict[str, Resolved], file: config_file.FileSettings 
         for option in OPTIONS
         if option.feature in off
         and values[option.name].source is Source.COMMAND_LINE
-        and values[option.name].value != option.default
+        and values[option.name].value not in (option.default, 0)  # machine 0 of one machine is right
     ]
     for section, feature in SECTIONS.items():
         if feature not in off or file is None:

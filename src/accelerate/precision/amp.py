@@ -1,6 +1,8 @@
 """Automatic mixed precision: the autocast context, the wrapped forward, the gradient scaler and its early checks."""
 
 import contextlib
+import copy
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +33,10 @@ def autocast_context(
     Source:
         https://docs.pytorch.org/docs/stable/amp.html
     """
-    options = handler.to_kwargs() if handler is not None else {}
+    return _context(device_type, row, handler.to_kwargs() if handler is not None else {})
+
+
+def _context(device_type: str, row: Precision, options: dict[str, Any]) -> contextlib.AbstractContextManager:
     if row.autocast_dtype is None:
         # Switching autocast off must also work inside somebody else's region.
         return (
@@ -56,15 +61,24 @@ class AutocastForward:
         self.forward = forward
         self.device_type = device_type
         self.row = row
-        self.handler = handler
+        self.options = handler.to_kwargs() if handler is not None else {}
         # Signature probes (inspect.signature follows __wrapped__) must see the model's own parameters.
         self.__wrapped__ = forward
         self.__name__ = getattr(forward, "__name__", "forward")
         self.__doc__ = getattr(forward, "__doc__", None)
 
+    def bound_to(self, module: nn.Module) -> "AutocastForward":
+        """Return the same for another module of the class, if the forward is the module's own method; else itself."""
+        inner = self.forward
+        if not isinstance(inner, types.MethodType):
+            return self
+        other = copy.copy(self)
+        other.forward = other.__wrapped__ = types.MethodType(inner.__func__, module)
+        return other
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward and return its output, floating-point tensors as float32."""
-        with autocast_context(self.device_type, self.row, self.handler):
+        with _context(self.device_type, self.row, self.options):
             output = self.forward(*args, **kwargs)
         return convert_to_fp32(output)
 
@@ -77,12 +91,12 @@ def wrap_forward(model: nn.Module, device_type: str, row: Precision, handler: Au
     Args:
         model: The module whose ``forward`` is replaced on the instance.
         device_type: torch device type that computes.
-        row: The precision in force; nothing happens when it casts nothing.
+        row: The precision in force; one that casts nothing takes off an earlier wrapper.
         handler: The user's autocast settings.
     """
+    unwrap_forward(model)  # a deep copy, or a run in another precision, brings the earlier wrapper along
     if row.autocast_dtype is None:
         return
-    unwrap_forward(model)  # a deep copy or a second run brings the earlier wrapper along
     model._original_forward = model.forward
     model.forward = AutocastForward(model.forward, device_type, row, handler)
 

@@ -16,6 +16,7 @@ import atexit
 import os
 import re
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -227,8 +228,19 @@ def init_process_group(ranks: Ranks, backend: str, **settings: Any) -> None:
 _leaves_at_exit = False
 
 
+# Long enough for a thread that waits for the interpreter lock to get it; a process ends this much later.
+_SETTLING_S = 0.05
+
+
 def _leave() -> None:
-    """Leave a gloo group before the interpreter ends: its threads abort a process that ends beside them (torch 2.13)."""
+    """Leave a gloo group before the interpreter ends: its threads abort a process that ends beside them (torch 2.13).
+
+    A thread of gloo drops its last references to tensors after the collective that used them has returned, and needs the
+    interpreter lock for that. If the interpreter is ending by then, the process dies with "terminate called without an
+    active exception" although the program was done. Torch offers nothing to wait for, not even `destroy_process_group`
+    where a DDP reducer still holds the group, so the lock is let go of for a moment. Plain torch programs abort likewise.
+    """
+    time.sleep(_SETTLING_S)
     if dist.is_initialized() and dist.get_backend() == "gloo":
         comm.forget()
         dist.destroy_process_group()
@@ -270,24 +282,23 @@ def check_devices_are_distinct(ranks: Ranks, device: torch.device, backend: str)
     """Fail on every rank if two processes would use one accelerator through a backend that forbids it.
 
     NCCL and its relatives hang or abort in the first collective then. Only called where a machine runs more processes
-    than it shows devices to them; every rank of the group must call it.
+    than it shows devices to them; every rank of that machine must call it.
 
     Raises:
         ValueError: two processes share a device; the message names the way out.
     """
     properties = getattr(torch, device.type).get_device_properties(device)
-    identity = f"{socket.gethostname()} {getattr(properties, 'uuid', None) or device}"
-    identities: list[Any] = [None] * ranks.world_size
+    identity = str(getattr(properties, "uuid", None) or device)
     store = dist.distributed_c10d._get_default_store()
-    store.set(f"accelerate/device/{ranks.rank}", identity)
-    for rank in range(ranks.world_size):
-        identities[rank] = store.get(f"accelerate/device/{rank}").decode()
+    keys = [f"accelerate/device/{socket.gethostname()}/{rank}" for rank in range(ranks.local_world_size or 1)]
+    store.set(keys[ranks.local_rank], identity)
+    identities = [store.get(key).decode() for key in keys]
     for rank, other in enumerate(identities):
         first = identities.index(other)
         if first != rank:
             dist.destroy_process_group()
             raise ValueError(
-                f"The processes {first} and {rank} would share one device ({other}), which backend={backend!r} does not "
+                f"The local processes {first} and {rank} would share one device ({other}), which backend={backend!r} does not "
                 "allow. Start as many processes as there are devices, or pass "
                 "InitProcessGroupKwargs(backend='gloo') (slower) to share them."
             )

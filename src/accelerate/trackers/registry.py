@@ -110,7 +110,7 @@ def filter_trackers(
     if log_with is None:
         return []
     asked = list(log_with) if isinstance(log_with, (list, tuple)) else [log_with]
-    objects = [item for item in asked if isinstance(item, GeneralTracker)]
+    objects = list({id(item): item for item in asked if isinstance(item, GeneralTracker)}.values())
     chosen: list[str] = []
     everything = False
     for item in asked:

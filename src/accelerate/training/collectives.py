@@ -26,15 +26,18 @@ def gather(accelerator: "Accelerator", tensor: Any) -> Any:
 
 def gather_for_metrics(accelerator: "Accelerator", data: Any, use_gather_object: bool) -> Any:
     """Gather predictions or labels, and drop the samples that only filled up the last batch."""
+    exchange = communicator(accelerator)
+    if exchange.world_size == 1:  # one process fills nothing up, and its data may be anything: a number, a dict
+        return data
     try:
         operations.recursively_apply(lambda tensor: tensor, data, error_on_other_type=True)
         tensors = True
     except TypeError:
         tensors = False
     if use_gather_object or not tensors:
-        gathered = operations.gather_object_with(communicator(accelerator), data)
+        gathered = operations.gather_object_with(exchange, data)
     else:
-        gathered = operations.gather_with(communicator(accelerator), data)
+        gathered = operations.gather_with(exchange, data)
     state = accelerator.gradient_state
     if not state.end_of_dataloader or state.remainder == 0:
         return gathered

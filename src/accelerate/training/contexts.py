@@ -47,5 +47,6 @@ def release(accelerator: "Accelerator", objects: tuple[Any, ...]) -> list[Any]:
     accelerator._registry.clear()
     accelerator._window.__init__()
     accelerator.step = 0
+    accelerator.gradient_state._set_sync_gradients(True)  # the window that was open, if any, is gone
     accelerator.has_lomo_optimizer = False
     return release_memory(*objects)

@@ -13,7 +13,7 @@ rescaled once, right before its backward pass, and are exact after it.
 import contextlib
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,6 +42,7 @@ class Window:
         reference: What weights are kept relative to, so that they stay near one.
         factor: What the loss of the current micro-batch is multiplied by; None stands for 1/N.
         warned: Whether the note about short windows was given.
+        unscaled: The optimizers whose gradients were unscaled after the last backward pass, by id.
     """
 
     micro_batches: int = 0
@@ -52,6 +53,7 @@ class Window:
     reference: float = 0.0
     factor: float | None = None
     warned: bool = False
+    unscaled: set[int] = field(default_factory=set)
 
     def begin(self) -> None:
         """Count a micro-batch, as the first of a new window if the last one is done."""
@@ -87,7 +89,6 @@ class Accumulation:
         accelerator._do_sync()
         state = accelerator.gradient_state
         window.done = synchronise = state.sync_gradients
-        window.inside = True
         if self.num_items is not None:
             weigh_items(accelerator, self.num_items, self.models)
         elif synchronise and window.micro_batches < state.num_steps and not window.counted:
@@ -98,6 +99,7 @@ class Accumulation:
                 self.held = contextlib.ExitStack()
                 for model in self.models:
                     self.held.enter_context(backend.no_sync(accelerator, model))
+        window.inside = True  # last: after an error above nobody would take it back
 
     def __exit__(self, *exception: Any) -> None:
         window = self.accelerator._window
@@ -150,7 +152,7 @@ def _short_window(accelerator: "Accelerator", models: Sequence[nn.Module]) -> No
                 f"{length}/{steps} of a full one. Pass GradientAccumulationPlugin(num_steps={steps}, exact=True) to "
                 "divide by its real length.",
                 UserWarning,
-                stacklevel=4,
+                stacklevel=3,
             )
 
 
@@ -226,6 +228,7 @@ def backward(accelerator: "Accelerator", loss: torch.Tensor, num_items: Any, opt
         loss = loss / steps
     if not window.inside:
         window.factor = None
+    window.unscaled.clear()
     if accelerator.has_lomo_optimizer:
         accelerator.lomo_backward(loss, options.get("learning_rate"))
         return
@@ -254,7 +257,10 @@ def unscale(accelerator: "Accelerator", optimizer: Any | None) -> None:
     for item in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
         while isinstance(item, AcceleratedOptimizer):
             item = item.optimizer
-        scaler.unscale_(item)
+        # Two models are often clipped apart, and each call unscales the gradients of all optimizers.
+        if id(item) not in accelerator._window.unscaled:
+            scaler.unscale_(item)
+            accelerator._window.unscaled.add(id(item))
 
 
 def clip_norm(accelerator: "Accelerator", parameters: Any, max_norm: float, norm_type: float) -> torch.Tensor:
@@ -303,7 +309,7 @@ def join_uneven(accelerator: "Accelerator", joinables: Sequence[Any], even_batch
             warnings.warn(
                 f"join_uneven_inputs does nothing with {accelerator.distributed_type}: it needs data parallelism.",
                 UserWarning,
-                stacklevel=4,
+                stacklevel=3,
             )
         yield
         return
@@ -316,7 +322,7 @@ def join_uneven(accelerator: "Accelerator", joinables: Sequence[Any], even_batch
                     f"even_batches={even_batches} does not reach a prepared {type(loader).__name__}: only map-style "
                     "datasets are sharded by batch. Its batches stay as they are.",
                     UserWarning,
-                    stacklevel=4,
+                    stacklevel=3,
                 )
                 continue
             overridden.append((sampler, sampler.even_batches))

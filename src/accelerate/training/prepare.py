@@ -1,6 +1,7 @@
 """How objects are prepared: one pass of detection by identity, then what is new is wrapped and registered."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,11 +10,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from accelerate.backends.registry import resolve
+from accelerate.data.loader import PreparedLoader
 from accelerate.modules.compile import compile_regions, is_compiled_module
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.precision import amp
 from accelerate.precision.base import precision
-from accelerate.runtime import traits
+from accelerate.runtime import storage, traits
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.training import prepared
 from accelerate.training.prepared import Entry, PreparedRegistry, Settings
@@ -78,11 +80,38 @@ def prepare(accelerator: "Accelerator", objects: Sequence[Any], device_placement
     return result if len(result) > 1 else result[0]
 
 
+@contextlib.contextmanager
+def own_states(accelerator: "Accelerator") -> Iterator[None]:
+    """Let objects built inside bind the Accelerator's own states, also after somebody else's reset.
+
+    Args:
+        accelerator: Whose states are in force meanwhile.
+    """
+    state, gradient = accelerator.state.__dict__, accelerator.gradient_state.__dict__
+    if storage.accelerator.current is state and storage.gradient.current is gradient and storage.process.current:
+        yield
+        return
+    with storage.process.kept(), storage.accelerator.kept(), storage.gradient.kept():
+        storage.process.bind(state)
+        storage.accelerator.bind(state)
+        storage.gradient.bind(gradient)
+        yield
+
+
 def _overlay_mesh(accelerator: "Accelerator", objects: Sequence[Any]) -> Sequence[Any]:
     """Build the device mesh, and apply the parallelisms that lie over the strategy."""
     layout = accelerator.parallelism_config
     if layout is None:
         return objects
+    if layout.sp_enabled:
+        raise NotImplementedError(
+            f"sp_size={layout.sp_size}: sequence parallelism is not part of this version of the fork; set sp_size=1."
+        )
+    if layout.dp_shard_enabled and not traits.of(accelerator.distributed_type).sharded:
+        raise ValueError(
+            f"dp_shard_size={layout.dp_shard_size} shards parameters, which needs FSDP, but distributed_type is "
+            f"{accelerator.distributed_type}. Use dp_replicate_size={layout.data_parallel_size} and dp_shard_size=1."
+        )
     accelerator._prepare_device_mesh()
     if layout.tp_enabled:
         objects = accelerator._prepare_tp(*objects)
@@ -106,15 +135,20 @@ def again(accelerator: "Accelerator", obj: Any, kind: str, evaluation: bool = Fa
     registry: PreparedRegistry = accelerator._registry
     entry = registry.find(obj)
     if entry is not None:
-        if entry.kind == "model" and entry.evaluation and not evaluation:
-            return True, _upgrade(accelerator, entry)
         outer = entry.outer()
+        if entry.kind == "model" and not evaluation and _lacks_wrapper(accelerator, entry, outer):
+            return True, _upgrade(accelerator, entry)
         prepared.warn_caller(_message(obj, outer, entry.kind))
         return True, outer
     entry = prepared.find_elsewhere(registry, obj)
     if entry is not None and _adoptable(accelerator, entry, obj, evaluation):
         return True, _adopt(accelerator, entry)
     return False, obj
+
+
+def _lacks_wrapper(accelerator: "Accelerator", entry: Entry, outer: nn.Module) -> bool:
+    """Whether a prepared model would train unsynchronised: it was for evaluation, or all of it was frozen then."""
+    return entry.evaluation or (entry.frozen and resolve(accelerator.state).needs_wrapper(accelerator, outer))
 
 
 def _message(obj: Any, outer: Any, kind: str) -> str:
@@ -182,11 +216,11 @@ def _enlist(accelerator: "Accelerator", kind: str, obj: Any) -> None:
         known.append(obj)
 
 
-def register(accelerator: "Accelerator", kind: str, outer: Any, *inners: Any, evaluation: bool = False) -> Any:
+def register(accelerator: "Accelerator", kind: str, outer: Any, *inners: Any, **details: Any) -> Any:
     """Remember what was prepared, in the registry and in the Accelerator's list of its kind, and return it."""
     outer._is_accelerate_prepared = True
     settings = settings_of(accelerator) if kind == "model" else None
-    accelerator._registry.record(kind, outer, inners, evaluation=evaluation, settings=settings)
+    accelerator._registry.record(kind, outer, inners, settings=settings, **details)
     _enlist(accelerator, kind, outer)
     return outer
 
@@ -238,18 +272,17 @@ def prepare_model(
             accelerator.device_placement and not traits.of(accelerator.distributed_type).custom_device_placement
         )
     _check_device_map(accelerator, model)
-    if accelerator.native_amp:
-        target = given[-1]
-        amp.wrap_forward(
-            target, accelerator.device.type, precision(accelerator.mixed_precision), accelerator.autocast_handler
-        )
+    numerics = precision(accelerator.mixed_precision if accelerator.native_amp else "no")
+    amp.wrap_forward(given[-1], accelerator.device.type, numerics, accelerator.autocast_handler)
     if device_placement and not accelerator.verify_device_map(model):
         model = model.to(accelerator.device)
     wrapped = model
     if not evaluation_mode:
         wrapped = resolve(accelerator.state).wrap_model(accelerator, model)
     wrapped = compile_model(accelerator, wrapped)
-    return register(accelerator, "model", wrapped, *_chain(wrapped), *given, evaluation=evaluation_mode)
+    frozen = not any(parameter.requires_grad for parameter in model.parameters())
+    inners = [*_chain(wrapped), *given]
+    return register(accelerator, "model", wrapped, *inners, evaluation=evaluation_mode, frozen=frozen)
 
 
 def compile_model(accelerator: "Accelerator", model: nn.Module) -> nn.Module:
@@ -298,7 +331,8 @@ def prepare_optimizer(
         device_placement = accelerator.device_placement
     if isinstance(optimizer, AcceleratedOptimizer):  # its Accelerator let go of it; nothing is wrapped twice
         optimizer = optimizer.optimizer
-    wrapped = AcceleratedOptimizer(optimizer, device_placement=device_placement, scaler=accelerator.scaler)
+    with own_states(accelerator):
+        wrapped = AcceleratedOptimizer(optimizer, device_placement=device_placement, scaler=accelerator.scaler)
     return register(accelerator, "optimizer", wrapped, optimizer)
 
 
@@ -315,12 +349,13 @@ def prepare_scheduler(accelerator: "Accelerator", scheduler: Any) -> Accelerated
         if inner is candidate or inner is getattr(candidate, "optimizer", None):
             optimizers = candidate
             break
-    wrapped = AcceleratedScheduler(
-        scheduler,
-        optimizers,
-        step_with_optimizer=accelerator.step_scheduler_with_optimizer,
-        split_batches=accelerator.split_batches,
-    )
+    with own_states(accelerator):
+        wrapped = AcceleratedScheduler(
+            scheduler,
+            optimizers,
+            step_with_optimizer=accelerator.step_scheduler_with_optimizer,
+            split_batches=accelerator.split_batches,
+        )
     return register(accelerator, "scheduler", wrapped, scheduler)
 
 
@@ -338,25 +373,28 @@ def prepare_data_loader(
         return outer
     if device_placement is None:
         device_placement = accelerator.device_placement and traits.of(accelerator.distributed_type).places_batches
+    if isinstance(data_loader, PreparedLoader):  # its Accelerator let go of it; nothing is sharded twice
+        return register(accelerator, "loader", data_loader)
     config = accelerator.dataloader_config
     shards, shard = resolve(accelerator.state).data_shard(accelerator)
-    wrapped = build(
-        data_loader,
-        accelerator.device,
-        num_processes=shards,
-        process_index=shard,
-        split_batches=accelerator.split_batches,
-        put_on_device=device_placement,
-        rng_types=list(accelerator.rng_types) if accelerator.rng_types is not None else None,
-        dispatch_batches=accelerator.dispatch_batches,
-        even_batches=accelerator.even_batches,
-        slice_fn_for_dispatch=slice_fn,
-        use_seedable_sampler=accelerator.use_seedable_sampler,
-        data_seed=config.data_seed,
-        non_blocking=accelerator.non_blocking,
-        use_stateful_dataloader=accelerator.use_stateful_dataloader,
-        torch_device_mesh=accelerator.torch_device_mesh,
-    )
+    with own_states(accelerator):
+        wrapped = build(
+            data_loader,
+            accelerator.device,
+            num_processes=shards,
+            process_index=shard,
+            split_batches=accelerator.split_batches,
+            put_on_device=device_placement,
+            rng_types=list(accelerator.rng_types) if accelerator.rng_types is not None else None,
+            dispatch_batches=accelerator.dispatch_batches,
+            even_batches=accelerator.even_batches,
+            slice_fn_for_dispatch=slice_fn,
+            use_seedable_sampler=accelerator.use_seedable_sampler,
+            data_seed=config.data_seed,
+            non_blocking=accelerator.non_blocking,
+            use_stateful_dataloader=accelerator.use_stateful_dataloader,
+            torch_device_mesh=accelerator.torch_device_mesh,
+        )
     return register(accelerator, "loader", wrapped, data_loader)
 
 
@@ -376,9 +414,12 @@ def _check_schedules(accelerator: "Accelerator", objects: Sequence[Any]) -> None
 
 def ensure_registered(accelerator: "Accelerator", kind: str, result: Any, given: Any) -> Any:
     """Register what a replaced ``prepare_*`` method returned, so that its second preparation is detected as well."""
-    if accelerator._registry.find(result) is None:
+    entry = accelerator._registry.find(result)
+    if entry is None:
         settings = settings_of(accelerator) if kind == "model" else None
         accelerator._registry.record(kind, result, [given], settings=settings)
+    elif accelerator._registry.find(given) is None:  # the replacement prepared another object in place of this one
+        accelerator._registry.link(entry, given)
     return result
 
 

@@ -55,6 +55,7 @@ class Entry:
         outer: Weak reference to what ``prepare`` returned.
         inners: Weak references to what it was made from.
         evaluation: Whether it was prepared for evaluation alone, so not wrapped for training.
+        frozen: Whether no parameter of a model was trainable then, so that it was not wrapped either.
         settings: How a model was prepared.
     """
 
@@ -62,6 +63,7 @@ class Entry:
     outer: Any
     inners: list[Any] = field(default_factory=list)
     evaluation: bool = False
+    frozen: bool = False
     settings: Settings | None = None
 
     def objects(self) -> Iterator[Any]:
@@ -109,6 +111,11 @@ class PreparedRegistry:
             self._by_id[id(obj)] = entry
         return entry
 
+    def link(self, entry: Entry, inner: Any) -> None:
+        """Add one more object that an entry's was made from."""
+        entry.inners.append(_reference(inner))
+        self._by_id[id(inner)] = entry
+
     def find(self, obj: Any) -> Entry | None:
         """Return the entry that an object belongs to, as the outer or as an inner one."""
         entry = self._by_id.get(id(obj))
@@ -149,13 +156,14 @@ def shared_part(registry: PreparedRegistry, model: nn.Module) -> str | None:
         registry: The Accelerator's registry.
         model: A module that is not registered itself.
     """
+    # What has no parameters (an activation, a dropout) shares nothing that is trained.
+    owners = {id(module) for module in model.modules() if next(module.parameters(), None) is not None}
     for name, module in model.named_modules():
-        if name and (entry := registry.find(module)) is not None and entry.kind == "model":
+        if name and id(module) in owners and (entry := registry.find(module)) is not None and entry.kind == "model":
             return f"its submodule {name!r} ({type(module).__name__}) is a prepared model"
-    inside = {id(module) for module in model.modules()}
     for prepared in registry.models():
         for name, module in prepared.named_modules():
-            if id(module) in inside:
+            if id(module) in owners:
                 return f"it shares {name!r} ({type(module).__name__}) with the prepared {type(prepared).__name__}"
     return None
 

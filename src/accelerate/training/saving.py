@@ -1,9 +1,9 @@
 """What an Accelerator saves and loads: checkpoints of a run, weights of a model, single objects."""
 
 import json
+import logging
 import os
 import re
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +20,8 @@ from accelerate.checkpoint.contents import Contents, read_common
 from accelerate.checkpoint.meeting import Meeting, default_store
 from accelerate.checkpointing import resolve_map_location, save_accelerator_state
 from accelerate.modules.tensors import clean_state_dict_for_safetensors
+from accelerate.optimizer import settle_scaler
+from accelerate.training.prepared import warn_caller
 from accelerate.utils import other
 from accelerate.utils.constants import (
     MODEL_NAME,
@@ -32,10 +34,16 @@ from accelerate.utils.constants import (
     WEIGHTS_INDEX_NAME,
     WEIGHTS_PATTERN_NAME,
 )
-from accelerate.utils.modeling import get_state_dict_offloaded_model, has_offloaded_params
+from accelerate.utils.modeling import (
+    convert_file_size_to_int,
+    get_state_dict_offloaded_model,
+    has_offloaded_params,
+)
 
 if TYPE_CHECKING:
     from accelerate.accelerator import Accelerator
+
+logger = logging.getLogger(__name__)
 
 Folder = str | os.PathLike[str]
 
@@ -100,7 +108,7 @@ def _next_folder(accelerator: "Accelerator", output_dir: Folder | None) -> str:
         raise ValueError("Automatic checkpoint naming needs a folder: ProjectConfiguration(project_dir=...) is None.")
     folder = os.path.join(names.checkpoints_folder(project.project_dir), names.numbered_folder(project.iteration))
     if output_dir is not None:
-        warnings.warn(
+        warn_caller(
             f"save_state(output_dir={os.fspath(output_dir)!r}) is not used, because checkpoints are named automatically: "
             f"{folder!r} is. Set automatic_checkpoint_naming=False to name the folder yourself."
         )
@@ -124,7 +132,8 @@ def _write(
     if files.writes(each_node):
         Path(folder, names.INCOMPLETE_MARKER).touch()
         _remove_surplus(accelerator, folder, len(schedulers))
-    states = [files.plain_names(backend.model_state(accelerator, model, unwrap=True)) for model in accelerator._models]
+    # Through the method, because libraries replace it.
+    states = [files.plain_names(accelerator.get_state_dict(model)) for model in accelerator._models]
     models = [backend.unwrap_model(model) for model in accelerator._models]
     for hook in list(accelerator._save_model_state_pre_hook.values()):
         hook(models, states, folder)
@@ -141,6 +150,8 @@ def _write(
         )
     for index, optimizer in enumerate(accelerator._optimizers):
         backend.save_optimizer(accelerator, optimizer, folder, index, save_on_each_node=each_node)
+    if accelerator.scaler is not None:
+        settle_scaler(accelerator.scaler)
     save_accelerator_state(
         folder,
         [],
@@ -173,7 +184,7 @@ def _remove_surplus(accelerator: "Accelerator", folder: Folder, schedulers: int)
 def _used_options(backend: Backend, method: str, options: dict[str, Any]) -> dict[str, Any]:
     """Return the options that a strategy's own method uses; the base method uses none, and says so."""
     if options and getattr(type(backend), method) is getattr(Backend, method):
-        warnings.warn(f"save_state got {sorted(options)}, which the strategy {backend.name!r} does not use.")
+        warn_caller(f"save_state got {sorted(options)}, which the strategy {backend.name!r} does not use.")
         return {}
     return options
 
@@ -283,7 +294,21 @@ def _read(
         load_kwargs,
     )
     contents.models, contents.optimizers = models, optimizers
+    _warn_of_fewer_processes(accelerator, folder)
     return contents
+
+
+def _warn_of_fewer_processes(accelerator: "Accelerator", folder: str) -> None:
+    """Ranks that are new say so themselves; for those that are gone the main process does."""
+    beyond = names.random_states_file(accelerator.num_processes)
+    if accelerator.is_main_process and os.path.exists(os.path.join(folder, beyond)):
+        logger.warning(
+            "%s was saved by more processes than the %d running now (it has %s). Its weights and positions in the data "
+            "load, but the ranks draw other random numbers and other samples than they would have.",
+            folder,
+            accelerator.num_processes,
+            beyond,
+        )
 
 
 def _continue_numbering(accelerator: "Accelerator", folder: str) -> None:
@@ -292,10 +317,11 @@ def _continue_numbering(accelerator: "Accelerator", folder: str) -> None:
     number = names.number_of(folder)
     if not project.automatic_checkpoint_naming or project.project_dir is None or number is None:
         return
-    if os.path.realpath(os.path.dirname(os.path.abspath(folder))) == os.path.realpath(
-        names.checkpoints_folder(project.project_dir)
-    ):
-        project.iteration = number + 1
+    here = names.checkpoints_folder(project.project_dir)
+    if os.path.realpath(os.path.dirname(os.path.abspath(folder))) == os.path.realpath(here):
+        # After going back to an older one, the newer ones keep their numbers, and what comes next is the newest.
+        complete = [known for known, path in rotation.numbered_checkpoints(here) if rotation.is_complete(path)]
+        project.iteration = max(complete, default=number) + 1
 
 
 def register_for_checkpointing(accelerator: "Accelerator", *objects: Any) -> None:
@@ -440,7 +466,8 @@ def _write_shards(
         state = clean_state_dict_for_safetensors(state)
     pattern = SAFE_WEIGHTS_PATTERN_NAME if safe else WEIGHTS_PATTERN_NAME
     index_name = SAFE_WEIGHTS_INDEX_NAME if safe else WEIGHTS_INDEX_NAME
-    split = split_torch_state_dict_into_shards(state, filename_pattern=pattern, max_shard_size=max_shard_size)
+    limit = convert_file_size_to_int(max_shard_size)
+    split = split_torch_state_dict_into_shards(state, filename_pattern=pattern, max_shard_size=limit)
     for file, entries in split.filename_to_tensors.items():
         shard = {name: state[name] for name in entries}
         other.save(shard, os.path.join(folder, file), save_on_each_node, safe_serialization=safe)

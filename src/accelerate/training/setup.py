@@ -1,8 +1,9 @@
 """Construction of an Accelerator: arguments and environment become settings, once, in numbered steps."""
 
+import contextlib
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,8 @@ from accelerate.config.handlers import (
 )
 from accelerate.config.megatron import MegatronLMPlugin
 from accelerate.config.project import ProjectConfiguration
+from accelerate.runtime import storage
+from accelerate.training.prepared import warn_caller
 from accelerate.utils.environment import get_int_from_env, parse_choice_from_env, parse_flag_from_env
 
 # Which attribute of the Accelerator each kind of handler becomes.
@@ -61,6 +64,11 @@ def project(config: ProjectConfiguration | None, folder: str | os.PathLike | Non
     config = config if config is not None else ProjectConfiguration(project_dir=folder)
     if folder is not None and config.project_dir is None:
         config.set_directories(folder)
+    elif folder is not None and os.fspath(folder) != os.fspath(config.project_dir):
+        warn_caller(
+            f"project_dir={os.fspath(folder)!r} is not used, because project_config.project_dir is "
+            f"{os.fspath(config.project_dir)!r}. Set it in one of the two places."
+        )
     return config
 
 
@@ -176,6 +184,39 @@ def rng_types(given: list[str | RNGType] | None) -> list[str | RNGType]:
         except ValueError:
             raise ValueError(f"rng_types got {kind!r}; choose among {[member.value for member in RNGType]}.") from None
     return list(kinds)
+
+
+@contextlib.contextmanager
+def undone_if_refused() -> Iterator[None]:
+    """Forget the states built inside when the run is refused, so that the next Accelerator can ask for another one."""
+    built = [slot for slot in (storage.accelerator, storage.process) if not slot.current]
+    try:
+        yield
+    except BaseException:
+        for slot in built:
+            slot.renew()
+        raise
+
+
+def mesh(given: Any, make: Callable[[], Any], tensor_parallel: Any) -> Any:
+    """Return the layout of the device mesh: the one given, or the one that the launcher asked for.
+
+    Args:
+        given: The ParallelismConfig that was passed, or None.
+        make: Builds one from the environment.
+        tensor_parallel: The superseded ``torch_tp_plugin``.
+
+    Raises:
+        NotImplementedError: The superseded plugin asks for tensor parallelism.
+    """
+    if getattr(tensor_parallel, "tp_size", 1) > 1:
+        raise NotImplementedError(
+            f"torch_tp_plugin.tp_size={tensor_parallel.tp_size}: tensor parallelism is not part of this version of the fork "
+            "(and moved to ParallelismConfig(tp_size=...)). Leave the plugin away."
+        )
+    if given is None and parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        return make()
+    return given
 
 
 def fp8_handlers(handlers: dict[str, Any]) -> dict[FP8BackendType, Any]:

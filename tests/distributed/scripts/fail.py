@@ -20,6 +20,11 @@ def gather_dtypes(accelerator):
     accelerator.gather(torch.ones(2, dtype=torch.float32 if accelerator.is_main_process else torch.float64))
 
 
+def no_process_group(accelerator):
+    accelerator.state.destroy_process_group()
+    accelerator.gather(torch.ones(1))
+
+
 def prepare_nothing(accelerator):
     accelerator.prepare()
 

@@ -206,6 +206,14 @@ def test_surplus_files_of_a_former_checkpoint_are_removed(tmp_path):
     assert sorted(os.listdir(tmp_path)) == sorted(kept)
 
 
+def test_what_a_killed_save_left_is_removed(tmp_path):
+    kept = [".random_states_1.pkl.12-34", ".rank1_dl_state_dict.bin.12-34", ".incomplete", ".hidden"]
+    for name in [*kept, ".model.safetensors.12-34", ".tmpAbc123"]:
+        (tmp_path / name).touch()
+    files.remove_surplus(tmp_path, {})
+    assert sorted(os.listdir(tmp_path)) == sorted(kept)
+
+
 def test_plain_names():
     state = {"_orig_mod.a._orig_mod.b": 1, "module.c": 2}
     assert files.plain_names(state) == {"a.b": 1, "module.c": 2}

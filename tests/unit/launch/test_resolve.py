@@ -150,10 +150,8 @@ def test_two_paradigms(plan):
 
 def test_settings_without_effect_are_said(plan, file):
     assert plan("--zero_stage 2").notes == ("--zero_stage has no effect without --use_deepspeed.",)
-    assert plan("--machine_rank 0 --same_network").notes == (
-        "--same_network has no effect without --num_machines N.",
-        "--machine_rank has no effect without --num_machines N.",
-    )
+    assert plan("--machine_rank 1").notes == ("--machine_rank has no effect without --num_machines N.",)
+    assert plan("--machine_rank 0 --num_machines 1").notes == ()
     file("distributed_type: NO\ndeepspeed_config: {zero_stage: 2, gradient_accumulation_steps: 4}")
     result = plan("")
     assert "deepspeed_config in" in result.notes[0]

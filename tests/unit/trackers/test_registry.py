@@ -40,7 +40,7 @@ def test_log_with(tmp_path):
     assert registry.filter_trackers(None) == []
     assert registry.filter_trackers("wandb") == [LoggerType.WANDB]
     assert registry.filter_trackers(LoggerType.WANDB) == [LoggerType.WANDB]
-    assert registry.filter_trackers([own, "wandb", "wandb"]) == [LoggerType.WANDB, own]
+    assert registry.filter_trackers([own, "wandb", "wandb", own]) == [LoggerType.WANDB, own]
     assert registry.filter_trackers(own) == [own]
     assert registry.filter_trackers("all", tmp_path) == [LoggerType.TENSORBOARD, LoggerType.WANDB]
     assert registry.filter_trackers(["all", "wandb", own], tmp_path) == [LoggerType.WANDB, LoggerType.TENSORBOARD, own]

@@ -218,6 +218,16 @@ def test_a_missing_random_state_is_warned_about(tmp_path, caplog):
     assert "random_states_0.pkl" in caplog.text
 
 
+def test_a_checkpoint_of_more_processes_is_warned_about(tmp_path, caplog):
+    run = Run()
+    run.accelerator.save_state(tmp_path)
+    (tmp_path / "random_states_0.pkl").rename(tmp_path / "random_states_1.pkl")
+    run.accelerator.save_state(tmp_path / "other")
+    (tmp_path / "random_states_1.pkl").rename(tmp_path / "other" / "random_states_1.pkl")
+    run.accelerator.load_state(tmp_path / "other")
+    assert "more processes than the 1 running now" in caplog.text
+
+
 def test_options_that_nobody_uses_are_warned_about(tmp_path):
     accelerator = Accelerator(cpu=True)
     with pytest.warns(UserWarning, match="exclude_frozen_parameters"):
@@ -329,6 +339,15 @@ def test_a_resumed_run_goes_on_counting(tmp_path):
     third = Run(project_config=numbered(tmp_path))
     with pytest.raises(ValueError, match=r"checkpoint_0.*iteration \(now 0\)"):
         third.accelerator.save_state()
+
+
+def test_going_back_keeps_the_newer_checkpoints(tmp_path):
+    run = Run(project_config=numbered(tmp_path))
+    for _ in range(3):
+        run.accelerator.save_state()
+    again = Run(project_config=numbered(tmp_path))
+    again.accelerator.load_state(tmp_path / "checkpoints" / "checkpoint_0")
+    assert again.accelerator.save_state().name == "checkpoint_3"
 
 
 def test_a_folder_of_ones_own_is_not_used_silently(tmp_path):

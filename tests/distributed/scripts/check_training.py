@@ -1,0 +1,456 @@
+"""What happens to gradients, weights and learning rates in a training loop, on one process and several."""
+
+import contextlib
+import warnings
+
+import torch
+from harness import assert_same_everywhere, differs_between_ranks, everywhere, fresh_accelerator, run, warned
+from models import WIDTH, assert_all_close, gradients, inputs_of, mean_square, network, whole_batch_gradients
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from accelerate import DataLoaderConfiguration, GradScalerKwargs
+from accelerate.local_sgd import LocalSGD
+from accelerate.utils import GradientAccumulationPlugin, find_executable_batch_size
+
+# -- when gradients are synchronised ---------------------------------------------------------------------------------
+
+
+def no_sync_holds_gradients_back():
+    accelerator = fresh_accelerator()
+    world, rank, device = accelerator.num_processes, accelerator.process_index, accelerator.device
+    model = accelerator.prepare(network())
+    held, sent = ([inputs_of(r, seed=seed) for r in range(world)] for seed in (1, 2))
+    with accelerator.no_sync(model):
+        accelerator.backward(mean_square(model, held[rank].to(device)))
+    assert differs_between_ranks(gradients(model)[0]) is (world > 1)
+    assert_all_close(gradients(model), whole_batch_gradients(accelerator, [held[rank]]))
+    accelerator.backward(mean_square(model, sent[rank].to(device)))
+    assert_same_everywhere(gradients(model))
+    expected = [
+        first + second
+        for first, second in zip(
+            whole_batch_gradients(accelerator, held), whole_batch_gradients(accelerator, sent), strict=True
+        )
+    ]
+    assert_all_close(gradients(model), expected)
+
+
+def two_models_accumulate_together():
+    """As in adversarial training: one context for both, each with its own backward pass and optimizer."""
+    accelerator = fresh_accelerator(gradient_accumulation_steps=2)
+    world, rank, device = accelerator.num_processes, accelerator.process_index, accelerator.device
+    maker, judge = nn.Linear(WIDTH, WIDTH), network()
+    reference_maker, reference_judge = nn.Linear(WIDTH, WIDTH).to(device), network().to(device)
+    reference_maker.load_state_dict(maker.state_dict())
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (maker, judge)]
+    maker, judge, maker_step, judge_step = accelerator.prepare(maker, judge, *optimizers)
+    before = [parameter.clone() for m in (maker, judge) for parameter in m.parameters()]
+    for window in range(2):
+        for micro_batch in range(2):
+            x = inputs_of(rank, seed=2 * window + micro_batch).to(device)
+            with accelerator.accumulate(maker, judge):
+                accelerator.backward(judge(maker(x).detach()).mean())
+                judge_step.step()
+                judge_gradient = judge.parameters().__next__().grad.clone()
+                judge_step.zero_grad()
+                accelerator.backward(maker(x).pow(2).mean())
+                maker_step.step()
+                closes = micro_batch == 1
+                assert accelerator.sync_gradients is closes
+                for gradient in (judge_gradient, gradients(maker)[0]):
+                    assert differs_between_ranks(gradient) is (world > 1 and not closes)
+                maker_step.zero_grad()
+                after = [parameter for m in (maker, judge) for parameter in m.parameters()]
+                if window == 0 and not closes:
+                    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+    assert_same_everywhere([*maker.parameters(), *judge.parameters()])
+
+    steps = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (reference_maker, reference_judge)]
+    for window in range(2):
+        x = torch.cat([inputs_of(r, seed=2 * window + m) for r in range(world) for m in range(2)]).to(device)
+        for step in steps:
+            step.zero_grad()
+        reference_judge(reference_maker(x).detach()).mean().backward()
+        reference_maker(x).pow(2).mean().backward()
+        for step in steps:
+            step.step()
+    assert_all_close(maker.parameters(), reference_maker.parameters())
+    assert_all_close(judge.parameters(), reference_judge.parameters())
+
+
+def each_batch_can_be_synchronised():
+    plugin = GradientAccumulationPlugin(num_steps=3, sync_each_batch=True)
+    accelerator = fresh_accelerator(gradient_accumulation_plugin=plugin)
+    world, rank, device = accelerator.num_processes, accelerator.process_index, accelerator.device
+    model = network()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    weight = next(model.parameters())
+    before = weight.clone()
+    for micro_batch in range(3):
+        with accelerator.accumulate(model):
+            accelerator.backward(mean_square(model, inputs_of(rank, seed=micro_batch).to(device)))
+            assert_same_everywhere(gradients(model), f"micro-batch {micro_batch}")
+            optimizer.step()
+            assert torch.equal(weight, before) is (micro_batch < 2)
+    pieces = [inputs_of(r, seed=micro_batch) for r in range(world) for micro_batch in range(3)]
+    assert_all_close(gradients(model), whole_batch_gradients(accelerator, pieces))
+
+
+def synchronised_micro_batches(batches, steps, sync_with_dataloader):
+    """Return a mark per micro-batch of two epochs: + where gradients are synchronised, - where they accumulate."""
+    plugin = GradientAccumulationPlugin(num_steps=steps, sync_with_dataloader=sync_with_dataloader)
+    accelerator = fresh_accelerator(gradient_accumulation_plugin=plugin)
+    data = torch.zeros(batches * accelerator.num_processes, WIDTH)
+    model, loader = accelerator.prepare(network(), DataLoader(data, batch_size=1))
+    marks = []
+    for _ in range(2):
+        for _ in loader:
+            with accelerator.accumulate(model):
+                marks.append("+" if accelerator.sync_gradients else "-")
+    return "".join(marks)
+
+
+def the_end_of_a_loader_may_close_a_window():
+    main_process = fresh_accelerator().is_main_process
+    with warned(0, "accumulation window"):
+        assert synchronised_micro_batches(4, 2, True) == "-+-+-+-+"
+        assert synchronised_micro_batches(4, 3, False) == "--+--+--"
+        assert synchronised_micro_batches(5, 2, False) == "-+-+-+-+-+"
+    with warned(int(main_process), "accumulation window", at="with accelerator.accumulate"):
+        assert synchronised_micro_batches(5, 2, True) == "-+-++-+-++"
+
+
+def backward_may_synchronise_after_unsynchronised_forwards():
+    accelerator = fresh_accelerator()
+    world, rank, device = accelerator.num_processes, accelerator.process_index, accelerator.device
+    model = accelerator.prepare(network())
+    first, second = ([inputs_of(r, seed=seed) for r in range(world)] for seed in (4, 5))
+    with accelerator.no_sync(model):
+        losses = [mean_square(model, pieces[rank].to(device)) for pieces in (first, second)]
+    accelerator.backward(losses[0])
+    assert differs_between_ranks(gradients(model)[0]) is (world > 1)
+    with accelerator.trigger_sync_in_backward(model):
+        accelerator.backward(losses[1])
+    assert_same_everywhere(gradients(model))
+    expected = [
+        a + b
+        for a, b in zip(
+            whole_batch_gradients(accelerator, first), whole_batch_gradients(accelerator, second), strict=True
+        )
+    ]
+    assert_all_close(gradients(model), expected)
+    if world > 1:
+        assert model.require_backward_grad_sync
+    # Training goes on as usual afterwards.
+    model.zero_grad()
+    accelerator.backward(mean_square(model, first[rank].to(device)))
+    assert_all_close(gradients(model), whole_batch_gradients(accelerator, first))
+
+
+# -- ranks with different numbers of batches -------------------------------------------------------------------------
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from torch.zeros(4, WIDTH)
+
+
+def uneven_inputs_are_joined():
+    accelerator = fresh_accelerator()
+    world = accelerator.num_processes
+    model = network()
+    loader = DataLoader(torch.ones(2 * world + 1, WIDTH), batch_size=1)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    steps = 0
+    with warned(0, "even_batches"), accelerator.join_uneven_inputs([model], even_batches=False):
+        for batch in loader:
+            accelerator.backward(mean_square(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+            steps += 1
+    assert everywhere(steps) == [3] + [2] * (world - 1)
+    assert_same_everywhere(model.parameters())
+    assert everywhere(len(list(loader))) == [3] * world, "even_batches is as it was"
+
+    with contextlib.suppress(KeyError), accelerator.join_uneven_inputs([model], even_batches=False):
+        if world == 1:
+            raise KeyError
+        assert everywhere(len(loader)) == [3] + [2] * (world - 1)
+        for batch in loader:
+            mean_square(model, batch).backward()
+    assert everywhere(len(loader)) == [3] * world
+
+    # Without an override the loaders are left alone.
+    with accelerator.join_uneven_inputs([model]):
+        assert everywhere(len(loader)) == [3] * world
+        for batch in loader:
+            mean_square(model, batch).backward()
+
+
+def joining_warns_for_streams():
+    accelerator = fresh_accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=False))
+    rows = DataLoader(torch.ones(4, WIDTH), batch_size=1)
+    model, stream, rows = accelerator.prepare(network(), DataLoader(Stream(), batch_size=1), rows)
+    several = accelerator.num_processes > 1
+    with warned(int(several), "even_batches=False", "map-style", at="accelerator.join_uneven_inputs"):
+        with accelerator.join_uneven_inputs([model], even_batches=False):
+            if several:
+                assert not rows.batch_sampler.even_batches
+            for batch in rows:
+                mean_square(model, batch).backward()
+    if several:
+        assert rows.batch_sampler.even_batches
+    with warned(0, "even_batches"), accelerator.join_uneven_inputs([model]):
+        for batch in stream:
+            mean_square(model, batch).backward()
+
+
+# -- clipping and scaling --------------------------------------------------------------------------------------------
+
+
+def clipping_is_that_of_the_whole_batch():
+    for precision in ("no", "fp16"):
+        scaler = GradScalerKwargs(init_scale=8.0)
+        accelerator = fresh_accelerator(mixed_precision=precision, kwargs_handlers=[scaler])
+        world, rank, device = accelerator.num_processes, accelerator.process_index, accelerator.device
+        model = network()
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        pieces = [10 * inputs_of(r) for r in range(world)]
+        tolerance = {"rtol": 1e-5, "atol": 1e-6} if precision == "no" else {"rtol": 0.05, "atol": 0.05}
+        expected = whole_batch_gradients(accelerator, pieces)
+        expected_norm = torch.cat([gradient.flatten() for gradient in expected]).norm()
+        assert expected_norm > 0.5
+
+        accelerator.backward(mean_square(model, pieces[rank].to(device)))
+        norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        torch.testing.assert_close(norm, expected_norm, **tolerance)
+        assert_all_close(gradients(model), [g * 0.5 / expected_norm for g in expected], **tolerance)
+        assert_same_everywhere(gradients(model))
+        optimizer.step()
+        assert_same_everywhere(model.parameters())
+        optimizer.zero_grad()
+
+    accelerator = fresh_accelerator()
+    model = accelerator.prepare(network())
+    accelerator.backward(mean_square(model, pieces[rank].to(device)))
+    bound = 0.3 * max(gradient.abs().max() for gradient in expected).item()
+    accelerator.clip_grad_value_(model.parameters(), bound)
+    assert_all_close(gradients(model), [gradient.clamp(-bound, bound) for gradient in expected])
+    assert any((gradient.abs() > bound).any() for gradient in expected)
+
+
+def an_overflow_on_one_rank_skips_the_step_on_all():
+    for steps in (1, 2):
+        scaler = GradScalerKwargs(init_scale=64.0, growth_interval=1000)
+        accelerator = fresh_accelerator(
+            mixed_precision="fp16", kwargs_handlers=[scaler], gradient_accumulation_steps=steps
+        )
+        device = accelerator.device
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+        bad_rank, history, rates = accelerator.num_processes - 1, [], []
+        for update in range(3):
+            before = [parameter.clone() for parameter in model.parameters()]
+            for micro_batch in range(steps):
+                x = inputs_of(accelerator.process_index, seed=update).to(device)
+                with accelerator.accumulate(model):
+                    loss = mean_square(model, x)
+                    if update == 1 and micro_batch == 0 and accelerator.process_index == bad_rank:
+                        loss = loss * float("inf")
+                    accelerator.backward(loss)
+                    optimizer.step()
+                    with warnings.catch_warnings():
+                        warnings.simplefilter("error")
+                        scheduler.step()
+                    optimizer.zero_grad()
+            changed = any(not torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+            history.append((accelerator.optimizer_step_was_skipped, changed, accelerator.scaler.get_scale()))
+            rates.append(scheduler.get_last_lr()[0])
+            assert_same_everywhere(model.parameters())
+        assert history == [(False, True, 64.0), (True, False, 32.0), (False, True, 32.0)], (steps, history)
+        assert rates[0] == rates[1] > rates[2], rates
+        assert everywhere(history) == [history] * accelerator.num_processes
+
+
+# -- other loops -----------------------------------------------------------------------------------------------------
+
+
+def local_training_averages_weights():
+    accelerator = fresh_accelerator()
+    world, rank, device = accelerator.num_processes, accelerator.process_index, accelerator.device
+    model = network()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    weight = next(model.parameters())
+    differing = []
+    with LocalSGD(accelerator, model, local_sgd_steps=3) as local:
+        for step in range(7):
+            accelerator.backward(mean_square(model, inputs_of(rank, seed=step).to(device)))
+            optimizer.step()
+            optimizer.zero_grad()
+            expected = torch.stack([w.to(device) for w in everywhere(weight.detach().cpu())]).mean(0)
+            local.step()
+            differing.append(differs_between_ranks(weight))
+            if step == 2:
+                torch.testing.assert_close(weight.detach(), expected)
+    assert differing == [(step + 1) % 3 != 0 and world > 1 for step in range(7)], differing
+    assert_same_everywhere(model.parameters(), "averaged at the end")
+    with LocalSGD(accelerator, model, local_sgd_steps=3, enabled=False) as local:
+        accelerator.backward(mean_square(model, inputs_of(rank).to(device)))
+        local.step()
+    assert_same_everywhere(gradients(model), "enabled=False synchronises as usual")
+
+
+def a_batch_size_that_fits_is_found():
+    accelerator = fresh_accelerator()
+    tried = []
+
+    @find_executable_batch_size(starting_batch_size=16, reduce_batch_size_fn=lambda: tried[-1] // 2)
+    def train(batch_size, rate):
+        accelerator.free_memory()
+        tried.append(batch_size)
+        model = network()
+        loader = DataLoader(torch.ones(16 * accelerator.num_processes, WIDTH), batch_size=batch_size)
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        for batch in loader:
+            if len(batch) > 4:
+                raise RuntimeError("CUDA out of memory. Tried to allocate 1 TiB.")
+            accelerator.backward(mean_square(model, batch))
+            optimizer.step()
+        return model, len(loader)
+
+    with warned(0, "already prepared"):
+        model, batches = train(0.1)
+    assert tried == [16, 8, 4] and batches == 4
+    assert len(accelerator._models) == 1
+    assert_same_everywhere(model.parameters())
+
+
+def schedules_count_the_batches_of_all_ranks():
+    for split in (False, True):
+        accelerator = fresh_accelerator(
+            dataloader_config=DataLoaderConfiguration(split_batches=split), gradient_accumulation_steps=2
+        )
+        world = accelerator.num_processes
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda count: 1.0 / (1 + count))
+        loader = DataLoader(torch.ones(8 * world, WIDTH), batch_size=2 * world if split else 2)
+        model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+        assert len(loader) == 4
+        counts = []
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(mean_square(model, batch))
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            counts.append(scheduler.scheduler.last_epoch)
+        replicas = 1 if split else world
+        assert counts == [0, replicas, replicas, 2 * replicas], counts
+        assert scheduler.get_last_lr() == [1.0 / (1 + 2 * replicas)]
+
+
+def contradicting_schedules_warn_once():
+    accelerator = fresh_accelerator()
+    world = accelerator.num_processes
+
+    def prepare(total_steps):
+        accelerator.free_memory()
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=total_steps)
+        return accelerator.prepare(model, optimizer, scheduler, DataLoader(torch.ones(8 * world, WIDTH), batch_size=2))
+
+    with warned(0, "total_steps"):
+        prepare(4 * world)  # one epoch of 4 updates
+        prepare(3 * 4 * world)
+    with warned(int(world > 1), "total_steps=4", f"epochs * {4 * world}", at="accelerator.prepare("):
+        model, optimizer, scheduler, loader = prepare(4)
+        for batch in loader:
+            accelerator.backward(mean_square(model, batch))
+            optimizer.step()
+            scheduler.step()
+    assert scheduler.scheduler.last_epoch <= 4
+
+
+# -- loops in loops --------------------------------------------------------------------------------------------------
+
+
+def evaluation_inside_training():
+    accelerator = fresh_accelerator(gradient_accumulation_steps=4)
+    world = accelerator.num_processes
+    state = accelerator.gradient_state
+    train = DataLoader(torch.ones(5 * world, WIDTH), batch_size=1)
+    # Neither loader ends evenly, and they end at different times.
+    evaluation = DataLoader(TensorDataset(torch.arange(4 * world + 1)), batch_size=2)
+    model, train, evaluation = accelerator.prepare(network(), train, evaluation)
+    marks = ""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for number, batch in enumerate(train):
+            is_last = number == 4
+            assert state.active_dataloader is train and state.end_of_dataloader is is_last
+            if number in (1, 4):
+                found = []
+                for (indices,) in evaluation:
+                    assert state.active_dataloader is evaluation
+                    assert state.end_of_dataloader is (len(found) + 2 * world > 4 * world)
+                    found += accelerator.gather_for_metrics(indices).tolist()
+                assert found == list(range(4 * world + 1)), found
+                assert state.active_dataloader is train and state.end_of_dataloader is is_last
+            if number == 2:
+                for _ in evaluation:
+                    break
+                assert state.active_dataloader is train and not state.end_of_dataloader
+            with accelerator.accumulate(model):
+                accelerator.backward(mean_square(model, batch))
+                marks += "+" if accelerator.sync_gradients else "-"
+    assert marks == "---++", marks
+    assert state.active_dataloader is None and not state.end_of_dataloader
+
+
+def a_loop_left_early_starts_anew():
+    accelerator = fresh_accelerator()
+    world, state = accelerator.num_processes, accelerator.gradient_state
+    loader = accelerator.prepare(DataLoader(torch.arange(3 * world + 1), batch_size=1))
+    for number, _ in enumerate(loader):
+        if number == 1:
+            break
+    assert not state.in_dataloader and not state.end_of_dataloader
+    found = torch.cat([accelerator.gather_for_metrics(batch) for batch in loader])
+    assert found.tolist() == list(range(3 * world + 1))
+    iterator = iter(loader)
+    next(iterator)
+    assert state.active_dataloader is loader
+    del iterator
+    assert not state.in_dataloader
+    try:
+        for _ in loader:
+            raise KeyError("in the loop")
+    except KeyError:
+        pass
+    assert len(list(loader)) == 4 and not state.in_dataloader
+
+
+if __name__ == "__main__":
+    run(
+        no_sync_holds_gradients_back,
+        two_models_accumulate_together,
+        each_batch_can_be_synchronised,
+        the_end_of_a_loader_may_close_a_window,
+        backward_may_synchronise_after_unsynchronised_forwards,
+        uneven_inputs_are_joined,
+        joining_warns_for_streams,
+        clipping_is_that_of_the_whole_batch,
+        an_overflow_on_one_rank_skips_the_step_on_all,
+        local_training_averages_weights,
+        a_batch_size_that_fits_is_found,
+        schedules_count_the_batches_of_all_ranks,
+        contradicting_schedules_warn_once,
+        evaluation_inside_training,
+        a_loop_left_early_starts_anew,
+    )

@@ -1,0 +1,55 @@
+"""What needs a GPU: run with `make test-gpu`; some of it needs one, some two."""
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.gpu
+GPUS = torch.cuda.device_count()
+one_gpu = pytest.mark.skipif(GPUS < 1, reason="needs a GPU")
+two_gpus = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+
+
+@one_gpu
+@pytest.mark.parametrize("precision", ["no", "fp16", "bf16"])
+def test_one_gpu_trains_in_every_precision(precision):
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(mixed_precision=precision)
+    model = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loader = torch.utils.data.DataLoader(torch.randn(64, 8), batch_size=8)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    assert accelerator.device.type == "cuda" and (accelerator.scaler is not None) is (precision == "fp16")
+    losses = []
+    for _ in range(5):
+        for batch in loader:
+            assert batch.device.type == "cuda"
+            output = model(batch)
+            assert output.dtype is torch.float32
+            loss = (output - 1).pow(2).mean()
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    assert losses[-1] < losses[0]
+
+
+@one_gpu
+def test_two_processes_share_one_gpu_over_gloo(launch):
+    done = launch("share_gpu.py", processes=2, cpu=False, environment={"CUDA_VISIBLE_DEVICES": "0"})
+    assert "ok shared" in done.stdout
+
+
+@one_gpu
+def test_two_processes_on_one_gpu_over_nccl_is_an_error_that_names_the_way_out(launch):
+    done = launch(
+        "check_reset.py", processes=2, cpu=False, succeeds=False, environment={"CUDA_VISIBLE_DEVICES": "0"}
+    )
+    assert "gloo" in done.stderr + done.stdout
+
+
+@two_gpus
+@pytest.mark.parametrize("script", ["check_prepare.py", "check_gradients.py", "check_reset.py", "check_operations.py"])
+def test_two_gpus_over_nccl(launch, script):
+    assert "ok" in launch(script, processes=2, cpu=False).stdout

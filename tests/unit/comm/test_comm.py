@@ -1,0 +1,136 @@
+import pytest
+import torch
+
+from accelerate import comm
+from accelerate.comm import check
+from accelerate.comm.check import DistributedOperationException
+from accelerate.comm.single import Single
+from accelerate.comm.torch_dist import TorchCommunicator
+from accelerate.process import PartialState
+from accelerate.runtime import storage
+
+
+def test_alone_there_is_nobody_to_ask():
+    communicator = comm.for_type("NO")
+    tensor = torch.ones(2)
+    assert communicator.world_size == 1 and communicator.rank == 0
+    assert communicator.all_gather(tensor).tolist() == [1, 1]
+    assert communicator.all_reduce(tensor) is communicator.broadcast(tensor) is tensor
+    assert communicator.gather_object("x") == ["x"]
+    assert communicator.broadcast_object_list([1]) == [1]
+    communicator.barrier()
+    with pytest.raises(ValueError, match="'median'"):
+        communicator.all_reduce(tensor, "median")
+
+
+def test_current_builds_the_state_if_it_must():
+    assert isinstance(comm.current(), Single)
+    assert PartialState._shared_state
+
+
+def test_type_decides_and_groups_are_told_apart(process_group):
+    first = comm.for_type("MULTI_CPU")
+    assert isinstance(first, TorchCommunicator) and comm.for_type("FSDP") is first
+    comm.forget()
+    assert comm.for_type("MULTI_CPU") is not first
+
+
+def test_engine_of_a_lone_process_without_a_group():
+    assert isinstance(comm.for_type("FSDP"), Single)
+
+
+def test_several_processes_without_a_group():
+    storage.process.current["num_processes"] = 2
+    with pytest.raises(RuntimeError, match="destroyed"):
+        comm.for_type("MULTI_CPU")
+
+
+# A group of one exercises the same code as a larger one; tests/distributed has two processes.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64])
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (0, 3), (100_000,)])
+def test_group_of_one(process_group, dtype, shape):
+    communicator = comm.for_type("MULTI_CPU")
+    tensor = torch.ones(shape).to(dtype)
+    gathered = communicator.all_gather(tensor)
+    assert gathered.dtype is dtype and torch.equal(gathered, tensor.reshape(1) if shape == () else tensor)
+    assert gathered.data_ptr() != tensor.data_ptr() or not tensor.numel()
+    for result in (communicator.broadcast(tensor), communicator.all_gather_into_list(tensor)[0]):
+        assert torch.equal(result, tensor) and result.shape == tensor.shape
+    if dtype is not torch.bool:
+        assert torch.equal(communicator.all_reduce(tensor), tensor)
+        assert communicator.all_reduce(tensor, "mean").shape == tensor.shape
+
+
+def test_results_are_not_overwritten_by_the_next_exchange(process_group):
+    communicator = comm.for_type("MULTI_CPU")
+    first = communicator.all_gather(torch.tensor([1.0]))
+    reduced = communicator.all_reduce(torch.tensor([2.0]))
+    communicator.all_gather(torch.tensor([5.0]))
+    communicator.all_reduce(torch.tensor([5.0]))
+    assert first.tolist() == [1.0] and reduced.tolist() == [2.0]
+
+
+def test_awkward_tensors(process_group):
+    communicator = comm.for_type("MULTI_CPU")
+    transposed = torch.arange(6.0).view(2, 3).t()
+    assert torch.equal(communicator.all_gather(transposed), transposed)
+    needs_grad = torch.ones(2, requires_grad=True)
+    assert not communicator.all_gather(needs_grad).requires_grad
+    conjugate = torch.tensor([1 + 2j]).conj()
+    assert communicator.all_gather(conjugate).tolist() == [1 - 2j]
+    with pytest.raises(TypeError, match="sparse"):
+        communicator.all_gather(torch.eye(2).to_sparse())
+    assert communicator.all_reduce(torch.tensor([1, 2]), "mean").dtype is torch.float32
+    assert communicator.gather_object({"a": transposed})[0]["a"].shape == (3, 2)
+    assert len(communicator.gather_object(list(range(50_000)))[0]) == 50_000
+    assert communicator.broadcast_object_list(["x"]) == ["x"]
+    with pytest.raises(ValueError, match="no process 3"):
+        communicator.broadcast(transposed, 3)
+
+
+# Agreement in debug mode
+
+
+class Told(Single):
+    """A communicator whose other rank passes something else."""
+
+    world_size = 2
+
+    def __init__(self, other):
+        self.other = other
+
+    def gather_object(self, obj):
+        return [obj, check_entry(obj[0], self.other)]
+
+
+def check_entry(operation, data):
+    pads = operation.endswith("pad_across_processes")
+    return operation, repr(check.ignoring_sizes(data)) if pads else check.describe(data), check.describe(data), []
+
+
+def test_debug_mode_names_ranks_and_shapes():
+    with pytest.raises(DistributedOperationException) as caught:
+        check.verify(Told({"a": torch.ones(3)}), "accelerate.utils.operations.gather", {"a": torch.ones(2)})
+    text = str(caught.value)
+    for fragment in ("operations.gather", "Process 0: {'a': float32[2]", "Process 1: {'a': float32[3]"):
+        assert fragment in text
+
+
+def test_debug_mode_accepts_what_padding_can_repair():
+    operation = "accelerate.utils.operations.pad_across_processes"
+    check.verify(Told([torch.ones(3)]), operation, [torch.ones(2)])
+    with pytest.raises(DistributedOperationException):
+        check.verify(Told([torch.ones(3, 1)]), operation, [torch.ones(2)])
+
+
+def test_debug_mode_wants_tensors_on_the_device_of_the_run():
+    with pytest.raises(DistributedOperationException, match=r"'cuda'.*process 0: cpu"):
+        check.verify(Told(torch.ones(1)), "gather", torch.ones(1), torch.device("cuda"))
+
+
+def test_majority_is_right():
+    error = check.disagreement("gather", ["a", "b", "a", "a"])
+    assert "process(es) 1 differ" in str(error)
+    assert DistributedOperationException.__module__ == "accelerate.utils.operations"

@@ -1,0 +1,84 @@
+"""Configuration files as objects."""
+
+import dataclasses
+
+import pytest
+import yaml
+
+from accelerate.commands.config.config_args import BaseConfig, ClusterConfig, SageMakerConfig, load_config_from_file
+from accelerate.config.enums import ComputeEnvironment, DistributedType, SageMakerDistributedType
+from accelerate.launch.config_file import read
+from accelerate.launch.errors import LaunchError
+
+CONFIG = ClusterConfig(
+    "LOCAL_MACHINE", "MULTI_CPU", "bf16", True, False, num_processes=2, fsdp_config={"fsdp_version": 2}
+)
+
+
+@pytest.mark.parametrize("ending", ["yaml", "json"])
+def test_round_trip(place, ending):
+    path = place / f"c.{ending}"
+    getattr(CONFIG, f"to_{ending}_file")(path)
+    loaded = load_config_from_file(path)
+    assert loaded.to_dict() == CONFIG.to_dict()
+    assert loaded.distributed_type is DistributedType.MULTI_CPU
+    assert loaded.dynamo_config == {}
+    assert getattr(ClusterConfig, f"from_{ending}_file")(str(path)) == loaded
+
+
+def test_files_hold_plain_values(place):
+    CONFIG.to_yaml_file(place / "c.yaml")
+    content = yaml.safe_load((place / "c.yaml").read_text())
+    assert (content["distributed_type"], content["num_processes"]) == ("MULTI_CPU", 2)
+    assert "gpu_ids" not in content
+    assert read(place / "c.yaml").values["cpu"] is True
+
+
+def test_default_file(place, monkeypatch):
+    with pytest.raises(FileNotFoundError, match=r"default_config\.yaml.*accelerate config default"):
+        load_config_from_file(None)
+    (place / "home" / "accelerate").mkdir(parents=True)
+    CONFIG.to_yaml_file(place / "home" / "accelerate" / "default_config.yaml")
+    assert load_config_from_file(None).num_processes == 2
+    assert ClusterConfig.from_yaml_file().num_processes == 2
+
+
+def test_missing_and_unknown_keys(place):
+    (place / "c.yaml").write_text("num_processes: 2")
+    with pytest.raises(LaunchError, match="lacks `distributed_type`"):
+        load_config_from_file(place / "c.yaml")
+    (place / "c.yaml").write_text("distributed_type: NO\nwrong: 1")
+    with pytest.raises(LaunchError, match="unknown keys: wrong"):
+        load_config_from_file(place / "c.yaml")
+    (place / "c.yaml").write_text("distributed_type: WRONG")
+    with pytest.raises(LaunchError, match="WRONG"):
+        load_config_from_file(place / "c.yaml")
+
+
+def test_process_config_leaves_its_argument_alone():
+    old = {"distributed_type": "NO", "fp16": True, "dynamo_backend": "EAGER"}
+    new = BaseConfig.process_config(old)
+    assert old == {"distributed_type": "NO", "fp16": True, "dynamo_backend": "EAGER"}
+    assert new["mixed_precision"] == "fp16"
+    assert new["dynamo_config"] == {"dynamo_backend": "EAGER"}
+    assert new["compute_environment"] is ComputeEnvironment.LOCAL_MACHINE
+
+
+def test_sagemaker(place):
+    (place / "c.yaml").write_text(
+        "compute_environment: AMAZON_SAGEMAKER\ndistributed_type: DATA_PARALLEL\nec2_instance_type: x\niam_role_name: y"
+    )
+    config = load_config_from_file(place / "c.yaml")
+    assert isinstance(config, SageMakerConfig)
+    assert config.distributed_type is SageMakerDistributedType.DATA_PARALLEL
+    assert config.to_dict()["region"] == "us-east-1"
+
+
+def test_every_key_of_a_file_is_an_option(place):
+    for field in dataclasses.fields(ClusterConfig):
+        if not field.name.endswith("_config"):
+            value = {"distributed_type": "NO", "compute_environment": "LOCAL_MACHINE", "mixed_precision": "no"}.get(
+                field.name, 1
+            )
+            (place / "c.yaml").write_text(yaml.safe_dump({field.name: value}))
+            read(place / "c.yaml")

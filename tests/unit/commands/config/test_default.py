@@ -1,0 +1,68 @@
+"""`accelerate config default` and `update`, and what is to come."""
+
+import pytest
+import yaml
+
+from accelerate.commands.config import cluster, default, sagemaker
+from accelerate.commands.config.default import write_basic_config
+from accelerate.launch import hardware
+from accelerate.launch.errors import LaunchError, NotAvailableError
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    def have(device, count):
+        monkeypatch.setattr(hardware, "detect", lambda environ: hardware.Hardware(device, count))
+
+    return have
+
+
+@pytest.mark.parametrize(
+    ("device", "count", "kind", "processes", "cpu"),
+    [
+        ("cpu", 0, "NO", 1, True),
+        ("cuda", 1, "NO", 1, False),
+        ("cuda", 4, "MULTI_GPU", 4, False),
+        ("xpu", 2, "MULTI_XPU", 2, False),
+    ],
+)
+def test_file_describes_the_machine(place, machine, device, count, kind, processes, cpu):
+    machine(device, count)
+    path = write_basic_config("bf16", place / "deep" / "c.yaml")
+    content = yaml.safe_load(path.read_text())
+    assert (content["distributed_type"], content["num_processes"], content["use_cpu"]) == (kind, processes, cpu)
+    assert content["mixed_precision"] == "bf16"
+
+
+def test_existing_file_stays(place, capsys):
+    (place / "c.yaml").write_text("mine")
+    assert write_basic_config(save_location=place / "c.yaml") is False
+    assert (place / "c.yaml").read_text() == "mine"
+    assert "stays as it is" in capsys.readouterr().out
+
+
+def test_precision_is_checked(place):
+    with pytest.raises(LaunchError, match="mixed_precision is 'fp8'; choose one of no, fp16, bf16"):
+        write_basic_config("fp8", place / "c.yaml")
+
+
+def test_commands(accelerate, place, machine):
+    machine("cpu", 0)
+    status, out, _ = accelerate("config", "default", "--config_file", "c.json", "--mixed_precision", "bf16")
+    assert status == 0
+    assert "c.json" in out
+    assert (place / "c.json").read_text().startswith("{")
+    (place / "old.yaml").write_text("distributed_type: NO\nfp16: true")
+    assert accelerate("config", "update", "--config_file", "old.yaml")[0] == 0
+    assert yaml.safe_load((place / "old.yaml").read_text())["mixed_precision"] == "fp16"
+    assert accelerate("config", "update", "--config_file", "none.yaml")[0] == 2
+
+
+def test_questionnaire_is_to_come(accelerate):
+    status, _, err = accelerate("config")
+    assert status == 2
+    assert "accelerate config default" in err
+    for ask in (cluster.get_cluster_input, sagemaker.get_sagemaker_input):
+        with pytest.raises(NotAvailableError):
+            ask()
+    assert default.default_json_config_file.endswith("default_config.yaml")

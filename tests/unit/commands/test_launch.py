@@ -1,0 +1,123 @@
+"""The launch command in process."""
+
+import argparse
+import subprocess
+import sys
+
+import pytest
+
+from accelerate.commands import launch
+from accelerate.launch import runners
+from accelerate.launch.errors import LaunchError, NotAvailableError
+
+
+@pytest.fixture
+def ran(monkeypatch, place):
+    (place / "train.py").touch()
+    calls = []
+    monkeypatch.setattr(runners, "run", lambda plan, replace=False: calls.append((plan, replace)))
+    return calls
+
+
+def parse(line):
+    return launch.launch_command_parser().parse_args(line.split())
+
+
+def test_launch_command_never_replaces_the_caller(ran):
+    launch.launch_command(parse("--cpu train.py"))
+    ((plan, replace),) = ran
+    assert (plan.script, replace) == ("train.py", False)
+
+
+def test_console_does_not_replace_a_process_with_other_work(ran, accelerate):
+    assert accelerate("launch", "--cpu", "train.py")[0] == 0
+    assert ran[0][1] is False
+
+
+@pytest.mark.parametrize("name", ["accelerate", "accelerate-launch"])
+def test_console_replaces_the_console_script(monkeypatch, name):
+    script = argparse.Namespace(__spec__=None, __file__=f"/usr/bin/{name}")
+    monkeypatch.setitem(sys.modules, "__main__", script)
+    monkeypatch.setattr(launch.threading, "active_count", lambda: 1)
+    assert launch._owns_process()
+    monkeypatch.setattr(launch.threading, "active_count", lambda: 2)
+    assert not launch._owns_process()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["none.py"], "There is no script 'none.py'"),
+        (["--use_fsdp", "train.py"], "FSDP (--use_fsdp, from the command line) is not available in this version yet"),
+        (["--config_file", "none.yaml", "train.py"], "--config_file is 'none.yaml'"),
+        (["--mixed_precision", "fp17", "train.py"], "invalid choice: 'fp17'"),
+    ],
+)
+def test_bad_requests_are_one_line_and_status_2(ran, accelerate, words, message):
+    status, _, err = accelerate("launch", *words)
+    assert status == 2
+    assert message in err
+    assert "Traceback" not in err
+    assert ran == []
+
+
+def test_dry_run_starts_nothing(ran, accelerate):
+    status, out, _ = accelerate("launch", "--dry_run", "--cpu", "--num_processes", "2", "train.py", "--lr", "1")
+    assert status == 0
+    assert "train.py --lr 1" in out
+    assert ran == []
+
+
+def test_exit_status_is_that_of_the_script(monkeypatch, accelerate, place):
+    (place / "train.py").touch()
+
+    def fail(plan, replace=False):
+        raise subprocess.CalledProcessError(3, ["x"])
+
+    monkeypatch.setattr(runners, "run", fail)
+    status, _, err = accelerate("launch", "--cpu", "train.py")
+    assert status == 3
+    assert "exit status 3" in err
+    assert accelerate("launch", "--quiet", "--cpu", "train.py")[2] == ""
+    assert "Traceback" in accelerate("launch", "--debug", "--cpu", "train.py")[2]
+
+
+def test_validate_fills_the_arguments(place):
+    (place / "train.py").touch()
+    args, config, from_file = launch._validate_launch_command(parse("--num_processes 2 train.py"))
+    assert (args.use_cpu, args.mixed_precision, config, from_file) == (True, "no", None, False)
+    (place / "c.yaml").write_text("distributed_type: NO\nmixed_precision: bf16\nuse_cpu: true")
+    args, config, from_file = launch._validate_launch_command(parse("--config_file c.yaml train.py"))
+    assert (args.mixed_precision, config.mixed_precision, from_file) == ("bf16", "bf16", True)
+
+
+def test_launchers(ran):
+    launch.simple_launcher(parse("--cpu --num_processes 2 train.py"))
+    launch.multi_gpu_launcher(parse("--cpu train.py"))
+    assert [plan.elastic for plan, _ in ran] == [False, True]
+
+
+@pytest.mark.parametrize("name", ["deepspeed_launcher", "tpu_launcher", "tpu_pod_launcher"])
+def test_launchers_to_come(name):
+    with pytest.raises(NotAvailableError, match="What works"):
+        getattr(launch, name)(parse("train.py"))
+
+
+def test_sagemaker_is_to_come():
+    with pytest.raises(NotAvailableError, match="SageMaker"):
+        launch.sagemaker_launcher(None, parse("train.py"))
+    assert issubclass(NotAvailableError, LaunchError)
+
+
+def test_clean_option():
+    assert launch.clean_option("--num-processes") == "num_processes"
+    assert launch.clean_option("-m") is None
+
+
+def test_help_shows_what_was_chosen(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["accelerate", "launch", "--use_fsdp", "--help"])
+    text = launch.launch_command_parser().format_help()
+    assert "--fsdp_version" in text
+    assert "--zero_stage" not in text
+    monkeypatch.setattr(sys, "argv", ["accelerate", "launch", "--help"])
+    assert "--zero_stage" in launch.launch_command_parser().format_help()

@@ -1,0 +1,62 @@
+import pytest
+import torch
+
+from accelerate.config.enums import DistributedType, RNGType
+from accelerate.devices import DEVICES, detect, probe, row
+from accelerate.runtime import traits
+
+
+def test_every_device_has_a_row():
+    assert set(DEVICES) == {"cuda", "xpu", "npu", "mlu", "sdaa", "musa", "hpu", "neuron", "mps", "cpu", "xla"}
+    for name, device in DEVICES.items():
+        assert device.type == name
+        assert traits.of(device.distributed_type)
+        assert device.rng_type is None or device.rng_type is RNGType(name)
+
+
+def test_only_devices_that_are_there_are_found():
+    assert detect().available()
+    assert detect(cpu=True) is DEVICES["cpu"]
+
+
+def test_the_search_runs_once_until_it_is_forgotten(monkeypatch):
+    calls = []
+    fake = type(DEVICES["cpu"])("fake", DistributedType.MULTI_CPU, ("gloo",), None, lambda: calls.append(1) or True)
+    monkeypatch.setattr(probe, "DEVICES", {"fake": fake, "cpu": DEVICES["cpu"]})
+    probe.forget()
+    assert detect() is detect() is fake and calls == [1]
+    probe.forget()
+    assert detect() is fake and calls == [1, 1]
+    probe.forget()
+
+
+def test_environment_chooses_the_device(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "mps:0")
+    assert detect().type == "mps"
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    assert detect().type == "cpu"
+
+
+def test_unknown_device_is_answered_with_the_known_ones():
+    with pytest.raises(ValueError, match=r"'toaster:1'.*cpu, cuda"):
+        row("toaster:1")
+
+
+def test_cpu_follows_the_contract():
+    cpu = DEVICES["cpu"]
+    cpu.set(3), cpu.synchronize(), cpu.empty_cache()
+    assert cpu.count() == 1 and cpu.current() == cpu.torch_device(5) == torch.device("cpu")
+    assert cpu.bf16_supported()
+    cpu.manual_seed_all(4)
+    state = cpu.get_rng_state_all()
+    first = torch.rand(3)
+    cpu.set_rng_state_all(state)
+    assert torch.equal(first, torch.rand(3))
+
+
+def test_indices_wrap_around_where_processes_share_devices(monkeypatch):
+    cuda = DEVICES["cuda"]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [cuda.torch_device(i).index for i in range(4)] == [0, 1, 0, 1]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert cuda.torch_device(1).index == 0

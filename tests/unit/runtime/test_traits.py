@@ -1,0 +1,44 @@
+import dataclasses
+
+import pytest
+
+from accelerate.config.enums import DistributedType
+from accelerate.runtime import traits
+
+
+def test_every_type_has_a_row():
+    for member in DistributedType:
+        assert isinstance(traits.of(member), traits.Traits)
+
+
+def test_a_plain_string_is_a_type():
+    assert traits.of("MULTI_GPU") is traits.of(DistributedType.MULTI_GPU)
+
+
+def test_unknown_type_is_answered_with_the_known_ones():
+    with pytest.raises(ValueError, match="MULTI_CPU"):
+        traits.of("MULTI_TOASTER")
+
+
+def test_rows_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        traits.of("NO").distributed = True
+
+
+@pytest.mark.parametrize(
+    ("name", "abilities"),
+    [
+        ("NO", {"distributed": False, "torch_distributed": False, "scales_loss": True}),
+        ("MULTI_CPU", {"distributed": True, "joins_uneven_inputs": True, "uses_scaler": True}),
+        ("FSDP", {"sharded": True, "clips_by_value": False, "custom_device_placement": True}),
+        (
+            "DEEPSPEED",
+            {"deepspeed": True, "scales_loss": False, "model_with_optimizer": True, "owns_schedulers": True},
+        ),
+        ("MEGATRON_LM", {"many_models": False, "places_batches": False}),
+        ("XLA", {"xla": True, "torch_distributed": False, "reduces_on_step": True}),
+    ],
+)
+def test_abilities(name, abilities):
+    row = traits.of(name)
+    assert {field: getattr(row, field) for field in abilities} == abilities

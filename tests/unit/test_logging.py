@@ -1,0 +1,75 @@
+import logging
+
+import pytest
+
+from accelerate.logging import MultiProcessAdapter, get_logger
+from accelerate.process import PartialState
+from accelerate.runtime import storage
+
+
+@pytest.fixture(autouse=True)
+def levels():
+    before = logging.root.level
+    yield
+    logging.root.setLevel(before)
+
+
+def test_needs_a_state_first():
+    with pytest.raises(RuntimeError, match="PartialState"):
+        get_logger("a").info("hello")
+
+
+def test_names_rank_and_caller(caplog):
+    PartialState(cpu=True)
+    with caplog.at_level("INFO"):
+        get_logger("b").info("%s things", 3)
+    (record,) = caplog.records
+    assert record.getMessage() == "[RANK 0] 3 things"
+    assert record.funcName == "test_names_rank_and_caller" and record.name == "b"
+
+
+def test_other_ranks_are_silent_unless_asked(caplog):
+    PartialState(cpu=True)
+    storage.process.current["process_index"] = 1
+    logger = get_logger("c")
+    logger.warning("no")
+    logger.warning("yes", main_process_only=False)
+    logger.warning("in order", main_process_only=False, in_order=True)
+    assert caplog.messages == ["[RANK 1] yes"]
+
+
+def test_in_order_logs_once_per_process(caplog):
+    PartialState(cpu=True)
+    get_logger("d").warning("mine", main_process_only=False, in_order=True)
+    assert caplog.messages == ["[RANK 0] mine"]
+
+
+def test_warning_once(caplog):
+    PartialState(cpu=True)
+    logger = get_logger("e")
+    for _ in range(3):
+        logger.warning_once("careful")
+    logger.warning_once("really")
+    assert caplog.messages == ["[RANK 0] careful", "[RANK 0] really"]
+    assert caplog.records[0].funcName == "test_warning_once"
+
+
+def test_level_from_argument_and_environment(monkeypatch):
+    assert get_logger("f", "debug").logger.level == logging.DEBUG
+    assert logging.root.level == logging.DEBUG
+    monkeypatch.setenv("ACCELERATE_LOG_LEVEL", "error")
+    assert get_logger("g").logger.level == logging.ERROR
+    assert get_logger("h", logging.INFO).logger.level == logging.INFO
+    with pytest.raises(ValueError, match="LOUD"):
+        get_logger("i", "loud")
+
+
+def test_exceptions_and_extra_pass_through(caplog):
+    PartialState(cpu=True)
+    logger = MultiProcessAdapter(logging.getLogger("j"), {"run": 7})
+    try:
+        raise KeyError("x")
+    except KeyError:
+        logger.exception("failed", extra={"step": 1})
+    (record,) = caplog.records
+    assert record.exc_info[0] is KeyError and (record.run, record.step) == (7, 1)

@@ -1,0 +1,252 @@
+import pickle
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from accelerate import process
+from accelerate.config.enums import DistributedType
+from accelerate.process import PartialState, do_nothing
+from accelerate.runtime import rendezvous, storage
+
+KEYS = {
+    *("_cpu", "backend", "device", "debug", "distributed_type", "num_processes", "process_index"),
+    *("local_process_index", "fork_launched"),
+}
+
+
+def pretend(**values):
+    """Give the process state other values, as a launcher would."""
+    PartialState(cpu=True)
+    storage.process.current.update(values)
+    return PartialState()
+
+
+def test_alone():
+    state = PartialState(cpu=True)
+    assert set(state.__dict__) == KEYS
+    assert (state.num_processes, state.process_index, state.local_process_index) == (1, 0, 0)
+    assert state.distributed_type is DistributedType.NO and state.backend is None
+    assert state.device == torch.device("cpu")
+    assert state.is_main_process and state.is_local_main_process and state.is_last_process
+    assert state.initialized and not state.use_distributed
+    assert "Num processes: 1" in repr(state)
+    state.wait_for_everyone()
+    state.set_device()
+    state.destroy_process_group()
+
+
+def test_instances_share_their_attributes():
+    first = PartialState(cpu=True)
+    second = PartialState()
+    assert first.__dict__ is second.__dict__ is PartialState._shared_state is storage.process.current
+    PartialState().distributed_type = "MULTI_GPU"
+    assert first.distributed_type == "MULTI_GPU"
+    first._shared_state["num_processes"] = 4
+    assert second.num_processes == 4
+
+
+def test_reset_leaves_live_objects_whole():
+    old = PartialState(cpu=True)
+    PartialState._reset_state()
+    assert PartialState._shared_state == {}
+    assert old.num_processes == 1 and old.is_main_process and set(old.__dict__) == KEYS
+    new = PartialState(cpu=True)
+    assert new.__dict__ is not old.__dict__ and new.__dict__ == old.__dict__
+
+
+def test_unpickled_copy_is_equal():
+    state = PartialState(cpu=True)
+    assert pickle.loads(pickle.dumps(state)).__dict__ == state.__dict__
+
+
+def test_attribute_of_a_state_that_was_never_built():
+    state = PartialState.__new__(PartialState)
+    assert not state.initialized and "not built" in repr(state)
+    with pytest.raises(AttributeError, match="num_processes.*Build `Accelerator"):
+        state.num_processes  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'colour'$"):
+        PartialState(cpu=True).colour  # noqa: B018
+
+
+def test_unknown_argument():
+    with pytest.raises(TypeError, match=r"timeot.*timeout"):
+        PartialState(cpu=True, timeot=3)
+    assert PartialState._shared_state == {}
+
+
+def test_settings_without_a_group_are_harmless():
+    state = PartialState(cpu=True, backend="gloo", timeout=timedelta(seconds=9))
+    assert state.backend is None and not dist.is_initialized()
+    assert PartialState(cpu=True, backend=None).num_processes == 1
+
+
+def test_failed_start_leaves_nothing_behind(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="RANK"):
+        PartialState(cpu=True)
+    assert PartialState._shared_state == {}
+    monkeypatch.delenv("WORLD_SIZE")
+    assert PartialState(cpu=True).num_processes == 1
+
+
+def test_environment_flags(monkeypatch):
+    for name in ("ACCELERATE_DEBUG_MODE", "FORK_LAUNCHED", "ACCELERATE_USE_CPU"):
+        monkeypatch.setenv(name, "1")
+    state = PartialState()
+    assert state.debug and state.fork_launched and state._cpu
+
+
+def test_prepare_backend_may_be_replaced(monkeypatch):
+    monkeypatch.setattr(PartialState, "_prepare_backend", lambda *_, **__: (None, DistributedType.NO))
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    state = PartialState()
+    assert state.num_processes == 1 and not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("variables", "answer"), [({}, (None, "NO")), ({"RANK": "0", "WORLD_SIZE": "2"}, ("gloo", "MULTI_CPU"))]
+)
+def test_prepare_backend(monkeypatch, variables, answer):
+    state = PartialState(cpu=True)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert state._prepare_backend(cpu=True) == answer
+
+
+def test_deepspeed_gets_a_group_even_alone(monkeypatch, process_group):
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    state = PartialState(cpu=True)
+    assert state.distributed_type == "DEEPSPEED" and state.backend == "gloo" and state.num_processes == 1
+
+
+def test_sagemaker_needs_its_package():
+    with pytest.raises(ModuleNotFoundError, match="smdistributed"):
+        PartialState(_use_sagemaker_dp=True)
+
+
+# A live process group
+
+
+@pytest.fixture
+def pair(process_group, monkeypatch):
+    """A state that believes to be rank 1 of 2, with a live group."""
+    monkeypatch.setattr(process.dist, "get_world_size", lambda *_: 2)
+    monkeypatch.setattr(process.dist, "get_rank", lambda *_: 1)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    return PartialState(cpu=True)
+
+
+def test_a_live_group_is_adopted(pair):
+    assert (pair.num_processes, pair.process_index, pair.local_process_index) == (2, 1, 1)
+    assert pair.backend == "gloo" and pair.distributed_type is DistributedType.MULTI_CPU
+    PartialState._reset_state()
+    assert PartialState().__dict__ == {**pair.__dict__, "_cpu": False}
+
+
+def test_settings_that_cannot_take_effect_name_both_values(pair):
+    with pytest.raises(ValueError, match=r"timeout=.*seconds=7.*1800"):
+        PartialState(timeout=timedelta(seconds=7))
+    with pytest.raises(ValueError, match=r"backend='mpi'.*'gloo'"):
+        PartialState(backend="mpi")
+    PartialState(timeout=timedelta(minutes=30), backend="gloo")
+    PartialState(timeout=None)
+
+
+def test_after_a_reset_a_timeout_takes_effect_on_the_live_group(pair):
+    PartialState._reset_state()
+    PartialState(timeout=timedelta(seconds=7))
+    assert rendezvous.live_timeout() == timedelta(seconds=7)
+    PartialState._reset_state()
+    with pytest.raises(ValueError, match=r"backend='nccl'.*'gloo'"):
+        PartialState(backend="nccl")
+
+
+def test_state_of_a_destroyed_group_answers_until_one_asks_anew(pair, monkeypatch):
+    monkeypatch.undo()
+    pair.destroy_process_group()
+    assert not dist.is_initialized()
+    assert process.group_is_gone(pair.__dict__)
+    assert PartialState().process_index == 1
+    assert PartialState(cpu=True).num_processes == 1
+    assert pair.num_processes == 2
+
+
+def test_collectives_without_their_group_say_so(pair, monkeypatch):
+    monkeypatch.undo()
+    pair.destroy_process_group()
+    with pytest.raises(RuntimeError, match="destroyed"):
+        pair.wait_for_everyone()
+
+
+def test_backend_of_another_device():
+    with pytest.raises(ValueError, match=r"backend='nccl' works on cuda.*cpu.*'gloo'"):
+        process._check_backend(process.row("cpu"), "nccl")
+    process._check_backend(process.row("cuda"), "gloo")
+    process._check_backend(process.row("cpu"), "their-own")
+
+
+# Decorators and splitting
+
+
+@pytest.mark.parametrize(("rank", "runs"), [(0, True), (1, False)])
+def test_main_process_only(rank, runs):
+    state = pretend(process_index=rank, local_process_index=rank, num_processes=2, distributed_type="MULTI_CPU")
+
+    def function():
+        return "ran"
+
+    expected = function if runs else do_nothing
+    assert state.on_main_process(function) is expected
+    assert state.on_main_process()(function) is expected
+    assert state.on_local_main_process(function) is expected
+    assert state.on_process(function, process_index=0) is expected
+    assert state.on_process(process_index=0)(function) is expected
+    assert state.on_local_process(local_process_index=0)(function) is expected
+    assert state.on_last_process(function) is (do_nothing if runs else function)
+    assert do_nothing(1, a=2) is None
+
+
+def test_alone_every_decorated_function_runs():
+    state = PartialState(cpu=True)
+    assert state.on_process(lambda: "ran", process_index=3)() == "ran"
+
+
+@pytest.mark.parametrize(("rank", "expected"), [(0, [1, 2]), (1, [3, 3])])
+def test_split_between_processes(rank, expected):
+    state = pretend(process_index=rank, num_processes=2, distributed_type="MULTI_CPU")
+    with state.split_between_processes([1, 2, 3], apply_padding=True) as piece:
+        assert piece == expected
+
+
+@pytest.mark.parametrize(("rank", "order"), [(0, ["body", "barrier"]), (1, ["barrier", "body"])])
+def test_main_process_first(monkeypatch, rank, order):
+    state, events = pretend(process_index=rank, local_process_index=rank), []
+    monkeypatch.setattr(PartialState, "wait_for_everyone", lambda self: events.append("barrier"))
+    for context in (state.main_process_first, state.local_main_process_first):
+        events.clear()
+        with context():
+            events.append("body")
+        assert events == order
+
+
+def test_others_do_not_wait_for_a_main_process_that_failed(monkeypatch):
+    state, events = PartialState(cpu=True), []
+    monkeypatch.setattr(PartialState, "wait_for_everyone", lambda self: events.append("barrier"))
+    with pytest.raises(KeyError), state.main_process_first():
+        raise KeyError
+    assert events == ["barrier"]
+
+
+def test_print_on_the_local_main_process_only(capsys):
+    pretend(local_process_index=1).print("no")
+    pretend(local_process_index=0).print("yes", end="!")
+    assert capsys.readouterr().out == "yes!"
+
+
+def test_device_of_a_lone_process_follows_the_environment(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cpu")
+    assert PartialState().device == torch.device("cpu")
+    assert PartialState().default_device == torch.device("cpu")

@@ -1,0 +1,247 @@
+import gc
+import pickle
+import threading
+
+import pytest
+import torch
+
+from accelerate.config.fsdp import FullyShardedDataParallelPlugin
+from accelerate.config.handlers import GradientAccumulationPlugin
+from accelerate.state import (
+    AcceleratorState,
+    GradientState,
+    PartialState,
+    ThreadLocalSharedDict,
+    is_initialized,
+)
+
+
+def build(**kwargs):
+    return AcceleratorState(cpu=True, _from_accelerator=True, **kwargs)
+
+
+class Plugin:
+    def __init__(self, selected=False, config=None):
+        self.selected, self.deepspeed_config = selected, config or {}
+
+    def select(self, _from_accelerator_state=False):
+        assert _from_accelerator_state
+        self.selected = True
+
+    def _unselect(self):
+        self.selected = False
+
+    def set_mixed_precision(self, precision):
+        self.precision = precision
+
+
+def test_must_be_built_by_an_accelerator():
+    with pytest.raises(ValueError, match="Accelerator"):
+        AcceleratorState()
+    assert not is_initialized() and AcceleratorState._shared_state == {}
+
+
+def test_holds_the_process_and_the_plugins():
+    state = build()
+    assert set(state.__dict__) == {
+        *PartialState().__dict__,
+        *("deepspeed_plugins", "torch_tp_plugin", "parallelism_config", "device_mesh", "dynamo_plugin"),
+        "_mixed_precision",
+    }
+    assert is_initialized() and state.initialized
+    assert AcceleratorState().__dict__ is state.__dict__ is AcceleratorState._shared_state
+    assert state.mixed_precision == "no" and not state.is_fsdp2 and state.deepspeed_plugin is None
+    assert "Mixed precision type: no" in repr(state)
+
+
+def test_changes_do_not_reach_the_process_state():
+    state = build()
+    state.distributed_type = "MULTI_GPU"
+    assert AcceleratorState().distributed_type == "MULTI_GPU" and PartialState().distributed_type == "NO"
+
+
+def test_unpickled_copy_is_equal():
+    state = build(mixed_precision="bf16")
+    assert pickle.loads(pickle.dumps(state)).__dict__ == state.__dict__
+
+
+@pytest.mark.parametrize("reset_partial_state", [False, True])
+def test_reset_leaves_live_objects_whole(reset_partial_state):
+    old, process = build(mixed_precision="bf16"), PartialState()
+    AcceleratorState._reset_state(reset_partial_state)
+    assert old.mixed_precision == "bf16" and old.num_processes == 1 and old.is_main_process
+    assert not is_initialized()
+    assert (PartialState._shared_state is process.__dict__) is not reset_partial_state
+    new = build(mixed_precision="fp16")
+    assert (old.mixed_precision, new.mixed_precision) == ("bf16", "fp16")
+
+
+# Precision
+
+
+def test_precision_from_the_environment(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "BF16")
+    assert build().mixed_precision == "bf16"
+
+
+@pytest.mark.parametrize("name", ["fp17", ""])
+def test_unknown_precision(name, monkeypatch):
+    with pytest.raises(ValueError, match=r"mixed_precision.*no, fp8, fp16, bf16"):
+        build(mixed_precision=name)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "half")
+    with pytest.raises(ValueError, match="ACCELERATE_MIXED_PRECISION: 'half'"):
+        build()
+    assert not is_initialized()
+
+
+def test_fp8_needs_a_library(monkeypatch):
+    monkeypatch.setattr("accelerate.state.is_fp8_available", lambda: False)
+    with pytest.raises(ValueError, match="torchao"):
+        build(mixed_precision="fp8")
+
+
+def test_a_live_state_cannot_change():
+    build(mixed_precision="fp16")
+    for from_accelerator in (False, True):
+        with pytest.raises(ValueError, match=r"'fp16'.*'bf16'"):
+            AcceleratorState(mixed_precision="bf16", _from_accelerator=from_accelerator)
+    AcceleratorState(mixed_precision="fp16")
+    AcceleratorState._shared_state["device"] = torch.device("cuda", 0)
+    with pytest.raises(ValueError, match=r"cuda:0.*cpu=True"):
+        AcceleratorState(cpu=True)
+
+
+# Engines
+
+
+def test_fsdp_plugin_counts_on_the_processor_too():
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    state = build(fsdp_plugin=plugin, mixed_precision="bf16")
+    assert state.distributed_type == "FSDP" and state.fsdp_plugin is plugin and state.is_fsdp2
+    assert plugin.mixed_precision_policy is not None
+    state.distributed_type = "NO"
+    assert not state.is_fsdp2
+
+
+def test_engine_from_the_environment(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    state = build()
+    assert state.distributed_type == "FSDP" and isinstance(state.fsdp_plugin, FullyShardedDataParallelPlugin)
+
+
+def test_plugins_exclude_each_other():
+    with pytest.raises(ValueError, match="deepspeed_plugins and fsdp_plugin"):
+        build(deepspeed_plugin=Plugin(), fsdp_plugin=Plugin())
+
+
+def test_plugin_for_a_state_without_one_is_not_ignored():
+    build()
+    with pytest.raises(ValueError, match="fsdp_plugin was given"):
+        build(fsdp_plugin=Plugin())
+
+
+@pytest.mark.parametrize(
+    ("config", "precision"),
+    [
+        ({}, "no"),
+        ({"fp16": {"enabled": True}}, "fp16"),
+        ({"bf16": {"enabled": True}}, "bf16"),
+        ({"fp16": {"enabled": "auto"}}, "no"),
+    ],
+)
+def test_deepspeed_says_its_precision(config, precision, process_group):
+    state = build(deepspeed_plugin=Plugin(config=config))
+    assert state.distributed_type == "DEEPSPEED" and state.mixed_precision == precision
+    assert "DeepSpeed configuration" in repr(state)
+
+
+def test_several_deepspeed_plugins(process_group):
+    plugins = {"student": Plugin(), "teacher": Plugin()}
+    state = build(deepspeed_plugin=plugins)
+    assert state.deepspeed_plugin is plugins["student"]
+    state.select_deepspeed_plugin("teacher")
+    assert state.deepspeed_plugin is state.get_deepspeed_plugin("teacher") and not plugins["student"].selected
+    with pytest.raises(ValueError, match=r"'judge'.*'student', 'teacher'"):
+        state.get_deepspeed_plugin("judge")
+
+
+def test_deepspeed_calls_without_deepspeed():
+    state = build()
+    for call in (state.get_deepspeed_plugin, state.select_deepspeed_plugin):
+        with pytest.raises(ValueError, match="not enabled"):
+            call("any")
+
+
+# Gradients
+
+
+class Loader:
+    def __init__(self, end=False, remainder=-1):
+        self.end_of_dataloader, self.remainder = end, remainder
+
+
+def test_gradient_state_defaults():
+    state = GradientState()
+    assert state.sync_gradients and state.num_steps == 1 and state.sync_with_dataloader and not state.adjust_scheduler
+    assert not state.in_dataloader and not state.end_of_dataloader and state.remainder == -1
+    assert state.active_dataloader is None and state.dataloader_references == [None]
+    assert "Sync Gradients: True" in repr(state) and state.initialized
+
+
+def test_gradient_state_is_shared_and_survives_a_reset():
+    first = GradientState(GradientAccumulationPlugin(num_steps=4))
+    assert GradientState().num_steps == 4 and first.plugin_kwargs == {"num_steps": 4}
+    first._set_sync_gradients(False)
+    GradientState._reset_state()
+    assert first.num_steps == 4 and not first.sync_gradients
+    assert GradientState().num_steps == 1 and GradientState().sync_gradients
+    with pytest.raises(AttributeError, match="colour"):
+        first.colour  # noqa: B018
+
+
+def test_loaders_nest():
+    state, outer, inner = GradientState(), Loader(remainder=3), Loader(end=True, remainder=1)
+    state._add_dataloader(outer)
+    state._add_dataloader(inner)
+    assert state.active_dataloader is inner and state.end_of_dataloader and state.remainder == 1
+    assert state.dataloader_references == [None, outer, inner]
+    state._remove_dataloader(inner)
+    assert state.active_dataloader is outer and not state.end_of_dataloader and state.remainder == 3
+    state._remove_dataloader(inner)
+    state._remove_dataloader(outer)
+    assert not state.in_dataloader
+
+
+def test_a_loader_that_is_gone_is_not_active():
+    state, loader = GradientState(), Loader(end=True)
+    state._add_dataloader(loader)
+    del loader
+    gc.collect()
+    assert not state.in_dataloader and not state.end_of_dataloader
+
+
+def test_gradient_state_pickles_inside_a_loader():
+    state, loader = GradientState(), Loader()
+    state._add_dataloader(loader)
+    copy = pickle.loads(pickle.dumps(state))
+    assert copy.sync_gradients and copy.active_dataloader is None and state.in_dataloader
+
+
+def test_xla_flag():
+    state = GradientState()
+    state.is_xla_gradients_synced = True
+    assert GradientState().is_xla_gradients_synced
+
+
+@pytest.mark.parametrize(("thread_local", "seen"), [(False, {"a": 1}), (True, {})])
+def test_shared_dictionary_descriptor(thread_local, seen):
+    class Holder:
+        shared = ThreadLocalSharedDict(thread_local=thread_local)
+
+    Holder().shared = {"a": 1}
+    assert Holder.shared == {"a": 1}
+    found = []
+    thread = threading.Thread(target=lambda: found.append(dict(Holder.shared)))
+    thread.start()
+    thread.join()
+    assert found == [seen]

@@ -1,0 +1,200 @@
+"""Helpers of test suites."""
+
+import sys
+import unittest
+from unittest import mock
+
+import pytest
+import torch
+
+from accelerate import test_utils
+from accelerate.accelerator import Accelerator
+from accelerate.state import PartialState
+from accelerate.test_utils import processes, requirements, testing
+
+PYTHON = [sys.executable, "-c"]
+
+
+def run_case(case):
+    result = unittest.TestResult()
+    unittest.defaultTestLoader.loadTestsFromTestCase(case).run(result)
+    assert not result.errors + result.failures, result.errors + result.failures
+    return result
+
+
+def skipped(decorator):
+    def body():
+        pass
+
+    return getattr(decorator(body), "__unittest_skip__", False)
+
+
+def test_importing_the_package_is_light():
+    program = "import sys, accelerate.test_utils; print('torch' in sys.modules)"
+    assert testing.run_command([*PYTHON, program], return_stdout=True) == "False\n"
+
+
+def test_front():
+    assert test_utils.slow is testing.slow
+    with pytest.raises(AttributeError, match="nothing"):
+        test_utils.nothing  # noqa: B018
+    assert "require_cuda" in dir(test_utils)
+
+
+@pytest.mark.parametrize("name", [name for name in testing.__all__ if name.startswith("require_")])
+def test_every_requirement_decides(name):
+    if name == "require_torch_min_version":
+        return
+    decorator = getattr(testing, name)
+    assert decorator.__name__ == name
+    assert decorator.__doc__
+    assert skipped(decorator) in (True, False)
+
+
+def test_requirements_follow_the_machine(monkeypatch):
+    monkeypatch.setattr(requirements, "torch_device", "cuda")
+    monkeypatch.setattr(requirements, "device_count", 2)
+    assert not any(skipped(d) for d in (testing.require_cuda, testing.require_multi_gpu, testing.require_cuda_or_xpu))
+    assert all(skipped(d) for d in (testing.require_cpu, testing.require_xpu, testing.require_single_gpu))
+    monkeypatch.setattr(requirements, "torch_device", "cpu")
+    assert not any(skipped(d) for d in (testing.require_cpu, testing.require_non_xpu))
+    assert all(skipped(d) for d in (testing.require_cuda, testing.require_multi_device, testing.require_single_device))
+
+
+def test_requirements_skip_classes_too():
+    @testing.skip
+    class Case(unittest.TestCase):
+        def test(self):
+            raise AssertionError
+
+    assert len(run_case(Case).skipped) == 1
+
+
+def test_slow(monkeypatch):
+    monkeypatch.delenv("RUN_SLOW", raising=False)
+    assert skipped(testing.slow)
+    monkeypatch.setenv("RUN_SLOW", "1")
+    assert not skipped(testing.slow)
+
+
+def test_torch_version():
+    assert skipped(testing.require_torch_min_version(version="99"))
+    assert not skipped(testing.require_torch_min_version(version="2.0"))
+
+    @testing.require_torch_min_version(version="99")
+    def body():
+        pass
+
+    assert body.__unittest_skip__
+
+
+def test_launch_command():
+    assert testing.get_launch_command(num_processes=2, cpu=True, multi_gpu=False, other=None) == [
+        "accelerate",
+        "launch",
+        "--num_processes=2",
+        "--cpu",
+    ]
+    assert testing.DEFAULT_LAUNCH_COMMAND[:2] == ["accelerate", "launch"]
+
+
+def test_path_in_package():
+    assert testing.path_in_accelerate_package("test_utils", "scripts", "test_script.py").is_file()
+
+
+def test_run_command():
+    assert testing.run_command([*PYTHON, "print('out')"]) is None
+    assert testing.run_command([*PYTHON, "print('out')"], return_stdout=True) == "out\n"
+    assert testing.run_command([*PYTHON, "import os; print(os.environ['A'])"], True, env={"A": "b"}) == "b\n"
+    with pytest.raises(testing.SubprocessCallException, match="(?s)exit status 3.*what went wrong"):
+        testing.run_command([*PYTHON, "import sys; print('what went wrong', file=sys.stderr); sys.exit(3)"])
+
+
+def test_execute_subprocess(capsys):
+    program = "import sys; print('out'); print('err', file=sys.stderr)"
+    result = testing.execute_subprocess_async([*PYTHON, program])
+    assert (result.returncode, result.stdout, result.stderr) == (0, ["out"], ["err"])
+    captured = capsys.readouterr()
+    assert "Running: " in captured.out
+    assert "stdout: out" in captured.out
+    assert "stderr: err" in captured.err
+    testing.execute_subprocess_async([*PYTHON, program], quiet=True, echo=False)
+    assert capsys.readouterr().out == ""
+    with pytest.raises(RuntimeError, match="(?s)exit status 4.*boom"):
+        testing.execute_subprocess_async([*PYTHON, "import sys; print('boom', file=sys.stderr); sys.exit(4)"])
+
+
+def test_execute_subprocess_stops_in_time():
+    with pytest.raises(RuntimeError, match="stopped after 0.1 seconds"):
+        testing.execute_subprocess_async([*PYTHON, "import time; time.sleep(60)"], timeout=0.1)
+
+
+def test_ports(monkeypatch):
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    assert (testing.pytest_xdist_worker_id(), testing.get_torch_dist_unique_port()) == (0, 29500)
+    monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw12")
+    assert (testing.pytest_xdist_worker_id(), testing.get_torch_dist_unique_port()) == (12, 29512)
+
+
+def test_assert_exception():
+    with testing.assert_exception(ValueError, "invalid"):
+        int("x")
+    for block, message in (
+        (lambda: None, "nothing was raised"),
+        (lambda: {}["x"], "Expected ValueError, got KeyError"),
+    ):
+        with pytest.raises(AssertionError, match=message), testing.assert_exception(ValueError):
+            block()
+    with pytest.raises(AssertionError, match="Expected 'other'"), testing.assert_exception(ValueError, "other"):
+        int("x")
+
+
+def test_capture_call_output():
+    assert testing.capture_call_output(print, "a", end="!") == "a!"
+
+
+def test_backend():
+    device, count, used = testing.get_backend()
+    assert torch.device(device)
+    assert count >= 1
+    assert used() >= 0
+
+
+def test_accelerate_test_case_forgets_state():
+    class Case(testing.AccelerateTestCase):
+        def test(self):
+            Accelerator(cpu=True)
+
+    run_case(Case)
+    assert PartialState._shared_state == {}
+
+
+def test_temporary_directory():
+    seen = []
+
+    class Case(testing.TempDirTestCase):
+        def test_a(self):
+            seen.append(list(self.tmpdir.iterdir()))
+            (self.tmpdir / "folder").mkdir()
+            (self.tmpdir / "file").touch()
+
+        test_b = test_a
+
+    run_case(Case)
+    assert seen == [[], []]
+    assert not Case.tmpdir.exists()
+
+
+def test_mocks_end_with_the_test():
+    class Case(testing.MockingTestCase):
+        def test(self):
+            self.add_mocks([mock.patch.object(processes, "DEFAULT_LAUNCH_COMMAND", "replaced")])
+            assert processes.DEFAULT_LAUNCH_COMMAND == "replaced"
+
+    run_case(Case)
+    assert processes.DEFAULT_LAUNCH_COMMAND != "replaced"
+
+
+def test_same_tensors_on_one_process():
+    PartialState(cpu=True)
+    assert testing.are_the_same_tensors(torch.ones(2))

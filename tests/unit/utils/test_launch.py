@@ -1,0 +1,127 @@
+"""Commands and environments for programs that start processes themselves."""
+
+import os
+import sys
+
+import pytest
+from torch.distributed.run import get_args_parser
+
+from accelerate.commands.launch import launch_command_parser
+from accelerate.launch.errors import LaunchError, NotAvailableError
+from accelerate.utils import launch
+
+
+@pytest.fixture(autouse=True)
+def place(monkeypatch, tmp_path):
+    for name in list(os.environ):
+        if name.startswith(("ACCELERATE_", "FSDP_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+
+
+def parse(line):
+    return launch_command_parser().parse_args([*line.split(), "train.py", "--lr", "1"])
+
+
+def test_simple_command():
+    command, environment = launch.prepare_simple_launcher_cmd_env(parse("--cpu --mixed_precision bf16 --gpu_ids 1"))
+    assert command == [sys.executable, "train.py", "--lr", "1"]
+    assert environment["ACCELERATE_MIXED_PRECISION"] == "bf16"
+    assert environment["ACCELERATE_USE_CPU"] == "True"
+    assert environment["CUDA_VISIBLE_DEVICES"] == "1"
+    assert environment["PATH"] == os.environ["PATH"]
+    assert launch.prepare_simple_launcher_cmd_env(parse("-m"))[0][1] == "-m"
+    assert launch.prepare_simple_launcher_cmd_env(parse("--no_python"))[0][0] == "train.py"
+    with pytest.raises(LaunchError, match="exclude each other"):
+        launch.prepare_simple_launcher_cmd_env(parse("-m --no_python"))
+
+
+def test_several_processes_in_terms_of_torchrun():
+    args = parse("--num_processes 2 --rdzv_conf a=1")
+    environment = launch.prepare_multi_gpu_env(args)
+    assert environment["ACCELERATE_MIXED_PRECISION"] == "no"
+    torchrun = launch._filter_args(args, get_args_parser(), ["train.py"])
+    assert (torchrun.nproc_per_node, torchrun.standalone, torchrun.rdzv_conf) == ("2", True, "a=1")
+    assert torchrun.training_script == "train.py"
+    args = parse("--num_processes 2 --main_process_port 1234")
+    launch.prepare_multi_gpu_env(args)
+    assert args.master_port == "1234"
+
+
+def test_several_machines():
+    line = "--num_processes 4 --num_machines 2 --machine_rank 1 --main_process_ip 1.2.3.4 --main_process_port 1234"
+    args = parse(line)
+    launch.prepare_multi_gpu_env(args)
+    assert (args.nproc_per_node, args.nnodes, args.node_rank) == ("2", "2", 1)
+    assert (args.master_addr, args.master_port) == ("1.2.3.4", "1234")
+    args = parse(f"{line} --rdzv_backend c10d")
+    launch.prepare_multi_gpu_env(args)
+    assert args.rdzv_endpoint == "1.2.3.4:1234"
+    with pytest.raises(LaunchError, match="--main_process_ip"):
+        launch.prepare_multi_gpu_env(parse("--num_processes 4 --num_machines 2"))
+    with pytest.raises(LaunchError, match="--num_processes is 3"):
+        launch.prepare_multi_gpu_env(parse("--num_processes 3 --num_machines 2"))
+
+
+def test_deepspeed():
+    command, environment = launch.prepare_deepspeed_cmd_env(parse("--use_deepspeed --num_processes 2 --zero_stage 3"))
+    assert command is None
+    assert environment["ACCELERATE_USE_DEEPSPEED"] == "true"
+    assert environment["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "3"
+    with pytest.raises(NotAvailableError, match="standard"):
+        launch.prepare_deepspeed_cmd_env(parse("--num_machines 2"))
+
+
+def test_parts_of_an_environment():
+    current = {"A": "b"}
+    assert launch.prepare_extend_env_parallelism_config(parse("--parallelism_config_tp_size 2"), current) is current
+    assert (current["PARALLELISM_CONFIG_TP_SIZE"], current["A"]) == ("2", "b")
+    current = launch.setup_fp8_env(parse("--fp8_backend te --fp8_override_linear_precision true,false,true"), {})
+    assert current["ACCELERATE_FP8_BACKEND"] == "te"
+    assert current["ACCELERATE_FP8_OVERRIDE_WGRAD"] == "1"
+    assert launch.prepare_tpu(parse("--mixed_precision bf16 --downcast_bf16"), {})[1] == {"XLA_DOWNCAST_BF16": "1"}
+    assert launch.prepare_tpu(parse("--mixed_precision bf16"), {})[1] == {"XLA_USE_BF16": "1"}
+    with pytest.raises(NotAvailableError):
+        launch.prepare_tpu(parse(""), {}, pod=True)
+    with pytest.raises(NotAvailableError):
+        launch.prepare_sagemager_args_inputs(None, parse(""))
+
+
+def test_path_variable(monkeypatch):
+    monkeypatch.setenv("SOME_PATH", "/a")
+    assert launch.env_var_path_add("SOME_PATH", "/b") == f"/a{os.pathsep}/b"
+    assert os.environ["SOME_PATH"] == "/a"
+    assert launch.env_var_path_add("OTHER_PATH", "/b") == "/b"
+
+
+def test_hyperparameters():
+    words = ["--a", "1", "--b", "x", "--c", "1.5", "-d", "False", "--e", "-3"]
+    assert launch._convert_nargs_to_dict(words) == {"a": 1, "b": "x", "c": 1.5, "d": False, "e": -3}
+    for wrong in (["--a", "--b"], ["--a"], ["a", "1"]):
+        with pytest.raises(ValueError, match="give every argument"):
+            launch._convert_nargs_to_dict(wrong)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks"), [("NO", (None, None)), ("MULTI_GPU", ("1", "3")), ("multi_cpu", ("1", "3"))]
+)
+def test_prepare_for_launch(monkeypatch, kind, ranks):
+    for name, value in {"NODE_RANK": "1", "NPROC": "2", "RANK": None, "LOCAL_RANK": None}.items():
+        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
+    seen = []
+    launch.PrepareForLaunch(
+        lambda *args: seen.append((args, os.environ.get("LOCAL_RANK"), os.environ.get("RANK"))), kind
+    )(1, "a")
+    assert seen == [(("a",), *ranks)]
+    assert os.environ.pop("FORK_LAUNCHED") == "1"
+
+
+def test_prepare_for_launch_meets_through_a_file(monkeypatch, tmp_path):
+    import torch.distributed as dist
+
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("ACCELERATE_DEBUG_RDV_FILE", str(tmp_path / "meeting"))
+    sizes = []
+    launch.PrepareForLaunch(lambda: sizes.append(dist.get_world_size()), debug=True)(0)
+    dist.destroy_process_group()
+    assert sizes == [1]

@@ -1,0 +1,289 @@
+import pickle
+import warnings
+from collections import UserDict, namedtuple
+
+import pytest
+import torch
+from torch import nn
+
+from accelerate.comm.single import Single
+from accelerate.config.tensors import TensorInformation
+from accelerate.process import PartialState
+from accelerate.runtime import storage
+from accelerate.utils import operations as ops
+
+Pair = namedtuple("Pair", "x y")
+
+
+class Two(Single):
+    """Two ranks, of which the other one passes the same plus one; what was exchanged is recorded."""
+
+    world_size = 2
+
+    def __init__(self):
+        self.calls = []
+
+    def gather_many(self, tensors, structure=None, operation="gather"):
+        self.calls.append((operation, structure))
+        return [
+            torch.cat([t.reshape(-1) if t.ndim == 0 else t, (t + 1).reshape(-1) if t.ndim == 0 else t + 1])
+            for t in tensors
+        ]
+
+    def all_gather(self, tensor):
+        return self.gather_many([tensor])[0]
+
+    def reduce_many(self, tensors, op, structure=None):
+        self.calls.append((op, structure))
+        return [t + t + 1 for t in tensors]
+
+    def broadcast_many(self, tensors, src, structure=None):
+        return [t + src for t in tensors]
+
+    def broadcast(self, tensor, src=0):
+        return tensor + src
+
+    def gather_object(self, obj):
+        return [obj, obj]
+
+    def broadcast_object_list(self, objects, src=0):
+        objects[:] = [src] * len(objects)
+        return objects
+
+
+@pytest.fixture
+def two(monkeypatch):
+    communicator = Two()
+    PartialState(cpu=True)
+    monkeypatch.setattr(ops.comm, "current", lambda: communicator)
+    return communicator
+
+
+# Alone
+
+
+def test_alone_arguments_come_back():
+    data = {"a": torch.ones(2), "b": "text"}
+    assert ops.gather(data) is data and ops.broadcast(data) is data and ops.gather_object(5) == 5
+    objects = [1]
+    assert ops.broadcast_object_list(objects) is objects
+    assert torch.equal(ops.reduce(torch.ones(2)), torch.ones(2))
+    assert torch.equal(ops.pad_across_processes(torch.ones(2)), torch.ones(2))
+    assert torch.equal(ops.copy_tensor_to_devices(torch.ones(2)), torch.ones(2))
+    shape, code = ops.gather_tensor_shape(torch.ones(2, 3, dtype=torch.float64))
+    assert shape.tolist() == [[2], [3]] and ops.TENSOR_INT_TO_DTYPE[code] is torch.float64
+
+
+@pytest.mark.parametrize("operation", [ops.reduce, ops.pad_across_processes])
+def test_only_tensors_can_be_combined(operation):
+    with pytest.raises(TypeError, match="int"):
+        operation({"a": 3})
+
+
+def test_unknown_reduction_and_scale():
+    with pytest.raises(ValueError, match="'max'"):
+        ops.reduce(torch.ones(1), "max")
+    with pytest.warns(UserWarning, match="XLA"):
+        ops.reduce(torch.ones(1), scale=2.0)
+
+
+# Two processes
+
+
+def test_gather(two):
+    result = ops.gather({"a": torch.tensor([1]), "b": Pair(torch.tensor(2), [torch.tensor([[3]])])})
+    assert result["a"].tolist() == [1, 2] and isinstance(result["b"], Pair)
+    assert result["b"].x.tolist() == [2, 3] and result["b"].y[0].tolist() == [[3], [4]]
+    assert len(two.calls) == 1
+    with pytest.raises(TypeError, match="gather_object"):
+        ops.gather([torch.ones(1), None])
+
+
+def test_reduce_and_broadcast(two):
+    assert ops.reduce({"a": torch.tensor([1.0])}, "sum")["a"].tolist() == [3.0]
+    ops.reduce(torch.ones(1)), ops.reduce(torch.ones(1), "none")
+    assert [call[0] for call in two.calls] == ["sum", "mean", "sum"]
+    assert ops.broadcast([torch.tensor([1])], from_process=1)[0].tolist() == [2]
+    assert ops.broadcast_object_list(["a"], from_process=1) == [1]
+
+
+def test_objects(two):
+    assert ops.gather_object(["a", 1]) == ["a", 1, "a", 1]
+    assert ops.gather_object({"k": 1}) == ["k", "k"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim", "first", "padded"),
+    [
+        ((2,), 0, False, (3,)),
+        ((2, 2), 1, True, (2, 3)),
+        ((2, 2), -1, False, (2, 3)),
+        ((2,), 5, False, (2,)),
+        ((2, 2), -3, False, (2, 2)),
+    ],
+)
+def test_pad_across_processes(two, shape, dim, first, padded):
+    # the other rank's tensors are one longer
+    result = ops.pad_across_processes({"a": torch.ones(shape)}, dim=dim, pad_index=7, pad_first=first)["a"]
+    assert result.shape == padded
+    assert (result == 7).sum() == result.numel() - torch.Size(shape).numel()
+    if first:
+        assert (result[:, 0] == 7).all()
+
+
+def test_padding_is_one_exchange(two):
+    ops.pad_across_processes([torch.ones(2), torch.tensor(3.0), torch.ones(4, 2)])
+    assert [call[0] for call in two.calls] == ["pad_across_processes"]
+
+
+def test_nested_tensors_are_not_padded(two):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        rows = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    with pytest.warns(ops.CannotPadNestedTensorWarning):
+        assert ops.pad_across_processes(rows) is rows
+
+
+def test_copy_to_ranks_without_the_tensor(two):
+    assert ops.copy_tensor_to_devices(torch.ones(2)).tolist() == [1, 1]
+    with pytest.raises(ValueError, match="One tensor is expected"):
+        ops.copy_tensor_to_devices(None)
+
+
+def test_debug_mode_compares_first(two, monkeypatch):
+    storage.process.current["debug"] = True
+    seen = []
+    monkeypatch.setattr(ops.check, "verify", lambda communicator, operation, data, device: seen.append(operation))
+    ops.gather(torch.ones(1)), ops.reduce(torch.ones(1)), ops.broadcast(torch.ones(1))
+    ops.pad_across_processes(torch.ones(1))
+    ops.verify_operation(lambda tensor: tensor)(tensor=torch.ones(1))
+    names = [name.rpartition(".")[2] for name in seen]
+    assert names == ["gather", "reduce", "broadcast", "pad_across_processes", "<lambda>"]
+
+
+def test_chained_operation_names_itself():
+    @ops.chained_operation
+    def several(tensor):
+        raise ops.DistributedOperationException("inner")
+
+    with pytest.raises(ops.DistributedOperationException, match="several") as caught:
+        several(1)
+    assert str(caught.value.__cause__) == "inner"
+
+
+# Without other processes
+
+
+class Movable:
+    def to(self, device, non_blocking=False):
+        return "moved", device, non_blocking
+
+
+class PlainlyMovable:
+    def to(self, device):
+        return "moved", device
+
+
+def test_send_to_device():
+    data = {"a": torch.ones(1), "b": Pair("x", [torch.ones(1)]), "c": UserDict(d=torch.ones(1))}
+    moved = ops.send_to_device(data, "meta")
+    assert moved["a"].device.type == moved["b"].y[0].device.type == moved["c"]["d"].device.type == "meta"
+    assert isinstance(moved["b"], Pair) and moved["b"].x == "x" and isinstance(moved["c"], UserDict)
+    assert ops.send_to_device([Movable(), PlainlyMovable()], "meta", non_blocking=True) == [
+        ("moved", "meta", True),
+        ("moved", "meta"),
+    ]
+
+
+@pytest.mark.parametrize("skip_keys", ["a", ["a", "x"]])
+def test_keys_can_stay(skip_keys):
+    data = {"a": torch.ones(1), "b": [{"a": torch.ones(1), "c": torch.ones(1)}]}
+    moved = ops.send_to_device(data, "meta", skip_keys=skip_keys)
+    assert moved["a"].device.type == moved["b"][0]["a"].device.type == "cpu"
+    assert moved["b"][0]["c"].device.type == "meta"
+
+
+def test_structures():
+    data = {"a": torch.ones(2, 3), "b": [torch.ones(4, dtype=torch.int64), "text"]}
+    info = ops.get_data_structure(data)
+    assert info["a"] == TensorInformation(torch.Size([2, 3]), torch.float32)
+    assert ops.is_tensor_information(info["a"]) and not ops.is_tensor_information(data["a"])
+    made = ops.initialize_tensors(info)
+    assert made["b"][0].shape == (4,) and made["b"][0].dtype is torch.int64
+    assert ops.get_shape(data) == {"a": [2, 3], "b": [[4], "text"]}
+    assert ops.listify(data["b"]) == [[1, 1, 1, 1], "text"]
+    assert ops.find_device(data) == torch.device("cpu") and ops.find_device(["x"]) is None
+    assert ops.slice_tensors(data["a"], slice(0, 1)).shape == (1, 3)
+
+
+def test_batch_size():
+    assert ops.find_batch_size([{"x": torch.ones(4, 2)}, torch.ones(3)]) == 4
+    for data, error in [
+        ([], ValueError),
+        ({}, ValueError),
+        ("text", TypeError),
+        (None, TypeError),
+        (torch.tensor(1), IndexError),
+    ]:
+        with pytest.raises(error):
+            ops.find_batch_size(data)
+        assert ops.ignorant_find_batch_size(data) is None
+
+
+def test_concatenate():
+    first, second = Pair(torch.ones(1), {"a": [torch.ones(2)]}), Pair(torch.zeros(1), {"a": [torch.zeros(1)]})
+    both = ops.concatenate([first, second])
+    assert isinstance(both, Pair) and both.x.tolist() == [1, 0] and both.y["a"][0].tolist() == [1, 1, 0]
+    assert ops.concatenate([torch.ones(1, 2), torch.ones(1, 1)], dim=1).shape == (1, 3)
+    with pytest.raises(TypeError, match="int"):
+        ops.concatenate([1, 2])
+
+
+@pytest.mark.parametrize(("length", "pieces", "padded"), [(5, 3, 6), (6, 3, 6), (1, 3, 3), (3, 4, 4)])
+def test_pad_input_tensors(length, pieces, padded):
+    result = ops.pad_input_tensors({"a": torch.ones(length, 2)}, length, pieces)["a"]
+    assert result.shape == (padded, 2) and result.sum() == length * 2
+    assert ops.pad_input_tensors(torch.ones(2, length), length, pieces, dim=1).shape == (2, padded)
+    with pytest.raises(TypeError):
+        ops.pad_input_tensors([1], 1, 2)
+
+
+def test_convert_to_fp32():
+    data = {
+        "h": torch.ones(1, dtype=torch.float16),
+        "b": torch.ones(1, dtype=torch.bfloat16),
+        "d": torch.ones(1).double(),
+    }
+    data |= {"i": torch.ones(1, dtype=torch.int64), "t": "text"}
+    result = ops.convert_to_fp32(data)
+    assert [result[k].dtype for k in "hbdi"] == [torch.float32, torch.float32, torch.float64, torch.int64]
+
+
+class Half(nn.Module):
+    def forward(self, x):
+        return {"out": x.half(), "rest": (x.bfloat16(), 3)}
+
+
+def test_converted_forward():
+    model = Half()
+    forward = ops.convert_outputs_to_fp32(model.forward)
+    result = forward(torch.ones(1))
+    assert result["out"].dtype is result["rest"][0].dtype is torch.float32
+    assert forward.__name__ == "forward" and isinstance(forward.__wrapped__, ops.ConvertOutputsToFp32)
+    assert forward.__wrapped__.__wrapped__ == model.forward
+    with pytest.raises(pickle.PicklingError, match="unwrap_model"):
+        pickle.dumps(forward.__wrapped__)
+    model.forward = forward
+    with pytest.raises((AttributeError, pickle.PicklingError)):
+        pickle.dumps(model)
+
+
+def test_gathered_parameters_do_nothing_without_zero3():
+    weight = nn.Parameter(torch.ones(1))
+    with ops.GatheredParameters(weight), ops.GatheredParameters([weight], enabled=False):
+        assert weight.item() == 1
+
+
+def test_kinds_of_tensors():
+    assert ops.is_torch_tensor(nn.Parameter(torch.ones(1))) and not ops.is_torch_tensor([1])
+    assert not ops.is_torch_xpu_tensor(torch.ones(1))

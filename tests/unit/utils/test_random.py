@@ -1,0 +1,71 @@
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from accelerate.process import PartialState
+from accelerate.runtime import storage
+from accelerate.utils.random import set_seed, synchronize_rng_state, synchronize_rng_states
+
+
+def draw():
+    return random.random(), np.random.rand(), torch.rand(1).item()
+
+
+def test_a_seed_repeats_all_generators():
+    set_seed(3)
+    first = draw()
+    set_seed(np.int64(3))
+    assert draw() == first
+    set_seed(4)
+    assert draw() != first
+
+
+def test_device_specific_seeds_differ_by_rank():
+    PartialState(cpu=True)
+    set_seed(5, device_specific=True)
+    assert torch.initial_seed() == 5
+    storage.process.current["process_index"] = 2
+    set_seed(5, device_specific=True)
+    assert torch.initial_seed() == 7
+    set_seed(2**32 - 1, device_specific=True)
+    assert torch.initial_seed() == 1
+
+
+def test_deterministic_mode():
+    try:
+        set_seed(1, deterministic=True)
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("seed", ["5", 5.5, None, [1]])
+def test_wrong_type(seed):
+    with pytest.raises(TypeError, match=f"seed=.*{type(seed).__name__}"):
+        set_seed(seed)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32])
+def test_out_of_range(seed):
+    with pytest.raises(ValueError, match=f"seed={seed}"):
+        set_seed(seed)
+
+
+def test_synchronising_alone_changes_nothing():
+    state = torch.get_rng_state()
+    synchronize_rng_states(["torch", "cuda"])
+    synchronize_rng_state()
+    synchronize_rng_state("generator", torch.Generator())
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_generator_is_needed_for_its_type():
+    with pytest.raises(ValueError, match="generator="):
+        synchronize_rng_state("generator")
+
+
+def test_unknown_type_is_answered_with_the_known_ones():
+    with pytest.raises(ValueError, match=r"'dice'.*'torch'"):
+        synchronize_rng_states(["dice"])
