@@ -4,8 +4,7 @@ The package imports nothing heavy by itself, so that ``accelerate --help`` and `
 looked up in its home module at the first access (PEP 562).
 """
 
-import importlib
-from typing import Any
+from accelerate._lazy import front
 
 __version__ = "1.15.0+fork.1"
 
@@ -31,43 +30,10 @@ _HOMES = {
     "accelerate.utils.random": "synchronize_rng_states",
 }
 
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
-_SUBMODULES = frozenset(
-    [
-        "accelerator",
-        "backends",
-        "big_modeling",
-        "checkpointing",
-        "commands",
-        "data_loader",
-        "hooks",
-        "inference",
-        "launchers",
-        "local_sgd",
-        "logging",
-        "memory_utils",
-        "optimizer",
-        "parallelism_config",
-        "process",
-        "scheduler",
-        "state",
-        "test_utils",
-        "tracking",
-        "utils",
-    ]
+_SUBMODULES = (
+    "accelerator backends big_modeling checkpointing commands data_loader hooks inference launchers "
+    "local_sgd logging memory_utils optimizer parallelism_config process scheduler state test_utils "
+    "tracking utils"
 )
-__all__ = [*_HOME_OF, "__version__"]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME_OF:
-        value = getattr(importlib.import_module(_HOME_OF[name]), name)
-        globals()[name] = value  # the next look-up is an ordinary attribute access
-        return value
-    if name in _SUBMODULES:
-        return importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_SUBMODULES})
+__getattr__, __dir__, __all__ = front(__name__, _HOMES, _SUBMODULES.split(), eager=["__version__"])

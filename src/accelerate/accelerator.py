@@ -87,13 +87,15 @@ _split_batches = object()
 def _from_main_process(method: Callable) -> Callable:
     """Make a method run on the main process alone, unless one of the trackers works on every rank."""
 
-    @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
         accelerator = args[0]
         if accelerator.is_main_process or tracking.needs_every_rank(accelerator):
             return method(*args, **kwargs)
         return None
 
+    # The recorded signature is (*args, **kwargs), so `__wrapped__`, which would show the method's own, is left out.
+    functools.update_wrapper(run, method)
+    del run.__wrapped__
     return run
 
 

@@ -1,10 +1,9 @@
 """Helpers around training: every public name, imported from its home module when it is first used (PEP 562)."""
 
-import importlib
-from typing import Any
+from accelerate._lazy import front
 
 # Eager, because the submodule and the function share a name: importing the submodule later would rebind the attribute.
-from accelerate.utils.tqdm import tqdm
+from accelerate.utils.tqdm import tqdm as tqdm
 
 _HOMES = {
     "accelerate.commands.config.default": "write_basic_config",
@@ -100,43 +99,9 @@ _HOMES = {
     "accelerate.utils.versions": "compare_versions is_torch_version",
 }
 
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
-_SUBMODULES = frozenset(
-    [
-        "ao",
-        "bnb",
-        "constants",
-        "dataclasses",
-        "deepspeed",
-        "environment",
-        "fsdp_utils",
-        "imports",
-        "launch",
-        "megatron_lm",
-        "memory",
-        "modeling",
-        "offload",
-        "operations",
-        "other",
-        "random",
-        "rich",
-        "torch_xla",
-        "transformer_engine",
-        "versions",
-    ]
+_SUBMODULES = (
+    "ao bnb constants dataclasses deepspeed environment fsdp_utils imports launch megatron_lm memory "
+    "modeling offload operations other random rich torch_xla transformer_engine versions"
 )
-__all__ = [*_HOME_OF, "tqdm"]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME_OF:
-        value = getattr(importlib.import_module(_HOME_OF[name]), name)
-        globals()[name] = value  # the next look-up is an ordinary attribute access
-        return value
-    if name in _SUBMODULES:
-        return importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_SUBMODULES})
+__getattr__, __dir__, __all__ = front(__name__, _HOMES, _SUBMODULES.split(), eager=["tqdm"])

@@ -3,10 +3,11 @@
 import sys
 
 import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState, PartialState
 from tiny import report
 from transformers import TrainingArguments
+
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, PartialState
 
 
 def main():

@@ -27,7 +27,7 @@ def test_command_prints_a_table(accelerate, model):
         "float32",
         "64.0 bytes",
         "96.0 bytes",
-        "384.0 bytes",
+        "384 bytes",
     ]
     assert "48.0 bytes" in float16
     assert "N/A" in int8

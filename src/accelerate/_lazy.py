@@ -1,0 +1,41 @@
+"""Fronts that import a name from its home when it is first used (PEP 562)."""
+
+import importlib
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+
+def front(
+    package: str, homes: Mapping[str, str], submodules: Iterable[str], eager: Iterable[str] = ()
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Return the ``__getattr__``, ``__dir__`` and ``__all__`` of a package that re-exports names.
+
+    Args:
+        package: The package's name.
+        homes: For each home module the names that it gives, separated by spaces.
+        submodules: Submodules that are attributes of the package without being imported first.
+        eager: Names that the package defines itself.
+
+    Example:
+        >>> getter, _, names = front("accelerate", {"math": "pi e"}, [])
+        >>> names, getter("pi") > 3
+        (['pi', 'e'], True)
+    """
+    home_of = {name: home for home, names in homes.items() for name in names.split()}
+    modules = frozenset(submodules)
+    exported = [*home_of, *eager]
+
+    def get(name: str) -> Any:
+        if name in home_of:
+            value = getattr(importlib.import_module(home_of[name]), name)
+            setattr(sys.modules[package], name, value)  # the next look-up is an ordinary attribute access
+            return value
+        if name in modules:
+            return importlib.import_module(f"{package}.{name}")
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    def listed() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *exported, *modules})
+
+    return get, listed, exported
