@@ -299,7 +299,8 @@ class ParallelismConfig:
             ValueError: the product of the sizes is not the number of processes, or the strategy has no use for a mesh.
         """
         processes = accelerator.num_processes
-        if self.total_size == 1 and processes > 1 and accelerator.multi_device and not accelerator.is_fsdp2:
+        several = accelerator.multi_device or getattr(accelerator, "use_distributed", False)
+        if self.total_size == 1 and processes > 1 and several and not accelerator.is_fsdp2:
             self._set_size("dp_replicate", processes)
         # DeepSpeed keeps its own groups: beside sequence parallelism, the ranks left over are its data parallelism.
         fits = processes % self.total_size == 0 if self.sp_enabled else processes == self.total_size
@@ -315,9 +316,7 @@ class ParallelismConfig:
                 f"dp_shard_size (with {processes} process(es), {processes // self.non_data_parallel_size or 1} is the most "
                 "that fits), or launch without FSDP."
             )
-        if self.total_size > 1 and not (
-            accelerator.is_fsdp2 or accelerator.multi_device or getattr(accelerator, "use_distributed", False)
-        ):
+        if self.total_size > 1 and not (accelerator.is_fsdp2 or several):
             raise ValueError(
                 f"A ParallelismConfig of {self.total_size} processes needs several cooperating processes (DDP, FSDP version 2 "
                 f"or DeepSpeed); distributed_type is {getattr(accelerator, 'distributed_type', None)}. Start the script with "

@@ -399,9 +399,13 @@ class GradientState:
             if self.num_steps == 1:
                 self.sync_gradients = True  # a window that was left open by an exception ends here
 
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy in another process is in none of this process's loaders.
-        return {**self.__dict__, "_active": []}
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy follows its process's training, and in another process it is in none of this one's loaders.
+        return _restored_gradient_state, ({**self.__dict__, "_active": []},)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "GradientState":
+        # A copied optimizer or loader trains in the same loop as the one it was copied from.
+        return self
 
     @property
     def initialized(self) -> bool:
@@ -502,6 +506,15 @@ class GradientState:
             f"Extra samples added: {self.remainder}\n"
             f"Gradient accumulation plugin: {self.plugin_kwargs}\n"
         )
+
+
+def _restored_gradient_state(values: dict[str, Any]) -> GradientState:
+    """Return the gradient state of this process; where there is none, with the values of the one that was pickled."""
+    missing = not storage.gradient.current
+    state = GradientState()
+    if missing:
+        state.__dict__.update(values)
+    return state
 
 
 storage.register_builder("gradient", GradientState)

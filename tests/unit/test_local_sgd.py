@@ -26,7 +26,7 @@ class Communicator:
 @pytest.fixture
 def communicator(monkeypatch):
     communicator = Communicator()
-    monkeypatch.setattr(local_sgd.comm, "current", lambda: communicator)
+    monkeypatch.setattr(local_sgd.comm, "for_type", lambda kind: communicator)
     return communicator
 
 
@@ -42,7 +42,9 @@ def make(monkeypatch):
             held.append("released")
 
         monkeypatch.setattr(local_sgd, "resolve", lambda state: types.SimpleNamespace(name=strategy))
-        return types.SimpleNamespace(num_processes=num_processes, state=None, no_sync=no_sync, held=held)
+        return types.SimpleNamespace(
+            num_processes=num_processes, state=None, distributed_type="MULTI_CPU", no_sync=no_sync, held=held
+        )
 
     return make
 

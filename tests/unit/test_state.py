@@ -1,3 +1,4 @@
+import copy
 import gc
 import pickle
 import threading
@@ -223,8 +224,13 @@ def test_a_loader_that_is_gone_is_not_active():
 def test_gradient_state_pickles_inside_a_loader():
     state, loader = GradientState(), Loader()
     state._add_dataloader(loader)
-    copy = pickle.loads(pickle.dumps(state))
-    assert copy.sync_gradients and copy.active_dataloader is None and state.in_dataloader
+    state._set_sync_gradients(False)
+    pickled = pickle.dumps(state)
+    assert pickle.loads(pickled).__dict__ is state.__dict__, "a copy in this process follows its training"
+    assert copy.deepcopy(state) is state
+    GradientState._reset_state()  # another process has no state yet
+    there = pickle.loads(pickled)
+    assert not there.sync_gradients and there.active_dataloader is None and state.in_dataloader
 
 
 def test_xla_flag():

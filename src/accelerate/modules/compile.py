@@ -147,16 +147,14 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
                 made[id(part)] = part
             else:
                 twin = made[id(part)] = _twin(part)
+                twin.__dict__[ORIGINAL] = part
                 blocks = is_repeated_blocks(part)
                 for name, child in part._modules.items():
                     if child is not None:
                         twin._modules[name] = compiled(child, whole=blocks)
         return made[id(part)]
 
-    result = compiled(module, whole=False)
-    if result is not module and not is_compiled_module(result):
-        result.__dict__[ORIGINAL] = module
-    return result
+    return compiled(module, whole=False)
 
 
 def _compile_regions_in_place(module: nn.Module, compile_kwargs: dict[str, Any]) -> None:

@@ -216,15 +216,33 @@ def init_process_group(ranks: Ranks, backend: str, **settings: Any) -> None:
         settings.pop("init_method", None)
     elif "init_method" not in settings and "store" not in settings:
         export(ranks)
-    if {"init_method", "store"} & settings.keys():
-        settings |= {"rank": ranks.rank, "world_size": ranks.world_size}
-    dist.init_process_group(backend, **settings)
+    if "store" not in settings:
+        settings["store"] = _meet(ranks, settings.pop("init_method", "env://"), settings.get("timeout"))
+    dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.world_size, **settings)
     global _leaves_at_exit
     if backend == "gloo" and not _leaves_at_exit:
         atexit.register(_leave)
         _leaves_at_exit = True
 
 
+def _meet(ranks: Ranks, url: str, timeout: timedelta | None) -> Any:
+    """Return a store that the ranks share and that holds nothing yet.
+
+    The first group's store serves the following ones as well, each under a prefix of its own. A store per group would not
+    do: torchrun's is the same one, with the old addresses in it, so a process that is early connects to a listener that is
+    gone; and the one of rank 0 goes down with its group, possibly after another rank has connected to it again.
+    """
+    place = (url, os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), ranks.rank, ranks.world_size)
+    if place not in _meetings:
+        limit = {} if timeout is None else {"timeout": timeout}
+        store, _, _ = next(dist.rendezvous(url, ranks.rank, ranks.world_size, **limit))
+        _meetings[place] = [store, 0]
+    meeting = _meetings[place]
+    meeting[1] += 1  # all ranks count alike
+    return dist.PrefixStore(f"accelerate/group/{meeting[1]}", meeting[0])
+
+
+_meetings: dict[tuple[Any, ...], list[Any]] = {}  # place to store, and how many groups have met there
 _leaves_at_exit = False
 
 

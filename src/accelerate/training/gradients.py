@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accelerate import comm
 from accelerate.backends.registry import resolve
+from accelerate.modules.compile import is_compiled_module
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.runtime import traits
 
@@ -286,7 +287,7 @@ def clip_value(accelerator: "Accelerator", parameters: Any, clip_value: float) -
 @contextlib.contextmanager
 def trigger_sync(model: nn.Module) -> Iterator[None]:
     """Make the next backward pass synchronise, although the forward passes ran without synchronisation."""
-    inner = getattr(model, "_orig_mod", model)
+    inner = model._orig_mod if is_compiled_module(model) else model
     if not isinstance(inner, DistributedDataParallel):
         yield
         return

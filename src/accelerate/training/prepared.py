@@ -165,6 +165,11 @@ def shared_part(registry: PreparedRegistry, model: nn.Module) -> str | None:
         for name, module in prepared.named_modules():
             if id(module) in owners:
                 return f"it shares {name!r} ({type(module).__name__}) with the prepared {type(prepared).__name__}"
+        # Tied weights: one parameter in two modules.
+        trained = {id(parameter) for parameter in prepared.parameters() if parameter.requires_grad}
+        for name, parameter in model.named_parameters():
+            if id(parameter) in trained:
+                return f"it shares the parameter {name!r} with the prepared {type(prepared).__name__}"
     return None
 
 

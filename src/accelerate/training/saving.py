@@ -415,10 +415,15 @@ def get_state_dict(
         unwrap: Return the names of the user's model rather than those of its wrappers.
         offloaded: Collects the state of a model whose weights are offloaded.
     """
-    if any(has_offloaded_params(module) for module in model.modules()):
+    if any(has_offloaded_params(module) or _is_hollow(module) for module in model.modules()):
         return offloaded(model)
     state = resolve(accelerator.state).model_state(accelerator, model, unwrap=unwrap)
     return files.plain_names(state) if unwrap else state
+
+
+def _is_hollow(module: nn.Module) -> bool:
+    """Whether a hook among several of a module keeps its weights elsewhere."""
+    return "_hf_hook" in module.__dict__ and any(weight.is_meta for weight in module.parameters(recurse=False))
 
 
 def save_model(

@@ -156,6 +156,8 @@ def gather_object_with(communicator: Communicator, object: Any) -> Any:
     """Do what `gather_object` does, with a given communicator."""
     if communicator.world_size == 1:
         return object
+    if not isinstance(object, Iterable):
+        raise TypeError(f"gather_object() got {object!r} ({type(object).__name__}); pass a list, such as [{object!r}].")
     return [element for elements in communicator.gather_object(object) for element in elements]
 
 

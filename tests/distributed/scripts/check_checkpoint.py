@@ -1,0 +1,412 @@
+"""Checkpoints of one process and several: nothing is lost, training continues as if it had not stopped.
+
+With ``--write FOLDER`` it leaves a checkpoint behind, with ``--read FOLDER`` it loads one that any number of processes
+left, instead of running the checks.
+"""
+
+import json
+import os
+import random
+import sys
+
+import numpy as np
+import torch
+from harness import assert_same_everywhere, everywhere, fresh_accelerator, raised, run, shared_folder
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from accelerate import DataLoaderConfiguration
+from accelerate.utils import ProjectConfiguration, set_seed
+
+WIDTH = 6
+
+
+class Counter:
+    """An object with a state of its own."""
+
+    def __init__(self):
+        self.count = 0
+        self.history = torch.zeros(3)
+
+    def state_dict(self):
+        return {"count": self.count, "history": self.history}
+
+    def load_state_dict(self, state):
+        self.count, self.history = state["count"], state["history"]
+
+
+class Job:
+    """A training job in which every object and every generator matters: dropout, shuffling, noise of Python and numpy."""
+
+    def __init__(self, precision="no", seed=1, **options):
+        self.accelerator = fresh_accelerator(mixed_precision=precision, **options)
+        set_seed(seed, device_specific=True)
+        rows = torch.randn(12 * self.accelerator.num_processes, WIDTH, generator=torch.Generator().manual_seed(0))
+        model = nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
+        loader = DataLoader(rows, batch_size=3, shuffle=True)
+        self.model, self.optimizer, self.scheduler, self.loader = self.accelerator.prepare(
+            model, optimizer, scheduler, loader
+        )
+        self.counter = Counter()
+        self.accelerator.register_for_checkpointing(self.counter)
+
+    def step(self, batch):
+        """Train on one batch and return the loss of this rank."""
+        batch = batch + 0.1 * random.random() + 0.1 * np.random.rand()
+        with self.accelerator.accumulate(self.model):
+            loss = self.model(batch).pow(2).mean()
+            self.accelerator.backward(loss)
+            self.optimizer.step()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+        self.counter.count += 1
+        self.counter.history = self.counter.history.roll(1)
+        self.counter.history[0] = loss.item()
+        return loss.item()
+
+    def epoch(self, behind=0):
+        """Train on an epoch, or on what it has after some batches, and return the losses."""
+        return [self.step(batch) for batch in self.accelerator.skip_first_batches(self.loader, behind)]
+
+    def everything(self):
+        """Return copies of all that a checkpoint is to bring back, as nested lists, dicts and tensors."""
+        scaler = self.accelerator.scaler
+        return {
+            "model": {name: value.clone() for name, value in self.model.state_dict().items()},
+            "optimizer": json.loads(json.dumps(self.optimizer.state_dict(), default=lambda t: t.tolist())),
+            "scheduler": dict(self.scheduler.state_dict()),
+            "scaler": None if scaler is None else dict(scaler.state_dict()),
+            "counter": (self.counter.count, self.counter.history.clone()),
+            "step": self.accelerator.step,
+            "epoch": self.loader.iteration,
+            "torch": torch.get_rng_state(),
+            "numpy": np.random.get_state()[1].tolist(),
+            "python": random.getstate(),
+        }
+
+
+def differing(mine, theirs, path=""):
+    """Return where two nested structures differ."""
+    if isinstance(mine, torch.Tensor):
+        return [] if torch.equal(mine, theirs) else [path]
+    if isinstance(mine, dict):
+        assert mine.keys() == theirs.keys(), (path, mine.keys() ^ theirs.keys())
+        return [found for key in mine for found in differing(mine[key], theirs[key], f"{path}/{key}")]
+    if isinstance(mine, tuple):
+        return [found for i, item in enumerate(mine) for found in differing(item, theirs[i], f"{path}/{i}")]
+    return [] if mine == theirs else [path]
+
+
+# -- continuing ------------------------------------------------------------------------------------------------------
+
+
+def training_continues_as_if_it_had_not_stopped():
+    for precision, seedable, behind in (("no", False, 0), ("fp16", False, 0), ("bf16", True, 0), ("no", False, 2)):
+        options = {
+            "precision": precision,
+            "dataloader_config": DataLoaderConfiguration(use_seedable_sampler=seedable),
+            "gradient_accumulation_steps": 2,
+        }
+        with shared_folder() as folder:
+            whole = Job(**options)
+            whole.epoch()
+            if behind:
+                for number, batch in enumerate(whole.loader):
+                    whole.step(batch)
+                    if number + 1 == behind:
+                        whole.accelerator.save_state(folder)
+                        saved = whole.everything()
+                        following = []
+                    elif number + 1 > behind:
+                        following.append(whole.counter.history[0].item())
+            else:
+                whole.accelerator.save_state(folder)
+                saved = whole.everything()
+                following = whole.epoch()
+            following += whole.epoch()
+            end = whole.everything()
+            assert (saved["scaler"] is not None) is (precision == "fp16")
+            told = [state["torch"] for state in everywhere(saved)]
+            assert all(not torch.equal(told[0], other) for other in told[1:]), "each rank has its own random states"
+
+            resumed = Job(seed=77, **options)
+            resumed.epoch()
+            assert differing(resumed.everything(), saved)
+            resumed.accelerator.load_state(folder)
+            what = (precision, seedable, behind)
+            assert not (found := differing(resumed.everything(), saved)), (what, found)
+            losses = resumed.epoch(behind) + resumed.epoch()
+            # The history holds single precision.
+            assert [np.float32(loss) for loss in losses] == [np.float32(loss) for loss in following], what
+            assert not (found := differing(resumed.everything(), end)), (what, found)
+            assert_same_everywhere([p for p in resumed.model.parameters()])
+
+
+# -- what is in the folder -------------------------------------------------------------------------------------------
+
+
+def the_folder_is_that_of_the_peer():
+    job = Job("fp16")
+    world = job.accelerator.num_processes
+    job.epoch()
+    inner = job.accelerator.unwrap_model(job.model)
+    with shared_folder() as folder:
+        returned = job.accelerator.save_state(folder)
+        assert os.fspath(returned) == folder
+        expected = {"model.safetensors", "optimizer.bin", "scheduler.bin", "scaler.pt", "custom_checkpoint_0.pkl"}
+        expected |= {f"random_states_{rank}.pkl" for rank in range(world)}
+        assert set(os.listdir(folder)) == expected, os.listdir(folder)
+        saved = load_file(os.path.join(folder, "model.safetensors"))
+        assert list(saved) == sorted(inner.state_dict())
+        assert all(torch.equal(saved[name], value.cpu()) for name, value in inner.state_dict().items())
+        job.accelerator.wait_for_everyone()
+        job.accelerator.save_state(folder, safe_serialization=False)
+        assert set(os.listdir(folder)) == expected - {"model.safetensors"} | {"pytorch_model.bin"}
+        job.accelerator.load_state(folder)
+    wrapped = isinstance(job.model, DistributedDataParallel)
+    assert wrapped is (world > 1)
+    for name in job.accelerator.get_state_dict(job.model, unwrap=False):
+        assert name.count("module.") == wrapped, name
+    assert list(job.accelerator.get_state_dict(job.model)) == list(inner.state_dict())
+
+
+def checkpoints_are_numbered_and_old_ones_removed():
+    with shared_folder() as folder:
+        config = ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=2)
+        job = Job(project_config=config)
+        folders = []
+        for _ in range(3):
+            job.epoch()
+            folders.append(os.path.basename(job.accelerator.save_state()))
+        assert folders == ["checkpoint_0", "checkpoint_1", "checkpoint_2"]
+        assert sorted(os.listdir(os.path.join(folder, "checkpoints"))) == folders[1:]
+        saved = job.everything()
+        job.epoch()
+        job.accelerator.load_state()
+        assert not differing(job.everything(), saved)
+        assert job.accelerator.save_iteration == 3
+        job.accelerator.load_state(os.path.join(folder, "checkpoints", "checkpoint_1"))
+        with raised(ValueError, "checkpoint_2"):
+            job.accelerator.save_state()
+        job.accelerator.wait_for_everyone()
+
+
+def several_models_and_optimizers():
+    accelerator = fresh_accelerator()
+    models = [nn.Linear(2, width) for width in (1, 2)]
+    optimizers = [torch.optim.Adam(model.parameters(), lr=0.1) for model in models]
+    first, second, *steps = accelerator.prepare(*models, *optimizers)
+    x = torch.ones(1, 2, device=accelerator.device)
+    for model, step in zip((first, second), steps, strict=True):
+        accelerator.backward(model(x).sum())
+        step.step()
+    before = [parameter.clone() for model in models for parameter in model.parameters()]
+    with shared_folder() as folder:
+        accelerator.save_state(folder)
+        names = {"model.safetensors", "model_1.safetensors", "optimizer.bin", "optimizer_1.bin"}
+        assert names <= set(os.listdir(folder))
+        with torch.no_grad():
+            for model in models:
+                for parameter in model.parameters():
+                    parameter.zero_()
+        accelerator.load_state(folder)
+    after = [parameter for model in models for parameter in model.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert all(len(step.state) == 2 for step in steps)
+
+
+# -- hooks and errors ------------------------------------------------------------------------------------------------
+
+
+def hooks_may_do_the_work_themselves():
+    job = Job()
+    inner = job.accelerator.unwrap_model(job.model)
+    seen = []
+
+    def save(models, weights, folder):
+        assert models == [inner] and len(weights) == 1
+        weights.pop()
+        seen.append("save")
+        if job.accelerator.is_main_process:
+            torch.save(inner.state_dict(), os.path.join(folder, "own.bin"))
+
+    def load(models, folder):
+        model = models.pop()
+        assert model is inner
+        seen.append("load")
+        model.load_state_dict(torch.load(os.path.join(folder, "own.bin"), weights_only=True))
+
+    handles = [
+        job.accelerator.register_save_state_pre_hook(save),
+        job.accelerator.register_load_state_pre_hook(load),
+    ]
+    with shared_folder() as folder:
+        job.accelerator.save_state(folder)
+        assert "model.safetensors" not in os.listdir(folder) and "own.bin" in os.listdir(folder)
+        saved = job.everything()
+        job.epoch()
+        job.accelerator.load_state(folder)
+        assert not differing(job.everything(), saved)
+        assert seen == ["save", "load"]
+        for handle in handles:
+            handle.remove()
+        with raised(FileNotFoundError, "model.safetensors"):
+            job.accelerator.load_state(folder)
+        job.accelerator.save_state(folder)
+        assert seen == ["save", "load"] and "model.safetensors" in os.listdir(folder)
+
+
+def what_does_not_fit_changes_nothing():
+    with shared_folder() as folder:
+        job = Job()
+        job.epoch()
+        job.accelerator.save_state(folder)
+        world = job.accelerator.num_processes
+
+        job = Job(seed=5)
+        job.epoch()
+        wider = nn.Sequential(nn.Linear(WIDTH, 9), nn.BatchNorm1d(9), nn.Dropout(0.5), nn.Linear(9, 1))
+        job.accelerator._models[:] = []
+        job.accelerator.prepare(wider)
+        before = job.everything()
+        with raised(RuntimeError, "0.weight", "(8, 6)", "(9, 6)"):
+            job.accelerator.load_state(folder)
+        assert not (found := differing(job.everything(), before)), found
+
+        job = Job(seed=6)
+        job.accelerator.register_for_checkpointing(Counter())
+        before = job.everything()
+        with raised(RuntimeError, "1 registered", "2 are registered"):
+            job.accelerator.load_state(folder)
+        assert not differing(job.everything(), before)
+
+        if job.accelerator.is_main_process:
+            os.remove(os.path.join(folder, "scheduler.bin"))
+        job = Job(seed=7)
+        before = job.everything()
+        with raised(FileNotFoundError, "scheduler.bin"):
+            job.accelerator.load_state(folder)
+        assert not differing(job.everything(), before)
+        with raised(ValueError, "no such folder"):
+            job.accelerator.load_state(os.path.join(folder, "elsewhere"))
+        with raised(ValueError, "output_dir"):
+            job.accelerator.save_state()
+        assert everywhere(0) == [0] * world
+
+
+class Unsaveable:
+    def state_dict(self):
+        raise OSError("this state cannot be had")
+
+    def load_state_dict(self, state):
+        pass
+
+
+def a_save_that_fails_on_one_rank_fails_on_all():
+    with shared_folder() as folder:
+        job = Job()
+        if job.accelerator.is_main_process:
+            job.accelerator.register_for_checkpointing(Unsaveable())
+        with raised((OSError, RuntimeError), "this state cannot be had"):
+            job.accelerator.save_state(folder)
+        # What is there is not taken for a checkpoint.
+        job.accelerator._custom_objects[:] = [job.counter]
+        with raised(ValueError, "did not come to its end"):
+            job.accelerator.load_state(folder)
+        job.accelerator.save_state(folder)
+        job.accelerator.load_state(folder)
+
+
+# -- weights alone ---------------------------------------------------------------------------------------------------
+
+
+def models_are_saved_in_shards():
+    accelerator = fresh_accelerator()
+    inner = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
+    model = accelerator.prepare(inner)
+    with shared_folder() as folder:
+        accelerator.save_model(model, folder, max_shard_size="9KB")
+        accelerator.wait_for_everyone()
+        shards = [name for name in os.listdir(folder) if name.endswith(".safetensors")]
+        assert len(shards) == 2, os.listdir(folder)
+        with open(os.path.join(folder, "model.safetensors.index.json")) as file:
+            index = json.load(file)
+        assert sorted(index["weight_map"]) == sorted(inner.state_dict())
+        assert index["metadata"]["total_size"] == 4 * (32 * 32 + 32) * 4
+        read = {}
+        for name in shards:
+            part = load_file(os.path.join(folder, name))
+            assert all(index["weight_map"][key] == name for key in part)
+            read |= part
+        assert all(torch.equal(read[name], value.cpu()) for name, value in inner.state_dict().items())
+        accelerator.wait_for_everyone()
+        accelerator.save_model(model, folder)
+        accelerator.wait_for_everyone()
+        assert os.listdir(folder) == ["model.safetensors"]
+        accelerator.save({"x": torch.ones(2)}, os.path.join(folder, "one.bin"))
+        accelerator.wait_for_everyone()
+        assert torch.load(os.path.join(folder, "one.bin"), weights_only=True)["x"].tolist() == [1.0, 1.0]
+
+
+# -- between numbers of processes ------------------------------------------------------------------------------------
+
+
+def write(folder):
+    """Leave a checkpoint, with what it holds beside it as plain text."""
+    job = Job()
+    job.epoch()
+    job.accelerator.save_state(folder)
+    told = everywhere(job.everything())
+    if job.accelerator.is_main_process:
+        facts = {
+            "weights": {name: value.tolist() for name, value in job.accelerator.get_state_dict(job.model).items()},
+            "optimizer": told[0]["optimizer"],
+            "count": job.counter.count,
+            "rate": job.scheduler.get_last_lr(),
+            "torch": [state["torch"].tolist() for state in told],
+        }
+        with open(os.path.join(folder, "facts.json"), "w") as file:
+            json.dump(facts, file)
+        print("ok written", flush=True)
+    job.accelerator.wait_for_everyone()
+
+
+def read(folder):
+    """Load a checkpoint and compare it with the text beside it."""
+    with open(os.path.join(folder, "facts.json")) as file:
+        facts = json.load(file)
+    job = Job(seed=9)
+    rank = job.accelerator.process_index
+    job.accelerator.load_state(folder)
+    weights = {name: value.tolist() for name, value in job.accelerator.get_state_dict(job.model).items()}
+    assert weights == facts["weights"]
+    assert job.everything()["optimizer"] == facts["optimizer"]
+    assert job.counter.count == facts["count"] and job.scheduler.get_last_lr() == facts["rate"]
+    if rank < len(facts["torch"]):
+        assert torch.get_rng_state().tolist() == facts["torch"][rank]
+    assert job.loader.iteration == 1
+    job.epoch()
+    assert_same_everywhere(list(job.model.parameters()))
+    job.accelerator.print("ok read")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--write"]:
+        write(sys.argv[2])
+    elif sys.argv[1:2] == ["--read"]:
+        read(sys.argv[2])
+    else:
+        run(
+            training_continues_as_if_it_had_not_stopped,
+            the_folder_is_that_of_the_peer,
+            checkpoints_are_numbered_and_old_ones_removed,
+            several_models_and_optimizers,
+            hooks_may_do_the_work_themselves,
+            what_does_not_fit_changes_nothing,
+            a_save_that_fails_on_one_rank_fails_on_all,
+            models_are_saved_in_shards,
+        )

@@ -1,0 +1,103 @@
+"""Several optimizers under one gradient scaler, and windows that errors interrupt."""
+
+import pytest
+import torch
+from torch import nn
+
+from accelerate import Accelerator, GradScalerKwargs
+
+
+def make(count=2, **options):
+    scaling = GradScalerKwargs(init_scale=256.0, **options)
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[scaling])
+    models = [nn.Linear(2, 1) for _ in range(count)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in models]
+    prepared = accelerator.prepare(*models, *optimizers)
+    return accelerator, prepared[:count], prepared[count:]
+
+
+def step_all(accelerator, models, optimizers, clip):
+    """Return by how much each model's weights moved; their gradients are ones."""
+    before = [model.weight.detach().clone() for model in models]
+    accelerator.backward(sum(model(torch.ones(1, 2)).sum() for model in models))
+    clip(accelerator, models)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    return [(old - model.weight).tolist() for old, model in zip(before, models, strict=True)]
+
+
+def nothing(accelerator, models):
+    pass
+
+
+def together(accelerator, models):
+    accelerator.clip_grad_norm_([p for model in models for p in model.parameters()], 100.0)
+
+
+def apart(accelerator, models):
+    for model in models:
+        accelerator.clip_grad_norm_(model.parameters(), 100.0)
+
+
+@pytest.mark.parametrize("clip", [nothing, together, apart])
+def test_every_optimizer_unscales_once_by_the_scale_of_its_loss(clip):
+    # The scale grows at every update, so an update between two steps shows in the second one.
+    accelerator, models, optimizers = make(growth_interval=1)
+    for _ in range(2):
+        for moved in step_all(accelerator, models, optimizers, clip):
+            assert moved[0] == pytest.approx([0.5, 0.5], rel=1e-3)
+    assert accelerator.scaler.get_scale() == 1024.0, "one update for each round of steps"
+
+
+def test_a_scaler_is_updated_before_the_next_loss_when_only_one_optimizer_stepped():
+    accelerator, models, optimizers = make(growth_interval=1)
+    for round_, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):  # as adversarial training does
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        assert accelerator.scaler.get_scale() == 256.0 * 2**round_
+    assert not accelerator.optimizer_step_was_skipped
+
+
+def test_one_optimizer_updates_its_scaler_at_once_and_may_step_twice():
+    accelerator, (model,), (optimizer,) = make(1, growth_interval=1)
+    for expected in (512.0, 1024.0):
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+        optimizer.step()
+        assert accelerator.scaler.get_scale() == expected
+
+
+def test_a_checkpoint_has_the_scale_of_the_next_step(tmp_path):
+    accelerator, models, optimizers = make(growth_interval=1)
+    accelerator.backward(models[0](torch.ones(1, 2)).sum())
+    optimizers[0].step()
+    accelerator.save_state(tmp_path)
+    assert torch.load(tmp_path / "scaler.pt")["scale"] == 512.0
+
+
+def test_unscaling_after_a_further_backward_pass_is_still_an_error():
+    accelerator, models, optimizers = make()
+    for _ in range(2):
+        accelerator.backward(models[0](torch.ones(1, 2)).sum())
+        if _ == 0:
+            accelerator.clip_grad_norm_(models[0].parameters(), 1.0)
+    with pytest.raises(RuntimeError, match="unscale_"):
+        accelerator.clip_grad_norm_(models[0].parameters(), 1.0)
+
+
+def test_a_refused_count_leaves_no_window_open():
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(1, 1))
+    with pytest.raises(ValueError, match="negative"), accelerator.accumulate(model, num_items=-1):
+        pass
+    assert not accelerator._window.inside
+
+
+def test_a_new_accelerator_steps_although_the_last_window_was_left_open():
+    first = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = first.prepare(nn.Linear(1, 1))
+    with pytest.raises(KeyboardInterrupt), first.accumulate(model):
+        raise KeyboardInterrupt
+    second = Accelerator(cpu=True)
+    assert second.sync_gradients and second.gradient_accumulation_steps == 1

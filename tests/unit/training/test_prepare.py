@@ -1,0 +1,155 @@
+"""How objects are prepared: with the Accelerator's own states, and never unsynchronised or in another precision."""
+
+import contextlib
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from accelerate import Accelerator, ParallelismConfig
+from accelerate.precision.amp import AutocastForward
+from accelerate.runtime import storage
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.training import prepare
+from accelerate.utils import TorchDynamoPlugin
+
+
+class Wrapper(nn.Module):
+    """Stands for a data-parallel wrapper."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+
+class Synchronising:
+    """A backend that wraps what is trainable."""
+
+    def needs_wrapper(self, accelerator, model):
+        return any(parameter.requires_grad for parameter in model.parameters())
+
+    def wrap_model(self, accelerator, model):
+        return Wrapper(model) if self.needs_wrapper(accelerator, model) else model
+
+
+def parts():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    return model, optimizer, scheduler, torch.utils.data.DataLoader(torch.ones(4, 2), batch_size=2)
+
+
+def test_objects_prepared_after_a_reset_follow_their_accelerator():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    model, optimizer, scheduler, loader = accelerator.prepare(*parts())
+    for item in (optimizer, scheduler, loader):
+        assert item.gradient_state.__dict__ is accelerator.gradient_state.__dict__
+    assert optimizer.accelerator_state.__dict__ is accelerator.state.__dict__
+    assert scheduler.accelerator_state.__dict__ is accelerator.state.__dict__
+    before = model.weight.clone()
+    changed = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        changed.append(not torch.equal(before, model.weight))
+    assert changed == [False, True]
+    assert not storage.accelerator.current and not storage.gradient.current, "the reset stays in force for others"
+
+
+def test_a_frozen_model_that_is_trained_later_gets_its_wrapper(monkeypatch):
+    monkeypatch.setattr(prepare, "resolve", lambda state: Synchronising())
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(1, 1).requires_grad_(False)
+    given = [nn.Linear(1, 1), model]
+    for item in given:
+        prepare.prepare_model(accelerator, item, None, evaluation_mode=False)
+    with pytest.warns(UserWarning, match="already prepared"):
+        assert prepare.again(accelerator, model, "model") == (True, model)
+    model.requires_grad_(True)
+    found, wrapped = prepare.again(accelerator, model, "model")
+    assert found and isinstance(wrapped, Wrapper) and wrapped.module is model
+    assert [type(item) for item in accelerator._models] == [Wrapper, Wrapper] and accelerator._models[1] is wrapped
+
+
+def test_a_model_from_a_run_in_another_precision_loses_its_autocast():
+    first = Accelerator(cpu=True, mixed_precision="bf16")
+    model = first.prepare(nn.Linear(1, 1))
+    assert isinstance(model.forward, AutocastForward)
+    first.free_memory()
+    AcceleratorState._reset_state()
+    second = Accelerator(cpu=True, mixed_precision="no")
+    assert not isinstance(second.prepare(model).forward, AutocastForward)
+
+
+def test_prepared_objects_come_back_without_warning_after_free_memory():
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, scheduler, loader = accelerator.prepare(*parts())
+    accelerator.free_memory()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = accelerator.prepare(model, optimizer, scheduler, loader)
+    assert again[0] is model and again[1].optimizer is optimizer.optimizer and again[3] is loader
+    assert again[2].scheduler is scheduler.scheduler and again[2].optimizers == [again[1]]
+    assert len(accelerator._dataloaders) == 1
+
+
+def test_free_memory_ends_the_open_window():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = accelerator.prepare(nn.Linear(1, 1))
+    with contextlib.suppress(KeyError), accelerator.accumulate(model):
+        raise KeyError
+    assert not accelerator.sync_gradients
+    accelerator.free_memory()
+    assert accelerator.sync_gradients
+
+
+def test_a_replaced_method_may_prepare_another_object_in_place_of_the_one_given():
+    accelerator = Accelerator(cpu=True)
+    original = accelerator.prepare_model
+    accelerator.prepare_model = lambda model, **options: original(Wrapper(model), **options)
+    model = nn.Linear(1, 1)
+    wrapped = accelerator.prepare(model)
+    with pytest.warns(UserWarning, match="already prepared"):
+        assert accelerator.prepare(model) is wrapped
+    assert len(accelerator._models) == 1
+
+
+def test_regions_are_compiled_under_mixed_precision():
+    seen = []
+
+    class Block(nn.Module):
+        def forward(self, x):
+            return x
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(1, 1)
+            self.blocks = nn.ModuleList([Block(), Block()])
+
+        def forward(self, x):
+            seen.extend(type(block).__name__ for block in self.blocks)
+            return self.linear(x)
+
+    plugin = TorchDynamoPlugin(backend="eager", use_regional_compilation=True)
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16", dynamo_plugin=plugin)
+    model = Model()
+    compiled = accelerator.prepare(model)
+    assert compiled(torch.ones(1, 1)).dtype == torch.float32
+    assert seen == ["OptimizedModule"] * 2
+    assert accelerator.unwrap_model(compiled, keep_torch_compile=False) is model
+
+
+@pytest.mark.parametrize(
+    ("sizes", "error", "text"),
+    [({"sp_size": 2}, NotImplementedError, "sp_size=2"), ({"dp_shard_size": 2}, ValueError, "dp_shard_size=2.*FSDP")],
+)
+def test_a_mesh_that_nothing_would_use_is_refused(sizes, error, text):
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(**sizes))
+    with pytest.raises(error, match=text):
+        accelerator.prepare(nn.Linear(1, 1))

@@ -1,0 +1,80 @@
+"""Construction: what is refused leaves no state behind, and nothing that is asked for is ignored in silence."""
+
+import logging
+
+import pytest
+from torch import nn
+
+import accelerate.accelerator as home
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+from accelerate.process import PartialState
+from accelerate.state import is_initialized
+from accelerate.utils import ProjectConfiguration, TorchTensorParallelPlugin
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        {"rng_types": ["dice"]},
+        {"log_with": "a tracker that nobody has"},
+        {"kwargs_handlers": [3]},
+        {"mixed_precision": "fp17"},
+    ],
+)
+def test_after_a_refused_setting_the_next_one_may_differ(refused):
+    with pytest.raises((ValueError, TypeError)):
+        Accelerator(cpu=True, **{"mixed_precision": "bf16", **refused})
+    assert not is_initialized()
+    assert Accelerator(cpu=True, mixed_precision="no").mixed_precision == "no"
+
+
+def test_after_a_refused_strategy_one_can_train_without_it():
+    with pytest.raises(NotImplementedError):
+        Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
+    accelerator = Accelerator(cpu=True)
+    assert not accelerator.is_fsdp2 and not accelerator.use_distributed
+    accelerator.prepare(nn.Linear(1, 1))
+
+
+def test_a_second_project_folder_is_named():
+    with pytest.warns(UserWarning, match="'b' is not used.*'a'"):
+        Accelerator(cpu=True, project_dir="b", project_config=ProjectConfiguration(project_dir="a"))
+
+
+def test_tensor_parallelism_is_refused_rather_than_ignored():
+    with pytest.raises(NotImplementedError, match="tp_size=2"):
+        Accelerator(cpu=True, torch_tp_plugin=TorchTensorParallelPlugin(tp_size=2))
+    Accelerator(cpu=True, torch_tp_plugin=TorchTensorParallelPlugin())
+
+
+def test_the_launchers_mesh_is_read_through_the_name_that_libraries_replace(monkeypatch):
+    made = ParallelismConfig()
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    monkeypatch.setattr(home, "ParallelismConfig", lambda: made)
+    assert Accelerator(cpu=True).parallelism_config is made
+
+
+def test_settings_that_come_too_late_are_named(caplog):
+    Accelerator(cpu=True)
+    with caplog.at_level(logging.WARNING):
+        Accelerator(cpu=True)
+    assert not caplog.records
+    with caplog.at_level(logging.WARNING):
+        Accelerator(cpu=True, dynamo_backend="eager", parallelism_config=ParallelismConfig())
+    assert [record.args[0] for record in caplog.records] == ["dynamo_plugin", "parallelism_config"]
+
+
+def test_the_cpu_is_not_ignored_when_the_process_has_another_device(monkeypatch):
+    import torch
+
+    PartialState().device = torch.device("cuda", 0)
+    with pytest.raises(ValueError, match="cpu=True cannot take effect.*cuda:0"):
+        Accelerator(cpu=True)
+
+
+def test_offloaded_state_dicts_come_through_the_name_that_libraries_replace(monkeypatch):
+    from accelerate import cpu_offload
+
+    monkeypatch.setattr(home, "get_state_dict_offloaded_model", lambda model: {"replaced": True})
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.get_state_dict(cpu_offload(nn.Linear(1, 1), "cpu")) == {"replaced": True}
