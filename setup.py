@@ -9,7 +9,7 @@ HERE = pathlib.Path(__file__).parent
 VERSION = re.search(r'^__version__ = "(.+)"$', (HERE / "src/accelerate/__init__.py").read_text("utf-8"), re.M)[1]
 
 TRACKERS = ["tensorboard"]
-TESTING = ["pytest>=8", "parameterized", "hypothesis", "scikit-learn", *TRACKERS]
+TESTING = ["pytest>=8", "parameterized", "hypothesis", "scikit-learn", "torchdata", *TRACKERS]
 EXTRAS = {
     "quality": ["ruff==0.17.5"],
     "testing": TESTING,

@@ -54,6 +54,8 @@ def measure(python, case, *arguments, processes=1):
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     command += [str(HERE / "cases" / f"{case}.py"), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
+    # Wheels come with compiled modules; an editable install must be allowed to keep its own.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if not lines:

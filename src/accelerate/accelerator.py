@@ -219,6 +219,7 @@ class Accelerator:
         self.native_amp = precision(self.state.mixed_precision).autocast_dtype is not None
         self.scaler = backend.make_scaler(self, self.scaler_handler)
         # 4. Gradients and placement.
+        setup.announce_steps(accumulation)
         self.gradient_state = GradientState(gradient_accumulation_plugin=accumulation)
         self._exact_accumulation = accumulation.exact
         self._sync_each_batch = accumulation.sync_each_batch

@@ -74,7 +74,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     """A torch optimizer that knows about gradient accumulation and gradient scaling.
 
     ``step`` and ``zero_grad`` do nothing while gradients accumulate. With a scaler, ``step_was_skipped`` says whether
-    the last step was left out because of an overflow. Everything else is the inner optimizer's.
+    the last step was left out because of an overflow. State, parameter groups and defaults are the inner optimizer's,
+    which is there as ``optimizer``.
 
     Args:
         optimizer: The optimizer to wrap.

@@ -113,6 +113,7 @@ class ProcessView:
             >>> from accelerate import PartialState
             >>> with PartialState().split_between_processes(["a", "b", "c"]) as words:
             ...     print(words)  # of two processes, the first prints ['a', 'b'], the second ['c']
+            ['a', 'b', 'c']
         """
         yield split.piece(inputs, self.process_index, self.num_processes, apply_padding)
 

@@ -139,8 +139,10 @@ def _in_words(header: Sequence[int]) -> str:
 def differing(headers: torch.Tensor, operation: str) -> DistributedOperationException:
     """Return the error for headers, of shape (world size, `HEADER`), that differ; `operation` is this rank's."""
     rows = headers.contiguous().view(torch.int64).tolist()
-    names = [OPERATIONS[row[0]] for row in rows]
-    texts = [_in_words(row) for row in rows]
+    # A message of somebody else's collective (a wrapper's gradients, say) has other numbers where ours has its header.
+    ours = [0 <= row[0] < len(OPERATIONS) and 0 <= row[4] <= WORDS for row in rows]
+    names = [OPERATIONS[row[0]] if known else "another collective" for row, known in zip(rows, ours, strict=True)]
+    texts = [_in_words(row) if known else "" for row, known in zip(rows, ours, strict=True)]
     if len(set(names)) > 1:
         texts = [f"`{name}` {text}".rstrip() for name, text in zip(names, texts, strict=True)]
     elif len({row[1] for row in rows}) > 1:  # such as other keys, another reduction, another source

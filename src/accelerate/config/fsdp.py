@@ -33,6 +33,7 @@ def get_module_class_from_name(module: "nn.Module", name: str) -> "type[nn.Modul
         The class, or None when no submodule is of a class of that name.
 
     Example:
+        >>> import torch
         >>> get_module_class_from_name(torch.nn.Sequential(torch.nn.ReLU()), "ReLU")
         <class 'torch.nn.modules.activation.ReLU'>
     """

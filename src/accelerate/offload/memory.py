@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Mapping, Sequence
 
-import psutil
 import torch
 from torch import nn
 
@@ -17,6 +16,8 @@ _BALANCE_MARGIN = 1.25
 
 
 def _detected_memory() -> dict[int | str, int]:
+    import psutil  # read here alone, and slow to import
+
     device = detect()
     free: dict[int | str, int] = {}
     if device.type == "mps":

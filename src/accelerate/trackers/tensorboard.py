@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import yaml
 
 from accelerate.trackers.base import PUBLIC_PATH, GeneralTracker, on_main_process
 
@@ -83,6 +82,8 @@ class TensorBoardTracker(GeneralTracker):
         shown = {name: value if isinstance(value, _HPARAM_TYPES) else str(value) for name, value in values.items()}
         self.writer.add_hparams(shown, metric_dict={})
         self.writer.flush()
+        import yaml  # a third of what importing the package would cost otherwise
+
         folder = os.path.join(self.logging_dir, str(time.time()))
         os.makedirs(folder, exist_ok=True)
         with open(os.path.join(folder, "hparams.yml"), "w", encoding="utf-8") as file:

@@ -66,6 +66,11 @@ def prepare(accelerator: "Accelerator", objects: Sequence[Any], device_placement
                 f"prepare() got {obj!r} ({type(obj).__name__}) as argument {position}, which cannot be prepared. "
                 "Pass models, optimizers, data loaders and schedulers."
             )
+        if inside := [type(item).__name__ for item in _contents(obj) if kind_of(item) is not None]:
+            prepared.warn_caller(
+                f"prepare() got a {type(obj).__name__} as argument {position}, which it does not look into: the {inside[0]} "
+                "in it is not prepared. Unpack it: `accelerator.prepare(*objects)`."
+            )
     placements: Sequence[bool | None] = device_placement if device_placement is not None else [None] * len(objects)
     if len(placements) != len(objects):
         raise ValueError(
@@ -78,6 +83,12 @@ def prepare(accelerator: "Accelerator", objects: Sequence[Any], device_placement
     result = backend.prepare(accelerator, objects, placements)
     _check_schedules(accelerator, result)
     return result if len(result) > 1 else result[0]
+
+
+def _contents(obj: Any) -> Sequence[Any]:
+    if isinstance(obj, (list, tuple)):
+        return obj
+    return list(obj.values()) if isinstance(obj, dict) else ()
 
 
 @contextlib.contextmanager

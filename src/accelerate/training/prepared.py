@@ -149,6 +149,11 @@ def find_elsewhere(registry: PreparedRegistry, obj: Any) -> Entry | None:
     return None
 
 
+def has_models() -> bool:
+    """Say whether some live Accelerator has prepared a model that is alive."""
+    return any(next(registry.models(), None) is not None for registry in list(_LIVE))
+
+
 def shared_part(registry: PreparedRegistry, model: nn.Module) -> str | None:
     """Say which part a new model shares with one that is prepared already; None when it shares none.
 

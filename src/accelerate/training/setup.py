@@ -4,7 +4,7 @@ import contextlib
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from accelerate.config.data import DataLoaderConfiguration
@@ -25,7 +25,7 @@ from accelerate.config.handlers import (
 from accelerate.config.megatron import MegatronLMPlugin
 from accelerate.config.project import ProjectConfiguration
 from accelerate.runtime import storage
-from accelerate.training.prepared import warn_caller
+from accelerate.training.prepared import has_models, warn_caller
 from accelerate.utils.environment import get_int_from_env, parse_choice_from_env, parse_flag_from_env
 
 # Which attribute of the Accelerator each kind of handler becomes.
@@ -133,12 +133,12 @@ def _each(deepspeed: Any) -> list[Any]:
 
 
 def accumulation(plugin: GradientAccumulationPlugin | None, steps: int) -> GradientAccumulationPlugin:
-    """Return the accumulation plugin: the one given, or one of the steps given or set in the environment.
+    """Return the accumulation plugin; without one, or where it has no steps, those given or set in the environment.
 
     Raises:
         ValueError: Both were given, or the number of steps is not positive.
     """
-    if plugin is not None:
+    if plugin is not None and plugin.num_steps is not None:
         if steps != 1:
             raise ValueError(
                 f"Pass either gradient_accumulation_steps (got {steps}) or gradient_accumulation_plugin, not both: the "
@@ -147,7 +147,20 @@ def accumulation(plugin: GradientAccumulationPlugin | None, steps: int) -> Gradi
         return plugin
     if not isinstance(steps, int) or steps < 1:
         raise ValueError(f"gradient_accumulation_steps={steps!r} is not a positive integer; 1 accumulates nothing.")
-    return GradientAccumulationPlugin(num_steps=get_int_from_env(("ACCELERATE_GRADIENT_ACCUMULATION_STEPS",), steps))
+    steps = get_int_from_env(("ACCELERATE_GRADIENT_ACCUMULATION_STEPS",), steps)
+    return GradientAccumulationPlugin(num_steps=steps) if plugin is None else replace(plugin, num_steps=steps)
+
+
+def announce_steps(plugin: GradientAccumulationPlugin) -> None:
+    """Say so when a new Accelerator changes the accumulation of one that is training: they share one window."""
+    live = storage.gradient.current.get("plugin_kwargs")
+    before = plugin.num_steps if live is None else live.get("num_steps", 1)
+    if before != plugin.num_steps and has_models():
+        warn_caller(
+            f"This Accelerator sets gradient_accumulation_steps={plugin.num_steps}, and with it those of the other live "
+            f"Accelerator, which had {before}: all of a process share one accumulation state. Build them with the same "
+            "number, or call `free_memory()` on the other one if it is done."
+        )
 
 
 def loaders(config: DataLoaderConfiguration | None, split_batches: bool | None) -> DataLoaderConfiguration:

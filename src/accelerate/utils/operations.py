@@ -157,7 +157,9 @@ def gather_object_with(communicator: Communicator, object: Any) -> Any:
     if communicator.world_size == 1:
         return object
     if not isinstance(object, Iterable):
-        raise TypeError(f"gather_object() got {object!r} ({type(object).__name__}); pass a list, such as [{object!r}].")
+        raise TypeError(
+            f"gather_object() got {object!r} ({type(object).__name__}); pass a list, such as [{object!r}]."
+        )
     return [element for elements in communicator.gather_object(object) for element in elements]
 
 

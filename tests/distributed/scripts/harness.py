@@ -74,12 +74,11 @@ def shared_folder() -> Iterator[str]:
     """Give all ranks one temporary folder."""
     state = PartialState()
     names = broadcast_object_list([tempfile.mkdtemp() if state.is_main_process else None])
-    try:
-        yield names[0]
-    finally:
-        state.wait_for_everyone()
-        if state.is_main_process:
-            shutil.rmtree(names[0], ignore_errors=True)
+    # After an error the ranks do not meet again, so nobody waits then and the folder stays.
+    yield names[0]
+    state.wait_for_everyone()
+    if state.is_main_process:
+        shutil.rmtree(names[0], ignore_errors=True)
 
 
 def run(*checks: Callable[[], None]) -> None:

@@ -223,3 +223,10 @@ def test_disagreement_of_an_exchange_that_was_not_waited_for():
     post._unread = Event(), torch.stack([letter.header] * 2), letter, "before"
     post.settle()
     assert post._last == "after"
+
+
+def test_a_message_of_another_collective_is_named_as_such():
+    ours = torch.zeros(envelope.HEADER // 8, dtype=torch.int64)
+    theirs = torch.full_like(ours, 7_000_000_000)
+    error = envelope.differing(torch.stack([ours, theirs]).view(torch.uint8), "gather")
+    assert "another collective" in str(error) and "gather" in str(error)

@@ -153,3 +153,13 @@ def test_a_mesh_that_nothing_would_use_is_refused(sizes, error, text):
     accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(**sizes))
     with pytest.raises(error, match=text):
         accelerator.prepare(nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("holder", [lambda *items: list(items), lambda *items: tuple(items), lambda *i: {"a": i[0]}])
+def test_a_container_is_not_passed_through_in_silence(holder):
+    accelerator = Accelerator(cpu=True)
+    with pytest.warns(UserWarning, match="Linear in it is not prepared.*\\*objects"):
+        accelerator.prepare(holder(nn.Linear(1, 1), 3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        accelerator.prepare(holder(1, 2), None)

@@ -1,6 +1,8 @@
 """Construction: what is refused leaves no state behind, and nothing that is asked for is ignored in silence."""
 
+import gc
 import logging
+import warnings
 
 import pytest
 from torch import nn
@@ -9,7 +11,7 @@ import accelerate.accelerator as home
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.process import PartialState
 from accelerate.state import is_initialized
-from accelerate.utils import ProjectConfiguration, TorchTensorParallelPlugin
+from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration, TorchTensorParallelPlugin
 
 
 @pytest.mark.parametrize(
@@ -78,3 +80,24 @@ def test_offloaded_state_dicts_come_through_the_name_that_libraries_replace(monk
     monkeypatch.setattr(home, "get_state_dict_offloaded_model", lambda model: {"replaced": True})
     accelerator = Accelerator(cpu=True)
     assert accelerator.get_state_dict(cpu_offload(nn.Linear(1, 1), "cpu")) == {"replaced": True}
+
+
+def test_a_plugin_without_steps_takes_those_of_the_accelerator(monkeypatch):
+    plugin = GradientAccumulationPlugin(adjust_scheduler=False)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin, gradient_accumulation_steps=3)
+    assert accelerator.gradient_accumulation_steps == 3 and plugin.num_steps is None
+    assert accelerator.gradient_state.plugin_kwargs["adjust_scheduler"] is False
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "5")
+    assert Accelerator(cpu=True, gradient_accumulation_plugin=plugin).gradient_accumulation_steps == 5
+
+
+def test_a_second_accelerator_does_not_change_the_firsts_accumulation_in_silence():
+    gc.collect()
+    first = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        first = Accelerator(cpu=True, gradient_accumulation_steps=2)  # the former has nothing to train
+        first.prepare(nn.Linear(1, 1))
+        Accelerator(cpu=True, gradient_accumulation_steps=2)
+    with pytest.warns(UserWarning, match="gradient_accumulation_steps=1.*had 2"):
+        Accelerator(cpu=True)
