@@ -42,7 +42,9 @@ def run(title: str, processes: int, script: str, *arguments: str) -> tuple[str, 
     print(f"\n== {title}\n$ {' '.join(shown)}", flush=True)
     command = [*launcher(), *shown[1:5], str(HERE / script), *arguments]
     # Buffered, so that each process writes whole lines: unbuffered, `print` writes word by word, and processes mix them.
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"} | {"OMP_NUM_THREADS": "1"}
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"} | {
+        "OMP_NUM_THREADS": "1"
+    }
     started = time.perf_counter()
     try:
         done = subprocess.run(

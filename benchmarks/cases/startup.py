@@ -9,7 +9,7 @@ import tempfile
 import time
 from pathlib import Path
 
-REPEATS = 5
+REPEATS = 7
 PYTHON = sys.executable
 LAUNCH = [PYTHON, "-m", "accelerate.commands.accelerate_cli", "launch"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}

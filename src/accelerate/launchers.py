@@ -89,7 +89,11 @@ def notebook_launcher(
         RuntimeError: a GPU is in use in this process already, so that it cannot be forked.
 
     Example:
-        >>> notebook_launcher(train, args=(model,), num_processes=2)
+        >>> def train(rate):
+        ...     print(f"Training at {rate}.")
+        >>> notebook_launcher(train, args=(0.1,), num_processes=1)  # doctest: +ELLIPSIS
+        Launching training on one ...
+        Training at 0.1.
     """
     from accelerate.devices import probe
 

@@ -11,7 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accelerate.backends.base import Backend
 from accelerate.config.enums import DDPCommunicationHookType
-from accelerate.modules.compile import is_compiled_module
 
 if TYPE_CHECKING:
     from accelerate.accelerator import Accelerator
@@ -56,9 +55,8 @@ class DataParallel(Backend):
         return hold() if hold is not None else contextlib.nullcontext()
 
     def join(self, joinables: Sequence[Any]) -> contextlib.AbstractContextManager:
-        """Return torch's Join context over the wrapped models, which torch.compile may have wrapped once more."""
-        inner = [item._orig_mod if is_compiled_module(item) else item for item in joinables]
-        return Join(inner, enable=True, throw_on_early_termination=False)
+        """Return torch's Join context over the wrapped models."""
+        return Join(joinables, enable=True, throw_on_early_termination=False)
 
 
 def _let_batched_power_sgd_run() -> None:

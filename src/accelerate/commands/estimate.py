@@ -81,8 +81,11 @@ def create_empty_model(
         LaunchError: the library is unknown or not installed, or the model cannot be found.
 
     Example:
-        >>> create_empty_model("./bert", "transformers").device
+        >>> create_empty_model("./bert", "transformers").device  # doctest: +SKIP
         device(type='meta')
+        >>> create_empty_model("./bert", "keras")  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        accelerate.launch.errors.LaunchError: Models of the library 'keras' cannot be built; ...
     """
     library = library_name or (
         "transformers" if os.path.isdir(model_name) else _library_on_hub(model_name, access_token)

@@ -318,7 +318,8 @@ class GradientAccumulationPlugin(KwargsHandler):
 
     Args:
         num_steps: batches per optimizer step; None takes the Accelerator's `gradient_accumulation_steps`.
-        adjust_scheduler: step the learning rate schedule for the accumulated batches too.
+        adjust_scheduler: count the accumulated batches in the scheduler's own step counter. Accepted for its name: as in the
+            peer, the default is not passed on, and schedules follow optimizer steps.
         sync_with_dataloader: let the end of a data loader close the window, however short it is.
         sync_each_batch: exchange gradients at every batch; more traffic, less memory with sharded gradients.
         exact: divide the loss of a window that the end of the data loader cuts short by its real length instead of

@@ -111,9 +111,10 @@ class DataLoaderAdapter:
         ImportError: `use_stateful_dataloader` without torchdata 0.8 or later.
 
     Example:
-        >>> adapter = DataLoaderAdapter(dataset, batch_size=4)
-        >>> isinstance(adapter, torch.utils.data.DataLoader)
-        True
+        >>> from torch.utils.data import DataLoader
+        >>> adapter = DataLoaderAdapter(range(6), batch_size=4)
+        >>> isinstance(adapter, DataLoader), len(adapter)
+        (True, 2)
     """
 
     __module__ = "accelerate.data_loader"

@@ -79,9 +79,10 @@ def prepare_data_loader(
         ImportError: `use_stateful_dataloader` without torchdata 0.8 or later.
 
     Example:
-        >>> loader = prepare_data_loader(DataLoader(dataset, batch_size=8, shuffle=True), put_on_device=True)
-        >>> for batch in loader:
-        ...     loss = model(batch).mean()
+        >>> whole = DataLoader(range(8), batch_size=2)
+        >>> part = prepare_data_loader(whole, num_processes=2, process_index=1)  # of the second of two processes
+        >>> [batch.tolist() for batch in part]
+        [[2, 3], [6, 7]]
     """
     if not isinstance(dataloader, DataLoader):
         raise TypeError(f"dataloader is a {type(dataloader).__name__}; pass a torch.utils.data.DataLoader.")

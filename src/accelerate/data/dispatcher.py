@@ -42,9 +42,9 @@ class DataLoaderDispatcher(PreparedLoader):
         **kwargs: arguments of the wrapped loader.
 
     Example:
-        >>> loader = DataLoaderDispatcher(stream, batch_size=4)  # on every process
-        >>> for batch in loader:  # 4 samples on every process
-        ...     ...
+        >>> loader = DataLoaderDispatcher(range(6), batch_size=4)  # on every process; here there is one
+        >>> [batch.tolist() for batch in loader]
+        [[0, 1, 2, 3], [4, 5]]
     """
 
     __module__ = "accelerate.data_loader"

@@ -31,7 +31,7 @@ class IterableDatasetShard(IterableDataset):
         ValueError: `split_batches` with a batch size that the processes cannot share equally.
 
     Example:
-        >>> list(IterableDatasetShard(stream_of(range(10)), batch_size=3, num_processes=2, process_index=1))
+        >>> list(IterableDatasetShard(range(10), batch_size=3, num_processes=2, process_index=1))
         [3, 4, 5, 9, 0, 1]
     """
 

@@ -237,9 +237,9 @@ class DataLoaderShard(PreparedLoader):
         **kwargs: arguments of the wrapped loader.
 
     Example:
-        >>> loader = DataLoaderShard(dataset, device="cuda", batch_size=4)
-        >>> for batch in loader:
-        ...     is_last = loader.end_of_dataloader
+        >>> loader = DataLoaderShard(range(6), device="cpu", batch_size=4)
+        >>> [(batch.tolist(), loader.end_of_dataloader) for batch in loader]
+        [([0, 1, 2, 3], False), ([4, 5], True)]
     """
 
     __module__ = "accelerate.data_loader"

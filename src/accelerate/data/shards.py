@@ -108,6 +108,7 @@ class BatchSamplerShard(BatchSampler):
         ValueError: `split_batches` with a batch size that the processes cannot share equally.
 
     Example:
+        >>> from torch.utils.data import BatchSampler
         >>> batches = BatchSampler(range(10), batch_size=3, drop_last=False)
         >>> list(BatchSamplerShard(batches, num_processes=2, process_index=1))
         [[3, 4, 5], [9, 0, 1]]
@@ -232,6 +233,7 @@ class SkipBatchSampler(BatchSampler):
         skip_batches: how many to leave out.
 
     Example:
+        >>> from torch.utils.data import BatchSampler
         >>> list(SkipBatchSampler(BatchSampler(range(5), 2, False), skip_batches=1))
         [[2, 3], [4]]
     """

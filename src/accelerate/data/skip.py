@@ -28,10 +28,12 @@ def skip_first_batches(dataloader: DataLoader, num_batches: int = 0) -> DataLoad
         ValueError: `num_batches` is negative.
 
     Example:
-        >>> for epoch in range(first_epoch, 3):
-        ...     batches = skip_first_batches(loader, behind) if epoch == first_epoch else loader
-        ...     for batch in batches:
-        ...         step(batch)
+        >>> loader = DataLoader(range(6), batch_size=2)
+        >>> for epoch in (3, 4):  # epoch 3 was interrupted after two batches
+        ...     batches = skip_first_batches(loader, 2) if epoch == 3 else loader
+        ...     print(epoch, [batch.tolist() for batch in batches])
+        3 [[4, 5]]
+        4 [[0, 1], [2, 3], [4, 5]]
     """
     num_batches = num_batches or 0
     if num_batches < 0:

@@ -31,6 +31,9 @@ def exports(settings: SettingsLike) -> dict[str, str]:
         settings: option name to resolved value.
 
     Example:
+        >>> from accelerate.commands.launch import launch_command_parser
+        >>> from accelerate.launch.resolve import resolve
+        >>> plan = resolve(launch_command_parser().parse_args(["--mixed_precision", "bf16", "-m", "timeit"]))
         >>> exports(plan.settings)["ACCELERATE_MIXED_PRECISION"]
         'bf16'
     """

@@ -50,7 +50,8 @@ def resolve(args: argparse.Namespace, environ: Mapping[str, str] | None = None) 
         FileNotFoundError: the configuration file does not exist.
 
     Example:
-        >>> plan = resolve(launch_command_parser().parse_args(["--cpu", "--num_processes", "2", "train.py"]))
+        >>> from accelerate.commands.launch import launch_command_parser
+        >>> plan = resolve(launch_command_parser().parse_args(["--cpu", "--num_processes", "2", "-m", "timeit"]))
         >>> plan.num_processes, plan.settings["cpu"].origin
         (2, 'command line')
     """

@@ -41,8 +41,10 @@ def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str]
         LaunchError: a setting is malformed, or `--module` and `--no_python` are both given.
 
     Example:
-        >>> prepare_simple_launcher_cmd_env(launch_command_parser().parse_args(["-m", "my.train"]))[0]
-        ['.../python', '-m', 'my.train']
+        >>> from accelerate.commands.launch import launch_command_parser
+        >>> command, _ = prepare_simple_launcher_cmd_env(launch_command_parser().parse_args(["-m", "my.train"]))
+        >>> command[1:]  # after the path of this Python
+        ['-m', 'my.train']
     """
     if args.module and args.no_python:
         raise LaunchError("--module and --no_python exclude each other. Choose one.")

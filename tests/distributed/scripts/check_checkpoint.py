@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from accelerate import DataLoaderConfiguration
+from accelerate import DataLoaderConfiguration, GradScalerKwargs
 from accelerate.utils import ProjectConfiguration, set_seed
 
 WIDTH = 6
@@ -41,7 +41,8 @@ class Job:
     """A training job in which every object and every generator matters: dropout, shuffling, noise of Python and numpy."""
 
     def __init__(self, precision="no", seed=1, **options):
-        self.accelerator = fresh_accelerator(mixed_precision=precision, **options)
+        scaler = GradScalerKwargs(init_scale=64.0, growth_interval=3)
+        self.accelerator = fresh_accelerator(mixed_precision=precision, kwargs_handlers=[scaler], **options)
         set_seed(seed, device_specific=True)
         rows = torch.randn(12 * self.accelerator.num_processes, WIDTH, generator=torch.Generator().manual_seed(0))
         model = nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1))
@@ -136,6 +137,7 @@ def training_continues_as_if_it_had_not_stopped():
             assert all(not torch.equal(told[0], other) for other in told[1:]), "each rank has its own random states"
 
             resumed = Job(seed=77, **options)
+            resumed.epoch()
             resumed.epoch()
             assert differing(resumed.everything(), saved)
             resumed.accelerator.load_state(folder)

@@ -41,7 +41,10 @@ def load_config_from_file(config_file: str | os.PathLike[str] | None) -> "BaseCo
         LaunchError: it holds an unknown key, or lacks `distributed_type`.
 
     Example:
-        >>> load_config_from_file("config.yaml").num_processes
+        >>> import tempfile
+        >>> with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        ...     print("{distributed_type: MULTI_CPU, num_processes: 2}", file=file, flush=True)
+        ...     load_config_from_file(file.name).num_processes
         2
     """
     path = files.default_path() if config_file is None else config_file

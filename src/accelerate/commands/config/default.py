@@ -33,8 +33,11 @@ def write_basic_config(
         LaunchError: `mixed_precision` is none of these.
 
     Example:
-        >>> write_basic_config("bf16", "config.yaml")
-        PosixPath('config.yaml')
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = write_basic_config("bf16", f"{folder}/config.yaml")
+        ...     "mixed_precision: bf16" in path.read_text()
+        True
     """
     path = pathlib.Path(save_location)
     if path.exists():
