@@ -6,7 +6,6 @@ import os
 import pathlib
 import pkgutil
 import re
-from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
@@ -16,35 +15,33 @@ import accelerate
 PROMPT = ">>> "
 # Programs to be started, not modules to be imported.
 PROGRAMS = re.compile(r".*\.test_utils\.scripts(\..*)?|.*\.__main__")
-# A class may say that it belongs to the module it is imported from; doctest looks for its examples there.
-CLAIMED_HOME = re.compile(r'^ +__module__ = "([\w.]+)"$', re.M)
 
 
-def homes() -> set[str]:
-    """Return the modules that may have examples, judged by their text: importing all of them has side effects."""
-    found = set()
+def texts_with_examples() -> list[str]:
+    """Return the modules whose text has examples. The others stay unloaded: to import some has side effects."""
+    found = []
     for info in pkgutil.walk_packages(accelerate.__path__, "accelerate."):
-        # `walk_packages` names a file finder for every module of ours, and imports packages only.
-        if PROGRAMS.fullmatch(info.name):
-            continue
         spec = info.module_finder.find_spec(info.name)
-        text = pathlib.Path(spec.origin).read_text("utf-8")
-        if PROMPT in text:
-            found |= {info.name, *CLAIMED_HOME.findall(text)}
+        if not PROGRAMS.fullmatch(info.name) and PROMPT in pathlib.Path(spec.origin).read_text("utf-8"):
+            found.append(info.name)
     return found
 
 
-def modules_with_examples() -> Iterator[ModuleType]:
+def modules_with_examples() -> list[ModuleType]:
     """Load the modules that have examples, apart from those that need a package that is not installed."""
-    for name in sorted(homes()):
+    names = set()
+    for name in texts_with_examples():
         try:
             module = importlib.import_module(name)
         except ModuleNotFoundError as error:
             if (error.name or "").partition(".")[0] == "accelerate":
                 raise
             continue
-        if any(test.examples for test in doctest.DocTestFinder().find(module)):
-            yield module
+        # A class may name the module that it is imported from as its own; doctest finds its examples only there.
+        homes = {value.__module__ for value in vars(module).values() if isinstance(value, type)}
+        names |= {name, *(home for home in homes if home.startswith("accelerate."))}
+    modules = [importlib.import_module(name) for name in sorted(names)]
+    return [module for module in modules if any(test.examples for test in doctest.DocTestFinder().find(module))]
 
 
 @pytest.fixture

@@ -44,6 +44,7 @@ class Window:
         factor: What the loss of the current micro-batch is multiplied by; None stands for 1/N.
         warned: Whether the note about short windows was given.
         unscaled: The optimizers whose gradients were unscaled after the last backward pass, by id.
+        joining: Whether ranks may run out of batches at different steps, so that their windows close at different ones.
     """
 
     micro_batches: int = 0
@@ -55,6 +56,7 @@ class Window:
     factor: float | None = None
     warned: bool = False
     unscaled: set[int] = field(default_factory=set)
+    joining: bool = False
 
     def begin(self) -> None:
         """Count a micro-batch, as the first of a new window if the last one is done."""
@@ -94,7 +96,8 @@ class Accumulation:
             weigh_items(accelerator, self.num_items, self.models)
         elif synchronise and window.micro_batches < state.num_steps and not window.counted:
             _short_window(accelerator, self.models)
-        if not synchronise and not accelerator._sync_each_batch:
+        # A rank whose loader ends closes its window there, while the others' may be open: all have to communicate then.
+        if not synchronise and not accelerator._sync_each_batch and not window.joining:
             backend = resolve(accelerator.state)
             if backend.synchronises:
                 self.held = contextlib.ExitStack()
@@ -166,9 +169,15 @@ def weigh_items(accelerator: "Accelerator", num_items: Any, models: Sequence[nn.
         models: The models whose kept gradients are rescaled; all prepared ones when empty.
 
     Raises:
-        ValueError: The count is missing in some micro-batches of the window, or it is negative.
+        ValueError: The count is missing in some micro-batches of the window, it is negative, or ranks may run out of
+            batches at different steps.
     """
     window = accelerator._window
+    if window.joining:
+        raise ValueError(
+            f"num_items={num_items!r} was given inside join_uneven_inputs. Items are counted over all ranks, and here some "
+            "may have no batches left. Use even_batches=True without join_uneven_inputs, or leave num_items away."
+        )
     window.counted += 1
     if window.counted < window.micro_batches:
         raise _mixed(window, num_items)
@@ -303,7 +312,11 @@ def trigger_sync(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def join_uneven(accelerator: "Accelerator", joinables: Sequence[Any], even_batches: bool | None) -> Iterator[None]:
-    """Let ranks run out of batches at different steps, with the loaders' ``even_batches`` overridden meanwhile."""
+    """Let ranks run out of batches at different steps, with the loaders' ``even_batches`` overridden meanwhile.
+
+    Ranks that have ended add zeros to the averages. So a window in which some end counts less, by the share of ranks that
+    close it; gradients are exchanged after every micro-batch, because the ranks do not agree on where windows close.
+    """
     row = traits.of(accelerator.distributed_type)
     if not row.joins_uneven_inputs:
         if row.distributed:
@@ -328,10 +341,13 @@ def join_uneven(accelerator: "Accelerator", joinables: Sequence[Any], even_batch
                 continue
             overridden.append((sampler, sampler.even_batches))
             sampler.even_batches = even_batches
+    window = accelerator._window
+    window.joining = True
     try:
         with resolve(accelerator.state).join(joinables):
             yield
     finally:
+        window.joining = False
         for sampler, before in overridden:
             sampler.even_batches = before
 

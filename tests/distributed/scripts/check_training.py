@@ -4,7 +4,7 @@ import contextlib
 import warnings
 
 import torch
-from harness import assert_same_everywhere, differs_between_ranks, everywhere, fresh_accelerator, run, warned
+from harness import assert_same_everywhere, differs_between_ranks, everywhere, fresh_accelerator, raised, run, warned
 from models import WIDTH, assert_all_close, gradients, inputs_of, mean_square, network, whole_batch_gradients
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -188,6 +188,33 @@ def uneven_inputs_are_joined():
             mean_square(model, batch).backward()
 
 
+def windows_may_close_at_different_steps():
+    """A rank may end in the middle of the others' window, which then counts by the share of ranks that close it."""
+    accelerator = fresh_accelerator(gradient_accumulation_steps=3)
+    world = accelerator.num_processes
+    rows = torch.randn(2 * world + 1, WIDTH)
+    model = nn.Linear(WIDTH, 1, bias=False)
+    before = model.weight.detach().clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(rows, batch_size=1))
+    with warnings.catch_warnings(), accelerator.join_uneven_inputs([model], even_batches=False):
+        warnings.simplefilter("ignore")
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+    both, alone = rows[: 2 * world].sum(0) / world, rows[2 * world]
+    expected = before - 0.1 * (both + alone) / 3 / world
+    torch.testing.assert_close(accelerator.unwrap_model(model).weight.detach().cpu(), expected)
+    assert_same_everywhere(model.parameters())
+
+    if world > 1:
+        with accelerator.join_uneven_inputs([model]):
+            with raised(ValueError, "join_uneven_inputs"), accelerator.accumulate(model, num_items=1):
+                pass
+
+
 def joining_warns_for_streams():
     accelerator = fresh_accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=False))
     rows = DataLoader(torch.ones(4, WIDTH), batch_size=1)
@@ -273,6 +300,36 @@ def an_overflow_on_one_rank_skips_the_step_on_all():
         assert history == [(False, True, 64.0), (True, False, 32.0), (False, True, 32.0)], (steps, history)
         assert rates[0] == rates[1] > rates[2], rates
         assert everywhere(history) == [history] * accelerator.num_processes
+
+
+def optimizers_share_a_scaler():
+    """One of two overflows, on one rank: it alone is skipped, on all ranks, and the scale falls once."""
+    scaler = GradScalerKwargs(init_scale=64.0, growth_interval=1000)
+    accelerator = fresh_accelerator(mixed_precision="fp16", kwargs_handlers=[scaler])
+    world, rank, device = accelerator.num_processes, accelerator.process_index, accelerator.device
+    models = [network(), network()]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in models]
+    *models, first, second = accelerator.prepare(*models, *optimizers)
+    pieces = [inputs_of(r) for r in range(world)]
+    for update, (overflows, scale) in enumerate([(False, 64.0), (True, 32.0), (False, 32.0)]):
+        for model in models:
+            accelerator.unwrap_model(model).load_state_dict(network().state_dict())
+        before = [[parameter.clone() for parameter in model.parameters()] for model in models]
+        for model, bad in zip(models, (False, overflows and rank == world - 1), strict=True):
+            accelerator.backward(mean_square(model, pieces[rank].to(device)) * (float("inf") if bad else 1.0))
+        if not overflows:
+            accelerator.clip_grad_norm_(models[0].parameters(), 1000.0)  # unscales the gradients of both
+        for optimizer in (first, second):
+            optimizer.step()
+            optimizer.zero_grad()
+        assert (first.step_was_skipped, second.step_was_skipped) == (False, overflows), update
+        assert accelerator.optimizer_step_was_skipped is overflows
+        assert accelerator.scaler.get_scale() == scale, update
+        expected = whole_batch_gradients(accelerator, pieces)
+        for model, start, skipped in zip(models, before, (False, overflows), strict=True):
+            moved = [(a - b) / 0.5 for a, b in zip(start, model.parameters(), strict=True)]
+            assert_all_close(moved, [g * (not skipped) for g in expected], rtol=0.05, atol=0.05)
+            assert_same_everywhere(model.parameters())
 
 
 # -- other loops -----------------------------------------------------------------------------------------------------
@@ -444,9 +501,11 @@ if __name__ == "__main__":
         the_end_of_a_loader_may_close_a_window,
         backward_may_synchronise_after_unsynchronised_forwards,
         uneven_inputs_are_joined,
+        windows_may_close_at_different_steps,
         joining_warns_for_streams,
         clipping_is_that_of_the_whole_batch,
         an_overflow_on_one_rank_skips_the_step_on_all,
+        optimizers_share_a_scaler,
         local_training_averages_weights,
         a_batch_size_that_fits_is_found,
         schedules_count_the_batches_of_all_ranks,
