@@ -810,6 +810,9 @@ class Accelerator:
             joinables: The prepared models (or other ``torch.distributed.algorithms.Joinable``).
             even_batches: Overrides ``even_batches`` of the prepared loaders inside the context.
 
+        Inside, gradients are exchanged after every micro-batch, and ranks that have ended add zeros to the averages, so a
+        window in which some end counts by the share of ranks that close it. ``num_items`` is refused.
+
         Source:
             https://docs.pytorch.org/docs/stable/distributed.algorithms.join.html
         """
@@ -919,7 +922,7 @@ class Accelerator:
         Args:
             tensor: Nested tensors of the same shapes on every rank.
             reduction: ``"sum"``, ``"mean"``, or ``"none"``.
-            scale: Factor applied to the result.
+            scale: Factor of the result on XLA devices, as in the recorded interface; elsewhere one that is not 1 warns.
 
         Example:
             >>> Accelerator(cpu=True).reduce(torch.tensor(2.0))

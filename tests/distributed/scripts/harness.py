@@ -1,6 +1,5 @@
 """What the scripts of this folder share: fresh Accelerators, values of all ranks, expected warnings, a runner."""
 
-import gc
 import linecache
 import shutil
 import sys
@@ -87,7 +86,6 @@ def run(*checks: Callable[[], None]) -> None:
     for check in chosen:
         torch.manual_seed(0)
         check()
-        gc.collect()
         if PartialState().is_main_process:
             print(f"ok {check.__name__}", flush=True)
     if PartialState().is_main_process:
