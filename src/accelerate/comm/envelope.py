@@ -140,7 +140,7 @@ def differing(headers: torch.Tensor, operation: str) -> DistributedOperationExce
     """Return the error for headers, of shape (world size, `HEADER`), that differ; `operation` is this rank's."""
     rows = headers.contiguous().view(torch.int64).tolist()
     # A message of somebody else's collective (a wrapper's gradients, say) has other numbers where ours has its header.
-    ours = [0 <= row[0] < len(OPERATIONS) and 0 <= min(row[1:5]) and max(row[1:3]) < 2**32 for row in rows]
+    ours = [0 <= row[0] < len(OPERATIONS) and min(row[1:5]) >= 0 and max(row[1:3]) < 2**32 for row in rows]
     names = [OPERATIONS[row[0]] if known else "another collective" for row, known in zip(rows, ours, strict=True)]
     texts = [_in_words(row) if known else "" for row, known in zip(rows, ours, strict=True)]
     if len(set(names)) > 1:
