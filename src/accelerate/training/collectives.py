@@ -1,6 +1,7 @@
 """Collectives of an Accelerator: they use its own state, so they work on after somebody else's reset."""
 
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,8 +28,6 @@ def gather(accelerator: "Accelerator", tensor: Any) -> Any:
 def gather_for_metrics(accelerator: "Accelerator", data: Any, use_gather_object: bool) -> Any:
     """Gather predictions or labels, and drop the samples that only filled up the last batch."""
     exchange = communicator(accelerator)
-    if exchange.world_size == 1:  # one process fills nothing up, and its data may be anything: a number, a dict
-        return data
     try:
         operations.recursively_apply(lambda tensor: tensor, data, error_on_other_type=True)
         tensors = True
@@ -46,10 +45,16 @@ def gather_for_metrics(accelerator: "Accelerator", data: Any, use_gather_object:
             "The loader's dataset has no length, so gather_for_metrics returns every gathered sample, duplicates included."
         )
         return gathered
-    keep = state.remainder
-    if use_gather_object or not tensors:
-        return gathered[:keep]
-    return operations.recursively_apply(lambda tensor: tensor[:keep], gathered)
+    return _first(gathered, state.remainder, by_tensor=tensors and not use_gather_object)
+
+
+def _first(gathered: Any, keep: int, by_tensor: bool) -> Any:
+    """Return the first samples of what was gathered; on one process too, where a caller may have filled it up himself."""
+    if by_tensor:
+        return operations.recursively_apply(lambda tensor: tensor[:keep] if tensor.ndim else tensor, gathered)
+    # One process gets its own object back, which may be anything: a number or a dict has no first samples.
+    has_samples = isinstance(gathered, Sequence) or (isinstance(gathered, torch.Tensor) and gathered.ndim > 0)
+    return gathered[:keep] if has_samples else gathered
 
 
 def reduce(accelerator: "Accelerator", tensor: Any, reduction: str, scale: float) -> Any:
