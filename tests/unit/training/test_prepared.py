@@ -92,14 +92,18 @@ def test_objects_with_slots_are_registered_too():
     assert registry.find(item) is entry
 
 
-@pytest.mark.parametrize("build", [lambda m: nn.Sequential(nn.Identity(), m), lambda m: m[0]])
-def test_a_shared_part_is_named(build):
+@pytest.mark.parametrize(
+    ("build", "named"),
+    [
+        (lambda m: nn.Sequential(nn.Identity(), m), "its submodule '1' (Sequential)"),
+        (lambda m: m[0], "it shares '0' (Linear) with the prepared Sequential"),
+    ],
+)
+def test_a_shared_part_is_named(build, named):
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
     registry = PreparedRegistry()
     registry.record("model", model)
-    assert "Linear" in prepared.shared_part(registry, build(model)) or "'1'" in prepared.shared_part(
-        registry, build(model)
-    )
+    assert named in prepared.shared_part(registry, build(model))
     assert prepared.shared_part(registry, copy.deepcopy(model)) is None
 
 
