@@ -10,6 +10,13 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 PYTEST := $(BIN)/python -m pytest
 PEER_VERSION := 1.15.0
+# The releases that src/transformers_patch/registry.py says it is tested with, each in an environment of its own.
+TRANSFORMERS_VERSIONS := 4.46.3 4.57.6 5.0.0 5.23.0
+TRANSFORMERS_TESTS := tests/unit/transformers_patch tests/interop/test_transformers_patch.py
+# Upstream's source distributions that the exported patches are proved on.
+UPSTREAM_SOURCES := accelerate-1.12.0 accelerate-1.15.0 transformers-4.57.6 transformers-5.23.0
+UPSTREAM_READY := $(VENV)/.ready-interop $(PEER)/.ready .venv-transformers-4.57.6/.ready \
+	$(UPSTREAM_SOURCES:%=.cache/upstream/%/.ready)
 INTEROP_LIBRARIES := transformers trl peft diffusers sentence-transformers datasets
 
 # Two processes on two cores: one thread each, or they fight for the cores.
@@ -18,11 +25,14 @@ export TOKENIZERS_PARALLELISM ?= false
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo quality style test test-slow test-gpu test-interop bench bench-peer docs interface clean
+.PHONY: help setup demo quality style test test-slow test-gpu test-interop test-transformers \
+	test-upstream bench bench-peer docs interface clean
 .DELETE_ON_ERROR:
+# Stamps made by pattern rules are no intermediate files: without them every environment would be made again.
+.PRECIOUS: .venv-transformers-%/.ready .cache/upstream/%/.ready
 
 help: ## show this list
-	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 16
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 20
 
 $(VENV)/.python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed, this is " + sys.version)'
@@ -40,6 +50,18 @@ $(VENV)/.ready-transformers: $(VENV)/.ready
 
 $(VENV)/.ready-interop: $(VENV)/.ready
 	$(PIP) -e '.[interop]'
+	@touch $@
+
+.venv-transformers-%/.ready: setup.py constraints.txt
+	@echo "setting up .venv-transformers-$* (once)"
+	$(PYTHON) -m venv .venv-transformers-$*
+	grep -v '^transformers==' constraints.txt > .venv-transformers-$*/constraints.txt
+	.venv-transformers-$*/bin/python -m pip --disable-pip-version-check install --quiet \
+		-c .venv-transformers-$*/constraints.txt -e '.[export]' transformers==$* 'pytest>=8' optuna
+	@touch $@
+
+.cache/upstream/%/.ready: $(VENV)/.ready
+	$(BIN)/python tools/fetch_sources.py --out .cache/upstream $*
 	@touch $@
 
 $(VENV)/.ready-docs: $(VENV)/.ready
@@ -82,6 +104,14 @@ test-gpu: $(VENV)/.ready ## the tests marked gpu; needs one GPU, some need two
 test-interop: $(VENV)/.ready-interop ## the interop tests alone
 	$(PYTEST) -m 'not slow and not gpu' tests/interop $(ARGS)
 
+test-transformers: $(TRANSFORMERS_VERSIONS:%=test-transformers-%) ## the shim against each release of transformers it supports
+
+test-transformers-%: .venv-transformers-%/.ready
+	PATH="$(CURDIR)/.venv-transformers-$*/bin:$$PATH" .venv-transformers-$*/bin/python -m pytest -m 'not gpu' $(TRANSFORMERS_TESTS) $(ARGS)
+
+test-upstream: $(UPSTREAM_READY) ## the exported patches, on upstream's source distributions
+	$(PYTEST) tests/interop/test_upstream_transformers.py tests/interop/test_upstream_accelerate.py $(ARGS)
+
 bench: $(VENV)/.ready-bench ## measure this package and upstream's wheels, interleaved; writes docs/benchmarks.md
 	$(BIN)/python benchmarks/run.py $(ARGS)
 
@@ -95,4 +125,4 @@ interface: $(VENV)/.ready ## how much of the recorded interface is offered; ARGS
 	$(BIN)/python tests/architecture/check_api.py $(ARGS)
 
 clean: ## remove the environments and everything that was built
-	rm -rf $(VENV) .venv-peer-* build dist site .demo .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) .venv-peer-* .venv-transformers-* .cache build dist site .demo .pytest_cache .ruff_cache .hypothesis src/*.egg-info

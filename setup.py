@@ -9,14 +9,16 @@ HERE = pathlib.Path(__file__).parent
 VERSION = re.search(r'^__version__ = "(.+)"$', (HERE / "src/accelerate/__init__.py").read_text("utf-8"), re.M)[1]
 
 TRACKERS = ["tensorboard"]
-TESTING = ["pytest>=8", "parameterized", "hypothesis", "scikit-learn", "torchdata", *TRACKERS]
+EXPORT = ["libcst>=1.1"]
+TESTING = ["pytest>=8", "parameterized", "hypothesis", "scikit-learn", "torchdata", *TRACKERS, *EXPORT]
 EXTRAS = {
     "quality": ["ruff==0.17.5"],
     "testing": TESTING,
     "test_trackers": TRACKERS,
     "docs": ["mkdocs-material", "mkdocstrings[python]"],
     "transformers": ["transformers>=4.46"],
-    "interop": ["transformers>=4.46", "trl", "peft", "diffusers", "sentence-transformers", "datasets"],
+    "interop": ["transformers>=4.46", "trl", "peft", "diffusers", "sentence-transformers", "datasets", "optuna"],
+    "export": EXPORT,
     "deepspeed": ["deepspeed>=0.18.2"],
     "benchmarks": ["matplotlib"],
     "sagemaker": ["sagemaker"],
@@ -37,7 +39,7 @@ setup(
     keywords="deep learning distributed training pytorch",
     package_dir={"": "src"},
     packages=find_packages("src"),
-    package_data={"accelerate": ["py.typed"], "transformers_patch": ["py.typed"]},
+    package_data={"accelerate": ["py.typed"], "transformers_patch": ["py.typed", "export/payload/**/*"]},
     python_requires=">=3.10",
     install_requires=[
         "numpy>=1.17",

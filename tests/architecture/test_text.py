@@ -12,7 +12,7 @@ from architecture import source
 CODE = [*source.files("accelerate"), *source.files("transformers_patch")]
 PROGRAMS = [*CODE, *(p for d in ("examples", "benchmarks", "tools") for p in sorted((source.ROOT / d).rglob("*.py")))]
 TEXTS = {".py", ".md", ".json", ".yml", ".yaml", ".toml", ".txt", ".cfg", ".sh", ".ini", ".csv", ""}
-OUTSIDE = re.compile(r"\.git|\.venv.*|site|build|dist|\.demo|\.?\w*_+cache_*|\.hypothesis|.*\.egg-info")
+OUTSIDE = re.compile(r"\.git|\.cache|\.venv.*|site|build|dist|\.demo|\.?\w*_+cache_*|\.hypothesis|.*\.egg-info")
 # An absolute path below somebody's home, work or temporary folder. A variable or a URL in front makes it no such path.
 MACHINE_PATH = re.compile(r"(?<![\w/.~$})>*-])/(?:home|root|work|workspace|mnt|Users|tmp)/[\w.]+")
 MACHINE_HOST = re.compile(r"\b[\w-]+\.(?:internal|corp|lan|intranet)\b(?!\s*[(=.])")

@@ -1,0 +1,102 @@
+"""`python -m transformers_patch`: run a script with the patch, say what is patched, or export it for upstream."""
+
+import argparse
+import dataclasses
+import json
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers_patch import engine
+from transformers_patch.errors import UnsupportedVersion
+from transformers_patch.export import cli as export
+from transformers_patch.training_args import STRATEGIES
+
+
+def parser() -> argparse.ArgumentParser:
+    """Build the parser of the three commands."""
+    main = argparse.ArgumentParser(prog="python -m transformers_patch", description=__doc__)
+    commands = main.add_subparsers(dest="command", required=True, metavar="{run,status,export}")
+    run = commands.add_parser(
+        "run",
+        help="run a script, unchanged, with the patch applied",
+        description="Apply the patch and run a script, or a module with -m, as python itself would run it.",
+    )
+    run.add_argument(
+        "--strategy", choices=STRATEGIES, default="preserve", help="when a state is kept (default: preserve)"
+    )
+    run.add_argument("-m", dest="module", action="store_true", help="the target is the name of a module")
+    run.add_argument("target", help="path of the script, or name of the module")
+    run.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script gets as its arguments")
+    status = commands.add_parser(
+        "status",
+        help="say what can be patched here",
+        description="Say for every patch which release is installed, whether its code has the known shape, and why it is "
+        "patched. Exits with 1 if a patch does not support the installed release.",
+    )
+    status.add_argument("--json", action="store_true", help="print JSON")
+    export.add_arguments(commands.add_parser("export", help="write a pull request that carries the fix upstream"))
+    return main
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit code."""
+    options = parser().parse_args(argv)
+    if options.command == "export":
+        return export.run(options)
+    if options.command == "status":
+        return show_status(options.json)
+    return run(options.target, options.arguments, options.strategy, options.module)
+
+
+def run(target: str, arguments: Sequence[str], strategy: str, module: bool = False) -> int:
+    """Apply the patch and run a program in this process, as `python target` or `python -m target` would.
+
+    Args:
+        target: path of a script, or name of a module.
+        arguments: what the program finds in `sys.argv[1:]`.
+        strategy: as for `apply`.
+        module: whether the target is a module.
+
+    Returns:
+        0 when the program ends by itself, 2 when it cannot be started. Its own exits and exceptions pass through.
+    """
+    if not module and not Path(target).is_file():
+        print(
+            f"transformers_patch run: {target!r} is not a file. Give the path of a script, or -m MODULE.",
+            file=sys.stderr,
+        )
+        return 2
+    try:
+        engine.apply(strategy)  # type: ignore[arg-type]
+    except (UnsupportedVersion, ImportError) as error:
+        print(f"transformers_patch run: {error}", file=sys.stderr)
+        return 2
+    sys.argv = [target, *arguments]
+    if module:
+        sys.path[0] = str(Path.cwd())
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = str(Path(target).resolve().parent)
+        runpy.run_path(target, run_name="__main__")
+    return 0
+
+
+def show_status(as_json: bool) -> int:
+    """Print the state of every patch; return 1 if one does not support what is installed."""
+    patches = engine.status()
+    if as_json:
+        print(json.dumps([dataclasses.asdict(patch) for patch in patches], indent=2))
+    else:
+        for patch in patches:
+            print(f"{patch.name}: {patch.verdict}")
+            print(f"  target    {patch.target}")
+            print(f"  installed {patch.package} {patch.version or '-'} (written for {patch.versions})")
+            print(f"  applied   {patch.applied or 'not in this process'}")
+            print(f"  {patch.detail}")
+    return int(any(patch.verdict == "not supported" for patch in patches))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

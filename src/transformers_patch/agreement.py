@@ -1,0 +1,184 @@
+"""Whether training arguments agree with a shared accelerator state that they are about to keep.
+
+Preserving a state means training on it as it is. Where the arguments ask for something else, that must not pass silently:
+what would change the numbers or the hardware raises, what cannot be changed any more on a live process group warns once.
+This file needs torch and accelerate's two state classes alone, so that it can travel into another package as it is.
+"""
+
+import os
+import sys
+import warnings
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from accelerate.state import AcceleratorState, PartialState
+
+_TRUE = {"1", "true", "yes", "on", "y", "t"}
+_ACCELERATORS = ("cuda", "xpu", "mps", "npu", "mlu", "musa", "hpu")
+_warned: set[str] = set()
+
+
+def state_exists() -> bool:
+    """Say whether this process has a shared accelerator state, made by an `Accelerator` or a `PartialState`."""
+    return bool(PartialState._shared_state)
+
+
+def check(arguments: Any) -> None:
+    """Compare training arguments with the existing state; every rank must call it, and every rank raises alike.
+
+    Args:
+        arguments: `TrainingArguments` whose `use_cpu`, `fp16`, `bf16`, `deepspeed`, `fsdp`, `torch_compile`, `ddp_backend`
+            and `ddp_timeout` (seconds) are set.
+
+    Raises:
+        RuntimeError: they carry a DeepSpeed configuration, or ask for FSDP, and the state was not made for it.
+        ValueError: they ask for another device, or another mixed precision, than the state has.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> from accelerate import Accelerator
+        >>> accelerator = Accelerator(cpu=True)
+        >>> check(SimpleNamespace(use_cpu=True, fp16=False, bf16=False, ddp_timeout=1800))
+    """
+    state = PartialState()
+    _check_engine(arguments, state)
+    _check_device(arguments, state.device)
+    full: dict[str, Any] = AcceleratorState._shared_state
+    # A state of the process alone has no precision and no plugins yet: the Trainer's own Accelerator will set them.
+    if full:
+        _check_precision(arguments, full.get("_mixed_precision", "no"))
+        _compare_compilation(arguments, full.get("dynamo_plugin"), state)
+    _compare_group(arguments, state)
+
+
+def _ways_out(change_arguments: str, change_state: str) -> str:
+    return (
+        f" Three ways out: (1) {change_arguments}; (2) {change_state}; (3) pass preserve_accelerator_state=False, so that "
+        "the arguments reset the state and build their own."
+    )
+
+
+def _check_engine(arguments: Any, state: Any) -> None:
+    full: dict[str, Any] = AcceleratorState._shared_state
+    kind = full.get("distributed_type", state.distributed_type)
+    for argument, wanted, label in (("deepspeed", "DEEPSPEED", "DeepSpeed"), ("fsdp", "FSDP", "FSDP")):
+        given = getattr(arguments, argument, None)
+        # A process state that no Accelerator has used yet does not know of FSDP; the Trainer's Accelerator can still ask.
+        undecided = wanted == "FSDP" and not full
+        if given and kind != wanted and not undecided:
+            raise RuntimeError(
+                f"`{argument}={given!r}` asks for {label}, but the accelerator state that is kept has distributed_type "
+                f"{str(getattr(kind, 'value', kind))!r}."
+                + _ways_out(
+                    f"leave `{argument}` out of the training arguments",
+                    f"build the Accelerator with {label}'s plugin before the arguments",
+                )
+            )
+
+
+def _check_device(arguments: Any, device: torch.device) -> None:
+    if device.type == "xla":  # an XLA device is a processor as well as a TPU; `use_cpu` does not choose between them
+        return
+    use_cpu = bool(getattr(arguments, "use_cpu", False))
+    wants_cpu = use_cpu or os.environ.get("ACCELERATE_USE_CPU", "").lower() in _TRUE
+    if wants_cpu and device.type != "cpu":
+        raise ValueError(
+            f"use_cpu={use_cpu} asks for the device 'cpu', but the accelerator state that is kept is on '{device}'."
+            + _ways_out("pass use_cpu=False", "build `Accelerator(cpu=True)` before the arguments")
+        )
+    if not wants_cpu and device.type == "cpu" and (other := _accelerator_type()):
+        raise ValueError(
+            f"use_cpu=False asks for the device '{other}', but the accelerator state that is kept is on 'cpu'."
+            + _ways_out("pass use_cpu=True", "build `Accelerator()` without cpu=True before the arguments")
+        )
+
+
+def _accelerator_type() -> str | None:
+    for name in _ACCELERATORS:
+        module = getattr(torch, name, None)
+        if module is not None and module.is_available():
+            return name
+    return None
+
+
+def requested_precision(arguments: Any) -> str:
+    """Return the mixed precision that training arguments stand for: "fp16", "bf16", or what the launcher exported."""
+    for name in ("fp16", "bf16"):
+        if getattr(arguments, name, False):
+            return name
+    return os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+
+
+def _check_precision(arguments: Any, kept: str) -> None:
+    wanted = requested_precision(arguments)
+    if wanted == kept:
+        return
+    if kept in ("fp16", "bf16"):
+        change = f"pass {kept}=True"
+    elif kept == "no":
+        change = "pass fp16=False, bf16=False and unset ACCELERATE_MIXED_PRECISION"
+    else:
+        change = f"launch with ACCELERATE_MIXED_PRECISION={kept}, and pass neither fp16 nor bf16"
+    raise ValueError(
+        f"the training arguments ask for mixed precision {wanted!r}, but the accelerator state that is kept has {kept!r}."
+        + _ways_out(change, f'build `Accelerator(mixed_precision="{wanted}")` before the arguments')
+    )
+
+
+def _compare_compilation(arguments: Any, plugin: Any, state: Any) -> None:
+    kept = str(getattr(getattr(plugin, "backend", "NO"), "value", "NO")).upper()
+    if getattr(arguments, "torch_compile", False) and kept == "NO":
+        _warn_once(
+            state,
+            "torch_compile=True is not applied: the accelerator state that is kept was built without a dynamo backend. "
+            'Build `Accelerator(dynamo_backend="inductor")` before the arguments.',
+        )
+
+
+def _compare_group(arguments: Any, state: Any) -> None:
+    group = torch.distributed
+    if not (group.is_available() and group.is_initialized()):
+        return
+    wanted, live = getattr(arguments, "ddp_backend", None), str(group.get_backend())
+    if wanted is not None and wanted != live:
+        _warn_once(
+            state,
+            f"ddp_backend={wanted!r} is not applied: the live process group, which is kept, uses {live!r}. Choose the "
+            "backend where the first state is built.",
+        )
+    seconds, timeout = getattr(arguments, "ddp_timeout", None), _live_timeout(state.device)
+    if seconds is not None and timeout is not None and timedelta(seconds=seconds) != timeout:
+        _warn_once(
+            state,
+            f"ddp_timeout={seconds} (seconds) is not applied: the live process group, which is kept, has a timeout of "
+            f"{timeout.total_seconds():g} s. Choose it with `InitProcessGroupKwargs(timeout=...)` where the first "
+            "Accelerator is built.",
+        )
+
+
+def _live_timeout(device: torch.device) -> timedelta | None:
+    # torch has no public way to ask; where its private one is gone, nothing is compared.
+    try:
+        group = torch.distributed.distributed_c10d._get_default_group()
+        return group._get_backend(device).options._timeout
+    except (AttributeError, RuntimeError, ValueError):
+        return None
+
+
+def _warn_once(state: Any, message: str) -> None:
+    if message not in _warned:
+        _warned.add(message)
+        if state.is_local_main_process:
+            warn_caller(message)
+
+
+def warn_caller(message: str) -> None:
+    """Issue a UserWarning that points at the line which built the training arguments."""
+    inside = {"transformers", __name__.partition(".")[0]}
+    depth, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in inside:
+        depth, frame = depth + 1, frame.f_back
+    # The frame that was found is the caller's; counting began with the one that calls this function.
+    warnings.warn(message, UserWarning, stacklevel=depth)

@@ -1,0 +1,5 @@
+"""What this package raises."""
+
+
+class UnsupportedVersion(RuntimeError):
+    """The installed release, or the shape of its code, is not one that a patch was written for; nothing was changed."""

@@ -1,0 +1,96 @@
+"""Adds one keyword field to a dataclass that exists, and to every subclass of it, and takes it away again.
+
+`dataclasses` writes each class an `__init__` of its own, so a field added to the base reaches neither the constructors nor
+`dataclasses.fields` of the classes that were made before. Classes made afterwards collect it as they collect every field.
+"""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+
+def add(base: type, field: "dataclasses.Field[Any]", undo: ExitStack) -> None:
+    """Give a dataclass and its present subclasses a keyword-only field whose default is a class attribute.
+
+    Args:
+        base: the dataclass.
+        field: a finished field, taken from another dataclass; it must have a plain default and be keyword-only.
+        undo: takes what restores every class exactly.
+
+    Example:
+        >>> @dataclasses.dataclass
+        ... class Options:
+        ...     rate: float = 0.1
+        >>> @dataclasses.dataclass
+        ... class More:
+        ...     loud: bool = dataclasses.field(default=True, kw_only=True)
+        >>> with ExitStack() as undo:
+        ...     add(Options, dataclasses.fields(More)[0], undo)
+        ...     Options(0.2, loud=False).loud, Options().loud
+        (False, True)
+        >>> hasattr(Options, "loud")
+        False
+    """
+    _set(base, field.name, field.default, undo)
+    _put(vars(base).get("__annotations__") or base.__annotations__, field.name, field.type, undo)
+    for cls in _tree(base):
+        fields = vars(cls).get("__dataclass_fields__")
+        if fields is not None and field.name not in fields:
+            _put(fields, field.name, field, undo)
+        if "__init__" in vars(cls) and not _accepts(cls.__init__, field.name):
+            _set(cls, "__init__", _with_keyword(cls.__init__, field), undo)
+
+
+def _tree(base: type) -> Iterator[type]:
+    seen = set()
+    waiting = [base]
+    while waiting:
+        cls = waiting.pop()
+        if cls not in seen:
+            seen.add(cls)
+            waiting.extend(cls.__subclasses__())
+            yield cls
+
+
+def _accepts(function: Callable[..., Any], name: str) -> bool:
+    parameters = inspect.signature(function).parameters
+    # One with **options hands what it does not know to its base class, whose constructor is replaced too.
+    return name in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+
+
+def _with_keyword(original: Callable[..., None], field: "dataclasses.Field[Any]") -> Callable[..., None]:
+    signature = inspect.signature(original)
+    keyword = inspect.Parameter(
+        field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type
+    )
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        # Set before the rest runs, because __post_init__ reads it. Left out, the class attribute holds, or what the
+        # constructor of a subclass has set before it called this one.
+        if field.name in kwargs:
+            vars(self)[field.name] = kwargs.pop(field.name)
+        original(self, *args, **kwargs)
+
+    __init__.__signature__ = signature.replace(parameters=[*signature.parameters.values(), keyword])  # type: ignore[attr-defined]
+    return __init__
+
+
+def _set(cls: type, name: str, value: Any, undo: ExitStack) -> None:
+    if name in vars(cls):
+        undo.callback(setattr, cls, name, vars(cls)[name])
+    else:
+        undo.callback(delattr, cls, name)
+    setattr(cls, name, value)
+
+
+def _put(mapping: dict[str, Any], key: str, value: Any, undo: ExitStack) -> None:
+    # A class made meanwhile may have copied the field; only what was put here is taken away.
+    if key not in mapping:
+        undo.callback(mapping.pop, key, None)
+    else:
+        undo.callback(mapping.__setitem__, key, mapping[key])
+    mapping[key] = value

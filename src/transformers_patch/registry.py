@@ -1,0 +1,110 @@
+"""Which symbols of which packages are patched, for which releases, and why.
+
+Every patch has one entry here. Before anything is changed, the release is compared with the entry's range and the shape of
+the code with what the patch relies on, so that a release nobody has looked at is refused instead of half patched.
+"""
+
+import importlib
+from dataclasses import dataclass
+from types import ModuleType
+
+from packaging.specifiers import SpecifierSet
+
+from transformers_patch.errors import UnsupportedVersion
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a look at the installed code has shown.
+
+    Attributes:
+        problems: what differs from the shape that the patch relies on; empty when the shape is known.
+        needed: whether the fault is there, so that there is something to patch.
+    """
+
+    problems: tuple[str, ...]
+    needed: bool
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One patched symbol.
+
+    Attributes:
+        name: short name, as `status` shows it.
+        target: dotted path of what is patched.
+        package: the distribution it belongs to.
+        versions: the releases whose shape the patch was written for, as a version specifier.
+        tested: the releases that the tests run against.
+        reason: why it is patched.
+        module: the module of this package with `examine(module) -> Finding` and `install(module, strategy, undo)`.
+    """
+
+    name: str
+    target: str
+    package: str
+    versions: str
+    tested: tuple[str, ...]
+    reason: str
+    module: str
+
+    def patch(self) -> ModuleType:
+        """Import the module that examines and patches the target."""
+        return importlib.import_module(self.module)
+
+    def import_target(self) -> ModuleType:
+        """Import the module that holds the target.
+
+        Raises:
+            ImportError: the package is not installed.
+        """
+        try:
+            return importlib.import_module(self.target.partition(":")[0])
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] != self.package:
+                raise
+            raise ImportError(
+                f"{self.package} is not installed, so there is nothing to patch. Run `pip install {self.package}`."
+            ) from error
+
+    def version(self) -> str:
+        """Return the release that is installed, as the package itself tells it."""
+        return str(importlib.import_module(self.package).__version__)
+
+    def check(self) -> Finding:
+        """Compare the installed release and the shape of its code with what the patch was written for.
+
+        Returns:
+            A finding without problems, which says whether the patch is needed.
+
+        Raises:
+            ImportError: the package is not installed.
+            UnsupportedVersion: the release is outside the range, or the code has another shape.
+        """
+        target, version = self.import_target(), self.version()
+        if not SpecifierSet(self.versions).contains(version, prereleases=True):
+            raise UnsupportedVersion(
+                f"{self.package} {version} is installed; the patch of {self.target} was written for {self.versions}. "
+                f"Nothing was changed. Install a release of that range, or a newer transformers_patch."
+            )
+        finding: Finding = self.patch().examine(target)
+        if finding.problems:
+            raise UnsupportedVersion(
+                f"{self.package} {version}: {self.target} has not the shape that the patch relies on. Found: "
+                f"{'; '.join(finding.problems)}. Nothing was changed. Install one of the tested releases "
+                f"({', '.join(self.tested)}), or a newer transformers_patch."
+            )
+        return finding
+
+
+ENTRIES = (
+    Entry(
+        name="training_args",
+        target="transformers.training_args:TrainingArguments._setup_devices",
+        package="transformers",
+        versions=">=4.46,<6",
+        tested=("4.46.3", "4.57.6", "5.0.0", "5.23.0"),
+        reason="every TrainingArguments resets the accelerator state that all Accelerators share (transformers#40376)",
+        module="transformers_patch.training_args",
+    ),
+)

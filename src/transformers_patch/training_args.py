@@ -1,0 +1,208 @@
+"""The patch of `transformers.TrainingArguments._setup_devices`, which resets the shared accelerator state.
+
+transformers has a way of its own to keep a state: `accelerator_config={"use_configured_state": True}`, which raises when
+there is none and which no library sets. The patch takes that way on the user's behalf when a state exists, after it has
+made sure that the arguments agree with the state. Where the state is not kept, transformers' own code runs unchanged.
+"""
+
+import copy
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, Literal, get_args
+
+from transformers_patch import fields
+from transformers_patch.registry import Finding
+
+Strategy = Literal["preserve", "flag", "conditional"]
+STRATEGIES: tuple[str, ...] = get_args(Strategy)
+FLAG = "preserve_accelerator_state"
+HELP = (
+    "Whether to keep an accelerator state that exists already, made by an `Accelerator` or a `PartialState`. "
+    "False resets it and builds a new one, as transformers does by itself."
+)
+_PROPERTY = "_setup_devices"
+_SWITCH = "use_configured_state"
+# Says in the shared state itself that training arguments made it; it vanishes with the state.
+_MADE_HERE = "_made_by_training_arguments"
+_ORIGINAL = "patched_by_transformers_patch"
+_READ = ("accelerator_config", "use_cpu", "fp16", "bf16", "deepspeed", "ddp_backend", "ddp_timeout")
+
+
+@dataclasses.dataclass
+class _Flag:
+    preserve_accelerator_state: bool = dataclasses.field(default=True, kw_only=True, metadata={"help": HELP})
+
+
+def getter_of(descriptor: Any) -> FunctionType | None:
+    """Return the function below a property or a cached property, or None for anything else."""
+    found = getattr(descriptor, "func", None) or getattr(descriptor, "fget", None)
+    return found if inspect.isfunction(found) else None
+
+
+def examine(module: ModuleType) -> Finding:
+    """Compare `transformers.training_args` with the shape that this patch relies on.
+
+    Args:
+        module: the module, or one like it.
+    """
+    cls = getattr(module, "TrainingArguments", None)
+    if not (inspect.isclass(cls) and dataclasses.is_dataclass(cls)):
+        return Finding((f"TrainingArguments is {cls!r}, not a dataclass",), needed=True)
+    problems = []
+    names = {field.name for field in dataclasses.fields(cls)}
+    descriptor = vars(cls).get(_PROPERTY)
+    getter = getter_of(descriptor)
+    patched = hasattr(getter, _ORIGINAL)
+    if missing := [name for name in _READ if name not in names]:
+        problems.append(f"TrainingArguments has no field {', '.join(missing)}")
+    if FLAG in names and not patched:
+        return Finding((), needed=False)  # transformers has taken the flag in
+    if getter is None:
+        problems.append(f"TrainingArguments.{_PROPERTY} is {type(descriptor).__name__}, not a cached property")
+        return Finding(tuple(problems), needed=True)
+    read = inspect.unwrap(getter)
+    if list(inspect.signature(read).parameters) != ["self"]:
+        problems.append(f"{_PROPERTY} takes {inspect.signature(read)}, not (self)")
+    if "_reset_state" not in _names(read.__code__):
+        elsewhere = [name for name, function in _functions(module) if "_reset_state" in _names(function.__code__)]
+        if not elsewhere:
+            return Finding(tuple(problems), needed=False)
+        problems.append(f"the state is reset in {', '.join(elsewhere)}, not in {_PROPERTY}")
+    if _SWITCH not in _texts(read.__code__):
+        problems.append(f"{_PROPERTY} does not read {_SWITCH!r}")
+    config = getattr(module, "AcceleratorConfig", None)
+    if not (inspect.isclass(config) and hasattr(config, _SWITCH) and callable(getattr(config, "pop", None))):
+        problems.append(f"AcceleratorConfig ({config!r}) has no {_SWITCH!r} and pop()")
+    return Finding(tuple(problems), needed=True)
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def _names(code: CodeType) -> set[str]:
+    return {name for part in _codes(code) for name in part.co_names}
+
+
+def _texts(code: CodeType) -> set[str]:
+    return {value for part in _codes(code) for value in _flat(part.co_consts) if isinstance(value, str)}
+
+
+def _flat(values: tuple[Any, ...]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, tuple):  # the keys of a literal dictionary are one constant
+            yield from _flat(value)
+        else:
+            yield value
+
+
+def _functions(module: ModuleType) -> Iterator[tuple[str, FunctionType]]:
+    owners: list[tuple[str, Any]] = [("", module)]
+    owners += [(f"{name}.", value) for name, value in vars(module).items() if inspect.isclass(value)]
+    for prefix, owner in owners:
+        for name, value in list(vars(owner).items()):
+            function = value if inspect.isfunction(value) else getter_of(value)
+            if function is not None and function.__module__ == module.__name__:
+                yield prefix + name, function
+
+
+def install(module: ModuleType, strategy: Callable[[], Strategy], undo: ExitStack) -> None:
+    """Patch `TrainingArguments` in place; every subclass inherits it.
+
+    Args:
+        module: `transformers.training_args`, examined before.
+        strategy: says which strategy holds at the moment.
+        undo: takes what restores the classes exactly.
+    """
+    cls = module.TrainingArguments
+    original = vars(cls)[_PROPERTY]
+    undo.callback(setattr, cls, _PROPERTY, original)
+    setattr(cls, _PROPERTY, keeping(cls, strategy))
+    fields.add(cls, dataclasses.fields(_Flag)[0], undo)
+
+
+def keeping(cls: type, strategy: Callable[[], Strategy]) -> Any:
+    """Return a property of the kind that `cls` has, which sets devices up and keeps the state where the strategy says so.
+
+    Args:
+        cls: `transformers.TrainingArguments`, patched or not.
+        strategy: says which strategy holds at the moment.
+    """
+    descriptor = vars(cls)[_PROPERTY]
+    getter = getter_of(descriptor)
+    made = type(descriptor)(device_setup(getattr(getter, _ORIGINAL, getter), strategy))
+    if hasattr(made, "__set_name__"):
+        made.__set_name__(cls, _PROPERTY)
+    return made
+
+
+def device_setup(original: Any, strategy: Callable[[], Strategy]) -> Callable[[Any], Any]:
+    """Return a function that does what the original does, and keeps the shared state where the strategy says so."""
+
+    @functools.wraps(original)
+    def _setup_devices(self: Any) -> Any:
+        from accelerate.state import PartialState
+        from transformers_patch import agreement
+
+        configured = bool(getattr(self.accelerator_config, _SWITCH, False))
+        if not keeps_state(self, strategy(), configured):
+            device = original(self)
+            if PartialState._shared_state and not configured:
+                PartialState._shared_state[_MADE_HERE] = True
+            return device
+        agreement.check(self)
+        # A copy, because one configuration may serve several arguments, in several threads.
+        config = self.accelerator_config
+        self.accelerator_config = copy.copy(config)
+        setattr(self.accelerator_config, _SWITCH, True)
+        try:
+            return original(self)
+        finally:
+            self.accelerator_config = config
+            config.pop(_SWITCH, None)  # as transformers leaves it
+
+    setattr(_setup_devices, _ORIGINAL, original)
+    return _setup_devices
+
+
+def keeps_state(arguments: Any, strategy: Strategy, configured: bool) -> bool:
+    """Decide whether training arguments keep the shared state instead of resetting it.
+
+    Args:
+        arguments: the arguments, with the flag if they have one.
+        strategy: the strategy that holds.
+        configured: whether their `accelerator_config` says `use_configured_state`.
+
+    Raises:
+        TypeError: the flag is not a boolean.
+    """
+    from accelerate.state import PartialState
+    from transformers_patch import agreement
+
+    flag = getattr(arguments, FLAG, True)
+    if not isinstance(flag, bool):
+        raise TypeError(f"{FLAG}={flag!r} is of type {type(flag).__name__}. Pass True or False.")
+    if not PartialState._shared_state:
+        return False
+    if not flag:
+        if configured:
+            raise ValueError(
+                f"{FLAG}=False resets the accelerator state, and accelerator_config has {_SWITCH}=True, which keeps it. "
+                "Leave one of them out."
+            )
+        if strategy == "preserve":
+            agreement.warn_caller(
+                f'{FLAG}=False: these arguments reset the accelerator state, although apply(strategy="preserve") says that '
+                'nothing does. Use strategy="flag" where single arguments may.'
+            )
+        return False
+    if strategy == "conditional":
+        return not configured and _MADE_HERE not in PartialState._shared_state
+    return True
