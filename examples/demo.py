@@ -144,6 +144,20 @@ def state_reset() -> list[Check]:
     return checks
 
 
+def share_state() -> list[Check]:
+    """Train with a Trainer beside an Accelerator, with transformers patched and as it is."""
+    if importlib.util.find_spec("transformers") is None:
+        return []
+    checks = []
+    name = "the Trainer shares the Accelerator's state"
+    for title, arguments, expected in (("patched", (), "True"), ("as it is", ("--without-patch",), "False")):
+        output, status = run(f"transformers {title}", 2, "share_state.py", *arguments)
+        seen = value(output, name)
+        good = status == 0 and seen == expected and value(output, "the same on all of them") == "True"
+        checks.append(Check(f"transformers {title}: {name}", expected, f"{seen} (exit {status})", good))
+    return checks
+
+
 def table(checks: list[Check]) -> str:
     """Lay the checks out in columns."""
     rows = [("what", "expected", "seen", "")] + [
@@ -157,7 +171,7 @@ def table(checks: list[Check]) -> str:
 def main() -> int:
     shutil.rmtree(WORK, ignore_errors=True)
     WORK.mkdir()
-    checks = double_prepare() + state_reset() + training()
+    checks = double_prepare() + state_reset() + share_state() + training()
     print(f"\n{table(checks)}\n")
     wrong = [c for c in checks if not c.good]
     print(f"{len(checks) - len(wrong)} of {len(checks)} as expected")

@@ -1,0 +1,46 @@
+"""`transformers_patch` stands beside upstream's accelerate as well as beside ours, so it may know very little."""
+
+import ast
+import subprocess
+import sys
+
+import pytest
+
+from architecture import source
+
+PACKAGE = source.SRC / "transformers_patch"
+FILES = [path for path in source.files("transformers_patch") if "payload" not in path.relative_to(PACKAGE).parts]
+
+
+def imported(path):
+    """Return the dotted names of all modules that a file imports, wherever in it."""
+    names = set()
+    for node in ast.walk(source.tree(path)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {node.module or ""} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_nothing_of_accelerate_but_its_states(path):
+    allowed = {"accelerate.state", "accelerate.state.AcceleratorState", "accelerate.state.PartialState"}
+    assert {name for name in imported(path) if name.partition(".")[0] == "accelerate"} <= allowed
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_only_the_program_knows_the_exporter(path):
+    if path.name != "__main__.py" and "export" not in path.relative_to(PACKAGE).parts:
+        assert not {name for name in imported(path) if name.startswith("transformers_patch.export")}
+
+
+def test_what_travels_stands_alone():
+    known = imported(PACKAGE / "agreement.py")
+    assert not {name for name in known if name.partition(".")[0] in ("transformers", "transformers_patch")}
+
+
+def test_importing_the_package_imports_neither_transformers_nor_torch():
+    code = "import sys, transformers_patch; print([m for m in ('torch', 'transformers', 'accelerate') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
