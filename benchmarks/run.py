@@ -23,10 +23,12 @@ SIZES_MB = (10, 100, 500, 2000)
 TITLES = {
     "step": "A training step",
     "loader": "Prepared loaders",
+    "skip": "Leaving out the beginning of an epoch",
+    "dispatcher": "Dispatched batches, two processes",
     "collectives": "Collectives, two processes",
     "startup": "Import, help and launch",
 }
-TORCHRUN = ("collectives",)
+TORCHRUN = ("collectives", "dispatcher")
 RUNS_ONE_PROCESS = "The peer's `launch --cpu --num_processes 2` starts one process, so its figure is not comparable."
 NOTES = {"startup": RUNS_ONE_PROCESS}
 

@@ -22,7 +22,9 @@ from accelerate.config.dynamo import TorchDynamoPlugin
 from accelerate.config.enums import DistributedType, DynamoBackend, FP8BackendType, LoggerType, RNGType
 from accelerate.config.handlers import AutocastKwargs, GradientAccumulationPlugin, KwargsHandler, ProfileKwargs
 from accelerate.config.project import ProjectConfiguration
+from accelerate.data import planner
 from accelerate.data.build import prepare_data_loader
+from accelerate.data.plan import DataPlan
 from accelerate.data.skip import skip_first_batches
 from accelerate.logging import get_logger
 from accelerate.modules.tensors import model_has_dtensor
@@ -1115,6 +1117,38 @@ class Accelerator:
             A handle whose ``remove()`` takes the hook away.
         """
         return saving.register_load_state_pre_hook(self, hook)
+
+    def data_plan(self, loader: Any) -> DataPlan:
+        """Return who reads what of a prepared loader: shards, samples, batches, duplicates. Any rank, alone.
+
+        The plan is made when the loader is prepared, and then also logged in one line at the level INFO.
+
+        Args:
+            loader: A prepared data loader.
+
+        Returns:
+            A `DataPlan`; `str()` of it is a table. Numbers that cannot be told beforehand are None.
+
+        Raises:
+            TypeError: The loader was not prepared.
+
+        Example:
+            >>> accelerator = Accelerator()
+            >>> loader = accelerator.prepare(torch.utils.data.DataLoader(range(10), batch_size=4))
+            >>> plan = accelerator.data_plan(loader)
+            >>> plan.samples, plan.own.batches, plan.reading
+            (10, 3, 'own shard by index')
+            >>> print(plan)
+            data     map-style, 10 samples
+            read     own shard by index
+            order    SequentialSampler
+            epoch    10 samples, 0 duplicates, 0 dropped
+            batch    4 per process, 4 in total
+            workers  0 per process
+            shard  ranks  samples  duplicates  batches  reads
+            0      0      10       0           3        100%
+        """
+        return planner.plan_of(loader)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Return a loader that leaves out the first batches of its next epoch, to go on in the middle of one.

@@ -483,6 +483,18 @@ class GradientState:
         """Make a loader the active one, when its iteration begins; the state holds no reference to it."""
         self._active.append(weakref.ref(dataloader))
 
+    def _activate(self, dataloader: Any) -> None:
+        """Make a loader that is being iterated the active one again, as it yields a batch: loops may take turns."""
+        if self._active and self._active[-1]() is dataloader:
+            return
+        # torch_xla iterates loaders in threads of its own, ahead of the training, which is then in another loop.
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for position, reference in enumerate(self._active):
+            if reference() is dataloader:
+                self._active.append(self._active.pop(position))
+                break
+
     def _remove_dataloader(self, dataloader: Any) -> None:
         """Forget a loader, when its iteration ends; whichever loader surrounds it is active again."""
         for position in range(len(self._active) - 1, -1, -1):

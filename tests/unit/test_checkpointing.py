@@ -67,7 +67,12 @@ def test_a_checkpoint_without_scaler_starts_the_scale_anew(tmp_path, caplog):
 
 def test_a_rank_that_was_not_there_is_told(tmp_path, caplog):
     checkpointing.save_accelerator_state(tmp_path, [], [], [], [], 0, 5)
-    assert checkpointing.load_accelerator_state(tmp_path, [], [], [], [], 3) == {}
+    assert checkpointing.load_accelerator_state(tmp_path, [], [], [], [], 3) == {"step": 5}
+    drawn = torch.rand(2)
+    assert checkpointing.load_accelerator_state(tmp_path, [], [], [], [], 3) == {"step": 5}
+    assert torch.equal(torch.rand(2), drawn), "its numbers are derived from what the checkpoint has"
+    checkpointing.load_accelerator_state(tmp_path, [], [], [], [], 4)
+    assert not torch.equal(torch.rand(2), drawn)
     assert "random_states_3.pkl" in caplog.text and "fewer processes" in caplog.text
 
 

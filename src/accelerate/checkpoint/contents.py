@@ -24,6 +24,7 @@ class Contents:
         custom: Registered objects and their states.
         scaler: The gradient scaler and its state, or None.
         random: Random states of this rank and its step count, or None.
+        first_rank: Random states of the first rank, where this rank has none; its own are derived from them.
         positions: Where the loaders stood.
         process_index: This rank.
     """
@@ -36,6 +37,7 @@ class Contents:
     custom: list[tuple[Any, Any]] = field(default_factory=list)
     scaler: tuple[Any, Any] | None = None
     random: dict[str, Any] | None = None
+    first_rank: dict[str, Any] | None = None
     positions: list[Any] = field(default_factory=list)
     process_index: int = 0
 
@@ -66,6 +68,9 @@ class Contents:
 
     def _apply_random(self) -> dict[str, Any]:
         file = names.random_states_file(self.process_index)
+        if self.random is None and self.first_rank is not None:
+            rng.derive(self.first_rank, self.process_index, f"{self.folder} has no {file}")
+            return {"step": self.first_rank["step"]} if "step" in self.first_rank else {}
         if self.random is None:
             rng.logger.warning(
                 "%s has no %s, so the random states of rank %d stay as they are and it draws other numbers than an "
@@ -127,4 +132,8 @@ def read_common(
     # A rank that was not there when the checkpoint was saved must draw the same epoch as the others.
     own = contents.random if contents.random is not None else files.read_random_states(folder, 0)
     contents.positions = (own or {}).pop(POSITIONS, None) or []
+    for index, (loader, position) in enumerate(zip(dataloaders, contents.positions, strict=False)):
+        loaders.check(loader, position, index)
+    if contents.random is None and own is not None:
+        contents.first_rank = own
     return contents

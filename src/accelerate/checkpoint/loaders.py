@@ -4,6 +4,7 @@ A prepared loader's position (epoch, batches behind it, what draws the order) di
 its own beside its random states. A stateful loader (torchdata) also has a file, whose format is torchdata's.
 """
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,6 +17,8 @@ from accelerate.data import resume, xla
 from accelerate.data.adapter import is_stateful
 from accelerate.data.loader import PreparedLoader
 from accelerate.utils.other import written_whole
+
+logger = logging.getLogger(__name__)
 
 Path = str | os.PathLike[str]
 
@@ -80,9 +83,8 @@ def read(loader: Any, folder: Path, index: int, process_index: int, load_kwargs:
 def restore(loader: Any, state: Any | None, position: Mapping[str, Any] | None) -> None:
     """Put a loader into the epoch it was in, with the same order of samples. Any rank, alone.
 
-    A stateful loader continues after the batches behind it. Any other begins the epoch anew, and
-    ``skip_first_batches`` leaves out what was consumed; so a loop that was left early, as evaluation loops are, does not
-    begin in the middle.
+    A loader that was being iterated continues after the batches behind it, unless ``continue_after_load`` is off. A loop
+    that was left early, as evaluation loops are, begins anew; ``skip_first_batches`` may leave out what was consumed.
 
     Args:
         loader: A loader.
@@ -94,7 +96,30 @@ def restore(loader: Any, state: Any | None, position: Mapping[str, Any] | None) 
         if state is not None:
             loader.load_state_dict(state)
         return
+    if position is None:
+        logger.info(
+            "The checkpoint does not tell the epoch of a data loader%s: another library, or an older version, has saved it. "
+            "Call set_epoch on the loader%s.",
+            ", only where it stood in it" if state is not None else ", nor where it stood in it",
+            "" if state is not None else ", and leave the batches behind out with skip_first_batches",
+        )
     if state is not None:
         loader.load_state_dict(state if position is None else {**state, resume.KEY: dict(position)})
     elif position is not None:
-        resume.restore(loader, dict(position))
+        resume.restore(loader, dict(position), continuing=loader.continue_after_load)
+
+
+def check(loader: Any, position: Mapping[str, Any] | None, index: int) -> None:
+    """Refuse the position of another dataset or sampler, before anything is changed. Any rank, alone.
+
+    Args:
+        loader: A loader.
+        position: Its entry of ``positions``.
+        index: Which of the loaders it is, from 0.
+
+    Raises:
+        ValueError: The interrupted epoch cannot go on with this loader.
+    """
+    loader = _inner(loader)
+    if isinstance(loader, PreparedLoader) and position is not None and loader.continue_after_load:
+        resume.check(loader, dict(position), f"Data loader {index} (in the order of prepare)")

@@ -17,7 +17,8 @@ DATALOADER_STATE_NAME = "dl_state_dict"
 CHECKPOINTS_FOLDER = "checkpoints"
 CHECKPOINT_PREFIX = "checkpoint_"
 
-# Lies in a folder from before its first file is written until after its last one is.
+# Lies in a folder from before its first file is written until after its last one is: the writer's of the shared files, and
+# with a number behind it that of another rank, which may come first.
 INCOMPLETE_MARKER = ".incomplete"
 
 # A checkpoint gets this in front of its name before its files are removed, so that nobody loads what is left of it.
@@ -57,6 +58,15 @@ def dataloader_file(index: int, process_index: int | None = None) -> str:
     """
     stem = DATALOADER_STATE_NAME if process_index is None else f"rank{process_index}_{DATALOADER_STATE_NAME}"
     return _indexed(stem, index, ".bin")
+
+
+def marker_file(process_index: int | None = None) -> str:
+    """Return the name of the file that marks a folder as being written.
+
+    Args:
+        process_index: The rank that writes; None for the one that writes the shared files.
+    """
+    return INCOMPLETE_MARKER if process_index is None else f"{INCOMPLETE_MARKER}_{process_index}"
 
 
 def scaler_file() -> str:

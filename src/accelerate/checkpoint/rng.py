@@ -1,5 +1,6 @@
 """Random states of a process: Python, numpy, torch, and the devices."""
 
+import hashlib
 import logging
 import random
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 
 from accelerate import devices
+from accelerate.data import randomness
 from accelerate.process import PartialState
 
 logger = logging.getLogger(__name__)
@@ -79,6 +81,33 @@ def restore(states: dict[str, Any], origin: str) -> None:
                 type(error).__name__,
                 error,
             )
+
+
+def derive(first: dict[str, Any], rank: int, reason: str) -> None:
+    """Seed the generators of a rank that was not there when the checkpoint was saved; equal runs seed it alike.
+
+    Any rank, alone.
+
+    Args:
+        first: Random states of the first rank, from the checkpoint.
+        rank: This rank.
+        reason: Why, for the log.
+    """
+    states = first.get("torch_manual_seed")
+    digest = hashlib.blake2b(b"" if states is None else bytes(_on_cpu(states).tolist()), digest_size=8, salt=b"rank")
+    digest.update(str(rank).encode())
+    seed = int.from_bytes(digest.digest(), "little") >> 1
+    logger.warning(
+        "%s: the checkpoint was saved by fewer processes. Rank %d is new and seeds its random generators with %d, "
+        "derived from those of the first rank.",
+        reason,
+        rank,
+        seed,
+    )
+    randomness.seed_all(seed)
+    device = devices.row(PartialState().device.type)
+    if device.type not in ("cpu", "mps", "xla"):
+        device.manual_seed_all(seed)
 
 
 def _on_cpu(state: Any) -> Any:

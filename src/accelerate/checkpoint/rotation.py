@@ -31,7 +31,9 @@ def is_complete(checkpoint: Path) -> bool:
     Args:
         checkpoint: A checkpoint's folder.
     """
-    return not os.path.exists(os.path.join(checkpoint, names.INCOMPLETE_MARKER))
+    entries = os.listdir(checkpoint)
+    # A run may have been killed between making the folder and marking it.
+    return bool(entries) and not any(entry.startswith(names.INCOMPLETE_MARKER) for entry in entries)
 
 
 def latest_complete(folder: Path) -> str:

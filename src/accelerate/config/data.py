@@ -20,6 +20,10 @@ class DataLoaderConfiguration:
         data_seed: the seed of that sampler; None takes torch's initial seed.
         non_blocking: copy batches to the device without waiting; needs `pin_memory=True` in the loader.
         use_stateful_dataloader: use torchdata's `StatefulDataLoader` (torchdata 0.8.0), which can resume in an epoch.
+        shard_iterable_dataset: False says that an iterable dataset gives every process its own part already, so it is
+            neither divided again nor read by the main process alone.
+        continue_after_load: a loader that was being iterated when a checkpoint was saved goes on within its epoch after
+            `load_state`; False begins epochs anew.
 
     Example:
         >>> from accelerate import Accelerator
@@ -33,3 +37,5 @@ class DataLoaderConfiguration:
     data_seed: int | None = None
     non_blocking: bool = False
     use_stateful_dataloader: bool = False
+    shard_iterable_dataset: bool = True
+    continue_after_load: bool = True

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from accelerate.data import lengths
+from accelerate.data import lengths, randomness
 from accelerate.utils.imports import is_torchdata_stateful_dataloader_available
 
 # Read once: a per-loader signature inspection would be paid by every prepare().
@@ -33,6 +33,12 @@ def stateful_loader_class() -> type[DataLoader]:
 def is_stateful(loader: Any) -> bool:
     """Whether a loader can save and restore its position by itself, like torchdata's `StatefulDataLoader`."""
     return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
+
+
+def iterates_plainly(loader: DataLoader) -> bool:
+    """Whether a loader yields what its `collate_fn` returns: its class has no iteration of its own on top."""
+    kind = type(loader)
+    return kind.__iter__ is DataLoader.__iter__ or kind.__module__.partition(".")[0] == "torchdata"
 
 
 def loader_arguments(loader: DataLoader) -> dict[str, Any]:
@@ -84,7 +90,9 @@ def as_stateful(loader: DataLoader, **changes: Any) -> DataLoader:
     parts = {
         name: getattr(loader, name) for name in ("dataset", "batch_size", "sampler", "batch_sampler", "drop_last")
     }
-    parts.update(changes)
+    settings = loader_arguments(loader)
+    for name, value in changes.items():
+        (parts if name in parts else settings)[name] = value
     batch_size, drop_last = parts.pop("batch_size"), parts.pop("drop_last")
     if lengths.is_stream(loader):
         parts = {"dataset": parts["dataset"], "batch_size": batch_size, "drop_last": drop_last}
@@ -92,7 +100,7 @@ def as_stateful(loader: DataLoader, **changes: Any) -> DataLoader:
         parts |= {"batch_size": None}
     else:
         del parts["sampler"]
-    return stateful(**parts, **loader_arguments(loader))
+    return stateful(**parts, **settings)
 
 
 class DataLoaderAdapter:
@@ -159,7 +167,12 @@ class DataLoaderAdapter:
     def state_dict(self) -> dict[str, Any]:
         """State of the wrapped stateful loader, as of the batch yielded last."""
         self._require_stateful()
-        return self.base_dataloader.state_dict() if self._yielded_state is None else self._yielded_state
+        if self._yielded_state is not None:
+            return self._yielded_state
+        # torchdata opens an unused loader to ask it, which draws random numbers and would shift those of the run. A copy
+        # is opened here, and the numbers are given back.
+        with randomness.kept():
+            return variant(self.base_dataloader).state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Hand a state from `state_dict` to the wrapped stateful loader; the next iteration continues there."""

@@ -12,13 +12,30 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from accelerate import comm
-from accelerate.data import lengths, xla
-from accelerate.data.adapter import as_stateful, is_stateful, variant
+from accelerate.data import lengths, planner, xla
+from accelerate.data.adapter import as_stateful, is_stateful, iterates_plainly, variant
 from accelerate.data.dispatcher import DataLoaderDispatcher
-from accelerate.data.iterable import IterableDatasetShard, can_shard_itself, is_split_by_node
+from accelerate.data.iterable import (
+    CountingCollate,
+    IterableDatasetShard,
+    PlainStream,
+    can_shard_itself,
+    check_split,
+    differs_between_ranks,
+    is_datapipe,
+    is_split_by_node,
+)
 from accelerate.data.loader import DataLoaderShard, PreparedLoader
-from accelerate.data.plan import ShardLayout
+from accelerate.data.plan import (
+    BY_PIECES,
+    DISPATCHED,
+    EVERYTHING,
+    OWN_SHARD,
+    SPLIT_ALREADY,
+    ShardLayout,
+)
 from accelerate.data.samplers import ReplayableRandomSampler, SeedableRandomSampler, draw_seed
+from accelerate.data.seeding import SeededDataset
 from accelerate.data.shards import BatchSamplerShard, SamplerShard
 from accelerate.process import PartialState
 from accelerate.runtime import traits
@@ -42,6 +59,7 @@ def prepare_data_loader(
     non_blocking: bool = False,
     use_stateful_dataloader: bool = False,
     torch_device_mesh: Any | None = None,
+    shard_iterable_dataset: bool = True,
 ) -> DataLoader:
     """Make a loader that gives each process its part of the data, on its device.
 
@@ -69,13 +87,17 @@ def prepare_data_loader(
         non_blocking: let copies from pinned memory overlap with computation.
         use_stateful_dataloader: use torchdata's `StatefulDataLoader`, whose position can be saved.
         torch_device_mesh: device mesh of the run. Ranks that differ only along `tp`, `cp` or `sp` get the same batches.
+        shard_iterable_dataset: False says that a stream gives every process its own part already: it is neither divided
+            nor dispatched. Recognised without it are streams after `datasets.distributed.split_dataset_by_node`,
+            WebDataset's `split_by_node`, and torch datapipes with a `sharding_filter`.
 
     Returns:
         A `DataLoaderShard` or `DataLoaderDispatcher`; on XLA devices wrapped into torch_xla's loader.
 
     Raises:
         TypeError: `dataloader` is not a torch loader.
-        ValueError: the arguments contradict each other, or the batch size cannot be split.
+        ValueError: the arguments contradict each other, the batch size cannot be split, or the dataset was split among
+            another number of nodes.
         ImportError: `use_stateful_dataloader` without torchdata 0.8 or later.
 
     Example:
@@ -98,7 +120,7 @@ def prepare_data_loader(
         torch_device_mesh,
     )
     stream = lengths.is_stream(dataloader)
-    divided = stream and is_split_by_node(dataloader.dataset, layout.num_shards)
+    divided = stream and _is_divided(dataloader.dataset, layout, shard_iterable_dataset)
     dispatch = (stream and put_on_device and not divided) if dispatch_batches is None else dispatch_batches
     if dispatch and divided:
         warnings.warn(
@@ -115,29 +137,73 @@ def prepare_data_loader(
     generator = _shared_generator(dataloader, layout, dispatch)
     ReplayableRandomSampler.adopt(lengths.get_sampler(dataloader))
 
-    changes = {} if dispatch or layout.num_shards == 1 else _sharded(dataloader, layout, split_batches, even_batches)
+    reading = _reading(dataloader, layout, divided=divided, dispatch=dispatch)
+    plan = planner.make(
+        dataloader,
+        layout,
+        reading=reading,
+        num_processes=state.num_processes if num_processes is None else num_processes,
+        process_index=state.process_index if process_index is None else process_index,
+        mesh=torch_device_mesh,
+        split_batches=split_batches,
+        even_batches=even_batches,
+    )
+    changes = _changes(dataloader, layout, reading, split_batches, even_batches)
     stateful = use_stateful_dataloader or is_stateful(dataloader)
     base = as_stateful(dataloader, **changes) if stateful else variant(dataloader, **changes)
     common = {
         "use_stateful_dataloader": stateful,
-        "_drop_last": _drops_last(dataloader),
+        "_drop_last": plan.drop_last,
         "_non_blocking": non_blocking,
         "torch_device_mesh": torch_device_mesh,
         "_base": base,
     }
+    on_xla = not dispatch and put_on_device and traits.of(state.distributed_type).xla
     if dispatch:
-        return DataLoaderDispatcher(
+        loader = DataLoaderDispatcher(
             base.dataset, split_batches=split_batches, slice_fn=slice_fn_for_dispatch, **common
         )
-    on_xla = put_on_device and traits.of(state.distributed_type).xla
-    loader = DataLoaderShard(
-        base.dataset,
-        device=device if put_on_device and not on_xla else None,
-        rng_types=_effective_rng_types(rng_types, generator),
-        synchronized_generator=generator,
-        **common,
-    )
+    else:
+        loader = DataLoaderShard(
+            base.dataset,
+            device=device if put_on_device and not on_xla else None,
+            rng_types=_effective_rng_types(rng_types, generator),
+            synchronized_generator=generator,
+            **common,
+        )
+    loader.plan = plan
+    if state.is_main_process:
+        logger.info("Prepared a data loader: %s.", plan.summary)
     return xla.wrap(loader, device) if on_xla else loader
+
+
+def _is_divided(dataset: Any, layout: ShardLayout, shard_iterable_dataset: bool) -> bool:
+    """Whether a stream gives every process its own part already."""
+    if not shard_iterable_dataset:
+        return True
+    check_split(dataset, layout.num_shards, layout.shard_index)
+    return is_split_by_node(dataset, layout.num_shards)
+
+
+def _reading(dataloader: DataLoader, layout: ShardLayout, *, divided: bool, dispatch: bool) -> str:
+    """How the data is read; for streams that several processes read, warns if they will read different orders."""
+    if dispatch:
+        return DISPATCHED
+    if not lengths.is_stream(dataloader):
+        return OWN_SHARD
+    communicator = comm.current()
+    if min(communicator.world_size, layout.num_shards) > 1 and differs_between_ranks(
+        dataloader.dataset, communicator.gather_object
+    ):
+        warnings.warn(
+            "The dataset was shuffled without a seed, so each process has it in another order and their parts overlap. "
+            "Use dataset.shuffle(seed=...) with the same seed on all processes, or dispatch_batches=True.",
+            stacklevel=3,
+        )
+    if divided:
+        return SPLIT_ALREADY
+    by_pieces = layout.num_shards > 1 and can_shard_itself(dataloader.dataset, layout.num_shards)
+    return BY_PIECES if by_pieces else EVERYTHING
 
 
 def _check(
@@ -178,10 +244,6 @@ def _check(
                 f"split_batches=True divides the batch size of {size} among {layout.num_shards} processes, which does "
                 f"not come out even. Use a batch_size that is a multiple of {layout.num_shards}, or split_batches=False."
             )
-
-
-def _drops_last(dataloader: DataLoader) -> bool:
-    return bool(dataloader.drop_last or getattr(lengths.batching_sampler(dataloader), "drop_last", False))
 
 
 def _effective_rng_types(rng_types: list[Any] | None, generator: torch.Generator | None) -> list[Any] | None:
@@ -240,10 +302,24 @@ def _shared_generator(dataloader: DataLoader, layout: ShardLayout, dispatch: boo
     return sampler.generator if isinstance(sampler.generator, torch.Generator) else None
 
 
+def _changes(
+    dataloader: DataLoader, layout: ShardLayout, reading: str, split_batches: bool, even_batches: bool
+) -> dict[str, Any]:
+    """The parts of the loader that change when it is prepared."""
+    dataset = dataloader.dataset
+    if reading == DISPATCHED or (layout.num_shards == 1 and reading != SPLIT_ALREADY):
+        # Only one process iterates: a datapipe would wait for the others.
+        changes = {"dataset": PlainStream(dataset)} if reading == DISPATCHED and is_datapipe(dataset) else {}
+    elif lengths.is_stream(dataloader):
+        changes = _sharded_stream(dataloader, layout, reading, split_batches)
+    else:
+        changes = _sharded(dataloader, layout, split_batches, even_batches)
+    if dataloader.num_workers and not lengths.is_stream(dataloader) and type(dataset) is not SeededDataset:
+        changes["dataset"] = SeededDataset(dataset)
+    return changes
+
+
 def _sharded(dataloader: DataLoader, layout: ShardLayout, split_batches: bool, even_batches: bool) -> dict[str, Any]:
-    """The parts of the loader that change when it reads one shard only."""
-    if lengths.is_stream(dataloader):
-        return _sharded_stream(dataloader, layout, split_batches)
     outer = lengths.batching_sampler(dataloader)
     shards, index = layout.num_shards, layout.shard_index
     if dataloader.batch_sampler is None and not isinstance(outer, BatchSampler):
@@ -255,17 +331,15 @@ def _sharded(dataloader: DataLoader, layout: ShardLayout, split_batches: bool, e
     return {"batch_sampler": shard, "batch_size": size // shards if size and split_batches else size}
 
 
-def _sharded_stream(dataloader: DataLoader, layout: ShardLayout, split_batches: bool) -> dict[str, Any]:
+def _sharded_stream(dataloader: DataLoader, layout: ShardLayout, reading: str, split_batches: bool) -> dict[str, Any]:
     dataset, shards, index = dataloader.dataset, layout.num_shards, layout.shard_index
     size = dataloader.batch_size
     if split_batches:
         size //= shards
-    if is_split_by_node(dataset, shards):
-        logger.info("The stream is split by node already: process %d of %d reads its own part.", index, shards)
+    if reading == SPLIT_ALREADY:
         part = dataset
-    elif can_shard_itself(dataset, shards):
+    elif reading == BY_PIECES:
         part = dataset.shard(num_shards=shards, index=index)
-        logger.info("The stream has pieces for all: process %d of %d reads only its own.", index, shards)
     else:
         part = IterableDatasetShard(
             dataset,
@@ -275,11 +349,13 @@ def _sharded_stream(dataloader: DataLoader, layout: ShardLayout, split_batches: 
             process_index=index,
             split_batches=split_batches,
         )
-        logger.info("Process %d of %d reads the whole stream and keeps its part.", index, shards)
+    changes = {"dataset": part}
+    if dataloader.num_workers and isinstance(part, IterableDatasetShard) and iterates_plainly(dataloader):
+        changes["collate_fn"] = CountingCollate(dataloader.collate_fn, part)
     if size == dataloader.batch_size:
-        return {"dataset": part}
+        return changes
     return {
-        "dataset": part,
+        **changes,
         "batch_size": size,
         "batch_sampler": BatchSampler(dataloader.sampler, size, dataloader.drop_last),
     }

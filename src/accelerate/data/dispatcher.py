@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -15,6 +15,7 @@ from accelerate.data.loader import PreparedLoader
 from accelerate.data.placement import placer
 from accelerate.data.plan import ShardLayout
 from accelerate.data.shards import look_ahead
+from accelerate.data.state import Pending
 from accelerate.data.wire import Message, ObjectWire, Transport, Wire
 from accelerate.process import PartialState
 from accelerate.runtime import traits
@@ -79,15 +80,18 @@ class DataLoaderDispatcher(PreparedLoader):
         self._counts: tuple[int, ...] | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        self.begin()
+        if (instead := resume.instead_of(self)) is not None:
+            yield from instead
+            return
+        pending = self._begin()
         try:
             self.set_epoch(self.iteration)
             resume.note_start(self)
             self._counts = None
             if self.state.num_processes == 1 and self.slice_fn is None:
-                yield from self._run_alone()
+                yield from self._run_alone(pending)
             else:
-                yield from self._run_together(self._layout())
+                yield from self._run_together(self._layout(), pending)
         finally:
             self.end()
 
@@ -97,33 +101,37 @@ class DataLoaderDispatcher(PreparedLoader):
 
     # One process: nothing to send -------------------------------------------------------------------------------------
 
-    def _run_alone(self) -> Iterator[Any]:
-        batches, start = self._open()
-        place = placer(self.state.device, self._non_blocking)
-        for batch in self._run(self._keeping_states(batches), start, place):
+    # The next round is read, and on its way, while this one is computed.
+    _reads_ahead = True
+
+    def _run_alone(self, pending: Pending | None) -> Iterator[Any]:
+        reading = self._open(pending)
+        reading.batches = self._keeping_states(reading.batches)
+        for batch in self._run(reading, placer(self.state.device, self._non_blocking)):
             if self.end_of_dataloader:
                 self.remainder = pieces.batch_length(batch) or -1
             yield batch
 
     # Several processes ------------------------------------------------------------------------------------------------
 
-    def _run_together(self, layout: ShardLayout) -> Iterator[Any]:
+    def _run_together(self, layout: ShardLayout, pending: Pending | None) -> Iterator[Any]:
         """Yield this process's part of every round."""
         progress = self._progress
         place = placer(self.state.device, self._non_blocking)
         reads = self.state.process_index == 0
-        rounds, number = self._send_rounds(layout) if reads else self._receive_rounds(layout)
+        rounds, number = self._send_rounds(layout, pending) if reads else self._receive_rounds(layout, pending)
         progress.batches, progress.at_end = number, False
         for message in rounds:
             number += 1
             progress.batches = number
             if message.real < sum(message.sizes):
                 self._counts = _real_counts(message)
+            self._hand_out(is_last=message.last)
             if message.last:
-                self.end_of_dataloader = progress.at_end = True
                 self.remainder = message.real
             yield place(self._part(message, layout.shard_index))
-        progress.batches = 0
+        progress.batches = progress.extra_samples = 0
+        progress.before_read = None
         progress.epoch += 1
 
     def _part(self, message: Message, shard: int) -> Any:
@@ -149,9 +157,10 @@ class DataLoaderDispatcher(PreparedLoader):
                 self._wire = ObjectWire(transport, layout.num_shards, self.state.device)
         return self._wire
 
-    def _receive_rounds(self, layout: ShardLayout) -> tuple[Iterator[Message], int]:
+    def _receive_rounds(self, layout: ShardLayout, pending: Pending | None) -> tuple[Iterator[Message], int]:
         wire = self._wire_between(layout)
-        start, self._progress.resume_at = max(self._left_out(), self._progress.resume_at), 0
+        start = self._left_out() if pending is None else pending.batches
+        self._progress.replaying = False
 
         def messages() -> Iterator[Message]:
             last = False
@@ -164,10 +173,15 @@ class DataLoaderDispatcher(PreparedLoader):
 
         return messages(), start
 
-    def _send_rounds(self, layout: ShardLayout) -> tuple[Iterator[Message], int]:
+    def _send_rounds(self, layout: ShardLayout, pending: Pending | None) -> tuple[Iterator[Message], int]:
         wire = self._wire_between(layout)
-        batches, start = self._open()
-        rounds = self._form_rounds(batches, layout.num_shards)
+        try:
+            reading = self._open(pending)
+        except Exception as error:
+            if wire is not None:
+                wire.fail(error)
+            raise
+        rounds, start = self._form_rounds(reading.batches, layout.num_shards, reading.head), reading.start
 
         def messages() -> Iterator[Message]:
             last = False
@@ -189,8 +203,11 @@ class DataLoaderDispatcher(PreparedLoader):
 
         return messages(), start
 
-    def _form_rounds(self, batches: Iterator[Any], shards: int) -> Iterator[Message]:
-        """Join, complete and divide the batches of the wrapped loader into rounds, one read ahead."""
+    def _needs_head(self) -> bool:
+        return self._layout().num_shards > 1 and not self._drop_last
+
+    def _form_rounds(self, batches: Iterator[Any], shards: int, first: Sequence[Any] = ()) -> Iterator[Message]:
+        """Join, complete and divide batches into rounds, one read ahead; `first` are those of the epoch's first round."""
         per_round = self._reads_per_step()
         groups: Iterator[list[Any]] = iter(lambda: list(islice(batches, per_round)), [])
         groups = self._keeping_states(groups)
@@ -200,7 +217,7 @@ class DataLoaderDispatcher(PreparedLoader):
         for group, is_last in look_ahead(groups):
             batch, real = pieces.join(group), sum(_length(batch) for batch in group)
             if head is None:
-                head = pieces.take(batch, 0, shards)
+                head = pieces.take(pieces.join(first) if first else batch, 0, shards)
             share, rest = divmod(real, shards)
             if rest and share and not is_last:
                 # A sampler whose batches vary in size: nobody gets duplicates in the middle of an epoch.

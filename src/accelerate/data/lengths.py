@@ -6,7 +6,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from accelerate.data.iterable import IterableDatasetShard
+from accelerate.data import shards
+from accelerate.data.iterable import CountingCollate, IterableDatasetShard
 from accelerate.data.plan import RoundLog
 from accelerate.data.shards import BatchSamplerShard, SamplerShard, SkipBatchSampler
 
@@ -69,12 +70,9 @@ def set_sampler(dataloader: DataLoader, sampler: Any) -> None:
 
 
 def round_log(loader: DataLoader) -> RoundLog | None:
-    """The log that tells which of this loader's batches hold duplicates; None if nothing is sharded here.
-
-    A stream that is read by worker processes keeps its log there, out of reach.
-    """
+    """The log that tells which of this loader's batches hold duplicates; None if nothing is sharded here."""
     if isinstance(loader.dataset, IterableDatasetShard):
-        return None if is_sharded_in_workers(loader) else loader.dataset.round_log
+        return loader.dataset.round_log
     sampler = batching_sampler(loader)
     while isinstance(sampler, SkipBatchSampler):
         sampler = sampler.batch_sampler
@@ -98,6 +96,14 @@ def global_batch_size(loader: DataLoader) -> int | None:
     return loader.batch_size if size is None else size
 
 
+def batches_per_step(loader: DataLoader) -> int:
+    """Number of batches of the sampler below all sharding that a step takes over all shards."""
+    shard = batching_sampler(loader)
+    while isinstance(shard, SkipBatchSampler):
+        shard = shard.batch_sampler
+    return shard.num_processes if isinstance(shard, BatchSamplerShard) and not shard.split_batches else 1
+
+
 def dataset_length(dataset: Any) -> int:
     """Number of samples in a dataset, before it is divided among processes.
 
@@ -109,7 +115,7 @@ def dataset_length(dataset: Any) -> int:
         return len(whole)
     except (TypeError, NotImplementedError) as error:
         raise TypeError(
-            f"The length of this dataloader is not known, because its dataset ({type(whole).__name__}) has no "
+            f"The length of this dataloader is not known, because its dataset ({whole.__class__.__name__}) has no "
             "__len__. Count steps instead of epochs, or give the dataset a __len__."
         ) from error
 
@@ -120,8 +126,9 @@ def is_stream(loader: DataLoader) -> bool:
 
 
 def is_sharded_in_workers(loader: DataLoader) -> bool:
-    """Whether the rounds are formed inside worker processes, where this process cannot see them."""
-    return isinstance(loader.dataset, IterableDatasetShard) and loader.num_workers > 0
+    """Whether the rounds are formed inside worker processes that do not tell this process about them."""
+    in_workers = isinstance(loader.dataset, IterableDatasetShard) and loader.num_workers > 0
+    return in_workers and not isinstance(loader.collate_fn, CountingCollate)
 
 
 def samples_per_epoch(loader: DataLoader) -> int | None:
@@ -146,6 +153,11 @@ def tell_epoch(loader: DataLoader, epoch: int) -> None:
         part = part.batch_sampler if hasattr(part, "batch_sampler") else getattr(part, "sampler", None)
     if callable(getattr(loader.dataset, "set_epoch", None)):
         loader.dataset.set_epoch(epoch)
+
+
+def skips_samples(loader: DataLoader) -> bool:
+    """Whether an epoch of the loader can begin at any sample; otherwise it begins at whole batches."""
+    return not is_stream(loader) and shards.skips_samples(batching_sampler(loader))
 
 
 def skipped_batches(loader: DataLoader) -> int:

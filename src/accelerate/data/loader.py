@@ -3,28 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
-from accelerate.data import lengths, resume
+from accelerate.data import agree, lengths, randomness, resume, seeding, streams
 from accelerate.data.adapter import DataLoaderAdapter, as_stateful, is_stateful, variant
+from accelerate.data.ahead import knows_end, with_end
+from accelerate.data.iterable import CountingCollate, uncounted
 from accelerate.data.placement import placer
+from accelerate.data.plan import DataPlan
+from accelerate.data.samplers import ReplayableRandomSampler
 from accelerate.data.shards import SkipBatchSampler
-from accelerate.data.state import DataLoaderStateMixin, Progress
+from accelerate.data.state import DataLoaderStateMixin, Pending, Progress, Reading
 from accelerate.state import GradientState
 from accelerate.utils.random import synchronize_rng_states
 
 
-def skipping(loader: DataLoader, count: int) -> DataLoader:
+def skipping(loader: DataLoader, count: int, extra: int = 0) -> DataLoader:
     """A copy of a torch loader with a map-style dataset that leaves out its first batches; they are not loaded."""
     if loader.batch_sampler is None:
-        changes = {"sampler": SkipBatchSampler(loader.sampler, count)}
+        changes = {"sampler": SkipBatchSampler(loader.sampler, count, extra)}
     else:
-        changes = {"batch_sampler": SkipBatchSampler(loader.batch_sampler, count)}
+        changes = {"batch_sampler": SkipBatchSampler(loader.batch_sampler, count, extra)}
     return as_stateful(loader, **changes) if is_stateful(loader) else variant(loader, **changes)
+
+
+def _from_start(loader: DataLoader) -> DataLoader:
+    """A copy of a loader that leaves nothing out and continues nothing."""
+    changes = {}
+    for name in ("sampler", "batch_sampler"):
+        sampler = getattr(loader, name)
+        while isinstance(sampler, SkipBatchSampler):
+            sampler = sampler.batch_sampler
+        changes[name] = sampler
+    return variant(loader, **changes, **({"next_iter_state": None} if is_stateful(loader) else {}))
 
 
 class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
@@ -50,6 +64,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self.skip_batches = skip_batches
         self.gradient_state = GradientState()
         self._progress = Progress(epoch=iteration)
+        self._is_view = False
+        self._origin: PreparedLoader | None = None
+        ReplayableRandomSampler.adopt(lengths.get_sampler(self.base_dataloader))
 
     def __reduce_ex__(self, protocol: int) -> Any:
         # The gradient state belongs to the process, not to the loader.
@@ -59,6 +76,17 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     def __len__(self) -> int:
         return max(0, super().__len__() - self.skip_batches)
+
+    @property
+    def dataset(self) -> Any:
+        """The dataset that the loader was given, or this process's part of a stream."""
+        return seeding.original(self.base_dataloader.dataset)
+
+    @property
+    def collate_fn(self) -> Any:
+        """The function that makes a batch of samples, as it was given to the loader."""
+        own = self.base_dataloader.collate_fn
+        return own.collate_fn if isinstance(own, CountingCollate) else own
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch: shuffling samplers and streams that know `set_epoch` draw its order next.
@@ -100,18 +128,18 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         """
         state = dict(state_dict)
         position = state.pop(resume.KEY, None)
-        batches = 0 if position is None else resume.restore(self, position)
-        if is_stateful(self.base_dataloader):
-            # At the beginning of an epoch only a dataset with a state of its own has something to restore; loading the
-            # rest would make the wrapped loader run through the finished epoch's order once more.
-            if position is None or batches or _holds_dataset_state(state):
-                super().load_state_dict(state)
-        elif position is None:
+        if position is None and not is_stateful(self.base_dataloader):
             raise ValueError(
                 f"state_dict has no {resume.KEY!r} entry (its keys: {sorted(state)}), so it is the state of a stateful "
                 "loader. Prepare this loader with use_stateful_dataloader=True to load it."
             )
-        self._progress.resume_at = batches
+        # Whoever calls this wants to go on there, whether or not the loader was being iterated.
+        batches = 0 if position is None else resume.restore(self, {**position, "running": True})
+        # At the beginning of an epoch only a dataset with a state of its own has something to restore; loading the
+        # rest would make the wrapped loader run through the finished epoch's order once more.
+        # Nor is a place in a shuffling buffer of use without the buffer: then the epoch is read again from its start.
+        if _goes_on_by_itself(self.base_dataloader) and (position is None or batches or _holds_dataset_state(state)):
+            super().load_state_dict(state)
 
     @property
     def total_batch_size(self) -> int:
@@ -150,39 +178,108 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def _skipping(self, count: int) -> PreparedLoader:
         """A view that leaves out the first batches and shares the epoch with this loader."""
         view = object.__new__(type(self))
-        view.__dict__.update(self.__dict__)
+        view.__dict__.update(self.__dict__, _is_view=True, _origin=self._origin or self)
         if lengths.is_stream(self):
             view.skip_batches = self.skip_batches + count
         else:
             view.base_dataloader = skipping(self.base_dataloader, count * self._reads_per_step())
         return view
 
-    def _open(self) -> tuple[Iterator[Any], int]:
-        """Start reading the wrapped loader; returns its iterator and the number of steps left out before it."""
+    def _begin(self) -> Pending | None:
+        """Start an iteration; returns the position that it continues at, if it continues an interrupted epoch."""
+        pending = resume.settle(self)
+        self._progress.extra_samples = 0 if pending is None else pending.extra_samples
+        self.begin()
+        return pending
+
+    def _open(self, pending: Pending | None) -> Reading:
+        """Start reading the wrapped loader.
+
+        Args:
+            pending: the position to continue at, from `_begin`.
+        """
         base, start, reads = self.base_dataloader, self._left_out(), self._reads_per_step()
-        to_drop = self.skip_batches * reads
-        resume_at, self._progress.resume_at = self._progress.resume_at, 0
-        if is_stateful(base):
-            # After load_state_dict the wrapped loader continues by itself.
-            to_drop = 0 if resume_at else to_drop
-        elif resume_at > start and lengths.is_stream(base):
-            to_drop += (resume_at - start) * reads
-        elif resume_at > start:
-            base = skipping(base, (resume_at - start) * reads)
-        batches = self._iterator(base)
-        return islice(batches, to_drop, None) if to_drop else batches, max(start, resume_at)
+        progress, stream = self._progress, lengths.is_stream(self.base_dataloader)
+        self._seed_workers(base)
+        to_drop, order, whole_state = self.skip_batches * reads, None, None
+        if pending is not None:
+            behind, start = (pending.batches - start) * reads, pending.batches
+            if _goes_on_by_itself(base):
+                to_drop = 0  # after load_state_dict the wrapped loader continues by itself
+            elif stream:
+                to_drop += behind
+                whole_state = pending.dataset_state
+            elif behind or pending.extra_samples:
+                base = skipping(base, behind, pending.extra_samples)
+        head = self._head() if pending is not None and self._needs_head() else []
+        if knows_end(base):
+            base, order = with_end(base)
+        if whole_state is not None and streams.restores(base):
+            base.dataset.load_state_dict(whole_state)
+            to_drop = 0
+        replaying, progress.replaying = progress.replaying, False
+        if replaying:
+            before_read = None if pending is None else pending.before_read
+            batches = streams.replayed(base, progress, to_drop, before_read, reads, order)
+        else:
+            batches = self._iterator(base)
+            batches = streams.dropped(batches, to_drop, reads) if to_drop else batches
+        progress.workers_kept = progress.workers_kept or bool(base.num_workers and base.persistent_workers)
+        ahead = None if self._reads_ahead else order
+        if (ahead is None or (self.plan is not None and self.plan.uneven)) and not base.num_workers:
+            known = pending.before_read if pending is not None and pending.before_read else []
+            batches = streams.noting(batches, progress, base, reads, start, known)
+        if isinstance(base.collate_fn, CountingCollate):
+            batches = uncounted(batches, start, base.dataset.round_log)
+        return Reading(batches, start, ahead, to_drop, head)
+
+    # Who reads what, told when the loader was prepared.
+    plan: DataPlan | None = None
+    # Whether an epoch that was running when a checkpoint was saved goes on by itself after that is loaded.
+    continue_after_load = True
+    # Whether this kind of loader reads a batch before it is asked for.
+    _reads_ahead = False
+
+    def _needs_head(self) -> bool:
+        """Whether the last step of an epoch is completed here, with samples of its first step."""
+        return False
+
+    def _head(self) -> list[Any]:
+        """Read the first step of the interrupted epoch again; nothing else notices."""
+        generator, sampler = resume.shuffling_generator(self), self.get_sampler()
+        drawn = None if generator is None else generator.get_state()
+        seed = getattr(sampler, "replay", None)
+        if seed is not None:
+            sampler.replay = None  # drawn once more instead, like all that is drawn after it
+        head = streams.first_step(_from_start(self.base_dataloader), self._progress.at_start, self._reads_per_step())
+        if generator is not None:
+            generator.set_state(drawn)
+        if seed is not None:
+            sampler.replay = seed
+        return head
+
+    def _seed_workers(self, base: DataLoader) -> None:
+        if type(base.dataset) is seeding.SeededDataset:
+            if self._progress.worker_seed is None:
+                self._progress.worker_seed = torch.initial_seed()
+            base.dataset.choose(self._progress.worker_seed, self._progress.epoch)
 
     def _iterator(self, base: DataLoader) -> Iterator[Any]:
-        replaying, self._progress.replaying = self._progress.replaying, False
-        if not replaying:
-            return iter(base)
-        # A torch loader seeds its workers from the default generator, once per epoch. The epoch that goes on here has
-        # done so before it was interrupted; a second time would shift all random numbers that follow.
-        state = torch.get_rng_state()
-        try:
-            return iter(base)
-        finally:
-            torch.set_rng_state(state)
+        if base.num_workers and base.persistent_workers and base._iterator is None and self._progress.workers_kept:
+            # Starting workers draws a seed. The run that goes on here had started them before, once for all epochs.
+            own = base.generator
+            vars(base)["generator"] = torch.Generator()
+            try:
+                return iter(base)
+            finally:
+                vars(base)["generator"] = own
+        if getattr(base, "next_iter_state", None) is not None and lengths.is_stream(base):
+            # torchdata opens the stream twice, first to find that the saved epoch is over; each time draws a seed.
+            with randomness.kept():
+                batches = iter(base)
+            torch.empty((), dtype=torch.int64).random_(generator=base.generator)
+            return batches
+        return iter(base)
 
     def _keeping_states(self, reads: Iterator[Any]) -> Iterator[Any]:
         """Of a stateful loader, keep the state from before each read: that of the step yielded last.
@@ -201,6 +298,11 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
                 break
             yield step
         self.adjust_state_dict_for_prefetch()
+
+
+def _goes_on_by_itself(base: DataLoader) -> bool:
+    """Whether a wrapped loader continues where its own `load_state_dict` puts it, with nothing lost."""
+    return is_stateful(base) and not streams.has_buffer(base.dataset)
 
 
 def _holds_dataset_state(state: Any) -> bool:
@@ -273,23 +375,30 @@ class DataLoaderShard(PreparedLoader):
         self.torch_device_mesh = torch_device_mesh
 
     def __iter__(self) -> Iterator[Any]:
-        if self.rng_types is not None:
+        if (instead := resume.instead_of(self)) is not None:
+            yield from instead
+            return
+        pending = self._begin()
+        if self.rng_types is not None and not self._progress.replaying:
             synchronize_rng_states(self.rng_types, self.synchronized_generator)
-        self.begin()
         try:
             self.set_epoch(self.iteration)
             resume.note_start(self)
-            batches, start = self._open()
-            yield from self._run(self._keeping_states(batches), start, placer(self.device, self._non_blocking))
+            reading = self._open(pending)
+            reading.batches = agree.together(self._keeping_states(reading.batches), self)
+            yield from self._run(reading, placer(self.device, self._non_blocking))
         finally:
             self.end()
 
     def _remainder_ahead(self) -> int:
         if self._drop_last:
             return -1
+        if lengths.is_stream(self.base_dataloader) and self.base_dataloader.num_workers > 1:
+            return -1  # each worker ends with a batch of its own, so the total tells nothing about the last one
         size = self._samples_per_step()
         samples = lengths.samples_per_epoch(self.base_dataloader)
-        return -1 if size is None or samples is None else samples % size
+        # A run of another size may have consumed samples beyond whole steps.
+        return -1 if size is None or samples is None else (samples - self._progress.extra_samples) % size
 
 
 class SkipDataLoader(PreparedLoader):
@@ -314,10 +423,14 @@ class SkipDataLoader(PreparedLoader):
         super().__init__(dataset, skip_batches=skip_batches, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
 
     def __iter__(self) -> Iterator[Any]:
-        self.begin()
+        if (instead := resume.instead_of(self)) is not None:
+            yield from instead
+            return
+        pending = self._begin()
         try:
             resume.note_start(self)
-            batches, start = self._open()
-            yield from self._run(self._keeping_states(batches), start, None)
+            reading = self._open(pending)
+            reading.batches = self._keeping_states(reading.batches)
+            yield from self._run(reading, None)
         finally:
             self.end()

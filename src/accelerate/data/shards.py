@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler, Sampler, SequentialSampler
 from accelerate.data.plan import RoundLog
 
 
-def batches_from(batch_sampler: Iterable[Any], start: int) -> Iterator[Any]:
+def batches_from(batch_sampler: Iterable[Any], start: int, extra: int = 0) -> Iterator[Any]:
     """Iterate over a batch sampler from its batch number `start`, without building the ones before.
 
     Where the kind of sampler permits, skipped batches cost nothing (sequential order) or only the drawing of their
@@ -20,16 +20,18 @@ def batches_from(batch_sampler: Iterable[Any], start: int) -> Iterator[Any]:
     Args:
         batch_sampler: any iterable of batches.
         start: number of batches to leave out.
+        extra: number of samples, of all shards together, to leave out beyond them; where `skips_samples` says so.
 
     Returns:
         An iterator over the remaining batches.
     """
     if isinstance(batch_sampler, SkipBatchSampler):
-        return batches_from(batch_sampler.batch_sampler, batch_sampler.skip_batches + start)
+        extra += batch_sampler.skip_samples
+        return batches_from(batch_sampler.batch_sampler, batch_sampler.skip_batches + start, extra)
     if isinstance(batch_sampler, BatchSamplerShard):
-        return batch_sampler.iter_from(start)
-    if start and type(batch_sampler) is BatchSampler:
-        indices = indices_from(batch_sampler.sampler, start * batch_sampler.batch_size)
+        return batch_sampler.iter_from(start, extra)
+    if (start or extra) and type(batch_sampler) is BatchSampler:
+        indices = indices_from(batch_sampler.sampler, start * batch_sampler.batch_size + extra)
         return iter(BatchSampler(indices, batch_sampler.batch_size, batch_sampler.drop_last))
     return islice(iter(batch_sampler), start, None)
 
@@ -41,7 +43,38 @@ def indices_from(sampler: Iterable[int], start: int) -> Iterator[int]:
     return islice(iter(sampler), start, None)
 
 
-def split_head(batch_sampler: Iterable[Any], keep: int, start: int) -> tuple[list[Any], Iterator[Any]]:
+def skips_samples(batch_sampler: Any) -> bool:
+    """Whether a batch sampler can begin at any sample, not at a whole batch only."""
+    while isinstance(batch_sampler, SkipBatchSampler):
+        batch_sampler = batch_sampler.batch_sampler
+    # A shard completes its last round with the first batches of what it shards, so that must not be a skip itself.
+    inner = batch_sampler.batch_sampler if isinstance(batch_sampler, BatchSamplerShard) else batch_sampler
+    return type(inner) is BatchSampler
+
+
+def batches_left(batch_sampler: Any, start: int, extra: int = 0) -> int:
+    """Number of batches that `batches_from` yields with the same arguments.
+
+    Raises:
+        TypeError: the batch sampler has no length.
+    """
+    if isinstance(batch_sampler, SkipBatchSampler):
+        return batches_left(
+            batch_sampler.batch_sampler, batch_sampler.skip_batches + start, batch_sampler.skip_samples + extra
+        )
+    if not (extra and skips_samples(batch_sampler)):
+        return max(0, len(batch_sampler) - start)
+    shards, index, inner, even = 1, 0, batch_sampler, False
+    if isinstance(batch_sampler, BatchSamplerShard):
+        shards, index, even = batch_sampler.num_processes, batch_sampler.process_index, batch_sampler.even_batches
+        inner = batch_sampler.batch_sampler
+    split = shards > 1 and batch_sampler.split_batches
+    share = batch_sampler.batch_size // shards if split else batch_sampler.batch_size
+    steps, rest = divmod(max(0, len(inner.sampler) - start * share * shards - extra), share * shards)
+    return steps + (not batch_sampler.drop_last and rest > (0 if even else index * share))
+
+
+def split_head(batch_sampler: Iterable[Any], keep: int, start: int, extra: int = 0) -> tuple[list[Any], Iterator[Any]]:
     """Read the first `keep` batches and go on at batch `start`, in one pass over the sampler.
 
     One pass, because a second one would draw another random order.
@@ -50,19 +83,22 @@ def split_head(batch_sampler: Iterable[Any], keep: int, start: int) -> tuple[lis
         batch_sampler: any iterable of batches.
         keep: number of batches to return at once.
         start: where the iterator goes on; 0, or at least `keep`.
+        extra: number of samples to leave out beyond that, of a torch `BatchSampler`.
 
     Returns:
         The first batches and the iterator.
     """
-    if start and type(batch_sampler) is BatchSampler:
+    if (start or extra) and type(batch_sampler) is BatchSampler:
         size, sampler = batch_sampler.batch_size, batch_sampler.sampler
+        first_sample = start * size + extra
         if type(sampler) is SequentialSampler:
-            kept, rest = indices_from(sampler, 0), indices_from(sampler, start * size)
+            kept, rest = indices_from(sampler, 0), indices_from(sampler, first_sample)
+            first = list(islice(kept, keep * size))
         else:
-            kept = rest = iter(sampler)
-        first = list(islice(kept, keep * size))
-        if kept is rest:
-            rest = islice(rest, (start - keep) * size, None)
+            kept = iter(sampler)
+            first = list(islice(kept, keep * size))
+            # Less than `keep` batches may be left out; then the rest begins within what was kept.
+            rest = chain(first[first_sample:], islice(kept, max(0, first_sample - keep * size), None))
         return (
             list(BatchSampler(first, size, batch_sampler.drop_last)),
             iter(BatchSampler(rest, size, batch_sampler.drop_last)),
@@ -156,13 +192,18 @@ class BatchSamplerShard(BatchSampler):
     def __iter__(self) -> Iterator[list[int]]:
         return self.iter_from(0)
 
-    def iter_from(self, start: int) -> Iterator[list[int]]:
+    def iter_from(self, start: int, extra: int = 0) -> Iterator[list[int]]:
         """Iterate over this process's batches from its batch number `start`.
 
         The result equals a full iteration without its first `start` batches, completed last round included.
+
+        Args:
+            start: number of batches of this process to leave out.
+            extra: number of samples of all processes together to leave out beyond them: a run of another size has
+                consumed them. Needs a torch `BatchSampler`.
         """
         self.round_log.clear()
-        return self._parts_of_batches(start) if self.split_batches else self._batches_in_turn(start)
+        return self._parts_of_batches(start, extra) if self.split_batches else self._batches_in_turn(start, extra)
 
     def _misses_last_batch(self) -> bool:
         """Whether an uneven split leaves nothing of the short last batch for this process."""
@@ -172,9 +213,9 @@ class BatchSamplerShard(BatchSampler):
         rest = len(sampler) % self.batch_size
         return 0 < rest <= self.process_index * (self.batch_size // self.num_processes)
 
-    def _parts_of_batches(self, start: int) -> Iterator[list[int]]:
+    def _parts_of_batches(self, start: int, extra: int) -> Iterator[list[int]]:
         share = self.batch_size // self.num_processes
-        head, batches = split_head(self.batch_sampler, 1, start)
+        head, batches = split_head(self.batch_sampler, 1, start, extra)
         for number, (batch, is_last) in enumerate(look_ahead(batches), start):
             if len(batch) == self.batch_size:
                 yield batch[share * self.process_index : share * (self.process_index + 1)]
@@ -196,9 +237,9 @@ class BatchSamplerShard(BatchSampler):
         if part:
             yield part
 
-    def _batches_in_turn(self, start: int) -> Iterator[list[int]]:
+    def _batches_in_turn(self, start: int, extra: int) -> Iterator[list[int]]:
         shards = self.num_processes
-        head, batches = split_head(self.batch_sampler, shards, start * shards)
+        head, batches = split_head(self.batch_sampler, shards, start * shards, extra)
         rounds = iter(lambda: list(islice(batches, shards)), [])
         for number, (group, is_last) in enumerate(look_ahead(rounds), start):
             complete = len(group) == shards and self.batch_size in (None, len(group[-1]))
@@ -231,6 +272,7 @@ class SkipBatchSampler(BatchSampler):
     Args:
         batch_sampler: iterable of batches.
         skip_batches: how many to leave out.
+        skip_samples: how many samples, of all processes together, to leave out beyond them.
 
     Example:
         >>> from torch.utils.data import BatchSampler
@@ -240,9 +282,10 @@ class SkipBatchSampler(BatchSampler):
 
     __module__ = "accelerate.data_loader"
 
-    def __init__(self, batch_sampler: BatchSampler, skip_batches: int = 0) -> None:
+    def __init__(self, batch_sampler: BatchSampler, skip_batches: int = 0, skip_samples: int = 0) -> None:
         self.batch_sampler = batch_sampler
         self.skip_batches = skip_batches
+        self.skip_samples = skip_samples
 
     def __getattr__(self, name: str) -> Any:
         # batch_size, drop_last, set_epoch, split_batches and the like are those of the sampler inside.
@@ -251,7 +294,7 @@ class SkipBatchSampler(BatchSampler):
         return getattr(self.batch_sampler, name)
 
     def __iter__(self) -> Iterator[Any]:
-        return batches_from(self.batch_sampler, self.skip_batches)
+        return batches_from(self.batch_sampler, self.skip_batches, self.skip_samples)
 
     @property
     def total_length(self) -> int:
@@ -259,7 +302,7 @@ class SkipBatchSampler(BatchSampler):
         return len(self.batch_sampler)
 
     def __len__(self) -> int:
-        return max(0, len(self.batch_sampler) - self.skip_batches)
+        return batches_left(self.batch_sampler, self.skip_batches, self.skip_samples)
 
 
 class SamplerShard(Sampler):

@@ -25,7 +25,7 @@ def skip_first_batches(dataloader: DataLoader, num_batches: int = 0) -> DataLoad
 
     Raises:
         TypeError: `dataloader` is not a torch loader.
-        ValueError: `num_batches` is negative.
+        ValueError: `num_batches` is negative, or more than the loader has.
 
     Example:
         >>> loader = DataLoader(range(6), batch_size=2)
@@ -44,6 +44,12 @@ def skip_first_batches(dataloader: DataLoader, num_batches: int = 0) -> DataLoad
         raise TypeError(f"dataloader is a {type(dataloader).__name__}; pass a torch.utils.data.DataLoader.")
     if num_batches == 0:
         return dataloader
+    length = _length(dataloader)
+    if length is not None and num_batches > length:
+        raise ValueError(
+            f"num_batches is {num_batches}, but the loader has {length} batches in an epoch. Count the batches of the "
+            "interrupted epoch alone: steps % len(dataloader)."
+        )
     if isinstance(dataloader, PreparedLoader):
         return dataloader._skipping(num_batches)
     if lengths.is_stream(dataloader):
@@ -52,3 +58,13 @@ def skip_first_batches(dataloader: DataLoader, num_batches: int = 0) -> DataLoad
             dataloader.dataset, num_batches, use_stateful_dataloader=is_stateful(dataloader), _base=base
         )
     return skipping(dataloader, num_batches)
+
+
+def _length(loader: DataLoader) -> int | None:
+    """Batches of a loader as far as they are known: not those of streams, whose length is a promise at best."""
+    if lengths.is_stream(loader):
+        return None
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None

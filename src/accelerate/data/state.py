@@ -3,13 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from accelerate.data import lengths
 from accelerate.data.plan import RoundLog
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A position of the running epoch that was loaded and waits for the next iteration.
+
+    Args:
+        batches: steps behind it.
+        extra_samples: samples of all processes behind it beyond those steps.
+        alone: continue there without being asked; otherwise only a loader that leaves out as many batches continues.
+        before_read: states of the random generators for the reads of the first steps.
+        dataset_state: what the stream's own `load_state_dict` takes.
+        anew: state of the shuffling generator for an iteration that begins anew.
+        position: what was loaded, for a checkpoint that is saved before the next iteration.
+    """
+
+    batches: int
+    extra_samples: int = 0
+    alone: bool = True
+    before_read: list[dict[str, Any]] | None = None
+    dataset_state: Any = None
+    anew: torch.Tensor | None = None
+    position: dict[str, Any] | None = None
 
 
 @dataclass
@@ -19,18 +42,53 @@ class Progress:
     Args:
         epoch: the epoch that is running, or comes next.
         batches: batches of the running epoch yielded so far, skipped ones included; 0 between epochs.
-        resume_at: batches that the next iteration leaves out, once, because a state was loaded.
+        extra_samples: samples of the running epoch consumed beyond those batches, by a run of another size.
+        running: the loader is being iterated.
+        pending: a position that was loaded, for the next iteration to settle.
         replaying: the next iteration continues an interrupted epoch, whose random numbers are drawn already.
+        finished: batches of the epoch that was just over in the position that was loaded, until the next iteration.
         at_end: the batch yielded last is the last one of the epoch.
         generator_state: state of the shuffling generator when the running epoch began, if there is such a generator.
+        at_start: states of the random generators when the running epoch began.
+        before_read: by step, counted from 1, states of the random generators before the reads of the last few steps.
+        dataset_state: state of a stream's own `state_dict`, as of the batch yielded last.
+        workers_kept: persistent workers have been started, which no later epoch does again.
+        worker_seed: seed of the run that worker processes derive theirs from.
     """
 
     epoch: int = 0
     batches: int = 0
-    resume_at: int = 0
+    extra_samples: int = 0
+    running: bool = False
+    pending: Pending | None = None
     replaying: bool = False
+    finished: int = 0
     at_end: bool = False
     generator_state: torch.Tensor | None = None
+    at_start: dict[str, Any] | None = None
+    before_read: dict[int, dict[str, Any]] | None = None
+    dataset_state: Any = None
+    workers_kept: bool = False
+    worker_seed: int | None = None
+
+
+@dataclass
+class Reading:
+    """One iteration of a wrapped loader.
+
+    Args:
+        batches: iterator over the batches.
+        start: number of steps left out before the first.
+        ahead: knows the last batch when it is given; None if that has to be found out by reading on.
+        dropped: batches that are read and dropped before the first.
+        head: the batches of the epoch's first step, when an interrupted epoch goes on and they were read again.
+    """
+
+    batches: Iterator[Any]
+    start: int = 0
+    ahead: Any = None
+    dropped: int = 0
+    head: list[Any] = field(default_factory=list)
 
 
 class DataLoaderStateMixin:
@@ -59,10 +117,12 @@ class DataLoaderStateMixin:
         """Start an iteration: reset, work out the remainder, become the active loader."""
         self.reset()
         self.remainder = self._remainder_ahead()
+        self._progress.running = True
         self.gradient_state._add_dataloader(self)
 
     def end(self) -> None:
         """Finish an iteration: the loader that was active before becomes active again."""
+        self._progress.running = False
         self.gradient_state._remove_dataloader(self)
 
     def _remainder_ahead(self) -> int:
@@ -100,33 +160,57 @@ class DataLoaderStateMixin:
     def _round_log(self) -> RoundLog | None:
         return lengths.round_log(self.base_dataloader)
 
-    def _run(self, batches: Iterator[Any], start: int, place: Any) -> Iterator[Any]:
-        """Yield the batches of one epoch, placed, with one read ahead so that the last one is known as such.
+    def _run(self, reading: Reading, place: Any) -> Iterator[Any]:
+        """Yield the batches of one epoch, placed, and know the last one as such when it is yielded.
 
         Args:
-            batches: iterator over the wrapped loader's remaining batches.
-            start: number of batches left out before the first.
+            reading: the wrapped loader's remaining batches, and how their end is known.
             place: function that brings a batch to the device, or None.
         """
         progress = self._progress
-        progress.batches, progress.at_end = start, False
-        number = start
-        batch = next(batches, _NOTHING)
-        if batch is not _NOTHING:
-            if place is not None:
-                batch = place(batch)
-            for number, ahead in enumerate(batches, start + 1):
-                progress.batches = number
-                yield batch
-                batch = ahead if place is None else place(ahead)
-            progress.batches = number + 1
-            self.end_of_dataloader = progress.at_end = True
+        progress.batches, progress.at_end = reading.start, False
+        steps = self._until_known_end(reading) if reading.ahead is not None else self._one_ahead(reading)
+        for batch in steps:
+            yield batch if place is None else place(batch)
+        progress.batches = progress.extra_samples = 0
+        progress.before_read = None
+        progress.epoch += 1
+
+    def _until_known_end(self, reading: Reading) -> Iterator[Any]:
+        # The indices have told the end, so no batch is read before its turn: what the dataset draws at random comes in
+        # the order of a plain loop.
+        progress, ahead, given = self._progress, reading.ahead, reading.dropped - reading.start - 1
+        for number, batch in enumerate(reading.batches, reading.start + 1):
+            progress.batches = number
+            self._hand_out(is_last=ahead.last is not None and ahead.last == number + given)
+            yield batch
+
+    def _one_ahead(self, reading: Reading) -> Iterator[Any]:
+        progress, number = self._progress, reading.start
+        batch = next(reading.batches, _NOTHING)
+        if batch is _NOTHING:
+            return
+        for number, ahead in enumerate(reading.batches, reading.start + 1):
+            progress.batches = number
+            self._hand_out(is_last=False)
+            yield batch
+            batch = ahead
+        progress.batches = number + 1
+        self._hand_out(is_last=True)
+        yield batch
+
+    def _hand_out(self, is_last: bool) -> None:
+        """Note, before a batch is yielded, whether it is the last one, and that it is this loader's turn.
+
+        Loops may take turns, and one loader may be iterated by two of them.
+        """
+        self.gradient_state._activate(self)
+        self.end_of_dataloader = is_last
+        if is_last:
+            self._progress.at_end = True
             counts = self.batch_counts
             if counts is not None:
                 self.remainder = sum(counts)
-            yield batch
-        progress.batches = 0
-        progress.epoch += 1
 
 
 _NOTHING = object()

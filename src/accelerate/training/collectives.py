@@ -38,14 +38,17 @@ def gather_for_metrics(accelerator: "Accelerator", data: Any, use_gather_object:
     else:
         gathered = operations.gather_with(exchange, data)
     state = accelerator.gradient_state
-    if not state.end_of_dataloader or state.remainder == 0:
+    # A stream that several worker processes share out may have a completed round before the last one.
+    counts = getattr(state.active_dataloader, "batch_counts", None)
+    if counts is None and (not state.end_of_dataloader or state.remainder == 0):
         return gathered
-    if state.remainder < 0:
+    keep = state.remainder if counts is None else sum(counts)
+    if keep < 0:
         logger.info(
             "The loader's dataset has no length, so gather_for_metrics returns every gathered sample, duplicates included."
         )
         return gathered
-    return _first(gathered, state.remainder, by_tensor=tensors and not use_gather_object)
+    return _first(gathered, keep, by_tensor=tensors and not use_gather_object)
 
 
 def _first(gathered: Any, keep: int, by_tensor: bool) -> Any:

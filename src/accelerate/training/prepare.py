@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from accelerate.backends.registry import resolve
+from accelerate.data import xla
 from accelerate.data.loader import PreparedLoader
 from accelerate.modules.compile import compile_regions, is_compiled_module
 from accelerate.optimizer import AcceleratedOptimizer
@@ -388,6 +389,8 @@ def prepare_data_loader(
         return register(accelerator, "loader", data_loader)
     config = accelerator.dataloader_config
     shards, shard = resolve(accelerator.state).data_shard(accelerator)
+    # Passed only when it says something, because users put functions of upstream's signature in the place of `build`.
+    divided = {} if getattr(config, "shard_iterable_dataset", True) else {"shard_iterable_dataset": False}
     with own_states(accelerator):
         wrapped = build(
             data_loader,
@@ -405,8 +408,15 @@ def prepare_data_loader(
             non_blocking=accelerator.non_blocking,
             use_stateful_dataloader=accelerator.use_stateful_dataloader,
             torch_device_mesh=accelerator.torch_device_mesh,
+            **divided,
         )
+    if not getattr(config, "continue_after_load", True) and isinstance(inner := _inner(wrapped), PreparedLoader):
+        inner.continue_after_load = False
     return register(accelerator, "loader", wrapped, data_loader)
+
+
+def _inner(loader: Any) -> Any:
+    return xla.unwrapped(loader) if xla.is_wrapped(loader) else loader
 
 
 def _check_schedules(accelerator: "Accelerator", objects: Sequence[Any]) -> None:

@@ -75,6 +75,7 @@ def save_state(
         ValueError: There is no folder to save to, or the automatically named one exists.
         RuntimeError: Another rank failed to save.
     """
+    _warn_of_open_window(accelerator)
     project = accelerator.project_configuration
     automatic = project.automatic_checkpoint_naming
     folder = _next_folder(accelerator, output_dir) if automatic else _given_folder(output_dir)
@@ -84,13 +85,24 @@ def save_state(
         _write(accelerator, folder, safe_serialization, save_model_func_kwargs)
     except Exception as error:  # the other ranks must hear of it, so that they do not wait for this one
         problem = error
-    meeting.end(problem, publish=lambda: _publish(folder, project.save_on_each_node))
+    meeting.end(problem, publish=lambda: _publish(accelerator, folder))
     project.iteration += 1
     if automatic:
         if files.writes(project.save_on_each_node):
             rotation.prune(os.path.dirname(folder), project.total_limit, keep=folder)
         accelerator.wait_for_everyone()
     return Path(folder)
+
+
+def _warn_of_open_window(accelerator: "Accelerator") -> None:
+    state = accelerator.gradient_state
+    done = accelerator.step % state.num_steps
+    if state.num_steps > 1 and done and not state.sync_gradients:
+        warn_caller(
+            f"save_state() in the middle of an accumulation window, after {done} of {state.num_steps} micro-batches: their "
+            "gradients are not in the checkpoint, so a run resumed from it takes one step on fewer samples. Save where "
+            "accelerator.sync_gradients is True."
+        )
 
 
 def _given_folder(output_dir: Folder | None) -> Folder:
@@ -129,8 +141,9 @@ def _write(
     each_node = accelerator.project_configuration.save_on_each_node
     schedulers = backend.checkpointed_schedulers(accelerator)
     os.makedirs(folder, exist_ok=True)
+    # Each rank marks the folder before it writes to it: the writer of the shared files need not be the first to come.
+    _marker(accelerator, folder).touch()
     if files.writes(each_node):
-        Path(folder, names.INCOMPLETE_MARKER).touch()
         _remove_surplus(accelerator, folder, len(schedulers))
     # Through the method, because libraries replace it.
     states = [files.plain_names(accelerator.get_state_dict(model)) for model in accelerator._models]
@@ -189,9 +202,17 @@ def _used_options(backend: Backend, method: str, options: dict[str, Any]) -> dic
     return options
 
 
-def _publish(folder: Folder, save_on_each_node: bool) -> None:
-    if files.writes(save_on_each_node):
-        Path(folder, names.INCOMPLETE_MARKER).unlink(missing_ok=True)
+def _marker(accelerator: "Accelerator", folder: Folder) -> Path:
+    writer = files.writes(accelerator.project_configuration.save_on_each_node)
+    return Path(folder, names.marker_file(None if writer else accelerator.process_index))
+
+
+def _publish(accelerator: "Accelerator", folder: Folder) -> None:
+    if files.writes(accelerator.project_configuration.save_on_each_node):
+        # All ranks are done. Their marks go first: until the last one goes, the folder does not look complete.
+        for marker in sorted(Path(folder).glob(f"{names.INCOMPLETE_MARKER}_*")):
+            marker.unlink(missing_ok=True)
+    _marker(accelerator, folder).unlink(missing_ok=True)
 
 
 def load_state(
@@ -233,7 +254,7 @@ def _existing_folder(accelerator: "Accelerator", input_dir: Folder | None) -> st
         if not rotation.is_complete(folder):
             raise ValueError(
                 f"load_state({folder!r}): the saving of this checkpoint did not come to its end. Load another one; to "
-                f"take what is there all the same, remove the file {names.INCOMPLETE_MARKER!r} from it."
+                f"take what is there all the same, remove the files {names.INCOMPLETE_MARKER + '*'!r} from it."
             )
         return folder
     if not project.automatic_checkpoint_naming or project.project_dir is None:

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 from accelerate.checkpoint import files, loaders
 from accelerate.data import resume
 from accelerate.data.loader import DataLoaderShard
+from accelerate.data.skip import skip_first_batches
 
 
 class Stateful:
@@ -60,8 +61,24 @@ def test_an_epoch_is_drawn_again_from_its_beginning():
     assert position["batches"] == 2
     again = DataLoaderShard(list(range(6)), batch_size=1, shuffle=True)
     loaders.restore(again, None, position)
-    order = [batch.item() for batch in again]
-    if position["order"]["kind"] != "unrecorded":
-        assert order[:2] == begun
-    assert len(order) == 6, "leaving out what was consumed is up to skip_first_batches"
+    assert begun + [batch.item() for batch in again] == begun + [batch.item() for batch in reader]
+    again.continue_after_load = False
+    loaders.restore(again, None, position)
+    order = [batch.item() for batch in skip_first_batches(again, 2)]
+    assert sorted(begun + order) == list(range(6)), "the same order, for those who leave out by themselves"
     assert resume.KEY not in position
+
+
+def test_a_loop_that_was_left_begins_anew():
+    torch.manual_seed(0)
+    loader = DataLoaderShard(list(range(6)), batch_size=1, shuffle=True)
+    for _ in zip(range(2), loader, strict=False):
+        pass
+    (position,) = loaders.positions([loader])
+    states = torch.get_rng_state()
+    assert position["batches"] and not position["running"]
+    want = [batch.item() for batch in loader]
+    again = DataLoaderShard(list(range(6)), batch_size=1, shuffle=True)
+    loaders.restore(again, None, position)
+    torch.set_rng_state(states)
+    assert [batch.item() for batch in again] == want

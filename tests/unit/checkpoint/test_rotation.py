@@ -31,6 +31,15 @@ def test_numbers_are_ordered_as_numbers(tmp_path, make):
     assert rotation.numbered_checkpoints(tmp_path / "missing") == []
 
 
+def test_any_rank_that_writes_and_an_empty_folder_make_a_checkpoint_incomplete(tmp_path, make):
+    folder = make(1)
+    assert rotation.is_complete(folder)
+    (folder / names.marker_file(3)).touch()
+    assert not rotation.is_complete(folder)
+    (tmp_path / "checkpoint_2").mkdir()  # killed before the first mark
+    assert not rotation.is_complete(tmp_path / "checkpoint_2")
+
+
 def test_the_latest_complete_one(tmp_path, make, caplog):
     make(9)
     make(10)

@@ -14,6 +14,8 @@ def test_fields_in_order_with_their_defaults():
         "data_seed": None,
         "non_blocking": False,
         "use_stateful_dataloader": False,
+        "shard_iterable_dataset": True,
+        "continue_after_load": True,
     }
     assert DataLoaderConfiguration(True, False, False).split_batches is True
 

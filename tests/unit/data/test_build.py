@@ -9,13 +9,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
+from torch.utils.data.datapipes.iter import IterableWrapper
 
 from accelerate.config.enums import DistributedType
+from accelerate.data import plan, planner
 from accelerate.data.build import prepare_data_loader
 from accelerate.data.dispatcher import DataLoaderDispatcher
-from accelerate.data.iterable import IterableDatasetShard
+from accelerate.data.iterable import IterableDatasetShard, is_datapipe
 from accelerate.data.loader import DataLoaderShard
 from accelerate.data.samplers import SeedableRandomSampler
+from accelerate.data.seeding import SeededDataset
 from accelerate.data.shards import BatchSamplerShard, SamplerShard
 from accelerate.data.skip import skip_first_batches
 from accelerate.process import PartialState
@@ -105,7 +108,53 @@ class Pieces(Stream):
 def test_streams_that_can_divide_themselves_do(caplog):
     with caplog.at_level(logging.INFO):
         prepared = prepare_data_loader(DataLoader(Pieces(), 2), **TWO)
-    assert values(prepared) == [[2, 3]] and "reads only its own" in caplog.text
+    assert values(prepared) == [[2, 3]] and "stream, by pieces" in caplog.text
+    assert prepared.plan.reading == plan.BY_PIECES and prepared.plan.uneven
+    with caplog.at_level(logging.INFO):
+        prepared = prepare_data_loader(DataLoader(Pieces(), 2), num_processes=3, process_index=1)
+    assert prepared.plan.reading == plan.EVERYTHING and not prepared.plan.uneven
+    assert "reads everything, keeps its part" in caplog.text and "stored in 2 pieces, too few" in caplog.text
+
+
+def test_a_stream_divided_by_its_user_is_not_divided_again():
+    prepared = prepare_data_loader(DataLoader(Stream(), 4), put_on_device=True, shard_iterable_dataset=False, **TWO)
+    assert type(prepared) is DataLoaderShard and values(prepared) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert prepared.plan.reading == plan.SPLIT_ALREADY
+    halved = prepare_data_loader(DataLoader(Stream(), 4), split_batches=True, shard_iterable_dataset=False, **TWO)
+    assert values(halved) == [[0, 1], [2, 3], [4, 5], [6, 7]] and halved.batch_size == 2
+    map_style = prepare_data_loader(DataLoader(Numbers(), 2), shard_iterable_dataset=False, **TWO)
+    assert values(map_style) == [[2, 3], [6, 7]], "data with indices is divided all the same"
+    with pytest.warns(UserWarning, match="will not be read"):
+        prepare_data_loader(
+            DataLoader(Stream(), 4), put_on_device=True, dispatch_batches=True, shard_iterable_dataset=False, **TWO
+        )
+
+
+def test_a_stream_divided_among_others_is_refused_unless_it_shall_be_left_alone():
+    stream = Pieces()
+    stream._distributed = SimpleNamespace(rank=1, world_size=4)
+    with pytest.raises(ValueError, match="divided among 4 nodes"):
+        prepare_data_loader(DataLoader(stream, 2), **TWO)
+    left = prepare_data_loader(DataLoader(stream, 2), shard_iterable_dataset=False, **TWO)
+    assert left.dataset is stream
+
+
+def test_a_dispatched_datapipe_does_not_wait_for_processes_that_do_not_read():
+    pipe = IterableWrapper(range(8))
+    prepared = prepare_data_loader(DataLoader(pipe, 2), put_on_device=True)
+    assert type(prepared) is DataLoaderDispatcher and not is_datapipe(prepared.base_dataloader.dataset)
+    assert values(prepared) == values(DataLoader(Stream(), 2)) and len(prepared) == 4
+
+
+@pytest.mark.parametrize("options", [{}, TWO])
+def test_worker_processes_of_map_style_data_are_seeded(options):
+    data = Numbers()
+    loader = DataLoader(data, 2, num_workers=1)
+    prepared = prepare_data_loader(loader, **options)
+    assert type(prepared.base_dataloader.dataset) is SeededDataset and loader.dataset is data
+    assert prepared.dataset is data and len(prepared) == (2 if options else 4) and prepared.total_dataset_length == 8
+    for other in (DataLoader(data, 2), DataLoader(Stream(), 2, num_workers=1)):
+        assert type(prepare_data_loader(other, **options).base_dataloader.dataset) is not SeededDataset
 
 
 def test_streams_that_are_divided_already_are_left_alone():
@@ -265,6 +314,7 @@ def test_on_xla_torch_xlas_loader_moves_the_batches(monkeypatch):
         )
         assert type(loader).__name__ == "MpDeviceLoaderWrapper" and type(loader.dataloader) is DataLoaderShard
         assert loader.dataloader.device is None and loader.total_batch_size == 4 and len(loader) == 2
+        assert planner.plan_of(loader).samples == 8
         assert values(loader) == [[2, 3], [6, 7]]
         assert synchronised == [(["torch"], None)] and loader.dataloader.rng_types == ["torch"]
         assert values(skip_first_batches(loader, 1)) == [[6, 7]]

@@ -89,6 +89,7 @@ def test_parts_follow_the_specification(length, share, drop_last, processes, spl
     rounds = [list(range(length))[at : at + size] for at in range(0, length, size)]
     if rounds and drop_last and len(rounds[-1]) < size:
         rounds.pop()
+    skip = min(skip, len(rounds))
     rounds = rounds[skip:]
     real = [len(numbers) for numbers in rounds]
     head = rounds[0][:processes] if rounds else []

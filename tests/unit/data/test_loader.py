@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorD
 
 from accelerate.data.build import prepare_data_loader
 from accelerate.data.loader import DataLoaderShard, SkipDataLoader
+from accelerate.data.skip import skip_first_batches
 from accelerate.state import GradientState
 
 
@@ -89,9 +90,25 @@ def test_counts_are_right_when_workers_read_ahead():
     assert [loader.batch_counts for _ in loader] == [None, None, None, (1, 0, 0)]
 
 
-def test_counts_of_a_stream_in_workers_are_not_known():
-    loader = prepare_data_loader(DataLoader(Stream(4), 2, num_workers=1), num_processes=2, process_index=0)
-    assert not loader.counts_known and loader.batch_counts is None
+def test_workers_send_the_counts_of_a_stream_along():
+    whole = DataLoader(Stream(7), 2, num_workers=1, persistent_workers=True)
+    loader = prepare_data_loader(whole, num_processes=2, process_index=1)
+    assert loader.counts_known and loader.collate_fn is whole.collate_fn
+    for _ in range(2):
+        told = [(batch.tolist(), loader.batch_counts, loader.remainder) for batch in loader]
+        assert told == [([2, 3], None, -1), ([6, 0], (2, 1), 3)]
+    view = skip_first_batches(loader, 1)
+    assert [(batch.tolist(), view.batch_counts) for batch in view] == [([6, 0], (2, 1))]
+
+
+def test_counts_do_not_come_through_an_iteration_of_its_own():
+    class Negative(DataLoader):
+        def __iter__(self):
+            return (-batch for batch in super().__iter__())
+
+    loader = prepare_data_loader(Negative(Stream(4), 2, num_workers=1), num_processes=2, process_index=0)
+    assert [batch.tolist() for batch in loader] == [[0, -1]]
+    assert isinstance(loader, Negative) and not loader.counts_known and loader.batch_counts is None
 
 
 def test_loops_that_are_left_early_end():

@@ -136,8 +136,23 @@ def test_positions_are_in_samples_when_the_number_of_processes_changes():
     alone = build(LOADERS["seedable"], 1)
     assert resume.restore(alone, position) == 4
     four = prepare_data_loader(LOADERS["seedable"][0](), num_processes=3, process_index=0, use_seedable_sampler=True)
-    with pytest.warns(UserWarning, match="its last 2 samples will be seen again"):
-        assert resume.restore(four, position) == 1
+    assert resume.restore(four, position) == 1  # and two samples more
+    three = [build3(index) for index in range(3)]
+    for loader in three:
+        resume.restore(loader, position)
+    sampler = build(LOADERS["seedable"], 1).get_sampler()
+    sampler.set_epoch(1)
+    order = list(sampler)
+    seen = [sample for step in zip(*three, strict=True) for batch in step for sample in batch.tolist()]
+    left = order[8:]
+    assert seen[: len(left)] == left, "in the same order, from that very sample"
+
+
+def build3(index):
+    torch.manual_seed(11)
+    return prepare_data_loader(
+        LOADERS["seedable"][0](), num_processes=3, process_index=index, use_seedable_sampler=True
+    )
 
 
 def test_the_order_survives_a_change_of_processes():
@@ -158,8 +173,11 @@ def test_the_order_survives_a_change_of_processes():
 
 def test_an_order_that_does_not_fit_is_told():
     _, (state, _) = interrupted(LOADERS["default shuffle"], 1, 0, 4)
+    loader = build(LOADERS["in order"], 1)
+    with pytest.raises(ValueError, match="reads the sampler SequentialSampler.*RandomSampler"):
+        resume.restore(loader, state[resume.KEY])
     with pytest.warns(UserWarning, match="continued in another order"):
-        resume.restore(build(LOADERS["in order"], 1), state[resume.KEY])
+        resume.restore(loader, state[resume.KEY], continuing=False)
 
 
 def test_foreign_states_are_refused():

@@ -49,12 +49,14 @@ def test_a_torch_loader_stays_one():
 def test_a_prepared_loader_stays_one(data, options):
     loader = prepare_data_loader(DataLoader(data, 2), **options)
     want = values(loader)
-    for count in (0, 1, 2, 99):
+    for count in (0, 1, 2, len(want)):
         view = skip_first_batches(loader, count)
         assert type(view) is DataLoaderShard
         assert values(view) == want[count:] and len(view) == max(0, len(want) - count)
     twice = skip_first_batches(skip_first_batches(loader, 1), 1)
     assert values(twice) == want[2:]
+    with pytest.raises(ValueError, match="99.* but"):
+        values(skip_first_batches(loader, 99))
 
 
 def test_a_view_knows_the_end_and_the_remainder():

@@ -1,0 +1,331 @@
+"""Generated evaluation loops: gather_for_metrics returns the dataset, each sample once and in order, on every rank.
+
+Arguments: the number of cases, and whether to search with other cases than those of every run (`--seed NUMBER`).
+"""
+
+import argparse
+import faulthandler
+import os
+import traceback
+import warnings
+from collections import namedtuple
+from itertools import islice, zip_longest
+
+import torch
+from harness import everywhere, fresh_accelerator
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
+
+from accelerate import DataLoaderConfiguration, PartialState
+from accelerate.data.samplers import SeedableRandomSampler
+from accelerate.utils.imports import is_torchdata_stateful_dataloader_available
+
+STATEFUL = is_torchdata_stateful_dataloader_available()
+Pair = namedtuple("Pair", "first second")
+
+
+class Rows(Dataset):
+    """Rows that tell which one they are, in a structure."""
+
+    def __init__(self, length, shape):
+        self.length = length
+        self.shape = shape
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        number = torch.tensor(index)
+        if self.shape == "nested":
+            row = torch.tensor([index, -index])
+            return {"row": row, "more": (number * 2.0, [row.flip(0)], Pair(number, row)), "text": f"row {index}"}
+        return f"row {index}" if self.shape == "text" else number
+
+
+def own_part(length):
+    """The rows that a worker reads, where several share a stream; else all."""
+    worker = torch.utils.data.get_worker_info()
+    return range(length) if worker is None else range(worker.id, length, worker.num_workers)
+
+
+class SizedStream(Rows, IterableDataset):
+    def __iter__(self):
+        return map(self.__getitem__, own_part(self.length))
+
+
+class Stream(IterableDataset):
+    """One that does not tell how long it is."""
+
+    def __init__(self, length, shape):
+        self.rows = Rows(length, shape)
+
+    def __iter__(self):
+        return map(self.rows.__getitem__, own_part(self.rows.length))
+
+
+class Batches:
+    """A batch sampler of its own kind, with batches of any size and no `batch_size`."""
+
+    def __init__(self, sizes):
+        numbers = iter(range(sum(sizes)))
+        self.batches = [list(islice(numbers, size)) for size in sizes]
+
+    def __iter__(self):
+        return iter(self.batches)
+
+    def __len__(self):
+        return len(self.batches)
+
+
+class Backwards(BatchSampler):
+    """A batch sampler that chooses the order itself."""
+
+    def __iter__(self):
+        indices = list(self.sampler)[::-1]
+        batches = [indices[at : at + self.batch_size] for at in range(0, len(indices), self.batch_size)]
+        return iter([batch for batch in batches if len(batch) == self.batch_size or not self.drop_last])
+
+
+CASES = st.fixed_dictionaries(
+    {
+        "source": st.sampled_from(
+            (
+                "map",
+                "map",
+                "map",
+                "shuffled",
+                "sampler",
+                "backwards",
+                "batches",
+                "unbatched",
+                "sized",
+                "sized",
+                "stream",
+            )
+        ),
+        "length": st.integers(0, 40),
+        "size": st.integers(1, 7),
+        "sizes": st.lists(st.integers(1, 5), max_size=9),
+        "drop_last": st.booleans(),
+        "split": st.booleans(),
+        "dispatch": st.booleans(),
+        "even": st.sampled_from((True, True, False)),
+        "shape": st.sampled_from(("tensor", "tensor", "nested", "text")),
+        "objects": st.booleans(),
+        "workers": st.sampled_from((0,) * 14 + (1, 1, 2)),
+        "stateful": st.sampled_from((False, False, False, True)),
+        "skip": st.sampled_from((0, 0, 0, 1, 2)),
+        "epochs": st.sampled_from((1, 1, 2)),
+    }
+)
+
+
+def possible(case, world):
+    """Turn a generated case into one that makes sense: what contradicts the rest is put right."""
+    case = dict(case)
+    source, stream = case["source"], case["source"] in ("sized", "stream")
+    if source == "batches":
+        case |= {"split": False, "drop_last": False, "even": True, "skip": 0, "length": sum(case["sizes"])}
+        case["objects"] = True  # batches of different sizes: ranks hold tensors of different shapes
+    if source == "unbatched":
+        case |= {"split": False, "drop_last": False, "dispatch": False, "shape": "tensor", "size": 1, "objects": False}
+        case["even"] = True
+    if case["dispatch"] or stream:
+        case["even"] = True  # they always are
+    if not case["even"]:
+        # Ranks with nothing in the last round have left the loop, so only a round in which all have something counts.
+        rest = case["length"] % (case["size"] * world)
+        if rest and rest <= (world - 1) * case["size"]:
+            case["length"] -= rest
+        case["objects"] = True
+    if stream and case["dispatch"]:
+        case["workers"] = min(case["workers"], 1)  # more of them bring short batches in the middle, in another order
+    case["stateful"] = case["stateful"] and STATEFUL
+    case["skip"] = min(case["skip"], len(shared_steps(case, world)))
+    if case["shape"] == "nested" and case["source"] != "batches" and case["even"]:
+        case["objects"] = False
+    elif case["shape"] == "nested":
+        case["shape"] = "tensor"
+    return case
+
+
+def build(case, world):
+    """Return the loader of a case, and the rows in the order in which a loop over it should find them."""
+    source, length, shape = case["source"], case["length"], case["shape"]
+    total = case["size"] * world
+    size = total if case["split"] else case["size"]
+    kept = length // total * total if case["drop_last"] else length
+    expected = list(range(length))
+    options = {"num_workers": case["workers"]}
+    if source == "unbatched":
+        return DataLoader(Rows(length, shape), batch_size=None, **options), expected
+    if source == "batches":
+        return DataLoader(Rows(length, shape), batch_sampler=Batches(case["sizes"]), **options), expected
+    if source == "backwards":
+        batches = Backwards(SequentialSampler(range(length)), size, case["drop_last"])
+        return DataLoader(Rows(length, shape), batch_sampler=batches, **options), expected[::-1][:kept]
+    options |= {"batch_size": size, "drop_last": case["drop_last"]}
+    if source in ("sized", "stream"):
+        kind = SizedStream if source == "sized" else Stream
+        return DataLoader(kind(length, shape), **options), expected[:kept]
+    if source == "sampler":
+        chosen = [(7 * number) % (length + 3) for number in range(length)]  # some of them twice
+        return DataLoader(Rows(length + 3, shape), sampler=chosen, **options), chosen[:kept]
+    if source == "shuffled" and length:
+        return DataLoader(Rows(length, shape), shuffle=True, **options), kept
+    return DataLoader(Rows(length, shape), **options), expected[:kept]
+
+
+def order(case, expected, epoch, world, skip):
+    """The rows of an epoch in their order, without those of the first steps."""
+    if isinstance(expected, int):
+        sampler = SeedableRandomSampler(range(case["length"]), data_seed=6)
+        sampler.set_epoch(epoch)
+        expected = list(sampler)[:expected]
+    if case["workers"] > 1 and case["source"] in ("sized", "stream"):
+        return [row for step in shared_steps(case, world)[skip:] for row in step]
+    return expected[skip * case["size"] * world :]
+
+
+def shared_steps(case, world):
+    """The rows of each step, where several workers share a stream, one after the other, and each completes its last step."""
+    total, left = case["size"] * world, []
+    readers = max(1, case["workers"]) if case["source"] in ("sized", "stream") else 1
+    for worker in range(readers):
+        rows = range(worker, case["length"], readers)
+        parts = [list(rows[at : at + total]) for at in range(0, len(rows), total)]
+        left.append([part for part in parts if len(part) == total or not case["drop_last"]])
+    return [part for parts in zip_longest(*left, fillvalue=[]) for part in parts if part]
+
+
+def numbers_of(gathered, shape):
+    """The rows in what was gathered, which has to agree with itself."""
+    if shape == "text":
+        return [int(text.removeprefix("row ")) for text in gathered]
+    if shape == "tensor":
+        return [int(number) for number in gathered]
+    numbers = gathered["row"][:, 0].tolist()
+    doubled, (flipped,), pair = gathered["more"]
+    assert type(pair) is Pair and pair.first.tolist() == numbers
+    assert gathered["row"][:, 1].tolist() == flipped[:, 0].tolist() == pair.second[:, 1].tolist()
+    assert gathered["row"][:, 1].tolist() == [-number for number in numbers]
+    assert doubled.tolist() == [2 * number for number in numbers]
+    return numbers
+
+
+def gathered(accelerator, case, batch):
+    """What a loop gathers of a batch, as a plain list of rows."""
+    shape = case["shape"]
+    if case["source"] == "unbatched":
+        batch = batch.reshape(1)
+    if shape == "nested":
+        # Strings travel as objects, by themselves.
+        assert [int(text.removeprefix("row ")) for text in batch.pop("text")] == batch["row"][:, 0].tolist()
+        doubled, flipped, pair = batch["more"]
+        batch["more"] = (doubled, list(flipped), Pair(*pair))
+    if shape == "text":
+        batch = list(batch)
+    elif case["objects"]:
+        batch = batch.tolist()
+    return numbers_of(accelerator.gather_for_metrics(batch, use_gather_object=case["objects"]), shape)
+
+
+def loop(case):
+    """Run the loops of a case; returns what each epoch has found, and what it should have."""
+    options = DataLoaderConfiguration(
+        split_batches=case["split"],
+        dispatch_batches=case["dispatch"],
+        even_batches=case["even"],
+        use_seedable_sampler=True,
+        data_seed=6,
+        use_stateful_dataloader=case["stateful"],
+    )
+    accelerator = fresh_accelerator(dataloader_config=options)
+    world = accelerator.num_processes
+    loader, expected = build(case, world)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message=".*(num_workers|set_vital).*")
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        prepared = accelerator.prepare(loader)
+        found, wanted = [], []
+        for epoch in range(case["epochs"]):
+            skip = case["skip"] if epoch == 0 else 0
+            seen = []
+            for batch in accelerator.skip_first_batches(prepared, skip):
+                seen += gathered(accelerator, case, batch)
+            found.append(seen)
+            wanted.append(order(case, expected, epoch, world, skip))
+    assert not accelerator.gradient_state.in_dataloader
+    return found, wanted
+
+
+def check(case):
+    """Run a case on all ranks, and fail on all of them alike."""
+    case = possible(case, PartialState().num_processes)
+    try:
+        found, wanted = loop(case)
+    except BaseException:
+        # The others are in some collective and will not come out of it: end here, and the launcher ends them.
+        print(f"rank {PartialState().process_index} failed with {case}", flush=True)
+        traceback.print_exc()
+        os._exit(1)
+    told = everywhere((case, found))
+    assert all(other == (case, found) for other in told), (case, told)
+    assert found == wanted, f"{case}\nfound  {found}\nwanted {wanted}"
+
+
+def rare(source, length, **others):
+    """A case that is too seldom generated to be left to chance."""
+    plain = {"sizes": [], "drop_last": False, "split": False, "dispatch": False, "even": True, "shape": "tensor"}
+    plain |= {"objects": False, "workers": 2, "stateful": False, "skip": 0, "epochs": 2, "size": 2}
+    return {**plain, "source": source, "length": length, **others}
+
+
+# Workers that share a stream: each of them ends with a round of its own, which is not the last one of the epoch.
+RARE = (
+    rare("stream", 11),
+    rare("sized", 22, size=3),
+    rare("stream", 13, shape="nested", split=True),
+    rare("stream", 11, stateful=True, skip=1),
+    rare("map", 3, workers=0, shape="text"),
+    rare("map", 1, workers=0, dispatch=True, objects=True),
+    rare("batches", 0, sizes=[5, 1, 4, 4, 2], workers=0),
+)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("cases", type=int)
+    parser.add_argument("--seed", type=int)
+    arguments = parser.parse_args()
+    # Before the test's own limit: should ranks ever wait for each other, this tells where.
+    faulthandler.dump_traceback_later(220, exit=True)
+    fresh_accelerator()
+    for case in RARE:
+        check(case)
+    count = 0
+
+    def counted(case):
+        nonlocal count
+        count += 1
+        check(case)
+
+    # The same cases on every rank, and no clock that could make them differ.
+    test = given(CASES)(counted)
+    test = seed(arguments.seed)(test) if arguments.seed is not None else test
+    settings(
+        max_examples=arguments.cases,
+        derandomize=arguments.seed is None,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )(test)()
+    if PartialState().is_main_process:
+        print(f"ok {count} cases", flush=True)
+
+
+if __name__ == "__main__":
+    main()

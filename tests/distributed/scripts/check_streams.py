@@ -1,0 +1,336 @@
+"""Streams across real processes: who reads what, each sample once, uneven ends, errors on one rank.
+
+accelerate launch --cpu --num_processes 2 check_streams.py [check ...]
+"""
+
+import logging
+import os
+import sys
+import time
+import warnings
+from contextlib import contextmanager
+
+import torch
+from harness import everywhere, fresh_accelerator, raised, run, warned
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data.datapipes.iter import IterableWrapper
+
+from accelerate import DataLoaderConfiguration
+from accelerate.data import agree, plan
+from accelerate.data_loader import DataLoaderDispatcher
+from accelerate.state import PartialState
+from accelerate.utils.imports import is_torchdata_stateful_dataloader_available
+
+SHARDED = DataLoaderConfiguration(dispatch_batches=False)
+DIVIDED = DataLoaderConfiguration(shard_iterable_dataset=False)
+
+
+class Own(IterableDataset):
+    """A stream that gives every rank its own part, of another length on every rank."""
+
+    def __init__(self, lengths, error_at=None):
+        self.lengths = lengths
+        self.error_at = error_at
+
+    def __iter__(self):
+        rank = PartialState().process_index
+        for row in range(self.lengths[rank]):
+            if self.error_at == (rank, row):
+                raise OSError(f"row {row}")
+            yield 100 * rank + row
+
+
+class Divided(IterableDataset):
+    """A stream that divides itself among the workers of a process."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __iter__(self):
+        worker = get_worker_info()
+        start, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        return iter(range(start, self.length, step))
+
+
+def rank():
+    return PartialState().process_index
+
+
+def world():
+    return PartialState().num_processes
+
+
+def prepare(dataset, config, batch_size=2, **options):
+    accelerator = fresh_accelerator(dataloader_config=config)
+    loader = accelerator.prepare(DataLoader(dataset, batch_size, **options))
+    return accelerator, loader, accelerator.data_plan(loader)
+
+
+def rows(loader):
+    return [batch["x"].tolist() if isinstance(batch, dict) else batch.tolist() for batch in ended(loader)]
+
+
+def ended(loader):
+    """Iterate, with an operation of all ranks in every step that would hang if one of them had left."""
+    from accelerate import comm
+
+    communicator = comm.current()
+    for batch in loader:
+        assert communicator.all_reduce(torch.ones(1)).item() == world()
+        yield batch
+
+
+@contextmanager
+def logged(name):
+    """Collect what a logger says."""
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logger = logging.getLogger(name)
+    before, level = logger.propagate, logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield records
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = before
+        logger.setLevel(level)
+
+
+def stored(pieces, each=4):
+    import datasets
+
+    def read(numbers):
+        for number in numbers:
+            for row in range(each):
+                yield {"x": 100 * number + row}
+
+    return datasets.IterableDataset.from_generator(read, gen_kwargs={"numbers": list(range(pieces))})
+
+
+def enough_pieces_are_divided():
+    for pieces in (world(), 2 * world()):
+        with logged("accelerate.data.build") as lines:
+            _, loader, found = prepare(stored(pieces), SHARDED)
+        assert found.reading == plan.BY_PIECES and found.own.pieces == plan.pieces_of(pieces, world())[rank()]
+        assert found.own.read == 1 / world()
+        assert len(lines) == (rank() == 0) and all("by pieces" in line for line in lines)
+        for _ in range(2):
+            parts = everywhere(sum(rows(loader), []))
+            want = sorted(100 * number + row for number in range(pieces) for row in range(4))
+            assert sorted(sum(parts, [])) == want, parts
+        assert {value // 100 for value in parts[rank()]} == set(found.own.pieces), "a rank reads its own pieces only"
+
+
+def uneven_pieces_end_together():
+    pieces = world() + 1
+    _, loader, found = prepare(stored(pieces), SHARDED)
+    assert found.uneven and len(found.shards[0].pieces) == 2 and len(found.own.pieces) == (2 if rank() == 0 else 1)
+    with logged("accelerate.data.agree") as lines:
+        for _ in range(2):
+            parts = everywhere(rows(loader))
+            assert [len(part) for part in parts] == [2] * world(), parts
+            assert len({value for part in parts for batch in part for value in batch}) == 4 * world()
+    assert len(lines) == 2 * (rank() == 0) and all("rank 0 had at least one batch more" in line for line in lines)
+
+
+def too_few_pieces_are_read_by_all():
+    with logged("accelerate.data.build") as lines:
+        _, loader, found = prepare(stored(1, each=4 * world()), SHARDED)
+    assert found.reading == plan.EVERYTHING and not found.uneven
+    assert all("too few to give each shard pieces of its own" in line for line in lines)
+    parts = everywhere(sum(rows(loader), []))
+    assert sorted(sum(parts, [])) == list(range(4 * world()))
+
+
+def split_streams_are_left_alone():
+    from datasets.distributed import split_dataset_by_node
+
+    for pieces in (world(), world() + 1):
+        stream = split_dataset_by_node(stored(pieces), rank=rank(), world_size=world())
+        _, loader, found = prepare(stream, None)
+        assert found.reading == plan.SPLIT_ALREADY and loader.dataset is stream
+        assert found.own.read == (1 / world() if pieces == world() else 1.0)
+        parts = everywhere(sum(rows(loader), []))
+        seen = sum(parts, [])
+        assert len(seen) == len(set(seen)), "nothing is seen twice"
+        assert len(seen) >= 4 * world()
+    with raised(ValueError, f"divided among {world() + 1} nodes", "shard_iterable_dataset=False"):
+        prepare(split_dataset_by_node(stored(2), rank=rank(), world_size=world() + 1), None)
+    with warned(0 if rank() == 0 else 1, "part of rank 0"):
+        prepare(split_dataset_by_node(stored(2), rank=0, world_size=world()), None)
+
+
+def unseeded_shuffling_is_told():
+    with warned(1, "shuffled without a seed"):
+        prepare(stored(world()).shuffle(buffer_size=2), SHARDED)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        _, loader, _ = prepare(stored(world()).shuffle(seed=3, buffer_size=2), SHARDED)
+    parts = everywhere(sum(rows(loader), []))
+    assert len(set(sum(parts, []))) == 4 * world()
+
+
+def workers_see_each_sample_once():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _, loader, found = prepare(Divided(8 * world()), SHARDED, num_workers=2)
+        assert "get_worker_info" in found.summary
+        parts = everywhere(sum(rows(loader), []))
+        assert sorted(sum(parts, [])) == list(range(8 * world())), parts
+        _, loader, found = prepare(stored(2 * world()), SHARDED, num_workers=2)
+        assert found.reading == plan.BY_PIECES and "get_worker_info" not in found.summary
+        seen = sum(everywhere(sum(rows(loader), [])), [])
+        assert len(seen) == len(set(seen)) == 8 * world()
+
+
+def parts_of_the_users_own_end_together():
+    for lengths in ([7] * world(), [3 + 2 * number for number in range(world())], [9, *range(world() - 1)]):
+        _, loader, found = prepare(Own(lengths), DIVIDED)
+        assert found.reading == plan.SPLIT_ALREADY and type(loader) is not DataLoaderDispatcher
+        for _ in range(2):
+            found_steps = [len(part) for part in everywhere(rows(loader))]
+            assert found_steps == [min(-(-length // 2) for length in lengths)] * world(), (lengths, found_steps)
+        assert all(value // 100 == rank() for batch in loader for value in batch.tolist())
+
+
+def the_end_is_known_when_the_last_batch_is_given():
+    accelerator, loader, _ = prepare(Own([4 + 4 * number for number in range(world())]), DIVIDED)
+    ends = []
+    for _ in ended(loader):
+        ends.append(accelerator.gradient_state.end_of_dataloader)
+    assert ends == [False, True]
+    assert not accelerator.gradient_state.in_dataloader and loader.iteration == 1
+
+
+def leaving_a_loop_early_is_no_harm():
+    _, loader, _ = prepare(Own([9] * world()), DIVIDED)
+    for _ in range(3):
+        for number, _ in enumerate(ended(loader)):
+            if number == 1:
+                break
+    assert len(rows(loader)) == 5
+
+
+def two_loaders_may_alternate():
+    _, first, _ = prepare(Own([6 + number for number in range(world())]), DIVIDED)
+    _, second, _ = prepare(Own([8] * world()), DIVIDED)
+    assert len(list(zip(ended(first), ended(second), strict=False))) == 3
+
+
+def an_error_of_one_rank_reaches_all():
+    last = world() - 1
+    for kind in (0, 2):
+        _, loader, _ = prepare(Own([8] * world(), error_at=(last, 5)), DIVIDED, num_workers=kind and 1)
+        mine = kind == 0 and OSError or (OSError, RuntimeError)
+        if rank() == last:
+            with raised(mine, "row 5"):
+                rows(loader)
+        else:
+            with raised(RuntimeError, f"rank {last} failed", "OSError", "row 5", "batch 2"):
+                rows(loader)
+        assert everywhere(1) == [1] * world(), "the ranks can go on together"
+
+
+def positions_do_not_count_what_was_read_ahead():
+    for stateful in (False, True):
+        config = DataLoaderConfiguration(dispatch_batches=False, use_stateful_dataloader=stateful)
+        if stateful and not is_torchdata_stateful_dataloader_available():
+            continue
+        _, loader, found = prepare(stored(world() + 1), config, batch_size=1)
+        assert found.uneven
+        seen = []
+        for batch in ended(loader):
+            seen.append(batch["x"].tolist())
+            if len(seen) == 2:
+                state = loader.state_dict()
+        assert len(seen) == 4
+        _, again, _ = prepare(stored(world() + 1), config, batch_size=1)
+        again.load_state_dict(state)
+        assert rows(again) == seen[2:], (stateful, seen)
+
+
+def a_paused_agreement_lets_each_end():
+    _, loader, _ = prepare(Own([2 + 2 * number for number in range(world())]), DIVIDED)
+    with agree.paused():
+        assert len(list(loader)) == rank() + 1
+    assert len(rows(loader)) == 1
+
+
+def join_uneven_inputs_is_left_to_itself():
+    accelerator = fresh_accelerator(dataloader_config=DIVIDED)
+    lengths = [2 + 2 * number for number in range(world())]
+    model, loader = accelerator.prepare(torch.nn.Linear(1, 1), DataLoader(Own(lengths), 2))
+    steps = 0
+    with accelerator.join_uneven_inputs([model]):
+        for batch in loader:
+            accelerator.backward(model(batch.float()[:, None]).sum())
+            steps += 1
+    assert steps == rank() + 1
+    assert len(rows(loader)) == 1, "outside it they end together again"
+
+
+def datapipes_are_divided_by_torch_or_by_us():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        numbers = IterableWrapper(range(4 * world()))
+        _, loader, found = prepare(numbers.sharding_filter(), None)
+        assert found.reading == plan.SPLIT_ALREADY
+        parts = everywhere(sum(rows(loader), []))
+        assert sorted(sum(parts, [])) == list(range(4 * world())), parts
+        for config in (None, SHARDED):
+            _, loader, found = prepare(numbers, config)
+            assert found.reading == (plan.EVERYTHING if config else plan.DISPATCHED)
+            parts = everywhere(sum(rows(loader), []))
+            assert sorted(sum(parts, [])) == list(range(4 * world())), parts
+
+
+def measure(steps=2000):
+    """Time that agreeing adds to a step, in microseconds."""
+    times = []
+    for pause in (True, False):
+        batches = iter(range(steps))
+        start = time.perf_counter()
+        if pause:
+            with agree.paused():
+                list(agree.in_step(batches))
+        else:
+            list(agree.in_step(batches))
+        times.append((time.perf_counter() - start) / steps * 1e6)
+    PartialState().print(f"a step without agreement {times[0]:.1f} us, with {times[1]:.1f} us")
+
+
+def lost_process():
+    """One rank dies in the middle; the others must end with an error, not wait."""
+    _, loader, _ = prepare(Own([10**6] * world()), DIVIDED)
+    for number, _ in enumerate(loader):
+        if number == 3 and rank() == 1:
+            os._exit(9)
+    print("survived")
+
+
+if __name__ == "__main__":
+    checks = [
+        enough_pieces_are_divided,
+        uneven_pieces_end_together,
+        too_few_pieces_are_read_by_all,
+        split_streams_are_left_alone,
+        unseeded_shuffling_is_told,
+        workers_see_each_sample_once,
+        parts_of_the_users_own_end_together,
+        the_end_is_known_when_the_last_batch_is_given,
+        leaving_a_loop_early_is_no_harm,
+        two_loaders_may_alternate,
+        an_error_of_one_rank_reaches_all,
+        positions_do_not_count_what_was_read_ahead,
+        a_paused_agreement_lets_each_end,
+        join_uneven_inputs_is_left_to_itself,
+        datapipes_are_divided_by_torch_or_by_us,
+    ]
+    extra = [check for check in (measure, lost_process) if check.__name__ in sys.argv[1:]]
+    fresh_accelerator()
+    run(*checks, *extra)
+    PartialState().wait_for_everyone()
+    PartialState().destroy_process_group()

@@ -1,0 +1,406 @@
+"""One small training program that saves, is interrupted, and resumes; it logs each step of each rank.
+
+    resume_run.py PLAN.json
+
+The plan is `{"mode": ..., "out": FOLDER, "cases": [...], ...}`; the modes are the functions at the end. A line of a log is
+JSON: `{"step": [epoch, step, ids, loss]}`, `{"saved": NAME}`, `{"gathered": [epoch, ids]}` or `{"end": ...}`.
+"""
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from harness import fresh_accelerator, raised
+from resume_data import WIDTH, loader_of, parts
+from torch import nn
+from torch.utils.data import DataLoader
+
+from accelerate import DataLoaderConfiguration
+from accelerate.checkpoint.rotation import is_complete
+from accelerate.utils import ProjectConfiguration, set_seed
+
+WRITER_SEED, READER_SEED = 5, 77
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A training run: its data, what draws random numbers in it, and where it saves.
+
+    Attributes:
+        saves: `EPOCH-STEP`, `EPOCH-last` (after the last batch, inside the loop) or `EPOCH-after` (the loop).
+        resumes: ways to go on, see `Job.train`.
+        leave: epoch and step at which the loop is left with break, or None.
+    """
+
+    name: str
+    sampler: str = "shuffle"
+    data: str = "rows"
+    length: int = 22
+    batch_size: int = 2
+    shards: int = 4
+    workers: int = 0
+    persistent: bool = False
+    dispatch: bool | None = None
+    split: bool = False
+    stateful: bool = False
+    dropout: float = 0.5
+    noise: bool = True
+    loop_draws: bool = True
+    evaluate: bool = False
+    accumulation: int = 1
+    epochs: int = 3
+    saves: tuple = ("0-1", "1-3", "1-last", "1-after")
+    resumes: tuple = ("load", "skip")
+    leave: tuple | None = None
+    rng_types: tuple | None = None
+
+
+class Place:
+    """The user's own counters. `register_for_checkpointing` takes them along."""
+
+    def __init__(self):
+        self.epoch = self.step = 0
+
+    def state_dict(self):
+        return {"epoch": self.epoch, "step": self.step}
+
+    def load_state_dict(self, state):
+        self.epoch, self.step = state["epoch"], state["step"]
+
+
+class Log:
+    """The lines of one run on this rank."""
+
+    def __init__(self, folder, run, rank):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        self.file = open(Path(folder, f"{run}.rank{rank}.jsonl"), "a", encoding="utf-8")  # noqa: SIM115
+        if self.file.tell():
+            self.file.write("\n")  # a killed run may have left half a line
+
+    def write(self, **entry):
+        self.file.write(json.dumps(entry) + "\n")
+        self.file.flush()
+
+
+class Job:
+    """Everything that a run prepares."""
+
+    def __init__(self, case, seed, continue_after_load=True, **options):
+        config = DataLoaderConfiguration(
+            use_seedable_sampler=case.sampler == "seedable",
+            use_stateful_dataloader=case.stateful,
+            dispatch_batches=case.dispatch,
+            split_batches=case.split,
+            continue_after_load=continue_after_load,
+        )
+        self.case = case
+        self.accelerator = fresh_accelerator(
+            dataloader_config=config,
+            gradient_accumulation_steps=case.accumulation,
+            rng_types=case.rng_types and list(case.rng_types),
+            **options,
+        )
+        set_seed(seed, device_specific=True)
+        model = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Dropout(case.dropout), nn.Linear(8, 1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 60)
+        evaluation = DataLoader(torch.randn(12, WIDTH), batch_size=2, shuffle=True)
+        self.model, self.optimizer, self.scheduler, self.loader, self.evaluation = self.accelerator.prepare(
+            model, optimizer, scheduler, loader_of(case), evaluation
+        )
+        self.place = Place()
+        self.accelerator.register_for_checkpointing(self.place)
+
+    def learn(self, features):
+        """Take a step, and return the loss of this rank."""
+        with self.accelerator.accumulate(self.model):
+            loss = self.model(features).pow(2).mean()
+            self.accelerator.backward(loss)
+            self.optimizer.step()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+        if self.case.loop_draws:
+            torch.rand(2), random.random(), np.random.rand()
+        return loss.item()
+
+    def evaluate(self):
+        """Look at a part of the evaluation data."""
+        for number, batch in enumerate(self.evaluation):
+            if number == 2:
+                break
+            self.model(batch)
+
+    def train(self, log, save=None, resume=None, gather=False):
+        """Train to the end.
+
+        Args:
+            log: gets the steps.
+            save: called with the name of each place where a run may save.
+            resume: None for a run from the beginning; "load" to iterate as ever, "skip" to leave out what is behind with
+                `skip_first_batches`, "skip all" for the latter after a whole epoch, counted as such.
+            gather: log the numbers that `gather_for_metrics` returns.
+        """
+        save = save or (lambda name: None)
+        behind, place = self.place.step, self.place
+        for epoch in range(self.place.epoch, self.case.epochs):
+            batches, start = self.loader, 0
+            if resume is not None:
+                start = behind
+                batches = self.loader if resume == "load" else self.accelerator.skip_first_batches(self.loader, behind)
+                resume = None
+            for step, batch in enumerate(batches, start + 1):
+                numbers, features = parts(batch)
+                loss = self.learn(features)
+                if self.case.evaluate and step % 2:
+                    self.evaluate()
+                # Upstream's arithmetic: so many whole epochs, and so many steps.
+                last = self.loader.end_of_dataloader
+                place.epoch, place.step = (epoch + 1, 0) if last else (epoch, step)
+                log.write(step=[epoch, step, numbers.tolist(), repr(loss)])
+                if gather:
+                    log.write(
+                        gathered=[epoch, self.accelerator.gather_for_metrics(numbers.tolist(), use_gather_object=True)]
+                    )
+                save(f"{epoch}-{step}")
+                if last:
+                    save(f"{epoch}-last")
+                if self.case.leave is not None and tuple(self.case.leave) == (epoch, step):
+                    break
+            place.epoch, place.step = epoch + 1, 0
+            save(f"{epoch}-after")
+        log.write(
+            end=[self.digest(), repr(float(torch.rand(1))), repr(float(np.random.rand())), repr(random.random())]
+        )
+
+    def digest(self):
+        """The weights, exactly."""
+        return [value.tolist() for value in self.accelerator.unwrap_model(self.model).state_dict().values()]
+
+
+def cases_of(plan):
+    return [Case(**{**fields, **plan.get("changes", {})}) for fields in plan["cases"]]
+
+
+def stir():
+    """Draw from all generators: nothing that a resumed run does may depend on what was drawn before it loaded."""
+    torch.rand(7), random.random(), np.random.rand(3)
+
+
+def write(plan):
+    """Run each case twice, without saving and with it: the log that others must equal, and the checkpoints."""
+    for case in cases_of(plan):
+        folder = Path(plan["out"], case.name)
+        for saving in (False, True):
+            job = Job(case, WRITER_SEED)
+            log = Log(folder, "saving" if saving else "whole", job.accelerator.process_index)
+
+            def save(name, job=job, log=log, case=case, folder=folder):
+                if name in case.saves:
+                    job.accelerator.save_state(folder / name)
+                    log.write(saved=name)
+
+            job.train(log, save if saving else None, gather=plan.get("gather", False))
+
+
+class Interrupted(Exception):
+    """The run ends here."""
+
+
+def read(plan):
+    """Resume each case from each of its checkpoints, in each of its ways."""
+    for case in cases_of(plan):
+        for name in case.saves:
+            for way in case.resumes:
+                read_one(plan, case, name, way)
+
+
+def read_one(plan, case, name, way):
+    """Resume a case: as `Job.train` does, "again" after loading and saving once more, or "chain" with two interruptions."""
+    job = Job(case, READER_SEED)
+    stir()
+    job.accelerator.load_state(Path(plan["from"], case.name, name))
+    out = Path(plan["out"], case.name)
+    log = Log(out, f"{name}.{way}", job.accelerator.process_index)
+    if way == "skip all":
+        job.place.epoch, job.place.step = job.place.epoch - 1, len(job.loader)
+    if way in ("again", "chain"):
+        folder = out / f"{name}.{way}.checkpoint"
+        if way == "again":
+            job.accelerator.save_state(folder)
+        else:
+            two_steps = iter([False, True])
+
+            def save(name):
+                if next(two_steps, False):
+                    job.accelerator.save_state(folder)
+                    raise Interrupted
+
+            with contextlib.suppress(Interrupted):
+                job.train(log, save, resume="skip")
+        job = Job(case, READER_SEED + 1)
+        stir()
+        job.accelerator.load_state(folder)
+        way = "load"
+    job.train(log, resume=way, gather=plan.get("gather", False))
+
+
+class Marks:
+    """Places at which a run may be killed: after a step, and twice within a save. It tells each on standard output.
+
+    Args:
+        hold: number of the mark at which this rank waits to be killed; None to go on.
+    """
+
+    def __init__(self, hold):
+        self.hold, self.count = hold, 0
+
+    def pass_by(self, *_):
+        self.count += 1
+        print(f"mark {self.count}", flush=True)
+        if self.count == self.hold:
+            signal.pause()
+
+
+def endure(plan):
+    """Go on from the newest checkpoint if there is one, save every few steps, and expect to be killed."""
+    (case,) = cases_of(plan)
+    out = Path(plan["out"])
+    rank = int(os.environ.get("RANK", "0"))
+    out.mkdir(parents=True, exist_ok=True)
+    Path(out, f"pid.{rank}").write_text(str(os.getpid()))
+    project = ProjectConfiguration(project_dir=str(out), automatic_checkpoint_naming=True, total_limit=2)
+    job = Job(case, WRITER_SEED, project_config=project)
+    log = Log(out, "run", rank)
+    try:
+        job.accelerator.load_state()
+        resume = "load"
+    except FileNotFoundError:
+        resume = None
+    log.write(resumed=resume, at=[job.place.epoch, job.place.step])
+    marks = Marks(plan.get("hold"))
+    if rank == plan.get("marks_of", 0):
+        job.accelerator.register_save_state_pre_hook(marks.pass_by)
+        inner = job.place.state_dict
+        job.place.state_dict = lambda: (marks.pass_by(), inner())[1]
+    steps = 0
+
+    def save(name):
+        nonlocal steps
+        if not name.split("-")[1].isdigit():
+            return
+        steps += 1
+        if rank == plan.get("marks_of", 0):
+            marks.pass_by()
+        if steps % plan["every"] == 0:
+            job.accelerator.save_state()
+            log.write(saved=name)
+
+    job.train(log, save, resume=resume)
+
+
+def refuse(plan):
+    """What cannot go on is refused on every rank, and nothing has changed."""
+    (case,) = cases_of(plan)
+    folder = Path(plan["out"], "checkpoint")
+    job = Job(case, WRITER_SEED)
+    with contextlib.suppress(Interrupted):
+        job.train(Log(plan["out"], "refuse", job.accelerator.process_index), lambda name: save_and_leave(job, folder))
+    for changes, fragments in (
+        ({"length": 30}, ("30 samples", "22 samples")),
+        ({"sampler": "seedable"}, ("SeedableRandomSampler", "RandomSampler")),
+        ({"sampler": "custom"}, ("Rotated", "RandomSampler")),
+    ):
+        other = Job(dataclasses.replace(case, **changes), READER_SEED)
+        for _ in other.loader:
+            break
+        before = everything(other)
+        with raised(ValueError, "Data loader 0", "continue_after_load=False", *fragments):
+            other.accelerator.load_state(folder)
+        assert everything(other) == before, changes
+        assert len(list(other.loader)) == len(other.loader), "the loader is as it was"
+    for number, fragment in ((-1, "is -1"), (len(job.loader) + 1, f"has {len(job.loader)} batches")):
+        with raised(ValueError, "num_batches", fragment):
+            job.accelerator.skip_first_batches(job.loader, number)
+    assert list(job.accelerator.skip_first_batches(job.loader, len(job.loader))) == []
+    stream = job.accelerator.prepare(loader_of(dataclasses.replace(case, data="stream")))
+    with raised((ValueError, RuntimeError), "were to be left out, but the data ended after"):
+        next(iter(job.accelerator.skip_first_batches(stream, 100)))
+    job.accelerator.print("ok refused")
+
+
+def begin_anew(plan):
+    """With `continue_after_load=False` an epoch begins anew, unless a skip asks for its rest."""
+    (case,) = cases_of(plan)
+    folder = Path(plan["out"], "checkpoint")
+    job = Job(case, WRITER_SEED)
+    with contextlib.suppress(Interrupted):
+        job.train(Log(plan["out"], "anew", job.accelerator.process_index), lambda name: save_and_leave(job, folder))
+    told = {}
+    for continues in (True, False):
+        for behind in (0, 2):
+            other = Job(case, READER_SEED, continue_after_load=continues)
+            other.accelerator.load_state(folder)
+            batches = other.accelerator.skip_first_batches(other.loader, behind)
+            told[continues, behind] = [numbers.tolist() for numbers, _ in batches]
+    steps = len(job.loader)
+    assert len(told[True, 0]) == steps - 2 and told[True, 0] == told[True, 2] == told[False, 2]
+    assert len(told[False, 0]) == steps
+    job.accelerator.print("ok anew")
+
+
+def come_first(plan):
+    """A rank that comes before the main process marks the folder: nobody takes what it wrote for a checkpoint."""
+    (case,) = cases_of(plan)
+    folder = Path(plan["out"], "checkpoint")
+    job = Job(case, WRITER_SEED)
+    if job.accelerator.is_main_process:
+        while not (folder / "random_states_1.pkl").exists():
+            time.sleep(0.001)
+        assert not is_complete(folder), sorted(path.name for path in folder.iterdir())
+    job.accelerator.save_state(folder)
+    job.accelerator.wait_for_everyone()
+    assert is_complete(folder) and not list(folder.glob(".incomplete*"))
+    job.accelerator.print("ok first")
+
+
+def save_and_leave(job, folder):
+    if job.place.step == 2:
+        job.accelerator.save_state(folder)
+        raise Interrupted
+
+
+def everything(job):
+    """Everything that a load changes, as text."""
+    states = [job.model.state_dict(), job.optimizer.state_dict(), job.scheduler.state_dict(), job.place.state_dict()]
+    positions = [loader._progress for loader in (job.loader, job.evaluation)]
+    return repr(
+        [states, positions, random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]
+    )
+
+
+def several(plan):
+    """Carry out several plans in one launch."""
+    for one in plan["plans"]:
+        MODES[one["mode"]](one)
+
+
+MODES = {mode.__name__: mode for mode in (write, read, endure, refuse, begin_anew, come_first, several)}
+
+
+def main():
+    plan = json.loads(Path(sys.argv[1]).read_text("utf-8"))
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
+    MODES[plan["mode"]](plan)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,394 @@
+"""A resumed run equals the run that was never interrupted, bit for bit: in fresh processes, after kills, on other worlds.
+
+One launch runs all cases, because a launch costs seconds and a case milliseconds: the writers log whole runs and leave
+checkpoints, the readers are other processes that resume from them.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accelerate.utils.imports import is_torchdata_stateful_dataloader_available
+
+SCRIPT = Path(__file__).parent / "scripts" / "resume_run.py"
+LIMIT_S = 300
+WORKERS = {"workers": 2, "saves": ["1-3", "1-last"], "resumes": ["load"]}
+TWICE = {"resumes": ["again", "chain"], "saves": ["0-1", "1-3", "1-last"]}
+STATE = "stream with state"
+FILLED = {"length": 21, "saves": ["0-1", "1-3"]}
+
+CASES: dict[str, dict[str, Any]] = {
+    # Samplers.
+    "default shuffle": {},
+    "seedable sampler": {"sampler": "seedable"},
+    "in order": {"sampler": "sequential"},
+    "sampler with a generator": {"sampler": "own generator"},
+    "loader with a generator": {"sampler": "loader generator"},
+    "weighted sampler": {"sampler": "weighted"},
+    "subset sampler": {"sampler": "subset"},
+    "custom sampler": {"sampler": "custom"},
+    "custom sampler that draws from torch": {"sampler": "draws from torch"},
+    "custom sampler that draws from numpy": {"sampler": "draws from numpy"},
+    "custom batch sampler": {"sampler": "custom batches"},
+    "split batches": {"split": True, "batch_size": 4},
+    # Worker processes.
+    "workers": {**WORKERS, "resumes": ["load", "skip"]},
+    "persistent workers": {**WORKERS, "persistent": True},
+    "workers, weighted sampler": {**WORKERS, "sampler": "weighted"},
+    "workers read a stream": {**WORKERS, "data": "stream", "dispatch": False},
+    # Streams and dispatching.
+    "stream": {"data": "stream", "dispatch": False},
+    "stream, dispatched": {"data": "stream"},
+    "stream with a state": {"data": STATE, "dispatch": False},
+    "stream with a state, dispatched": {"data": STATE},
+    "dispatched": {"dispatch": True},
+    "dispatched, weighted sampler": {"dispatch": True, "sampler": "weighted"},
+    "dispatched, split batches": {"dispatch": True, "split": True, "batch_size": 4},
+    # The last step is completed with samples of the first one.
+    "filled": {**FILLED},
+    "filled, stream": {**FILLED, "data": "stream", "dispatch": False},
+    "filled, dispatched": {**FILLED, "dispatch": True, "resumes": ["load", "skip", "chain"]},
+    "filled, dispatched, weighted sampler": {**FILLED, "dispatch": True, "sampler": "weighted"},
+    "filled, dispatched, custom batch sampler": {**FILLED, "dispatch": True, "sampler": "custom batches"},
+    "filled, dispatched stream": {**FILLED, "data": "stream"},
+    "filled, dispatched stream with a state": {**FILLED, "data": STATE},
+    # What else happens in a loop.
+    "nothing random but the order": {"dropout": 0.0, "noise": False, "loop_draws": False},
+    "accumulation": {"accumulation": 2, "saves": ["0-2", "1-4", "1-last", "1-after"]},
+    "evaluation inside": {"evaluate": True, "saves": ["0-1", "1-2", "1-3", "1-last"]},
+    "a loop that is left": {"leave": [1, 4], "saves": ["1-3", "1-after"], "resumes": ["load"]},
+    "shared random states": {"rng_types": ["torch", "generator"]},
+    # Ways of resuming that are not in every case.
+    "all batches skipped": {"resumes": ["skip all"], "saves": ["1-last"]},
+    "all batches skipped, dispatched": {"dispatch": True, "resumes": ["skip all"], "saves": ["1-last"]},
+    "interrupted twice": {**TWICE},
+    "interrupted twice, stream": {**TWICE, "data": "stream"},
+    "interrupted twice, stream with a state": {**TWICE, "data": STATE, "dispatch": False},
+    "interrupted twice, persistent workers": {**WORKERS, **TWICE, "persistent": True, "saves": ["1-2"]},
+}
+STATEFUL = {
+    "stateful": {},
+    "stateful, seedable sampler": {"sampler": "seedable"},
+    "stateful, dispatched": {"dispatch": True},
+    "stateful, filled, dispatched": {**FILLED, "dispatch": True},
+    "stateful, workers": {**WORKERS},
+    "stateful, stream": {"data": "stream", "dispatch": False},
+    "stateful, stream with a state": {"data": STATE, "dispatch": False},
+    "stateful, all batches skipped": {"resumes": ["skip all"], "saves": ["1-last"]},
+    "stateful, interrupted twice": {**TWICE},
+}
+HUGGING_FACE = {
+    "datasets": {"data": "datasets", "length": 24, "dispatch": False, "saves": ["1-3", "1-last"]},
+    "datasets, dispatched": {"data": "datasets", "length": 24, "saves": ["1-3", "1-last"]},
+}
+
+
+def present(module: str) -> bool:
+    import importlib.util
+
+    return importlib.util.find_spec(module) is not None
+
+
+if is_torchdata_stateful_dataloader_available():
+    CASES |= {name: {**options, "stateful": True} for name, options in STATEFUL.items()}
+    if present("datasets"):
+        HUGGING_FACE["datasets, stateful"] = {**HUGGING_FACE["datasets"], "stateful": True}
+if present("datasets"):
+    CASES |= HUGGING_FACE
+
+
+def command(processes: int, plan: Path) -> list[str]:
+    launcher = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--cpu"]
+    return [*launcher, "--num_processes", str(processes), str(SCRIPT), str(plan)]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def launch(folder: Path, processes: int, name: str, **plan: Any) -> str:
+    """Run the script once and return what it printed."""
+    file = folder / f"{name}.json"
+    file.write_text(json.dumps(plan, default=str))
+    done = subprocess.run(
+        command(processes, file), env=environment(), cwd=folder, capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert done.returncode == 0, f"{name}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+    return done.stdout + done.stderr
+
+
+def entries(file: Path) -> list[dict[str, Any]]:
+    """Return the lines of a log; half a line is what a killed run left."""
+    found = []
+    for line in file.read_text().splitlines():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found
+
+
+def listed(cases: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"name": name, **options} for name, options in cases.items()]
+
+
+# -- every case, on one process and two -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["1 process", "2 processes"])
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
+    """The logs of all whole runs and of all resumed ones; two launches."""
+    processes, folder = request.param, tmp_path_factory.mktemp("runs")
+    launch(folder, processes, "write", mode="write", out=folder / "whole", cases=listed(CASES))
+    launch(
+        folder, processes, "read", mode="read", **{"from": folder / "whole"}, out=folder / "on", cases=listed(CASES)
+    )
+    return processes, folder
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_resumed_run_equals_an_uninterrupted_one(runs, name):
+    processes, folder = runs
+    resumed = 0
+    for rank in range(processes):
+        whole = entries(folder / "whole" / name / f"whole.rank{rank}.jsonl")
+        saving = entries(folder / "whole" / name / f"saving.rank{rank}.jsonl")
+        assert [entry for entry in saving if "saved" not in entry] == whole, "saving changes nothing"
+        for file in sorted((folder / "on" / name).glob(f"*.rank{rank}.jsonl")):
+            place = saving.index({"saved": file.name.partition(".")[0]})
+            expected = [entry for entry in saving[place:] if "saved" not in entry]
+            assert len(expected) > 4 and entries(file) == expected, file.name
+            resumed += 1
+    options = CASES[name]
+    saves, ways = options.get("saves", [None] * 4), options.get("resumes", [None] * 2)
+    assert resumed == processes * len(saves) * len(ways)
+
+
+# -- another number of processes ------------------------------------------------------------------------------------
+
+WORLDS = {
+    "seedable": {"sampler": "seedable"},
+    "shuffle": {},
+    "dispatched": {"dispatch": True},
+    "custom": {"sampler": "custom"},
+    "custom batches": {"sampler": "custom batches"},
+}
+GLOBAL_BATCH = 8
+# Written by, read by, samples of a step of the readers.
+CHANGES = [(2, 4, 8), (4, 2, 8), (2, 1, 8), (1, 2, 8), (1, 4, 8), (2, 4, 12), (4, 2, 6), (2, 1, 3), (1, 2, 6)]
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
+    """Logs of runs on one, two and four processes, and of those that went on elsewhere; a launch each."""
+    folder = tmp_path_factory.mktemp("worlds")
+    shared = {"length": 40, "noise": False, "epochs": 3, "saves": ["1-2"], "resumes": ["load"]}
+    cases = [{**shared, **case} for case in listed(WORLDS)]
+    for writers in (1, 2, 4):
+        plan = {"mode": "write", "out": folder / f"by{writers}", "gather": True, "cases": cases}
+        launch(folder, writers, f"write{writers}", **plan, changes={"batch_size": GLOBAL_BATCH // writers})
+    told = {"folder": folder}
+    for readers in (1, 2, 4):
+        plans = [
+            {
+                "mode": "read",
+                "gather": True,
+                "cases": cases,
+                "from": folder / f"by{writers}",
+                "out": folder / f"{writers}to{readers}by{size}",
+                "changes": {"batch_size": size // readers},
+            }
+            for writers, to, size in CHANGES
+            if to == readers
+        ]
+        told[readers] = launch(folder, readers, f"read{readers}", mode="several", plans=plans)
+    return told
+
+
+def gathered(file: Path) -> dict[int, list[int]]:
+    """Return the sample numbers of all processes, by epoch and in their order."""
+    epochs: dict[int, list[int]] = {}
+    for entry in entries(file):
+        if "gathered" in entry:
+            epoch, numbers = entry["gathered"]
+            epochs.setdefault(epoch, []).extend(numbers)
+    return epochs
+
+
+@pytest.mark.parametrize("name", [name for name in WORLDS if name != "custom batches"])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: "{} to {}, {} a step".format(*change))
+def test_another_number_of_processes_goes_on_with_the_next_sample(worlds, change, name):
+    writers, readers, size = change
+    whole = gathered(worlds["folder"] / f"by{writers}" / name / "whole.rank0.jsonl")
+    resumed = gathered(worlds["folder"] / f"{writers}to{readers}by{size}" / name / "1-2.load.rank0.jsonl")
+    assert resumed[1] == whole[1][2 * GLOBAL_BATCH :], "the interrupted epoch: nothing lost, nothing twice, same order"
+    assert sorted(resumed[2]) == list(range(40))
+    if name in ("seedable", "custom"):
+        assert resumed[2] == whole[2], "an order that depends on a seed and the epoch is the same everywhere"
+
+
+def test_new_ranks_have_derived_seeds_and_say_so(worlds):
+    seeds = [line for line in worlds[4].splitlines() if "is new and seeds its random generators with" in line]
+    assert {number for line in seeds for number in (2, 3) if f"Rank {number} is new" in line} == {2, 3}
+    assert len({line.partition("generators with ")[2].split(",")[0] for line in seeds[:2]}) == 2
+    assert "was saved by more processes than the 2 running now" in worlds[2]
+
+
+@pytest.mark.parametrize(("writers", "readers"), [(2, 1), (4, 2), (1, 2), (2, 4), (1, 4)])
+def test_a_custom_batch_sampler_goes_on_at_a_whole_step(worlds, writers, readers):
+    whole = gathered(worlds["folder"] / f"by{writers}" / "custom batches" / "whole.rank0.jsonl")
+    out = worlds["folder"] / f"{writers}to{readers}by{GLOBAL_BATCH}" / "custom batches"
+    resumed = gathered(out / "1-2.load.rank0.jsonl")
+    consumed = 2 * writers
+    again = consumed % readers
+    behind = sum(
+        2 + number % 2 for number in range(consumed - again)
+    )  # its batches hold two and three samples in turn
+    order = list(dict.fromkeys(whole[1]))
+    assert sorted(order) == list(range(40)) and list(dict.fromkeys(resumed[1])) == order[behind:]
+    told = f"consumed {consumed} batches, which is not a multiple of the {readers} that a step takes"
+    assert (told in worlds[readers]) is bool(again)
+
+
+# -- kills ----------------------------------------------------------------------------------------------------------
+
+
+class Victim:
+    """A run that is killed, with all its processes, when it has passed a number of marks."""
+
+    def __init__(self, folder: Path, processes: int, name: str, **plan: Any) -> None:
+        self.out, self.processes = Path(plan["out"]), processes
+        file = folder / f"{name}.json"
+        file.write_text(json.dumps(plan, default=str))
+        self.errors = open(folder / f"{name}.err", "w+")  # noqa: SIM115
+        self.process = subprocess.Popen(
+            command(processes, file),
+            env=environment(),
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            text=True,
+        )
+
+    def marks(self) -> Iterator[int]:
+        for line in self.process.stdout:
+            if line.startswith("mark "):
+                yield int(line.split()[1])
+
+    def kill(self) -> None:
+        """Kill the launcher and every rank, and wait until the last one is gone."""
+        ranks = [int(Path(self.out, f"pid.{rank}").read_text()) for rank in range(self.processes)]
+        for pid in dict.fromkeys([self.process.pid, *ranks]):
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        self.process.stdout.read()  # to its end: nobody holds it any more
+        self.process.wait(timeout=LIMIT_S)
+
+    def end(self) -> None:
+        """Let it come to its end."""
+        self.process.communicate(timeout=LIMIT_S)
+        self.errors.seek(0)
+        assert self.process.returncode == 0, self.errors.read()[-6000:]
+
+
+def stitched(file: Path) -> tuple[dict[tuple[int, int], list[Any]], list[Any]]:
+    """Return the steps of a run that was killed again and again, and where it went on; a repeated step must be equal."""
+    steps: dict[tuple[int, int], list[Any]] = {}
+    starts = []
+    for entry in entries(file):
+        if "step" in entry:
+            epoch, step, *values = entry["step"]
+            assert steps.setdefault((epoch, step), values) == values, (epoch, step)
+        elif "resumed" in entry:
+            starts.append((entry["resumed"], *entry["at"]))
+    return steps, starts
+
+
+def killed_and_resumed(folder: Path, processes: int, kills: int, seed: int, options: dict[str, Any]) -> list[Any]:
+    """Kill a run at random marks until it was killed so many times; compare it with one that was left in peace."""
+    chance = random.Random(seed)
+    plan = {"mode": "endure", "every": 3, "cases": [{"name": "killed", **options}]}
+    launch(folder, processes, "peace", **plan, out=folder / "peace")
+    out = folder / "killed"
+    for number in range(kills):
+        mark = chance.randint(2, 12)
+        # Either at that very place, or as soon as we hear of it: then the processes are anywhere.
+        hold = mark if number % 2 == 0 else None
+        victim = Victim(folder, processes, f"kill{number}", **plan, out=out, hold=hold, marks_of=number % processes)
+        reached = next((passed for passed in victim.marks() if passed == mark), None)
+        assert reached == mark, f"run {number} ended before it could be killed"
+        victim.kill()
+    Victim(folder, processes, "last", **plan, out=out).end()
+    for rank in range(processes):
+        steps, starts = stitched(out / f"run.rank{rank}.jsonl")
+        expected, _ = stitched(folder / "peace" / f"run.rank{rank}.jsonl")
+        assert steps == expected and list(steps) == sorted(steps) == list(expected)
+        assert len(starts) == kills + 1
+    return starts
+
+
+KILLED = {"evaluate": True, "length": 22}
+
+
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path):
+    starts = killed_and_resumed(tmp_path, 2, kills=3, seed=4, options={**KILLED, "epochs": 6})
+    assert starts[-1][0] == "load"
+
+
+def test_a_run_killed_in_a_save_takes_the_checkpoint_before(tmp_path):
+    plan = {
+        "mode": "endure",
+        "every": 3,
+        "cases": [{"name": "killed", **KILLED, "epochs": 3}],
+        "out": tmp_path / "out",
+    }
+    for number, mark in enumerate([10, 5]):  # in the second save, and in the first one of the run after it
+        victim = Victim(tmp_path, 1, f"kill{number}", **plan, hold=mark)
+        assert mark in victim.marks()
+        victim.kill()
+    checkpoints = tmp_path / "out" / "checkpoints"
+    incomplete = [path.parent.name for path in checkpoints.glob("*/.incomplete*")]
+    assert incomplete == ["checkpoint_1"], sorted(path.name for path in checkpoints.iterdir())
+    victim = Victim(tmp_path, 1, "last", **plan)
+    victim.end()
+    victim.errors.seek(0)
+    assert "checkpoint_1 is passed over" in victim.errors.read()
+    _, starts = stitched(tmp_path / "out" / "run.rank0.jsonl")
+    assert starts == [(None, 0, 0), ("load", 0, 3), ("load", 0, 3)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("processes", "kills", "options"),
+    [
+        (2, 50, {**KILLED, "epochs": 90}),
+        (1, 10, {**KILLED, "epochs": 20, "workers": 2, "persistent": True}),
+        (2, 10, {**KILLED, "epochs": 30, "data": STATE}),
+    ],
+    ids=["50 kills", "workers", "dispatched stream"],
+)
+def test_kills_at_random_steps(tmp_path, processes, kills, options):
+    starts = killed_and_resumed(tmp_path, processes, kills=kills, seed=7, options=options)
+    assert sum(start[0] == "load" for start in starts) > kills // 2
+
+
+# -- what is refused ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_what_cannot_go_on_is_refused_and_changes_nothing(tmp_path, processes):
+    modes = ["refuse", "begin_anew", *(["come_first"] if processes > 1 else [])]
+    plans = [{"mode": mode, "out": tmp_path / mode, "cases": [{"name": mode}]} for mode in modes]
+    printed = launch(tmp_path, processes, "refuse", mode="several", plans=plans)
+    assert "ok refused" in printed and "ok anew" in printed
+    assert processes == 1 or "ok first" in printed

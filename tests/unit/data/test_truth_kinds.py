@@ -1,0 +1,140 @@
+"""Loaders of every kind look like the loader they were made of, and yield the same samples."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from accelerate.data.build import prepare_data_loader
+from accelerate.data.loader import PreparedLoader
+from accelerate.data.skip import skip_first_batches
+from accelerate.utils.imports import is_torchdata_stateful_dataloader_available
+
+STATEFUL = is_torchdata_stateful_dataloader_available()
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(11))
+
+
+class Doubling(DataLoader):
+    """A loader with an iteration of its own, and something to remember."""
+
+    note = "kept"
+
+    def __iter__(self):
+        for batch in super().__iter__():
+            yield 2 * batch
+
+
+class Renamed(DataLoader):
+    """A loader that adds attributes only."""
+
+    def __init__(self, *args, factor=1, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.factor = factor
+
+
+class Collating:
+    """A collate function with settings."""
+
+    def __init__(self, offset):
+        self.offset = offset
+
+    def __call__(self, samples):
+        return torch.tensor(samples) + self.offset
+
+
+def dataset(stream):
+    return Stream() if stream else list(range(11))
+
+
+def values(loader):
+    return [batch.tolist() for batch in loader]
+
+
+def expected(world):
+    """The part of the last of so many processes."""
+    return {1: [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]], 2: [[4, 5, 6, 7], [1, 2, 3, 4]]}[world]
+
+
+@pytest.mark.parametrize(
+    "stateful", [False, pytest.param(True, marks=pytest.mark.skipif(not STATEFUL, reason="torchdata"))]
+)
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("world", [1, 2])
+def test_settings_survive(world, stream, workers, stateful):
+    collate = Collating(100)
+    whole = DataLoader(dataset(stream), 4, collate_fn=collate, num_workers=workers)
+    loader = prepare_data_loader(
+        whole, num_processes=world, process_index=world - 1, use_stateful_dataloader=stateful, dispatch_batches=False
+    )
+    want = [[100 + number for number in batch] for batch in expected(world)]
+    assert isinstance(loader, DataLoader) and type(loader).__mro__[1] is PreparedLoader
+    assert loader.__class__ is type(loader.base_dataloader)
+    if stateful:
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        assert isinstance(loader, StatefulDataLoader)
+    assert loader.collate_fn is collate and loader.num_workers == workers
+    # torchdata's loader has none beside a batch sampler, as torch's.
+    assert loader.batch_size == (None if stateful and not stream else 4) and loader.total_batch_size == 4 * world
+    assert values(loader) == values(loader) == want
+    for skip in range(len(want) + 1):
+        view = skip_first_batches(loader, skip)
+        assert isinstance(view, type(loader.base_dataloader)) and view.collate_fn is collate
+        assert values(view) == want[skip:]
+    assert values(copy.copy(loader)) == want
+    if not stateful:  # torchdata's iterator stays in its loader, and cannot be pickled
+        assert values(pickle.loads(pickle.dumps(loader))) == want
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("world", [1, 2])
+def test_classes_of_ones_own_keep_their_iteration(world, stream, workers):
+    whole = Doubling(dataset(stream), 4, num_workers=workers)
+    loader = prepare_data_loader(whole, num_processes=world, process_index=world - 1, dispatch_batches=False)
+    want = [[2 * number for number in batch] for batch in expected(world)]
+    assert isinstance(loader, Doubling) and loader.note == "kept"
+    for _ in range(2):
+        assert [(batch.tolist(), loader.end_of_dataloader) for batch in loader] == [
+            (batch, number == len(want)) for number, batch in enumerate(want, 1)
+        ]
+    assert values(skip_first_batches(loader, 1)) == want[1:]
+    # The caller's loader is as it was.
+    assert values(whole) == [[2 * number for number in batch] for batch in expected(1)]
+
+
+def test_attributes_of_ones_own_are_kept():
+    loader = prepare_data_loader(Renamed(dataset(False), 4, factor=3), num_processes=2, process_index=1)
+    assert isinstance(loader, Renamed) and loader.factor == 3 and values(loader) == expected(2)
+    assert skip_first_batches(loader, 1).factor == 3
+
+
+@pytest.mark.skipif(not STATEFUL, reason="needs torchdata's StatefulDataLoader")
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_state_of_every_batch_continues_after_it(workers, stream):
+    def build():
+        return prepare_data_loader(
+            DataLoader(dataset(stream), 4, num_workers=workers),
+            num_processes=2,
+            process_index=1,
+            use_stateful_dataloader=True,
+            dispatch_batches=False,
+        )
+
+    loader = build()
+    for number, _ in enumerate(loader, 1):
+        again = build()
+        again.load_state_dict(pickle.loads(pickle.dumps(loader.state_dict())))
+        rest = [(batch.tolist(), again.batch_counts, again.end_of_dataloader) for batch in again]
+        # After the last batch comes the next epoch.
+        assert rest == [([4, 5, 6, 7], None, False), ([1, 2, 3, 4], (3, 0), True)][number % 2 :]
+        assert values(again) == expected(2)

@@ -1,0 +1,237 @@
+"""Samplers against enumerated truth: where each sample goes, position by position, over every small case."""
+
+from itertools import product
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+
+from accelerate.data.build import prepare_data_loader
+from accelerate.data.iterable import IterableDatasetShard
+from accelerate.data.samplers import SeedableRandomSampler
+from accelerate.data.shards import BatchSamplerShard, SamplerShard, SkipBatchSampler, batches_from, skips_samples
+from accelerate.data.skip import skip_first_batches
+
+LENGTHS, SIZES, WORLDS, FLAGS = range(10), (1, 2, 3), (1, 2, 3), (False, True)
+
+
+def dealt(samples, size, world, rank, drop_last=False, even=True, behind=0):
+    """The batches of one rank: in round r, place j of its batch holds the sample number r * size * world + rank * size + j.
+
+    Places after the end stay empty, or are filled with the first samples of the first round, over and over.
+    """
+    total, count = size * world, len(samples) - behind
+    batches = []
+    for start in range(0, count, total):
+        if drop_last and start + total > count:
+            break
+        batch = []
+        for place in range(start + rank * size, start + rank * size + size):
+            if place < count:
+                batch.append(samples[behind + place])
+            elif even:
+                batch.append(samples[(place - count) % min(total, len(samples))])
+        if batch:
+            batches.append(batch)
+    return batches
+
+
+def real(length, size, world, drop_last, even, behind=0):
+    """Which round is completed with duplicates, if any, and how many samples of each rank's batch are real there."""
+    count = max(0, length - behind)
+    rounds, rest = divmod(count, size * world)
+    if not rest or drop_last or not even:
+        return {}
+    return {rounds: tuple(sum(place < rest for place in range(r * size, r * size + size)) for r in range(world))}
+
+
+def check(sampler, expected):
+    """It yields what is expected, tells its length, and does both again; from any start it yields the tail."""
+    assert list(sampler) == expected
+    assert len(sampler) == len(expected)
+    assert list(sampler) == expected
+    for start in range(len(expected) + 2):
+        assert list(batches_from(sampler, start)) == expected[start:]
+        skipping = SkipBatchSampler(sampler, start)
+        assert list(skipping) == expected[start:] and len(skipping) == len(expected[start:])
+
+
+def test_the_model_by_hand():
+    assert dealt("abcdefg", 2, 2, 0) == [["a", "b"], ["e", "f"]]
+    assert dealt("abcdefg", 2, 2, 1) == [["c", "d"], ["g", "a"]]
+    assert dealt("abcdefg", 2, 2, 1, even=False) == [["c", "d"], ["g"]]
+    assert dealt("abcdefg", 2, 2, 1, drop_last=True) == [["c", "d"]]
+    assert dealt("a", 2, 2, 1) == [["a", "a"]] and dealt("a", 2, 2, 1, even=False) == []
+    assert dealt("abcdefg", 2, 2, 1, behind=2) == [["e", "f"], ["b", "c"]]
+    assert real(7, 2, 2, False, True) == {1: (2, 1)} and real(8, 2, 2, False, True) == {}
+
+
+@pytest.mark.parametrize("sequential", FLAGS)
+@pytest.mark.parametrize("split", FLAGS)
+def test_batch_sampler_shard(split, sequential):
+    for length, size, world, drop_last, even in product(LENGTHS, SIZES, WORLDS, FLAGS, FLAGS):
+        samples = list(range(length)) if sequential else list(range(100, 100 + length))
+        for rank in range(world):
+            inner = BatchSampler(
+                SequentialSampler(samples) if sequential else samples, size * world if split else size, drop_last
+            )
+            shard = BatchSamplerShard(inner, world, rank, split_batches=split, even_batches=even)
+            check(shard, dealt(samples, size, world, rank, drop_last, even))
+            list(shard)
+            assert shard.round_log.padded == real(length, size, world, drop_last, even)
+
+
+@pytest.mark.parametrize("sequential", FLAGS)
+@pytest.mark.parametrize("split", FLAGS)
+def test_samples_may_be_skipped_beyond_whole_batches(split, sequential):
+    """Another number of processes has consumed samples that are no whole steps here."""
+    for length, size, world, drop_last, even in product(LENGTHS, (1, 2), WORLDS, FLAGS, FLAGS):
+        samples = list(range(length)) if sequential else list(range(100, 100 + length))
+        for rank, skip, extra in product(range(world), range(3), range(size * world)):
+            behind = skip * size * world + extra
+            expected = dealt(samples, size, world, rank, drop_last, even, behind)
+            inner = BatchSampler(
+                SequentialSampler(samples) if sequential else samples, size * world if split else size, drop_last
+            )
+            shard = BatchSamplerShard(inner, world, rank, split_batches=split, even_batches=even)
+            skipping = SkipBatchSampler(shard, skip, extra)
+            case = (length, size, world, drop_last, even, rank, skip, extra)
+            assert list(skipping) == expected, case
+            padded = real(length, size, world, drop_last, even, behind)
+            assert shard.round_log.padded == {skip + number: counts for number, counts in padded.items()}, case
+            assert len(skipping) == len(expected), case
+            # A view of it leaves out whole batches of what remains.
+            nested = SkipBatchSampler(skipping, 1)
+            assert list(nested) == expected[1:] and len(nested) == len(expected[1:]), case
+
+
+def test_plain_batch_samplers_are_skipped_by_batches_and_samples():
+    for length, size, drop_last, skip, extra in product(LENGTHS, SIZES, FLAGS, range(4), range(4)):
+        skipping = SkipBatchSampler(BatchSampler(range(length), size, drop_last), skip, extra)
+        expected = dealt(range(length), size, 1, 0, drop_last, even=False, behind=skip * size + extra)
+        assert list(skipping) == expected and len(skipping) == len(expected), (length, size, drop_last, skip, extra)
+
+
+def test_where_samples_can_be_skipped_is_told():
+    batches = BatchSampler(range(12), 2, False)
+    shard = BatchSamplerShard(batches, 2, 1)
+    assert skips_samples(batches) and skips_samples(shard) and skips_samples(SkipBatchSampler(shard, 1))
+    # A shard of what was skipped beforehand, of lists, or of a sampler of another kind goes on at whole batches.
+    for inner in (
+        SkipBatchSampler(batches, 1),
+        list(batches),
+        type("Custom", (BatchSampler,), {})(range(12), 2, False),
+    ):
+        assert not skips_samples(BatchSamplerShard(inner, 2, 1))
+        check(BatchSamplerShard(inner, 2, 1), list(BatchSamplerShard(list(inner), 2, 1)))
+
+
+def test_sampler_shard():
+    for length, world, even in product(LENGTHS, WORLDS, FLAGS):
+        for rank in range(world):
+            expected = [sample for (sample,) in dealt(range(length), 1, world, rank, even=even)]
+            check(SamplerShard(range(length), world, rank, even_batches=even), expected)
+
+
+class Stream(IterableDataset):
+    def __init__(self, length):
+        self.length = length
+
+    def __iter__(self):
+        return iter(range(self.length))
+
+
+class SizedStream(Stream):
+    def __len__(self):
+        return self.length
+
+
+@pytest.mark.parametrize("split", FLAGS)
+def test_iterable_dataset_shard(split):
+    for length, size, world, drop_last in product(LENGTHS, SIZES, WORLDS, FLAGS):
+        for rank in range(world):
+            dataset = SizedStream(length)
+            shard = IterableDatasetShard(dataset, size * world if split else size, drop_last, world, rank, split)
+            expected = sum(dealt(range(length), size, world, rank, drop_last), [])
+            assert list(shard) == list(shard) == expected and len(shard) == len(expected)
+            assert shard.round_log.padded == real(length, size, world, drop_last, even=True)
+
+
+@pytest.mark.parametrize("split", FLAGS)
+@pytest.mark.parametrize(
+    "dataset", [lambda length: list(range(length)), Stream, SizedStream], ids=["map", "s", "sized"]
+)
+def test_prepared_loaders_from_every_start(dataset, split):
+    """The view that leaves out k batches yields the tail, and knows end, remainder, real samples and its length."""
+    for length, size, world, drop_last in product(LENGTHS, (1, 2), WORLDS, FLAGS):
+        even = world > 1  # alone there is nobody to be even with, so torch's own short last batch stays
+        padded = real(length, size, world, drop_last, even)
+        rest = 0 if drop_last else length % (size * world)
+        for rank in range(world):
+            expected = dealt(range(length), size, world, rank, drop_last, even)
+            whole = prepare_data_loader(
+                DataLoader(dataset(length), size * world if split else size, drop_last=drop_last),
+                num_processes=world,
+                process_index=rank,
+                split_batches=split,
+            )
+            for skip in range(len(expected) + 1):
+                case = (length, size, world, drop_last, rank, skip)
+                view = skip_first_batches(whole, skip)
+                if dataset is not Stream:
+                    assert len(view) == len(expected[skip:]), case
+                seen = []
+                for number, batch in enumerate(view, skip):
+                    seen.append(batch.tolist())
+                    assert view.batch_counts == padded.get(number), case
+                    assert view.end_of_dataloader is (number == len(expected) - 1), case
+                    if view.end_of_dataloader and not drop_last and world > 1:
+                        assert view.remainder in ((rest,) if rest else (0, -1)), case
+                assert seen == expected[skip:], case
+                assert whole.iteration == skip + 1, case
+
+
+def test_unbatched_loaders_from_every_start():
+    for length, world in product(LENGTHS, WORLDS):
+        for rank in range(world):
+            expected = [sample for (sample,) in dealt(range(length), 1, world, rank)]
+            loader = DataLoader(list(range(length)), batch_size=None)
+            loader = prepare_data_loader(loader, num_processes=world, process_index=rank)
+            for skip in range(len(expected) + 1):
+                assert list(skip_first_batches(loader, skip)) == expected[skip:]
+
+
+def test_seedable_orders():
+    for length, seed, replacement in product((1, 2, 7), (0, 5), FLAGS):
+        for drawn in (None, 3, 9):
+            if drawn is not None and not replacement and drawn > length:
+                continue
+            options = {"replacement": replacement, "num_samples": drawn}
+            sampler = SeedableRandomSampler(range(length), data_seed=seed, **options)
+            for epoch in (0, 1, 2, 7):
+                generator = torch.Generator().manual_seed(seed + epoch)
+                expected = list(torch.utils.data.RandomSampler(range(length), generator=generator, **options))
+                sampler.set_epoch(epoch)
+                torch.rand(1)  # what others draw does not matter
+                assert list(sampler) == expected and len(sampler) == len(expected)
+                assert sampler.epoch == epoch + 1
+
+
+@pytest.mark.parametrize("split", FLAGS)
+def test_shards_of_a_seedable_order_from_every_start(split):
+    for length, size, world, epoch in product((1, 5, 9), (1, 2), (2, 3), (0, 1)):
+        generator = torch.Generator().manual_seed(8 + epoch)
+        order = torch.randperm(length, generator=generator).tolist()
+        for rank in range(world):
+            expected = dealt(order, size, world, rank)
+            for skip in range(len(expected) + 1):
+                loader = prepare_data_loader(
+                    DataLoader(list(range(length)), size * world if split else size, shuffle=True),
+                    num_processes=world,
+                    process_index=rank,
+                    split_batches=split,
+                    use_seedable_sampler=True,
+                    data_seed=8,
+                )
+                loader.set_epoch(epoch)
+                assert [batch.tolist() for batch in skip_first_batches(loader, skip)] == expected[skip:]
