@@ -107,7 +107,7 @@ test-interop: $(VENV)/.ready-interop ## the interop tests alone
 test-transformers: $(TRANSFORMERS_VERSIONS:%=test-transformers-%) ## the shim against each release of transformers it supports
 
 test-transformers-%: .venv-transformers-%/.ready
-	PATH="$(CURDIR)/.venv-transformers-$*/bin:$$PATH" .venv-transformers-$*/bin/python -m pytest -m 'not gpu' $(TRANSFORMERS_TESTS) $(ARGS)
+	PATH="$(CURDIR)/.venv-transformers-$*/bin:$$PATH" .venv-transformers-$*/bin/python -m pytest -m 'not slow and not gpu' $(TRANSFORMERS_TESTS) $(ARGS)
 
 test-upstream: $(UPSTREAM_READY) ## the exported patches, on upstream's source distributions
 	$(PYTEST) tests/interop/test_upstream_transformers.py tests/interop/test_upstream_accelerate.py $(ARGS)
