@@ -12,7 +12,8 @@ PYTEST := $(BIN)/python -m pytest
 PEER_VERSION := 1.15.0
 # The releases that src/transformers_patch/registry.py says it is tested with, each in an environment of its own.
 TRANSFORMERS_VERSIONS := 4.46.3 4.57.6 5.0.0 5.23.0
-TRANSFORMERS_TESTS := tests/unit/transformers_patch tests/interop/test_transformers_patch.py
+TRANSFORMERS_TESTS := tests/unit/transformers_patch tests/interop/test_transformers_patch.py \
+	tests/interop/test_libraries.py::test_training_arguments_leave_a_live_accelerator_whole
 # Upstream's source distributions that the exported patches are proved on.
 UPSTREAM_SOURCES := accelerate-1.12.0 accelerate-1.15.0 transformers-4.57.6 transformers-5.23.0
 UPSTREAM_READY := $(VENV)/.ready-interop $(PEER)/.ready .venv-transformers-4.57.6/.ready \
