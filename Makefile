@@ -12,12 +12,13 @@ PYTEST := $(BIN)/python -m pytest
 PEER_VERSION := 1.15.0
 # The releases that src/transformers_patch/registry.py says it is tested with, each in an environment of its own.
 TRANSFORMERS_VERSIONS := 4.46.3 4.57.6 5.0.0 5.23.0
-TRANSFORMERS_TESTS := tests/unit/transformers_patch tests/interop/test_transformers_patch.py
+TRANSFORMERS_TESTS := tests/unit/transformers_patch tests/interop/test_transformers_patch.py \
+	tests/interop/test_libraries.py::test_training_arguments_leave_a_live_accelerator_whole
 # Upstream's source distributions that the exported patches are proved on.
 UPSTREAM_SOURCES := accelerate-1.12.0 accelerate-1.15.0 transformers-4.57.6 transformers-5.23.0
 UPSTREAM_READY := $(VENV)/.ready-interop $(PEER)/.ready .venv-transformers-4.57.6/.ready \
 	$(UPSTREAM_SOURCES:%=.cache/upstream/%/.ready)
-INTEROP_LIBRARIES := transformers trl peft diffusers sentence-transformers datasets
+INTEROP_LIBRARIES := transformers trl peft diffusers sentence-transformers datasets optuna
 
 # Two processes on two cores: one thread each, or they fight for the cores.
 export OMP_NUM_THREADS ?= 1
@@ -107,7 +108,7 @@ test-interop: $(VENV)/.ready-interop ## the interop tests alone
 test-transformers: $(TRANSFORMERS_VERSIONS:%=test-transformers-%) ## the shim against each release of transformers it supports
 
 test-transformers-%: .venv-transformers-%/.ready
-	PATH="$(CURDIR)/.venv-transformers-$*/bin:$$PATH" .venv-transformers-$*/bin/python -m pytest -m 'not gpu' $(TRANSFORMERS_TESTS) $(ARGS)
+	PATH="$(CURDIR)/.venv-transformers-$*/bin:$$PATH" .venv-transformers-$*/bin/python -m pytest -m 'not slow and not gpu' $(TRANSFORMERS_TESTS) $(ARGS)
 
 test-upstream: $(UPSTREAM_READY) ## the exported patches, on upstream's source distributions
 	$(PYTEST) tests/interop/test_upstream_transformers.py tests/interop/test_upstream_accelerate.py $(ARGS)

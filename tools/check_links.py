@@ -13,7 +13,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)(?:\s+\"[^\"]*\")?\)")
 FENCE = re.compile(r"^(```|~~~).*?^\1", re.S | re.M)
 CODE = re.compile(r"`[^`\n]*`")
-SKIPPED = re.compile(r"\.git|\.venv.*|site|build|dist|\.demo|.*\.egg-info")
+SKIPPED = re.compile(r"\.git|\.cache|\.venv.*|site|build|dist|\.demo|.*\.egg-info")
 
 
 def documents() -> list[pathlib.Path]:

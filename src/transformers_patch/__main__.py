@@ -79,7 +79,8 @@ def run(target: str, arguments: Sequence[str], strategy: str, module: bool = Fal
         runpy.run_module(target, run_name="__main__", alter_sys=True)
     else:
         sys.path[0] = str(Path(target).resolve().parent)
-        runpy.run_path(target, run_name="__main__")
+        # Python makes `__file__` of a script absolute, so that it holds after a change of directory; runpy does not.
+        runpy.run_path(str(Path(target).absolute()), run_name="__main__")
     return 0
 
 

@@ -29,12 +29,12 @@ def check(arguments: Any) -> None:
     """Compare training arguments with the existing state; every rank must call it, and every rank raises alike.
 
     Args:
-        arguments: `TrainingArguments` whose `use_cpu`, `fp16`, `bf16`, `deepspeed`, `fsdp`, `torch_compile`, `ddp_backend`
-            and `ddp_timeout` (seconds) are set.
+        arguments: `TrainingArguments` whose `use_cpu`, `fp16`, `bf16`, `deepspeed`, `fsdp`, `torch_compile`,
+            `parallelism_config`, `ddp_backend` and `ddp_timeout` (seconds) are set.
 
     Raises:
         RuntimeError: they carry a DeepSpeed configuration, or ask for FSDP, and the state was not made for it.
-        ValueError: they ask for another device, or another mixed precision, than the state has.
+        ValueError: they ask for another device, mixed precision or device mesh than the state has.
 
     Example:
         >>> from types import SimpleNamespace
@@ -49,6 +49,7 @@ def check(arguments: Any) -> None:
     # A state of the process alone has no precision and no plugins yet: the Trainer's own Accelerator will set them.
     if full:
         _check_precision(arguments, full.get("_mixed_precision", "no"))
+        _check_layout(arguments, full.get("parallelism_config"))
         _compare_compilation(arguments, full.get("dynamo_plugin"), state)
     _compare_group(arguments, state)
 
@@ -127,6 +128,19 @@ def _check_precision(arguments: Any, kept: str) -> None:
     )
 
 
+def _check_layout(arguments: Any, kept: Any) -> None:
+    wanted = getattr(arguments, "parallelism_config", None)
+    if wanted is not None and wanted is not kept and wanted != kept:
+        raise ValueError(
+            f"the training arguments ask for parallelism_config={wanted!r}, but the accelerator state that is kept has "
+            f"{kept!r}."
+            + _ways_out(
+                "leave parallelism_config out of the training arguments",
+                "build `Accelerator(parallelism_config=...)` with it before the arguments",
+            )
+        )
+
+
 def _compare_compilation(arguments: Any, plugin: Any, state: Any) -> None:
     kept = str(getattr(getattr(plugin, "backend", "NO"), "value", "NO")).upper()
     if getattr(arguments, "torch_compile", False) and kept == "NO":
@@ -176,7 +190,7 @@ def _warn_once(state: Any, message: str) -> None:
 
 def warn_caller(message: str) -> None:
     """Issue a UserWarning that points at the line which built the training arguments."""
-    inside = {"transformers", __name__.partition(".")[0]}
+    inside = {"functools", "transformers", __name__.partition(".")[0]}  # newer releases use functools' cached_property
     depth, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in inside:
         depth, frame = depth + 1, frame.f_back

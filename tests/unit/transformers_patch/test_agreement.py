@@ -108,6 +108,16 @@ def test_fsdp_needs_a_state_made_for_it_once_there_is_one():
         agreement.check(arguments(fsdp="full_shard"))
 
 
+def test_another_mesh_raises():
+    Accelerator(cpu=True)
+    agreement.check(arguments(parallelism_config=None))
+    with pytest.raises(ValueError, match="parallelism_config='mesh'.*has None") as error:
+        agreement.check(arguments(parallelism_config="mesh"))
+    assert all(ways_out(error))
+    AcceleratorState._shared_state["parallelism_config"] = "mesh"
+    agreement.check(arguments(parallelism_config="mesh"))
+
+
 def test_compilation_that_the_state_does_not_have_warns_once():
     Accelerator(cpu=True)
     with pytest.warns(UserWarning, match="torch_compile=True is not applied") as caught:

@@ -1,6 +1,8 @@
 """The two classes that keep the state without a patch of what is installed."""
 
+import importlib.util
 import pickle
+import sys
 
 import pytest
 import transformers
@@ -8,6 +10,7 @@ import transformers
 import transformers_patch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
+from transformers_patch import arguments, registry
 
 CLASSES = [transformers_patch.TrainingArguments, transformers_patch.Seq2SeqTrainingArguments]
 
@@ -15,9 +18,9 @@ CLASSES = [transformers_patch.TrainingArguments, transformers_patch.Seq2SeqTrain
 @pytest.mark.parametrize("cls", CLASSES)
 def test_they_keep_the_state_and_leave_transformers_alone(build, cls):
     accelerator = Accelerator(cpu=True)
-    arguments = build(cls)
-    assert arguments.distributed_state.__dict__ is PartialState().__dict__ and AcceleratorState._shared_state
-    assert accelerator.num_processes == 1 and arguments.preserve_accelerator_state is True
+    built = build(cls)
+    assert built.distributed_state.__dict__ is PartialState().__dict__ and AcceleratorState._shared_state
+    assert accelerator.num_processes == 1 and built.preserve_accelerator_state is True
     assert "preserve_accelerator_state" not in transformers.TrainingArguments.__dataclass_fields__
 
 
@@ -39,9 +42,9 @@ def test_they_are_transformers_classes(build, cls):
 
 @pytest.mark.parametrize("cls", CLASSES)
 def test_they_pickle(build, cls):
-    arguments = build(cls, preserve_accelerator_state=False)
-    again = pickle.loads(pickle.dumps(arguments))
-    assert type(again) is cls and again.preserve_accelerator_state is False and again.device == arguments.device
+    built = build(cls, preserve_accelerator_state=False)
+    again = pickle.loads(pickle.dumps(built))
+    assert type(again) is cls and again.preserve_accelerator_state is False and again.device == built.device
 
 
 def test_an_applied_patch_and_the_classes_go_together(build):
@@ -67,3 +70,17 @@ def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'Arguments'"):
         _ = transformers_patch.Arguments
     assert set(transformers_patch.__all__) <= set(dir(transformers_patch))
+
+
+def test_where_nothing_resets_the_flag_says_that_it_does_nothing(build, monkeypatch):
+    monkeypatch.setattr(registry.Entry, "check", lambda self: registry.Finding((), needed=False))
+    spec = importlib.util.spec_from_file_location("arguments_of_a_later_release", arguments.__file__)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    for cls in (module.TrainingArguments, module.Seq2SeqTrainingArguments):
+        assert build(cls).preserve_accelerator_state is True
+        with pytest.warns(UserWarning, match="preserve_accelerator_state=False is not applied") as caught:
+            build(cls, preserve_accelerator_state=False)
+        assert cls._setup_devices is transformers.TrainingArguments._setup_devices
+        assert caught[0].message.args[0].count(transformers.__version__) == 1

@@ -1,0 +1,48 @@
+"""How the programs of downstream libraries are started, and how their figures are read."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+SCRIPTS = Path(__file__).parent / "scripts"
+ROOT = Path(__file__).parents[2]
+PEER = ROOT / ".venv-peer-interop" / "bin" / "python"
+LIMIT_S = 400
+
+
+def starter(python: str, processes: int, ours: bool) -> list[str]:
+    """Return the command that starts a program on so many processes; the program follows."""
+    if processes == 1:
+        return [python]
+    if ours:
+        options = ["--cpu", "--num_processes", str(processes)]
+        return [python, "-m", "accelerate.commands.accelerate_cli", "launch", *options]
+    # The peer's launcher starts one process on the CPU; torchrun starts as many as it is told.
+    return [python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+
+
+def finished(command: list[str], code: int = 0, cwd: Path | None = None, **variables: str) -> Any:
+    """Run a command offline, on the CPU and with one thread, and make sure of its exit code."""
+    settings = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}
+    environment = {**os.environ, **settings, **variables}
+    done = subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == code, f"{' '.join(command)}\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+    return done
+
+
+def last_figures(done: Any) -> dict[str, Any]:
+    """Return the figures that a program has printed last, and what it wrote to stderr."""
+    lines = [line for line in done.stdout.splitlines() if line.startswith('{"')]
+    assert lines, done.stdout[-4000:] + done.stderr[-4000:]
+    return {**json.loads(lines[-1]), "stderr": done.stderr}
+
+
+def figures(
+    python: str, script: str, folder: Path, processes: int, ours: bool, *arguments: str, **variables: str
+) -> dict[str, Any]:
+    """Run a script and return the figures it prints."""
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [*starter(python, processes, ours), str(SCRIPTS / script), str(folder), *arguments]
+    return last_figures(finished(command, **variables))
