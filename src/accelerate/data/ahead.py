@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import chain, islice
 from typing import Any
 
 from torch.utils.data import DataLoader
 
 from accelerate.data import lengths
 from accelerate.data.adapter import is_stateful, variant
-from accelerate.data.shards import look_ahead
 
 _ITERATION = ("__iter__", "_get_iterator")
 
@@ -18,41 +16,52 @@ _ITERATION = ("__iter__", "_get_iterator")
 class EndAhead:
     """A sampler that knows, when it has given an item, whether that was the last one of the iteration.
 
+    One iteration at a time: the sampler is its own iterator.
+
     Args:
         sampler: iterable of batches, or of single indices.
 
     Attributes:
-        last: number of the last item, from 0, as soon as that item has been given; None before.
+        ended: whether the last item has been given.
 
     Example:
         >>> sampler = EndAhead([[0, 1], [2]])
-        >>> [(batch, sampler.last) for batch in sampler]
-        [([0, 1], None), ([2], 1)]
+        >>> [(batch, sampler.ended) for batch in sampler]
+        [([0, 1], False), ([2], True)]
     """
 
     def __init__(self, sampler: Iterable[Any]) -> None:
         self.sampler = sampler
-        self.last: int | None = None
-        self._pairs: Iterator[tuple[int, tuple[Any, bool]]] = iter(())
-        self._first: list[tuple[int, tuple[Any, bool]]] = []
+        self.ended = False
+        self._items: Iterator[Any] = iter(())
+        self._ahead: Any = _NOT_DRAWN
 
     def __len__(self) -> int:
         return len(self.sampler)  # type: ignore[arg-type]
 
-    def __iter__(self) -> Iterator[Any]:
-        self.last = None
-        self._pairs, self._first = enumerate(look_ahead(self.sampler)), []
-        return self._items()
-
-    def _items(self) -> Iterator[Any]:
-        for number, (item, is_last) in chain(self._first, self._pairs):
-            if is_last:
-                self.last = number
-            yield item
+    def __iter__(self) -> EndAhead:
+        self.ended, self._items, self._ahead = False, iter(self.sampler), _NOT_DRAWN
+        return self
 
     def draw(self) -> None:
         """Let the sampler draw its order now, rather than when the running iteration is asked for its first item."""
-        self._first = list(islice(self._pairs, 1))
+        if self._ahead is _NOT_DRAWN:
+            self._ahead = next(self._items, _END)
+
+    def __next__(self) -> Any:
+        item = self._ahead
+        if item is _NOT_DRAWN:
+            item = next(self._items, _END)
+        if item is _END:
+            self.ended = True
+            raise StopIteration
+        self._ahead = following = next(self._items, _END)
+        if following is _END:
+            self.ended = True
+        return item
+
+
+_NOT_DRAWN, _END = object(), object()
 
 
 def knows_end(loader: DataLoader) -> bool:

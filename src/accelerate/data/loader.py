@@ -211,7 +211,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
                 whole_state = pending.dataset_state
             elif behind or pending.extra_samples:
                 base = skipping(base, behind, pending.extra_samples)
-        head = self._head() if pending is not None and self._needs_head() else []
+        head = self._head() if start and self._needs_head() else []
         if knows_end(base):
             base, order = with_end(base)
         if whole_state is not None and streams.restores(base):
@@ -245,7 +245,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return False
 
     def _head(self) -> list[Any]:
-        """Read the first step of the interrupted epoch again; nothing else notices."""
+        """Read the first step of the epoch, of which the beginning is left out; nothing else notices."""
         generator, sampler = resume.shuffling_generator(self), self.get_sampler()
         drawn = None if generator is None else generator.get_state()
         seed = getattr(sampler, "replay", None)

@@ -169,21 +169,24 @@ class DataLoaderStateMixin:
         """
         progress = self._progress
         progress.batches, progress.at_end = reading.start, False
-        steps = self._until_known_end(reading) if reading.ahead is not None else self._one_ahead(reading)
-        for batch in steps:
-            yield batch if place is None else place(batch)
+        if reading.ahead is None:
+            for batch in self._one_ahead(reading):
+                yield batch if place is None else place(batch)
+        else:
+            # The indices tell the end, so no batch is read before its turn: what the dataset draws at random comes in the
+            # order of a plain loop. Written out in one loop, because it runs for every batch of most programs.
+            ahead, number, hand_out = reading.ahead, reading.start, self._hand_out
+            active = self.gradient_state._active
+            own = active[-1] if active else None
+            for batch in reading.batches:
+                number += 1
+                progress.batches = number
+                if ahead.ended or self.end_of_dataloader or not active or active[-1] is not own:
+                    hand_out(ahead.ended)
+                yield batch if place is None else place(batch)
         progress.batches = progress.extra_samples = 0
         progress.before_read = None
         progress.epoch += 1
-
-    def _until_known_end(self, reading: Reading) -> Iterator[Any]:
-        # The indices have told the end, so no batch is read before its turn: what the dataset draws at random comes in
-        # the order of a plain loop.
-        progress, ahead, given = self._progress, reading.ahead, reading.dropped - reading.start - 1
-        for number, batch in enumerate(reading.batches, reading.start + 1):
-            progress.batches = number
-            self._hand_out(is_last=ahead.last is not None and ahead.last == number + given)
-            yield batch
 
     def _one_ahead(self, reading: Reading) -> Iterator[Any]:
         progress, number = self._progress, reading.start
@@ -192,11 +195,11 @@ class DataLoaderStateMixin:
             return
         for number, ahead in enumerate(reading.batches, reading.start + 1):
             progress.batches = number
-            self._hand_out(is_last=False)
+            self._hand_out(False)
             yield batch
             batch = ahead
         progress.batches = number + 1
-        self._hand_out(is_last=True)
+        self._hand_out(True)
         yield batch
 
     def _hand_out(self, is_last: bool) -> None:

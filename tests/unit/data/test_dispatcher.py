@@ -90,9 +90,9 @@ def test_parts_follow_the_specification(length, share, drop_last, processes, spl
     if rounds and drop_last and len(rounds[-1]) < size:
         rounds.pop()
     skip = min(skip, len(rounds))
+    head = rounds[0][:processes] if rounds else []  # of the epoch, also where its beginning is left out
     rounds = rounds[skip:]
     real = [len(numbers) for numbers in rounds]
-    head = rounds[0][:processes] if rounds else []
     rounds = [numbers + list(islice(cycle(head), -len(numbers) % processes)) for numbers in rounds]
 
     results = run(

@@ -148,9 +148,6 @@ def test_each_sample_once_and_in_order(source, length, size, world, drop_last, s
     assert found == counted == list(range(skip * total, kept))
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a dispatcher completes the last round with the first samples it has read itself"
-)
 @pytest.mark.parametrize("source", [lambda length: list(range(length)), Stream])
 def test_the_rest_of_a_dispatched_epoch_ends_with_the_same_duplicates(source):
     """What a run trains on after it was resumed includes the duplicates."""
