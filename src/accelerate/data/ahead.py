@@ -40,18 +40,21 @@ class EndAhead:
         return len(self.sampler)  # type: ignore[arg-type]
 
     def __iter__(self) -> EndAhead:
-        self.ended, self._items, self._ahead = False, iter(self.sampler), _NOT_DRAWN
+        self.ended, self._ahead = False, _NOT_DRAWN
         return self
 
     def draw(self) -> None:
         """Let the sampler draw its order now, rather than when the running iteration is asked for its first item."""
         if self._ahead is _NOT_DRAWN:
+            # Not before: torch draws a seed of its own between opening a loader and asking for the first item.
+            self._items = iter(self.sampler)
             self._ahead = next(self._items, _END)
 
     def __next__(self) -> Any:
         item = self._ahead
         if item is _NOT_DRAWN:
-            item = next(self._items, _END)
+            self.draw()
+            item = self._ahead
         if item is _END:
             self.ended = True
             raise StopIteration

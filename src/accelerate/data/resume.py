@@ -19,6 +19,7 @@ from accelerate.data import lengths, randomness
 from accelerate.data.adapter import is_stateful
 from accelerate.data.samplers import ReplayableRandomSampler, SeedableRandomSampler
 from accelerate.data.state import Pending
+from accelerate.runtime import storage
 
 if TYPE_CHECKING:
     from accelerate.data.loader import PreparedLoader
@@ -27,6 +28,12 @@ logger = logging.getLogger(__name__)
 
 KEY = "accelerate_position"
 VERSION = 1
+
+
+def _tell(message: str, *values: Any) -> None:
+    # Visible by default, on one process of a machine: a program that leaves out batches by itself would do so twice.
+    first = storage.process.current.get("local_process_index", 0) == 0
+    logger.log(logging.WARNING if first else logging.INFO, message, *values)
 
 
 def shuffling_generator(loader: PreparedLoader) -> torch.Generator | None:
@@ -239,8 +246,9 @@ def settle(loader: PreparedLoader) -> Pending | None:
     if left_out == pending.batches or (pending.alone and not loader._is_view):
         progress.replaying = True
         if not loader._is_view:
-            logger.info(
-                "The loader goes on in epoch %d after %d of its batches, where the checkpoint was saved.",
+            _tell(
+                "The loader goes on in epoch %d after %d of its batches, where the checkpoint was saved. "
+                "DataLoaderConfiguration(continue_after_load=False) begins epochs anew.",
                 progress.epoch,
                 pending.batches,
             )
@@ -286,7 +294,7 @@ def _behind(loader: PreparedLoader, position: dict[str, Any]) -> tuple[int, int]
         return _steps_behind(loader, position), 0
     batches, rest = divmod(samples, size)
     if (batches, rest) != (position["batches"], 0):
-        logger.info(
+        _tell(
             "The interrupted epoch has %d samples behind it; with %d samples a step it goes on after %d steps%s.",
             samples,
             size,
