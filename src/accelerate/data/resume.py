@@ -75,21 +75,22 @@ def capture(loader: PreparedLoader) -> dict[str, Any]:
     progress = loader._progress
     if progress.pending is not None and progress.pending.position is not None:
         return dict(progress.pending.position)
-    in_epoch = progress.batches > 0 and not progress.at_end
-    batches = progress.batches if in_epoch else 0
+    epoch, yielded, at_end = progress.handed_out or (progress.epoch, progress.batches, progress.at_end)
+    in_epoch = yielded > 0 and not at_end
+    batches = yielded if in_epoch else 0
     size = loader._samples_per_step()
     position = {
         "version": VERSION,
-        "epoch": progress.epoch if in_epoch or progress.batches == 0 else progress.epoch + 1,
+        "epoch": epoch if in_epoch or yielded == 0 else epoch + 1,
         "batches": batches,
         "samples": None if size is None else size * batches + (progress.extra_samples if in_epoch else 0),
         "order": _order(loader, in_epoch),
         "shards": lengths.batches_per_step(loader.base_dataloader) * loader._reads_per_step(),
-        "running": in_epoch and progress.running,
+        "running": in_epoch and (progress.running or progress.handed_out is not None),
         "data": _data(loader),
         "worker_seed": progress.worker_seed,
         "workers_kept": progress.workers_kept,
-        "finished": progress.batches if progress.at_end else 0,
+        "finished": yielded if at_end else 0,
     }
     if in_epoch:
         generator = shuffling_generator(loader)

@@ -53,6 +53,7 @@ class Progress:
         before_read: by step, counted from 1, states of the random generators before the reads of the last few steps.
         dataset_state: state of a stream's own `state_dict`, as of the batch yielded last.
         workers_kept: persistent workers have been started, which no later epoch does again.
+        handed_out: epoch, batches and end of what the training has received, where a thread reads several batches ahead.
         worker_seed: seed of the run that worker processes derive theirs from.
     """
 
@@ -69,6 +70,7 @@ class Progress:
     before_read: dict[int, dict[str, Any]] | None = None
     dataset_state: Any = None
     workers_kept: bool = False
+    handed_out: tuple[int, int, bool] | None = None
     worker_seed: int | None = None
 
 
@@ -107,6 +109,8 @@ class DataLoaderStateMixin:
 
     end_of_dataloader: bool = False
     remainder: int = -1
+    # On XLA devices a thread reads ahead; the wrapper around this loader is the active one then.
+    read_in_background: bool = False
 
     def reset(self) -> None:
         """Forget the end and the remainder of the last iteration."""
@@ -118,12 +122,14 @@ class DataLoaderStateMixin:
         self.reset()
         self.remainder = self._remainder_ahead()
         self._progress.running = True
-        self.gradient_state._add_dataloader(self)
+        if not self.read_in_background:
+            self.gradient_state._add_dataloader(self)
 
     def end(self) -> None:
         """Finish an iteration: the loader that was active before becomes active again."""
         self._progress.running = False
-        self.gradient_state._remove_dataloader(self)
+        if not self.read_in_background:
+            self.gradient_state._remove_dataloader(self)
 
     def _remainder_ahead(self) -> int:
         """The remainder as far as it can be told before the first batch; -1 if it cannot."""

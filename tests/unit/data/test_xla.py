@@ -1,0 +1,101 @@
+"""torch_xla's loader reads several batches ahead in a thread: what a loader says is about the batch handed out."""
+
+import queue
+import sys
+import threading
+import types
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from accelerate.config.enums import DistributedType
+from accelerate.data import resume, xla
+from accelerate.data.build import prepare_data_loader
+from accelerate.data.skip import skip_first_batches
+from accelerate.process import PartialState
+from accelerate.state import GradientState
+
+
+class MpDeviceLoader:
+    """A stand-in that has read the whole epoch, in a thread, before it hands out the first batch."""
+
+    def __init__(self, loader, device):
+        self._loader, self._device = loader, device
+
+    def __len__(self):
+        return len(self._loader)
+
+    def __iter__(self):
+        batches: queue.Queue = queue.Queue()
+
+        def read():
+            for batch in self._loader:
+                batches.put(batch)
+            batches.put(None)
+
+        thread = threading.Thread(target=read, daemon=True)
+        thread.start()
+        thread.join()
+        while (batch := batches.get()) is not None:
+            yield batch
+
+
+@pytest.fixture
+def prepare(monkeypatch):
+    state = PartialState(cpu=True)  # before there is a torch_xla to be found
+    module = types.ModuleType("torch_xla.distributed.parallel_loader")
+    module.MpDeviceLoader = MpDeviceLoader
+    for name in ("torch_xla", "torch_xla.distributed"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(state.__dict__, "distributed_type", DistributedType.XLA)
+    xla.wrapper_class.cache_clear()
+    yield lambda length, shard=0: prepare_data_loader(
+        DataLoader(list(range(length)), 2),
+        device=torch.device("cpu"),
+        put_on_device=True,
+        num_processes=2,
+        process_index=shard,
+    )
+    xla.wrapper_class.cache_clear()
+
+
+def test_the_end_belongs_to_the_batch_that_is_handed_out(prepare):
+    loader, state = prepare(10), GradientState()
+    for _ in range(2):
+        seen = [(batch.tolist(), state.end_of_dataloader, state.remainder) for batch in loader]
+        assert [batch for batch, *_ in seen] == [[0, 1], [4, 5], [8, 9]]
+        assert [end for _, end, _ in seen] == [False, False, True]
+        assert seen[-1][2] == 2 and not state.in_dataloader
+    assert loader.dataloader.iteration == 2 and not loader.dataloader.read_in_background
+
+
+def test_a_position_is_that_of_the_batch_that_is_handed_out(prepare):
+    loader = prepare(10)
+    positions = []
+    for _ in loader:
+        position = resume.capture(loader.dataloader)
+        positions.append((position["epoch"], position["batches"], position["running"]))
+    assert positions == [(0, 1, True), (0, 2, True), (1, 0, False)]
+    position = resume.capture(loader.dataloader)
+    assert (position["epoch"], position["batches"]) == (1, 0)
+
+
+def test_a_loop_inside_and_one_that_is_left(prepare):
+    outer, inner, state = prepare(10), prepare(4), GradientState()
+    ends = []
+    for batch in outer:
+        for _ in inner:
+            break
+        for _ in inner:
+            assert state.active_dataloader is inner and state.end_of_dataloader
+        del batch
+        ends.append(state.end_of_dataloader)
+    assert ends == [False, False, True] and not state.in_dataloader
+
+
+def test_a_view_goes_on_and_shares_the_epoch(prepare):
+    loader = prepare(10, shard=1)
+    assert [batch.tolist() for batch in skip_first_batches(loader, 1)] == [[6, 7], [0, 1]]
+    assert loader.dataloader.iteration == 1
