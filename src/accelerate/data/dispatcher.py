@@ -101,8 +101,10 @@ class DataLoaderDispatcher(PreparedLoader):
 
     # One process: nothing to send -------------------------------------------------------------------------------------
 
-    # The next round is read, and on its way, while this one is computed.
-    _reads_ahead = True
+    @property
+    def _reads_ahead(self) -> bool:
+        # Among several processes the next round is read, and on its way, while this one is computed.
+        return self.state.num_processes > 1 or self.slice_fn is not None
 
     def _run_alone(self, pending: Pending | None) -> Iterator[Any]:
         reading = self._open(pending)

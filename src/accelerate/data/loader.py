@@ -237,8 +237,11 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     plan: DataPlan | None = None
     # Whether an epoch that was running when a checkpoint was saved goes on by itself after that is loaded.
     continue_after_load = True
-    # Whether this kind of loader reads a batch before it is asked for.
-    _reads_ahead = False
+
+    @property
+    def _reads_ahead(self) -> bool:
+        """Whether this kind of loader reads a batch before it is asked for."""
+        return False
 
     def _needs_head(self) -> bool:
         """Whether the last step of an epoch is completed here, with samples of its first step."""
