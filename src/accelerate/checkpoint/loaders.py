@@ -103,7 +103,7 @@ def restore(loader: Any, state: Any | None, position: Mapping[str, Any] | None) 
             ", only where it stood in it" if state is not None else ", nor where it stood in it",
             "" if state is not None else ", and leave the batches behind out with skip_first_batches",
         )
-    if state is not None:
+    if state is not None and (position is None or loader.continue_after_load):
         loader.load_state_dict(state if position is None else {**state, resume.KEY: dict(position)})
     elif position is not None:
         resume.restore(loader, dict(position), continuing=loader.continue_after_load)

@@ -114,11 +114,9 @@ def prepare_data_loader(
         )
         return dataloader
     state = PartialState()
-    layout = ShardLayout.of(
-        state.num_processes if num_processes is None else num_processes,
-        state.process_index if process_index is None else process_index,
-        torch_device_mesh,
-    )
+    num_processes = state.num_processes if num_processes is None else num_processes
+    process_index = state.process_index if process_index is None else process_index
+    layout = ShardLayout.of(num_processes, process_index, torch_device_mesh)
     stream = lengths.is_stream(dataloader)
     divided = stream and _is_divided(dataloader.dataset, layout, shard_iterable_dataset)
     dispatch = (stream and put_on_device and not divided) if dispatch_batches is None else dispatch_batches
@@ -142,8 +140,8 @@ def prepare_data_loader(
         dataloader,
         layout,
         reading=reading,
-        num_processes=state.num_processes if num_processes is None else num_processes,
-        process_index=state.process_index if process_index is None else process_index,
+        num_processes=num_processes,
+        process_index=process_index,
         mesh=torch_device_mesh,
         split_batches=split_batches,
         even_batches=even_batches,

@@ -82,3 +82,24 @@ def test_a_loop_that_was_left_begins_anew():
     loaders.restore(again, None, position)
     torch.set_rng_state(states)
     assert [batch.item() for batch in again] == want
+
+
+def test_a_stateful_loader_begins_anew_too_where_that_was_asked_for():
+    pytest.importorskip("torchdata.stateful_dataloader")
+
+    def stateful(length):
+        return DataLoaderShard(list(range(length)), batch_size=1, use_stateful_dataloader=True)
+
+    loader = stateful(6)
+    reader = iter(loader)
+    next(reader), next(reader)
+    (position,), state = loaders.positions([loader]), loader.state_dict()
+    state.pop(resume.KEY)
+    again = stateful(6)
+    loaders.restore(again, dict(state), position)
+    assert [batch.item() for batch in again] == [2, 3, 4, 5]
+    anew = stateful(7)  # other data, which only a loader that goes on has to refuse
+    anew.continue_after_load = False
+    loaders.check(anew, position, 0)
+    loaders.restore(anew, dict(state), position)
+    assert [batch.item() for batch in anew] == list(range(7))
