@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from accelerate import comm
+from accelerate.runtime.forking import fork_when_quiet
 
 DEFAULT_PORT = 29500
 
@@ -219,6 +220,7 @@ def init_process_group(ranks: Ranks, backend: str, **settings: Any) -> None:
     if "store" not in settings:
         settings["store"] = _meet(ranks, settings.pop("init_method", "env://"), settings.get("timeout"))
     dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.world_size, **settings)
+    fork_when_quiet()
     global _leaves_at_exit
     if backend == "gloo" and not _leaves_at_exit:
         atexit.register(_leave)
@@ -266,6 +268,7 @@ def _leave() -> None:
 
 def live_ranks(environ: Mapping[str, str] | None = None) -> Ranks:
     """Return the ranks of the process group that is alive; the environment adds what the group does not know."""
+    fork_when_quiet()
     environ = os.environ if environ is None else environ
     rank, size = dist.get_rank(), dist.get_world_size()
     told = resolve(environ) if environ.get("RANK") == str(rank) else None
