@@ -34,7 +34,7 @@ from accelerate.runtime import traits
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.trackers.base import GeneralTracker
 from accelerate.trackers.registry import LOGGER_TYPE_TO_CLASS, filter_trackers
-from accelerate.training import collectives, contexts, gradients, prepare, saving, setup, tracking
+from accelerate.training import collectives, contexts, gradients, preemption, prepare, restoring, saving, setup, tracking
 from accelerate.training.prepared import PreparedRegistry
 from accelerate.utils.ao import convert_model_to_fp8_ao
 from accelerate.utils.constants import (
@@ -241,6 +241,8 @@ class Accelerator:
         self._save_model_state_pre_hook: OrderedDict[int, Callable] = OrderedDict()
         self.flag_tensor: torch.Tensor | None = None
         self._cp_context: Callable | None = None
+        # 6. Signals after which the run saves and leaves.
+        preemption.install(self)
 
     def __getstate__(self) -> dict[str, Any]:
         # Weak references belong to this process; a copy starts with what its own lists hold.
@@ -345,6 +347,15 @@ class Accelerator:
     def save_iteration(self) -> int:
         """The number of the next automatically named checkpoint."""
         return self.project_configuration.iteration
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether a signal of ``ProjectConfiguration.save_on_signal`` came to some rank. Any rank, alone.
+
+        It changes when a prepared optimizer steps, on every rank at the same step. A loop over a prepared loader need not
+        look at it: asked for the next batch, the loader saves a checkpoint and leaves.
+        """
+        return preemption.should_stop(self)
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
@@ -962,6 +973,18 @@ class Accelerator:
         """
         return collectives.check_trigger(self)
 
+    def check_stop(self) -> bool:
+        """Ask all ranks whether a signal of ``ProjectConfiguration.save_on_signal`` came, and wait for the answer. All ranks.
+
+        For code without optimizer steps, such as a long evaluation; ``should_stop`` is the same afterwards. Without
+        ``save_on_signal`` it is False, and nothing is exchanged.
+
+        Example:
+            >>> Accelerator(cpu=True).check_stop()
+            False
+        """
+        return preemption.check_stop(self)
+
     # -- contexts ------------------------------------------------------------------------------------------------
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> contextlib.AbstractContextManager:
@@ -1009,20 +1032,33 @@ class Accelerator:
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
     def save_state(
-        self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
-    ) -> Path:
+        self,
+        output_dir: str | os.PathLike | None = None,
+        safe_serialization: bool = True,
+        blocking: bool | None = None,
+        **save_model_func_kwargs: Any,
+    ) -> Path | str:
         """Save models, optimizers, schedulers, loaders, scaler, generators and registered objects. All ranks.
 
+        The checkpoint is written aside and takes its place in one step when all of it is there, with a manifest of sizes and
+        checksums. One that was there before stays until then. See docs/guides/checkpointing.md.
+
         Args:
-            output_dir: The folder; with automatic naming, the next ``checkpoints/checkpoint_<n>`` of the project.
+            output_dir: The folder, or a URL that fsspec understands; with automatic naming, the next
+                ``checkpoints/checkpoint_<n>`` of the project.
             safe_serialization: Whether models are written as safetensors.
+            blocking: Whether to wait until the checkpoint is in its place. False returns when the state is copied, and
+                writes in the background; ``wait_for_checkpoint`` waits for that. None takes the opposite of
+                ``ProjectConfiguration.async_save``.
             **save_model_func_kwargs: Passed to the strategy's own saving of models.
 
         Returns:
-            The folder.
+            Where it is, or will be.
 
         Raises:
             ValueError: There is no folder to write to, or the next one exists already.
+            CollectiveMisuse: Not all ranks save to the same place; raised on those that called it, with every rank's line.
+            RuntimeError: Saving failed on another rank, or the last save in the background failed.
 
         Example:
             >>> import tempfile
@@ -1032,22 +1068,49 @@ class Accelerator:
             ...     _ = accelerator.save_state(folder)
             ...     _ = accelerator.load_state(folder)
         """
-        return saving.save_state(self, output_dir, safe_serialization, **save_model_func_kwargs)
+        return saving.save_state(self, output_dir, safe_serialization, blocking, **save_model_func_kwargs)
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait until what ``save_state(blocking=False)`` writes is in its place. Any rank, alone.
+
+        Raises:
+            RuntimeError: It could not be saved, on this rank or another one.
+
+        Example:
+            >>> Accelerator(cpu=True).wait_for_checkpoint()
+        """
+        saving.wait_for_checkpoint(self)
 
     def load_state(
-        self, input_dir: str | None = None, load_kwargs: dict | None = None, **load_model_func_kwargs: Any
-    ) -> None:
+        self,
+        input_dir: str | os.PathLike | None = None,
+        load_kwargs: dict | None = None,
+        latest: bool = False,
+        missing_ok: bool = False,
+        **load_model_func_kwargs: Any,
+    ) -> Path | str | None:
         """Restore what ``save_state`` saved, into the objects prepared and registered in the same order. All ranks.
 
+        The checkpoint is verified and read in full first. What cannot be restored leaves everything as it was.
+
         Args:
-            input_dir: The folder; with automatic naming, the newest checkpoint of the project.
+            input_dir: The checkpoint, a folder or URL; None takes the newest complete one of the project.
             load_kwargs: Passed to the loading of models' and optimizers' files.
+            latest: Take the newest complete checkpoint in ``input_dir``, or in the project; those passed over are logged.
+            missing_ok: Return None where there is no complete checkpoint yet, so that a first run and its continuation are
+                the same script.
             **load_model_func_kwargs: Passed to the strategy's own loading of models.
+
+        Returns:
+            Which checkpoint was loaded.
 
         Raises:
             ValueError: The folder is not there, or does not fit what was prepared; nothing was changed then.
+            DamagedCheckpoint: A file is missing, truncated or changed; the message names it.
+            FileNotFoundError: There is no complete checkpoint.
+            RuntimeError: Another rank could not load it.
         """
-        saving.load_state(self, input_dir, load_kwargs, **load_model_func_kwargs)
+        return restoring.load_state(self, input_dir, load_kwargs, latest, missing_ok, **load_model_func_kwargs)
 
     def save(self, obj: Any, f: str | os.PathLike, safe_serialization: bool = False) -> None:
         """Save an object to disk, once per run (or per machine, where the project says so). All ranks may call it.
@@ -1195,5 +1258,6 @@ class Accelerator:
         tracking.log(self, values, step, log_kwargs)
 
     def end_training(self) -> None:
-        """Finish the trackers and leave the process group. All ranks, at the end."""
+        """Finish the trackers, give signals back to their former handlers, leave the process group. All ranks, at the end."""
+        preemption.uninstall(self)
         tracking.end_training(self)

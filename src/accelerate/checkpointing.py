@@ -12,6 +12,7 @@ from torch import nn
 
 from accelerate.checkpoint import files, loaders, rng
 from accelerate.checkpoint.contents import POSITIONS, read_common
+from accelerate.checkpoint.parcel import Parcel
 from accelerate.modules.unwrap import extract_model_from_parallel
 from accelerate.process import PartialState
 from accelerate.utils.constants import (
@@ -88,7 +89,11 @@ def save_accelerator_state(
         loaders.write(loader, output_dir, index, process_index, save_on_each_node)
     if scaler is not None:
         files.write_scaler(scaler, output_dir, save_on_each_node)
-    own = {"step": step, **rng.collect(), POSITIONS: loaders.positions(dataloaders)}
+    generators = rng.collect()
+    if isinstance(output_dir, Parcel):
+        # Beside the file that upstream reads. It also tells that a manifest belongs to the folder.
+        files.write_generators(generators, output_dir, process_index)
+    own = {"step": step, **generators, POSITIONS: loaders.positions(dataloaders)}
     files.write_random_states(own, output_dir, process_index)
     return Path(output_dir)
 

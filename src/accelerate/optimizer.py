@@ -199,6 +199,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             self._scaled_step(closure)
         if self._reduces_on_step:
             gradient_state.is_xla_gradients_synced = False
+        if gradient_state._step_watch is not None:
+            gradient_state._step_watch.stepped()
 
     def _scaled_step(self, closure: Callable | None) -> None:
         if "_optimizer_patched_step_method" not in self.__dict__:  # the scaler was assigned after construction

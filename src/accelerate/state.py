@@ -394,6 +394,8 @@ class GradientState:
             self.plugin_kwargs = {}
             self._active: list[weakref.ref[Any]] = []
             self._is_xla_gradients_synced = False
+            # Who wants to know of steps and batches: `accelerate.training.preemption.Watch`, in a run that it guards.
+            self._step_watch: Any = None
         if gradient_accumulation_plugin is not None:
             self.plugin_kwargs = gradient_accumulation_plugin.to_kwargs()
             if self.num_steps == 1:
@@ -401,7 +403,7 @@ class GradientState:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy follows its process's training, and in another process it is in none of this one's loaders.
-        return _restored_gradient_state, ({**self.__dict__, "_active": []},)
+        return _restored_gradient_state, ({**self.__dict__, "_active": [], "_step_watch": None},)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "GradientState":
         # A copied optimizer or loader trains in the same loop as the one it was copied from.

@@ -1,8 +1,11 @@
 """What a checkpoint brings back: read in full first, then applied, so that a bad one changes nothing."""
 
+import copy
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from accelerate.checkpoint import files, loaders, names, rng
@@ -42,7 +45,7 @@ class Contents:
     process_index: int = 0
 
     def apply(self, **load_model_kwargs: Any) -> dict[str, Any]:
-        """Give every object its state. Any rank, alone.
+        """Give every object its state, or none of them. Any rank, alone.
 
         Args:
             **load_model_kwargs: Passed to ``load_state_dict`` of the models.
@@ -50,21 +53,24 @@ class Contents:
         Returns:
             Attributes that the Accelerator takes over: ``step``, when the checkpoint has it.
         """
-        for model, state in self.models:
-            model.load_state_dict(state, **load_model_kwargs)
-        for optimizer, state in self.optimizers:
-            optimizer.load_state_dict(state)
-        for scheduler, state in self.schedulers:
-            scheduler.load_state_dict(state)
-        positions = self.positions
-        for index, (loader, state) in enumerate(self.dataloaders):
-            loaders.restore(loader, state, positions[index] if index < len(positions) else None)
-        if self.scaler is not None:
-            scaler, state = self.scaler
-            scaler.load_state_dict(state)
-        for obj, state in self.custom:
-            obj.load_state_dict(state)
-        return self._apply_random()
+        return self.begin(**load_model_kwargs).complete()
+
+    def begin(self, **load_model_kwargs: Any) -> "Restoring":
+        """Give their state to all objects whose own code might refuse it; undo that if one does. Any rank, alone.
+
+        Args:
+            **load_model_kwargs: Passed to ``load_state_dict`` of the models.
+
+        Returns:
+            What is still to be done, and can be undone.
+        """
+        restoring = Restoring(self, load_model_kwargs)
+        try:
+            restoring.load_fallible()
+        except BaseException:
+            restoring.undo()
+            raise
+        return restoring
 
     def _apply_random(self) -> dict[str, Any]:
         file = names.random_states_file(self.process_index)
@@ -84,6 +90,84 @@ class Contents:
         overrides = {"step": states.pop("step")} if "step" in states else {}
         rng.restore(states, f"{self.folder}/{file}")
         return overrides
+
+
+class Restoring:
+    """A restore that has begun.
+
+    What can fail is done first, and how to undo it is kept. Plain modules, whose names and shapes have been compared, and
+    generators, of which each is set or warned about, come last: copying into them does not fail.
+
+    Args:
+        contents: What is restored.
+        load_model_kwargs: Passed to ``load_state_dict`` of the models.
+    """
+
+    def __init__(self, contents: Contents, load_model_kwargs: dict[str, Any]) -> None:
+        self._contents = contents
+        self._options = load_model_kwargs
+        self._undoing: list[Callable[[], Any]] = []
+
+    def load_fallible(self) -> None:
+        """Restore everything that may fail."""
+        contents = self._contents
+        for obj, state in contents.custom:
+            self._load(obj, state, copies=True)
+        for scheduler, state in contents.schedulers:
+            self._load(scheduler, state, copies=True)
+        if contents.scaler is not None:
+            self._load(*contents.scaler, copies=True)
+        for optimizer, state in contents.optimizers:
+            # torch's optimizers replace the tensors of their state, so the former ones need no copy.
+            self._load(optimizer, state, copies=not _replaces_state(optimizer))
+        positions = contents.positions
+        for index, (loader, state) in enumerate(contents.dataloaders):
+            self._undoing.append(loaders.undoing(loader))
+            loaders.restore(loader, state, positions[index] if index < len(positions) else None)
+        for model, state in contents.models:
+            if not files.loads_by_name(model):
+                self._undoing.append(_undoing(model))
+                model.load_state_dict(state, **self._options)
+
+    def _load(self, obj: Any, state: Any, copies: bool) -> None:
+        former = obj.state_dict()
+        if copies:
+            former = copy.deepcopy(former)
+        self._undoing.append(lambda: obj.load_state_dict(former))
+        obj.load_state_dict(state)
+
+    def undo(self) -> None:
+        """Give back what the objects had before."""
+        while self._undoing:
+            try:
+                self._undoing.pop()()
+            except Exception as error:  # the others are still to be undone
+                rng.logger.error("A former state could not be given back: %s: %s", type(error).__name__, error)
+
+    def complete(self) -> dict[str, Any]:
+        """Restore the rest, and return the attributes that the Accelerator takes over."""
+        self._undoing.clear()
+        for model, state in self._contents.models:
+            if files.loads_by_name(model):
+                model.load_state_dict(state, **self._options)
+        return self._contents._apply_random()
+
+
+def _undoing(model: nn.Module) -> Callable[[], None]:
+    """Return what gives a module the values back that its parameters and buffers have now."""
+    former = [(tensor, tensor.detach().clone()) for tensor in (*model.parameters(), *model.buffers())]
+
+    def undo() -> None:
+        with torch.no_grad():
+            for tensor, values in former:
+                tensor.copy_(values)
+
+    return undo
+
+
+def _replaces_state(optimizer: Any) -> bool:
+    inner = getattr(optimizer, "optimizer", optimizer)
+    return type(inner).load_state_dict is torch.optim.Optimizer.load_state_dict
 
 
 def read_common(
@@ -128,12 +212,19 @@ def read_common(
             )
         else:
             contents.scaler = (scaler, state)
-    contents.random = files.read_random_states(folder, process_index)
+    contents.random = _own_states(folder, process_index)
     # A rank that was not there when the checkpoint was saved must draw the same epoch as the others.
-    own = contents.random if contents.random is not None else files.read_random_states(folder, 0)
+    own = contents.random if contents.random is not None else _own_states(folder, 0)
     contents.positions = (own or {}).pop(POSITIONS, None) or []
     for index, (loader, position) in enumerate(zip(dataloaders, contents.positions, strict=False)):
         loaders.check(loader, position, index)
     if contents.random is None and own is not None:
         contents.first_rank = own
     return contents
+
+
+def _own_states(folder: str, process_index: int) -> dict[str, Any] | None:
+    """What a rank kept for itself; its generators from the file without pickle where there is one."""
+    states = files.read_random_states(folder, process_index)
+    generators = files.read_generators(folder, process_index)
+    return states if generators is None else {**(states or {}), **generators}

@@ -1,7 +1,7 @@
 """Reading and writing the files of a checkpoint folder, one function per kind of object.
 
 Every rank calls the write functions, and one process writes each file: the main one, or the main one of each node with
-``save_on_each_node``. The read functions change nothing in memory: what they return is applied by the caller, after
+``save_on_each_node``. Given a `Parcel` in place of a folder they put the file into it, to be written later. The read functions change nothing in memory: what they return is applied by the caller, after
 everything has been read.
 """
 
@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.checkpoint import names
+from accelerate.checkpoint import names, rng
+from accelerate.checkpoint.parcel import Parcel
 from accelerate.modules.named import match_names
 from accelerate.modules.tensors import clean_state_dict_for_safetensors, shared_tensor_names
 from accelerate.modules.unwrap import extract_model_from_parallel
@@ -24,12 +25,6 @@ from accelerate.utils.other import load, save, written_whole
 
 Path = str | os.PathLike[str]
 
-
-_NUMBERED = re.compile(r"(?P<stem>.+?)(?:_(?P<number>\d+))?\.(?:bin|pkl|safetensors)")
-
-# Temporary files of a process that was killed while it wrote a shared file: ours, and those of safetensors. The files of
-# single ranks are left alone, because another rank may be writing one right now.
-_UNFINISHED = re.compile(r"\.(?!random_states_|rank\d)[^/]+\.\d+-\d+|\.tmp\w{6}")
 
 
 def writes(save_on_each_node: bool = False) -> bool:
@@ -81,10 +76,49 @@ def write_model(
     if not writes(save_on_each_node):
         return
     state = clean_state_dict_for_safetensors(state_dict) if safe_serialization else state_dict
-    path = os.path.join(folder, names.model_file(index, safe_serialization))
+    file = names.model_file(index, safe_serialization)
+    if isinstance(folder, Parcel):
+        if safe_serialization:
+            folder.add_tensors(file, state, metadata={"format": "pt"}, aliases=_aliases(state_dict, state))
+        else:
+            folder.add_object(file, state)
+        return
+    path = os.path.join(folder, file)
     save(state, path, save_on_each_node=save_on_each_node, safe_serialization=safe_serialization)
     # Of an earlier save in the other format; a reader would not know which of the two is newer.
     _remove(os.path.join(folder, names.model_file(index, not safe_serialization)))
+
+
+def _aliases(state_dict: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, str]:
+    """Names of tied weights that are not in the file, and the name under which each one is."""
+    found = {}
+    for group in shared_tensor_names(state_dict):
+        kept = next((name for name in group if name in written), None)
+        found.update({name: kept for name in group if name not in written and kept is not None})
+    return found
+
+
+def _put(obj: Any, folder: Path, file: str, save_on_each_node: bool) -> None:
+    """Write an object that all ranks share, in torch's format."""
+    if not isinstance(folder, Parcel):
+        save(obj, os.path.join(folder, file), save_on_each_node=save_on_each_node)
+    elif writes(save_on_each_node):
+        folder.add_object(file, obj)
+
+
+def put_own(obj: Any, folder: Path, file: str) -> None:
+    """Write an object of this rank alone, in torch's format. Any rank, alone.
+
+    Args:
+        obj: What `torch.save` takes.
+        folder: The checkpoint's folder.
+        file: A name that no other rank uses.
+    """
+    if isinstance(folder, Parcel):
+        folder.add_object(file, obj)
+        return
+    with written_whole(os.path.join(folder, file)) as temporary:
+        torch.save(obj, temporary)
 
 
 def read_model(
@@ -155,7 +189,7 @@ def fit_to_model(model: nn.Module, found: Mapping[str, Any], origin: str, strict
                 state[name] = state[saved[0]]
     problems = _shape_problems(own, state)
     hint = "Build the model as it was when the checkpoint was saved."
-    if strict and _loads_by_name(model):
+    if strict and loads_by_name(model):
         missing = [name for name in own if name not in state]
         unexpected = [name for name in state if name not in own]
         if missing or unexpected:
@@ -181,8 +215,12 @@ def _shape_problems(own: Mapping[str, Any], state: Mapping[str, Any]) -> list[st
     return _listed("other shapes", differing)
 
 
-def _loads_by_name(model: nn.Module) -> bool:
-    """Say whether loading looks for exactly the names of the state dict; hooks and overrides may rename on the way."""
+def loads_by_name(model: nn.Module) -> bool:
+    """Say whether loading looks for exactly the names of the state dict; hooks and overrides may rename on the way.
+
+    Args:
+        model: The module inside all wrappers.
+    """
     for module in model.modules():
         own = type(module)
         if module._load_state_dict_pre_hooks or own.load_state_dict is not nn.Module.load_state_dict:
@@ -242,7 +280,7 @@ def write_optimizer(state: Any, folder: Path, index: int = 0, save_on_each_node:
         index: Which of the optimizers it is, from 0.
         save_on_each_node: Each node has a folder of its own.
     """
-    save(state, os.path.join(folder, names.optimizer_file(index)), save_on_each_node=save_on_each_node)
+    _put(state, folder, names.optimizer_file(index), save_on_each_node)
 
 
 def read_optimizer(
@@ -277,8 +315,7 @@ def write_scheduler(scheduler: Any, folder: Path, index: int = 0, save_on_each_n
         index: Which of the schedulers it is, from 0.
         save_on_each_node: Each node has a folder of its own.
     """
-    path = os.path.join(folder, names.scheduler_file(index))
-    save(scheduler.state_dict(), path, save_on_each_node=save_on_each_node)
+    _put(scheduler.state_dict(), folder, names.scheduler_file(index), save_on_each_node)
 
 
 def read_scheduler(folder: Path, index: int = 0, load_kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -292,7 +329,7 @@ def read_scheduler(folder: Path, index: int = 0, load_kwargs: Mapping[str, Any] 
 
 def write_scaler(scaler: Any, folder: Path, save_on_each_node: bool = False) -> None:
     """Write the gradient scaler's state. All ranks call it, one process writes."""
-    save(scaler.state_dict(), os.path.join(folder, names.scaler_file()), save_on_each_node=save_on_each_node)
+    _put(scaler.state_dict(), folder, names.scaler_file(), save_on_each_node)
 
 
 def read_scaler(folder: Path) -> Any | None:
@@ -310,7 +347,7 @@ def write_custom(obj: Any, folder: Path, index: int = 0, save_on_each_node: bool
         index: Which of the objects it is, from 0.
         save_on_each_node: Each node has a folder of its own.
     """
-    save(obj.state_dict(), os.path.join(folder, names.custom_file(index)), save_on_each_node=save_on_each_node)
+    _put(obj.state_dict(), folder, names.custom_file(index), save_on_each_node)
 
 
 def read_custom(folder: Path, index: int = 0, load_kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -336,8 +373,35 @@ def write_random_states(states: dict[str, Any], folder: Path, process_index: int
         folder: The checkpoint's folder.
         process_index: This rank.
     """
-    with written_whole(os.path.join(folder, names.random_states_file(process_index))) as temporary:
-        torch.save(states, temporary)
+    put_own(states, folder, names.random_states_file(process_index))
+
+
+def write_generators(states: Mapping[str, Any], parcel: Parcel, process_index: int) -> None:
+    """Write the states of a rank's random generators without pickle. Every rank writes its own.
+
+    Args:
+        states: From `rng.collect`.
+        parcel: Takes the file.
+        process_index: This rank.
+    """
+    tensors, metadata = rng.encode(states)
+    parcel.add_tensors(names.generators_file(process_index), tensors, metadata=metadata)
+
+
+def read_generators(folder: Path, process_index: int) -> dict[str, Any] | None:
+    """Read what ``write_generators`` wrote for this rank, or None when there is nothing for it. Any rank, alone.
+
+    Args:
+        folder: The checkpoint's folder.
+        process_index: This rank.
+    """
+    path = os.path.join(folder, names.generators_file(process_index))
+    if not os.path.exists(path):
+        return None
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        return rng.decode({name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {})
 
 
 def read_random_states(folder: Path, process_index: int) -> dict[str, Any] | None:
@@ -349,22 +413,3 @@ def read_random_states(folder: Path, process_index: int) -> dict[str, Any] | Non
     """
     path = os.path.join(folder, names.random_states_file(process_index))
     return read_torch(path) if os.path.exists(path) else None
-
-
-# -- the folder ----------------------------------------------------------------------------------------------------
-
-
-def remove_surplus(folder: Path, counts: Mapping[str, int]) -> None:
-    """Remove what a former checkpoint in this folder has and the next one will not have, and what a killed save left.
-
-    One process per folder calls it, before the new files are written.
-
-    Args:
-        folder: The checkpoint's folder.
-        counts: For the stem of each kind of file how many the new checkpoint has.
-    """
-    for entry in os.listdir(folder):
-        match = _NUMBERED.fullmatch(entry)
-        surplus = match and match["stem"] in counts and int(match["number"] or 0) >= counts[match["stem"]]
-        if surplus or _UNFINISHED.fullmatch(entry):
-            _remove(os.path.join(folder, entry))

@@ -4,19 +4,17 @@ A prepared loader's position (epoch, batches behind it, what draws the order) di
 its own beside its random states. A stateful loader (torchdata) also has a file, whose format is torchdata's.
 """
 
+import copy
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from accelerate.checkpoint import names
-from accelerate.checkpoint.files import read_torch, writes
+from accelerate.checkpoint.files import put_own, read_torch, writes
 from accelerate.data import resume, xla
 from accelerate.data.adapter import is_stateful
 from accelerate.data.loader import PreparedLoader
-from accelerate.utils.other import written_whole
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +55,7 @@ def write(loader: Any, folder: Path, index: int, process_index: int, save_on_eac
     state = {name: value for name, value in loader.state_dict().items() if name != resume.KEY}
     # The writer of shared files leaves its state under the plain name, which is the only one that others read.
     rank = None if writes(save_on_each_node) else process_index
-    with written_whole(os.path.join(folder, names.dataloader_file(index, rank))) as temporary:
-        torch.save(state, temporary)
+    put_own(state, folder, names.dataloader_file(index, rank))
 
 
 def read(loader: Any, folder: Path, index: int, process_index: int, load_kwargs: Mapping[str, Any] | None) -> Any:
@@ -123,3 +120,28 @@ def check(loader: Any, position: Mapping[str, Any] | None, index: int) -> None:
     loader = _inner(loader)
     if isinstance(loader, PreparedLoader) and position is not None and loader.continue_after_load:
         resume.check(loader, dict(position), f"Data loader {index} (in the order of prepare)")
+
+
+def undoing(loader: Any) -> Callable[[], None]:
+    """Return a function that puts a loader back where it stands now. Any rank, alone.
+
+    Args:
+        loader: A loader.
+    """
+    loader = _inner(loader)
+    former = copy.deepcopy(loader.state_dict()) if _is_stateful(loader) else None
+    if not isinstance(loader, PreparedLoader):
+        return (lambda: loader.load_state_dict(former)) if former is not None else (lambda: None)
+    progress, iteration = copy.copy(vars(loader._progress)), loader.iteration
+    generator = resume.shuffling_generator(loader)
+    drawn = None if generator is None else generator.get_state()
+
+    def undo() -> None:
+        if former is not None:
+            loader.load_state_dict(former)
+        vars(loader._progress).update(progress)
+        loader.iteration = iteration
+        if generator is not None:
+            generator.set_state(drawn)
+
+    return undo

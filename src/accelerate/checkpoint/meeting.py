@@ -1,34 +1,61 @@
-"""The end of a save: every rank learns that the whole checkpoint is written, or what went wrong.
+"""How ranks save and load together: they begin with the same call, tell each other what they did, and end as one.
 
-A barrier would do, but many training scripts call ``save_state`` on the main process alone, and the other ranks go on
-training: a collective would then meet a different one and hang. So ranks leave notes in the process group's key-value
-store. A rank that nobody joins goes on after a short wait, with a warning.
+Barriers would do if every script called ``save_state`` on every rank with the same path. Where one does not, a collective
+meets a different one and hangs, or mixes up data. So ranks leave notes in the process group's key-value store: who is
+missing or means another folder is found out within seconds, and everybody who called raises an error that names all
+calls. A rank that is slow is waited for; `runtime.whereabouts` tells it from one that will never come.
+
+Whoever comes last sums up what all have left, so that the others have one key to look for. Nobody blocks in the store:
+its connection belongs to the whole process, and a save that goes on in the background must not hold up training.
 
 Source:
     https://docs.pytorch.org/docs/stable/distributed.html#distributed-key-value-store
 """
 
-import collections
+import json
 import logging
-import os
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
+from accelerate.checkpoint.absence import Search
+from accelerate.runtime import whereabouts
+from accelerate.runtime.whereabouts import Whereabouts
+from accelerate.utils.environment import parse_flag_from_env
+
 logger = logging.getLogger(__name__)
 
-# How long a rank waits for the others to begin to save. Ranks that train together reach a save within a step of each
-# other, so who is not there by then is not coming.
+PARTIAL = "ACCELERATE_ALLOW_PARTIAL_SAVE"
+
+# Where a subset of the ranks may save: how long those that call wait for others. Ranks that train together reach a save
+# within a step of each other.
 PATIENCE = timedelta(seconds=10)
 
-# How long a rank waits for those that are saving; writing takes as long as it takes.
-LIMIT = timedelta(hours=4)
+# When a rank begins to ask where the missing ones are, and how long after an answer it asks again.
+ASK_AFTER_S, ASK_AGAIN_S = 2.0, 1.0
+# The same while ranks write: that takes as long as it takes, and only a rank that is gone ends it.
+ASK_WRITERS_AFTER_S, ASK_WRITERS_AGAIN_S = 10.0, 5.0
 
-_calls: collections.Counter[str] = collections.Counter()
-_alone = False
+REPORT_AFTER_S = 10.0
+
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
+# Waiting ranks look at the store this often a second, all together.
+_LOOKS_PER_SECOND = 5000
+_MOST_LINES = 16
+
+_subset: frozenset[int] | None = None  # the ranks that saved when not all did, where that is allowed
+
+
+class CollectiveMisuse(RuntimeError):
+    """Not all ranks made the same call: raised on each of those that called, with all call sites."""
+
+
+class _StoreIsGone(Exception):
+    pass
 
 
 def default_store() -> Any | None:
@@ -39,86 +66,440 @@ def default_store() -> Any | None:
 
 
 class Meeting:
-    """One save of a checkpoint by the ranks that call it.
+    """One ``save_state`` or ``load_state`` of all ranks: ``begin``, any number of ``exchange``, ``end``.
 
-    Each rank makes one, writes its files, and calls ``end``.
+    Every rank makes one and calls these in the same order. ``begin`` belongs into the thread of the call; the rest may run
+    in another one, while no other meeting of this process begins.
 
     Args:
-        folder: The checkpoint's folder; ranks meet by its name.
-        rank: This process's rank. Rank 0 presides.
+        kind: What was called: "save_state" or "load_state".
+        place: The path as this rank means it, absolute.
+        rank: This process's rank.
         world_size: Number of ranks.
-        store: Where notes are left; None for a single process.
+        store: Where notes are left, `default_store`; None for a process that meets nobody.
+        local_world_size: Given where each machine has a checkpoint of its own: paths must only agree within a machine.
+
+    Attributes:
+        ranks: Those that take part, in ascending order: all, unless a subset may save; without a store, this one.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], rank: int, world_size: int, store: Any | None) -> None:
-        name = os.path.basename(os.path.normpath(os.fspath(folder)))
-        self.rank = rank
-        self.others = [other for other in range(world_size) if other != rank]
-        self.store = store
-        self.prefix = f"accelerate/save/{name}/{_calls[name]}"
-        _calls[name] += 1
-        if store is not None:
-            store.set(self._key("begun", rank), "")
+    def __init__(
+        self,
+        kind: str,
+        place: str,
+        rank: int,
+        world_size: int,
+        store: Any | None,
+        local_world_size: int | None = None,
+    ) -> None:
+        self.kind, self.place, self.rank, self.world_size = kind, place, rank, world_size
+        self._origin = store if world_size > 1 else None
+        self.ranks = [rank] if self._origin is None else list(range(world_size))
+        self._scope = "" if local_world_size is None else socket.gethostname()
+        self._store: Any = None if self._origin is None else dist.PrefixStore("accelerate/meeting", store)
+        self._number = -1
+        self._phases: list[_Gathering] = []
 
-    def end(self, problem: BaseException | None, publish: Callable[[], None]) -> None:
-        """Wait for the other ranks, and publish the checkpoint when all of them are done.
+    # What ranks do together
+
+    def begin(self) -> None:
+        """Wait until every rank has made the same call.
+
+        Raises:
+            CollectiveMisuse: Some rank called something else, with another path, or will not call. Raised on all ranks
+                that called, after which they can make the next call together.
+        """
+        if self._store is None:
+            return
+        whereabouts.watch(self._origin, self.rank, self.world_size)
+        site = whereabouts.call_site()
+        note = {"kind": self.kind, "place": self.place, "scope": self._scope, "site": site}
+        try:
+            verdict = self._convene(note)
+        except _StoreIsGone as error:
+            raise CollectiveMisuse(
+                f"{self.kind}({self.place!r}) at {site}: the process that holds the ranks' key-value store has ended, so the "
+                f"other ranks cannot be met. Call {self.kind} on every rank before any of them ends."
+            ) from error.__cause__
+        self.ranks = verdict["ranks"]
+        if verdict["problem"] is not None:
+            self._leave()
+            raise CollectiveMisuse(verdict["problem"])
+        if len(self.ranks) < self.world_size:
+            self._go_on_without_the_rest()
+
+    def exchange(self, note: Any) -> list[Any]:
+        """Leave a note, and return what everybody left once all have.
+
+        Args:
+            note: Anything that JSON can say.
+
+        Returns:
+            The notes of ``ranks``, in this order.
+
+        Raises:
+            RuntimeError: A rank is gone; raised on all that wait.
+        """
+        if self._store is None:
+            return [note]
+        gathering = _Gathering(self._store, f"{self._number}/{len(self._phases)}", self.rank, self.ranks)
+        former = self._phases[-1]
+        self._phases.append(gathering)
+        try:
+            verdict = gathering.hold(note, lambda notes: {"notes": list(notes.values())}, self._missing_writers)
+        except _StoreIsGone as error:
+            raise RuntimeError(
+                f"{self.kind}({self.place!r}): the process that holds the ranks' key-value store has ended."
+            ) from error.__cause__
+        former.forget_own()
+        if "lost" in verdict:
+            raise RuntimeError(f"{self.kind}({self.place!r}) did not come to its end. {verdict['lost']}")
+        return verdict["notes"]
+
+    def end(
+        self,
+        problem: BaseException | None,
+        act: Callable[[], None] | None = None,
+        presiding: bool | None = None,
+    ) -> None:
+        """Learn whether all ranks succeeded, and if so take the last step.
 
         Args:
             problem: What went wrong on this rank.
-            publish: Called once everything is written, and not at all if something failed.
+            act: The last step, for the ranks that preside; not taken if anything failed on any rank.
+            presiding: Whether this rank presides; the first of ``ranks`` does by default.
 
         Raises:
-            RuntimeError: Another rank failed to save; the message says which and why.
+            RuntimeError: Something failed on another rank; the message says what and where. What failed on this one is
+                raised as it is.
         """
-        if self.store is None:
+        try:
+            self._succeed_together(problem)
+            if (self.rank == self.ranks[0] if presiding is None else presiding) and act is not None:
+                try:
+                    act()
+                except BaseException as error:  # the others must hear of it, so that they do not wait for this one
+                    problem = error
+            self._succeed_together(problem)
+        finally:
+            self._leave()
+
+    def _succeed_together(self, problem: BaseException | None) -> None:
+        try:
+            notes = self.exchange(None if problem is None else f"{type(problem).__name__}: {problem}")
+        except RuntimeError:
             if problem is None:
-                publish()
-        else:
-            note = f"{type(problem).__name__}: {problem}" if problem is not None else ""
-            self.store.set(self._key("done", self.rank), note)
-            failed = self._preside(note, publish) if self.rank == 0 else self._attend(publish)
-            if failed and problem is None:
-                raise RuntimeError(f"The checkpoint is incomplete, because saving failed on other ranks. {failed}")
+                raise
+            notes = []
         if problem is not None:
             raise problem
+        failed = [f"Rank {rank}: {note}" for rank, note in zip(self.ranks, notes, strict=True) if note is not None]
+        if failed:
+            raise RuntimeError(f"{self.kind}({self.place!r}) failed on other ranks. {' '.join(failed)}")
 
-    def _preside(self, note: str, publish: Callable[[], None]) -> str:
-        failed = [f"Rank 0: {note}"] if note else []
-        for rank in self._present(self.others):
-            self.store.wait([self._key("done", rank)], LIMIT)
-            if theirs := self.store.get(self._key("done", rank)).decode():
-                failed.append(f"Rank {rank}: {theirs}")
-        if not failed:
-            publish()
-        self.store.set(self._key("ended"), " ".join(failed))
-        return " ".join(failed)
+    # Beginning
 
-    def _attend(self, publish: Callable[[], None]) -> str:
-        if not self._present([0]):
-            return ""
-        self.store.wait([self._key("ended")], LIMIT)
-        failed = self.store.get(self._key("ended")).decode()
-        if not failed:
-            publish()
-        return failed
+    def _convene(self, note: dict[str, Any]) -> dict[str, Any]:
+        """Join the round that is open, until there is a verdict about one that this rank is part of."""
+        while True:
+            with _store_errors():
+                self._number = int(self._store.compare_set("round", "", "0"))
+            gathering = _Gathering(self._store, f"{self._number}/0", self.rank, self.ranks, self._close_round)
+            self._phases = [gathering]
+            judge = self._subset_judge if parse_flag_from_env(PARTIAL) else self._absence_judge
+            verdict = gathering.hold(note, self._agree, judge)
+            if self.rank in verdict["ranks"]:
+                return verdict
+            # The round was closed while this rank came in.
+            gathering.forget_own()
 
-    def _present(self, ranks: list[int]) -> list[int]:
-        """Return which of some ranks save as well, after giving them time to begin."""
-        global _alone
-        keys = {rank: self._key("begun", rank) for rank in ranks}
-        deadline = time.monotonic() + (0 if _alone else PATIENCE.total_seconds())
-        while not self.store.check(list(keys.values())) and time.monotonic() < deadline:
-            time.sleep(0.005)
-        present = [rank for rank, key in keys.items() if self.store.check([key])]
-        if len(present) < len(ranks) and not _alone:
-            _alone = True  # a script that does this once does it at every save; wait and warn once
+    def _close_round(self) -> None:
+        # Before anybody hears the verdict: whoever has heard it may begin the next round at once.
+        self._store.compare_set("round", str(self._number), str(self._number + 1))
+
+    def _agree(self, notes: dict[int, dict[str, Any]]) -> dict[str, Any]:
+        return {"ranks": sorted(notes), "problem": _disagreement(notes)}
+
+    def _absence_judge(self, gathering: "_Gathering", come: int) -> "_Judge":
+        search = Search(self._origin, gathering, self.world_size, come == 1, ASK_AFTER_S, ASK_AGAIN_S)
+        return _Absence(self.kind, self.place, search, lambda: self._number != int(self._store.get("round")))
+
+    def _subset_judge(self, gathering: "_Gathering", come: int) -> "_Judge":
+        return _Subset(gathering, self._agree)
+
+    def _missing_writers(self, gathering: "_Gathering", come: int) -> "_Judge":
+        after, again = ASK_WRITERS_AFTER_S, ASK_WRITERS_AGAIN_S
+        return _Loss(Search(self._origin, gathering, self.world_size, come == 1, after, again))
+
+    def _go_on_without_the_rest(self) -> None:
+        global _subset
+        if _subset is None and self.rank == self.ranks[0]:  # a script that does this once does it at every save
+            rest = [rank for rank in range(self.world_size) if rank not in self.ranks]
             logger.warning(
-                "save_state was called by rank %d, but not by rank %s. The checkpoint lacks their random states, and "
-                "the ranks do not wait for each other. Call save_state on every rank: only one of them writes each file.",
-                self.rank,
-                ", ".join(str(rank) for rank in ranks if rank not in present),
+                "%s was called by rank %s, but not by rank %s. The checkpoint lacks their random states, and the ranks do not "
+                "wait for each other. Call %s on every rank: only one of them writes each file.",
+                self.kind,
+                _numbers(self.ranks),
+                _numbers(rest),
+                self.kind,
             )
-        return present
+        _subset = frozenset(self.ranks)
 
-    def _key(self, *parts: Any) -> str:
-        return "/".join([self.prefix, *map(str, parts)])
+    def _leave(self) -> None:
+        """Let the last rank that leaves remove the keys, so that they do not pile up in a long run."""
+        if self._store is None:
+            return
+        try:
+            if self._store.add(f"{self._number}/left", 1) == len(self.ranks):
+                self._phases[-1].forget_notes()
+                for gathering in self._phases:
+                    gathering.forget()
+                self._store.delete_key(f"{self._number}/left")
+        except (RuntimeError, NotImplementedError) as error:  # a store that cannot delete, or is gone
+            logger.debug("Keys of meeting %d stay: %s", self._number, error)
+
+
+# -- notes ---------------------------------------------------------------------------------------------------------
+
+# Called between two looks: an outcome ends the gathering before all have come.
+_Judge = Callable[[], dict[str, Any] | None]
+# An outcome that the others do not learn: this rank is not part of what they decided.
+_LEFT_OUT: dict[str, Any] = {"ranks": [], "problem": None}
+
+
+class _store_errors:
+    """Turn what a store raises once its process has ended into `_StoreIsGone`."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if isinstance(error, RuntimeError):
+            raise _StoreIsGone from error
+
+
+class _Gathering:
+    """Some ranks leave a note each, and all learn one outcome: whoever comes last, or a judge before, decides it.
+
+    Args:
+        store: Where.
+        prefix: What the keys begin with.
+        rank: This rank.
+        ranks: All that are to come.
+        close: Called before an outcome becomes known.
+    """
+
+    def __init__(
+        self, store: Any, prefix: str, rank: int, ranks: list[int], close: Callable[[], None] | None = None
+    ) -> None:
+        self.store, self.prefix, self.rank, self.ranks, self._close = store, prefix, rank, ranks, close
+        self._longest_pause_s = max(_LONGEST_PAUSE_S, len(ranks) / _LOOKS_PER_SECOND)
+
+    def hold(
+        self,
+        note: Any,
+        agree: Callable[[dict[int, Any]], dict[str, Any]],
+        make_judge: Callable[["_Gathering", int], _Judge],
+    ) -> dict[str, Any]:
+        """Leave a note and return the outcome.
+
+        Args:
+            note: This rank's.
+            agree: Makes the outcome of all notes.
+            make_judge: Makes what is called while others are missing, of this gathering and the number of those that came.
+        """
+        text = json.dumps(note)
+        with _store_errors():
+            self.store.set(self.key(self.rank), text)
+            come = self.store.add(self.key("come"), 1)
+            if come == len(self.ranks):
+                return self._conclude(agree(self.notes(self.ranks)))
+            judge = make_judge(self, come)
+            pause = _SHORTEST_PAUSE_S
+            while not self.store.check([self.key("outcome")]):
+                time.sleep(pause)
+                pause = min(1.5 * pause, self._longest_pause_s)
+                outcome = judge()
+                if outcome is _LEFT_OUT:
+                    return outcome
+                if outcome is not None:
+                    return self._conclude(outcome)
+            return json.loads(self.store.get(self.key("outcome")))
+
+    def _conclude(self, outcome: dict[str, Any]) -> dict[str, Any]:
+        """Make an outcome known, unless another rank was faster; return what holds."""
+        if self._close is not None:
+            self._close()
+        return json.loads(self.store.compare_set(self.key("outcome"), "", json.dumps(outcome)))
+
+    def present(self) -> list[int]:
+        """Return who has left a note."""
+        return [rank for rank in self.ranks if self.has_come([rank])]
+
+    def has_come(self, ranks: Collection[int]) -> bool:
+        """Whether all of some ranks have left a note."""
+        return self.store.check([self.key(rank) for rank in ranks])
+
+    def notes(self, ranks: Collection[int]) -> dict[int, Any]:
+        """Return the notes of ranks that have left one."""
+        keys = [self.key(rank) for rank in ranks]
+        texts = self.store.multi_get(keys) if self.store.has_extended_api() else [self.store.get(key) for key in keys]
+        return {rank: json.loads(text) for rank, text in zip(ranks, texts, strict=True)}
+
+    def forget_own(self) -> None:
+        """Remove this rank's note."""
+        self._delete(self.rank)
+
+    def forget_notes(self) -> None:
+        """Remove all notes."""
+        for rank in self.ranks:
+            self._delete(rank)
+
+    def forget(self) -> None:
+        """Remove everything but the notes."""
+        for name in ("come", "outcome", "asks"):
+            self._delete(name)
+
+    def key(self, name: Any) -> str:
+        """Return the key of a note or of something else that belongs to this gathering."""
+        return f"{self.prefix}/{name}"
+
+    def _delete(self, name: Any) -> None:
+        try:
+            self.store.delete_key(self.key(name))
+        except (RuntimeError, NotImplementedError):  # a store that cannot delete, or is gone
+            pass
+
+
+# -- who is missing ------------------------------------------------------------------------------------------------
+
+
+class _Absence:
+    """Judges whether the ranks that have not begun yet will."""
+
+    def __init__(self, kind: str, place: str, search: Search, round_is_over: Callable[[], bool]) -> None:
+        self.kind, self.place, self.search, self.round_is_over = kind, place, search, round_is_over
+        self._next_look = search.began + ASK_AFTER_S
+        self._was_over = False
+        self._reported = False
+
+    def __call__(self) -> dict[str, Any] | None:
+        now = time.monotonic()
+        if now >= self._next_look:
+            # Twice in a row: a round ends a moment before its outcome is known.
+            self._next_look = now + ASK_AGAIN_S
+            over = self.round_is_over()
+            if over and self._was_over:
+                return _LEFT_OUT
+            self._was_over = over
+        return self._judge(now) if self.search.news() else None
+
+    def _judge(self, now: float) -> dict[str, Any] | None:
+        gathering = self.search.gathering
+        present = gathering.present()
+        missing = [rank for rank in gathering.ranks if rank not in present]
+        notes = gathering.notes(present)
+        problem = _disagreement(notes)
+        if problem is None and (hopeless := self.search.gone(missing) or self.search.stuck(missing)):
+            states = {rank: self.search.traces[rank].latest for rank in missing}
+            problem = _absence(notes, states, hopeless)
+        if problem is not None:
+            return {"ranks": present, "problem": problem}
+        if missing and not self._reported and now - self.search.began > REPORT_AFTER_S:
+            self._reported = True
+            lines = _grouped({rank: str(self.search.traces[rank].latest) for rank in missing})
+            logger.warning("%s(%r) waits for other ranks: %s.", self.kind, self.place, "; ".join(lines))
+        return None
+
+
+class _Subset:
+    """Lets those that have come go on without the others, where the user allows it."""
+
+    def __init__(self, gathering: _Gathering, agree: Callable[[dict[int, Any]], dict[str, Any]]) -> None:
+        self.gathering, self.agree = gathering, agree
+        self.deadline = time.monotonic() + PATIENCE.total_seconds()
+
+    def __call__(self) -> dict[str, Any] | None:
+        if _subset is not None and self.gathering.has_come(_subset):
+            return self.agree(self.gathering.notes(self.gathering.present()))
+        if time.monotonic() > self.deadline:
+            return self.agree(self.gathering.notes(self.gathering.present()))
+        return None
+
+
+class _Loss:
+    """Judges whether the ranks that others wait for in the middle of a meeting are still alive."""
+
+    def __init__(self, search: Search) -> None:
+        self.search = search
+
+    def __call__(self) -> dict[str, Any] | None:
+        if not self.search.news():
+            return None
+        present = self.search.gathering.present()
+        ranks = self.search.gathering.ranks
+        # With all notes there, whoever should have summed them up is gone.
+        lost = self.search.gone([rank for rank in ranks if rank not in present] or ranks)
+        if not lost:
+            return None
+        lines = _grouped({rank: str(self.search.traces[rank].latest) for rank in lost})
+        return {"lost": f"The others wait in vain: {'; '.join(lines)}."}
+
+
+# -- messages ------------------------------------------------------------------------------------------------------
+
+
+def _disagreement(notes: dict[int, dict[str, Any]]) -> str | None:
+    """Return what is wrong with the calls of ranks, or None."""
+    kinds = sorted({note["kind"] for note in notes.values()})
+    if len(kinds) > 1:
+        return _message(f"Some ranks called {kinds[0]} while others called {kinds[1]}:", notes, {}, kinds[0])
+    places: dict[str, set[str]] = {}
+    for note in notes.values():
+        places.setdefault(note["scope"], set()).add(note["place"])
+    if any(len(of_scope) > 1 for of_scope in places.values()):
+        return _message(f"{kinds[0]} was called with different paths:", notes, {}, kinds[0])
+    return None
+
+
+def _absence(notes: dict[int, dict[str, Any]], missing: dict[int, Whereabouts], hopeless: list[int]) -> str:
+    kind = next(iter(notes.values()))["kind"]
+    title = f"{kind} was called by rank {_numbers(notes)}, but rank {_numbers(hopeless)} will not call it:"
+    states = {rank: f"did not call it: it {state}" for rank, state in missing.items()}
+    way_out = f" Where some ranks {kind.replace('_', ' ')} alone by design, set {PARTIAL}=1: they then go on without the others."
+    return _message(title, notes, states, kind, way_out)
+
+
+def _message(title: str, notes: dict[int, dict[str, Any]], others: dict[int, str], kind: str, end: str = "") -> str:
+    texts = {rank: f"called {note['kind']}({note['place']!r}) at {note['site']}" for rank, note in notes.items()}
+    lines = _grouped(dict(sorted({**texts, **others}.items())))
+    advice = f"Call {kind} on every rank, with the same path: only one of them writes each file.{end}"
+    if kind == "load_state":
+        advice = f"Call {kind} on every rank, with the same path.{end}"
+    return "\n".join([title, *(f"  {line}" for line in lines), advice])
+
+
+def _grouped(texts: dict[int, str]) -> list[str]:
+    """Return a line for each text, with the ranks it is true for; only the first lines of many."""
+    ranks: dict[str, list[int]] = {}
+    for rank, text in texts.items():
+        ranks.setdefault(text, []).append(rank)
+    lines = [f"rank {_numbers(of_text)} {text}" for text, of_text in ranks.items()]
+    surplus = len(lines) - _MOST_LINES
+    return lines if surplus <= 0 else [*lines[:_MOST_LINES], f"and {surplus} more such lines"]
+
+
+def _numbers(ranks: Collection[int]) -> str:
+    """Write ranks down shortly.
+
+    Example:
+        >>> _numbers([0, 1, 2, 5])
+        '0-2, 5'
+    """
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

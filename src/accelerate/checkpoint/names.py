@@ -21,10 +21,29 @@ CHECKPOINT_PREFIX = "checkpoint_"
 # with a number behind it that of another rank, which may come first.
 INCOMPLETE_MARKER = ".incomplete"
 
-# A checkpoint gets this in front of its name before its files are removed, so that nobody loads what is left of it.
+# What a checkpoint has in front of its name while it is written, takes its place, is replaced, and is removed: nobody takes
+# a folder of such a name for a checkpoint.
+STAGING_PREFIX = ".saving_"
+READY_PREFIX = ".ready_"
+REPLACED_PREFIX = ".replaced_"
 REMOVED_PREFIX = ".removed_"
+HIDDEN_PREFIXES = (STAGING_PREFIX, READY_PREFIX, REPLACED_PREFIX, REMOVED_PREFIX)
+
+# Lies in the newer one of two checkpoints that are being exchanged.
+PUBLISHING_MARKER = ".publishing"
+
+GENERATORS_NAME = "generators"
 
 _NUMBERED = re.compile(re.escape(CHECKPOINT_PREFIX) + r"(\d+)")
+_GENERATORS = re.compile(GENERATORS_NAME + r"_\d+\.safetensors")
+
+_STEMS = [MODEL_NAME, OPTIMIZER_NAME, SCHEDULER_NAME, SAFE_MODEL_NAME, DATALOADER_STATE_NAME]
+_PARTS = re.compile(
+    rf"(?:rank\d+_)?(?:{'|'.join(map(re.escape, _STEMS))})(?:_\d+)?\.(?:bin|safetensors)"
+    rf"|{re.escape(SCALER_NAME)}|{re.escape(RNG_STATE_NAME)}_\d+\.pkl|{CUSTOM_NAME}_\d+\.pkl"
+    rf"|{GENERATORS_NAME}_\d+\.safetensors|{re.escape(INCOMPLETE_MARKER)}(?:_\d+)?"
+    r"|(?:pytorch_model_fsdp|optimizer)_\d+"
+)
 
 
 def _indexed(stem: str, index: int, extension: str) -> str:
@@ -77,6 +96,25 @@ def scaler_file() -> str:
 def random_states_file(process_index: int) -> str:
     """Return the name of the file with the random states of one rank."""
     return f"{RNG_STATE_NAME}_{process_index}.pkl"
+
+
+def generators_file(process_index: int) -> str:
+    """Return the name of the file with the random generators of one rank, which only we write."""
+    return f"{GENERATORS_NAME}_{process_index}.safetensors"
+
+
+def is_generators_file(name: str) -> bool:
+    """Say whether a file has the name of a rank's random generators."""
+    return _GENERATORS.fullmatch(name) is not None
+
+
+def is_checkpoint_file(name: str) -> bool:
+    """Say whether a file has a name that a checkpoint's files have, ours or upstream's.
+
+    Args:
+        name: the name of a file directly inside a checkpoint.
+    """
+    return _PARTS.fullmatch(name) is not None
 
 
 def custom_file(index: int) -> str:

@@ -1,9 +1,10 @@
 """Random states of a process: Python, numpy, torch, and the devices."""
 
 import hashlib
+import json
 import logging
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,6 +56,77 @@ def collect() -> dict[str, Any]:
     return {source.key: source.get() for source in sources()}
 
 
+class Unreadable(NamedTuple):
+    """A state that could not be decoded, in place of the state.
+
+    Attributes:
+        cause: why.
+    """
+
+    cause: str
+
+
+def encode(states: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return states of generators as tensors and texts, for a file that holds no pickle. Any rank, alone.
+
+    Args:
+        states: What ``collect`` returned.
+
+    Returns:
+        Tensors by name, and metadata: under ``"generators"`` what else belongs to each state, as JSON.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    told: dict[str, Any] = {}
+    for key, state in states.items():
+        if key == "random_state":
+            version, words, gauss = state
+            tensors[key], told[key] = torch.tensor(words, dtype=torch.int64), {"version": version, "gauss": gauss}
+        elif key == "numpy_random_seed":
+            kind, words, position, has_gauss, gauss = state
+            tensors[key] = torch.from_numpy(np.asarray(words).astype(np.int64))
+            told[key] = {"kind": str(kind), "position": int(position), "has_gauss": int(has_gauss), "gauss": float(gauss)}
+        elif isinstance(state, torch.Tensor):
+            tensors[key], told[key] = state.cpu(), {}
+        elif isinstance(state, (list, tuple)):  # of every device
+            tensors |= {f"{key}.{index}": part.cpu() for index, part in enumerate(state)}
+            told[key] = {"devices": len(state)}
+        else:
+            told[key] = {"value": state}
+    return tensors, {"format": "pt", "generators": json.dumps(told)}
+
+
+def decode(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> dict[str, Any]:
+    """Return the states that ``encode`` was given; for one that cannot be read, an `Unreadable`. Any rank, alone.
+
+    Args:
+        tensors: From ``encode``.
+        metadata: From ``encode``.
+    """
+    try:
+        told = dict(json.loads(metadata["generators"]))
+    except (KeyError, ValueError, TypeError) as error:
+        cause = f"the description of the generators is unreadable ({type(error).__name__}: {error})"
+        return {source.key: Unreadable(cause) for source in sources()}
+    states = {}
+    for key, more in told.items():
+        try:
+            states[key] = _decoded(key, more, tensors)
+        except Exception as error:
+            states[key] = Unreadable(f"{type(error).__name__}: {error}")
+    return states
+
+
+def _decoded(key: str, more: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Any:
+    if key == "random_state":
+        return more["version"], tuple(tensors[key].tolist()), more["gauss"]
+    if key == "numpy_random_seed":
+        words = tensors[key].numpy().astype(np.uint32)
+        return more["kind"], words, more["position"], more["has_gauss"], more["gauss"]
+    if "devices" in more:
+        return [tensors[f"{key}.{index}"] for index in range(more["devices"])]
+    return more["value"] if "value" in more else tensors[key]
+
+
 def restore(states: dict[str, Any], origin: str) -> None:
     """Set every generator that the states have; one that cannot be set is warned about, and the others still are.
 
@@ -71,7 +143,10 @@ def restore(states: dict[str, Any], origin: str) -> None:
             )
             continue
         try:
-            source.set(_on_cpu(states[source.key]))
+            state = states[source.key]
+            if isinstance(state, Unreadable):
+                raise ValueError(state.cause)
+            source.set(_on_cpu(state))
         except Exception as error:
             logger.warning(
                 "The random state of %s in %s could not be restored, so a resumed run draws other numbers from it: "

@@ -24,6 +24,9 @@ class Command:
 
 
 COMMANDS: dict[str, Command] = {
+    "checkpoint": Command(
+        "checkpoint", "checkpoint_command_parser", "List, verify, inspect, convert and prune checkpoints."
+    ),
     "config": Command("config", "get_config_parser", "Write and update configuration files."),
     "env": Command("env", "env_command_parser", "Print versions, devices and configuration, for a bug report."),
     "estimate-memory": Command("estimate", "estimate_command_parser", "Estimate how much memory a model needs."),

@@ -1,6 +1,8 @@
 """Where a run keeps its checkpoints and logs."""
 
 import os
+import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from accelerate.config.enums import at_public_path
@@ -19,6 +21,9 @@ class ProjectConfiguration:
         iteration: the number of the next checkpoint.
         save_on_each_node: save on the main process of each machine rather than of the whole run; for machines that do
             not share a file system.
+        async_save: let `save_state` return as soon as the state is copied, and write in the background.
+        save_on_signal: signals, or their names or numbers, after which the run saves a checkpoint at the end of the step
+            and leaves with status 75: `["SIGTERM", "SIGUSR1"]`, say. They need `project_dir`. None leaves signals alone.
 
     Raises:
         ValueError: `total_limit` is below one.
@@ -35,6 +40,8 @@ class ProjectConfiguration:
     total_limit: int | None = None
     iteration: int = 0
     save_on_each_node: bool = False
+    async_save: bool = False
+    save_on_signal: Sequence[signal.Signals | str | int] | None = None
 
     def __post_init__(self) -> None:
         if self.total_limit is not None and self.total_limit < 1:

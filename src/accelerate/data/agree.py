@@ -46,6 +46,11 @@ def paused() -> Iterator[None]:
         _paused -= 1
 
 
+def is_paused() -> bool:
+    """Whether ranks may be at different steps now, inside `paused`."""
+    return _paused > 0
+
+
 def together(batches: Iterator[Any], loader: PreparedLoader) -> Iterator[Any]:
     """`in_step` for the batches that a prepared loader reads, if its shards may end at different steps. All ranks."""
     plan = vars(loader).get("plan")

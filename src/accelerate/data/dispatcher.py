@@ -89,9 +89,9 @@ class DataLoaderDispatcher(PreparedLoader):
             resume.note_start(self)
             self._counts = None
             if self.state.num_processes == 1 and self.slice_fn is None:
-                yield from self._run_alone(pending)
+                yield from self._watched(self._run_alone(pending))
             else:
-                yield from self._run_together(self._layout(), pending)
+                yield from self._watched(self._run_together(self._layout(), pending))
         finally:
             self.end()
 

@@ -187,10 +187,22 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _begin(self) -> Pending | None:
         """Start an iteration; returns the position that it continues at, if it continues an interrupted epoch."""
+        watch = self._watch()
+        if watch is not None:
+            watch.before_loop(self)
         pending = resume.settle(self)
         self._progress.extra_samples = 0 if pending is None else pending.extra_samples
         self.begin()
         return pending
+
+    def _watch(self) -> Any:
+        """Who saves the run and leaves when a signal has come, if somebody does."""
+        # A thread that reads ahead is not where the training is; the wrapper around this loader asks instead.
+        return None if self.read_in_background else self.gradient_state._step_watch
+
+    def _watched(self, batches: Iterator[Any]) -> Iterator[Any]:
+        watch = self._watch()
+        return batches if watch is None else watch.watched(batches, self)
 
     def _open(self, pending: Pending | None) -> Reading:
         """Start reading the wrapped loader.
@@ -198,6 +210,13 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         Args:
             pending: the position to continue at, from `_begin`.
         """
+        watch = self.gradient_state._step_watch
+        if watch is None:
+            return self._start_reading(pending)
+        with watch.shielded(self.base_dataloader):
+            return self._start_reading(pending)
+
+    def _start_reading(self, pending: Pending | None) -> Reading:
         base, start, reads = self.base_dataloader, self._left_out(), self._reads_per_step()
         progress, stream = self._progress, lengths.is_stream(self.base_dataloader)
         self._seed_workers(base)
@@ -389,7 +408,7 @@ class DataLoaderShard(PreparedLoader):
             resume.note_start(self)
             reading = self._open(pending)
             reading.batches = agree.together(self._keeping_states(reading.batches), self)
-            yield from self._run(reading, placer(self.device, self._non_blocking))
+            yield from self._watched(self._run(reading, placer(self.device, self._non_blocking)))
         finally:
             self.end()
 
@@ -434,6 +453,6 @@ class SkipDataLoader(PreparedLoader):
             resume.note_start(self)
             reading = self._open(pending)
             reading.batches = self._keeping_states(reading.batches)
-            yield from self._run(reading, None)
+            yield from self._watched(self._run(reading, None))
         finally:
             self.end()

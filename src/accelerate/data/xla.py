@@ -81,10 +81,13 @@ def wrapper_class() -> type:
             # Background threads may read several batches ahead: the synchronisation that opens an epoch has to come
             # before them, in step with the other processes.
             prepared = self.dataloader
+            gradient_state = prepared.gradient_state
+            watch = gradient_state._step_watch
+            if watch is not None:
+                watch.before_loop(self)
             rng_types, prepared.rng_types = prepared.rng_types, None
             if rng_types is not None:
                 synchronize_rng_states(rng_types, prepared.synchronized_generator)
-            gradient_state = prepared.gradient_state
             prepared.read_in_background = True
             gradient_state._add_dataloader(self)
             try:
@@ -95,6 +98,8 @@ def wrapper_class() -> type:
                     prepared._progress.handed_out = note.position
                     gradient_state._activate(self)
                     yield batch
+                    if watch is not None:
+                        watch.before_batch(self, at_end=note.position[2])
             finally:
                 gradient_state._remove_dataloader(self)
                 prepared._progress.handed_out = None

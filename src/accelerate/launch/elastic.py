@@ -7,12 +7,18 @@ import contextlib
 import datetime
 import logging
 import os
+import signal
 import tempfile
+import threading
+import time
+import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -20,13 +26,21 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
+from torch.distributed.launcher import api
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from accelerate.config.exit_status import PREEMPTED
 from accelerate.launch.plan import Rendezvous
 
 # The name under which torch finds the rendezvous below.
 ONE_MACHINE = "accelerate_one_machine"
 _HOST = "127.0.0.1"
+# Signals that are passed on to the processes, which may want time to save their run. Schedulers send these.
+FORWARDED = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGUSR2") if hasattr(signal, name))
+# A scheduler may send a signal to all processes of a job more than once in short order; that is one request.
+_REPEAT_S = 5.0
+# How long the others have for their own ending when one process has ended as preempted.
+_ENDING_S = 300.0
 
 
 class OneMachineRendezvous(RendezvousHandler):
@@ -132,11 +146,118 @@ def make_config(
         # The name of this machine may not be resolvable, least of all in a container.
         local_addr=_HOST,
         logs_specs=DefaultLogsSpecs(log_dir=log_dir, tee=Std.from_str(tee)),
+        **_own_signals(),
         **rest,
     )
 
 
+def _own_signals() -> dict[str, str]:
+    # The others are `_forwarding`'s. Older versions of torch cannot be told, and take SIGTERM for themselves.
+    known = "signals_to_handle" in LaunchConfig.__dataclass_fields__
+    return {"signals_to_handle": "SIGINT,SIGHUP,SIGQUIT"} if known else {}
+
+
 _registered: set[str] = set()
+
+
+class Agent(LocalElasticAgent):
+    """Torch's agent for processes that save their run when a signal comes.
+
+    It passes the signal on and waits, where torch kills them after half a minute; and it lets all of them end by themselves when
+    one ends as preempted, and does not start them again.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._received: dict[int, float] = {}
+        self._forwarded: set[int] = set()
+        self._ending_since: float | None = None
+        _agents.append(self)
+
+    def forward(self, number: int) -> None:
+        """Pass a signal on to the processes; sent once more after some seconds, stop them as torch does.
+
+        Args:
+            number: the signal.
+
+        Raises:
+            SignalException: it was sent once more; the agent stops the processes then.
+        """
+        now = time.monotonic()
+        if now - self._received.setdefault(number, now) >= _REPEAT_S:
+            raise SignalException(f"got {signal.Signals(number).name} again", sigval=signal.Signals(number))
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        processes = self._processes()
+        for number in list(self._received) if processes else ():
+            if number not in self._forwarded:
+                self._forwarded.add(number)
+                for process in processes:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(process, number)
+
+    def _processes(self) -> list[int]:
+        return [] if self._pcontext is None else list(self._pcontext.pids().values())
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._pass_on()  # what came while the processes were being started
+        if self._forwarded or self._preempted():
+            self._remaining_restarts = 0
+        if self._is_ending():
+            return RunResult(state=WorkerState.HEALTHY)
+        result = super()._monitor_workers(worker_group)
+        for number in self._forwarded:
+            if any(failure.exitcode == -number for failure in result.failures.values()):
+                # They did not want it, and are gone; what they had started should go, too.
+                for process in self._processes():
+                    with contextlib.suppress(OSError):
+                        os.killpg(process, number)
+                raise SignalException("the processes were stopped", sigval=signal.Signals(number))
+        return result
+
+    def _statuses(self) -> list[int | None]:
+        handlers = getattr(self._pcontext, "subprocess_handlers", None) or {}
+        return [handler.proc.poll() for handler in handlers.values()]
+
+    def _preempted(self) -> bool:
+        return PREEMPTED in self._statuses()
+
+    def _is_ending(self) -> bool:
+        """Whether some processes have ended as preempted, and the others have time left to do so."""
+        statuses = self._statuses()
+        if PREEMPTED not in statuses or None not in statuses or not {*statuses} <= {PREEMPTED, 0, None}:
+            return False
+        self._ending_since = self._ending_since or time.monotonic()
+        return time.monotonic() - self._ending_since < _ENDING_S
+
+
+# The agents of this process, the running one last.
+_agents: list[Agent] = []
+
+
+@contextlib.contextmanager
+def _forwarding() -> Iterator[None]:
+    """Let torch's launcher use our agent, and give that the signals it forwards."""
+    count, agent_class = len(_agents), api.LocalElasticAgent
+    # The launcher builds its agent itself and takes no other class.
+    api.LocalElasticAgent = Agent
+    former = {}
+    if threading.current_thread() is threading.main_thread():
+        former = {number: signal.signal(number, _forward) for number in FORWARDED}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        api.LocalElasticAgent = agent_class
+        del _agents[count:]
+
+
+def _forward(number: int, frame: types.FrameType | None) -> None:
+    if not _agents:  # nothing has been started yet
+        raise SignalException(f"got {signal.Signals(number).name}", sigval=signal.Signals(number))
+    _agents[-1].forward(number)
 
 
 def start(
@@ -162,7 +283,7 @@ def start(
         torch.distributed.elastic.multiprocessing.errors.ChildFailedError: a process failed.
         torch.distributed.elastic.multiprocessing.api.SignalException: a signal stopped them.
     """
-    with _variables(environment), _quiet_agent(verbose):
+    with _variables(environment), _quiet_agent(verbose), _forwarding():
         return elastic_launch(config, entrypoint)(*arguments)
 
 

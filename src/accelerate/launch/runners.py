@@ -11,10 +11,12 @@ import types
 from collections.abc import Iterator, Mapping
 from typing import NoReturn
 
+from accelerate.config.exit_status import PREEMPTED
 from accelerate.launch.env import worker_environment
 from accelerate.launch.plan import LaunchPlan
 
 PREFIX = "accelerate launch: "
+_SAVED = f"the run ended with exit status {PREEMPTED}: a signal came, and it has saved itself. Start it again to go on."
 
 
 def run(plan: LaunchPlan, replace: bool = False) -> None:
@@ -98,10 +100,9 @@ def _forwarded(process: subprocess.Popen) -> Iterator[None]:
     def forward(number: int, frame: types.FrameType | None) -> None:
         process.send_signal(number)
 
-    before = {
-        number: signal.signal(number, forward)
-        for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))
-    }
+    names = ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
+    before = {number: signal.signal(number, forward) for number in numbers}
     try:
         yield
     finally:
@@ -162,6 +163,8 @@ def failure_of(error: BaseException) -> tuple[int, str]:
         BaseException: the error itself, if it does not come from a process that was started.
     """
     if isinstance(error, subprocess.CalledProcessError):
+        if error.returncode == PREEMPTED:
+            return PREEMPTED, _SAVED
         return _status(error.returncode), f"the script {_ending(error.returncode)}."
     if isinstance(error, KeyboardInterrupt):
         return 128 + signal.SIGINT, "interrupted."
@@ -169,6 +172,8 @@ def failure_of(error: BaseException) -> tuple[int, str]:
         return 128 + int(number), f"stopped by {signal.Signals(number).name}; all processes are gone."
     if hasattr(error, "get_first_failure"):
         rank, failure = error.get_first_failure()
+        if failure.exitcode == PREEMPTED:
+            return PREEMPTED, _SAVED
         line = (
             f"rank {rank} (pid {failure.pid}) {_ending(failure.exitcode)}; its own messages stand above, and the other "
             "ranks were stopped. --debug prints torch's report."

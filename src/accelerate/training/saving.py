@@ -16,21 +16,18 @@ from torch.utils.hooks import RemovableHandle
 from accelerate.backends.base import Backend
 from accelerate.backends.registry import resolve
 from accelerate.checkpoint import files, names, rotation
-from accelerate.checkpoint.contents import Contents, read_common
-from accelerate.checkpoint.meeting import Meeting, default_store
-from accelerate.checkpointing import resolve_map_location, save_accelerator_state
+from accelerate.checkpoint.background import Background
+from accelerate.checkpoint.parcel import Parcel
+from accelerate.checkpoint.places import LocalPlace, Place, place_of
+from accelerate.checkpoint.session import Group, Save
+from accelerate.checkpointing import save_accelerator_state
 from accelerate.modules.tensors import clean_state_dict_for_safetensors
 from accelerate.optimizer import settle_scaler
 from accelerate.training.prepared import warn_caller
 from accelerate.utils import other
 from accelerate.utils.constants import (
-    MODEL_NAME,
-    OPTIMIZER_NAME,
-    RNG_STATE_NAME,
-    SAFE_MODEL_NAME,
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_PATTERN_NAME,
-    SCHEDULER_NAME,
     WEIGHTS_INDEX_NAME,
     WEIGHTS_PATTERN_NAME,
 )
@@ -55,43 +52,114 @@ def save_state(
     accelerator: "Accelerator",
     output_dir: Folder | None = None,
     safe_serialization: bool = True,
+    blocking: bool | None = None,
     **save_model_func_kwargs: Any,
-) -> Path:
-    """Save everything prepared or registered into a folder. All ranks call it; when it returns, the folder is complete.
+) -> Path | str:
+    """Save everything prepared or registered as one checkpoint. All ranks call it.
 
-    With automatic naming the folder is ``checkpoints/checkpoint_N`` of the project, and the oldest ones beyond
-    ``total_limit`` are removed after it is complete.
+    It is written aside and takes its place when all of it is there. With automatic naming the place is
+    ``checkpoints/checkpoint_N`` of the project, and the oldest ones beyond ``total_limit`` are removed afterwards.
 
     Args:
         accelerator: The Accelerator.
-        output_dir: The folder; not used with automatic naming.
+        output_dir: The folder, or a URL; not used with automatic naming.
         safe_serialization: Save models as safetensors instead of torch's pickle format.
+        blocking: Whether to wait until the checkpoint is in its place; False waits only until the state is copied. None
+            takes what the project configuration says.
         **save_model_func_kwargs: Passed to the strategy's own saving of models.
 
     Returns:
-        The folder.
+        Where the checkpoint is, or will be.
 
     Raises:
         ValueError: There is no folder to save to, or the automatically named one exists.
-        RuntimeError: Another rank failed to save.
+        CollectiveMisuse: Other ranks do something else; raised on all that called it.
+        RuntimeError: Another rank failed to save, or the last save in the background did.
     """
+    background = pending_of(accelerator)
+    background.finish("save_state()")
     _warn_of_open_window(accelerator)
     project = accelerator.project_configuration
-    automatic = project.automatic_checkpoint_naming
-    folder = _next_folder(accelerator, output_dir) if automatic else _given_folder(output_dir)
-    meeting = Meeting(folder, accelerator.process_index, accelerator.num_processes, default_store())
-    problem = None
+    place = _next_place(accelerator, output_dir) if project.automatic_checkpoint_naming else _given_place(output_dir)
+    blocking = not project.async_save if blocking is None else blocking
+    save = Save(place, Group.of(accelerator, place), facts(accelerator), *_automatic(accelerator))
+    save.begin()
     try:
-        _write(accelerator, folder, safe_serialization, save_model_func_kwargs)
+        parcel = save.parcel()
+        _collect(accelerator, parcel, safe_serialization, save_model_func_kwargs)
+        if not blocking:
+            parcel.snapshot(background.buffers)
     except Exception as error:  # the other ranks must hear of it, so that they do not wait for this one
-        problem = error
-    meeting.end(problem, publish=lambda: _publish(accelerator, folder))
+        save.fail(error)
+    if blocking:
+        save.finish()
+    else:
+        background.start(lambda: save.finish(writers=1), what=place.location)
     project.iteration += 1
-    if automatic:
-        if files.writes(project.save_on_each_node):
-            rotation.prune(os.path.dirname(folder), project.total_limit, keep=folder)
-        accelerator.wait_for_everyone()
-    return Path(folder)
+    return as_path(place)
+
+
+def as_path(place: Place) -> Path | str:
+    """Return a place as a path, or as the URL that it has.
+
+    Args:
+        place: Where a checkpoint is.
+    """
+    return Path(place.location) if isinstance(place, LocalPlace) else place.location
+
+
+def pending_of(accelerator: "Accelerator") -> Background:
+    """Return what an Accelerator is writing in the background.
+
+    Args:
+        accelerator: The Accelerator.
+    """
+    background = accelerator.__dict__.get("_background")
+    if background is None:
+        background = accelerator._background = Background()
+    return background
+
+
+def wait_for_checkpoint(accelerator: "Accelerator") -> None:
+    """Wait until the checkpoint that is being written in the background is in its place. Any rank, alone.
+
+    Args:
+        accelerator: The Accelerator.
+
+    Raises:
+        RuntimeError: It could not be saved.
+    """
+    pending_of(accelerator).finish()
+
+
+def facts(accelerator: "Accelerator") -> dict[str, Any]:
+    """Return what a manifest says of the run.
+
+    Args:
+        accelerator: The Accelerator.
+    """
+    mesh = accelerator.torch_device_mesh
+    sizes = None if mesh is None else dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
+    return {
+        "world_size": accelerator.num_processes,
+        "strategy": resolve(accelerator.state).name,
+        "mesh": sizes,
+        "step": accelerator.step,
+        "iteration": accelerator.project_configuration.iteration,
+    }
+
+
+def _automatic(accelerator: "Accelerator") -> tuple[Callable[[Place], Any] | None, Callable[[Place], Any] | None]:
+    """With automatic naming: what is done before a checkpoint is staged, and once it is in its place."""
+    project = accelerator.project_configuration
+    if not project.automatic_checkpoint_naming:
+        return None, None
+    number, limit, loaded = project.iteration, project.total_limit, accelerator.__dict__.get("_loaded_checkpoint")
+
+    def rotate(place: Place) -> None:
+        rotation.prune(place.parent(), limit, keep=[place.location, loaded])
+
+    return lambda place: refuse_to_overwrite(place, number), rotate
 
 
 def _warn_of_open_window(accelerator: "Accelerator") -> None:
@@ -105,68 +173,74 @@ def _warn_of_open_window(accelerator: "Accelerator") -> None:
         )
 
 
-def _given_folder(output_dir: Folder | None) -> Folder:
+def _given_place(output_dir: Folder | None) -> Place:
     if output_dir is None:
         raise ValueError(
             "save_state() got no output_dir. Pass a folder, or let the Accelerator name it: "
             "Accelerator(project_config=ProjectConfiguration(project_dir, automatic_checkpoint_naming=True))."
         )
-    return output_dir
+    return place_of(output_dir)
 
 
-def _next_folder(accelerator: "Accelerator", output_dir: Folder | None) -> str:
+def _next_place(accelerator: "Accelerator", output_dir: Folder | None) -> Place:
     project = accelerator.project_configuration
     if project.project_dir is None:
         raise ValueError("Automatic checkpoint naming needs a folder: ProjectConfiguration(project_dir=...) is None.")
-    folder = os.path.join(names.checkpoints_folder(project.project_dir), names.numbered_folder(project.iteration))
+    place = place_of(project.project_dir).child(names.CHECKPOINTS_FOLDER).child(names.numbered_folder(project.iteration))
     if output_dir is not None:
         warn_caller(
             f"save_state(output_dir={os.fspath(output_dir)!r}) is not used, because checkpoints are named automatically: "
-            f"{folder!r} is. Set automatic_checkpoint_naming=False to name the folder yourself."
+            f"{place.location!r} is. Set automatic_checkpoint_naming=False to name the folder yourself."
         )
-    if os.path.exists(folder) and rotation.is_complete(folder):
+    return place
+
+
+def refuse_to_overwrite(place: Place, number: int) -> None:
+    """Raise if an automatically named checkpoint exists. One rank per file system calls it.
+
+    Args:
+        place: Where the next one goes.
+        number: Its number.
+
+    Raises:
+        ValueError: It exists.
+    """
+    if place.state().loads:
         raise ValueError(
-            f"The checkpoint {folder!r} exists and would be overwritten. Load it before you go on, "
-            f"or set accelerator.project_configuration.iteration (now {project.iteration}) to a number that is free."
+            f"The checkpoint {place.location!r} exists and would be overwritten. Load it before you go on, "
+            f"or set accelerator.project_configuration.iteration (now {number}) to a number that is free."
         )
-    # The main process makes the folder next, and by then every rank must have looked for it.
-    accelerator.wait_for_everyone()
-    return folder
 
 
-def _write(
-    accelerator: "Accelerator", folder: Folder, safe_serialization: bool, model_options: dict[str, Any]
+def _collect(
+    accelerator: "Accelerator", parcel: Parcel, safe_serialization: bool, model_options: dict[str, Any]
 ) -> None:
+    """Put everything that this rank saves into a parcel."""
     backend = resolve(accelerator.state)
     each_node = accelerator.project_configuration.save_on_each_node
     schedulers = backend.checkpointed_schedulers(accelerator)
-    os.makedirs(folder, exist_ok=True)
-    # Each rank marks the folder before it writes to it: the writer of the shared files need not be the first to come.
-    _marker(accelerator, folder).touch()
-    if files.writes(each_node):
-        _remove_surplus(accelerator, folder, len(schedulers))
     # Through the method, because libraries replace it.
     states = [files.plain_names(accelerator.get_state_dict(model)) for model in accelerator._models]
     models = [backend.unwrap_model(model) for model in accelerator._models]
     for hook in list(accelerator._save_model_state_pre_hook.values()):
-        hook(models, states, folder)
+        hook(models, states, parcel.folder)
     options = _used_options(backend, "save_model", model_options)
     for index, state in enumerate(states):
         backend.save_model(
             accelerator,
             state,
-            folder,
+            parcel,
             index,
             safe_serialization=safe_serialization,
             save_on_each_node=each_node,
             **options,
         )
     for index, optimizer in enumerate(accelerator._optimizers):
-        backend.save_optimizer(accelerator, optimizer, folder, index, save_on_each_node=each_node)
+        backend.save_optimizer(accelerator, optimizer, parcel, index, save_on_each_node=each_node)
     if accelerator.scaler is not None:
         settle_scaler(accelerator.scaler)
     save_accelerator_state(
-        folder,
+        parcel,
         [],
         [],
         schedulers,
@@ -178,20 +252,7 @@ def _write(
         safe_serialization,
     )
     for index, obj in enumerate(accelerator._custom_objects):
-        files.write_custom(obj, folder, index, each_node)
-
-
-def _remove_surplus(accelerator: "Accelerator", folder: Folder, schedulers: int) -> None:
-    """Remove what a former checkpoint in this folder has and the new one will not overwrite."""
-    counts = {
-        SAFE_MODEL_NAME: len(accelerator._models),
-        MODEL_NAME: len(accelerator._models),
-        OPTIMIZER_NAME: len(accelerator._optimizers),
-        SCHEDULER_NAME: schedulers,
-        RNG_STATE_NAME: accelerator.num_processes,
-        names.CUSTOM_NAME: len(accelerator._custom_objects),
-    }
-    files.remove_surplus(folder, counts)
+        files.write_custom(obj, parcel, index, each_node)
 
 
 def _used_options(backend: Backend, method: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -200,149 +261,6 @@ def _used_options(backend: Backend, method: str, options: dict[str, Any]) -> dic
         warn_caller(f"save_state got {sorted(options)}, which the strategy {backend.name!r} does not use.")
         return {}
     return options
-
-
-def _marker(accelerator: "Accelerator", folder: Folder) -> Path:
-    writer = files.writes(accelerator.project_configuration.save_on_each_node)
-    return Path(folder, names.marker_file(None if writer else accelerator.process_index))
-
-
-def _publish(accelerator: "Accelerator", folder: Folder) -> None:
-    if files.writes(accelerator.project_configuration.save_on_each_node):
-        # All ranks are done. Their marks go first: until the last one goes, the folder does not look complete.
-        for marker in sorted(Path(folder).glob(f"{names.INCOMPLETE_MARKER}_*")):
-            marker.unlink(missing_ok=True)
-    _marker(accelerator, folder).unlink(missing_ok=True)
-
-
-def load_state(
-    accelerator: "Accelerator",
-    input_dir: Folder | None = None,
-    load_kwargs: dict[str, Any] | None = None,
-    **load_model_func_kwargs: Any,
-) -> None:
-    """Load what ``save_state`` saved into everything prepared or registered. All ranks call it.
-
-    The whole checkpoint is read and compared with the objects before any of them is changed.
-
-    Args:
-        accelerator: The Accelerator, with the same objects prepared and registered in the same order.
-        input_dir: The folder; by default the newest complete one, with automatic naming.
-        load_kwargs: Passed to ``torch.load``; ``{"weights_only": False}`` for states that hold objects of your own.
-        **load_model_func_kwargs: ``map_location`` (``"cpu"`` or ``"on_device"``), and arguments of the models'
-            ``load_state_dict``, such as ``strict``.
-
-    Raises:
-        ValueError: The folder does not exist, or holds a checkpoint whose saving did not come to its end.
-        FileNotFoundError: The folder lacks a file, or there is no checkpoint yet.
-        RuntimeError: The checkpoint does not fit the objects; the message lists the differences.
-    """
-    folder = _existing_folder(accelerator, input_dir)
-    location = resolve_map_location(load_model_func_kwargs.pop("map_location", None))
-    contents = _read(accelerator, folder, location, load_kwargs, load_model_func_kwargs)
-    for name, value in contents.apply(**load_model_func_kwargs).items():
-        setattr(accelerator, name, value)
-    _continue_numbering(accelerator, folder)
-
-
-def _existing_folder(accelerator: "Accelerator", input_dir: Folder | None) -> str:
-    project = accelerator.project_configuration
-    if input_dir is not None:
-        folder = os.path.expanduser(os.fspath(input_dir))
-        if not os.path.isdir(folder):
-            raise ValueError(f"load_state({folder!r}): there is no such folder.")
-        if not rotation.is_complete(folder):
-            raise ValueError(
-                f"load_state({folder!r}): the saving of this checkpoint did not come to its end. Load another one; to "
-                f"take what is there all the same, remove the files {names.INCOMPLETE_MARKER + '*'!r} from it."
-            )
-        return folder
-    if not project.automatic_checkpoint_naming or project.project_dir is None:
-        raise ValueError(
-            "load_state() got no input_dir, and checkpoints are not named automatically. Pass the folder to load."
-        )
-    return rotation.latest_complete(names.checkpoints_folder(project.project_dir))
-
-
-def _read(
-    accelerator: "Accelerator",
-    folder: str,
-    location: Any,
-    load_kwargs: dict[str, Any] | None,
-    model_options: dict[str, Any],
-) -> Contents:
-    backend = resolve(accelerator.state)
-    custom = accelerator._custom_objects
-    if (saved := files.custom_count(folder)) != len(custom):
-        raise RuntimeError(
-            f"{folder!r} has the states of {saved} registered objects, but {len(custom)} are registered. Register the "
-            "same objects in the same order with `accelerator.register_for_checkpointing` before loading."
-        )
-    inner = [backend.unwrap_model(model, keep_torch_compile=False) for model in accelerator._models]
-    left = list(inner)
-    for hook in list(accelerator._load_model_state_pre_hook.values()):
-        hook(left, folder)
-    # A hook takes out of the list what it loaded itself.
-    kept = {id(model) for model in left}
-    pairs = [(outer, model) for outer, model in zip(accelerator._models, inner, strict=True) if id(model) in kept]
-    models = []
-    for index, (outer, model) in enumerate(pairs):
-        state = backend.load_model(
-            accelerator,
-            outer,
-            folder,
-            index,
-            map_location=location,
-            load_kwargs=load_kwargs,
-            strict=model_options.get("strict", True),
-        )
-        if state is not None:  # None: the strategy has put the weights where they belong
-            models.append((model, state))
-    optimizers = []
-    for index, optimizer in enumerate(accelerator._optimizers):
-        state = backend.load_optimizer(
-            accelerator, optimizer, folder, index, map_location=location, load_kwargs=load_kwargs
-        )
-        if state is not None:
-            optimizers.append((optimizer, state))
-    contents = read_common(
-        folder,
-        backend.checkpointed_schedulers(accelerator),
-        accelerator._dataloaders,
-        custom,
-        accelerator.scaler,
-        accelerator.process_index,
-        load_kwargs,
-    )
-    contents.models, contents.optimizers = models, optimizers
-    _warn_of_fewer_processes(accelerator, folder)
-    return contents
-
-
-def _warn_of_fewer_processes(accelerator: "Accelerator", folder: str) -> None:
-    """Ranks that are new say so themselves; for those that are gone the main process does."""
-    beyond = names.random_states_file(accelerator.num_processes)
-    if accelerator.is_main_process and os.path.exists(os.path.join(folder, beyond)):
-        logger.warning(
-            "%s was saved by more processes than the %d running now (it has %s). Its weights and positions in the data "
-            "load, but the ranks draw other random numbers and other samples than they would have.",
-            folder,
-            accelerator.num_processes,
-            beyond,
-        )
-
-
-def _continue_numbering(accelerator: "Accelerator", folder: str) -> None:
-    """Let the next automatic name follow the checkpoint that was loaded."""
-    project = accelerator.project_configuration
-    number = names.number_of(folder)
-    if not project.automatic_checkpoint_naming or project.project_dir is None or number is None:
-        return
-    here = names.checkpoints_folder(project.project_dir)
-    if os.path.realpath(os.path.dirname(os.path.abspath(folder))) == os.path.realpath(here):
-        # After going back to an older one, the newer ones keep their numbers, and what comes next is the newest.
-        complete = [known for known, path in rotation.numbered_checkpoints(here) if rotation.is_complete(path)]
-        project.iteration = max(complete, default=number) + 1
 
 
 def register_for_checkpointing(accelerator: "Accelerator", *objects: Any) -> None:

@@ -125,10 +125,19 @@ def end_training(accelerator: "Accelerator") -> None:
     Args:
         accelerator: The Accelerator.
     """
+    finish(accelerator)
+    accelerator.state.destroy_process_group()
+
+
+def finish(accelerator: "Accelerator") -> None:
+    """Finish every tracker.
+
+    Args:
+        accelerator: The Accelerator.
+    """
     for tracker in accelerator.trackers:
         _guarded(tracker, "finish", tracker.finish)
     accelerator.trackers = []
-    accelerator.state.destroy_process_group()
 
 
 def _guarded(tracker: GeneralTracker, what: str, call: Any, *args: Any, **kwargs: Any) -> None:

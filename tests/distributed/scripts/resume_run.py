@@ -14,7 +14,6 @@ import os
 import random
 import signal
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +24,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accelerate import DataLoaderConfiguration
-from accelerate.checkpoint.rotation import is_complete
+from accelerate.checkpoint.places import place_of
 from accelerate.utils import ProjectConfiguration, set_seed
 
 WRITER_SEED, READER_SEED = 5, 77
@@ -357,21 +356,6 @@ def begin_anew(plan):
     job.accelerator.print("ok anew")
 
 
-def come_first(plan):
-    """A rank that comes before the main process marks the folder: nobody takes what it wrote for a checkpoint."""
-    (case,) = cases_of(plan)
-    folder = Path(plan["out"], "checkpoint")
-    job = Job(case, WRITER_SEED)
-    if job.accelerator.is_main_process:
-        while not (folder / "random_states_1.pkl").exists():
-            time.sleep(0.001)
-        assert not is_complete(folder), sorted(path.name for path in folder.iterdir())
-    job.accelerator.save_state(folder)
-    job.accelerator.wait_for_everyone()
-    assert is_complete(folder) and not list(folder.glob(".incomplete*"))
-    job.accelerator.print("ok first")
-
-
 def save_and_leave(job, folder):
     if job.place.step == 2:
         job.accelerator.save_state(folder)
@@ -393,7 +377,7 @@ def several(plan):
         MODES[one["mode"]](one)
 
 
-MODES = {mode.__name__: mode for mode in (write, read, endure, refuse, begin_anew, come_first, several)}
+MODES = {mode.__name__: mode for mode in (write, read, endure, refuse, begin_anew, several)}
 
 
 def main():

@@ -197,23 +197,6 @@ def test_other_ranks_write_no_shared_file(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == []
 
 
-def test_surplus_files_of_a_former_checkpoint_are_removed(tmp_path):
-    kept = ["model.safetensors", "custom_checkpoint_0.pkl", "random_states_1.pkl", "my_model_7.bin", "notes_3.txt"]
-    gone = ["model_1.safetensors", "custom_checkpoint_1.pkl", "random_states_2.pkl", "optimizer.bin"]
-    for name in kept + gone:
-        (tmp_path / name).touch()
-    files.remove_surplus(tmp_path, {"model": 1, "custom_checkpoint": 1, "random_states": 2, "optimizer": 0})
-    assert sorted(os.listdir(tmp_path)) == sorted(kept)
-
-
-def test_what_a_killed_save_left_is_removed(tmp_path):
-    kept = [".random_states_1.pkl.12-34", ".rank1_dl_state_dict.bin.12-34", ".incomplete", ".hidden"]
-    for name in [*kept, ".model.safetensors.12-34", ".tmpAbc123"]:
-        (tmp_path / name).touch()
-    files.remove_surplus(tmp_path, {})
-    assert sorted(os.listdir(tmp_path)) == sorted(kept)
-
-
 def test_plain_names():
     state = {"_orig_mod.a._orig_mod.b": 1, "module.c": 2}
     assert files.plain_names(state) == {"a.b": 1, "module.c": 2}

@@ -1,91 +1,98 @@
-"""Which checkpoints exist, which is the last, which go."""
+"""Which checkpoint is the newest whole one, and which go."""
+
+import os
 
 import pytest
 
 from accelerate.checkpoint import names, rotation
+from accelerate.checkpoint.formats import write_bytes
+from accelerate.checkpoint.manifest import Manifest
+from accelerate.checkpoint.places import LocalPlace
 
 
 @pytest.fixture
 def make(tmp_path):
-    def make(number, complete=True):
+    """Make a checkpoint of a kind: "complete", "foreign", "marked", "truncated" or "empty"."""
+
+    def make(number: int, kind: str = "complete") -> str:
         folder = tmp_path / f"checkpoint_{number}"
         folder.mkdir()
-        (folder / "model.safetensors").touch()
-        if not complete:
+        if kind == "empty":
+            return str(folder)
+        entry = write_bytes(folder / "model.safetensors", b"weights")
+        if kind in ("complete", "truncated"):
+            Manifest({"model.safetensors": entry}).write(folder)
+        if kind == "truncated":
+            (folder / "model.safetensors").write_bytes(b"weigh")
+        if kind == "marked":
             (folder / names.INCOMPLETE_MARKER).touch()
-        return folder
+        return str(folder)
 
     return make
 
 
-def listed(tmp_path):
-    return [number for number, _ in rotation.numbered_checkpoints(tmp_path)]
+def listed(tmp_path) -> list[str]:
+    return sorted(os.listdir(tmp_path))
 
 
-def test_numbers_are_ordered_as_numbers(tmp_path, make):
-    for number in (10, 9, 2):
-        make(number)
-    (tmp_path / "checkpoint_5").touch()  # a file
-    (tmp_path / "other").mkdir()
-    assert listed(tmp_path) == [2, 9, 10]
-    assert rotation.numbered_checkpoints(tmp_path / "missing") == []
+def test_the_newest_come_first_and_what_is_not_whole_is_told(tmp_path, make):
+    for number, kind in enumerate(["complete", "foreign", "complete", "marked", "truncated", "empty"], start=8):
+        make(number, kind)
+    found, passed = rotation.newest_first(LocalPlace(tmp_path))
+    assert [place.name for place in found] == ["checkpoint_10", "checkpoint_9", "checkpoint_8"]
+    assert len(passed) == 3
+    assert "checkpoint_13: the folder is empty" in passed[0]
+    assert "model.safetensors has 5 bytes, but 7 were written" in passed[1]
+    assert "did not come to its end" in passed[2]
 
 
-def test_any_rank_that_writes_and_an_empty_folder_make_a_checkpoint_incomplete(tmp_path, make):
-    folder = make(1)
-    assert rotation.is_complete(folder)
-    (folder / names.marker_file(3)).touch()
-    assert not rotation.is_complete(folder)
-    (tmp_path / "checkpoint_2").mkdir()  # killed before the first mark
-    assert not rotation.is_complete(tmp_path / "checkpoint_2")
-
-
-def test_the_latest_complete_one(tmp_path, make, caplog):
-    make(9)
-    make(10)
-    make(11, complete=False)
-    assert rotation.latest_complete(tmp_path).endswith("checkpoint_10")
-    assert "checkpoint_11" in caplog.text
-
-
-def test_no_complete_one(tmp_path, make):
-    make(0, complete=False)
-    with pytest.raises(FileNotFoundError, match="1 incomplete"):
-        rotation.latest_complete(tmp_path)
-    with pytest.raises(FileNotFoundError, match="missing"):
-        rotation.latest_complete(tmp_path / "missing")
+def test_a_checkpoint_itself_and_nothing(tmp_path, make):
+    alone = LocalPlace(make(3))
+    assert rotation.newest_first(alone) == ([alone], [])
+    assert rotation.newest_first(LocalPlace(tmp_path / "missing")) == ([], [])
 
 
 @pytest.mark.parametrize(("limit", "left"), [(None, [1, 2, 3]), (5, [1, 2, 3]), (2, [2, 3]), (1, [3])])
 def test_the_oldest_go(tmp_path, make, limit, left):
-    for number in (1, 2, 3):
-        newest = make(number)
-    rotation.prune(tmp_path, limit, keep=newest)
-    assert listed(tmp_path) == left
+    paths = [make(number) for number in (1, 2, 3)]
+    removed = rotation.prune(LocalPlace(tmp_path), limit, keep=[paths[-1], None])
+    assert listed(tmp_path) == [f"checkpoint_{number}" for number in left]
+    assert removed == [path for number, path in enumerate(paths, start=1) if number not in left]
 
 
-def test_the_one_just_written_stays_even_if_its_number_is_low(tmp_path, make):
-    newest = make(0)
-    make(7)
-    rotation.prune(tmp_path, 1, keep=newest)
-    assert listed(tmp_path) == [0]
+def test_the_one_just_written_and_the_one_loaded_stay(tmp_path, make):
+    newest, _, loaded, _ = make(0), make(7), make(2), make(3)
+    rotation.prune(LocalPlace(tmp_path), 1, keep=[newest, loaded])
+    assert listed(tmp_path) == ["checkpoint_0", "checkpoint_2"]
 
 
-def test_what_a_killed_run_left_goes_and_does_not_count(tmp_path, make):
+def test_only_whole_ones_count_and_go(tmp_path, make):
     make(1)
-    make(2, complete=False)
-    rotation.prune(tmp_path, 2, keep=make(3))
-    assert listed(tmp_path) == [1, 3]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint_1", "checkpoint_3"]
+    make(2, "truncated")
+    make(4, "marked")
+    rotation.prune(LocalPlace(tmp_path), 1, keep=[make(5)])
+    assert listed(tmp_path) == ["checkpoint_2", "checkpoint_4", "checkpoint_5"]
 
 
-def test_a_removal_that_is_cut_short_leaves_no_checkpoint_behind(tmp_path, make, monkeypatch):
-    make(1)
-    newest = make(2)
-    monkeypatch.setattr(rotation.shutil, "rmtree", lambda *args, **kwargs: None)  # killed at once
-    rotation.prune(tmp_path, 1, keep=newest)
-    assert listed(tmp_path) == [2]
-    monkeypatch.undo()
-    make(1)
-    rotation.prune(tmp_path, 1, keep=newest)
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint_2"]
+def test_what_killed_saves_left_goes(tmp_path, make):
+    kept = make(1)
+    for prefix in (names.STAGING_PREFIX, names.REMOVED_PREFIX):
+        (tmp_path / f"{prefix}checkpoint_9").mkdir()
+    (tmp_path / ".users_own").mkdir()
+    rotation.prune(LocalPlace(tmp_path), None, keep=[kept])
+    assert listed(tmp_path) == [".users_own", "checkpoint_1"]
+
+
+def test_what_cannot_be_removed_is_told_and_the_rest_goes(tmp_path, make, monkeypatch, caplog):
+    make(1), make(2)
+    real = LocalPlace.remove
+
+    def remove(place):
+        if place.name == "checkpoint_1":
+            raise PermissionError("not yours")
+        real(place)
+
+    monkeypatch.setattr(LocalPlace, "remove", remove)
+    rotation.prune(LocalPlace(tmp_path), 1, keep=[make(3)])
+    assert listed(tmp_path) == ["checkpoint_1", "checkpoint_3"]
+    assert "not yours" in caplog.text

@@ -47,7 +47,8 @@ def test_recorded_argument(name, sub, recorded):
 
 
 def test_every_recorded_command():
-    assert set(RECORDED) == set(COMMANDS)
+    assert set(RECORDED) <= set(COMMANDS)
+    assert set(COMMANDS) - set(RECORDED) == {"checkpoint"}  # what only we have
 
 
 @pytest.mark.parametrize("name", COMMANDS)

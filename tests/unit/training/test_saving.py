@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
 from accelerate.checkpoint import names
+from accelerate.checkpoint.manifest import DamagedCheckpoint
 from accelerate.config.project import ProjectConfiguration
 from accelerate.training import saving
 
@@ -110,7 +112,9 @@ def test_the_folder_is_laid_out_as_ever(tmp_path):
     run.accelerator.prepare(nn.Linear(1, 1))
     run.accelerator.save_state(tmp_path)
     assert sorted(os.listdir(tmp_path)) == [
+        "accelerate_manifest.json",
         "custom_checkpoint_0.pkl",
+        "generators_0.safetensors",
         "model.safetensors",
         "model_1.safetensors",
         "optimizer.bin",
@@ -163,7 +167,7 @@ def test_an_incomplete_folder_changes_nothing(tmp_path, missing):
     (tmp_path / missing).unlink()
     run = Run(seed=2)
     before = run.state()
-    with pytest.raises(FileNotFoundError, match=missing):
+    with pytest.raises(DamagedCheckpoint, match=f"{missing} is missing"):
         run.accelerator.load_state(tmp_path)
     assert equal(run.state(), before)
 
@@ -213,18 +217,24 @@ def test_missing_folders_are_named(tmp_path):
 def test_a_missing_random_state_is_warned_about(tmp_path, caplog):
     run = Run()
     run.accelerator.save_state(tmp_path)
+    make_foreign(tmp_path)
     (tmp_path / "random_states_0.pkl").unlink()
     run.accelerator.load_state(tmp_path)
-    assert "random_states_0.pkl" in caplog.text
+    assert "random_states_0.pkl" in caplog.text and "unverified" in caplog.text
+
+
+def make_foreign(folder):
+    """Take away what only we write: the folder is as another library would have left it."""
+    (folder / "accelerate_manifest.json").unlink()
+    (folder / "generators_0.safetensors").unlink()
 
 
 def test_a_checkpoint_of_more_processes_is_warned_about(tmp_path, caplog):
     run = Run()
     run.accelerator.save_state(tmp_path)
-    (tmp_path / "random_states_0.pkl").rename(tmp_path / "random_states_1.pkl")
-    run.accelerator.save_state(tmp_path / "other")
-    (tmp_path / "random_states_1.pkl").rename(tmp_path / "other" / "random_states_1.pkl")
-    run.accelerator.load_state(tmp_path / "other")
+    make_foreign(tmp_path)
+    shutil.copy(tmp_path / "random_states_0.pkl", tmp_path / "random_states_1.pkl")
+    run.accelerator.load_state(tmp_path)
     assert "more processes than the 1 running now" in caplog.text
 
 
@@ -253,7 +263,7 @@ def test_save_hooks_may_keep_models_from_being_saved(tmp_path):
 
     handle = accelerator.register_save_state_pre_hook(hook)
     accelerator.save_state(tmp_path / "a")
-    assert seen == [([first, second], [["weight", "bias"]] * 2, tmp_path / "a")]
+    assert seen == [([first, second], [["weight", "bias"]] * 2, str(tmp_path / ".saving_a"))]
     assert load_file(tmp_path / "a" / "model.safetensors")["weight"].shape == (3, 3)
     assert not (tmp_path / "a" / "model_1.safetensors").exists()
     assert len(accelerator._models) == 2
@@ -318,15 +328,21 @@ def test_the_old_checkpoint_stays_until_the_new_one_is_written(tmp_path, monkeyp
     monkeypatch.setattr(saving.files, "write_custom", full)
     with pytest.raises(OSError, match="disk full"):
         run.accelerator.save_state()
-    assert listed(tmp_path) == ["checkpoint_0", "checkpoint_1"]
-    with pytest.raises(ValueError, match="did not come to its end"):
-        run.accelerator.load_state(tmp_path / "checkpoints" / "checkpoint_1")
-    run.accelerator.load_state()
+    assert listed(tmp_path) == ["checkpoint_0"]
     assert run.accelerator.save_iteration == 1
     monkeypatch.undo()
     run.accelerator.save_state()
     assert listed(tmp_path) == ["checkpoint_1"]
     run.accelerator.load_state()
+
+
+def test_the_checkpoint_that_a_run_began_from_is_never_pruned(tmp_path):
+    run = Run(project_config=numbered(tmp_path, total_limit=1))
+    run.accelerator.save_state()
+    run.accelerator.load_state()
+    for _ in range(3):
+        run.accelerator.save_state()
+    assert listed(tmp_path) == ["checkpoint_0", "checkpoint_3"]
 
 
 def test_a_resumed_run_goes_on_counting(tmp_path):

@@ -1,0 +1,402 @@
+"""Folders and files of sharded checkpoints: torch's distributed checkpoint format, written durably and read without trust.
+
+`torch.distributed.checkpoint` (DCP) keeps a folder of ``.distcp`` files, which hold pieces of tensors, and a ``.metadata``
+file, which says what piece lies where. It is written by torch's own writer, into files that are hashed on their way. Reading
+goes through torch's own planner, which finds the pieces that a rank needs for its shard, whatever shards were written. What
+is not torch's here is the access to the files: ``.metadata`` is a pickle, and torch would run what is in it.
+
+Reading needs no process group: each rank reads what it needs, alone, and nothing of the model changes.
+
+Source:
+    https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
+"""
+
+import contextlib
+import io
+import os
+import pickle
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path as FilePath
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accelerate.checkpoint import formats
+from accelerate.checkpoint.dcp_metadata import METADATA, read_metadata
+from accelerate.checkpoint.manifest import DamagedCheckpoint, FileEntry
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch.distributed.checkpoint import LoadPlan, LoadPlanner
+    from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
+Path = str | os.PathLike[str]
+# The names that lead to a value within nested dictionaries and lists.
+Steps = tuple[str | int, ...]
+
+
+def is_folder(path: Path) -> bool:
+    """Say whether a folder is a sharded checkpoint of one model or optimizer.
+
+    Args:
+        path: a local folder.
+    """
+    return os.path.isfile(os.path.join(path, METADATA))
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+class Reader:
+    """What is stored under which name, and pieces of it. Any rank, alone.
+
+    Attributes:
+        origin: the folder or file, for messages.
+        metadata: what torch's planner is told: shapes, dtypes, and which pieces there are.
+    """
+
+    origin: str
+    metadata: "Metadata"
+
+    def specs(self) -> Iterator[tuple[Steps, str]]:
+        """Yield where each value belongs within the saved state, and its key in the metadata."""
+        paths = self.metadata.planner_data or {}
+        for key in self.metadata.state_dict_metadata:
+            yield tuple(paths.get(key, (key,))), key
+
+    def _piece(self, index: "MetadataIndex") -> torch.Tensor:
+        raise NotImplementedError
+
+    def _bytes(self, index: "MetadataIndex") -> io.BytesIO:
+        raise NotImplementedError
+
+    def _order(self, index: "MetadataIndex") -> tuple[Any, ...]:
+        return (index.fqn,)
+
+    def read_data(self, plan: "LoadPlan", planner: "LoadPlanner") -> None:
+        """Give a planner the pieces that its plan asks for.
+
+        Args:
+            plan: what is read.
+            planner: where it goes.
+        """
+        from torch.distributed.checkpoint.planner import LoadItemType
+
+        last, piece = None, None
+        for item in sorted(plan.items, key=lambda item: self._order(item.storage_index)):
+            if item.type is LoadItemType.BYTE_IO:
+                planner.load_bytes(item, self._bytes(item.storage_index))
+                continue
+            if last != item.storage_index:
+                piece = None  # so that there are never two
+                last, piece = item.storage_index, self._piece(item.storage_index)
+            part = piece
+            for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                part = part.narrow(dim, start, length)
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(part)
+            planner.commit_tensor(item, target)
+
+    def fill(self, wanted: dict[str, Any]) -> dict[str, Any]:
+        """Read values, and return what was asked for with them in it. Any rank, alone.
+
+        Args:
+            wanted: keys of the metadata, and for each tensor memory of its shape: a tensor, or the shards that this rank
+                has of it (DTensor, ShardedTensor). For other values anything.
+
+        Raises:
+            DamagedCheckpoint: a file does not hold what the metadata says.
+        """
+        planner = _planner()
+        planner.set_up_planner(wanted, self.metadata, True)
+        plan = planner.create_global_plan([planner.create_local_plan()])[0]
+        try:
+            with torch.no_grad():
+                self.read_data(planner.finish_plan(plan), planner)
+        except (pickle.UnpicklingError, EOFError, OSError, RuntimeError, ValueError) as error:
+            if isinstance(error, DamagedCheckpoint):
+                raise
+            raise DamagedCheckpoint(f"{self.origin} could not be read: {error}") from error
+        return wanted
+
+
+def _planner() -> "LoadPlanner":
+    from torch.distributed.checkpoint import DefaultLoadPlanner
+
+    class Planner(DefaultLoadPlanner):
+        """torch's planner, which would run what bytes say."""
+
+        def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+            self.original_state_dict[read_item.dest_index.fqn] = torch.load(value, "cpu", weights_only=True)
+
+    return Planner(flatten_state_dict=False)
+
+
+class FolderReader(Reader):
+    """A folder in torch's sharded format.
+
+    Args:
+        folder: a local folder with a ``.metadata`` file.
+
+    Raises:
+        DamagedCheckpoint: see `read_metadata`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.origin = os.fspath(folder)
+        self.metadata = read_metadata(folder)
+
+    def _order(self, index: "MetadataIndex") -> tuple[Any, ...]:
+        place = self.metadata.storage_data[index]
+        return place.file, place.offset
+
+    def _open(self, index: "MetadataIndex") -> "_Slice":
+        place = self.metadata.storage_data[index]
+        if place.transforms:
+            raise DamagedCheckpoint(
+                f"{place.file} in {self.origin} is transformed by {', '.join(place.transforms)}, which is not read here. "
+                "Save without extensions of the storage writer."
+            )
+        return _Slice(os.path.join(self.origin, *place.file.split("/")), place.offset, place.length)
+
+    def _piece(self, index: "MetadataIndex") -> torch.Tensor:
+        with self._open(index) as stream:
+            value = torch.load(stream, "cpu", weights_only=True)
+        spec = self.metadata.state_dict_metadata[index.fqn]
+        sizes = next(chunk.sizes for chunk in spec.chunks if chunk.offsets == index.offset)
+        plain = isinstance(value, torch.Tensor) and value.layout is torch.strided
+        if not plain or value.shape != sizes or value.dtype != spec.properties.dtype:
+            held = f"{value.dtype} of shape {tuple(value.shape)}" if plain else type(value).__name__
+            expected = f"{spec.properties.dtype} of shape {tuple(sizes)}"
+            raise DamagedCheckpoint(f"{self.origin} holds {held} for {index.fqn}, but {expected} was written.")
+        return value
+
+    def _bytes(self, index: "MetadataIndex") -> io.BytesIO:
+        with self._open(index) as stream:
+            return io.BytesIO(stream.read())
+
+
+class _Slice(io.RawIOBase):
+    """A part of a file, as a file."""
+
+    def __init__(self, path: str, start: int, length: int) -> None:
+        self._file = open(path, "rb", buffering=0)  # noqa: SIM115  closed with this object
+        self._start, self._length, self._at = start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = max(0, offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence])
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")[: max(0, self._length - self._at)]
+        self._file.seek(self._start + self._at)
+        filled = 0
+        while filled < len(view):  # the caller takes a short read for the end
+            count = self._file.readinto(view[filled:])
+            if not count:
+                break
+            filled += count
+        self._at += filled
+        return filled
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+class FilesReader(Reader):
+    """Whole tensors in files of safetensors, or in one of torch's format; only the parts asked for are read.
+
+    Args:
+        files: local files; more than one only for safetensors.
+        aliases: names that are not in the files, to those that have their values.
+
+    Raises:
+        DamagedCheckpoint: a file is not what its name says.
+        UnpicklingError: it holds objects that are not plain data.
+    """
+
+    def __init__(self, files: Sequence[Path], aliases: Mapping[str, str] | None = None) -> None:
+        self.origin = os.fspath(files[0]) if len(files) == 1 else os.path.dirname(os.fspath(files[0]))
+        self._values: dict[str, Any] = {}
+        paths: dict[str, Steps] = {}
+        for file in files:
+            if os.fspath(file).endswith(".safetensors"):
+                self._values |= _map_safetensors(file)
+            else:
+                for steps, value in leaves(map_torch(file)):
+                    key = ".".join(map(str, steps))
+                    self._values[key], paths[key] = value, steps
+        for alias, name in (aliases or {}).items():
+            if alias not in self._values and name in self._values:
+                self._values[alias] = self._values[name]
+        self.metadata = _whole(self._values, paths)
+
+    def _piece(self, index: "MetadataIndex") -> torch.Tensor:
+        return self._values[index.fqn]
+
+    def fill(self, wanted: dict[str, Any]) -> dict[str, Any]:
+        """Read values, and return what was asked for with them in it. Any rank, alone.
+
+        Args:
+            wanted: as for every reader.
+        """
+        objects = {key: self._values[key] for key in wanted if not isinstance(self._values[key], torch.Tensor)}
+        return {**super().fill({key: wanted[key] for key in wanted if key not in objects}), **objects}
+
+
+def _map_safetensors(path: Path) -> dict[str, torch.Tensor]:
+    """Return tensors whose memory is the file's: a part that nobody touches is not read."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  no mapping
+    except SafetensorError as error:
+        raise DamagedCheckpoint(f"{os.fspath(path)} could not be read: {error}") from error
+
+
+def map_torch(path: Path) -> Any:
+    """Return what a file in torch's format holds; a tensor's memory is the file's, and is read when it is touched.
+
+    Args:
+        path: the file.
+
+    Raises:
+        UnpicklingError: it holds objects that are not plain data; no code of it ran.
+        DamagedCheckpoint: it is damaged.
+    """
+    try:
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except RuntimeError as error:
+        if "mmap" not in str(error):
+            raise DamagedCheckpoint(f"{os.fspath(path)} could not be read: {error}") from error
+    return torch.load(path, map_location="cpu", weights_only=True)  # of torch's format before 1.6
+
+
+def leaves(value: Any, steps: Steps = ()) -> Iterator[tuple[Steps, Any]]:
+    """Yield the values in nested dictionaries, and lists of those, each with the steps that lead to it.
+
+    Args:
+        value: such an object.
+        steps: what led to it.
+    """
+    children: Any = ()
+    if isinstance(value, Mapping):
+        children = value.items()
+    elif isinstance(value, list) and any(isinstance(item, (Mapping, torch.Tensor)) for item in value):
+        children = enumerate(value)
+    if not children:
+        yield steps, value
+    for step, child in children:
+        yield from leaves(child, (*steps, step))
+
+
+def _whole(values: Mapping[str, Any], paths: dict[str, Steps]) -> "Metadata":
+    """Return the metadata of tensors that are in one piece each."""
+    from torch.distributed.checkpoint.metadata import (
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+        Metadata,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    told: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, torch.Tensor):
+            chunk = ChunkStorageMetadata(torch.Size([0] * value.dim()), value.shape)
+            told[name] = TensorStorageMetadata(TensorProperties(dtype=value.dtype), value.shape, [chunk])
+        else:
+            told[name] = BytesStorageMetadata()
+    return Metadata(told, paths)
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+class _Stream(io.RawIOBase):
+    """Lets torch's writer write into a durable file."""
+
+    def __init__(self, file: formats.DurableFile) -> None:
+        self._file, self._at = file, 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        count = self._file.write(data)
+        self._at += count
+        return count
+
+    def tell(self) -> int:
+        return self._at
+
+
+def writer(folder: Path, rank: int, entries: dict[str, FileEntry], **options: Any) -> Any:
+    """Return torch's writer for a folder, whose files are hashed on their way and on the disk when they are closed.
+
+    Args:
+        folder: where to; it is made.
+        rank: who writes.
+        entries: gets what the manifest says of each file, by its name in the folder.
+        **options: of `FileSystemWriter`.
+    """
+    from torch.distributed.checkpoint import FileSystemWriter
+    from torch.distributed.checkpoint.filesystem import FileSystem
+
+    class DurableFiles(FileSystem):
+        """The file system of torch's writer."""
+
+        @contextlib.contextmanager
+        def create_stream(self, path: Path, mode: str) -> Iterator[Any]:
+            with formats.durable(path) as file:
+                yield _Stream(file)
+            entries[FilePath(path).name] = file.entry(rank)
+
+        def rename(self, path: Path, new_path: Path) -> None:
+            os.replace(path, new_path)
+            entries[FilePath(new_path).name] = entries.pop(FilePath(path).name)
+
+    made = FileSystemWriter(folder, sync_files=False, **options)  # a durable file syncs when it is closed
+    made.fs = DurableFiles()
+    return made
+
+
+def save(state: dict[str, Any], folder: Path, group: "dist.ProcessGroup | None" = None) -> dict[str, FileEntry]:
+    """Write a state in torch's sharded format: each rank the shards it has, and its part of what all have. All ranks.
+
+    Args:
+        state: nested dictionaries of tensors, DTensors, ShardedTensors and plain values.
+        folder: where to; all ranks see the same. What it had is replaced.
+        group: the ranks that save, and how they talk; the default group by default.
+
+    Returns:
+        What the manifest says of the files that this rank wrote, by their name in the folder.
+
+    Raises:
+        RuntimeError: writing failed on some rank; raised on all of them.
+    """
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as torch_dcp
+
+    rank = dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
+    entries: dict[str, FileEntry] = {}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="(torch.distributed is|Detected an existing checkpoint)")
+        try:
+            torch_dcp.save(state, storage_writer=writer(folder, rank, entries), process_group=group)
+        except torch_dcp.CheckpointException as error:
+            failures = "; ".join(f"rank {number}: {cause!r}" for number, (cause, _) in sorted(error.failures.items()))
+            raise RuntimeError(f"{os.fspath(folder)} could not be written. {failures}") from error
+    return entries

@@ -1,0 +1,260 @@
+"""Writing a checkpoint's files: each byte is hashed on its way, and reaches the disk before the file counts as written.
+
+Weights are written as safetensors straight from their memory, without a copy of the whole; everything else in torch's format,
+as upstream does. The formats are those of the libraries, which read what is written here.
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from accelerate.checkpoint import checksum
+from accelerate.checkpoint.manifest import FileEntry, TensorEntry
+
+Path = str | os.PathLike[str]
+
+# How much is handed to the system at a time: enough to keep it busy, and little enough to be in the processor's cache still
+# when it is hashed.
+_PIECE = 1 << 20
+
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+for _dtype, _name in (
+    ("uint16", "U16"),
+    ("uint32", "U32"),
+    ("uint64", "U64"),
+    ("complex64", "C64"),
+    ("float8_e4m3fn", "F8_E4M3"),
+    ("float8_e5m2", "F8_E5M2"),
+    ("float8_e8m0fnu", "F8_E8M0"),
+):
+    if hasattr(torch, _dtype):
+        _DTYPES[getattr(torch, _dtype)] = _name
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return what safetensors calls a dtype.
+
+    Args:
+        dtype: one that `check_storable` accepts.
+    """
+    return _DTYPES[dtype]
+
+
+class DurableFile:
+    """A file that is written once, from its beginning to its end, hashed, and on the disk when it is closed.
+
+    Args:
+        path: the file; it must not exist.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = os.fspath(path)
+        self._checksum = checksum.Checksum()
+        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+
+    def write(self, data: Any) -> int:
+        """Write bytes.
+
+        Args:
+            data: a contiguous buffer.
+
+        Returns:
+            How many were written, which is all.
+        """
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), _PIECE):
+            piece = view[start : start + _PIECE]
+            self._checksum.update(piece)
+            while len(piece):
+                piece = piece[os.write(self._descriptor, piece) :]
+        return len(view)
+
+    def flush(self) -> None:
+        """Do nothing: nothing is held back."""
+
+    def close(self) -> None:
+        """Wait until the disk has everything."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+    def abandon(self) -> None:
+        """Close the file and remove it."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+        with contextlib.suppress(OSError):
+            os.unlink(self.path)
+
+    def entry(self, rank: int = 0, **told: Any) -> FileEntry:
+        """Return what the manifest says of the file.
+
+        Args:
+            rank: who wrote it.
+            **told: ``tensors`` and ``aliases``.
+        """
+        return FileEntry(self._checksum.size, self._checksum.hexdigest(), rank, **told)
+
+
+@contextlib.contextmanager
+def durable(path: Path) -> Iterator[DurableFile]:
+    """Write a file that is on the disk when the block ends well, and gone when it does not.
+
+    Args:
+        path: the file. An older one of that name is replaced.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    file = DurableFile(path)
+    try:
+        yield file
+        file.close()
+    except BaseException:
+        file.abandon()
+        raise
+
+
+def write_safetensors(
+    path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    metadata: Mapping[str, str] | None = None,
+    rank: int = 0,
+    aliases: Mapping[str, str] | None = None,
+) -> FileEntry:
+    """Write tensors as safetensors, durably. One process per file.
+
+    Args:
+        path: the file.
+        tensors: by name; dense, on any device.
+        metadata: texts by name.
+        rank: who writes.
+        aliases: names that share the memory of a tensor and are left out, for the manifest.
+
+    Raises:
+        TypeError: a value is no dense tensor, or of a dtype that safetensors does not have.
+
+    Source:
+        https://huggingface.co/docs/safetensors/index#format
+    """
+    # Largest elements first, so that each tensor starts where its dtype may; then by name.
+    order = sorted(tensors, key=lambda name: (-check_storable(name, tensors[name]).element_size(), name))
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    entries, offset = {}, 0
+    for name in order:
+        tensor = tensors[name]
+        size = tensor.numel() * tensor.element_size()
+        dtype = _DTYPES[tensor.dtype]
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [offset, offset + size]}
+        entries[name] = TensorEntry(tuple(tensor.shape), dtype)
+        offset += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with durable(path) as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        for name in order:
+            file.write(bytes_of(tensors[name]))
+    return file.entry(rank, tensors=entries, aliases=aliases or {})
+
+
+def check_storable(name: str, tensor: Any) -> torch.Tensor:
+    """Return the tensor if safetensors can hold it.
+
+    Args:
+        name: its name, for the message.
+        tensor: any value.
+
+    Raises:
+        TypeError: it is no dense tensor, or of a dtype that safetensors does not have.
+    """
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.dtype not in _DTYPES:
+        kind = f"{tensor.dtype}, {tensor.layout}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        raise TypeError(
+            f"safetensors cannot hold {name!r} ({kind}). Save with safe_serialization=False, or leave it out of the state dict."
+        )
+    return tensor
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a dense tensor as bytes: its own where it is contiguous and on the CPU, else a copy.
+
+    Args:
+        tensor: of any dtype and device.
+    """
+    tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    if tensor.numel() == 0:
+        return memoryview(b"")
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+
+
+
+
+def write_torch(path: Path, obj: Any, rank: int = 0) -> FileEntry:
+    """Write an object in torch's format, durably. One process per file.
+
+    Args:
+        path: the file.
+        obj: what `torch.save` takes.
+        rank: who writes.
+    """
+    with durable(path) as file:
+        torch.save(obj, file)
+    return file.entry(rank, tensors=dict(_tensors_in(obj, "")) or None)
+
+
+def _tensors_in(obj: Any, path: str) -> Iterator[tuple[str, TensorEntry]]:
+    """The tensors in nested dicts and lists, by the path that leads to them."""
+    if isinstance(obj, torch.Tensor):
+        yield path, TensorEntry(tuple(obj.shape), _DTYPES.get(obj.dtype, str(obj.dtype).removeprefix("torch.")))
+    elif isinstance(obj, (Mapping, list, tuple)):
+        items = obj.items() if isinstance(obj, Mapping) else enumerate(obj)
+        for key, value in items:
+            yield from _tensors_in(value, f"{path}.{key}" if path else str(key))
+
+
+def write_bytes(path: Path, data: bytes, rank: int = 0) -> FileEntry:
+    """Write bytes, durably. One process per file.
+
+    Args:
+        path: the file.
+        data: its content.
+        rank: who writes.
+    """
+    with durable(path) as file:
+        file.write(data)
+    return file.entry(rank)
+
+
+def describe(path: Path, rank: int = 0, threads: int = 1) -> FileEntry:
+    """Hash a file that somebody else wrote, and see to it that the disk has it. Any rank, alone.
+
+    Args:
+        path: the file.
+        rank: who speaks for it.
+        threads: how many pieces are hashed at a time.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    size, digest = checksum.of_file(path, threads)
+    return FileEntry(size, digest, rank)

@@ -1,0 +1,298 @@
+"""Files of models and optimizers that are spread over ranks: their names, writing them, and finding them in any layout.
+
+On disk a model and its optimizer have one of three layouts, each as upstream has it:
+
+- sharded: the folders ``pytorch_model_fsdp_0`` and ``optimizer_0`` in the format of torch's distributed checkpoint. Each rank
+  writes and reads its own part.
+- full: ``pytorch_model_fsdp.bin`` and ``optimizer.bin``. Parameters are gathered one at a time into the memory of rank 0. What
+  other strategies write, ``model.safetensors`` and an optimizer that numbers its parameters, is read as well.
+- local: a file per rank, ``pytorch_model_fsdp_rank0.bin``, that only the same number of ranks in the same layout can load.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from accelerate.checkpoint import dcp, formats, fsdp_state
+from accelerate.checkpoint.dcp import FilesReader, FolderReader, Reader
+from accelerate.checkpoint.fsdp_state import Layout, together
+from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, FileEntry, Manifest, is_inside
+from accelerate.checkpoint.names import model_file, optimizer_file
+from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
+
+Path = str | os.PathLike[str]
+Kind = Literal["model", "optimizer"]
+Entries = dict[str, FileEntry]
+
+# Which parameter each number in an optimizer's file means: names by position, for each group. Torch's format does not tell.
+NAMES_FILE = "parameter_names.json"
+
+
+# -- names of files ----------------------------------------------------------------------------------------------------
+
+
+def model_folder(index: int) -> str:
+    """Return the name of the folder with a model's shards."""
+    return f"{FSDP_MODEL_NAME}_{index}"
+
+
+def optimizer_folder(index: int) -> str:
+    """Return the name of the folder with the shards of an optimizer's state."""
+    return f"{OPTIMIZER_NAME}_{index}"
+
+
+def full_model_file(index: int) -> str:
+    """Return the name of the file with all weights of a model that was sharded."""
+    return f"{FSDP_MODEL_NAME}.bin" if index == 0 else f"{FSDP_MODEL_NAME}_{index}.bin"
+
+
+def rank_file(stem: str, rank: int) -> str:
+    """Return the name of the file with what one rank has of a model or optimizer.
+
+    Args:
+        stem: the name of the object it belongs to.
+        rank: whose it is.
+    """
+    return f"{stem}_rank{rank}.bin"
+
+
+def local_model_stem(index: int, flat: bool) -> str:
+    """Return the start of the names of the ranks' files of a model.
+
+    Args:
+        index: which of the models it is.
+        flat: it holds FSDP1's flat parameters (LOCAL_STATE_DICT), not shards of the original ones.
+    """
+    return FSDP_MODEL_NAME if flat and index == 0 else model_folder(index)
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+@fsdp_state.quietly()
+def write(
+    state: dict[str, Any],
+    folder: Path,
+    kind: Kind,
+    index: int = 0,
+    layout: Layout = "sharded",
+    *,
+    flat: bool = False,
+    group: Any = None,
+) -> Entries:
+    """Write what `model_state` or `optimizer_state` returned. All ranks.
+
+    Args:
+        state: the state.
+        folder: the checkpoint's folder, which all ranks see.
+        kind: what it is the state of.
+        index: which of the models or optimizers it is, from 0.
+        layout: how it is written.
+        flat: for ``"local"``, that it holds FSDP1's flat parameters.
+        group: for ``"sharded"``, the ranks that save; all by default. One with gloo can be used in the background.
+
+    Returns:
+        What the manifest says of the files that this rank wrote, by their path in the checkpoint's folder.
+
+    Raises:
+        RuntimeError: writing failed on some rank; raised on all of them.
+    """
+    rank = fsdp_state.rank_and_size()[0]
+    if layout == "sharded":
+        name = model_folder(index) if kind == "model" else optimizer_folder(index)
+        written = dcp.save({kind: state}, os.path.join(folder, name), group)
+        return {f"{name}/{file}": entry for file, entry in written.items()}
+    if layout == "full":
+        state, name = fsdp_state.gathered(state), full_model_file(index) if kind == "model" else optimizer_file(index)
+        owner = rank == 0
+    else:
+        stem = local_model_stem(index, flat) if kind == "model" else optimizer_folder(index)
+        state, name, owner = _parts(state), rank_file(stem, rank), True
+    written = together(lambda: formats.write_torch(os.path.join(folder, name), state, rank) if owner else None)
+    return {name: written} if written is not None else {}
+
+
+def _parts(state: Any) -> Any:
+    """Return a state in which ShardedTensors, which are not plain data, are replaced by what this rank has of them."""
+    if isinstance(state, Mapping):
+        return {name: _parts(value) for name, value in state.items()}
+    if isinstance(state, list):
+        return [_parts(value) for value in state]
+    if not isinstance(state, torch.Tensor):
+        return state
+    return fsdp_state.part(state).cpu() if fsdp_state.is_sharded_tensor(state) else state.detach()
+
+
+# -- finding -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Found:
+    """Where a model or optimizer lies in a checkpoint.
+
+    Attributes:
+        folder: the checkpoint's folder.
+        name: of the file or folder in it; for a local layout the start of the names of the ranks' files.
+        layout: how it was written.
+        index: which of the models or optimizers it is.
+    """
+
+    folder: str
+    name: str
+    layout: Layout
+    index: int = 0
+
+    def reader(self) -> Reader:
+        """Return what reads it, unless the layout is local. Any rank, alone.
+
+        Raises:
+            DamagedCheckpoint: it is not what its name says.
+        """
+        path = os.path.join(self.folder, self.name)
+        if self.layout == "sharded":
+            return FolderReader(path)
+        files = indexed_files(path) if path.endswith(".index.json") else [self.name]
+        return FilesReader([os.path.join(self.folder, file) for file in files], aliases(self.folder, files))
+
+    def of_rank(self) -> Any:
+        """Return what this rank wrote, for a local layout. Any rank, alone.
+
+        Raises:
+            RuntimeError: another number of ranks wrote it.
+        """
+        rank, size = fsdp_state.rank_and_size()
+        written = sum(entry.startswith(f"{self.name}_rank") for entry in os.listdir(self.folder))
+        if written != size:
+            raise RuntimeError(
+                f"{self.name}_rank*.bin in {self.folder!r} were written by {written} ranks, and only as many can load them; "
+                f"there are {size}. Save with SHARDED_STATE_DICT and use_dcp=True to load on any number of ranks."
+            )
+        return dcp.map_torch(os.path.join(self.folder, rank_file(self.name, rank)))
+
+
+def find(folder: Path, kind: Kind, index: int = 0, prefer: Layout | None = None) -> Found | None:
+    """Return where a model or optimizer lies in a checkpoint, in whatever layout; None if it is not there. Any rank, alone.
+
+    Args:
+        folder: the checkpoint's folder.
+        kind: what is looked for.
+        index: which of the models or optimizers it is.
+        prefer: the layout to take if there are several.
+    """
+    folder = os.fspath(folder)
+    if kind == "model":
+        safe = model_file(index)
+        files = [full_model_file(index), safe, f"{safe}.index.json", model_file(index, safe_serialization=False)]
+        shards, stems = model_folder(index), [model_folder(index), FSDP_MODEL_NAME][: 1 if index else 2]
+    else:
+        files, shards, stems = [optimizer_file(index)], optimizer_folder(index), [optimizer_folder(index)]
+    found = [Found(folder, shards, "sharded", index)] if dcp.is_folder(os.path.join(folder, shards)) else []
+    found += [Found(folder, file, "full", index) for file in files if os.path.isfile(os.path.join(folder, file))]
+    found += [
+        Found(folder, stem, "local", index)
+        for stem in stems
+        if os.path.isfile(os.path.join(folder, rank_file(stem, 0)))
+    ]
+    return min(found, key=lambda one: one.layout != prefer, default=None)
+
+
+def required(folder: Path, kind: Kind, index: int, prefer: Layout | None) -> Found:
+    """Return what `find` returns; raise if there is nothing. Any rank, alone.
+
+    Args:
+        folder: the checkpoint's folder.
+        kind: what is looked for.
+        index: which of the models or optimizers it is.
+        prefer: the layout to take if there are several.
+
+    Raises:
+        FileNotFoundError: there is nothing; the message tells what was looked for.
+    """
+    found = find(folder, kind, index, prefer)
+    if found is None:
+        here = model_folder(index) if kind == "model" else optimizer_folder(index)
+        file = full_model_file(index) if kind == "model" else optimizer_file(index)
+        raise FileNotFoundError(
+            f"{os.fspath(folder)!r} has no {kind} {index}: neither {here} nor {file} is there. Load the folder of a "
+            "checkpoint, with the models and optimizers in the order in which they were saved."
+        )
+    return found
+
+
+def indexed_files(path: Path) -> list[str]:
+    """Return the files that an index of safetensors lists. Any rank, alone.
+
+    Args:
+        path: the index.
+
+    Raises:
+        DamagedCheckpoint: it is no index, or one of its files is missing.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            files = sorted(set(json.load(file)["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedCheckpoint(f"{os.fspath(path)} is no index of files with weights: {error!r}") from None
+    for file in files:
+        if not is_inside(file) or not os.path.isfile(os.path.join(os.path.dirname(path), file)):
+            raise DamagedCheckpoint(f"{os.fspath(path)} lists {file!r}, which is missing.")
+    return files
+
+
+def aliases(folder: Path, files: Sequence[str]) -> dict[str, str]:
+    """Return the names that a checkpoint's manifest tells of tensors which are in files under another one.
+
+    Args:
+        folder: the checkpoint's folder; it may have no manifest.
+        files: the files.
+    """
+    if not os.path.isfile(os.path.join(folder, NAME)):
+        return {}
+    entries = Manifest.read(folder).files
+    return {alias: name for file in files if file in entries for alias, name in entries[file].aliases.items()}
+
+
+# -- names of parameters -----------------------------------------------------------------------------------------------
+
+
+def write_names(names: Mapping[int, Sequence[Sequence[str]]], folder: Path, rank: int = 0) -> Entries:
+    """Write which parameters the numbers in optimizers' files mean. One process per folder.
+
+    Args:
+        names: `fsdp_state.parameter_names` by the index of the optimizer.
+        folder: the checkpoint's folder.
+        rank: who writes.
+    """
+    text = json.dumps({str(index): [list(group) for group in groups] for index, groups in names.items()}, indent=1)
+    return {NAMES_FILE: formats.write_bytes(os.path.join(folder, NAMES_FILE), text.encode(), rank)}
+
+
+def read_names(folder: Path, index: int = 0) -> list[list[str]] | None:
+    """Return the names of an optimizer's parameters that a checkpoint tells, or None. Any rank, alone.
+
+    Args:
+        folder: the checkpoint's folder.
+        index: which of the optimizers it is.
+
+    Raises:
+        DamagedCheckpoint: the file of names is damaged.
+    """
+    path = os.path.join(folder, NAMES_FILE)
+    if not os.path.isfile(path):
+        return None
+    try:
+        with open(path, encoding="utf-8") as file:
+            groups = json.load(file).get(str(index))
+    except (ValueError, AttributeError) as error:
+        raise DamagedCheckpoint(f"{path} does not hold names: {error}") from None
+    if groups is not None and not (isinstance(groups, list) and all(map(_is_names, groups))):
+        raise DamagedCheckpoint(f"{path} does not hold names for optimizer {index}.")
+    return groups
+
+
+def _is_names(group: Any) -> bool:
+    return isinstance(group, list) and all(isinstance(name, str) for name in group)

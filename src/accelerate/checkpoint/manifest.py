@@ -1,0 +1,343 @@
+"""The manifest of a checkpoint: what belongs to it, and how one knows that it is whole.
+
+It is JSON, is written last, and names every file of the checkpoint with its size and checksum. A folder without its manifest
+is not a checkpoint of ours; docs/reference of the format: docs/checkpoint-format.md.
+"""
+
+import json
+import os
+import platform
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from typing import Any
+
+from accelerate.checkpoint import checksum
+
+NAME = "accelerate_manifest.json"
+FORMAT = 1
+
+# A manifest is some kilobytes for thousands of tensors; a file beyond this is something else, and is not parsed.
+_LARGEST = 512 << 20
+_DIGEST = re.compile(r"[0-9a-f]{32}")
+
+Path = str | os.PathLike[str]
+
+
+class DamagedCheckpoint(RuntimeError):
+    """A checkpoint is not what its manifest says; nothing was loaded from it."""
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor in a file.
+
+    Attributes:
+        shape: its shape.
+        dtype: its dtype, as safetensors names it: ``"F32"``, ``"BF16"``.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """A file of a checkpoint.
+
+    Attributes:
+        size: in bytes.
+        checksum: see `checkpoint.checksum`.
+        rank: who wrote it.
+        tensors: for a file of weights its tensors by name, else None.
+        aliases: names that share the memory of another one and are not in the file, to that one's name.
+    """
+
+    size: int
+    checksum: str
+    rank: int = 0
+    tensors: Mapping[str, TensorEntry] | None = None
+    aliases: Mapping[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what the manifest says of the file."""
+        told: dict[str, Any] = {"size": self.size, "checksum": self.checksum, "rank": self.rank}
+        if self.tensors is not None:
+            told["tensors"] = {
+                name: {"shape": list(entry.shape), "dtype": entry.dtype} for name, entry in self.tensors.items()
+            }
+        if self.aliases:
+            told["aliases"] = dict(self.aliases)
+        return told
+
+    @classmethod
+    def from_json(cls, told: Any, where: str) -> "FileEntry":
+        """Return the entry that `to_json` told.
+
+        Args:
+            told: parsed JSON of any kind.
+            where: the file it speaks of, for messages.
+
+        Raises:
+            DamagedCheckpoint: it is not an entry.
+        """
+        _require(isinstance(told, dict), f"{where}: {_shown(told)} is no entry of a file")
+        size, digest, rank = told.get("size"), told.get("checksum"), told.get("rank", 0)
+        _require(_is_count(size), f"{where}: size {_shown(size)} is no number of bytes")
+        _require(
+            isinstance(digest, str) and _DIGEST.fullmatch(digest) is not None,
+            f"{where}: checksum {_shown(digest)} is not 32 hexadecimal digits",
+        )
+        _require(_is_count(rank), f"{where}: rank {_shown(rank)} is no rank")
+        tensors, aliases = told.get("tensors"), told.get("aliases", {})
+        if tensors is not None:
+            _require(isinstance(tensors, dict), f"{where}: tensors are no mapping")
+            tensors = {name: _tensor(entry, f"{where}: tensor {name!r}") for name, entry in tensors.items()}
+        _require(
+            isinstance(aliases, dict) and all(isinstance(name, str) for name in aliases.values()),
+            f"{where}: aliases are no mapping of names",
+        )
+        return cls(size, digest, rank, tensors, aliases)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a complete checkpoint consists of.
+
+    Attributes:
+        files: entries by path within the folder, with ``/`` between parts.
+        world_size: number of ranks that saved.
+        strategy: name of the backend that saved: ``"single"``, ``"ddp"``, ...
+        mesh: sizes of the mesh dims by name, or None without a mesh.
+        step: the run's count of batches within the accumulation window, as upstream counts.
+        iteration: number of the checkpoint in its run.
+        created: when, in UTC, ISO 8601.
+        versions: of Python and of the libraries that wrote it.
+        format: version of the format.
+    """
+
+    files: Mapping[str, FileEntry]
+    world_size: int = 1
+    strategy: str = "single"
+    mesh: Mapping[str, int] | None = None
+    step: int = 0
+    iteration: int = 0
+    created: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
+    versions: Mapping[str, str] = field(default_factory=lambda: library_versions())
+    format: int = FORMAT
+
+    def to_json(self) -> str:
+        """Return the text of the manifest."""
+        told = {
+            "format": self.format,
+            "created": self.created,
+            "versions": dict(self.versions),
+            "world_size": self.world_size,
+            "strategy": self.strategy,
+            "mesh": None if self.mesh is None else dict(self.mesh),
+            "step": self.step,
+            "iteration": self.iteration,
+            "checksum": {"algorithm": checksum.ALGORITHM, "chunk": checksum.CHUNK},
+            "files": {name: self.files[name].to_json() for name in sorted(self.files)},
+        }
+        return json.dumps(told, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str | bytes, origin: str) -> "Manifest":
+        """Return the manifest of a text.
+
+        Args:
+            text: JSON; nothing in it is trusted.
+            origin: where it comes from, for messages.
+
+        Raises:
+            DamagedCheckpoint: it is not a manifest, or one of a later format.
+        """
+        try:
+            told = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise DamagedCheckpoint(f"{origin} is not a manifest: {error}") from None
+        try:
+            return cls._parsed(told)
+        except DamagedCheckpoint as problem:
+            raise DamagedCheckpoint(f"{origin} is not a manifest of a checkpoint: {problem}") from None
+
+    @classmethod
+    def _parsed(cls, told: Any) -> "Manifest":
+        _require(isinstance(told, dict), f"{_shown(told)} is no mapping")
+        version = told.get("format")
+        _require(_is_count(version) and version > 0, f"format {_shown(version)} is no number")
+        _require(version <= FORMAT, f"format {version} is newer than {FORMAT}, which this version reads; update it")
+        method = told.get("checksum")
+        expected = {"algorithm": checksum.ALGORITHM, "chunk": checksum.CHUNK}
+        _require(method == expected, f"checksums are of the kind {_shown(method)}, not {expected}")
+        files = told.get("files")
+        _require(isinstance(files, dict) and bool(files), "it lists no files")
+        for name in files:
+            _require(is_inside(name), f"the file name {_shown(name)} leads out of the folder")
+        counts = {key: told.get(key, 0) for key in ("world_size", "step", "iteration")}
+        for key, value in counts.items():
+            _require(_is_count(value), f"{key} {_shown(value)} is no number")
+        _require(counts["world_size"] > 0, "world_size is 0")
+        mesh, versions = told.get("mesh"), told.get("versions", {})
+        _require(
+            mesh is None or (isinstance(mesh, dict) and all(_is_count(size) for size in mesh.values())),
+            f"mesh {_shown(mesh)} is no mapping of names and sizes",
+        )
+        _require(
+            isinstance(versions, dict) and all(isinstance(value, str) for value in versions.values()),
+            "versions are no mapping of names",
+        )
+        return cls(
+            files={name: FileEntry.from_json(entry, name) for name, entry in files.items()},
+            strategy=str(told.get("strategy", "single")),
+            mesh=mesh,
+            created=str(told.get("created", "")),
+            versions=versions,
+            format=version,
+            **counts,
+        )
+
+    @classmethod
+    def read(cls, folder: Path) -> "Manifest":
+        """Return the manifest in a folder. Any rank, alone.
+
+        Args:
+            folder: a local folder.
+
+        Raises:
+            FileNotFoundError: there is none.
+            DamagedCheckpoint: it cannot be read, or is not one.
+        """
+        path = os.path.join(folder, NAME)
+        try:
+            with open(path, "rb") as file:
+                data = file.read(_LARGEST + 1)
+        except (IsADirectoryError, PermissionError) as error:
+            raise DamagedCheckpoint(f"{path} could not be read: {error}") from error
+        if len(data) > _LARGEST:
+            raise DamagedCheckpoint(f"{path} has more than {_LARGEST} bytes, which no manifest has.")
+        return cls.from_json(data, path)
+
+    def write(self, folder: Path) -> None:
+        """Write the manifest into a folder, durably. It is there in full, or not at all.
+
+        Args:
+            folder: a local folder in which the files lie already.
+        """
+        path = os.path.join(folder, NAME)
+        temporary = os.path.join(folder, f".{NAME}.{os.getpid()}")
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(self.to_json())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(entry.size for entry in self.files.values())
+
+
+def problems(
+    folder: Path,
+    manifest: Manifest,
+    *,
+    deep: bool = False,
+    only: Callable[[str], bool] | None = None,
+    progress: Callable[[int], None] | None = None,
+    threads: int = 2,
+) -> list[str]:
+    """Return what is wrong with the files of a checkpoint; nothing if it is whole. Any rank, alone.
+
+    Args:
+        folder: its local folder.
+        manifest: its manifest.
+        deep: read the files and compare their checksums, too.
+        only: which files to look at; all by default.
+        progress: called with the number of bytes that were hashed.
+        threads: how many pieces of a file are hashed at a time.
+
+    Returns:
+        A line per file, with what was expected and what is there.
+    """
+    found = []
+    for name in sorted(manifest.files):
+        if only is not None and not only(name):
+            continue
+        entry, path = manifest.files[name], os.path.join(folder, *name.split("/"))
+        try:
+            size = os.stat(path).st_size if os.path.isfile(path) else None
+            if size is None:
+                found.append(f"{name} is missing ({entry.size} bytes were written)")
+            elif size != entry.size:
+                found.append(f"{name} has {size} bytes, but {entry.size} were written")
+            elif deep and (digest := checksum.of_file(path, threads, progress)[1]) != entry.checksum:
+                found.append(f"{name} has changed: its checksum is {digest}, but {entry.checksum} was written")
+        except OSError as error:
+            found.append(f"{name} could not be read: {error}")
+    return found
+
+
+def damaged(folder: Path, found: Iterable[str]) -> DamagedCheckpoint:
+    """Return the error for a checkpoint with problems.
+
+    Args:
+        folder: its folder or location.
+        found: what `problems` returned.
+    """
+    lines = list(found)
+    listed = "\n  ".join(lines[:10] + ([f"and {len(lines) - 10} more"] if len(lines) > 10 else []))
+    return DamagedCheckpoint(
+        f"The checkpoint {os.fspath(folder)!r} is damaged; nothing was loaded.\n  {listed}\n"
+        "Load another one: `accelerate checkpoint ls` lists them, `load_state(latest=True)` takes the newest whole one."
+    )
+
+
+def library_versions() -> dict[str, str]:
+    """Return the versions of what writes a checkpoint here."""
+    import numpy
+    import torch
+
+    import accelerate
+
+    return {
+        "accelerate": accelerate.__version__,
+        "torch": str(torch.__version__),
+        "numpy": numpy.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def is_inside(name: Any) -> bool:
+    """Say whether a path of a manifest stays within its folder on every system.
+
+    Args:
+        name: what a manifest gives as the path of a file.
+    """
+    if not isinstance(name, str) or not name or "\\" in name or ":" in name or "\0" in name:
+        return False
+    return all(part not in ("", ".", "..") for part in name.split("/")) and name != NAME
+
+
+def _tensor(told: Any, where: str) -> TensorEntry:
+    _require(isinstance(told, dict), f"{where} is no mapping")
+    shape, dtype = told.get("shape"), told.get("dtype")
+    _require(isinstance(shape, list) and all(map(_is_count, shape)), f"{where} has the shape {_shown(shape)}")
+    _require(isinstance(dtype, str), f"{where} has the dtype {_shown(dtype)}")
+    return TensorEntry(tuple(shape), dtype)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _require(condition: bool, problem: str) -> None:
+    if not condition:
+        raise DamagedCheckpoint(problem)

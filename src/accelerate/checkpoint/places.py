@@ -1,0 +1,551 @@
+"""Where a checkpoint lies, and how it gets there: written aside, then published in one move.
+
+A checkpoint is written into a hidden folder beside its place. When all of it is there, the manifest too, and every byte has
+reached the disk, the hidden folder takes the place: by one rename, or, where an older checkpoint has the place, by exchanging
+the two. Whoever looks sees the old one or the new one, and never a part. A publish that is killed between two steps is
+completed, or undone, by whoever touches the place next.
+"""
+
+import contextlib
+import ctypes
+import errno
+import functools
+import logging
+import os
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from accelerate.checkpoint import names
+from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest, problems
+
+logger = logging.getLogger(__name__)
+
+Path = str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class State:
+    """What lies at a place.
+
+    Attributes:
+        kind: ``"complete"`` with a manifest and its files; ``"foreign"`` for a folder of another library or of an older
+            version, which cannot be verified; ``"incomplete"`` for what nobody should load; ``"absent"`` for nothing.
+        reason: why it is not complete.
+        manifest: if it is complete, or if that could be read.
+    """
+
+    kind: Literal["complete", "foreign", "incomplete", "absent"]
+    reason: str = ""
+    manifest: Manifest | None = None
+
+    @property
+    def loads(self) -> bool:
+        """Whether it may be loaded."""
+        return self.kind in ("complete", "foreign")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A file at a place, or a folder with all that is in it.
+
+    Attributes:
+        size: in bytes.
+        modified: when it was last written, in seconds since 1970; None where that is not known.
+    """
+
+    size: int
+    modified: float | None = None
+
+
+class Place(ABC):
+    """Where a checkpoint is, or will be.
+
+    Args:
+        location: absolute path or URL, without a slash at its end.
+    """
+
+    def __init__(self, location: str) -> None:
+        self.location = location
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and other.location == self.location
+
+    def __hash__(self) -> int:
+        return hash(self.location)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.location!r})"
+
+    @property
+    def shared(self) -> bool:
+        """Whether every process that reaches the place sees what one of them stages."""
+        return True
+
+    def upload(self, staged: str) -> None:
+        """Bring what a node has staged to the place, unseen; where staging is not shared, before one rank publishes.
+
+        Args:
+            staged: path of the staged folder.
+        """
+
+    @property
+    def name(self) -> str:
+        """The last part of the location."""
+        return self.location.rstrip("/").rsplit("/", 1)[-1]
+
+    @abstractmethod
+    def child(self, name: str) -> "Place":
+        """Return the place of that name inside this one."""
+
+    @abstractmethod
+    def parent(self) -> "Place":
+        """Return the place that this one lies in."""
+
+    @abstractmethod
+    def state(self) -> State:
+        """Say what lies here, without reading the files themselves. Any rank, alone."""
+
+    @abstractmethod
+    def entries(self) -> list["Place"]:
+        """Return the folders that lie here, by name; hidden ones are left out."""
+
+    @abstractmethod
+    def files(self) -> dict[str, Stored]:
+        """Return the files that lie directly here, hidden ones too, by name; nothing if there is no such place."""
+
+    @abstractmethod
+    def stage(self) -> str:
+        """Make the empty local folder in which the next checkpoint is written. One process per file system."""
+
+    @abstractmethod
+    def staging(self) -> str:
+        """Return the path of that folder; all ranks of a node see the same."""
+
+    @abstractmethod
+    def publish(self) -> None:
+        """Let what was staged, manifest included, take this place. The process that staged it calls this."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Remove what was staged."""
+
+    @abstractmethod
+    def fetch(self, wanted: Callable[[str], bool] | None = None) -> str:
+        """Return a local folder with the checkpoint's files.
+
+        Args:
+            wanted: which of them, by their path in the manifest; all by default.
+        """
+
+    @abstractmethod
+    def remove(self) -> None:
+        """Remove the checkpoint; nobody sees a part of it meanwhile."""
+
+    def sweep(self) -> list[str]:
+        """Remove what killed runs left among the checkpoints here; only a process that writes here calls it.
+
+        Returns:
+            What was removed.
+        """
+        return []
+
+    @abstractmethod
+    def size(self) -> int:
+        """Return the bytes of all files here."""
+
+    def stored(self) -> Stored:
+        """Return the bytes of all that is here, and when any of it was last written to, where that is known."""
+        found = [*self.files().values(), *(entry.stored() for entry in self.entries())]
+        modified = max((stored.modified for stored in found if stored.modified is not None), default=None)
+        return Stored(sum(stored.size for stored in found), modified)
+
+    def leftovers(self) -> dict[str, Stored]:
+        """Return what saves and removals in here left behind, or are at work on right now, by location."""
+        return {}
+
+    def checkpoints(self) -> list[tuple[int, "Place"]]:
+        """Return the automatically named checkpoints here, whole or not, as pairs of number and place, oldest first."""
+        found = [(names.number_of(entry.name), entry) for entry in self.entries()]
+        return sorted(
+            ((number, entry) for number, entry in found if number is not None), key=lambda pair: (pair[0], pair[1].name)
+        )
+
+
+def place_of(path: Path) -> Place:
+    """Return the place of a path or URL.
+
+    Args:
+        path: a local path, a ``file://`` URL, or a URL that fsspec understands, such as ``s3://bucket/run``.
+
+    Raises:
+        ImportError: the URL needs fsspec or a package that it names.
+    """
+    text = os.path.expanduser(os.fspath(path))
+    if text.startswith("file://"):
+        text = text.removeprefix("file://")
+    if "://" in text:
+        from accelerate.checkpoint.remote import RemotePlace
+
+        return RemotePlace(text.rstrip("/"))
+    return LocalPlace(text)
+
+
+class LocalPlace(Place):
+    """A folder of a file system that is mounted here.
+
+    Args:
+        path: the folder; it need not exist.
+    """
+
+    def __init__(self, path: Path) -> None:
+        # What a link points to is replaced, not the link.
+        super().__init__(os.path.realpath(path))
+
+    @property
+    def name(self) -> str:
+        """The folder's name."""
+        return os.path.basename(self.location)
+
+    def child(self, name: str) -> "LocalPlace":
+        """Return the place of that name inside this one."""
+        return LocalPlace(os.path.join(self.location, name))
+
+    def parent(self) -> "LocalPlace":
+        """Return the place that this one lies in."""
+        return LocalPlace(os.path.dirname(self.location))
+
+    def _beside(self, prefix: str) -> str:
+        return os.path.join(os.path.dirname(self.location), prefix + self.name)
+
+    @property
+    def _in_place(self) -> bool:
+        """Whether the folder cannot be exchanged: it is mounted, its parent is not ours, or we stand in it."""
+        if not os.path.isdir(self.location):
+            return False
+        here = os.path.realpath(os.getcwd())
+        return (
+            os.path.ismount(self.location)
+            or not os.access(os.path.dirname(self.location), os.W_OK | os.X_OK)
+            or os.path.commonpath([here, self.location]) == self.location
+        )
+
+    def _readable(self) -> str:
+        """Where this checkpoint can be read: here, or where a publish that was killed between two renames left it."""
+        if not os.path.lexists(self.location):
+            ready, replaced = self._beside(names.READY_PREFIX), self._beside(names.REPLACED_PREFIX)
+            if os.path.isdir(ready):
+                return ready
+            if os.path.isdir(replaced):
+                return replaced
+        return self.location
+
+    # -- looking ---------------------------------------------------------------------------------------------------
+
+    def state(self) -> State:
+        """Say what lies here. Any rank, alone."""
+        folder = self._readable()
+        try:
+            entries = os.listdir(folder)
+        except FileNotFoundError:
+            return State("absent", "there is no such folder")
+        except NotADirectoryError:
+            return State("absent", "it is a file")
+        if any(entry.startswith(names.INCOMPLETE_MARKER) for entry in entries):
+            return State("incomplete", "its saving did not come to its end")
+        if NAME in entries:
+            try:
+                manifest = Manifest.read(folder)
+            except DamagedCheckpoint as error:
+                return State("incomplete", str(error))
+            except FileNotFoundError:
+                return State("absent", "it was removed just now")
+            found = problems(folder, manifest)
+            return State("incomplete", "; ".join(found), manifest) if found else State("complete", "", manifest)
+        if not entries:
+            return State("incomplete", "the folder is empty")
+        if any(names.is_generators_file(entry) for entry in entries):
+            return State("incomplete", f"its manifest {NAME} is missing")
+        return State("foreign", "it has no manifest: another library or an older version saved it")
+
+    def entries(self) -> list[Place]:
+        """Return the folders that lie here, by name; hidden ones are left out."""
+        found = set()
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(self.location) as entries:
+            for entry in entries:
+                if not entry.is_dir():
+                    continue
+                if not entry.name.startswith("."):
+                    found.add(entry.name)
+                for prefix in (names.READY_PREFIX, names.REPLACED_PREFIX):
+                    if entry.name.startswith(prefix):
+                        found.add(entry.name.removeprefix(prefix))
+        return [self.child(name) for name in sorted(found)]
+
+    def files(self) -> dict[str, Stored]:
+        """Return the files that lie directly here, by name."""
+        found = {}
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(self._readable()) as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):  # it was removed just now
+                    if entry.is_file():
+                        found[entry.name] = Stored(entry.stat().st_size, entry.stat().st_mtime)
+        return found
+
+    def stored(self) -> Stored:
+        """Return the bytes of all that is here, and when it was last written to."""
+        return _stored(self._readable())
+
+    def leftovers(self) -> dict[str, Stored]:
+        """Return the hidden folders of saves and removals in here, by path."""
+        found = {}
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(self.location) as entries:
+            for entry in entries:
+                if entry.name.startswith(names.HIDDEN_PREFIXES) and entry.is_dir(follow_symlinks=False):
+                    found[entry.path] = _stored(entry.path)
+        return dict(sorted(found.items()))
+
+    def size(self) -> int:
+        """Return the bytes of all files here."""
+        total = 0
+        for folder, _, files in os.walk(self._readable()):
+            for file in files:
+                with contextlib.suppress(OSError):
+                    total += os.lstat(os.path.join(folder, file)).st_size
+        return total
+
+    def fetch(self, wanted: Callable[[str], bool] | None = None) -> str:
+        """Return the folder itself."""
+        return self._readable()
+
+    # -- publishing ------------------------------------------------------------------------------------------------
+    #
+    # .saving_X   being written; worth nothing if its writer is gone
+    # .ready_X    whole, about to take the place; with the file .publishing in it, it is the new one, else the former one
+    # .replaced_X the former one, about to be removed once what is the user's own has been taken out of it
+    # .removed_X  being removed
+
+    def staging(self) -> str:
+        """Return the path of the hidden folder: beside this one, or in it where this one cannot be exchanged."""
+        if self._in_place:
+            return os.path.join(self.location, names.STAGING_PREFIX)
+        return self._beside(names.STAGING_PREFIX)
+
+    def stage(self) -> str:
+        """Make the hidden folder, empty. One process per file system.
+
+        Raises:
+            NotADirectoryError: a file has the place.
+        """
+        if os.path.exists(self.location) and not os.path.isdir(self.location):
+            raise NotADirectoryError(f"A checkpoint cannot take the place of a file: {self.location!r} is one.")
+        self.recover()
+        folder = self.staging()
+        if os.path.lexists(folder):
+            shutil.rmtree(folder)
+        os.makedirs(folder)
+        return folder
+
+    def abandon(self) -> None:
+        """Remove what was staged."""
+        shutil.rmtree(self.staging(), ignore_errors=True)
+
+    def publish(self) -> None:
+        """Let what was staged take this place.
+
+        The staged folder has its manifest, and its files have been written to the disk. What the folder here has beyond its
+        own manifest belongs to the user and is carried over.
+
+        Raises:
+            OSError: the file system refuses; what was here before is still here.
+        """
+        staged = self.staging()
+        sync_tree(staged)
+        if self._in_place:
+            self._move_in(staged)
+            return
+        parent = os.path.dirname(self.location)
+        if not os.path.lexists(self.location):
+            os.rename(staged, self.location)
+            sync_folder(parent)
+            return
+        with open(os.path.join(staged, names.PUBLISHING_MARKER), "w"):
+            pass
+        ready = self._beside(names.READY_PREFIX)
+        os.rename(staged, ready)
+        self._replace(ready)
+
+    def _replace(self, ready: str) -> None:
+        replaced = self._beside(names.REPLACED_PREFIX)
+        if os.path.lexists(self.location):
+            if exchange(ready, self.location):
+                os.rename(ready, replaced)
+            else:
+                os.rename(self.location, replaced)
+        if os.path.lexists(ready):
+            os.rename(ready, self.location)
+        sync_folder(os.path.dirname(self.location))
+        self._finish(replaced)
+
+    def _finish(self, replaced: str) -> None:
+        """Carry over what is the user's own out of the folder that was replaced, and remove that."""
+        for name in users_own(replaced):
+            target = os.path.join(self.location, name)
+            if not os.path.lexists(target):
+                os.rename(os.path.join(replaced, name), target)
+        shutil.rmtree(replaced, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(os.path.join(self.location, names.PUBLISHING_MARKER))
+
+    def _move_in(self, staged: str) -> None:
+        """Publish file by file, under a mark: for a folder that cannot be exchanged."""
+        marker = os.path.join(self.location, names.INCOMPLETE_MARKER)
+        with open(marker, "w") as file:
+            os.fsync(file.fileno())
+        sync_folder(self.location)
+        own = {os.path.basename(staged), names.INCOMPLETE_MARKER, *users_own(self.location)}
+        for entry in os.listdir(self.location):
+            if entry not in own:
+                path = os.path.join(self.location, entry)
+                shutil.rmtree(path) if os.path.isdir(path) and not os.path.islink(path) else os.unlink(path)
+        for entry in os.listdir(staged):
+            os.rename(os.path.join(staged, entry), os.path.join(self.location, entry))
+        os.rmdir(staged)
+        sync_folder(self.location)
+        os.unlink(marker)
+        sync_folder(self.location)
+
+    def recover(self) -> None:
+        """Complete what a process left that was killed while it published here; usually there is nothing to do.
+
+        Only the process that is going to write here calls it: to others, a publish that is going on looks the same.
+        """
+        ready, replaced = self._beside(names.READY_PREFIX), self._beside(names.REPLACED_PREFIX)
+        if os.path.isdir(ready):
+            logger.warning("%s: a save was interrupted while it was published; completing it.", self.location)
+            if os.path.lexists(os.path.join(ready, names.PUBLISHING_MARKER)):
+                self._replace(ready)
+            else:
+                os.rename(ready, replaced)
+        if os.path.isdir(replaced):
+            if not os.path.lexists(self.location):
+                os.rename(replaced, self.location)
+            else:
+                self._finish(replaced)
+
+    def remove(self) -> None:
+        """Remove the checkpoint; it is out of sight before its first file goes."""
+        hidden = self._beside(names.REMOVED_PREFIX)
+        shutil.rmtree(hidden, ignore_errors=True)  # of a run that was killed while it removed one of this name
+        os.rename(self.location, hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
+
+    def sweep(self) -> list[str]:
+        """Remove what killed runs left among the checkpoints here. Only the process that writes here calls it.
+
+        Returns:
+            The paths removed.
+        """
+        removed = []
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            for entry in sorted(os.listdir(self.location)):
+                for prefix in (names.READY_PREFIX, names.REPLACED_PREFIX):
+                    if entry.startswith(prefix):
+                        self.child(entry.removeprefix(prefix)).recover()
+                if entry.startswith((names.STAGING_PREFIX, names.REMOVED_PREFIX)):
+                    path = os.path.join(self.location, entry)
+                    shutil.rmtree(path, ignore_errors=True)
+                    removed.append(path)
+        return removed
+
+
+def users_own(folder: str) -> list[str]:
+    """Return what lies in a checkpoint's folder and is no part of the checkpoint: names directly inside it.
+
+    Args:
+        folder: a folder that is about to be replaced.
+    """
+    try:
+        entries = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    parts = {NAME, names.PUBLISHING_MARKER}
+    try:
+        parts |= {name.split("/")[0] for name in Manifest.read(folder).files}
+    except (FileNotFoundError, DamagedCheckpoint):
+        pass
+    return [entry for entry in entries if entry not in parts and not names.is_checkpoint_file(entry)]
+
+
+def _stored(folder: str) -> Stored:
+    """The bytes in a folder, and when it or anything in it was last written."""
+    size, modified = 0, 0.0
+    for path, folders, files in os.walk(folder):
+        for name in (".", *folders, *files):
+            with contextlib.suppress(OSError):  # it was removed just now
+                about = os.lstat(os.path.join(path, name))
+                modified = max(modified, about.st_mtime)
+                size += about.st_size if name in files else 0
+    return Stored(size, modified)
+
+
+# -- the file system ---------------------------------------------------------------------------------------------------
+
+
+def sync_folder(path: str) -> None:
+    """Write a folder's own entries to the disk, where the system can.
+
+    Args:
+        path: the folder.
+    """
+    if os.name == "nt":
+        return
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EBADF, errno.ENOTSUP):  # a file system that cannot sync folders
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(path: str) -> None:
+    """Write the entries of a folder and of those below it to the disk.
+
+    Args:
+        path: the folder.
+    """
+    for folder, _, _ in os.walk(path, topdown=False):
+        sync_folder(folder)
+
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+
+@functools.cache
+def _renameat2() -> Callable[..., int] | None:
+    try:
+        function = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError, TypeError):
+        return None
+    function.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
+    return function
+
+
+def exchange(left: str, right: str) -> bool:
+    """Exchange two folders in one step; say whether the system could.
+
+    Args:
+        left: a path.
+        right: another one on the same file system.
+
+    Source:
+        https://man7.org/linux/man-pages/man2/rename.2.html
+    """
+    rename = _renameat2()
+    if rename is None:
+        return False
+    return rename(_AT_FDCWD, os.fsencode(left), _AT_FDCWD, os.fsencode(right), _RENAME_EXCHANGE) == 0

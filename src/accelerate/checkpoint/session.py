@@ -1,0 +1,246 @@
+"""One checkpoint and the ranks that take part in it: who stages, who writes what, who publishes, and what is verified."""
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from accelerate.checkpoint import formats, manifest
+from accelerate.checkpoint.manifest import FileEntry, Manifest
+from accelerate.checkpoint.meeting import Meeting, default_store
+from accelerate.checkpoint.parcel import WRITERS, Parcel
+from accelerate.checkpoint.places import Place
+
+if TYPE_CHECKING:
+    from accelerate.accelerator import Accelerator
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks of a checkpoint, as one of them sees them.
+
+    Attributes:
+        rank: this process.
+        world_size: how many there are.
+        local_rank: number of this process on its node.
+        local_world_size: how many there are on its node.
+        each_node: every node has a file system, and a checkpoint, of its own.
+        shared: all ranks see what one of them stages.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    each_node: bool
+    shared: bool
+
+    @classmethod
+    def of(cls, accelerator: "Accelerator", place: Place) -> "Group":
+        """Return the group of an Accelerator.
+
+        Args:
+            accelerator: The Accelerator.
+            place: Where the checkpoint is.
+        """
+        each_node = accelerator.project_configuration.save_on_each_node
+        return cls(
+            accelerator.process_index,
+            accelerator.num_processes,
+            accelerator.local_process_index,
+            # Where no launcher tells it, each rank looks after itself.
+            int(os.environ.get("LOCAL_WORLD_SIZE") or 1),
+            each_node,
+            place.shared and not each_node,
+        )
+
+    @property
+    def leader(self) -> int:
+        """The rank that stages the folder that this one writes to."""
+        return 0 if self.shared else self.rank - self.local_rank
+
+    @property
+    def leads(self) -> bool:
+        """Whether that is this rank."""
+        return self.rank == self.leader
+
+    def among(self, ranks: list[int]) -> tuple[int, bool]:
+        """Return the rank that stages for this one if only some ranks save, and whether this rank publishes.
+
+        Args:
+            ranks: those that save, in ascending order.
+        """
+        leader = self.leader if self.leader in ranks else ranks[0]
+        return leader, self.rank == (leader if self.each_node else ranks[0])
+
+    def meeting(self, kind: str, place: Place) -> Meeting:
+        """Return the meeting of these ranks.
+
+        Args:
+            kind: ``"save_state"`` or ``"load_state"``.
+            place: Where the checkpoint is.
+        """
+        apart = self.local_world_size if self.each_node else None
+        return Meeting(kind, place.location, self.rank, self.world_size, default_store(), apart)
+
+
+class Save:
+    """The saving of one checkpoint. Each rank makes one and goes through the same steps.
+
+    Args:
+        place: Where the checkpoint goes.
+        group: The ranks.
+        facts: What the manifest says of the run.
+        refusing: Called with the place by the leader before it stages; raises where the place must not be taken.
+        rotating: Called with the place by the rank that published, once the checkpoint is there.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        group: Group,
+        facts: dict[str, Any],
+        refusing: Callable[[Place], Any] | None = None,
+        rotating: Callable[[Place], Any] | None = None,
+    ) -> None:
+        self.place = place
+        self.group = group
+        self.facts = facts
+        self.rotating = rotating
+        self.refusing = refusing
+        self.meeting = group.meeting("save_state", place)
+        self._parcel: Parcel | None = None
+        self._problem: BaseException | None = None
+        self._leader, self._publishes = group.leader, False
+
+    def begin(self) -> None:
+        """Meet the other ranks, and learn where to write.
+
+        Raises:
+            CollectiveMisuse: the others do something else.
+            RuntimeError: the folder could not be made; on the rank that tried, its own error.
+        """
+        self.meeting.begin()
+        self._leader, self._publishes = self.group.among(self.meeting.ranks)
+        staged = problem = None
+        if self._leads:
+            try:
+                if self.refusing is not None:
+                    self.refusing(self.place)
+                staged = self.place.stage()
+            except Exception as error:
+                problem = error
+        notes = self.meeting.exchange({"staged": staged, "problem": _text(problem)})
+        if any(note["problem"] for note in notes):
+            self.meeting.end(problem)
+        staged = dict(zip(self.meeting.ranks, notes, strict=True))[self._leader]["staged"]
+        self._parcel = Parcel(staged, self.group.rank)
+
+    @property
+    def _leads(self) -> bool:
+        return self._leader == self.group.rank
+
+    def parcel(self) -> Parcel:
+        """Return what takes the files of this rank."""
+        return self._parcel
+
+    def fail(self, problem: Exception) -> None:
+        """Remember that this rank could not collect its state; `finish` tells the others.
+
+        Args:
+            problem: why.
+        """
+        self._problem = problem
+
+    def finish(self, writers: int = WRITERS) -> None:
+        """Write this rank's files, and publish the checkpoint when every rank has. May run in a thread.
+
+        Args:
+            writers: files that are written at a time.
+
+        Raises:
+            RuntimeError: another rank failed; this one's own error is raised as it is.
+        """
+        entries: dict[str, FileEntry] = {}
+        if self._problem is None:
+            try:
+                entries = self._parcel.write(writers)
+            except Exception as error:
+                self._problem = error
+        notes = self._tell(entries)
+        if not any(note["problem"] for note in notes) and self._leads:
+            # The folder has what all ranks of this file system wrote, and what hooks and strategies wrote by themselves.
+            mine = [note for note in notes if note["leader"] == self.group.rank]
+            entries = merged(mine)
+            try:
+                entries |= unlisted(self._parcel.folder, entries, self.group.rank, writers)
+                if not self.place.shared:
+                    self.place.upload(self._parcel.folder)
+            except Exception as error:
+                self._problem = error
+        notes = self._tell(entries if self._leads else {})
+        try:
+            self.meeting.end(self._problem, act=lambda: self._publish(notes), presiding=self._publishes)
+        except BaseException:
+            if self._leads:
+                self.place.abandon()
+            raise
+
+    def _tell(self, entries: dict[str, FileEntry]) -> list[dict[str, Any]]:
+        told = {name: entry.to_json() for name, entry in entries.items()}
+        return self.meeting.exchange({"leader": self._leader, "files": told, "problem": _text(self._problem)})
+
+    def _publish(self, notes: list[dict[str, Any]]) -> None:
+        if self.group.each_node:
+            notes = [note for note in notes if note["leader"] == self.group.rank]
+        Manifest(merged(notes), **self.facts).write(self._parcel.folder)
+        self.place.publish()
+        if self.rotating is not None:
+            self.rotating(self.place)
+
+
+def _text(problem: BaseException | None) -> str:
+    return "" if problem is None else f"{type(problem).__name__}: {problem}"
+
+
+def merged(notes: Iterable[dict[str, Any]]) -> dict[str, FileEntry]:
+    """Return the files that several ranks told of.
+
+    Args:
+        notes: of `Save`.
+    """
+    return {name: FileEntry.from_json(told, name) for note in notes for name, told in note["files"].items()}
+
+
+def unlisted(folder: str, known: Iterable[str], rank: int, threads: int = 1) -> dict[str, FileEntry]:
+    """Return entries of the files in a folder that nobody has told of. One process per folder.
+
+    Args:
+        folder: the staged folder.
+        known: paths that are accounted for.
+        rank: who speaks for them.
+        threads: how many pieces of a file are hashed at a time.
+    """
+    known, found = set(known), {}
+    for where, _, entries in os.walk(folder):
+        for entry in entries:
+            path = os.path.join(where, entry)
+            name = os.path.relpath(path, folder).replace(os.sep, "/")
+            if name not in known and name != manifest.NAME:
+                found[name] = formats.describe(path, rank, threads)
+    return found
+
+
+def damage(folder: str, state_manifest: Manifest, group: Group) -> list[str]:
+    """Return what is wrong with a checkpoint, as far as this rank looks. The ranks of a node share the work of hashing.
+
+    Args:
+        folder: its local folder.
+        state_manifest: its manifest.
+        group: the ranks.
+    """
+    order = sorted(state_manifest.files, key=lambda name: (-state_manifest.files[name].size, name))
+    local = max(1, group.local_world_size)
+    mine = set(order[group.local_rank % local :: local])
+    found = manifest.problems(folder, state_manifest)
+    return found or manifest.problems(folder, state_manifest, deep=True, only=mine.__contains__)

@@ -1,0 +1,457 @@
+"""`accelerate checkpoint`: look at checkpoints, verify, convert and prune them, without the run that wrote them.
+
+It needs no GPU and no process group. Only `export` and `reshard` load torch.
+"""
+
+import argparse
+import contextlib
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from accelerate.checkpoint import inspect
+from accelerate.checkpoint.inspect import Details, Summary
+from accelerate.checkpoint.manifest import DamagedCheckpoint
+from accelerate.checkpoint.places import Place, place_of
+from accelerate.commands.utils import make_parser
+from accelerate.launch.errors import LaunchError
+
+# What was written to within this time may belong to a run that is saving right now.
+BUSY_SECONDS = 600
+
+_LAYOUTS = ["full", "sharded"]
+_DTYPES = ["bf16", "fp16", "fp32"]
+
+
+def checkpoint_command(args: argparse.Namespace) -> None:
+    """Run a subcommand.
+
+    Args:
+        args: what `checkpoint_command_parser` parsed.
+
+    Raises:
+        LaunchError: it could not be done; the message says why.
+        SystemExit: with status 1 if `verify` found a problem, or something could not be removed.
+    """
+    try:
+        status = args.run(args)
+    except (DamagedCheckpoint, OSError, ImportError) as error:
+        raise LaunchError(" ".join(str(error).split())) from error
+    if status:
+        raise SystemExit(status)
+
+
+# -- ls ----------------------------------------------------------------------------------------------------------------
+
+
+def list_command(args: argparse.Namespace) -> int:
+    """Print the checkpoints in a folder, newest last.
+
+    Args:
+        args: `folder` and `json`.
+
+    Returns:
+        The exit status.
+    """
+    folder = place_of(args.folder)
+    found, now = _survey(folder), time.time()
+    if args.json:
+        print(json.dumps([one.to_json(now) for one in found], indent=1))
+        return 0
+    rows = [_row(one, now) for one in found]
+    if rows:
+        print(
+            table(["NAME", "STEP", "ITERATION", "SIZE", "AGE", "RANKS", "STRATEGY", "STATE"], rows, right="STEP SIZE")
+        )
+    else:
+        print(f"There is no checkpoint in {folder.location}.")
+    for path, left in folder.leftovers().items():
+        print(f"Also there: {path} ({size_text(left.size)}), of a save or a removal that did not end, or is going on.")
+    return 0
+
+
+def _survey(folder: Place) -> list[Summary]:
+    found = inspect.survey(folder)
+    if not found:
+        state = folder.state()
+        if state.kind == "absent":
+            raise FileNotFoundError(f"{folder.location!r}: {state.reason}.")
+    return found
+
+
+def _row(one: Summary, now: float) -> list[str]:
+    manifest = one.state.manifest
+    known = (
+        ["-"] * 4
+        if manifest is None
+        else [str(manifest.step), str(manifest.iteration), str(manifest.world_size), manifest.strategy]
+    )
+    step, iteration, ranks, strategy = known
+    return [one.name, step, iteration, size_text(one.size), age_text(one.age(now)), ranks, strategy, _state(one)]
+
+
+def _state(one: Summary) -> str:
+    return f"{one.state.kind}: {one.state.reason}" if one.state.kind == "incomplete" else one.state.kind
+
+
+# -- verify ------------------------------------------------------------------------------------------------------------
+
+
+def verify_command(args: argparse.Namespace) -> int:
+    """Read every file of one or more checkpoints and compare it with its checksum.
+
+    Args:
+        args: `checkpoint`, which may also be a folder of checkpoints.
+
+    Returns:
+        The exit status: 1 if there is a problem.
+    """
+    place = place_of(args.checkpoint)
+    found = _survey(place)
+    if not found:
+        raise FileNotFoundError(f"There is no checkpoint in {place.location!r}.")
+    damaged = 0
+    with progress_bar() as begin:
+        step = begin(sum(map(inspect.bytes_to_verify, found)))
+        results = [(one, inspect.verify(one, step)) for one in found]
+    for one, problems in results:
+        damaged += bool(problems)
+        if problems:
+            print(f"{one.name}: {len(problems)} problem{'s' if len(problems) > 1 else ''}")
+            print("".join(f"  {problem}\n" for problem in problems), end="")
+        elif one.state.kind == "foreign":
+            print(
+                f"{one.name}: nothing wrong was found, but without a manifest there are no checksums to compare with"
+            )
+        else:
+            files = len(one.state.manifest.files) if one.state.manifest else 0
+            print(f"{one.name}: whole ({files} files, {size_text(one.size)})")
+    if len(found) > 1:
+        print(f"{len(found) - damaged} of {len(found)} checkpoints are whole.")
+    return int(damaged > 0)
+
+
+# -- info --------------------------------------------------------------------------------------------------------------
+
+
+def info_command(args: argparse.Namespace) -> int:
+    """Print what a checkpoint consists of.
+
+    Args:
+        args: `checkpoint`, `tensors` and `json`.
+
+    Returns:
+        The exit status.
+    """
+    found = inspect.details(place_of(args.checkpoint))
+    if args.json:
+        print(json.dumps(found.to_json(args.tensors), indent=1))
+        return 0
+    print("\n".join(f"{title:12}{text}" for title, text in _facts(found)))
+    rows = []
+    for name, size in found.files.items():
+        rank, count = found.ranks.get(name), len(found.tensors.get(name, ()))
+        rows.append([name, size_text(size), "-" if rank is None else str(rank), str(count or "-")])
+    print("\n" + table(["FILE", "SIZE", "RANK", "TENSORS"], rows, right="SIZE"))
+    tied = [[alias, kept, file] for file, aliases in found.aliases.items() for alias, kept in aliases.items()]
+    if tied:
+        print("\n" + table(["TIED", "TO", "FILE"], tied))
+    if args.tensors:
+        listed = [
+            [name, "x".join(map(str, entry.shape)) or "scalar", entry.dtype, file]
+            for file, entries in found.tensors.items()
+            for name, entry in entries.items()
+        ]
+        print("\n" + table(["TENSOR", "SHAPE", "DTYPE", "FILE"], listed))
+    return 0
+
+
+def _facts(found: Details) -> Iterator[tuple[str, str]]:
+    one = found.summary
+    yield "Checkpoint", one.place.location
+    yield "State", f"{one.state.kind}: {one.state.reason}" if one.state.reason else one.state.kind
+    if one.saved is not None:
+        saved = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(one.saved))
+        yield "Saved", f"{saved}, {age_text(one.age())} ago"
+    yield "Size", size_text(one.size)
+    if (manifest := one.state.manifest) is not None:
+        mesh = ", ".join(f"{dim}={size}" for dim, size in (manifest.mesh or {}).items())
+        yield "Ranks", f"{manifest.world_size} ({manifest.strategy}{', mesh ' + mesh if mesh else ''})"
+        yield "Step", f"{manifest.step}, iteration {manifest.iteration}"
+        yield "Versions", ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
+    if found.tensor_count:
+        dtypes = ", ".join(f"{count:,} {dtype}" for dtype, count in found.dtypes.items())
+        yield "Tensors", f"{found.tensor_count:,} with {found.parameters:,} numbers ({dtypes})"
+
+
+# -- export and reshard --------------------------------------------------------------------------------------------------
+
+
+def export_command(args: argparse.Namespace) -> int:
+    """Write a model's weights as Hugging Face safetensors.
+
+    Args:
+        args: `checkpoint`, `out`, `model`, `max_shard_size`, `dtype` and `overwrite`.
+
+    Returns:
+        The exit status.
+    """
+    from accelerate.checkpoint.export import export
+    from accelerate.offload.sizes import convert_file_size_to_int
+
+    size = args.max_shard_size
+    limit = convert_file_size_to_int(int(size) if size.isdigit() else size)
+    with progress_bar() as begin:
+        done = export(args.checkpoint, args.out, args.model, limit, args.dtype, args.overwrite, begin)
+    total = size_text(sum(done.files.values()))
+    print(f"{args.out}: {done.tensors} tensors in {len(done.files)} file{'s' * (len(done.files) > 1)} ({total})")
+    if not done.verified:
+        print(f"{args.checkpoint} has no manifest, so what was read could not be verified.", file=sys.stderr)
+    return 0
+
+
+def reshard_command(args: argparse.Namespace) -> int:
+    """Write a checkpoint again, for another number of ranks or in another layout.
+
+    Args:
+        args: `checkpoint`, `out`, `layout` and `shards`.
+
+    Returns:
+        The exit status.
+    """
+    from accelerate.checkpoint.reshard import reshard
+
+    out = place_of(args.out)
+    if out.files() or out.entries():
+        raise FileExistsError(f"{out.location!r} is not empty; name another folder.")
+    if args.shards < 1 or (args.layout == "full" and args.shards != 1):
+        raise ValueError(f"--shards {args.shards} does not go with --layout {args.layout}; `sharded` takes 1 or more.")
+    reshard(args.checkpoint, args.out, args.layout, args.shards)
+    print(f"{args.out}: {args.layout}{f', {args.shards} shards' if args.layout == 'sharded' else ''}")
+    return 0
+
+
+# -- prune -------------------------------------------------------------------------------------------------------------
+
+
+def prune_command(args: argparse.Namespace) -> int:
+    """Remove the oldest automatically named checkpoints.
+
+    Args:
+        args: `folder`, `keep`, `dry_run`, `yes`, `incomplete` and `foreign`.
+
+    Returns:
+        The exit status: 1 if something could not be removed.
+    """
+    folder = place_of(args.folder)
+    found = _survey(folder)
+    if [one.place for one in found] == [folder]:
+        raise ValueError(f"{folder.location!r} is a checkpoint; name the folder that it lies in.")
+    old = inspect.surplus(found, args.keep, args.foreign)
+    unfinished = [one for one in found if one.number is not None and one.state.kind == "incomplete"]
+    homes = list({one.place.parent().location: one.place.parent() for one in found}.values()) or [folder]
+    leftovers = [(home, path, left) for home in homes for path, left in home.leftovers().items()]
+    busy = _busy(
+        [*((one.name, one.saved) for one in unfinished), *((path, left.modified) for _, path, left in leftovers)]
+    )
+    for one in old:
+        print(f"{one.name}  {size_text(one.size)}  {age_text(one.age())} old")
+    for one in unfinished:
+        print(f"{one.name}  {size_text(one.size)}  {_state(one)}")
+    for _, path, left in leftovers:
+        print(f"{path}  {size_text(left.size)}  left behind by a save or a removal")
+    if args.incomplete and busy:
+        raise LaunchError(
+            f"{busy[0]} was written to within the last {BUSY_SECONDS // 60} minutes: a run may be saving. Run this again "
+            "later, or without --incomplete."
+        )
+    unwanted = [*old, *(unfinished if args.incomplete else [])]
+    sweeps = homes if args.incomplete and leftovers else []
+    if (unfinished or leftovers) and not args.incomplete:
+        print("What is incomplete stays; --incomplete removes it, too.")
+    if not unwanted and not sweeps:
+        print("There is nothing to remove.")
+        return 0
+    total = sum(one.size for one in unwanted) + sum(left.size for _, _, left in leftovers if sweeps)
+    count = len(unwanted) + (len(leftovers) if sweeps else 0)
+    if args.dry_run:
+        print(f"{count} would be removed ({size_text(total)}).")
+        return 0
+    if not args.yes and not _agreed(f"Remove {count} ({size_text(total)})?"):
+        print("Nothing was removed.")
+        return 0
+    return _remove(unwanted, sweeps)
+
+
+def _busy(written: Sequence[tuple[str, float | None]]) -> list[str]:
+    return [name for name, modified in written if modified is not None and time.time() - modified < BUSY_SECONDS]
+
+
+def _agreed(question: str) -> bool:
+    if not sys.stdin.isatty():
+        raise LaunchError("There is no terminal to ask on; --yes removes without asking, --dry_run only tells.")
+    print(f"{question} [y/N] ", end="", flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def _remove(unwanted: Sequence[Summary], sweeps: Sequence[Place]) -> int:
+    failed = removed = 0
+    for home in sweeps:
+        removed += len(home.sweep())
+    for one in unwanted:
+        try:
+            one.place.remove()
+            removed += 1
+        except OSError as error:
+            print(f"{one.name} could not be removed: {error}", file=sys.stderr)
+            failed = 1
+    print(f"{removed} removed.")
+    return failed
+
+
+# -- how it looks ------------------------------------------------------------------------------------------------------
+
+
+def size_text(size: int) -> str:
+    """Return a size in the largest unit that fits.
+
+    Args:
+        size: bytes.
+
+    Example:
+        >>> size_text(1_500_000), size_text(12)
+        ('1.5 MB', '12 B')
+    """
+    amount = float(size)
+    for unit in ("B", "KB", "MB", "GB", "TB"):
+        if amount < 999.5 or unit == "TB":
+            break
+        amount /= 1000
+    return f"{size} B" if unit == "B" else f"{amount:.3g} {unit}"
+
+
+def age_text(seconds: float | None) -> str:
+    """Return a length of time, roughly.
+
+    Args:
+        seconds: None if it is not known.
+
+    Example:
+        >>> age_text(150), age_text(90_000), age_text(None)
+        ('2 min', '25 h', '-')
+    """
+    if seconds is None:
+        return "-"
+    for unit, length, most in (("s", 1, 90), ("min", 60, 90), ("h", 3600, 48)):
+        if seconds < most * length:
+            return f"{int(seconds // length)} {unit}"
+    return f"{int(seconds // 86400)} days"
+
+
+def table(headings: Sequence[str], rows: Sequence[Sequence[str]], right: str = "") -> str:
+    """Return columns of text, two spaces apart.
+
+    Args:
+        headings: of the columns.
+        rows: as long as `headings`.
+        right: headings of the columns that end on the right, apart by spaces.
+    """
+    widths = [max(len(row[column]) for row in (headings, *rows)) for column in range(len(headings))]
+    aligned = [">" if heading in right.split() else "<" for heading in headings]
+    lines = (
+        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, aligned, widths, strict=True))
+        for row in (headings, *rows)
+    )
+    return "\n".join(line.rstrip() for line in lines)
+
+
+@contextlib.contextmanager
+def progress_bar() -> Iterator[Callable[[int], Callable[[int], None]]]:
+    """Show a bar on stderr while the block runs, if that is a terminal.
+
+    Yields:
+        A function: it takes the number of all bytes, and returns another one, which takes the bytes of each step.
+    """
+    if not sys.stderr.isatty():
+        yield lambda total: lambda size: None
+        return
+    from tqdm import tqdm
+
+    bars, lock = [], threading.Lock()
+
+    def begin(total: int) -> Callable[[int], None]:
+        bar = tqdm(total=total, unit="B", unit_scale=True, file=sys.stderr, leave=False)
+        bars.append(bar)
+
+        def step(size: int) -> None:
+            with lock:  # files are hashed by several threads
+                bar.update(size)
+
+        return step
+
+    try:
+        yield begin
+    finally:
+        for bar in bars:
+            bar.close()
+
+
+# -- the command line --------------------------------------------------------------------------------------------------
+
+
+def checkpoint_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """Return the parser of `accelerate checkpoint` and its subcommands.
+
+    Args:
+        subparsers: what `ArgumentParser.add_subparsers` returned, or None for a parser of its own.
+    """
+    parser = make_parser(
+        "checkpoint", "List, verify, inspect, convert and prune checkpoints.", subparsers, checkpoint_command
+    )
+    commands = parser.add_subparsers(
+        title="subcommands", required=True, metavar="{ls,verify,info,reshard,export,prune}"
+    )
+
+    def add(name: str, run: Callable[[argparse.Namespace], int], description: str) -> argparse.ArgumentParser:
+        made = make_parser(name, description, commands, checkpoint_command)
+        made.set_defaults(run=run)
+        return made
+
+    where = "A folder, or a URL that fsspec understands."
+    made = add("ls", list_command, "List the checkpoints in a folder, newest last.")
+    made.add_argument("folder", help=f"A project's folder, a folder of checkpoints, or a checkpoint. {where}")
+    made.add_argument("--json", action="store_true", help="Print JSON.")
+
+    made = add("verify", verify_command, "Read all files and compare their checksums; status 1 if something is wrong.")
+    made.add_argument("checkpoint", help=f"A checkpoint, or a folder of checkpoints. {where}")
+
+    made = add("info", info_command, "Show what a checkpoint consists of.")
+    made.add_argument("checkpoint", help=f"A checkpoint. {where}")
+    made.add_argument("--tensors", action="store_true", help="List every tensor.")
+    made.add_argument("--json", action="store_true", help="Print JSON.")
+
+    made = add("reshard", reshard_command, "Write a checkpoint of a sharded model again in another layout.")
+    made.add_argument("checkpoint", help="A checkpoint.")
+    made.add_argument("out", help="The folder to write; it must be empty or missing.")
+    made.add_argument("--layout", choices=_LAYOUTS, required=True, help="Whole state dicts, or shards.")
+    made.add_argument("--shards", type=int, default=1, help="How many shards (with --layout sharded).")
+
+    made = add("export", export_command, "Write a model's weights as Hugging Face safetensors.")
+    made.add_argument("checkpoint", help=f"A checkpoint. {where}")
+    made.add_argument("out", help="The folder to write; it must be empty or missing.")
+    made.add_argument("--model", type=int, default=0, help="Which model, in the order in which they were prepared.")
+    made.add_argument("--max_shard_size", default="5GB", help="Largest size of a file: bytes, or as in 500MB.")
+    made.add_argument("--dtype", choices=_DTYPES, help="What floating-point tensors become; as they are by default.")
+    made.add_argument("--overwrite", action="store_true", help="Replace the weights in OUT; its other files stay.")
+
+    made = add("prune", prune_command, "Remove the oldest automatically named checkpoints.")
+    made.add_argument("folder", help=f"A project's folder, or a folder of checkpoints. {where}")
+    made.add_argument("--keep", type=int, required=True, help="How many of the newest complete ones stay, at least 1.")
+    made.add_argument("--dry_run", action="store_true", help="Only say what would be removed.")
+    made.add_argument("--yes", action="store_true", help="Do not ask.")
+    made.add_argument("--incomplete", action="store_true", help="Remove incomplete ones, too, and what saves left.")
+    made.add_argument("--foreign", action="store_true", help="Count and remove those without a manifest, too.")
+    return parser

@@ -1,0 +1,452 @@
+"""Where the other ranks are: a thread in each process answers the question where its training thread stands.
+
+A rank that waits for another one cannot tell whether that one is slow (it evaluates, and will come) or will never come: it
+has ended, or it waits itself, in a collective for this very rank. So each process of a run has a thread that looks for a
+question in the process group's key-value store now and then, and answers it. Nothing is done at training steps, and
+without a question the thread makes one short request to the store each half second.
+
+What tells a rank that waits for us from one that waits for somebody else are the groups' counters of collectives: each
+rank starts the same ones in the same order, so who has started more of them than we have has gone past us.
+
+Source:
+    https://docs.pytorch.org/docs/stable/distributed.html#distributed-key-value-store
+"""
+
+import atexit
+import json
+import logging
+import multiprocessing
+import os
+import sys
+import sysconfig
+import threading
+import time
+import weakref
+import zlib
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, field
+from multiprocessing import util as multiprocessing_util
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+logger = logging.getLogger(__name__)
+
+_PREFIX = "accelerate/whereabouts"
+# Seconds between two looks at the store; a large run asks less often, so that its one store sees 200 requests a second.
+_INTERVAL_S = 0.5
+_PER_SECOND = 200
+# A thread that stands still stands still in all samples.
+_SAMPLES, _SAMPLE_PAUSE_S = 5, 0.03
+# Added to the number of questions when the process that holds the store ends: whoever reads it stops asking.
+_CLOSING = 1 << 40
+_JOIN_S = 1.0
+
+_OURS = str(Path(__file__).parents[1]) + os.sep
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_LIBRARY = tuple({sysconfig.get_path("stdlib") + os.sep, sysconfig.get_path("platstdlib") + os.sep})
+_PACKAGES = ("site-packages" + os.sep, "dist-packages" + os.sep)
+# Where a thread is while it waits for other ranks. Backward passes count, because gradients are exchanged in them.
+_WAITING_IN = ("torch.distributed", "torch.autograd", "torch.nn.parallel", "accelerate.comm")
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """What one rank says about itself.
+
+    Args:
+        rank: The rank.
+        answered: Whether it has answered; without, the fields about its training thread are empty.
+        ended: Whether it has said that its program is over.
+        alive: Whether its process exists; None where that cannot be seen from here, as on another machine.
+        site: The innermost line outside of torch and this library: ``file:line in function``.
+        inside: The functions of torch or this library that were called there; empty if there are none.
+        waits: Whether the thread stands still in a function that waits for other ranks.
+        position: Changes whenever the thread moves.
+        counters: How many operations the rank has started in each of its process groups.
+    """
+
+    rank: int
+    answered: bool = False
+    ended: bool = False
+    alive: bool | None = None
+    site: str = ""
+    inside: str = ""
+    waits: bool = False
+    position: str = ""
+    counters: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def gone(self) -> bool:
+        """Whether the rank can never come: its program is over, or its process was killed."""
+        return self.ended or self.alive is False
+
+    def ahead_of(self, other: dict[str, int]) -> bool | None:
+        """Say whether the rank has started an operation that another rank of the same group has not.
+
+        Args:
+            other: The other rank's counters.
+
+        Returns:
+            None where no group of the two counts.
+        """
+        common = self.counters.keys() & other.keys()
+        return any(self.counters[group] > other[group] for group in common) if common else None
+
+    def __str__(self) -> str:
+        if self.ended:
+            return "has ended"
+        if self.alive is False:
+            return "was killed: its process is gone"
+        if not self.answered:
+            return "gives no answer" + (", but its process exists" if self.alive else "")
+        inside = f", in {self.inside}" if self.inside else ""
+        return f"is at {self.site}{inside}" + (", and waits for other ranks there" if self.waits else "")
+
+
+# -- the training thread of this process ---------------------------------------------------------------------------
+
+
+def call_site(frame: FrameType | None = None) -> str:
+    """Return the user's line that is being executed: the innermost one outside of torch and this library.
+
+    Args:
+        frame: Where to look from; the caller by default.
+
+    Returns:
+        ``file:line in function``; where that is a library's, followed by the line of the script that called it.
+    """
+    return _describe(frame or sys._getframe(1))[0]
+
+
+def counters() -> dict[str, int]:
+    """Return how many operations this rank has started in each of its process groups; groups that do not count are left out."""
+    found: dict[str, int] = {}
+    for group in list(dist.distributed_c10d._world.pg_map) if dist.is_available() else []:
+        try:
+            # Groups that `split_group` makes have one name and different ranks.
+            members = zlib.crc32(repr(dist.get_process_group_ranks(group)).encode())
+            for device in group._device_types:
+                backend = group._get_backend(device)
+                key = f"{backend.name()}:{group.group_name}:{members:x}"
+                found[key] = backend._get_sequence_number_for_group()
+        except Exception:  # no backend counts by contract, and a group may be destroyed while we ask
+            continue
+    return found
+
+
+def _describe(frame: FrameType) -> tuple[str, str]:
+    """Return the call site of a stack, and what was called there."""
+    below: list[str] = []
+    site, site_file, outermost = "", "", frame
+    while frame is not None:
+        file = frame.f_code.co_filename
+        outside = not (file.startswith((_OURS, _TORCH)) or _is_standard(file))
+        if outside and not site:
+            site, site_file = _line(frame), file
+        elif not site:
+            below.append(f"{frame.f_globals.get('__name__', '?')}.{frame.f_code.co_name}")
+        elif outside and any(part in site_file for part in _PACKAGES) and not any(part in file for part in _PACKAGES):
+            site = f"{site}, called from {_line(frame)}"
+            break
+        outermost, frame = frame, frame.f_back
+    if not site:  # a script of this library's own
+        return _line(outermost), below[0] if below else ""
+    return site, " > ".join(dict.fromkeys((below[-1], below[0]))) if below else ""
+
+
+def _is_standard(file: str) -> bool:
+    return file.startswith("<frozen") or (file.startswith(_LIBRARY) and not any(part in file for part in _PACKAGES))
+
+
+def _line(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def _position(frame: FrameType) -> str:
+    steps: list[tuple[int, int]] = []
+    while frame is not None:
+        steps.append((id(frame), frame.f_lasti))
+        frame = frame.f_back
+    return f"{zlib.crc32(repr(steps).encode()):x}-{len(steps)}"
+
+
+def _sleeps(native: int | None) -> bool:
+    """Whether a thread of this process does not run; where that cannot be seen, it is taken to sleep."""
+    try:
+        stat = Path(f"/proc/self/task/{native}/stat").read_bytes()
+    except OSError:
+        return True
+    return stat.startswith((b"S", b"D"), stat.rfind(b")") + 2)
+
+
+# -- processes -----------------------------------------------------------------------------------------------------
+
+
+def _process() -> dict[str, Any]:
+    """Describe this process so that others on the machine can look whether it exists."""
+    return {"pid": os.getpid(), "machine": _machine(), "started": _status(os.getpid())[1]}
+
+
+def _machine() -> str:
+    """Return a name that two processes share if they see each other's numbers; empty where nobody can tell."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return ""
+
+
+def _status(pid: int) -> tuple[str, str]:
+    """Return the state of a process and when it was started; empty if there is none."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return "", ""
+    words = stat[stat.rfind(b")") + 2 :].decode().split()
+    return words[0], words[19]
+
+
+def _exists(process: dict[str, Any]) -> bool | None:
+    if not process.get("machine") or process["machine"] != _machine():
+        return None
+    state, started = _status(process["pid"])
+    return state not in ("", "Z", "X") and started == process["started"]
+
+
+# -- the thread ----------------------------------------------------------------------------------------------------
+
+
+def interval(world_size: int) -> float:
+    """Return the seconds between two looks at the store in a run of so many ranks."""
+    return max(_INTERVAL_S, world_size / _PER_SECOND)
+
+
+class Watcher:
+    """Answers other ranks' questions about a thread of this process, until the group or the process ends.
+
+    It holds the store weakly, because a group that is destroyed must take its store along: the next one may need the port.
+
+    Args:
+        store: The store of the process group.
+        rank: This process's rank.
+        world_size: Number of ranks.
+        thread: The thread to watch; the calling one by default, because training need not be in the main thread.
+    """
+
+    def __init__(self, store: Any, rank: int, world_size: int, thread: threading.Thread | None = None) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._origin = weakref.ref(store)
+        self._watched = thread or threading.current_thread()
+        self._pid = os.getpid()
+        self._clone: Any = None
+        self._over = threading.Event()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="accelerate-whereabouts", daemon=True)
+
+    def start(self) -> None:
+        """Start answering."""
+        self._thread.start()
+
+    def serves(self, store: Any) -> bool:
+        """Whether this watcher was made in this process for a store."""
+        return self._pid == os.getpid() and self._origin() is store
+
+    def stop(self) -> None:
+        """Stop answering, without a word to the others."""
+        if self._pid != os.getpid():  # a fork has a copy of this object, and its parent's connection
+            return
+        self._over.set()
+        if self._thread.is_alive():
+            self._thread.join(_JOIN_S)
+
+    def end(self) -> None:
+        """Stop answering, and tell the others that this rank's program is over.
+
+        The process that holds the store waits until the others have heard of it, at most a little longer than the time
+        between two of their looks: torch prints long warnings when a store goes away beneath a request.
+        """
+        self.stop()
+        if self._pid != os.getpid() or self._closed or self._thread.is_alive() or self._origin() is None:
+            return
+        self._closed = True
+        try:
+            store = self._reach()
+            store.set(f"ended/{self.rank}", "")
+            left = store.add("left", 1)
+            if _holds(self._origin(), self.rank):
+                store.add("asked", _CLOSING)
+                deadline = time.monotonic() + interval(self.world_size) + _INTERVAL_S
+                while left < self.world_size and time.monotonic() < deadline:
+                    time.sleep(0.005)
+                    left = store.add("left", 0)
+        except Exception as error:  # whoever holds the store has gone first
+            logger.debug("Rank %d could not leave word that it ends: %s", self.rank, error)
+
+    def _reach(self) -> Any | None:
+        """Return the store under this thread's prefix, or None once the group is gone."""
+        origin = self._origin()
+        if origin is None:
+            return None
+        if self._clone is None:
+            # A connection of its own: one that waits in `store.wait` lets nobody else through.
+            try:
+                clone = origin.clone()
+            except Exception:  # older torch, and stores written in Python, have none
+                clone = origin
+            if clone is origin:
+                return dist.PrefixStore(_PREFIX, origin)
+            self._clone = clone
+        return dist.PrefixStore(_PREFIX, self._clone)
+
+    def _run(self) -> None:
+        try:
+            self._reach().set(f"process/{self.rank}", json.dumps(_process()))
+            answered = 0
+            while not self._closed and not self._over.wait(interval(self.world_size)):
+                answered = self._answer(answered)
+        except Exception as error:  # the store is gone, and with it whoever could ask
+            logger.debug("Rank %d does not answer any longer: %s", self.rank, error)
+
+    def _answer(self, answered: int) -> int:
+        """Answer the latest question if there is a new one; return its number."""
+        store = self._reach()
+        if store is None:
+            self._closed = True
+            return answered
+        asked = store.add("asked", 0)
+        if asked >= _CLOSING:
+            self._closed = True
+            store.add("left", 1)
+        elif asked > answered:
+            store.set(f"answer/{self.rank}", json.dumps({"question": asked, **self._look()}))
+        return asked
+
+    def _look(self) -> dict[str, Any]:
+        """Say what the watched thread does; takes a moment, because standing still needs time to show."""
+        positions: set[str] = set()
+        sleeps = True
+        for sample in range(_SAMPLES):
+            if sample:
+                self._over.wait(_SAMPLE_PAUSE_S)
+            frames = sys._current_frames()
+            frame = frames.get(self._watched.ident) or frames.get(threading.main_thread().ident)
+            del frames
+            if frame is None:
+                return asdict(Whereabouts(self.rank, answered=True, site="a place without Python code"))
+            sleeps = sleeps and _sleeps(self._watched.native_id)
+            positions.add(_position(frame))
+            site, inside = _describe(frame)
+            module = frame.f_globals.get("__name__", "")
+            del frame  # it keeps all that its function holds
+        waits = sleeps and len(positions) == 1 and module.startswith(_WAITING_IN)
+        position = positions.pop() if len(positions) == 1 else f"moving-{time.monotonic()}"
+        return asdict(Whereabouts(self.rank, True, False, None, site, inside, waits, position, counters()))
+
+
+def _holds(store: Any, rank: int) -> bool:
+    """Whether the store most likely lives in this process: rank 0 makes it, unless torchrun's agent has one."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
+    return rank == 0 and isinstance(store, dist.TCPStore) and not agent
+
+
+_watcher: Watcher | None = None
+_registered_in: int | None = None
+
+
+def watch(store: Any | None, rank: int, world_size: int) -> None:
+    """Let this process answer where it is. Every rank calls it, in the thread that trains; calling it again is free.
+
+    Args:
+        store: The store of the default process group; None (there is no group) does nothing.
+        rank: This process's rank.
+        world_size: Number of ranks; a single one has nobody to answer.
+    """
+    global _watcher, _registered_in
+    if store is None or world_size < 2 or (_watcher is not None and _watcher.serves(store)):
+        return
+    if _watcher is not None:
+        _watcher.stop()
+    _watcher = Watcher(store, rank, world_size)
+    _watcher.start()
+    if _registered_in != os.getpid():
+        _registered_in = os.getpid()
+        # The interpreter must not end beside a thread that is in the store: that aborts the process.
+        atexit.register(_end)
+        if multiprocessing.parent_process() is not None:  # such a process leaves without a look at `atexit`
+            multiprocessing_util.Finalize(None, _end, exitpriority=100)
+
+
+def _end() -> None:
+    if _watcher is not None:
+        _watcher.end()
+
+
+# -- asking --------------------------------------------------------------------------------------------------------
+
+
+class Question:
+    """One question to all ranks: where are you?
+
+    Args:
+        store: The store of the process group.
+        ranks: The ranks whose answers matter.
+        world_size: Number of ranks of the run; decides how long an answer may take.
+    """
+
+    def __init__(self, store: Any, ranks: Collection[int], world_size: int) -> None:
+        self._store = dist.PrefixStore(_PREFIX, store)
+        self._number = self._store.add("asked", 1)
+        self._answers: dict[int, Whereabouts] = {}
+        self._open = sorted(ranks)
+        self._pause = interval(world_size) / 5
+        self._next = time.monotonic() + self._pause
+        # A look, the samples, and as much again for a busy machine.
+        self._deadline = time.monotonic() + 2 * (interval(world_size) + _SAMPLES * _SAMPLE_PAUSE_S)
+
+    def answers(self) -> dict[int, Whereabouts] | None:
+        """Return what all ranks said, or None as long as some may still answer. Does not wait."""
+        now = time.monotonic()
+        if now < self._next:
+            return None
+        self._next = now + self._pause
+        for rank in list(self._open):
+            known = self._read(rank)
+            if known.answered or known.gone or now >= self._deadline:
+                self._answers[rank] = known
+                self._open.remove(rank)
+        return None if self._open else self._answers
+
+    def _read(self, rank: int) -> Whereabouts:
+        if self._store.check([f"ended/{rank}"]):
+            return Whereabouts(rank, ended=True)
+        if self._store.check([f"answer/{rank}"]):
+            answer = json.loads(self._store.get(f"answer/{rank}"))
+            if answer.pop("question") >= self._number:
+                return Whereabouts(**answer)
+        alive = None
+        if self._store.check([f"process/{rank}"]):
+            alive = _exists(json.loads(self._store.get(f"process/{rank}")))
+        return Whereabouts(rank, alive=alive)
+
+
+def ask(store: Any, ranks: Collection[int], world_size: int | None = None) -> dict[int, Whereabouts]:
+    """Ask ranks where they are, and wait for the answers, for a second or two. Any rank may call it.
+
+    Args:
+        store: The store of the process group.
+        ranks: Whom to ask.
+        world_size: Number of ranks of the run; the default process group's by default.
+
+    Returns:
+        What is known of each of them; ``answered`` is False for those that did not answer in time.
+    """
+    question = Question(store, ranks, dist.get_world_size() if world_size is None else world_size)
+    while (answers := question.answers()) is None:
+        time.sleep(_SAMPLE_PAUSE_S)
+    return answers

@@ -1,0 +1,384 @@
+"""A run that is told by a signal to stop: all ranks agree on a step, save after it, and leave.
+
+Three things happen at three places. A signal handler raises a flag in the process that got the signal. Each step of a prepared
+optimizer starts a vote on these flags and reads the result of the vote before it, so that nobody waits and all ranks see the
+same at the same step. A prepared loader that is asked for the next batch after such a step saves and leaves: the step is over
+by then, with the scheduler, and with whatever else the loop does in it.
+"""
+
+import atexit
+import logging
+import os
+import signal
+import threading
+import time
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, closing, suppress
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from accelerate import comm
+from accelerate.checkpoint import names
+from accelerate.checkpoint.places import place_of
+from accelerate.comm.base import Communicator
+from accelerate.config.exit_status import PREEMPTED
+from accelerate.data import agree, shield
+from accelerate.training import tracking
+
+if TYPE_CHECKING:
+    from accelerate.accelerator import Accelerator
+
+logger = logging.getLogger(__name__)
+
+# A launcher passes on a signal that its processes got from the scheduler already; that is one request, not two.
+REPEAT_S = 5.0
+# Those that end a process at once whatever it wants, that report its own faults, or that torch's data loaders live on.
+_UNSUITABLE = {"SIGKILL", "SIGSTOP", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGTRAP", "SIGCHLD"}
+
+
+class Preempted(SystemExit):
+    """Raised by a prepared loader when the run has saved itself after a signal; the process ends with status 75.
+
+    It is no `Exception`, so that only `finally` blocks and whoever asks for it see it.
+
+    Attributes:
+        location: The checkpoint.
+        number: The signal that came.
+    """
+
+    location: str = ""
+    number: signal.Signals | None = None
+
+
+def install(accelerator: "Accelerator") -> None:
+    """Watch the signals that an Accelerator's project configuration names, in place of what watched them before. All ranks.
+
+    Args:
+        accelerator: The Accelerator, complete but for this.
+
+    Raises:
+        ValueError: One of them is not a signal that can be watched, there is no folder to save to, or this is not the main
+            thread.
+    """
+    global _installed, _follows_forks
+    project = accelerator.project_configuration
+    if project.save_on_signal is None:
+        return
+    numbers = signals_of(project.save_on_signal)
+    if project.project_dir is None:
+        raise ValueError(
+            f"save_on_signal={[number.name for number in numbers]} needs a folder to save to, but project_dir is None. Pass "
+            "ProjectConfiguration(project_dir=...)."
+        )
+    if threading.current_thread() is not threading.main_thread():
+        raise ValueError(
+            f"save_on_signal={[number.name for number in numbers]} was set in the thread "
+            f"{threading.current_thread().name!r}, but only the main thread can receive signals. Build the Accelerator there, "
+            "or leave save_on_signal out."
+        )
+    received = 0
+    if _installed is not None and not _installed.closed:
+        # A run that builds a new Accelerator has not done yet what it was told.
+        received = 0 if _installed.leaving else _installed.received
+        _installed.close()
+    _installed = Watch(accelerator, numbers, received)
+    accelerator.gradient_state._step_watch = _installed
+    if not _follows_forks and hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_in_child)
+        _follows_forks = True
+
+
+def uninstall(accelerator: "Accelerator") -> None:
+    """Give the signals of an Accelerator back to those who handled them before. Any rank, alone.
+
+    Args:
+        accelerator: The Accelerator.
+    """
+    watch = _watch_of(accelerator)
+    if watch is not None and watch.accelerator() is accelerator:
+        watch.close()
+
+
+def should_stop(accelerator: "Accelerator") -> bool:
+    """Say whether all ranks know of a signal. Any rank, alone.
+
+    Args:
+        accelerator: The Accelerator.
+    """
+    watch = _watch_of(accelerator)
+    return watch is not None and watch.stops
+
+
+def check_stop(accelerator: "Accelerator") -> bool:
+    """Ask all ranks whether a signal came, and wait for the answer. All ranks.
+
+    Args:
+        accelerator: The Accelerator.
+    """
+    watch = _watch_of(accelerator)
+    return watch is not None and watch.ask()
+
+
+def signals_of(given: Any) -> tuple[signal.Signals, ...]:
+    """Return the signals that numbers, names and members of ``signal.Signals`` stand for, each once.
+
+    Args:
+        given: One of them, or several.
+
+    Raises:
+        ValueError: One of them is no signal, or cannot be watched.
+
+    Example:
+        >>> [found.name for found in signals_of(["SIGTERM", signal.SIGINT, "term"])]
+        ['SIGTERM', 'SIGINT']
+    """
+    each = given if isinstance(given, Iterable) and not isinstance(given, str) else [given]
+    return tuple(dict.fromkeys(_signal(value) for value in each))
+
+
+def _signal(value: Any) -> signal.Signals:
+    found = None
+    if isinstance(value, str):
+        name = value.upper()
+        found = signal.Signals.__members__.get(name if name.startswith("SIG") else f"SIG{name}")
+    elif isinstance(value, int) and not isinstance(value, bool):
+        with suppress(ValueError):
+            found = signal.Signals(value)
+    if found is None:
+        raise ValueError(f"save_on_signal got {value!r}, which is no signal here. Pass signal.SIGTERM or 'SIGUSR1', say.")
+    if found.name in _UNSUITABLE:
+        raise ValueError(f"save_on_signal got {found.name}, which a process cannot use so. Use SIGTERM, SIGUSR1 or SIGUSR2.")
+    return found
+
+
+class Watch:
+    """What a process knows of the signals it watches, and of the training between two batches.
+
+    ``GradientState`` holds it, where prepared optimizers and loaders find it.
+
+    Args:
+        accelerator: Whose run is saved; when it is gone, the signals go to those who handled them before.
+        numbers: The signals.
+        received: The signal that came before, or 0.
+    """
+
+    def __init__(self, accelerator: "Accelerator", numbers: tuple[signal.Signals, ...], received: int = 0) -> None:
+        self.accelerator = weakref.ref(accelerator)
+        weakref.finalize(accelerator, self.close).atexit = False
+        self.numbers = numbers
+        self.received = received
+        self.agreed = 0
+        self.leaving = False
+        self.closed = False
+        self._alone = comm.current().world_size == 1
+        self._start = _ballot(comm.current())
+        self._outcome: Callable[[], int] | None = None
+        # A step was taken, and the loaders of its loop have not been asked for another batch since.
+        self._stepped = False
+        self._loops: list[weakref.ref[Any]] = []
+        self._times: dict[int, float] = {}
+        self._former: dict[int, Any] = {}
+        for number in numbers:
+            self._former[number] = signal.signal(number, self._on_signal)
+
+    @property
+    def stops(self) -> bool:
+        """Whether the run shall stop, as far as all ranks know."""
+        if self._alone:
+            self.agreed = self.agreed or self.received
+        return bool(self.agreed)
+
+    # -- signals -----------------------------------------------------------------------------------------------------
+
+    def _on_signal(self, number: int, frame: types.FrameType | None) -> None:
+        # It runs between any two instructions of the main thread, so it takes notes and nothing else.
+        now = time.monotonic()
+        again = now - self._times.setdefault(number, now) >= REPEAT_S
+        if self.closed or (again and not self.leaving):
+            self._give_back(number)
+            signal.raise_signal(number)
+            return
+        self.received = self.received or number
+
+    def _give_back(self, number: int) -> None:
+        if signal.getsignal(number) == self._on_signal:
+            former = self._former[number]
+            signal.signal(number, signal.SIG_DFL if former is None else former)
+
+    def close(self) -> None:
+        """Stop watching. In another thread than the main one the next signal does the rest."""
+        self.closed = True
+        self._outcome = None
+        with suppress(ValueError):
+            for number in self.numbers:
+                self._give_back(number)
+
+    # -- the agreement -----------------------------------------------------------------------------------------------
+
+    def stepped(self) -> None:
+        """Take note that a prepared optimizer ends an accumulation window. All ranks."""
+        if self.closed or agree.is_paused():
+            return
+        self._stepped = True
+        self._loops = [weakref.ref(progress) for progress in self._running()]
+        if self._alone or self.agreed:
+            return
+        if self._outcome is not None:
+            self.agreed = self._outcome()
+        self._outcome = None if self.agreed else self._start(self.received)
+
+    def ask(self) -> bool:
+        """Vote, and wait for the result. All ranks."""
+        if not (self.closed or self._alone or self.agreed):
+            if self._outcome is not None:
+                self.agreed, self._outcome = self._outcome(), None
+            self.agreed = self.agreed or self._start(self.received)()
+        return self.stops
+
+    # -- loaders -----------------------------------------------------------------------------------------------------
+
+    def before_loop(self, loader: Any) -> None:
+        """Leave if it is time, before a loader's iteration begins. All ranks.
+
+        After the last batch of an epoch this is where a run leaves, so that what a program does between two epochs is done.
+
+        Args:
+            loader: A prepared loader.
+        """
+        if self._is_due(loader):
+            self._leave()
+
+    def before_batch(self, loader: Any, at_end: bool) -> None:
+        """Leave if it is time, when a loader is asked for another batch. All ranks.
+
+        Args:
+            loader: A prepared loader.
+            at_end: Whether it has handed out its last one.
+        """
+        if not at_end and self._is_due(loader):
+            self._leave()
+
+    def watched(self, batches: Iterator[Any], loader: Any) -> Iterator[Any]:
+        """Yield a loader's batches, and look before each but the first whether it is time to leave.
+
+        Args:
+            batches: A generator of what the loader yields.
+            loader: The loader.
+        """
+        with closing(batches):
+            for batch in batches:
+                yield batch
+                self.before_batch(loader, loader._progress.at_end)
+
+    def shielded(self, loader: DataLoader) -> AbstractContextManager[None]:
+        """Return a context in which a torch loader starts workers that the signals do not reach.
+
+        Args:
+            loader: The loader.
+        """
+        return shield.around_start(loader, self.numbers)
+
+    def _running(self) -> list[Any]:
+        """The progress of each prepared loader that is being iterated; their views share it."""
+        accelerator = self.accelerator()
+        references = () if accelerator is None else accelerator.gradient_state._active
+        each = (getattr(reference(), "_progress", None) for reference in references)
+        return [progress for progress in each if progress is not None]
+
+    def _is_due(self, loader: Any) -> bool:
+        """Whether the run leaves here: right after a step, and where a loader of the loop that took it goes on.
+
+        So an evaluation in the middle of a training loop, or after it, is never cut off.
+        """
+        if not self._stepped or all(progress() is not loader._progress for progress in self._loops):
+            return False
+        self._stepped = False
+        return not self.closed and self.stops
+
+    def _leave(self) -> NoReturn:
+        accelerator, number = self.accelerator(), signal.Signals(self.agreed)
+        if accelerator is None:
+            raise RuntimeError("The Accelerator is gone, so there is nothing to save.")
+        location = str(_save(accelerator))
+        # From here on the process is ending; the launcher may still pass on what it was told.
+        self.leaving = True
+        if accelerator.is_main_process:
+            logger.warning(
+                "%s came: the run is saved in %s, and ends with status %d. Submitted again, it goes on there with "
+                "load_state(latest=True, missing_ok=True).",
+                number.name,
+                location,
+                PREEMPTED,
+            )
+        tracking.finish(accelerator)
+        accelerator.wait_for_everyone()
+        # Not yet: `finally` blocks of the program may communicate.
+        atexit.register(accelerator.state.destroy_process_group)
+        ending = Preempted(PREEMPTED)
+        ending.location, ending.number = location, number
+        raise ending
+
+
+def _save(accelerator: "Accelerator") -> Any:
+    """Save under the next free number of the project, and wait until the checkpoint is in its place. All ranks."""
+    accelerator.wait_for_checkpoint()
+    project = accelerator.project_configuration
+    place = place_of(project.project_dir).child(names.CHECKPOINTS_FOLDER)
+    taken = [number for number, _ in place.checkpoints()] if accelerator.is_main_process else []
+    (following,) = comm.current().broadcast_object_list([max(taken, default=-1) + 1])
+    # A run that began anew beside older checkpoints must not fail now, nor save under a number that is not the latest.
+    project.iteration = max(project.iteration, following)
+    if project.automatic_checkpoint_naming:
+        location = accelerator.save_state()
+    else:
+        location = accelerator.save_state(place.child(names.numbered_folder(project.iteration)).location)
+    accelerator.wait_for_checkpoint()
+    return location
+
+
+def _ballot(communicator: Communicator) -> Callable[[int], Callable[[], int]]:
+    """Return a function that sends this rank's number, and returns one that waits for the largest of all. All ranks."""
+    group = None
+    if communicator.group is not None and dist.is_gloo_available():
+        # Its own group: votes must not mix with the exchanges of the training, which other threads may start.
+        group = dist.new_group(backend="gloo")
+
+    def start(number: int) -> Callable[[], int]:
+        vote = torch.tensor([number])
+        if group is None:
+            vote = communicator.all_reduce(vote, "max")
+            return lambda: int(vote)
+        work = dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=group, async_op=True)
+
+        def wait() -> int:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise RuntimeError(
+                    "A process was lost while all agreed on whether a signal came. The output of the process that ended "
+                    "first tells the cause."
+                ) from error
+            return int(vote)
+
+        return wait
+
+    return start
+
+
+def _watch_of(accelerator: "Accelerator") -> Watch | None:
+    return accelerator.gradient_state._step_watch
+
+
+def _in_child() -> None:
+    """In a forked process: a pool that the program ends with SIGTERM must end."""
+    if _installed is not None:
+        _installed.close()
+
+
+_installed: Watch | None = None
+_follows_forks = False

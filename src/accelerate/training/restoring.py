@@ -1,0 +1,264 @@
+"""Loading a run's checkpoint: found, verified, read and compared in full, and only then put into the objects."""
+
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accelerate.backends.registry import resolve
+from accelerate.checkpoint import files, names, rotation
+from accelerate.checkpoint.contents import Contents, Restoring, read_common
+from accelerate.checkpoint.manifest import DamagedCheckpoint, damaged
+from accelerate.checkpoint.meeting import Meeting
+from accelerate.checkpoint.places import Place, place_of
+from accelerate.checkpoint.session import Group, damage
+from accelerate.checkpointing import resolve_map_location
+from accelerate.training.saving import as_path, pending_of
+
+if TYPE_CHECKING:
+    from accelerate.accelerator import Accelerator
+
+logger = logging.getLogger(__name__)
+
+Folder = str | os.PathLike[str]
+
+
+def load_state(
+    accelerator: "Accelerator",
+    input_dir: Folder | None = None,
+    load_kwargs: dict[str, Any] | None = None,
+    latest: bool = False,
+    missing_ok: bool = False,
+    **load_model_func_kwargs: Any,
+) -> Path | str | None:
+    """Load what ``save_state`` saved into everything prepared or registered. All ranks call it.
+
+    The checkpoint is verified, read in full and compared with the objects before any of them is changed. If one of them refuses
+    its state all the same, on any rank, all are given back what they had.
+
+    Args:
+        accelerator: The Accelerator, with the same objects prepared and registered in the same order.
+        input_dir: The checkpoint; a path or a URL. None takes the newest complete one of the project.
+        load_kwargs: Passed to ``torch.load``; ``{"weights_only": False}`` for states that hold objects of your own.
+        latest: Take the newest complete checkpoint in ``input_dir``, or in the project's folder.
+        missing_ok: Return None where there is no checkpoint yet, instead of raising.
+        **load_model_func_kwargs: ``map_location`` (``"cpu"`` or ``"on_device"``), and arguments of the models'
+            ``load_state_dict``, such as ``strict``.
+
+    Returns:
+        Where the checkpoint is that was loaded, or None.
+
+    Raises:
+        ValueError: The folder does not exist, or there is no folder to look in.
+        FileNotFoundError: There is no checkpoint yet, or it lacks a file.
+        DamagedCheckpoint: It is not whole.
+        RuntimeError: It does not fit the objects; the message lists the differences. Or another rank could not load it.
+        CollectiveMisuse: Other ranks do something else; raised on all that called it.
+    """
+    pending_of(accelerator).finish("load_state()")
+    location = resolve_map_location(load_model_func_kwargs.pop("map_location", None))
+    latest = latest or input_dir is None
+    place = _place(accelerator, input_dir)
+    group = Group.of(accelerator, place)
+    meeting = group.meeting("load_state", place)
+    meeting.begin()
+    restoring, problem, chosen = None, None, None
+    try:
+        chosen, folder = _choose(meeting, group, place, latest)
+        if chosen is not None:
+            contents = _read(accelerator, folder, location, load_kwargs, load_model_func_kwargs)
+            restoring = contents.begin(**load_model_func_kwargs)
+    except _Agreed as agreed:  # every rank raises this, so nobody has to be told
+        meeting.end(None)
+        if missing_ok and isinstance(agreed.problem, FileNotFoundError):
+            logger.info("%s Nothing was loaded.", agreed.problem)
+            return None
+        raise agreed.problem from None
+    except Exception as error:
+        problem = error
+    _complete(accelerator, meeting, restoring, problem)
+    accelerator._loaded_checkpoint = chosen.location
+    _continue_numbering(accelerator, chosen)
+    return as_path(chosen)
+
+
+def _complete(
+    accelerator: "Accelerator", meeting: Meeting, restoring: Restoring | None, problem: Exception | None
+) -> None:
+    """Put the rest into the objects if all ranks got this far, else give back what they had."""
+    try:
+        meeting.end(problem)
+    except BaseException:
+        if restoring is not None:
+            restoring.undo()
+        raise
+    for name, value in restoring.complete().items():
+        setattr(accelerator, name, value)
+
+
+class _Agreed(Exception):
+    """A problem that all ranks have found together."""
+
+    def __init__(self, problem: Exception) -> None:
+        super().__init__(str(problem))
+        self.problem = problem
+
+
+def _place(accelerator: "Accelerator", input_dir: Folder | None) -> Place:
+    project = accelerator.project_configuration
+    if input_dir is not None:
+        return place_of(input_dir)
+    if project.project_dir is None:
+        raise ValueError(
+            "load_state() got no input_dir, and the Accelerator has no project folder to look in. Pass the checkpoint, or "
+            "Accelerator(project_config=ProjectConfiguration(project_dir))."
+        )
+    return place_of(project.project_dir).child(names.CHECKPOINTS_FOLDER)
+
+
+def _choose(meeting: Meeting, group: Group, place: Place, latest: bool) -> tuple[Place, str]:
+    """Return the checkpoint that all ranks take, verified, and this rank's local folder of it."""
+    candidates, passed = [place.location], []
+    if latest:
+        if group.rank == 0:
+            found, passed = rotation.newest_first(place)
+            candidates = [candidate.location for candidate in found]
+        told = meeting.exchange([candidates, passed])
+        candidates, passed = told[0]
+        if group.rank == 0:
+            for line in passed:
+                logger.warning("Passed over %s", line)
+    for candidate in map(place_of, candidates):
+        folder, found = _verified(meeting, group, candidate)
+        if not found:
+            return candidate, folder
+        if not latest:
+            raise _Agreed(_refusal(candidate, found))
+        passed.append(f"{candidate.location}: {'; '.join(found)}")
+        if group.rank == 0:
+            logger.warning("Passed over %s", passed[-1])
+    more = "".join(f"\n  passed over {line}" for line in passed)
+    raise _Agreed(
+        FileNotFoundError(f"There is no complete checkpoint in {place.location!r}. Save one first, or name one.{more}")
+    )
+
+
+def _verified(meeting: Meeting, group: Group, candidate: Place) -> tuple[str, list[str]]:
+    """Verify a checkpoint together: the folder to read from, and what is wrong, the same on all ranks."""
+    folder, found = None, []
+    try:
+        state = candidate.state()
+        if not state.loads:
+            found = [state.reason] if state.kind != "absent" else [f"{_ABSENT}{state.reason}"]
+        elif group.leads or candidate.shared:
+            folder = candidate.fetch()
+    except Exception as error:
+        found = [f"{type(error).__name__}: {error}"]
+    notes = meeting.exchange([folder, group.rank, found])
+    if problems := _distinct(note[2] for note in notes):
+        return "", problems
+    if folder is None:
+        folder = next(note[0] for note in notes if note[1] == group.leader)
+    if state.manifest is None:
+        if group.rank == 0:
+            logger.warning("%s is loaded unverified: %s.", candidate.location, state.reason)
+        return folder, []
+    try:
+        found = damage(folder, state.manifest, group)
+    except Exception as error:
+        found = [f"{type(error).__name__}: {error}"]
+    return folder, _distinct(meeting.exchange(found))
+
+
+_ABSENT = "absent: "
+
+
+def _distinct(lists: Any) -> list[str]:
+    return list(dict.fromkeys(line for lines in lists for line in lines))
+
+
+def _refusal(candidate: Place, found: list[str]) -> Exception:
+    if found[0].startswith(_ABSENT):
+        return ValueError(f"load_state({candidate.location!r}): {found[0].removeprefix(_ABSENT)}.")
+    return damaged(candidate.location, found)
+
+
+def _read(
+    accelerator: "Accelerator",
+    folder: str,
+    location: Any,
+    load_kwargs: dict[str, Any] | None,
+    model_options: dict[str, Any],
+) -> Contents:
+    backend = resolve(accelerator.state)
+    custom = accelerator._custom_objects
+    if (saved := files.custom_count(folder)) != len(custom):
+        raise RuntimeError(
+            f"{folder!r} has the states of {saved} registered objects, but {len(custom)} are registered. Register the "
+            "same objects in the same order with `accelerator.register_for_checkpointing` before loading."
+        )
+    inner = [backend.unwrap_model(model, keep_torch_compile=False) for model in accelerator._models]
+    left = list(inner)
+    for hook in list(accelerator._load_model_state_pre_hook.values()):
+        hook(left, folder)
+    # A hook takes out of the list what it loaded itself.
+    kept = {id(model) for model in left}
+    pairs = [(outer, model) for outer, model in zip(accelerator._models, inner, strict=True) if id(model) in kept]
+    models = []
+    for index, (outer, model) in enumerate(pairs):
+        state = backend.load_model(
+            accelerator,
+            outer,
+            folder,
+            index,
+            map_location=location,
+            load_kwargs=load_kwargs,
+            strict=model_options.get("strict", True),
+        )
+        if state is not None:  # None: the strategy has put the weights where they belong
+            models.append((model, state))
+    optimizers = []
+    for index, optimizer in enumerate(accelerator._optimizers):
+        state = backend.load_optimizer(
+            accelerator, optimizer, folder, index, map_location=location, load_kwargs=load_kwargs
+        )
+        if state is not None:
+            optimizers.append((optimizer, state))
+    contents = read_common(
+        folder,
+        backend.checkpointed_schedulers(accelerator),
+        accelerator._dataloaders,
+        custom,
+        accelerator.scaler,
+        accelerator.process_index,
+        load_kwargs,
+    )
+    contents.models, contents.optimizers = models, optimizers
+    _warn_of_fewer_processes(accelerator, folder)
+    return contents
+
+
+def _warn_of_fewer_processes(accelerator: "Accelerator", folder: str) -> None:
+    """Ranks that are new say so themselves; for those that are gone the main process does."""
+    beyond = names.random_states_file(accelerator.num_processes)
+    if accelerator.is_main_process and os.path.exists(os.path.join(folder, beyond)):
+        logger.warning(
+            "%s was saved by more processes than the %d running now (it has %s). Its weights and positions in the data "
+            "load, but the ranks draw other random numbers and other samples than they would have.",
+            folder,
+            accelerator.num_processes,
+            beyond,
+        )
+
+
+def _continue_numbering(accelerator: "Accelerator", place: Place) -> None:
+    """Let the next automatic name follow the checkpoint that was loaded."""
+    project = accelerator.project_configuration
+    number = names.number_of(place.name)
+    if not project.automatic_checkpoint_naming or project.project_dir is None or number is None:
+        return
+    here = place_of(project.project_dir).child(names.CHECKPOINTS_FOLDER)
+    if place.parent() == here:
+        # After going back to an older one, the newer ones keep their numbers, and what comes next is the newest.
+        complete = [known for known, other in here.checkpoints() if other.state().loads]
+        project.iteration = max(complete, default=number) + 1

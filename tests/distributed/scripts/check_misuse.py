@@ -1,0 +1,250 @@
+"""Ranks that save or load otherwise than all together: what each of them hears, and after how long."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from harness import fresh_accelerator, raised, shared_folder
+from torch import nn
+
+from accelerate.checkpoint import meeting
+from accelerate.checkpoint.meeting import CollectiveMisuse, Meeting, default_store
+from accelerate.runtime import whereabouts
+
+LIMIT_S = 15
+
+
+class Run:
+    """A model in training, and meetings in the place of saves."""
+
+    def __init__(self):
+        self.accelerator = fresh_accelerator()
+        self.rank, self.size = self.accelerator.process_index, self.accelerator.num_processes
+        whereabouts.watch(default_store(), self.rank, self.size)
+        self.model = self.accelerator.prepare(nn.Linear(4, 1))
+        self.step()
+
+    def step(self):
+        """Train one step, and wait for its outcome."""
+        self.accelerator.backward(self.model(torch.ones(2, 4, device=self.accelerator.device)).sum())
+        assert next(self.model.parameters()).grad.sum().item() != 0
+
+    def meet(self, place="/run/first", kind="save_state"):
+        """Begin a meeting."""
+        gathered = Meeting(kind, place, self.rank, self.size, default_store())
+        gathered.begin()
+        return gathered
+
+    def save(self, place="/run/first"):
+        """Hold a whole meeting; return who took part."""
+        gathered = self.meet(place)
+        assert gathered.exchange(self.rank) == gathered.ranks
+        done = []
+        gathered.end(None, lambda: done.append(self.rank))
+        assert bool(done) is (self.rank == gathered.ranks[0])
+        return gathered.ranks
+
+    def misuse(self, *fragments, **call):
+        """Make a call that must fail on this rank, and print how long that took."""
+        began = time.monotonic()
+        with raised(CollectiveMisuse, *fragments):
+            self.meet(**call)
+        took = time.monotonic() - began
+        print(f"rank {self.rank} heard after {took:.2f} s", flush=True)
+        assert took < LIMIT_S
+
+
+class Flag(logging.Handler):
+    """A file that appears when something is logged; other ranks look for it."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.path = Path(folder, "reported")
+        self.lines = []
+
+    def emit(self, record):
+        """Note a line."""
+        self.lines.append(record.getMessage())
+        self.path.touch()
+
+    def is_up(self):
+        """Whether some rank has logged."""
+        return self.path.exists()
+
+
+def reporting(folder, after_s=5.0):
+    """Let waiting ranks report earlier, and return the flag that they raise."""
+    meeting.REPORT_AFTER_S = after_s
+    flag = Flag(folder)
+    meeting.logger.addHandler(flag)
+    return flag
+
+
+def saves_on_main():
+    """Save where only the main process comes by."""
+    run = Run()
+    if run.rank == 0:
+        others = "1" if run.size == 2 else f"1-{run.size - 1}"
+        run.misuse(
+            f"rank {others} will not call it",
+            "rank 0 called save_state('/run/first') at ",
+            "check_misuse.py:",
+            f"rank {others} did not call it: it is at ",
+            "in step",
+            "set ACCELERATE_ALLOW_PARTIAL_SAVE=1",
+        )
+    run.step()
+    # Who goes on after the error meets the others as if nothing had been.
+    assert run.save() == list(range(run.size))
+
+
+def saves_on_main_and_fails():
+    """The same in a script that does not catch the error."""
+    run = Run()
+    if run.rank == 0:
+        run.meet()
+    run.step()
+
+
+def saves_on_all_but_one():
+    """Several ranks call, and all of them hear of it."""
+    run = Run()
+    if run.rank < run.size - 1:
+        run.misuse(f"rank {run.size - 1} will not call it", "rank 0-1 called save_state('/run/first') at ")
+    run.step()
+    assert run.save() == list(range(run.size))
+
+
+def waits_in_barrier():
+    """The others wait for everyone instead of saving."""
+    run = Run()
+    if run.rank == 0:
+        run.misuse("accelerate.accelerator.wait_for_everyone", "barrier, and waits for other ranks there")
+    run.accelerator.wait_for_everyone()
+
+
+def saves_to_different_paths():
+    """A path with something of the rank in it."""
+    run = Run()
+    calls = [f"rank {rank} called save_state('/run/of-{rank}') at " for rank in range(run.size)]
+    run.misuse("with different paths", *calls, place=f"/run/of-{run.rank}")
+    assert run.save() == list(range(run.size))
+
+
+def saves_and_loads():
+    """One saves while the other loads."""
+    run = Run()
+    kinds = ["save_state", "load_state"]
+    calls = [f"rank {rank} called {kind}('/run/first') at " for rank, kind in enumerate(kinds)]
+    run.misuse(*calls, kind=kinds[run.rank])
+    assert run.save() == list(range(run.size))
+
+
+def waits_for_slow_main():
+    """The main process evaluates, and saves when it is done."""
+    run = Run()
+    with shared_folder() as folder:
+        flag = reporting(folder)
+        if run.rank == 0:
+            rows = 0
+            while not flag.is_up():
+                rows += sum(range(1000))
+        assert run.save() == list(range(run.size))
+        run.step()
+        if run.rank == 1:
+            assert len(flag.lines) == 1, flag.lines
+            assert "waits for other ranks: rank 0 is at " in flag.lines[0], flag.lines
+
+
+def waits_for_another_program():
+    """The main process stands still, but waits for no rank."""
+    run = Run()
+    with shared_folder() as folder:
+        flag = reporting(folder)
+        if run.rank == 0:
+            program = "import os, sys, time\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.01)"
+            subprocess.run([sys.executable, "-c", program, str(flag.path)], check=True)
+        assert run.save() == list(range(run.size))
+
+
+def waits_for_two_that_wait_for_each_other():
+    """Rank 1 stands still in a collective for rank 2, which is slow; rank 0 has nothing to do with that."""
+    run = Run()
+    pair = dist.new_group([1, 2])
+    value = torch.ones(1, device=run.accelerator.device)
+    with shared_folder() as folder:
+        flag = reporting(folder)
+        if run.rank == 2:
+            while not flag.is_up():
+                sum(range(1000))
+        if run.rank > 0:
+            dist.all_reduce(value, group=pair)
+        assert run.save() == [0, 1, 2]
+        # The same with a message between the two.
+        run.step()
+        flag.path.unlink(missing_ok=True)
+        run.accelerator.wait_for_everyone()
+        if run.rank == 1:
+            dist.recv(value, 2)
+        if run.rank == 2:
+            while not flag.is_up():
+                sum(range(1000))
+            dist.send(value, 1)
+        assert run.save() == [0, 1, 2]
+
+
+def saves_after_the_end_of_another():
+    """The other rank has come to the end of its program."""
+    run = Run()
+    if run.rank == 0:
+        run.misuse("rank 1 did not call it: it has ended")
+
+
+def saves_on_main_by_design():
+    """A script that means it."""
+    meeting.PATIENCE = timedelta(seconds=1)
+    run = Run()
+    for _ in range(2):
+        if run.rank == 0:
+            assert run.save() == [0]
+        run.step()
+
+
+def dies_while_saving():
+    """A rank is killed while it writes; no launcher takes the others down."""
+    meeting.ASK_WRITERS_AFTER_S, meeting.ASK_WRITERS_AGAIN_S = 1, 1
+    run = Run()
+    gathered = run.meet()
+    if run.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    with raised(RuntimeError, "rank 1 was killed"):
+        gathered.exchange("written")
+    print(f"rank {run.rank} heard after {time.monotonic() - began:.2f} s", flush=True)
+    Path(f"heard-{run.rank}").touch()
+    while run.rank == 0 and not Path("heard-2").exists():
+        time.sleep(0.01)  # rank 0 takes the store along when it ends
+    os._exit(0)  # a group that has lost a rank cannot be left in peace
+
+
+def ends_after_main():
+    """The rank that holds the store ends first."""
+    run = Run()
+    assert run.save() == list(range(run.size))
+    if run.rank > 0:
+        while not Path("main-has-ended").exists():
+            time.sleep(0.01)
+        whereabouts._watcher._thread.join(LIMIT_S)
+        assert not whereabouts._watcher._thread.is_alive()
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]]()
+    print("ok", sys.argv[1], flush=True)

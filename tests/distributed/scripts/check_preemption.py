@@ -1,0 +1,253 @@
+"""Runs that are told to stop: all ranks leave after the same step, and go on as if nothing had happened.
+
+A run that leaves raises `Preempted` here, which is caught; so one launch does many cases. Real endings are in
+`preempted_run.py`.
+"""
+
+import gc
+import os
+import random
+import signal
+import subprocess
+from pathlib import Path
+
+import torch
+from harness import everywhere, fresh_accelerator, raised, run, shared_folder
+from resume_run import READER_SEED, WRITER_SEED, Case, Job, stir
+from torch.utils.data import DataLoader
+
+from accelerate import PartialState
+from accelerate.training import preemption
+from accelerate.utils import ProjectConfiguration
+from accelerate.utils.imports import is_torchdata_stateful_dataloader_available
+
+SIGNALS = [signal.SIGTERM, "SIGUSR1"]
+
+
+def latest(step):
+    """The step at which all ranks know of a signal that came to one of them at `step`."""
+    return step if PartialState().num_processes == 1 else step + 2
+
+
+class Steps:
+    """The log of a run, in memory."""
+
+    def __init__(self):
+        self.lines = []
+
+    def write(self, **entry):
+        self.lines.append(entry)
+
+
+def project(folder, **options):
+    return ProjectConfiguration(str(folder), save_on_signal=SIGNALS, **options)
+
+
+def interrupted(case, folder, stops, send, **options):
+    """Run a case to its end, with a signal after so many micro-batches of each of its parts; all parts are one log.
+
+    Args:
+        stops: how many micro-batches each part but the last has, at least.
+        send: how a signal is sent; called on every rank with the number of the part.
+    """
+    log = Steps()
+    for part in range(len(stops) + 1):
+        gc.collect()  # iterators with worker processes, which the exception held
+        job = Job(case, READER_SEED + part if part else WRITER_SEED, project_config=project(folder, **options))
+        if part:
+            stir()
+        loaded = job.accelerator.load_state(latest=True, missing_ok=True)
+        assert (loaded is not None) is (part > 0), loaded
+        before = len(log.lines)
+
+        def save(name, part=part, before=before):
+            if part < len(stops) and len(log.lines) - before == stops[part] and name.split("-")[1].isdigit():
+                send(part)
+
+        try:
+            job.train(log, save, resume="load" if part else None)
+        except preemption.Preempted as ending:
+            assert ending.code == 75 and ending.number in (signal.SIGTERM, signal.SIGUSR1), ending
+            assert Path(ending.location).is_dir() and job.accelerator.should_stop
+            assert job.accelerator.step % case.accumulation == 0 or job.loader._progress.at_end
+            steps = len(log.lines) - before
+            # Two more steps at most: the vote on a flag begins with the next one, and is read with the one after that.
+            assert stops[part] <= steps <= stops[part] + 3 * case.accumulation, (case.name, steps, stops[part])
+            assert everywhere(steps) == [steps] * PartialState().num_processes
+        else:
+            assert part == len(stops) or len(log.lines) > before, (case.name, part)
+            if part < len(stops):
+                return log.lines  # it came too late
+    return log.lines
+
+
+def to_one_rank(part):
+    """Each part another rank gets a signal; twice, as from a scheduler and from a launcher."""
+    if PartialState().process_index == part % PartialState().num_processes:
+        number = (signal.SIGTERM, signal.SIGUSR1)[part % 2]
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number)
+
+
+def to_all_processes(part):
+    """The rank and the worker processes of its loaders get it, as from a scheduler that signals all of a job."""
+    if os.getpgid(0) != os.getpid():  # not started by the launcher
+        os.setpgid(0, 0)
+    # From a process of its own: a worker obeys its parent.
+    subprocess.run(["kill", "-TERM", "--", f"-{os.getpid()}"], check=True, start_new_session=True)
+
+
+def resumes_exactly(case, stops, send=to_one_rank, **options):
+    whole = Steps()
+    Job(case, WRITER_SEED).train(whole)
+    with shared_folder() as folder:
+        parts = interrupted(case, folder, stops, send, **options)
+    assert parts == whole.lines, (case.name, next((p, w) for p, w in zip(parts, whole.lines, strict=False) if p != w))
+
+
+def check_runs_go_on_exactly():
+    resumes_exactly(Case("plain"), [1, 3, 2])
+    resumes_exactly(Case("seedable, named", sampler="seedable"), [2, 2], automatic_checkpoint_naming=True, total_limit=1)
+    # Six micro-batches an epoch and windows of four: the second window of each is a short one.
+    resumes_exactly(Case("windows", accumulation=4, length=24), [1, 2, 3])
+    resumes_exactly(Case("evaluation inside", evaluate=True), [2, 1])
+    resumes_exactly(Case("dispatched", dispatch=True), [2, 2])
+    resumes_exactly(Case("stream", data="stream with state"), [2, 3])
+    if is_torchdata_stateful_dataloader_available():
+        resumes_exactly(Case("stateful", stateful=True, noise=False), [2])
+
+
+def check_worker_processes_outlive_the_signal():
+    resumes_exactly(Case("workers", workers=2), [2], to_all_processes)
+    resumes_exactly(Case("persistent workers", workers=2, persistent=True), [4], to_all_processes)
+
+
+def check_async_saves_are_waited_for():
+    resumes_exactly(Case("async"), [2, 1], async_save=True, automatic_checkpoint_naming=True)
+
+
+def check_random_interruptions():
+    """Slow: many runs, at steps that are drawn."""
+    draw = random.Random(0)
+    cases = [
+        Case("evaluation inside", evaluate=True),
+        Case("windows", accumulation=3, epochs=4),
+        Case("dispatched stream", data="stream", epochs=4),
+        Case("workers", workers=2),
+    ]
+    for _ in range(3):
+        for case in cases:
+            send = to_all_processes if case.workers else to_one_rank
+            resumes_exactly(case, [draw.randint(1, 6) for _ in range(draw.randint(1, 3))], send)
+
+
+def training(folder, loader, **options):
+    gc.collect()  # the Accelerator of the check before
+    accelerator = fresh_accelerator(project_config=project(folder), **options)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return accelerator, *accelerator.prepare(model, optimizer, loader)
+
+
+def learn(accelerator, model, optimizer, batch):
+    accelerator.backward(model(batch).mean())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def check_a_loop_may_leave_by_itself():
+    with shared_folder() as folder:
+        accelerator, model, optimizer, loader = training(folder, DataLoader(torch.ones(40, 1), batch_size=2))
+        steps = 0
+        for batch in loader:
+            learn(accelerator, model, optimizer, batch)
+            steps += 1
+            if steps == 2 and accelerator.is_last_process:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            if accelerator.should_stop:
+                break
+        assert everywhere(steps) == [latest(2)] * accelerator.num_processes, steps
+        assert not Path(folder, "checkpoints").exists()
+
+
+def check_loops_without_loaders_and_without_steps():
+    with shared_folder() as folder:
+        accelerator, model, optimizer, _ = training(folder, DataLoader(torch.ones(40, 1)))
+        for step in range(1, 10):
+            learn(accelerator, model, optimizer, torch.ones(2, 1))
+            if step == 2 and accelerator.is_last_process:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            if accelerator.should_stop:
+                break
+        assert everywhere(step) == [latest(2)] * accelerator.num_processes, step
+        del accelerator, model, optimizer
+        accelerator, *_ = training(folder, DataLoader(torch.ones(40, 1)))
+        assert not accelerator.should_stop and not accelerator.check_stop()
+        if accelerator.is_last_process:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert accelerator.check_stop() and accelerator.should_stop
+
+
+def check_evaluations_are_not_cut_off():
+    with shared_folder() as folder:
+        accelerator, model, optimizer, loader = training(folder, DataLoader(torch.ones(24, 1), batch_size=2))
+        evaluation = accelerator.prepare(DataLoader(torch.ones(24, 1), batch_size=2))
+        seen, evaluated = 0, 0
+        with raised(preemption.Preempted):
+            for _ in range(3):
+                for batch in loader:
+                    learn(accelerator, model, optimizer, batch)
+                    seen += 1
+                    if seen == len(loader) - 1:
+                        os.kill(os.getpid(), signal.SIGTERM)  # agreed on with the last batch, or one step later
+                for _ in evaluation:
+                    evaluated += 1
+        assert (seen, evaluated) in {(len(loader), len(evaluation)), (len(loader) + 1, len(evaluation))}, (seen, evaluated)
+
+
+def check_uneven_ranks_do_not_wait_for_each_other():
+    with shared_folder() as folder:
+        accelerator, model, optimizer, _ = training(folder, DataLoader(torch.ones(4, 1)))
+        rows = torch.ones(3 + 2 * accelerator.process_index, 1)  # more batches on later ranks
+        steps = 0
+        with accelerator.join_uneven_inputs([model]):
+            for row in rows:
+                learn(accelerator, model, optimizer, row)
+                steps += 1
+                os.kill(os.getpid(), signal.SIGTERM)
+                assert not accelerator.should_stop or accelerator.num_processes == 1
+        learn(accelerator, model, optimizer, rows[0])
+        learn(accelerator, model, optimizer, rows[0])
+        assert accelerator.should_stop
+
+
+def check_several_optimizers_and_a_second_accelerator():
+    with shared_folder() as folder:
+        accelerator, model, optimizer, loader = training(folder, DataLoader(torch.ones(40, 1), batch_size=2))
+        other = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+        steps = 0
+        with raised(preemption.Preempted):
+            for batch in loader:
+                accelerator.backward(model(batch).mean())
+                optimizer.step()
+                other.step()
+                optimizer.zero_grad()
+                steps += 1
+                if steps == 2 and accelerator.is_main_process:
+                    os.kill(os.getpid(), signal.SIGTERM)
+        # Two votes in each step.
+        assert everywhere(steps) == [min(latest(2), 3)] * accelerator.num_processes, steps
+
+
+if __name__ == "__main__":
+    run(
+        check_runs_go_on_exactly,
+        check_worker_processes_outlive_the_signal,
+        check_async_saves_are_waited_for,
+        check_a_loop_may_leave_by_itself,
+        check_loops_without_loaders_and_without_steps,
+        check_evaluations_are_not_cut_off,
+        check_uneven_ranks_do_not_wait_for_each_other,
+        check_several_optimizers_and_a_second_accelerator,
+        check_random_interruptions,
+    )

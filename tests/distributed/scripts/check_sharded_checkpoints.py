@@ -1,0 +1,282 @@
+"""Checkpoints of models that torch spreads over ranks: what one strategy writes any other loads, on any number of ranks.
+
+Each check is a list of trials. A trial trains a model under one strategy on some ranks, saves it, and goes on for two steps.
+Then other strategies, on other numbers of ranks, load the checkpoint, find weights and optimizer bit for bit as they were saved,
+and go on for the same two steps. Data are the same on all ranks, so that the number of ranks changes nothing else. The numbers of
+ranks are those of process groups that a part of the processes forms; the rest waits.
+"""
+
+import copy
+import os
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from accelerate.checkpoint import fsdp_files, fsdp_io, fsdp_state
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up = nn.Linear(width, 3 * width)
+        self.down = nn.Linear(3 * width, width)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Frozen(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.value = nn.Parameter(torch.full((5,), 0.5), requires_grad=False)
+
+    def forward(self, x):
+        return x + self.value.sum()
+
+
+class Net(nn.Module):
+    """Sizes that no number of ranks divides, a tied weight, a frozen one, a tiny one, and a buffer."""
+
+    def __init__(self, vocabulary=11, width=4, blocks=2):
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.scale = nn.Parameter(torch.ones(1))
+        self.frozen = Frozen()
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("count", torch.arange(3.0))
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.frozen(self.head(x * self.scale))
+
+
+def spread(strategy, model):
+    """Put a model under a strategy, by torch alone."""
+    world = dist.get_world_size()
+    if strategy == "plain":
+        return model
+    if strategy == "ddp":
+        return DistributedDataParallel(model)
+    if strategy.startswith("fsdp1"):
+        options = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD} if strategy == "fsdp1-hybrid" else {}
+        if strategy == "fsdp1-hybrid":
+            options["device_mesh"] = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+        return FullyShardedDataParallel(
+            model,
+            auto_wrap_policy=ModuleWrapPolicy([Block, Frozen]),
+            use_orig_params=strategy != "fsdp1-flat",
+            device_id=torch.device("cpu"),
+            **options,
+        )
+    if strategy == "fsdp2":
+        mesh = init_device_mesh("cpu", (world,))
+    elif strategy == "hsdp2":
+        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    else:
+        shape = (world,) if strategy == "tp" else (world // 2, 2)
+        whole = init_device_mesh("cpu", shape, mesh_dim_names=("shard", "tp")[2 - len(shape) :])
+        mesh = whole["tp"] if len(shape) == 2 else whole
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        for block in model.blocks:
+            parallelize_module(block, mesh, plan)
+        if strategy == "tp":
+            return model
+        mesh = whole["shard"]
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+class Job:
+    """A model under a strategy, and its optimizer with two groups (one, where parameters are flat)."""
+
+    def __init__(self, strategy, seed=0):
+        torch.manual_seed(seed)
+        self.strategy = strategy
+        self.model = spread(strategy, Net())
+        parameters = dict(self.model.named_parameters())
+        plain = [p for name, p in parameters.items() if "blocks" not in name]
+        others = [p for name, p in parameters.items() if "blocks" in name]
+        groups = [{"params": plain, "lr": 0.02}, {"params": others, "weight_decay": 0.1}]
+        self.optimizer = torch.optim.AdamW(groups, lr=0.01)
+
+    def step(self, number):
+        """Train on batch ``number`` and return the loss."""
+        tokens = torch.randint(11, (6,), generator=torch.Generator().manual_seed(number))
+        loss = nn.functional.cross_entropy(self.model(tokens), tokens.roll(1))
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+    def whole(self):
+        """Return model and optimizer as plain tensors by name, on rank 0."""
+        whole = {
+            "model": fsdp_state.gathered(fsdp_state.model_state(self.model).values),
+            "optimizer": fsdp_state.gathered(fsdp_state.optimizer_state(self.optimizer, self.model)),
+        }
+        return copy.deepcopy(whole)  # what was not spread is no copy
+
+    def save(self, folder, layout):
+        if layout == "numbered":  # as strategies save that keep the model whole
+            if dist.get_rank() == 0:
+                os.makedirs(folder)
+                torch.save(fsdp_state._unwrapped(self.model).state_dict(), f"{folder}/pytorch_model.bin")
+                torch.save(self.optimizer.state_dict(), f"{folder}/optimizer.bin")
+                fsdp_files.write_names({0: fsdp_state.parameter_names(self.optimizer, self.model)}, folder)
+            dist.barrier()
+            return
+        fsdp_io.save_model(self.model, folder, layout=layout)
+        fsdp_io.save_optimizer(self.optimizer, self.model, folder, layout=layout)
+
+    def load(self, folder):
+        fsdp_io.load_model(self.model, folder)
+        fsdp_io.load_optimizer(self.optimizer, self.model, folder)
+
+
+def differing(mine, theirs, path=""):
+    """Return where two nested structures differ in any bit."""
+    if isinstance(mine, dict):
+        odd = [f"{path}/{key}" for key in mine.keys() ^ theirs.keys()]
+        both = [key for key in mine if key in theirs]
+        return odd + [found for key in both for found in differing(mine[key], theirs[key], f"{path}/{key}")]
+    if isinstance(mine, list):
+        return [found for a, b in zip(mine, theirs, strict=True) for found in differing(a, b, path)]
+    if isinstance(mine, torch.Tensor):
+        return [] if torch.equal(mine, theirs) and mine.dtype == theirs.dtype else [path]
+    return [] if mine == theirs or path.endswith("/params") else [path]
+
+
+# -- trials ------------------------------------------------------------------------------------------------------------
+
+
+class Stage:
+    """All processes, and the process groups that the first of them form."""
+
+    def __init__(self):
+        self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.folder = os.path.join(os.getcwd(), "stage")
+        os.makedirs(self.folder, exist_ok=True)
+        self.everybody = dist.FileStore(os.path.join(self.folder, "everybody"), self.size)
+        self.phase = 0
+
+    def on(self, ranks, work, *arguments):
+        """Do something on the first ``ranks`` processes, in a process group of their own. All processes."""
+        self.phase += 1
+        if self.rank < ranks:
+            store = dist.FileStore(os.path.join(self.folder, f"group{self.phase}"), ranks)
+            dist.init_process_group("gloo", store=store, rank=self.rank, world_size=ranks)
+            work(*arguments)
+            dist.barrier()
+            dist.destroy_process_group()
+        self.everybody.add(f"done{self.phase}", 1)
+        while int(self.everybody.add(f"done{self.phase}", 0)) < self.size:
+            time.sleep(0.005)
+
+
+STAGE = Stage()
+
+
+def trial(writer, layout, writers, *readings):
+    """Write with one strategy, and read with others: pairs of a number of ranks and the names of strategies."""
+    folder = os.path.join(STAGE.folder, f"{STAGE.phase}-{writer}-{layout}-{writers}")
+    STAGE.on(writers, write, folder, writer, layout)
+    for ranks, strategies in readings:
+        STAGE.on(ranks, read, folder, strategies.split())
+
+
+def write(folder, strategy, layout):
+    job = Job(strategy)
+    for number in range(3):
+        job.step(number)
+    job.save(folder, layout)
+    saved = job.whole()
+    losses = [job.step(number) for number in (3, 4)]
+    after = job.whole()
+    if dist.get_rank() == 0:
+        torch.save({"saved": saved, "losses": losses, "after": after}, f"{folder}/expected.pt")
+
+
+def read(folder, strategies):
+    expected = torch.load(f"{folder}/expected.pt")
+    problems = []
+    for strategy in strategies:
+        job = Job(strategy, seed=1)
+        if strategy.startswith("fsdp"):
+            job.step(0)  # an optimizer with a state of its own
+        job.load(folder)
+        loaded = job.whole()
+        losses = [job.step(number) for number in (3, 4)]
+        after = job.whole()
+        if dist.get_rank() == 0:
+            found = differing(expected["saved"], loaded)
+            torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected["losses"]), rtol=1e-5, atol=1e-6)
+            for name, value in expected["after"]["model"].items():
+                if not torch.allclose(value, after["model"][name], rtol=1e-4, atol=1e-6):
+                    found.append(f"after two steps {name}: {(value - after['model'][name]).abs().max()}")
+            problems += [f"{strategy}: {where}" for where in found]
+    assert not problems, f"{folder} on {dist.get_world_size()}: " + "\n".join(problems)
+
+
+# -- checks ------------------------------------------------------------------------------------------------------------
+
+
+def each_strategy_reads_what_the_others_write():
+    trial("fsdp2", "sharded", 2, (3, "fsdp1 tp ddp"), (1, "fsdp1-flat fsdp2 plain"))
+    trial("fsdp1", "sharded", 2, (3, "fsdp2 fsdp1-flat"), (1, "plain"))
+    trial("fsdp1-flat", "sharded", 2, (1, "fsdp1-flat fsdp2"), (3, "fsdp1"))
+    trial("tp", "sharded", 2, (3, "tp fsdp2"))
+    trial("ddp", "numbered", 1, (2, "fsdp1 fsdp1-flat fsdp2 tp"))
+    trial("fsdp2", "full", 2, (1, "plain fsdp1"), (3, "fsdp2 tp"))
+    trial("fsdp1", "full", 2, (2, "fsdp1-flat ddp"))
+
+
+EVERYBODY = "plain ddp fsdp1 fsdp1-flat fsdp2 tp"
+
+
+def the_wide_matrix():
+    for writer in EVERYBODY.split():
+        for layout in ("sharded", "full", *(["numbered"] if writer in ("plain", "ddp") else [])):
+            for writers in (1, 2, 4):
+                trial(writer, layout, writers, *((ranks, EVERYBODY) for ranks in (1, 2, 3, 4)))
+
+
+def meshes_of_two_dims():
+    for writer in ("hsdp2", "fsdp2-tp", "fsdp1-hybrid"):
+        for layout in ("sharded", "full"):
+            trial(
+                writer,
+                layout,
+                4,
+                (4, "fsdp2-tp hsdp2 fsdp1-hybrid fsdp2 tp"),
+                (2, "fsdp1 fsdp2 fsdp1-flat"),
+                (1, "plain"),
+            )
+    trial("fsdp2", "sharded", 2, (4, "hsdp2 fsdp2-tp fsdp1-hybrid"))
+
+
+def a_file_per_rank():
+    for writer in ("fsdp1", "fsdp1-flat", "fsdp2", "tp"):
+        trial(writer, "local", 2, (2, writer))
+
+
+if __name__ == "__main__":
+    for check in (each_strategy_reads_what_the_others_write, a_file_per_rank, the_wide_matrix, meshes_of_two_dims):
+        if not sys.argv[1:] or check.__name__ in sys.argv[1:]:
+            check()
+            if STAGE.rank == 0:
+                print(f"ok {check.__name__}", flush=True)
+    if STAGE.rank == 0:
+        print("ok all", flush=True)

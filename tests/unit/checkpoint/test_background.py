@@ -1,0 +1,79 @@
+"""One save at a time in the background; its error comes out of the next call."""
+
+import logging
+import pickle
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from accelerate.checkpoint.background import Background
+
+
+def test_the_task_runs_beside_and_is_waited_for(caplog):
+    background, go, done = Background(), threading.Event(), []
+    background.start(lambda: (go.wait(20), done.append(1)), "first")
+    assert background.busy and not done
+    threading.Timer(0.05, go.set).start()
+    with caplog.at_level(logging.WARNING):
+        background.finish("the next save")
+    assert done == [1] and not background.busy
+    assert "the next save waits for the checkpoint first" in caplog.text and "waited" in caplog.text
+    caplog.clear()
+    background.finish("another")
+    assert not caplog.text
+
+
+def test_one_at_a_time():
+    background, order = Background(), []
+    for name in "ab":
+        background.start(lambda name=name: order.append(name), name)
+    background.finish()
+    assert order == ["a", "b"]
+
+
+def test_an_error_comes_out_once():
+    background = Background()
+
+    def fail():
+        raise OSError("disk is full")
+
+    background.start(fail, "runs/checkpoint_3")
+    with pytest.raises(RuntimeError, match="runs/checkpoint_3.*disk is full") as told:
+        background.start(lambda: None, "next")
+    assert isinstance(told.value.__cause__, OSError)
+    background.finish()
+
+
+def test_buffers_come_back(monkeypatch):
+    background, released = Background(), []
+    monkeypatch.setattr(background.buffers, "release", lambda: released.append(1))
+    background.start(lambda: 1 / 0, "x")
+    with pytest.raises(RuntimeError):
+        background.finish()
+    assert released == [1]
+
+
+def test_it_is_not_pickled_along():
+    background = Background()
+    background.start(lambda: None, "x")
+    assert not pickle.loads(pickle.dumps(background)).busy
+    background.finish()
+
+
+@pytest.mark.parametrize("end", ["pass", "raise ValueError('training failed')"])
+def test_a_process_that_ends_or_fails_finishes_its_save(tmp_path, end):
+    code = f"""
+import os, tempfile, torch
+from accelerate import Accelerator
+accelerator = Accelerator(cpu=True)
+model = accelerator.prepare(torch.nn.Linear(300, 300))
+accelerator.save_state({str(tmp_path / "c")!r}, blocking=False)
+{end}
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode == 0) is (end == "pass"), done.stderr
+    from accelerate.checkpoint.places import LocalPlace
+
+    assert LocalPlace(tmp_path / "c").state().kind == "complete", done.stderr

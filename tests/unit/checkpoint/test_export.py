@@ -1,0 +1,326 @@
+"""Weights of checkpoints as folders that Hugging Face's libraries read."""
+
+import os
+import pickle
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import checkpoint_samples as samples
+from accelerate.checkpoint import export as module
+from accelerate.checkpoint import names
+from accelerate.checkpoint.export import export
+from accelerate.checkpoint.inspect import weight_map
+from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest
+
+
+def same(left, right):
+    return set(left) == set(right) and all(
+        left[name].dtype == right[name].dtype and torch.equal(left[name], right[name]) for name in left
+    )
+
+
+def loaded(folder):
+    """All tensors of an exported folder, which must have no other files."""
+    files = {path.name for path in folder.iterdir()}
+    if files == {"model.safetensors"}:
+        return load_file(folder / "model.safetensors")
+    shards = weight_map((folder / "model.safetensors.index.json").read_text(), "index")
+    assert files == {*shards, "model.safetensors.index.json"}
+    found = {}
+    for shard, tensors in shards.items():
+        read = load_file(folder / shard)
+        assert set(read) == set(tensors)
+        found.update(read)
+    return found
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_one_file(tmp_path, safe):
+    source = samples.write(tmp_path / "checkpoint_0", safe=safe)
+    done = export(source, tmp_path / "new" / "out")
+    assert same(loaded(tmp_path / "new" / "out"), samples.tensors())
+    assert done.files == {"model.safetensors": os.path.getsize(tmp_path / "new" / "out" / "model.safetensors")}
+    assert (done.tensors, done.verified) == (5, True)
+    with safe_open(tmp_path / "new" / "out" / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    assert {path.name for path in (tmp_path / "new").iterdir()} == {"out"}
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_shards(tmp_path, safe):
+    source = samples.write(tmp_path / "checkpoint_0", safe=safe)
+    done = export(source, tmp_path / "out", max_shard_size=60)
+    assert same(loaded(tmp_path / "out"), samples.tensors())
+    assert len(done.files) > 3
+    assert done.files == {path.name: path.stat().st_size for path in (tmp_path / "out").iterdir()}
+
+
+def test_huggingface_reads_it(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, vocab_size=50
+    )
+    model = transformers.BertForMaskedLM(config)
+    weights = model.state_dict()
+    source = samples.write(tmp_path / "checkpoint_0", weights=weights, safe=False)
+    export(source, tmp_path / "out", max_shard_size=5_000)
+    config.save_pretrained(tmp_path / "out")
+    again = transformers.BertForMaskedLM.from_pretrained(tmp_path / "out")
+    assert same(again.state_dict(), weights)
+    assert again.cls.predictions.decoder.weight is again.bert.embeddings.word_embeddings.weight
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("safe", [True, False])
+def test_dtypes(tmp_path, dtype, safe):
+    source = samples.write(tmp_path / "checkpoint_0", safe=safe)
+    export(source, tmp_path / "out", dtype=dtype)
+    new = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
+    wanted = {name: value.to(new) if value.is_floating_point() else value for name, value in samples.tensors().items()}
+    assert same(loaded(tmp_path / "out"), wanted)
+
+
+def test_values_beyond_a_dtype(tmp_path):
+    weights = {"a": torch.tensor([1.0, 1e6]), "b": torch.tensor([float("inf"), float("nan")])}
+    source = samples.write(tmp_path / "checkpoint_0", weights=weights)
+    with pytest.raises(ValueError, match="'a' has values that F16 cannot hold"):
+        export(source, tmp_path / "out", dtype="fp16")
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint_0"}
+    export(source, tmp_path / "out", dtype="bf16")
+    assert loaded(tmp_path / "out")["b"].isinf().tolist() == [True, False]
+
+
+def test_pieces(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_PIECE", 16)
+    for safe in (True, False):
+        source = samples.write(tmp_path / f"checkpoint_{safe:d}", safe=safe)
+        export(source, tmp_path / f"out{safe:d}", dtype="fp32")
+        wanted = {
+            name: value.float() if value.is_floating_point() else value for name, value in samples.tensors().items()
+        }
+        assert same(loaded(tmp_path / f"out{safe:d}"), wanted)
+
+
+def test_tied_weights(tmp_path):
+    from huggingface_hub import load_state_dict_from_file
+
+    weights = samples.tensors()
+    source = samples.write(tmp_path / "checkpoint_0", weights=weights, aliases={"head.weight": "embed.weight"})
+    export(source, tmp_path / "out")
+    assert same(load_state_dict_from_file(tmp_path / "out" / "model.safetensors"), weights)
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt", "head.weight": "embed.weight"}
+
+    tied = {**weights, "head.weight": weights["embed.weight"], "part": weights["embed.weight"][1:]}
+    source = samples.write(tmp_path / "checkpoint_1", weights=tied, safe=False)
+    export(source, tmp_path / "out1")
+    assert same(loaded(tmp_path / "out1"), {**weights, "part": weights["embed.weight"][1:]})
+
+
+def test_names_of_compiled_models(tmp_path):
+    weights = {"_orig_mod.a": torch.ones(2), "b._orig_mod.c": torch.zeros(1)}
+    source = samples.write(tmp_path / "checkpoint_0", weights=weights)
+    export(source, tmp_path / "out")
+    assert set(loaded(tmp_path / "out")) == {"a", "b.c"}
+    source = samples.write(tmp_path / "checkpoint_1", weights={**weights, "a": torch.ones(1)})
+    with pytest.raises(ValueError, match="one name"):
+        export(source, tmp_path / "out1")
+
+
+def test_second_model(tmp_path):
+    source = samples.write(tmp_path / "checkpoint_0", model=1)
+    export(source, tmp_path / "out", model=1)
+    assert same(loaded(tmp_path / "out"), samples.tensors())
+    with pytest.raises(FileNotFoundError, match="no weights of model 0.*model_1.safetensors"):
+        export(source, tmp_path / "out0")
+
+
+def test_foreign_checkpoint(tmp_path, caplog):
+    done = export(samples.foreign(tmp_path / "epoch_0"), tmp_path / "out")
+    assert not done.verified
+    assert "cannot be verified" in caplog.text
+    assert same(loaded(tmp_path / "out"), samples.tensors())
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_shards_of_save_model(tmp_path, safe):
+    from accelerate import Accelerator
+
+    model = torch.nn.Sequential(torch.nn.Linear(9, 9), torch.nn.Linear(9, 9))
+    Accelerator(cpu=True).save_model(model, tmp_path / "saved", max_shard_size=400, safe_serialization=safe)
+    assert len(list((tmp_path / "saved").iterdir())) == 3
+    export(tmp_path / "saved", tmp_path / "out")
+    assert same(loaded(tmp_path / "out"), model.state_dict())
+    next((tmp_path / "saved").glob("*-00002-*")).unlink()
+    with pytest.raises(FileNotFoundError, match="00002-of-00002"):
+        export(tmp_path / "saved", tmp_path / "out2")
+
+
+def test_sharded_format_of_torch(tmp_path):
+    from torch.distributed.checkpoint import FileSystemWriter, save
+
+    folder = tmp_path / "checkpoint_0" / "pytorch_model_fsdp_0"
+    save({"model": samples.tensors()}, storage_writer=FileSystemWriter(folder), no_dist=True)
+    for dtype, size in ((None, 5_000), ("bf16", 60)):
+        export(tmp_path / "checkpoint_0", tmp_path / f"out{size}", dtype=dtype, max_shard_size=size)
+        new = torch.bfloat16 if dtype else None
+        wanted = {name: v.to(new) if new and v.is_floating_point() else v for name, v in samples.tensors().items()}
+        assert same(loaded(tmp_path / f"out{size}"), wanted)
+    save({"model": {"a": torch.ones(1), "b": "text"}}, storage_writer=FileSystemWriter(folder), no_dist=True)
+    with pytest.raises(ValueError, match="cannot hold 'b'"):
+        export(tmp_path / "checkpoint_0", tmp_path / "none")
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def test_damaged_weights(tmp_path):
+    source = samples.write(tmp_path / "checkpoint_0")
+    samples.flip(source / "model.safetensors")
+    with pytest.raises(DamagedCheckpoint, match="model.safetensors has changed"):
+        export(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_weights_of_a_checkpoint_that_lacks_another_file(tmp_path, caplog):
+    source = samples.write(tmp_path / "checkpoint_0")
+    (source / "optimizer.bin").unlink()
+    export(source, tmp_path / "out")
+    assert "optimizer.bin is missing" in caplog.text
+    assert same(loaded(tmp_path / "out"), samples.tensors())
+
+
+def test_incomplete_and_absent(tmp_path):
+    source = samples.write(tmp_path / "checkpoint_0")
+    (source / NAME).unlink()
+    with pytest.raises(DamagedCheckpoint, match="manifest .* is missing"):
+        export(source, tmp_path / "out")
+    with pytest.raises(FileNotFoundError, match="no such folder"):
+        export(tmp_path / "nowhere", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("content", "error", "message"),
+    [
+        ({"a": torch.ones(1), "extra": b"state"}, ValueError, "'extra'"),
+        ([torch.ones(1)], ValueError, "not a state dict"),
+        ({"a": torch.ones(3).to_sparse()}, ValueError, "'a'"),
+    ],
+)
+def test_what_safetensors_cannot_hold(tmp_path, content, error, message):
+    (tmp_path / "c").mkdir()
+    torch.save(content, tmp_path / "c" / "pytorch_model.bin")
+    with pytest.raises(error, match=message):
+        export(tmp_path / "c", tmp_path / "out")
+
+
+class Hostile:
+    def __reduce__(self):
+        return os.mkdir, (os.environ["TEST_HOSTILE"],)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_hostile_pickle_runs_nothing(tmp_path, monkeypatch, zipped):
+    monkeypatch.setenv("TEST_HOSTILE", str(tmp_path / "ran"))
+    (tmp_path / "c").mkdir()
+    path = tmp_path / "c" / "pytorch_model.bin"
+    torch.save({"a": Hostile()}, path) if zipped else path.write_bytes(pickle.dumps({"a": Hostile()}))
+    with pytest.raises((ValueError, DamagedCheckpoint)):
+        export(tmp_path / "c", tmp_path / "out")
+    assert {entry.name for entry in tmp_path.iterdir()} == {"c"}
+
+
+def test_truncated_torch_file(tmp_path):
+    folder = samples.foreign(tmp_path / "c")
+    torch.save(samples.tensors(), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes((folder / "pytorch_model.bin").read_bytes()[:-100])
+    with pytest.raises(DamagedCheckpoint, match=r"pytorch_model\.bin"):
+        export(folder, tmp_path / "out")
+
+
+def test_old_format_of_torch(tmp_path):
+    (tmp_path / "c").mkdir()
+    torch.save(samples.tensors(), tmp_path / "c" / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    export(tmp_path / "c", tmp_path / "out")
+    assert same(loaded(tmp_path / "out"), samples.tensors())
+
+
+def test_target_in_use(tmp_path):
+    source = samples.write(tmp_path / "checkpoint_0")
+    out = tmp_path / "out"
+    (tmp_path / "file").write_text("mine")
+    out.mkdir()
+    export(source, out)  # an empty folder is free
+    with pytest.raises(FileExistsError, match="not empty"):
+        export(source, out)
+    with pytest.raises(FileExistsError, match="is a file"):
+        export(source, tmp_path / "file")
+    for target in (source, tmp_path):
+        with pytest.raises(FileExistsError, match="holds the checkpoint"):
+            export(source, target, overwrite=True)
+    for target in (samples.write(tmp_path / "checkpoint_1"), samples.foreign(tmp_path / "epoch_1")):
+        with pytest.raises(FileExistsError, match="is a checkpoint"):
+            export(source, target, overwrite=True)
+    with pytest.raises(ValueError, match="URL"):
+        export(source, "memory://bucket/out")
+
+
+def test_overwrite_leaves_no_stale_weights_and_keeps_other_files(tmp_path):
+    first = samples.write(tmp_path / "checkpoint_0", weights={"old": torch.ones(50), "older": torch.ones(50)})
+    second = samples.write(tmp_path / "checkpoint_1")
+    out = tmp_path / "out"
+    export(first, out, max_shard_size=100)
+    (out / "config.json").write_text("{}")
+    for size, files in ((10_000, 1), (60, 5), (100, 4)):
+        export(second, out, max_shard_size=size, overwrite=True)
+        assert (out / "config.json").read_text() == "{}"
+        (out / "config.json").unlink()
+        assert same(loaded(out), samples.tensors())
+        assert len(list(out.iterdir())) == files
+        (out / "config.json").write_text("{}")
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint_0", "checkpoint_1", "out"}
+
+
+def test_a_failure_leaves_the_target_as_it_was(tmp_path, monkeypatch):
+    source = samples.write(tmp_path / "checkpoint_0")
+    export(source, tmp_path / "out")
+    before = (tmp_path / "out" / "model.safetensors").read_bytes()
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "_write_file", full)
+    with pytest.raises(OSError, match="No space"):
+        export(source, tmp_path / "out", overwrite=True)
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint_0", "out"}
+
+
+@pytest.mark.parametrize(("options", "message"), [({"dtype": "int8"}, "int8"), ({"max_shard_size": 0}, "no room")])
+def test_bad_arguments(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        export(samples.write(tmp_path / "c"), tmp_path / "out", **options)
+
+
+def test_a_name_in_two_shards(tmp_path):
+    folder = tmp_path / "c"
+    folder.mkdir()
+    for file in ("a.safetensors", "b.safetensors"):
+        save_file({"x": torch.ones(1)}, folder / file)
+    index = '{"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}'
+    (folder / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ValueError, match="'x' is in two"):
+        export(folder, tmp_path / "out")
+
+
+def test_progress(tmp_path):
+    source = samples.write(tmp_path / "checkpoint_0")
+    totals, steps = [], []
+    export(source, tmp_path / "out", dtype="bf16", progress=lambda total: totals.append(total) or steps.append)
+    size = Manifest.read(source).files[names.model_file(0)].size
+    assert totals == [2 * size]
+    assert sum(steps) == size + sum(value.nbytes for value in samples.tensors().values())

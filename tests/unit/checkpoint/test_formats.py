@@ -1,0 +1,87 @@
+"""What is written here reads elsewhere, has the checksum that is told, and is never there in part."""
+
+import os
+from collections import OrderedDict
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from accelerate.checkpoint import checksum, formats
+from accelerate.checkpoint.manifest import TensorEntry
+
+TENSORS = {
+    "matrix": torch.randn(3, 5),
+    "transposed": torch.randn(2, 3).t(),
+    "every other": torch.randn(8)[::2],
+    "scalar": torch.tensor(2.5, dtype=torch.float64),
+    "nothing": torch.zeros(0, 3),
+    "flag": torch.tensor([True, False]),
+    "half": torch.randn(3).half(),
+    "brain": torch.randn(3).bfloat16(),
+    "bytes": torch.arange(5, dtype=torch.uint8),
+    "complex": torch.randn(2, dtype=torch.complex64).conj(),
+    "eight bits": torch.randn(4).to(torch.float8_e4m3fn),
+    "größe": torch.ones(1, requires_grad=True),
+}
+
+
+def test_safetensors(tmp_path):
+    entry = formats.write_safetensors(tmp_path / "f", TENSORS, {"format": "pt"}, rank=3, aliases={"x": "matrix"})
+    found = load_file(tmp_path / "f")
+    assert found.keys() == TENSORS.keys()
+    for name, tensor in TENSORS.items():
+        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape
+        assert formats.bytes_of(found[name]) == formats.bytes_of(tensor), name
+    assert (entry.size, entry.checksum) == checksum.of_file(tmp_path / "f")
+    assert entry.rank == 3 and entry.aliases == {"x": "matrix"}
+    assert entry.tensors["brain"] == TensorEntry((3,), "BF16")
+    formats.write_safetensors(tmp_path / "f", {})
+    assert load_file(tmp_path / "f") == {}
+
+
+@pytest.mark.parametrize("value", [3, torch.eye(2).to_sparse(), torch.zeros(2, dtype=torch.complex128)])
+def test_what_safetensors_cannot_hold(tmp_path, value):
+    with pytest.raises(TypeError, match="'odd'.*safe_serialization=False"):
+        formats.write_safetensors(tmp_path / "f", {"odd": value})
+    assert os.listdir(tmp_path) == []
+
+
+def test_torchs_format(tmp_path):
+    obj = {"state": {0: {"exp_avg": torch.randn(4, 2), "step": torch.tensor(3.0)}}, "groups": OrderedDict(lr=0.1)}
+    entry = formats.write_torch(tmp_path / "f", obj)
+    found = torch.load(tmp_path / "f", weights_only=True)
+    assert torch.equal(found["state"][0]["exp_avg"], obj["state"][0]["exp_avg"]) and found["groups"] == obj["groups"]
+    assert (entry.size, entry.checksum) == checksum.of_file(tmp_path / "f")
+    assert entry.tensors == {"state.0.exp_avg": TensorEntry((4, 2), "F32"), "state.0.step": TensorEntry((), "F32")}
+    assert formats.write_torch(tmp_path / "g", {"epoch": 1}).tensors is None
+
+
+def test_an_older_file_is_replaced_and_a_failed_one_is_gone(tmp_path, monkeypatch):
+    formats.write_bytes(tmp_path / "f", b"older and longer")
+    entry = formats.write_bytes(tmp_path / "f", b"newer")
+    assert (tmp_path / "f").read_bytes() == b"newer" and entry.size == 5
+    assert formats.describe(tmp_path / "f").checksum == entry.checksum
+
+    def full(descriptor, data):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(formats.os, "write", full)
+    with pytest.raises(OSError, match="No space"):
+        formats.write_bytes(tmp_path / "g", b"x")
+    assert os.listdir(tmp_path) == ["f"]
+
+
+def test_a_disk_that_takes_a_little_at_a_time_and_refuses_at_the_end(tmp_path, monkeypatch):
+    real = os.write
+    monkeypatch.setattr(formats.os, "write", lambda descriptor, data: real(descriptor, data[:3]))
+    entry = formats.write_bytes(tmp_path / "f", b"0123456789")
+    assert (tmp_path / "f").read_bytes() == b"0123456789" and entry.size == 10
+
+    def refuse(descriptor):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(formats.os, "fsync", refuse)
+    with pytest.raises(OSError, match="Input/output"):
+        formats.write_bytes(tmp_path / "g", b"x")
+    assert os.listdir(tmp_path) == ["f"]

@@ -1,0 +1,443 @@
+"""The command that looks after checkpoints: what it prints, what it answers, and what it leaves alone."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import checkpoint_samples as samples
+from accelerate.checkpoint import names
+from accelerate.checkpoint.manifest import NAME
+from accelerate.checkpoint.places import place_of
+from accelerate.commands import checkpoint as module
+
+
+def run(accelerate, *words):
+    return accelerate("checkpoint", *map(str, words))
+
+
+def rows(text):
+    return [line.split() for line in text.splitlines() if line]
+
+
+@pytest.fixture
+def project(tmp_path):
+    """Four complete checkpoints and one that is not, saved an hour apart."""
+    folder = tmp_path / "project"
+    for number in range(4):
+        samples.write(
+            folder / "checkpoints" / f"checkpoint_{number}",
+            age=3600 * (5 - number),
+            step=number,
+            iteration=number,
+            world_size=2,
+            strategy="ddp",
+            mesh={"dp": 2},
+        )
+    broken = samples.write(folder / "checkpoints" / "checkpoint_4")
+    (broken / "optimizer.bin").unlink()
+    samples.touch(broken, 3600)
+    return folder
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+# -- ls ----------------------------------------------------------------------------------------------------------------
+
+
+def test_ls(accelerate, project):
+    samples.foreign(project / "checkpoints" / "epoch_1", age=60)
+    status, out, _ = run(accelerate, "ls", project)
+    assert status == 0
+    header, *lines = rows(out)
+    assert header == ["NAME", "STEP", "ITERATION", "SIZE", "AGE", "RANKS", "STRATEGY", "STATE"]
+    assert lines[1] == [
+        *("checkpoints/checkpoint_1", "1", "1", lines[1][3], "KB", "4", "h", "2", "ddp", "complete"),
+    ]
+    assert lines[4][0] == "checkpoints/checkpoint_4"
+    assert "incomplete: optimizer.bin is missing" in out
+    assert (lines[5][0], lines[5][1], lines[5][-1]) == ("checkpoints/epoch_1", "-", "foreign")
+
+
+def test_ls_json(accelerate, project):
+    status, out, _ = run(accelerate, "ls", project / "checkpoints", "--json")
+    told = json.loads(out)
+    assert status == 0
+    assert [one["name"] for one in told] == [f"checkpoint_{number}" for number in range(5)]
+    assert {key: told[2][key] for key in ("state", "number", "step", "world_size", "strategy")} == {
+        "state": "complete",
+        "number": 2,
+        "step": 2,
+        "world_size": 2,
+        "strategy": "ddp",
+    }
+    assert 3 * 3600 <= told[2]["age"] < 3 * 3600 + 60
+    assert told[2]["size"] > 0
+    assert told[4]["state"] == "incomplete"
+    assert run(accelerate, "ls", project.parent, "--json")[1] == "[]\n"
+
+
+def test_ls_of_one(accelerate, project):
+    _, out, _ = run(accelerate, "ls", project / "checkpoints" / "checkpoint_3")
+    assert [row[0] for row in rows(out)] == ["NAME", "checkpoint_3"]
+
+
+def test_ls_of_nothing(accelerate, tmp_path):
+    status, out, _ = run(accelerate, "ls", tmp_path)
+    assert (status, out) == (0, f"There is no checkpoint in {tmp_path}.\n")
+    status, _, err = run(accelerate, "ls", tmp_path / "nowhere")
+    assert status == 2
+    assert err == f"accelerate checkpoint: error: {str(tmp_path / 'nowhere')!r}: there is no such folder.\n"
+
+
+def test_ls_tells_of_leftovers(accelerate, project):
+    left = project / "checkpoints" / (names.STAGING_PREFIX + "checkpoint_5")
+    left.mkdir()
+    (left / "model.safetensors").write_bytes(bytes(2_000_000))
+    samples.write(project / "checkpoints" / "checkpoint_5")
+    _, out, _ = run(accelerate, "ls", project / "checkpoints")
+    assert f"{left} (2 MB)" in out
+    assert len(rows(out)) == 8
+
+
+# -- verify ------------------------------------------------------------------------------------------------------------
+
+
+def test_verify_one(accelerate, project):
+    folder = project / "checkpoints" / "checkpoint_1"
+    status, out, err = run(accelerate, "verify", folder)
+    assert (status, err) == (0, "")
+    assert out.startswith("checkpoint_1: whole (3 files, ")
+    samples.flip(folder / "model.safetensors")
+    status, out, _ = run(accelerate, "verify", folder)
+    assert status == 1
+    assert "checkpoint_1: 1 problem\n  model.safetensors has changed" in out
+
+
+def test_verify_all(accelerate, project):
+    samples.foreign(project / "epoch_1")
+    samples.flip(project / "checkpoints" / "checkpoint_2" / "generators_0.safetensors")
+    status, out, _ = run(accelerate, "verify", project)
+    assert status == 1
+    assert "  generators_0.safetensors has changed" in out
+    assert "  optimizer.bin is missing" in out
+    assert "epoch_1: nothing wrong was found, but without a manifest" in out
+    assert "4 of 6 checkpoints are whole." in out
+
+
+def test_verify_nothing(accelerate, tmp_path):
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        status, _, err = run(accelerate, "verify", folder)
+        assert status == 2
+        assert len(err.splitlines()) == 1
+
+
+def test_progress_bar_on_a_terminal(project, monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with module.progress_bar() as begin:
+        step = begin(2_000_000)
+        step(2_000_000)
+    assert "0.00/2.00M" in terminal.getvalue()
+
+
+# -- info --------------------------------------------------------------------------------------------------------------
+
+
+def test_info(accelerate, tmp_path):
+    folder = samples.write(
+        tmp_path / "checkpoint_0", aliases={"head.weight": "embed.weight"}, world_size=2, mesh={"dp": 2}, age=7200
+    )
+    status, out, _ = run(accelerate, "info", folder)
+    assert status == 0
+    facts = {line.split()[0]: line.split(None, 1)[1] for line in out.splitlines()[:8] if line}
+    assert facts["State"] == "complete"
+    assert facts["Saved"].endswith("UTC, 2 h ago")
+    assert facts["Tensors"] == "5 with 66 numbers (40 F32, 25 BF16, 1 I64)"
+    assert facts["Ranks"] == "2 (single, mesh dp=2)"
+    assert "torch " in facts["Versions"]
+    lines = rows(out)
+    assert [line[0] for line in lines if line[0].endswith((".bin", ".safetensors"))] == [
+        *("generators_0.safetensors", "model.safetensors", "optimizer.bin")
+    ]
+    assert ["head.weight", "embed.weight", "model.safetensors"] in lines
+    assert "SHAPE" not in out
+    _, out, _ = run(accelerate, "info", folder, "--tensors")
+    assert ["layer.weight", "5x5", "BF16", "model.safetensors"] in rows(out)
+    assert ["steps", "scalar", "I64", "model.safetensors"] in rows(out)
+
+
+def test_info_json(accelerate, project):
+    folder = project / "checkpoints" / "checkpoint_3"
+    told = json.loads(run(accelerate, "info", folder, "--json", "--tensors")[1])
+    assert told["files"]["optimizer.bin"]["size"] == (folder / "optimizer.bin").stat().st_size
+    assert told["tensors"]["list"]["model.safetensors"]["steps"] == {"shape": [], "dtype": "I64"}
+    assert "list" not in json.loads(run(accelerate, "info", folder, "--json")[1])["tensors"]
+
+
+def test_info_of_others(accelerate, project):
+    status, _, err = run(accelerate, "info", project)
+    assert status == 2
+    assert "checkpoints/checkpoint_0" in err
+    status, out, _ = run(accelerate, "info", project / "checkpoints" / "checkpoint_4")
+    assert status == 0
+    assert "incomplete: optimizer.bin is missing" in out
+    _, out, _ = run(accelerate, "info", samples.foreign(project / "epoch_1"))
+    assert "5 with 66 numbers" in out
+
+
+# -- export and reshard ------------------------------------------------------------------------------------------------
+
+
+def test_export(accelerate, project, tmp_path):
+    from safetensors.torch import load_file
+
+    folder = project / "checkpoints" / "checkpoint_3"
+    status, out, _ = run(accelerate, "export", folder, tmp_path / "out", "--dtype", "bf16")
+    assert status == 0
+    size = (tmp_path / "out" / "model.safetensors").stat().st_size
+    assert out == f"{tmp_path / 'out'}: 5 tensors in 1 file ({size} B)\n"
+    assert str(load_file(tmp_path / "out" / "model.safetensors")["embed.weight"].dtype) == "torch.bfloat16"
+    status, _, err = run(accelerate, "export", folder, tmp_path / "out")
+    assert status == 2
+    assert "--overwrite" in err
+    assert run(accelerate, "export", folder, tmp_path / "out", "--overwrite", "--max-shard-size", "60")[0] == 0
+    assert len(list((tmp_path / "out").iterdir())) == 5
+
+
+def test_export_of_what_is_damaged(accelerate, project, tmp_path):
+    folder = project / "checkpoints" / "checkpoint_3"
+    samples.flip(folder / "model.safetensors")
+    status, _, err = run(accelerate, "export", folder, tmp_path / "out")
+    assert status == 2
+    assert err.startswith("accelerate checkpoint: error: The checkpoint")
+    assert "model.safetensors has changed" in err
+    assert len(err.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+    assert run(accelerate, "export", folder, tmp_path / "out", "--max_shard_size", "many")[0] == 2
+    assert run(accelerate, "export", folder, tmp_path / "out", "--model", "7")[0] == 2
+
+
+def test_reshard(accelerate, project, tmp_path, monkeypatch):
+    calls = []
+    stand_in = type(sys)("accelerate.checkpoint.reshard")
+    stand_in.reshard = lambda *arguments: calls.append(arguments)
+    monkeypatch.setitem(sys.modules, "accelerate.checkpoint.reshard", stand_in)
+    folder = str(project / "checkpoints" / "checkpoint_3")
+    assert run(accelerate, "reshard", folder, "out", "--layout", "sharded", "--shards", "4")[0] == 0
+    assert run(accelerate, "reshard", folder, "out", "--layout", "full")[0] == 0
+    assert calls == [(folder, "out", "sharded", 4), (folder, "out", "full", 1)]
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "file").touch()
+    for words in (
+        ["used", "--layout", "full"],
+        ["out", "--layout", "full", "--shards", "2"],
+        ["out", "--layout", "sharded", "--shards", "0"],
+        ["out", "--layout", "other"],
+        ["out"],
+    ):
+        assert run(accelerate, "reshard", folder, *words)[0] == 2
+    assert len(calls) == 2
+
+
+# -- prune -------------------------------------------------------------------------------------------------------------
+
+
+def left_in(project):
+    return sorted(path.name for path in (project / "checkpoints").iterdir())
+
+
+def test_prune(accelerate, project):
+    samples.write(project / "checkpoints" / "best", age=99_999)
+    status, out, _ = run(accelerate, "prune", project, "--keep", "2", "--yes")
+    assert status == 0
+    assert left_in(project) == ["best", "checkpoint_2", "checkpoint_3", "checkpoint_4"]
+    assert [row[0] for row in rows(out)[:2]] == ["checkpoints/checkpoint_0", "checkpoints/checkpoint_1"]
+    assert "--incomplete removes it, too" in out
+    assert out.endswith("2 removed.\n")
+
+
+def test_prune_dry_run(accelerate, project):
+    before = left_in(project)
+    status, out, _ = run(accelerate, "prune", project, "--keep", "1", "--dry-run")
+    assert status == 0
+    assert "3 would be removed (" in out
+    assert left_in(project) == before
+
+
+def test_prune_keeps_enough(accelerate, project):
+    before = left_in(project)
+    for keep in ("4", "9"):
+        status, out, _ = run(accelerate, "prune", project, "--keep", keep)
+        assert status == 0
+        assert "There is nothing to remove." in out
+    for words in (["--keep", "0"], ["--keep", "-1"], []):
+        assert run(accelerate, "prune", project, *words)[0] == 2
+    assert run(accelerate, "prune", project / "checkpoints" / "checkpoint_0", "--keep", "1")[0] == 2
+    assert left_in(project) == before
+
+
+def test_prune_asks(accelerate, project, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
+    before = left_in(project)
+    status, _, err = run(accelerate, "prune", project, "--keep", "1")
+    assert status == 2
+    assert "--yes" in err
+    for answer in ("n\n", "", "\n", "what\n"):
+        monkeypatch.setattr(sys, "stdin", Terminal(answer))
+        assert "Nothing was removed." in run(accelerate, "prune", project, "--keep", "1")[1]
+    assert left_in(project) == before
+    monkeypatch.setattr(sys, "stdin", Terminal("y\n"))
+    assert "[y/N]" in run(accelerate, "prune", project, "--keep", "1")[1]
+    assert left_in(project) == ["checkpoint_3", "checkpoint_4"]
+
+
+def test_prune_incomplete(accelerate, project):
+    folder = project / "checkpoints"
+    for name in (names.STAGING_PREFIX + "checkpoint_7", names.REMOVED_PREFIX + "checkpoint_1"):
+        (folder / name).mkdir()
+        (folder / name / "model.safetensors").write_bytes(b"part")
+    status, out, err = run(accelerate, "prune", project, "--keep", "4", "--incomplete", "--yes")
+    assert status == 2  # a run may be writing there right now
+    assert "a run may be saving" in err
+    assert str(folder / ".saving_checkpoint_7") in out
+    samples.touch(folder, 700)
+    status, out, _ = run(accelerate, "prune", project, "--keep", "4", "--yes")
+    assert status == 0
+    assert len(left_in(project)) == 7
+    status, out, _ = run(accelerate, "prune", project, "--keep", "4", "--incomplete", "--yes")
+    assert status == 0
+    assert left_in(project) == ["checkpoint_0", "checkpoint_1", "checkpoint_2", "checkpoint_3"]
+    assert out.endswith("3 removed.\n")
+
+
+def test_prune_leaves_what_is_being_saved(accelerate, project):
+    folder = project / "checkpoints" / "checkpoint_5"
+    folder.mkdir()
+    status, _, err = run(accelerate, "prune", project, "--keep", "1", "--incomplete", "--yes")
+    assert status == 2
+    assert "checkpoint_5 was written to" in err
+    assert folder.exists()
+
+
+def test_prune_foreign(accelerate, project):
+    samples.foreign(project / "checkpoints" / "checkpoint_9")
+    before = left_in(project)
+    run(accelerate, "prune", project, "--keep", "4", "--yes")
+    assert left_in(project) == before
+    run(accelerate, "prune", project, "--keep", "4", "--yes", "--foreign")
+    assert left_in(project) == before[1:]
+
+
+def test_prune_says_what_it_could_not_remove(accelerate, project, monkeypatch):
+    from accelerate.checkpoint.places import LocalPlace
+
+    def refuse(place):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(LocalPlace, "remove", refuse)
+    status, out, err = run(accelerate, "prune", project, "--keep", "3", "--yes")
+    assert status == 1
+    assert "checkpoint_0 could not be removed" in err
+    assert out.endswith("0 removed.\n")
+
+
+# -- object stores -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def store():
+    """A bucket with three checkpoints, the first of which lost a file."""
+    memory = pytest.importorskip("fsspec").filesystem("memory")
+    url = "memory://bucket/run"
+    for number in range(3):
+        place = place_of(f"{url}/checkpoint_{number}")
+        samples.write(Path(place.stage()), age=100 - number, step=number)
+        place.publish()
+    memory.rm(next(path for path in memory.find("/bucket/run/checkpoint_0") if path.endswith("optimizer.bin")))
+    yield url
+    memory.rm("/bucket", recursive=True)
+
+
+def test_object_store(accelerate, store, tmp_path):
+    from safetensors.torch import load_file
+
+    _, out, _ = run(accelerate, "ls", store)
+    assert [row[0] for row in rows(out)[1:]] == ["checkpoint_0", "checkpoint_1", "checkpoint_2"]
+    assert [row[1] for row in rows(out)[2:]] == ["1", "2"]
+    assert "incomplete: optimizer.bin is missing" in out
+    status, out, _ = run(accelerate, "verify", store)
+    assert status == 1
+    assert "2 of 3 checkpoints are whole." in out
+    status, out, _ = run(accelerate, "info", f"{store}/checkpoint_2")
+    assert status == 0
+    assert "5 with 66 numbers" in out
+    assert run(accelerate, "export", f"{store}/checkpoint_2", tmp_path / "out")[0] == 0
+    assert len(load_file(tmp_path / "out" / "model.safetensors")) == 5
+    assert run(accelerate, "prune", store, "--keep", "1", "--yes")[0] == 0
+    told = json.loads(run(accelerate, "ls", store, "--json")[1])
+    assert [one["name"] for one in told] == ["checkpoint_0", "checkpoint_2"]
+    assert run(accelerate, "ls", "memory://bucket/nowhere")[0] == 2
+    assert run(accelerate, "ls", "nonsense://bucket/nowhere")[0] == 2
+
+
+# -- the program -------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_subcommand(accelerate):
+    status, _, err = run(accelerate)
+    assert status == 2
+    assert "prune" in err
+
+
+def test_as_a_program_without_torch(project):
+    program = (
+        "import sys\nfrom accelerate.commands.accelerate_cli import main\n"
+        "statuses = []\n"
+        "for words in {commands!r}:\n"
+        "    sys.argv = ['accelerate', 'checkpoint', *words]\n"
+        "    try:\n        main()\n        statuses.append(0)\n"
+        "    except SystemExit as end:\n        statuses.append(end.code)\n"
+        "heavy = [name for name in ('torch', 'numpy', 'huggingface_hub', 'safetensors') if name in sys.modules]\n"
+        "print(statuses, heavy)"
+    )
+    folder = str(project / "checkpoints")
+    commands = [
+        ["ls", folder],
+        ["info", f"{folder}/checkpoint_0"],
+        ["verify", folder],
+        ["prune", folder, "--keep", "1", "--yes"],
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", program.format(commands=commands)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[0, 0, 1, 0] []"
+    assert done.stderr == ""
+    assert os.listdir(project / "checkpoints" / "checkpoint_3")
+    assert NAME in os.listdir(project / "checkpoints" / "checkpoint_3")
+    assert left_in(project) == ["checkpoint_3", "checkpoint_4"]
+
+
+def test_as_a_program(project, tmp_path):
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "checkpoint"]
+    listed = subprocess.run([*command, "ls", str(project)], capture_output=True, text=True, timeout=120)
+    assert (listed.returncode, len(listed.stdout.splitlines())) == (0, 6), listed.stderr
+    folder = str(project / "checkpoints" / "checkpoint_3")
+    program = "import sys; from accelerate.commands.accelerate_cli import main; main(); from accelerate.process import PartialState; assert not PartialState._shared_state"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "checkpoint", "export", folder, "out"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / "model.safetensors").exists()

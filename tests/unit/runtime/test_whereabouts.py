@@ -1,0 +1,302 @@
+"""Questions about where a thread of another rank is, asked and answered through a store within one process."""
+
+import gc
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import types
+
+import pytest
+import torch.distributed as dist
+
+from accelerate.runtime import whereabouts
+from accelerate.runtime.whereabouts import Watcher, Whereabouts, ask, call_site
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(whereabouts, "_INTERVAL_S", 0.02)
+    monkeypatch.setattr(whereabouts, "_SAMPLE_PAUSE_S", 0.005)
+    monkeypatch.setattr(whereabouts, "_watcher", None)
+    yield
+    if whereabouts._watcher is not None:
+        whereabouts._watcher.stop()
+
+
+@pytest.fixture
+def store():
+    return dist.HashStore()
+
+
+@pytest.fixture
+def other_thread():
+    """Run functions in threads that the test watches; whatever waits for `over` ends with the test."""
+    threads = []
+
+    def start(function, *arguments):
+        threads.append(threading.Thread(target=function, args=arguments, daemon=True))
+        threads[-1].start()
+        return threads[-1]
+
+    start.over = threading.Event()
+    yield start
+    start.over.set()
+    for thread in threads:
+        thread.join(10)
+
+
+@pytest.fixture
+def watched(store):
+    """Watch threads as ranks, until the test ends."""
+    watchers = []
+
+    def start(rank, thread=None, world_size=2):
+        watchers.append(Watcher(store, rank, world_size, thread))
+        watchers[-1].start()
+        return watchers[-1]
+
+    yield start
+    for watcher in watchers:
+        watcher.stop()
+
+
+def as_if_in(module, function):
+    """Return a function that claims to belong to another module."""
+    return types.FunctionType(function.__code__, {**function.__globals__, "__name__": module}, function.__name__)
+
+
+def stand(over):
+    over.wait()
+
+
+def test_a_rank_says_where_its_thread_is(store, watched, other_thread):
+    def evaluate():
+        other_thread.over.wait()
+
+    watched(1, other_thread(evaluate))
+    answer = ask(store, [1], 2)[1]
+    assert answer.answered and not answer.gone
+    assert f"{__file__}:" in answer.site and "in evaluate" in answer.site
+    assert str(answer).startswith("is at ")
+    assert not answer.waits  # for an event, not for other ranks
+
+
+def test_standing_still_in_a_collective_is_waiting(store, watched, other_thread):
+    lock = threading.Lock()
+    lock.acquire()
+    watched(1, other_thread(as_if_in("torch.distributed.made_up", lambda lock: lock.acquire()), lock))
+    first, second = ask(store, [1], 2)[1], ask(store, [1], 2)[1]
+    lock.release()
+    assert first.waits and second.waits and first.position == second.position
+    assert "waits for other ranks" in str(first)
+
+
+def test_a_thread_that_computes_does_not_wait(store, watched, other_thread):
+    def compute(over):
+        while not over.is_set():
+            pass
+
+    watched(1, other_thread(as_if_in("torch.distributed.made_up", compute), other_thread.over))
+    assert not ask(store, [1], 2)[1].waits
+
+
+def test_a_later_position_differs(store, watched, other_thread):
+    turn = threading.Event()
+
+    def walk():
+        turn.wait()
+        other_thread.over.wait()
+
+    watched(1, other_thread(walk))
+    before = ask(store, [1], 2)[1].position
+    turn.set()
+    assert ask(store, [1], 2)[1].position != before
+
+
+def test_several_ranks_ask_and_answer_at_once(store, watched, other_thread):
+    for rank in range(4):
+        watched(rank, other_thread(stand, other_thread.over), world_size=4)
+    told = {}
+    threads = [other_thread(lambda rank=rank: told.update({rank: ask(store, range(4), 4)})) for rank in range(4)]
+    for thread in threads:
+        thread.join(10)
+    assert all(answer.answered for answers in told.values() for answer in answers.values())
+    assert sorted(told) == sorted(told[0]) == [0, 1, 2, 3]
+
+
+def test_a_question_from_before_is_answered_too(store, watched, other_thread):
+    question = whereabouts.Question(store, [1], 2)
+    question._deadline += 30
+    watched(1, other_thread(stand, other_thread.over))
+    while (answers := question.answers()) is None:
+        pass
+    assert answers[1].answered
+
+
+def test_silence_is_told_from_an_end(store, watched):
+    assert ask(store, [1], 2)[1] == Whereabouts(1)
+    assert str(Whereabouts(1)) == "gives no answer"
+    watched(1).end()
+    answer = ask(store, [1], 2)[1]
+    assert answer.ended and answer.gone and str(answer) == "has ended"
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/ns/pid"), reason="processes are looked up in /proc")
+def test_a_killed_process_is_seen_at_once(store):
+    program = "from accelerate.runtime.whereabouts import _process; import json; print(json.dumps(_process()), flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        dist.PrefixStore("accelerate/whereabouts", store).set("process/1", process.stdout.readline())
+        silent = ask(store, [1], 2)[1]
+        assert silent.alive and not silent.gone and "its process exists" in str(silent)
+        process.kill()
+        process.wait()
+    dead = ask(store, [1], 2)[1]
+    assert dead.alive is False and dead.gone and "killed" in str(dead)
+
+
+def test_nothing_is_claimed_of_another_machine():
+    assert whereabouts._exists({**whereabouts._process(), "machine": "elsewhere"}) is None
+    assert whereabouts._exists({**whereabouts._process(), "machine": ""}) is None
+    mine = whereabouts._process()
+    # The number may have been given to another process since.
+    assert whereabouts._exists({**mine, "started": "0"}) in ((False,) if mine["machine"] else (None,))
+
+
+def test_who_is_ahead():
+    def rank(**counters):
+        return Whereabouts(1, counters=counters)
+
+    assert rank(world=3).ahead_of({"world": 2}) is True
+    assert rank(world=2).ahead_of({"world": 2}) is False
+    assert rank(world=2, pair=9).ahead_of({"world": 2, "other": 1}) is False
+    assert rank(pair=9).ahead_of({"world": 1}) is None
+
+
+def test_counters_of_a_group(process_group):
+    before = whereabouts.counters()
+    dist.barrier()
+    after = whereabouts.counters()
+    assert before.keys() == after.keys() and len(after) == 1
+    assert sum(after.values()) == sum(before.values()) + 1
+    assert next(iter(after)).startswith("gloo:")
+
+
+def test_no_counters_without_a_group():
+    assert whereabouts.counters() == {}
+
+
+def test_call_site_is_the_users_line():
+    site = call_site()
+    assert f"{__file__}:" in site and site.endswith("in test_call_site_is_the_users_line")
+
+
+def library_function(name, filename):
+    """Return a function that calls another one, compiled as if it stood in some file."""
+    code = compile(f"def {name}(function):\n    return function()\n", filename, "exec")
+    scope = {"__name__": "library"}
+    types.FunctionType(code, scope)()
+    return scope[name]
+
+
+def test_call_site_names_the_script_behind_a_package():
+    step = library_function("save_checkpoint", os.path.join("venv", "site-packages", "trainer.py"))
+    site = step(call_site)
+    first, _, second = site.partition(", called from ")
+    assert first.endswith("trainer.py:2 in save_checkpoint")
+    assert f"{__file__}:" in second and second.endswith("in test_call_site_names_the_script_behind_a_package")
+
+
+def test_call_site_passes_over_torch_and_this_library(monkeypatch):
+    inner = library_function("all_reduce", whereabouts._TORCH + "distributed.py")
+    outer = library_function("save_state", whereabouts._OURS + "accelerator.py")
+    frame = outer(lambda: inner(sys._getframe))
+    # The lambda is the user's.
+    site, inside = whereabouts._describe(frame)
+    assert "in <lambda>" in site and inside == "library.all_reduce"
+    assert "library.save_state" not in inside
+
+
+def test_watching_needs_others(store):
+    whereabouts.watch(None, 0, 2)
+    whereabouts.watch(store, 0, 1)
+    assert whereabouts._watcher is None
+
+
+def test_watching_twice_is_watching_once(store):
+    whereabouts.watch(store, 0, 2)
+    first = whereabouts._watcher
+    whereabouts.watch(store, 0, 2)
+    assert whereabouts._watcher is first
+    another = dist.HashStore()
+    whereabouts.watch(another, 0, 2)
+    assert whereabouts._watcher is not first and not first._thread.is_alive()
+
+
+def test_a_watcher_ends_with_its_group():
+    store = dist.HashStore()
+    watcher = Watcher(store, 0, 2)
+    watcher.start()
+    del store
+    gc.collect()
+    watcher._thread.join(10)
+    assert not watcher._thread.is_alive()
+    watcher.end()  # nobody is left to be told
+
+
+class Broken:
+    """A store whose connection is lost."""
+
+    def __getattr__(self, name):
+        raise RuntimeError("Connection was likely closed")
+
+
+def test_a_lost_store_ends_the_thread_quietly(store, monkeypatch, caplog):
+    caplog.set_level(logging.WARNING)
+    watcher = Watcher(store, 0, 2)
+    monkeypatch.setattr(watcher, "_reach", Broken)
+    watcher.start()
+    watcher._thread.join(10)
+    assert not watcher._thread.is_alive()
+    watcher.end()
+    assert caplog.text == ""
+
+
+def test_a_forked_copy_leaves_no_word(store, watched, monkeypatch):
+    watcher = watched(1)
+    monkeypatch.setattr(watcher, "_pid", watcher._pid + 1)
+    watcher.end()
+    assert watcher._thread.is_alive() and not ask(store, [1], 2)[1].ended
+    monkeypatch.undo()
+
+
+def test_the_holder_of_the_store_ends_after_the_others_know(monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    held = dist.TCPStore("127.0.0.1", 0, 1, True)
+    store = dist.PrefixStore("group", held)
+    assert whereabouts._holds(store, 0) and not whereabouts._holds(store, 1)
+    first, second = Watcher(store, 0, 2), Watcher(store, 1, 2)
+    first.start()
+    second.start()
+    first.end()
+    assert second._closed
+    second._thread.join(10)
+    second.end()
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    assert not whereabouts._holds(store, 0)
+
+
+def test_a_large_run_looks_less_often():
+    assert whereabouts.interval(2) == 0.02
+    assert whereabouts.interval(2000) == 10
+
+
+def test_answers_are_json(store, watched, other_thread):
+    watched(1, other_thread(stand, other_thread.over))
+    ask(store, [1], 2)
+    answer = json.loads(dist.PrefixStore("accelerate/whereabouts", store).get("answer/1"))
+    assert answer["question"] == 1 and answer["rank"] == 1
