@@ -10,7 +10,11 @@ VERSION = re.search(r'^__version__ = "(.+)"$', (HERE / "src/accelerate/__init__.
 
 TRACKERS = ["tensorboard"]
 EXPORT = ["libcst>=1.1"]
-TESTING = ["pytest>=8", "parameterized", "hypothesis", "scikit-learn", "torchdata", *TRACKERS, *EXPORT]
+STORES = ["fsspec"]
+TESTING = [
+    *["pytest>=8", "parameterized", "hypothesis", "scikit-learn", "torchdata"],
+    *[*TRACKERS, *EXPORT, *STORES, "s3fs", "moto[server]>=5"],
+]
 EXTRAS = {
     "quality": ["ruff==0.17.5"],
     "testing": TESTING,
@@ -19,6 +23,7 @@ EXTRAS = {
     "transformers": ["transformers>=4.46"],
     "interop": ["transformers>=4.46", "trl", "peft", "diffusers", "sentence-transformers", "datasets", "optuna"],
     "export": EXPORT,
+    "object-stores": STORES,
     "deepspeed": ["deepspeed>=0.18.2"],
     "benchmarks": ["matplotlib"],
     "sagemaker": ["sagemaker"],
@@ -49,6 +54,7 @@ setup(
         "torch>=2.4",
         "huggingface_hub>=0.21.0",
         "safetensors>=0.4.3",
+        "xxhash>=3.0",
     ],
     extras_require=EXTRAS,
     entry_points={

@@ -34,7 +34,17 @@ from accelerate.runtime import traits
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.trackers.base import GeneralTracker
 from accelerate.trackers.registry import LOGGER_TYPE_TO_CLASS, filter_trackers
-from accelerate.training import collectives, contexts, gradients, preemption, prepare, restoring, saving, setup, tracking
+from accelerate.training import (
+    collectives,
+    contexts,
+    gradients,
+    preemption,
+    prepare,
+    restoring,
+    saving,
+    setup,
+    tracking,
+)
 from accelerate.training.prepared import PreparedRegistry
 from accelerate.utils.ao import convert_model_to_fp8_ao
 from accelerate.utils.constants import (

@@ -9,9 +9,11 @@ On disk a model and its optimizer have one of three layouts, each as upstream ha
 - local: a file per rank, ``pytorch_model_fsdp_rank0.bin``, that only the same number of ranks in the same layout can load.
 """
 
+import contextlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,7 +23,7 @@ from accelerate.checkpoint import dcp, formats, fsdp_state
 from accelerate.checkpoint.dcp import FilesReader, FolderReader, Reader
 from accelerate.checkpoint.fsdp_state import Layout, together
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, FileEntry, Manifest, is_inside
-from accelerate.checkpoint.names import model_file, optimizer_file
+from accelerate.checkpoint.names import REPLACED_PREFIX, model_file, optimizer_file
 from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 
 Path = str | os.PathLike[str]
@@ -101,10 +103,11 @@ def write(
     Raises:
         RuntimeError: writing failed on some rank; raised on all of them.
     """
-    rank = fsdp_state.rank_and_size()[0]
+    rank = fsdp_state.rank_and_size(group)[0]
     if layout == "sharded":
         name = model_folder(index) if kind == "model" else optimizer_folder(index)
-        written = dcp.save({kind: state}, os.path.join(folder, name), group)
+        with _replacing(os.path.join(folder, name), group) as path:
+            written = dcp.save({kind: state}, path, group)
         return {f"{name}/{file}": entry for file, entry in written.items()}
     if layout == "full":
         state, name = fsdp_state.gathered(state), full_model_file(index) if kind == "model" else optimizer_file(index)
@@ -114,6 +117,30 @@ def write(
         state, name, owner = _parts(state), rank_file(stem, rank), True
     written = together(lambda: formats.write_torch(os.path.join(folder, name), state, rank) if owner else None)
     return {name: written} if written is not None else {}
+
+
+@contextlib.contextmanager
+def _replacing(folder: str, group: Any) -> Iterator[str]:
+    """Give a place for a folder; what was there is removed when the block ends well, and is back when it does not."""
+    head, tail = os.path.split(folder)
+    aside = os.path.join(head, REPLACED_PREFIX + tail)
+    main = fsdp_state.rank_and_size(group)[0] == 0
+
+    def begin() -> None:
+        if main and os.path.isdir(folder):
+            shutil.rmtree(aside, ignore_errors=True)
+            os.rename(folder, aside)
+
+    together(begin, group)
+    try:
+        yield folder
+    except BaseException:
+        if main and os.path.isdir(aside):
+            shutil.rmtree(folder, ignore_errors=True)
+            os.rename(aside, folder)
+        raise
+    if main:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def _parts(state: Any) -> Any:
@@ -296,3 +323,38 @@ def read_names(folder: Path, index: int = 0) -> list[list[str]] | None:
 
 def _is_names(group: Any) -> bool:
     return isinstance(group, list) and all(isinstance(name, str) for name in group)
+
+
+# -- whole models ------------------------------------------------------------------------------------------------------
+
+
+def model_specs(reader: Reader) -> dict[str, str]:
+    """Return the names of a stored model's values, and their keys in the reader's metadata.
+
+    Args:
+        reader: of a model's files.
+    """
+    specs = list(reader.specs())
+    # What we and upstream write lies under "model"; what others write may lie under another name, or under none.
+    tops = {steps[0] for steps, _ in specs}
+    inside = len(tops) == 1 and all(len(steps) > 1 for steps, _ in specs)
+    return {".".join(map(str, steps[1:] if inside else steps)): key for steps, key in specs}
+
+
+def merged_model(reader: Reader) -> dict[str, torch.Tensor]:
+    """Return a stored model's tensors, whole and in memory. Any rank, alone.
+
+    Args:
+        reader: of a model's files.
+
+    Raises:
+        DamagedCheckpoint: a file is damaged.
+    """
+    specs = model_specs(reader)
+    told = reader.metadata.state_dict_metadata
+    memory = {
+        key: torch.empty(told[key].size, dtype=told[key].properties.dtype) if hasattr(told[key], "size") else None
+        for key in specs.values()
+    }
+    filled = reader.fill(memory)
+    return {name: filled[key] for name, key in specs.items()}

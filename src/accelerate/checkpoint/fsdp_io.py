@@ -16,7 +16,7 @@ from torch import nn
 
 from accelerate.checkpoint import fsdp_optimizer, fsdp_state
 from accelerate.checkpoint.dcp import Reader
-from accelerate.checkpoint.fsdp_files import Entries, required, write
+from accelerate.checkpoint.fsdp_files import Entries, model_specs, required, write
 from accelerate.checkpoint.fsdp_state import Layout, ModelState, together
 from accelerate.modules.named import match_names
 
@@ -24,17 +24,6 @@ Path = str | os.PathLike[str]
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
-
-
-def model_specs(reader: Reader) -> dict[str, str]:
-    """Return the names of a stored model's values, and their keys in the reader's metadata.
-
-    Args:
-        reader: of a model's files.
-    """
-    specs = list(reader.specs())
-    inside = all(len(steps) > 1 and steps[0] == "model" for steps, _ in specs)
-    return {".".join(map(str, steps[1:] if inside else steps)): key for steps, key in specs}
 
 
 @fsdp_state.quietly()
@@ -168,7 +157,7 @@ def load_model(
             return read_local(own.values, stored, f"{found.name} of rank {fsdp_state.rank_and_size()[0]}")
         return read_model(own, found.reader(), fsdp_state.tied_names(model), strict)
 
-    return fsdp_state.apply_model(model, together(read), own.own, layout=layout, strict=strict, **setters)
+    return fsdp_state.apply_model(model, together(read), own, layout=layout, strict=strict, **setters)
 
 
 def save_optimizer(

@@ -24,20 +24,25 @@ T = TypeVar("T")
 # -- ranks -------------------------------------------------------------------------------------------------------------
 
 
-def rank_and_size() -> tuple[int, int]:
-    """Return this rank and the number of ranks; 0 and 1 without a process group."""
+def rank_and_size(group: Any = None) -> tuple[int, int]:
+    """Return this rank and the number of ranks; 0 and 1 without a process group.
+
+    Args:
+        group: the ranks that count; all by default.
+    """
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
+        return dist.get_rank(group), dist.get_world_size(group)
     return 0, 1
 
 
-def together(work: Callable[[], T]) -> T:
+def together(work: Callable[[], T], group: Any = None) -> T:
     """Do something on every rank; if it fails on one of them, raise on all. All ranks.
 
     Args:
         work: contains no collectives, so that a rank which fails keeps none waiting.
+        group: the ranks that do it; all by default.
 
     Raises:
         RuntimeError: it failed on another rank. Where it failed, its own error is raised.
@@ -49,10 +54,10 @@ def together(work: Callable[[], T]) -> T:
         result = work()
     except Exception as caught:
         error = caught
-    rank, size = rank_and_size()
+    rank, size = rank_and_size(group)
     if size > 1:
         told: list[Any] = [None] * size
-        dist.all_gather_object(told, None if error is None else f"{type(error).__name__}: {error}")
+        dist.all_gather_object(told, None if error is None else f"{type(error).__name__}: {error}", group)
         failed = {number: text for number, text in enumerate(told) if text is not None}
         if failed and error is None:
             number, text = next(iter(failed.items()))
@@ -66,7 +71,12 @@ def together(work: Callable[[], T]) -> T:
 def quietly() -> Iterator[None]:
     """Keep back what torch says of its own use of what it deprecates; nobody here can do anything about it."""
     with warnings.catch_warnings():
-        for message in ("Please use DTensor instead", ".*_get_pg_default_device", "Multiple backends are registered"):
+        for message in (
+            "Please use DTensor instead",
+            ".*_get_pg_default_device",
+            "Multiple backends are registered",
+            "When using ``NO_SHARD``",
+        ):
             warnings.filterwarnings("ignore", message)
         warnings.filterwarnings("ignore", "FSDP.(optim_)?state_dict", FutureWarning)
         yield
@@ -414,7 +424,7 @@ def _default_setter(model: nn.Module, state: dict[str, Any], sd_options: Any = N
 def apply_model(
     model: nn.Module,
     state: Mapping[str, Any],
-    names: Mapping[str, str],
+    own: ModelState,
     setter: Callable[..., Any] = _default_setter,
     layout: Layout = "sharded",
     strict: bool = True,
@@ -424,7 +434,7 @@ def apply_model(
     Args:
         model: of any kind.
         state: by the names of the user, with shards as the model has them.
-        names: `ModelState.own` of the model.
+        own: the model's own state, as `model_state` returns it.
         setter: takes the model, the state and ``sd_options``, torch's options or None, and loads it.
         layout: of the state.
         strict: all names must be there.
@@ -434,7 +444,12 @@ def apply_model(
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 
-    state = {names.get(name, name): value for name, value in state.items()}
+    if layout == "local":  # loading a state dict refuses flat parameters; those of the state dict are no copies
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                part(own.values[name]).copy_(part(value))
+        return nn.modules.module._IncompatibleKeys([], [])
+    state = {own.own.get(name, name): value for name, value in state.items()}
     with _fsdp1(model, layout):
         return setter(model, state, sd_options=None if is_fsdp1(model) else StateDictOptions(strict=strict))
 

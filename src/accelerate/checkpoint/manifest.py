@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -300,10 +301,10 @@ def library_versions() -> dict[str, str]:
     import numpy
     import torch
 
-    import accelerate
-
+    # Of the package that runs: another distribution of the name may lie beside it.
+    version = getattr(sys.modules[__package__.partition(".")[0]], "__version__", "unknown")
     return {
-        "accelerate": accelerate.__version__,
+        "accelerate": version,
         "torch": str(torch.__version__),
         "numpy": numpy.__version__,
         "python": platform.python_version(),

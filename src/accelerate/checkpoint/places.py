@@ -90,6 +90,7 @@ class Place(ABC):
         Args:
             staged: path of the staged folder.
         """
+        return
 
     @property
     def name(self) -> str:
@@ -140,6 +141,10 @@ class Place(ABC):
             wanted: which of them, by their path in the manifest; all by default.
         """
 
+    def release(self) -> None:
+        """Remove what `fetch` made, if that was a copy."""
+        return
+
     @abstractmethod
     def remove(self) -> None:
         """Remove the checkpoint; nobody sees a part of it meanwhile."""
@@ -170,7 +175,8 @@ class Place(ABC):
         """Return the automatically named checkpoints here, whole or not, as pairs of number and place, oldest first."""
         found = [(names.number_of(entry.name), entry) for entry in self.entries()]
         return sorted(
-            ((number, entry) for number, entry in found if number is not None), key=lambda pair: (pair[0], pair[1].name)
+            ((number, entry) for number, entry in found if number is not None),
+            key=lambda pair: (pair[0], pair[1].name),
         )
 
 
@@ -439,7 +445,10 @@ class LocalPlace(Place):
         """Remove the checkpoint; it is out of sight before its first file goes."""
         hidden = self._beside(names.REMOVED_PREFIX)
         shutil.rmtree(hidden, ignore_errors=True)  # of a run that was killed while it removed one of this name
-        os.rename(self.location, hidden)
+        os.rename(self._readable(), hidden)
+        # What a killed publish left beside it would take its place now.
+        for prefix in (names.READY_PREFIX, names.REPLACED_PREFIX):
+            shutil.rmtree(self._beside(prefix), ignore_errors=True)
         shutil.rmtree(hidden, ignore_errors=True)
 
     def sweep(self) -> list[str]:

@@ -93,7 +93,6 @@ class RemotePlace(Place):
         self._generation: str | None = None
         self._staged: str | None = None
         self._discarded: Callable[[], object] = lambda: None
-        self._uploaded: set[str] = set()
 
     @property
     def shared(self) -> bool:
@@ -340,10 +339,9 @@ class RemotePlace(Place):
             )
         self.staging()
         self._generation = generation
-        self._uploaded = set()
 
     def upload(self, staged: str | None = None) -> None:
-        """Upload what this node has written, but for the manifest. The process of each node that staged calls this.
+        """Move what this node has written to the store, but for the manifest. The process of each node that staged calls this.
 
         Args:
             staged: the folder; what `stage` returned by default.
@@ -360,10 +358,11 @@ class RemotePlace(Place):
         sizes.pop(NAME, None)
 
         def put(name: str) -> None:
-            self._store.put(os.path.join(folder, *name.split("/")), f"{self._generation}/{name}")
-            self._uploaded.add(name)
+            path = os.path.join(folder, *name.split("/"))
+            self._store.put(path, f"{self._generation}/{name}")
+            os.unlink(path)
 
-        concurrently(put, {name: size for name, size in sizes.items() if name not in self._uploaded})
+        concurrently(put, sizes)
 
     def publish(self) -> None:
         """Upload what is not there yet, and let it take this place. The process with the manifest; all others have uploaded.
@@ -381,10 +380,7 @@ class RemotePlace(Place):
                 f"The checkpoint was not published at {self.location}: {'; '.join(found[:10])}. Each node must call upload() "
                 "first, and only one run at a time may save here."
             )
-        try:
-            former = self._published(listed=False)
-        except (FileNotFoundError, DamagedCheckpoint):
-            former = None
+        former = self._former()
         text = json.dumps({"generation": generation, **json.loads(manifest.to_json())}, indent=1) + "\n"
         self._store.write(NAME, text.encode())
         self._forget()
@@ -392,6 +388,15 @@ class RemotePlace(Place):
             self._clear(former)
         except OSError as error:
             logger.warning("The former checkpoint at %s could not be removed: %s", self.location, error)
+
+    def _former(self) -> _Published | None:
+        entries = self._store.entries()
+        if entries.get(NAME) is None:
+            return None
+        try:
+            return self._told(entries)
+        except DamagedCheckpoint:
+            return None
 
     def abandon(self) -> None:
         """Remove what was staged and uploaded. Whoever staged calls this; what was here before is still here."""
@@ -409,7 +414,7 @@ class RemotePlace(Place):
 
     def _forget(self) -> None:
         self._discarded()
-        self._staged, self._generation, self._uploaded = None, None, set()
+        self._staged = self._generation = None
 
     # -- removing --------------------------------------------------------------------------------------------------
 

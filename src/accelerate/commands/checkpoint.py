@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from accelerate.checkpoint import inspect
+from accelerate.checkpoint import inspect, names
 from accelerate.checkpoint.inspect import Details, Summary
 from accelerate.checkpoint.manifest import DamagedCheckpoint
-from accelerate.checkpoint.places import Place, place_of
+from accelerate.checkpoint.places import Place, Stored, place_of
 from accelerate.commands.utils import make_parser
 from accelerate.launch.errors import LaunchError
 
@@ -68,9 +68,17 @@ def list_command(args: argparse.Namespace) -> int:
         )
     else:
         print(f"There is no checkpoint in {folder.location}.")
-    for path, left in folder.leftovers().items():
+    for path, left in _leftovers(folder).items():
         print(f"Also there: {path} ({size_text(left.size)}), of a save or a removal that did not end, or is going on.")
     return 0
+
+
+def _homes(folder: Place) -> list[Place]:
+    return [folder, folder.child(names.CHECKPOINTS_FOLDER)]
+
+
+def _leftovers(folder: Place) -> dict[str, Stored]:
+    return {path: left for home in _homes(folder) for path, left in home.leftovers().items()}
 
 
 def _survey(folder: Place) -> list[Summary]:
@@ -116,7 +124,10 @@ def verify_command(args: argparse.Namespace) -> int:
     damaged = 0
     with progress_bar() as begin:
         step = begin(sum(map(inspect.bytes_to_verify, found)))
-        results = [(one, inspect.verify(one, step)) for one in found]
+        results = []
+        for one in found:
+            results.append((one, inspect.verify(one, step)))
+            one.place.release()
     for one, problems in results:
         damaged += bool(problems)
         if problems:
@@ -252,16 +263,15 @@ def prune_command(args: argparse.Namespace) -> int:
         raise ValueError(f"{folder.location!r} is a checkpoint; name the folder that it lies in.")
     old = inspect.surplus(found, args.keep, args.foreign)
     unfinished = [one for one in found if one.number is not None and one.state.kind == "incomplete"]
-    homes = list({one.place.parent().location: one.place.parent() for one in found}.values()) or [folder]
-    leftovers = [(home, path, left) for home in homes for path, left in home.leftovers().items()]
+    leftovers = _leftovers(folder)
     busy = _busy(
-        [*((one.name, one.saved) for one in unfinished), *((path, left.modified) for _, path, left in leftovers)]
+        [*((one.name, one.saved) for one in unfinished), *((path, left.modified) for path, left in leftovers.items())]
     )
     for one in old:
         print(f"{one.name}  {size_text(one.size)}  {age_text(one.age())} old")
     for one in unfinished:
         print(f"{one.name}  {size_text(one.size)}  {_state(one)}")
-    for _, path, left in leftovers:
+    for path, left in leftovers.items():
         print(f"{path}  {size_text(left.size)}  left behind by a save or a removal")
     if args.incomplete and busy:
         raise LaunchError(
@@ -269,13 +279,13 @@ def prune_command(args: argparse.Namespace) -> int:
             "later, or without --incomplete."
         )
     unwanted = [*old, *(unfinished if args.incomplete else [])]
-    sweeps = homes if args.incomplete and leftovers else []
+    sweeps = _homes(folder) if args.incomplete and leftovers else []
     if (unfinished or leftovers) and not args.incomplete:
         print("What is incomplete stays; --incomplete removes it, too.")
     if not unwanted and not sweeps:
         print("There is nothing to remove.")
         return 0
-    total = sum(one.size for one in unwanted) + sum(left.size for _, _, left in leftovers if sweeps)
+    total = sum(one.size for one in unwanted) + sum(left.size for left in leftovers.values() if sweeps)
     count = len(unwanted) + (len(leftovers) if sweeps else 0)
     if args.dry_run:
         print(f"{count} would be removed ({size_text(total)}).")

@@ -150,9 +150,13 @@ def _signal(value: Any) -> signal.Signals:
         with suppress(ValueError):
             found = signal.Signals(value)
     if found is None:
-        raise ValueError(f"save_on_signal got {value!r}, which is no signal here. Pass signal.SIGTERM or 'SIGUSR1', say.")
+        raise ValueError(
+            f"save_on_signal got {value!r}, which is no signal here. Pass signal.SIGTERM or 'SIGUSR1', say."
+        )
     if found.name in _UNSUITABLE:
-        raise ValueError(f"save_on_signal got {found.name}, which a process cannot use so. Use SIGTERM, SIGUSR1 or SIGUSR2.")
+        raise ValueError(
+            f"save_on_signal got {found.name}, which a process cannot use so. Use SIGTERM, SIGUSR1 or SIGUSR2."
+        )
     return found
 
 

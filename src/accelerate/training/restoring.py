@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from accelerate.backends.registry import resolve
 from accelerate.checkpoint import files, names, rotation
 from accelerate.checkpoint.contents import Contents, Restoring, read_common
-from accelerate.checkpoint.manifest import DamagedCheckpoint, damaged
+from accelerate.checkpoint.manifest import damaged
 from accelerate.checkpoint.meeting import Meeting
 from accelerate.checkpoint.places import Place, place_of
 from accelerate.checkpoint.session import Group, damage

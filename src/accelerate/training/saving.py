@@ -186,7 +186,9 @@ def _next_place(accelerator: "Accelerator", output_dir: Folder | None) -> Place:
     project = accelerator.project_configuration
     if project.project_dir is None:
         raise ValueError("Automatic checkpoint naming needs a folder: ProjectConfiguration(project_dir=...) is None.")
-    place = place_of(project.project_dir).child(names.CHECKPOINTS_FOLDER).child(names.numbered_folder(project.iteration))
+    place = (
+        place_of(project.project_dir).child(names.CHECKPOINTS_FOLDER).child(names.numbered_folder(project.iteration))
+    )
     if output_dir is not None:
         warn_caller(
             f"save_state(output_dir={os.fspath(output_dir)!r}) is not used, because checkpoints are named automatically: "

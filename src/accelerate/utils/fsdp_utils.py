@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from accelerate.checkpoint import fsdp_io, fsdp_state
+from accelerate.checkpoint.dcp import FolderReader, is_folder
+from accelerate.checkpoint.fsdp_files import merged_model
 from accelerate.config.fsdp import get_module_class_from_name
 from accelerate.logging import get_logger
 from accelerate.modules.compile import is_compiled_module
@@ -288,6 +291,10 @@ def _get_model_state_dict(
     """
     if sd_options is None:
         state = None
+    elif sd_options.full_state_dict and sd_options.cpu_offload and fsdp_state.is_fsdp1(model):
+        # Torch frees what it gathered for rank 0 before it was copied, where that is host memory, and crashes.
+        whole = fsdp_state.gathered(fsdp_state.model_state(model).values)
+        state = whole if fsdp_state.rank_and_size()[0] == 0 else {}
     else:
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
@@ -351,7 +358,7 @@ def merge_fsdp_weights(
         raise ValueError(f"output_path {target} lies in checkpoint_dir {source}, which remove_checkpoint_dir deletes.")
     state = PartialState()
     if state.is_main_process:
-        written = _write_merged(_read_sharded(source), target, safe_serialization)
+        written = _write_merged(merged_model(FolderReader(source)), target, safe_serialization)
         logger.info(f"The merged weights are in {written}.")
         if remove_checkpoint_dir:
             shutil.rmtree(source)
@@ -359,7 +366,7 @@ def merge_fsdp_weights(
 
 
 def _check_sharded(folder: Path) -> None:
-    if (folder / ".metadata").is_file():
+    if is_folder(folder):
         return
     if not folder.is_dir():
         raise ValueError(f"checkpoint_dir {folder} does not exist.")
@@ -367,22 +374,6 @@ def _check_sharded(folder: Path) -> None:
     models = [name for name in inside if name.startswith(FSDP_MODEL_NAME)] or inside
     hint = f" Did you mean {folder / models[0]}?" if models else ""
     raise ValueError(f"checkpoint_dir {folder} is no sharded checkpoint: it has no .metadata file.{hint}")
-
-
-def _read_sharded(folder: Path) -> dict[str, Any]:
-    from torch.distributed.checkpoint import FileSystemReader
-    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
-
-    state: dict[str, Any] = {}
-    _load_state_dict(
-        state, storage_reader=FileSystemReader(folder), planner=_EmptyStateDictLoadPlanner(), no_dist=True
-    )
-    if len(state) == 1:  # the model's tensors lie under one name, such as "model"
-        (only,) = state.values()
-        if isinstance(only, dict):
-            return only
-    return state
 
 
 def _write_merged(weights: dict[str, Any], folder: Path, safe_serialization: bool) -> Path:
@@ -396,13 +387,167 @@ def _write_merged(weights: dict[str, Any], folder: Path, safe_serialization: boo
     return folder / SAFE_WEIGHTS_NAME
 
 
+# -- checkpoints -------------------------------------------------------------------------------------------------
+
+
+def _layout(
+    fsdp_plugin: "FullyShardedDataParallelPlugin", use_dcp: bool, optimizer: bool = False
+) -> fsdp_state.Layout:
+    kind = fsdp_plugin.state_dict_type.name
+    if kind == "FULL_STATE_DICT":
+        return "full"
+    return "sharded" if use_dcp and (optimizer or kind == "SHARDED_STATE_DICT") else "local"
+
+
+def save_fsdp_model(
+    fsdp_plugin: "FullyShardedDataParallelPlugin",
+    accelerator: "Accelerator",
+    model: nn.Module,
+    output_dir: str,
+    model_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> None:
+    """Save a sharded model. Every rank calls it.
+
+    Args:
+        fsdp_plugin: its `state_dict_type` chooses what is written. SHARDED_STATE_DICT: the folder `pytorch_model_fsdp_0`, to
+            which each rank writes its part, and which any number of ranks can load. FULL_STATE_DICT: one file,
+            `pytorch_model_fsdp.bin`, gathered by rank 0. LOCAL_STATE_DICT: a file per rank.
+        accelerator: not used; a checkpoint needs no more than the model knows.
+        model: wrapped by torch's FullyShardedDataParallel, or sharded in place; any other model can be saved, too.
+        output_dir: the checkpoint's folder, which all ranks see.
+        model_index: which of the models it is, from 0.
+        adapter_only: only the active adapter, if it is a PEFT model.
+        use_dcp: False writes a file per rank for SHARDED_STATE_DICT, which only the same number of ranks can load.
+
+    Raises:
+        RuntimeError: writing failed on some rank; raised on all of them.
+    """
+    layout = _layout(fsdp_plugin, use_dcp)
+    options = {}
+    if layout == "local":
+        flat = fsdp_plugin.state_dict_type.name == "LOCAL_STATE_DICT" and fsdp_state.is_fsdp1(model)
+        options = {"flat": flat}
+
+    def getter(model: nn.Module, sd_options: Any = None) -> dict[str, Any]:
+        return _get_model_state_dict(model, adapter_only=adapter_only, sd_options=sd_options)
+
+    fsdp_io.save_model(model, output_dir, model_index, layout, getter=getter, **options)
+
+
+def load_fsdp_model(
+    fsdp_plugin: "FullyShardedDataParallelPlugin",
+    accelerator: "Accelerator",
+    model: nn.Module,
+    input_dir: str,
+    model_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> Any:
+    """Load a sharded model. Every rank calls it.
+
+    It need not have been saved by the same number of ranks, or sharded in the same way, or sharded at all. Everything is read
+    before anything is changed.
+
+    Args:
+        fsdp_plugin: its `state_dict_type` chooses what is read if the folder has several layouts of the model.
+        accelerator: not used.
+        model: see `save_fsdp_model`.
+        input_dir: the checkpoint's folder, which all ranks see.
+        model_index: which of the models it is, from 0.
+        adapter_only: the checkpoint holds only the active adapter, if it is a PEFT model.
+        use_dcp: False prefers a file per rank.
+
+    Returns:
+        The missing and unexpected keys.
+
+    Raises:
+        FileNotFoundError: the folder has no such model.
+        RuntimeError: it is another model, or reading failed on some rank; the model is as it was.
+        DamagedCheckpoint: a file is damaged; the model is as it was.
+    """
+
+    def getter(model: nn.Module, sd_options: Any = None) -> dict[str, Any]:
+        return _get_model_state_dict(model, adapter_only=adapter_only, sd_options=sd_options)
+
+    def setter(model: nn.Module, state: dict[str, Any], sd_options: Any = None) -> Any:
+        return _set_model_state_dict(model, state, adapter_only=adapter_only, sd_options=sd_options)
+
+    prefer = _layout(fsdp_plugin, use_dcp)
+    return fsdp_io.load_model(model, input_dir, model_index, prefer, getter=getter, setter=setter)
+
+
+def save_fsdp_optimizer(
+    fsdp_plugin: "FullyShardedDataParallelPlugin",
+    accelerator: "Accelerator",
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    output_dir: str,
+    optimizer_index: int = 0,
+    use_dcp: bool = True,
+) -> None:
+    """Save the optimizer of a sharded model, keyed by the names of parameters. Every rank calls it.
+
+    Args:
+        fsdp_plugin: its `state_dict_type` chooses what is written: with FULL_STATE_DICT the file `optimizer.bin`, gathered by
+            rank 0; else the folder `optimizer_0`, to which each rank writes its part, and which any number can load.
+        accelerator: not used.
+        optimizer: wrapped or not.
+        model: the model that it updates.
+        output_dir: the checkpoint's folder, which all ranks see.
+        optimizer_index: which of the optimizers it is, from 0.
+        use_dcp: False writes a file per rank instead of the folder, which only the same number of ranks can load.
+
+    Raises:
+        ValueError: the optimizer has a parameter that the model does not have.
+        RuntimeError: writing failed on some rank; raised on all of them.
+    """
+    layout = _layout(fsdp_plugin, use_dcp, optimizer=True)
+    fsdp_io.save_optimizer(optimizer, model, output_dir, optimizer_index, layout)
+
+
+def load_fsdp_optimizer(
+    fsdp_plugin: "FullyShardedDataParallelPlugin",
+    accelerator: "Accelerator",
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    input_dir: str,
+    optimizer_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> None:
+    """Load the optimizer of a sharded model. Every rank calls it.
+
+    It need not have been saved by the same number of ranks, or sharded in the same way, or sharded at all. Everything is read
+    before anything is changed.
+
+    Args:
+        fsdp_plugin: its `state_dict_type` chooses what is read if the folder has several layouts of the optimizer.
+        accelerator: not used.
+        optimizer: wrapped or not.
+        model: the model that it updates.
+        input_dir: the checkpoint's folder, which all ranks see.
+        optimizer_index: which of the optimizers it is, from 0.
+        adapter_only: not used: the state is that of the parameters which the optimizer has.
+        use_dcp: False prefers a file per rank.
+
+    Raises:
+        FileNotFoundError: the folder has no such optimizer.
+        RuntimeError: it is the state of other parameters, or reading failed on some rank; the optimizer is as it was.
+        DamagedCheckpoint: a file is damaged; the optimizer is as it was.
+    """
+    prefer = _layout(fsdp_plugin, use_dcp, optimizer=True)
+    fsdp_io.load_optimizer(optimizer, model, input_dir, optimizer_index, prefer)
+
+
 # -- not available yet -------------------------------------------------------------------------------------------
 
 
 def _later(what: str) -> NotImplementedError:
     return NotImplementedError(
-        f"{what} is not available yet. FullyShardedDataParallelPlugin can be configured, and merge_fsdp_weights merges existing "
-        "checkpoints; to train now, use data parallelism without an FSDP plugin."
+        f"{what} is not available yet. FullyShardedDataParallelPlugin can be configured, and models that torch itself sharded "
+        "can be saved and loaded; to train with this library now, use data parallelism without an FSDP plugin."
     )
 
 
@@ -424,72 +569,3 @@ def fsdp2_load_full_state_dict(
         NotImplementedError: always, for now.
     """
     raise _later("Distributing a full state dict over a sharded model")
-
-
-def save_fsdp_model(
-    fsdp_plugin: "FullyShardedDataParallelPlugin",
-    accelerator: "Accelerator",
-    model: nn.Module,
-    output_dir: str,
-    model_index: int = 0,
-    adapter_only: bool = False,
-    use_dcp: bool = True,
-) -> None:
-    """Save a sharded model. Every rank calls it.
-
-    Raises:
-        NotImplementedError: always, for now.
-    """
-    raise _later("Saving a sharded model")
-
-
-def load_fsdp_model(
-    fsdp_plugin: "FullyShardedDataParallelPlugin",
-    accelerator: "Accelerator",
-    model: nn.Module,
-    input_dir: str,
-    model_index: int = 0,
-    adapter_only: bool = False,
-    use_dcp: bool = True,
-) -> Any:
-    """Load a sharded model. Every rank calls it.
-
-    Raises:
-        NotImplementedError: always, for now.
-    """
-    raise _later("Loading a sharded model")
-
-
-def save_fsdp_optimizer(
-    fsdp_plugin: "FullyShardedDataParallelPlugin",
-    accelerator: "Accelerator",
-    optimizer: torch.optim.Optimizer,
-    model: nn.Module,
-    output_dir: str,
-    optimizer_index: int = 0,
-    use_dcp: bool = True,
-) -> None:
-    """Save the optimizer of a sharded model. Every rank calls it.
-
-    Raises:
-        NotImplementedError: always, for now.
-    """
-    raise _later("Saving the optimizer of a sharded model")
-
-
-def load_fsdp_optimizer(
-    fsdp_plugin: "FullyShardedDataParallelPlugin",
-    accelerator: "Accelerator",
-    optimizer: torch.optim.Optimizer,
-    model: nn.Module,
-    input_dir: str,
-    optimizer_index: int = 0,
-    adapter_only: bool = False,
-    use_dcp: bool = True,
-) -> None:
-    """Load the optimizer of a sharded model. Every rank calls it.
-
-    Raises:
-        NotImplementedError: always, for now.
-    """
-    raise _later("Loading the optimizer of a sharded model")

@@ -1,6 +1,6 @@
 """A program that is stopped by signals and submitted again until it is done, as a scheduler would do.
 
-    preempted_run.py FOLDER [WORKERS]
+    preempted_run.py FOLDER [WORKERS [SAMPLES]]
 
 Each start goes on where the one before was stopped. The last one also trains without interruption, and compares. Rank 0 tells
 each micro-batch on standard output, for a test that wants to send a signal there.
@@ -18,11 +18,13 @@ from accelerate.utils import ProjectConfiguration
 
 def main():
     folder = Path(sys.argv[1])
-    case = Case("run", epochs=4, length=44, workers=int((sys.argv[2:] or ["0"])[0]))
+    case = Case("run", epochs=3, length=int((sys.argv[3:] or ["44"])[0]), workers=int((sys.argv[2:] or ["0"])[0]))
     project = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, save_on_signal=["SIGTERM", "SIGUSR1"])
-    job = Job(case, READER_SEED if (folder / "checkpoints").exists() else WRITER_SEED, project_config=project)
+    goes_on = (folder / "checkpoints").exists()
+    job = Job(case, READER_SEED if goes_on else WRITER_SEED, project_config=project)
+    if goes_on:
+        stir()
     loaded = job.accelerator.load_state(latest=True, missing_ok=True)
-    stir() if loaded is not None else None
     rank = job.accelerator.process_index
     log = Log(folder, "parts", rank)
     told = open(folder / f"told.{rank}", "a", encoding="utf-8")  # noqa: SIM115

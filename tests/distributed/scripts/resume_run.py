@@ -24,7 +24,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accelerate import DataLoaderConfiguration
-from accelerate.checkpoint.places import place_of
 from accelerate.utils import ProjectConfiguration, set_seed
 
 WRITER_SEED, READER_SEED = 5, 77

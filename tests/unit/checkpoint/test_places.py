@@ -227,6 +227,18 @@ def test_a_removal_that_is_cut_short_leaves_nothing_to_load(tmp_path, monkeypatc
     assert len(place.parent().sweep()) == 2 and os.listdir(tmp_path) == []
 
 
+def test_what_a_killed_publish_left_is_removed_as_a_whole(tmp_path, monkeypatch):
+    place = make(tmp_path / "checkpoint_1")
+    write(place, "new")
+    with monkeypatch.context() as patch:
+        kill_at(patch, 4, False)  # between the two renames
+        with pytest.raises(Killed):
+            place.publish()
+    assert not os.path.exists(place.location) and content(place) == "new"
+    place.remove()
+    assert os.listdir(tmp_path) == []
+
+
 def test_sweeping_completes_what_was_being_published(tmp_path, monkeypatch):
     place = make(tmp_path / "checkpoint_1")
     write(place, "new")

@@ -318,6 +318,15 @@ def test_prune_incomplete(accelerate, project):
     assert out.endswith("3 removed.\n")
 
 
+def test_a_project_with_nothing_but_leftovers(accelerate, tmp_path):
+    folder = tmp_path / "checkpoints" / (names.STAGING_PREFIX + "checkpoint_0")
+    folder.mkdir(parents=True)
+    samples.touch(tmp_path, 700)
+    assert str(folder) in run(accelerate, "ls", tmp_path)[1]
+    assert run(accelerate, "prune", tmp_path, "--keep", "1", "--incomplete", "--yes")[0] == 0
+    assert left_in(tmp_path) == []
+
+
 def test_prune_leaves_what_is_being_saved(accelerate, project):
     folder = project / "checkpoints" / "checkpoint_5"
     folder.mkdir()
@@ -441,3 +450,31 @@ def test_as_a_program(project, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_checkpoints_of_a_run(accelerate, tmp_path):
+    import torch
+    from safetensors.torch import load_file
+
+    from accelerate import Accelerator
+    from accelerate.utils import ProjectConfiguration
+
+    made = Accelerator(cpu=True, project_config=ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True))
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    model, optimizer = made.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(3):
+        made.save_state()
+    told = json.loads(run(accelerate, "ls", tmp_path, "--json")[1])
+    assert [(one["name"], one["state"], one["iteration"]) for one in told] == [
+        (f"checkpoints/checkpoint_{number}", "complete", number) for number in range(3)
+    ]
+    assert run(accelerate, "verify", tmp_path)[0] == 0
+    folder = tmp_path / "checkpoints" / "checkpoint_2"
+    assert ["1.weight", "0.weight", "model.safetensors"] in rows(run(accelerate, "info", folder)[1])
+    assert run(accelerate, "export", folder, tmp_path / "out")[0] == 0
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    assert set(exported) == {"0.weight", "0.bias", "1.bias"}
+    assert torch.equal(exported["0.weight"], model[0].weight)
+    assert run(accelerate, "prune", tmp_path, "--keep", "1", "--yes")[0] == 0
+    assert left_in(tmp_path) == ["checkpoint_2"]

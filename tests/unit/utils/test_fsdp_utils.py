@@ -234,10 +234,6 @@ def test_grad_scaler():
     [
         lambda: utils.fsdp2_prepare_model(None, None),
         lambda: utils.fsdp2_load_full_state_dict(None, None, {}),
-        lambda: utils.save_fsdp_model(None, None, None, ""),
-        lambda: utils.load_fsdp_model(None, None, None, ""),
-        lambda: utils.save_fsdp_optimizer(None, None, None, None, ""),
-        lambda: utils.load_fsdp_optimizer(None, None, None, None, ""),
     ],
 )
 def test_what_is_not_available_says_so(call):
