@@ -1268,6 +1268,9 @@ class Accelerator:
         tracking.log(self, values, step, log_kwargs)
 
     def end_training(self) -> None:
-        """Finish the trackers, give signals back to their former handlers, leave the process group. All ranks, at the end."""
+        """Finish checkpoints and trackers, give signals back to their handlers, leave the process group. All ranks, at the end."""
         preemption.uninstall(self)
-        tracking.end_training(self)
+        try:
+            saving.wait_for_checkpoint(self)
+        finally:
+            tracking.end_training(self)

@@ -18,7 +18,7 @@ from accelerate import comm
 from accelerate.config.enums import DistributedType, SageMakerDistributedType
 from accelerate.devices import Device, detect, row
 from accelerate.devices.table import DEVICES
-from accelerate.runtime import rendezvous, split, storage, traits
+from accelerate.runtime import rendezvous, split, storage, traits, whereabouts
 from accelerate.utils.environment import check_cuda_p2p_ib_support, parse_flag_from_env, set_numa_affinity
 
 logger = logging.getLogger(__name__)
@@ -288,6 +288,8 @@ class PartialState(ProcessView):
             ranks = rendezvous.Ranks(rank, size, local_rank, None, "xla")
         elif abilities.distributed:
             ranks = _join(backend, hardware, settings)
+            # So that a rank which waits for this one can learn where it is.
+            whereabouts.watch(dist.distributed_c10d._get_default_store(), ranks.rank, ranks.world_size)
         self._cpu = cpu
         self.backend = backend
         self.device = _place(hardware, ranks, abilities.distributed)

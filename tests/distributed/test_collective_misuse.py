@@ -18,17 +18,19 @@ def heard(done):
     return {int(rank): float(s) for rank, s in re.findall(r"rank (\d+) heard after ([\d.]+) s", done.stdout)}
 
 
-@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_saving_on_the_main_process_alone_is_found_out_within_seconds(launch, processes):
     done = launch(SCRIPT, "saves_on_main", processes=processes)
     assert list(heard(done)) == [0]
 
 
+@pytest.mark.slow
 def test_a_script_that_saves_on_the_main_process_alone_ends_with_the_reason(launch):
     done = launch(SCRIPT, "saves_on_main_and_fails", succeeds=False)
     assert "CollectiveMisuse: save_state was called by rank 0, but rank 1 will not call it" in done.stderr
 
 
+@pytest.mark.slow
 def test_every_rank_that_called_hears_of_it(launch):
     done = launch(SCRIPT, "saves_on_all_but_one", processes=3)
     assert sorted(heard(done)) == [0, 1]
@@ -37,10 +39,10 @@ def test_every_rank_that_called_hears_of_it(launch):
 @pytest.mark.parametrize(
     "case, processes, ranks",
     [
-        ("waits_in_barrier", 2, [0]),
+        pytest.param("waits_in_barrier", 2, [0], marks=pytest.mark.slow),
         ("saves_to_different_paths", 3, [0, 1, 2]),
-        ("saves_and_loads", 2, [0, 1]),
-        ("saves_after_the_end_of_another", 2, [0]),
+        pytest.param("saves_and_loads", 2, [0, 1], marks=pytest.mark.slow),
+        pytest.param("saves_after_the_end_of_another", 2, [0], marks=pytest.mark.slow),
     ],
 )
 def test_misuse_is_an_error_on_all_that_called(launch, case, processes, ranks):
@@ -51,8 +53,8 @@ def test_misuse_is_an_error_on_all_that_called(launch, case, processes, ranks):
     "case, processes",
     [
         ("waits_for_slow_main", 2),
-        ("waits_for_another_program", 2),
-        ("waits_for_two_that_wait_for_each_other", 3),
+        pytest.param("waits_for_another_program", 2, marks=pytest.mark.slow),
+        pytest.param("waits_for_two_that_wait_for_each_other", 3, marks=pytest.mark.slow),
     ],
 )
 def test_slow_ranks_are_waited_for(launch, case, processes):
@@ -92,6 +94,7 @@ def test_a_rank_that_is_killed_while_it_writes_is_not_waited_for(tmp_path):
     assert "rank 0 heard after" in outputs[0] and "rank 2 heard after" in outputs[2]
 
 
+@pytest.mark.slow
 def test_a_rank_that_outlives_the_one_with_the_store_ends_in_peace(tmp_path):
     first, second = started_by_hand(tmp_path, "ends_after_main", 2)
     outputs = [first.communicate(timeout=120)[0]]

@@ -36,12 +36,13 @@ def environment(address):
     return told
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_object_store(launch, environment, processes):
     done = launch("check_object_store.py", "s3://bucket/runs", processes=processes, environment=environment)
     assert "ok all" in done.stdout
 
 
+@pytest.mark.slow
 def test_commands(launch, environment, tmp_path):
     """`accelerate checkpoint` on what the processes left."""
     url = "s3://bucket/commands"

@@ -54,10 +54,12 @@ class Reader:
     Attributes:
         origin: the folder or file, for messages.
         metadata: what torch's planner is told: shapes, dtypes, and which pieces there are.
+        aliases: names of tensors that are stored under another one, to that one.
     """
 
     origin: str
     metadata: "Metadata"
+    aliases: Mapping[str, str] = {}
 
     def specs(self) -> Iterator[tuple[Steps, str]]:
         """Yield where each value belongs within the saved state, and its key in the metadata."""
@@ -98,6 +100,39 @@ class Reader:
             target.copy_(part)
             planner.commit_tensor(item, target)
 
+    def part(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+        """Return a part of a tensor. Any rank, alone.
+
+        Args:
+            key: of a tensor in the metadata.
+            offsets: where the part begins.
+            sizes: its shape.
+
+        Raises:
+            DamagedCheckpoint: a file does not hold what the metadata says.
+        """
+        from torch.distributed.checkpoint import LoadPlan
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+        from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+        spec = self.metadata.state_dict_metadata[key]
+        made = torch.empty(sizes, dtype=spec.properties.dtype)
+        chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        with self._telling():
+            self.read_data(LoadPlan(create_read_items_for_chunk_list(key, spec, [chunk])), _Into(made))
+        return made
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Say which checkpoint it is that cannot be read."""
+        try:
+            with torch.no_grad():
+                yield
+        except DamagedCheckpoint:
+            raise
+        except (pickle.UnpicklingError, EOFError, OSError, RuntimeError, ValueError) as error:
+            raise DamagedCheckpoint(f"{self.origin} could not be read: {error}") from error
+
     def fill(self, wanted: dict[str, Any]) -> dict[str, Any]:
         """Read values, and return what was asked for with them in it. Any rank, alone.
 
@@ -111,13 +146,8 @@ class Reader:
         planner = _planner()
         planner.set_up_planner(wanted, self.metadata, True)
         plan = planner.create_global_plan([planner.create_local_plan()])[0]
-        try:
-            with torch.no_grad():
-                self.read_data(planner.finish_plan(plan), planner)
-        except (pickle.UnpicklingError, EOFError, OSError, RuntimeError, ValueError) as error:
-            if isinstance(error, DamagedCheckpoint):
-                raise
-            raise DamagedCheckpoint(f"{self.origin} could not be read: {error}") from error
+        with self._telling():
+            self.read_data(planner.finish_plan(plan), planner)
         return wanted
 
 
@@ -131,6 +161,22 @@ def _planner() -> "LoadPlanner":
             self.original_state_dict[read_item.dest_index.fqn] = torch.load(value, "cpu", weights_only=True)
 
     return Planner(flatten_state_dict=False)
+
+
+class _Into:
+    """The part of a planner that tells where what is read goes: into one tensor."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def resolve_tensor(self, item: Any) -> torch.Tensor:
+        target = self._tensor
+        for dim, (start, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
+            target = target.narrow(dim, start, length)
+        return target
+
+    def commit_tensor(self, item: Any, tensor: torch.Tensor) -> None:
+        """Do nothing more."""
 
 
 class FolderReader(Reader):
@@ -237,9 +283,12 @@ class FilesReader(Reader):
                 for steps, value in leaves(map_torch(file)):
                     key = ".".join(map(str, steps))
                     self._values[key], paths[key] = value, steps
-        for alias, name in (aliases or {}).items():
-            if alias not in self._values and name in self._values:
-                self._values[alias] = self._values[name]
+        self.aliases = {
+            alias: name
+            for alias, name in (aliases or {}).items()
+            if alias not in self._values and name in self._values
+        }
+        self._values |= {alias: self._values[name] for alias, name in self.aliases.items()}
         self.metadata = _whole(self._values, paths)
 
     def _piece(self, index: "MetadataIndex") -> torch.Tensor:

@@ -401,7 +401,7 @@ def read_generators(folder: Path, process_index: int) -> dict[str, Any] | None:
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:
-        return rng.decode({name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {})
+        return rng.decode({name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {})  # noqa: SIM118 (not a dict)
 
 
 def read_random_states(folder: Path, process_index: int) -> dict[str, Any] | None:

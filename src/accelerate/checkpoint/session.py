@@ -128,7 +128,7 @@ class Save:
                 if self.refusing is not None:
                     self.refusing(self.place)
                 staged = self.place.stage()
-            except Exception as error:
+            except BaseException as error:  # a rank that leaves without a word is waited for
                 problem = error
         notes = self.meeting.exchange({"staged": staged, "problem": _text(problem)})
         if any(note["problem"] for note in notes):
@@ -144,7 +144,7 @@ class Save:
         """Return what takes the files of this rank."""
         return self._parcel
 
-    def fail(self, problem: Exception) -> None:
+    def fail(self, problem: BaseException) -> None:
         """Remember that this rank could not collect its state; `finish` tells the others.
 
         Args:
@@ -165,7 +165,7 @@ class Save:
         if self._problem is None:
             try:
                 entries = self._parcel.write(writers)
-            except Exception as error:
+            except BaseException as error:
                 self._problem = error
         notes = self._tell(entries)
         if not any(note["problem"] for note in notes) and self._leads:
@@ -176,7 +176,7 @@ class Save:
                 entries |= unlisted(self._parcel.folder, entries, self.group.rank, writers)
                 if not self.place.shared:
                     self.place.upload(self._parcel.folder)
-            except Exception as error:
+            except BaseException as error:
                 self._problem = error
         notes = self._tell(entries if self._leads else {})
         try:

@@ -74,7 +74,7 @@ def load_state(
             logger.info("%s Nothing was loaded.", agreed.problem)
             return None
         raise agreed.problem from None
-    except Exception as error:
+    except BaseException as error:  # a rank that leaves without a word is waited for
         problem = error
     _complete(accelerator, meeting, restoring, problem)
     accelerator._loaded_checkpoint = chosen.location
@@ -83,7 +83,7 @@ def load_state(
 
 
 def _complete(
-    accelerator: "Accelerator", meeting: Meeting, restoring: Restoring | None, problem: Exception | None
+    accelerator: "Accelerator", meeting: Meeting, restoring: Restoring | None, problem: BaseException | None
 ) -> None:
     """Put the rest into the objects if all ranks got this far, else give back what they had."""
     try:

@@ -89,8 +89,9 @@ def save_state(
         _collect(accelerator, parcel, safe_serialization, save_model_func_kwargs)
         if not blocking:
             parcel.snapshot(background.buffers)
-    except Exception as error:  # the other ranks must hear of it, so that they do not wait for this one
+    except BaseException as error:  # the other ranks must hear of it, so that they do not wait for this one
         save.fail(error)
+        blocking = True
     if blocking:
         save.finish()
     else:

@@ -1,24 +1,33 @@
 """A program that is stopped by signals and submitted again until it is done, as a scheduler would do.
 
-    preempted_run.py FOLDER [WORKERS [SAMPLES]]
+    preempted_run.py FOLDER WORKERS HOLD
 
-Each start goes on where the one before was stopped. The last one also trains without interruption, and compares. Rank 0 tells
-each micro-batch on standard output, for a test that wants to send a signal there.
+Each start goes on where the one before was stopped. After HOLD micro-batches (0 for never) rank 0 says so on standard output, and
+waits for its signal. A start that comes to the end also trains without interruption, and compares.
 """
 
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 from resume_run import READER_SEED, WRITER_SEED, Case, Job, Log, stir
 
+from accelerate.training.preemption import Preempted
 from accelerate.utils import ProjectConfiguration
 
 
+def wait_for_the_end_of(rank: Path) -> None:
+    """Wait until the process whose number a file holds has ended; the launcher collects it."""
+    end = time.monotonic() + 30
+    while time.monotonic() < end and Path("/proc", rank.read_text()).exists():
+        time.sleep(0.01)
+
+
 def main():
-    folder = Path(sys.argv[1])
-    case = Case("run", epochs=3, length=int((sys.argv[3:] or ["44"])[0]), workers=int((sys.argv[2:] or ["0"])[0]))
+    folder, workers, hold = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    case = Case("run", length=44, workers=workers)
     project = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, save_on_signal=["SIGTERM", "SIGUSR1"])
     goes_on = (folder / "checkpoints").exists()
     job = Job(case, READER_SEED if goes_on else WRITER_SEED, project_config=project)
@@ -27,18 +36,26 @@ def main():
     loaded = job.accelerator.load_state(latest=True, missing_ok=True)
     rank = job.accelerator.process_index
     log = Log(folder, "parts", rank)
-    told = open(folder / f"told.{rank}", "a", encoding="utf-8")  # noqa: SIM115
+    Path(folder, f"pid.{rank}").write_text(str(os.getpid()))
+    done = 0
 
-    def tell(name):
-        if job.accelerator.is_main_process:
-            print(f"at {name} pid {os.getpid()}", flush=True)
+    def wait_for_signal(name):
+        nonlocal done
+        done += name.split("-")[1].isdigit()
+        if rank == 0 and done == hold:
+            print("holding", flush=True)
+            while not job.accelerator.gradient_state._step_watch.received:
+                time.sleep(0.001)
 
     try:
-        job.train(log, tell, resume=None if loaded is None else "load")
-    finally:
-        # The other ranks may be gone from the program already, and nobody stops this one for it.
+        job.train(log, wait_for_signal, resume=None if loaded is None else "load")
+    except Preempted:
         job.accelerator.wait_for_everyone()
-        print("leaving", file=told, flush=True)
+        if rank == 0 and job.accelerator.num_processes > 1 and sys.platform == "linux":
+            # Rank 1 has ended with 75 by then, and the launcher does not stop this one for it.
+            wait_for_the_end_of(Path(folder, "pid.1"))
+        Path(folder, f"left.{rank}").touch()
+        raise
     whole = Log(folder, "whole", rank)
     Job(case, WRITER_SEED).train(whole)
     parts, expected = (

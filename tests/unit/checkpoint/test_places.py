@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from pathlib import Path
 
 import pytest
 
@@ -28,7 +29,7 @@ def content(place: LocalPlace) -> str:
     state = place.state()
     assert state.kind == "complete", state
     folder = place.fetch()
-    texts = {open(os.path.join(folder, name)).read() for name in state.manifest.files}
+    texts = {Path(folder, name).read_text() for name in state.manifest.files}
     assert len(texts) == 1, texts
     return texts.pop()
 

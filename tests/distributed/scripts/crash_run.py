@@ -1,0 +1,612 @@
+"""Kills runs while they save, publish, prune and load, and breaks their disks; after each time a whole checkpoint must be there.
+
+    crash_run.py FOLDER --kills 200 --failures 60 --seed 0
+
+The program imports everything once and forks: processes that train, save and are killed, and for each of them one that has
+never seen anything, which loads what is left and compares it. All that a checkpoint holds is a function of the step that it
+claims, so whoever loads it can compute what must be in it.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import errno
+import itertools
+import json
+import logging
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from crash_points import PHASES, Board, Plan, Points, die_with_parent, mount_small_disk
+from torch import nn
+from torch.utils.data import DataLoader
+
+from accelerate import Accelerator
+from accelerate.checkpoint import meeting, names
+from accelerate.checkpoint.places import place_of
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import ProjectConfiguration
+
+BATCH, LENGTH, SAVES, LIMIT_S = 2, 100_000, 3, 60
+# How the process ends: all steps done; stopped after a failure, as told; the others are gone.
+DONE, STOPPED, ALONE = 0, 4, 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Chain:
+    """Runs that follow each other in one folder.
+
+    Attributes:
+        folder: where they save.
+        world: number of processes.
+        blocking: whether a save waits until it is written.
+        limit: `total_limit` of automatically named checkpoints; None saves into one folder again and again.
+        inside: the run's working directory is that folder.
+    """
+
+    folder: Path
+    world: int = 1
+    blocking: bool = True
+    limit: int | None = None
+    inside: bool = False
+
+    def __str__(self) -> str:
+        place = "one folder" if self.limit is None else f"total_limit={self.limit}"
+        inside = ", from inside" if self.inside else ""
+        return f"{self.world} process(es), {'sync' if self.blocking else 'async'}, {place}{inside}"
+
+    @property
+    def target(self) -> Path:
+        """The one folder."""
+        return self.folder / "state"
+
+
+class Ballast:
+    """A registered object: the step, and more or less to write."""
+
+    def __init__(self) -> None:
+        self.step, self.data = 0, torch.zeros(0)
+
+    def state_dict(self) -> dict:
+        return {"step": self.step, "data": self.data}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.step, self.data = state["step"], state["data"]
+
+
+class Run:
+    """A training run without training: its state is computed from the number of the step."""
+
+    def __init__(self, chain: Chain) -> None:
+        self.chain = chain
+        project = ProjectConfiguration(
+            str(chain.folder), automatic_checkpoint_naming=chain.limit is not None, total_limit=chain.limit
+        )
+        self.accelerator = Accelerator(cpu=True, project_config=project)
+        model = nn.Sequential(nn.Linear(24, 32), nn.BatchNorm1d(32), nn.Linear(32, 4))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, _rate)
+        loader = DataLoader(torch.arange(LENGTH), batch_size=BATCH)
+        prepared = self.accelerator.prepare(model, optimizer, scheduler, loader)
+        self.model, self.optimizer, self.scheduler, self.loader = prepared
+        self.ballast = Ballast()
+        self.accelerator.register_for_checkpointing(self.ballast)
+        self.accelerator.register_save_state_pre_hook(self._write_more)
+        self.batches: Iterator | None = None
+        self.fill(0)
+
+    def _write_more(self, models: list, weights: list, folder: str) -> None:
+        if self.accelerator.is_main_process:
+            Path(folder, f"more_{self.ballast.step % 3}.json").write_text(str(self.ballast.step))
+
+    def fill(self, step: int) -> None:
+        """Put everything into the state that it has after so many steps."""
+        draw = torch.Generator().manual_seed(step)
+        optimizer, scheduler = self.optimizer.optimizer, self.scheduler.scheduler
+        with torch.no_grad():
+            for tensor in self.model.state_dict().values():
+                tensor.copy_(torch.rand(tensor.shape, generator=draw) * 100)
+        for group in optimizer.param_groups:
+            group["lr"] = _rate(step)
+            for weight in group["params"]:
+                moments = {name: torch.rand(weight.shape, generator=draw) for name in ("exp_avg", "exp_avg_sq")}
+                optimizer.state[weight] = {"step": torch.tensor(float(step)), **moments}
+        scheduler.last_epoch, scheduler._step_count, scheduler._last_lr = step, step + 1, [_rate(step)]
+        self.ballast.step = step
+        self.ballast.data = torch.rand(int(torch.randint(20_000, (1,), generator=draw)), generator=draw)
+        seed = 1000 * step + self.accelerator.process_index
+        random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
+
+    def _everything(self) -> list[torch.Tensor]:
+        optimizer = self.optimizer.optimizer
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        found = [*self.model.state_dict().values(), self.ballast.data]
+        found += [optimizer.state[weight][name] for weight in weights for name in ("step", "exp_avg", "exp_avg_sq")]
+        numbers = [optimizer.param_groups[0]["lr"], self.scheduler.scheduler.last_epoch, self.ballast.step]
+        drawn = [random.random(), np.random.rand(), torch.rand(()).item()]
+        return [tensor.clone() for tensor in found] + [torch.tensor(numbers + drawn, dtype=torch.float64)]
+
+    def check(self, step: int | None = None) -> int:
+        """Compare everything with what it must be after the step that it claims; returns that step."""
+        claimed = self.ballast.step
+        assert step is None or claimed == step, f"step {claimed} is here, not {step}"
+        found = self._everything()
+        self.fill(claimed)
+        for index, (tensor, expected) in enumerate(zip(found, self._everything(), strict=True)):
+            assert torch.equal(tensor, expected), f"step {claimed}: tensor {index} is {tensor}, not {expected}"
+        self.fill(claimed)
+        return claimed
+
+    def advance(self, former_world: int | None = None) -> int:
+        """Take a batch, and go to the next step; returns its number."""
+        self.batches = iter(self.loader) if self.batches is None else self.batches
+        here = self.accelerator
+        first = BATCH * (self.ballast.step * (former_world or here.num_processes) + here.process_index)
+        batch = next(self.batches)
+        assert batch.tolist() == [first, first + 1], f"the batch after step {self.ballast.step} is {batch}, not {first}"
+        self.fill(self.ballast.step + 1)
+        return self.ballast.step
+
+    def save(self, blocking: bool, safe: bool) -> None:
+        chain = self.chain
+        target = None if chain.limit is not None else "." if chain.inside else chain.target
+        self.accelerator.save_state(target, safe_serialization=safe, blocking=blocking)
+
+    def load(self, missing_ok: bool = False) -> bool:
+        """Load the newest checkpoint; say whether there was one."""
+        target = None if self.chain.limit is not None else self.chain.target
+        self.batches = None
+        if target is not None and not missing_ok:
+            return self.accelerator.load_state(target) is not None
+        return self.accelerator.load_state(target, latest=True, missing_ok=missing_ok) is not None
+
+
+def _rate(step: int) -> float:
+    return 1.0 / (1 + step)
+
+
+# -- what is forked ----------------------------------------------------------------------------------------------------
+
+
+def train(chain: Chain, plan: Plan, board: Board, rank: int, tell: Callable[[], None]) -> int:
+    """Load, take some steps, and save after each; the plan may end it anywhere. Returns how it ended."""
+    points = Points(board, rank, plan if plan.rank == rank else None)
+    points.install(plan.exchanges)
+    if chain.inside:
+        chain.target.mkdir(exist_ok=True)
+        os.chdir(chain.target)
+    run = Run(chain)
+
+    def guarded(act: Callable[[], object], phase: str) -> bool:
+        """Whether it went well. An injected failure must come out as an error, and leave the state alone."""
+        before = run.ballast.step
+        try:
+            with points.during(phase):
+                act()
+            return True
+        except (OSError, RuntimeError) as error:
+            if plan.kind in ("kill", "time"):
+                raise
+            board["refused", rank] += 1
+            points.disarm()
+            traceback.print_exc()
+            assert str(error), "an error without a message"
+            run.check(before)
+            return False
+
+    if not guarded(lambda: run.load(missing_ok=True), "load"):
+        if plan.leaves:
+            return STOPPED
+        run.load(missing_ok=True)
+    board["loaded", rank] = run.check()
+    tell()
+    for _ in range(SAVES):
+        step = run.advance()
+        board["begun", rank] = step
+        went_well = guarded(lambda: run.save(chain.blocking, plan.safe), "save")
+        if plan.kind == "fail" and not chain.blocking and went_well:
+            went_well = guarded(run.accelerator.wait_for_checkpoint, "save")
+        if went_well:
+            # One in the background is there when the next one begins.
+            board["saved", rank] = step if chain.blocking or plan.kind == "fail" else step - 1
+        elif plan.leaves:
+            return STOPPED
+        run.check(step)
+        if plan.phase == "load" and guarded(run.load, "load"):
+            run.check(step if went_well else None)
+            board["saved", rank] = run.ballast.step
+    run.accelerator.wait_for_checkpoint()
+    board["saved", rank] = max(board["saved", rank], run.ballast.step if plan.kind != "fail" else 0)
+    return DONE
+
+
+def verify(chain: Chain, board: Board, at_least: int, at_most: int) -> int:
+    """Load what is there as a fresh process, and compare. Returns the exit status."""
+    run = Run(chain)
+    if not run.load(missing_ok=at_least == 0):
+        assert at_least == 0, "no checkpoint is there"
+        return DONE
+    step = run.check()
+    assert at_least <= step <= at_most, f"step {step} was loaded, from {at_least} to {at_most} can be there"
+    board["loaded", 0], board["whole", 0] = step, 1
+    run.advance(chain.world)
+    if chain.limit is None:
+        own = [path.read_text() for path in chain.folder.glob("**/notes.txt")]
+        assert own == ["mine"] or not chain.target.exists(), f"the user's own file is {own}"
+        return DONE
+    former = None
+    for _, place in place_of(chain.folder / names.CHECKPOINTS_FOLDER).checkpoints():
+        state = place.state()
+        assert state.kind == "complete", (place, state)
+        run.accelerator.load_state(place.location)
+        claimed = run.check()
+        assert former is None or former < claimed, f"{place} has step {claimed}, the one before it {former}"
+        former, board["whole", 0] = claimed, board["whole", 0] + 1
+    assert former == step, "the newest one was not taken"
+    # One was there before the newest, which may have come without anything being pruned; and one was loaded.
+    assert board["whole", 0] - 1 <= chain.limit + 2, "checkpoints pile up"
+    return DONE
+
+
+def check_tidy(chain: Chain) -> None:
+    """After a run that came to its end nothing but checkpoints, and what is the user's own, is there."""
+    hidden = [path for path in chain.folder.rglob(".*")]
+    assert not hidden, f"left behind: {hidden}"
+    if chain.limit is None:
+        assert (chain.target / "notes.txt").read_text() == "mine"
+        assert len(list(chain.target.glob("more_*"))) == 1, "files of a former checkpoint are in the new one"
+
+
+class Lab:
+    """Forks, kills, and keeps the accounts.
+
+    Args:
+        folder: for everything that is written.
+        seed: of all that is drawn.
+    """
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self.folder, self.draw = folder, random.Random(seed)
+        self.kills: Counter[str] = Counter()
+        self.failures: Counter[str] = Counter()
+        self.whole = 0
+        self._rounds = itertools.count()
+        self._store: tuple[int, int] | None = None
+
+    def fork(self, act: Callable[[], int], log: Path) -> int:
+        """Run something in a fork; returns its process id. What it says goes into a file."""
+        sys.stdout.flush()
+        pid = os.fork()
+        if pid:
+            return pid
+        status = 1
+        try:
+            signal.alarm(0)
+            die_with_parent()
+            output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(output, 1), os.dup2(output, 2)
+            status = act()
+        except BaseException as error:
+            traceback.print_exc()
+            gone = "gone" in str(error) or "ended" in str(error)
+            status = ALONE if isinstance(error, RuntimeError) and gone else 1
+        finally:
+            sys.stdout.flush(), sys.stderr.flush()
+            os._exit(status)
+
+    def store(self) -> int:
+        """Return the port of a process that holds the ranks' key-value store, as a launcher does."""
+        if self._store is None:
+            reading, writing = os.pipe()
+
+            def serve() -> int:
+                store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+                os.write(writing, str(store.port).encode())
+                signal.pause()
+                return DONE
+
+            pid = self.fork(serve, self.folder / "store.log")
+            os.close(writing)
+            self._store = pid, int(os.read(reading, 16))
+            os.close(reading)
+        return self._store[1]
+
+    def close(self) -> None:
+        """End what is still running."""
+        if self._store is not None:
+            os.kill(self._store[0], signal.SIGKILL)
+            os.waitpid(self._store[0], 0)
+
+    @contextlib.contextmanager
+    def limit(self, pids: list[int], what: str) -> Iterator[None]:
+        """Kill processes that hang, and fail."""
+
+        def late(*_: object) -> None:
+            raise TimeoutError(f"{what}: still running after {LIMIT_S} s")
+
+        signal.signal(signal.SIGALRM, late)
+        signal.alarm(LIMIT_S)
+        try:
+            yield
+        finally:
+            signal.alarm(0)
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
+
+    def start(self, chain: Chain, plan: Plan, board: Board) -> tuple[list[int], int, Path]:
+        """Start the ranks of a run; returns their process ids, what tells when they have loaded, and their log."""
+        number = next(self._rounds)
+        log = self.folder / f"run_{number}.log"
+        port = self.store() if chain.world > 1 else 0
+        reading, writing = os.pipe()
+
+        def act(rank: int) -> Callable[[], int]:
+            def run() -> int:
+                if chain.world > 1:
+                    _be_rank(rank, chain.world, port, number)
+                return train(chain, plan, board, rank, lambda: os.write(writing, b"x"))
+
+            return run
+
+        pids = [self.fork(act(rank), log) for rank in range(chain.world)]
+        os.close(writing)
+        return pids, reading, log
+
+    def run(self, chain: Chain, plan: Plan, board: Board, delay: float = 0.0) -> bool:
+        """Run it, as the plan says; returns whether it was killed."""
+        pids, reading, log = self.start(chain, plan, board)
+        running, killed = list(pids), False
+        with self.limit(running, str(chain)):
+            if plan.kind == "time":
+                if plan.phase != "load":
+                    os.read(reading, 1)
+                time.sleep(delay)
+                os.kill(pids[plan.rank], signal.SIGKILL)
+            while running:
+                pid, status = os.waitpid(running[0], 0) if len(running) == 1 else os.wait()
+                if pid not in running:
+                    raise RuntimeError("the process with the store has ended")
+                running.remove(pid)
+                if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
+                    killed = True
+                    if plan.leaves:
+                        for other in running:
+                            os.kill(other, signal.SIGKILL)
+                    continue
+                code = os.waitstatus_to_exitcode(status)
+                expected = (DONE, STOPPED) if plan.kind == "fail" else (DONE, ALONE) if chain.world > 1 else (DONE,)
+                if code not in expected:
+                    raise AssertionError(f"{chain}, {plan}: exit status {code}\n{log.read_text()[-6000:]}")
+        os.close(reading)
+        return killed
+
+    def inspect(self, chain: Chain, board: Board, at_least: int, at_most: int, about: object) -> int:
+        """Load what is there in a fresh process; returns the step that was found."""
+        seen = Board()
+        log = self.folder / f"look_{next(self._rounds)}.log"
+        pid = self.fork(lambda: verify(chain, seen, at_least, at_most), log)
+        with self.limit([], str(chain)):
+            _, status = os.waitpid(pid, 0)
+        if status != 0:
+            tree = "\n".join(str(path) for path in sorted(chain.folder.rglob("*")))
+            raise AssertionError(f"{chain}, after {about}: nothing whole\n{log.read_text()[-6000:]}\n{tree}")
+        self.whole += seen["whole", 0]
+        return seen["loaded", 0]
+
+
+def _be_rank(rank: int, world: int, port: int, number: int) -> None:
+    """Be a process that a launcher has started, and meet the others in the store that the launcher holds."""
+    variables = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    # Whoever is left alone finds out at once.
+    meeting.ASK_WRITERS_AFTER_S = meeting.ASK_WRITERS_AGAIN_S = meeting.ASK_AFTER_S = 0.2
+    # A store serves all runs, each under a prefix of its own.
+    store = dist.PrefixStore(f"run {number}", dist.TCPStore("127.0.0.1", port, is_master=False))
+    dist.init_process_group("gloo", rank=rank, world_size=world, store=store)
+
+
+# -- the experiments ---------------------------------------------------------------------------------------------------
+
+
+class Story:
+    """A chain of runs, and what is known of it.
+
+    Args:
+        lab: where it happens.
+        chain: the runs.
+    """
+
+    def __init__(self, lab: Lab, chain: Chain) -> None:
+        self.lab, self.chain = lab, chain
+        chain.folder.mkdir(parents=True)
+        self.at_least = self.at_most = 0
+        self.calls = {"save": 150, "publish": 30, "prune": 20, "load": 30}
+        self.seconds = 0.4
+
+    def plan(self, kind: str, phase: str) -> Plan:
+        """Draw what happens next."""
+        draw = self.lab.draw
+        return Plan(
+            kind,
+            phase,
+            number=draw.randint(1, self.calls[phase]),
+            after=draw.random() < 0.5,
+            error=draw.choice([errno.ENOSPC, errno.EIO]),
+            lasts=draw.random() < 0.5,
+            # What one process does for all is not done by the others.
+            rank=draw.randrange(self.chain.world) if phase in ("save", "load") or kind == "time" else 0,
+            exchanges=draw.random() < 0.6,
+            safe=draw.random() < 0.8,
+            leaves=draw.random() < 0.5,
+        )
+
+    def go(self, plan: Plan) -> tuple[Board, bool]:
+        """Start the next run, and look at what it leaves; returns its numbers, and whether it was killed."""
+        board, delay = Board(), self.lab.draw.random() * self.seconds
+        begun = time.monotonic()
+        killed = self.lab.run(self.chain, plan, board, delay)
+        ranks = range(self.chain.world)
+        self.at_least = max(self.at_least, *(board["saved", rank] for rank in ranks))
+        self.at_most = max(self.at_most, *(board["begun", rank] for rank in ranks))
+        if not killed and plan.kind != "fail":
+            self.seconds = time.monotonic() - begun
+            for phase in PHASES:
+                self.calls[phase] = max(1, *(board[phase, rank] for rank in ranks))
+        notes = self.chain.target / "notes.txt"
+        if self.chain.limit is None and notes.parent.is_dir() and not list(self.chain.folder.glob("**/notes.txt")):
+            notes.write_text("mine")
+        self.at_least = self.lab.inspect(self.chain, board, self.at_least, self.at_most, plan)
+        return board, killed
+
+    def kill(self, phase: str) -> bool:
+        """Kill a run in a phase; say whether that came about."""
+        plan = self.plan(self.lab.draw.choice(["kill", "kill", "kill", "time"]), phase)
+        board, killed = self.go(plan)
+        if killed:
+            self.lab.kills[board.phase(plan.rank)] += 1
+        return killed
+
+    def fail(self, phase: str) -> bool:
+        """Let the disk of a run fail in a phase; say whether that came about."""
+        plan = self.plan("fail", phase)
+        board, _ = self.go(plan)
+        if board["fired", plan.rank]:
+            self.lab.failures[f"{errno.errorcode[plan.error]} in {phase}"] += 1
+        return bool(board["fired", plan.rank])
+
+    def finish(self) -> None:
+        """Let a run come to its end, which puts everything in order."""
+        _, killed = self.go(Plan())
+        assert not killed
+        check_tidy(self.chain)
+
+
+def chains(folder: Path) -> list[Chain]:
+    """Return the configurations that are tried."""
+    numbers = itertools.count()
+    alone, together = (
+        [
+            Chain(folder / f"chain_{next(numbers)}", world, blocking, limit)
+            for limit in (None, 1, 2)
+            for blocking in (True, False)
+        ]
+        for world in (1, 2)
+    )
+    return [*alone, Chain(folder / "chain_inside", inside=True), *together]
+
+
+def rounds(stories: list[Story], wanted: int, act: Callable[[Story, str], bool]) -> None:
+    """Go round the stories and the phases until so many attempts came about."""
+    done, cycle = 0, 0
+    phases = {id(story): itertools.cycle(_phases(story.chain)) for story in stories}
+    while done < wanted:
+        for story in stories:
+            # Two processes take longer.
+            if done < wanted and (story.chain.world == 1 or cycle % 3 == 0):
+                done += act(story, next(phases[id(story)]))
+        cycle += 1
+    for story in stories:
+        story.finish()
+
+
+def _phases(chain: Chain) -> list[str]:
+    return ["publish", "save", "load"] if chain.limit is None else ["save", "prune", "publish", "prune", "load"]
+
+
+def warm_up(folder: Path) -> None:
+    """Import everything and run it once, so that forks begin at once; no thread and no group remain."""
+    chain = Chain(folder / "warm")
+    run = Run(chain)
+    run.advance()
+    run.save(True, True), run.save(False, False)
+    run.load()
+    run.check()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    import torch.nn.parallel.distributed  # noqa: F401
+
+    assert threading.active_count() == 1 and len(os.listdir("/proc/self/task")) == 1, threading.enumerate()
+
+
+def fill_disks(lab: Lab, sizes: int) -> str:
+    """Save on file systems that are too small, until they are full; returns what there is to say."""
+    board = Board()
+
+    def on_disk(size: int, chain: Chain) -> int:
+        mount_small_disk(str(lab.folder / "disk"), size)
+        story = Story(lab, chain)
+        for _ in range(2):
+            plan = dataclasses.replace(story.plan("fail", "save"), number=1 << 30, leaves=False)
+            seen, _ = story.go(plan)
+            board["refused", 0] += seen["refused", 0]
+            board["saved", 0] += story.at_least > 0
+        return DONE
+
+    (lab.folder / "disk").mkdir()
+    try:
+        mountable = os.fork()
+        if mountable == 0:
+            try:
+                mount_small_disk(str(lab.folder / "disk"), 1 << 20)
+                os._exit(0)
+            except OSError as error:
+                os._exit(error.errno)
+        code = os.waitstatus_to_exitcode(os.waitpid(mountable, 0)[1])
+        if code:
+            return f"full disks: skipped, this user may not mount one ({os.strerror(code)})"
+        for number in range(sizes):
+            size = lab.draw.randrange(60_000, 420_000)
+            chain = Chain(lab.folder / "disk" / "chain", 1, number % 2 == 0, (None, 1, 2)[number % 3])
+            log = lab.folder / f"disk_{number}.log"
+            status = os.waitpid(lab.fork(lambda: on_disk(size, chain), log), 0)[1]
+            assert status == 0, f"a disk of {size} bytes\n{log.read_text()[-8000:]}"
+    finally:
+        (lab.folder / "disk").rmdir()
+    return f"full disks: {sizes}, {board['refused', 0]} saves refused, the last checkpoint whole on each"
+
+
+def main() -> None:
+    """See the head of this file."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--failures", type=int, default=60)
+    parser.add_argument("--disks", type=int, default=12)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    logging.disable(logging.WARNING)
+    folder = Path(tempfile.mkdtemp(dir=options.folder))
+    warm_up(folder)
+    lab = Lab(folder, options.seed)
+    print(f"seed {options.seed}", flush=True)
+    try:
+        begun = time.monotonic()
+        rounds([Story(lab, chain) for chain in chains(folder / "kills")], options.kills, Story.kill)
+        told = ", ".join(f"{lab.kills[phase]} in {phase}" for phase in (*PHASES, "between"))
+        print(f"{lab.kills.total()} kills: {told} ({time.monotonic() - begun:.0f} s)", flush=True)
+        begun = time.monotonic()
+        rounds([Story(lab, chain) for chain in chains(folder / "failures")], options.failures, Story.fail)
+        told = ", ".join(f"{count} {name}" for name, count in sorted(lab.failures.items()))
+        print(f"{lab.failures.total()} failures: {told} ({time.monotonic() - begun:.0f} s)", flush=True)
+        print(fill_disks(lab, options.disks), flush=True)
+        print(f"ok {lab.whole} checkpoints loaded, all whole", flush=True)
+    finally:
+        lab.close()
+
+
+if __name__ == "__main__":
+    main()

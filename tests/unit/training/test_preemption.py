@@ -1,0 +1,404 @@
+"""Signals after which a run saves itself: who receives them, when it leaves, where it saves, and who handles them then."""
+
+import gc
+import os
+import pickle
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from accelerate import Accelerator
+from accelerate.checkpoint.places import place_of
+from accelerate.config.project import ProjectConfiguration
+from accelerate.data import agree, shield
+from accelerate.state import GradientState
+from accelerate.trackers.base import GeneralTracker
+from accelerate.training import preemption
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals are those of POSIX")
+
+
+@pytest.fixture(autouse=True)
+def heard() -> Iterator[list[int]]:
+    """Handlers of the test's own, so that a signal that is not watched cannot end the tests; it lists those heard."""
+    seen: list[int] = []
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+    before = {number: signal.signal(number, lambda number, frame: seen.append(number)) for number in numbers}
+    yield seen
+    if preemption._installed is not None:
+        preemption._installed.close()
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+class Run:
+    """An Accelerator that watches signals, and what a training loop needs."""
+
+    def __init__(self, folder: Path, signals=("SIGTERM", "SIGUSR1"), batches: int = 6, steps: int = 1, **options) -> None:
+        self.accelerator = Accelerator(
+            cpu=True,
+            project_config=ProjectConfiguration(str(folder), save_on_signal=signals, **options),
+            gradient_accumulation_steps=steps,
+        )
+        model = nn.Linear(1, 1)
+        self.model, self.optimizer, self.loader = self.accelerator.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(torch.ones(batches, 1), batch_size=1)
+        )
+        self.seen = 0
+
+    def learn(self, batch: torch.Tensor, *, told_at: int | None = None) -> None:
+        with self.accelerator.accumulate(self.model):
+            self.accelerator.backward(self.model(batch).mean())
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self.seen += 1
+        if self.seen == told_at:
+            tell(signal.SIGTERM)
+
+    def train(self, told_at: int, epochs: int = 2) -> preemption.Preempted:
+        """Train until the run leaves, with a signal after so many batches."""
+        with pytest.raises(preemption.Preempted) as caught:
+            for _ in range(epochs):
+                for batch in self.loader:
+                    self.learn(batch, told_at=told_at)
+        return caught.value
+
+
+def tell(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+# -- who receives signals ---------------------------------------------------------------------------------------------
+
+
+def test_signals_may_be_given_by_name_and_number():
+    both = (signal.SIGTERM, signal.SIGUSR1)
+    assert preemption.signals_of(["sigterm", "USR1", signal.SIGTERM]) == both
+    assert preemption.signals_of(int(signal.SIGTERM)) == preemption.signals_of("TERM") == both[:1]
+
+
+@pytest.mark.parametrize("given", [["SIGNAL"], [12345], [True], [None], [3.5], ["KILL"], ["SIGCHLD"], [signal.SIGSEGV]])
+def test_what_cannot_be_watched_is_refused(tmp_path, given):
+    with pytest.raises(ValueError, match="save_on_signal got"):
+        Run(tmp_path, given)
+
+
+def test_a_folder_is_needed():
+    with pytest.raises(ValueError, match=r"save_on_signal=\['SIGTERM'\].*project_dir"):
+        Accelerator(cpu=True, project_config=ProjectConfiguration(save_on_signal=["SIGTERM"]))
+    project = ProjectConfiguration(save_on_signal=["SIGTERM"])
+    Accelerator(cpu=True, project_dir="somewhere", project_config=project)
+
+
+def test_another_thread_cannot_watch(tmp_path):
+    problems = []
+
+    def build() -> None:
+        try:
+            Run(tmp_path)
+        except ValueError as problem:
+            problems.append(str(problem))
+
+    thread = threading.Thread(target=build, name="builder")
+    thread.start()
+    thread.join()
+    assert len(problems) == 1 and "'builder'" in problems[0] and "main thread" in problems[0]
+
+
+def test_runs_that_did_not_ask_for_it_are_left_alone(tmp_path, heard):
+    accelerator = Accelerator(cpu=True, project_config=ProjectConfiguration(str(tmp_path)))
+    assert accelerator.gradient_state._step_watch is None
+    tell(signal.SIGTERM)
+    assert heard == [signal.SIGTERM] and not accelerator.should_stop and not accelerator.check_stop()
+
+
+def test_the_first_signal_is_noted_and_a_later_one_goes_to_the_former_handler(tmp_path, heard, monkeypatch):
+    run = Run(tmp_path)
+    assert not run.accelerator.should_stop
+    for _ in range(3):  # the launcher and the scheduler send the same one
+        tell(signal.SIGTERM)
+    assert run.accelerator.should_stop and heard == []
+    tell(signal.SIGUSR1)
+    assert heard == [], "another signal is no second one"
+    monkeypatch.setattr(preemption, "REPEAT_S", 0.0)
+    tell(signal.SIGTERM)
+    assert heard == [signal.SIGTERM]
+    tell(signal.SIGTERM)
+    assert heard == [signal.SIGTERM] * 2
+
+
+def test_handlers_come_back(tmp_path, heard):
+    former = signal.getsignal(signal.SIGTERM)
+    run = Run(tmp_path)
+    assert signal.getsignal(signal.SIGTERM) != former and signal.getsignal(signal.SIGUSR2) != signal.SIG_DFL
+    run.accelerator.end_training()
+    assert signal.getsignal(signal.SIGTERM) is former
+    run = Run(tmp_path)
+    run = Run(tmp_path)  # in place of the one before
+    assert signal.getsignal(signal.SIGTERM) != former
+    del run
+    gc.collect()
+    assert signal.getsignal(signal.SIGTERM) is former
+
+
+def test_a_handler_set_later_stays(tmp_path):
+    run = Run(tmp_path)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    run.accelerator.end_training()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+
+
+def test_what_was_told_before_is_known_afterwards(tmp_path):
+    run = Run(tmp_path)
+    tell(signal.SIGTERM)
+    again = Run(tmp_path)  # a smaller batch size, say
+    assert again.accelerator.should_stop
+    again.accelerator.end_training()
+    assert again.accelerator.should_stop, "a program may ask for it after the end"
+    del run
+    assert not Run(tmp_path).accelerator.should_stop
+
+
+def test_another_accelerator_changes_nothing(tmp_path):
+    run = Run(tmp_path)
+    helper = Accelerator(cpu=True)
+    helper.end_training()
+    tell(signal.SIGTERM)
+    assert run.accelerator.should_stop and helper.should_stop
+
+
+def test_forked_processes_have_the_former_handlers(tmp_path):
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    run = Run(tmp_path)
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+        os._exit(1)
+    os.kill(child, signal.SIGTERM)
+    _, status = os.waitpid(child, 0)
+    assert os.WTERMSIG(status) == signal.SIGTERM and not run.accelerator.should_stop
+
+
+def test_copies_do_not_watch(tmp_path):
+    run = Run(tmp_path)
+    state = pickle.loads(pickle.dumps(GradientState()))
+    assert state._step_watch is run.accelerator.gradient_state._step_watch  # the state of this process
+    assert run.accelerator.gradient_state.__reduce__()[1][0]["_step_watch"] is None
+
+
+# -- when a run leaves -------------------------------------------------------------------------------------------------
+
+
+def test_it_leaves_when_the_next_batch_is_asked_for(tmp_path, caplog):
+    run = Run(tmp_path)
+    ending = run.train(told_at=2)
+    assert isinstance(ending, SystemExit) and ending.code == 75 and ending.number == signal.SIGTERM
+    assert run.seen == 2 and run.accelerator.should_stop
+    assert place_of(ending.location).state().kind == "complete"
+    assert Path(ending.location) == tmp_path / "checkpoints" / "checkpoint_0"
+    (line,) = [record.getMessage() for record in caplog.records if "SIGTERM came" in record.getMessage()]
+    assert ending.location in line and "75" in line
+    other = Run(tmp_path)
+    assert str(other.accelerator.load_state(latest=True, missing_ok=True)) == ending.location
+    assert sum(1 for _ in other.loader) == 4
+
+
+def test_signals_are_ignored_while_it_leaves(tmp_path, heard, monkeypatch):
+    monkeypatch.setattr(preemption, "REPEAT_S", 0.0)
+    run = Run(tmp_path)
+    run.train(told_at=1)
+    tell(signal.SIGTERM)
+    assert heard == []
+
+
+def test_an_open_window_is_finished_first(tmp_path):
+    run = Run(tmp_path, steps=3)
+    run.train(told_at=1)
+    assert run.seen == 3
+
+
+def test_what_follows_an_epoch_is_done_first(tmp_path):
+    run = Run(tmp_path)
+    done = []
+    with pytest.raises(preemption.Preempted):
+        for epoch in range(3):
+            for batch in run.loader:
+                run.learn(batch, told_at=6)
+            done.append(epoch)
+    assert run.seen == 6 and done == [0]
+    other = Run(tmp_path)
+    other.accelerator.load_state(latest=True)
+    assert other.loader.iteration == 1 and len(list(other.loader)) == 6
+
+
+def test_after_the_last_epoch_the_run_is_done(tmp_path):
+    run = Run(tmp_path)
+    for batch in run.loader:
+        run.learn(batch, told_at=6)
+    assert run.accelerator.should_stop and not (tmp_path / "checkpoints").exists()
+
+
+def test_a_window_across_epochs_stays_whole(tmp_path):
+    run = Run(tmp_path, batches=3, steps=2)
+    run.accelerator.gradient_state.plugin_kwargs["sync_with_dataloader"] = False
+    run.train(told_at=3, epochs=3)
+    assert run.seen == 4
+
+
+def test_evaluations_are_not_cut_off(tmp_path):
+    run = Run(tmp_path)
+    evaluation = run.accelerator.prepare(DataLoader(torch.ones(4, 1)))
+    evaluated = 0
+    with pytest.raises(preemption.Preempted):
+        for batch in run.loader:
+            run.learn(batch, told_at=2)
+            for _ in evaluation:
+                evaluated += 1
+    assert (run.seen, evaluated) == (2, 8)
+
+
+def test_loaders_that_are_read_together(tmp_path):
+    run = Run(tmp_path)
+    other = run.accelerator.prepare(DataLoader(torch.ones(6, 1)))
+    with pytest.raises(preemption.Preempted):
+        for batch, _ in zip(run.loader, other, strict=True):
+            run.learn(batch, told_at=2)
+    positions = [loader.state_dict()["accelerate_position"]["batches"] for loader in (run.loader, other)]
+    assert run.seen == 2 and positions == [2, 2]
+
+
+def test_a_rest_of_an_epoch_and_a_dispatched_loader(tmp_path):
+    run = Run(tmp_path)
+    with pytest.raises(preemption.Preempted):
+        for batch in run.accelerator.skip_first_batches(run.loader, 2):
+            run.learn(batch, told_at=2)
+    assert run.loader.batches_yielded == 4
+    run = Run(tmp_path)
+    run.loader = run.accelerator.prepare(DataLoader(torch.utils.data.ChainDataset([Numbers()])))
+    run.train(told_at=2)
+    assert run.seen == 2 and type(run.loader).__name__ == "DataLoaderDispatcher"
+
+
+class Numbers(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(torch.ones(5, 1))
+
+
+def test_nobody_leaves_without_a_step(tmp_path):
+    run = Run(tmp_path)
+    tell(signal.SIGTERM)
+    assert len(list(run.loader)) == 6
+    assert run.accelerator.check_stop()
+
+
+def test_ranks_that_are_at_different_steps_do_not_vote(tmp_path):
+    run = Run(tmp_path)
+    with agree.paused():
+        for batch in run.loader:
+            run.learn(batch, told_at=1)
+    assert run.seen == 6
+
+
+def test_a_program_may_leave_by_itself(tmp_path):
+    run = Run(tmp_path)
+    for batch in run.loader:
+        run.learn(batch, told_at=2)
+        if run.accelerator.should_stop:
+            break
+    run.accelerator.end_training()
+    assert run.seen == 2 and not (tmp_path / "checkpoints").exists()
+    assert len(list(run.loader)) == 6
+
+
+# -- what it leaves behind ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("automatic", [False, True])
+def test_numbers_go_on_after_those_that_are_there(tmp_path, automatic):
+    for count in range(3):
+        run = Run(tmp_path, automatic_checkpoint_naming=automatic)  # begins anew each time, and must save all the same
+        assert run.train(told_at=1).location.endswith(f"checkpoint_{count}")
+    run = Run(tmp_path, automatic_checkpoint_naming=automatic)
+    assert str(run.accelerator.load_state(latest=True)).endswith("checkpoint_2")
+
+
+def test_background_saves_are_waited_for(tmp_path):
+    run = Run(tmp_path, async_save=True)
+    assert place_of(run.train(told_at=1).location).state().kind == "complete"
+
+
+def test_trackers_are_finished(tmp_path):
+    class Tracker(GeneralTracker):
+        name = "mine"
+        requires_logging_directory = False
+        finished = 0
+
+        @property
+        def tracker(self):
+            return self
+
+        def finish(self):
+            self.finished += 1
+
+    run, tracker = Run(tmp_path), Tracker()
+    run.accelerator.trackers = [tracker]
+    run.train(told_at=1)
+    assert tracker.finished == 1 and run.accelerator.trackers == []
+
+
+def test_a_failing_save_is_an_error(tmp_path, monkeypatch):
+    run = Run(tmp_path)
+
+    def fail(*args, **kwargs):
+        raise OSError("no space")
+
+    monkeypatch.setattr(run.accelerator, "save_state", fail)
+    with pytest.raises(OSError, match="no space"):
+        for batch in run.loader:
+            run.learn(batch, told_at=1)
+
+
+# -- worker processes --------------------------------------------------------------------------------------------------
+
+
+def test_workers_are_shielded_while_they_start():
+    loader = DataLoader(torch.ones(2), num_workers=1, worker_init_fn=print)
+    with shield.around_start(loader, (signal.SIGUSR2,)):
+        assert signal.SIGUSR2 in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        assert isinstance(loader.worker_init_fn, shield.Shield) and loader.worker_init_fn.own is print
+        assert pickle.loads(pickle.dumps(loader.worker_init_fn)).numbers == (signal.SIGUSR2,)
+    assert loader.worker_init_fn is print and signal.SIGUSR2 not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    loader = DataLoader(torch.ones(2))
+    with shield.around_start(loader, (signal.SIGUSR2,)):
+        assert loader.worker_init_fn is None and signal.SIGUSR2 not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_workers_outlive_the_signal_and_obey_their_parent(tmp_path):
+    run = Run(tmp_path)
+    loader = run.accelerator.prepare(DataLoader(torch.ones(4, 1), num_workers=1, worker_init_fn=Note(tmp_path)))
+    batches = iter(loader)
+    next(batches)
+    worker = int((tmp_path / "worker").read_text())
+    stranger = os.fork()
+    if stranger == 0:
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            os.kill(worker, number)
+        os._exit(0)
+    os.waitpid(stranger, 0)
+    assert len(list(batches)) == 3
+
+
+class Note:
+    """A `worker_init_fn` that writes which process it runs in."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __call__(self, worker: int) -> None:
+        (self.folder / "worker").write_text(str(os.getpid()))

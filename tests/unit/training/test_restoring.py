@@ -1,0 +1,282 @@
+"""What is loaded is whole, and is loaded in full or not at all."""
+
+import copy
+import logging
+import os
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from accelerate import Accelerator
+from accelerate.checkpoint import manifest, rng
+from accelerate.checkpoint.manifest import DamagedCheckpoint
+from accelerate.config.project import ProjectConfiguration
+
+
+class Counter:
+    """A registered object that may refuse its state, after it has changed."""
+
+    def __init__(self) -> None:
+        self.count, self.refuses = 0, False
+
+    def state_dict(self) -> dict:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.count = state["count"]
+        if self.refuses:
+            raise ValueError("this counter takes no state")
+
+
+class Particular(nn.Linear):
+    """A module that loads in its own way and may fail in the middle."""
+
+    refuses = False
+
+    def _load_from_state_dict(self, *args, **kwargs):
+        super()._load_from_state_dict(*args, **kwargs)
+        if self.refuses:
+            raise ValueError("this module takes no state")
+
+
+class Run:
+    """Everything that a checkpoint has a part of."""
+
+    def __init__(self, seed: int = 1, **options) -> None:
+        torch.manual_seed(seed), random.seed(seed), np.random.seed(seed)
+        self.accelerator = Accelerator(cpu=True, **options)
+        self.plain, self.particular = nn.Linear(3, 2), Particular(2, 1)
+        optimizer = torch.optim.AdamW([*self.plain.parameters(), *self.particular.parameters()], lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        data = DataLoader(TensorDataset(torch.randn(12, 3)), batch_size=2, shuffle=True)
+        self.models = self.accelerator.prepare(self.plain, self.particular)
+        self.optimizer, self.scheduler, self.loader = self.accelerator.prepare(optimizer, scheduler, data)
+        self.counter = Counter()
+        self.accelerator.register_for_checkpointing(self.counter)
+
+    def steps(self, number: int) -> None:
+        for _, (batch,) in zip(range(number), self.loader, strict=False):
+            self.accelerator.backward(self.models[1](self.models[0](batch)).pow(2).sum())
+            self.optimizer.step(), self.scheduler.step(), self.optimizer.zero_grad()
+            self.counter.count += 1
+
+    def everything(self) -> str:
+        states = [self.plain.state_dict(), self.particular.state_dict(), self.optimizer.state_dict()]
+        states += [self.scheduler.state_dict(), self.counter.count, self.loader._progress, self.loader.iteration]
+        generators = [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]
+        return repr(states + generators)
+
+
+def numbered(folder, **options) -> ProjectConfiguration:
+    return ProjectConfiguration(folder, automatic_checkpoint_naming=True, **options)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A checkpoint after three steps, and a run that has taken two others."""
+    first = Run()
+    first.steps(3)
+    first.accelerator.save_state(tmp_path / "c")
+    other = Run(seed=2)
+    other.steps(2)
+    return tmp_path / "c", first, other
+
+
+# -- all or nothing ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("who", ["counter", "module", "optimizer", "scheduler", "loader"])
+def test_one_that_refuses_its_state_leaves_all_as_they_were(saved, who, monkeypatch):
+    folder, _, other = saved
+    if who == "counter":
+        other.counter.refuses = True
+    elif who == "module":
+        other.particular.refuses = True
+    else:
+        # After it has taken the state: that is the worst moment.
+        target = {"optimizer": other.optimizer.optimizer, "scheduler": other.scheduler.scheduler}.get(who)
+        if target is not None:
+            real = target.load_state_dict
+            calls = []
+
+            def refuse(state):
+                real(state)
+                calls.append(1)
+                if len(calls) == 1:
+                    raise ValueError(f"this {who} takes no state")
+
+            monkeypatch.setattr(target, "load_state_dict", refuse)
+        else:
+            from accelerate.checkpoint import loaders
+
+            real_restore = loaders.restore
+
+            def refuse_after(*args):
+                real_restore(*args)
+                raise ValueError("this loader takes no state")
+
+            monkeypatch.setattr(loaders, "restore", refuse_after)
+    before = other.everything()
+    with pytest.raises(ValueError, match=f"this {who} takes no state"):
+        other.accelerator.load_state(folder)
+    if who == "counter":  # it refuses its former state as well, and nobody can help that
+        other.counter.refuses = False
+    assert other.everything() == before
+
+
+def test_what_was_refused_once_loads_afterwards(saved):
+    folder, first, other = saved
+    other.particular.refuses = True
+    with pytest.raises(ValueError):
+        other.accelerator.load_state(folder)
+    other.particular.refuses = False
+    assert os.fspath(other.accelerator.load_state(folder)) == str(folder)
+    assert torch.equal(other.plain.weight, first.plain.weight) and other.counter.count == 3
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "model_1.safetensors", "optimizer.bin", "custom_checkpoint_0.pkl"])
+@pytest.mark.parametrize("damage", ["missing", "truncated", "flipped", "longer"])
+def test_what_is_damaged_changes_nothing(saved, file, damage):
+    folder, _, other = saved
+    data = bytearray((folder / file).read_bytes())
+    if damage == "missing":
+        (folder / file).unlink()
+    else:
+        data[len(data) // 2] ^= 1 if damage == "flipped" else 0
+        (folder / file).write_bytes(data[:-1] if damage == "truncated" else data + b"x" * (damage == "longer"))
+    before = other.everything()
+    with pytest.raises(DamagedCheckpoint, match=f"{file} (is missing|has)"):
+        other.accelerator.load_state(folder)
+    assert other.everything() == before
+
+
+def test_without_its_manifest_it_is_no_checkpoint(saved):
+    folder, _, other = saved
+    (folder / manifest.NAME).unlink()
+    with pytest.raises(DamagedCheckpoint, match="manifest accelerate_manifest.json is missing"):
+        other.accelerator.load_state(folder)
+
+
+# -- the newest --------------------------------------------------------------------------------------------------------
+
+
+def test_the_newest_whole_one_is_taken_and_the_others_are_named(tmp_path, caplog):
+    run = Run(project_config=numbered(tmp_path))
+    for _ in range(4):
+        run.steps(1)
+        run.accelerator.save_state()
+    checkpoints = tmp_path / "checkpoints"
+    (checkpoints / "checkpoint_3" / "optimizer.bin").unlink()
+    data = bytearray((checkpoints / "checkpoint_2" / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (checkpoints / "checkpoint_2" / "model.safetensors").write_bytes(data)
+    with caplog.at_level(logging.WARNING):
+        loaded = run.accelerator.load_state(latest=True)
+    assert loaded == checkpoints / "checkpoint_1" and run.counter.count == 2
+    assert "checkpoint_3: optimizer.bin is missing" in caplog.text
+    assert "checkpoint_2: model.safetensors has changed" in caplog.text
+    fresh = Run(seed=5)
+    assert fresh.accelerator.load_state(checkpoints, latest=True) == loaded
+    assert fresh.accelerator.load_state(checkpoints / "checkpoint_0", latest=True).name == "checkpoint_0"
+
+
+def test_the_first_run_and_the_next_are_the_same_script(tmp_path):
+    for expected in (None, "checkpoint_0", "checkpoint_1"):
+        run = Run(project_config=numbered(tmp_path))
+        loaded = run.accelerator.load_state(latest=True, missing_ok=True)
+        assert (None if loaded is None else loaded.name) == expected
+        run.steps(2)
+        run.accelerator.save_state()
+        assert run.counter.count == 2 * (1 if expected is None else int(expected[-1]) + 2)
+
+
+def test_nothing_to_load(tmp_path):
+    run = Run(project_config=numbered(tmp_path))
+    with pytest.raises(FileNotFoundError, match="no complete checkpoint"):
+        run.accelerator.load_state()
+    run.accelerator.save_state()
+    (tmp_path / "checkpoints" / "checkpoint_0" / "optimizer.bin").unlink()
+    with pytest.raises(FileNotFoundError, match=r"passed over .*optimizer\.bin is missing"):
+        run.accelerator.load_state()
+    with pytest.raises(ValueError, match="no input_dir"):
+        Run().accelerator.load_state()
+    assert Run().accelerator.load_state(tmp_path / "none", latest=True, missing_ok=True) is None
+    with pytest.raises(ValueError, match="no such folder"):
+        run.accelerator.load_state(tmp_path / "none")
+
+
+# -- in the background -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["argument", "configuration"])
+def test_what_is_saved_in_the_background_is_the_state_of_the_call(tmp_path, how):
+    options = {} if how == "argument" else {"async_save": True}
+    run = Run(project_config=numbered(tmp_path, **options))
+    expected = []
+    for _ in range(3):
+        run.steps(1)
+        expected.append((run.everything(), run.counter.count))
+        run.accelerator.save_state(**({"blocking": False} if how == "argument" else {}))
+        run.steps(1)  # at once, in place
+    run.accelerator.wait_for_checkpoint()
+    for number, (_, count) in enumerate(expected):
+        fresh = Run(seed=9)
+        fresh.accelerator.load_state(tmp_path / "checkpoints" / f"checkpoint_{number}")
+        assert fresh.counter.count == count
+    weights = copy.deepcopy(fresh.plain.state_dict())
+    again = Run(seed=10)
+    again.accelerator.load_state(tmp_path / "checkpoints" / "checkpoint_2")
+    assert repr(again.plain.state_dict()) == repr(weights) and f"{again.plain.state_dict()!r}"[:60] in expected[2][0]
+
+
+@pytest.mark.parametrize("next_call", ["save_state", "load_state", "wait_for_checkpoint", "end_training"])
+def test_an_error_of_the_background_comes_out_of_the_next_call(tmp_path, monkeypatch, next_call):
+    run = Run(project_config=numbered(tmp_path))
+    run.accelerator.save_state()
+    with monkeypatch.context() as patch:
+        patch.setattr("accelerate.checkpoint.formats.os.fsync", _refuse)
+        run.accelerator.save_state(blocking=False)
+        run.accelerator._background._thread.join()
+    with pytest.raises(RuntimeError, match="checkpoint_1.*could not be saved.*no space"):
+        getattr(run.accelerator, next_call)()
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_0"]
+    run.accelerator.save_state()
+    assert run.accelerator.load_state().name == "checkpoint_2"
+
+
+def _refuse(descriptor):
+    raise OSError("no space")
+
+
+# -- generators --------------------------------------------------------------------------------------------------------
+
+
+def test_generators_are_kept_without_pickle():
+    random.seed(3), np.random.seed(4), torch.manual_seed(5)
+    random.gauss(0, 1), np.random.randn()  # leaves a second number behind
+    states = rng.collect()
+    tensors, metadata = rng.encode(states)
+    assert set(metadata) == {"format", "generators"} and all(isinstance(value, str) for value in metadata.values())
+    expected = [random.gauss(0, 1), random.random(), np.random.randn(), np.random.rand(), torch.rand(2).tolist()]
+    rng.restore(rng.decode(tensors, metadata), "here")
+    assert [random.gauss(0, 1), random.random(), np.random.randn(), np.random.rand(), torch.rand(2).tolist()] == expected
+
+
+def test_each_generator_is_restored_apart_and_a_failure_names_its_cause(caplog):
+    random.seed(3), np.random.seed(4), torch.manual_seed(5)
+    tensors, metadata = rng.encode(rng.collect())
+    expected = [random.random(), torch.rand(1).item()]
+    tensors["numpy_random_seed"] = tensors["numpy_random_seed"][:100]
+    rng.restore(rng.decode(tensors, metadata), "here")
+    assert [random.random(), torch.rand(1).item()] == expected
+    assert "numpy in here could not be restored" in caplog.text and "IndexError" in caplog.text
+    caplog.clear()
+    rng.restore(rng.decode({}, {"generators": "no json"}), "there")
+    assert caplog.text.count("could not be restored") == 3 and "description of the generators" in caplog.text
+    tensors, metadata = rng.encode({"torch_cuda_manual_seed": [torch.ones(2), torch.zeros(2)], "xm_seed": 7})
+    decoded = rng.decode(tensors, metadata)
+    assert [part.tolist() for part in decoded["torch_cuda_manual_seed"]] == [[1, 1], [0, 0]] and decoded["xm_seed"] == 7
