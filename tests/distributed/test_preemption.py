@@ -39,10 +39,17 @@ class Job:
         options: further options of the launcher.
     """
 
-    def __init__(self, folder: Path, processes: int = 2, workers: int = 2, hold: int = 0, options: tuple[str, ...] = ()):
+    def __init__(
+        self, folder: Path, processes: int = 2, workers: int = 2, hold: int = 0, options: tuple[str, ...] = ()
+    ):
         command = [*launch_command(processes), *options, str(SCRIPT), str(folder), str(workers), str(hold)]
         self.process = subprocess.Popen(
-            command, stdout=-1, stderr=-1, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True
+            command,
+            stdout=-1,
+            stderr=-1,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
         )
         self.timer = threading.Timer(LIMIT_S, self.process.kill)
         self.timer.start()
@@ -81,7 +88,10 @@ def test_signal_to_the_launcher(tmp_path):
 def test_signal_to_every_process_of_a_job(tmp_path, processes):
     """As with a time limit of a scheduler: the launcher, the ranks and their workers get it."""
     job = Job(tmp_path, processes, hold=2)
-    for process in [job.process.pid, *(child.pid for child in psutil.Process(job.process.pid).children(recursive=True))]:
+    for process in [
+        job.process.pid,
+        *(child.pid for child in psutil.Process(job.process.pid).children(recursive=True)),
+    ]:
         os.kill(process, signal.SIGTERM)
     job.end(status=75)
     finish(tmp_path, processes=processes)

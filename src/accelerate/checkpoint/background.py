@@ -9,6 +9,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -54,11 +55,14 @@ class Background:
                 task()
             except BaseException as error:
                 self._problem = error
+                # Now, too: a training that ends or fails before its next call would never tell.
+                logger.error("The checkpoint %s could not be saved in the background: %s", what, error)
             finally:
                 self.buffers.release()
 
         self._what = what
         self._thread = threading.Thread(target=run, name="accelerate-checkpoint", daemon=False)
+        _wait_at_exit(self._thread)
         self._thread.start()
 
     def finish(self, reason: str | None = None) -> None:
@@ -81,6 +85,18 @@ class Background:
         problem, self._problem = self._problem, None
         if problem is not None:
             raise RuntimeError(f"The checkpoint {self._what} could not be saved in the background: {problem}") from problem
+
+
+_waiting: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
+
+
+def _wait_at_exit(thread: threading.Thread) -> None:
+    """Let the interpreter wait for a thread before it closes thread pools, which writing and the network use."""
+    if not _waiting and hasattr(threading, "_register_atexit"):
+        import concurrent.futures.thread  # noqa: F401 (what is registered last is called first)
+
+        threading._register_atexit(lambda: [thread.join() for thread in list(_waiting) if thread.is_alive()])
+    _waiting.add(thread)
 
 
 def _give_way() -> None:

@@ -19,6 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 ALGORITHM = "xxh3-128"
 CHUNK = 16 << 20
 
+# How much is read at a time: it is still in the processor's cache when it is hashed.
+_STEP = 1 << 20
+
 Path = str | os.PathLike[str]
 
 
@@ -86,13 +89,16 @@ def of_piece(data: bytes | bytearray | memoryview) -> bytes:
     return xxhash.xxh3_128(data).digest()
 
 
-def of_file(path: Path, threads: int = 2, progress: Callable[[int], None] | None = None) -> tuple[int, str]:
+def of_file(
+    path: Path, threads: int = 2, progress: Callable[[int], None] | None = None, into: memoryview | None = None
+) -> tuple[int, str]:
     """Return the size and the checksum of a file. Any rank, alone.
 
     Args:
         path: the file.
-        threads: how many pieces are read at a time; each takes `CHUNK` bytes of memory.
+        threads: how many pieces are read at a time.
         progress: called with the number of bytes of each piece, from any thread.
+        into: takes the content of the file; as large as the file is.
 
     Raises:
         OSError: the file cannot be read.
@@ -100,18 +106,15 @@ def of_file(path: Path, threads: int = 2, progress: Callable[[int], None] | None
     descriptor = os.open(path, os.O_RDONLY)
     try:
         size = os.fstat(descriptor).st_size
+        if into is not None and len(into) != size:
+            raise OSError(f"{os.fspath(path)!r} has {size} bytes, but {len(into)} were expected")
 
         def piece(start: int) -> bytes:
-            data = os.pread(descriptor, CHUNK, start)
-            wanted = min(CHUNK, size - start)
-            while len(data) < wanted:  # a read may stop short
-                more = os.pread(descriptor, wanted - len(data), start + len(data))
-                if not more:
-                    raise OSError(f"{os.fspath(path)!r} became shorter while it was read")
-                data += more
+            end = min(start + CHUNK, size)
+            digest = _read(descriptor, start, end, os.fspath(path), into)
             if progress is not None:
-                progress(len(data))
-            return of_piece(data)
+                progress(end - start)
+            return digest
 
         starts = range(0, size, CHUNK)
         if threads > 1 and len(starts) > 1:
@@ -120,3 +123,38 @@ def of_file(path: Path, threads: int = 2, progress: Callable[[int], None] | None
         return size, combined([piece(start) for start in starts])
     finally:
         os.close(descriptor)
+
+
+def _read(descriptor: int, start: int, end: int, path: str, into: memoryview | None) -> bytes:
+    """Read a piece of a file, and return its digest."""
+    import xxhash
+
+    digest = xxhash.xxh3_128()
+    if end - start > _STEP and hasattr(os, "posix_fadvise"):
+        # Threads that read one file by turns look to the system as if they jumped about, and it would not read ahead.
+        os.posix_fadvise(descriptor, start, end - start, os.POSIX_FADV_WILLNEED)
+    scratch = memoryview(bytearray(min(_STEP, end - start))) if into is None else into
+    while start < end:
+        length = min(_STEP, end - start)
+        part = scratch[:length] if into is None else into[start : start + length]
+        length = read_at(descriptor, part, start)
+        if not length:
+            raise OSError(f"{path!r} became shorter while it was read")
+        digest.update(part[:length])
+        start += length
+    return digest.digest()
+
+
+def read_at(descriptor: int, part: memoryview, start: int) -> int:
+    """Read from a place in a file, and return how many bytes came; 0 at its end.
+
+    Args:
+        descriptor: of the file.
+        part: takes the bytes.
+        start: the place.
+    """
+    if hasattr(os, "preadv"):
+        return os.preadv(descriptor, [part], start)
+    data = os.pread(descriptor, len(part), start)
+    part[: len(data)] = data
+    return len(data)

@@ -130,8 +130,8 @@ class Reader:
                 yield
         except DamagedCheckpoint:
             raise
-        except (pickle.UnpicklingError, EOFError, OSError, RuntimeError, ValueError) as error:
-            raise DamagedCheckpoint(f"{self.origin} could not be read: {error}") from error
+        except Exception as error:  # whatever a damaged file runs into
+            raise DamagedCheckpoint(f"{self.origin} could not be read: {error!r}") from error
 
     def fill(self, wanted: dict[str, Any]) -> dict[str, Any]:
         """Read values, and return what was asked for with them in it. Any rank, alone.
@@ -326,11 +326,13 @@ def map_torch(path: Path) -> Any:
         DamagedCheckpoint: it is damaged.
     """
     try:
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except RuntimeError as error:
-        if "mmap" not in str(error):
-            raise DamagedCheckpoint(f"{os.fspath(path)} could not be read: {error}") from error
-    return torch.load(path, map_location="cpu", weights_only=True)  # of torch's format before 1.6
+        with open(path, "rb") as file:
+            archive = file.read(2) == b"PK"
+        return torch.load(path, map_location="cpu", mmap=archive, weights_only=True)  # before 1.6 it was no archive
+    except (pickle.UnpicklingError, OSError):
+        raise
+    except Exception as error:  # whatever a damaged file runs into
+        raise DamagedCheckpoint(f"{os.fspath(path)} could not be read: {error!r}") from error
 
 
 def leaves(value: Any, steps: Steps = ()) -> Iterator[tuple[Steps, Any]]:

@@ -5,6 +5,7 @@ as upstream does. The formats are those of the libraries, which read what is wri
 """
 
 import contextlib
+import errno
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -64,6 +65,7 @@ class DurableFile:
 
     def __init__(self, path: Path) -> None:
         self.path = os.fspath(path)
+        self.problem: OSError | None = None
         self._checksum = checksum.Checksum()
         self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
 
@@ -80,8 +82,9 @@ class DurableFile:
         for start in range(0, len(view), _PIECE):
             piece = view[start : start + _PIECE]
             self._checksum.update(piece)
-            while len(piece):
-                piece = piece[os.write(self._descriptor, piece) :]
+            with self._naming_problems():
+                while len(piece):
+                    piece = piece[os.write(self._descriptor, piece) :]
         return len(view)
 
     def flush(self) -> None:
@@ -92,9 +95,18 @@ class DurableFile:
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             try:
-                os.fsync(descriptor)
+                with self._naming_problems():
+                    os.fsync(descriptor)
             finally:
                 os.close(descriptor)
+
+    @contextlib.contextmanager
+    def _naming_problems(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:  # a descriptor does not know its file's name
+            self.problem = OSError(error.errno or errno.EIO, error.strerror or str(error), self.path)
+            raise self.problem from None
 
     def abandon(self) -> None:
         """Close the file and remove it."""
@@ -127,8 +139,10 @@ def durable(path: Path) -> Iterator[DurableFile]:
     try:
         yield file
         file.close()
-    except BaseException:
+    except BaseException as error:
         file.abandon()
+        if file.problem is not None and error is not file.problem:
+            raise file.problem from error  # torch's writer, for one, reports something else when its file is full
         raise
 
 
@@ -203,8 +217,6 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     if tensor.numel() == 0:
         return memoryview(b"")
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
-
-
 
 
 def write_torch(path: Path, obj: Any, rank: int = 0) -> FileEntry:

@@ -215,8 +215,7 @@ def _memory(goal: Target, name: str, steps: Steps, spec: Any, origin: str) -> An
         return None
     dtype, own = spec.properties.dtype, goal.parameters[name]
     if not fsdp_state.is_spread(own):
-        # A state of the same name in the optimizer shows what is right; else one of as many dims can only be the parameter's.
-        if len(size) == own.dim() > 1 and size != own.shape and steps[0] not in goal.states.get(name, {}):
+        if not _fits(size, own.shape):
             raise RuntimeError(_misfit(name, steps, size, own.shape, origin))
         return torch.empty(size, dtype=dtype)
     if not len(size):
@@ -227,6 +226,11 @@ def _memory(goal: Target, name: str, steps: Steps, spec: Any, origin: str) -> An
     if isinstance(present, torch.Tensor) and present.size() == size:
         return fsdp_state.like(present, dtype)
     raise RuntimeError(_misfit(name, steps, size, own.size(), origin))
+
+
+def _fits(stored: Sequence[int], own: Sequence[int]) -> bool:
+    """Say whether a value may belong to a parameter: some optimizers keep one for each row or column, or only for all."""
+    return len(stored) != len(own) or all(count in (1, whole) for count, whole in zip(stored, own, strict=True))
 
 
 def _misfit(name: str, steps: Steps, stored: Sequence[int], own: Sequence[int], origin: str) -> str:
@@ -254,6 +258,8 @@ def _local(goal: Target, found: Found) -> dict[str, Any]:
                     raise RuntimeError(_misfit(name, (key,), theirs.shape, fsdp_state.part(mine).shape, found.name))
                 fsdp_state.part(mine).view(-1).copy_(theirs.reshape(-1))
                 value = mine
+            elif isinstance(value, torch.Tensor) and not _fits(value.shape, own.shape):
+                raise RuntimeError(_misfit(name, (key,), value.shape, own.shape, found.name))
             state.setdefault(name, {})[key] = value
     return {"state": state, "param_groups": groups}
 

@@ -84,6 +84,19 @@ class Place(ABC):
         """Whether every process that reaches the place sees what one of them stages."""
         return True
 
+    @property
+    def generation(self) -> str | None:
+        """The name of what is being staged here, where processes that stage apart have to agree on one."""
+        return None
+
+    def join(self, generation: str) -> None:
+        """Stage for the same checkpoint as another process.
+
+        Args:
+            generation: that process's.
+        """
+        return
+
     def upload(self, staged: str) -> None:
         """Bring what a node has staged to the place, unseen; where staging is not shared, before one rank publishes.
 
@@ -190,8 +203,8 @@ def place_of(path: Path) -> Place:
         ImportError: the URL needs fsspec or a package that it names.
     """
     text = os.path.expanduser(os.fspath(path))
-    if text.startswith("file://"):
-        text = text.removeprefix("file://")
+    for scheme in ("file://", "local://"):
+        text = text.removeprefix(scheme)
     if "://" in text:
         from accelerate.checkpoint.remote import RemotePlace
 
@@ -209,6 +222,7 @@ class LocalPlace(Place):
     def __init__(self, path: Path) -> None:
         # What a link points to is replaced, not the link.
         super().__init__(os.path.realpath(path))
+        self._staged: str | None = None
 
     @property
     def name(self) -> str:
@@ -222,6 +236,9 @@ class LocalPlace(Place):
     def parent(self) -> "LocalPlace":
         """Return the place that this one lies in."""
         return LocalPlace(os.path.dirname(self.location))
+
+    def _inside(self, prefix: str) -> str:
+        return os.path.join(self.location, prefix)
 
     def _beside(self, prefix: str) -> str:
         return os.path.join(os.path.dirname(self.location), prefix + self.name)
@@ -239,7 +256,9 @@ class LocalPlace(Place):
         )
 
     def _readable(self) -> str:
-        """Where this checkpoint can be read: here, or where a publish that was killed between two renames left it."""
+        """Where this checkpoint can be read: here, or where a publish that was killed between two steps left it."""
+        if os.path.isdir(inside := self._inside(names.READY_PREFIX)):
+            return inside
         if not os.path.lexists(self.location):
             ready, replaced = self._beside(names.READY_PREFIX), self._beside(names.REPLACED_PREFIX)
             if os.path.isdir(ready):
@@ -286,7 +305,7 @@ class LocalPlace(Place):
                 if not entry.name.startswith("."):
                     found.add(entry.name)
                 for prefix in (names.READY_PREFIX, names.REPLACED_PREFIX):
-                    if entry.name.startswith(prefix):
+                    if entry.name.startswith(prefix) and entry.name != prefix:
                         found.add(entry.name.removeprefix(prefix))
         return [self.child(name) for name in sorted(found)]
 
@@ -315,12 +334,7 @@ class LocalPlace(Place):
 
     def size(self) -> int:
         """Return the bytes of all files here."""
-        total = 0
-        for folder, _, files in os.walk(self._readable()):
-            for file in files:
-                with contextlib.suppress(OSError):
-                    total += os.lstat(os.path.join(folder, file)).st_size
-        return total
+        return _stored(self._readable()).size
 
     def fetch(self, wanted: Callable[[str], bool] | None = None) -> str:
         """Return the folder itself."""
@@ -332,11 +346,16 @@ class LocalPlace(Place):
     # .ready_X    whole, about to take the place; with the file .publishing in it, it is the new one, else the former one
     # .replaced_X the former one, about to be removed once what is the user's own has been taken out of it
     # .removed_X  being removed
+    #
+    # In a folder that cannot be exchanged, .saving_, .ready_ and .removed_ lie in it. Its .ready_ is the checkpoint until all
+    # of that is in the folder, too.
 
     def staging(self) -> str:
         """Return the path of the hidden folder: beside this one, or in it where this one cannot be exchanged."""
+        if self._staged is not None:  # wherever we stand by now
+            return self._staged
         if self._in_place:
-            return os.path.join(self.location, names.STAGING_PREFIX)
+            return self._inside(names.STAGING_PREFIX)
         return self._beside(names.STAGING_PREFIX)
 
     def stage(self) -> str:
@@ -348,10 +367,13 @@ class LocalPlace(Place):
         if os.path.exists(self.location) and not os.path.isdir(self.location):
             raise NotADirectoryError(f"A checkpoint cannot take the place of a file: {self.location!r} is one.")
         self.recover()
+        self._staged = None
         folder = self.staging()
-        if os.path.lexists(folder):
-            shutil.rmtree(folder)
+        for left in (folder, self._beside(names.REMOVED_PREFIX), *map(self._inside, names.HIDDEN_PREFIXES)):
+            if os.path.lexists(left):
+                shutil.rmtree(left)
         os.makedirs(folder)
+        self._staged = folder
         return folder
 
     def abandon(self) -> None:
@@ -369,8 +391,11 @@ class LocalPlace(Place):
         """
         staged = self.staging()
         sync_tree(staged)
-        if self._in_place:
-            self._move_in(staged)
+        if os.path.dirname(staged) == self.location:
+            ready = self._inside(names.READY_PREFIX)
+            os.rename(staged, ready)
+            sync_folder(self.location)
+            self._spread(ready)
             return
         parent = os.path.dirname(self.location)
         if not os.path.lexists(self.location):
@@ -397,31 +422,37 @@ class LocalPlace(Place):
 
     def _finish(self, replaced: str) -> None:
         """Carry over what is the user's own out of the folder that was replaced, and remove that."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(os.path.join(self.location, names.PUBLISHING_MARKER))
         for name in users_own(replaced):
             target = os.path.join(self.location, name)
             if not os.path.lexists(target):
                 os.rename(os.path.join(replaced, name), target)
-        shutil.rmtree(replaced, ignore_errors=True)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(os.path.join(self.location, names.PUBLISHING_MARKER))
+        # One step: of half a folder nobody could tell what is the user's own.
+        self._discard(replaced, self._beside(names.REMOVED_PREFIX))
 
-    def _move_in(self, staged: str) -> None:
-        """Publish file by file, under a mark: for a folder that cannot be exchanged."""
-        marker = os.path.join(self.location, names.INCOMPLETE_MARKER)
-        with open(marker, "w") as file:
-            os.fsync(file.fileno())
+    @staticmethod
+    def _discard(folder: str, hidden: str) -> None:
+        shutil.rmtree(hidden, ignore_errors=True)  # of a run that was killed just here
+        if os.path.lexists(folder):
+            os.rename(folder, hidden)
+            shutil.rmtree(hidden, ignore_errors=True)
+
+    def _spread(self, ready: str) -> None:
+        """Put a checkpoint that lies in this folder into its place file by file; it is whole where it lies meanwhile."""
+        own, new = {*users_own(self.location), NAME}, os.listdir(ready)
+        former = [entry for entry in os.listdir(self.location) if entry not in own]
+        # The manifest goes last, for it says what else belongs to the former one, and comes last.
+        for entry in dict.fromkeys([*former, *(entry for entry in new if entry != NAME), NAME]):
+            path = os.path.join(self.location, entry)
+            if os.path.isdir(path) and not os.path.islink(path):
+                shutil.rmtree(path)
+            elif os.path.lexists(path):
+                os.unlink(path)
+        for entry in sorted(new, key=lambda entry: entry == NAME):
+            _duplicate(os.path.join(ready, entry), os.path.join(self.location, entry))
         sync_folder(self.location)
-        own = {os.path.basename(staged), names.INCOMPLETE_MARKER, *users_own(self.location)}
-        for entry in os.listdir(self.location):
-            if entry not in own:
-                path = os.path.join(self.location, entry)
-                shutil.rmtree(path) if os.path.isdir(path) and not os.path.islink(path) else os.unlink(path)
-        for entry in os.listdir(staged):
-            os.rename(os.path.join(staged, entry), os.path.join(self.location, entry))
-        os.rmdir(staged)
-        sync_folder(self.location)
-        os.unlink(marker)
-        sync_folder(self.location)
+        self._discard(ready, self._inside(names.REMOVED_PREFIX))
 
     def recover(self) -> None:
         """Complete what a process left that was killed while it published here; usually there is nothing to do.
@@ -429,8 +460,12 @@ class LocalPlace(Place):
         Only the process that is going to write here calls it: to others, a publish that is going on looks the same.
         """
         ready, replaced = self._beside(names.READY_PREFIX), self._beside(names.REPLACED_PREFIX)
-        if os.path.isdir(ready):
+        inside = self._inside(names.READY_PREFIX)
+        if os.path.isdir(ready) or os.path.isdir(inside):
             logger.warning("%s: a save was interrupted while it was published; completing it.", self.location)
+        if os.path.isdir(inside):
+            self._spread(inside)
+        if os.path.isdir(ready):
             if os.path.lexists(os.path.join(ready, names.PUBLISHING_MARKER)):
                 self._replace(ready)
             else:
@@ -445,7 +480,7 @@ class LocalPlace(Place):
         """Remove the checkpoint; it is out of sight before its first file goes."""
         hidden = self._beside(names.REMOVED_PREFIX)
         shutil.rmtree(hidden, ignore_errors=True)  # of a run that was killed while it removed one of this name
-        os.rename(self._readable(), hidden)
+        os.rename(self.location if os.path.lexists(self.location) else self._readable(), hidden)
         # What a killed publish left beside it would take its place now.
         for prefix in (names.READY_PREFIX, names.REPLACED_PREFIX):
             shutil.rmtree(self._beside(prefix), ignore_errors=True)
@@ -486,6 +521,22 @@ def users_own(folder: str) -> list[str]:
     except (FileNotFoundError, DamagedCheckpoint):
         pass
     return [entry for entry in entries if entry not in parts and not names.is_checkpoint_file(entry)]
+
+
+def _duplicate(source: str, target: str) -> None:
+    """Give a file or a folder that is on the disk a second name, or make a copy that is on the disk where one cannot."""
+    if os.path.isdir(source):
+        os.makedirs(target, exist_ok=True)
+        for entry in os.listdir(source):
+            _duplicate(os.path.join(source, entry), os.path.join(target, entry))
+        sync_folder(target)
+        return
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+        with open(target, "rb+") as file:
+            os.fsync(file.fileno())
 
 
 def _stored(folder: str) -> Stored:

@@ -383,17 +383,18 @@ def _write_items(key: str, value: Any, shards: int) -> Iterator[Any]:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-    spec = value.spec if isinstance(value, _Stored) else value
-    size = getattr(spec, "size", None)
-    if size is None or (callable(size) and not isinstance(spec, torch.Tensor)):
+    size, dtype = None, None
+    if isinstance(value, torch.Tensor):
+        size, dtype = value.shape, value.dtype
+    elif isinstance(value, _Stored) and hasattr(value.spec, "size"):
+        size, dtype = value.spec.size, value.spec.properties.dtype
+    if size is None:
         yield WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO)
         return
-    size = size() if callable(size) else size
-    dtype = spec.dtype if isinstance(spec, torch.Tensor) else spec.properties.dtype
     for offsets, sizes in _chunks(size, shards):
         chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
         data = TensorWriteData(chunk, TensorProperties(dtype=dtype), torch.Size(size))
-        yield WriteItem(MetadataIndex(key, chunk.offsets), WriteItemType.SHARD, data)
+        yield WriteItem(MetadataIndex(key, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
 
 
 class _Planner:

@@ -43,7 +43,8 @@ class Group:
             accelerator: The Accelerator.
             place: Where the checkpoint is.
         """
-        each_node = accelerator.project_configuration.save_on_each_node
+        # A place that is no file system is the same for all nodes.
+        each_node = accelerator.project_configuration.save_on_each_node and place.shared
         return cls(
             accelerator.process_index,
             accelerator.num_processes,
@@ -130,9 +131,12 @@ class Save:
                 staged = self.place.stage()
             except BaseException as error:  # a rank that leaves without a word is waited for
                 problem = error
-        notes = self.meeting.exchange({"staged": staged, "problem": _text(problem)})
+        told = {"staged": staged, "problem": _text(problem), "generation": self.place.generation}
+        notes = self.meeting.exchange(told)
         if any(note["problem"] for note in notes):
             self.meeting.end(problem)
+        if self._leads and notes[0]["generation"]:
+            self.place.join(notes[0]["generation"])
         staged = dict(zip(self.meeting.ranks, notes, strict=True))[self._leader]["staged"]
         self._parcel = Parcel(staged, self.group.rank)
 

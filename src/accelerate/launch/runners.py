@@ -16,7 +16,9 @@ from accelerate.launch.env import worker_environment
 from accelerate.launch.plan import LaunchPlan
 
 PREFIX = "accelerate launch: "
-_SAVED = f"the run ended with exit status {PREEMPTED}: a signal came, and it has saved itself. Start it again to go on."
+_SAVED = (
+    f"the run ended with exit status {PREEMPTED}: a signal came, and it has saved itself. Start it again to go on."
+)
 
 
 def run(plan: LaunchPlan, replace: bool = False) -> None:

@@ -89,7 +89,7 @@ def install(accelerator: "Accelerator") -> None:
     _installed = Watch(accelerator, numbers, received)
     accelerator.gradient_state._step_watch = _installed
     if not _follows_forks and hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_in_child)
+        os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_child)
         _follows_forks = True
 
 
@@ -201,8 +201,9 @@ class Watch:
 
     def _on_signal(self, number: int, frame: types.FrameType | None) -> None:
         # It runs between any two instructions of the main thread, so it takes notes and nothing else.
-        now = time.monotonic()
-        again = now - self._times.setdefault(number, now) >= REPEAT_S
+        now, first = time.monotonic(), self._times.get(number)
+        self._times.setdefault(number, now)
+        again = first is not None and now - first >= REPEAT_S
         if self.closed or (again and not self.leaving):
             self._give_back(number)
             signal.raise_signal(number)
@@ -378,11 +379,26 @@ def _watch_of(accelerator: "Accelerator") -> Watch | None:
     return accelerator.gradient_state._step_watch
 
 
+# A forked process gets the former handlers, because a pool that the program ends with SIGTERM must end. In between signals wait,
+# or one that came too early would be lost.
+
+
+def _before_fork() -> None:
+    watching = _installed is not None and not _installed.closed
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _installed.numbers) if watching else None
+
+
+def _after_fork() -> None:
+    if _forking.mask is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
+
+
 def _in_child() -> None:
-    """In a forked process: a pool that the program ends with SIGTERM must end."""
     if _installed is not None:
         _installed.close()
+    _after_fork()
 
 
 _installed: Watch | None = None
 _follows_forks = False
+_forking = threading.local()

@@ -76,7 +76,11 @@ def load_state(
         raise agreed.problem from None
     except BaseException as error:  # a rank that leaves without a word is waited for
         problem = error
-    _complete(accelerator, meeting, restoring, problem)
+    try:
+        _complete(accelerator, meeting, restoring, problem)
+    finally:
+        if chosen is not None:
+            chosen.release()
     accelerator._loaded_checkpoint = chosen.location
     _continue_numbering(accelerator, chosen)
     return as_path(chosen)
@@ -132,6 +136,7 @@ def _choose(meeting: Meeting, group: Group, place: Place, latest: bool) -> tuple
         folder, found = _verified(meeting, group, candidate)
         if not found:
             return candidate, folder
+        candidate.release()
         if not latest:
             raise _Agreed(_refusal(candidate, found))
         passed.append(f"{candidate.location}: {'; '.join(found)}")

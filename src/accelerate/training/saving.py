@@ -86,7 +86,7 @@ def save_state(
     save.begin()
     try:
         parcel = save.parcel()
-        _collect(accelerator, parcel, safe_serialization, save_model_func_kwargs)
+        _collect(accelerator, parcel, save.group.each_node, safe_serialization, save_model_func_kwargs)
         if not blocking:
             parcel.snapshot(background.buffers)
     except BaseException as error:  # the other ranks must hear of it, so that they do not wait for this one
@@ -216,11 +216,10 @@ def refuse_to_overwrite(place: Place, number: int) -> None:
 
 
 def _collect(
-    accelerator: "Accelerator", parcel: Parcel, safe_serialization: bool, model_options: dict[str, Any]
+    accelerator: "Accelerator", parcel: Parcel, each_node: bool, safe_serialization: bool, model_options: dict[str, Any]
 ) -> None:
     """Put everything that this rank saves into a parcel."""
     backend = resolve(accelerator.state)
-    each_node = accelerator.project_configuration.save_on_each_node
     schedulers = backend.checkpointed_schedulers(accelerator)
     # Through the method, because libraries replace it.
     states = [files.plain_names(accelerator.get_state_dict(model)) for model in accelerator._models]

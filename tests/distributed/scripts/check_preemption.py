@@ -107,7 +107,9 @@ def resumes_exactly(case, stops, send=to_one_rank, **options):
 
 def check_runs_go_on_exactly():
     resumes_exactly(Case("plain"), [1, 3, 2])
-    resumes_exactly(Case("seedable, named", sampler="seedable"), [2, 2], automatic_checkpoint_naming=True, total_limit=1)
+    resumes_exactly(
+        Case("seedable, named", sampler="seedable"), [2, 2], automatic_checkpoint_naming=True, total_limit=1
+    )
     # Six micro-batches an epoch and windows of four: the second window of each is a short one.
     resumes_exactly(Case("windows", accumulation=4, length=24), [1, 2, 3])
     resumes_exactly(Case("evaluation inside", evaluate=True), [2, 1])
@@ -202,7 +204,10 @@ def check_evaluations_are_not_cut_off():
                         os.kill(os.getpid(), signal.SIGTERM)  # agreed on with the last batch, or one step later
                 for _ in evaluation:
                     evaluated += 1
-        assert (seen, evaluated) in {(len(loader), len(evaluation)), (len(loader) + 1, len(evaluation))}, (seen, evaluated)
+        assert (seen, evaluated) in {(len(loader), len(evaluation)), (len(loader) + 1, len(evaluation))}, (
+            seen,
+            evaluated,
+        )
 
 
 def check_uneven_ranks_do_not_wait_for_each_other():

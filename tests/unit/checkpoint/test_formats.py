@@ -1,5 +1,6 @@
 """What is written here reads elsewhere, has the checksum that is told, and is never there in part."""
 
+import errno
 import os
 from collections import OrderedDict
 
@@ -85,3 +86,23 @@ def test_a_disk_that_takes_a_little_at_a_time_and_refuses_at_the_end(tmp_path, m
     with pytest.raises(OSError, match="Input/output"):
         formats.write_bytes(tmp_path / "g", b"x")
     assert os.listdir(tmp_path) == ["f"]
+
+
+@pytest.mark.parametrize("call", ["write", "fsync"])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda path: formats.write_torch(path, {"a": torch.rand(3000), "b": torch.rand(3000)}),
+        lambda path: formats.write_safetensors(path, {"a": torch.rand(3000)}),
+        lambda path: formats.write_bytes(path, b"abc" * 3000),
+    ],
+)
+def test_a_full_disk_is_told_as_such_with_the_files_name(tmp_path, monkeypatch, call, write):
+    def full(descriptor, *data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(formats.os, call, full)
+    with pytest.raises(OSError, match="x.bin") as caught:
+        write(tmp_path / "x.bin")
+    assert caught.value.errno == errno.ENOSPC
+    assert os.listdir(tmp_path) == []

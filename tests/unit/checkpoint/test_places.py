@@ -175,12 +175,98 @@ def test_where_the_folder_cannot_be_exchanged_it_is_filled_in_place(tmp_path, mo
         place.publish()
         assert content(place) == text and os.getcwd() == str(folder) and os.path.exists("notes.txt")
     assert sorted(os.listdir(tmp_path)) == ["here"]
-    write(place, "third")
-    with monkeypatch.context() as patch:
-        kill_at(patch, 4, True)
-        with pytest.raises(Killed):
+    assert sorted(os.listdir()) == sorted(["model.safetensors", "sub", NAME, "notes.txt"])
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_killed_at_any_step_of_filling_in_place_a_whole_one_is_there(tmp_path, monkeypatch, links):
+    def refuse(*_):
+        raise OSError("this file system has no links")
+
+    monkeypatch.setattr(places.os, "link", places.os.link if links else refuse)
+    for number in range(1, 60):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        (folder / "notes.txt").write_text("mine")
+        place = LocalPlace(".")
+        write(place, "old", files=("model.safetensors", "sub/more.bin", "old_only.bin"))
+        place.publish()
+        write(place, "new")
+        with monkeypatch.context() as patch:
+            steps = kill_at(patch, number, True)
+            try:
+                place.publish()
+                ended = True
+            except Killed:
+                ended = False
+        assert content(LocalPlace(folder)) in ("old", "new"), (number, steps)
+        assert LocalPlace(tmp_path).entries() == [
+            LocalPlace(tmp_path / str(n)) for n in sorted(range(1, number + 1), key=str)
+        ]
+        # Whoever saves next need not stand in it.
+        monkeypatch.chdir(tmp_path if number % 2 else folder)
+        if number % 3 == 0:
+            with monkeypatch.context() as patch, contextlib.suppress(Killed):
+                kill_at(patch, number // 3, True)
+                LocalPlace(folder).stage()
+            assert content(LocalPlace(folder)) in ("old", "new"), (number, steps)
+        next_place = LocalPlace(folder)
+        write(next_place, "next")
+        next_place.publish()
+        assert content(LocalPlace(folder)) == "next", (number, steps)
+        assert sorted(os.listdir(folder)) == sorted(["model.safetensors", "sub", NAME, "notes.txt"]), (number, steps)
+        if ended:
+            break
+    assert ended and number > 6
+
+
+def test_a_marker_that_a_killed_publish_left_does_not_bring_the_former_one_back(tmp_path, monkeypatch):
+    for number in range(1, 12):
+        place = make(tmp_path / str(number))
+        write(place, "new")
+        with monkeypatch.context() as patch, contextlib.suppress(Killed):
+            kill_at(patch, number, True)
             place.publish()
-    assert place.state().kind == "incomplete"
+        write(place, "next")
+        for later in range(1, 12):
+            with monkeypatch.context() as patch, contextlib.suppress(Killed):
+                kill_at(patch, later, True)
+                place.publish()
+            if content(place) == "next":
+                place.recover()
+                assert content(place) == "next", (number, later)
+                break
+            write(place, "next")
+
+
+def test_what_only_the_former_manifest_lists_is_not_taken_for_the_users_own(tmp_path, monkeypatch):
+    for number in range(1, 12):
+        place = make(tmp_path / str(number), files=("model.safetensors", "a_hook's.json", "z_hook's.json"))
+        write(place, "new", files=("model.safetensors",))
+        with monkeypatch.context() as patch:
+            real, removed = os.unlink, []
+
+            def unlink(path, *, dir_fd=None, removed=removed, real=real, number=number):
+                removed.append(path)
+                if len(removed) == number:
+                    raise Killed
+                real(path, dir_fd=dir_fd)
+
+            patch.setattr(places.os, "unlink", unlink)
+            with contextlib.suppress(Killed):
+                place.publish()
+        write(place, "next", files=("model.safetensors",))
+        place.publish()
+        assert sorted(os.listdir(tmp_path / str(number))) == sorted([NAME, "model.safetensors"]), number
+
+
+def test_changing_the_working_directory_during_a_save_does_not_matter(tmp_path, monkeypatch):
+    place = make(tmp_path / "c")
+    write(place, "new")
+    monkeypatch.chdir(tmp_path / "c")
+    place.publish()
+    assert content(place) == "new"
 
 
 def test_kinds_of_folders(tmp_path):

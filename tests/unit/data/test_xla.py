@@ -1,5 +1,6 @@
 """torch_xla's loader reads several batches ahead in a thread: what a loader says is about the batch handed out."""
 
+import contextlib
 import queue
 import sys
 import threading
@@ -99,3 +100,23 @@ def test_a_view_goes_on_and_shares_the_epoch(prepare):
     loader = prepare(10, shard=1)
     assert [batch.tolist() for batch in skip_first_batches(loader, 1)] == [[6, 7], [0, 1]]
     assert loader.dataloader.iteration == 1
+
+
+def test_whoever_watches_the_loop_is_asked_where_the_training_is(prepare):
+    asked = []
+
+    class Watch:
+        def before_loop(self, loader):
+            asked.append(("loop", threading.current_thread() is threading.main_thread()))
+
+        def before_batch(self, loader, at_end):
+            position = resume.capture(loader.dataloader)
+            asked.append((position["epoch"], position["batches"], at_end))
+
+        def shielded(self, loader):
+            return contextlib.nullcontext()
+
+    loader, state = prepare(10), GradientState()
+    state._step_watch = Watch()
+    assert len(list(loader)) == 3
+    assert asked == [("loop", True), (0, 1, False), (0, 2, False), (1, 0, True)]

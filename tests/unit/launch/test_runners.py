@@ -1,6 +1,7 @@
 """Starting and ending of processes; real launches are in tests/distributed."""
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -38,6 +39,8 @@ class SignalError(Exception):
         (subprocess.CalledProcessError(5, ["x"]), 5, "exit status 5"),
         (subprocess.CalledProcessError(-15, ["x"]), 143, "SIGTERM"),
         (KeyboardInterrupt(), 130, "interrupted"),
+        (ChildError(75), 75, "it has saved itself"),
+        (subprocess.CalledProcessError(75, ["x"]), 75, "it has saved itself"),
     ],
 )
 def test_failures_become_a_status_and_a_line(error, status, fragment):
@@ -60,6 +63,16 @@ def test_child_failure_is_raised():
     with pytest.raises(subprocess.CalledProcessError) as caught:
         runners.run_child([sys.executable, "-c", "raise SystemExit(4)"], os.environ)
     assert caught.value.returncode == 4
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals are those of POSIX")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
+def test_signals_reach_the_child(number):
+    program = "import os, signal; os.kill(os.getppid(), int(os.environ['NUMBER'])); signal.pause()"
+    before = signal.getsignal(number)
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        runners.run_child([sys.executable, "-c", program], {**os.environ, "NUMBER": str(int(number))})
+    assert caught.value.returncode == -number and signal.getsignal(number) == before
 
 
 def test_one_process_replaces_the_launcher_only_where_it_may(plan, monkeypatch):

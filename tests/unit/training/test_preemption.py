@@ -40,7 +40,9 @@ def heard() -> Iterator[list[int]]:
 class Run:
     """An Accelerator that watches signals, and what a training loop needs."""
 
-    def __init__(self, folder: Path, signals=("SIGTERM", "SIGUSR1"), batches: int = 6, steps: int = 1, **options) -> None:
+    def __init__(
+        self, folder: Path, signals=("SIGTERM", "SIGUSR1"), batches: int = 6, steps: int = 1, **options
+    ) -> None:
         self.accelerator = Accelerator(
             cpu=True,
             project_config=ProjectConfiguration(str(folder), save_on_signal=signals, **options),
@@ -83,7 +85,9 @@ def test_signals_may_be_given_by_name_and_number():
     assert preemption.signals_of(int(signal.SIGTERM)) == preemption.signals_of("TERM") == both[:1]
 
 
-@pytest.mark.parametrize("given", [["SIGNAL"], [12345], [True], [None], [3.5], ["KILL"], ["SIGCHLD"], [signal.SIGSEGV]])
+@pytest.mark.parametrize(
+    "given", [["SIGNAL"], [12345], [True], [None], [3.5], ["KILL"], ["SIGCHLD"], [signal.SIGSEGV]]
+)
 def test_what_cannot_be_watched_is_refused(tmp_path, given):
     with pytest.raises(ValueError, match="save_on_signal got"):
         Run(tmp_path, given)

@@ -1,0 +1,296 @@
+"""Resharding without a process group: what comes out loads, says what went in, and the rest of the checkpoint is there."""
+
+import json
+import os
+
+import pytest
+import torch
+import torch.distributed.checkpoint as torch_dcp
+from safetensors.torch import load_file
+from torch import nn
+
+from accelerate.checkpoint import dcp, formats, fsdp_files, fsdp_io, fsdp_state
+from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest, problems
+from accelerate.checkpoint.reshard import reshard
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(7, 4)
+        self.layer = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("count", torch.arange(3))
+
+    def forward(self, tokens):
+        return self.head(self.layer(self.embedding(tokens)) * self.scale)
+
+
+def job(seed=0, steps=2):
+    torch.manual_seed(seed)
+    model = Net()
+    groups = [{"params": [model.layer.bias, model.scale]}, {"params": [model.layer.weight, model.embedding.weight]}]
+    optimizer = torch.optim.AdamW(groups, lr=0.1)
+    for _ in range(steps):
+        model(torch.arange(7)).pow(2).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def same(mine, theirs):
+    """Say whether two nested structures are equal in every bit."""
+    if isinstance(mine, dict):
+        return mine.keys() == theirs.keys() and all(same(mine[key], theirs[key]) for key in mine)
+    if isinstance(mine, (list, tuple)):
+        return len(mine) == len(theirs) and all(map(same, mine, theirs))
+    if isinstance(mine, torch.Tensor):
+        return mine.dtype == theirs.dtype and torch.equal(mine, theirs)
+    return mine == theirs
+
+
+@pytest.fixture
+def trained():
+    return job()
+
+
+@pytest.fixture
+def full(tmp_path, trained):
+    """A checkpoint with whole files, as strategies write it that keep the model whole, and other things in it."""
+    folder = tmp_path / "full"
+    folder.mkdir()
+    model, optimizer = trained
+    state = {name: value for name, value in model.state_dict().items() if name != "head.weight"}
+    entries = {
+        "model.safetensors": formats.write_safetensors(
+            folder / "model.safetensors", state, {"format": "pt"}, aliases={"head.weight": "embedding.weight"}
+        ),
+        "optimizer.bin": formats.write_torch(folder / "optimizer.bin", optimizer.state_dict()),
+        "scheduler.bin": formats.write_torch(folder / "scheduler.bin", {"last_epoch": 3}),
+        "random_states_1.pkl": formats.write_torch(folder / "random_states_1.pkl", {"step": 2}, rank=1),
+        **fsdp_files.write_names({0: fsdp_state.parameter_names(optimizer, model)}, folder),
+    }
+    Manifest(entries, world_size=2, strategy="ddp", step=5, iteration=7).write(folder)
+    (folder / "notes.txt").write_text("of the user")
+    return folder
+
+
+@pytest.fixture
+def sharded(tmp_path, full):
+    reshard(str(full), str(tmp_path / "sharded"), "sharded", 3)
+    return tmp_path / "sharded"
+
+
+def whole(folder):
+    """Require that a checkpoint is what its manifest says, and return that."""
+    manifest = Manifest.read(folder)
+    assert not problems(folder, manifest, deep=True)
+    there = {
+        os.path.relpath(os.path.join(parent, file), folder) for parent, _, files in os.walk(folder) for file in files
+    }
+    assert there == set(manifest.files) | {"accelerate_manifest.json"}
+    return manifest
+
+
+def loads(folder, model, optimizer):
+    other, its_optimizer = job(seed=1)
+    fsdp_io.load_model(other, folder)
+    fsdp_io.load_optimizer(its_optimizer, other, folder)
+    return same(dict(model.state_dict()), dict(other.state_dict())) and same(
+        optimizer.state_dict(), its_optimizer.state_dict()
+    )
+
+
+def test_to_shards(sharded, full, trained):
+    assert loads(sharded, *trained)
+    manifest, before = whole(sharded), Manifest.read(full)
+    assert (manifest.world_size, manifest.strategy, manifest.step, manifest.iteration) == (2, "ddp", 5, 7)
+    assert {name.split("/")[0] for name in manifest.files} == {
+        "pytorch_model_fsdp_0",
+        "optimizer_0",
+        "scheduler.bin",
+        "random_states_1.pkl",
+    }
+    for name in ("scheduler.bin", "random_states_1.pkl"):
+        assert manifest.files[name] == before.files[name]
+    files = [name for name in manifest.files if name.startswith("pytorch_model_fsdp_0/__")]
+    assert len(files) == 3
+    chunks = (
+        dcp.FolderReader(sharded / "pytorch_model_fsdp_0")
+        .metadata.state_dict_metadata["model.embedding.weight"]
+        .chunks
+    )
+    assert [tuple(chunk.sizes) for chunk in chunks] == [(3, 4), (3, 4), (1, 4)]
+
+
+def test_torch_reads_the_shards(sharded, trained):
+    model, _ = trained
+    found = {"model": {name: torch.zeros_like(value) for name, value in model.state_dict().items()}}
+    torch_dcp.load(found, checkpoint_id=str(sharded / "pytorch_model_fsdp_0"))
+    assert same(found["model"], dict(model.state_dict()))
+
+
+def test_back_to_whole_files(tmp_path, sharded, trained):
+    model, optimizer = trained
+    reshard(str(sharded), str(tmp_path / "back"), "full")
+    whole(tmp_path / "back")
+    assert same(load_file(tmp_path / "back" / "model.safetensors"), dict(model.state_dict()))
+    # As torch numbers it: any optimizer of the same groups takes it.
+    assert same(torch.load(tmp_path / "back" / "optimizer.bin"), optimizer.state_dict())
+    assert loads(tmp_path / "back", *trained)
+    assert fsdp_files.read_names(tmp_path / "back") == [["layer.bias", "scale"], ["layer.weight", "embedding.weight"]]
+    reshard(str(tmp_path / "back"), str(tmp_path / "again"), "sharded", 2)
+    assert loads(tmp_path / "again", *trained)
+
+
+@pytest.mark.parametrize("shards", [1, 2, 16])
+def test_to_another_number_of_shards(tmp_path, sharded, trained, shards):
+    reshard(str(sharded), str(tmp_path / "other"), "sharded", shards)
+    whole(tmp_path / "other")
+    assert loads(tmp_path / "other", *trained)
+
+
+def test_files_of_a_largest_size(tmp_path, sharded, trained):
+    model, _ = trained
+    reshard(str(sharded), str(tmp_path / "files"), "full", max_shard_size=128)
+    manifest = whole(tmp_path / "files")
+    weights = sorted(name for name in manifest.files if name.endswith(".safetensors"))
+    assert len(weights) == 4 and weights[0] == "model-00001-of-00004.safetensors"
+    index = json.loads((tmp_path / "files" / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == set(model.state_dict())
+    assert all(name in manifest.files[file].tensors for name, file in index["weight_map"].items())
+    assert loads(tmp_path / "files", *trained)
+    reshard(str(tmp_path / "files"), str(tmp_path / "one"), "full", max_shard_size="1GB")
+    assert "model.safetensors" in whole(tmp_path / "one").files
+    assert loads(tmp_path / "one", *trained)
+
+
+def test_ties_stay_ties(tmp_path, full, trained):
+    reshard(str(full), str(tmp_path / "again"), "full")
+    entry = whole(tmp_path / "again").files["model.safetensors"]
+    assert entry.aliases == {"head.weight": "embedding.weight"}
+    assert "head.weight" not in load_file(tmp_path / "again" / "model.safetensors")
+    assert loads(tmp_path / "again", *trained)
+
+
+def test_in_place(full, trained):
+    reshard(str(full), str(full), "sharded", 2)
+    assert loads(full, *trained)
+    assert not (full / "model.safetensors").exists()
+    assert (full / "notes.txt").read_text() == "of the user"
+
+
+def test_what_a_sharded_save_wrote(tmp_path, trained):
+    model, optimizer = trained
+    folder = tmp_path / "saved"
+    fsdp_io.save_model(model, folder)
+    fsdp_io.save_optimizer(optimizer, model, folder)
+    reshard(str(folder), str(tmp_path / "whole"), "full")  # it has no manifest
+    assert loads(tmp_path / "whole", *trained)
+    assert same(torch.load(tmp_path / "whole" / "optimizer.bin"), optimizer.state_dict())
+
+
+def test_several_models_and_an_optimizer_that_has_not_stepped(tmp_path):
+    folder = tmp_path / "saved"
+    jobs = [job(0, steps=0), job(1)]
+    for index, (model, optimizer) in enumerate(jobs):
+        fsdp_io.save_model(model, folder, index, "full")
+        fsdp_io.save_optimizer(optimizer, model, folder, index, "full")
+    reshard(str(folder), str(tmp_path / "shards"), "sharded", 2)
+    reshard(str(tmp_path / "shards"), str(tmp_path / "whole"), "full")
+    assert {"model.safetensors", "model_1.safetensors", "optimizer.bin", "optimizer_1.bin"} <= set(
+        whole(tmp_path / "whole").files
+    )
+    for index, (model, optimizer) in enumerate(jobs):
+        other, its_optimizer = job(2, steps=0)
+        fsdp_io.load_model(other, tmp_path / "whole", index)
+        fsdp_io.load_optimizer(its_optimizer, other, tmp_path / "whole", index)
+        assert same(dict(model.state_dict()), dict(other.state_dict()))
+        assert same(optimizer.state_dict(), its_optimizer.state_dict())
+
+
+def test_names_that_torch_keeps(tmp_path):
+    if torch.__version__ < "2.6":
+        pytest.skip("optimizers of this torch have no names")
+    model, _ = job()
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1, momentum=0.9)
+    model(torch.arange(7)).sum().backward()
+    optimizer.step()
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    formats.write_torch(folder / "pytorch_model.bin", dict(model.state_dict()))
+    formats.write_torch(folder / "optimizer.bin", optimizer.state_dict())
+    reshard(str(folder), str(tmp_path / "shards"), "sharded")
+    other, _ = job(1)
+    its_optimizer = torch.optim.SGD(other.parameters(), lr=0.2, momentum=0.9)
+    fsdp_io.load_optimizer(its_optimizer, other, tmp_path / "shards")
+    assert "param_names" not in its_optimizer.param_groups[0]
+    assert same(its_optimizer.state_dict()["state"], optimizer.state_dict()["state"])
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+def refused(source, target, kind, match, layout="sharded", **options):
+    before = sorted(os.listdir(target.parent))
+    with pytest.raises(kind, match=match):
+        reshard(str(source), str(target), layout, **options)
+    assert sorted(os.listdir(target.parent)) == before
+
+
+def test_numbers_without_names(tmp_path, full):
+    (full / "parameter_names.json").unlink()
+    (full / "accelerate_manifest.json").unlink()
+    refused(full, tmp_path / "new", ValueError, "numbers its parameters")
+    reshard(str(full), str(tmp_path / "new"), "full")
+    assert not (tmp_path / "new" / "parameter_names.json").exists()
+
+
+def test_damage(tmp_path, full):
+    file = full / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    refused(full, tmp_path / "new", DamagedCheckpoint, "model.safetensors has changed")
+    file.write_bytes(data[:-1])
+    refused(full, tmp_path / "new", DamagedCheckpoint, "not complete.*model.safetensors")
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"0": 3}', '{"0": [[1]]}'])
+def test_names_that_are_none(tmp_path, full, text):
+    (full / "accelerate_manifest.json").unlink()
+    (full / "parameter_names.json").write_text(text)
+    refused(full, tmp_path / "new", DamagedCheckpoint, "does not hold names")
+
+
+def test_files_of_single_ranks(tmp_path, trained):
+    fsdp_io.save_model(trained[0], tmp_path / "local", layout="local")
+    refused(tmp_path / "local", tmp_path / "new", ValueError, "what each rank had")
+
+
+def test_nothing_there(tmp_path):
+    refused(tmp_path / "none", tmp_path / "new", FileNotFoundError, "no checkpoint at")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "file").touch()
+    refused(tmp_path / "other", tmp_path / "new", FileNotFoundError, "no model")
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"layout": "half"}, "layout is 'half'"),
+        ({"shards": 0}, "shards is 0"),
+        ({"layout": "full", "shards": 2}, "shards is 2"),
+        ({"max_shard_size": 10}, "max_shard_size is 10"),
+        ({"layout": "full", "max_shard_size": "much"}, "not a size"),
+    ],
+)
+def test_arguments(tmp_path, full, options, match):
+    refused(full, tmp_path / "new", ValueError, match, **options)
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path, full, monkeypatch):
+    monkeypatch.setattr(Manifest, "write", lambda *_: 1 / 0)
+    refused(full, tmp_path / "new", ZeroDivisionError, "")
