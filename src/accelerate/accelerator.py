@@ -1107,8 +1107,8 @@ class Accelerator:
             input_dir: The checkpoint, a folder or URL; None takes the newest complete one of the project.
             load_kwargs: Passed to the loading of models' and optimizers' files.
             latest: Take the newest complete checkpoint in ``input_dir``, or in the project; those passed over are logged.
-            missing_ok: Return None where there is no complete checkpoint yet, so that a first run and its continuation are
-                the same script.
+            missing_ok: Return None where there is no checkpoint yet, so that a first run and its continuation are the same
+                script. Where there are only damaged ones, it raises all the same.
             **load_model_func_kwargs: Passed to the strategy's own loading of models.
 
         Returns:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
-from accelerate.checkpoint import files
+from accelerate.checkpoint import files, layouts
 from accelerate.config.handlers import GradScalerKwargs
 from accelerate.modules.unwrap import extract_model_from_parallel
 from accelerate.optimizer import settle_scaler
@@ -145,7 +145,7 @@ class Backend:
         self, accelerator: "Accelerator", model: nn.Module, folder: str, index: int, **options: Any
     ) -> dict:
         """Read a model's state from a checkpoint folder. All ranks."""
-        return files.read_model(model, folder, index, **options)
+        return layouts.read_model(model, folder, index, **options)
 
     def save_optimizer(
         self, accelerator: "Accelerator", optimizer: Any, folder: str, index: int, **options: Any
@@ -157,7 +157,7 @@ class Backend:
         self, accelerator: "Accelerator", optimizer: Any, folder: str, index: int, **options: Any
     ) -> Any:
         """Read an optimizer's state from a checkpoint folder. All ranks."""
-        return files.read_optimizer(folder, index, **options)
+        return layouts.read_optimizer(optimizer, accelerator._models, folder, index, **options)
 
     def checkpointed_schedulers(self, accelerator: "Accelerator") -> list[Any]:
         """Return the schedulers whose state is saved with a checkpoint."""

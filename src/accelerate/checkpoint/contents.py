@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.checkpoint import files, loaders, names, rng
+from accelerate.checkpoint import files, loaders, names, reading, rng
 
 # Where a rank's file keeps the positions of its loaders. Other readers of the file look only for keys they know.
 POSITIONS = "dataloader_positions"
@@ -96,7 +96,8 @@ class Restoring:
     """A restore that has begun.
 
     What can fail is done first, and how to undo it is kept. Plain modules, whose names and shapes have been compared, and
-    generators, of which each is set or warned about, come last: copying into them does not fail.
+    generators, of which each is set or warned about, come last: copying into them does not fail. There is one exception: a
+    checkpoint that is too large to be held beside the state is verified, but read only then, and a disk may fail.
 
     Args:
         contents: What is restored.
@@ -107,6 +108,8 @@ class Restoring:
         self._contents = contents
         self._options = load_model_kwargs
         self._undoing: list[Callable[[], Any]] = []
+        # Optimizers with tensors that are still to be read, and the tensors that they had before.
+        self._unread: list[tuple[Any, dict[Any, dict[str, Any]]]] = []
 
     def load_fallible(self) -> None:
         """Restore everything that may fail."""
@@ -119,7 +122,13 @@ class Restoring:
             self._load(*contents.scaler, copies=True)
         for optimizer, state in contents.optimizers:
             # torch's optimizers replace the tensors of their state, so the former ones need no copy.
-            self._load(optimizer, state, copies=not _replaces_state(optimizer))
+            replaces = _replaces_state(optimizer)
+            if reading.is_pending(state):
+                if replaces and _takes_tensors_as_they_are(optimizer):
+                    self._unread.append((_inner(optimizer), _tensors_of(optimizer)))
+                else:
+                    state = reading.read_in_full(state)
+            self._load(optimizer, state, copies=not replaces)
         positions = contents.positions
         for index, (loader, state) in enumerate(contents.dataloaders):
             self._undoing.append(loaders.undoing(loader))
@@ -127,7 +136,7 @@ class Restoring:
         for model, state in contents.models:
             if not files.loads_by_name(model):
                 self._undoing.append(_undoing(model))
-                model.load_state_dict(state, **self._options)
+                model.load_state_dict(reading.read_in_full(state), **self._options)
 
     def _load(self, obj: Any, state: Any, copies: bool) -> None:
         former = obj.state_dict()
@@ -138,6 +147,7 @@ class Restoring:
 
     def undo(self) -> None:
         """Give back what the objects had before."""
+        self._unread.clear()
         while self._undoing:
             try:
                 self._undoing.pop()()
@@ -145,12 +155,56 @@ class Restoring:
                 rng.logger.error("A former state could not be given back: %s: %s", type(error).__name__, error)
 
     def complete(self) -> dict[str, Any]:
-        """Restore the rest, and return the attributes that the Accelerator takes over."""
+        """Restore the rest, and return the attributes that the Accelerator takes over.
+
+        Raises:
+            OSError: what was verified cannot be read any more.
+        """
         self._undoing.clear()
-        for model, state in self._contents.models:
-            if files.loads_by_name(model):
-                model.load_state_dict(state, **self._options)
+        try:
+            while self._unread:
+                _read_unread(*self._unread.pop())
+            for model, state in self._contents.models:
+                if files.loads_by_name(model):
+                    # Assigned tensors stay as they are.
+                    assigned = reading.read_in_full(state) if self._options.get("assign") else state
+                    model.load_state_dict(assigned, **self._options)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"{self._contents.folder!r} could not be read to its end, though it was whole a moment ago: {error}. It is "
+                "larger than what is held in memory beside the state, so a part of the tensors has been replaced already: "
+                "load a checkpoint again before you go on",
+            ) from error
         return self._contents._apply_random()
+
+
+def _inner(optimizer: Any) -> Any:
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _tensors_of(optimizer: Any) -> dict[Any, dict[str, Any]]:
+    return {parameter: dict(state) for parameter, state in _inner(optimizer).state.items()}
+
+
+def _takes_tensors_as_they_are(optimizer: Any) -> bool:
+    """Whether an optimizer only keeps what it loads, so that the values may come later."""
+    inner = _inner(optimizer)
+    keeps = all(
+        getattr(getattr(type(inner), method, None), "__module__", "").startswith("torch.optim.")
+        for method in ("__setstate__", "_process_value_according_to_param_policy")
+    )
+    return keeps and not (inner._optimizer_load_state_dict_pre_hooks or inner._optimizer_load_state_dict_post_hooks)
+
+
+def _read_unread(optimizer: Any, former: dict[Any, dict[str, Any]]) -> None:
+    """Read the tensors of an optimizer's state into the memory of those that they replace."""
+    for parameter, state in optimizer.state.items():
+        replaced = former.pop(parameter, {})
+        for name, value in state.items():
+            if isinstance(value, reading.Pending):
+                before = replaced.pop(name, None)
+                state[name] = value.into(before) if value.fits(before) else value.read()
 
 
 def _undoing(model: nn.Module) -> Callable[[], None]:
@@ -166,8 +220,7 @@ def _undoing(model: nn.Module) -> Callable[[], None]:
 
 
 def _replaces_state(optimizer: Any) -> bool:
-    inner = getattr(optimizer, "optimizer", optimizer)
-    return type(inner).load_state_dict is torch.optim.Optimizer.load_state_dict
+    return type(_inner(optimizer)).load_state_dict is torch.optim.Optimizer.load_state_dict
 
 
 def read_common(

@@ -17,6 +17,7 @@ from torch import nn
 
 from accelerate.checkpoint import names, rng
 from accelerate.checkpoint.parcel import Parcel
+from accelerate.checkpoint.reading import Reading, Unusual
 from accelerate.modules.named import match_names
 from accelerate.modules.tensors import clean_state_dict_for_safetensors, shared_tensor_names
 from accelerate.modules.unwrap import extract_model_from_parallel
@@ -143,7 +144,7 @@ def read_model(
         load_kwargs: Passed to ``torch.load`` for files in torch's format.
 
     Returns:
-        A state dict for ``load_state_dict`` of the module inside.
+        A state dict for ``load_state_dict`` of the module inside; tensors of a large checkpoint may be `reading.Pending`.
 
     Raises:
         FileNotFoundError: The folder has no weights for this model.
@@ -152,9 +153,7 @@ def read_model(
     model = extract_model_from_parallel(model, keep_torch_compile=False)
     safe = os.path.join(folder, names.model_file(index))
     if os.path.exists(safe):
-        from safetensors.torch import load_file
-
-        path, found = safe, load_file(safe, device=str(map_location or "cpu"))
+        path, found = safe, _read_tensors(folder, names.model_file(index), map_location, load_kwargs)
     else:
         path = os.path.join(folder, names.model_file(index, safe_serialization=False))
         if not os.path.exists(path):
@@ -163,7 +162,7 @@ def read_model(
                 f"{os.path.basename(safe)} nor {os.path.basename(path)} is there. Prepare the models that were saved, in "
                 "the same order, or load another folder."
             )
-        found = read_torch(path, map_location, load_kwargs)
+        found = _read_tensors(folder, os.path.basename(path), map_location, load_kwargs)
     return fit_to_model(model, found, path, strict)
 
 
@@ -261,6 +260,21 @@ def read_torch(path: str, map_location: Any = None, load_kwargs: Mapping[str, An
         ) from error
 
 
+def _read_tensors(
+    folder: Path, file: str, map_location: Any = None, load_kwargs: Mapping[str, Any] | None = None
+) -> Any:
+    """Read a file that may be large: in the way of `reading` where that is possible, else as its library does."""
+    if isinstance(folder, Reading) and str(map_location or "cpu") == "cpu" and not load_kwargs:
+        with contextlib.suppress(Unusual):
+            return folder.content(file)
+    path = os.path.join(folder, file)
+    if not file.endswith(".safetensors"):
+        return read_torch(path, map_location, load_kwargs)
+    from safetensors.torch import load_file
+
+    return load_file(path, device=str(map_location or "cpu"))
+
+
 def _read_required(folder: Path, file: str, what: str, **options: Any) -> Any:
     path = os.path.join(folder, file)
     if not os.path.exists(path):
@@ -268,7 +282,7 @@ def _read_required(folder: Path, file: str, what: str, **options: Any) -> Any:
             f"{os.fspath(folder)!r} has no state for {what}: {file} is missing. Prepare what was saved, in the same "
             "order, or load another folder."
         )
-    return read_torch(path, **options)
+    return _read_tensors(folder, file, **options)
 
 
 def write_optimizer(state: Any, folder: Path, index: int = 0, save_on_each_node: bool = False) -> None:

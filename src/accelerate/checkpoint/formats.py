@@ -22,7 +22,7 @@ Path = str | os.PathLike[str]
 # when it is hashed.
 _PIECE = 1 << 20
 
-_DTYPES = {
+DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -44,7 +44,7 @@ for _dtype, _name in (
     ("float8_e8m0fnu", "F8_E8M0"),
 ):
     if hasattr(torch, _dtype):
-        _DTYPES[getattr(torch, _dtype)] = _name
+        DTYPE_NAMES[getattr(torch, _dtype)] = _name
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -53,7 +53,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     Args:
         dtype: one that `check_storable` accepts.
     """
-    return _DTYPES[dtype]
+    return DTYPE_NAMES[dtype]
 
 
 class DurableFile:
@@ -175,7 +175,7 @@ def write_safetensors(
     for name in order:
         tensor = tensors[name]
         size = tensor.numel() * tensor.element_size()
-        dtype = _DTYPES[tensor.dtype]
+        dtype = DTYPE_NAMES[tensor.dtype]
         header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [offset, offset + size]}
         entries[name] = TensorEntry(tuple(tensor.shape), dtype)
         offset += size
@@ -199,7 +199,7 @@ def check_storable(name: str, tensor: Any) -> torch.Tensor:
     Raises:
         TypeError: it is no dense tensor, or of a dtype that safetensors does not have.
     """
-    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.dtype not in _DTYPES:
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.dtype not in DTYPE_NAMES:
         kind = f"{tensor.dtype}, {tensor.layout}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise TypeError(
             f"safetensors cannot hold {name!r} ({kind}). Save with safe_serialization=False, or leave it out of the state dict."
@@ -235,7 +235,7 @@ def write_torch(path: Path, obj: Any, rank: int = 0) -> FileEntry:
 def _tensors_in(obj: Any, path: str) -> Iterator[tuple[str, TensorEntry]]:
     """The tensors in nested dicts and lists, by the path that leads to them."""
     if isinstance(obj, torch.Tensor):
-        yield path, TensorEntry(tuple(obj.shape), _DTYPES.get(obj.dtype, str(obj.dtype).removeprefix("torch.")))
+        yield path, TensorEntry(tuple(obj.shape), DTYPE_NAMES.get(obj.dtype, str(obj.dtype).removeprefix("torch.")))
     elif isinstance(obj, (Mapping, list, tuple)):
         items = obj.items() if isinstance(obj, Mapping) else enumerate(obj)
         for key, value in items:

@@ -286,6 +286,16 @@ def aliases(folder: Path, files: Sequence[str]) -> dict[str, str]:
 # -- names of parameters -----------------------------------------------------------------------------------------------
 
 
+def names_text(names: Mapping[int, Sequence[Sequence[str]]]) -> bytes:
+    """Return the content of the file that tells which parameters the numbers in optimizers' files mean.
+
+    Args:
+        names: `fsdp_state.parameter_names` by the index of the optimizer.
+    """
+    text = json.dumps({str(index): [list(group) for group in groups] for index, groups in names.items()}, indent=1)
+    return text.encode() + b"\n"
+
+
 def write_names(names: Mapping[int, Sequence[Sequence[str]]], folder: Path, rank: int = 0) -> Entries:
     """Write which parameters the numbers in optimizers' files mean. One process per folder.
 
@@ -294,8 +304,7 @@ def write_names(names: Mapping[int, Sequence[Sequence[str]]], folder: Path, rank
         folder: the checkpoint's folder.
         rank: who writes.
     """
-    text = json.dumps({str(index): [list(group) for group in groups] for index, groups in names.items()}, indent=1)
-    return {NAMES_FILE: formats.write_bytes(os.path.join(folder, NAMES_FILE), text.encode(), rank)}
+    return {NAMES_FILE: formats.write_bytes(os.path.join(folder, NAMES_FILE), names_text(names), rank)}
 
 
 def read_names(folder: Path, index: int = 0) -> list[list[str]] | None:

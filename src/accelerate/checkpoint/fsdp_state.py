@@ -8,7 +8,7 @@ wrote them, and that of its optimizer is keyed by them, so that they fit any oth
 import contextlib
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -243,6 +243,19 @@ def parameter_names(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[
     return [[canonical_name(name) for name in group] for group in _names_in_modules(optimizer, model)]
 
 
+def names_among(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) -> list[list[str]] | None:
+    """Return the names of an optimizer's parameters, or None if no single model has all of them. Any rank, alone.
+
+    Args:
+        optimizer: wrapped or not.
+        models: the models of the run; one of them has the parameters.
+    """
+    for model in models:
+        with contextlib.suppress(ValueError):
+            return parameter_names(optimizer, model)
+    return None
+
+
 def _names_in_modules(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
     names: dict[int, list[str]] = {}
     for name, parameter in _unwrapped(model).named_parameters():
@@ -465,10 +478,7 @@ def apply_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, state: M
     """
     inner = inner_optimizer(optimizer)
     if not is_fsdp1(model):
-        count = itertools.count()
-        groups = [{**group, "params": [next(count) for _ in group["params"]]} for group in state["param_groups"]]
-        order = {name: number for number, name in enumerate(_flat(state["param_groups"]))}
-        inner.load_state_dict({"state": {order[n]: v for n, v in state["state"].items()}, "param_groups": groups})
+        inner.load_state_dict(numbered(state))
         return
     from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -482,6 +492,18 @@ def apply_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, state: M
     with _fsdp1(model, "sharded"):
         raw = FullyShardedDataParallel.optim_state_dict_to_load(_unwrapped(model), inner, raw, group=_group(model))
     inner.load_state_dict(raw)
+
+
+def numbered(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state keyed by names as torch's optimizers take it: keyed by numbers.
+
+    Args:
+        state: keyed by names, with the optimizer's own groups of names.
+    """
+    count = itertools.count()
+    groups = [{**group, "params": [next(count) for _ in group["params"]]} for group in state["param_groups"]]
+    order = {name: number for number, name in enumerate(_flat(state["param_groups"]))}
+    return {"state": {order[name]: value for name, value in state["state"].items()}, "param_groups": groups}
 
 
 def _flat(groups: Any) -> Iterator[str]:

@@ -229,10 +229,13 @@ class Manifest:
         """
         path = os.path.join(folder, NAME)
         temporary = os.path.join(folder, f".{NAME}.{os.getpid()}")
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(self.to_json())
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with open(temporary, "w", encoding="utf-8") as file:
+                file.write(self.to_json())
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:  # a descriptor does not know its file's name
+            raise OSError(error.errno, error.strerror, path) from None
         os.replace(temporary, path)
 
     @property
@@ -249,6 +252,7 @@ def problems(
     only: Callable[[str], bool] | None = None,
     progress: Callable[[int], None] | None = None,
     threads: int = 2,
+    digest_of: Callable[[str], str] | None = None,
 ) -> list[str]:
     """Return what is wrong with the files of a checkpoint; nothing if it is whole. Any rank, alone.
 
@@ -259,26 +263,32 @@ def problems(
         only: which files to look at; all by default.
         progress: called with the number of bytes that were hashed.
         threads: how many pieces of a file are hashed at a time.
+        digest_of: hashes the file of a name; by default that is done here.
 
     Returns:
         A line per file, with what was expected and what is there.
     """
+    digest_of = digest_of or (lambda name: checksum.of_file(_path(folder, name), threads, progress)[1])
     found = []
     for name in sorted(manifest.files):
         if only is not None and not only(name):
             continue
-        entry, path = manifest.files[name], os.path.join(folder, *name.split("/"))
+        entry, path = manifest.files[name], _path(folder, name)
         try:
             size = os.stat(path).st_size if os.path.isfile(path) else None
             if size is None:
                 found.append(f"{name} is missing ({entry.size} bytes were written)")
             elif size != entry.size:
                 found.append(f"{name} has {size} bytes, but {entry.size} were written")
-            elif deep and (digest := checksum.of_file(path, threads, progress)[1]) != entry.checksum:
+            elif deep and (digest := digest_of(name)) != entry.checksum:
                 found.append(f"{name} has changed: its checksum is {digest}, but {entry.checksum} was written")
         except OSError as error:
             found.append(f"{name} could not be read: {error}")
     return found
+
+
+def _path(folder: Path, name: str) -> str:
+    return os.path.join(folder, *name.split("/"))
 
 
 def damaged(folder: Path, found: Iterable[str]) -> DamagedCheckpoint:

@@ -42,7 +42,7 @@ _PARTS = re.compile(
     rf"(?:rank\d+_)?(?:{'|'.join(map(re.escape, _STEMS))})(?:_\d+)?\.(?:bin|safetensors)"
     rf"|{re.escape(SCALER_NAME)}|{re.escape(RNG_STATE_NAME)}_\d+\.pkl|{CUSTOM_NAME}_\d+\.pkl"
     rf"|{GENERATORS_NAME}_\d+\.safetensors|{re.escape(INCOMPLETE_MARKER)}(?:_\d+)?"
-    r"|(?:pytorch_model_fsdp|optimizer)_\d+"
+    r"|(?:pytorch_model_fsdp|optimizer)(?:_\d+)?(?:_rank\d+)?(?:\.bin)?|parameter_names\.json"
 )
 
 

@@ -56,6 +56,15 @@ class Parcel(os.PathLike[str]):
         """
         self._jobs[file] = (formats.write_torch, obj, {})
 
+    def add_bytes(self, file: str, data: bytes) -> None:
+        """Add a file that is its bytes.
+
+        Args:
+            file: its name in the folder.
+            data: its content.
+        """
+        self._jobs[file] = (formats.write_bytes, data, {})
+
     def snapshot(self, buffers: "HostBuffers") -> None:
         """Replace all that was added by copies in host memory; what the run goes on with is not in the parcel any more.
 
@@ -79,20 +88,25 @@ class Parcel(os.PathLike[str]):
             return write(os.path.join(self.folder, file), obj, rank=self.rank, **options)
 
         # The largest first, so that the small ones fill the gaps.
-        order = sorted(self._jobs, key=lambda file: _size(self._jobs[file][1]), reverse=True)
+        order = sorted(self._jobs, key=lambda file: nbytes(self._jobs[file][1]), reverse=True)
         if min(writers, len(order)) < 2:
             return {file: one(file) for file in order}
         with ThreadPoolExecutor(min(writers, len(order)), thread_name_prefix="checkpoint") as pool:
             return dict(zip(order, pool.map(one, order), strict=True))
 
 
-def _size(obj: Any) -> int:
+def nbytes(obj: Any) -> int:
+    """Return how many bytes the tensors in nested containers have.
+
+    Args:
+        obj: any value.
+    """
     if isinstance(obj, torch.Tensor):
         return obj.numel() * obj.element_size()
     if isinstance(obj, Mapping):
-        return sum(_size(value) for value in obj.values())
+        return sum(nbytes(value) for value in obj.values())
     if isinstance(obj, (list, tuple)):
-        return sum(_size(value) for value in obj)
+        return sum(nbytes(value) for value in obj)
     return 0
 
 

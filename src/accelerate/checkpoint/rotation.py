@@ -24,8 +24,12 @@ def newest_first(folder: Place) -> tuple[list[Place], list[str]]:
             found.append(place)
         elif state.kind != "absent":
             passed.append(f"{place.location}: {state.reason}")
-    if not found and not passed and folder.state().kind == "complete":
-        found.append(folder)
+    if not found and not passed:
+        state = folder.state()
+        if state.kind == "complete":
+            found.append(folder)
+        elif state.kind == "incomplete" and folder.files():
+            passed.append(f"{folder.location}: {state.reason}")
     return found, passed
 
 

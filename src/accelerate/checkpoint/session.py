@@ -10,6 +10,7 @@ from accelerate.checkpoint.manifest import FileEntry, Manifest
 from accelerate.checkpoint.meeting import Meeting, default_store
 from accelerate.checkpoint.parcel import WRITERS, Parcel
 from accelerate.checkpoint.places import Place
+from accelerate.checkpoint.reading import Reading
 
 if TYPE_CHECKING:
     from accelerate.accelerator import Accelerator
@@ -156,6 +157,11 @@ class Save:
         """
         self._problem = problem
 
+    @property
+    def failed(self) -> bool:
+        """Whether this rank could not collect its state."""
+        return self._problem is not None
+
     def finish(self, writers: int = WRITERS) -> None:
         """Write this rank's files, and publish the checkpoint when every rank has. May run in a thread.
 
@@ -235,16 +241,18 @@ def unlisted(folder: str, known: Iterable[str], rank: int, threads: int = 1) -> 
     return found
 
 
-def damage(folder: str, state_manifest: Manifest, group: Group) -> list[str]:
+def damage(reading: Reading, state_manifest: Manifest, group: Group) -> list[str]:
     """Return what is wrong with a checkpoint, as far as this rank looks. The ranks of a node share the work of hashing.
 
     Args:
-        folder: its local folder.
+        reading: its local folder; what this rank reads in full, it has read then.
         state_manifest: its manifest.
         group: the ranks.
     """
     order = sorted(state_manifest.files, key=lambda name: (-state_manifest.files[name].size, name))
     local = max(1, group.local_world_size)
-    mine = set(order[group.local_rank % local :: local])
-    found = manifest.problems(folder, state_manifest)
-    return found or manifest.problems(folder, state_manifest, deep=True, only=mine.__contains__)
+    mine = {*order[group.local_rank % local :: local], *reading.in_full}
+    found = manifest.problems(reading, state_manifest)
+    return found or manifest.problems(
+        reading, state_manifest, deep=True, only=mine.__contains__, digest_of=reading.checksum
+    )

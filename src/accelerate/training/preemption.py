@@ -46,13 +46,16 @@ class Preempted(SystemExit):
 
     It is no `Exception`, so that only `finally` blocks and whoever asks for it see it.
 
-    Attributes:
+    Args:
+        code: The exit status.
         location: The checkpoint.
         number: The signal that came.
     """
 
-    location: str = ""
-    number: signal.Signals | None = None
+    def __init__(self, code: int = PREEMPTED, location: str = "", number: signal.Signals | None = None) -> None:
+        super().__init__(code)
+        self.location = location
+        self.number = number
 
 
 def install(accelerator: "Accelerator") -> None:
@@ -324,9 +327,7 @@ class Watch:
         accelerator.wait_for_everyone()
         # Not yet: `finally` blocks of the program may communicate.
         atexit.register(accelerator.state.destroy_process_group)
-        ending = Preempted(PREEMPTED)
-        ending.location, ending.number = location, number
-        raise ending
+        raise Preempted(PREEMPTED, location, number)
 
 
 def _save(accelerator: "Accelerator") -> Any:

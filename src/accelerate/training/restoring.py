@@ -2,15 +2,19 @@
 
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accelerate.backends.base import Backend
 from accelerate.backends.registry import resolve
 from accelerate.checkpoint import files, names, rotation
 from accelerate.checkpoint.contents import Contents, Restoring, read_common
 from accelerate.checkpoint.manifest import damaged
 from accelerate.checkpoint.meeting import Meeting
+from accelerate.checkpoint.parcel import nbytes
 from accelerate.checkpoint.places import Place, place_of
+from accelerate.checkpoint.reading import Reading
 from accelerate.checkpoint.session import Group, damage
 from accelerate.checkpointing import resolve_map_location
 from accelerate.training.saving import as_path, pending_of
@@ -41,7 +45,7 @@ def load_state(
         input_dir: The checkpoint; a path or a URL. None takes the newest complete one of the project.
         load_kwargs: Passed to ``torch.load``; ``{"weights_only": False}`` for states that hold objects of your own.
         latest: Take the newest complete checkpoint in ``input_dir``, or in the project's folder.
-        missing_ok: Return None where there is no checkpoint yet, instead of raising.
+        missing_ok: Return None where there is no checkpoint yet, instead of raising. One that is damaged still raises.
         **load_model_func_kwargs: ``map_location`` (``"cpu"`` or ``"on_device"``), and arguments of the models'
             ``load_state_dict``, such as ``strict``.
 
@@ -62,15 +66,17 @@ def load_state(
     group = Group.of(accelerator, place)
     meeting = group.meeting("load_state", place)
     meeting.begin()
-    restoring, problem, chosen = None, None, None
+    restoring, problem, chosen, following = None, None, None, None
     try:
-        chosen, folder = _choose(meeting, group, place, latest)
+        chosen, folder = _choose(accelerator, meeting, group, place, latest)
         if chosen is not None:
             contents = _read(accelerator, folder, location, load_kwargs, load_model_func_kwargs)
+            following = _following_number(accelerator, chosen)
             restoring = contents.begin(**load_model_func_kwargs)
     except _Agreed as agreed:  # every rank raises this, so nobody has to be told
         meeting.end(None)
-        if missing_ok and isinstance(agreed.problem, FileNotFoundError):
+        # One that cannot be read is no reason to begin anew, and to save over it.
+        if missing_ok and isinstance(agreed.problem, FileNotFoundError) and not agreed.passed:
             logger.info("%s Nothing was loaded.", agreed.problem)
             return None
         raise agreed.problem from None
@@ -82,7 +88,8 @@ def load_state(
         if chosen is not None:
             chosen.release()
     accelerator._loaded_checkpoint = chosen.location
-    _continue_numbering(accelerator, chosen)
+    if following is not None:
+        accelerator.project_configuration.iteration = following
     return as_path(chosen)
 
 
@@ -103,9 +110,9 @@ def _complete(
 class _Agreed(Exception):
     """A problem that all ranks have found together."""
 
-    def __init__(self, problem: Exception) -> None:
+    def __init__(self, problem: Exception, passed: Sequence[str] = ()) -> None:
         super().__init__(str(problem))
-        self.problem = problem
+        self.problem, self.passed = problem, passed
 
 
 def _place(accelerator: "Accelerator", input_dir: Folder | None) -> Place:
@@ -120,20 +127,27 @@ def _place(accelerator: "Accelerator", input_dir: Folder | None) -> Place:
     return place_of(project.project_dir).child(names.CHECKPOINTS_FOLDER)
 
 
-def _choose(meeting: Meeting, group: Group, place: Place, latest: bool) -> tuple[Place, str]:
+def _choose(
+    accelerator: "Accelerator", meeting: Meeting, group: Group, place: Place, latest: bool
+) -> tuple[Place, Reading]:
     """Return the checkpoint that all ranks take, verified, and this rank's local folder of it."""
     candidates, passed = [place.location], []
     if latest:
+        problem = ""
         if group.rank == 0:
-            found, passed = rotation.newest_first(place)
-            candidates = [candidate.location for candidate in found]
-        told = meeting.exchange([candidates, passed])
-        candidates, passed = told[0]
+            try:
+                found, passed = rotation.newest_first(place)
+                candidates = [candidate.location for candidate in found]
+            except Exception as error:  # the others wait for what was found
+                problem = f"{type(error).__name__}: {error}"
+        candidates, passed, problem = meeting.exchange([candidates, passed, problem])[0]
+        if problem:
+            raise _Agreed(OSError(f"{place.location!r} could not be searched for checkpoints. {problem}"))
         if group.rank == 0:
             for line in passed:
                 logger.warning("Passed over %s", line)
     for candidate in map(place_of, candidates):
-        folder, found = _verified(meeting, group, candidate)
+        folder, found = _verified(accelerator, meeting, group, candidate)
         if not found:
             return candidate, folder
         candidate.release()
@@ -143,12 +157,15 @@ def _choose(meeting: Meeting, group: Group, place: Place, latest: bool) -> tuple
         if group.rank == 0:
             logger.warning("Passed over %s", passed[-1])
     more = "".join(f"\n  passed over {line}" for line in passed)
-    raise _Agreed(
-        FileNotFoundError(f"There is no complete checkpoint in {place.location!r}. Save one first, or name one.{more}")
+    problem = FileNotFoundError(
+        f"There is no complete checkpoint in {place.location!r}. Save one first, or name one.{more}"
     )
+    raise _Agreed(problem, passed)
 
 
-def _verified(meeting: Meeting, group: Group, candidate: Place) -> tuple[str, list[str]]:
+def _verified(
+    accelerator: "Accelerator", meeting: Meeting, group: Group, candidate: Place
+) -> tuple[Reading | None, list[str]]:
     """Verify a checkpoint together: the folder to read from, and what is wrong, the same on all ranks."""
     folder, found = None, []
     try:
@@ -161,18 +178,32 @@ def _verified(meeting: Meeting, group: Group, candidate: Place) -> tuple[str, li
         found = [f"{type(error).__name__}: {error}"]
     notes = meeting.exchange([folder, group.rank, found])
     if problems := _distinct(note[2] for note in notes):
-        return "", problems
+        return None, problems
     if folder is None:
         folder = next(note[0] for note in notes if note[1] == group.leader)
+    reading = Reading(folder, _replaced(accelerator))
     if state.manifest is None:
         if group.rank == 0:
             logger.warning("%s is loaded unverified: %s.", candidate.location, state.reason)
-        return folder, []
+        return reading, []
     try:
-        found = damage(folder, state.manifest, group)
+        found = damage(reading, state.manifest, group)
     except Exception as error:
         found = [f"{type(error).__name__}: {error}"]
-    return folder, _distinct(meeting.exchange(found))
+    return reading, _distinct(meeting.exchange(found))
+
+
+def _replaced(accelerator: "Accelerator") -> dict[str, int]:
+    """Files of tensors that the strategy lets be read here, and how much memory each one's object has already."""
+    backend, found = resolve(accelerator.state), {}
+    if type(backend).load_model is Backend.load_model:
+        for index, model in enumerate(accelerator._models):
+            held = nbytes([*model.parameters(), *model.buffers()])
+            found |= {names.model_file(index, safe): held for safe in (True, False)}
+    if type(backend).load_optimizer is Backend.load_optimizer:
+        for index, optimizer in enumerate(accelerator._optimizers):
+            found[names.optimizer_file(index)] = nbytes(getattr(optimizer, "state", {}))
+    return found
 
 
 _ABSENT = "absent: "
@@ -190,7 +221,7 @@ def _refusal(candidate: Place, found: list[str]) -> Exception:
 
 def _read(
     accelerator: "Accelerator",
-    folder: str,
+    folder: Reading,
     location: Any,
     load_kwargs: dict[str, Any] | None,
     model_options: dict[str, Any],
@@ -199,13 +230,13 @@ def _read(
     custom = accelerator._custom_objects
     if (saved := files.custom_count(folder)) != len(custom):
         raise RuntimeError(
-            f"{folder!r} has the states of {saved} registered objects, but {len(custom)} are registered. Register the "
+            f"{os.fspath(folder)!r} has the states of {saved} registered objects, but {len(custom)} are registered. Register the "
             "same objects in the same order with `accelerator.register_for_checkpointing` before loading."
         )
     inner = [backend.unwrap_model(model, keep_torch_compile=False) for model in accelerator._models]
     left = list(inner)
     for hook in list(accelerator._load_model_state_pre_hook.values()):
-        hook(left, folder)
+        hook(left, os.fspath(folder))
     # A hook takes out of the list what it loaded itself.
     kept = {id(model) for model in left}
     pairs = [(outer, model) for outer, model in zip(accelerator._models, inner, strict=True) if id(model) in kept]
@@ -230,7 +261,7 @@ def _read(
         if state is not None:
             optimizers.append((optimizer, state))
     contents = read_common(
-        folder,
+        os.fspath(folder),
         backend.checkpointed_schedulers(accelerator),
         accelerator._dataloaders,
         custom,
@@ -239,7 +270,7 @@ def _read(
         load_kwargs,
     )
     contents.models, contents.optimizers = models, optimizers
-    _warn_of_fewer_processes(accelerator, folder)
+    _warn_of_fewer_processes(accelerator, os.fspath(folder))
     return contents
 
 
@@ -256,14 +287,15 @@ def _warn_of_fewer_processes(accelerator: "Accelerator", folder: str) -> None:
         )
 
 
-def _continue_numbering(accelerator: "Accelerator", place: Place) -> None:
-    """Let the next automatic name follow the checkpoint that was loaded."""
+def _following_number(accelerator: "Accelerator", place: Place) -> int | None:
+    """Return the number of the next automatic name, where that follows from the checkpoint that is loaded."""
     project = accelerator.project_configuration
     number = names.number_of(place.name)
     if not project.automatic_checkpoint_naming or project.project_dir is None or number is None:
-        return
+        return None
     here = place_of(project.project_dir).child(names.CHECKPOINTS_FOLDER)
-    if place.parent() == here:
-        # After going back to an older one, the newer ones keep their numbers, and what comes next is the newest.
-        complete = [known for known, other in here.checkpoints() if other.state().loads]
-        project.iteration = max(complete, default=number) + 1
+    if place.parent() != here:
+        return None
+    # After going back to an older one, the newer ones keep their numbers, and what comes next is the newest.
+    complete = [known for known, other in here.checkpoints() if other.state().loads]
+    return max(complete, default=number) + 1

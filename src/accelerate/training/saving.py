@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from accelerate.backends.base import Backend
 from accelerate.backends.registry import resolve
-from accelerate.checkpoint import files, names, rotation
+from accelerate.checkpoint import files, layouts, names, rotation
 from accelerate.checkpoint.background import Background
 from accelerate.checkpoint.parcel import Parcel
 from accelerate.checkpoint.places import LocalPlace, Place, place_of
@@ -91,12 +91,17 @@ def save_state(
             parcel.snapshot(background.buffers)
     except BaseException as error:  # the other ranks must hear of it, so that they do not wait for this one
         save.fail(error)
-        blocking = True
-    if blocking:
+    if not blocking:
+        project.iteration += 1  # on all ranks, whatever becomes of it on one of them
+    if blocking or save.failed:
+        # A save that fails at its very end may have left a checkpoint, which the next one of this name replaces.
+        accelerator._unfinished_save = place.location
         save.finish()
+        accelerator._unfinished_save = None
     else:
         background.start(lambda: save.finish(writers=1), what=place.location)
-    project.iteration += 1
+    if blocking:
+        project.iteration += 1
     return as_path(place)
 
 
@@ -156,11 +161,16 @@ def _automatic(accelerator: "Accelerator") -> tuple[Callable[[Place], Any] | Non
     if not project.automatic_checkpoint_naming:
         return None, None
     number, limit, loaded = project.iteration, project.total_limit, accelerator.__dict__.get("_loaded_checkpoint")
+    unfinished = accelerator.__dict__.get("_unfinished_save")
+
+    def refuse(place: Place) -> None:
+        if place.location != unfinished:
+            refuse_to_overwrite(place, number)
 
     def rotate(place: Place) -> None:
         rotation.prune(place.parent(), limit, keep=[place.location, loaded])
 
-    return lambda place: refuse_to_overwrite(place, number), rotate
+    return refuse, rotate
 
 
 def _warn_of_open_window(accelerator: "Accelerator") -> None:
@@ -239,6 +249,7 @@ def _collect(
         )
     for index, optimizer in enumerate(accelerator._optimizers):
         backend.save_optimizer(accelerator, optimizer, parcel, index, save_on_each_node=each_node)
+    layouts.write_parameter_names(accelerator._optimizers, accelerator._models, parcel, each_node)
     if accelerator.scaler is not None:
         settle_scaler(accelerator.scaler)
     save_accelerator_state(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accelerate.checkpoint import fsdp_io, fsdp_state
+from accelerate.checkpoint import fsdp_adapters, fsdp_io, fsdp_state
 from accelerate.checkpoint.dcp import FolderReader, is_folder
 from accelerate.checkpoint.fsdp_files import merged_model
 from accelerate.config.fsdp import get_module_class_from_name
@@ -304,6 +304,8 @@ def _get_model_state_dict(
 
         if state == {}:
             return state
+        if fsdp_state.is_fsdp1(model):
+            return fsdp_adapters.entries(model, model.state_dict() if state is None else state)
         # Gathered first: PEFT picks entries by name, and would otherwise pick this rank's shards.
         return get_peft_model_state_dict(model, state_dict=state, adapter_name=model.active_adapter)
     return model.state_dict() if state is None else state
@@ -329,6 +331,8 @@ def _set_model_state_dict(
     if adapter_only and is_peft_model(model):
         from peft import set_peft_model_state_dict
 
+        if fsdp_state.is_fsdp1(model):
+            return fsdp_adapters.load(model, state_dict)
         return set_peft_model_state_dict(model, state_dict, adapter_name=model.active_adapter)
     if sd_options is not None:
         from torch.distributed.checkpoint.state_dict import set_model_state_dict

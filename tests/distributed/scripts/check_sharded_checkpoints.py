@@ -20,7 +20,11 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from accelerate.checkpoint import fsdp_files, fsdp_io, fsdp_state
+from accelerate.checkpoint import dcp, formats, fsdp_files, fsdp_io, fsdp_state
+from accelerate.checkpoint.manifest import DamagedCheckpoint
+from accelerate.checkpoint.reshard import reshard
+from accelerate.config.fsdp import FullyShardedDataParallelPlugin
+from accelerate.utils import fsdp_utils
 
 
 class Block(nn.Module):
@@ -189,10 +193,16 @@ class Stage:
 STAGE = Stage()
 
 
-def trial(writer, layout, writers, *readings):
-    """Write with one strategy, and read with others: pairs of a number of ranks and the names of strategies."""
+def trial(writer, layout, writers, *readings, resharded=None):
+    """Write with one strategy, and read with others: pairs of a number of ranks and the names of strategies.
+
+    ``resharded`` is what the checkpoint is made into in between, without a process group.
+    """
     folder = os.path.join(STAGE.folder, f"{STAGE.phase}-{writer}-{layout}-{writers}")
     STAGE.on(writers, write, folder, writer, layout)
+    if resharded:
+        STAGE.on(1, reshard, folder, f"{folder}-resharded", *resharded)
+        folder = f"{folder}-resharded"
     for ranks, strategies in readings:
         STAGE.on(ranks, read, folder, strategies.split())
 
@@ -239,8 +249,69 @@ def each_strategy_reads_what_the_others_write():
     trial("fsdp1-flat", "sharded", 2, (1, "fsdp1-flat fsdp2"), (3, "fsdp1"))
     trial("tp", "sharded", 2, (3, "tp fsdp2"))
     trial("ddp", "numbered", 1, (2, "fsdp1 fsdp1-flat fsdp2 tp"))
+    trial("ddp", "numbered", 2, (3, "fsdp1-flat fsdp2"), resharded=("sharded", 2))
+    trial("fsdp2", "sharded", 3, (1, "plain"), (2, "fsdp1 tp"), resharded=("full",))
     trial("fsdp2", "full", 2, (1, "plain fsdp1"), (3, "fsdp2 tp"))
     trial("fsdp1", "full", 2, (2, "fsdp1-flat ddp"))
+
+
+def a_rank_that_fails_stops_all_before_anything_changes():
+    STAGE.on(2, _failing, os.path.join(STAGE.folder, "failing"))
+
+
+def _failing(folder):
+    for strategy in ("fsdp1", "fsdp2"):
+        job, here = Job(strategy), f"{folder}-{strategy}"
+        job.step(0)
+        job.save(here, "sharded")
+        job.step(1)
+        before = job.whole()
+        read_data, write_torch = dcp.Reader.read_data, formats.write_torch
+        if dist.get_rank() == 1:
+            dcp.Reader.read_data = lambda *_: 1 / 0
+        else:
+            formats.write_torch = lambda *_: 1 / 0
+        for work, arguments, culprit in (
+            (fsdp_io.load_model, (job.model, here), 1),
+            (fsdp_io.load_optimizer, (job.optimizer, job.model, here), 1),
+            (fsdp_io.save_model, (job.model, here, 0, "full"), 0),
+        ):
+            try:
+                work(*arguments)
+            except (DamagedCheckpoint, ZeroDivisionError):
+                assert dist.get_rank() == culprit
+            except RuntimeError as error:
+                assert dist.get_rank() != culprit and f"Rank {culprit} failed" in str(error), error
+            else:
+                raise AssertionError(f"{work.__name__} returned, though a rank failed")
+        dcp.Reader.read_data, formats.write_torch = read_data, write_torch
+        after = job.whole()
+        assert not differing(before, after)
+
+
+def public_functions():
+    STAGE.on(2, _public, os.path.join(STAGE.folder, "public"))
+
+
+def _public(folder):
+    kinds = {
+        1: ("FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"),
+        2: ("FULL_STATE_DICT", "SHARDED_STATE_DICT"),
+    }
+    for strategy in ("fsdp1", "fsdp1-flat", "fsdp2"):
+        version = int(strategy[4])
+        for kind in kinds[version]:
+            for use_dcp in (True, False):
+                plugin = FullyShardedDataParallelPlugin(fsdp_version=version, state_dict_type=kind)
+                here = f"{folder}-{strategy}-{kind}-{use_dcp}"
+                job, other = Job(strategy), Job(strategy, seed=1)
+                job.step(0)
+                fsdp_utils.save_fsdp_model(plugin, None, job.model, here, use_dcp=use_dcp)
+                fsdp_utils.save_fsdp_optimizer(plugin, None, job.optimizer, job.model, here, use_dcp=use_dcp)
+                fsdp_utils.load_fsdp_model(plugin, None, other.model, here, use_dcp=use_dcp)
+                fsdp_utils.load_fsdp_optimizer(plugin, None, other.optimizer, other.model, here, use_dcp=use_dcp)
+                mine, theirs = job.whole(), other.whole()
+                assert not differing(mine, theirs), (strategy, kind, use_dcp, differing(mine, theirs))
 
 
 EVERYBODY = "plain ddp fsdp1 fsdp1-flat fsdp2 tp"
@@ -282,4 +353,11 @@ def main(*checks):
 
 
 if __name__ == "__main__":
-    main(each_strategy_reads_what_the_others_write, a_file_per_rank, the_wide_matrix, meshes_of_two_dims)
+    main(
+        each_strategy_reads_what_the_others_write,
+        a_file_per_rank,
+        a_rank_that_fails_stops_all_before_anything_changes,
+        public_functions,
+        the_wide_matrix,
+        meshes_of_two_dims,
+    )

@@ -11,8 +11,8 @@ import argparse
 import contextlib
 import dataclasses
 import errno
+import functools
 import itertools
-import json
 import logging
 import os
 import random
@@ -35,6 +35,7 @@ from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
 from accelerate.checkpoint import meeting, names
+from accelerate.checkpoint.manifest import DamagedCheckpoint
 from accelerate.checkpoint.places import place_of
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import ProjectConfiguration
@@ -208,10 +209,16 @@ def train(chain: Chain, plan: Plan, board: Board, rank: int, tell: Callable[[], 
             run.check(before)
             return False
 
-    if not guarded(lambda: run.load(missing_ok=True), "load"):
-        if plan.leaves:
-            return STOPPED
-        run.load(missing_ok=True)
+    def load(missing_ok: bool) -> bool:
+        """Load; what was passed over because it could not be read is there when it can be read again."""
+        went_well = guarded(lambda: run.load(missing_ok), "load")
+        if plan.kind == "fail" and board["fired", plan.rank] and (went_well or not plan.leaves):
+            points.disarm()
+            run.load(missing_ok)
+        return went_well
+
+    if not load(missing_ok=True) and plan.leaves:
+        return STOPPED
     board["loaded", rank] = run.check()
     tell()
     for _ in range(SAVES):
@@ -226,9 +233,12 @@ def train(chain: Chain, plan: Plan, board: Board, rank: int, tell: Callable[[], 
         elif plan.leaves:
             return STOPPED
         run.check(step)
-        if plan.phase == "load" and guarded(run.load, "load"):
-            run.check(step if went_well else None)
-            board["saved", rank] = run.ballast.step
+        if plan.phase == "load":
+            run.accelerator.wait_for_checkpoint()
+            board["saved", rank] = step
+            if not load(missing_ok=False) and plan.leaves:
+                return STOPPED
+            run.check(step)
     run.accelerator.wait_for_checkpoint()
     board["saved", rank] = max(board["saved", rank], run.ballast.step if plan.kind != "fail" else 0)
     return DONE
@@ -262,7 +272,7 @@ def verify(chain: Chain, board: Board, at_least: int, at_most: int) -> int:
 
 def check_tidy(chain: Chain) -> None:
     """After a run that came to its end nothing but checkpoints, and what is the user's own, is there."""
-    hidden = [path for path in chain.folder.rglob(".*")]
+    hidden = list(chain.folder.rglob(".*"))
     assert not hidden, f"left behind: {hidden}"
     if chain.limit is not None:
         left = place_of(chain.folder / names.CHECKPOINTS_FOLDER).checkpoints()
@@ -303,8 +313,7 @@ class Lab:
             status = act()
         except BaseException as error:
             traceback.print_exc()
-            gone = "gone" in str(error) or "ended" in str(error)
-            status = ALONE if isinstance(error, RuntimeError) and gone else 1
+            status = ALONE if isinstance(error, RuntimeError) and not isinstance(error, DamagedCheckpoint) else 1
         finally:
             sys.stdout.flush(), sys.stderr.flush()
             os._exit(status)
@@ -385,13 +394,14 @@ class Lab:
                     raise RuntimeError("the process with the store has ended")
                 running.remove(pid)
                 if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
+                    # Whoever is left must find out, and say so.
                     killed = True
                     if plan.leaves:
                         for other in running:
                             os.kill(other, signal.SIGKILL)
                     continue
                 code = os.waitstatus_to_exitcode(status)
-                expected = (DONE, STOPPED) if plan.kind == "fail" else (DONE, ALONE) if chain.world > 1 else (DONE,)
+                expected = (DONE, STOPPED) if plan.kind == "fail" else (DONE, ALONE) if killed else (DONE,)
                 if code not in expected:
                     raise AssertionError(f"{chain}, {plan}: exit status {code}\n{log.read_text()[-6000:]}")
         os.close(reading)
@@ -575,7 +585,7 @@ def fill_disks(lab: Lab, sizes: int) -> str:
             size = lab.draw.randrange(60_000, 420_000)
             chain = Chain(lab.folder / "disk" / "chain", 1, number % 2 == 0, (None, 1, 2)[number % 3])
             log = lab.folder / f"disk_{number}.log"
-            status = os.waitpid(lab.fork(lambda: on_disk(size, chain), log), 0)[1]
+            status = os.waitpid(lab.fork(functools.partial(on_disk, size, chain), log), 0)[1]
             assert status == 0, f"a disk of {size} bytes\n{log.read_text()[-8000:]}"
     finally:
         (lab.folder / "disk").rmdir()

@@ -3,6 +3,7 @@
 import os
 import pickle
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from accelerate.checkpoint import checksum, dcp, fsdp_files, fsdp_io, fsdp_state
 from accelerate.checkpoint.manifest import DamagedCheckpoint
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.utils import fsdp_utils
+
+FIXTURES = Path(__file__).parents[2] / "fixtures" / "sharded"
 
 
 class Net(nn.Module):
@@ -154,6 +157,27 @@ def test_what_others_wrote_is_read(tmp_path):
     assert same(state_of(model, optimizer), state_of(other, its_optimizer))
 
 
+@pytest.mark.parametrize("saved", sorted(FIXTURES.glob("*/*")), ids=lambda path: f"{path.parent.name}-{path.name}")
+def test_what_upstream_wrote_on_two_ranks_is_read(saved):
+    def trained(seed, steps):
+        torch.manual_seed(seed)
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+        for _ in range(steps):
+            model(torch.ones(1, 3)).pow(2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model, optimizer
+
+    model, optimizer = trained(0, 2)
+    other, its_optimizer = trained(1, 0)
+    load(other, its_optimizer, saved)
+    torch.testing.assert_close(dict(other.state_dict()), dict(model.state_dict()))
+    mine, theirs = optimizer.state_dict(), its_optimizer.state_dict()
+    torch.testing.assert_close(theirs["state"], mine["state"])
+    assert theirs["param_groups"] == mine["param_groups"]
+
+
 def test_numbers_mean_what_the_names_say(tmp_path):
     model, optimizer = job()
     torch.save(optimizer.state_dict(), tmp_path / "optimizer.bin")
@@ -289,6 +313,13 @@ def test_parameters_of_another_model(tmp_path):
     model, optimizer = job()
     with pytest.raises(ValueError, match="Parameter 0 of the optimizer's group 0"):
         fsdp_io.save_optimizer(optimizer, Net(), tmp_path)
+
+
+def test_whose_parameters_they_are():
+    model, optimizer = job()
+    expected = [["embedding.weight", "layer.weight"], ["layer.bias"]]
+    assert fsdp_state.names_among(optimizer, [nn.Linear(1, 1), torch.compile(model)]) == expected
+    assert fsdp_state.names_among(optimizer, [nn.Linear(1, 1)]) is None
 
 
 def test_nothing_there(tmp_path):

@@ -293,4 +293,4 @@ def test_arguments(tmp_path, full, options, match):
 
 def test_a_write_that_fails_leaves_nothing(tmp_path, full, monkeypatch):
     monkeypatch.setattr(Manifest, "write", lambda *_: 1 / 0)
-    refused(full, tmp_path / "new", ZeroDivisionError, "")
+    refused(full, tmp_path / "new", ZeroDivisionError, "zero")

@@ -204,6 +204,7 @@ def test_it_leaves_when_the_next_batch_is_asked_for(tmp_path, caplog):
     ending = run.train(told_at=2)
     assert isinstance(ending, SystemExit) and ending.code == 75 and ending.number == signal.SIGTERM
     assert run.seen == 2 and run.accelerator.should_stop
+    assert vars(pickle.loads(pickle.dumps(ending))) == vars(ending)
     assert place_of(ending.location).state().kind == "complete"
     assert Path(ending.location) == tmp_path / "checkpoints" / "checkpoint_0"
     (line,) = [record.getMessage() for record in caplog.records if "SIGTERM came" in record.getMessage()]

@@ -138,7 +138,9 @@ def test_what_was_refused_once_loads_afterwards(saved):
     assert torch.equal(other.plain.weight, first.plain.weight) and other.counter.count == 3
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "model_1.safetensors", "optimizer.bin", "custom_checkpoint_0.pkl"])
+@pytest.mark.parametrize(
+    "file", ["model.safetensors", "model_1.safetensors", "optimizer.bin", "custom_checkpoint_0.pkl"]
+)
 @pytest.mark.parametrize("damage", ["missing", "truncated", "flipped", "longer"])
 def test_what_is_damaged_changes_nothing(saved, file, damage):
     folder, _, other = saved
@@ -159,6 +161,62 @@ def test_without_its_manifest_it_is_no_checkpoint(saved):
     (folder / manifest.NAME).unlink()
     with pytest.raises(DamagedCheckpoint, match="manifest accelerate_manifest.json is missing"):
         other.accelerator.load_state(folder)
+
+
+# -- another layout ----------------------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """A model with tied weights and a frozen parameter, whose order is not that of its names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second, self.first = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.first.weight = self.second.weight
+        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+
+    def forward(self, batch):
+        return self.second(self.first(batch))
+
+
+def trained(seed: int, steps: int):
+    torch.manual_seed(seed)
+    accelerator, net = Accelerator(cpu=True), Net()
+    net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.1))
+    for _ in range(steps):
+        accelerator.backward(net(torch.randn(4, 3)).pow(2).sum())
+        optimizer.step(), optimizer.zero_grad()
+    return accelerator, net, optimizer
+
+
+def in_order(optimizer) -> str:
+    """The whole state; the order of the parameters in it says nothing."""
+    state = optimizer.state_dict()
+    return repr([sorted(state["state"].items()), state["param_groups"]])
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_whole_model_loads_what_lies_in_shards(tmp_path, shards):
+    from accelerate.checkpoint.reshard import reshard
+
+    accelerator, net, optimizer = trained(1, 3)
+    accelerator.save_state(tmp_path / "full")
+    reshard(str(tmp_path / "full"), str(tmp_path / "sharded"), "sharded", shards=shards)
+    assert not (tmp_path / "sharded" / "model.safetensors").exists()
+    for steps in (0, 2):
+        other, loaded, state = trained(2, steps)
+        other.load_state(tmp_path / "sharded")
+        assert all(torch.equal(a, b) for a, b in zip(net.parameters(), loaded.parameters(), strict=True))
+        assert in_order(state) == in_order(optimizer)
+    other, loaded, state = trained(3, 1)
+    before = repr([loaded.state_dict(), state.state_dict()])
+    (victim,) = (tmp_path / "sharded" / "optimizer_0").glob("__0_*.distcp")
+    data = bytearray(victim.read_bytes())
+    data[len(data) // 2] ^= 1
+    victim.write_bytes(data)
+    with pytest.raises(DamagedCheckpoint, match="distcp has changed"):
+        other.load_state(tmp_path / "sharded")
+    assert repr([loaded.state_dict(), state.state_dict()]) == before
 
 
 # -- the newest --------------------------------------------------------------------------------------------------------
@@ -202,6 +260,13 @@ def test_nothing_to_load(tmp_path):
     (tmp_path / "checkpoints" / "checkpoint_0" / "optimizer.bin").unlink()
     with pytest.raises(FileNotFoundError, match=r"passed over .*optimizer\.bin is missing"):
         run.accelerator.load_state()
+    # What is there, and cannot be read, is not "no checkpoint yet": a run would begin anew and save over it.
+    with pytest.raises(FileNotFoundError, match=r"passed over .*optimizer\.bin is missing"):
+        run.accelerator.load_state(latest=True, missing_ok=True)
+    with pytest.raises(FileNotFoundError, match=r"passed over .*optimizer\.bin is missing"):
+        run.accelerator.load_state(tmp_path / "checkpoints" / "checkpoint_0", latest=True, missing_ok=True)
+    (tmp_path / "empty").mkdir()
+    assert run.accelerator.load_state(tmp_path / "empty", latest=True, missing_ok=True) is None
     with pytest.raises(ValueError, match="no input_dir"):
         Run().accelerator.load_state()
     assert Run().accelerator.load_state(tmp_path / "none", latest=True, missing_ok=True) is None
@@ -263,7 +328,13 @@ def test_generators_are_kept_without_pickle():
     assert set(metadata) == {"format", "generators"} and all(isinstance(value, str) for value in metadata.values())
     expected = [random.gauss(0, 1), random.random(), np.random.randn(), np.random.rand(), torch.rand(2).tolist()]
     rng.restore(rng.decode(tensors, metadata), "here")
-    assert [random.gauss(0, 1), random.random(), np.random.randn(), np.random.rand(), torch.rand(2).tolist()] == expected
+    assert [
+        random.gauss(0, 1),
+        random.random(),
+        np.random.randn(),
+        np.random.rand(),
+        torch.rand(2).tolist(),
+    ] == expected
 
 
 def test_each_generator_is_restored_apart_and_a_failure_names_its_cause(caplog):
@@ -279,4 +350,6 @@ def test_each_generator_is_restored_apart_and_a_failure_names_its_cause(caplog):
     assert caplog.text.count("could not be restored") == 3 and "description of the generators" in caplog.text
     tensors, metadata = rng.encode({"torch_cuda_manual_seed": [torch.ones(2), torch.zeros(2)], "xm_seed": 7})
     decoded = rng.decode(tensors, metadata)
-    assert [part.tolist() for part in decoded["torch_cuda_manual_seed"]] == [[1, 1], [0, 0]] and decoded["xm_seed"] == 7
+    assert [part.tolist() for part in decoded["torch_cuda_manual_seed"]] == [[1, 1], [0, 0]] and decoded[
+        "xm_seed"
+    ] == 7

@@ -1,5 +1,6 @@
 """Checkpoints of a run, weights of a model, and what an Accelerator registers for them."""
 
+import errno
 import json
 import os
 import shutil
@@ -118,6 +119,7 @@ def test_the_folder_is_laid_out_as_ever(tmp_path):
         "model.safetensors",
         "model_1.safetensors",
         "optimizer.bin",
+        "parameter_names.json",
         "random_states_0.pkl",
         "scheduler.bin",
     ]
@@ -512,3 +514,22 @@ def test_save_an_object(tmp_path):
     accelerator.save({"a": torch.ones(1)}, tmp_path / "a")
     accelerator.save({"a": torch.ones(1)}, tmp_path / "b", safe_serialization=True)
     assert torch.equal(torch.load(tmp_path / "a")["a"], load_file(tmp_path / "b")["a"])
+
+
+def test_a_save_that_failed_when_its_checkpoint_was_there_can_be_tried_again(tmp_path, monkeypatch):
+    project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
+    run = Run(project_config=project)
+
+    def fail(folder, limit, keep):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(saving.rotation, "prune", fail)
+        with pytest.raises(OSError, match="Input/output"):
+            run.accelerator.save_state()
+    assert run.accelerator.save_iteration == 0 and listed(tmp_path) == ["checkpoint_0"]
+    assert run.accelerator.save_state().name == "checkpoint_0"
+    assert run.accelerator.save_state().name == "checkpoint_1"
+    run.accelerator.project_configuration.iteration = 0
+    with pytest.raises(ValueError, match="would be overwritten"):
+        run.accelerator.save_state()
