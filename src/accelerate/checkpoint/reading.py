@@ -215,13 +215,13 @@ def _from_torch(source: _Source) -> Any:
         start, size = records.get(storage.key, (0, 0))
         if size != storage.count * storage.dtype.itemsize:
             raise Unusual(f"a storage of {size} bytes that should have {storage.count} elements of {storage.dtype}")
-        like = torch.empty_strided(told.shape, told.stride, dtype=storage.dtype, device="meta")
-        alone = users[storage.key] == 1 and storage.count == like.numel() and _has_no_gaps(like)
-        if source.memory is None and size > SMALL and alone:
-            return Pending(like, source, start, storage.dtype)
+        if source.memory is None and size > SMALL and users[storage.key] == 1:
+            like = torch.empty_strided(told.shape, told.stride, dtype=storage.dtype, device="meta")
+            if storage.count == like.numel() and _has_no_gaps(like):
+                return Pending(like, source, start, storage.dtype)
         if storage.key not in storages:
             storages[storage.key] = source.storage(start, size, storage.dtype.itemsize)
-        made = _view(like, storages[storage.key], told.offset)
+        made = torch.empty(0, dtype=storage.dtype).set_(storages[storage.key], told.offset, told.shape, told.stride)
         return nn.Parameter(made, told.requires_grad) if told.is_parameter else made
 
     return _walk(tree, tensor)
