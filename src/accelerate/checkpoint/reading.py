@@ -15,7 +15,7 @@ import struct
 import sys
 import weakref
 import zipfile
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, NamedTuple
@@ -206,8 +206,13 @@ def _from_torch(source: _Source) -> Any:
         tree = _Structure(structure).load()
     except Exception as error:  # torch knows more kinds of objects, and says better what is wrong
         raise Unusual(f"{type(error).__name__}: {error}") from error
-    users: dict[str, int] = {}
-    _walk(tree, lambda told: users.update({told.storage.key: users.get(told.storage.key, 0) + 1}) or told)
+    users: Counter[str] = Counter()
+
+    def count(told: _Told) -> _Told:
+        users[told.storage.key] += 1
+        return told
+
+    _walk(tree, count)
     storages: dict[str, torch.UntypedStorage] = {}
 
     def tensor(told: _Told) -> torch.Tensor:
@@ -229,22 +234,26 @@ def _from_torch(source: _Source) -> Any:
 
 def _records(path: str) -> tuple[dict[str, tuple[int, int]], bytes]:
     """Where in a file the bytes of each storage lie and how many they are, and the description of the structure."""
-    found, structure = {}, b""
+    found: dict[str, tuple[int, int]] = {}
     with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
+        size = os.fstat(file.fileno()).st_size
         for record in archive.infolist():
-            name = record.filename.partition("/")[2]
-            if record.compress_type != zipfile.ZIP_STORED:
-                raise Unusual("a compressed file")
-            if name == "byteorder" and archive.read(record) != sys.byteorder.encode():
-                raise Unusual("another byte order")
-            if name == "data.pkl":
-                structure = archive.read(record)
-            if name.startswith("data/"):
-                file.seek(record.header_offset + 26)
-                lengths = file.read(4)
-                start = record.header_offset + 30 + sum(struct.unpack("<HH", lengths))
-                found[name.removeprefix("data/")] = (start, record.file_size)
-    return found, structure
+            file.seek(record.header_offset + 26)
+            # The name and what else comes before the content.
+            start = record.header_offset + 30 + sum(struct.unpack("<HH", file.read(4)))
+            if record.compress_type != zipfile.ZIP_STORED or start + record.file_size > size:
+                raise Unusual("a compressed or truncated file")
+            found[record.filename.partition("/")[2]] = (start, record.file_size)
+
+        def content(name: str) -> bytes:
+            start, length = found[name]
+            file.seek(start)
+            return file.read(length)
+
+        if "byteorder" in found and content("byteorder") != sys.byteorder.encode():
+            raise Unusual("another byte order")
+        structure = content("data.pkl")
+    return {name.removeprefix("data/"): place for name, place in found.items() if name.startswith("data/")}, structure
 
 
 class _Storage(NamedTuple):
