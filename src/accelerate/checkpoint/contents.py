@@ -1,7 +1,9 @@
 """What a checkpoint brings back: read in full first, then applied, so that a bad one changes nothing."""
 
+import contextlib
 import copy
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,21 +116,22 @@ class Restoring:
     def load_fallible(self) -> None:
         """Restore everything that may fail."""
         contents = self._contents
-        for obj, state in contents.custom:
-            self._load(obj, state, copies=True)
-        for scheduler, state in contents.schedulers:
-            self._load(scheduler, state, copies=True)
+        for index, (obj, state) in enumerate(contents.custom):
+            self._load(obj, state, names.custom_file(index))
+        for index, (scheduler, state) in enumerate(contents.schedulers):
+            self._load(scheduler, state, names.scheduler_file(index))
         if contents.scaler is not None:
-            self._load(*contents.scaler, copies=True)
-        for optimizer, state in contents.optimizers:
+            self._load(*contents.scaler, names.scaler_file())
+        for index, (optimizer, state) in enumerate(contents.optimizers):
             # torch's optimizers replace the tensors of their state, so the former ones need no copy.
             replaces = _replaces_state(optimizer)
-            if reading.is_pending(state):
-                if replaces and _takes_tensors_as_they_are(optimizer):
-                    self._unread.append((_inner(optimizer), _tensors_of(optimizer)))
-                else:
-                    state = reading.read_in_full(state)
-            self._load(optimizer, state, copies=not replaces)
+            with self._naming(optimizer, names.optimizer_file(index)):
+                if reading.is_pending(state):
+                    if replaces and _takes_tensors_as_they_are(optimizer):
+                        self._unread.append((_inner(optimizer), _tensors_of(optimizer)))
+                    else:
+                        state = reading.read_in_full(state)
+            self._load(optimizer, state, names.optimizer_file(index), copies=not replaces)
         positions = contents.positions
         for index, (loader, state) in enumerate(contents.dataloaders):
             self._undoing.append(loaders.undoing(loader))
@@ -138,12 +141,27 @@ class Restoring:
                 self._undoing.append(_undoing(model))
                 model.load_state_dict(reading.read_in_full(state), **self._options)
 
-    def _load(self, obj: Any, state: Any, copies: bool) -> None:
+    def _load(self, obj: Any, state: Any, file: str, copies: bool = True) -> None:
         former = obj.state_dict()
         if copies:
             former = copy.deepcopy(former)
         self._undoing.append(lambda: obj.load_state_dict(former))
-        obj.load_state_dict(state)
+        with self._naming(obj, file):
+            obj.load_state_dict(state)
+
+    @contextlib.contextmanager
+    def _naming(self, obj: Any, file: str) -> Iterator[None]:
+        """Let an error tell whose state it is, and where it was."""
+        try:
+            yield
+        except (ValueError, TypeError, RuntimeError, LookupError, AttributeError) as error:
+            if type(error).__module__ != "builtins":  # a program may wait for an error of its own
+                raise
+            kind = ValueError if type(error) is ValueError else RuntimeError
+            raise kind(
+                f"{type(obj).__name__} refuses its state in {os.path.join(self._contents.folder, file)!r}; nothing was "
+                f"loaded. {type(error).__name__}: {error}"
+            ) from error
 
     def undo(self) -> None:
         """Give back what the objects had before."""

@@ -35,6 +35,35 @@ def sync_tree(path: str) -> None:
         sync_folder(folder)
 
 
+_SYNC_FILE_RANGE_WRITE = 2
+
+
+@functools.cache
+def _sync_file_range() -> Callable[..., int] | None:
+    try:
+        function = ctypes.CDLL(None, use_errno=True).sync_file_range
+    except (OSError, AttributeError, TypeError):
+        return None
+    function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+    return function
+
+
+def start_writing(descriptor: int, start: int, size: int) -> None:
+    """Let the disk begin with what was written to a file, so that it works while more is written. Only fsync waits for it.
+
+    Args:
+        descriptor: of the file.
+        start: where the part begins.
+        size: how long it is.
+
+    Source:
+        https://man7.org/linux/man-pages/man2/sync_file_range.2.html
+    """
+    begin = _sync_file_range()
+    if begin is not None:  # where it fails, fsync does all of it, and tells what is wrong
+        begin(descriptor, start, size, _SYNC_FILE_RANGE_WRITE)
+
+
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 

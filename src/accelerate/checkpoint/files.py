@@ -9,7 +9,7 @@ import contextlib
 import os
 import pickle
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,7 +25,6 @@ from accelerate.process import PartialState
 from accelerate.utils.other import load, save, written_whole
 
 Path = str | os.PathLike[str]
-
 
 
 def writes(save_on_each_node: bool = False) -> bool:
@@ -252,7 +251,8 @@ def read_torch(path: str, map_location: Any = None, load_kwargs: Mapping[str, An
         UnpicklingError: The file holds objects that are not plain data; the message says how to accept them.
     """
     try:
-        return load(path, map_location=map_location if map_location is not None else "cpu", **(load_kwargs or {}))
+        with _naming(path):
+            return load(path, map_location=map_location if map_location is not None else "cpu", **(load_kwargs or {}))
     except pickle.UnpicklingError as error:
         raise pickle.UnpicklingError(
             f"{path} could not be read: {error}\nIf it holds objects of your own and you trust whoever wrote it, pass "
@@ -260,19 +260,33 @@ def read_torch(path: str, map_location: Any = None, load_kwargs: Mapping[str, An
         ) from error
 
 
+@contextlib.contextmanager
+def _naming(path: str) -> Iterator[None]:
+    """Let the error of a library tell which file it could not read."""
+    try:
+        yield
+    except pickle.UnpicklingError:
+        raise
+    except Exception as error:
+        if path in str(error):
+            raise
+        raise RuntimeError(f"{path} could not be read, so it is damaged: {type(error).__name__}: {error}") from error
+
+
 def _read_tensors(
     folder: Path, file: str, map_location: Any = None, load_kwargs: Mapping[str, Any] | None = None
 ) -> Any:
     """Read a file that may be large: in the way of `reading` where that is possible, else as its library does."""
-    if isinstance(folder, Reading) and str(map_location or "cpu") == "cpu" and not load_kwargs:
-        with contextlib.suppress(Unusual):
-            return folder.content(file)
     path = os.path.join(folder, file)
+    if isinstance(folder, Reading) and str(map_location or "cpu") == "cpu" and not load_kwargs:
+        with contextlib.suppress(Unusual), _naming(path):
+            return folder.content(file)
     if not file.endswith(".safetensors"):
         return read_torch(path, map_location, load_kwargs)
     from safetensors.torch import load_file
 
-    return load_file(path, device=str(map_location or "cpu"))
+    with _naming(path):
+        return load_file(path, device=str(map_location or "cpu"))
 
 
 def _read_required(folder: Path, file: str, what: str, **options: Any) -> Any:
@@ -414,7 +428,7 @@ def read_generators(folder: Path, process_index: int) -> dict[str, Any] | None:
         return None
     from safetensors import safe_open
 
-    with safe_open(path, framework="pt") as file:
+    with _naming(path), safe_open(path, framework="pt") as file:
         return rng.decode({name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {})  # noqa: SIM118 (not a dict)
 
 
@@ -426,4 +440,9 @@ def read_random_states(folder: Path, process_index: int) -> dict[str, Any] | Non
         process_index: This rank.
     """
     path = os.path.join(folder, names.random_states_file(process_index))
-    return read_torch(path) if os.path.exists(path) else None
+    if not os.path.exists(path):
+        return None
+    states = read_torch(path)
+    if not isinstance(states, dict):
+        raise RuntimeError(f"{path} is damaged: it holds a {type(states).__name__}, not a dict of states.")
+    return states

@@ -212,6 +212,8 @@ class Manifest:
             DamagedCheckpoint: it cannot be read, or is not one.
         """
         path = os.path.join(folder, NAME)
+        if os.path.lexists(path) and not os.path.isfile(path):  # a pipe, for one, would be waited for
+            raise DamagedCheckpoint(f"{path} is no file, so nobody can read the manifest.")
         try:
             with open(path, "rb") as file:
                 data = file.read(_LARGEST + 1)

@@ -7,7 +7,7 @@ folder. What is put into the parcel instead is hashed while it is written, and c
 import copy
 import os
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -83,16 +83,19 @@ class Parcel(os.PathLike[str]):
                 may run then takes one.
         """
 
-        def one(file: str) -> FileEntry:
+        def one(file: str, behind: Executor | None = None) -> FileEntry:
             write, obj, options = self._jobs[file]
-            return write(os.path.join(self.folder, file), obj, rank=self.rank, **options)
+            return write(os.path.join(self.folder, file), obj, rank=self.rank, pool=behind, **options)
 
         # The largest first, so that the small ones fill the gaps.
         order = sorted(self._jobs, key=lambda file: nbytes(self._jobs[file][1]), reverse=True)
         if min(writers, len(order)) < 2:
             return {file: one(file) for file in order}
-        with ThreadPoolExecutor(min(writers, len(order)), thread_name_prefix="checkpoint") as pool:
-            return dict(zip(order, pool.map(one, order), strict=True))
+        with (
+            ThreadPoolExecutor(writers, thread_name_prefix="checkpoint-disk") as behind,
+            ThreadPoolExecutor(min(writers, len(order)), thread_name_prefix="checkpoint") as pool,
+        ):
+            return dict(zip(order, pool.map(lambda file: one(file, behind), order), strict=True))
 
 
 def nbytes(obj: Any) -> int:

@@ -106,6 +106,7 @@ class Run:
         self.accelerator.register_for_checkpointing(self.ballast)
         self.accelerator.register_save_state_pre_hook(self._write_more)
         self.batches: Iterator | None = None
+        self.origin: Path | None = None
         self.fill(0)
 
     def _write_more(self, models: list, weights: list, folder: str) -> None:
@@ -173,6 +174,7 @@ class Run:
         found = self.accelerator.load_state(target, latest=target is None or missing_ok, missing_ok=missing_ok)
         if found is not None:
             self.batches = None  # the next ones come after the checkpoint
+            self.origin = found
         return found is not None
 
 
@@ -233,6 +235,7 @@ def train(chain: Chain, plan: Plan, board: Board, rank: int, tell: Callable[[], 
         elif plan.leaves:
             return STOPPED
         run.check(step)
+        assert run.origin is None or chain.limit is None or run.origin.is_dir(), "what was loaded is gone"
         if plan.phase == "load":
             run.accelerator.wait_for_checkpoint()
             board["saved", rank] = step
@@ -552,7 +555,10 @@ def warm_up(folder: Path) -> None:
     GradientState._reset_state()
     import torch.nn.parallel.distributed  # noqa: F401
 
-    assert threading.active_count() == 1 and len(os.listdir("/proc/self/task")) == 1, threading.enumerate()
+    deadline = time.monotonic() + 5
+    while len(tasks := os.listdir("/proc/self/task")) > 1 and time.monotonic() < deadline:
+        os.sched_yield()  # a thread that was joined is gone a moment later
+    assert threading.active_count() == 1 and len(tasks) == 1, (threading.enumerate(), tasks)
 
 
 def fill_disks(lab: Lab, sizes: int) -> str:

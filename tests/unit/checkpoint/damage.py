@@ -139,18 +139,14 @@ def missing(site: Site) -> str:
 
 @kind
 def exchanged(site: Site) -> str:
-    first, second = site.draw.sample(site.files(), 2)
-    site.names += [first, second]
-    left, right = (site.folder / name).read_bytes(), (site.folder / second).read_bytes()
-    if first.endswith(".safetensors") and site.draw.random() < 0.5:
-        return _of_another_step(site)
-    (site.folder / first).write_bytes(right), (site.folder / second).write_bytes((site.folder / first).read_bytes())
-    assert left != right
+    site.names += site.draw.sample(site.files(), 2)
+    first, second = (site.folder / name for name in site.names)
+    first.rename(site.folder / "between"), second.rename(first), (site.folder / "between").rename(second)
     return REFUSED
 
 
 @kind
-def _of_another_step(site: Site) -> str:
+def of_another_step(site: Site) -> str:
     """The size is the same, as a rule."""
     name = site.draw.choice([name for name in site.files() if _differs(site, name)])
     site.names.append(name)
@@ -233,7 +229,9 @@ def marked_as_incomplete(site: Site) -> str:
 @kind
 def more_than_needed(site: Site) -> str:
     for _ in range(site.draw.randint(1, 4)):
-        name = site.draw.choice(["notes.txt", "logs/a.txt", ".hidden", "é.bin", "model.safetensors.index.json", "x.pkl"])
+        name = site.draw.choice(
+            ["notes.txt", "logs/a.txt", ".hidden", "é.bin", "model.safetensors.index.json", "x.pkl"]
+        )
         (site.folder / name).parent.mkdir(exist_ok=True)
         (site.folder / name).write_bytes(site.draw.randbytes(20))
     return ACCEPTED
@@ -246,6 +244,7 @@ def old_and_broken(site: Site) -> str:
     path = site.pick("model.safetensors", *PICKLED)
     if site.draw.random() < 0.2:
         path.unlink()
+        site.names.append(str(site.folder))
         # A run of fewer processes lacks it.
         return EITHER if path.name == "random_states_0.pkl" else REFUSED
     os.truncate(path, site.draw.randrange(path.stat().st_size))
@@ -305,8 +304,20 @@ def manifest_that_leads_out(site: Site) -> str:
     name = site.draw.choice(list(told["files"]))
     outside = site.folder.parent / "outside"
     shutil.copyfile(site.folder / name, outside)
-    bad = ["../outside", str(outside), f"x/../../{outside.name}", "..\\outside", "C:outside", "./" + name, "a//b", "", ".."]
-    told["files"][site.draw.choice([*bad, "a\0b", NAME, "\\\\server\\share", "sub/", "/", "~/../../x/.."])] = told["files"].pop(name)
+    bad = [
+        "../outside",
+        str(outside),
+        f"x/../../{outside.name}",
+        "..\\outside",
+        "C:outside",
+        "./" + name,
+        "a//b",
+        "",
+        "..",
+    ]
+    told["files"][site.draw.choice([*bad, "a\0b", NAME, "\\\\server\\share", "sub/", "/", "~/../../x/.."])] = told[
+        "files"
+    ].pop(name)
     site.tell(told)
     return REFUSED
 
@@ -380,15 +391,19 @@ def hostile_pickle(site: Site) -> str:
         torch.save(evil, path)
     elif form == 2:
         torch.save(evil, path, _use_new_zipfile_serialization=False)
-    else:  # a whole file, whose pickle is another one
-        made = io.BytesIO()
-        with zipfile.ZipFile(path) as old, zipfile.ZipFile(made, "w", zipfile.ZIP_STORED) as new:
-            for record in old.infolist():
-                data = pickle.dumps(evil, 2) if record.filename.endswith("data.pkl") else old.read(record)
-                new.writestr(record.filename, data)
-        path.write_bytes(made.getvalue())
+    else:
+        _replace_structure(path, pickle.dumps(evil, 2))
     _seal(site)
     return REFUSED
+
+
+def _replace_structure(path: Path, text: bytes) -> None:
+    """Leave a file in torch's format whole, but for its pickle."""
+    made = io.BytesIO()
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(made, "w", zipfile.ZIP_STORED) as new:
+        for record in old.infolist():
+            new.writestr(record.filename, text if record.filename.endswith("data.pkl") else old.read(record))
+    path.write_bytes(made.getvalue())
 
 
 def _seal(site: Site) -> None:
@@ -403,7 +418,11 @@ def _seal(site: Site) -> None:
 def nonsense_in_torch_format(site: Site) -> str:
     """It reads well, and is no state of anything."""
     path = site.pick("optimizer.bin", "custom_checkpoint_0.pkl", "random_states_0.pkl")
-    torch.save(site.draw.choice([None, 3, "x", [], {"x": 1}, torch.zeros(2), [{"a": [torch.ones(1)]}]]), path)
+    if site.draw.random() < 0.2:  # lists in lists, deeper than any reader that calls itself gets
+        depth = site.draw.choice([900, 5000, 200_000])
+        _replace_structure(path, b"\x80\x02" + b"]" * depth + b"a" * (depth - 1) + b".")
+    else:
+        torch.save(site.draw.choice([3, "x", [], {"x": 1}, (), torch.zeros(2), [{"a": [torch.ones(1)]}]]), path)
     _seal(site)
     # What a rank has for itself is restored piece by piece, and each piece that is missing is warned about.
     return EITHER if path.name == "random_states_0.pkl" else REFUSED
@@ -462,10 +481,27 @@ def bad_header(site: Site) -> str:
     else:
         if choice == 2:
             beyond = [[start, end + 4], [end, start], [-4, end], [2**63, 2**63 + end - start], [start + 4, end + 4]]
-            beyond += [[start], "x", [0.5, end], [None, None], [len(body), len(body) + end - start], [2**64, 2**64 + 8]]
+            beyond += [
+                [start],
+                "x",
+                [0.5, end],
+                [None, None],
+                [len(body), len(body) + end - start],
+                [2**64, 2**64 + 8],
+            ]
             header[name]["data_offsets"] = site.draw.choice(beyond)
         elif choice == 3:
-            shapes = [[2**40, 2**40], [-1], [2**64], ["2"], 3, None, [1, *header[name]["shape"], 2], [2**32, 2**32, 0], [1.5]]
+            shapes = [
+                [2**40, 2**40],
+                [-1],
+                [2**64],
+                ["2"],
+                3,
+                None,
+                [1, *header[name]["shape"], 2],
+                [2**32, 2**32, 0],
+                [1.5],
+            ]
             header[name]["shape"] = site.draw.choice(shapes)
         elif choice == 4:
             header[name]["dtype"] = site.draw.choice(["F128", "", None, 3, "f32", "F64" * 100, ["F32"]])

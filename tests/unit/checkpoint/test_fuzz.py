@@ -1,6 +1,5 @@
 """Damaged checkpoints: each one is refused by an error that names the file, runs nothing, and changes nothing."""
 
-import dataclasses
 import logging
 import os
 import pickle
@@ -8,21 +7,23 @@ import random
 import shutil
 import signal
 import sys
-import traceback
+import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
-from unit.checkpoint import damage
 
 from accelerate import Accelerator
 from accelerate.checkpoint import reading
 from accelerate.checkpoint.manifest import DamagedCheckpoint
 from accelerate.data import resume
+from unit.checkpoint import damage
 
 SEED = int(os.environ.get("FUZZ_SEED", "0"))
 # An attempt takes some hundredths of a second; one that takes this long hangs, or reads something endless.
@@ -32,5 +33,175 @@ REFUSALS = (DamagedCheckpoint, ValueError, RuntimeError, OSError, pickle.Unpickl
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="makes pipes and links")
 
 
-class Counter_:
+class Late(BaseException):
+    """No error that a load may have."""
+
+
+class Notes:
     """A registered object."""
+
+    def __init__(self) -> None:
+        self.step, self.data = 0, torch.zeros(3)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step, "data": self.data}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step, self.data = state["step"], state["data"]
+
+
+class Bench:
+    """A run that saves at some steps, and then tries to load what was damaged."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        torch.manual_seed(0)
+        self.accelerator = Accelerator(cpu=True)
+        model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        loader = DataLoader(torch.randn(40, 6), batch_size=4, shuffle=True)
+        self.model, self.optimizer, self.scheduler, self.loader = self.accelerator.prepare(
+            model, optimizer, scheduler, loader
+        )
+        self.notes = Notes()
+        self.accelerator.register_for_checkpointing(self.notes)
+        self.batches: Iterator[torch.Tensor] = iter(self.loader)
+
+    def train(self, steps: int) -> None:
+        """Take some steps."""
+        for batch in (next(self.batches) for _ in range(steps)):
+            self.accelerator.backward(self.model(batch).square().mean() + random.random() + np.random.rand())
+            self.optimizer.step(), self.scheduler.step(), self.optimizer.zero_grad()
+            self.notes.step, self.notes.data = self.notes.step + 1, torch.rand(3)
+
+    def everything(self) -> Any:
+        """All that a load may change, in a form that can be compared."""
+        accelerator = self.accelerator
+        return plain(
+            {
+                "model": self.model.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "scheduler": self.scheduler.state_dict(),
+                "notes": self.notes.state_dict(),
+                "generators": (random.getstate(), np.random.get_state(), torch.get_rng_state()),
+                "loader": resume.capture(self.loader),
+                "counts": (accelerator.step, accelerator.save_iteration),
+                "loaded": accelerator.__dict__.get("_loaded_checkpoint"),
+            }
+        )
+
+
+def plain(value: Any) -> Any:
+    """Nested values with bytes in place of tensors and arrays."""
+    if isinstance(value, torch.Tensor):
+        return (
+            str(value.dtype),
+            tuple(value.shape),
+            value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(),
+        )
+    if isinstance(value, np.ndarray):
+        return str(value.dtype), value.shape, value.tobytes()
+    if isinstance(value, dict):
+        return {key: plain(entry) for key, entry in value.items()}
+    return [plain(entry) for entry in value] if isinstance(value, (list, tuple)) else value
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    """A run with three whole checkpoints of several steps; what it has in memory is of none of them."""
+    logging.disable(logging.CRITICAL)
+    made = Bench(tmp_path)
+    for name, safe in (("safe", True), ("unsafe", False), ("other", True)):
+        made.train(1)
+        made.accelerator.save_state(tmp_path / name, safe_serialization=safe)
+    made.train(1)
+    yield made
+    logging.disable(logging.NOTSET)
+
+
+class Fuzz:
+    """Damages checkpoints and tries to load them.
+
+    Args:
+        bench: the run.
+        patch: for the size of what is read at once.
+    """
+
+    def __init__(self, bench: Bench, patch: pytest.MonkeyPatch) -> None:
+        self.bench, self.patch = bench, patch
+        self.marker = bench.folder / "executed"
+        self.counts: Counter[str] = Counter()
+        self.kinds: Counter[str] = Counter()
+        self.expected = {name: self._loaded(name) for name in ("safe", "unsafe")}
+        self._loaded("other"), bench.train(1)
+
+    def _loaded(self, name: str) -> Any:
+        self.bench.accelerator.load_state(self.bench.folder / name)
+        return self.bench.everything()
+
+    def attempt(self, number: int) -> None:
+        """Damage a checkpoint in the way that a number stands for, and load it."""
+        bench, draw = self.bench, random.Random(f"{SEED} {number}")
+        hurt = damage.KINDS[number % len(damage.KINDS)]
+        base = "unsafe" if hurt is damage.hostile_pickle and draw.random() < 0.5 else "safe"
+        folder = bench.folder / "trials" / str(number) / "checkpoint"
+        shutil.copytree(bench.folder / base, folder)
+        site = damage.Site(draw, folder, bench.folder / "other", self.marker)
+        expected = hurt(site)
+        # Half of them as if they were too large to be held beside the state that they replace.
+        large = draw.random() < 0.5
+        self.patch.setattr(reading, "SPARE", 0 if large else 1 << 30)
+        self.patch.setattr(reading, "SMALL", 0 if large else 64 << 10)
+        before = bench.everything()
+        about = f"seed {SEED}, attempt {number}: {hurt.__name__} {site.names}, large={large}"
+        try:
+            bench.accelerator.load_state(folder)
+        except Exception as error:
+            assert expected != damage.ACCEPTED, f"{about}: refused\n{error!r}"
+            assert isinstance(error, REFUSALS), f"{about}: {type(error)}"
+            named = site.names if expected == damage.REFUSED and site.names else [*site.names, str(folder)]
+            assert any(name in str(error) for name in named), f"{about}: not named\n{error!r}"
+            assert bench.everything() == before, f"{about}: something was changed"
+            self.counts["refused"] += 1
+        else:
+            assert expected != damage.REFUSED, f"{about}: accepted"
+            after = bench.everything()
+            after["loaded"] = self.expected[base]["loaded"]
+            if site.names[:1] != ["random_states_0.pkl"]:  # each of what it has is restored if it can be
+                wrong = [name for name, value in after.items() if value != self.expected[base][name]]
+                assert not wrong, f"{about}: accepted, with another {wrong}"
+            self.counts["accepted, with nothing changed by the damage"] += 1
+            bench.accelerator.load_state(bench.folder / "other")
+        assert not self.marker.exists(), f"{about}: code was executed"
+        self.kinds[hurt.__name__] += 1
+        shutil.rmtree(folder.parent)
+
+    def run(self, numbers: range) -> None:
+        """Make several attempts, and print how many ended how."""
+
+        def late(*_: object) -> None:
+            raise Late(f"still loading after {LIMIT_S} s")
+
+        former, begun = signal.signal(signal.SIGALRM, late), time.monotonic()
+        try:
+            for number in numbers:
+                signal.alarm(LIMIT_S)
+                self.attempt(number)
+        finally:
+            signal.alarm(0)
+            signal.signal(signal.SIGALRM, former)
+        told = ", ".join(f"{count} {name}" for name, count in self.counts.most_common())
+        print(
+            f"seed {SEED}: {len(numbers)} damaged checkpoints of {len(self.kinds)} kinds: {told}; no code executed "
+            f"({time.monotonic() - begun:.0f} s)"
+        )
+
+
+def test_damaged_checkpoints_are_refused_and_change_nothing(bench, monkeypatch):
+    Fuzz(bench, monkeypatch).run(range(200))
+
+
+@pytest.mark.slow
+def test_a_thousand_damaged_checkpoints(bench, monkeypatch):
+    Fuzz(bench, monkeypatch).run(range(1000))

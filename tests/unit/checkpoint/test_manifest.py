@@ -88,6 +88,13 @@ def test_a_file_that_is_too_large_or_no_file_is_not_parsed(tmp_path, monkeypatch
         Manifest.read(tmp_path / "d")
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / NAME)
+    with pytest.raises(DamagedCheckpoint, match="is no file"):
+        Manifest.read(tmp_path)
+
+
 def test_problems_name_file_expectation_and_finding(tmp_path):
     files = {name: write_bytes(tmp_path / name, b"content") for name in ("a", "b", "c", "d")}
     told = Manifest(files)
