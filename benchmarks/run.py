@@ -13,6 +13,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+import checkpoints
+
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 RESULTS = HERE / "results"
@@ -28,8 +30,15 @@ TITLES = {
     "collectives": "Collectives, two processes",
     "startup": "Import, help and launch",
 }
+SIZED = ("checkpoint", "double_prepare")
 TORCHRUN = ("collectives", "dispatcher")
 RUNS_ONE_PROCESS = "The peer's `launch --cpu --num_processes 2` starts one process, so its figure is not comparable."
+CHECKPOINTS = (
+    "The state is a model in float32 and the two moments of AdamW. *fsync left out*: nothing waits for the disk. *And on the "
+    "disk*: what the peer leaves in the page cache is synced by the benchmark; ours is there when `save_state` returns. "
+    "*New run*: into a model and an optimizer that were just made. *Over a state*: the optimizer has been stepped. Ours "
+    "writes checksums and verifies them; the peer does not. Medians of three saves in each round."
+)
 NOTES = {"startup": RUNS_ONE_PROCESS}
 
 
@@ -49,13 +58,13 @@ def pythons(versions):
     return found
 
 
-def measure(python, case, *arguments, processes=1):
+def measure(python, case, *arguments, processes=1, threads=1):
     """Run a case once and return its figures."""
     command = [python]
     if processes > 1:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     command += [str(HERE / "cases" / f"{case}.py"), *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": ""}
     # Wheels come with compiled modules; an editable install must be allowed to keep its own.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
@@ -113,15 +122,17 @@ def double_prepare(interpreters, rounds, sizes):
 def double_prepare_table(results, packages):
     """Return the Markdown table of the double-prepare case."""
     lines = [
-        "| model | package | save (s) | load (s) | written (MB) | `state_dict` calls per rank, save / load | registered |",
-        "|---|---|---:|---:|---:|---:|---:|",
+        "| model | package | save (s) | save, on the disk (s) | load (s) | written (MB) "
+        "| `state_dict` calls per rank, save / load | registered |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     for model, figures in results.items():
         for name in packages:
             row = {figure: columns[name] for figure, columns in figures.items()}
             calls = f"{row['state_dict calls, save']:.0f} / {row['state_dict calls, load']:.0f}"
             lines.append(
-                f"| {model} | {name} | {row['save (s)']:.2f} | {row['load (s)']:.2f} | {row['written (MB)']:.0f} "
+                f"| {model} | {name} | {row['save (s)']:.2f} | {row['on the disk (s)']:.2f} | {row['load (s)']:.2f} "
+                f"| {row['written (MB)']:.0f} "
                 f"| {calls} | {row['models registered']:.0f} |"
             )
     return "\n".join(lines)
@@ -191,11 +202,20 @@ def write_page():
         if file.exists():
             data = json.loads(file.read_text())
             parts += [f"## {title}", data["table"], NOTES.get(case, ""), f"![{title}](img/{case}.png)"]
+    file = RESULTS / "checkpoint.json"
+    if file.exists():
+        parts += [
+            "## Saving and loading a run",
+            CHECKPOINTS,
+            json.loads(file.read_text())["table"],
+            "![times of save_state and load_state](img/checkpoint.png)",
+        ]
     file = RESULTS / "double_prepare.json"
     if file.exists():
         parts += [
             "## Preparing twice, and what a checkpoint costs then",
-            "The model is prepared once, or again through its wrapper, its inner module and `unwrap_model`.",
+            "The model is prepared once, or again through its wrapper, its inner module and `unwrap_model`. *On the disk*: "
+            "what a package leaves in the page cache is synced by the benchmark.",
             json.loads(file.read_text())["table"],
             "![save times](img/double_prepare.png)",
         ]
@@ -204,17 +224,23 @@ def write_page():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {[*TITLES, 'double_prepare']}; all by default")
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {[*TITLES, *SIZED]}; all by default")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES_MB, metavar="MB")
+    parser.add_argument("--sizes", type=int, nargs="+", metavar="MB", help="of double_prepare and checkpoint")
     parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=list(PEERS))
     arguments = parser.parse_args()
     interpreters = pythons(arguments.peers)
     packages = list(interpreters)
     RESULTS.mkdir(exist_ok=True)
-    for case in arguments.cases or [*TITLES, "double_prepare"]:
-        if case == "double_prepare":
-            figures = double_prepare(interpreters, arguments.rounds, arguments.sizes)
+    for case in arguments.cases or [*TITLES, *SIZED]:
+        if case == "checkpoint":
+            figures = checkpoints.run(
+                interpreters, arguments.rounds, arguments.sizes or checkpoints.SIZES_MB, measure, OURS
+            )
+            text = checkpoints.table(figures, packages, OURS, number)
+            checkpoints.plot(figures, packages, PAGE.parent / "img" / "checkpoint.png")
+        elif case == "double_prepare":
+            figures = double_prepare(interpreters, arguments.rounds, arguments.sizes or SIZES_MB)
             text = double_prepare_table(figures, packages)
             plot(figures, packages)
         else:

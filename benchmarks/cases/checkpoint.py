@@ -42,6 +42,12 @@ def adamw(model, value=None):
     return optimizer
 
 
+def stepped(megabytes):
+    """Return a model and an optimizer that has been stepped."""
+    model = blocks(megabytes, 1.0)
+    return model, adamw(model, 1.0)
+
+
 def clock(task):
     """Return the seconds of a task in which all ranks take part."""
     if dist.is_initialized():
@@ -87,58 +93,86 @@ def save_times(accelerator, folder, repeats):
     return {name: statistics.median(values) for name, values in series.items()}
 
 
-def times(accelerator, megabytes, folder, repeats):
-    """Save, load into what is there, and load into what was just made, as a run does that goes on."""
-    model = blocks(megabytes, 1.0)
-    model, optimizer = accelerator.prepare(model, adamw(model, 1.0))
+def save(accelerator, megabytes, folder, repeats):
+    """Save, and load over the state that is there. The checkpoint is left behind."""
+    accelerator.prepare(*stepped(megabytes))
     figures = save_times(accelerator, folder, repeats)
-    if accelerator.is_main_process:
-        figures["written (MB)"] = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 2**20
-    sync(folder)
-    figures["load_state, over a state (s)"] = statistics.median(
-        clock(lambda: accelerator.load_state(str(folder))) for _ in range(repeats)
-    )
-    resumed = []
-    for _ in range(repeats):
-        del model, optimizer
-        accelerator.free_memory()
-        model = blocks(megabytes, 2.0)
-        model, optimizer = accelerator.prepare(model, adamw(model))
-        resumed.append(clock(lambda: accelerator.load_state(str(folder))))
-        assert all(bool((parameter == 1).all()) for parameter in model.parameters())
-        assert len(optimizer.state_dict()["state"]) == LAYERS
-    figures["load_state, new run (s)"] = statistics.median(resumed)
-    return figures
+    figures["written (MB)"] = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 2**20
+    over = [clock(lambda: accelerator.load_state(str(folder))) for _ in range(repeats)]
+    return {**figures, "load_state, over a state (s)": statistics.median(over)}
 
 
-def peak(megabytes, folder, repeats, accelerator):
+def load(accelerator, megabytes, folder, repeats):
+    """Load once into what was just made, as a run does that goes on."""
+    model = blocks(megabytes, 2.0)
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    loaded = clock(lambda: accelerator.load_state(str(folder)))
+    assert all(bool((parameter == 1).all()) for parameter in model.parameters())
+    assert len(optimizer.state_dict()["state"]) == LAYERS
+    return {"load_state, new run (s)": loaded}
+
+
+def memory(accelerator, megabytes, folder, repeats):
     """Save and load over the state, and return what the process took at most, and beyond its libraries and the state."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    model = blocks(megabytes, 1.0)
-    model, optimizer = accelerator.prepare(model, adamw(model, 1.0))
-    for _ in range(repeats):
-        accelerator.save_state(str(folder))
-        accelerator.load_state(str(folder))
+    accelerator.prepare(*stepped(megabytes))
+    accelerator.save_state(str(folder))
+    accelerator.load_state(str(folder))
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {"peak memory (MB)": most / 2**10, "beyond the state (MB)": (most - before) / 2**10 - megabytes}
+    return {"peak memory (MB)": most / 2**10, "beyond libraries and state (MB)": (most - before) / 2**10 - megabytes}
+
+
+def background(accelerator, megabytes, folder, repeats):
+    """Save while the training goes on: how long that stops, and how long its steps take meanwhile. Ours alone."""
+    model, optimizer = accelerator.prepare(*stepped(megabytes))
+    state = [*model.parameters(), *(value for kept in optimizer.state.values() for value in kept.values())]
+    copies = [tensor.detach().clone() for tensor in state]
+    rows = torch.ones(64, model[0].in_features if isinstance(model, nn.Sequential) else model.module[0].in_features)
+
+    def step():
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        accelerator.backward(model(rows).square().mean())
+        optimizer.step()
+        return time.perf_counter() - start
+
+    blocked, copied, alone, meanwhile = [], [], [], []
+    for number in range(repeats + 1):
+        settled(accelerator, folder)
+        for copy, tensor in zip(copies, state, strict=True):
+            copy.copy_(tensor.detach())  # as memory that a copy has used before
+        start = time.perf_counter()
+        for copy, tensor in zip(copies, state, strict=True):
+            copy.copy_(tensor.detach())
+        copied.append(time.perf_counter() - start)
+        alone += [step() for _ in range(10)]
+        stopped = clock(lambda: accelerator.save_state(str(folder), blocking=False))
+        while not folder.exists():
+            meanwhile.append(step())
+        accelerator.wait_for_checkpoint()
+        alone += [step() for _ in range(10)]
+        if number:  # the first one has to get the memory
+            blocked.append(stopped)
+    return {
+        "one copy of the state (s)": statistics.median(copied),
+        "save_state(blocking=False) (s)": statistics.median(blocked),
+        "a step (s)": statistics.median(alone),
+        "a step while a save is written (s)": statistics.median(meanwhile),
+    }
 
 
 def main():
+    phases = {task.__name__: task for task in (save, load, memory, background)}
     parser = argparse.ArgumentParser()
+    parser.add_argument("phase", choices=phases)
     parser.add_argument("--megabytes", type=int, required=True)
     parser.add_argument("--folder", required=True)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--memory", action="store_true")
     arguments = parser.parse_args()
     accelerator = Accelerator(cpu=True)
-    folder = Path(arguments.folder)
-    if arguments.memory:
-        figures = peak(arguments.megabytes, folder, 1, accelerator)
-    else:
-        figures = times(accelerator, arguments.megabytes, folder, arguments.repeats)
+    figures = phases[arguments.phase](accelerator, arguments.megabytes, Path(arguments.folder), arguments.repeats)
     if accelerator.is_main_process:
         print(json.dumps(figures), flush=True)
-        shutil.rmtree(folder, ignore_errors=True)
     accelerator.end_training()
 
 

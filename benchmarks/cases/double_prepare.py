@@ -57,6 +57,12 @@ def main():
     accelerator.save_state(str(folder))
     dist.barrier()
     saved, save_calls = time.perf_counter() - start, model.calls
+    start = time.perf_counter()
+    for path in [*folder.rglob("*"), folder] if accelerator.is_main_process else ():
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+    durable = saved + time.perf_counter() - start
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     model.calls = 0
     dist.barrier()
@@ -69,6 +75,7 @@ def main():
             json.dumps(
                 {
                     "save (s)": saved,
+                    "on the disk (s)": durable,
                     "load (s)": loaded,
                     "written (MB)": size / 2**20,
                     "state_dict calls, save": save_calls,

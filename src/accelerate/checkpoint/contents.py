@@ -176,7 +176,7 @@ class Restoring:
         """Restore the rest, and return the attributes that the Accelerator takes over.
 
         Raises:
-            OSError: what was verified cannot be read any more.
+            RuntimeError: what was verified cannot be read any more.
         """
         self._undoing.clear()
         try:
@@ -187,12 +187,11 @@ class Restoring:
                     # Assigned tensors stay as they are.
                     assigned = reading.read_in_full(state) if self._options.get("assign") else state
                     model.load_state_dict(assigned, **self._options)
-        except OSError as error:
-            raise OSError(
-                error.errno,
-                f"{self._contents.folder!r} could not be read to its end, though it was whole a moment ago: {error}. It is "
-                "larger than what is held in memory beside the state, so a part of the tensors has been replaced already: "
-                "load a checkpoint again before you go on",
+        except Exception as error:  # torch reports an OSError as another one
+            raise RuntimeError(
+                f"{self._contents.folder!r} could not be read to its end, though it was whole a moment ago: {error}\nA part "
+                "of the model and of the optimizer has been replaced already, because a checkpoint of this size is not held "
+                "in memory beside the state. Load a checkpoint again before you go on."
             ) from error
         return self._contents._apply_random()
 

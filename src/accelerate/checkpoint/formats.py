@@ -8,11 +8,9 @@ import contextlib
 import errno
 import json
 import os
-from collections.abc import Container, Iterator, Mapping
-from concurrent.futures import Executor, Future, wait
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 
 from accelerate.checkpoint import checksum, disk
@@ -66,28 +64,21 @@ class DurableFile:
 
     Args:
         path: the file; it must not exist.
-        pool: hashes and writes large memory that lasts while the caller prepares what comes next. By default the caller
-            waits.
-        lasting: addresses of memory that lasts, and stays as it is, until the file is closed or abandoned.
     """
 
-    def __init__(self, path: Path, pool: Executor | None = None, lasting: Container[int] = ()) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = os.fspath(path)
-        self._pool = pool
-        self._lasting = lasting
-        self._putting: Future[None] | None = None
         self.problem: OSError | None = None
         self._checksum = checksum.Checksum()
         self._held = bytearray()
         self._begun = 0
         self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
 
-    def write(self, data: Any, lasts: bool = False) -> int:
+    def write(self, data: Any) -> int:
         """Write bytes.
 
         Args:
             data: a contiguous buffer.
-            lasts: it keeps its memory, and nobody changes that, until the file is closed or abandoned.
 
         Returns:
             How many were written, which is all.
@@ -97,24 +88,15 @@ class DurableFile:
             self._held += view
             return len(view)
         self.flush()
-        if self._pool is not None and len(view) >= _PIECE and (lasts or _address(view) in self._lasting):
-            self._putting = self._pool.submit(self._put_all, view)
-        else:
-            self._put_all(view)
+        for start in range(0, len(view), _PIECE):
+            self._put(view[start : start + _PIECE])
         return len(view)
 
     def flush(self) -> None:
         """Write what was held back: formats write many small things between the large ones."""
-        putting, self._putting = self._putting, None
-        if putting is not None:
-            putting.result()
         if self._held:
             held, self._held = self._held, bytearray()
             self._put(memoryview(held))
-
-    def _put_all(self, view: memoryview) -> None:
-        for start in range(0, len(view), _PIECE):
-            self._put(view[start : start + _PIECE])
 
     def _put(self, piece: memoryview) -> None:
         self._checksum.update(piece)
@@ -147,8 +129,6 @@ class DurableFile:
 
     def abandon(self) -> None:
         """Close the file and remove it."""
-        if self._putting is not None:
-            wait([self._putting])
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -165,22 +145,16 @@ class DurableFile:
         return FileEntry(self._checksum.size, self._checksum.hexdigest(), rank, **told)
 
 
-def _address(view: memoryview) -> int:
-    return np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0]
-
-
 @contextlib.contextmanager
-def durable(path: Path, pool: Executor | None = None, lasting: Container[int] = ()) -> Iterator[DurableFile]:
+def durable(path: Path) -> Iterator[DurableFile]:
     """Write a file that is on the disk when the block ends well, and gone when it does not.
 
     Args:
         path: the file. An older one of that name is replaced.
-        pool: as of `DurableFile`.
-        lasting: as of `DurableFile`.
     """
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
-    file = DurableFile(path, pool, lasting)
+    file = DurableFile(path)
     try:
         yield file
         file.close()
@@ -197,7 +171,6 @@ def write_safetensors(
     metadata: Mapping[str, str] | None = None,
     rank: int = 0,
     aliases: Mapping[str, str] | None = None,
-    pool: Executor | None = None,
 ) -> FileEntry:
     """Write tensors as safetensors, durably. One process per file.
 
@@ -207,7 +180,6 @@ def write_safetensors(
         metadata: texts by name.
         rank: who writes.
         aliases: names that share the memory of a tensor and are left out, for the manifest.
-        pool: as of `DurableFile`.
 
     Raises:
         TypeError: a value is no dense tensor, or of a dtype that safetensors does not have.
@@ -228,11 +200,11 @@ def write_safetensors(
         offset += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with durable(path, pool) as file:
+    with durable(path) as file:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for name in order:
-            file.write(bytes_of(tensors[name]), lasts=True)
+            file.write(bytes_of(tensors[name]))
     return file.entry(rank, tensors=entries, aliases=aliases or {})
 
 
@@ -266,48 +238,38 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
 
 
-def write_torch(path: Path, obj: Any, rank: int = 0, pool: Executor | None = None) -> FileEntry:
+def write_torch(path: Path, obj: Any, rank: int = 0) -> FileEntry:
     """Write an object in torch's format, durably. One process per file.
 
     Args:
         path: the file.
         obj: what `torch.save` takes.
         rank: who writes.
-        pool: as of `DurableFile`.
     """
-    tensors = dict(_tensors_in(obj, ""))
-    # Torch hands over the memory of the tensors as it is, and memory of its own that does not last.
-    plain = [tensor for tensor in tensors.values() if type(tensor) is torch.Tensor and tensor.layout is torch.strided]
-    lasting = {tensor.untyped_storage().data_ptr() for tensor in plain if tensor.device.type == "cpu"} if pool else ()
-    with durable(path, pool, lasting) as file:
+    with durable(path) as file:
         torch.save(obj, file)
-    told = {
-        name: TensorEntry(tuple(tensor.shape), DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch.")))
-        for name, tensor in tensors.items()
-    }
-    return file.entry(rank, tensors=told or None)
+    return file.entry(rank, tensors=dict(_tensors_in(obj, "")) or None)
 
 
-def _tensors_in(obj: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors_in(obj: Any, path: str) -> Iterator[tuple[str, TensorEntry]]:
     """The tensors in nested dicts and lists, by the path that leads to them."""
     if isinstance(obj, torch.Tensor):
-        yield path, obj
+        yield path, TensorEntry(tuple(obj.shape), DTYPE_NAMES.get(obj.dtype, str(obj.dtype).removeprefix("torch.")))
     elif isinstance(obj, (Mapping, list, tuple)):
         items = obj.items() if isinstance(obj, Mapping) else enumerate(obj)
         for key, value in items:
             yield from _tensors_in(value, f"{path}.{key}" if path else str(key))
 
 
-def write_bytes(path: Path, data: bytes, rank: int = 0, pool: Executor | None = None) -> FileEntry:
+def write_bytes(path: Path, data: bytes, rank: int = 0) -> FileEntry:
     """Write bytes, durably. One process per file.
 
     Args:
         path: the file.
         data: its content.
         rank: who writes.
-        pool: as of `DurableFile`.
     """
-    with durable(path, pool) as file:
+    with durable(path) as file:
         file.write(data)
     return file.entry(rank)
 

@@ -337,8 +337,11 @@ def is_inside(name: Any) -> bool:
 def _tensor(told: Any, where: str) -> TensorEntry:
     _require(isinstance(told, dict), f"{where} is no mapping")
     shape, dtype = told.get("shape"), told.get("dtype")
-    _require(isinstance(shape, list) and all(map(_is_count, shape)), f"{where} has the shape {_shown(shape)}")
-    _require(isinstance(dtype, str), f"{where} has the dtype {_shown(dtype)}")
+    # There may be thousands: what is wrong is put into words only where something is.
+    if not (isinstance(shape, list) and all(map(_is_count, shape))):
+        raise DamagedCheckpoint(f"{where} has the shape {_shown(shape)}")
+    if not isinstance(dtype, str):
+        raise DamagedCheckpoint(f"{where} has the dtype {_shown(dtype)}")
     return TensorEntry(tuple(shape), dtype)
 
 

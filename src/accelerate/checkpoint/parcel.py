@@ -7,13 +7,14 @@ folder. What is put into the parcel instead is hashed while it is written, and c
 import copy
 import os
 from collections.abc import Callable, Mapping
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
 from accelerate.checkpoint import formats
 from accelerate.checkpoint.manifest import FileEntry
+from accelerate.checkpoint.memory import fresh
 
 # Files that are written at a time. Two keep a disk busy while one of them waits for its hash or for the interpreter.
 WRITERS = 2
@@ -83,19 +84,16 @@ class Parcel(os.PathLike[str]):
                 may run then takes one.
         """
 
-        def one(file: str, behind: Executor | None = None) -> FileEntry:
+        def one(file: str) -> FileEntry:
             write, obj, options = self._jobs[file]
-            return write(os.path.join(self.folder, file), obj, rank=self.rank, pool=behind, **options)
+            return write(os.path.join(self.folder, file), obj, rank=self.rank, **options)
 
         # The largest first, so that the small ones fill the gaps.
         order = sorted(self._jobs, key=lambda file: nbytes(self._jobs[file][1]), reverse=True)
         if min(writers, len(order)) < 2:
             return {file: one(file) for file in order}
-        with (
-            ThreadPoolExecutor(writers, thread_name_prefix="checkpoint-disk") as behind,
-            ThreadPoolExecutor(min(writers, len(order)), thread_name_prefix="checkpoint") as pool,
-        ):
-            return dict(zip(order, pool.map(lambda file: one(file, behind), order), strict=True))
+        with ThreadPoolExecutor(min(writers, len(order)), thread_name_prefix="checkpoint") as pool:
+            return dict(zip(order, pool.map(one, order), strict=True))
 
 
 def nbytes(obj: Any) -> int:
@@ -135,7 +133,12 @@ class HostBuffers:
         if self._free.get(key):
             buffer = self._free[key].pop()
         else:
-            buffer = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned).untyped_storage()
+            made = (
+                torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
+                if pinned
+                else fresh(storage.nbytes())
+            )
+            buffer = made.untyped_storage()
         self._taken.append((key, buffer))
         source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         torch.empty(0, dtype=torch.uint8).set_(buffer).copy_(source, non_blocking=pinned)

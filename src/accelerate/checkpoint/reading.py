@@ -71,20 +71,21 @@ class Reading(os.PathLike[str]):
 
     Args:
         folder: the local folder.
-        replaced: files of tensors that are going to be read, by name, and of each how many bytes the object that it is for
-            has in memory already.
+        wanted: names of the files of tensors that are going to be read, and of each whether its tensors stay where they are
+            read to and replace nothing, as those of an optimizer that has not been stepped.
     """
 
-    def __init__(self, folder: str, replaced: Mapping[str, int] | None = None) -> None:
+    def __init__(self, folder: str, wanted: Mapping[str, bool] | None = None) -> None:
         self.folder = folder
-        sizes = {}
-        for name, held in (replaced or {}).items():
+        spare = {}
+        for name, stays in (wanted or {}).items():
             with contextlib.suppress(OSError):
-                sizes[name] = min(held, os.path.getsize(os.path.join(folder, name)))
-        fits = sum(sizes.values()) <= SPARE
-        self.in_full = frozenset(name for name, spare in sizes.items() if fits or not spare)
+                size = os.path.getsize(os.path.join(folder, name))
+                spare[name] = 0 if stays else size
+        fits = sum(spare.values()) <= SPARE
+        self.in_full = frozenset(name for name, size in spare.items() if fits or not size)
         self._memory: dict[str, torch.Tensor] = {}
-        self._known = frozenset(sizes)
+        self._known = frozenset(spare)
 
     def __fspath__(self) -> str:
         return self.folder
@@ -206,6 +207,11 @@ def _from_torch(source: _Source) -> Any:
         tree = _Structure(structure).load()
     except Exception as error:  # torch knows more kinds of objects, and says better what is wrong
         raise Unusual(f"{type(error).__name__}: {error}") from error
+    return _tensors(tree, records, source)
+
+
+def _tensors(tree: Any, records: Mapping[str, tuple[int, int]], source: _Source) -> Any:
+    """Put tensors into a structure."""
     users: Counter[str] = Counter()
 
     def count(told: _Told) -> _Told:

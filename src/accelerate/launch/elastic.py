@@ -232,8 +232,9 @@ class Agent(LocalElasticAgent):
         return time.monotonic() - self._ending_since < _ENDING_S
 
 
-# The agents of this process, the running one last.
+# The agents of this process, the running one last, and the process that passes signals on to them.
 _agents: list[Agent] = []
+_home = 0
 
 
 @contextlib.contextmanager
@@ -244,6 +245,8 @@ def _forwarding() -> Iterator[None]:
     api.LocalElasticAgent = Agent
     former = {}
     if threading.current_thread() is threading.main_thread():
+        global _home
+        _home = os.getpid()
         former = {number: signal.signal(number, _forward) for number in FORWARDED}
     try:
         yield
@@ -255,6 +258,9 @@ def _forwarding() -> Iterator[None]:
 
 
 def _forward(number: int, frame: types.FrameType | None) -> None:
+    if os.getpid() != _home:  # a worker that was forked has this handler too, and nobody to pass the signal on to
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
     if not _agents:  # nothing has been started yet
         raise SignalException(f"got {signal.Signals(number).name}", sigval=signal.Signals(number))
     _agents[-1].forward(number)

@@ -181,7 +181,7 @@ def _verified(
         return None, problems
     if folder is None:
         folder = next(note[0] for note in notes if note[1] == group.leader)
-    reading = Reading(folder, _replaced(accelerator))
+    reading = Reading(folder, _wanted(accelerator))
     if state.manifest is None:
         if group.rank == 0:
             logger.warning("%s is loaded unverified: %s.", candidate.location, state.reason)
@@ -193,16 +193,16 @@ def _verified(
     return reading, _distinct(meeting.exchange(found))
 
 
-def _replaced(accelerator: "Accelerator") -> dict[str, int]:
-    """Files of tensors that the strategy lets be read here, and how much memory each one's object has already."""
+def _wanted(accelerator: "Accelerator") -> dict[str, bool]:
+    """Files of tensors that the strategy lets be read here, and of each whether its tensors stay where they are read to."""
     backend, found = resolve(accelerator.state), {}
     if type(backend).load_model is Backend.load_model:
-        for index, model in enumerate(accelerator._models):
-            held = nbytes([*model.parameters(), *model.buffers()])
-            found |= {names.model_file(index, safe): held for safe in (True, False)}
+        for index in range(len(accelerator._models)):
+            found |= {names.model_file(index, safe): False for safe in (True, False)}
     if type(backend).load_optimizer is Backend.load_optimizer:
         for index, optimizer in enumerate(accelerator._optimizers):
-            found[names.optimizer_file(index)] = nbytes(getattr(optimizer, "state", {}))
+            on_cpu = all(weight.device.type == "cpu" for group in optimizer.param_groups for weight in group["params"])
+            found[names.optimizer_file(index)] = on_cpu and not nbytes(optimizer.state)
     return found
 
 

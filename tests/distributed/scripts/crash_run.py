@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import dataclasses
 import errno
+import faulthandler
 import functools
 import itertools
 import logging
@@ -26,160 +27,18 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
-import torch
 import torch.distributed as dist
 from crash_points import PHASES, Board, Plan, Points, die_with_parent, mount_small_disk
-from torch import nn
-from torch.utils.data import DataLoader
+from crash_state import Chain, Run
 
-from accelerate import Accelerator
 from accelerate.checkpoint import meeting, names
 from accelerate.checkpoint.manifest import DamagedCheckpoint
 from accelerate.checkpoint.places import place_of
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import ProjectConfiguration
 
-BATCH, LENGTH, SAVES, LIMIT_S = 2, 100_000, 3, 60
+SAVES, LIMIT_S = 3, 60
 # How the process ends: all steps done; stopped after a failure, as told; the others are gone.
 DONE, STOPPED, ALONE = 0, 4, 5
-
-
-@dataclasses.dataclass(frozen=True)
-class Chain:
-    """Runs that follow each other in one folder.
-
-    Attributes:
-        folder: where they save.
-        world: number of processes.
-        blocking: whether a save waits until it is written.
-        limit: `total_limit` of automatically named checkpoints; None saves into one folder again and again.
-        inside: the run's working directory is that folder.
-    """
-
-    folder: Path
-    world: int = 1
-    blocking: bool = True
-    limit: int | None = None
-    inside: bool = False
-
-    def __str__(self) -> str:
-        place = "one folder" if self.limit is None else f"total_limit={self.limit}"
-        inside = ", from inside" if self.inside else ""
-        return f"{self.world} process(es), {'sync' if self.blocking else 'async'}, {place}{inside}"
-
-    @property
-    def target(self) -> Path:
-        """The one folder."""
-        return self.folder / "state"
-
-
-class Ballast:
-    """A registered object: the step, and more or less to write."""
-
-    def __init__(self) -> None:
-        self.step, self.data = 0, torch.zeros(0)
-
-    def state_dict(self) -> dict:
-        return {"step": self.step, "data": self.data}
-
-    def load_state_dict(self, state: dict) -> None:
-        self.step, self.data = state["step"], state["data"]
-
-
-class Run:
-    """A training run without training: its state is computed from the number of the step."""
-
-    def __init__(self, chain: Chain) -> None:
-        self.chain = chain
-        project = ProjectConfiguration(
-            str(chain.folder), automatic_checkpoint_naming=chain.limit is not None, total_limit=chain.limit
-        )
-        self.accelerator = Accelerator(cpu=True, project_config=project)
-        model = nn.Sequential(nn.Linear(24, 32), nn.BatchNorm1d(32), nn.Linear(32, 4))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, _rate)
-        loader = DataLoader(torch.arange(LENGTH), batch_size=BATCH)
-        prepared = self.accelerator.prepare(model, optimizer, scheduler, loader)
-        self.model, self.optimizer, self.scheduler, self.loader = prepared
-        self.ballast = Ballast()
-        self.accelerator.register_for_checkpointing(self.ballast)
-        self.accelerator.register_save_state_pre_hook(self._write_more)
-        self.batches: Iterator | None = None
-        self.origin: Path | None = None
-        self.fill(0)
-
-    def _write_more(self, models: list, weights: list, folder: str) -> None:
-        if self.accelerator.is_main_process:
-            Path(folder, f"more_{self.ballast.step % 3}.json").write_text(str(self.ballast.step))
-
-    def fill(self, step: int) -> None:
-        """Put everything into the state that it has after so many steps."""
-        draw = torch.Generator().manual_seed(step)
-        optimizer, scheduler = self.optimizer.optimizer, self.scheduler.scheduler
-        with torch.no_grad():
-            for tensor in self.model.state_dict().values():
-                tensor.copy_(torch.rand(tensor.shape, generator=draw) * 100)
-        for group in optimizer.param_groups:
-            group["lr"] = _rate(step)
-            for weight in group["params"]:
-                moments = {name: torch.rand(weight.shape, generator=draw) for name in ("exp_avg", "exp_avg_sq")}
-                optimizer.state[weight] = {"step": torch.tensor(float(step)), **moments}
-        scheduler.last_epoch, scheduler._step_count, scheduler._last_lr = step, step + 1, [_rate(step)]
-        self.ballast.step = step
-        self.ballast.data = torch.rand(int(torch.randint(20_000, (1,), generator=draw)), generator=draw)
-        seed = 1000 * step + self.accelerator.process_index
-        random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
-
-    def _everything(self) -> list[torch.Tensor]:
-        optimizer = self.optimizer.optimizer
-        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-        found = [*self.model.state_dict().values(), self.ballast.data]
-        found += [optimizer.state[weight][name] for weight in weights for name in ("step", "exp_avg", "exp_avg_sq")]
-        numbers = [optimizer.param_groups[0]["lr"], self.scheduler.scheduler.last_epoch, self.ballast.step]
-        drawn = [random.random(), np.random.rand(), torch.rand(()).item()]
-        return [tensor.clone() for tensor in found] + [torch.tensor(numbers + drawn, dtype=torch.float64)]
-
-    def check(self, step: int | None = None) -> int:
-        """Compare everything with what it must be after the step that it claims; returns that step."""
-        claimed = self.ballast.step
-        assert step is None or claimed == step, f"step {claimed} is here, not {step}"
-        found = self._everything()
-        self.fill(claimed)
-        for index, (tensor, expected) in enumerate(zip(found, self._everything(), strict=True)):
-            assert torch.equal(tensor, expected), f"step {claimed}: tensor {index} is {tensor}, not {expected}"
-        self.fill(claimed)
-        return claimed
-
-    def advance(self, former_world: int | None = None) -> int:
-        """Take a batch, and go to the next step; returns its number."""
-        self.batches = iter(self.loader) if self.batches is None else self.batches
-        here = self.accelerator
-        first = BATCH * (self.ballast.step * (former_world or here.num_processes) + here.process_index)
-        batch = next(self.batches)
-        assert batch.tolist() == [first, first + 1], (
-            f"the batch after step {self.ballast.step} is {batch}, not {first}"
-        )
-        self.fill(self.ballast.step + 1)
-        return self.ballast.step
-
-    def save(self, blocking: bool, safe: bool) -> None:
-        chain = self.chain
-        target = None if chain.limit is not None else "." if chain.inside else chain.target
-        self.accelerator.save_state(target, safe_serialization=safe, blocking=blocking)
-
-    def load(self, missing_ok: bool = False) -> bool:
-        """Load the newest checkpoint; say whether there was one."""
-        target = None if self.chain.limit is not None else self.chain.target
-        found = self.accelerator.load_state(target, latest=target is None or missing_ok, missing_ok=missing_ok)
-        if found is not None:
-            self.batches = None  # the next ones come after the checkpoint
-            self.origin = found
-        return found is not None
-
-
-def _rate(step: int) -> float:
-    return 1.0 / (1 + step)
 
 
 # -- what is forked ----------------------------------------------------------------------------------------------------
@@ -311,6 +170,8 @@ class Lab:
         try:
             signal.alarm(0)
             die_with_parent()
+            faulthandler.enable()
+            faulthandler.register(signal.SIGUSR1)
             output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(output, 1), os.dup2(output, 2)
             status = act()
@@ -345,11 +206,14 @@ class Lab:
             os.waitpid(self._store[0], 0)
 
     @contextlib.contextmanager
-    def limit(self, pids: list[int], what: str) -> Iterator[None]:
+    def limit(self, pids: list[int], what: str, log: Path) -> Iterator[None]:
         """Kill processes that hang, and fail."""
 
         def late(*_: object) -> None:
-            raise TimeoutError(f"{what}: still running after {LIMIT_S} s")
+            for pid in pids:
+                os.kill(pid, signal.SIGUSR1)  # they write down where they are
+            time.sleep(1)
+            raise TimeoutError(f"{what}: still running after {LIMIT_S} s\n{log.read_text()[-8000:]}")
 
         signal.signal(signal.SIGALRM, late)
         signal.alarm(LIMIT_S)
@@ -373,7 +237,8 @@ class Lab:
             def run() -> int:
                 if chain.world > 1:
                     _be_rank(rank, chain.world, port, number)
-                return train(chain, plan, board, rank, lambda: os.write(writing, b"x"))
+                os.write(writing, b"g")  # there is a group, and torch does not wait any more for who is killed
+                return train(chain, plan, board, rank, lambda: os.write(writing, b"l"))
 
             return run
 
@@ -385,10 +250,12 @@ class Lab:
         """Run it, as the plan says; returns whether it was killed."""
         pids, reading, log = self.start(chain, plan, board)
         running, killed = list(pids), False
-        with self.limit(running, str(chain)):
+        with self.limit(running, f"{chain}, {plan}", log):
             if plan.kind == "time":
-                if plan.phase != "load":
-                    os.read(reading, 1)
+                told = b""
+                while told.count(b"g") < chain.world if plan.phase == "load" else b"l" not in told:
+                    told += (more := os.read(reading, 1))
+                    assert more, log.read_text()
                 time.sleep(delay)
                 os.kill(pids[plan.rank], signal.SIGKILL)
             while running:
@@ -415,8 +282,10 @@ class Lab:
         seen = Board()
         log = self.folder / f"look_{next(self._rounds)}.log"
         pid = self.fork(lambda: verify(chain, seen, at_least, at_most), log)
-        with self.limit([], str(chain)):
+        running = [pid]
+        with self.limit(running, str(chain), log):
             _, status = os.waitpid(pid, 0)
+            running.clear()
         if status != 0:
             tree = "\n".join(str(path) for path in sorted(chain.folder.rglob("*")))
             raise AssertionError(f"{chain}, after {about}: nothing whole\n{log.read_text()[-6000:]}\n{tree}")
