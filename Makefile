@@ -27,7 +27,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo quality style test test-slow test-gpu test-interop test-transformers \
-	test-upstream bench bench-peer docs interface clean
+	test-upstream test-crash bench bench-peer docs interface clean
 .DELETE_ON_ERROR:
 # Stamps made by pattern rules are no intermediate files: without them every environment would be made again.
 .PRECIOUS: .venv-transformers-%/.ready .cache/upstream/%/.ready
@@ -112,6 +112,9 @@ test-transformers-%: .venv-transformers-%/.ready
 
 test-upstream: $(UPSTREAM_READY) ## the exported patches, on upstream's source distributions
 	$(PYTEST) tests/interop/test_upstream_transformers.py tests/interop/test_upstream_accelerate.py $(ARGS)
+
+test-crash: $(VENV)/.ready ## kill runs and break disks while they save and load, and damage checkpoints; CRASH_SEED and FUZZ_SEED choose
+	$(PYTEST) -m slow -s tests/distributed/test_crash.py tests/unit/checkpoint/test_fuzz.py $(ARGS)
 
 bench: $(VENV)/.ready-bench ## measure this package and upstream's wheels, interleaved; writes docs/benchmarks.md
 	$(BIN)/python benchmarks/run.py $(ARGS)

@@ -317,7 +317,7 @@ class Story:
 
     def __init__(self, lab: Lab, chain: Chain) -> None:
         self.lab, self.chain = lab, chain
-        chain.folder.mkdir(parents=True)
+        chain.folder.mkdir(parents=True, exist_ok=True)
         self.at_least = self.at_most = 0
         self.calls = {"save": 150, "publish": 30, "prune": 20, "load": 30}
         self.seconds = 0.4
@@ -396,15 +396,18 @@ def chains(folder: Path) -> list[Chain]:
 
 def rounds(stories: list[Story], wanted: int, act: Callable[[Story, str], bool]) -> None:
     """Go round the stories and the phases until so many attempts came about."""
+    stories[0].lab.draw.shuffle(stories)
     done, cycle = 0, 0
     phases = {id(story): itertools.cycle(_phases(story.chain)) for story in stories}
+    begun: list[Story] = []
     while done < wanted:
         for story in stories:
             # Two processes take longer.
             if done < wanted and (story.chain.world == 1 or cycle % 3 == 0):
                 done += act(story, next(phases[id(story)]))
+                begun += [story] if cycle == 0 else []
         cycle += 1
-    for story in stories:
+    for story in dict.fromkeys(begun):
         story.finish()
 
 
