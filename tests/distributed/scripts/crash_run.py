@@ -460,7 +460,7 @@ def fill_disks(lab: Lab, sizes: int) -> str:
         if code:
             return f"full disks: skipped, this user may not mount one ({os.strerror(code)})"
         for number in range(sizes):
-            size = lab.draw.randrange(60_000, 420_000)
+            size = lab.draw.randrange(60_000, 240_000)
             chain = Chain(lab.folder / "disk" / "chain", 1, number % 2 == 0, (None, 1, 2)[number % 3])
             log = lab.folder / f"disk_{number}.log"
             status = os.waitpid(lab.fork(functools.partial(on_disk, size, chain), log), 0)[1]

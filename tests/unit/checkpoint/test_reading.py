@@ -11,9 +11,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from accelerate.checkpoint import checksum, files, reading
+from accelerate.checkpoint import checksum, files, memory, reading
 from accelerate.checkpoint.contents import Contents
-from accelerate.checkpoint.memory import fresh
 from accelerate.checkpoint.reading import Pending, Reading, Unusual
 
 BIG = 200  # numbers a side: more than what is read at once
@@ -167,7 +166,7 @@ def test_descriptions_that_cannot_be(parts):
         if isinstance(told, tuple):
             told = structure.persistent_load((told[0], kinds[told[1]], *told[2:]))
         made = reading._Rebuild()(told, *parts[1:], False, OrderedDict())
-        reading._tensors(made, records, reading._Source(__file__, fresh(160_000)))
+        reading._tensors(made, records, reading._Source(__file__, memory.fresh(160_000)))
 
 
 def test_nothing_that_a_file_can_name_runs_or_changes(tmp_path):
@@ -413,8 +412,12 @@ def test_weights_that_do_not_fit_are_refused_unread(saved, monkeypatch):
         files.read_model(run(width=3)[0], there)
 
 
-def test_memory():
-    for size in (0, 1, 1000, 4 << 20, (4 << 20) + 1):
-        made = fresh(size)
+@pytest.mark.parametrize("seconds", [0, 1])
+def test_memory(monkeypatch, seconds):
+    """Whether its pages come quickly or slowly."""
+    clock = iter(range(0, 1000 * max(seconds, 1), max(seconds, 1)))
+    monkeypatch.setattr(memory.time, "thread_time", lambda: next(clock) * seconds)
+    for size in (0, 1, 1000, 4 << 20, (12 << 20) + 1):
+        made = memory.fresh(size)
         assert (made.dtype, made.shape) == (torch.uint8, (size,))
         assert not made.fill_(3).ne(3).any()
