@@ -84,7 +84,9 @@ class Background:
             thread.join()
         problem, self._problem = self._problem, None
         if problem is not None:
-            raise RuntimeError(f"The checkpoint {self._what} could not be saved in the background: {problem}") from problem
+            raise RuntimeError(
+                f"The checkpoint {self._what} could not be saved in the background: {problem}"
+            ) from problem
 
 
 _waiting: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()

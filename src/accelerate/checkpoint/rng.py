@@ -84,7 +84,12 @@ def encode(states: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str
         elif key == "numpy_random_seed":
             kind, words, position, has_gauss, gauss = state
             tensors[key] = torch.from_numpy(np.asarray(words).astype(np.int64))
-            told[key] = {"kind": str(kind), "position": int(position), "has_gauss": int(has_gauss), "gauss": float(gauss)}
+            told[key] = {
+                "kind": str(kind),
+                "position": int(position),
+                "has_gauss": int(has_gauss),
+                "gauss": float(gauss),
+            }
         elif isinstance(state, torch.Tensor):
             tensors[key], told[key] = state.cpu(), {}
         elif isinstance(state, (list, tuple)):  # of every device

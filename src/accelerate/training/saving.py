@@ -226,7 +226,11 @@ def refuse_to_overwrite(place: Place, number: int) -> None:
 
 
 def _collect(
-    accelerator: "Accelerator", parcel: Parcel, each_node: bool, safe_serialization: bool, model_options: dict[str, Any]
+    accelerator: "Accelerator",
+    parcel: Parcel,
+    each_node: bool,
+    safe_serialization: bool,
+    model_options: dict[str, Any],
 ) -> None:
     """Put everything that this rank saves into a parcel."""
     backend = resolve(accelerator.state)

@@ -163,7 +163,11 @@ def the_folder_is_that_of_the_peer():
         assert os.fspath(returned) == folder
         expected = {"model.safetensors", "optimizer.bin", "scheduler.bin", "scaler.pt", "custom_checkpoint_0.pkl"}
         expected |= {f"random_states_{rank}.pkl" for rank in range(world)}
-        expected |= {"accelerate_manifest.json", "parameter_names.json", *(f"generators_{rank}.safetensors" for rank in range(world))}
+        expected |= {
+            "accelerate_manifest.json",
+            "parameter_names.json",
+            *(f"generators_{rank}.safetensors" for rank in range(world)),
+        }
         assert set(os.listdir(folder)) == expected, os.listdir(folder)
         saved = load_file(os.path.join(folder, "model.safetensors"))
         assert sorted(saved) == sorted(inner.state_dict())
