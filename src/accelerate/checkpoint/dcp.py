@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accelerate.checkpoint import formats
+from accelerate.checkpoint import durable
 from accelerate.checkpoint.dcp_metadata import METADATA, read_metadata
 from accelerate.checkpoint.manifest import DamagedCheckpoint, FileEntry
 
@@ -379,7 +379,7 @@ def _whole(values: Mapping[str, Any], paths: dict[str, Steps]) -> "Metadata":
 class _Stream(io.RawIOBase):
     """Lets torch's writer write into a durable file."""
 
-    def __init__(self, file: formats.DurableFile) -> None:
+    def __init__(self, file: durable.DurableFile) -> None:
         self._file, self._at = file, 0
 
     def writable(self) -> bool:
@@ -411,7 +411,7 @@ def writer(folder: Path, rank: int, entries: dict[str, FileEntry], **options: An
 
         @contextlib.contextmanager
         def create_stream(self, path: Path, mode: str) -> Iterator[Any]:
-            with formats.durable(path) as file:
+            with durable.durable(path) as file:
                 yield _Stream(file)
             entries[FilePath(path).name] = file.entry(rank)
 

@@ -6,6 +6,11 @@ import functools
 import os
 from collections.abc import Callable
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
 
 def sync_folder(path: str) -> None:
     """Write a folder's own entries to the disk, where the system can.
@@ -62,6 +67,28 @@ def start_writing(descriptor: int, start: int, size: int) -> None:
     begin = _sync_file_range()
     if begin is not None:  # where it fails, fsync does all of it, and tells what is wrong
         begin(descriptor, start, size, _SYNC_FILE_RANGE_WRITE)
+
+
+def set_direct(descriptor: int, direct: bool) -> bool:
+    """Let writes to a file go past the system's cache, or not; say whether they do.
+
+    They must then come from memory, and go to places in the file, that are multiples of a disk's sectors.
+    ``ACCELERATE_CHECKPOINT_DIRECT_IO=0`` switches that off, for a file system that does it badly.
+
+    Args:
+        descriptor: of the file.
+        direct: whether they should.
+    """
+    if fcntl is None or not hasattr(os, "O_DIRECT"):
+        return False
+    if direct and os.environ.get("ACCELERATE_CHECKPOINT_DIRECT_IO") == "0":
+        return False
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)
+    except OSError:  # a file system without
+        return False
+    return direct
 
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2

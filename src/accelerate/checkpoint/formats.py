@@ -4,8 +4,6 @@ Weights are written as safetensors straight from their memory, without a copy of
 as upstream does. The formats are those of the libraries, which read what is written here.
 """
 
-import contextlib
-import errno
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -13,17 +11,11 @@ from typing import Any
 
 import torch
 
-from accelerate.checkpoint import checksum, disk
+from accelerate.checkpoint import checksum
+from accelerate.checkpoint.durable import durable
 from accelerate.checkpoint.manifest import FileEntry, TensorEntry
 
 Path = str | os.PathLike[str]
-
-# How much is handed to the system at a time: enough to keep it busy, and little enough to be in the processor's cache still
-# when it is hashed.
-_PIECE = 1 << 20
-# How much of small things is held back, and how much may be written before the disk begins with it.
-_HELD = 64 << 10
-_AHEAD = 8 << 20
 
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -57,112 +49,6 @@ def dtype_name(dtype: torch.dtype) -> str:
         dtype: one that `check_storable` accepts.
     """
     return DTYPE_NAMES[dtype]
-
-
-class DurableFile:
-    """A file that is written once, from its beginning to its end, hashed, and on the disk when it is closed.
-
-    Args:
-        path: the file; it must not exist.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = os.fspath(path)
-        self.problem: OSError | None = None
-        self._checksum = checksum.Checksum()
-        self._held = bytearray()
-        self._begun = 0
-        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-
-    def write(self, data: Any) -> int:
-        """Write bytes.
-
-        Args:
-            data: a contiguous buffer.
-
-        Returns:
-            How many were written, which is all.
-        """
-        view = memoryview(data).cast("B")
-        if len(self._held) + len(view) <= _HELD:
-            self._held += view
-            return len(view)
-        self.flush()
-        for start in range(0, len(view), _PIECE):
-            self._put(view[start : start + _PIECE])
-        return len(view)
-
-    def flush(self) -> None:
-        """Write what was held back: formats write many small things between the large ones."""
-        if self._held:
-            held, self._held = self._held, bytearray()
-            self._put(memoryview(held))
-
-    def _put(self, piece: memoryview) -> None:
-        self._checksum.update(piece)
-        with self._naming_problems():
-            while len(piece):
-                piece = piece[os.write(self._descriptor, piece) :]
-        if self._checksum.size - self._begun >= _AHEAD:
-            disk.start_writing(self._descriptor, self._begun, self._checksum.size - self._begun)
-            self._begun = self._checksum.size
-
-    def close(self) -> None:
-        """Wait until the disk has everything."""
-        if self._descriptor >= 0:
-            self.flush()
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            try:
-                with self._naming_problems():
-                    os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-
-    @contextlib.contextmanager
-    def _naming_problems(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:  # a descriptor does not know its file's name
-            self.problem = OSError(error.errno or errno.EIO, error.strerror or str(error), self.path)
-            raise self.problem from None
-
-    def abandon(self) -> None:
-        """Close the file and remove it."""
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
-        with contextlib.suppress(OSError):
-            os.unlink(self.path)
-
-    def entry(self, rank: int = 0, **told: Any) -> FileEntry:
-        """Return what the manifest says of the file.
-
-        Args:
-            rank: who wrote it.
-            **told: ``tensors`` and ``aliases``.
-        """
-        return FileEntry(self._checksum.size, self._checksum.hexdigest(), rank, **told)
-
-
-@contextlib.contextmanager
-def durable(path: Path) -> Iterator[DurableFile]:
-    """Write a file that is on the disk when the block ends well, and gone when it does not.
-
-    Args:
-        path: the file. An older one of that name is replaced.
-    """
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
-    file = DurableFile(path)
-    try:
-        yield file
-        file.close()
-    except BaseException as error:
-        file.abandon()
-        if file.problem is not None and error is not file.problem:
-            raise file.problem from error  # torch's writer, for one, reports something else when its file is full
-        raise
 
 
 def write_safetensors(

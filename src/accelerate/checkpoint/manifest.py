@@ -142,7 +142,7 @@ class Manifest:
             "checksum": {"algorithm": checksum.ALGORITHM, "chunk": checksum.CHUNK},
             "files": {name: self.files[name].to_json() for name in sorted(self.files)},
         }
-        return json.dumps(told, indent=1) + "\n"
+        return laid_out(told) + "\n"
 
     @classmethod
     def from_json(cls, text: str | bytes, origin: str) -> "Manifest":
@@ -332,6 +332,22 @@ def is_inside(name: Any) -> bool:
     if not isinstance(name, str) or not name or "\\" in name or ":" in name or "\0" in name:
         return False
     return all(part not in ("", ".", "..") for part in name.split("/")) and name != NAME
+
+
+def laid_out(told: Any, depth: int = 0) -> str:
+    """Return JSON with a line for each entry of what has entries, so that people and `diff` can read it.
+
+    The encoder of the standard library does that in Python, number by number; this leaves the lines to its faster one.
+
+    Args:
+        told: plain data.
+        depth: of the first line.
+    """
+    if not isinstance(told, dict) or not any(isinstance(value, dict) for value in told.values()):
+        return json.dumps(told)
+    pad = " " * (depth + 1)
+    lines = ",\n".join(f"{pad}{json.dumps(name)}: {laid_out(value, depth + 1)}" for name, value in told.items())
+    return f"{{\n{lines}\n{pad[1:]}}}"
 
 
 def _tensor(told: Any, where: str) -> TensorEntry:

@@ -26,7 +26,7 @@ from datetime import datetime, timezone
 from threading import Lock
 
 from accelerate.checkpoint import names, temporary
-from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest, damaged, is_inside
+from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest, damaged, is_inside, laid_out
 from accelerate.checkpoint.places import Place, State, Stored
 from accelerate.checkpoint.store import Store, concurrently
 
@@ -381,7 +381,7 @@ class RemotePlace(Place):
                 "first, and only one run at a time may save here."
             )
         former = self._former()
-        text = json.dumps({"generation": generation, **json.loads(manifest.to_json())}, indent=1) + "\n"
+        text = laid_out({"generation": generation, **json.loads(manifest.to_json())}) + "\n"
         self._store.write(NAME, text.encode())
         self._forget()
         try:

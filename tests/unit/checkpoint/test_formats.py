@@ -106,29 +106,3 @@ def test_a_full_disk_is_told_as_such_with_the_files_name(tmp_path, monkeypatch, 
         write(tmp_path / "x.bin")
     assert caught.value.errno == errno.ENOSPC
     assert os.listdir(tmp_path) == []
-
-
-def test_small_things_between_large_ones_stay_in_order(tmp_path, monkeypatch):
-    monkeypatch.setattr(formats, "_HELD", 10)
-    monkeypatch.setattr(formats, "_PIECE", 16)
-    parts = [b"a", b"bc", b"d" * 40, b"", b"e", b"f" * 9, b"g", b"h" * 11, b"i"]
-    with formats.durable(tmp_path / "f") as file:
-        assert [file.write(part) for part in parts] == [len(part) for part in parts]
-    assert (tmp_path / "f").read_bytes() == b"".join(parts)
-    assert file.entry() == formats.describe(tmp_path / "f")
-
-
-def test_the_disk_begins_while_more_is_written(tmp_path, monkeypatch):
-    begun = []
-    monkeypatch.setattr(formats, "_HELD", 0)
-    monkeypatch.setattr(formats, "_PIECE", 10)
-    monkeypatch.setattr(formats, "_AHEAD", 25)
-    monkeypatch.setattr(formats.disk, "start_writing", lambda descriptor, start, size: begun.append((start, size)))
-    formats.write_bytes(tmp_path / "f", b"x" * 75)
-    assert begun == [(0, 30), (30, 30)]
-
-
-def test_a_system_that_cannot_begin_early(tmp_path, monkeypatch):
-    formats.disk.start_writing(-1, 0, 1)  # fsync will tell
-    monkeypatch.setattr(formats.disk, "_sync_file_range", lambda: None)
-    formats.disk.start_writing(-1, 0, 1)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from accelerate.checkpoint import parcel as module
+from accelerate.checkpoint import durable
 from accelerate.checkpoint.parcel import HostBuffers, Parcel
 
 
@@ -96,6 +96,6 @@ def test_an_error_of_one_file_comes_out(tmp_path, monkeypatch):
     def fail(*args, **kwargs):
         raise OSError("no space")
 
-    monkeypatch.setattr(module.formats.DurableFile, "write", fail)
+    monkeypatch.setattr(durable.DurableFile, "write", fail)
     with pytest.raises(OSError, match="no space"):
         parcel.write()

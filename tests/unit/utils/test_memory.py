@@ -1,5 +1,6 @@
 """Finding a batch size, recognising exhausted memory."""
 
+import gc
 import importlib
 import sys
 import weakref
@@ -9,6 +10,14 @@ import torch
 
 from accelerate.runtime import storage
 from accelerate.utils import memory
+
+
+@pytest.fixture(autouse=True)
+def few_objects():
+    """Each attempt collects garbage; leave out what a long test session has alive, which takes half a second a time."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def out_of_memory():
