@@ -2,8 +2,11 @@
 
 import shutil
 import subprocess
+import sys
 
 import pytest
+
+from distributed.conftest import SCRIPTS
 
 
 @pytest.mark.parametrize("processes", [1, 3])
@@ -21,6 +24,14 @@ def can_mount(folder) -> bool:
 def test_nodes_with_disks_of_their_own(launch, tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
+    (tmp_path / "disk_shared").mkdir()
     if not can_mount(disk):
         pytest.skip("this user may not mount file systems")
     assert "ok nodes" in launch("check_saving.py", "--nodes", str(disk), processes=2).stdout
+
+
+def test_processes_of_multiprocessing_end_after_their_save(tmp_path):
+    command = [sys.executable, str(SCRIPTS / "check_spawned.py"), str(tmp_path / "c")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert "ok spawned" in ended.stdout, ended.stderr
+    assert (tmp_path / "c" / "accelerate_manifest.json").exists(), ended.stderr

@@ -1,24 +1,26 @@
-"""Writing a checkpoint while the training goes on: one at a time, in a thread that gives way to everything else.
+"""Writing a checkpoint while the training goes on: one at a time, in a thread.
 
 The thread holds what it writes in host memory of its own, and meets the other ranks through the key-value store of the
-process group, so it takes part in no collective of the training. Writing and hashing release the interpreter lock.
+process group, so it takes part in no collective of the training. Hashing, copying and writing release the interpreter lock.
+Its priority is that of any other thread: one of a low priority that holds the interpreter lock holds up the training as long as
+other processes keep it from running.
 """
 
-import contextlib
+import atexit
 import logging
+import multiprocessing
 import os
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from multiprocessing import util as multiprocessing_util
 from typing import Any
 
 from accelerate.checkpoint.parcel import HostBuffers
 
 logger = logging.getLogger(__name__)
-
-# The thread's scheduling weight is a hundredth of that of the training at this niceness (Linux; elsewhere it is as any other).
-_NICENESS = 19
 
 
 class Background:
@@ -29,6 +31,7 @@ class Background:
         self._thread: threading.Thread | None = None
         self._problem: BaseException | None = None
         self._what = ""
+        self._pid = os.getpid()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Background, ()
@@ -38,19 +41,20 @@ class Background:
         """Whether a save is being written."""
         return self._thread is not None and self._thread.is_alive()
 
-    def start(self, task: Callable[[], None], what: str) -> None:
+    def start(self, task: Callable[[], None], what: str, done: Callable[[], None] = lambda: None) -> None:
         """Run a task in the background; its error comes out of the next `finish`.
 
-        The interpreter waits for the task before it exits, whether the training ended or failed.
+        The interpreter waits for the task before it exits, whether the training ended or failed. One that is about to exit starts
+        no more threads: then the task runs here.
 
         Args:
             task: writes and publishes a checkpoint.
             what: its name, for messages.
+            done: called when the task has ended, well or not.
         """
         self.finish()
 
         def run() -> None:
-            _give_way()
             try:
                 task()
             except BaseException as error:
@@ -58,12 +62,17 @@ class Background:
                 # Now, too: a training that ends or fails before its next call would never tell.
                 logger.error("The checkpoint %s could not be saved in the background: %s", what, error)
             finally:
-                self.buffers.release()
+                done()
 
-        self._what = what
-        self._thread = threading.Thread(target=run, name="accelerate-checkpoint", daemon=False)
-        _wait_at_exit(self._thread)
-        self._thread.start()
+        self._what, self._pid = what, os.getpid()
+        thread = threading.Thread(target=run, name="accelerate-checkpoint", daemon=False)
+        try:
+            _wait_at_exit(self)
+            thread.start()
+        except RuntimeError:
+            run()
+            return
+        self._thread = thread
 
     def finish(self, reason: str | None = None) -> None:
         """Wait until the save in flight is written, and raise what went wrong. Any rank, alone.
@@ -74,34 +83,82 @@ class Background:
         Raises:
             RuntimeError: the save failed on this rank or another one.
         """
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            if reason is not None and thread.is_alive():
-                begun = time.monotonic()
-                logger.warning("%s waits for the checkpoint %s, which is still being written.", reason, self._what)
-                thread.join()
-                logger.warning("%s waited %.1f s for the checkpoint %s.", reason, time.monotonic() - begun, self._what)
-            thread.join()
+        if (problem := self.settle(reason)) is not None:
+            raise problem
+
+    def settle(self, reason: str | None = None) -> RuntimeError | None:
+        """Wait until the save in flight is written, and return what went wrong, once. Any rank, alone.
+
+        Args:
+            reason: what waits for it, for the log; None says nothing.
+        """
+        self._join(reason)
+        self._thread = None  # not before: whoever is interrupted while it waits has not waited
         problem, self._problem = self._problem, None
-        if problem is not None:
-            raise RuntimeError(
-                f"The checkpoint {self._what} could not be saved in the background: {problem}"
-            ) from problem
+        if problem is None:
+            return None
+        told = RuntimeError(f"The checkpoint {self._what} could not be saved in the background: {problem}")
+        told.__cause__ = problem
+        return told
+
+    def _join(self, reason: str | None = None) -> None:
+        thread = self._thread
+        if thread is None:
+            return
+        if self._pid != os.getpid():
+            logger.warning(
+                "The checkpoint %s is being written by the process that this one was forked from.", self._what
+            )
+            return
+        if reason is not None and thread.is_alive():
+            begun = time.monotonic()
+            logger.warning("%s waits for the checkpoint %s, which is still being written.", reason, self._what)
+            thread.join()
+            logger.warning("%s waited %.1f s for the checkpoint %s.", reason, time.monotonic() - begun, self._what)
+        thread.join()
 
 
-_waiting: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
+# -- the end of the program ----------------------------------------------------------------------------------------
+
+_used: "weakref.WeakSet[Background]" = weakref.WeakSet()
+_registered_in: int | None = None
+_lost = False
 
 
-def _wait_at_exit(thread: threading.Thread) -> None:
-    """Let the interpreter wait for a thread before it closes thread pools, which writing and the network use."""
-    if not _waiting and hasattr(threading, "_register_atexit"):
-        import concurrent.futures.thread  # noqa: F401 (what is registered last is called first)
+def _wait_at_exit(background: Background) -> None:
+    """Let the interpreter wait for a save before it closes thread pools, which writing and the network use."""
+    global _registered_in
+    if _registered_in != os.getpid():
+        if hasattr(threading, "_register_atexit"):
+            import concurrent.futures.thread  # noqa: F401 (what is registered last is called first)
 
-        threading._register_atexit(lambda: [thread.join() for thread in list(_waiting) if thread.is_alive()])
-    _waiting.add(thread)
+            threading._register_atexit(_join_all)
+        if multiprocessing.parent_process() is not None:
+            # Such a process leaves without a look at `atexit`, and first tells the other ranks that it ends.
+            multiprocessing_util.Finalize(None, _leave, exitpriority=1000)
+        _registered_in = os.getpid()
+    _used.add(background)
 
 
-def _give_way() -> None:
-    if hasattr(os, "setpriority"):
-        with contextlib.suppress(OSError):  # a system where threads have no priority of their own
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+def _join_all() -> None:
+    global _lost
+    for background in list(_used):
+        background._join()
+        # Nobody is going to ask any more, and an error line is easily missed.
+        _lost = _lost or (background._pid == os.getpid() and background._problem is not None)
+
+
+def _leave() -> None:
+    """End with status 1 if the last save failed: whoever started the program must not take it for done."""
+    _join_all()
+    if not _lost:
+        return
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    os._exit(1)
+
+
+# Early, so that it runs late: after what the program wants to be done at its end.
+atexit.register(_leave)

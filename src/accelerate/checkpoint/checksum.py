@@ -14,7 +14,8 @@ Source:
 
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+
+from accelerate.checkpoint.threads import each
 
 ALGORITHM = "xxh3-128"
 CHUNK = 16 << 20
@@ -117,10 +118,7 @@ def of_file(
             return digest
 
         starts = range(0, size, CHUNK)
-        if threads > 1 and len(starts) > 1:
-            with ThreadPoolExecutor(min(threads, len(starts))) as pool:
-                return size, combined(list(pool.map(piece, starts)))
-        return size, combined([piece(start) for start in starts])
+        return size, combined(each(piece, starts, threads))
     finally:
         os.close(descriptor)
 

@@ -1,7 +1,7 @@
 """What a checkpoint brings back: read in full first, then applied, so that a bad one changes nothing."""
 
 import contextlib
-import copy
+import inspect
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from accelerate.checkpoint import files, loaders, names, reading, rng
+from accelerate.checkpoint.parcel import copied
 
 # Where a rank's file keeps the positions of its loaders. Other readers of the file look only for keys they know.
 POSITIONS = "dataloader_positions"
@@ -32,6 +33,7 @@ class Contents:
         first_rank: Random states of the first rank, where this rank has none; its own are derived from them.
         positions: Where the loaders stood.
         process_index: This rank.
+        undoing: What gives objects back what they had, where reading has changed them already.
     """
 
     folder: str
@@ -45,6 +47,7 @@ class Contents:
     first_rank: dict[str, Any] | None = None
     positions: list[Any] = field(default_factory=list)
     process_index: int = 0
+    undoing: list[Callable[[], Any]] = field(default_factory=list)
 
     def apply(self, **load_model_kwargs: Any) -> dict[str, Any]:
         """Give every object its state, or none of them. Any rank, alone.
@@ -109,13 +112,14 @@ class Restoring:
     def __init__(self, contents: Contents, load_model_kwargs: dict[str, Any]) -> None:
         self._contents = contents
         self._options = load_model_kwargs
-        self._undoing: list[Callable[[], Any]] = []
+        self._undoing: list[Callable[[], Any]] = list(contents.undoing)
         # Optimizers with tensors that are still to be read, and the tensors that they had before.
         self._unread: list[tuple[Any, dict[Any, dict[str, Any]]]] = []
 
     def load_fallible(self) -> None:
         """Restore everything that may fail."""
         contents = self._contents
+        self._check_options()
         for index, (obj, state) in enumerate(contents.custom):
             self._load(obj, state, names.custom_file(index))
         for index, (scheduler, state) in enumerate(contents.schedulers):
@@ -138,13 +142,24 @@ class Restoring:
             loaders.restore(loader, state, positions[index] if index < len(positions) else None)
         for model, state in contents.models:
             if not files.loads_by_name(model):
-                self._undoing.append(_undoing(model))
+                self._undoing.append(undoing(model))
                 model.load_state_dict(reading.read_in_full(state), **self._options)
+
+    def _check_options(self) -> None:
+        """Refuse what the models' `load_state_dict` would refuse, before anything has changed."""
+        for model, state in self._contents.models:
+            try:
+                inspect.signature(model.load_state_dict).bind(state, **self._options)
+            except TypeError as error:
+                raise TypeError(
+                    f"load_state got {sorted(self._options)} for {type(model).__name__}.load_state_dict, which does not take "
+                    f"that: {error}. Nothing was loaded."
+                ) from None
 
     def _load(self, obj: Any, state: Any, file: str, copies: bool = True) -> None:
         former = obj.state_dict()
         if copies:
-            former = copy.deepcopy(former)
+            former = copied(former)
         self._undoing.append(lambda: obj.load_state_dict(former))
         with self._naming(obj, file):
             obj.load_state_dict(state)
@@ -224,8 +239,12 @@ def _read_unread(optimizer: Any, former: dict[Any, dict[str, Any]]) -> None:
                 state[name] = value.into(before) if value.fits(before) else value.read()
 
 
-def _undoing(model: nn.Module) -> Callable[[], None]:
-    """Return what gives a module the values back that its parameters and buffers have now."""
+def undoing(model: nn.Module) -> Callable[[], None]:
+    """Return what gives a module the values back that its parameters and buffers have now.
+
+    Args:
+        model: The module inside all wrappers.
+    """
     former = [(tensor, tensor.detach().clone()) for tensor in (*model.parameters(), *model.buffers())]
 
     def undo() -> None:

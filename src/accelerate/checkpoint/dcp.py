@@ -12,19 +12,21 @@ Source:
 """
 
 import contextlib
+import dataclasses
 import io
 import os
 import pickle
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accelerate.checkpoint import durable
+from accelerate.checkpoint import disk, durable, formats
 from accelerate.checkpoint.dcp_metadata import METADATA, read_metadata
-from accelerate.checkpoint.manifest import DamagedCheckpoint, FileEntry
+from accelerate.checkpoint.manifest import DamagedCheckpoint, FileEntry, TensorEntry
+from accelerate.utils.other import load
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -34,6 +36,10 @@ if TYPE_CHECKING:
 Path = str | os.PathLike[str]
 # The names that lead to a value within nested dictionaries and lists.
 Steps = tuple[str | int, ...]
+
+
+class Position(int):
+    """A step into a list, which a number that is a dictionary's key is not."""
 
 
 def is_folder(path: Path) -> bool:
@@ -122,6 +128,18 @@ class Reader:
             self.read_data(LoadPlan(create_read_items_for_chunk_list(key, spec, [chunk])), _Into(made))
         return made
 
+    def whole(self, keys: Iterable[str]) -> dict[str, Any]:
+        """Read whole values into new memory. Any rank, alone.
+
+        Args:
+            keys: of the metadata.
+
+        Raises:
+            DamagedCheckpoint: a file does not hold what the metadata says.
+        """
+        specs = self.metadata.state_dict_metadata
+        return self.fill({key: memory_of(specs[key]) for key in keys})
+
     @contextlib.contextmanager
     def _telling(self) -> Iterator[None]:
         """Say which checkpoint it is that cannot be read."""
@@ -151,6 +169,15 @@ class Reader:
         return wanted
 
 
+def memory_of(spec: Any) -> torch.Tensor | None:
+    """Return memory for a whole value; None if it is no tensor.
+
+    Args:
+        spec: what the metadata says of it.
+    """
+    return torch.empty(spec.size, dtype=spec.properties.dtype) if hasattr(spec, "size") else None
+
+
 def _planner() -> "LoadPlanner":
     from torch.distributed.checkpoint import DefaultLoadPlanner
 
@@ -158,7 +185,7 @@ def _planner() -> "LoadPlanner":
         """torch's planner, which would run what bytes say."""
 
         def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-            self.original_state_dict[read_item.dest_index.fqn] = torch.load(value, "cpu", weights_only=True)
+            self.original_state_dict[read_item.dest_index.fqn] = load(value, "cpu")
 
     return Planner(flatten_state_dict=False)
 
@@ -193,22 +220,22 @@ class FolderReader(Reader):
         self.origin = os.fspath(folder)
         self.metadata = read_metadata(folder)
 
+    def specs(self) -> Iterator[tuple[Steps, str]]:
+        """Yield where each value belongs within the saved state, and its key in the metadata."""
+        for steps, key in super().specs():  # torch makes the keys of dictionaries texts
+            yield tuple(Position(step) if type(step) is int else step for step in steps), key
+
     def _order(self, index: "MetadataIndex") -> tuple[Any, ...]:
         place = self.metadata.storage_data[index]
         return place.file, place.offset
 
     def _open(self, index: "MetadataIndex") -> "_Slice":
         place = self.metadata.storage_data[index]
-        if place.transforms:
-            raise DamagedCheckpoint(
-                f"{place.file} in {self.origin} is transformed by {', '.join(place.transforms)}, which is not read here. "
-                "Save without extensions of the storage writer."
-            )
         return _Slice(os.path.join(self.origin, *place.file.split("/")), place.offset, place.length)
 
     def _piece(self, index: "MetadataIndex") -> torch.Tensor:
         with self._open(index) as stream:
-            value = torch.load(stream, "cpu", weights_only=True)
+            value = load(stream, "cpu")
         spec = self.metadata.state_dict_metadata[index.fqn]
         sizes = next(chunk.sizes for chunk in spec.chunks if chunk.offsets == index.offset)
         plain = isinstance(value, torch.Tensor) and value.layout is torch.strided
@@ -282,6 +309,8 @@ class FilesReader(Reader):
             else:
                 for steps, value in leaves(map_torch(file)):
                     key = ".".join(map(str, steps))
+                    if key in self._values:  # of a number and of a text, for one
+                        raise DamagedCheckpoint(f"{self.origin} has two values of the name {key}.")
                     self._values[key], paths[key] = value, steps
         self.aliases = {
             alias: name
@@ -328,7 +357,7 @@ def map_torch(path: Path) -> Any:
     try:
         with open(path, "rb") as file:
             archive = file.read(2) == b"PK"
-        return torch.load(path, map_location="cpu", mmap=archive, weights_only=True)  # before 1.6 it was no archive
+        return load(path, "cpu", mmap=archive)  # before 1.6 it was no archive
     except (pickle.UnpicklingError, OSError):
         raise
     except Exception as error:  # whatever a damaged file runs into
@@ -346,11 +375,46 @@ def leaves(value: Any, steps: Steps = ()) -> Iterator[tuple[Steps, Any]]:
     if isinstance(value, Mapping):
         children = value.items()
     elif isinstance(value, list) and any(isinstance(item, (Mapping, torch.Tensor)) for item in value):
-        children = enumerate(value)
+        children = ((Position(number), child) for number, child in enumerate(value))
     if not children:
         yield steps, value
     for step, child in children:
         yield from leaves(child, (*steps, step))
+
+
+def nested(values: Mapping[Steps, Any], where: str) -> Any:
+    """Return what `leaves` took apart.
+
+    Args:
+        values: by the steps that lead to them. Only the outermost dictionary may also have come in one piece.
+        where: for messages.
+
+    Raises:
+        DamagedCheckpoint: a value lies inside of one that has no room for it.
+    """
+    if set(values) == {()}:
+        return values[()]
+    made: dict[Any, Any] = {}
+    for steps, value in values.items():
+        target: Any = made
+        for step in steps[:-1]:
+            target = target.setdefault(step, {}) if isinstance(target, dict) else None
+        if not steps and isinstance(value, Mapping):
+            made.update(value)
+        elif steps and isinstance(target, dict):
+            target[steps[-1]] = value
+        else:
+            raise DamagedCheckpoint(f"{where} has values inside of other values: {'.'.join(map(str, steps))}.")
+    return _with_lists(made)
+
+
+def _with_lists(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    made = {key: _with_lists(child) for key, child in value.items()}
+    if made and all(type(key) is Position for key in made) and sorted(made) == list(range(len(made))):
+        return [made[number] for number in range(len(made))]
+    return made
 
 
 def _whole(values: Mapping[str, Any], paths: dict[str, Steps]) -> "Metadata":
@@ -417,20 +481,83 @@ def writer(folder: Path, rank: int, entries: dict[str, FileEntry], **options: An
 
         def rename(self, path: Path, new_path: Path) -> None:
             os.replace(path, new_path)
+            disk.sync_folder(os.path.dirname(os.fspath(new_path)))
             entries[FilePath(new_path).name] = entries.pop(FilePath(path).name)
 
-    made = FileSystemWriter(folder, sync_files=False, **options)  # a durable file syncs when it is closed
+    class Writer(FileSystemWriter):
+        """Torch's writer, which tells what tensors there are."""
+
+        def finish(self, metadata: "Metadata", results: Any) -> None:
+            super().finish(metadata, results)
+            entries[METADATA] = dataclasses.replace(entries[METADATA], tensors=_tensors_in(metadata))
+
+    made = Writer(folder, sync_files=False, **options)  # a durable file syncs when it is closed
     made.fs = DurableFiles()
     return made
 
 
-def save(state: dict[str, Any], folder: Path, group: "dist.ProcessGroup | None" = None) -> dict[str, FileEntry]:
+def _tensors_in(metadata: "Metadata") -> dict[str, TensorEntry]:
+    """Return the tensors that a manifest tells of a folder, without the name that all of them lie under."""
+    paths = metadata.planner_data or {}
+    return {
+        ".".join(map(str, tuple(paths.get(key, ("", key)))[1:])): formats.tensor_entry(
+            spec.size, spec.properties.dtype
+        )
+        for key, spec in metadata.state_dict_metadata.items()
+        if hasattr(spec, "size")
+    }
+
+
+class _Kept:
+    """A dictionary that torch would lose or change: an empty one, and one with keys that are no texts."""
+
+    def __init__(self, value: Mapping[Any, Any]) -> None:
+        self.value = value
+
+
+def _keeping(state: Any, steps: Steps, is_part: Callable[[Any], bool]) -> Any:
+    """Return a state in which such dictionaries are single values."""
+    if isinstance(state, Mapping):
+        top = len(steps) < 3  # what has all the models or states, of which there may be none
+        if (state or top) and all(isinstance(key, str) for key in state):
+            return {key: _keeping(value, (*steps, key), is_part) for key, value in state.items()}
+        parts = [".".join(map(str, (*steps, *below))) for below, value in leaves(state) if is_part(value)]
+        if parts:
+            raise ValueError(
+                f"{parts[0]} has shards of a tensor below a key that is no text, which the sharded format cannot hold. Save with "
+                "FULL_STATE_DICT, or use texts as keys."
+            )
+        return _Kept(state)
+    if isinstance(state, list):
+        return [_keeping(value, (*steps, number), is_part) for number, value in enumerate(state)]
+    return state
+
+
+def _save_planner() -> Any:
+    from torch.distributed.checkpoint import DefaultSavePlanner
+
+    class Planner(DefaultSavePlanner):
+        """Torch's planner, which writes what `_Kept` has as one value."""
+
+        def transform_object(self, write_item: Any, object: Any) -> Any:
+            return super().transform_object(write_item, object.value if isinstance(object, _Kept) else object)
+
+    return Planner()
+
+
+def save(
+    state: dict[str, Any],
+    folder: Path,
+    group: "dist.ProcessGroup | None" = None,
+    is_part: Callable[[Any], bool] = lambda value: False,
+) -> dict[str, FileEntry]:
     """Write a state in torch's sharded format: each rank the shards it has, and its part of what all have. All ranks.
 
     Args:
-        state: nested dictionaries of tensors, DTensors, ShardedTensors and plain values.
+        state: nested dictionaries of tensors, DTensors, ShardedTensors and plain values; numpy scalars become `plain`.
         folder: where to; all ranks see the same. What it had is replaced.
         group: the ranks that save, and how they talk; the default group by default.
+        is_part: says of a value whether it has only what this rank has of a tensor.
 
     Returns:
         What the manifest says of the files that this rank wrote, by their name in the folder.
@@ -446,7 +573,12 @@ def save(state: dict[str, Any], folder: Path, group: "dist.ProcessGroup | None" 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(torch.distributed is|Detected an existing checkpoint)")
         try:
-            torch_dcp.save(state, storage_writer=writer(folder, rank, entries), process_group=group)
+            torch_dcp.save(
+                _keeping(formats.plain(state), (), is_part),
+                storage_writer=writer(folder, rank, entries),
+                planner=_save_planner(),
+                process_group=group,
+            )
         except torch_dcp.CheckpointException as error:
             failures = "; ".join(f"rank {number}: {cause!r}" for number, (cause, _) in sorted(error.failures.items()))
             raise RuntimeError(f"{os.fspath(folder)} could not be written. {failures}") from error

@@ -11,14 +11,15 @@ import math
 import os
 import pickle
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from accelerate.checkpoint import names
-from accelerate.checkpoint.inspect import all_files, header_of, weight_map
+from accelerate.checkpoint.inspect import all_files, part_of
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, TensorEntry, problems
 from accelerate.checkpoint.places import LocalPlace, Place, State, place_of
+from accelerate.checkpoint.structure import INDEX_SUFFIX, header_of, keys_by_name, weight_map
 from accelerate.utils.constants import (
     FSDP_MODEL_NAME,
     SAFE_WEIGHTS_INDEX_NAME,
@@ -36,12 +37,21 @@ DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 # A multiple of every element's size.
 _PIECE = 4 << 20
 
-_FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_ITEM_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_FLOATS = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+}
+_ITEM_SIZES = {"F32": 4, "F16": 2, "BF16": 2}
 
+# Some may be called so since their names were taken; see `checkpoint.own`.
 _WEIGHTS = re.compile(
-    r"(?:model|pytorch_model)(?:-\d{5}-of-\d{5})?\.(?:safetensors|bin)"
-    + f"|{re.escape(SAFE_WEIGHTS_INDEX_NAME)}|{re.escape(WEIGHTS_INDEX_NAME)}"
+    r"(?:(?:model|pytorch_model)(?:-\d{5}-of-\d{5})?\.(?:safetensors|bin)"
+    rf"|{re.escape(SAFE_WEIGHTS_INDEX_NAME)}|{re.escape(WEIGHTS_INDEX_NAME)})(?:\.former_\d+)?"
 )
 
 Progress = Callable[[int], None]
@@ -120,7 +130,7 @@ def export(
         FileNotFoundError: there is no such checkpoint, or no such model in it.
         FileExistsError: `target` is in use.
         DamagedCheckpoint: a file that would be read is not what was written.
-        ValueError: the weights cannot be written like that.
+        ValueError: the weights cannot be written like that, or are there more than once.
     """
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}.")
@@ -175,29 +185,23 @@ def _target(target: str | os.PathLike[str], source: Place, overwrite: bool) -> L
 
 def _weight_files(place: Place, files: Mapping[str, int], model: int) -> set[str]:
     """The paths of the files that hold a model's weights."""
-    sharded = f"{FSDP_MODEL_NAME}_{model}"
-    for single in (
-        names.model_file(model),
-        names.model_file(model, safe_serialization=False),
-        f"{FSDP_MODEL_NAME}.bin" if model == 0 else f"{sharded}.bin",
-    ):
-        if single in files:
-            return {single}
-    inside = {name for name in files if name.startswith(f"{sharded}/")}
-    if inside:
-        return inside
-    for index in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
-        if model == 0 and index in files:
-            path = os.path.join(place.fetch({index}.__contains__), index)
-            with open(path, "rb") as file:
-                shards = set(weight_map(file.read(), path))
-            if missing := sorted(shards - set(files)):
-                raise FileNotFoundError(f"{place.location!r} has no {', '.join(missing)}, which {index} names.")
-            return shards
-    raise FileNotFoundError(
-        f"{place.location!r} has no weights of model {model}: there is no {names.model_file(model)}, "
-        f"{names.model_file(model, False)} or {sharded}. It has {', '.join(sorted(files)) or 'no files'}."
-    )
+    part = part_of(files, "model", model, place.location)
+    if part is None:
+        raise FileNotFoundError(
+            f"{place.location!r} has no weights of model {model}: there is no {names.model_file(model)}, "
+            f"{names.model_file(model, False)} or {FSDP_MODEL_NAME}_{model}. "
+            f"It has {', '.join(sorted(files)) or 'no files'}."
+        )
+    if part.layout == "sharded":
+        return {name for name in files if name.startswith(f"{part.name}/")}
+    if not part.name.endswith(INDEX_SUFFIX):
+        return {part.name}
+    path = os.path.join(place.fetch({part.name}.__contains__), part.name)
+    with open(path, "rb") as file:
+        shards = set(weight_map(file.read(), path))
+    if missing := sorted(shards - set(files)):
+        raise FileNotFoundError(f"{place.location!r} has no {', '.join(missing)}, which {part.name} names.")
+    return shards
 
 
 def _verify(place: Place, folder: str, state: State, wanted: set[str], step: Progress) -> None:
@@ -319,12 +323,9 @@ def _of_shards(folder: str) -> Weights:
     from accelerate.checkpoint.dcp import FolderReader
 
     reader = FolderReader(folder)
-    specs = list(reader.specs())
-    # The model's tensors lie together under one name, such as "model".
-    skipped = int(all(len(steps) > 1 and steps[0] == specs[0][0][0] for steps, _ in specs))
     weights = Weights()
-    for steps, key in specs:
-        stored, name = reader.metadata.state_dict_metadata[key], ".".join(map(str, steps[skipped:]))
+    for name, key in keys_by_name(reader).items():
+        stored = reader.metadata.state_dict_metadata[key]
         if not hasattr(stored, "properties"):
             raise ValueError(f"{folder!r} cannot be exported: safetensors cannot hold {name!r}, which is no tensor.")
         dtype, shape = stored.properties.dtype, tuple(stored.size)
@@ -357,18 +358,26 @@ def _write(there: LocalPlace, weights: Weights, limit: int, dtype: str | None, s
             tied = {name: kept for name, kept in aliases.items() if kept in shard and name not in tensors}
             written[file] = _write_file(os.path.join(folder, file), {name: tensors[name] for name in shard}, tied)
             weight_of.update(dict.fromkeys(shard, file))
-        if count > 1:
+        # Whoever finds the index of an earlier export beside a single file may go by the index.
+        if count > 1 or SAFE_WEIGHTS_INDEX_NAME in there.files():
             index = {"metadata": {"total_size": sum(w.size for w in tensors.values())}, "weight_map": weight_of}
-            written[SAFE_WEIGHTS_INDEX_NAME] = _write_index(os.path.join(folder, SAFE_WEIGHTS_INDEX_NAME), index)
+            size = _write_index(os.path.join(folder, SAFE_WEIGHTS_INDEX_NAME), index)
+            if count > 1:
+                written[SAFE_WEIGHTS_INDEX_NAME] = size
         there.publish()
     except BaseException:
         there.abandon()
         raise
-    # Weights of an earlier export, with another number of shards, were carried over with the user's own files.
-    for name in there.files():
+    _clear(there, written)
+    return written
+
+
+def _clear(there: LocalPlace, written: Container[str]) -> None:
+    """Remove the weights of an earlier export, which were carried over with the user's own files."""
+    # The index goes last: until then it names what was written now.
+    for name in sorted(there.files(), key=lambda name: name == SAFE_WEIGHTS_INDEX_NAME):
         if _WEIGHTS.fullmatch(name) and name not in written:
             os.unlink(os.path.join(there.location, name))
-    return written
 
 
 def _split(tensors: Mapping[str, Weight], limit: int) -> list[list[str]]:
@@ -394,15 +403,20 @@ def _counted(weight: Weight, step: Progress) -> Weight:
 
 
 def _converted(name: str, weight: Weight, dtype: str | None) -> Weight:
-    if dtype is None or weight.entry.dtype not in _FLOATS or weight.entry.dtype == dtype:
+    kind = weight.entry.dtype
+    if dtype is None or kind == dtype or not kind.startswith(("F", "BF")):
         return weight
+    if kind not in _FLOATS:
+        raise ValueError(f"{name!r} is of {kind}, which is not converted; export it without another dtype.")
 
     def pieces() -> Iterator[memoryview]:
         import torch
 
-        old, new = getattr(torch, _FLOATS[weight.entry.dtype]), getattr(torch, _FLOATS[dtype])
+        old, new = getattr(torch, _FLOATS[kind]), getattr(torch, _FLOATS[dtype])
         for piece in weight.pieces():
-            values = torch.frombuffer(piece, dtype=old)
+            values = torch.frombuffer(piece, dtype=torch.uint8).view(old)
+            if old.itemsize == 1:  # torch can do little else with these
+                values = values.float()
             made = values.to(new)
             if not torch.equal(torch.isinf(made), torch.isinf(values)):
                 raise ValueError(f"{name!r} has values that {dtype} cannot hold; export it in another dtype.")

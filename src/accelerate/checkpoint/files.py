@@ -214,14 +214,21 @@ def _shape_problems(own: Mapping[str, Any], state: Mapping[str, Any]) -> list[st
 
 
 def loads_by_name(model: nn.Module) -> bool:
-    """Say whether loading looks for exactly the names of the state dict; hooks and overrides may rename on the way.
+    """Say whether loading looks for exactly the names of the state dict, and cannot fail once they and the shapes are right.
+
+    Hooks and overrides may rename on the way, and they and what takes an extra state may refuse it.
 
     Args:
         model: The module inside all wrappers.
     """
     for module in model.modules():
         own = type(module)
-        if module._load_state_dict_pre_hooks or own.load_state_dict is not nn.Module.load_state_dict:
+        if module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks:
+            return False
+        if (
+            own.load_state_dict is not nn.Module.load_state_dict
+            or own.set_extra_state is not nn.Module.set_extra_state
+        ):
             return False
         loader = own._load_from_state_dict
         if loader is not nn.Module._load_from_state_dict and not loader.__module__.startswith("torch.nn."):

@@ -9,26 +9,26 @@ On disk a model and its optimizer have one of three layouts, each as upstream ha
 - local: a file per rank, ``pytorch_model_fsdp_rank0.bin``, that only the same number of ranks in the same layout can load.
 """
 
-import contextlib
 import json
 import os
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from accelerate.checkpoint import dcp, formats, fsdp_state
-from accelerate.checkpoint.dcp import FilesReader, FolderReader, Reader
+from accelerate.checkpoint.dcp import FilesReader, FolderReader, Reader, Steps
+from accelerate.checkpoint.fsdp_replace import Entries, finish, replacing, staged, standing
 from accelerate.checkpoint.fsdp_state import Layout, together
-from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, FileEntry, Manifest, is_inside
-from accelerate.checkpoint.names import REPLACED_PREFIX, model_file, optimizer_file
+from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest, damaged, is_inside, problems
+from accelerate.checkpoint.names import model_file, optimizer_file
 from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 
 Path = str | os.PathLike[str]
 Kind = Literal["model", "optimizer"]
-Entries = dict[str, FileEntry]
 
 # Which parameter each number in an optimizer's file means: names by position, for each group. Torch's format does not tell.
 NAMES_FILE = "parameter_names.json"
@@ -106,41 +106,24 @@ def write(
     rank = fsdp_state.rank_and_size(group)[0]
     if layout == "sharded":
         name = model_folder(index) if kind == "model" else optimizer_folder(index)
-        with _replacing(os.path.join(folder, name), group) as path:
-            written = dcp.save({kind: state}, path, group)
-        return {f"{name}/{file}": entry for file, entry in written.items()}
+        with replacing(folder, name, layout, group) as entries:
+            written = dcp.save({kind: state}, staged(folder, name), group, fsdp_state.is_spread)
+            entries.update({f"{name}/{file}": entry for file, entry in written.items()})
+        return entries
     if layout == "full":
         state, name = fsdp_state.gathered(state), full_model_file(index) if kind == "model" else optimizer_file(index)
-        owner = rank == 0
+        file, owner = name, rank == 0
     else:
-        stem = local_model_stem(index, flat) if kind == "model" else optimizer_folder(index)
-        state, name, owner = _parts(state), rank_file(stem, rank), True
-    written = together(lambda: formats.write_torch(os.path.join(folder, name), state, rank) if owner else None)
-    return {name: written} if written is not None else {}
+        name = local_model_stem(index, flat) if kind == "model" else optimizer_folder(index)
+        state, file, owner = _parts(state), rank_file(name, rank), True
 
+    def put() -> None:
+        if owner:
+            entries[file] = formats.write_torch(staged(folder, file), state, rank)
 
-@contextlib.contextmanager
-def _replacing(folder: str, group: Any) -> Iterator[str]:
-    """Give a place for a folder; what was there is removed when the block ends well, and is back when it does not."""
-    head, tail = os.path.split(folder)
-    aside = os.path.join(head, REPLACED_PREFIX + tail)
-    main = fsdp_state.rank_and_size(group)[0] == 0
-
-    def begin() -> None:
-        if main and os.path.isdir(folder):
-            shutil.rmtree(aside, ignore_errors=True)
-            os.rename(folder, aside)
-
-    together(begin, group)
-    try:
-        yield folder
-    except BaseException:
-        if main and os.path.isdir(aside):
-            shutil.rmtree(folder, ignore_errors=True)
-            os.rename(aside, folder)
-        raise
-    if main:
-        shutil.rmtree(aside, ignore_errors=True)
+    with replacing(folder, name, layout, group) as entries:
+        together(put, group)
+    return entries
 
 
 def _parts(state: Any) -> Any:
@@ -192,13 +175,45 @@ class Found:
             RuntimeError: another number of ranks wrote it.
         """
         rank, size = fsdp_state.rank_and_size()
-        written = sum(entry.startswith(f"{self.name}_rank") for entry in os.listdir(self.folder))
+        written = sum(self.has(entry) for entry in os.listdir(self.folder))
         if written != size:
             raise RuntimeError(
                 f"{self.name}_rank*.bin in {self.folder!r} were written by {written} ranks, and only as many can load them; "
                 f"there are {size}. Save with SHARDED_STATE_DICT and use_dcp=True to load on any number of ranks."
             )
         return dcp.map_torch(os.path.join(self.folder, rank_file(self.name, rank)))
+
+    def has(self, file: str) -> bool:
+        """Say whether a file belongs to it, beside those that an index lists.
+
+        Args:
+            file: its path in the checkpoint's folder.
+        """
+        if self.layout == "local":
+            return re.fullmatch(re.escape(self.name) + r"_rank\d+\.bin", file) is not None
+        return file == self.name or (self.layout == "sharded" and file.startswith(f"{self.name}/"))
+
+    def verify(self, rank: int = 0, size: int = 1) -> None:
+        """Compare its files with what a manifest says of them, if there is one. Any rank, alone.
+
+        Args:
+            rank: of those that share the work, which all see the folder.
+            size: how many they are.
+
+        Raises:
+            DamagedCheckpoint: a file is missing, or has changed; the message lists them.
+        """
+        if not os.path.isfile(os.path.join(self.folder, NAME)):
+            return
+        manifest = Manifest.read(self.folder)
+        path, inside = os.path.join(self.folder, self.name), {NAMES_FILE}
+        if path.endswith(".index.json"):
+            inside.update(indexed_files(path))
+        files = [file for file in manifest.files if self.has(file) or file in inside]
+        files = sorted(files, key=lambda file: (-manifest.files[file].size, file))[rank::size]
+        lines = problems(self.folder, manifest, deep=True, only=set(files).__contains__)
+        if lines:
+            raise damaged(self.folder, lines)
 
 
 def find(folder: Path, kind: Kind, index: int = 0, prefer: Layout | None = None) -> Found | None:
@@ -217,7 +232,8 @@ def find(folder: Path, kind: Kind, index: int = 0, prefer: Layout | None = None)
         shards, stems = model_folder(index), [model_folder(index), FSDP_MODEL_NAME][: 1 if index else 2]
     else:
         files, shards, stems = [optimizer_file(index)], optimizer_folder(index), [optimizer_folder(index)]
-    found = [Found(folder, shards, "sharded", index)] if dcp.is_folder(os.path.join(folder, shards)) else []
+    whole = standing(folder, shards)
+    found = [Found(folder, whole, "sharded", index)] if whole is not None else []
     found += [Found(folder, file, "full", index) for file in files if os.path.isfile(os.path.join(folder, file))]
     found += [
         Found(folder, stem, "local", index)
@@ -228,17 +244,32 @@ def find(folder: Path, kind: Kind, index: int = 0, prefer: Layout | None = None)
 
 
 def required(folder: Path, kind: Kind, index: int, prefer: Layout | None) -> Found:
-    """Return what `find` returns; raise if there is nothing. Any rank, alone.
+    """Return what `find` returns, verified; raise if there is nothing. All ranks.
 
     Args:
-        folder: the checkpoint's folder.
+        folder: the checkpoint's folder, which all ranks see.
         kind: what is looked for.
         index: which of the models or optimizers it is.
         prefer: the layout to take if there are several.
 
     Raises:
         FileNotFoundError: there is nothing; the message tells what was looked for.
+        DamagedCheckpoint: a file is not what the checkpoint's manifest says of it.
+        RuntimeError: another rank failed.
     """
+    rank, size = fsdp_state.rank_and_size()
+
+    def complete() -> None:
+        for stem in {model_folder(index), FSDP_MODEL_NAME} if kind == "model" else {optimizer_folder(index)}:
+            finish(folder, stem)
+
+    together(lambda: complete() if rank == 0 else None)
+    found = together(lambda: _required(folder, kind, index, prefer))
+    together(lambda: found.verify(rank, size))
+    return found
+
+
+def _required(folder: Path, kind: Kind, index: int, prefer: Layout | None) -> Found:
     found = find(folder, kind, index, prefer)
     if found is None:
         here = model_folder(index) if kind == "model" else optimizer_folder(index)
@@ -337,21 +368,37 @@ def _is_names(group: Any) -> bool:
 # -- whole models ------------------------------------------------------------------------------------------------------
 
 
-def model_specs(reader: Reader) -> dict[str, str]:
-    """Return the names of a stored model's values, and their keys in the reader's metadata.
+def model_specs(reader: Reader) -> dict[str, dict[Steps, str]]:
+    """Return the names of a stored model's values, and of each the keys in the reader's metadata.
+
+    A value has one key, without steps to it; but an extra state, which may be nested, has one for each value in it.
 
     Args:
         reader: of a model's files.
     """
     specs = list(reader.specs())
     # What we and upstream write lies under "model"; what others write may lie under another name, or under none.
-    tops = {steps[0] for steps, _ in specs}
-    inside = len(tops) == 1 and all(len(steps) > 1 for steps, _ in specs)
-    return {".".join(map(str, steps[1:] if inside else steps)): key for steps, key in specs}
+    tops = {steps[0] for steps, _ in specs if steps}
+    inside = len(tops) == 1 and all(len(steps) > 1 for steps, _ in specs) and not is_extra(str(*tops))
+    found: dict[str, dict[Steps, str]] = {}
+    for steps, key in specs:
+        steps = steps[1:] if inside else steps
+        end = next((number for number, step in enumerate(steps, 1) if is_extra(str(step))), len(steps))
+        found.setdefault(".".join(map(str, steps[:end])), {})[steps[end:]] = key
+    return found
 
 
-def merged_model(reader: Reader) -> dict[str, torch.Tensor]:
-    """Return a stored model's tensors, whole and in memory. Any rank, alone.
+def is_extra(name: str) -> bool:
+    """Say whether a name is that of a module's extra state, which may be anything.
+
+    Args:
+        name: of a value in a model's state.
+    """
+    return name.rpartition(".")[2] == nn.modules.module._EXTRA_STATE_KEY_SUFFIX
+
+
+def merged_model(reader: Reader) -> dict[str, Any]:
+    """Return a stored model's values, whole and in memory. Any rank, alone.
 
     Args:
         reader: of a model's files.
@@ -360,10 +407,8 @@ def merged_model(reader: Reader) -> dict[str, torch.Tensor]:
         DamagedCheckpoint: a file is damaged.
     """
     specs = model_specs(reader)
-    told = reader.metadata.state_dict_metadata
-    memory = {
-        key: torch.empty(told[key].size, dtype=told[key].properties.dtype) if hasattr(told[key], "size") else None
-        for key in specs.values()
+    filled = reader.whole(key for keys in specs.values() for key in keys.values())
+    return {
+        name: dcp.nested({steps: filled[key] for steps, key in keys.items()}, reader.origin)
+        for name, keys in specs.items()
     }
-    filled = reader.fill(memory)
-    return {name: filled[key] for name, key in specs.items()}

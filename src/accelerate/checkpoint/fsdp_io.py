@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.checkpoint import fsdp_optimizer, fsdp_state
+from accelerate.checkpoint import dcp, fsdp_optimizer, fsdp_state
 from accelerate.checkpoint.dcp import Reader
-from accelerate.checkpoint.fsdp_files import Entries, model_specs, required, write
+from accelerate.checkpoint.fsdp_files import is_extra, model_specs, required, write
+from accelerate.checkpoint.fsdp_replace import Entries
 from accelerate.checkpoint.fsdp_state import Layout, ModelState, together
 from accelerate.modules.named import match_names
 
@@ -43,22 +44,28 @@ def read_model(
         DamagedCheckpoint: a file is damaged.
     """
     stored = model_specs(reader)
-    keys = {wanted: stored[name] for name, wanted in match_names(own.values, stored).items()}
-    unexpected = sorted(set(stored.values()) - set(keys.values()))
+    pairs = match_names(own.values, stored)
+    parts = {wanted: stored[name] for name, wanted in pairs.items()}
+    unexpected = sorted(set(stored) - set(pairs))
     for group in ties:
-        known = next((keys[name] for name in group if name in keys), None)
-        keys |= {name: known for name in group if known is not None and name in own.values and name not in keys}
-    problems = [f"{name} is missing" for name in own.values if name not in keys] if strict else []
-    problems += [f"{key} is unexpected" for key in unexpected] if strict else []
+        known = next((parts[name] for name in group if name in parts), None)
+        parts |= {name: known for name in group if known is not None and name in own.values and name not in parts}
+    problems = [f"{name} is missing" for name in own.values if name not in parts] if strict else []
+    problems += [f"{name} is unexpected" for name in unexpected] if strict else []
     wanted: dict[str, Any] = {}
-    for name, key in keys.items():
-        value, spec = own.values[name], reader.metadata.state_dict_metadata[key]
-        size = getattr(spec, "size", None)
+    specs = reader.metadata.state_dict_metadata
+    for name, keys in parts.items():
+        value = own.values[name]
+        if is_extra(name):  # it may be anything, and differ from what the module has now
+            wanted |= {key: dcp.memory_of(specs[key]) for key in keys.values() if key not in wanted}
+            continue
+        (key,) = keys.values()
+        size = getattr(specs[key], "size", None)
         if isinstance(value, torch.Tensor) != (size is not None) or (size is not None and size != value.size()):
             here = tuple(value.size()) if isinstance(value, torch.Tensor) else type(value).__name__
             problems.append(f"{name} is {'no tensor' if size is None else tuple(size)} there and {here} in the model")
         elif key not in wanted:
-            wanted[key] = None if size is None else fsdp_state.like(value, spec.properties.dtype)
+            wanted[key] = None if size is None else fsdp_state.like(value, specs[key].properties.dtype)
     if problems:
         more = [f"and {len(problems) - 10} more"] if len(problems) > 10 else []
         raise RuntimeError(
@@ -66,7 +73,10 @@ def read_model(
             + "\n  ".join([*problems[:10], *more, "Build the model as it was when the checkpoint was saved."])
         )
     filled = reader.fill(wanted)
-    return {name: filled[key] for name, key in keys.items()}
+    return {
+        name: dcp.nested({steps: filled[key] for steps, key in keys.items()}, reader.origin)
+        for name, keys in parts.items()
+    }
 
 
 @fsdp_state.quietly()
@@ -92,13 +102,12 @@ def read_local(own: Mapping[str, Any], stored: Any, origin: str) -> dict[str, An
 def _part_like(own: Any, stored: Any, where: str) -> Any:
     if not isinstance(own, torch.Tensor) or not isinstance(stored, torch.Tensor):
         return stored
-    mine, theirs = fsdp_state.like(own, stored.dtype), fsdp_state.part(stored)
-    if fsdp_state.part(mine).numel() != theirs.numel():
+    mine = fsdp_state.filled_like(own, stored)
+    if mine is None:
         raise RuntimeError(
-            f"{where} has {theirs.numel()} elements on this rank, and the model has {fsdp_state.part(mine).numel()}: it is "
-            "sharded in another way. Nothing was loaded."
+            f"{where} has the shape {tuple(fsdp_state.part(stored).shape)} on this rank, and the model has "
+            f"{tuple(fsdp_state.part(own).shape)}: it is another model, or sharded in another way. Nothing was loaded."
         )
-    fsdp_state.part(mine).view(-1).copy_(theirs.reshape(-1))
     return mine
 
 
@@ -120,7 +129,7 @@ def save_model(model: nn.Module, folder: Path, index: int = 0, layout: Layout = 
     """
     getters = {key: options.pop(key) for key in ("getter",) if key in options}
     flat = layout == "local" and options.setdefault("flat", fsdp_state.is_fsdp1(model))
-    os.makedirs(folder, exist_ok=True)
+    together(lambda: os.makedirs(folder, exist_ok=True), options.get("group"))
     state = fsdp_state.model_state(model, layout="local" if flat else "sharded", **getters)
     return write(state.values, folder, "model", index, layout, **options)
 
@@ -146,7 +155,7 @@ def load_model(
         DamagedCheckpoint: a file is damaged; the model is as it was.
     """
     setters = {key: options.pop(key) for key in ("setter",) if key in options}
-    found = together(lambda: required(folder, "model", index, prefer))
+    found = required(folder, "model", index, prefer)
     stored = together(found.of_rank) if found.layout == "local" else None
     flat = stored is not None and any(str(name).endswith("_flat_param") for name in stored)
     layout: Layout = "local" if flat else "sharded"
@@ -181,7 +190,7 @@ def save_optimizer(
     Returns:
         What the manifest says of the files that this rank wrote.
     """
-    os.makedirs(folder, exist_ok=True)
+    together(lambda: os.makedirs(folder, exist_ok=True), options.get("group"))
     return write(fsdp_state.optimizer_state(optimizer, model), folder, "optimizer", index, layout, **options)
 
 
@@ -201,7 +210,7 @@ def load_optimizer(
         RuntimeError: it does not fit, or another rank failed; the optimizer is as it was.
         DamagedCheckpoint: a file is damaged; the optimizer is as it was.
     """
-    found = together(lambda: required(folder, "optimizer", index, prefer))
+    found = required(folder, "optimizer", index, prefer)
     target = fsdp_optimizer.target(optimizer, model)
     state = together(lambda: fsdp_optimizer.read(target, found))
     fsdp_state.apply_optimizer(optimizer, model, state)

@@ -47,24 +47,35 @@ def together(work: Callable[[], T], group: Any = None) -> T:
     Raises:
         RuntimeError: it failed on another rank. Where it failed, its own error is raised.
     """
-    import torch.distributed as dist
-
     result, error = None, None
     try:
         result = work()
     except Exception as caught:
         error = caught
-    rank, size = rank_and_size(group)
-    if size > 1:
-        told: list[Any] = [None] * size
-        dist.all_gather_object(told, None if error is None else f"{type(error).__name__}: {error}", group)
-        failed = {number: text for number, text in enumerate(told) if text is not None}
-        if failed and error is None:
-            number, text = next(iter(failed.items()))
-            raise RuntimeError(f"Rank {number} failed, so rank {rank} stops, too. {text}")
+    told = on_all(None if error is None else f"{type(error).__name__}: {error}", group)
+    failed = {number: text for number, text in enumerate(told) if text is not None}
+    if failed and error is None:
+        number, text = next(iter(failed.items()))
+        raise RuntimeError(f"Rank {number} failed, so rank {rank_and_size(group)[0]} stops, too. {text}")
     if error is not None:
         raise error
     return result  # type: ignore[return-value]
+
+
+def on_all(value: Any, group: Any = None) -> list[Any]:
+    """Return what each rank gives, in the order of ranks. All ranks.
+
+    Args:
+        value: small, and plain data.
+        group: the ranks that do it; all by default.
+    """
+    import torch.distributed as dist
+
+    size = rank_and_size(group)[1]
+    told: list[Any] = [value] * size
+    if size > 1:
+        dist.all_gather_object(told, value, group)
+    return told
 
 
 @contextlib.contextmanager
@@ -325,7 +336,8 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[
     raw = inner.state_dict()
     order = dict(zip(_flat(raw["param_groups"]), itertools.chain(*groups), strict=True))
     return {
-        "state": {order[number]: value for number, value in raw["state"].items()},
+        # Some optimizers keep what belongs to no parameter beside the parameters' states.
+        "state": {order.get(number, number): value for number, value in raw["state"].items()},
         "param_groups": [{**group, "params": [order[n] for n in group["params"]]} for group in raw["param_groups"]],
     }
 
@@ -425,6 +437,24 @@ def part(value: Any) -> torch.Tensor:
     return value.detach()
 
 
+@quietly()
+def filled_like(value: Any, stored: torch.Tensor) -> torch.Tensor | None:
+    """Return `like` with what a rank wrote of its own; None if that is sharded in another way. Any rank, alone.
+
+    Args:
+        value: a tensor, DTensor or ShardedTensor.
+        stored: what the file of this rank has for it.
+    """
+    made, theirs = like(value, stored.dtype), part(stored)
+    if isinstance(stored, _dtensor()) and isinstance(value, _dtensor()):
+        if (stored.size(), stored.placements) != (value.size(), value.placements):
+            return None
+    if part(made).shape != theirs.shape:
+        return None
+    part(made).copy_(theirs)
+    return made
+
+
 def _default_setter(model: nn.Module, state: dict[str, Any], sd_options: Any = None) -> Any:
     if sd_options is None:
         return model.load_state_dict(state)
@@ -462,9 +492,16 @@ def apply_model(
             if isinstance(value, torch.Tensor):
                 part(own.values[name]).copy_(part(value))
         return nn.modules.module._IncompatibleKeys([], [])
+    missing: list[str] = []
+    if not strict and is_fsdp1(model):  # which takes all of its parameters, or none
+        missing = [name for name in own.values if name not in state]
+        state = {**{name: own.values[name] for name in missing}, **state}
     state = {own.own.get(name, name): value for name, value in state.items()}
     with _fsdp1(model, layout):
-        return setter(model, state, sd_options=None if is_fsdp1(model) else StateDictOptions(strict=strict))
+        keys = setter(model, state, sd_options=None if is_fsdp1(model) else StateDictOptions(strict=strict))
+    return (
+        nn.modules.module._IncompatibleKeys([*keys.missing_keys, *missing], keys.unexpected_keys) if missing else keys
+    )
 
 
 @quietly()
@@ -484,7 +521,7 @@ def apply_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, state: M
 
     names = _raw_names(optimizer, model)
     raw = {
-        "state": {names[name]: value for name, value in state["state"].items()},
+        "state": {names.get(name, name): value for name, value in state["state"].items()},
         "param_groups": [
             {**group, "params": [names[name] for name in group["params"]]} for group in state["param_groups"]
         ],
@@ -503,7 +540,11 @@ def numbered(state: Mapping[str, Any]) -> dict[str, Any]:
     count = itertools.count()
     groups = [{**group, "params": [next(count) for _ in group["params"]]} for group in state["param_groups"]]
     order = {name: number for number, name in enumerate(_flat(state["param_groups"]))}
-    return {"state": {order[name]: value for name, value in state["state"].items()}, "param_groups": groups}
+    return {
+        **state,
+        "state": {order.get(name, name): value for name, value in state["state"].items()},
+        "param_groups": groups,
+    }
 
 
 def _flat(groups: Any) -> Iterator[str]:

@@ -1,34 +1,34 @@
 """Looking at checkpoints without loading them: which there are, whether they are whole, and what is in them.
 
-Nothing here needs torch, a GPU or a process group, and nothing is changed.
+Nothing here needs a GPU or a process group, and nothing is changed. Torch is loaded only for what another library has sharded,
+and for the list of tensors in shards.
 """
 
-import json
+import contextlib
 import math
 import os
 import time
-import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from typing import Any
+from typing import Any, Literal
 
 from accelerate.checkpoint import names
-from accelerate.checkpoint.manifest import (
-    NAME,
-    DamagedCheckpoint,
-    FileEntry,
-    Manifest,
-    TensorEntry,
-    is_inside,
-    problems,
+from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, FileEntry, Manifest, TensorEntry, problems
+from accelerate.checkpoint.places import LocalPlace, Place, State
+from accelerate.checkpoint.structure import (
+    INDEX_SUFFIX,
+    METADATA,
+    header_of,
+    problem_of,
+    problems_of_shards,
+    tensors_of_shards,
 )
-from accelerate.checkpoint.places import Place, State
+from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 
-# The limit of the safetensors library.
-_LARGEST_HEADER = 100_000_000
-_ZIP = b"PK\x03\x04"
+# What the folder is called that was looked at, if it has files of a checkpoint, and others lie in it.
+ITSELF = "."
 
 
 # -- which there are -----------------------------------------------------------------------------------------------
@@ -44,6 +44,8 @@ class Summary:
         state: whether it is whole.
         size: bytes of its files.
         saved: when it was saved or, if it is not whole, last written to, in seconds since 1970; None where that is not known.
+        unread: it has a manifest that cannot be read here, such as one of a later version. Its saving came to its end, for the
+            manifest is written last; whether it is whole nobody here can tell.
     """
 
     name: str
@@ -51,11 +53,12 @@ class Summary:
     state: State
     size: int
     saved: float | None
+    unread: bool = False
 
     @property
     def number(self) -> int | None:
-        """The number of an automatically named checkpoint."""
-        return names.number_of(self.place.name)
+        """The number of an automatically named checkpoint; None for the folder that was looked at, if others lie in it."""
+        return None if self.name == ITSELF else names.number_of(self.place.name)
 
     def age(self, now: float | None = None) -> float | None:
         """Return the seconds since it was saved.
@@ -99,30 +102,46 @@ def summarize(place: Place, name: str | None = None) -> Summary:
     if state.kind == "complete" and state.manifest is not None and (saved := _created(state.manifest)) is not None:
         return Summary(name, place, state, state.manifest.size, saved)
     stored = place.stored()
-    return Summary(name, place, state, stored.size, stored.modified)
+    return Summary(name, place, state, stored.size, stored.modified, _is_unread(place, state))
+
+
+def _is_unread(place: Place, state: State) -> bool:
+    if state.kind != "incomplete" or state.manifest is not None:
+        return False
+    files = place.files()
+    if any(name.startswith(names.INCOMPLETE_MARKER) for name in files):
+        return False  # of whatever was there before
+    # A link, a pipe or a folder of that name is no file, and cannot be read either.
+    return NAME in files or (isinstance(place, LocalPlace) and os.path.lexists(os.path.join(place.fetch(), NAME)))
 
 
 def survey(folder: Place) -> list[Summary]:
     """Return the checkpoints at a place, whole or not, newest last.
 
-    Those are the place itself, if it is one, or else the ones directly inside it and inside its folder ``checkpoints``.
+    Those are the place itself, if it is one, or else the ones directly inside it and inside its folder ``checkpoints``. Symbolic
+    links to others are left out.
 
     Args:
         folder: a checkpoint, a folder of checkpoints, or a project's folder.
     """
     if folder.state().manifest is not None or NAME in folder.files():
         return [summarize(folder)]
-    found = [(entry.name, entry) for entry in folder.entries() if _is_one(entry)]
+    found = [(entry.name, entry) for entry in _inside(folder) if _is_one(entry)]
     inner = folder.child(names.CHECKPOINTS_FOLDER)
-    found += [(f"{inner.name}/{entry.name}", entry) for entry in inner.entries() if _is_one(entry)]
+    found += [(f"{names.CHECKPOINTS_FOLDER}/{entry.name}", entry) for entry in _inside(inner) if _is_one(entry)]
     if not found:
         return [summarize(folder)] if looks_like_one(folder) else []
     summaries = [summarize(place, name) for name, place in found]
     if looks_like_one(folder):  # weights beside checkpoints, which are no part of them
         summaries.append(
-            Summary(".", folder, folder.state(), sum(stored.size for stored in folder.files().values()), None)
+            Summary(ITSELF, folder, folder.state(), sum(stored.size for stored in folder.files().values()), None)
         )
     return _in_order(summaries)
+
+
+def _inside(folder: Place) -> list[Place]:
+    """The folders that lie in another one, each once: what a link leads to lies elsewhere, or is there already."""
+    return [entry for entry in dict.fromkeys(folder.entries()) if entry.parent() == folder]
 
 
 def looks_like_one(place: Place) -> bool:
@@ -140,11 +159,23 @@ def _is_one(place: Place) -> bool:
 
 
 def _in_order(found: list[Summary]) -> list[Summary]:
-    """Oldest first; numbers count more than times, which a copy changes."""
+    """Oldest first; in a series, numbers count more than times, which a copy changes."""
     by_time = sorted(found, key=lambda one: (one.saved or 0.0, one.name))
-    numbered = sorted((one for one in by_time if one.number is not None), key=lambda one: one.number or 0)
-    following = iter(numbered)
-    return [next(following) if one.number is not None else one for one in by_time]
+    following = {parent: iter(series) for parent, series in series_of(by_time).items()}
+    return [one if one.number is None else next(following[one.place.parent()]) for one in by_time]
+
+
+def series_of(found: Iterable[Summary]) -> dict[Place, list[Summary]]:
+    """Return the automatically named checkpoints of each folder, by number: those of another folder are another run's.
+
+    Args:
+        found: checkpoints.
+    """
+    series: dict[Place, list[Summary]] = {}
+    for one in found:
+        if one.number is not None:
+            series.setdefault(one.place.parent(), []).append(one)
+    return {parent: sorted(members, key=lambda one: one.number or 0) for parent, members in series.items()}
 
 
 def _created(manifest: Manifest) -> float | None:
@@ -159,34 +190,13 @@ def all_files(place: Place) -> dict[str, int]:
     """Return the sizes of the files at a place and in the folders below it, by path with ``/`` between parts.
 
     Args:
-        place: a checkpoint.
+        place: a checkpoint. Folders that symbolic links lead to are left out.
     """
     found = {name: stored.size for name, stored in place.files().items()}
     for entry in place.entries():
-        found.update((f"{entry.name}/{name}", size) for name, size in all_files(entry).items())
+        if not isinstance(entry, LocalPlace) or entry.parent() == place:  # an object store has other folders between
+            found.update((f"{entry.name}/{name}", size) for name, size in all_files(entry).items())
     return found
-
-
-def surplus(found: Iterable[Summary], keep: int, foreign: bool = False) -> list[Summary]:
-    """Return the automatically named checkpoints that are older than the newest ones, oldest first.
-
-    Args:
-        found: what `survey` returned.
-        keep: how many stay, at least one.
-        foreign: count, and return, those without a manifest, too; else they are left alone.
-
-    Returns:
-        Whole ones only. The newest one with a manifest is never among them.
-
-    Raises:
-        ValueError: `keep` is below one.
-    """
-    if keep < 1:
-        raise ValueError(f"keep={keep} would remove every checkpoint; keep at least 1.")
-    kinds = ("complete", "foreign") if foreign else ("complete",)
-    whole = [one for one in found if one.number is not None and one.state.kind in kinds]
-    newest = next((one for one in reversed(whole) if one.state.kind == "complete"), None)
-    return [one for one in whole[:-keep] if one is not newest]
 
 
 # -- whether they are whole ----------------------------------------------------------------------------------------
@@ -207,7 +217,7 @@ def verify(summary: Summary, progress: Callable[[int], None] | None = None) -> l
 
     Args:
         summary: of the checkpoint. Without a manifest there are no checksums: then the files' own structure is looked at,
-            which tells truncated files and, for torch's format, changed ones.
+            which tells truncated files, missing shards and, for torch's format, changed ones.
         progress: called with numbers of bytes, from any thread.
 
     Returns:
@@ -222,102 +232,22 @@ def verify(summary: Summary, progress: Callable[[int], None] | None = None) -> l
         return [str(error)]
     if state.manifest is not None:
         return problems(folder, state.manifest, deep=True, progress=progress)
-    found = []
-    for name, size in sorted(all_files(summary.place).items()):
-        problem = structure_problem(os.path.join(folder, *name.split("/")))
-        if problem:
-            found.append(f"{name} {problem}")
+    files = sorted(all_files(summary.place).items())
+    sharded = {name.rpartition("/")[0] for name, _ in files if name.rpartition("/")[2] == METADATA}
+    found = {
+        f"{inner}/{name}".lstrip("/"): problem
+        for inner in sharded
+        for name, problem in problems_of_shards(os.path.join(folder, *inner.split("/"))).items()
+    }
+    for name, size in files:
+        if name.rpartition("/")[0] not in sharded and (problem := problem_of(os.path.join(folder, *name.split("/")))):
+            found[name] = problem
         if progress is not None:
             progress(size)
-    return found
-
-
-def structure_problem(path: str) -> str:
-    """Return what is wrong with a file by its own account, or an empty text; formats without an account are fine.
-
-    Args:
-        path: a file of any format.
-    """
-    try:
-        if path.endswith(".safetensors"):
-            header_of(path)
-        else:
-            with open(path, "rb") as file:
-                start = file.read(len(_ZIP))
-            if start == _ZIP:
-                with zipfile.ZipFile(path) as archive:
-                    changed = archive.testzip()
-                if changed is not None:
-                    return f"has changed: the checksum of its part {changed} differs"
-    except (DamagedCheckpoint, OSError, zipfile.BadZipFile, EOFError, ValueError) as error:
-        return f"is damaged: {error}"
-    return ""
+    return [f"{name} {problem}" for name, problem in sorted(found.items())]
 
 
 # -- what is in them -----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Span:
-    """A tensor in a safetensors file.
-
-    Attributes:
-        entry: shape and dtype.
-        start: where its bytes start in the file.
-        end: where they end.
-    """
-
-    entry: TensorEntry
-    start: int
-    end: int
-
-
-def header_of(path: str) -> dict[str, Span]:
-    """Return the tensors of a safetensors file, by name, in the order of the file.
-
-    Args:
-        path: the file; nothing in it is trusted.
-
-    Raises:
-        DamagedCheckpoint: it is no safetensors file, or a truncated one.
-
-    Source:
-        https://huggingface.co/docs/safetensors/index#format
-    """
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        length = int.from_bytes(file.read(8), "little")
-        if not 2 <= length <= min(size - 8, _LARGEST_HEADER):
-            raise DamagedCheckpoint(f"a header of {length} bytes does not fit a file of {size}")
-        text = file.read(length)
-    try:
-        header = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DamagedCheckpoint(f"its header is no JSON: {error}") from None
-    if not isinstance(header, dict):
-        raise DamagedCheckpoint("its header is no mapping")
-    header.pop("__metadata__", None)
-    spans = {name: _span(name, told, 8 + length) for name, told in header.items()}
-    spans = dict(sorted(spans.items(), key=lambda item: (item[1].start, item[1].end)))
-    position = 8 + length
-    for name, span in spans.items():
-        if span.start != position:
-            raise DamagedCheckpoint(f"its tensor {name!r} starts at byte {span.start}, not at {position}")
-        position = span.end
-    if position != size:
-        raise DamagedCheckpoint(f"it has {size} bytes, but its tensors end at {position}")
-    return spans
-
-
-def _span(name: str, told: Any, base: int) -> Span:
-    try:
-        (start, end), shape, dtype = told["data_offsets"], told["shape"], told["dtype"]
-        sound = all(type(value) is int and value >= 0 for value in (start, end, *shape)) and isinstance(dtype, str)
-    except (TypeError, KeyError, ValueError):
-        sound = False
-    if not sound or end < start:
-        raise DamagedCheckpoint(f"its header says of the tensor {name!r} what cannot be")
-    return Span(TensorEntry(tuple(shape), dtype), base + start, base + end)
 
 
 @dataclass(frozen=True)
@@ -328,7 +258,8 @@ class Details:
         summary: as in a table.
         files: sizes by path.
         ranks: which rank wrote a file, where the manifest says so.
-        tensors: the tensors of each file of weights, as far as they are known without reading the weights.
+        tensors: the tensors of each file of weights, as far as they are known without reading the weights; those of shards by
+            the file ``.metadata`` beside them.
         aliases: of each file the tied names, to the name under which the tensor is in the file.
     """
 
@@ -405,14 +336,17 @@ def details(place: Place) -> Details:
         summary,
         files={name: entry.size for name, entry in sorted(entries.items())},
         ranks={name: entry.rank for name, entry in entries.items()},
-        tensors={name: entry.tensors for name, entry in weights.items() if entry.tensors is not None},
+        tensors={
+            **{name: entry.tensors for name, entry in weights.items() if entry.tensors is not None},
+            **dict(_tensors_in_shards(place, entries)),
+        },
         aliases={name: entry.aliases for name, entry in weights.items() if entry.aliases},
     )
 
 
 def _foreign_details(summary: Summary) -> Details:
     files = dict(sorted(all_files(summary.place).items()))
-    tensors = {}
+    tensors = dict(_tensors_in_shards(summary.place, files))
     for name in files:
         if not name.endswith(".safetensors") or names.is_generators_file(name) or "://" in summary.place.location:
             continue  # of a remote one the whole file would have to come here
@@ -424,26 +358,60 @@ def _foreign_details(summary: Summary) -> Details:
     return Details(summary, files, {}, tensors, {})
 
 
-def weight_map(text: bytes | str, origin: str) -> dict[str, list[str]]:
-    """Return the files that an index of shards names, with the tensors in each.
+def _tensors_in_shards(place: Place, files: Iterable[str]) -> Iterator[tuple[str, Mapping[str, TensorEntry]]]:
+    if not isinstance(place, LocalPlace):
+        return  # all of the shards would have to come here
+    for name in sorted(files):
+        inner, _, file = name.rpartition("/")
+        if file == METADATA:
+            with contextlib.suppress(DamagedCheckpoint, OSError):  # `verify` says so
+                yield name, tensors_of_shards(os.path.join(place.fetch(), *inner.split("/")))
+
+
+# -- where they have what ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Part:
+    """Where a model or an optimizer lies in a checkpoint.
+
+    Attributes:
+        name: of its file, or index of files, or folder of shards.
+        layout: whether that is whole or in shards.
+    """
+
+    name: str
+    layout: Literal["full", "sharded"]
+
+
+def part_of(files: Iterable[str], kind: Literal["model", "optimizer"], index: int, where: str) -> Part | None:
+    """Return where a model or an optimizer lies in a checkpoint, or None if it is not there.
+
+    Of weights in safetensors and in torch's format, as hubs keep them side by side, it is the safetensors.
 
     Args:
-        text: the index, as Hugging Face writes it; nothing in it is trusted.
-        origin: where it comes from, for messages.
+        files: the paths of the checkpoint's files: those that its manifest lists, if it has one.
+        kind: what is looked for.
+        index: which of the models or optimizers it is.
+        where: the checkpoint, for messages.
 
     Raises:
-        DamagedCheckpoint: it is no index.
+        ValueError: it is there more than once, in layouts that different runs may have written.
     """
-    try:
-        told = json.loads(text)["weight_map"]
-        sound = all(isinstance(name, str) and is_inside(file) for name, file in told.items())
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        sound = False
-    if not sound:
-        raise DamagedCheckpoint(
-            f"{origin} is no index of shards: it has no weight_map of tensors and files in its folder"
+    present = set(files)
+    if kind == "model":
+        safe, pickled = names.model_file(index), names.model_file(index, safe_serialization=False)
+        whole = [file for file in (safe, f"{safe}{INDEX_SUFFIX}") if file in present]
+        whole = whole or [file for file in (pickled, f"{pickled}{INDEX_SUFFIX}") if file in present]
+        whole += [f"{FSDP_MODEL_NAME}.bin" if index == 0 else f"{FSDP_MODEL_NAME}_{index}.bin"]
+        folder = f"{FSDP_MODEL_NAME}_{index}"
+    else:
+        whole, folder = [names.optimizer_file(index)], f"{OPTIMIZER_NAME}_{index}"
+    found = [Part(file, "full") for file in whole if file in present]
+    found += [Part(folder, "sharded")] if f"{folder}/{METADATA}" in present else []
+    if len(found) > 1:
+        raise ValueError(
+            f"{where!r} has {kind} {index} more than once: {' and '.join(part.name for part in found)}. Nothing tells which of "
+            "them counts; move the others away."
         )
-    files: dict[str, list[str]] = {}
-    for name, file in told.items():
-        files.setdefault(file, []).append(name)
-    return files
+    return found[0] if found else None

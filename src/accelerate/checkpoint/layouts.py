@@ -4,6 +4,7 @@ What a strategy that shards has written is there as folders of shards, or as a f
 model reads the whole of it. The names of parameters connect the two, as the numbers in an optimizer's state do not.
 """
 
+import contextlib
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -62,16 +63,45 @@ def read_optimizer(
         RuntimeError: It is the state of other parameters; the message tells which.
         DamagedCheckpoint: The shards are damaged.
     """
-    if not os.path.exists(os.path.join(folder, names.optimizer_file(index))):
-        found = fsdp_files.find(folder, "optimizer", index)
-        if found is not None and found.layout == "sharded":
-            for model in models:
-                try:
-                    goal = fsdp_optimizer.target(optimizer, model)
-                except ValueError:  # its parameters are another model's
-                    continue
-                return fsdp_state.numbered(fsdp_optimizer.read(goal, found))
+    if os.path.exists(os.path.join(folder, names.optimizer_file(index))):
+        raw = files.read_optimizer(folder, index, **options)
+        return _by_name(raw, optimizer, models, folder, index) if fsdp_optimizer.is_state(raw) else raw
+    found = fsdp_files.find(folder, "optimizer", index)
+    goal = _target(optimizer, models) if found is not None and found.layout == "sharded" else None
+    if found is not None and goal is not None:
+        return fsdp_state.numbered(fsdp_optimizer.read(goal, found))
     return files.read_optimizer(folder, index, **options)
+
+
+def _target(optimizer: Any, models: Iterable[nn.Module]) -> fsdp_optimizer.Target | None:
+    for model in models:
+        with contextlib.suppress(ValueError):  # its parameters are another model's
+            return fsdp_optimizer.target(optimizer, model)
+    return None
+
+
+def _by_name(
+    raw: Mapping[str, Any], optimizer: Any, models: Iterable[nn.Module], folder: Path, index: int
+) -> Mapping[str, Any]:
+    """Return a whole state with the numbers that the optimizer has, by the names of parameters wherever those are known."""
+    groups = raw["param_groups"]
+    keyed = [name for group in groups for name in group["params"]]
+    named = any(isinstance(name, str) for name in keyed)
+    goal = _target(optimizer, models)
+    if goal is None:
+        if named:
+            raise RuntimeError(
+                f"{names.optimizer_file(index)} in {os.fspath(folder)!r} has the names of parameters, but no model that was "
+                "prepared has all parameters of this optimizer, so they have no names here. Prepare the model, too."
+            )
+        return raw
+    own = goal.parameters_in_groups()
+    told = None if named else fsdp_optimizer.told_names(os.fspath(folder), index, groups, own)
+    sizes = [len(group["params"]) for group in groups], [len(group) for group in goal.groups]
+    if not named and (told is None or (told == own and sizes[0] == sizes[1])):
+        return raw
+    where = os.path.join(os.fspath(folder), names.optimizer_file(index))
+    return fsdp_state.numbered(fsdp_optimizer.arranged(goal, raw, where, told))
 
 
 def write_parameter_names(

@@ -12,13 +12,16 @@ from typing import Any
 
 from accelerate.checkpoint import names
 from accelerate.checkpoint.files import put_own, read_torch, writes
-from accelerate.data import resume, xla
+from accelerate.data import lengths, resume, xla
 from accelerate.data.adapter import is_stateful
 from accelerate.data.loader import PreparedLoader
 
 logger = logging.getLogger(__name__)
 
 Path = str | os.PathLike[str]
+
+# What decides the order in which a sampler draws, and is changed by a load.
+_DECIDING = ("initial_seed", "epoch", "seed", "replay", "generator")
 
 
 def _inner(loader: Any) -> Any:
@@ -135,12 +138,16 @@ def undoing(loader: Any) -> Callable[[], None]:
     progress, iteration = copy.copy(vars(loader._progress)), loader.iteration
     generator = resume.shuffling_generator(loader)
     drawn = None if generator is None else generator.get_state()
+    sampler = lengths.get_sampler(loader)
+    ordered = {name: getattr(sampler, name) for name in _DECIDING if hasattr(sampler, name)}
 
     def undo() -> None:
         if former is not None:
             loader.load_state_dict(former)
         vars(loader._progress).update(progress)
         loader.iteration = iteration
+        for name, value in ordered.items():
+            setattr(sampler, name, value)
         if generator is not None:
             generator.set_state(drawn)
 

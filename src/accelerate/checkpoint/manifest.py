@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
 
-from accelerate.checkpoint import checksum
+from accelerate.checkpoint import checksum, names
 
 NAME = "accelerate_manifest.json"
 FORMAT = 1
@@ -115,6 +115,7 @@ class Manifest:
         iteration: number of the checkpoint in its run.
         created: when, in UTC, ISO 8601.
         versions: of Python and of the libraries that wrote it.
+        save: name of the save, the same on all machines that have a part of it, and no other save's; empty if it had none.
         format: version of the format.
     """
 
@@ -126,6 +127,7 @@ class Manifest:
     iteration: int = 0
     created: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
     versions: Mapping[str, str] = field(default_factory=lambda: library_versions())
+    save: str = ""
     format: int = FORMAT
 
     def to_json(self) -> str:
@@ -134,6 +136,7 @@ class Manifest:
             "format": self.format,
             "created": self.created,
             "versions": dict(self.versions),
+            "save": self.save,
             "world_size": self.world_size,
             "strategy": self.strategy,
             "mesh": None if self.mesh is None else dict(self.mesh),
@@ -196,6 +199,7 @@ class Manifest:
             mesh=mesh,
             created=str(told.get("created", "")),
             versions=versions,
+            save=str(told.get("save", "")),
             format=version,
             **counts,
         )
@@ -286,7 +290,23 @@ def problems(
                 found.append(f"{name} has changed: its checksum is {digest}, but {entry.checksum} was written")
         except OSError as error:
             found.append(f"{name} could not be read: {error}")
+    if only is None:
+        found += _intruders(folder, manifest)
     return found
+
+
+def _intruders(folder: Path, manifest: Manifest) -> list[str]:
+    """Files that a reader would take for parts of the checkpoint, and that somebody else has put there."""
+    listed = {name.split("/")[0] for name in manifest.files}
+    try:
+        entries = sorted(os.listdir(folder))
+    except OSError:
+        return []
+    return [
+        f"{entry} is not in the manifest: something else has put it there"
+        for entry in entries
+        if entry not in listed and names.is_checkpoint_file(entry)
+    ]
 
 
 def _path(folder: Path, name: str) -> str:
@@ -329,9 +349,11 @@ def is_inside(name: Any) -> bool:
     Args:
         name: what a manifest gives as the path of a file.
     """
-    if not isinstance(name, str) or not name or "\\" in name or ":" in name or "\0" in name:
+    if not isinstance(name, str) or not name or "\\" in name or "\0" in name or name == NAME:
         return False
-    return all(part not in ("", ".", "..") for part in name.split("/")) and name != NAME
+    if ":" in name and os.name == "nt":
+        return False
+    return all(part not in ("", ".", "..") and part[1:2] != ":" for part in name.split("/"))
 
 
 def laid_out(told: Any, depth: int = 0) -> str:

@@ -14,6 +14,7 @@ Source:
 
 import json
 import logging
+import secrets
 import socket
 import time
 from collections.abc import Callable, Collection
@@ -81,6 +82,9 @@ class Meeting:
 
     Attributes:
         ranks: Those that take part, in ascending order: all, unless a subset may save; without a store, this one.
+        name: A name that no other meeting has, the same on all ranks once it has begun.
+        local_rank: Given where each machine stages for itself: the number of this process on its machine.
+        failed: This rank has failed: it need not wait for those that stand in a collective that it is not going to join.
     """
 
     def __init__(
@@ -99,6 +103,15 @@ class Meeting:
         self._store: Any = None if self._origin is None else dist.PrefixStore("accelerate/meeting", store)
         self._number = -1
         self._phases: list[_Gathering] = []
+        self.name = secrets.token_hex(8)
+        self.local_rank: int | None = None
+        self.failed = False
+        self._machines: dict[int, list[Any]] = {}
+
+    @property
+    def in_background(self) -> bool:
+        """Whether what comes after `begin` may run in a thread of its own."""
+        return True
 
     # What ranks do together
 
@@ -113,7 +126,9 @@ class Meeting:
             return
         whereabouts.watch(self._origin, self.rank, self.world_size)
         site = whereabouts.call_site()
-        note = {"kind": self.kind, "place": self.place, "scope": self._scope, "site": site}
+        note = {"kind": self.kind, "place": self.place, "scope": self._scope, "site": site, "name": self.name}
+        if self.local_rank is not None:
+            note["machine"] = [socket.gethostname(), self.local_rank]
         try:
             verdict = self._convene(note)
         except _StoreIsGone as error:
@@ -125,8 +140,24 @@ class Meeting:
         if verdict["problem"] is not None:
             self._leave()
             raise CollectiveMisuse(verdict["problem"])
+        self.name = verdict["name"]
+        self._machines = dict(zip(self.ranks, verdict["machines"], strict=True))
         if len(self.ranks) < self.world_size:
             self._go_on_without_the_rest()
+
+    def leader(self, default: int) -> int:
+        """Return the rank that stages for the machine of this one.
+
+        Args:
+            default: that rank if ranks are dealt out to machines in blocks, as most launchers do.
+        """
+        machines = self._machines
+        if not machines.get(self.rank):
+            return default
+        host = machines[self.rank][0]
+        if default in machines and machines[default] == [host, 0]:
+            return default
+        return next((rank for rank in self.ranks if machines[rank] == [host, 0]), default)
 
     def exchange(self, note: Any) -> list[Any]:
         """Leave a note, and return what everybody left once all have.
@@ -184,7 +215,23 @@ class Meeting:
         finally:
             self._leave()
 
+    def check(self, problem: BaseException | None) -> None:
+        """Go on if all ranks succeeded so far; else this was the end.
+
+        Args:
+            problem: What went wrong on this rank.
+
+        Raises:
+            RuntimeError: as `end`.
+        """
+        try:
+            self._succeed_together(problem)
+        except BaseException:
+            self._leave()
+            raise
+
     def _succeed_together(self, problem: BaseException | None) -> None:
+        self.failed = self.failed or problem is not None
         try:
             notes = self.exchange(None if problem is None else f"{type(problem).__name__}: {problem}")
         except RuntimeError:
@@ -218,7 +265,13 @@ class Meeting:
         self._store.compare_set("round", str(self._number), str(self._number + 1))
 
     def _agree(self, notes: dict[int, dict[str, Any]]) -> dict[str, Any]:
-        return {"ranks": sorted(notes), "problem": _disagreement(notes)}
+        ranks = sorted(notes)
+        return {
+            "ranks": ranks,
+            "problem": disagreement(notes),
+            "name": notes[ranks[0]]["name"],
+            "machines": [notes[rank].get("machine") for rank in ranks],
+        }
 
     def _absence_judge(self, gathering: "_Gathering", come: int) -> "_Judge":
         search = Search(self._origin, gathering, self.world_size, come == 1, ASK_AFTER_S, ASK_AGAIN_S)
@@ -228,8 +281,9 @@ class Meeting:
         return _Subset(gathering, self._agree)
 
     def _missing_writers(self, gathering: "_Gathering", come: int) -> "_Judge":
-        after, again = ASK_WRITERS_AFTER_S, ASK_WRITERS_AGAIN_S
-        return _Loss(Search(self._origin, gathering, self.world_size, come == 1, after, again))
+        after, again = (ASK_AFTER_S, ASK_AGAIN_S) if self.failed else (ASK_WRITERS_AFTER_S, ASK_WRITERS_AGAIN_S)
+        search = Search(self._origin, gathering, self.world_size, come == 1 or self.failed, after, again)
+        return _Loss(search, self.failed)
 
     def _go_on_without_the_rest(self) -> None:
         global _subset
@@ -399,7 +453,7 @@ class _Absence:
         present = gathering.present()
         missing = [rank for rank in gathering.ranks if rank not in present]
         notes = gathering.notes(present)
-        problem = _disagreement(notes)
+        problem = disagreement(notes)
         if problem is None and (hopeless := self.search.gone(missing) or self.search.stuck(missing)):
             states = {rank: self.search.traces[rank].latest for rank in missing}
             problem = _absence(notes, states, hopeless)
@@ -428,10 +482,15 @@ class _Subset:
 
 
 class _Loss:
-    """Judges whether the ranks that others wait for in the middle of a meeting are still alive."""
+    """Judges whether the ranks that others wait for in the middle of a meeting are still alive.
 
-    def __init__(self, search: Search) -> None:
-        self.search = search
+    Args:
+        search: Finds out where they are.
+        failed: Whether who waits has failed; then those are lost, too, that wait for it in a collective.
+    """
+
+    def __init__(self, search: Search, failed: bool = False) -> None:
+        self.search, self.failed = search, failed
 
     def __call__(self) -> dict[str, Any] | None:
         if not self.search.news():
@@ -439,7 +498,8 @@ class _Loss:
         present = self.search.gathering.present()
         ranks = self.search.gathering.ranks
         # With all notes there, whoever should have summed them up is gone.
-        lost = self.search.gone([rank for rank in ranks if rank not in present] or ranks)
+        missing = [rank for rank in ranks if rank not in present]
+        lost = self.search.gone(missing or ranks) or (self.search.stuck(missing) if self.failed and missing else [])
         if not lost:
             return None
         lines = _grouped({rank: str(self.search.traces[rank].latest) for rank in lost})
@@ -449,8 +509,12 @@ class _Loss:
 # -- messages ------------------------------------------------------------------------------------------------------
 
 
-def _disagreement(notes: dict[int, dict[str, Any]]) -> str | None:
-    """Return what is wrong with the calls of ranks, or None."""
+def disagreement(notes: dict[int, dict[str, Any]]) -> str | None:
+    """Return what is wrong with the calls of ranks, or None.
+
+    Args:
+        notes: of the ranks that have called, from `Meeting.begin`.
+    """
     kinds = sorted({note["kind"] for note in notes.values()})
     if len(kinds) > 1:
         return _message(f"Some ranks called {kinds[0]} while others called {kinds[1]}:", notes, {}, kinds[0])

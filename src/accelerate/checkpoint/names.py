@@ -29,6 +29,9 @@ REPLACED_PREFIX = ".replaced_"
 REMOVED_PREFIX = ".removed_"
 HIDDEN_PREFIXES = (STAGING_PREFIX, READY_PREFIX, REPLACED_PREFIX, REMOVED_PREFIX)
 
+# A file that whoever saves to a place holds locked meanwhile. One that nobody holds means nothing.
+LOCK_PREFIX = ".lock_"
+
 # Lies in the newer one of two checkpoints that are being exchanged.
 PUBLISHING_MARKER = ".publishing"
 
@@ -42,7 +45,9 @@ _PARTS = re.compile(
     rf"(?:rank\d+_)?(?:{'|'.join(map(re.escape, _STEMS))})(?:_\d+)?\.(?:bin|safetensors)"
     rf"|{re.escape(SCALER_NAME)}|{re.escape(RNG_STATE_NAME)}_\d+\.pkl|{CUSTOM_NAME}_\d+\.pkl"
     rf"|{GENERATORS_NAME}_\d+\.safetensors|{re.escape(INCOMPLETE_MARKER)}(?:_\d+)?"
-    r"|(?:pytorch_model_fsdp|optimizer)(?:_\d+)?(?:_rank\d+)?(?:\.bin)?|parameter_names\.json"
+    # Of sharded layouts. A folder without a number is the user's own.
+    r"|(?:pytorch_model_fsdp|optimizer)_\d+|(?:pytorch_model_fsdp|optimizer)(?:_\d+)?(?:_rank\d+)?\.bin"
+    r"|parameter_names\.json"
 )
 
 

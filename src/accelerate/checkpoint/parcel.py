@@ -5,9 +5,10 @@ folder. What is put into the parcel instead is hashed while it is written, and c
 """
 
 import copy
+import io
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from accelerate.checkpoint import formats
 from accelerate.checkpoint.manifest import FileEntry
 from accelerate.checkpoint.memory import fresh
+from accelerate.checkpoint.threads import each
 
 # Files that are written at a time. Two keep a disk busy while one of them waits for its hash or for the interpreter.
 WRITERS = 2
@@ -66,15 +68,24 @@ class Parcel(os.PathLike[str]):
         """
         self._jobs[file] = (formats.write_bytes, data, {})
 
-    def snapshot(self, buffers: "HostBuffers") -> None:
+    def snapshot(self, buffers: "HostBuffers") -> Callable[[], None]:
         """Replace all that was added by copies in host memory; what the run goes on with is not in the parcel any more.
 
         Args:
-            buffers: gives the memory, and gets it back with `HostBuffers.release`.
+            buffers: gives the memory.
+
+        Returns:
+            What gives the memory back, once the files are written. If copying fails, that has been done.
         """
-        taken = _Snapshot(buffers)
-        self._jobs = {file: (write, taken.of(obj), options) for file, (write, obj, options) in self._jobs.items()}
-        buffers.synchronize()
+        lease = Lease(buffers)
+        taken = _Snapshot(lease)
+        try:
+            self._jobs = {file: (write, taken.of(obj), options) for file, (write, obj, options) in self._jobs.items()}
+            lease.synchronize()
+        except BaseException:
+            lease.release()
+            raise
+        return lease.release
 
     def write(self, writers: int = WRITERS) -> dict[str, FileEntry]:
         """Write the files, durably, and return what the manifest says of them. Any rank, alone.
@@ -90,25 +101,27 @@ class Parcel(os.PathLike[str]):
 
         # The largest first, so that the small ones fill the gaps.
         order = sorted(self._jobs, key=lambda file: nbytes(self._jobs[file][1]), reverse=True)
-        if min(writers, len(order)) < 2:
-            return {file: one(file) for file in order}
-        with ThreadPoolExecutor(min(writers, len(order)), thread_name_prefix="checkpoint") as pool:
-            return dict(zip(order, pool.map(one, order), strict=True))
+        return dict(zip(order, each(one, order, writers), strict=True))
 
 
 def nbytes(obj: Any) -> int:
     """Return how many bytes the tensors in nested containers have.
 
     Args:
-        obj: any value.
+        obj: any value; what is in it twice counts twice, but for what contains itself.
     """
+    return _nbytes(obj, set())
+
+
+def _nbytes(obj: Any, around: set[int]) -> int:
     if isinstance(obj, torch.Tensor):
         return obj.numel() * obj.element_size()
-    if isinstance(obj, Mapping):
-        return sum(nbytes(value) for value in obj.values())
-    if isinstance(obj, (list, tuple)):
-        return sum(nbytes(value) for value in obj)
-    return 0
+    if not isinstance(obj, (Mapping, list, tuple)) or id(obj) in around:
+        return 0
+    around.add(id(obj))
+    size = sum(_nbytes(value, around) for value in (obj.values() if isinstance(obj, Mapping) else obj))
+    around.discard(id(obj))
+    return size
 
 
 class HostBuffers:
@@ -119,6 +132,39 @@ class HostBuffers:
 
     def __init__(self) -> None:
         self._free: dict[tuple[int, bool], list[torch.UntypedStorage]] = {}
+
+    def take(self, size: int, pinned: bool) -> torch.UntypedStorage:
+        """Return memory that nobody else has.
+
+        Args:
+            size: how many bytes.
+            pinned: whether a GPU can copy to it by itself.
+        """
+        if self._free.get((size, pinned)):
+            return self._free[size, pinned].pop()
+        made = torch.empty(size, dtype=torch.uint8, pin_memory=True) if pinned else fresh(size)
+        return made.untyped_storage()
+
+    def keep(self, buffers: list[tuple[tuple[int, bool], torch.UntypedStorage]]) -> None:
+        """Keep memory for the next save. What the last one did not use is let go.
+
+        Args:
+            buffers: the memory of one save, by size and kind; nobody reads it any more.
+        """
+        self._free = {}
+        for key, buffer in buffers:
+            self._free.setdefault(key, []).append(buffer)
+
+
+class Lease:
+    """The memory that one save has taken.
+
+    Args:
+        buffers: where it comes from, and goes back to.
+    """
+
+    def __init__(self, buffers: HostBuffers) -> None:
+        self._buffers = buffers
         self._taken: list[tuple[tuple[int, bool], torch.UntypedStorage]] = []
         self._devices: set[torch.device] = set()
 
@@ -129,17 +175,8 @@ class HostBuffers:
             storage: of any device.
         """
         pinned = storage.device.type == "cuda"
-        key = (storage.nbytes(), pinned)
-        if self._free.get(key):
-            buffer = self._free[key].pop()
-        else:
-            made = (
-                torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
-                if pinned
-                else fresh(storage.nbytes())
-            )
-            buffer = made.untyped_storage()
-        self._taken.append((key, buffer))
+        buffer = self._buffers.take(storage.nbytes(), pinned)
+        self._taken.append(((storage.nbytes(), pinned), buffer))
         source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         torch.empty(0, dtype=torch.uint8).set_(buffer).copy_(source, non_blocking=pinned)
         if pinned:
@@ -153,45 +190,81 @@ class HostBuffers:
         self._devices.clear()
 
     def release(self) -> None:
-        """Take the memory back: nobody reads the copies any more. What the last save did not use is let go."""
-        self._free = {}
-        for key, buffer in self._taken:
-            self._free.setdefault(key, []).append(buffer)
-        self._taken = []
+        """Give the memory back, once: nobody reads the copies any more."""
+        taken, self._taken = self._taken, []
+        if taken:
+            self._buffers.keep(taken)
+
+
+def copied(obj: Any) -> Any:
+    """Return a copy of a state that shares no tensor, and nothing that can change, with it.
+
+    Args:
+        obj: what an object's ``state_dict`` returned.
+    """
+    return _Snapshot(Lease(HostBuffers()), keeps_devices=True).of(obj)
 
 
 class _Snapshot:
-    """Copies nested objects: tensors into host memory, views of one storage as views of one copy."""
+    """Copies nested objects: tensors into host memory, views of one storage as views of one copy.
 
-    def __init__(self, buffers: HostBuffers) -> None:
-        self._buffers = buffers
+    What is in the state twice is in the copy twice, and is one object there, too.
+    """
+
+    def __init__(self, lease: Lease, keeps_devices: bool = False) -> None:
+        self._lease = lease
+        self._keeps_devices = keeps_devices
         self._storages: dict[tuple[str, int, int], torch.UntypedStorage] = {}
+        self._made: dict[int, tuple[Any, Any]] = {}  # with the original, so that its id stays its own
 
     def of(self, obj: Any) -> Any:
-        if isinstance(obj, torch.Tensor):
-            return self._tensor(obj)
-        if type(obj) is dict or isinstance(obj, dict) and type(obj).__reduce__ is dict.__reduce__:
-            return {key: self.of(value) for key, value in obj.items()}
-        if type(obj) in (list, tuple):
-            return type(obj)(self.of(value) for value in obj)
-        if isinstance(obj, Mapping) and type(obj).__module__ == "collections":
-            made = type(obj)()
-            made.update((key, self.of(value)) for key, value in obj.items())
-            return made
         if obj is None or isinstance(obj, (bool, int, float, complex, str, bytes)):
             return obj
-        return copy.deepcopy(obj)
+        if id(obj) in self._made:
+            return self._made[id(obj)][1]
+        if isinstance(obj, torch.Tensor):
+            made = self._tensor(obj)
+        elif type(obj) in (dict, OrderedDict):
+            made = self._note(obj, type(obj)())
+            made.update((key, self.of(value)) for key, value in obj.items())
+            if type(obj) is OrderedDict:
+                vars(made).update(self.of(vars(obj)))  # a state dict has its version there
+        elif type(obj) is list:
+            made = self._note(obj, [])
+            made.extend(self.of(value) for value in obj)
+        elif type(obj) is tuple:
+            made = tuple(self.of(value) for value in obj)
+        else:
+            made = _deep(obj)
+        return self._note(obj, made)
+
+    def _note(self, obj: Any, made: Any) -> Any:
+        self._made[id(obj)] = (obj, made)
+        return made
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.detach()
         if tensor.layout is not torch.strided or type(tensor) is not torch.Tensor or tensor.is_quantized:
-            return copy.deepcopy(tensor).cpu()
+            return copy.deepcopy(tensor) if self._keeps_devices else copy.deepcopy(tensor).cpu()
+        if self._keeps_devices and tensor.device.type != "cpu":
+            return tensor.clone()
         storage = tensor.untyped_storage()
         key = (str(tensor.device), storage.data_ptr(), storage.nbytes())
         if key not in self._storages:
-            self._storages[key] = self._buffers.copy(storage)
+            self._storages[key] = self._lease.copy(storage)
         made = torch.empty(0, dtype=tensor.dtype)
         made.set_(self._storages[key], tensor.storage_offset(), tensor.shape, tensor.stride())
         if tensor.is_conj():
             made = made.conj()
         return made._neg_view() if tensor.is_neg() else made
+
+
+def _deep(obj: Any) -> Any:
+    """A copy of an object of any kind, as what is saved would come back."""
+    try:
+        return copy.deepcopy(obj)
+    except RuntimeError:  # tensors that are results of a computation refuse, but can be saved
+        memory = io.BytesIO()
+        torch.save(obj, memory)
+        memory.seek(0)
+        return torch.load(memory, weights_only=False)  # written here a moment ago

@@ -17,7 +17,9 @@ from typing import Literal
 
 from accelerate.checkpoint import names
 from accelerate.checkpoint.disk import exchange, sync_folder, sync_tree
+from accelerate.checkpoint.lock import Busy, Lock
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest, problems
+from accelerate.checkpoint.own import carry, clear_away, duplicate, make_folders, users_own
 
 logger = logging.getLogger(__name__)
 
@@ -129,8 +131,12 @@ class Place(ABC):
         """Return the files that lie directly here, hidden ones too, by name; nothing if there is no such place."""
 
     @abstractmethod
-    def stage(self) -> str:
-        """Make the empty local folder in which the next checkpoint is written. One process per file system."""
+    def stage(self, save: str = "") -> str:
+        """Make the empty local folder in which the next checkpoint is written. One process per file system.
+
+        Args:
+            save: name of the save, the same on all machines.
+        """
 
     @abstractmethod
     def staging(self) -> str:
@@ -221,6 +227,7 @@ class LocalPlace(Place):
         # What a link points to is replaced, not the link.
         super().__init__(os.path.realpath(path))
         self._staged: str | None = None
+        self._lock: Lock | None = None
 
     @property
     def name(self) -> str:
@@ -246,11 +253,14 @@ class LocalPlace(Place):
         """Whether the folder cannot be exchanged: it is mounted, its parent is not ours, or we stand in it."""
         if not os.path.isdir(self.location):
             return False
-        here = os.path.realpath(os.getcwd())
+        try:
+            here = os.path.realpath(os.getcwd())
+        except OSError:  # it is gone
+            here = ""
         return (
             os.path.ismount(self.location)
             or not os.access(os.path.dirname(self.location), os.W_OK | os.X_OK)
-            or os.path.commonpath([here, self.location]) == self.location
+            or f"{here}{os.sep}".startswith(f"{self.location.rstrip(os.sep)}{os.sep}")
         )
 
     def _readable(self) -> str:
@@ -294,18 +304,22 @@ class LocalPlace(Place):
         return State("foreign", "it has no manifest: another library or an older version saved it")
 
     def entries(self) -> list[Place]:
-        """Return the folders that lie here, by name; hidden ones are left out."""
+        """Return the folders that lie here, by name; hidden ones are left out.
+
+        Of links those count that are named as a checkpoint is; their places are where they lead to, which may be elsewhere.
+        """
         found = set()
         with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(self.location) as entries:
             for entry in entries:
-                if not entry.is_dir():
+                if not entry.is_dir() or (entry.is_symlink() and names.number_of(entry.name) is None):
                     continue
                 if not entry.name.startswith("."):
                     found.add(entry.name)
                 for prefix in (names.READY_PREFIX, names.REPLACED_PREFIX):
                     if entry.name.startswith(prefix) and entry.name != prefix:
                         found.add(entry.name.removeprefix(prefix))
-        return [self.child(name) for name in sorted(found)]
+        places = dict.fromkeys(self.child(name) for name in sorted(found))
+        return list(places)
 
     def files(self) -> dict[str, Stored]:
         """Return the files that lie directly here, by name."""
@@ -356,27 +370,54 @@ class LocalPlace(Place):
             return self._inside(names.STAGING_PREFIX)
         return self._beside(names.STAGING_PREFIX)
 
-    def stage(self) -> str:
+    def stage(self, save: str = "") -> str:
         """Make the hidden folder, empty. One process per file system.
+
+        Args:
+            save: name of the save, the same on all machines.
 
         Raises:
             NotADirectoryError: a file has the place.
+            Busy: somebody else is saving here.
         """
         if os.path.exists(self.location) and not os.path.isdir(self.location):
             raise NotADirectoryError(f"A checkpoint cannot take the place of a file: {self.location!r} is one.")
-        self.recover()
-        self._staged = None
-        folder = self.staging()
-        for left in (folder, self._beside(names.REMOVED_PREFIX), *map(self._inside, names.HIDDEN_PREFIXES)):
-            if os.path.lexists(left):
-                shutil.rmtree(left)
-        os.makedirs(folder)
+        made = make_folders(os.path.dirname(self.location))
+        self._unlock()  # of a save that was given up
+        lock = self._locking()
+        lock.take(save)
+        self._lock = lock
+        try:
+            self.recover()
+            self._staged = None
+            folder = self.staging()
+            for left in (folder, self._beside(names.REMOVED_PREFIX), *map(self._inside, names.HIDDEN_PREFIXES)):
+                if os.path.lexists(left):
+                    shutil.rmtree(left)
+            os.mkdir(folder)
+        except BaseException:
+            self._unlock()
+            raise
+        for path in made:
+            sync_folder(os.path.dirname(path))
         self._staged = folder
         return folder
 
+    def _locking(self) -> Lock:
+        path = self._inside(names.LOCK_PREFIX) if self._in_place else self._beside(names.LOCK_PREFIX)
+        return Lock(path, self.location)
+
+    def _unlock(self) -> None:
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            lock.release()
+
     def abandon(self) -> None:
         """Remove what was staged."""
-        shutil.rmtree(self.staging(), ignore_errors=True)
+        if self._staged is not None:  # what lies there otherwise is another one's
+            shutil.rmtree(self._staged, ignore_errors=True)
+            self._staged = None
+        self._unlock()
 
     def publish(self) -> None:
         """Let what was staged take this place.
@@ -389,6 +430,11 @@ class LocalPlace(Place):
         """
         staged = self.staging()
         sync_tree(staged)
+        self._take_place(staged)
+        self._staged = None
+        self._unlock()
+
+    def _take_place(self, staged: str) -> None:
         if os.path.dirname(staged) == self.location:
             ready = self._inside(names.READY_PREFIX)
             os.rename(staged, ready)
@@ -400,6 +446,8 @@ class LocalPlace(Place):
             os.rename(staged, self.location)
             sync_folder(parent)
             return
+        with contextlib.suppress(OSError):
+            shutil.copymode(self.location, staged)
         with open(os.path.join(staged, names.PUBLISHING_MARKER), "w"):
             pass
         ready = self._beside(names.READY_PREFIX)
@@ -423,9 +471,7 @@ class LocalPlace(Place):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(os.path.join(self.location, names.PUBLISHING_MARKER))
         for name in users_own(replaced):
-            target = os.path.join(self.location, name)
-            if not os.path.lexists(target):
-                os.rename(os.path.join(replaced, name), target)
+            carry(os.path.join(replaced, name), os.path.join(self.location, name))
         # One step: of half a folder nobody could tell what is the user's own.
         self._discard(replaced, self._beside(names.REMOVED_PREFIX))
 
@@ -438,17 +484,17 @@ class LocalPlace(Place):
 
     def _spread(self, ready: str) -> None:
         """Put a checkpoint that lies in this folder into its place file by file; it is whole where it lies meanwhile."""
-        own, new = {*users_own(self.location), NAME}, os.listdir(ready)
-        former = [entry for entry in os.listdir(self.location) if entry not in own]
+        own, new = frozenset(users_own(self.location)), os.listdir(ready)
+        parts = [
+            entry
+            for entry in os.listdir(self.location)
+            if entry not in (*own, NAME, names.READY_PREFIX, names.LOCK_PREFIX)
+        ]
         # The manifest goes last, for it says what else belongs to the former one, and comes last.
-        for entry in dict.fromkeys([*former, *(entry for entry in new if entry != NAME), NAME]):
-            path = os.path.join(self.location, entry)
-            if os.path.isdir(path) and not os.path.islink(path):
-                shutil.rmtree(path)
-            elif os.path.lexists(path):
-                os.unlink(path)
+        for entry in dict.fromkeys([*parts, *(entry for entry in new if entry != NAME), NAME]):
+            clear_away(self.location, entry, own)
         for entry in sorted(new, key=lambda entry: entry == NAME):
-            _duplicate(os.path.join(ready, entry), os.path.join(self.location, entry))
+            duplicate(os.path.join(ready, entry), os.path.join(self.location, entry))
         sync_folder(self.location)
         self._discard(ready, self._inside(names.REMOVED_PREFIX))
 
@@ -467,6 +513,8 @@ class LocalPlace(Place):
             if os.path.lexists(os.path.join(ready, names.PUBLISHING_MARKER)):
                 self._replace(ready)
             else:
+                if os.path.isdir(replaced):
+                    self._finish(replaced)
                 os.rename(ready, replaced)
         if os.path.isdir(replaced):
             if not os.path.lexists(self.location):
@@ -475,14 +523,23 @@ class LocalPlace(Place):
                 self._finish(replaced)
 
     def remove(self) -> None:
-        """Remove the checkpoint; it is out of sight before its first file goes."""
-        hidden = self._beside(names.REMOVED_PREFIX)
-        shutil.rmtree(hidden, ignore_errors=True)  # of a run that was killed while it removed one of this name
-        os.rename(self.location if os.path.lexists(self.location) else self._readable(), hidden)
-        # What a killed publish left beside it would take its place now.
-        for prefix in (names.READY_PREFIX, names.REPLACED_PREFIX):
-            shutil.rmtree(self._beside(prefix), ignore_errors=True)
-        shutil.rmtree(hidden, ignore_errors=True)
+        """Remove the checkpoint; it is out of sight before its first file goes.
+
+        Raises:
+            Busy: somebody is saving here.
+        """
+        lock = self._locking()
+        lock.take()
+        try:
+            hidden = self._beside(names.REMOVED_PREFIX)
+            shutil.rmtree(hidden, ignore_errors=True)  # of a run that was killed while it removed one of this name
+            os.rename(self.location if os.path.lexists(self.location) else self._readable(), hidden)
+            # What a killed publish left beside it would take its place now.
+            for prefix in (names.READY_PREFIX, names.REPLACED_PREFIX):
+                shutil.rmtree(self._beside(prefix), ignore_errors=True)
+            shutil.rmtree(hidden, ignore_errors=True)
+        finally:
+            lock.release()
 
     def sweep(self) -> list[str]:
         """Remove what killed runs left among the checkpoints here. Only the process that writes here calls it.
@@ -493,48 +550,24 @@ class LocalPlace(Place):
         removed = []
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             for entry in sorted(os.listdir(self.location)):
-                for prefix in (names.READY_PREFIX, names.REPLACED_PREFIX):
-                    if entry.startswith(prefix):
+                prefixes = (*names.HIDDEN_PREFIXES, names.LOCK_PREFIX)
+                prefix = next((prefix for prefix in prefixes if entry.startswith(prefix)), None)
+                if prefix is None:
+                    continue
+                lock = self.child(entry.removeprefix(prefix))._locking()
+                try:
+                    lock.take(patience_s=0)
+                except Busy:  # it is being written
+                    continue
+                try:
+                    if prefix in (names.READY_PREFIX, names.REPLACED_PREFIX):
                         self.child(entry.removeprefix(prefix)).recover()
-                if entry.startswith((names.STAGING_PREFIX, names.REMOVED_PREFIX)):
-                    path = os.path.join(self.location, entry)
-                    shutil.rmtree(path, ignore_errors=True)
-                    removed.append(path)
+                    elif os.path.isdir(path := os.path.join(self.location, entry)):
+                        shutil.rmtree(path, ignore_errors=True)
+                        removed.append(path)
+                finally:
+                    lock.release()
         return removed
-
-
-def users_own(folder: str) -> list[str]:
-    """Return what lies in a checkpoint's folder and is no part of the checkpoint: names directly inside it.
-
-    Args:
-        folder: a folder that is about to be replaced.
-    """
-    try:
-        entries = os.listdir(folder)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    parts = {NAME, names.PUBLISHING_MARKER}
-    try:
-        parts |= {name.split("/")[0] for name in Manifest.read(folder).files}
-    except (FileNotFoundError, DamagedCheckpoint):
-        pass
-    return [entry for entry in entries if entry not in parts and not names.is_checkpoint_file(entry)]
-
-
-def _duplicate(source: str, target: str) -> None:
-    """Give a file or a folder that is on the disk a second name, or make a copy that is on the disk where one cannot."""
-    if os.path.isdir(source):
-        os.makedirs(target, exist_ok=True)
-        for entry in os.listdir(source):
-            _duplicate(os.path.join(source, entry), os.path.join(target, entry))
-        sync_folder(target)
-        return
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
-        with open(target, "rb+") as file:
-            os.fsync(file.fileno())
 
 
 def _stored(folder: str) -> Stored:

@@ -17,7 +17,6 @@ import weakref
 import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -27,6 +26,7 @@ from accelerate.checkpoint import checksum, formats
 from accelerate.checkpoint.inspect import header_of
 from accelerate.checkpoint.manifest import DamagedCheckpoint
 from accelerate.checkpoint.memory import fresh
+from accelerate.checkpoint.threads import each
 
 # What a rank holds, at most, of a checkpoint in addition to the state that it replaces. Beyond that, tensors are replaced in
 # place, and a disk that fails in the middle of that leaves a part of them replaced.
@@ -149,13 +149,7 @@ class _Source:
                     raise OSError(f"{self.path!r} became shorter while it was read")
                 offset += length
 
-        offsets = range(0, len(target), _PIECE)
-        if len(offsets) > 1 and threads() > 1:
-            with ThreadPoolExecutor(min(threads(), len(offsets))) as pool:
-                list(pool.map(piece, offsets))
-        else:
-            for offset in offsets:
-                piece(offset)
+        each(piece, range(0, len(target), _PIECE), threads())
 
     def storage(self, start: int, size: int, aligned: int) -> torch.UntypedStorage:
         """Return a part of the file; it shares the memory of the whole, unless it is small or lies badly."""

@@ -307,8 +307,11 @@ class RemotePlace(Place):
             raise RuntimeError(f"Nothing is staged for {self.location} here: call stage() first, on the same object.")
         return self._staged
 
-    def stage(self) -> str:
+    def stage(self, save: str = "") -> str:
         """Make an empty folder in ``$TMPDIR``, and remove what killed saves left in the store. One process of each node.
+
+        Args:
+            save: name of the save, the same on all machines.
 
         Raises:
             NotADirectoryError: an object has the place itself.

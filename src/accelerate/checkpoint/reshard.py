@@ -16,10 +16,10 @@ from typing import Any, Literal
 import torch
 
 from accelerate.checkpoint import dcp, formats, fsdp_files, fsdp_optimizer
-from accelerate.checkpoint.dcp import Reader, Steps
+from accelerate.checkpoint.dcp import Position, Reader, Steps
 from accelerate.checkpoint.fsdp_files import Entries, Found, Kind
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest, damaged, problems
-from accelerate.checkpoint.names import model_file, optimizer_file
+from accelerate.checkpoint.names import HIDDEN_PREFIXES, model_file, optimizer_file
 from accelerate.checkpoint.places import place_of
 
 _COPIED = 4 << 20  # bytes that are read at a time
@@ -150,6 +150,8 @@ def _rest(folder: str, staged: str, parts: Sequence[tuple[Kind, Found]], old: Ma
     for name in sorted(names):
         if name.split("/")[0] in left or (old is not None and name not in known):
             continue  # what no manifest lists is the user's own, and stays where it is
+        if any(part.startswith(HIDDEN_PREFIXES) for part in name.split("/")):
+            continue  # of a save that was killed, or of this one
         there = os.path.join(staged, *name.split("/"))
         os.makedirs(os.path.dirname(there), exist_ok=True)
         with open(os.path.join(folder, *name.split("/")), "rb") as source, formats.durable(there) as file:
@@ -205,16 +207,17 @@ def _converted(
 def _full_model(reader: Reader, staged: str, index: int, limit: int | None) -> Entries:
     specs = fsdp_files.model_specs(reader)
     told = reader.metadata.state_dict_metadata
-    others = [name for name, key in specs.items() if not hasattr(told[key], "size")]
-    if others:  # safetensors has no place for them
+    if not all(set(keys) == {()} and hasattr(told[keys[()]], "size") for keys in specs.values()):
+        # Safetensors has no place for what is no tensor.
         file = model_file(index, safe_serialization=False)
         return {file: formats.write_torch(os.path.join(staged, file), fsdp_files.merged_model(reader))}
     aliases = {name: kept for name, kept in reader.aliases.items() if name in specs and kept in specs}
     shards: list[dict[str, str]] = [{}]
     filled = 0
-    for name, key in specs.items():
+    for name, keys in specs.items():
         if name in aliases:
             continue
+        key = keys[()]
         size = math.prod(told[key].size) * told[key].properties.dtype.itemsize
         if limit is not None and shards[-1] and filled + size > limit:
             shards.append({})
@@ -226,8 +229,7 @@ def _full_model(reader: Reader, staged: str, index: int, limit: int | None) -> E
     where: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         file = f"{stem}.safetensors" if len(shards) == 1 else f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors"
-        memory = {key: torch.empty(told[key].size, dtype=told[key].properties.dtype) for key in shard.values()}
-        filled_in = reader.fill(memory)
+        filled_in = reader.whole(shard.values())
         tensors = {name: filled_in[key] for name, key in shard.items()}
         tied = {name: kept for name, kept in aliases.items() if kept in shard}
         path = os.path.join(staged, file)
@@ -245,7 +247,9 @@ def _full_model(reader: Reader, staged: str, index: int, limit: int | None) -> E
 
 def _sharded_model(reader: Reader, staged: str, index: int, shards: int) -> Entries:
     specs = fsdp_files.model_specs(reader)
-    items = {("model", name): _Stored(reader, key) for name, key in specs.items()}
+    items = {
+        ("model", name, *steps): _Stored(reader, key) for name, keys in specs.items() for steps, key in keys.items()
+    }
     return _write_shards(items, staged, fsdp_files.model_folder(index), shards)
 
 
@@ -267,21 +271,14 @@ def _full_optimizer(
     staged: str,
     index: int,
 ) -> Entries:
-    told = reader.metadata.state_dict_metadata
-    keys = [key for values in states.values() for key in values.values()]
-    filled = reader.fill(
-        {
-            key: torch.empty(told[key].size, dtype=told[key].properties.dtype) if hasattr(told[key], "size") else None
-            for key in keys
-        }
-    )
+    filled = reader.whole(key for values in states.values() for key in values.values())
     order = {name: number for number, name in enumerate(name for group in groups for name in group["params"])}
-    state: dict[int, Any] = {}
-    for name, values in sorted(states.items(), key=lambda one: order[one[0]]):
-        nested: dict[Any, Any] = {}
-        for steps, key in values.items():
-            fsdp_optimizer.put(nested, steps, filled[key])
-        state[order[name]] = {key: fsdp_optimizer.lists(value) for key, value in nested.items()}
+    state: dict[Any, Any] = {}
+    for name in sorted(
+        states, key=lambda name: order.get(name, len(order))
+    ):  # what belongs to no parameter comes last
+        values = {steps: filled[key] for steps, key in states[name].items()}
+        state[order.get(name, name)] = dcp.nested(values, reader.origin)
     numbered = [{**group, "params": [order[name] for name in group["params"]]} for group in groups]
     file = optimizer_file(index)
     written = formats.write_torch(os.path.join(staged, file), {"state": state, "param_groups": numbered})
@@ -302,7 +299,7 @@ def _sharded_optimizer(
         for steps, key in values.items()
     }
     for number, group in enumerate(groups):
-        items |= {("optimizer", "param_groups", number, key): value for key, value in group.items()}
+        items |= {("optimizer", "param_groups", Position(number), key): value for key, value in group.items()}
     return _write_shards(items, staged, fsdp_files.optimizer_folder(index), shards)
 
 
@@ -321,7 +318,31 @@ class _Stored:
         return self.reader.metadata.state_dict_metadata[self.key]
 
     def value(self) -> Any:
-        return self.reader.fill({self.key: None})[self.key]
+        return self.reader.whole([self.key])[self.key]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Together:
+    """Values of a dictionary whose keys are no texts, which shards keep in one piece."""
+
+    parts: Mapping[Steps, Any]
+
+    def value(self) -> Any:
+        values = {steps: part.value() if isinstance(part, _Stored) else part for steps, part in self.parts.items()}
+        return dcp.nested(values, "a dictionary")
+
+
+def _in_pieces(items: Mapping[Steps, Any]) -> dict[Steps, Any]:
+    """Return values by steps that shards can have: keys that are texts, and positions."""
+    made: dict[Steps, Any] = {}
+    apart: dict[Steps, dict[Steps, Any]] = {}
+    for steps, value in items.items():
+        end = next((n for n, step in enumerate(steps) if type(step) not in (str, Position)), None)
+        if end is None:
+            made[steps] = value
+        else:
+            apart.setdefault(steps[:end], {})[steps[end:]] = value
+    return {**made, **{steps: _Together(parts) for steps, parts in apart.items()}}
 
 
 def _chunks(size: Sequence[int], shards: int) -> Iterator[tuple[list[int], list[int]]]:
@@ -346,7 +367,7 @@ def _write_shards(items: Mapping[Steps, Any], staged: str, name: str, shards: in
     from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
     from torch.distributed.checkpoint.planner import SavePlan
 
-    by_key = {".".join(map(str, steps)): (steps, value) for steps, value in items.items()}
+    by_key = {".".join(map(str, steps)): (steps, value) for steps, value in _in_pieces(items).items()}
     planned: list[list[Any]] = [[] for _ in range(shards)]
     for key, (_, value) in by_key.items():
         for rank, item in enumerate(_write_items(key, value, shards)):
@@ -357,7 +378,7 @@ def _write_shards(items: Mapping[Steps, Any], staged: str, name: str, shards: in
         value = by_key[item.index.fqn][1]
         if item.tensor_data is None:
             made = io.BytesIO()
-            torch.save(value.value() if isinstance(value, _Stored) else value, made)
+            torch.save(formats.plain(value.value() if isinstance(value, (_Stored, _Together)) else value), made)
             return made
         chunk = item.tensor_data.chunk
         if isinstance(value, _Stored):
@@ -369,10 +390,17 @@ def _write_shards(items: Mapping[Steps, Any], staged: str, name: str, shards: in
     writer.set_up_storage_writer(True)
     plans, metadata = create_default_global_save_plan([writer.prepare_local_plan(SavePlan(p)) for p in planned])
     plans = writer.prepare_global_plan(plans)
-    metadata = dataclasses.replace(metadata, planner_data={key: steps for key, (steps, _) in by_key.items()})
+    metadata = dataclasses.replace(metadata, planner_data=_paths(by_key))
     written = [writer.write_data(plan, _Planner(resolve)).wait() for plan in plans if plan.items]
     writer.finish(metadata, written)
     return {f"{name}/{file}": entry for file, entry in entries.items()}
+
+
+def _paths(by_key: Mapping[str, tuple[Steps, Any]]) -> dict[str, tuple[Any, ...]]:
+    return {
+        key: tuple(int(step) if isinstance(step, int) else step for step in steps)
+        for key, (steps, _) in by_key.items()
+    }
 
 
 def _least(planned: Sequence[Sequence[Any]]) -> int:

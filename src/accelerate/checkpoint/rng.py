@@ -82,6 +82,9 @@ def encode(states: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str
             version, words, gauss = state
             tensors[key], told[key] = torch.tensor(words, dtype=torch.int64), {"version": version, "gauss": gauss}
         elif key == "numpy_random_seed":
+            if isinstance(state, dict):  # of a bit generator that somebody has put in the place of the usual one
+                told[key] = {"state": _plain(state)}
+                continue
             kind, words, position, has_gauss, gauss = state
             tensors[key] = torch.from_numpy(np.asarray(words).astype(np.int64))
             told[key] = {
@@ -124,12 +127,32 @@ def decode(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> 
 def _decoded(key: str, more: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Any:
     if key == "random_state":
         return more["version"], tuple(tensors[key].tolist()), more["gauss"]
+    if key == "numpy_random_seed" and "state" in more:
+        return _arrays(more["state"])
     if key == "numpy_random_seed":
         words = tensors[key].numpy().astype(np.uint32)
         return more["kind"], words, more["position"], more["has_gauss"], more["gauss"]
     if "devices" in more:
         return [tensors[f"{key}.{index}"] for index in range(more["devices"])]
     return more["value"] if "value" in more else tensors[key]
+
+
+def _plain(state: Any) -> Any:
+    """A bit generator's state as JSON has it."""
+    if isinstance(state, dict):
+        return {str(key): _plain(value) for key, value in state.items()}
+    if isinstance(state, np.ndarray):
+        return {"array": state.tolist(), "dtype": str(state.dtype)}
+    return state.item() if isinstance(state, np.generic) else state
+
+
+def _arrays(told: Any) -> Any:
+    """The state that `_plain` was given."""
+    if isinstance(told, dict):
+        if told.keys() == {"array", "dtype"}:
+            return np.array(told["array"], dtype=told["dtype"])
+        return {key: _arrays(value) for key, value in told.items()}
+    return told
 
 
 def restore(states: dict[str, Any], origin: str) -> None:

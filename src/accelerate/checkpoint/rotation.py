@@ -50,7 +50,8 @@ def prune(folder: Place, limit: int | None, keep: Iterable[str | None]) -> list[
     removed = list(folder.sweep())
     if limit is None:
         return removed
-    whole = [place for _, place in folder.checkpoints() if place.state().loads]
+    # What a link leads to is not ours to remove.
+    whole = [place for _, place in folder.checkpoints() if place.parent() == folder and place.state().loads]
     surplus = len(whole) - max(limit, 1)
     for place in whole:
         if surplus <= 0:

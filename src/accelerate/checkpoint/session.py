@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from accelerate.checkpoint import formats, manifest
+from accelerate.checkpoint.collective_meeting import CollectiveMeeting
 from accelerate.checkpoint.manifest import FileEntry, Manifest
 from accelerate.checkpoint.meeting import Meeting, default_store
 from accelerate.checkpoint.parcel import WRITERS, Parcel
@@ -66,13 +67,14 @@ class Group:
         """Whether that is this rank."""
         return self.rank == self.leader
 
-    def among(self, ranks: list[int]) -> tuple[int, bool]:
+    def among(self, ranks: list[int], leader: int) -> tuple[int, bool]:
         """Return the rank that stages for this one if only some ranks save, and whether this rank publishes.
 
         Args:
             ranks: those that save, in ascending order.
+            leader: the rank that stages for this one when all do.
         """
-        leader = self.leader if self.leader in ranks else ranks[0]
+        leader = leader if leader in ranks else ranks[0]
         return leader, self.rank == (leader if self.each_node else ranks[0])
 
     def meeting(self, kind: str, place: Place) -> Meeting:
@@ -82,8 +84,13 @@ class Group:
             kind: ``"save_state"`` or ``"load_state"``.
             place: Where the checkpoint is.
         """
+        store = default_store()
+        if store is None and self.world_size > 1:
+            return CollectiveMeeting(kind, place.location, self.rank, self.world_size)
         apart = self.local_world_size if self.each_node else None
-        return Meeting(kind, place.location, self.rank, self.world_size, default_store(), apart)
+        made = Meeting(kind, place.location, self.rank, self.world_size, store, apart)
+        made.local_rank = None if self.shared else self.local_rank
+        return made
 
 
 class Save:
@@ -115,27 +122,34 @@ class Save:
         self._problem: BaseException | None = None
         self._leader, self._publishes = group.leader, False
 
-    def begin(self) -> None:
+    def begin(self, former: BaseException | None = None) -> None:
         """Meet the other ranks, and learn where to write.
+
+        Args:
+            former: What this rank has to raise anyhow; then all raise, and nothing is saved.
 
         Raises:
             CollectiveMisuse: the others do something else.
             RuntimeError: the folder could not be made; on the rank that tried, its own error.
         """
         self.meeting.begin()
-        self._leader, self._publishes = self.group.among(self.meeting.ranks)
-        staged = problem = None
-        if self._leads:
+        self._leader, self._publishes = self.group.among(self.meeting.ranks, self.meeting.leader(self.group.leader))
+        staged, problem = None, former
+        if self._leads and former is None:
             try:
                 if self.refusing is not None:
                     self.refusing(self.place)
-                staged = self.place.stage()
+                staged = self.place.stage(self.meeting.name)
             except BaseException as error:  # a rank that leaves without a word is waited for
                 problem = error
         told = {"staged": staged, "problem": _text(problem), "generation": self.place.generation}
-        notes = self.meeting.exchange(told)
-        if any(note["problem"] for note in notes):
-            self.meeting.end(problem)
+        try:
+            notes = self.meeting.exchange(told)
+            if any(note["problem"] for note in notes):
+                self.meeting.end(problem)
+        except BaseException:
+            self._abandon()
+            raise
         if self._leads and notes[0]["generation"]:
             self.place.join(notes[0]["generation"])
         staged = dict(zip(self.meeting.ranks, notes, strict=True))[self._leader]["staged"]
@@ -157,10 +171,21 @@ class Save:
         """
         self._problem = problem
 
-    @property
-    def failed(self) -> bool:
-        """Whether this rank could not collect its state."""
-        return self._problem is not None
+    def settle(self) -> None:
+        """Learn whether all ranks could collect their state; before the rest is done in the background. All ranks.
+
+        Raises:
+            RuntimeError: another rank could not; this one's own error is raised as it is.
+        """
+        try:
+            self.meeting.check(self._problem)
+        except BaseException:
+            self._abandon()
+            raise
+
+    def _abandon(self) -> None:
+        if self._leads:
+            self.place.abandon()
 
     def finish(self, writers: int = WRITERS) -> None:
         """Write this rank's files, and publish the checkpoint when every rank has. May run in a thread.
@@ -171,6 +196,15 @@ class Save:
         Raises:
             RuntimeError: another rank failed; this one's own error is raised as it is.
         """
+        try:
+            self._finish(writers)
+        except BaseException as error:
+            self._abandon()
+            if self._problem is not None and error is not self._problem:
+                raise self._problem from error  # what comes of it tells less
+            raise
+
+    def _finish(self, writers: int) -> None:
         entries: dict[str, FileEntry] = {}
         if self._problem is None:
             try:
@@ -189,21 +223,17 @@ class Save:
             except BaseException as error:
                 self._problem = error
         notes = self._tell(entries if self._leads else {})
-        try:
-            self.meeting.end(self._problem, act=lambda: self._publish(notes), presiding=self._publishes)
-        except BaseException:
-            if self._leads:
-                self.place.abandon()
-            raise
+        self.meeting.end(self._problem, act=lambda: self._publish(notes), presiding=self._publishes)
 
     def _tell(self, entries: dict[str, FileEntry]) -> list[dict[str, Any]]:
         told = {name: entry.to_json() for name, entry in entries.items()}
+        self.meeting.failed = self._problem is not None
         return self.meeting.exchange({"leader": self._leader, "files": told, "problem": _text(self._problem)})
 
     def _publish(self, notes: list[dict[str, Any]]) -> None:
         if self.group.each_node:
             notes = [note for note in notes if note["leader"] == self.group.rank]
-        Manifest(merged(notes), **self.facts).write(self._parcel.folder)
+        Manifest(merged(notes), save=self.meeting.name, **self.facts).write(self._parcel.folder)
         self.place.publish()
         if self.rotating is not None:
             self.rotating(self.place)
@@ -230,6 +260,9 @@ def unlisted(folder: str, known: Iterable[str], rank: int, threads: int = 1) -> 
         known: paths that are accounted for.
         rank: who speaks for them.
         threads: how many pieces of a file are hashed at a time.
+
+    Raises:
+        ValueError: a file has a name that no manifest may have.
     """
     known, found = set(known), {}
     for where, _, entries in os.walk(folder):
@@ -237,22 +270,39 @@ def unlisted(folder: str, known: Iterable[str], rank: int, threads: int = 1) -> 
             path = os.path.join(where, entry)
             name = os.path.relpath(path, folder).replace(os.sep, "/")
             if name not in known and name != manifest.NAME:
+                if not manifest.is_inside(name):
+                    raise ValueError(
+                        f"The file {name!r} cannot be part of a checkpoint, because not every system can have a file of that name. "
+                        "Let the hook that writes it choose a name without a backslash, and without a colon behind one letter."
+                    )
                 found[name] = formats.describe(path, rank, threads)
     return found
 
 
-def damage(reading: Reading, state_manifest: Manifest, group: Group) -> list[str]:
-    """Return what is wrong with a checkpoint, as far as this rank looks. The ranks of a node share the work of hashing.
+def shares(reading: Reading, state_manifest: Manifest, group: Group) -> list[str]:
+    """Return the files that this rank verifies: the ranks of a node share the work of hashing.
 
     Args:
-        reading: its local folder; what this rank reads in full, it has read then.
+        reading: its local folder; what this rank reads in full, it reads by verifying it.
         state_manifest: its manifest.
         group: the ranks.
     """
     order = sorted(state_manifest.files, key=lambda name: (-state_manifest.files[name].size, name))
-    local = max(1, group.local_world_size)
-    mine = {*order[group.local_rank % local :: local], *reading.in_full}
+    local = min(max(1, group.local_world_size), group.world_size)
+    mine = {*order[group.local_rank % local :: local], *(name for name in order if name in reading.in_full)}
+    return sorted(mine)
+
+
+def damage(reading: Reading, state_manifest: Manifest, chosen: Iterable[str]) -> list[str]:
+    """Return what is wrong with a checkpoint, as far as this rank looks. Any rank, alone.
+
+    Args:
+        reading: its local folder.
+        state_manifest: its manifest.
+        chosen: the files that are hashed.
+    """
+    chosen = frozenset(chosen)
     found = manifest.problems(reading, state_manifest)
     return found or manifest.problems(
-        reading, state_manifest, deep=True, only=mine.__contains__, digest_of=reading.checksum
+        reading, state_manifest, deep=True, only=chosen.__contains__, digest_of=reading.checksum
     )

@@ -1,21 +1,24 @@
 """`accelerate checkpoint`: look at checkpoints, verify, convert and prune them, without the run that wrote them.
 
-It needs no GPU and no process group. Only `export` and `reshard` load torch.
+It needs no GPU and no process group. Only `export` and `reshard` load torch, and what looks into shards.
 """
 
 import argparse
 import contextlib
 import json
+import pickle
+import re
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from accelerate.checkpoint import inspect, names
+from accelerate.checkpoint import inspect, names, pruning
 from accelerate.checkpoint.inspect import Details, Summary
 from accelerate.checkpoint.manifest import DamagedCheckpoint
 from accelerate.checkpoint.places import Place, Stored, place_of
+from accelerate.checkpoint.pruning import Pruning
 from accelerate.commands.utils import make_parser
 from accelerate.launch.errors import LaunchError
 
@@ -36,12 +39,40 @@ def checkpoint_command(args: argparse.Namespace) -> None:
         LaunchError: it could not be done; the message says why.
         SystemExit: with status 1 if `verify` found a problem, or something could not be removed.
     """
-    try:
+    with told_in_one_line():
         status = args.run(args)
-    except (DamagedCheckpoint, OSError, ImportError) as error:
-        raise LaunchError(" ".join(str(error).split())) from error
     if status:
         raise SystemExit(status)
+
+
+@contextlib.contextmanager
+def told_in_one_line() -> Iterator[None]:
+    """Turn what damaged or unusual files run into, within the block, into an error that the command line tells in a line.
+
+    Raises:
+        LaunchError: instead of that.
+    """
+    try:
+        yield
+    except LaunchError:
+        raise
+    except (DamagedCheckpoint, OSError, ImportError, ValueError) as error:
+        raise LaunchError(" ".join(str(error).split())) from error
+    except pickle.UnpicklingError as error:
+        # The rest of torch's message tells how to run it all the same.
+        named = re.search(r"unsupported (?:global|operand|class)\S*[^.\n]*", str(error), re.IGNORECASE)
+        reason = f": {_brief(named[0])}" if named else ""
+        raise LaunchError(f"A file holds objects that are no plain data, and is not run{reason}.") from error
+    except RuntimeError as error:
+        raise LaunchError(_brief(str(error) or repr(error))) from error
+    except (TypeError, LookupError, ArithmeticError, MemoryError) as error:
+        raise LaunchError(f"{type(error).__name__}: {_brief(str(error))}") from error
+
+
+def _brief(text: str) -> str:
+    """The first line of a message; those of torch go on with how it was built."""
+    first = next(iter(text.strip().splitlines()), "")
+    return first if len(first) <= 400 else f"{first[:400]}..."
 
 
 # -- ls ----------------------------------------------------------------------------------------------------------------
@@ -73,12 +104,9 @@ def list_command(args: argparse.Namespace) -> int:
     return 0
 
 
-def _homes(folder: Place) -> list[Place]:
-    return [folder, folder.child(names.CHECKPOINTS_FOLDER)]
-
-
 def _leftovers(folder: Place) -> dict[str, Stored]:
-    return {path: left for home in _homes(folder) for path, left in home.leftovers().items()}
+    homes = [folder, folder.child(names.CHECKPOINTS_FOLDER)]
+    return {path: left for home in homes for path, left in home.leftovers().items()}
 
 
 def _survey(folder: Place) -> list[Summary]:
@@ -258,46 +286,50 @@ def prune_command(args: argparse.Namespace) -> int:
         The exit status: 1 if something could not be removed.
     """
     folder = place_of(args.folder)
-    found = _survey(folder)
-    if [one.place for one in found] == [folder]:
-        raise ValueError(f"{folder.location!r} is a checkpoint; name the folder that it lies in.")
-    old = inspect.surplus(found, args.keep, args.foreign)
-    unfinished = [one for one in found if one.number is not None and one.state.kind == "incomplete"]
-    leftovers = _leftovers(folder)
-    busy = _busy(
-        [*((one.name, one.saved) for one in unfinished), *((path, left.modified) for path, left in leftovers.items())]
-    )
-    for one in old:
-        print(f"{one.name}  {size_text(one.size)}  {age_text(one.age())} old")
-    for one in unfinished:
-        print(f"{one.name}  {size_text(one.size)}  {_state(one)}")
-    for path, left in leftovers.items():
-        print(f"{path}  {size_text(left.size)}  left behind by a save or a removal")
-    if args.incomplete and busy:
+    plan = pruning.plan(folder, args.keep, args.foreign, args.incomplete)
+    print("".join(f"{line}\n" for line in _lines(plan)), end="")
+    _refuse_if_busy(plan)
+    if not plan.incomplete and (plan.unfinished or plan.left or plan.put_back):
+        print("What is incomplete stays; --incomplete removes it, too.")
+    if not plan.unwanted and not plan.sweeps:
+        print("There is nothing to remove.")
+        return 0
+    if args.dry_run:
+        print(f"{plan.count} would be removed ({size_text(plan.size)}).")
+        return 0
+    if not args.yes:
+        if not _agreed(f"Remove {plan.count} ({size_text(plan.size)})?"):
+            print("Nothing was removed.")
+            return 0
+        plan = plan.as_agreed(pruning.plan(folder, args.keep, args.foreign, args.incomplete))
+        _refuse_if_busy(plan)
+    return _remove(plan)
+
+
+def _lines(plan: Pruning) -> Iterator[str]:
+    for one in plan.old:
+        yield f"{one.name}  {size_text(one.size)}  {age_text(one.age())} old"
+    for one in plan.unfinished:
+        yield f"{one.name}  {size_text(one.size)}  {_state(one)}"
+    for path, left in plan.left.items():
+        yield f"{path}  {size_text(left.size)}  left behind by a save or a removal"
+    for path, left in plan.put_back.items():
+        yield f"{path}  {size_text(left.size)}  of a save that did not end; with --incomplete it gets its name back"
+    for one in plan.unread:
+        yield f"{one.name} stays: it was saved, and cannot be read here: {one.state.reason}"
+    if plan.elsewhere is not None:
+        yield (
+            f"{names.CHECKPOINTS_FOLDER} leads out of {plan.folder.location}; to prune there, name "
+            f"{plan.elsewhere.location}."
+        )
+
+
+def _refuse_if_busy(plan: Pruning) -> None:
+    if plan.incomplete and (busy := plan.written_since(time.time() - BUSY_SECONDS)):
         raise LaunchError(
             f"{busy[0]} was written to within the last {BUSY_SECONDS // 60} minutes: a run may be saving. Run this again "
             "later, or without --incomplete."
         )
-    unwanted = [*old, *(unfinished if args.incomplete else [])]
-    sweeps = _homes(folder) if args.incomplete and leftovers else []
-    if (unfinished or leftovers) and not args.incomplete:
-        print("What is incomplete stays; --incomplete removes it, too.")
-    if not unwanted and not sweeps:
-        print("There is nothing to remove.")
-        return 0
-    total = sum(one.size for one in unwanted) + sum(left.size for left in leftovers.values() if sweeps)
-    count = len(unwanted) + (len(leftovers) if sweeps else 0)
-    if args.dry_run:
-        print(f"{count} would be removed ({size_text(total)}).")
-        return 0
-    if not args.yes and not _agreed(f"Remove {count} ({size_text(total)})?"):
-        print("Nothing was removed.")
-        return 0
-    return _remove(unwanted, sweeps)
-
-
-def _busy(written: Sequence[tuple[str, float | None]]) -> list[str]:
-    return [name for name, modified in written if modified is not None and time.time() - modified < BUSY_SECONDS]
 
 
 def _agreed(question: str) -> bool:
@@ -307,17 +339,23 @@ def _agreed(question: str) -> bool:
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
-def _remove(unwanted: Sequence[Summary], sweeps: Sequence[Place]) -> int:
+def _remove(plan: Pruning) -> int:
     failed = removed = 0
-    for home in sweeps:
-        removed += len(home.sweep())
-    for one in unwanted:
+    for home in plan.sweeps:
+        home.sweep()
+    if plan.sweeps:
+        still = {path for home in plan.homes for path in home.leftovers()}
+        removed += len(plan.left.keys() - still)
+    for one in plan.unwanted:
         try:
             one.place.remove()
             removed += 1
         except OSError as error:
             print(f"{one.name} could not be removed: {error}", file=sys.stderr)
             failed = 1
+    for path in sorted(plan.left.keys() & still) if plan.sweeps else ():
+        print(f"{path} could not be removed, or is in use.", file=sys.stderr)
+        failed = 1
     print(f"{removed} removed.")
     return failed
 
@@ -459,7 +497,9 @@ def checkpoint_command_parser(subparsers: Any = None) -> argparse.ArgumentParser
 
     made = add("prune", prune_command, "Remove the oldest automatically named checkpoints.")
     made.add_argument("folder", help=f"A project's folder, or a folder of checkpoints. {where}")
-    made.add_argument("--keep", type=int, required=True, help="How many of the newest complete ones stay, at least 1.")
+    made.add_argument(
+        "--keep", type=int, required=True, help="How many of the newest complete ones stay in each folder, at least 1."
+    )
     made.add_argument("--dry_run", action="store_true", help="Only say what would be removed.")
     made.add_argument("--yes", action="store_true", help="Do not ask.")
     made.add_argument("--incomplete", action="store_true", help="Remove incomplete ones, too, and what saves left.")

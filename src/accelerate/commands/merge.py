@@ -3,6 +3,7 @@
 import argparse
 from typing import Any
 
+from accelerate.commands.checkpoint import told_in_one_line
 from accelerate.commands.utils import make_parser, or_exit
 
 
@@ -13,13 +14,14 @@ def merge_command(args: argparse.Namespace) -> None:
         args: what `merge_command_parser` parsed.
 
     Raises:
-        As `accelerate.utils.fsdp_utils.merge_fsdp_weights`.
+        LaunchError: the shards are damaged, or cannot be merged like that; the message says why.
     """
     from accelerate.utils.fsdp_utils import merge_fsdp_weights
 
-    merge_fsdp_weights(
-        args.checkpoint_directory, args.output_path, not args.unsafe_serialization, args.remove_checkpoint_dir
-    )
+    with told_in_one_line():
+        merge_fsdp_weights(
+            args.checkpoint_directory, args.output_path, not args.unsafe_serialization, args.remove_checkpoint_dir
+        )
 
 
 def merge_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:

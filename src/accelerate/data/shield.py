@@ -5,11 +5,13 @@ fails in the training process, which was about to save. So workers take these si
 SIGTERM.
 """
 
+import multiprocessing
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -54,6 +56,7 @@ def around_start(loader: DataLoader, numbers: tuple[int, ...]) -> Iterator[None]
         yield
         return
     own = loader.worker_init_fn
+    _start_servers(loader)
     # New processes inherit which signals are blocked, so there is no moment at which one could end a worker.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     loader.worker_init_fn = Shield(own, numbers)
@@ -62,3 +65,14 @@ def around_start(loader: DataLoader, numbers: tuple[int, ...]) -> Iterator[None]
     finally:
         loader.worker_init_fn = own
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _start_servers(loader: DataLoader) -> None:
+    """Start what starts processes for the rest of the program, before signals are blocked: it would keep them blocked in all of them."""
+    context = loader.multiprocessing_context or multiprocessing
+    method = context.get_start_method()
+    if method == "fork":
+        return
+    resource_tracker.ensure_running()
+    if method == "forkserver":
+        forkserver.ensure_running()

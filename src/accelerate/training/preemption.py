@@ -29,6 +29,7 @@ from accelerate.comm.base import Communicator
 from accelerate.config.exit_status import PREEMPTED
 from accelerate.data import agree, shield
 from accelerate.training import tracking
+from accelerate.training.saving import pending_of
 
 if TYPE_CHECKING:
     from accelerate.accelerator import Accelerator
@@ -332,7 +333,7 @@ class Watch:
 
 def _save(accelerator: "Accelerator") -> Any:
     """Save under the next free number of the project, and wait until the checkpoint is in its place. All ranks."""
-    accelerator.wait_for_checkpoint()
+    pending_of(accelerator).settle()  # one that failed has been logged, and is no reason not to save now
     project = accelerator.project_configuration
     place = place_of(project.project_dir).child(names.CHECKPOINTS_FOLDER)
     taken = [number for number, _ in place.checkpoints()] if accelerator.is_main_process else []

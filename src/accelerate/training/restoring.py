@@ -2,20 +2,20 @@
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accelerate.backends.base import Backend
 from accelerate.backends.registry import resolve
 from accelerate.checkpoint import files, names, rotation
-from accelerate.checkpoint.contents import Contents, Restoring, read_common
+from accelerate.checkpoint.contents import Contents, Restoring, read_common, undoing
 from accelerate.checkpoint.manifest import damaged
 from accelerate.checkpoint.meeting import Meeting
 from accelerate.checkpoint.parcel import nbytes
 from accelerate.checkpoint.places import Place, place_of
 from accelerate.checkpoint.reading import Reading
-from accelerate.checkpoint.session import Group, damage
+from accelerate.checkpoint.session import Group, damage, shares
 from accelerate.checkpointing import resolve_map_location
 from accelerate.training.saving import as_path, pending_of
 
@@ -59,24 +59,23 @@ def load_state(
         RuntimeError: It does not fit the objects; the message lists the differences. Or another rank could not load it.
         CollectiveMisuse: Other ranks do something else; raised on all that called it.
     """
-    pending_of(accelerator).finish("load_state()")
+    former = pending_of(accelerator).settle("load_state()")
     location = resolve_map_location(load_model_func_kwargs.pop("map_location", None))
     latest = latest or input_dir is None
     place = _place(accelerator, input_dir)
     group = Group.of(accelerator, place)
     meeting = group.meeting("load_state", place)
     meeting.begin()
+    meeting.check(former)  # what failed in the background on one rank alone is raised on all of them now
     restoring, problem, chosen, following = None, None, None, None
     try:
-        chosen, folder = _choose(accelerator, meeting, group, place, latest)
-        if chosen is not None:
-            contents = _read(accelerator, folder, location, load_kwargs, load_model_func_kwargs)
-            following = _following_number(accelerator, chosen)
-            restoring = contents.begin(**load_model_func_kwargs)
+        chosen, folder, following = _choose(accelerator, meeting, group, place, latest)
+        contents = _read(accelerator, folder, location, load_kwargs, load_model_func_kwargs)
+        restoring = contents.begin(**load_model_func_kwargs)
     except _Agreed as agreed:  # every rank raises this, so nobody has to be told
         meeting.end(None)
         # One that cannot be read is no reason to begin anew, and to save over it.
-        if missing_ok and isinstance(agreed.problem, FileNotFoundError) and not agreed.passed:
+        if missing_ok and agreed.nothing:
             logger.info("%s Nothing was loaded.", agreed.problem)
             return None
         raise agreed.problem from None
@@ -98,21 +97,30 @@ def _complete(
 ) -> None:
     """Put the rest into the objects if all ranks got this far, else give back what they had."""
     try:
-        meeting.end(problem)
+        meeting.check(problem)
     except BaseException:
         if restoring is not None:
             restoring.undo()
         raise
-    for name, value in restoring.complete().items():
-        setattr(accelerator, name, value)
+    try:
+        for name, value in restoring.complete().items():
+            setattr(accelerator, name, value)
+    except BaseException as error:  # nobody must go on with a rank that has another state
+        problem = error
+    meeting.end(problem)
 
 
 class _Agreed(Exception):
-    """A problem that all ranks have found together."""
+    """A problem that all ranks have found together.
 
-    def __init__(self, problem: Exception, passed: Sequence[str] = ()) -> None:
+    Args:
+        problem: What is raised.
+        nothing: There is no checkpoint at all, whole or not.
+    """
+
+    def __init__(self, problem: Exception, nothing: bool = False) -> None:
         super().__init__(str(problem))
-        self.problem, self.passed = problem, passed
+        self.problem, self.nothing = problem, nothing
 
 
 def _place(accelerator: "Accelerator", input_dir: Folder | None) -> Place:
@@ -129,8 +137,8 @@ def _place(accelerator: "Accelerator", input_dir: Folder | None) -> Place:
 
 def _choose(
     accelerator: "Accelerator", meeting: Meeting, group: Group, place: Place, latest: bool
-) -> tuple[Place, Reading]:
-    """Return the checkpoint that all ranks take, verified, and this rank's local folder of it."""
+) -> tuple[Place, Reading, int | None]:
+    """Return the checkpoint that all ranks take, verified; this rank's local folder of it; and the next automatic number."""
     candidates, passed = [place.location], []
     if latest:
         problem = ""
@@ -147,12 +155,12 @@ def _choose(
             for line in passed:
                 logger.warning("Passed over %s", line)
     for candidate in map(place_of, candidates):
-        folder, found = _verified(accelerator, meeting, group, candidate)
+        folder, found, following = _verified(accelerator, meeting, group, candidate)
         if not found:
-            return candidate, folder
+            return candidate, folder, following
         candidate.release()
         if not latest:
-            raise _Agreed(_refusal(candidate, found))
+            raise _Agreed(_refusal(candidate, found), nothing=all(line.startswith(_ABSENT) for line in found))
         passed.append(f"{candidate.location}: {'; '.join(found)}")
         if group.rank == 0:
             logger.warning("Passed over %s", passed[-1])
@@ -160,37 +168,65 @@ def _choose(
     problem = FileNotFoundError(
         f"There is no complete checkpoint in {place.location!r}. Save one first, or name one.{more}"
     )
-    raise _Agreed(problem, passed)
+    raise _Agreed(problem, nothing=not passed)
 
 
 def _verified(
     accelerator: "Accelerator", meeting: Meeting, group: Group, candidate: Place
-) -> tuple[Reading | None, list[str]]:
-    """Verify a checkpoint together: the folder to read from, and what is wrong, the same on all ranks."""
-    folder, found = None, []
+) -> tuple[Reading | None, list[str], int | None]:
+    """Verify a checkpoint together: the folder to read from, what is wrong (the same on all ranks), and the next number."""
+    leader = meeting.leader(group.leader)
+    folder, found, state, save = None, [], None, None
     try:
         state = candidate.state()
+        save = None if state.manifest is None else state.manifest.save
         if not state.loads:
             found = [state.reason] if state.kind != "absent" else [f"{_ABSENT}{state.reason}"]
-        elif group.leads or candidate.shared:
+        elif leader == group.rank or candidate.shared:
             folder = candidate.fetch()
     except Exception as error:
         found = [f"{type(error).__name__}: {error}"]
-    notes = meeting.exchange([folder, group.rank, found])
-    if problems := _distinct(note[2] for note in notes):
-        return None, problems
+    notes = meeting.exchange([folder, group.rank, found, save])
+    problems = _distinct(note[2] for note in notes)
+    if not problems and len({note[3] for note in notes}) > 1:
+        problems = [
+            "the machines have checkpoints of different saves: not all of them had published when the run ended"
+        ]
+    if problems:
+        return None, problems, None
     if folder is None:
-        folder = next(note[0] for note in notes if note[1] == group.leader)
+        folder = next(note[0] for note in notes if note[1] == leader)
     reading = Reading(folder, _wanted(accelerator))
-    if state.manifest is None:
-        if group.rank == 0:
-            logger.warning("%s is loaded unverified: %s.", candidate.location, state.reason)
-        return reading, []
+    following, checked = None, []
     try:
-        found = damage(reading, state.manifest, group)
+        following = _following_number(accelerator, candidate)
+        if state.manifest is not None:
+            checked = shares(reading, state.manifest, group)
+            found = damage(reading, state.manifest, checked)
+        elif group.rank == 0:
+            logger.warning("%s is loaded unverified: %s.", candidate.location, state.reason)
     except Exception as error:
         found = [f"{type(error).__name__}: {error}"]
-    return reading, _distinct(meeting.exchange(found))
+    notes = meeting.exchange([found, leader, checked, following])
+    found = _distinct(note[0] for note in notes)
+    numbers = [note[3] for note in notes if note[3] is not None]
+    if not found and state.manifest is not None:
+        unseen = _unseen(notes, state.manifest.files, group.shared)
+        if any(unseen.values()):
+            try:
+                found = damage(reading, state.manifest, unseen[leader])
+            except Exception as error:
+                found = [f"{type(error).__name__}: {error}"]
+            found = _distinct(meeting.exchange(found))
+    return reading, found, max(numbers, default=None)
+
+
+def _unseen(notes: Sequence[Any], files: Iterable[str], shared: bool) -> dict[int, list[str]]:
+    """Return, for the copy of each leader, the files that no rank has looked at: variables of a launcher may be wrong."""
+    seen: dict[int, set[str]] = {}
+    for _, leader, checked, _ in notes:
+        seen.setdefault(-1 if shared else leader, set()).update(checked)
+    return {leader: sorted(set(files) - seen[-1 if shared else leader]) for _, leader, _, _ in notes}
 
 
 def _wanted(accelerator: "Accelerator") -> dict[str, bool]:
@@ -233,26 +269,6 @@ def _read(
             f"{os.fspath(folder)!r} has the states of {saved} registered objects, but {len(custom)} are registered. Register the "
             "same objects in the same order with `accelerator.register_for_checkpointing` before loading."
         )
-    inner = [backend.unwrap_model(model, keep_torch_compile=False) for model in accelerator._models]
-    left = list(inner)
-    for hook in list(accelerator._load_model_state_pre_hook.values()):
-        hook(left, os.fspath(folder))
-    # A hook takes out of the list what it loaded itself.
-    kept = {id(model) for model in left}
-    pairs = [(outer, model) for outer, model in zip(accelerator._models, inner, strict=True) if id(model) in kept]
-    models = []
-    for index, (outer, model) in enumerate(pairs):
-        state = backend.load_model(
-            accelerator,
-            outer,
-            folder,
-            index,
-            map_location=location,
-            load_kwargs=load_kwargs,
-            strict=model_options.get("strict", True),
-        )
-        if state is not None:  # None: the strategy has put the weights where they belong
-            models.append((model, state))
     optimizers = []
     for index, optimizer in enumerate(accelerator._optimizers):
         state = backend.load_optimizer(
@@ -269,9 +285,49 @@ def _read(
         accelerator.process_index,
         load_kwargs,
     )
-    contents.models, contents.optimizers = models, optimizers
+    contents.optimizers = optimizers
+    _read_models(accelerator, contents, folder, location, load_kwargs, model_options)
     _warn_of_fewer_processes(accelerator, os.fspath(folder))
     return contents
+
+
+def _read_models(
+    accelerator: "Accelerator",
+    contents: Contents,
+    folder: Reading,
+    location: Any,
+    load_kwargs: dict[str, Any] | None,
+    model_options: dict[str, Any],
+) -> None:
+    """Let the hooks load what they want to load, and read the other models. Hooks come last, because they change models."""
+    backend = resolve(accelerator.state)
+    inner = [backend.unwrap_model(model, keep_torch_compile=False) for model in accelerator._models]
+    hooks = list(accelerator._load_model_state_pre_hook.values())
+    if hooks:
+        contents.undoing += [undoing(model) for model in inner]
+    left = list(inner)
+    try:
+        for hook in hooks:
+            hook(left, os.fspath(folder))
+        # A hook takes out of the list what it loaded itself.
+        kept = {id(model) for model in left}
+        pairs = [(outer, model) for outer, model in zip(accelerator._models, inner, strict=True) if id(model) in kept]
+        for index, (outer, model) in enumerate(pairs):
+            state = backend.load_model(
+                accelerator,
+                outer,
+                folder,
+                index,
+                map_location=location,
+                load_kwargs=load_kwargs,
+                strict=model_options.get("strict", True),
+            )
+            if state is not None:  # None: the strategy has put the weights where they belong
+                contents.models.append((model, state))
+    except BaseException:
+        for undo in contents.undoing:
+            undo()
+        raise
 
 
 def _warn_of_fewer_processes(accelerator: "Accelerator", folder: str) -> None:
@@ -296,6 +352,6 @@ def _following_number(accelerator: "Accelerator", place: Place) -> int | None:
     here = place_of(project.project_dir).child(names.CHECKPOINTS_FOLDER)
     if place.parent() != here:
         return None
-    # After going back to an older one, the newer ones keep their numbers, and what comes next is the newest.
-    complete = [known for known, other in here.checkpoints() if other.state().loads]
-    return max(complete, default=number) + 1
+    # After going back to an older one, the newer ones keep their numbers, and what comes next is the newest. Damaged ones keep
+    # theirs, too: somebody may want to look at them.
+    return max((known for known, _ in here.checkpoints()), default=number) + 1

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import re
+import shutil
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +16,9 @@ from torch.utils.hooks import RemovableHandle
 
 from accelerate.backends.base import Backend
 from accelerate.backends.registry import resolve
-from accelerate.checkpoint import files, layouts, names, rotation
+from accelerate.checkpoint import files, formats, layouts, names, rotation
 from accelerate.checkpoint.background import Background
+from accelerate.checkpoint.disk import sync_folder
 from accelerate.checkpoint.parcel import Parcel
 from accelerate.checkpoint.places import LocalPlace, Place, place_of
 from accelerate.checkpoint.session import Group, Save
@@ -77,31 +79,42 @@ def save_state(
         RuntimeError: Another rank failed to save, or the last save in the background did.
     """
     background = pending_of(accelerator)
-    background.finish("save_state()")
+    former = background.settle("save_state()")
     _warn_of_open_window(accelerator)
     project = accelerator.project_configuration
     place = _next_place(accelerator, output_dir) if project.automatic_checkpoint_naming else _given_place(output_dir)
     blocking = not project.async_save if blocking is None else blocking
     save = Save(place, Group.of(accelerator, place), facts(accelerator), *_automatic(accelerator))
-    save.begin()
+    if not blocking and not save.meeting.in_background:
+        warn_caller(
+            "save_state(blocking=False) writes at once here: these ranks have no key-value store to meet in meanwhile."
+        )
+        blocking = True
+    # What failed on one rank alone, or was told to some ranks only, is raised on all of them now.
+    save.begin(former)
+    release = None
     try:
         parcel = save.parcel()
         _collect(accelerator, parcel, save.group.each_node, safe_serialization, save_model_func_kwargs)
         if not blocking:
-            parcel.snapshot(background.buffers)
+            release = parcel.snapshot(background.buffers)
     except BaseException as error:  # the other ranks must hear of it, so that they do not wait for this one
         save.fail(error)
-    if not blocking:
-        project.iteration += 1  # on all ranks, whatever becomes of it on one of them
-    if blocking or save.failed:
+    if blocking:
         # A save that fails at its very end may have left a checkpoint, which the next one of this name replaces.
         accelerator._unfinished_save = place.location
         save.finish()
         accelerator._unfinished_save = None
-    else:
-        background.start(lambda: save.finish(writers=1), what=place.location)
-    if blocking:
         project.iteration += 1
+        return as_path(place)
+    project.iteration += 1  # on all ranks, whatever becomes of it on one of them
+    try:
+        save.settle()
+    except BaseException:
+        if release is not None:
+            release()
+        raise
+    background.start(lambda: save.finish(writers=1), what=place.location, done=release)
     return as_path(place)
 
 
@@ -412,14 +425,11 @@ def save_model(
         raise RuntimeError(
             f"{len(meta)} weights are on the meta device and have no values, {meta[0]!r} for one. Load them before saving."
         )
-    each_node = accelerator.project_configuration.save_on_each_node
-    if files.writes(each_node):
-        _write_shards(state, save_directory, max_shard_size, safe_serialization, each_node)
+    if files.writes(accelerator.project_configuration.save_on_each_node):
+        _write_shards(state, save_directory, max_shard_size, safe_serialization)
 
 
-def _write_shards(
-    state: dict[str, Any], folder: Folder, max_shard_size: int | str, safe: bool, save_on_each_node: bool
-) -> None:
+def _write_shards(state: dict[str, Any], folder: Folder, max_shard_size: int | str, safe: bool) -> None:
     from huggingface_hub import split_torch_state_dict_into_shards
 
     os.makedirs(folder, exist_ok=True)
@@ -429,18 +439,43 @@ def _write_shards(
     index_name = SAFE_WEIGHTS_INDEX_NAME if safe else WEIGHTS_INDEX_NAME
     limit = convert_file_size_to_int(max_shard_size)
     split = split_torch_state_dict_into_shards(state, filename_pattern=pattern, max_shard_size=limit)
-    for file, entries in split.filename_to_tensors.items():
-        shard = {name: state[name] for name in entries}
-        other.save(shard, os.path.join(folder, file), save_on_each_node, safe_serialization=safe)
-    written = set(split.filename_to_tensors)
-    if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        with other.written_whole(os.path.join(folder, index_name)) as temporary:
-            Path(temporary).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        written.add(index_name)
-    # Of an earlier save with another number of shards: a reader would mix them with the new ones.
+    aside = os.path.join(folder, f"{names.STAGING_PREFIX}model")
+    shutil.rmtree(aside, ignore_errors=True)  # of a process that was killed
+    os.makedirs(aside)
+    try:
+        for file, entries in split.filename_to_tensors.items():
+            shard = {name: state[name] for name in entries}
+            if safe:
+                formats.write_safetensors(os.path.join(aside, file), shard, {"format": "pt"})
+            else:
+                formats.write_torch(os.path.join(aside, file), shard)
+        if split.is_sharded:
+            index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+            text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+            formats.write_bytes(os.path.join(aside, index_name), text.encode())
+        _put_weights(aside, folder, pattern, index_name)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    readers_first = os.path.join(folder, SAFE_WEIGHTS_PATTERN_NAME.format(suffix=""))
+    if not safe and (os.path.exists(readers_first) or os.path.exists(os.path.join(folder, SAFE_WEIGHTS_INDEX_NAME))):
+        warn_caller(
+            f"save_model wrote {pattern.format(suffix='')}, but {os.fspath(folder)!r} also has safetensors of an earlier save, which "
+            "readers prefer. Remove them, or save with safe_serialization=True."
+        )
+
+
+def _put_weights(aside: str, folder: Folder, pattern: str, index_name: str) -> None:
+    """Move weights that are complete into their folder; at no moment are old ones and new ones taken for one model."""
+    new = sorted(os.listdir(aside), key=lambda name: name == index_name)
+    index = os.path.join(folder, index_name)
+    if index_name in new and os.path.exists(index):
+        os.unlink(index)  # without it the shards are nothing that anybody reads
+    for name in new:
+        os.replace(os.path.join(aside, name), os.path.join(folder, name))
+    # Of an earlier save with another number of shards.
     stem, _, extension = pattern.partition("{suffix}")
     ours = re.compile(rf"{re.escape(stem)}(-\d{{5}}-of-\d{{5}})?{re.escape(extension)}")
-    for entry in os.listdir(folder):
-        if entry not in written and (ours.fullmatch(entry) or entry == index_name):
+    for entry in sorted(os.listdir(folder), key=lambda name: name != index_name):
+        if entry not in new and (ours.fullmatch(entry) or entry == index_name):
             os.remove(os.path.join(folder, entry))
+    sync_folder(os.fspath(folder))

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accelerate.checkpoint import fsdp_adapters, fsdp_io, fsdp_state
+from accelerate.checkpoint import checksum, formats, fsdp_adapters, fsdp_io, fsdp_state
 from accelerate.checkpoint.dcp import FolderReader, is_folder
-from accelerate.checkpoint.fsdp_files import merged_model
+from accelerate.checkpoint.disk import sync_folder
+from accelerate.checkpoint.fsdp_files import Found, merged_model
+from accelerate.checkpoint.names import STAGING_PREFIX
 from accelerate.config.fsdp import get_module_class_from_name
 from accelerate.logging import get_logger
 from accelerate.modules.compile import is_compiled_module
@@ -344,7 +346,10 @@ def _set_model_state_dict(
 def merge_fsdp_weights(
     checkpoint_dir: str, output_path: str, safe_serialization: bool = True, remove_checkpoint_dir: bool = False
 ) -> None:
-    """Merge a sharded checkpoint into one file of weights. The main process works, the others wait for it.
+    """Merge a sharded checkpoint into one file of weights. All ranks; the main process works, the others wait for it.
+
+    What the manifest of the checkpoint says of the shards is compared with them first. The file is on the disk, and is
+    what was written, before anything is deleted.
 
     Args:
         checkpoint_dir: the folder `pytorch_model_fsdp_0` of a checkpoint, with a `.metadata` file. The whole model must
@@ -355,17 +360,25 @@ def merge_fsdp_weights(
 
     Raises:
         ValueError: `checkpoint_dir` is no sharded checkpoint, or would be deleted together with the result.
+        DamagedCheckpoint: a shard is damaged; nothing was deleted.
+        RuntimeError: the main process failed; raised on the others.
     """
-    source, target = Path(checkpoint_dir), Path(output_path)
-    _check_sharded(source)
-    if remove_checkpoint_dir and source.resolve() in (target.resolve(), *target.resolve().parents):
-        raise ValueError(f"output_path {target} lies in checkpoint_dir {source}, which remove_checkpoint_dir deletes.")
     state = PartialState()
-    if state.is_main_process:
-        written = _write_merged(merged_model(FolderReader(source)), target, safe_serialization)
+    source, target = Path(checkpoint_dir).absolute(), Path(output_path)
+
+    def merge() -> None:
+        _check_sharded(source)
+        if remove_checkpoint_dir and source.resolve() in (target.resolve(), *target.resolve().parents):
+            raise ValueError(
+                f"output_path {target} lies in checkpoint_dir {source}, which remove_checkpoint_dir deletes."
+            )
+        Found(str(source.parent), source.name, "sharded").verify()
+        written = _write_merged(merged_model(FolderReader(source)), target, safe_serialization, remove_checkpoint_dir)
         logger.info(f"The merged weights are in {written}.")
         if remove_checkpoint_dir:
             shutil.rmtree(source)
+
+    fsdp_state.together(lambda: merge() if state.is_main_process else None)
     state.wait_for_everyone()
 
 
@@ -380,15 +393,20 @@ def _check_sharded(folder: Path) -> None:
     raise ValueError(f"checkpoint_dir {folder} is no sharded checkpoint: it has no .metadata file.{hint}")
 
 
-def _write_merged(weights: dict[str, Any], folder: Path, safe_serialization: bool) -> Path:
+def _write_merged(weights: dict[str, Any], folder: Path, safe_serialization: bool, read_back: bool) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    if not safe_serialization:
-        torch.save(weights, folder / WEIGHTS_NAME)
-        return folder / WEIGHTS_NAME
-    from safetensors.torch import save_file
-
-    save_file(clean_state_dict_for_safetensors(weights), folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
-    return folder / SAFE_WEIGHTS_NAME
+    path = folder / (SAFE_WEIGHTS_NAME if safe_serialization else WEIGHTS_NAME)
+    staged = path.with_name(STAGING_PREFIX + path.name)
+    if safe_serialization:
+        tensors = clean_state_dict_for_safetensors(weights)
+        entry = formats.write_safetensors(staged, tensors, {"format": "pt"})
+    else:
+        entry = formats.write_torch(staged, weights)
+    if read_back and checksum.of_file(staged) != (entry.size, entry.checksum):
+        raise OSError(f"{staged} is not what was written; {path} stays as it was, and no shards were deleted.")
+    os.replace(staged, path)
+    sync_folder(str(folder))
+    return path
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------

@@ -61,13 +61,18 @@ logger = logging.getLogger(__name__)
 
 Path = str | os.PathLike[str]
 
-# What numpy's random state pickles to. These build arrays and run no code, so that a checkpoint loads without trusting it.
+_multiarray = (np._core if hasattr(np, "_core") else np.core).multiarray  # numpy 2 renamed the package
+
+# What numpy's random state pickles to, and numbers that numpy computed, such as the learning rates of a schedule. These
+# build arrays and numbers and run no code, so that a checkpoint loads without trusting it.
 TORCH_SAFE_GLOBALS = [
-    (np._core if hasattr(np, "_core") else np.core).multiarray._reconstruct,  # numpy 2 renamed the package
+    _multiarray._reconstruct,
     np.ndarray,
     codecs.encode,
     np.dtype,
     np.dtypes.UInt32DType,
+    _multiarray.scalar,
+    *(type(np.dtype(kind)) for kind in ("?", "e", "f", "d", "F", "D", "b", "B", "h", "H", "i", "l", "L", "q", "Q")),
 ]
 
 DEFAULT_PORT = 29500

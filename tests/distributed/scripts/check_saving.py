@@ -1,15 +1,21 @@
 """Checkpoints of several processes: published once, in the background, on nodes with disks of their own, loaded together."""
 
+import dataclasses
 import os
 import subprocess
 import sys
+import threading
+import time
+from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from harness import everywhere, fresh_accelerator, raised, run, shared_folder
 from torch import nn
 from torch.utils.data import DataLoader
 
+from accelerate.checkpoint import reading
 from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest
 from accelerate.checkpoint.meeting import CollectiveMisuse
 from accelerate.utils import ProjectConfiguration
@@ -118,6 +124,111 @@ def an_error_in_the_background_reaches_every_rank():
         job.accelerator.load_state(os.path.join(folder, "c"))
 
 
+def one_that_cannot_copy_its_state_is_heard_of_in_the_same_call():
+    with shared_folder() as folder:
+        job = Job()
+        rank = job.accelerator.process_index
+        job.counter.lock = threading.Lock() if rank == 0 else None
+        job.counter.state_dict = lambda: {"count": 1, "lock": job.counter.lock}
+        with raised((TypeError, RuntimeError), "lock"):
+            job.accelerator.save_state(os.path.join(folder, "c"), blocking=False)
+        job.counter.lock = None
+        job.accelerator.wait_for_everyone()  # one of them clears up
+        assert os.listdir(folder) == []
+        job.accelerator.wait_for_everyone()
+        job.accelerator.save_state(os.path.join(folder, "c"), blocking=False)
+        job.accelerator.wait_for_checkpoint()
+        job.accelerator.wait_for_everyone()
+        assert os.listdir(folder) == ["c"]
+        job.accelerator.wait_for_everyone()
+
+
+def what_some_ranks_were_told_is_told_to_all_at_the_next_call():
+    """`wait_for_checkpoint` is for any rank alone: who calls it hears of a failure before the others."""
+    with shared_folder() as folder:
+        job = Job()
+        rank, world = job.accelerator.process_index, job.accelerator.num_processes
+        real = os.fsync
+        if rank == world - 1:
+            os.fsync = refuse
+        job.accelerator.save_state(os.path.join(folder, "c"), blocking=False)
+        if rank == 0:
+            with raised(RuntimeError, "no space left"):
+                job.accelerator.wait_for_checkpoint()
+        if world > 1:
+            with raised(RuntimeError, "no space left"):
+                job.accelerator.save_state(os.path.join(folder, "c"))
+        os.fsync = real
+        job.accelerator.save_state(os.path.join(folder, "c"))
+        job.accelerator.load_state(os.path.join(folder, "c"))
+
+
+def one_whose_disk_fails_at_the_very_end_stops_all():
+    with shared_folder() as folder:
+        job = Job()
+        job.steps(1)
+        job.accelerator.save_state(folder)
+        values, real = (reading.SPARE, reading.SMALL), reading.Pending.into
+        reading.SPARE = reading.SMALL = 0
+        if job.accelerator.process_index == 0:
+            reading.Pending.into = lambda self, target: refuse(0)
+        with raised(RuntimeError, "no space left"):
+            job.accelerator.load_state(folder)
+        reading.Pending.into = real
+        reading.SPARE, reading.SMALL = values
+        job.accelerator.load_state(folder)
+
+
+def one_whose_hook_fails_does_not_wait_for_those_that_wait_for_it():
+    with shared_folder() as folder:
+        job = Job()
+        rank, world = job.accelerator.process_index, job.accelerator.num_processes
+        if world == 1:
+            return
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=10))
+
+        def hook(models, weights, output_dir):
+            if rank == 0:
+                raise OSError("the hook has no disk")
+            dist.barrier(group)
+
+        handle = job.accelerator.register_save_state_pre_hook(hook)
+        begun = time.monotonic()
+        try:
+            job.accelerator.save_state(folder)
+            raise AssertionError("saved")
+        except (OSError, RuntimeError) as error:
+            if rank == 0:
+                assert "the hook has no disk" in str(error) and time.monotonic() - begun < 9, error
+        handle.remove()
+
+
+def variables_of_a_launcher_may_be_wrong():
+    """Nothing is loaded that nobody has looked at."""
+    with shared_folder() as folder:
+        job = Job()
+        job.accelerator.save_state(folder)
+        last = job.accelerator.num_processes - 1
+        before = os.environ.get("LOCAL_WORLD_SIZE")
+        os.environ["LOCAL_WORLD_SIZE"] = "8"
+        for name in sorted(os.listdir(folder)):
+            path = Path(folder, name)
+            data = path.read_bytes()
+            job.accelerator.wait_for_everyone()
+            if job.accelerator.process_index == last and name != "accelerate_manifest.json":
+                path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+            job.accelerator.wait_for_everyone()
+            if name != "accelerate_manifest.json":
+                with raised(DamagedCheckpoint, f"{name} has changed"):
+                    job.accelerator.load_state(folder)
+            job.accelerator.wait_for_everyone()
+            if job.accelerator.process_index == last:
+                path.write_bytes(data)
+        job.accelerator.wait_for_everyone()
+        os.environ.pop("LOCAL_WORLD_SIZE") if before is None else os.environ.update(LOCAL_WORLD_SIZE=before)
+        job.accelerator.load_state(folder)
+
+
 def refuse(descriptor):
     raise OSError("no space left")
 
@@ -189,6 +300,8 @@ def every_node_has_its_own():
     job = Job(project_config=project)
     rank = job.accelerator.process_index
     assert job.accelerator.local_process_index == 0
+    nodes_that_share_a_disk_are_told_so()
+    job = Job(project_config=project)
     job.steps(2)
     for blocking in (True, False):
         job.accelerator.save_state(blocking=blocking)
@@ -206,7 +319,29 @@ def every_node_has_its_own():
         (here / "model.safetensors").unlink()
     with raised(DamagedCheckpoint, "model.safetensors is missing"):
         job.accelerator.load_state(here)
+    # A run that ends after one node has published and before the other one has leaves different saves.
+    one = str(job.accelerator.save_state())
+    text = Manifest.read(one)
+    if rank == 1:
+        dataclasses.replace(text, save="another one").write(one)
+    before = job.everything()
+    with raised(DamagedCheckpoint, "different saves"):
+        job.accelerator.load_state(one)
+    assert job.everything() == before
+    # The number of the next one is the same everywhere.
+    if rank == 1:
+        os.makedirs(os.path.join(disk, "checkpoints", "checkpoint_6"))
+    job.accelerator.save_state()
+    job.accelerator.load_state()
+    assert job.accelerator.save_iteration == 7
     job.accelerator.print("ok nodes")
+
+
+def nodes_that_share_a_disk_are_told_so():
+    job = Job(project_config=ProjectConfiguration(save_on_each_node=True))
+    with raised(RuntimeError, "share this file system"):
+        job.accelerator.save_state(os.path.join(os.environ["SHARED_DISK"], "c"))
+    job.accelerator.wait_for_everyone()
 
 
 def with_a_disk_of_its_own():
@@ -214,7 +349,13 @@ def with_a_disk_of_its_own():
     if "OWN_DISK" in os.environ:
         return every_node_has_its_own()
     disk = sys.argv[2]
-    environment = {**os.environ, "OWN_DISK": disk, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    environment = {
+        **os.environ,
+        "OWN_DISK": disk,
+        "SHARED_DISK": f"{disk}_shared",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+    }
     mount = 'mount -t tmpfs tmpfs "$OWN_DISK" && exec "$@"'
     command = ["unshare", "--mount", "sh", "-c", mount, "sh", sys.executable, __file__, "--nodes", disk]
     sys.exit(subprocess.run(command, env=environment).returncode)
@@ -228,7 +369,12 @@ if __name__ == "__main__":
             the_manifest_lists_what_every_rank_wrote,
             what_is_saved_in_the_background_is_the_state_of_the_call,
             an_error_in_the_background_reaches_every_rank,
+            one_that_cannot_copy_its_state_is_heard_of_in_the_same_call,
+            what_some_ranks_were_told_is_told_to_all_at_the_next_call,
+            one_whose_disk_fails_at_the_very_end_stops_all,
+            variables_of_a_launcher_may_be_wrong,
             what_one_rank_cannot_load_no_rank_loads,
             all_ranks_take_the_same_newest_one,
             what_not_all_ranks_do_is_an_error_where_it_was_done,
+            one_whose_hook_fails_does_not_wait_for_those_that_wait_for_it,
         )

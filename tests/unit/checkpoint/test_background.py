@@ -46,13 +46,69 @@ def test_an_error_comes_out_once():
     background.finish()
 
 
-def test_buffers_come_back(monkeypatch):
+def test_memory_comes_back():
     background, released = Background(), []
-    monkeypatch.setattr(background.buffers, "release", lambda: released.append(1))
-    background.start(lambda: 1 / 0, "x")
+    background.start(lambda: 1 / 0, "x", done=lambda: released.append(1))
     with pytest.raises(RuntimeError):
         background.finish()
     assert released == [1]
+
+
+def test_who_is_interrupted_while_waiting_has_not_waited(monkeypatch):
+    background, go = Background(), threading.Event()
+    background.start(go.wait, "x")
+    with monkeypatch.context() as patch:
+
+        def interrupted(*args):
+            raise KeyboardInterrupt
+
+        patch.setattr(background._thread, "join", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            background.finish()
+    assert background.busy
+    go.set()
+    background.finish()
+    assert not background.busy
+
+
+def test_an_interpreter_that_starts_no_more_threads(monkeypatch):
+    background, done = Background(), []
+
+    def none(self):
+        raise RuntimeError("can't start new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", none)
+    background.start(lambda: done.append("written"), "x", done=lambda: done.append("done"))
+    assert done == ["written", "done"] and not background.busy
+
+
+PROGRAM = """
+import os, sys, atexit
+from accelerate import Accelerator
+from accelerate.checkpoint import formats
+accelerator, folder, how = Accelerator(cpu=True), sys.argv[1], sys.argv[2]
+if how == "fails":
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+    formats.write_torch = full
+    atexit.register(print, "the program's own end", flush=True)
+    accelerator.save_state(folder, blocking=False)
+elif how == "late":
+    atexit.register(accelerator.save_state, folder, blocking=False)
+elif how == "latest":
+    atexit.register(accelerator.save_state, folder)
+"""
+
+
+@pytest.mark.parametrize(("how", "status", "there"), [("fails", 1, False), ("late", 0, True), ("latest", 0, True)])
+def test_the_end_of_a_program(tmp_path, how, status, there):
+    """A save that fails then must not look like success; one that begins then comes to its end."""
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "c"), how]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == status, ended.stderr
+    assert (tmp_path / "c" / "accelerate_manifest.json").exists() == there
+    if how == "fails":
+        assert "No space left" in ended.stderr and "the program's own end" in ended.stdout
 
 
 def test_it_is_not_pickled_along():

@@ -12,8 +12,8 @@ import checkpoint_samples as samples
 from accelerate.checkpoint import export as module
 from accelerate.checkpoint import names
 from accelerate.checkpoint.export import export
-from accelerate.checkpoint.inspect import weight_map
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest
+from accelerate.checkpoint.structure import weight_map
 
 
 def same(left, right):
@@ -174,6 +174,50 @@ def test_sharded_format_of_torch(tmp_path):
         export(tmp_path / "checkpoint_0", tmp_path / "none")
 
 
+def test_shards_of_a_second_model(tmp_path):
+    from accelerate.checkpoint.reshard import reshard
+
+    (tmp_path / "two").mkdir()
+    wanted = [{name: value + index for name, value in samples.tensors().items()} for index in (0, 1)]
+    for index in (0, 1):
+        save_file(wanted[index], tmp_path / "two" / names.model_file(index))
+    reshard(str(tmp_path / "two"), str(tmp_path / "full"), "full", max_shard_size=60)
+    assert (tmp_path / "full" / "model_1.safetensors.index.json").exists()
+    for index in (0, 1):
+        export(tmp_path / "full", tmp_path / f"out{index}", model=index)
+        assert same(loaded(tmp_path / f"out{index}"), wanted[index])
+
+
+def test_the_layout_that_the_manifest_lists(tmp_path):
+    from torch.distributed.checkpoint import FileSystemWriter, save
+
+    source = samples.write(tmp_path / "checkpoint_0")
+    older = {"model": {"old": torch.ones(1)}}
+    save(older, storage_writer=FileSystemWriter(source / "pytorch_model_fsdp_0"), no_dist=True)
+    export(source, tmp_path / "out")
+    assert same(loaded(tmp_path / "out"), samples.tensors())
+    (source / NAME).unlink()
+    (source / names.generators_file(0)).unlink()
+    with pytest.raises(ValueError, match=r"model\.safetensors and pytorch_model_fsdp_0\. Nothing tells"):
+        export(source, tmp_path / "out2")
+    assert not (tmp_path / "out2").exists()
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("old", ["float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"])
+def test_small_floats_become_larger_ones(tmp_path, old, dtype):
+    if not hasattr(torch, old):
+        pytest.skip(f"this torch has no {old}")
+    values = torch.tensor([0.5, 1.0, 2.0, 4.0, 16.0])
+    weights = {"a": values.to(getattr(torch, old)), "b": torch.ones(2, dtype=torch.complex64), "c": torch.arange(3)}
+    source = samples.write(tmp_path / "checkpoint_0", weights=weights)
+    export(source, tmp_path / "out", dtype=dtype)
+    new = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
+    assert same(loaded(tmp_path / "out"), {**weights, "a": values.to(new)})
+    export(source, tmp_path / "as_it_is")
+    assert loaded(tmp_path / "as_it_is")["a"].dtype is weights["a"].dtype
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
@@ -191,6 +235,25 @@ def test_weights_of_a_checkpoint_that_lacks_another_file(tmp_path, caplog):
     export(source, tmp_path / "out")
     assert "optimizer.bin is missing" in caplog.text
     assert same(loaded(tmp_path / "out"), samples.tensors())
+
+
+def test_a_header_that_lies(tmp_path):
+    (tmp_path / "c").mkdir()
+    header = b'{"a":{"dtype":"F32","shape":[1000,1000],"data_offsets":[0,8]}}'
+    (tmp_path / "c" / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"12345678")
+    for dtype in (None, "bf16"):
+        with pytest.raises(DamagedCheckpoint, match=r"model\.safetensors' is damaged: its tensor 'a' of F32"):
+            export(tmp_path / "c", tmp_path / "out", dtype=dtype)
+    assert not (tmp_path / "out").exists()
+
+
+def test_floats_that_are_not_converted(tmp_path):
+    (tmp_path / "c").mkdir()
+    header = b'{"a":{"dtype":"F4","shape":[4],"data_offsets":[0,2]}}'
+    (tmp_path / "c" / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"12")
+    with pytest.raises(ValueError, match="'a' is of F4"):
+        export(tmp_path / "c", tmp_path / "out", dtype="bf16")
+    export(tmp_path / "c", tmp_path / "out")
 
 
 def test_incomplete_and_absent(tmp_path):
@@ -283,6 +346,30 @@ def test_overwrite_leaves_no_stale_weights_and_keeps_other_files(tmp_path):
         assert len(list(out.iterdir())) == files
         (out / "config.json").write_text("{}")
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint_0", "checkpoint_1", "out"}
+
+
+@pytest.mark.parametrize("size", [10_000, 60])
+def test_a_kill_after_publishing_leaves_no_mixture(tmp_path, monkeypatch, size):
+    first = samples.write(tmp_path / "checkpoint_0", weights={"old": torch.ones(50), "older": torch.ones(50)})
+    second = samples.write(tmp_path / "checkpoint_1")
+    out = tmp_path / "out"
+    export(first, out, max_shard_size=100)
+
+    def kill(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "_clear", kill)
+    with pytest.raises(KeyboardInterrupt):
+        export(second, out, max_shard_size=size, overwrite=True)
+    # Whether a reader goes by the index or takes the single file, it finds the new weights.
+    read = {}
+    for file in weight_map((out / "model.safetensors.index.json").read_text(), "index"):
+        read |= load_file(out / file)
+    assert same(read, samples.tensors())
+    assert (out / "model.safetensors").exists() == (size > 60)
+    monkeypatch.undo()
+    export(second, out, max_shard_size=size, overwrite=True)
+    assert same(loaded(out), samples.tensors())
 
 
 def test_a_failure_leaves_the_target_as_it_was(tmp_path, monkeypatch):

@@ -411,7 +411,7 @@ def storage(told):
         (lambda told: setattr(storage(told), "transform_descriptors", ["stream.zstd"]), "transformed by stream.zstd"),
         (
             lambda told: setattr(told.state_dict_metadata["model.layer.weight"], "size", (1 << 40, 4)),
-            "has .* elements",
+            "of its .* elements",
         ),
         (lambda told: setattr(told.state_dict_metadata["model.layer.weight"], "chunks", []), "0 are in the files"),
         (lambda told: told.storage_data.clear(), "is in no file"),

@@ -7,7 +7,7 @@ import pytest
 
 import checkpoint_samples as samples
 from accelerate.checkpoint import inspect, names
-from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint
+from accelerate.checkpoint.manifest import NAME
 from accelerate.checkpoint.places import place_of
 
 
@@ -73,31 +73,6 @@ def test_a_manifest_with_a_strange_date(tmp_path):
     (folder / NAME).write_text(json.dumps({**told, "created": "yesterday"}))
     samples.touch(folder, 100)
     assert 99 < found(folder)[0].age() < 160
-
-
-def test_surplus(tmp_path):
-    for number in range(4):
-        samples.write(tmp_path / f"checkpoint_{number}", age=100 - number)
-    samples.write(tmp_path / "best", age=500)
-    (tmp_path / "checkpoint_9").mkdir()
-
-    def old(*arguments):
-        return [one.name for one in inspect.surplus(found(tmp_path), *arguments)]
-
-    assert old(1) == ["checkpoint_0", "checkpoint_1", "checkpoint_2"]
-    assert old(3) == ["checkpoint_0"]
-    assert old(4) == old(9) == []
-    with pytest.raises(ValueError, match="keep=0"):
-        old(0)
-
-
-def test_surplus_and_foreign_ones(tmp_path):
-    samples.write(tmp_path / "checkpoint_0", age=100)
-    samples.foreign(tmp_path / "checkpoint_1", age=50)
-    samples.foreign(tmp_path / "checkpoint_2", age=20)
-    assert inspect.surplus(found(tmp_path), 1) == []
-    # The newest one that can be verified stays, whatever is newer.
-    assert [one.name for one in inspect.surplus(found(tmp_path), 1, foreign=True)] == ["checkpoint_1"]
 
 
 # -- whether they are whole --------------------------------------------------------------------------------------------
@@ -195,51 +170,43 @@ def test_details_of_no_checkpoint(tmp_path):
         inspect.details(place_of(tmp_path / "nowhere"))
 
 
-def test_header_agrees_with_the_library(tmp_path):
-    from safetensors import safe_open
-
-    folder = samples.write(tmp_path / "c")
-    header = inspect.header_of(str(folder / "model.safetensors"))
-    with safe_open(folder / "model.safetensors", "pt") as file:
-        assert set(header) == set(file.keys())
-        for name, span in header.items():
-            assert tuple(file.get_slice(name).get_shape()) == span.entry.shape
-            assert file.get_slice(name).get_dtype() == span.entry.dtype
-
-
-def header(told, data=b""):
-    text = told if isinstance(told, bytes) else json.dumps(told).encode()
-    return len(text).to_bytes(8, "little") + text + data
-
-
 @pytest.mark.parametrize(
-    "content",
+    ("files", "name", "layout"),
     [
-        b"",
-        b"\1\0\0",
-        (1 << 60).to_bytes(8, "little") + b"{}",
-        header(b"{nonsense"),
-        header(b"[" * 100_000),
-        header([]),
-        header({"a": None}),
-        header({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, -4]}}),
-        header({"a": {"dtype": "F32", "shape": ["1"], "data_offsets": [0, 4]}}, b"1234"),
-        header({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, b"123"),
-        header({"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}, b"12345678"),
-        header({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, b"12345"),
+        (["model.safetensors", "pytorch_model.bin", "optimizer.bin"], "model.safetensors", "full"),
+        (["model.safetensors.index.json", "model-00001-of-00001.safetensors"], "model.safetensors.index.json", "full"),
+        (["pytorch_model.bin.index.json"], "pytorch_model.bin.index.json", "full"),
+        (["pytorch_model_fsdp.bin", "pytorch_model_fsdp_1.bin"], "pytorch_model_fsdp.bin", "full"),
+        (["pytorch_model_fsdp_0/.metadata", "pytorch_model_fsdp_0/__0_0.distcp"], "pytorch_model_fsdp_0", "sharded"),
+        (["model.safetensors", "pytorch_model_fsdp_0/__0_0.distcp"], "model.safetensors", "full"),
     ],
-    ids=range(12),
 )
-def test_damaged_headers(tmp_path, content):
-    path = tmp_path / "x.safetensors"
-    path.write_bytes(content)
-    with pytest.raises(DamagedCheckpoint):
-        inspect.header_of(str(path))
+def test_where_a_model_is(files, name, layout):
+    assert inspect.part_of(files, "model", 0, "here") == inspect.Part(name, layout)
+
+
+def test_where_others_are():
+    assert (
+        inspect.part_of(["model_1.safetensors.index.json"], "model", 1, "here").name
+        == "model_1.safetensors.index.json"
+    )
+    assert (
+        inspect.part_of(["optimizer_1.bin", "optimizer_0/.metadata"], "optimizer", 1, "here").name == "optimizer_1.bin"
+    )
+    assert inspect.part_of(["optimizer_1.bin", "optimizer_0/.metadata"], "optimizer", 0, "here").layout == "sharded"
+    assert inspect.part_of(["optimizer.bin"], "model", 0, "here") is None
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": "../b"}}', '{"weight_map": {"a": 1}}']
+    "files",
+    [
+        ["model.safetensors", "pytorch_model_fsdp_0/.metadata"],
+        ["pytorch_model_fsdp.bin", "pytorch_model_fsdp_0/.metadata"],
+        ["pytorch_model_fsdp.bin", "model.safetensors"],
+        ["model.safetensors", "model.safetensors.index.json"],
+    ],
 )
-def test_damaged_indexes(text):
-    with pytest.raises(DamagedCheckpoint, match="no index"):
-        inspect.weight_map(text, "x")
+def test_what_is_there_twice(files):
+    with pytest.raises(ValueError, match="'here' has model 0 more than once: .* and ") as caught:
+        inspect.part_of(files, "model", 0, "here")
+    assert all(name.split("/")[0] in str(caught.value) for name in files)

@@ -1,14 +1,16 @@
 """What is collected is written as it was, also when the run has gone on meanwhile."""
 
 import os
-from collections import OrderedDict
+import threading
+from collections import Counter, OrderedDict, defaultdict
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from accelerate.checkpoint import durable
-from accelerate.checkpoint.parcel import HostBuffers, Parcel
+from accelerate.checkpoint.parcel import HostBuffers, Lease, Parcel, copied, nbytes
 
 
 def filled(folder) -> tuple[Parcel, dict, dict]:
@@ -21,11 +23,11 @@ def filled(folder) -> tuple[Parcel, dict, dict]:
 
 
 @pytest.mark.parametrize("writers", [1, 2])
-@pytest.mark.parametrize("copied", [False, True])
-def test_written_as_it_was(tmp_path, writers, copied):
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_written_as_it_was(tmp_path, writers, is_copied):
     parcel, weights, state = filled(tmp_path)
     buffers = HostBuffers()
-    if copied:
+    if is_copied:
         parcel.snapshot(buffers)
         for tensor in (weights["w"], weights["b"], state["state"][0]["m"]):
             tensor.zero_()
@@ -47,21 +49,81 @@ def test_memory_is_used_again_and_views_share_a_copy(tmp_path):
     for _ in range(3):
         parcel = Parcel(str(tmp_path))
         parcel.add_object("f", {"all": base, "part": base[10:], "other": torch.ones(50)})
-        parcel.snapshot(buffers)
-        copied = parcel._jobs["f"][1]
-        assert copied["all"].untyped_storage().data_ptr() == copied["part"].untyped_storage().data_ptr()
-        assert copied["all"].data_ptr() != base.data_ptr()
-        addresses.append((copied["all"].data_ptr(), copied["other"].data_ptr()))
-        buffers.release()
+        release = parcel.snapshot(buffers)
+        found = parcel._jobs["f"][1]
+        assert found["all"].untyped_storage().data_ptr() == found["part"].untyped_storage().data_ptr()
+        assert found["all"].data_ptr() != base.data_ptr()
+        addresses.append((found["all"].data_ptr(), found["other"].data_ptr()))
+        release()
+        release()  # twice does nothing
     assert len(set(addresses)) == 1
 
 
 def test_what_the_last_save_did_not_use_is_let_go():
     buffers = HostBuffers()
     for size in (100, 200):
-        buffers.copy(torch.zeros(size, dtype=torch.uint8).untyped_storage())
-        buffers.release()
+        lease = Lease(buffers)
+        lease.copy(torch.zeros(size, dtype=torch.uint8).untyped_storage())
+        lease.release()
     assert [key[0] for key in buffers._free] == [200]
+
+
+def test_memory_belongs_to_one_save(tmp_path):
+    buffers, parcels = HostBuffers(), []
+    for value in (1.0, 2.0):
+        parcel = Parcel(str(tmp_path / str(value)))
+        parcel.add_object("f", {"x": torch.full((10,), value)})
+        parcels.append((parcel, parcel.snapshot(buffers)))
+    parcels[0][1]()  # the first save ends while the second is being written
+    third = Parcel(str(tmp_path / "3"))
+    third.add_object("f", {"x": torch.full((10,), 3.0)})
+    third.snapshot(buffers)
+    assert parcels[1][0]._jobs["f"][1]["x"].tolist() == [2.0] * 10
+
+
+def test_a_copy_that_fails_keeps_no_memory():
+    buffers, parcel = HostBuffers(), Parcel("folder")
+    parcel.add_object("f", {"x": torch.ones(10), "lock": threading.Lock()})
+    with pytest.raises(TypeError, match="lock"):
+        parcel.snapshot(buffers)
+    assert [len(kept) for kept in buffers._free.values()] == [1]
+
+
+def test_containers_of_every_kind_are_copied_as_they_are():
+    versioned = OrderedDict(a=torch.ones(1))
+    versioned._metadata = OrderedDict({"": {"version": 2}})
+    many = defaultdict(list, a=[1])
+    shared = [1]
+    state = {
+        "milestones": Counter({3: 1, 6: 1}),
+        "many": many,
+        "own": Sub(a=1),
+        "versioned": versioned,
+        "twice": (shared, shared),
+    }
+    found = copied(state)
+    assert found["milestones"] == Counter({3: 1, 6: 1}) and type(found["milestones"]) is Counter
+    assert found["many"].default_factory is list and found["many"] == {"a": [1]}
+    assert type(found["own"]) is Sub and found["versioned"]._metadata == versioned._metadata
+    assert found["twice"][0] is found["twice"][1] and found["twice"][0] is not shared
+    many["a"].append(2), shared.append(2)
+    assert found["many"] == {"a": [1]} and found["twice"] == ([1], [1])
+
+
+def test_what_contains_itself_and_what_was_computed():
+    loop = {"x": [1]}
+    loop["loop"] = loop
+    found = copied(loop)
+    assert found["loop"] is found and found is not loop
+    assert nbytes({**loop, "t": torch.ones(2)}) == 8
+    computed = torch.ones(2, requires_grad=True) * 2
+    holder = SimpleNamespace(loss=computed)
+    assert copied({"loss": computed})["loss"].tolist() == [2, 2]
+    assert copied(holder).loss.tolist() == [2, 2] and copied(holder).loss is not computed
+
+
+class Sub(dict):
+    """A dict with a name."""
 
 
 class Odd:

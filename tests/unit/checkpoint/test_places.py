@@ -2,11 +2,12 @@
 
 import contextlib
 import os
+import weakref
 from pathlib import Path
 
 import pytest
 
-from accelerate.checkpoint import names, places
+from accelerate.checkpoint import lock, names, places
 from accelerate.checkpoint.formats import describe
 from accelerate.checkpoint.manifest import NAME, Manifest
 from accelerate.checkpoint.places import LocalPlace, place_of
@@ -76,8 +77,33 @@ def test_the_kernel_exchanges_folders(tmp_path):
     assert not places.exchange(str(tmp_path / "a"), str(tmp_path / "missing"))
 
 
+_locks: "weakref.WeakSet[lock.Lock]" = weakref.WeakSet()
+
+
+@pytest.fixture(autouse=True)
+def locks(monkeypatch):
+    """All locks that are made."""
+    make = lock.Lock.__init__
+
+    def noted(self, *args):
+        make(self, *args)
+        _locks.add(self)
+
+    monkeypatch.setattr(lock.Lock, "__init__", noted)
+    monkeypatch.setattr(lock, "PATIENCE_S", 1.0)
+
+
 class Killed(BaseException):
     """The process ends here."""
+
+
+def die():
+    """The system drops the locks of a process that is killed."""
+    for held in list(_locks):
+        if held._descriptor >= 0:
+            os.close(held._descriptor)
+            held._descriptor = -1
+    raise Killed
 
 
 def kill_at(monkeypatch, number: int, exchanges: bool) -> list[str]:
@@ -88,7 +114,7 @@ def kill_at(monkeypatch, number: int, exchanges: bool) -> list[str]:
         def step(*args, **kwargs):
             steps.append(name)
             if len(steps) == number:
-                raise Killed
+                die()
             return function(*args, **kwargs)
 
         return step
@@ -250,7 +276,7 @@ def test_what_only_the_former_manifest_lists_is_not_taken_for_the_users_own(tmp_
             def unlink(path, *, dir_fd=None, removed=removed, real=real, number=number):
                 removed.append(path)
                 if len(removed) == number:
-                    raise Killed
+                    die()
                 real(path, dir_fd=dir_fd)
 
             patch.setattr(places.os, "unlink", unlink)

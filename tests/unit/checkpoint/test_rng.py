@@ -73,3 +73,18 @@ def test_a_device_in_use_is_a_source(monkeypatch):
     assert rng.collect()["torch_cuda_manual_seed"] == ["state"]
     rng.restore({**rng.collect(), "torch_cuda_manual_seed": [torch.zeros(1)]}, "folder")
     assert torch.equal(device.state[0], torch.zeros(1))
+
+
+@pytest.mark.parametrize("generator", [np.random.PCG64, np.random.SFC64, np.random.Philox, np.random.MT19937])
+def test_another_bit_generator_of_numpy(generator):
+    if not hasattr(np.random, "set_bit_generator"):
+        pytest.skip("this numpy has one")
+    before = np.random.get_bit_generator()
+    try:
+        np.random.set_bit_generator(generator(3))
+        tensors, told = rng.encode(rng.collect())
+        drawn = np.random.rand(3).tolist()
+        rng.restore(rng.decode(tensors, told), "here")
+        assert np.random.rand(3).tolist() == drawn
+    finally:
+        np.random.set_bit_generator(before)

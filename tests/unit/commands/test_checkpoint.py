@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -148,6 +149,51 @@ def test_progress_bar_on_a_terminal(project, monkeypatch):
     assert "0.00/2.00M" in terminal.getvalue()
 
 
+def test_verify_damaged_archives(accelerate, tmp_path):
+    """A flipped bit may make a part of torch's format look encrypted, or compressed by some other method."""
+    folder = samples.foreign(tmp_path / "epoch_1")
+    data = (folder / "optimizer.bin").read_bytes()
+    directory = data.rindex(b"PK\1\2")  # of its last part
+    for position in (directory + 6, directory + 8, directory + 10, 0):
+        (folder / "optimizer.bin").write_bytes(data[:position] + bytes([data[position] ^ 0x41]) + data[position + 1 :])
+        status, out, err = run(accelerate, "verify", folder)
+        assert (status, err) == (1, ""), position
+        assert "epoch_1: 1 problem\n  optimizer.bin " in out
+
+
+@pytest.fixture
+def sharded(tmp_path):
+    """A sharded checkpoint of another library, with one file of two pieces."""
+    import torch
+    from torch.distributed.checkpoint import FileSystemWriter, save
+
+    state = {"model": {"a": torch.arange(200.0), "b": torch.ones(3, 5)}}
+    folder = tmp_path / "epoch_1"
+    save(state, storage_writer=FileSystemWriter(folder / "pytorch_model_fsdp_0"), no_dist=True)
+    return folder
+
+
+def test_verify_foreign_shards(accelerate, sharded):
+    assert run(accelerate, "verify", sharded)[0] == 0
+    (shard,) = (sharded / "pytorch_model_fsdp_0").glob("*.distcp")
+    samples.flip(shard, shard.read_bytes().index(struct.pack("200f", *range(200))))
+    status, out, err = run(accelerate, "verify", sharded)
+    assert (status, err) == (1, "")
+    assert f"pytorch_model_fsdp_0/{shard.name} has changed" in out
+    shard.unlink()
+    status, out, _ = run(accelerate, "verify", sharded)
+    assert status == 1
+    assert f"{shard.name} is missing" in out
+
+
+def test_verify_names_missing_shards_of_an_index(accelerate, tmp_path):
+    folder = samples.foreign(tmp_path / "epoch_1")
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00001-of-00001.safetensors"}}')
+    status, out, _ = run(accelerate, "verify", folder)
+    assert status == 1
+    assert "model.safetensors.index.json names model-00001-of-00001.safetensors, which is missing" in out
+
+
 # -- info --------------------------------------------------------------------------------------------------------------
 
 
@@ -191,6 +237,19 @@ def test_info_of_others(accelerate, project):
     assert "incomplete: optimizer.bin is missing" in out
     _, out, _ = run(accelerate, "info", samples.foreign(project / "epoch_1"))
     assert "5 with 66 numbers" in out
+
+
+def test_info_of_shards(accelerate, sharded, tmp_path):
+    from accelerate.checkpoint.reshard import reshard
+
+    reshard(str(sharded), str(tmp_path / "checkpoint_1"), "sharded", 2)
+    for folder in (sharded, tmp_path / "checkpoint_1"):
+        status, out, _ = run(accelerate, "info", folder, "--tensors")
+        assert status == 0
+        assert "2 with 215 numbers (215 F32)" in out
+        assert ["b", "3x5", "F32", "pytorch_model_fsdp_0/.metadata"] in rows(out)
+    (sharded / "pytorch_model_fsdp_0" / ".metadata").write_bytes(b"nonsense")
+    assert run(accelerate, "info", sharded)[0] == 0
 
 
 # -- export and reshard ------------------------------------------------------------------------------------------------
@@ -245,6 +304,38 @@ def test_reshard(accelerate, project, tmp_path, monkeypatch):
     ):
         assert run(accelerate, "reshard", folder, *words)[0] == 2
     assert len(calls) == 2
+
+
+def test_what_cannot_be_converted_is_told_in_one_line(accelerate, tmp_path, monkeypatch):
+    import torch
+
+    class Hostile:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    kinds = {
+        "objects": ({"a": Hostile()}, "is not run: unsupported GLOBAL"),
+        "complex": ({"a": torch.ones(2, dtype=torch.complex128)}, "'a'"),
+        "sparse": ({"a": torch.ones(2, 3).to_sparse()}, ""),
+    }
+    for kind, (content, said) in kinds.items():
+        (tmp_path / kind).mkdir()
+        torch.save(content, tmp_path / kind / "pytorch_model.bin")
+        for command in (["export"], ["reshard", "--layout", "full"]):
+            status, _, err = run(accelerate, *command, tmp_path / kind, tmp_path / "out")
+            lines = [line for line in err.splitlines() if line.startswith("accelerate checkpoint: error: ")]
+            assert (status, len(lines)) == (2, 1), (kind, command, err)
+            assert command == ["export"] or said in lines[0]
+            assert "Traceback" not in err
+    assert not (tmp_path / "ran").exists()
+    for error in (IndexError("tuple index out of range"), RuntimeError("a\nb"), MemoryError(), OverflowError("long")):
+
+        def fail(*arguments, error=error):
+            raise error
+
+        monkeypatch.setattr("accelerate.checkpoint.reshard.reshard", fail)
+        status, _, err = run(accelerate, "reshard", tmp_path / "sparse", tmp_path / "out", "--layout", "full")
+        assert (status, len(err.splitlines())) == (2, 1), err
 
 
 # -- prune -------------------------------------------------------------------------------------------------------------
@@ -345,6 +436,137 @@ def test_prune_foreign(accelerate, project):
     assert left_in(project) == before[1:]
 
 
+def test_prune_follows_no_link(accelerate, tmp_path):
+    run_folder, archive = tmp_path / "run", tmp_path / "archive"
+    for number in range(3):
+        samples.write(run_folder / f"checkpoint_{number}", age=100 - number)
+    samples.write(archive / "checkpoint_1", age=500)
+    samples.write(archive / "checkpoint_0", age=600)
+    os.symlink("checkpoint_2", run_folder / "latest")
+    os.symlink("checkpoint_0", run_folder / "first")
+    os.symlink(archive / "checkpoint_1", run_folder / "best")
+    os.symlink(archive / "checkpoint_0", run_folder / "checkpoint_9")
+    os.symlink(run_folder, run_folder / "loop")
+    assert [row[0] for row in rows(run(accelerate, "ls", run_folder)[1])[1:]] == [f"checkpoint_{n}" for n in range(3)]
+    status, out, err = run(accelerate, "prune", run_folder, "--keep", "2", "--yes")
+    assert (status, err) == (0, "")
+    assert out.endswith("\n1 removed.\n")
+    assert (run_folder / "latest" / NAME).exists()
+    assert sorted(path.name for path in archive.iterdir()) == ["checkpoint_0", "checkpoint_1"]
+    assert {"checkpoint_1", "checkpoint_2", "best", "checkpoint_9"} <= set(os.listdir(run_folder))
+    assert not (run_folder / "checkpoint_0").exists()
+
+
+def test_prune_stays_in_the_folder(accelerate, tmp_path):
+    """A project may keep its checkpoints on another disk."""
+    for number in range(3):
+        samples.write(tmp_path / "disk" / f"checkpoint_{number}", age=100 - number)
+    left = tmp_path / "disk" / ".saving_checkpoint_7"
+    left.mkdir()
+    samples.touch(tmp_path / "disk", 700)
+    (tmp_path / "project").mkdir()
+    os.symlink(tmp_path / "disk", tmp_path / "project" / "checkpoints")
+    assert "checkpoints/checkpoint_1" in run(accelerate, "ls", tmp_path / "project")[1]
+    status, out, _ = run(accelerate, "prune", tmp_path / "project", "--keep", "1", "--incomplete", "--yes")
+    assert status == 0
+    assert f"to prune there, name {tmp_path / 'disk'}." in out
+    assert len(list((tmp_path / "disk").iterdir())) == 4
+    assert run(accelerate, "prune", tmp_path / "disk", "--keep", "1", "--incomplete", "--yes")[0] == 0
+    assert os.listdir(tmp_path / "disk") == ["checkpoint_2"]
+
+
+@pytest.mark.parametrize("how", ["--foreign", "--incomplete"])
+def test_prune_never_removes_the_folder_itself(accelerate, tmp_path, how):
+    """The folder of a run may be called as a checkpoint is, and have weights in it."""
+    folder = samples.foreign(tmp_path / "checkpoint_0")
+    if how == "--incomplete":
+        (folder / names.INCOMPLETE_MARKER).touch()
+    for number in range(1, 4):
+        samples.write(folder / "checkpoints" / f"checkpoint_{number}", age=100 - number)
+    samples.touch(folder, 9999)
+    assert run(accelerate, "prune", folder, "--keep", "2", how, "--yes")[0] == 0
+    assert left_in(folder) == ["checkpoint_2", "checkpoint_3"]
+    assert (folder / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("how", ["newer", "forbidden", "broken", "pipe"])
+def test_prune_leaves_what_cannot_be_read_here(accelerate, tmp_path, monkeypatch, how):
+    for number in range(2):
+        samples.write(tmp_path / f"checkpoint_{number}", age=100 - number)
+    path = tmp_path / "checkpoint_0" / NAME
+    if how == "newer":
+        path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99}))
+    elif how == "broken":
+        path.write_text("{")
+    elif how == "pipe":
+        path.unlink()
+        os.mkfifo(path)
+    else:
+        real = open
+
+        def refuse(file, *arguments, **options):
+            if os.fspath(file) == str(path):
+                raise PermissionError(13, "Permission denied")
+            return real(file, *arguments, **options)
+
+        monkeypatch.setattr("builtins.open", refuse)
+    samples.touch(tmp_path, 9999)
+    (tmp_path / "checkpoint_2").mkdir()
+    samples.touch(tmp_path / "checkpoint_2", 9999)
+    status, out, _ = run(accelerate, "prune", tmp_path, "--keep", "1", "--incomplete", "--yes")
+    assert status == 0
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint_0", "checkpoint_1"]
+    assert "checkpoint_0 stays" in out
+
+
+def test_prune_takes_each_folder_for_itself(accelerate, tmp_path):
+    samples.write(tmp_path / "checkpoint_9", age=99_999)  # of a former run
+    for number in range(3):
+        samples.write(tmp_path / "checkpoints" / f"checkpoint_{number}", age=100 - number)
+    listed = [row[0] for row in rows(run(accelerate, "ls", tmp_path)[1])[1:]]
+    assert listed == ["checkpoint_9", *(f"checkpoints/checkpoint_{number}" for number in range(3))]
+    assert run(accelerate, "prune", tmp_path, "--keep", "1", "--yes")[0] == 0
+    assert left_in(tmp_path) == ["checkpoint_2"]
+    assert (tmp_path / "checkpoint_9").exists()
+
+
+def test_prune_tells_what_it_does(accelerate, tmp_path):
+    for number in range(3):
+        samples.write(tmp_path / f"checkpoint_{number}", age=1000 - number)
+    os.rename(tmp_path / "checkpoint_2", tmp_path / ".replaced_checkpoint_2")  # the only copy
+    samples.write(tmp_path / ".replaced_checkpoint_1")  # the former one
+    samples.touch(tmp_path, 5000)
+    words = ("prune", tmp_path, "--keep", "2", "--incomplete")
+    assert "\n2 would be removed (" in run(accelerate, *words, "--dry_run")[1]
+    status, out, _ = run(accelerate, *words, "--yes")
+    assert status == 0
+    assert out.endswith("\n2 removed.\n")
+    assert f"{tmp_path / '.replaced_checkpoint_2'}  " in out
+    assert "gets its name back" in out
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint_1", "checkpoint_2"]
+
+
+def test_prune_looks_again_after_asking(accelerate, tmp_path, monkeypatch):
+    for number in range(3):
+        samples.write(tmp_path / f"checkpoint_{number}", age=1000 - number)
+    (tmp_path / "checkpoint_7").mkdir()
+    (tmp_path / "checkpoint_8").mkdir()
+    (tmp_path / "checkpoint_9").mkdir()
+    samples.touch(tmp_path, 5000)
+
+    def answer(question):
+        samples.write(tmp_path / "checkpoint_7", age=5)  # a run goes on there
+        samples.write(tmp_path / "checkpoint_0", age=5)
+        samples.touch(tmp_path / "checkpoint_9", 4000)
+        return True
+
+    monkeypatch.setattr(module, "_agreed", answer)
+    status, out, _ = run(accelerate, "prune", tmp_path, "--keep", "1", "--incomplete")
+    assert status == 0
+    assert out.endswith("2 removed.\n")  # checkpoint_1 and checkpoint_8
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint_0", "checkpoint_2", "checkpoint_7", "checkpoint_9"]
+
+
 def test_prune_says_what_it_could_not_remove(accelerate, project, monkeypatch):
     from accelerate.checkpoint.places import LocalPlace
 
@@ -395,6 +617,17 @@ def test_object_store(accelerate, store, tmp_path):
     assert [one["name"] for one in told] == ["checkpoint_0", "checkpoint_2"]
     assert run(accelerate, "ls", "memory://bucket/nowhere")[0] == 2
     assert run(accelerate, "ls", "nonsense://bucket/nowhere")[0] == 2
+
+
+def test_prune_of_an_object_store_leaves_what_cannot_be_read_here(accelerate, store, monkeypatch):
+    monkeypatch.setattr(module, "BUSY_SECONDS", -60)
+    memory = pytest.importorskip("fsspec").filesystem("memory")
+    path = f"/bucket/run/checkpoint_1/{NAME}"
+    memory.pipe(path, json.dumps({**json.loads(memory.cat(path)), "format": 99}).encode())
+    status, out, _ = run(accelerate, "prune", store, "--keep", "1", "--incomplete", "--yes")
+    assert status == 0
+    assert "checkpoint_1 stays" in out
+    assert [memory.exists(f"/bucket/run/checkpoint_{number}/{NAME}") for number in range(3)] == [False, True, True]
 
 
 # -- the program -------------------------------------------------------------------------------------------------------

@@ -4,6 +4,9 @@ import gc
 import os
 import pickle
 import signal
+import subprocess
+import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -407,3 +410,51 @@ class Note:
 
     def __call__(self, worker: int) -> None:
         (self.folder / "worker").write_text(str(os.getpid()))
+
+
+def test_a_save_that_failed_before_is_no_reason_not_to_save_now(tmp_path, monkeypatch, caplog):
+    run = Run(tmp_path)
+    real, calls = os.fsync, []
+
+    def full_once(descriptor):
+        calls.append(descriptor)
+        if len(calls) == 1:
+            raise OSError(28, "No space left on device")
+        return real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full_once)
+    run.accelerator.save_state(tmp_path / "earlier", blocking=False)
+    left = run.train(told_at=2)
+    assert left.code == 75 and Path(left.location, "accelerate_manifest.json").exists()
+    assert "No space left" in caplog.text and not (tmp_path / "earlier").exists()
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_what_starts_processes_for_others_does_not_keep_signals_blocked(method):
+    """A fork server that starts while they are blocked would keep them blocked in every process that it ever starts."""
+    program = """
+import multiprocessing, os, signal, sys, time
+import torch
+from torch.utils.data import DataLoader
+from accelerate.data import shield
+
+def wait():
+    time.sleep(60)
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context(sys.argv[1])
+    loader = DataLoader(torch.arange(4), num_workers=1, multiprocessing_context=context)
+    with shield.around_start(loader, (signal.SIGTERM,)):
+        batches = iter(loader)
+    assert len(list(batches)) == 4
+    other = context.Process(target=wait)
+    other.start()
+    other.terminate()
+    other.join(30)
+    assert other.exitcode == -signal.SIGTERM, other.exitcode
+"""
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder, "program.py")
+        script.write_text(program)
+        ended = subprocess.run([sys.executable, str(script), method], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr

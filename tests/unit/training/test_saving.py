@@ -394,8 +394,8 @@ def test_a_killed_save_is_passed_over(tmp_path):
         run.accelerator.save_state()
     (tmp_path / "checkpoints" / "checkpoint_1" / names.INCOMPLETE_MARKER).touch()
     run.accelerator.load_state()
-    assert run.accelerator.save_iteration == 1
-    assert run.accelerator.save_state().name == "checkpoint_1", "what was left there is written over"
+    assert run.accelerator.save_iteration == 2
+    assert run.accelerator.save_state().name == "checkpoint_2", "what is damaged stays for somebody to look at"
 
 
 # -- loaders -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,169 @@
+"""Metadata that lies about pieces of tensors, or is too large or too deep to be true."""
+
+import itertools
+import pickle
+import random
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint import filesystem, metadata
+
+from accelerate.checkpoint import dcp_metadata, fsdp_io
+from accelerate.checkpoint.manifest import DamagedCheckpoint
+from accelerate.checkpoint.reshard import reshard
+
+
+@pytest.fixture
+def saved(tmp_path):
+    torch.manual_seed(0)
+    fsdp_io.save_model(nn.Linear(4, 64), tmp_path / "full", layout="full")
+    reshard(str(tmp_path / "full"), str(tmp_path / "shards"), "sharded", 2)
+    (tmp_path / "shards" / "accelerate_manifest.json").unlink()
+    return tmp_path / "shards" / "pytorch_model_fsdp_0"
+
+
+def refused(saved, change, match):
+    path = saved / ".metadata"
+    told = pickle.loads(path.read_bytes())
+    changed = change(told)
+    path.write_bytes(pickle.dumps(told) if changed is None else changed)
+    model = nn.Linear(4, 64)
+    before = model.weight.clone()
+    with pytest.raises(DamagedCheckpoint, match=match):
+        fsdp_io.load_model(model, saved.parent)
+    assert torch.equal(before, model.weight)
+
+
+def chunks(told):
+    return told.state_dict_metadata["model.weight"].chunks
+
+
+def moved(told, offsets, sizes):
+    """Let the second piece lie elsewhere, and the files agree."""
+    index = next(index for index in told.storage_data if index.fqn == "model.weight" and index.offset[0])
+    place = told.storage_data.pop(index)
+    told.storage_data[metadata.MetadataIndex("model.weight", torch.Size(offsets))] = place
+    chunks(told)[1] = metadata.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+
+
+def one_place(told):
+    first, second = (index for index in told.storage_data if index.fqn == "model.weight")
+    told.storage_data[second] = told.storage_data[first]
+
+
+def many_pieces_of_one_place(told):
+    """Far more than the files have, in pieces that each are in one."""
+    told.state_dict_metadata["model.weight"].size = torch.Size([32 << 20, 4])
+    place = next(place for index, place in told.storage_data.items() if index.fqn == "model.weight")
+    for number in range(2, 200):
+        offset = torch.Size([32 * number, 0])
+        chunks(told).append(metadata.ChunkStorageMetadata(offset, torch.Size([32, 4])))
+        told.storage_data[metadata.MetadataIndex("model.weight", offset)] = place
+
+
+def transformed(told):
+    told.state_dict_metadata["model.weight"].size = torch.Size([1 << 50, 4])
+    for number, chunk in enumerate(chunks(told)):
+        chunk.sizes = torch.Size([1 << 49, 4])
+        chunk.offsets = torch.Size([number << 49, 0])
+        index = metadata.MetadataIndex("model.weight", chunk.offsets)
+        told.storage_data[index] = filesystem._StorageInfo("__0_0.distcp", 0, 1, ["zstd"])
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda told: setattr(chunks(told)[1], "offsets", torch.Size((0, 0))), "of its 256 elements 128 are"),
+        (lambda told: moved(told, (16, 0), (32, 4)), "overlap, and leave a hole"),
+        (lambda told: moved(told, (32, 0), (16, 4)), "of its 256 elements 192 are"),
+        (one_place, "lie in one place"),
+        (many_pieces_of_one_place, "lie in one place"),
+        (transformed, "transformed by zstd"),
+        (lambda told: told.planner_data.update({"model.weight": ()}), "is no path"),
+        (lambda told: setattr(told.state_dict_metadata["model.weight"], "size", (1 << 70, 4)), "has the shape"),
+        (lambda told: setattr(told.state_dict_metadata["model.weight"], "size", (1 << 40, 1 << 40)), "has the shape"),
+        (lambda told: setattr(told.state_dict_metadata["model.weight"], "size", (1,) * 65), "has the shape"),
+    ],
+)
+def test_pieces_that_lie(saved, change, match):
+    refused(saved, change, match)
+
+
+def test_pieces_that_are_told_twice_are_one(saved):
+    path = saved / ".metadata"
+    told = pickle.loads(path.read_bytes())
+    chunks(told).append(chunks(told)[0])
+    path.write_bytes(pickle.dumps(told))
+    model = nn.Linear(4, 64)
+    fsdp_io.load_model(model, saved.parent)
+    torch.manual_seed(0)
+    assert torch.equal(model.weight, nn.Linear(4, 64).weight)
+
+
+def deep(opcode):
+    """A dictionary with tuples in tuples as its key: C hashes them, one call in another."""
+    return b"\x80\x02}" + b")" + opcode * 200_000 + b"K\x01s."
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        deep(b"\x85"),
+        b"\x80\x02})" + b"\x8c\x00\x86" * 100_000 + b"K\x01s.",
+        b"\x80\x02}" + b"(" * 100_000 + b"t" * 100_000 + b"K\x01s.",
+        b"\x80\x02}" + b"ctorch\nSize\n" * 20_000 + b")" + b"\x85R" * 20_000 + b"K\x01s.",
+    ],
+)
+def test_what_is_too_deep_to_be_hashed(saved, data):
+    refused(saved, lambda told: data, "not the metadata of a checkpoint")
+
+
+def test_what_is_too_deep_to_be_told(saved):
+    def change(told):
+        path = "]" * 50_000 + "a" * 49_999  # lists in lists
+        record = b"ctorch.distributed.checkpoint.metadata\nMetadata\n)\x81}"
+        return b"\x80\x02" + record + b"X\x13\x00\x00\x00state_dict_metadata" + path.encode() + b"sb."
+
+    refused(saved, change, "damaged|not the metadata")
+
+
+# -- pieces that fill a tensor -----------------------------------------------------------------------------------------
+
+
+def grid(size, cuts):
+    """Pieces between cuts along each dim."""
+    edges = [[0, *sorted(cut), whole] for whole, cut in zip(size, cuts, strict=True)]
+    return [
+        (tuple(start for start, _ in box), tuple(end - start for start, end in box))
+        for box in itertools.product(*(list(itertools.pairwise(edge)) for edge in edges))
+    ]
+
+
+@pytest.mark.parametrize("size", [(), (5,), (4, 6), (3, 1, 4), (2, 3, 2, 3), (0,), (3, 0)])
+def test_pieces_that_fill_a_tensor_are_told_from_others(size):
+    generator = random.Random(0)
+    for _ in range(40):
+        cuts = [[generator.randint(0, whole) for _ in range(generator.randint(0, 2))] for whole in size]
+        pieces = grid(size, cuts)
+        assert dcp_metadata._uncovered(size, pieces) is None
+        filled = [piece for piece in pieces if all(piece[1])]
+        if len(filled) > 1:
+            generator.shuffle(filled)
+            assert dcp_metadata._uncovered(size, filled[1:])
+            assert dcp_metadata._uncovered(size, [filled[1], *filled[1:]])
+
+
+def test_pieces_of_any_boxes_agree_with_counting():
+    """Every way to put three boxes into a small tensor, against counting each element."""
+    size = (2, 3)
+    boxes = [
+        ((top, left), (height, width))
+        for top, left in itertools.product(range(2), range(3))
+        for height, width in itertools.product(range(1, 3 - top), range(1, 4 - left))
+    ]
+    for pieces in itertools.combinations_with_replacement(boxes, 3):
+        counted = torch.zeros(size)
+        for (top, left), (height, width) in pieces:
+            counted[top : top + height, left : left + width] += 1
+        assert (dcp_metadata._uncovered(size, pieces) is None) == bool((counted == 1).all()), pieces
