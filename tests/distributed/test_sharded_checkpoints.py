@@ -14,6 +14,8 @@ def test_other_strategies_and_numbers_of_ranks(launch):
         "a_file_per_rank",
         "a_rank_that_fails_stops_all_before_anything_changes",
         "public_functions",
+        "one_rank_that_cannot_begin_or_merge_keeps_nobody_waiting",
+        "what_does_not_fit_is_refused_or_left_out",
     ]
     printed = launch(SCRIPT, *checks, processes=3, cpu=True).stdout
     assert all(f"ok {check}" in printed for check in checks)

@@ -518,8 +518,8 @@ class _Kept:
 def _keeping(state: Any, steps: Steps, is_part: Callable[[Any], bool]) -> Any:
     """Return a state in which such dictionaries are single values."""
     if isinstance(state, Mapping):
-        top = len(steps) < 3  # what has all the models or states, of which there may be none
-        if (state or top) and all(isinstance(key, str) for key in state):
+        outer = steps[1:] in ((), ("state",))  # what has all weights or states, of which there may be none
+        if (state or outer) and all(isinstance(key, str) for key in state):
             return {key: _keeping(value, (*steps, key), is_part) for key, value in state.items()}
         parts = [".".join(map(str, (*steps, *below))) for below, value in leaves(state) if is_part(value)]
         if parts:

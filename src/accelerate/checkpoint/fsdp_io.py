@@ -96,7 +96,10 @@ def read_local(own: Mapping[str, Any], stored: Any, origin: str) -> dict[str, An
         raise RuntimeError(
             f"{origin} does not fit the model; nothing was loaded. These differ: {', '.join(differing[:10])}"
         )
-    return {name: _part_like(own[name], value, f"{name} in {origin}") for name, value in stored.items()}
+    return {
+        name: value if is_extra(name) else _part_like(own[name], value, f"{name} in {origin}")
+        for name, value in stored.items()
+    }
 
 
 def _part_like(own: Any, stored: Any, where: str) -> Any:

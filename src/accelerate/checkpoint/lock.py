@@ -74,8 +74,9 @@ class Lock:
                 logger.warning("Another process is saving to %s; waiting for it.", self.what)
             time.sleep(_PAUSE_S)
         if self._descriptor >= 0:
-            os.ftruncate(self._descriptor, 0)
-            os.write(self._descriptor, word.encode())
+            with contextlib.suppress(OSError):  # a full disk has no room for a word, and may have some after the old one has gone
+                os.ftruncate(self._descriptor, 0)
+                os.write(self._descriptor, word.encode())
 
     def _try(self) -> bool:
         """Say whether the lock is ours now, or the file system has no locks."""

@@ -19,7 +19,7 @@ from accelerate.checkpoint import dcp, formats, fsdp_files, fsdp_optimizer
 from accelerate.checkpoint.dcp import Position, Reader, Steps
 from accelerate.checkpoint.fsdp_files import Entries, Found, Kind
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest, damaged, problems
-from accelerate.checkpoint.names import HIDDEN_PREFIXES, model_file, optimizer_file
+from accelerate.checkpoint.names import HIDDEN_PREFIXES, LOCK_PREFIX, model_file, optimizer_file
 from accelerate.checkpoint.places import place_of
 
 _COPIED = 4 << 20  # bytes that are read at a time
@@ -150,7 +150,7 @@ def _rest(folder: str, staged: str, parts: Sequence[tuple[Kind, Found]], old: Ma
     for name in sorted(names):
         if name.split("/")[0] in left or (old is not None and name not in known):
             continue  # what no manifest lists is the user's own, and stays where it is
-        if any(part.startswith(HIDDEN_PREFIXES) for part in name.split("/")):
+        if any(part.startswith((*HIDDEN_PREFIXES, LOCK_PREFIX)) for part in name.split("/")):
             continue  # of a save that was killed, or of this one
         there = os.path.join(staged, *name.split("/"))
         os.makedirs(os.path.dirname(there), exist_ok=True)

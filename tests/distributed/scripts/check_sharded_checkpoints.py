@@ -10,6 +10,7 @@ import copy
 import os
 import sys
 import time
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from accelerate import PartialState
 from accelerate.checkpoint import dcp, formats, fsdp_files, fsdp_io, fsdp_state
 from accelerate.checkpoint.manifest import DamagedCheckpoint
 from accelerate.checkpoint.reshard import reshard
@@ -314,6 +316,116 @@ def _public(folder):
                 assert not differing(mine, theirs), (strategy, kind, use_dcp, differing(mine, theirs))
 
 
+def one_rank_that_cannot_begin_or_merge_keeps_nobody_waiting():
+    STAGE.on(STAGE.size, _beginning, os.path.join(STAGE.folder, "beginning"))
+
+
+def _beginning(folder):
+    rank, job = dist.get_rank(), Job("fsdp2")
+    job.step(0)
+    mine = folder
+    if rank == 1:
+        open(f"{folder}-file", "w").close()
+        mine = f"{folder}-file/checkpoint"
+    for work in (
+        lambda: fsdp_io.save_model(job.model, mine),
+        lambda: fsdp_io.save_optimizer(job.optimizer, job.model, mine),
+    ):
+        raises((NotADirectoryError if rank == 1 else RuntimeError), work, "Not a directory")
+
+    PartialState(cpu=True)
+    fsdp_io.save_model(job.model, folder)
+    shards, merged = f"{folder}/pytorch_model_fsdp_0", f"{folder}-merged"
+    file = f"{shards}/__0_0.distcp"
+    if rank == 0:
+        os.rename(file, f"{file}.aside")
+    dist.barrier()
+    raises(
+        DamagedCheckpoint if rank == 0 else RuntimeError,
+        lambda: fsdp_utils.merge_fsdp_weights(shards, merged, remove_checkpoint_dir=True),
+        "__0_0.distcp is missing",
+    )
+    assert os.path.exists(f"{shards}/.metadata") and not os.path.exists(merged)
+    dist.barrier()
+    if rank == 0:
+        os.rename(f"{file}.aside", file)
+    if rank == 1:
+        time.sleep(0.5)  # when it comes, the shards must not be gone yet
+    fsdp_utils.merge_fsdp_weights(shards, merged, remove_checkpoint_dir=True)
+    assert os.listdir(merged) == ["model.safetensors"] and not os.path.exists(shards)
+    PartialState._reset_state()
+
+
+def raises(kind, work, words):
+    try:
+        work()
+    except kind as error:
+        assert words in str(error), error
+    else:
+        raise AssertionError(f"nothing was raised that says {words!r}")
+
+
+def what_does_not_fit_is_refused_or_left_out():
+    folder = os.path.join(STAGE.folder, "misfits")
+    STAGE.on(1, _flat_without_names, f"{folder}-flat")
+    STAGE.on(3, _write_files_of_ranks, f"{folder}-ranks", 0)
+    STAGE.on(2, _write_files_of_ranks, f"{folder}-ranks", 1)
+    STAGE.on(2, _not_strict, f"{folder}-strict")
+
+
+def _flat_without_names(folder):
+    plain = Job("plain")
+    plain.step(0)
+    os.makedirs(folder)
+    torch.save(plain.model.state_dict(), f"{folder}/pytorch_model.bin")
+    torch.save(plain.optimizer.state_dict(), f"{folder}/optimizer.bin")
+    job = Job("fsdp1-flat", seed=1)
+    fsdp_io.load_model(job.model, folder)
+    raises(RuntimeError, lambda: fsdp_io.load_optimizer(job.optimizer, job.model, folder), "use_orig_params=True")
+    assert not job.optimizer.state
+    job = Job("fsdp1", seed=1)
+    job.load(folder)
+    found = differing(plain.whole(), job.whole())
+    assert not found, found
+
+
+def _write_files_of_ranks(folder, seed):
+    job, other = Job("fsdp2", seed), Job("fsdp2", seed=5)
+    job.step(0)
+    job.save(folder, "local")
+    other.load(folder)
+    assert not differing(job.whole(), other.whole())
+    ranks = {file.rpartition("_rank")[2] for file in os.listdir(folder)}
+    assert ranks == {f"{rank}.bin" for rank in range(dist.get_world_size())}
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(2, 8), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    fsdp_io.save_model(model, f"{folder}-shape", layout="local")
+    other = fully_shard(nn.Linear(1, 16), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    del other.bias, model.bias
+    fsdp_io.save_model(model, f"{folder}-shape", layout="local")
+    raises(RuntimeError, lambda: fsdp_io.load_model(other, f"{folder}-shape"), "has the shape")
+
+
+def _not_strict(folder):
+    for strategy in ("fsdp1", "fsdp1-flat", "fsdp2"):
+        job, other = Job(strategy), Job(strategy, seed=1)
+        values = fsdp_state.model_state(job.model).values
+        os.makedirs(f"{folder}-{strategy}", exist_ok=True)
+        fsdp_files.write({k: v for k, v in values.items() if k != "scale"}, f"{folder}-{strategy}", "model")
+        with torch.no_grad():
+            for name, parameter in other.model.named_parameters():
+                if name.endswith("scale"):
+                    parameter.fill_(7)
+        before = other.whole()["model"]
+        raises(RuntimeError, partial(fsdp_io.load_model, other.model, f"{folder}-{strategy}"), "scale is missing")
+        keys = fsdp_io.load_model(other.model, f"{folder}-{strategy}", strict=False)
+        assert keys.missing_keys == ["scale"] and not keys.unexpected_keys, keys
+        mine, theirs = job.whole()["model"], other.whole()["model"]
+        if dist.get_rank() == 0:
+            mine["scale"] = before["scale"]
+        assert not differing(mine, theirs), (strategy, differing(mine, theirs))
+
+
 EVERYBODY = "plain ddp fsdp1 fsdp1-flat fsdp2 tp"
 
 
@@ -358,6 +470,8 @@ if __name__ == "__main__":
         a_file_per_rank,
         a_rank_that_fails_stops_all_before_anything_changes,
         public_functions,
+        one_rank_that_cannot_begin_or_merge_keeps_nobody_waiting,
+        what_does_not_fit_is_refused_or_left_out,
         the_wide_matrix,
         meshes_of_two_dims,
     )

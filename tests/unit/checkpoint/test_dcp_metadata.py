@@ -112,7 +112,7 @@ def deep(opcode):
         deep(b"\x85"),
         b"\x80\x02})" + b"\x8c\x00\x86" * 100_000 + b"K\x01s.",
         b"\x80\x02}" + b"(" * 100_000 + b"t" * 100_000 + b"K\x01s.",
-        b"\x80\x02}" + b"ctorch\nSize\n" * 20_000 + b")" + b"\x85R" * 20_000 + b"K\x01s.",
+        b"\x80\x02}" + b"ctorch\nSize\n" * 20_000 + b")" + b"\x85\x85R" * 20_000 + b"K\x01s.",
     ],
 )
 def test_what_is_too_deep_to_be_hashed(saved, data):

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -60,15 +61,19 @@ def test_kills(tmp_path, layout, exchanging, monkeypatch):
     fsdp_io.save_model(model_of(0), tmp_path, layout=layout)
     clean = sorted(os.listdir(tmp_path))
     former, steps = 0.0, 0
-    while killed(lambda: fsdp_io.save_model(model_of(former + 1), tmp_path, layout=layout), steps):
+
+    def save(value):
+        fsdp_io.save_model(model_of(value), tmp_path, layout=layout)
+
+    while killed(partial(save, former + 1), steps):
         found = value_in(tmp_path)
         assert found in (former, former + 1), steps
         # A second one that dies as early as it can makes nothing worse.
-        assert killed(lambda: fsdp_io.save_model(model_of(former + 2), tmp_path, layout=layout), 0)
+        assert killed(partial(save, former + 2), 0)
         assert value_in(tmp_path) == found
         former, steps = found, steps + 1
     assert steps > 3
-    fsdp_io.save_model(model_of(99), tmp_path, layout=layout)
+    save(99)
     assert value_in(tmp_path) == 99
     assert sorted(os.listdir(tmp_path)) == clean
 

@@ -43,7 +43,8 @@ def moments(model, optimizer):
 
 def same(mine, theirs):
     return mine.keys() == theirs.keys() and all(
-        mine[name].keys() == theirs[name].keys() and all(torch.equal(mine[name][k], theirs[name][k]) for k in mine[name])
+        mine[name].keys() == theirs[name].keys()
+        and all(torch.equal(mine[name][k], theirs[name][k]) for k in mine[name])
         for name in mine
     )
 

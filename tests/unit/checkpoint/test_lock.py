@@ -80,3 +80,19 @@ def test_a_save_in_progress_is_neither_swept_away_nor_joined(tmp_path):
     (tmp_path / f"{names.LOCK_PREFIX}checkpoint_7").touch()
     place.parent().sweep()
     assert os.listdir(tmp_path) == [], "a lock that nobody holds means nothing"
+
+
+def test_a_full_disk_has_no_room_for_a_word_but_locks(tmp_path, monkeypatch):
+    path = str(tmp_path / ".lock_x")
+
+    def full(*args):
+        raise OSError(lock.errno.ENOSPC, "No space left on device")
+
+    first = Lock(path, "x")
+    with monkeypatch.context() as patch:
+        patch.setattr(lock.os, "write", full)
+        first.take("word")
+    with pytest.raises(Busy):
+        Lock(path, "x").take(patience_s=0)
+    first.release()
+    Lock(path, "x").take(patience_s=0)

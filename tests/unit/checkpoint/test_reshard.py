@@ -192,6 +192,16 @@ def test_what_a_sharded_save_wrote(tmp_path, trained):
     assert same(torch.load(tmp_path / "whole" / "optimizer.bin"), optimizer.state_dict())
 
 
+def test_into_a_folder_inside_of_what_a_sharded_save_wrote(tmp_path, trained):
+    folder = tmp_path / "saved"
+    fsdp_io.save_model(trained[0], folder)
+    (folder / ".saving_optimizer_0").mkdir()  # of a save that was killed
+    (folder / ".saving_optimizer_0" / "__0_0.distcp").touch()
+    (folder / "notes.txt").touch()
+    reshard(str(folder), str(folder / "whole"), "full")
+    assert set(whole(folder / "whole").files) == {"model.safetensors", "notes.txt"}
+
+
 def test_several_models_and_an_optimizer_that_has_not_stepped(tmp_path):
     folder = tmp_path / "saved"
     jobs = [job(0, steps=0), job(1)]

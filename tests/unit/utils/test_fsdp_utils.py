@@ -1,5 +1,6 @@
 import functools
 import os
+import shutil
 import types
 
 import pytest
@@ -10,6 +11,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.fsdp import wrap
 
+from accelerate.checkpoint import fsdp_io
+from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.utils import fsdp_utils as utils
 
@@ -213,6 +216,43 @@ def test_merge_of_something_else(sharded, tmp_path):
         utils.merge_fsdp_weights(tmp_path / "nowhere", tmp_path)
     with pytest.raises(ValueError, match="Did you mean .*pytorch_model_fsdp_0"):
         utils.merge_fsdp_weights(folder.parent, tmp_path)
+
+
+def test_merge_compares_with_the_manifest_and_deletes_nothing_that_is_damaged(tmp_path):
+    model, folder = Tied(), tmp_path / "checkpoint"
+    entries = fsdp_io.save_model(model, folder)
+    Manifest(entries).write(folder)
+    file = folder / "pytorch_model_fsdp_0" / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 0x40
+    file.write_bytes(data)
+    with pytest.raises(DamagedCheckpoint, match="__0_0.distcp has changed"):
+        utils.merge_fsdp_weights(file.parent, tmp_path / "merged", remove_checkpoint_dir=True)
+    assert file.exists() and not (tmp_path / "merged").exists()
+    data[len(data) // 2] ^= 0x40
+    file.write_bytes(data)
+    utils.merge_fsdp_weights(file.parent, tmp_path / "merged", remove_checkpoint_dir=True)
+    assert not file.parent.exists()
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_merge_is_on_the_disk_before_anything_is_deleted(sharded, tmp_path, monkeypatch, safe):
+    _, folder = sharded
+    (tmp_path / "merged").mkdir()
+    file = tmp_path / "merged" / ("model.safetensors" if safe else "pytorch_model.bin")
+    file.write_text("older")
+    monkeypatch.setattr(utils.checksum, "of_file", lambda path: (0, ""))
+    with pytest.raises(OSError, match="is not what was written"):
+        utils.merge_fsdp_weights(folder, tmp_path / "merged", safe, remove_checkpoint_dir=True)
+    monkeypatch.undo()
+    assert (folder / ".metadata").exists() and file.read_text() == "older"
+    done = []
+    for module, name in ((os, "fsync"), (os, "replace"), (shutil, "rmtree")):
+        step = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, step=step, name=name: (done.append(name), step(*args))[1])
+    utils.merge_fsdp_weights(folder, tmp_path / "merged", safe, remove_checkpoint_dir=True)
+    assert done == ["fsync", "replace", "fsync", "rmtree"]
+    assert os.listdir(tmp_path / "merged") == [file.name]
 
 
 def test_merge_does_not_delete_its_result(sharded):
