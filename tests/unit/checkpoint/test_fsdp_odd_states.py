@@ -1,0 +1,241 @@
+"""States that are out of the ordinary, in every layout: what is saved comes back with its kinds, or is refused when it is saved."""
+
+import copy
+import os
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as torch_dcp
+from safetensors.torch import save_file
+from torch import nn
+
+from accelerate.checkpoint import dcp, fsdp_io
+from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest
+from accelerate.checkpoint.reshard import reshard
+from accelerate.config.fsdp import FullyShardedDataParallelPlugin
+from accelerate.utils import fsdp_utils
+
+LAYOUTS = ["sharded", "full", "local", "sharded to full", "full to sharded"]
+
+
+def job(seed=0, **options):
+    torch.manual_seed(seed)
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **options)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def saved(folder, model, optimizer, layout):
+    """Save, and reshard if the layout says so; return the folder to load from."""
+    fsdp_io.save_model(model, folder, layout=layout.split()[0])
+    if optimizer is not None:
+        fsdp_io.save_optimizer(optimizer, model, folder, layout=layout.split()[0])
+    if " to " in layout:
+        reshard(str(folder), f"{folder}-resharded", layout.split()[-1])
+        return folder.with_name(f"{folder.name}-resharded")
+    return folder
+
+
+def shown(value):
+    """What differs between kinds, too."""
+    if isinstance(value, torch.Tensor):
+        return "tensor", value.dtype, value.tolist()
+    if isinstance(value, dict):
+        return {(type(key), key): shown(child) for key, child in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value), [shown(child) for child in value]
+    return type(value), value
+
+
+# -- optimizers --------------------------------------------------------------------------------------------------------
+
+STATES = {
+    "numbers as keys": {0: torch.ones(3), 1: torch.zeros(3), "h": {0: 1.5, 1: 2.5}},
+    "numbers as keys inside": {"blocks": {0: {"a": torch.ones(3)}, 1: {"a": torch.zeros(3)}}, "x": torch.ones(3)},
+    "empty": {},
+    "nothing inside": {"a": {}, "b": [], "c": {"d": {}}, "x": torch.ones(3)},
+    "lists": {"a": [torch.ones(3), torch.zeros(3)], "b": [{"c": 1}, {"c": 2}], "d": [1, 2], "e": (1, 2)},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("state", STATES.values(), ids=STATES)
+def test_states_of_parameters(tmp_path, layout, state):
+    model, _ = job()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state[model.weight] = copy.deepcopy(state)
+    folder = saved(tmp_path / "saved", model, optimizer, layout)
+    other = torch.optim.SGD(model.parameters(), lr=0.2)
+    fsdp_io.load_optimizer(other, model, folder)
+    assert shown(dict(other.state[model.weight])) == shown(state)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_options_of_groups(tmp_path, layout):
+    model, optimizer = job()
+    options = {"note": {"x": 1, "y": [1, 2], "z": {}}, "e": {}, "none": None, "steps": {0: 0.1, 5: 0.2}, "l": []}
+    optimizer.param_groups[0].update(copy.deepcopy(options))
+    folder = saved(tmp_path / "saved", model, optimizer, layout)
+    other, its_optimizer = job(1)
+    fsdp_io.load_optimizer(its_optimizer, other, folder)
+    assert shown({key: its_optimizer.param_groups[0][key] for key in options}) == shown(options)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_belongs_to_no_parameter(tmp_path, layout):
+    model, optimizer = job()
+    optimizer.state["shared"] = {"count": 3, "mean": torch.ones(7)}
+    folder = saved(tmp_path / "saved", model, optimizer, layout)
+    other, its_optimizer = job(1)
+    fsdp_io.load_optimizer(its_optimizer, other, folder)
+    assert shown(its_optimizer.state["shared"]) == shown(optimizer.state["shared"])
+    assert torch.equal(its_optimizer.state[other.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("number", [np.float64(0.05), np.float32(0.5), np.int64(1)])
+def test_a_learning_rate_that_numpy_computed(tmp_path, layout, number):
+    model, optimizer = job()
+    optimizer.param_groups[0]["lr"] = number
+    folder = saved(tmp_path / "saved", model, optimizer, layout)
+    other, its_optimizer = job(1)
+    fsdp_io.load_optimizer(its_optimizer, other, folder)
+    assert shown(its_optimizer.param_groups[0]["lr"]) == shown(number.item())
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+def test_numbers_of_numpy_that_others_wrote(tmp_path, kind):
+    model, optimizer = job()
+    state = {"state": {}, "param_groups": [{**optimizer.param_groups[0], "params": ["weight", "bias"]}]}
+    state["param_groups"][0]["lr"] = np.float64(0.05)
+    if kind == "full":
+        torch.save(state, tmp_path / "optimizer.bin")
+    else:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch_dcp.save({"optimizer": state}, checkpoint_id=str(tmp_path / "optimizer_0"))
+    fsdp_io.load_optimizer(optimizer, model, tmp_path)
+    assert optimizer.param_groups[0]["lr"] == 0.05
+
+
+@pytest.mark.parametrize("layout", ["sharded", "full", "local"])
+def test_a_state_of_parameters_that_the_optimizer_lacks(tmp_path, layout):
+    model, optimizer = job()
+    fsdp_io.save_optimizer(optimizer, model, tmp_path, layout=layout)
+    fewer = torch.optim.AdamW([model.bias])
+    with pytest.raises(RuntimeError, match="does not have; nothing was loaded: weight"):
+        fsdp_io.load_optimizer(fewer, model, tmp_path)
+    assert not fewer.state
+    # One that has no state is no loss.
+    unused = torch.optim.AdamW(model.parameters(), lr=0.7)
+    fsdp_io.save_optimizer(unused, model, tmp_path, layout=layout)
+    fsdp_io.load_optimizer(fewer, model, tmp_path)
+    assert fewer.param_groups[0]["lr"] == 0.7
+
+
+def test_parts_below_keys_that_are_no_texts_are_refused():
+    with pytest.raises(ValueError, match="optimizer.state.w.0 has shards.*FULL_STATE_DICT"):
+        dcp._keeping({"optimizer": {"state": {"w": {0: torch.ones(2)}}}}, (), lambda value: True)
+
+
+def test_keys_that_become_one(tmp_path):
+    model, optimizer = job()
+    state = optimizer.state_dict()
+    state["state"] = {0: {"a": {0: 1, "0": 2}}}
+    torch.save(state, tmp_path / "optimizer.bin")
+    with pytest.raises(DamagedCheckpoint, match="two values of the name state.0.a.0"):
+        fsdp_io.load_optimizer(optimizer, model, tmp_path)
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+class Extra(nn.Linear):
+    def __init__(self, extra=None):
+        super().__init__(2, 2)
+        self.extra = extra
+
+    def get_extra_state(self):
+        return self.extra
+
+    def set_extra_state(self, state):
+        self.extra = state
+
+
+EXTRAS = [
+    {"amax": torch.ones(3), "steps": 4},
+    {"amax": torch.ones(3)},
+    {"nested": {"scales": [torch.ones(2), torch.zeros(2)], "empty": {}}, 0: "x"},
+    {},
+    [1, "two"],
+    7,
+    None,
+    torch.arange(5, dtype=torch.uint8),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("extra", EXTRAS, ids=range(len(EXTRAS)))
+def test_extra_states(tmp_path, layout, extra):
+    model = nn.Sequential(Extra(copy.deepcopy(extra)), nn.Linear(2, 2))
+    folder = saved(tmp_path / "saved", model, None, layout)
+    other = nn.Sequential(Extra(torch.zeros(2)), nn.Linear(2, 2))
+    fsdp_io.load_model(other, folder)
+    assert shown(other[0].extra) == shown(extra)
+    assert torch.equal(other[0].weight, model[0].weight)
+
+
+@pytest.mark.parametrize(("mine", "theirs"), [((8, 2), (4, 4)), ((4, 4), (16, 1))])
+def test_files_of_ranks_of_another_shape(tmp_path, mine, theirs):
+    fsdp_io.save_model(nn.Linear(*mine, bias=False), tmp_path, layout="local")
+    other = nn.Linear(*theirs, bias=False)
+    before = other.weight.clone()
+    with pytest.raises(RuntimeError, match="weight in .* has the shape .* another model"):
+        fsdp_io.load_model(other, tmp_path)
+    assert torch.equal(before, other.weight)
+
+
+# -- checksums ---------------------------------------------------------------------------------------------------------
+
+
+def flip(file):
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 0x40
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("layout", ["sharded", "full", "local"])
+def test_what_a_manifest_says_is_compared(tmp_path, layout):
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    model, optimizer = job()
+    entries = fsdp_io.save_model(model, tmp_path, layout=layout)
+    entries |= fsdp_io.save_optimizer(optimizer, model, tmp_path, layout=layout)
+    Manifest(entries).write(tmp_path)
+    fsdp_utils.load_fsdp_model(plugin, None, model, str(tmp_path))
+    fsdp_utils.load_fsdp_optimizer(plugin, None, optimizer, model, str(tmp_path))
+    before = model.weight.clone()
+    file = max((name for name in entries if "model" in name), key=lambda name: entries[name].size)
+    flip(tmp_path / file)
+    with pytest.raises(DamagedCheckpoint, match=f"{file} has changed"):
+        fsdp_utils.load_fsdp_model(plugin, None, model, str(tmp_path))
+    assert torch.equal(before, model.weight)
+    fsdp_utils.load_fsdp_optimizer(plugin, None, optimizer, model, str(tmp_path))  # its files are whole
+    file = max((name for name in entries if "optimizer" in name), key=lambda name: entries[name].size)
+    os.unlink(tmp_path / file)
+    (tmp_path / file).touch()
+    with pytest.raises(DamagedCheckpoint, match=f"{file} has 0 bytes"):
+        fsdp_utils.load_fsdp_optimizer(plugin, None, optimizer, model, str(tmp_path))
+
+
+def test_files_that_an_index_lists_are_compared(tmp_path):
+    model, _ = job()
+    save_file(dict(model.state_dict()), tmp_path / "model.safetensors")
+    reshard(str(tmp_path), str(tmp_path / "parts"), "full", max_shard_size=40)
+    fsdp_io.load_model(model, tmp_path / "parts")
+    flip(tmp_path / "parts" / "model-00002-of-00002.safetensors")
+    with pytest.raises(DamagedCheckpoint, match="model-00002-of-00002.safetensors has changed"):
+        fsdp_io.load_model(model, tmp_path / "parts")
