@@ -357,7 +357,8 @@ def test_a_run_killed_in_a_save_takes_the_checkpoint_before(tmp_path):
         assert mark in victim.marks()
         victim.kill()
     checkpoints = tmp_path / "out" / "checkpoints"
-    assert sorted(path.name for path in checkpoints.iterdir()) == [".saving_checkpoint_1", "checkpoint_0"]
+    left = sorted(path.name for path in checkpoints.iterdir())
+    assert left == [".lock_checkpoint_1", ".saving_checkpoint_1", "checkpoint_0"]
     victim = Victim(tmp_path, 1, "last", **plan)
     victim.end()
     assert not list(checkpoints.glob(".*")), "what the killed save left is gone"

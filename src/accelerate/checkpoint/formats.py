@@ -209,14 +209,14 @@ def _number(scalar: np.generic) -> Any:
     return made
 
 
-def _tensors_in(obj: Any, path: str) -> Iterator[tuple[str, TensorEntry]]:
+def _tensors_in(obj: Any, path: str, around: tuple[int, ...] = ()) -> Iterator[tuple[str, TensorEntry]]:
     """The tensors in nested dicts and lists, by the path that leads to them."""
     if isinstance(obj, torch.Tensor):
         yield path, tensor_entry(obj.shape, obj.dtype)
-    elif isinstance(obj, (Mapping, list, tuple)):
+    elif isinstance(obj, (Mapping, list, tuple)) and id(obj) not in around:  # it may contain itself
         items = obj.items() if isinstance(obj, Mapping) else enumerate(obj)
         for key, value in items:
-            yield from _tensors_in(value, f"{path}.{key}" if path else str(key))
+            yield from _tensors_in(value, f"{path}.{key}" if path else str(key), (*around, id(obj)))
 
 
 def write_bytes(path: Path, data: bytes, rank: int = 0) -> FileEntry:

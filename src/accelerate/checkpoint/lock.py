@@ -74,7 +74,9 @@ class Lock:
                 logger.warning("Another process is saving to %s; waiting for it.", self.what)
             time.sleep(_PAUSE_S)
         if self._descriptor >= 0:
-            with contextlib.suppress(OSError):  # a full disk has no room for a word, and may have some after the old one has gone
+            with contextlib.suppress(
+                OSError
+            ):  # a full disk has no room for a word, and may have some after the old one has gone
                 os.ftruncate(self._descriptor, 0)
                 os.write(self._descriptor, word.encode())
 

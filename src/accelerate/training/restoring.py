@@ -353,5 +353,6 @@ def _following_number(accelerator: "Accelerator", place: Place) -> int | None:
     if place.parent() != here:
         return None
     # After going back to an older one, the newer ones keep their numbers, and what comes next is the newest. Damaged ones keep
-    # theirs, too: somebody may want to look at them.
-    return max((known for known, _ in here.checkpoints()), default=number) + 1
+    # theirs, too: somebody may want to look at them. Of a killed save to an object store nobody wants to see anything.
+    taken = [known for known, other in here.checkpoints() if other.state().loads or other.files()]
+    return max(taken, default=number) + 1

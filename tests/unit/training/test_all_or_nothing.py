@@ -142,6 +142,17 @@ def test_a_registered_object_may_hold_what_was_computed(tmp_path):
     assert not run.registered.state["loss"].requires_grad
 
 
+def test_a_registered_object_may_contain_itself(tmp_path):
+    run = Run(nn.Linear(2, 2))
+    run.registered.state = {"n": 1, "t": torch.ones(1)}
+    run.registered.state["again"] = run.registered.state
+    for blocking in (True, False):
+        run.accelerator.save_state(tmp_path / "c", blocking=blocking)
+        run.accelerator.wait_for_checkpoint()
+    run.accelerator.load_state(tmp_path / "c")
+    assert run.registered.state["again"] is run.registered.state
+
+
 def test_what_somebody_else_has_put_there_is_not_loaded(tmp_path):
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(nn.Linear(2, 2))
