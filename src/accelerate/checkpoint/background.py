@@ -2,8 +2,8 @@
 
 The thread holds what it writes in host memory of its own, and meets the other ranks through the key-value store of the
 process group, so it takes part in no collective of the training. Hashing, copying and writing release the interpreter lock.
-Its priority is that of any other thread: one of a low priority that holds the interpreter lock holds up the training as long as
-other processes keep it from running.
+It rests between blocks as long as nobody waits for it. Its priority is that of any other thread: one of a low priority that holds the
+interpreter lock holds up the training as long as other processes keep it from running.
 """
 
 import atexit
@@ -18,9 +18,15 @@ from collections.abc import Callable
 from multiprocessing import util as multiprocessing_util
 from typing import Any
 
+from accelerate.checkpoint import durable
 from accelerate.checkpoint.parcel import HostBuffers
 
 logger = logging.getLogger(__name__)
+
+
+# How long the thread rests after each block, as a multiple of the time that the block took: the training is slowed for longer, but
+# by little at a time.
+_REST = 3.0
 
 
 class Background:
@@ -32,6 +38,7 @@ class Background:
         self._problem: BaseException | None = None
         self._what = ""
         self._pid = os.getpid()
+        self._hurry = threading.Event()  # somebody waits
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Background, ()
@@ -56,7 +63,8 @@ class Background:
 
         def run() -> None:
             try:
-                task()
+                with durable.resting(_REST, self._hurry):
+                    task()
             except BaseException as error:
                 self._problem = error
                 # Now, too: a training that ends or fails before its next call would never tell.
@@ -65,11 +73,13 @@ class Background:
                 done()
 
         self._what, self._pid = what, os.getpid()
+        self._hurry.clear()
         thread = threading.Thread(target=run, name="accelerate-checkpoint", daemon=False)
         try:
             _wait_at_exit(self)
             thread.start()
         except RuntimeError:
+            self._hurry.set()
             run()
             return
         self._thread = thread
@@ -110,6 +120,7 @@ class Background:
                 "The checkpoint %s is being written by the process that this one was forked from.", self._what
             )
             return
+        self._hurry.set()
         if reason is not None and thread.is_alive():
             begun = time.monotonic()
             logger.warning("%s waits for the checkpoint %s, which is still being written.", reason, self._what)

@@ -12,6 +12,8 @@ import contextlib
 import errno
 import mmap
 import os
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -130,6 +132,7 @@ class _Blocks:
         self._direct = disk.set_direct(descriptor, True)
         self._areas = [_area(), _area()]
         self._filled, self._written = 0, 0
+        self._began = time.monotonic()
         self._pool: ThreadPoolExecutor | None = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-disk")
         self._in_flight: Future[None] | None = None
 
@@ -149,6 +152,8 @@ class _Blocks:
 
     def _pass_on(self) -> None:
         self._wait()
+        _rest(time.monotonic() - self._began)
+        self._began = time.monotonic()
         view, self._filled = memoryview(self._areas[0]), 0
         self._areas.reverse()
         if self._pool is not None:
@@ -198,6 +203,30 @@ class _Blocks:
             self._pool.shutdown()
         _spare.extend(self._areas[: _KEPT - len(_spare)])
         self._areas = []
+
+
+_resting = threading.local()
+
+
+@contextlib.contextmanager
+def resting(rest: float, hurry: threading.Event) -> Iterator[None]:
+    """Let this thread rest after each block of a large file that it writes.
+
+    Args:
+        rest: for how long, as a multiple of the time that the block took.
+        hurry: ends all rests when it is set.
+    """
+    _resting.how = rest, hurry
+    try:
+        yield
+    finally:
+        del _resting.how
+
+
+def _rest(took: float) -> None:
+    rest, hurry = getattr(_resting, "how", (0.0, None))
+    if hurry is not None and not hurry.is_set():
+        hurry.wait(rest * took)
 
 
 # Memory for blocks, aligned to pages as disks want it. New memory costs as much as the writing of a small file.

@@ -30,7 +30,7 @@ from accelerate.checkpoint.threads import each
 
 # What a rank holds, at most, of a checkpoint in addition to the state that it replaces. Beyond that, tensors are replaced in
 # place, and a disk that fails in the middle of that leaves a part of them replaced.
-SPARE = 256 << 20
+SPARE = 16 << 20
 
 # Tensors of at most so many bytes get memory of their own at once.
 SMALL = 64 << 10

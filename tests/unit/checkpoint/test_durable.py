@@ -142,3 +142,13 @@ def test_a_system_that_cannot_begin_early(monkeypatch):
 def test_a_system_without_the_flag(monkeypatch):
     monkeypatch.setattr(disk, "fcntl", None)
     assert not disk.set_direct(0, True)
+
+
+def test_a_thread_that_rests_does_so_until_somebody_waits(tmp_path, monkeypatch):
+    hurry, rests = threading.Event(), []
+    monkeypatch.setattr(hurry, "wait", lambda seconds: rests.append(seconds) or (len(rests) == 3 and hurry.set()))
+    with durable.resting(3.0, hurry):
+        written(tmp_path / "f", os.urandom(6 * BLOCK))
+    assert len(rests) == 3 and all(seconds >= 0 for seconds in rests)
+    written(tmp_path / "g", os.urandom(6 * BLOCK))
+    assert len(rests) == 3
