@@ -330,7 +330,9 @@ def every_node_has_its_own():
     assert job.everything() == before
     # The number of the next one is the same everywhere.
     if rank == 1:
-        os.makedirs(os.path.join(disk, "checkpoints", "checkpoint_6"))
+        damaged = Path(disk, "checkpoints", "checkpoint_6", "generators_0.safetensors")
+        damaged.parent.mkdir()
+        damaged.touch()
     job.accelerator.save_state()
     job.accelerator.load_state()
     assert job.accelerator.save_iteration == 7
