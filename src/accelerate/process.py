@@ -19,6 +19,7 @@ from accelerate.config.enums import DistributedType, SageMakerDistributedType
 from accelerate.devices import Device, detect, row
 from accelerate.devices.table import DEVICES
 from accelerate.runtime import rendezvous, split, storage, traits, whereabouts
+from accelerate.runtime.forking import settle
 from accelerate.utils.environment import check_cuda_p2p_ib_support, parse_flag_from_env, set_numa_affinity
 
 logger = logging.getLogger(__name__)
@@ -208,6 +209,7 @@ class ProcessView:
         if dist.is_available() and dist.is_initialized():
             if group is None:
                 comm.forget()
+            settle()
             dist.destroy_process_group(group)
 
     def __repr__(self) -> str:

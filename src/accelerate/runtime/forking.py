@@ -10,6 +10,7 @@ Here a fork waits until these threads sleep, as they do microseconds later. It c
 prepared loaders alone.
 """
 
+import atexit
 import os
 import time
 from pathlib import Path
@@ -20,16 +21,30 @@ _PREFIX = b"(pt_"
 _PAUSE_S = 0.0001
 # A thread that computes for so long (a reduction of a large tensor) is not about to enter the interpreter.
 _LIMIT_S = 0.2
+# On a busy machine a thread may miss its turn once.
+_ROUNDS, _ROUND_S = 4, 0.001
 
 _registered = False
 
 
 def fork_when_quiet() -> None:
-    """Let every later `os.fork` of this process wait for torch's threads. Linux only; calling it again does nothing."""
+    """Let every later `os.fork` of this process, and its end, wait for torch's threads. Linux only; calling it again does nothing."""
     global _registered
     if not _registered and _TASKS.is_dir():
         _registered = True
         os.register_at_fork(before=_rest)
+        atexit.register(settle)
+
+
+def settle() -> None:
+    """Wait until torch's threads are done with collectives that are over. Any rank, alone; before a process group is given up.
+
+    Whoever frees a process group waits for its threads, and holds the interpreter meanwhile. A thread that is about to enter the
+    interpreter, to free what belonged to the last collective, and this process would wait for each other for ever.
+    """
+    for _ in range(_ROUNDS if _TASKS.is_dir() else 0):
+        time.sleep(_ROUND_S)  # whoever waits for the interpreter gets it now, or is seen to want to run
+        _rest()
 
 
 def _rest() -> None:

@@ -57,3 +57,15 @@ def test_a_forked_process_lives(monkeypatch):
     if child == 0:
         os._exit(7)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_a_group_is_given_up_when_its_threads_are_done(monkeypatch):
+    from accelerate.state import PartialState
+
+    order = []
+    monkeypatch.setattr(forking, "_rest", lambda: order.append("rest"))
+    state = PartialState(cpu=True)
+    monkeypatch.setattr("accelerate.process.dist.is_initialized", lambda: True)
+    monkeypatch.setattr("accelerate.process.dist.destroy_process_group", lambda group: order.append("destroy"))
+    state.destroy_process_group()
+    assert order == ["rest"] * forking._ROUNDS + ["destroy"]
