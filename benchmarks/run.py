@@ -215,7 +215,8 @@ def write_page():
         parts += [
             "## Preparing twice, and what a checkpoint costs then",
             "The model is prepared once, or again through its wrapper, its inner module and `unwrap_model`. *On the disk*: "
-            "what a package leaves in the page cache is synced by the benchmark.",
+            "what a package leaves in the page cache is synced by the benchmark. The load comes straight after the save: the "
+            "peer's reads from the page cache, which ours has not filled, so that it reads from the disk.",
             json.loads(file.read_text())["table"],
             "![save times](img/double_prepare.png)",
         ]
