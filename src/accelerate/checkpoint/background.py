@@ -67,6 +67,7 @@ class Background:
                     task()
             except BaseException as error:
                 self._problem = error
+                _failed.add(self)
                 # Now, too: a training that ends or fails before its next call would never tell.
                 logger.error("The checkpoint %s could not be saved in the background: %s", what, error)
             finally:
@@ -105,6 +106,7 @@ class Background:
         self._join(reason)
         self._thread = None  # not before: whoever is interrupted while it waits has not waited
         problem, self._problem = self._problem, None
+        _failed.discard(self)
         if problem is None:
             return None
         told = RuntimeError(f"The checkpoint {self._what} could not be saved in the background: {problem}")
@@ -132,8 +134,9 @@ class Background:
 # -- the end of the program ----------------------------------------------------------------------------------------
 
 _used: "weakref.WeakSet[Background]" = weakref.WeakSet()
+# Those whose last save failed, and nobody has asked yet; their Accelerators may be gone.
+_failed: set[Background] = set()
 _registered_in: int | None = None
-_lost = False
 
 
 def _wait_at_exit(background: Background) -> None:
@@ -152,17 +155,17 @@ def _wait_at_exit(background: Background) -> None:
 
 
 def _join_all() -> None:
-    global _lost
     for background in list(_used):
         background._join()
-        # Nobody is going to ask any more, and an error line is easily missed.
-        _lost = _lost or (background._pid == os.getpid() and background._problem is not None)
 
 
 def _leave() -> None:
-    """End with status 1 if the last save failed: whoever started the program must not take it for done."""
+    """End with status 1 if a save failed that nobody has asked for: whoever started the program must not take it for done.
+
+    Nobody is going to ask any more, and a line on the log is easily missed.
+    """
     _join_all()
-    if not _lost:
+    if all(background._pid != os.getpid() for background in _failed):  # a fork has its parent's
         return
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):

@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accelerate.checkpoint import disk, durable, formats
-from accelerate.checkpoint.dcp_metadata import METADATA, read_metadata
+from accelerate.checkpoint.dcp_metadata import read_metadata
 from accelerate.checkpoint.manifest import DamagedCheckpoint, FileEntry, TensorEntry
+from accelerate.checkpoint.names import METADATA
 from accelerate.utils.other import load
 
 if TYPE_CHECKING:

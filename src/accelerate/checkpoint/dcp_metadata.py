@@ -19,13 +19,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from accelerate.checkpoint.manifest import DamagedCheckpoint, is_inside
+from accelerate.checkpoint.names import METADATA
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 Path = str | os.PathLike[str]
-
-METADATA = ".metadata"
 
 # Metadata has a few hundred bytes per piece of a tensor; a file beyond this is something else, and is not parsed.
 _LARGEST_METADATA = 1 << 30

@@ -5,6 +5,7 @@ import errno
 import functools
 import os
 from collections.abc import Callable
+from typing import Any
 
 try:
     import fcntl
@@ -40,17 +41,22 @@ def sync_tree(path: str) -> None:
         sync_folder(folder)
 
 
+@functools.cache
+def _call(name: str, *arguments: Any) -> Callable[..., int] | None:
+    """Return a function of the C library that Python does not offer; None where there is none."""
+    try:
+        function = getattr(ctypes.CDLL(None, use_errno=True), name)
+    except (OSError, AttributeError, TypeError):
+        return None
+    function.argtypes = arguments
+    return function
+
+
 _SYNC_FILE_RANGE_WRITE = 2
 
 
-@functools.cache
 def _sync_file_range() -> Callable[..., int] | None:
-    try:
-        function = ctypes.CDLL(None, use_errno=True).sync_file_range
-    except (OSError, AttributeError, TypeError):
-        return None
-    function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
-    return function
+    return _call("sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 
 
 def start_writing(descriptor: int, start: int, size: int) -> None:
@@ -94,14 +100,8 @@ def set_direct(descriptor: int, direct: bool) -> bool:
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
-@functools.cache
 def _renameat2() -> Callable[..., int] | None:
-    try:
-        function = ctypes.CDLL(None, use_errno=True).renameat2
-    except (OSError, AttributeError, TypeError):
-        return None
-    function.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
-    return function
+    return _call("renameat2", ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
 
 
 def exchange(left: str, right: str) -> bool:

@@ -13,10 +13,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from accelerate.checkpoint import disk, formats
-from accelerate.checkpoint.dcp_metadata import METADATA
 from accelerate.checkpoint.fsdp_state import Layout, on_all, rank_and_size, together
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, FileEntry, Manifest
-from accelerate.checkpoint.names import REPLACED_PREFIX, STAGING_PREFIX
+from accelerate.checkpoint.names import METADATA, REPLACED_PREFIX, STAGING_PREFIX
 
 Path = str | os.PathLike[str]
 Entries = dict[str, FileEntry]

@@ -37,6 +37,9 @@ PUBLISHING_MARKER = ".publishing"
 
 GENERATORS_NAME = "generators"
 
+# Lies in a folder of torch's distributed checkpoints.
+METADATA = ".metadata"
+
 _NUMBERED = re.compile(re.escape(CHECKPOINT_PREFIX) + r"(\d+)")
 _GENERATORS = re.compile(GENERATORS_NAME + r"_\d+\.safetensors")
 

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -18,9 +18,11 @@ import torch
 from accelerate.checkpoint import dcp, formats, fsdp_files, fsdp_optimizer
 from accelerate.checkpoint.dcp import Position, Reader, Steps
 from accelerate.checkpoint.fsdp_files import Entries, Found, Kind
+from accelerate.checkpoint.inspect import all_files, part_of
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest, damaged, problems
 from accelerate.checkpoint.names import HIDDEN_PREFIXES, LOCK_PREFIX, model_file, optimizer_file
-from accelerate.checkpoint.places import place_of
+from accelerate.checkpoint.places import LocalPlace, place_of
+from accelerate.checkpoint.structure import INDEX_SUFFIX
 
 _COPIED = 4 << 20  # bytes that are read at a time
 
@@ -67,7 +69,7 @@ def reshard(
         found = problems(folder, state.manifest, deep=True) if state.manifest else []
         if found:
             raise damaged(place.location, found)
-        parts = _parts_of(folder)
+        parts = _parts_of(folder, state.manifest)
         staged = there.stage()
         try:
             entries = _converted(parts, staged, layout, shards, limit)
@@ -105,11 +107,12 @@ def _limit(layout: str, shards: int, max_shard_size: int | str | None) -> int | 
 # -- what there is -----------------------------------------------------------------------------------------------------
 
 
-def _parts_of(folder: str) -> list[tuple[Kind, Found]]:
+def _parts_of(folder: str, manifest: Manifest | None) -> list[tuple[Kind, Found]]:
+    files = all_files(LocalPlace(folder)) if manifest is None else manifest.files
     parts: list[tuple[Kind, Found]] = []
     for kind in ("model", "optimizer"):
         index = 0
-        while (found := fsdp_files.find(folder, kind, index)) is not None:
+        while (found := _find(folder, files, kind, index)) is not None:
             if found.layout == "local":
                 raise ValueError(
                     f"{found.name}_rank*.bin in {folder!r} hold what each rank had, which only those ranks can put together. "
@@ -124,16 +127,23 @@ def _parts_of(folder: str) -> list[tuple[Kind, Found]]:
     return parts
 
 
+def _find(folder: str, files: Iterable[str], kind: Kind, index: int) -> Found | None:
+    part = part_of(files, kind, index, folder)
+    if part is not None:
+        return Found(folder, part.name, part.layout, index)
+    return fsdp_files.find(folder, kind, index)  # what a killed save has put aside, or what single ranks had
+
+
 def _files_of(kind: Kind, found: Found) -> set[str]:
     """Return the files and folders of a part, in whatever layout: they are not taken over."""
     index = found.index
     if kind == "optimizer":
         return {fsdp_files.optimizer_folder(index), optimizer_file(index)}
-    safe = model_file(index)
-    names = {fsdp_files.model_folder(index), fsdp_files.full_model_file(index), safe, model_file(index, False)}
-    names.add(f"{safe}.index.json")
-    if os.path.isfile(os.path.join(found.folder, f"{safe}.index.json")):
-        names.update(fsdp_files.indexed_files(os.path.join(found.folder, f"{safe}.index.json")))
+    names = {fsdp_files.model_folder(index), fsdp_files.full_model_file(index)}
+    for whole in (model_file(index), model_file(index, False)):
+        names |= {whole, f"{whole}{INDEX_SUFFIX}"}
+        if os.path.isfile(path := os.path.join(found.folder, f"{whole}{INDEX_SUFFIX}")):
+            names.update(fsdp_files.indexed_files(path))
     return names
 
 

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
 from accelerate.checkpoint.manifest import DamagedCheckpoint, TensorEntry, is_inside
+from accelerate.checkpoint.names import METADATA
 
 if TYPE_CHECKING:
     from accelerate.checkpoint.dcp import Reader
 
-# Lies in a folder of torch's distributed checkpoints.
-METADATA = ".metadata"
 INDEX_SUFFIX = ".index.json"
 
 # The limit of the safetensors library.
@@ -262,15 +261,14 @@ def tensors_of_shards(folder: str) -> Mapping[str, TensorEntry]:
         OSError: it cannot be read.
     """
     from accelerate.checkpoint.dcp import FolderReader
-    from accelerate.checkpoint.formats import DTYPE_NAMES
+    from accelerate.checkpoint.formats import tensor_entry
 
     reader = FolderReader(folder)
     found = {}
     for name, key in keys_by_name(reader).items():
         told = reader.metadata.state_dict_metadata[key]
         if hasattr(told, "size"):
-            dtype = told.properties.dtype
-            found[name] = TensorEntry(tuple(told.size), DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch.")))
+            found[name] = tensor_entry(told.size, told.properties.dtype)
     return found
 
 

@@ -5,8 +5,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -185,7 +183,7 @@ def one_whose_hook_fails_does_not_wait_for_those_that_wait_for_it():
         rank, world = job.accelerator.process_index, job.accelerator.num_processes
         if world == 1:
             return
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=10))
+        group = dist.new_group(backend="gloo")
 
         def hook(models, weights, output_dir):
             if rank == 0:
@@ -193,13 +191,11 @@ def one_whose_hook_fails_does_not_wait_for_those_that_wait_for_it():
             dist.barrier(group)
 
         handle = job.accelerator.register_save_state_pre_hook(hook)
-        begun = time.monotonic()
-        try:
+        # The others are let go by the failed rank, once it has its error: it would hang, if it waited for them.
+        with raised((OSError, RuntimeError), "the hook has no disk" if rank == 0 else "wait in vain"):
             job.accelerator.save_state(folder)
-            raise AssertionError("saved")
-        except (OSError, RuntimeError) as error:
-            if rank == 0:
-                assert "the hook has no disk" in str(error) and time.monotonic() - begun < 9, error
+        if rank == 0:
+            dist.barrier(group)
         handle.remove()
 
 

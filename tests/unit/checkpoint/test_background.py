@@ -83,7 +83,7 @@ def test_an_interpreter_that_starts_no_more_threads(monkeypatch):
 
 
 PROGRAM = """
-import os, sys, atexit
+import gc, os, sys, atexit
 from accelerate import Accelerator
 from accelerate.checkpoint import formats
 accelerator, folder, how = Accelerator(cpu=True), sys.argv[1], sys.argv[2]
@@ -93,6 +93,14 @@ if how == "fails":
     formats.write_torch = full
     atexit.register(print, "the program's own end", flush=True)
     accelerator.save_state(folder, blocking=False)
+elif how == "gone":
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+    formats.write_torch = full
+    accelerator.save_state(folder, blocking=False)
+    accelerator._background._thread.join()
+    del accelerator
+    gc.collect()
 elif how == "late":
     atexit.register(accelerator.save_state, folder, blocking=False)
 elif how == "latest":
@@ -100,15 +108,19 @@ elif how == "latest":
 """
 
 
-@pytest.mark.parametrize(("how", "status", "there"), [("fails", 1, False), ("late", 0, True), ("latest", 0, True)])
+@pytest.mark.parametrize(
+    ("how", "status", "there"), [("fails", 1, False), ("gone", 1, False), ("late", 0, True), ("latest", 0, True)]
+)
 def test_the_end_of_a_program(tmp_path, how, status, there):
     """A save that fails then must not look like success; one that begins then comes to its end."""
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "c"), how]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ended.returncode == status, ended.stderr
     assert (tmp_path / "c" / "accelerate_manifest.json").exists() == there
+    if status:
+        assert "No space left" in ended.stderr
     if how == "fails":
-        assert "No space left" in ended.stderr and "the program's own end" in ended.stdout
+        assert "the program's own end" in ended.stdout
 
 
 def test_it_is_not_pickled_along():

@@ -9,7 +9,9 @@ import torch.distributed.checkpoint as torch_dcp
 from safetensors.torch import load_file
 from torch import nn
 
+from accelerate import Accelerator
 from accelerate.checkpoint import dcp, formats, fsdp_files, fsdp_io, fsdp_state
+from accelerate.checkpoint.export import export
 from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest, problems
 from accelerate.checkpoint.reshard import reshard
 
@@ -240,6 +242,17 @@ def test_names_that_torch_keeps(tmp_path):
     assert same(its_optimizer.state_dict()["state"], optimizer.state_dict()["state"])
 
 
+def test_torchs_format_in_several_files(tmp_path, trained):
+    model, folder = trained[0], tmp_path / "saved"
+    Accelerator(cpu=True).save_model(model, folder, max_shard_size=100, safe_serialization=False)
+    assert len(list(folder.glob("pytorch_model-*.bin"))) > 1
+    reshard(str(folder), str(tmp_path / "shards"), "sharded", shards=2)
+    assert not list((tmp_path / "shards").glob("pytorch_model*.bin*")), "all of it is in the shards"
+    other, _ = job(1)
+    fsdp_io.load_model(other, tmp_path / "shards")
+    assert same(dict(other.state_dict()), dict(model.state_dict()))
+
+
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
@@ -248,6 +261,16 @@ def refused(source, target, kind, match, layout="sharded", **options):
     with pytest.raises(kind, match=match):
         reshard(str(source), str(target), layout, **options)
     assert sorted(os.listdir(target.parent)) == before
+
+
+def test_two_layouts_at_once(tmp_path, full):
+    """As in a folder that two programs have saved to; `export` refuses it in the same words."""
+    older, _ = job(1)
+    fsdp_io.save_model(older, full, layout="sharded")
+    (full / "accelerate_manifest.json").unlink()
+    refused(full, tmp_path / "new", ValueError, "model 0 more than once: model.safetensors and pytorch_model_fsdp_0")
+    with pytest.raises(ValueError, match="model 0 more than once"):
+        export(full, tmp_path / "exported")
 
 
 def test_numbers_without_names(tmp_path, full):
