@@ -27,7 +27,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo quality style test test-slow test-gpu test-interop test-transformers \
-	test-upstream test-crash bench bench-peer docs interface clean
+	test-upstream test-crash bench bench-peer docs reference interface clean
 .DELETE_ON_ERROR:
 # Stamps made by pattern rules are no intermediate files: without them every environment would be made again.
 .PRECIOUS: .venv-transformers-%/.ready .cache/upstream/%/.ready
@@ -124,6 +124,9 @@ bench-peer: $(VENV)/.ready-interop $(PEER)/.ready ## train with downstream libra
 
 docs: $(VENV)/.ready-docs ## build the documentation into site/
 	$(BIN)/python -m mkdocs build --strict
+
+reference: $(VENV)/.ready ## write docs/reference/cli.md from the option table and the parsers
+	$(BIN)/python tools/cli_reference.py
 
 interface: $(VENV)/.ready ## how much of the recorded interface is offered; ARGS=--missing lists the gaps
 	$(BIN)/python tests/architecture/check_api.py $(ARGS)

@@ -14,6 +14,7 @@ STORES = ["fsspec"]
 TESTING = [
     *["pytest>=8", "parameterized", "hypothesis", "scikit-learn", "torchdata"],
     *[*TRACKERS, *EXPORT, *STORES, "s3fs", "moto[server]>=5"],
+    *["argcomplete", "cloudpickle", "ipykernel", "jupyter_client"],
 ]
 EXTRAS = {
     "quality": ["ruff==0.17.5"],
@@ -26,8 +27,9 @@ EXTRAS = {
     "object-stores": STORES,
     "deepspeed": ["deepspeed>=0.18.2"],
     "benchmarks": ["matplotlib"],
-    "sagemaker": ["sagemaker"],
+    "sagemaker": ["sagemaker>=2,<3", "boto3"],
     "rich": ["rich"],
+    "completion": ["argcomplete"],
 }
 EXTRAS["dev"] = sorted({*EXTRAS["quality"], *EXTRAS["testing"]})
 

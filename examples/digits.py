@@ -8,6 +8,9 @@ Stop in the middle and go on from the checkpoint:
     accelerate launch --cpu --num_processes 2 examples/digits.py --checkpoint_dir out/digits --stop_after 60
     accelerate launch --cpu --num_processes 2 examples/digits.py --checkpoint_dir out/digits --resume
 
+`--resume auto` goes on if there is something to go on from and begins otherwise: for jobs that are restarted by themselves
+(`--max_restarts`, a queue). On several machines the folder must be one that all of them see.
+
 The data are 1,797 grey 8 x 8 scans that come with scikit-learn; a fifth is held out. ``--require-accuracy 0.97`` makes the
 exit status say whether the held-out accuracy was reached. ``--double-prepare`` prepares the model a second time, which
 changes nothing but a warning.
@@ -25,7 +28,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import ProjectConfiguration, set_seed
 
 
 class DigitNet(nn.Module):
@@ -79,14 +82,6 @@ def evaluate(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> 
     return right / seen, seen
 
 
-def newest(folder: pathlib.Path) -> pathlib.Path:
-    """Return the checkpoint with the highest update number, or stop with a plain message."""
-    found = sorted(folder.glob("update_*"))
-    if not found:
-        sys.exit(f"--resume: there is no checkpoint in {folder}; run once without --resume first")
-    return found[-1]
-
-
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=16)
@@ -99,7 +94,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--checkpoint_dir", type=pathlib.Path, help="save here, in the middle of an epoch too")
     parser.add_argument("--save_every", type=int, default=50, help="updates between two checkpoints")
     parser.add_argument("--stop_after", type=int, help="save and stop after this many updates")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --checkpoint_dir")
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const="yes",
+        choices=["yes", "auto"],
+        help="go on from the newest whole checkpoint; auto: if there is one",
+    )
     parser.add_argument("--require-accuracy", "--require_accuracy", type=float, metavar="SHARE")
     parser.add_argument("--double-prepare", "--double_prepare", action="store_true", help="prepare the model again")
     options = parser.parse_args()
@@ -115,6 +116,7 @@ def train(options: argparse.Namespace) -> float | None:
         cpu=options.cpu,
         mixed_precision=options.mixed_precision,
         gradient_accumulation_steps=options.gradient_accumulation_steps,
+        project_config=ProjectConfiguration(options.checkpoint_dir, automatic_checkpoint_naming=True, total_limit=3),
     )
     set_seed(options.seed)
     training, held_out = make_loaders(options.batch_size)
@@ -133,9 +135,9 @@ def train(options: argparse.Namespace) -> float | None:
     progress = Progress()
     accelerator.register_for_checkpointing(progress)
     if options.resume:
-        folder = newest(options.checkpoint_dir)
-        accelerator.load_state(folder)
-        accelerator.print(f"resumed from {folder}: epoch {progress.epoch}, batch {progress.batch}")
+        folder = accelerator.load_state(latest=True, missing_ok=options.resume == "auto")
+        where = f"resumed from {folder}: " if folder else "nothing to resume from: "
+        accelerator.print(f"{where}epoch {progress.epoch}, batch {progress.batch}")
 
     accuracy = None
     for epoch in range(progress.epoch, options.epochs):
@@ -157,7 +159,7 @@ def train(options: argparse.Namespace) -> float | None:
             progress.updates += 1
             stop = progress.updates == options.stop_after
             if options.checkpoint_dir and (stop or progress.updates % options.save_every == 0):
-                accelerator.save_state(options.checkpoint_dir / f"update_{progress.updates:06d}")
+                accelerator.save_state()
             if stop:
                 accelerator.print(f"stopped after {progress.updates} updates")
                 accelerator.end_training()

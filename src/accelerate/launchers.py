@@ -1,30 +1,31 @@
 """Start a training function in several processes from a notebook, a console or a test."""
 
 import os
-import signal
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
 from typing import Any
 
-from accelerate.config.options import BY_NAME
+import torch
+
 from accelerate.launch.errors import NotAvailableError
+from accelerate.launch.notebook import first_use, local, place, shipping, xla
+from accelerate.launch.notebook.failures import WorkerError, WorkerFailure
+from accelerate.launch.notebook.local import MeetingError
+from accelerate.launch.notebook.request import Request, check
 from accelerate.utils.constants import ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION
 
 __all__ = [
     "ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION",
+    "MeetingError",
     "WorkerError",
+    "WorkerFailure",
     "debug_launcher",
     "notebook_launcher",
     "test_launch",
 ]
 
-# A port that nobody chose: torch's default.
-_UNCHOSEN_PORTS = ("29500", "0", "", "None")
-
-
-class WorkerError(RuntimeError):
-    """A process that was started has failed; the message holds its traceback."""
+# From here on it is known who uses a GPU first: afterwards this process cannot be forked.
+first_use.watch()
 
 
 def test_launch() -> None:
@@ -63,30 +64,38 @@ def notebook_launcher(
     """Run a training function in several processes, from a notebook or a console.
 
     The processes are forked, so the function may live in a cell. Build the `Accelerator`, and touch a GPU, only inside it.
-    One process is no process at all: the function runs right here.
+    Where the GPU was touched before, the processes are started afresh and get the function by its name or, with cloudpickle
+    installed, by value. One process is no process at all: the function runs right here. On a TPU, torch_xla starts one process
+    for each core. No configuration file is read; variables such as ACCELERATE_USE_CPU are.
 
     Args:
         function: what every process runs. What it returns is dropped.
         args: its arguments.
         num_processes: how many processes on this machine; None is one for each GPU, or one. Without a GPU they run on the
             CPU and talk through gloo.
-        mixed_precision: "no", "fp16", "bf16" or "fp8"; what `Accelerator()` uses inside the function.
+        mixed_precision: "no", "fp16", "bf16" or "fp8"; what `Accelerator()` uses inside the function. "no" leaves it to the
+            variable ACCELERATE_MIXED_PRECISION.
         use_port: at which port the processes meet. On one machine the default takes a free one.
         master_addr: the address of machine 0, with several machines.
-        node_rank: the number of this machine, from 0.
+        node_rank: the number of this machine, from 0. With c10d the machines number themselves.
         num_nodes: how many machines take part; call this on each of them.
         rdzv_backend: how machines find each other: "static" or "c10d".
         rdzv_endpoint: where; `master_addr:use_port` by default.
-        rdzv_conf: further settings of that method.
+        rdzv_conf: further settings of that method: "timeout" (static) and "join_timeout" (c10d) say for how many seconds
+            machines wait for each other.
         rdzv_id: the name of the run.
         max_restarts: how often to restart all processes after a failure.
         monitor_interval: how often to look whether they are alive, in seconds.
-        log_line_prefix_template: what stands before each line of their output.
+        log_line_prefix_template: what stands before each line of their output, such as "[${rank}] "; torch fills in ${rank},
+            ${local_rank} and ${role_name}.
 
     Raises:
         WorkerError: a process failed; its traceback is in the message.
-        ValueError: the arguments do not fit the machine, or an `Accelerator` exists already.
-        RuntimeError: a GPU is in use in this process already, so that it cannot be forked.
+        MeetingError: the port is taken, or a machine did not come in time.
+        ValueError: an argument has an impossible value or does not fit the machine, an `Accelerator` exists already, or this
+            process is one of a run itself.
+        TypeError: an argument has the wrong type, or `function` does not take `args`.
+        RuntimeError: a GPU is in use in this process already, and the function cannot be sent to fresh processes.
 
     Example:
         >>> def train(rate):
@@ -95,50 +104,39 @@ def notebook_launcher(
         Launching training on one ...
         Training at 0.1.
     """
+    # fmt: off
+    request = Request(
+        function, args, num_processes, mixed_precision, use_port, master_addr, node_rank, num_nodes, rdzv_backend,
+        rdzv_endpoint, rdzv_conf, rdzv_id, max_restarts, monitor_interval, log_line_prefix_template,
+    )
+    # fmt: on
+    check(request)
+    _refuse_nesting("notebook_launcher", request.num_nodes == 1 and num_processes == 1)
+    if place.lacks_torch_xla():
+        raise NotAvailableError(
+            "This notebook has a TPU (TPU_NAME is set), and torch_xla, which uses it, is not installed. Install it, in the release of "
+            f"torch {torch.__version__}, and restart; or choose a machine without a TPU."
+        )
     from accelerate.devices import probe
 
-    precision = BY_NAME["mixed_precision"].parse(mixed_precision)
     device = probe.detect()
+    variables = {}
+    if request.precision != "no" or "ACCELERATE_MIXED_PRECISION" not in os.environ:
+        variables["ACCELERATE_MIXED_PRECISION"] = request.precision
     if device.type == "xla":
-        raise NotAvailableError(
-            "notebook_launcher on TPUs is not available in this version yet. What works: GPUs, or ACCELERATE_USE_CPU=true."
-        )
-    devices = device.count() if device.type != "cpu" else 0
-    num_processes = num_processes or devices or 1
-    if devices and num_processes > devices:
-        raise ValueError(
-            f"num_processes is {num_processes}, and there are {devices} {device.type} devices. Ask for at most {devices}, or "
-            "set ACCELERATE_USE_CPU=true to run on the CPU."
-        )
-    environment = {**os.environ, "ACCELERATE_MIXED_PRECISION": precision}
-    if num_processes == 1 and num_nodes == 1:
+        _launch_xla(request, variables)
+        return
+    count = _count(request, device)
+    if count == 1 and num_nodes == 1:
         print(f"Launching training on one {_name(device.type)}.")
-        _run_here(function, args, environment)
+        _run_here(request, variables)
         return
     _refuse_state()
-    _refuse_device(device)
-    if not devices:
-        environment["ACCELERATE_USE_CPU"] = "true"
-    print(f"Launching training on {num_processes * num_nodes} {_name(device.type)}s.")
-    meeting = _Meeting(
-        port=0 if str(use_port) in _UNCHOSEN_PORTS else int(use_port),
-        num_nodes=num_nodes,
-        node_rank=node_rank,
-        backend=rdzv_backend,
-        endpoint=rdzv_endpoint or f"{master_addr}:{use_port}",
-        settings=rdzv_conf,
-        run_id=rdzv_id,
-    )
-    _start(
-        function,
-        args,
-        environment,
-        num_processes,
-        meeting,
-        max_restarts=max_restarts,
-        monitor_interval=monitor_interval,
-        log_line_prefix_template=log_line_prefix_template,
-    )
+    if device.type == "cpu":
+        variables["ACCELERATE_USE_CPU"] = "true"
+    shipment = _ship(request, device)
+    _announce(request, count, device.type)
+    local.run(request, shipment, local.environment_of(**variables), count)
 
 
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
@@ -153,121 +151,108 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
 
     Raises:
         WorkerError: a process failed; its traceback is in the message.
-        ValueError: this process is part of a process group.
+        ValueError: an argument has an impossible value, or this process is part of a process group or of a run.
+        TypeError: an argument has the wrong type, or `function` does not take `args`.
 
     Example:
         >>> debug_launcher(test_launch)
     """
+    request = Request(function, args, num_processes)
+    check(request)
+    _refuse_nesting("debug_launcher")
     _refuse_group()
-    environment = {**os.environ, "ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_CPU": "true"}
-    _start(function, args, environment, num_processes, _Meeting())
+    ship = shipping.fork if hasattr(os, "fork") else shipping.spawn
+    environment = local.environment_of(ACCELERATE_MIXED_PRECISION="no", ACCELERATE_USE_CPU="true")
+    local.run(request, ship(function, args), environment, num_processes)
 
 
-class _Worker:
-    """The function of a forked process."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
-        self.__name__ = getattr(function, "__name__", type(function).__name__)
-        self.__qualname__ = getattr(function, "__qualname__", self.__name__)
-
-    def __call__(self, *args: Any) -> None:
-        import torch
-
-        from accelerate.state import AcceleratorState, GradientState
-
-        # GNU OpenMP does not survive a fork: a parallel region would wait for threads that only the parent has.
-        torch.set_num_threads(1)
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-        # The result would have to be sent home, and need not be picklable.
-        self.function(*args)
+def _count(request: Request, device: Any) -> int:
+    """Return how many processes to start on this machine."""
+    devices = device.count() if device.type != "cpu" else 0
+    asked = request.num_processes
+    if place.is_colab() and asked is not None and asked > (devices or 1) and "ACCELERATE_USE_CPU" not in os.environ:
+        # Notebooks that were written for a larger machine are opened there.
+        print(f"Colab has one {_name(device.type)} here; num_processes={asked} is not used.")
+        return devices or 1
+    if devices and asked is not None and asked > devices:
+        raise ValueError(
+            f"num_processes is {asked}, and there are {devices} {device.type} devices. Ask for at most {devices}, or "
+            "set ACCELERATE_USE_CPU=true to run on the CPU."
+        )
+    return asked or devices or 1
 
 
-@dataclass(frozen=True)
-class _Meeting:
-    """How the processes find each other; the fields are the arguments of `notebook_launcher`."""
+def _ship(request: Request, device: Any) -> shipping.Shipment:
+    """Prepare the function for forked processes, or for fresh ones where a fork would not work."""
+    if hasattr(os, "fork") and first_use.survives_fork(device):
+        return shipping.fork(request.function, request.args)
+    if not first_use.is_used(device):
+        reason = "this process cannot be forked" if not hasattr(os, "fork") else "this process has counted the GPUs"
+    else:
+        reason = f"the {device.type} device is in use in this process already. {first_use.culprit(device.type)}"
+    try:
+        shipment = shipping.spawn(request.function, request.args)
+    except shipping.CannotSendError as error:
+        raise RuntimeError(
+            f"The processes cannot be forked: {reason.rstrip('.')}. And {error} Or restart the notebook, and use the device only "
+            "inside the training function."
+        ) from None
+    print(f"Starting fresh processes, as {reason.rstrip('.')}.")
+    return shipment
 
-    port: int = 0
-    num_nodes: int = 1
-    node_rank: int = 0
-    backend: str = "static"
-    endpoint: str = ""
-    settings: Mapping[str, Any] | None = None
-    run_id: str = "none"
+
+def _launch_xla(request: Request, variables: Mapping[str, str]) -> None:
+    if request.num_processes != 1:
+        _refuse_state()
+    cores = "one TPU core" if request.num_processes == 1 else f"{request.num_processes or 'all'} TPU cores"
+    print(f"Launching training on {cores}.")
+    xla.run(request, local.environment_of(**variables))
 
 
-def _config(num_processes: int, meeting: _Meeting, log_dir: str, rest: Mapping[str, Any]) -> Any:
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.launcher.api import LaunchConfig
-
-    from accelerate.launch import elastic
-    from accelerate.launch.plan import Rendezvous
-
-    settings = dict(meeting.settings or {})
-    if meeting.num_nodes == 1:
-        rendezvous = Rendezvous(meeting.backend, port=meeting.port, settings=settings)
-        return elastic.make_config(num_processes, rendezvous, log_dir, start_method="fork", **rest)
-    if meeting.backend == "static":
-        settings.setdefault("rank", meeting.node_rank)
-    return LaunchConfig(
-        min_nodes=meeting.num_nodes,
-        max_nodes=meeting.num_nodes,
-        nproc_per_node=num_processes,
-        run_id=meeting.run_id,
-        rdzv_endpoint=meeting.endpoint,
-        rdzv_backend=meeting.backend,
-        rdzv_configs=settings,
-        logs_specs=DefaultLogsSpecs(log_dir=log_dir),
-        start_method="fork",
-        **rest,
+def _announce(request: Request, count: int, device_type: str) -> None:
+    total = count * request.num_nodes
+    print(f"Launching training on {total} {_name(device_type)}{'s' if total > 1 else ''}.")
+    if request.num_nodes == 1:
+        return
+    who = f"Number {request.node_rank}" if request.rdzv_backend == "static" else "One"
+    print(
+        f"{who} of {request.num_nodes} machines waits at {request.endpoint} for the others, up to "
+        f"{local.patience_s(request):g} s."
     )
 
 
-def _start(
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    environment: Mapping[str, str],
-    num_processes: int,
-    meeting: _Meeting,
-    **rest: Any,
-) -> None:
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+def _run_here(request: Request, variables: Mapping[str, str]) -> None:
+    with _set(variables):
+        request.function(*request.args)
 
-    from accelerate.launch import elastic
 
+@contextmanager
+def _set(variables: Mapping[str, str]) -> Any:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
-        with elastic.log_directory(None) as directory:
-            config = _config(num_processes, meeting, directory, rest)
-            elastic.start(config, _Worker(function), tuple(args), environment)
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        raise WorkerError(f"Rank {rank} failed in {_Worker(function).__name__}:\n\n{_traceback(failure)}") from None
-    except SignalException as error:
-        if error.sigval == signal.SIGINT:
-            raise KeyboardInterrupt from None
-        raise
-
-
-def _traceback(failure: Any) -> str:
-    """Return the traceback that a failed process left in its error file, or at least how it ended."""
-    message = (failure.error_file_data or {}).get("message")
-    if isinstance(message, dict):
-        return message.get("extraInfo", {}).get("py_callstack") or str(message.get("message"))
-    return str(failure.message)
-
-
-def _run_here(function: Callable[..., Any], args: Sequence[Any], environment: Mapping[str, str]) -> None:
-    before = os.environ.get("ACCELERATE_MIXED_PRECISION")
-    os.environ["ACCELERATE_MIXED_PRECISION"] = environment["ACCELERATE_MIXED_PRECISION"]
-    try:
-        function(*args)
+        yield
     finally:
-        if before is None:
-            os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
-        else:
-            os.environ["ACCELERATE_MIXED_PRECISION"] = before
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _refuse_nesting(launcher: str, harmless: bool = False) -> None:
+    if shipping.is_importing_main():
+        raise ValueError(
+            f"{launcher} is called while a fresh process imports the script, which would start processes without end. Put the "
+            'call behind `if __name__ == "__main__":`.'
+        )
+    rank, size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE", "")
+    if rank is None or not size.isdigit() or int(size) < 2 or harmless:
+        return
+    raise ValueError(
+        f"{launcher} is called in a process that is rank {rank} of {size} already: accelerate launch, torchrun or a launcher of "
+        "functions has started it. Call the function directly there. If this is not so, unset RANK and WORLD_SIZE."
+    )
 
 
 def _refuse_state() -> None:
@@ -289,20 +274,6 @@ def _refuse_group() -> None:
             "This process belongs to a process group, which the processes to be started would inherit. Call "
             "torch.distributed.destroy_process_group() first, or restart."
         )
-
-
-def _refuse_device(device: Any) -> None:
-    if device.type == "cpu" or not getattr(device.namespace(), "is_initialized", lambda: False)():
-        return
-    loaded = [
-        name for name in ("bitsandbytes", "deepspeed", "triton", "xformers", "flash_attn") if name in sys.modules
-    ]
-    hint = f" Loaded libraries that may have done so: {', '.join(loaded)}." if loaded else ""
-    raise RuntimeError(
-        f"The {device.type} device is in use in this process already, and a process that uses it cannot be forked. Restart "
-        "the notebook, and call `.to(...)`, `.cuda()` and the like only inside the training function. If no cell does, an "
-        f"imported library does.{hint}"
-    )
 
 
 def _name(device_type: str) -> str:

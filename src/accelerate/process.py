@@ -16,13 +16,14 @@ import torch.distributed as dist
 
 from accelerate import comm
 from accelerate.config.enums import DistributedType, SageMakerDistributedType
-from accelerate.devices import Device, detect, row
+from accelerate.devices import Device, affinity, detect, row
 from accelerate.devices.table import DEVICES
-from accelerate.runtime import rendezvous, split, storage, traits, whereabouts
+from accelerate.runtime import failure, rendezvous, split, storage, traits, whereabouts
 from accelerate.runtime.forking import settle
 from accelerate.utils.environment import check_cuda_p2p_ib_support, parse_flag_from_env, set_numa_affinity
 
 logger = logging.getLogger(__name__)
+failure.watch()
 
 
 def do_nothing(*args: Any, **kwargs: Any) -> None:
@@ -301,7 +302,8 @@ class PartialState(ProcessView):
         self.process_index = ranks.rank
         self.local_process_index = ranks.local_rank
         self.fork_launched = parse_flag_from_env("FORK_LAUNCHED")
-        if parse_flag_from_env("ACCELERATE_CPU_AFFINITY"):
+        asked = parse_flag_from_env("ACCELERATE_CPU_AFFINITY")
+        if not affinity.bind_as_told(self.local_process_index, self.device.type, asked) and asked:
             set_numa_affinity(self.local_process_index)
 
     def _prepare_backend(

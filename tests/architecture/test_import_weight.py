@@ -56,7 +56,7 @@ def test_a_prepared_step_loads_no_optional_library():
     assert loaded_by(program, OPTIONAL) == []
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["launch", "--help"]], ids=" ".join)
+@pytest.mark.parametrize("arguments", [["--help"], ["launch", "--help"], ["config", "--help"]], ids=" ".join)
 def test_help_loads_no_torch(arguments):
     program = (
         "import sys\nfrom accelerate.commands.accelerate_cli import main\n"

@@ -1,10 +1,8 @@
-"""Real launches: processes cooperate, failures and signals leave nothing behind, and nothing clashes."""
+"""Real launches: processes cooperate, failures are told once, output goes into files, and nothing clashes."""
 
 import os
-import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -85,35 +83,157 @@ def test_exit_status_and_traceback_are_kept(run, script, processes):
     assert "ValueError: what went wrong" in done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signals_leave_no_orphans(script, tmp_path, environment, number):
-    text = "import os, pathlib, time\npathlib.Path('pid' + os.environ['RANK']).write_text(str(os.getpid()))\ntime.sleep(300)"
-    command = [*LAUNCH, "--num_processes", "2", script(text)]
-    job = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=-1, stderr=-1, start_new_session=True)
-    files = [tmp_path / "pid0", tmp_path / "pid1"]
-    deadline = time.monotonic() + 60
-    while not all(file.exists() and file.read_text() for file in files):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    job.send_signal(number)
-    job.communicate(timeout=60)
-    assert job.returncode == 128 + number
-    for file in files:
-        with pytest.raises(ProcessLookupError):
-            os.kill(int(file.read_text()), 0)
+FAIL = """
+import os, sys, torch, torch.distributed as dist
+from accelerate import PartialState
+state = PartialState()
+def fail():
+    raise ValueError("what went wrong")
+if state.process_index == 1 or "all" in sys.argv:
+    {how}
+dist.all_reduce(torch.ones(1))
+"""
+
+
+def failing(script, how):
+    return script(FAIL.replace("{how}", how))
+
+
+def test_one_traceback_by_rank_and_who_followed(run, script):
+    done = run("--num_processes", "2", failing(script, "fail()"))
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback (most recent call last)") == 1
+    before, _, after = done.stderr.partition("ValueError: what went wrong\n")
+    assert "accelerate launch: rank 1 on " in before and "in fail\n" in before
+    assert "rank 0 failed because another rank had gone: " in after or "rank 0 ended because the launcher" in after
+    assert "rank 1 (pid " in after and "failed with exit status 1; its traceback stands above" in after
+
+
+def test_the_same_failure_of_all_ranks_is_shown_once(run, script):
+    for options in ([], ["--tee", "3"]):
+        done = run("--num_processes", "2", *options, failing(script, "fail()"), "all")
+        text = done.stdout + done.stderr
+        assert done.returncode == 1 and text.count("ValueError: what went wrong") == 1, text
+        assert "failed with the same error" in text or "ended because the launcher stopped the run" in text
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals are those of POSIX")
+@pytest.mark.parametrize(
+    ("how", "status", "fragment"),
+    [
+        ("sys.exit(3)", 3, "rank 1 (pid {}) failed with exit status 3; its own messages"),
+        ("os._exit(4)", 4, "rank 1 (pid {}) failed with exit status 4; its own messages"),
+        ("os.kill(os.getpid(), 9)", 137, "rank 1 was killed by SIGKILL: "),
+        ("import faulthandler; faulthandler._sigsegv()", 139, "Segmentation fault"),
+    ],
+)
+def test_the_first_who_ended_is_told_though_it_left_no_traceback(run, script, how, status, fragment):
+    done = run("--num_processes", "2", failing(script, f"print('pid', os.getpid(), flush=True); {how}"))
+    pid = done.stdout.split("pid ")[1].split()[0]
+    assert done.returncode == status, done.stderr
+    assert fragment.replace("{}", pid) in done.stderr
+    assert f"rank 1 (pid {pid}) " in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr  # the other rank's, which lost its peer
+
+
+def test_a_quiet_run_prints_the_traceback_alone(run, script):
+    done = run("--quiet", "--num_processes", "2", failing(script, "fail()"))
+    assert done.stderr.startswith("Traceback (most") and done.stderr.endswith("ValueError: what went wrong\n")
+
+
+def test_programs_that_do_not_import_the_package_keep_their_messages(run, script):
+    text = "import os\nif os.environ['RANK'] == '1': raise ValueError('plain')\n__import__('time').sleep(60)"
+    done = run("--num_processes", "2", script(text))
+    assert done.stderr.count("ValueError: plain") == 1 and "its own messages stand above" in done.stderr
+
+
+def test_a_launch_from_a_program_shows_it_too(tmp_path, environment, script):
+    failing(script, "fail()")
+    program = (
+        "from accelerate.commands.launch import launch_command, launch_command_parser\n"
+        "from torch.distributed.elastic.multiprocessing.errors import ChildFailedError\n"
+        "try:\n"
+        "    launch_command(launch_command_parser().parse_args(['--cpu', '--num_processes', '2', 'script.py']))\n"
+        "except ChildFailedError as error:\n"
+        "    print('caught', sorted(error.failures))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0 and done.stdout.startswith("caught [")
+    assert done.stderr.count("ValueError: what went wrong") == 1
 
 
 def test_restart(run, script, tmp_path):
     text = """
 import os, sys, torch.distributed as dist
+from accelerate import PartialState
 dist.init_process_group("gloo"); dist.barrier()
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-    sys.exit(4)
+    raise RuntimeError("of the first attempt")
 dist.barrier(); print("joined again"); dist.destroy_process_group()
 """
     done = run("--num_processes", "2", "--max_restarts", "1", script(text))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("joined again") == 2
+    assert done.stderr.count("RuntimeError: of the first attempt") == 1
+    assert "failed in attempt 1 of 2:" in done.stderr and "start again: attempt 2 of 2" in done.stderr
+
+
+SPEAK = """
+import os, sys
+print("out", os.environ["RANK"]); print("err", os.environ["RANK"], file=sys.stderr)
+"""
+
+
+def test_output_goes_into_files(run, script, tmp_path):
+    done = run("--num_processes", "2", "--log_dir", "logs", script(SPEAK))
+    assert done.returncode == 0, done.stderr
+    assert "the output of local rank N is copied to logs" in done.stderr
+    for rank in "01":
+        (folder,) = (tmp_path / "logs").glob(f"*/attempt_0/{rank}")
+        assert sorted(file.name for file in folder.iterdir()) == ["stderr.log", "stdout.log"]
+        assert (folder / "stdout.log").read_text() == f"out {rank}\n"
+        assert (folder / "stderr.log").read_text() == f"err {rank}\n"
+        assert f"[default{rank}]:out {rank}\n" in done.stdout and f"[default{rank}]:err {rank}\n" in done.stderr
+
+
+def test_output_of_some_ranks_goes_into_files(run, script, tmp_path):
+    done = run("--num_processes", "2", "--log_dir", "logs", "--tee", "1:1", "--role", "mine", script(SPEAK))
+    assert sorted(file.name for file in (tmp_path / "logs").rglob("*.log")) == ["stdout.log"]
+    assert "[mine1]:out 1\n" in done.stdout and "\nout 0\n" in f"\n{done.stdout}" and "\nerr 1\n" in done.stderr
+
+
+def test_a_traceback_is_in_the_file_of_its_rank_too(run, script, tmp_path):
+    done = run("--num_processes", "2", "--log_dir", "logs", failing(script, "fail()"))
+    (log,) = (tmp_path / "logs").glob("*/attempt_0/1/stderr.log")
+    assert "ValueError: what went wrong" in log.read_text()
+    assert (log.parent / "error.json").exists() and done.stderr.count("ValueError: what went wrong") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "fragment"),
+    [
+        (["--log_dir", "script.py"], "--log_dir is 'script.py'"),
+        (["--tee", "7"], "--tee is '7'"),
+        (["--tee", "2:1"], "there is no local rank 2"),
+        (["--max_restarts", "-1"], "--max_restarts is -1"),
+        (["--monitor_interval", "nan"], "--monitor_interval is nan"),
+    ],
+)
+def test_options_that_cannot_be_used_start_nothing(run, script, options, fragment):
+    done = run("--num_processes", "2", *options, script("print('started')"))
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.splitlines()[-1].startswith("accelerate launch: error: ") and fragment in done.stderr
+
+
+@pytest.mark.skipif(len(getattr(os, "sched_getaffinity", lambda pid: ())(0)) < 2, reason="needs two processors")
+@pytest.mark.parametrize("options", [["--numa_affinity", "exclusive"], ["--enable_cpu_affinity"]])
+def test_processes_get_processors_of_their_own(run, script, options):
+    text = "from accelerate import PartialState\nPartialState()\nimport os\nprint('on', *os.sched_getaffinity(0))"
+    done = run("--num_processes", "2", *options, script(text))
+    masks = [set(line.split()[1:]) for line in done.stdout.splitlines() if line.startswith("on ")]
+    assert len(masks) == 2 and all(masks) and not masks[0] & masks[1], done.stdout + done.stderr
 
 
 def test_nothing_starts_without_a_script(run):

@@ -1,14 +1,15 @@
-"""Functions run in several processes; what is refused, and how failures come back."""
+"""What the launchers of functions decide before anything is started; `tests/distributed/test_notebook.py` starts processes."""
 
 import os
-import time
+import sys
+import types
 
 import pytest
 import torch
 
 from accelerate import launchers
-from accelerate.launch.errors import NotAvailableError
-from accelerate.launchers import WorkerError, debug_launcher, notebook_launcher
+from accelerate.launch.errors import LaunchError, NotAvailableError
+from accelerate.launchers import debug_launcher, notebook_launcher
 from accelerate.launchers import test_launch as join_only
 from accelerate.state import PartialState
 
@@ -18,14 +19,27 @@ class Device:
 
     type = "cuda"
 
-    def __init__(self, count=2, in_use=False):
-        self._count, self.in_use = count, in_use
+    def __init__(self, count=2, in_use=False, spoiled=False):
+        self._count, self.in_use, self.spoiled = count, in_use, spoiled
 
     def count(self):
         return self._count
 
     def namespace(self):
-        return type("namespace", (), {"is_initialized": lambda: self.in_use})
+        return types.SimpleNamespace(is_initialized=lambda: self.in_use, _is_in_bad_fork=lambda: self.spoiled)
+
+
+@pytest.fixture(autouse=True)
+def quiet_place(monkeypatch):
+    for name in (
+        "RANK",
+        "WORLD_SIZE",
+        "ACCELERATE_MIXED_PRECISION",
+        "ACCELERATE_USE_CPU",
+        "TPU_NAME",
+        "COLAB_RELEASE_TAG",
+    ):
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture
@@ -33,117 +47,279 @@ def device(monkeypatch):
     return lambda device: monkeypatch.setattr("accelerate.devices.probe.detect", lambda cpu=False: device)
 
 
-def rank_and_sum(path):
-    state = PartialState()
-    total = torch.ones(1) * (state.process_index + 1)
-    torch.distributed.all_reduce(total)
-    (path / str(state.process_index)).write_text(f"{state.num_processes} {state.device} {int(total)}")
-    return lambda: "not picklable"
+@pytest.fixture
+def started(monkeypatch):
+    """Start nothing; list what would be."""
+    calls = []
+
+    def run(request, shipment, environment, num_processes):
+        calls.append(types.SimpleNamespace(**{k: v for k, v in locals().items() if k != "calls"}))
+
+    monkeypatch.setattr(launchers.local, "run", run)
+    return calls
 
 
-@pytest.mark.parametrize("start", [debug_launcher, notebook_launcher])
-def test_two_processes_cooperate(tmp_path, start):
-    assert start(rank_and_sum, (tmp_path,), num_processes=2) is None
-    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"0": "2 cpu 3", "1": "2 cpu 3"}
-    assert "RANK" not in os.environ
+def train():
+    pass
 
 
-def fail_on_one():
-    if os.environ["RANK"] == "1":
-        raise KeyError("what went wrong")
-    time.sleep(60)
-
-
-def test_failure_comes_with_the_traceback_of_the_process():
-    with pytest.raises(
-        WorkerError, match="(?s)Rank 1 failed in fail_on_one.*in fail_on_one.*KeyError: 'what went wrong'"
-    ):
-        debug_launcher(fail_on_one)
-
-
-def test_killed_process():
-    with pytest.raises(WorkerError, match="SIGKILL"):
-        debug_launcher(lambda: os.kill(os.getpid(), 9), num_processes=1)
-
-
-def test_one_process_runs_here(monkeypatch):
-    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+def test_one_process_runs_here():
     seen = []
     notebook_launcher(
-        lambda: seen.append((os.getpid(), os.environ["ACCELERATE_MIXED_PRECISION"])), mixed_precision="bf16"
+        lambda: seen.append((os.getpid(), os.environ["ACCELERATE_MIXED_PRECISION"])), mixed_precision="BF16"
     )
     assert seen == [(os.getpid(), "bf16")]
     assert "ACCELERATE_MIXED_PRECISION" not in os.environ
 
 
-def test_existing_accelerator_is_refused():
+def test_an_error_of_the_one_process_is_itself():
+    with pytest.raises(KeyError, match="mine"):
+        notebook_launcher(lambda: {}["mine"])
+    assert "ACCELERATE_MIXED_PRECISION" not in os.environ
+
+
+@pytest.mark.parametrize(("argument", "variable", "effective"), [("no", "bf16", "bf16"), ("fp16", "bf16", "fp16")])
+def test_no_precision_leaves_the_choice_to_the_environment(monkeypatch, argument, variable, effective):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", variable)
+    seen = []
+    notebook_launcher(lambda: seen.append(os.environ["ACCELERATE_MIXED_PRECISION"]), mixed_precision=argument)
+    assert seen == [effective]
+    assert os.environ["ACCELERATE_MIXED_PRECISION"] == variable
+
+
+def test_a_configuration_file_is_not_read(monkeypatch, tmp_path):
+    folder = tmp_path / "accelerate"
+    folder.mkdir()
+    (folder / "default_config.yaml").write_text("num_processes: 2\nmixed_precision: bf16\nuse_cpu: true\n")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    seen = []
+    notebook_launcher(lambda: seen.append(os.environ["ACCELERATE_MIXED_PRECISION"]))
+    assert seen == ["no"]
+
+
+def test_existing_accelerator_is_refused(started):
     PartialState(cpu=True)
     with pytest.raises(ValueError, match="has an Accelerator already"):
-        notebook_launcher(print, num_processes=2)
+        notebook_launcher(train, num_processes=2)
+    assert started == []
 
 
-def test_debug_launcher_starts_afresh(tmp_path):
-    state = PartialState(cpu=True)
-    debug_launcher(rank_and_sum, (tmp_path,))
-    assert state.num_processes == 1
+def test_process_group_is_refused(process_group, started):
+    for start in (debug_launcher, notebook_launcher):
+        with pytest.raises(ValueError, match="belongs to a process group"):
+            start(train, num_processes=2)
+    assert started == []
 
 
-def test_process_group_is_refused(tmp_path):
-    import torch.distributed as dist
+def test_a_process_of_a_run_starts_no_other(monkeypatch, started):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for start in (debug_launcher, notebook_launcher):
+        with pytest.raises(
+            ValueError,
+            match=r"_launcher is called in a process that is rank 1 of 2 already.*Call the function directly",
+        ):
+            start(train)
+    seen = []
+    notebook_launcher(lambda: seen.append(1), num_processes=1)  # here, that is
+    assert seen == [1] and started == []
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        for start in (debug_launcher, notebook_launcher):
-            with pytest.raises(ValueError, match="belongs to a process group"):
-                start(print, num_processes=2)
-    finally:
-        dist.destroy_process_group()
 
-
-def test_device_in_use_is_refused(device):
-    device(Device(in_use=True))
-    with pytest.raises(RuntimeError, match="cuda device is in use in this process already"):
-        notebook_launcher(print, num_processes=2)
+def test_a_script_that_is_being_imported_by_its_own_process(monkeypatch, started):
+    monkeypatch.setattr(launchers.shipping, "is_importing_main", lambda: True)
+    for start in (debug_launcher, notebook_launcher):
+        with pytest.raises(ValueError, match="__main__"):
+            start(train, num_processes=2)
 
 
 def test_more_processes_than_devices(device):
     device(Device(count=1))
     with pytest.raises(ValueError, match="num_processes is 2, and there are 1 cuda devices"):
-        notebook_launcher(print, num_processes=2)
+        notebook_launcher(train, num_processes=2)
 
 
-def test_one_process_per_device_by_default(device, monkeypatch):
+def test_one_process_per_device_by_default(device, started, capsys):
     device(Device(count=3))
+    notebook_launcher(train, use_port="29501")
+    (call,) = started
+    assert (call.num_processes, call.request.chosen_port, call.shipment.method) == (3, 29501, "fork")
+    assert "ACCELERATE_USE_CPU" not in call.environment
+    assert capsys.readouterr().out == "Launching training on 3 GPUs.\n"
+
+
+def test_the_processor_is_asked_for(device, started):
+    device(types.SimpleNamespace(type="cpu", count=lambda: 1))
+    notebook_launcher(train, num_processes=2, mixed_precision="bf16")
+    assert started[0].environment["ACCELERATE_USE_CPU"] == "true"
+    assert started[0].environment["ACCELERATE_MIXED_PRECISION"] == "bf16"
+
+
+def test_an_apple_gpu_is_one(device, started, capsys):
+    device(types.SimpleNamespace(type="mps", count=lambda: 1, namespace=lambda: types.SimpleNamespace()))
+    seen = []
+    notebook_launcher(lambda: seen.append(1))
+    assert seen == [1]
+    assert "one MPS" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="there are 1 mps devices"):
+        notebook_launcher(train, num_processes=2)
+
+
+def test_a_device_in_use_means_fresh_processes(device, started, capsys, monkeypatch):
+    device(Device(in_use=True))
+    monkeypatch.setattr(launchers.first_use, "culprit", lambda name: f"Somebody used {name}.")
+    notebook_launcher(join_only, num_processes=2)
+    assert started[0].shipment.method == "spawn"
+    assert (
+        "Starting fresh processes, as the cuda device is in use in this process already. Somebody used cuda."
+        in capsys.readouterr().out
+    )
+
+
+def test_a_device_that_was_only_counted(device, started, capsys):
+    device(Device(spoiled=True))
+    notebook_launcher(join_only, num_processes=2)
+    assert started[0].shipment.method == "spawn"
+    assert "has counted the GPUs" in capsys.readouterr().out
+
+
+def test_a_function_that_cannot_be_sent_is_refused_with_who_and_what(device, started, monkeypatch):
+    device(Device(in_use=True))
+    monkeypatch.setattr(launchers.first_use, "culprit", lambda name: "greedy/core.py did it.")
+
+    def refuse(function, args):
+        raise launchers.shipping.CannotSendError("train cannot be sent.")
+
+    monkeypatch.setattr(launchers.shipping, "spawn", refuse)
+    with pytest.raises(
+        RuntimeError, match=r"(?s)cannot be forked.*greedy/core.py did it.*train cannot be sent.*restart the notebook"
+    ):
+        notebook_launcher(train, num_processes=2)
+    assert started == []
+
+
+@pytest.mark.parametrize("start", [debug_launcher, notebook_launcher])
+def test_systems_without_fork(monkeypatch, started, start):
+    monkeypatch.delattr(os, "fork")
+    start(join_only, num_processes=2)
+    assert started[0].shipment.method == "spawn"
+
+
+@pytest.mark.parametrize(("gpus", "asked", "count"), [(1, 8, None), (2, 8, 2), (2, 2, 2), (2, None, 2)])
+def test_colab_takes_what_it_has(device, started, monkeypatch, capsys, gpus, asked, count):
+    monkeypatch.setenv("COLAB_RELEASE_TAG", "x")
+    device(Device(count=gpus))
+    seen = []
+    notebook_launcher(lambda: seen.append(1), num_processes=asked)
+    assert [call.num_processes for call in started] == ([] if count is None else [count])
+    assert len(seen) == (count is None)
+    assert ("num_processes=8 is not used" in capsys.readouterr().out) is (asked == 8)
+
+
+def test_colab_on_the_processor(started, monkeypatch, capsys):
+    monkeypatch.setenv("COLAB_RELEASE_TAG", "x")
+    notebook_launcher(train, num_processes=2)
+    assert started == []
+    assert "Launching training on one CPU" in capsys.readouterr().out
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    notebook_launcher(train, num_processes=2)
+    assert started[0].num_processes == 2
+
+
+def test_a_hosted_tpu_without_its_library(monkeypatch):
+    monkeypatch.setattr(launchers.place, "lacks_torch_xla", lambda: True)
+    with pytest.raises(NotAvailableError, match="torch_xla.*is not installed"):
+        notebook_launcher(train)
+
+
+@pytest.mark.parametrize(("asked", "words"), [(None, "all TPU cores"), (8, "8 TPU cores"), (1, "one TPU core")])
+def test_tpus(device, monkeypatch, capsys, asked, words):
+    device(types.SimpleNamespace(type="xla"))
     calls = []
-    monkeypatch.setattr(launchers, "_start", lambda f, a, env, n, meeting, **rest: calls.append((n, meeting, env)))
-    notebook_launcher(print, use_port="29501")
-    ((count, meeting, environment),) = calls
-    assert (count, meeting.port) == (3, 29501)
-    assert "ACCELERATE_USE_CPU" not in environment
+    monkeypatch.setattr(launchers.xla, "run", lambda request, environment: calls.append((request, environment)))
+    notebook_launcher(train, num_processes=asked, mixed_precision="bf16")
+    ((request, environment),) = calls
+    assert request.num_processes == asked
+    assert environment["ACCELERATE_MIXED_PRECISION"] == "bf16"
+    assert words in capsys.readouterr().out
 
 
-def test_several_machines(monkeypatch, tmp_path):
-    calls = []
-    monkeypatch.setattr(launchers, "_start", lambda f, a, env, n, meeting, **rest: calls.append((n, meeting, rest)))
-    notebook_launcher(print, num_processes=2, num_nodes=2, node_rank=1, master_addr="1.2.3.4", max_restarts=3)
-    ((count, meeting, rest),) = calls
-    config = launchers._config(count, meeting, str(tmp_path), rest)
-    assert (config.min_nodes, config.nproc_per_node, config.max_restarts) == (2, 2, 3)
-    assert (config.rdzv_endpoint, config.rdzv_configs["rank"], config.start_method) == ("1.2.3.4:29500", 1, "fork")
+def test_tpus_do_not_inherit_a_state(device):
+    PartialState(cpu=True)
+    device(types.SimpleNamespace(type="xla"))
+    with pytest.raises(ValueError, match="has an Accelerator already"):
+        notebook_launcher(train)
 
 
-def test_unknown_precision():
-    with pytest.raises(ValueError, match="mixed_precision is 'fp17'; choose one of"):
-        notebook_launcher(print, mixed_precision="fp17")
+def test_several_machines(started, capsys):
+    notebook_launcher(
+        train, num_processes=1, num_nodes=2, node_rank=1, master_addr="127.0.0.1", rdzv_conf={"timeout": 5}
+    )
+    assert started[0].num_processes == 1
+    out = capsys.readouterr().out
+    assert "Launching training on 2 CPUs" in out
+    assert "Number 1 of 2 machines waits at 127.0.0.1:29500 for the others, up to 5 s" in out
 
 
-def test_tpu_is_to_come(device):
-    device(type("row", (), {"type": "xla"})())
-    with pytest.raises(NotAvailableError, match="TPUs"):
-        notebook_launcher(print)
+def test_all_arguments_arrive(started):
+    notebook_launcher(
+        train,
+        (),
+        2,
+        "no",
+        "29501",
+        "127.0.0.1",
+        0,
+        1,
+        "c10d",
+        "127.0.0.1:29502",
+        {"timeout": 3},
+        "mine",
+        4,
+        0.5,
+        "[${rank}] ",
+    )
+    request = started[0].request
+    assert (request.rdzv_backend, request.rdzv_id, request.max_restarts, request.monitor_interval) == (
+        "c10d",
+        "mine",
+        4,
+        0.5,
+    )
+    assert (request.chosen_port, request.rdzv_conf, request.log_line_prefix_template) == (
+        29502,
+        {"timeout": 3},
+        "[${rank}] ",
+    )
+
+
+def test_bad_arguments_start_nothing(started):
+    for start in (debug_launcher, notebook_launcher):
+        with pytest.raises(ValueError, match="num_processes is 0"):
+            start(train, num_processes=0)
+        with pytest.raises(TypeError, match="function is 'train'"):
+            start("train")
+        with pytest.raises(TypeError, match="args is 5"):
+            start(train, 5)
+    assert started == []
+    assert issubclass(launchers.MeetingError, RuntimeError) and issubclass(LaunchError, ValueError)
+
+
+def test_tokenizers_is_kept_from_its_threads(started, monkeypatch):
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    monkeypatch.delitem(sys.modules, "tokenizers", raising=False)
+    debug_launcher(train)
+    monkeypatch.setitem(sys.modules, "tokenizers", types.ModuleType("tokenizers"))
+    debug_launcher(train)
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
+    debug_launcher(train)
+    assert [call.environment.get("TOKENIZERS_PARALLELISM") for call in started] == [None, "false", "true"]
 
 
 def test_the_launch_test_joins():
     join_only()
     assert PartialState._shared_state
     assert join_only.__test__ is False
+
+
+def test_the_first_use_of_a_gpu_is_watched():
+    assert "cuda" in launchers.first_use._watched or not hasattr(torch.cuda, "_lazy_call")

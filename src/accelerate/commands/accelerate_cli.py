@@ -1,11 +1,16 @@
+# PYTHON_ARGCOMPLETE_OK
 """The console script `accelerate`: it imports only the command that was asked for."""
 
 import argparse
 import importlib
+import os
 import sys
 from dataclasses import dataclass
+from typing import NoReturn
 
-from accelerate.commands.utils import or_exit
+from accelerate import __version__
+from accelerate.commands.utils import COMPLETING, CustomArgumentParser, as_program, or_exit
+from accelerate.config.options import OPTIONS
 
 
 @dataclass(frozen=True)
@@ -44,24 +49,62 @@ def main() -> None:
     Raises:
         SystemExit: with status 2 for a request that cannot be run, 1 for no request, or the status of what ran.
     """
-    name, *rest = sys.argv[1:] or [None]
-    if name not in COMMANDS:
-        parser = argparse.ArgumentParser(
-            "accelerate", usage="accelerate <command> [<args>]", formatter_class=argparse.RawTextHelpFormatter
-        )
-        parser.add_argument("command", nargs="?", choices=list(COMMANDS), metavar="command", help=_overview())
-        parser.parse_args()  # answers --help and an unknown command
+    with as_program("accelerate"):
+        if COMPLETING in os.environ:
+            from accelerate.commands import completion  # nobody else needs it
+
+            completion.answer(completion.parser_of_all(COMMANDS))
+        name, *rest = sys.argv[1:] or [None]
+        if name in COMMANDS:
+            _run(COMMANDS[name], f"accelerate {name}", rest)
+        else:
+            _without_command(name)
+
+
+def _run(command: Command, prog: str, words: list[str]) -> None:
+    module = importlib.import_module(f"accelerate.commands.{command.module}")
+    args = getattr(module, command.parser)().parse_args(words)
+    or_exit(prog, getattr(module, "console", args.func), args)
+
+
+def _without_command(word: str | None) -> NoReturn:
+    """Answer a command line that does not begin with a command."""
+    parser = CustomArgumentParser(
+        "accelerate",
+        usage="accelerate <command> [<args>]",
+        description=_overview(),
+        epilog="`accelerate <command> --help` lists the arguments of a command.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("-V", "--version", action="version", version=f"accelerate {__version__}")
+    if word is None:
         parser.print_help()
         raise SystemExit(1)
-    command = COMMANDS[name]
-    module = importlib.import_module(f"accelerate.commands.{command.module}")
-    args = getattr(module, command.parser)().parse_args(rest)
-    or_exit(f"accelerate {name}", getattr(module, "console", args.func), args)
+    if word in ("-h", "--help", "-V", "--version"):
+        parser.parse_args([word])
+    parser.error(_correction(word))
+
+
+def _correction(word: str) -> str:
+    """Say what to write instead of a word that is no command."""
+    import difflib  # only for those who mistyped
+
+    if word.startswith("-"):
+        flag = word.partition("=")[0]
+        if any(flag in option.spellings for option in OPTIONS):
+            return f"{flag} comes after a command: accelerate launch {flag} ... train.py"
+        return f"{flag} is unknown; write a command first, such as launch. `accelerate --help` lists them."
+    if word.endswith(".py") or os.path.isfile(word):
+        return f"{word!r} is no command; did you mean `accelerate launch {word}`?"
+    near = difflib.get_close_matches(word.lower().replace("_", "-"), COMMANDS, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(COMMANDS)}."
+    return f"{word!r} is no command; {hint}"
 
 
 def _overview() -> str:
     width = max(map(len, COMMANDS)) + 2
-    return "\n".join(f"{name:{width}}{command.help}" for name, command in COMMANDS.items())
+    return "\n".join(["commands:", *(f"  {name:{width}}{command.help}" for name, command in COMMANDS.items())])
 
 
 if __name__ == "__main__":

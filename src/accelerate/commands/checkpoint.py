@@ -11,7 +11,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from accelerate.checkpoint import inspect, names, pruning
@@ -21,6 +21,7 @@ from accelerate.checkpoint.places import Place, Stored, place_of
 from accelerate.checkpoint.pruning import Pruning
 from accelerate.commands.utils import make_parser
 from accelerate.launch.errors import LaunchError
+from accelerate.launch.tables import table
 
 # What was written to within this time may belong to a run that is saving right now.
 BUSY_SECONDS = 600
@@ -397,23 +398,6 @@ def age_text(seconds: float | None) -> str:
         if seconds < most * length:
             return f"{int(seconds // length)} {unit}"
     return f"{int(seconds // 86400)} days"
-
-
-def table(headings: Sequence[str], rows: Sequence[Sequence[str]], right: str = "") -> str:
-    """Return columns of text, two spaces apart.
-
-    Args:
-        headings: of the columns.
-        rows: as long as `headings`.
-        right: headings of the columns that end on the right, apart by spaces.
-    """
-    widths = [max(len(row[column]) for row in (headings, *rows)) for column in range(len(headings))]
-    aligned = [">" if heading in right.split() else "<" for heading in headings]
-    lines = (
-        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, aligned, widths, strict=True))
-        for row in (headings, *rows)
-    )
-    return "\n".join(line.rstrip() for line in lines)
 
 
 @contextlib.contextmanager

@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 
 from accelerate.commands.utils import CustomArgumentParser, OneSpelling, make_parser, or_exit
 from accelerate.config.options import BY_NAME, DYNAMO_WORDS, FEATURES
-from accelerate.launch import config_file, runners
-from accelerate.launch.errors import NotAvailableError
+from accelerate.launch import config_file, report, runners
+from accelerate.launch.errors import LaunchError, RunError
 from accelerate.launch.option import add_options
 from accelerate.launch.plan import LaunchPlan, Source
 from accelerate.launch.resolve import fill, resolve
@@ -108,7 +108,7 @@ def launch_command(args: argparse.Namespace) -> None:
     """
     plan = resolve(args)
     if plan["dry_run"]:
-        print(plan.describe())
+        print(report.describe(plan))
     else:
         runners.run(plan)
 
@@ -124,7 +124,7 @@ def console(args: argparse.Namespace) -> None:
     """
     plan = or_exit("accelerate launch", resolve, args)
     if plan["dry_run"]:
-        print(plan.describe())
+        print(report.describe(plan))
         return
     try:
         runners.run(plan, replace=_owns_process())
@@ -133,7 +133,12 @@ def console(args: argparse.Namespace) -> None:
 
 
 def _exit(plan: LaunchPlan, error: BaseException) -> NoReturn:
-    status, line = runners.failure_of(error)
+    if isinstance(
+        error, LaunchError
+    ):  # what only the runner can see: a program that is not installed, machines that disagree
+        print(f"accelerate launch: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    status, line = (1, str(error)) if isinstance(error, RunError) else runners.failure_of(error)
     if plan["debug"]:
         traceback.print_exception(error)
     runners.tell(plan, line)
@@ -184,56 +189,60 @@ def simple_launcher(args: argparse.Namespace) -> None:
 
     Args and Raises: as `launch_command`.
     """
-    runners.run(replace(resolve(args), elastic=False))
+    runners.run(replace(resolve(args), runner="single"))
 
 
 def multi_gpu_launcher(args: argparse.Namespace) -> None:
-    """Run the script in several processes of this machine, under torch's elastic launcher.
+    """Run the script in several processes of this machine, or of each of several, under torch's elastic launcher.
 
     Args and Raises: as `launch_command`.
     """
-    runners.run(replace(resolve(args), elastic=True))
+    _run_by(args, "local")
 
 
 def deepspeed_launcher(args: argparse.Namespace) -> None:
-    """Run the script with DeepSpeed; not available yet.
+    """Run the script with DeepSpeed: under torch's elastic launcher, or by DeepSpeed's own on several machines.
 
-    Raises:
-        NotAvailableError: always.
+    Args and Raises: as `launch_command`.
     """
-    _refuse("deepspeed")
+    args.use_deepspeed = True
+    _run_by(args, "local")
 
 
 def tpu_launcher(args: argparse.Namespace) -> None:
-    """Run the script on the TPU cores of this machine; not available yet.
+    """Run the training function of the script on the TPU cores of this machine.
 
-    Raises:
-        NotAvailableError: always.
+    Args and Raises: as `launch_command`.
     """
-    _refuse("tpu")
+    args.tpu = True
+    _run_by(args, "tpu")
 
 
 def tpu_pod_launcher(args: argparse.Namespace) -> None:
-    """Run the script on a TPU pod; not available yet.
+    """Run the script on all machines of a TPU pod.
 
-    Raises:
-        NotAvailableError: always.
+    Args and Raises: as `launch_command`.
     """
-    _refuse("tpu")
+    args.tpu, args.tpu_use_cluster = True, True
+    _run_by(args, "tpu_pod")
 
 
 def sagemaker_launcher(sagemaker_config: Any, args: argparse.Namespace) -> None:
-    """Run the script as a SageMaker job; not available yet.
+    """Run the script as a job of Amazon SageMaker.
 
-    Raises:
-        NotAvailableError: always.
+    Args:
+        sagemaker_config: an `accelerate.commands.config.config_args.SageMakerConfig`.
+        args: as in `launch_command`.
+
+    Raises: as `launch_command`.
     """
-    _refuse("sagemaker")
+    runners.of(replace(resolve(args), runner="sagemaker")).run_job(sagemaker_config, args)
 
 
-def _refuse(feature: str) -> NoReturn:
-    row = FEATURES[feature]
-    raise NotAvailableError(f"{row.title} is not available in this version yet. What works: {row.instead}.")
+def _run_by(args: argparse.Namespace, runner: str) -> None:
+    """Run what the arguments say by a runner, unless they ask for one that does the same elsewhere."""
+    plan = resolve(args)
+    runners.run(plan if plan.runner != "single" else replace(plan, runner=runner))
 
 
 if __name__ == "__main__":

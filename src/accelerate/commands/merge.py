@@ -1,26 +1,83 @@
 """`accelerate merge-weights`: one file of weights from the shards of an FSDP checkpoint."""
 
 import argparse
+import os
 from typing import Any
 
-from accelerate.commands.checkpoint import told_in_one_line
+from accelerate.checkpoint.names import METADATA
+from accelerate.commands.checkpoint import size_text, told_in_one_line
 from accelerate.commands.utils import make_parser, or_exit
+from accelerate.launch.errors import LaunchError
+from accelerate.utils.constants import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+)
 
 
 def merge_command(args: argparse.Namespace) -> None:
     """Merge the shards of a checkpoint.
 
+    The file appears under its name when all of it is on the disk.
+
     Args:
         args: what `merge_command_parser` parsed.
 
     Raises:
-        LaunchError: the shards are damaged, or cannot be merged like that; the message says why.
+        LaunchError: the shards are damaged, or cannot be merged like that, or the output is there already; the message says why.
+        OSError: the result could not be written.
     """
     from accelerate.utils.fsdp_utils import merge_fsdp_weights
 
-    with told_in_one_line():
-        merge_fsdp_weights(
-            args.checkpoint_directory, args.output_path, not args.unsafe_serialization, args.remove_checkpoint_dir
+    safe = not args.unsafe_serialization
+    _check_output(args.output_path, safe, getattr(args, "overwrite", False))
+    try:
+        with told_in_one_line():
+            _check_shards(args.checkpoint_directory)
+            merge_fsdp_weights(args.checkpoint_directory, args.output_path, safe, args.remove_checkpoint_dir)
+    except LaunchError as error:
+        if isinstance(error.__cause__, OSError):
+            raise error.__cause__ from None  # of the system, which a corrected request does not help
+        raise
+    written = os.path.join(args.output_path, SAFE_WEIGHTS_NAME if safe else WEIGHTS_NAME)
+    if os.path.isfile(written):
+        print(f"{written}: {size_text(os.path.getsize(written))}")
+
+
+def _check_shards(folder: str) -> None:
+    if os.path.isfile(folder):
+        raise LaunchError(
+            f"checkpoint_directory {folder!r} is a file; name the folder of shards, with its {METADATA}."
+        )
+    if not os.path.isfile(os.path.join(folder, METADATA)):
+        return  # what merges them says what is there instead
+    from accelerate.checkpoint.structure import tensors_of_shards
+
+    names = tensors_of_shards(folder)
+    if names and all(name.partition(".")[0] in ("state", "param_groups") for name in names):
+        raise LaunchError(
+            f"checkpoint_directory {folder!r} holds the state of an optimizer, not the weights of a model."
+        )
+
+
+def _check_output(folder: str, safe: bool, overwrite: bool) -> None:
+    if os.path.lexists(folder) and not os.path.isdir(folder):
+        raise LaunchError(f"output_path {folder!r} is a file; name a folder.")
+    # Those of the other format as well: a library that finds both loads one of them.
+    names = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
+    there = [name for name in names if os.path.lexists(os.path.join(folder, name))]
+    written = SAFE_WEIGHTS_NAME if safe else WEIGHTS_NAME
+    if there and not overwrite:
+        raise LaunchError(
+            f"output_path {folder!r} has weights already: {', '.join(there)}. Name another folder, or add --overwrite to "
+            f"replace {written}."
+        )
+    others = [name for name in there if name != written]
+    if others:
+        raise LaunchError(
+            f"output_path {folder!r} has other weights beside {written}: {', '.join(others)}. A library would load one or the "
+            "other; move them away."
         )
 
 
@@ -42,6 +99,7 @@ def merge_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         "--unsafe_serialization", action="store_true", help="Write `.bin` (pickle) instead of `.safetensors`."
     )
     parser.add_argument("--remove_checkpoint_dir", action="store_true", help="Remove the shards afterwards.")
+    parser.add_argument("--overwrite", action="store_true", help="Replace the file of weights, if it is there.")
     return parser
 
 
@@ -49,7 +107,7 @@ def main() -> None:
     """Run the console script `accelerate-merge-weights`.
 
     Raises:
-        SystemExit: with status 2 if there is no such checkpoint.
+        SystemExit: with status 2 if there is no such checkpoint, 1 if the result cannot be written.
     """
     or_exit("accelerate merge-weights", merge_command, merge_command_parser().parse_args())
 

@@ -4,6 +4,7 @@ import argparse
 import enum
 import logging
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 from accelerate.commands.utils import make_parser, or_exit
@@ -54,6 +55,13 @@ ARGUMENT_VALUE_MAPPING: dict[str, dict[str, bool]] = {
 }
 # FSDP 1 also takes a strategy as the number of torch's enumeration.
 _STRATEGY_NUMBERS = {1: "FULL_SHARD", 2: "SHARD_GRAD_OP", 3: "NO_SHARD", 4: "HYBRID_SHARD", 5: "HYBRID_SHARD_ZERO2"}
+# Why a setting is dropped.
+_REASONS = {
+    "fsdp_backward_prefetch": "it always fetches the next weights during the backward pass",
+    "fsdp_forward_prefetch": "it has no such switch",
+    "fsdp_sync_module_states": "it needs no switch to give all processes the same weights",
+    "fsdp_use_orig_params": "it always keeps the original parameters",
+}
 
 
 def load_config(config_file: str) -> dict[str, Any]:
@@ -64,10 +72,11 @@ def load_config(config_file: str) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: there is no such file.
+        LaunchError: it is no YAML or JSON, or holds no keys and values.
     """
     from accelerate.launch.config_file import load_mapping
 
-    if not pathlib.Path(config_file).is_file():
+    if not pathlib.Path(config_file).exists():
         raise FileNotFoundError(f"There is no configuration file {config_file!r}.")
     return load_mapping(config_file)
 
@@ -75,8 +84,8 @@ def load_config(config_file: str) -> dict[str, Any]:
 def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
     """Turn the content of a configuration file for FSDP 1 into one for FSDP 2.
 
-    Settings without a successor are dropped, with a warning. Files without an `fsdp_config`, or for FSDP 2 already, stay
-    as they are.
+    What FSDP 2 does not have is dropped, and what it does otherwise is converted to what is nearest, both with a warning. Files
+    without an `fsdp_config`, or for FSDP 2 already, stay as they are.
 
     Args:
         config: the content; it is not changed.
@@ -84,39 +93,115 @@ def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
     Returns:
         The new content.
 
+    Raises:
+        LaunchError: a value means nothing to FSDP 1, so that nobody can tell what it should become.
+
     Example:
         >>> convert_config_to_fsdp2({"fsdp_config": {"fsdp_sharding_strategy": "FULL_SHARD"}})
         {'fsdp_config': {'fsdp_version': 2, 'fsdp_reshard_after_forward': True}}
     """
     old = config.get("fsdp_config") or {}
+    if not isinstance(old, Mapping):
+        raise LaunchError(f"fsdp_config is {old!r}; it must hold keys and values.")
     if not old:
         logger.info("There is no fsdp_config, so nothing is converted.")
         return config
-    if str(old.get("fsdp_version", 1)) == "2":
+    old = _by_full_name(old)
+    version = str(old.get("fsdp_version") or 1)
+    if version == "2":
         logger.warning("The file says fsdp_version: 2 already and stays as it is. Write 1 there to convert its keys.")
         return config
+    if version != "1":
+        raise LaunchError(f"fsdp_version is {old['fsdp_version']!r}; there are 1 and 2.")
     new: dict[str, Any] = {"fsdp_version": 2}
     for key, value in old.items():
         if key == "fsdp_version":
             continue
         target = ARGUMENT_KEY_MAPPING.get(key, key)
         if isinstance(target, ConversionStatus):
-            gone = target is ConversionStatus.REMOVED
+            _tell_dropped(key, target)
+        elif key in ARGUMENT_VALUE_MAPPING:
+            if key == "fsdp_reshard_after_forward" and old.get("fsdp_sharding_strategy") is not None:
+                continue  # FSDP 1 listens to the other name
+            if value is not None:
+                new[target] = _reshards(key, value, config)
+        elif key == "fsdp_state_dict_type" and str(value).upper() in ("LOCAL_STATE_DICT", "2"):
             logger.warning(
-                "%s %s FSDP 2; it is dropped.", key, "does not exist in" if gone else "is not possible yet with"
+                "fsdp_state_dict_type: LOCAL_STATE_DICT does not exist in FSDP 2; it becomes SHARDED_STATE_DICT. Checkpoints that "
+                "were saved in the old form cannot be read in the new one."
             )
-            continue
-        if key in ARGUMENT_VALUE_MAPPING:
-            value = ARGUMENT_VALUE_MAPPING[key].get(_strategy(value), value)
-        new[target] = value
+            new[target] = "SHARDED_STATE_DICT"
+        else:
+            if key not in ARGUMENT_KEY_MAPPING and not _is_known(key):
+                logger.warning("fsdp_config.%s is unknown; it stays as it is.", key)
+            new[target] = value
+    if new.get("fsdp_state_dict_type") is None:
+        logger.warning(
+            "fsdp_state_dict_type is not set: checkpoints were FULL_STATE_DICT, and FSDP 2 makes them SHARDED_STATE_DICT. Set it "
+            "to choose."
+        )
     return {**config, "fsdp_config": new}
 
 
+def _by_full_name(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings under today's names: files may leave the prefix out, or be old."""
+    from accelerate.launch.config_file import modernise, of_section
+
+    named = {}
+    for key, value in modernise({"fsdp_config": dict(section)})["fsdp_config"].items():
+        option = of_section("fsdp_config", key)
+        named[str(key) if option is None else option.file_key or option.name] = value
+    return named
+
+
+def _is_known(key: str) -> bool:
+    from accelerate.launch.config_file import of_section
+
+    return of_section("fsdp_config", key) is not None
+
+
+def _tell_dropped(key: str, status: ConversionStatus) -> None:
+    how = "does not exist in" if status is ConversionStatus.REMOVED else "is not possible yet with"
+    logger.warning("%s %s FSDP 2: %s. It is dropped.", key, how, _REASONS.get(key, "it works without"))
+
+
+def _reshards(key: str, value: Any, config: Mapping[str, Any]) -> bool:
+    """Say whether parameters are freed between forward and backward, and what else of a strategy gets lost."""
+    name = _strategy(value)
+    if name in ("TRUE", "FALSE"):
+        return name == "TRUE"
+    if name not in _RESHARDS:
+        raise LaunchError(f"fsdp_config.{key} is {value!r}; FSDP 1 knows {', '.join(_RESHARDS)}.")
+    if name == "NO_SHARD":
+        logger.warning(
+            "%s: NO_SHARD does not exist in FSDP 2, which always shards: the new file says SHARD_GRAD_OP's settings. To keep the "
+            "whole model on every process, remove fsdp_config and set distributed_type to MULTI_GPU instead.",
+            key,
+        )
+    elif name.startswith("HYBRID"):
+        logger.warning(
+            "%s: %s does not exist in FSDP 2 by this name: the new file shards over all processes. For copies of the model that "
+            "are sharded within a machine, add parallelism_config with %s.",
+            key,
+            name,
+            _mesh(config),
+        )
+    return _RESHARDS[name]
+
+
+def _mesh(config: Mapping[str, Any]) -> str:
+    machines, processes = config.get("num_machines"), config.get("num_processes")
+    replicas, shards = "<number of machines>", "<processes of a machine>"
+    if isinstance(machines, int) and isinstance(processes, int) and machines > 0 and processes % machines == 0:
+        replicas, shards = str(machines), str(processes // machines)
+    return f"parallelism_config_dp_replicate_size: {replicas} and parallelism_config_dp_shard_size: {shards}"
+
+
 def _strategy(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value)
-    text = str(value)
-    return _STRATEGY_NUMBERS.get(int(text), text) if text.isdigit() else text.upper()
+    text = str(value).strip()
+    if not isinstance(value, bool) and text.isdecimal():
+        return _STRATEGY_NUMBERS.get(int(text), text)
+    return text.upper()
 
 
 def to_fsdp2_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
@@ -129,31 +214,35 @@ def to_fsdp2_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         "to-fsdp2", "Turn a configuration file for FSDP 1 into one for FSDP 2.", subparsers, to_fsdp2_command
     )
     parser.add_argument("--config_file", required=True, help="The file to convert.")
-    parser.add_argument("--overwrite", action="store_true", help="Replace that file.")
-    parser.add_argument("--output_file", help="The file to write instead; it must not exist.")
+    parser.add_argument("--overwrite", action="store_true", help="Replace that file, or --output_file.")
+    parser.add_argument("--output_file", help="The file to write instead; without --overwrite it must not exist.")
     return parser
 
 
 def to_fsdp2_command(args: argparse.Namespace) -> None:
-    """Convert a file.
+    """Convert a file. The result takes its place in one step.
 
     Args:
         args: what `to_fsdp2_command_parser` parsed.
 
     Raises:
-        LaunchError: neither `--overwrite` nor `--output_file` says where the result goes, or the output file exists.
+        LaunchError: neither `--overwrite` nor `--output_file` says where the result goes, or the file cannot be converted.
         FileNotFoundError: there is no file to convert.
+        FileExistsError: the output file exists.
     """
-    import yaml
-
     if not args.overwrite and args.output_file is None:
         raise LaunchError("Say where the result goes: --output_file FILE, or --overwrite.")
-    config = load_config(args.config_file)
+    if not pathlib.Path(args.config_file).exists():
+        raise FileNotFoundError(f"There is no configuration file {args.config_file!r}.")
     target = pathlib.Path(args.config_file if args.output_file is None else args.output_file)
     if target.exists() and not args.overwrite:
-        raise LaunchError(f"{target} exists already. Name another --output_file, or add --overwrite.")
-    with open(target, "w", encoding="utf-8") as stream:
-        yaml.safe_dump(convert_config_to_fsdp2(config), stream)
+        raise FileExistsError(f"{target} exists already. Name another --output_file, or add --overwrite.")
+    config = load_config(args.config_file)
+    converted = convert_config_to_fsdp2(config)
+    from accelerate.commands.config import store  # not for --help
+
+    store.check_writable(target)
+    store.write(target, store.as_json(converted) if target.suffix == ".json" else store.as_yaml(converted))
     print(f"accelerate configuration saved at {target}")
 
 

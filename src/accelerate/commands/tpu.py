@@ -4,12 +4,15 @@ import argparse
 import os
 import pathlib
 import shlex
-import shutil
 import subprocess
+import sys
 from typing import Any
 
 from accelerate.commands.utils import make_parser, or_exit
+from accelerate.launch import config_file
 from accelerate.launch.errors import LaunchError
+from accelerate.launch.runners import program
+from accelerate.launch.runners.tpu_pod import gcloud_ssh
 
 
 def tpu_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
@@ -30,7 +33,9 @@ def tpu_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     parser.add_argument("--tpu_zone", help="Its zone; by default that of the configuration file.")
     parser.add_argument("--use_alpha", action="store_true", help="Use `gcloud alpha`.")
     parser.add_argument("--command_file", help="A file of commands, one on each line.")
-    parser.add_argument("--command", action="append", nargs="+", help="A command; give it once for each.")
+    parser.add_argument(
+        "--command", action="append", nargs="+", help="A command, between quotes; give the option once for each."
+    )
     parser.add_argument("--install_accelerate", action="store_true", help="Install accelerate first.")
     parser.add_argument("--accelerate_version", default="latest", help="Which version: latest, or a number.")
     parser.add_argument("--debug", action="store_true", help="Print the command instead of running it.")
@@ -40,29 +45,42 @@ def tpu_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 def tpu_command_launcher(args: argparse.Namespace) -> None:
     """Run the commands.
 
+    For programs: it returns, or raises what went wrong. `console` is the same for the console.
+
     Args:
         args: what `tpu_command_parser` parsed; missing values come from the configuration file.
 
     Raises:
-        LaunchError: the pod has no name, there are no commands, or `gcloud` is not installed.
-        FileNotFoundError: a file that was named does not exist.
+        LaunchError: the pod has no name, there are no commands, a file cannot be read, or `gcloud` is not installed.
+        FileNotFoundError: the configuration file that was named does not exist.
         subprocess.CalledProcessError: a command failed.
     """
     command = _gcloud(args, _configuration(args))
     if args.debug:
         print(f"Running {shlex.join(command)}")
         return
-    if shutil.which(command[0]) is None:
-        raise LaunchError(
-            "gcloud is not on the PATH. Install the Google Cloud CLI, or print the command with --debug."
-        )
-    subprocess.run(command, check=True)
+    program.find("gcloud", os.environ, "Install the Google Cloud CLI, or print the command with --debug.")
+    program.start(command, os.environ, replace=False)
     print("The commands ran on all machines of the pod.")
 
 
-def _configuration(args: argparse.Namespace) -> dict[str, Any]:
-    from accelerate.launch import config_file
+def console(args: argparse.Namespace) -> None:
+    """Run `accelerate tpu-config` for the console: errors become one line and an exit status.
 
+    Args:
+        args: what `tpu_command_parser` parsed.
+
+    Raises:
+        SystemExit: status 2 if nothing was run, else the status of gcloud.
+    """
+    try:
+        or_exit("accelerate tpu-config", tpu_command_launcher, args)
+    except subprocess.CalledProcessError as error:
+        print(f"accelerate tpu-config: gcloud ended with status {error.returncode}.", file=sys.stderr)
+        raise SystemExit(error.returncode if error.returncode > 0 else 128 - error.returncode) from None
+
+
+def _configuration(args: argparse.Namespace) -> dict[str, Any]:
     path = config_file.find(args.config_file, os.environ)
     return config_file.load_mapping(path) if path else {}
 
@@ -80,44 +98,56 @@ def _gcloud(args: argparse.Namespace, config: dict[str, Any]) -> list[str]:
     commands = _commands(args, config)
     if not commands and not args.install_accelerate:
         raise LaunchError("What shall run? Give --command or --command_file, or --install_accelerate.")
-    gcloud = [
-        "gcloud",
-        *(["alpha"] if args.use_alpha else []),
-        "compute",
-        "tpus",
-        "tpu-vm",
-        "ssh",
-        name,
-        "--zone",
-        zone,
-    ]
-    return [*gcloud, "--command", "; ".join([*lines, *commands]), "--worker", "all"]
+    return gcloud_ssh(str(name), str(zone), "; ".join([*lines, *commands]), alpha=args.use_alpha)
 
 
 def _requirement(version: str) -> str:
+    from packaging.version import InvalidVersion, Version  # nobody else here needs it
+
+    if version == "latest":
+        return "accelerate -U"
     if version == "dev":
         raise LaunchError(
-            "--accelerate_version dev is not available in this version. What works: latest, or a number."
+            "--accelerate_version dev is not available: what is released is. What works: latest, or a number such as 1.2.0."
         )
-    return "accelerate -U" if version == "latest" else f"accelerate=={version}"
+    try:
+        # A shell of the pod reads it.
+        return f"accelerate=={Version(version)}"
+    except InvalidVersion:
+        raise LaunchError(f"--accelerate_version is {version!r}; write latest, or a number such as 1.2.0.") from None
 
 
 def _commands(args: argparse.Namespace, config: dict[str, Any]) -> list[str]:
     if args.command:
-        return [word if isinstance(word, str) else " ".join(word) for word in args.command]
+        return [command for words in args.command for command in _of_one_option(words)]
     file = args.command_file or config.get("command_file")
     if file:
-        return [line for line in pathlib.Path(file).read_text(encoding="utf-8").splitlines() if line.strip()]
-    return list(config.get("commands") or [])
+        try:
+            text = pathlib.Path(file).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise LaunchError(
+                f"The command file {str(file)!r} cannot be read: {getattr(error, 'strerror', None) or error}."
+            ) from None
+        # They become one line, in which a comment would hide what follows.
+        return [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
+    commands = config.get("commands") or []
+    return [commands] if isinstance(commands, str) else [str(command) for command in commands]
+
+
+def _of_one_option(words: str | list[str]) -> list[str]:
+    if isinstance(words, str):
+        return [words]
+    # `--command "echo a" "echo b"` are two commands; `--command echo a` is one that was not quoted.
+    return words if any(" " in word for word in words) else [" ".join(words)]
 
 
 def main() -> None:
     """Run `accelerate tpu-config` as a program of its own.
 
     Raises:
-        SystemExit: with status 2 for a request that cannot be run.
+        SystemExit: as in `console`.
     """
-    or_exit("accelerate tpu-config", tpu_command_launcher, tpu_command_parser().parse_args())
+    console(tpu_command_parser().parse_args())
 
 
 if __name__ == "__main__":

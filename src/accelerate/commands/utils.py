@@ -1,18 +1,44 @@
 """What the commands share: their parser, and how they answer errors."""
 
 import argparse
+import contextlib
 import copy
+import os
+import select
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from accelerate.launch.option import ArgumentGroup, Parser
 
 T = TypeVar("T")
 
+# Exit statuses, as shells count them.
+INTERRUPTED = 130
+CLOSED_PIPE = 141
+
+# Set while a shell asks for completions.
+COMPLETING = "_ARGCOMPLETE"
+
+# The system's words for a path that cannot be used; every other error of the system is an error of the run.
+_PATH_ERRORS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
+
 
 class CustomArgumentParser(Parser):
-    """A parser that takes long flags with underscores and with hyphens, and remembers which arguments were given."""
+    """A parser that takes long flags with underscores and with hyphens, and remembers which arguments were given.
+
+    It completes words for a shell, where argcomplete is installed.
+    """
+
+    def parse_args(
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        """Parse the command line, or answer a shell that asks how a word of it goes on."""
+        if args is None and COMPLETING in os.environ:
+            from accelerate.commands import completion  # nobody else needs it
+
+            completion.answer(self)
+        return super().parse_args(args, namespace)
 
 
 class CustomArgumentGroup(ArgumentGroup):
@@ -54,8 +80,50 @@ def make_parser(
     return parser
 
 
+@contextlib.contextmanager
+def as_program(prog: str) -> Iterator[None]:
+    """End as a console program does: quietly when the reader of the output is gone, with status 130 after Ctrl-C.
+
+    Args:
+        prog: the command, for the message.
+
+    Raises:
+        SystemExit: with status 130 after an interrupt, 141 where the output has no reader any more.
+    """
+    try:
+        try:
+            yield
+        finally:
+            if sys.stdout is not None and not sys.stdout.closed:
+                sys.stdout.flush()
+    except KeyboardInterrupt:
+        print(f"\n{prog}: interrupted", file=sys.stderr)
+        raise SystemExit(INTERRUPTED) from None
+    except BrokenPipeError:
+        if not _reader_is_gone():
+            raise  # another pipe or connection
+        raise SystemExit(CLOSED_PIPE) from None
+
+
+def _reader_is_gone() -> bool:
+    """Tell whether nobody reads our output, and let nothing be written there again: not by Python's own exit either."""
+    try:
+        output = sys.stdout.fileno()
+    except (OSError, ValueError, AttributeError):  # replaced by something that is no file
+        return False
+    if hasattr(select, "poll"):
+        poll = select.poll()
+        poll.register(output, 0)  # errors are reported in any case
+        if not poll.poll(0):
+            return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+    return True
+
+
 def or_exit(prog: str, func: Callable[..., T], *args: Any) -> T:
     """Call a function; a request that cannot be run becomes one line on stderr and exit status 2.
+
+    What the system refuses on the way (a full disk, a connection) becomes one line and status 1.
 
     Args:
         prog: the command, for the message.
@@ -63,10 +131,22 @@ def or_exit(prog: str, func: Callable[..., T], *args: Any) -> T:
         args: its arguments.
 
     Raises:
-        SystemExit: the function raised `ValueError` (as `LaunchError` is), `NotImplementedError` or `FileNotFoundError`.
+        SystemExit: the function raised `ValueError` (as `LaunchError` is), `NotImplementedError` or `OSError`; or as in
+            `as_program`.
     """
-    try:
-        return func(*args)
-    except (ValueError, NotImplementedError, FileNotFoundError) as error:
-        print(f"{prog}: error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+    with as_program(prog):
+        try:
+            return func(*args)
+        except (ValueError, NotImplementedError, OSError) as error:
+            for broken in (error, error.__cause__):
+                if isinstance(broken, BrokenPipeError):
+                    raise broken from None
+            print(f"{prog}: error: {_in_words(error)}", file=sys.stderr)
+            usage = isinstance(error, (ValueError, NotImplementedError, *_PATH_ERRORS))
+            raise SystemExit(2 if usage else 1) from None
+
+
+def _in_words(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{os.fspath(error.filename)!r}: {error.strerror}."
+    return str(error) or type(error).__name__

@@ -39,7 +39,7 @@ def to_int(value: Any, name: str) -> int:
         number = int(value)
         if isinstance(value, str) or number == value:
             return number
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         pass
     raise ValueError(f"{name} is {value!r}; it must be an integer.")
 

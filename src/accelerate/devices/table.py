@@ -140,7 +140,14 @@ DEVICES: dict[str, Device] = {
             "npu", _T.MULTI_NPU, ("hccl",), _R.NPU, _with_device(imports.is_npu_available), "ASCEND_RT_VISIBLE_DEVICES"
         ),
         Hpu("hpu", _T.MULTI_HPU, ("hccl",), _R.HPU, lambda: imports.is_hpu_available(init_hccl=False)),
-        Device("neuron", _T.MULTI_NEURON, ("neuron",), _R.NEURON, _with_device(imports.is_neuron_available)),
+        Device(
+            "neuron",
+            _T.MULTI_NEURON,
+            ("neuron",),
+            _R.NEURON,
+            _with_device(imports.is_neuron_available),
+            "NEURON_RT_VISIBLE_CORES",
+        ),
         Device("cuda", _T.MULTI_GPU, ("nccl", "gloo"), _R.CUDA, torch.cuda.is_available, "CUDA_VISIBLE_DEVICES"),
         Device(
             "xpu",

@@ -15,7 +15,7 @@ def worker_environment(plan: LaunchPlan, base: Mapping[str, str]) -> dict[str, s
         plan: what is started.
         base: the environment they inherit.
     """
-    environment = {**base, **exports(plan.settings)}
+    environment = {**base, **exports(plan.settings), **plan.extra}
     selected = plan["gpu_ids"]
     if selected not in (None, "all") and plan.hardware.visible_env and not plan.on_cpu:
         environment[plan.hardware.visible_env] = ",".join(part.strip() for part in str(selected).split(","))

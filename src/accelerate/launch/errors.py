@@ -7,3 +7,7 @@ class LaunchError(ValueError):
 
 class NotAvailableError(LaunchError, NotImplementedError):
     """The request is understood, and this version has no way to run it yet."""
+
+
+class RunError(RuntimeError):
+    """A run has begun and cannot go on for a reason that lies outside the script; the command line answers with exit status 1."""

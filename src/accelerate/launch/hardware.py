@@ -73,6 +73,11 @@ def usable_cores() -> int:
     return max(1, min(allowed // max(1, per_core), _container_limit()))
 
 
+def is_bound() -> bool:
+    """Tell whether somebody has bound this process to some of the machine's cores."""
+    return hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) < (os.cpu_count() or 1)
+
+
 def _container_limit() -> int:
     try:
         quota, period = pathlib.Path("/sys/fs/cgroup/cpu.max").read_text().split()

@@ -1,8 +1,10 @@
-"""Rows of the option table as arguments of a parser."""
+"""Rows of the option table as arguments of a parser, and answers to options that are in no row."""
 
 import argparse
+import os
+import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from accelerate.config.options import OPTIONS, Option
 from accelerate.config.options.schema import hyphenated
@@ -10,13 +12,67 @@ from accelerate.config.options.schema import hyphenated
 # argparse already has this heading.
 _PLAIN_HEADING = "options"
 
+# What torchrun and older launchers call things, and what to write here.
+_ELSEWHERE = {
+    "nproc_per_node": "--num_processes, the number over all machines",
+    "nproc": "--num_processes",
+    "num_gpus": "--num_processes",
+    "nnodes": "--num_machines",
+    "num_nodes": "--num_machines",
+    "node_rank": "--machine_rank",
+    "master_addr": "--main_process_ip",
+    "master_port": "--main_process_port",
+    "rdzv_endpoint": "--main_process_ip and --main_process_port",
+    "standalone": "nothing: on one machine the launcher takes a free port",
+    "fp16": "--mixed_precision fp16",
+    "bf16": "--mixed_precision bf16",
+    "fp8": "--mixed_precision fp8",
+    "fsdp": "--use_fsdp",
+    "deepspeed": "--use_deepspeed",
+    "megatron": "--use_megatron_lm",
+    "no_cuda": "--cpu",
+    "use_cpu": "--cpu",
+    "hostfile": "--deepspeed_hostfile or --mpirun_hostfile",
+}
+# Options that mean nothing to a script, so that one behind the script's name was meant for the launcher.
+_LAUNCHER_ONLY = frozenset(
+    [
+        "multi_gpu",
+        "num_processes",
+        "num_machines",
+        "machine_rank",
+        "main_process_ip",
+        "main_process_port",
+        "same_network",
+        "gpu_ids",
+        "enable_cpu_affinity",
+        "rdzv_backend",
+        "rdzv_conf",
+        "max_restarts",
+        "monitor_interval",
+        "use_fsdp",
+        "use_deepspeed",
+        "use_megatron_lm",
+        "use_parallelism_config",
+        "num_cpu_threads_per_process",
+        "dry_run",
+    ]
+)
+# A script larger than this is data.
+_LARGEST_SCRIPT = 1 << 20
+
 
 class Parser(argparse.ArgumentParser):
     """A parser that accepts `--like_this` and `--like-this`, and remembers what was given.
 
     Parsed arguments carry `nondefault`, the names of all arguments that stood on the command line, so that resolution
     can tell a choice from a default of the same value.
+
+    An unknown option is answered with the nearest one that exists, and exit status 2.
     """
+
+    # What is being parsed, for errors.
+    _words: Sequence[str] = ()
 
     def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
         """Add an argument under both spellings of its long flags; see `argparse.ArgumentParser.add_argument`."""
@@ -28,10 +84,69 @@ class Parser(argparse.ArgumentParser):
         self._action_groups.append(group)
         return group
 
+    def parse_args(
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        """Parse everything; see `argparse.ArgumentParser.parse_args`.
+
+        Raises:
+            SystemExit: with status 2 for what is not understood, 0 after the help was printed.
+        """
+        words = sys.argv[1:] if args is None else list(args)
+        parsed, unknown = self.parse_known_args(words, namespace)
+        if unknown:
+            parser = self._innermost(words)
+            parser.error(parser.unknown(unknown))
+        return parsed
+
+    def unknown(self, words: Sequence[str]) -> str:
+        """Return one line about words that no argument takes: each unknown option with the nearest one that exists.
+
+        Args:
+            words: what was left over; values that follow an unknown option are passed over.
+        """
+        flags = [word.partition("=")[0] for word in words if word.startswith("-") and word not in ("-", "--")]
+        if not flags:
+            return f"{' '.join(words)} is not expected here."
+        return " ".join(self._correction(flag) for flag in dict.fromkeys(flags))
+
+    def error(self, message: str) -> NoReturn:
+        """Print the usage and the error on stderr, and end with status 2.
+
+        Args:
+            message: the error. Where argparse only misses an argument, an unknown option is named first: it is the likely
+                reason.
+        """
+        if "required" in message:
+            given = (word.partition("=")[0] for word in self._words)
+            known = self._option_string_actions
+            strangers = [flag for flag in given if flag[:2] == "--" and flag[2:] and flag not in known]
+            for action in self._actions:
+                if action.nargs == argparse.REMAINDER:  # may be empty, whatever argparse says
+                    message = message.replace(f", {action.dest}", "")
+            message = f"{self.unknown(strangers)} Besides, {message}" if strangers else message
+        for action in self._actions:
+            shown = [flag for flag in action.option_strings if "-" not in flag[2:]]
+            if 0 < len(shown) < len(action.option_strings):
+                message = message.replace("/".join(action.option_strings), "/".join(shown))
+        super().error(message)
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        """End the process; a reader of the help that has closed its pipe (as `| head` does) is no error."""
+        try:
+            if message:
+                self._print_message(message, sys.stderr)
+            if sys.stdout is not None:
+                sys.stdout.flush()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(status)
+
     def parse_known_args(
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse what is known, and note in `nondefault` which arguments were given."""
+        self._words = sys.argv[1:] if args is None else list(args)
         if namespace is not None:
             return super().parse_known_args(args, namespace)
         # argparse assigns a default only to a missing attribute: what still holds the mark afterwards was not given.
@@ -48,8 +163,34 @@ class Parser(argparse.ArgumentParser):
         for name in given:
             if isinstance(getattr(parsed, name), _NotGiven):
                 setattr(parsed, name, list(getattr(parsed, name)))
-        parsed.nondefault = given
+        # A sub-command has its own parser, which has noted its own.
+        parsed.nondefault = given | set(getattr(parsed, "nondefault", ()))
         return parsed, rest
+
+    def _innermost(self, words: Sequence[str]) -> "Parser":
+        """Return the parser of the subcommand that was chosen, or this one."""
+        for position, word in enumerate(words):
+            for action in self._actions:
+                inner = action.choices.get(word) if isinstance(action, argparse._SubParsersAction) else None
+                if isinstance(inner, Parser):
+                    return inner._innermost(words[position + 1 :])
+        return self
+
+    def _correction(self, flag: str) -> str:
+        import difflib  # only for those who mistyped
+
+        long = [option for option in self._option_string_actions if option.startswith("--")]
+        known = {_plain(option): option for option in reversed(long)}  # the first spelling of each stays
+        wanted = _plain(flag)
+        if "num_processes" in known and wanted in _ELSEWHERE:
+            return f"{flag} is unknown; here it is {_ELSEWHERE[wanted]}."
+        # A beginning says more than letters that happen to be the same.
+        near = [name for name in known if flag.startswith("--") and name.startswith(wanted)]
+        if not 1 <= len(near) <= 3:
+            near = difflib.get_close_matches(wanted, known, n=1, cutoff=0.7)
+        if not near:
+            return f"{flag} is unknown; `{self.prog} --help` lists the options."
+        return f"{flag} is unknown; did you mean {' or '.join(known[name] for name in near)}?"
 
 
 class ArgumentGroup(argparse._ArgumentGroup):
@@ -65,6 +206,44 @@ class _NotGiven(list):
 
 
 _NOT_GIVEN = _NotGiven()
+
+
+def _plain(flag: str) -> str:
+    return flag.lstrip("-").replace("-", "_").lower()
+
+
+def strayed(script: str, script_args: Sequence[str], given: Iterable[str] = ()) -> list[str]:
+    """Return notes about options of the launcher that stand behind the script, which receives them.
+
+    The launcher cannot know what a script takes, so it only says something where it can hardly be wrong: the option means
+    something to launchers alone, it was not given before the script as well, and the script's text does not mention it.
+
+    Args:
+        script: the script's path; of modules and programs nothing is said.
+        script_args: its arguments.
+        given: names of the options that stood before the script.
+    """
+    names = {
+        option.name: word
+        for word in script_args
+        for option in OPTIONS
+        if option.name in _LAUNCHER_ONLY and word.partition("=")[0] in option.spellings
+    }
+    names = {name: word for name, word in names.items() if name not in set(given)}
+    if not names:
+        return []
+    try:
+        if not os.path.isfile(script) or os.path.getsize(script) > _LARGEST_SCRIPT:
+            return []
+        with open(script, encoding="utf-8", errors="replace") as file:
+            text = file.read()
+    except OSError:
+        return []
+    return [
+        f"{word} stands behind the script, so {script} receives it. Options of the launcher come before the script."
+        for name, word in names.items()
+        if name not in text and name.replace("_", "-") not in text
+    ]
 
 
 def both_spellings(flags: Iterable[str]) -> tuple[str, ...]:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from accelerate.config.options import BY_NAME
 from accelerate.launch.hardware import Hardware
 
 
@@ -63,6 +62,21 @@ class Rendezvous:
 
 
 @dataclass(frozen=True)
+class Machines:
+    """The machines of a run, seen from one of them.
+
+    Attributes:
+        count: how many take part.
+        rank: the number of this one, from 0; None where it is given one when they meet.
+        source: who said so: a scheduler's name, or None for the options.
+    """
+
+    count: int = 1
+    rank: int | None = 0
+    source: str | None = None
+
+
+@dataclass(frozen=True)
 class LaunchPlan:
     """Everything that a runner needs; nothing is decided after it.
 
@@ -70,11 +84,13 @@ class LaunchPlan:
         settings: option name to resolved value, for every option of the table.
         script: the script, module or program.
         script_args: its arguments.
-        num_processes: how many processes to start.
-        hardware: the devices they may use.
+        num_processes: how many processes there are, on all machines together.
+        hardware: the devices that those of this machine may use.
         on_cpu: they compute on the CPU.
-        elastic: torch's elastic launcher supervises them; otherwise the one process is started directly.
+        runner: who starts them: a key of `accelerate.launch.runners.RUNNERS`.
+        machines: the machines, and which of them this is.
         rendezvous: how they find each other.
+        extra: further variables of every process, beside those of the options.
         notes: lines of information for the user.
     """
 
@@ -84,13 +100,25 @@ class LaunchPlan:
     num_processes: int
     hardware: Hardware
     on_cpu: bool
-    elastic: bool
+    runner: str = "single"
+    machines: Machines = Machines()
     rendezvous: Rendezvous = Rendezvous()
+    extra: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     def __getitem__(self, name: str) -> Any:
         """Return the value of an option."""
         return self.settings[name].value
+
+    @property
+    def local_processes(self) -> int:
+        """How many processes run on this machine."""
+        return self.num_processes // self.machines.count
+
+    @property
+    def elastic(self) -> bool:
+        """Whether torch's elastic launcher supervises the processes; otherwise something else does, or nothing."""
+        return self.runner in ("local", "machines")
 
     @property
     def command(self) -> list[str]:
@@ -100,21 +128,3 @@ class LaunchPlan:
         # Several processes share a terminal: unbuffered, their lines come out whole and in time.
         python = [sys.executable, "-u"] if self.elastic else [sys.executable]
         return [*python, *(["-m"] if self["module"] else []), self.script, *self.script_args]
-
-    def describe(self) -> str:
-        """Return what would be started and where each setting comes from, as text."""
-        where = "the CPU" if self.on_cpu else self.hardware.device
-        lines = [
-            f"command: {' '.join(self.command)}",
-            f"processes: {self.num_processes} on {where} ({self.settings['num_processes'].origin})",
-            f"started by: {'the elastic launcher of torch' if self.elastic else 'replacing this process'}",
-        ]
-        if self.elastic:
-            port = self.rendezvous.port or "chosen by the system"
-            lines.append(f"meeting point: {self.rendezvous.host}, port {port} ({self.rendezvous.backend})")
-        lines.append("settings:")
-        for name, resolved in self.settings.items():
-            tells_worker = BY_NAME[name].env is not None and BY_NAME[name].feature is None
-            if resolved.source is not Source.DEFAULT or (tells_worker and resolved.value is not None):
-                lines.append(f"  {name} = {resolved.value!r} ({resolved.origin})")
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])

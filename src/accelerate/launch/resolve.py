@@ -15,9 +15,11 @@ from types import MappingProxyType
 
 from accelerate.config import env
 from accelerate.config.options import BY_NAME, FEATURES, NEEDS_DEVICES, OPTIONS, PARADIGMS, SECTIONS
-from accelerate.launch import config_file, hardware
+from accelerate.launch import cluster, config_file, hardware, machines
 from accelerate.launch.errors import LaunchError, NotAvailableError
-from accelerate.launch.plan import LaunchPlan, Rendezvous, Resolved, Source
+from accelerate.launch.option import strayed
+from accelerate.launch.plan import LaunchPlan, Machines, Rendezvous, Resolved, Source
+from accelerate.runtime.ranks import DEFAULT_PORT, Ranks
 
 
 @dataclass(frozen=True)
@@ -59,18 +61,42 @@ def resolve(args: argparse.Namespace, environ: Mapping[str, str] | None = None) 
     merged = merge(args, environ)
     values = dict(merged.values)
     _choose_paradigm(values)
-    _require_available(values)
-    notes = [*merged.notes, *_without_effect(values, merged.file)]
+    notes = list(merged.notes)
+    _require_available(values, notes)
+    scheduler = cluster.find(environ)
+    found = machines.ask_cluster(values, scheduler, notes)
+    notes += _without_effect(values, merged.file)
     _check_script(args, values)
+    if not (values["module"].value or values["no_python"].value):
+        notes += strayed(args.training_script, args.training_script_args or (), getattr(args, "nondefault", ()))
+    task = found.task if found else None
+    elsewhere = _elsewhere(values, found)
+    place = Machines() if elsewhere or task else machines.settle(values, found)
     machine, count = _devices(values, environ)
-    num_processes = _count_processes(values, machine, count, notes)
-    supervised = num_processes > 1 or bool(values["max_restarts"].value) or _logs(values)
-    _share_cores(values, num_processes, notes)
-    if not supervised and environ.get("WORLD_SIZE", "1") not in ("", "1"):
+    if elsewhere:
+        num_processes = _count_elsewhere(values, elsewhere, count)
+    elif task:
+        num_processes = _count_tasks(values, task, found.source, notes)
+    else:
+        num_processes = _count_processes(values, machine, count, place.count, notes)
+    hosts = values["num_machines"].value or 1 if elsewhere else place.count
+    local = task.local_world_size or 1 if task else max(num_processes // hosts, 1)
+    runner = elsewhere or _runner(values, num_processes, place, task)
+    if elsewhere not in ("sagemaker", "tpu_pod"):
+        _share_cores(values, local, found if task else None, notes)
+    if found and not task and not elsewhere and place.count == 1:
+        notes += found.notes
+    if task:
+        notes += _without_effect_on_tasks(values, found.source)
+    if runner == "single" and not task and environ.get("WORLD_SIZE", "1") not in ("", "1"):
         notes.append(
             f"RANK={environ.get('RANK')} and WORLD_SIZE={environ['WORLD_SIZE']} are set: the script joins the processes of "
             "another launcher. Unset them for a run of its own."
         )
+    supervised = runner in ("local", "machines")
+    rendezvous = machines.rendezvous(values, place, notes) if supervised else Rendezvous()
+    if runner == "local":
+        _check_port(values)
     return LaunchPlan(
         settings=MappingProxyType(values),
         script=args.training_script,
@@ -78,8 +104,10 @@ def resolve(args: argparse.Namespace, environ: Mapping[str, str] | None = None) 
         num_processes=num_processes,
         hardware=machine,
         on_cpu=bool(values["cpu"].value) or machine.device == "cpu",
-        elastic=supervised,
-        rendezvous=_rendezvous(values) if supervised else Rendezvous(),
+        runner=runner,
+        machines=place,
+        rendezvous=rendezvous,
+        extra=MappingProxyType(_extra(values, environ, runner, found, scheduler)),
         notes=tuple(notes),
     )
 
@@ -137,14 +165,17 @@ def _choose_paradigm(values: dict[str, Resolved]) -> None:
                 values[name] = Resolved(False, top, f"--{chosen[0]} was chosen")
 
 
-def _require_available(values: Mapping[str, Resolved]) -> None:
+def _require_available(values: Mapping[str, Resolved], notes: list[str]) -> None:
     for feature in FEATURES.values():
         switch = values[feature.switch]
         if not feature.ready and feature.is_on(switch.value):
-            raise NotAvailableError(
+            line = (
                 f"{feature.title} ({feature.request}, from the {switch.origin}) is not available in this version yet. "
                 f"What works: {feature.instead}."
             )
+            if not values["dry_run"].value:
+                raise NotAvailableError(line)
+            notes.append(line)
 
 
 def _without_effect(values: dict[str, Resolved], file: config_file.FileSettings | None) -> list[str]:
@@ -210,14 +241,120 @@ def _devices(values: Mapping[str, Resolved], environ: Mapping[str, str]) -> tupl
     return machine, len(ids)
 
 
-def _count_processes(values: dict[str, Resolved], machine: hardware.Hardware, count: int, notes: list[str]) -> int:
-    """Settle the number of processes, and whether they run on the CPU."""
+def _elsewhere(values: Mapping[str, Resolved], found: cluster.Cluster | None) -> str | None:
+    """Return the runner that starts the processes by another program, or None."""
+    on = {name for name, feature in FEATURES.items() if feature.is_on(values[feature.switch].value)}
+    if "deepspeed" in on and values["deepspeed_multinode_launcher"].value is not None:
+        from accelerate.launch.runners import deepspeed  # only where it is asked for
+
+        deepspeed.check_launcher(values["deepspeed_multinode_launcher"].value)
+    if "sagemaker" in on:
+        return "sagemaker"
+    if "tpu" in on:
+        return "tpu_pod" if values["tpu_use_cluster"].value else "tpu"
+    if "mpi" in on:
+        return "mpi"
+    # Under a scheduler that has started this launch on every machine, nobody needs to log in to the others.
+    own = values["deepspeed_multinode_launcher"].value
+    several = (values["num_machines"].value or 1) > 1
+    if "deepspeed" in on and several and own != "standard" and not (own is None and found):
+        return "deepspeed"
+    return None
+
+
+def _runner(values: Mapping[str, Resolved], num_processes: int, place: Machines, task: Ranks | None) -> str:
+    if task:
+        return "single"
+    if place.count > 1:
+        return "machines"
+    return "local" if num_processes > 1 or values["max_restarts"].value or _logs(values) else "single"
+
+
+def _count_elsewhere(values: dict[str, Resolved], runner: str, count: int) -> int:
+    """Settle the number of processes that another program starts; only that program knows the devices of other machines."""
+    asked = values["num_processes"]
+    if asked.value is None:
+        several = values["num_machines"].value or 1
+        asked = values["num_processes"] = Resolved((count or 1) * several, Source.MACHINE, f"as {runner} finds them")
+    if asked.value < 1:
+        raise LaunchError(f"--num_processes is {asked.value} ({asked.origin}); it must be at least 1.")
+    return asked.value
+
+
+def _count_tasks(values: dict[str, Resolved], task: Ranks, scheduler: str, notes: list[str]) -> int:
+    """Each task that a scheduler has started is one process."""
+    asked = values["num_processes"]
+    if asked.source is Source.COMMAND_LINE and asked.value != task.world_size:
+        raise LaunchError(
+            f"--num_processes is {asked.value}, and {scheduler} has started {task.world_size} tasks, each of which is one process "
+            "of the run. Leave the option out, or let the scheduler start one task on each machine."
+        )
+    if asked.source is Source.FILE and asked.value != task.world_size:
+        notes.append(f"num_processes is {task.world_size} ({scheduler}'s tasks), not {asked.value} ({asked.origin}).")
+    values["num_processes"] = Resolved(task.world_size, Source.ENVIRONMENT, f"{scheduler}'s tasks")
+    return task.world_size
+
+
+def _extra(
+    values: Mapping[str, Resolved],
+    environ: Mapping[str, str],
+    runner: str,
+    found: cluster.Cluster | None,
+    scheduler: cluster.Cluster | None,
+) -> dict[str, str]:
+    """Return the variables of the processes that no option carries."""
+    extra = {}
+    if found and found.task:
+        extra = _rank_variables(found, values, environ)
+    elif runner == "single" and scheduler and scheduler.task:
+        extra = {"RANK": "0", "WORLD_SIZE": "1"}  # or the worker would read the scheduler's variables, and join
+    if values["use_deepspeed"].value:
+        from accelerate.launch.runners import deepspeed  # only where it is asked for
+
+        extra |= deepspeed.exports(values, environ)
+    return extra
+
+
+def _rank_variables(
+    found: cluster.Cluster, values: Mapping[str, Resolved], environ: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the variables of one process that a scheduler has started, in torchrun's words."""
+    task = found.task
+    alone = task.local_world_size in (None, task.world_size) and values["num_machines"].value in (None, 1)
+    address = values["main_process_ip"].value or environ.get("MASTER_ADDR") or ("127.0.0.1" if alone else None)
+    if address is None:
+        raise LaunchError(
+            f"{found.source} has started tasks on {values['num_machines'].value} machines, and does not say where they meet. Give "
+            f"--main_process_ip, the address of the machine of rank 0, to all of them. {found.no_address}".rstrip()
+        )
+    known = {
+        "RANK": task.rank,
+        "WORLD_SIZE": task.world_size,
+        "LOCAL_RANK": task.local_rank,
+        "LOCAL_WORLD_SIZE": task.local_world_size,
+        "MASTER_ADDR": address,
+        "MASTER_PORT": values["main_process_port"].value or environ.get("MASTER_PORT") or DEFAULT_PORT,
+    }
+    return {name: str(value) for name, value in known.items() if value is not None}
+
+
+def _count_processes(
+    values: dict[str, Resolved], machine: hardware.Hardware, count: int, num_machines: int, notes: list[str]
+) -> int:
+    """Settle the number of processes, over all machines, and whether they run on the CPU."""
     asked = values["num_processes"]
     if asked.value is None:
         why = f"one for each {machine.device} device" if count else "one, without a GPU"
-        asked = values["num_processes"] = Resolved(count or 1, Source.MACHINE, why)
+        why += f", on each of {num_machines} machines" if num_machines > 1 else ""
+        asked = values["num_processes"] = Resolved((count or 1) * num_machines, Source.MACHINE, why)
     if asked.value < 1:
         raise LaunchError(f"--num_processes is {asked.value} ({asked.origin}); it must be at least 1.")
+    if asked.value % num_machines:
+        raise LaunchError(
+            f"--num_processes is {asked.value} ({asked.origin}), over all machines, and cannot be shared evenly by {num_machines} "
+            f"machines ({values['num_machines'].origin}). Ask for {asked.value // num_machines * num_machines or num_machines}, say."
+        )
+    here = asked.value // num_machines
     if values["multi_gpu"].value and machine.device == "cpu":
         raise LaunchError(
             f"--multi_gpu (from the {values['multi_gpu'].origin}) needs GPUs, and this machine shows none. Add --cpu to "
@@ -227,10 +364,11 @@ def _count_processes(values: dict[str, Resolved], machine: hardware.Hardware, co
         raise LaunchError(
             f"--multi_gpu needs at least two processes, and --num_processes is {asked.value} ({asked.origin})."
         )
-    if count and asked.value > count and not machine.shareable:
+    if count and here > count and not machine.shareable:
+        each = f", {here} for each of {num_machines} machines" if num_machines > 1 else ""
         raise LaunchError(
-            f"--num_processes is {asked.value} ({asked.origin}), and there are {count} {machine.device} devices to use. "
-            f"Ask for at most {count}, or add --cpu to run on the CPU."
+            f"--num_processes is {asked.value} ({asked.origin}){each}, and there are {count} {machine.device} devices to use. "
+            f"Ask for at most {count * num_machines}, or add --cpu to run on the CPU."
         )
     if asked.value > 1 and machine.device == "cpu" and not values["cpu"].value:
         values["cpu"] = Resolved(True, Source.MACHINE, "there is no GPU")
@@ -242,11 +380,28 @@ def _logs(values: Mapping[str, Resolved]) -> bool:
     return values["log_dir"].value is not None or values["tee"].value != "0"
 
 
-def _share_cores(values: dict[str, Resolved], num_processes: int, notes: list[str]) -> None:
+def _without_effect_on_tasks(values: Mapping[str, Resolved], scheduler: str) -> list[str]:
+    return [
+        f"--{name} has no effect: {scheduler} has started each process by itself, and watches over it."
+        for name in ("max_restarts", "log_dir", "tee")
+        if values[name].source is Source.COMMAND_LINE
+    ]
+
+
+def _share_cores(
+    values: dict[str, Resolved], num_processes: int, tasks: cluster.Cluster | None, notes: list[str]
+) -> None:
     """Give each of several processes its part of the cores; a single one keeps torch's own choice."""
     if values["num_cpu_threads_per_process"].value is not None or num_processes == 1:
         return
     cores = hardware.usable_cores()
+    if tasks and (tasks.cpus_per_task or hardware.is_bound()):
+        # The scheduler has done that already.
+        threads = min(tasks.cpus_per_task or cores, cores)
+        values["num_cpu_threads_per_process"] = Resolved(
+            threads, Source.MACHINE, f"cores of this task ({tasks.source})"
+        )
+        return
     threads = max(1, cores // num_processes)
     values["num_cpu_threads_per_process"] = Resolved(threads, Source.MACHINE, f"{cores} cores")
     notes.append(
@@ -255,25 +410,13 @@ def _share_cores(values: dict[str, Resolved], num_processes: int, notes: list[st
     )
 
 
-def _rendezvous(values: Mapping[str, Resolved]) -> Rendezvous:
-    backend = values["rdzv_backend"].value
-    if backend not in ("static", "c10d"):
-        raise NotAvailableError(
-            f"--rdzv_backend {backend} is not available in this version yet. What works on one machine: static, c10d."
-        )
-    settings = {}
-    for part in filter(None, str(values["rdzv_conf"].value or "").split(",")):
-        key, equals, value = part.partition("=")
-        if not equals:
-            raise LaunchError(f"--rdzv_conf holds {part!r}; write key=value,key=value.")
-        settings[key.strip()] = value.strip()
+def _check_port(values: Mapping[str, Resolved]) -> None:
     port = values["main_process_port"].value or 0
     if port and not _is_free(port):
         raise LaunchError(
             f"--main_process_port is {port} ({values['main_process_port'].origin}), and something already listens there. "
             "Leave the option out to get a free port."
         )
-    return Rendezvous(backend, port=port, settings=settings)
 
 
 def _is_free(port: int) -> bool:

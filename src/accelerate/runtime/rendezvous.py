@@ -1,24 +1,10 @@
-"""How a process finds the others: from environment variables to ranks, from ranks to a process group.
-
-Launchers say who is who in different words. They are read in this order; the first one that speaks of more than one
-process is believed:
-
-1. torchrun and compatible launchers: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE. Setting RANK=0 and WORLD_SIZE=1
-   by hand keeps a process alone, whatever the others say.
-2. Open MPI: OMPI_COMM_WORLD_*.
-3. MPICH and Intel MPI: PMI_RANK, PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS.
-4. MVAPICH: MV2_COMM_WORLD_*.
-5. Slurm, inside a step of `srun` with several tasks: SLURM_PROCID, SLURM_STEP_NUM_TASKS or SLURM_NTASKS, SLURM_LOCALID.
-   The batch script itself has most of these too but no SLURM_STEP_ID, and is one process.
-"""
+"""How a process finds the others: from ranks to a process group. `runtime.ranks` reads the ranks from the environment."""
 
 import atexit
 import os
-import re
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -27,176 +13,19 @@ import torch.distributed as dist
 
 from accelerate import comm
 from accelerate.runtime.forking import fork_when_quiet
+from accelerate.runtime.ranks import ALONE, Ranks, export, integer, resolve
 
-DEFAULT_PORT = 29500
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """Where a process stands among the processes of a run.
-
-    Args:
-        rank: number among all processes.
-        world_size: how many processes there are.
-        local_rank: number among the processes of this machine.
-        local_world_size: how many of them there are; None where nobody said.
-        source: who said so: "torchrun", "Open MPI", "MPI", "MVAPICH", "Slurm", "process group" or "single".
-    """
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int | None
-    source: str
-
-
-ALONE = Ranks(0, 1, 0, 1, "single")
-
-# name of the launcher, then its variables for rank, world size, local rank, local world size
-_SCHEMES = (
-    ("torchrun", ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")),
-    ("Open MPI", tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
-    ("MPI", ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")),
-    ("MVAPICH", tuple(f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
-)
-
-
-def _integer(environ: Mapping[str, str], name: str) -> int | None:
-    text = environ.get(name)
-    if text is None or not text.strip():
-        return None
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError(
-            f"The environment variable {name} is {text!r}; a launcher sets it to an integer. Correct or unset it."
-        ) from None
-
-
-def resolve(environ: Mapping[str, str] | None = None) -> Ranks | None:
-    """Read ranks and sizes from the environment.
-
-    Args:
-        environ: the variables; None takes those of this process.
-
-    Returns:
-        None where no launcher speaks.
-
-    Raises:
-        ValueError: a variable is no integer, is missing, or contradicts another one.
-
-    Example:
-        >>> resolve({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
-        Ranks(rank=1, world_size=2, local_rank=1, local_world_size=2, source='torchrun')
-    """
-    environ = os.environ if environ is None else environ
-    found = [(source, names, [_integer(environ, name) for name in names]) for source, names in _SCHEMES]
-    (_, _, (rank, size, _, _)), others = found[0], found[1:]
-    if rank is None and size is not None and size > 1:
-        # mpirun does not set RANK, but its users often export WORLD_SIZE: then the two must agree.
-        spoken = [entry for entry in others if entry[2][0] is not None]
-        if not spoken:
-            raise ValueError(
-                f"WORLD_SIZE is {size} but RANK is not set. Start the script with `accelerate launch` or torchrun, or set "
-                "RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in every process."
-            )
-        source, names, numbers = spoken[0]
-        if numbers[1] is not None and numbers[1] != size:
-            raise ValueError(
-                f"WORLD_SIZE is {size} but {names[1]} is {numbers[1]}. Unset WORLD_SIZE, or make them agree."
-            )
-        return _checked(source, names, numbers)
-    if size is None and rank is not None and rank > 0:
-        raise ValueError(
-            f"RANK is {rank} but WORLD_SIZE is not set. Set it to the number of processes, or unset RANK."
-        )
-    if rank is not None and size is not None:
-        return _checked(*found[0])
-    for source, names, numbers in others:
-        if numbers[0] is not None and numbers[1] is not None and numbers[1] > 1:
-            return _checked(source, names, numbers)
-    return _slurm(environ)
-
-
-def _checked(source: str, names: tuple[str, ...], numbers: list[int | None]) -> Ranks:
-    rank, size, local_rank, local_size = numbers
-    if size is None or size < 1:
-        raise ValueError(f"{names[1]} is {size}; it must be the number of processes, at least 1.")
-    if not 0 <= rank < size:
-        raise ValueError(f"{names[0]} is {rank} but {names[1]} is {size}: ranks go from 0 to {size - 1}.")
-    if local_size is not None and not 1 <= local_size <= size:
-        raise ValueError(
-            f"{names[3]} is {local_size} but {names[1]} is {size}: a machine cannot run that many of them."
-        )
-    if local_rank is None or local_rank < 0:
-        if local_size is not None and local_size > 1:
-            if local_size != size:
-                raise ValueError(
-                    f"{names[2]} is not set although {names[3]} is {local_size}; set it in every process."
-                )
-            local_rank = rank
-        else:
-            local_rank = 0
-    if local_rank >= (size if local_size is None else local_size):
-        raise ValueError(
-            f"{names[2]} is {local_rank} but {names[1] if local_size is None else names[3]} is "
-            f"{size if local_size is None else local_size}: local ranks must be smaller."
-        )
-    return Ranks(rank, size, local_rank, local_size, source)
-
-
-def _slurm(environ: Mapping[str, str]) -> Ranks | None:
-    if not environ.get("SLURM_STEP_ID", "").isdigit():
-        return None
-    size = _integer(environ, "SLURM_STEP_NUM_TASKS") or _integer(environ, "SLURM_NTASKS")
-    rank = _integer(environ, "SLURM_PROCID")
-    if size is None or size < 2 or rank is None:
-        return None
-    # One entry per node, with repetitions: "4(x2),3" is three nodes with 4, 4 and 3 tasks.
-    tasks: list[int] = []
-    for count, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", "")):
-        tasks += [int(count)] * int(repeat or 1)
-    node = _integer(environ, "SLURM_NODEID") or 0
-    local_size = tasks[node] if node < len(tasks) else None
-    names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
-    return _checked("Slurm", names, [rank, size, _integer(environ, "SLURM_LOCALID"), local_size])
-
-
-def _slurm_address(environ: Mapping[str, str]) -> tuple[str, int] | None:
-    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or ""
-    # "gpu[03-05,09],login1" starts on gpu03.
-    match = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\])?", nodes)
-    if match is None:
-        return None
-    job = (_integer(environ, "SLURM_JOB_ID") or 0) + 977 * (_integer(environ, "SLURM_STEP_ID") or 0)
-    return match[1] + (match[2] or ""), 20000 + job % 20000
-
-
-def export(ranks: Ranks) -> None:
-    """Write ranks and meeting point to torchrun's variables, which torch and other libraries read; set ones stay.
-
-    Args:
-        ranks: what `resolve` returned.
-
-    Raises:
-        ValueError: processes run on several machines and nobody said where they meet.
-    """
-    environ = os.environ
-    numbers = (ranks.rank, ranks.world_size, ranks.local_rank, ranks.local_world_size)
-    for name, value in zip(_SCHEMES[0][1], numbers, strict=True):
-        if value is not None:
-            environ.setdefault(name, str(value))
-    meeting = _slurm_address(environ) if ranks.source == "Slurm" else None
-    if meeting is None and ranks.local_world_size in (None, ranks.world_size):
-        meeting = "127.0.0.1", DEFAULT_PORT
-    if "MASTER_ADDR" not in environ:
-        if meeting is None:
-            raise ValueError(
-                f"{ranks.source} runs processes on several machines but MASTER_ADDR is not set. Set it in every process to "
-                "the name or address of the machine with rank 0."
-            )
-        environ["MASTER_ADDR"] = meeting[0]
-    environ.setdefault("MASTER_PORT", str(meeting[1] if meeting else DEFAULT_PORT))
+__all__ = [
+    "ALONE",
+    "Ranks",
+    "check_devices_are_distinct",
+    "export",
+    "init_process_group",
+    "live_ranks",
+    "live_timeout",
+    "resolve",
+    "set_live_timeout",
+]
 
 
 def init_process_group(ranks: Ranks, backend: str, **settings: Any) -> None:
@@ -274,7 +103,7 @@ def live_ranks(environ: Mapping[str, str] | None = None) -> Ranks:
     told = resolve(environ) if environ.get("RANK") == str(rank) else None
     if told is not None and told.world_size == size:
         return Ranks(rank, size, told.local_rank, told.local_world_size, "process group")
-    local_rank, local_size = _integer(environ, "LOCAL_RANK"), _integer(environ, "LOCAL_WORLD_SIZE")
+    local_rank, local_size = integer(environ, "LOCAL_RANK"), integer(environ, "LOCAL_WORLD_SIZE")
     if local_rank is None or local_rank < 0:  # started without a launcher, as `torch.multiprocessing.spawn` does
         local_rank, local_size = rank, size
     return Ranks(rank, size, local_rank, local_size, "process group")

@@ -1,6 +1,7 @@
 """Commands and environments of the processes that `accelerate launch` starts, for programs that start them themselves."""
 
 import argparse
+import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -9,9 +10,10 @@ from typing import Any
 from accelerate.config.enums import DistributedType
 from accelerate.config.options import BY_NAME
 from accelerate.launch.env import exports, feature_exports
-from accelerate.launch.errors import LaunchError, NotAvailableError
+from accelerate.launch.errors import LaunchError
 from accelerate.launch.plan import Resolved
 from accelerate.launch.resolve import merge
+from accelerate.launch.runners import deepspeed, sagemaker, tpu, tpu_pod
 from accelerate.utils.constants import DEEPSPEED_MULTINODE_LAUNCHERS
 
 __all__ = [
@@ -94,22 +96,23 @@ def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str] | Non
         args: as in `prepare_multi_gpu_env`.
 
     Returns:
-        The command or None, and all variables of the processes.
+        The command or None, and all variables of the processes. A command is for several machines with a launcher other
+        than "standard"; which variables reach the other machines is left to the caller.
 
     Raises:
-        NotAvailableError: several machines with a launcher other than "standard".
-        LaunchError: as in `prepare_multi_gpu_env`.
+        LaunchError: the launcher is unknown, two filters contradict each other, or as in `prepare_multi_gpu_env`.
     """
+    settings = _settings(args)
+    command = None
     if (args.num_machines or 1) > 1 and args.deepspeed_multinode_launcher != "standard":
-        raise NotAvailableError(
-            "DeepSpeed's own multi-machine launchers are not available in this version yet. What works: "
-            "--deepspeed_multinode_launcher standard."
-        )
-    environment = prepare_multi_gpu_env(args)
-    environment.update(feature_exports("deepspeed", _settings(args)))
-    environment["ACCELERATE_USE_DEEPSPEED"] = "true"
-    environment["PYTHONPATH"] = env_var_path_add("PYTHONPATH", os.path.abspath("."))
-    return None, environment
+        options = {name: resolved.value for name, resolved in settings.items()}
+        command = deepspeed.command(options, args.training_script, args.training_script_args or ())
+        environment = _environment(args)
+    else:
+        environment = prepare_multi_gpu_env(args)
+    environment.update(feature_exports("deepspeed", settings))
+    environment.update(deepspeed.exports(settings, os.environ))
+    return command, environment
 
 
 def prepare_extend_env_parallelism_config(args: argparse.Namespace, current_env: dict[str, str]) -> dict[str, str]:
@@ -144,36 +147,73 @@ def prepare_tpu(
     Args:
         args: as in `prepare_simple_launcher_cmd_env`.
         current_env: the environment; it is changed in place.
-        pod: prepare a run on all machines of a TPU pod.
+        pod: prepare a run on all machines of a TPU pod instead: the arguments returned are those of torch_xla's launcher for
+            pods, `torch_xla.distributed.xla_dist`.
 
     Returns:
         The arguments and the same environment.
 
     Raises:
-        NotAvailableError: `pod` is set.
+        LaunchError: `pod` is set and the installed torch_xla has no such launcher, or an `--env` is malformed.
     """
-    if pod:
-        raise NotAvailableError(
-            "Launching on a TPU pod is not available in this version yet. What works: starting the script on each machine."
-        )
-    if args.mixed_precision == "bf16":
-        current_env["XLA_DOWNCAST_BF16" if args.downcast_bf16 else "XLA_USE_BF16"] = "1"
-    return args, current_env
+    current_env.update(tpu.precision_variables(args.mixed_precision, args.downcast_bf16))
+    if args.debug:
+        current_env["ACCELERATE_DEBUG_MODE"] = "true"
+    if not pod:
+        return args, current_env
+    try:
+        xla_dist = importlib.import_module("torch_xla.distributed.xla_dist")
+    except ImportError:
+        raise LaunchError(
+            "This torch_xla has no launcher for TPU pods. `accelerate launch --tpu_cluster` reaches the pod through gcloud."
+        ) from None
+    settings = _settings(args)
+    options = {name: resolved.value for name, resolved in settings.items()}
+    worker = tpu_pod.remote_launch(
+        options, args.num_processes or 1, args.training_script, args.training_script_args or ()
+    )
+    pod_args = _filter_args(args, xla_dist.get_args_parser(), ["--tpu", str(options["tpu_name"] or ""), "--", "true"])
+    pod_args.positional = worker
+    pod_args.tpu = options["tpu_name"]
+    pod_args.vm = options["vm"]
+    pod_args.env = [f"{name}={value}" for name, value in tpu_pod.pod_variables(options["env"] or ()).items()]
+    pod_args.restart_tpuvm_pod_server = True
+    return pod_args, current_env
 
 
-def prepare_sagemager_args_inputs(sagemaker_config: Any, args: argparse.Namespace) -> tuple[Any, Any]:
-    """Return the arguments and inputs of a SageMaker job; not available yet.
+def prepare_sagemager_args_inputs(
+    sagemaker_config: Any, args: argparse.Namespace
+) -> tuple[dict[str, Any], dict[str, str] | None]:
+    """Return the arguments of SageMaker's `HuggingFace` estimator and the inputs of its `fit`.
+
+    The AWS account is put into the variables of this process, where the SDK finds it.
 
     Args:
         sagemaker_config: an `accelerate.commands.config.config_args.SageMakerConfig`.
         args: as in `prepare_simple_launcher_cmd_env`.
 
     Raises:
-        NotAvailableError: always.
+        LaunchError: there is neither a profile nor a pair of keys, the script is no Python file, one of its arguments has no
+            value, or a table cannot be read.
     """
-    raise NotAvailableError(
-        "Amazon SageMaker is not available in this version yet. What works: compute_environment: LOCAL_MACHINE."
+    access_key_id, secret_access_key = sagemaker.keys(args.aws_access_key_id, args.aws_secret_access_key)
+    if not sagemaker_config.profile and not access_key_id:
+        raise LaunchError(
+            "Which AWS account? Put a profile into the configuration file, or give --aws_access_key_id and --aws_secret_access_key."
+        )
+    variables = {
+        name: value for name, value in exports(_settings(args)).items() if name.startswith("ACCELERATE_DYNAMO_")
+    }
+    variables = {"ACCELERATE_MIXED_PRECISION": str(args.mixed_precision or "no"), **variables}
+    arguments = sagemaker.estimator_arguments(
+        sagemaker_config, args.training_script, args.training_script_args or (), variables
     )
+    os.environ["AWS_DEFAULT_REGION"] = sagemaker_config.region
+    if sagemaker_config.profile:
+        os.environ["AWS_PROFILE"] = sagemaker_config.profile
+    else:
+        os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"] = access_key_id, secret_access_key
+    return arguments
 
 
 def env_var_path_add(env_var_name: str, path_to_add: str) -> str:
@@ -210,30 +250,9 @@ def _convert_nargs_to_dict(nargs: Sequence[str]) -> dict[str, Any]:
         nargs: the arguments.
 
     Raises:
-        ValueError: a flag has no value, or a value no flag.
+        LaunchError: a flag has no value, or a value no flag.
     """
-    values: dict[str, Any] = {}
-    for position in range(0, len(nargs), 2):
-        pair = nargs[position : position + 2]
-        if not pair[0].startswith("-") or len(pair) < 2 or (pair[1].startswith("-") and not _is_number(pair[1])):
-            raise ValueError(f"{' '.join(pair)!r} is no `--name value`; give every argument of the script a value.")
-        values[pair[0].lstrip("-")] = _typed(pair[1])
-    return values
-
-
-def _typed(text: str) -> Any:
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
-
-
-def _is_number(text: str) -> bool:
-    return isinstance(_typed(text), (int, float))
+    return sagemaker.hyperparameters(nargs)
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Resolved]:

@@ -1,16 +1,14 @@
-"""The console script and its parsers, against the record."""
+"""The console script: commands, help, and what it answers to requests that cannot be run."""
 
 import argparse
 import importlib
-import json
-from pathlib import Path
+import subprocess
+import sys
 
 import pytest
 
+from accelerate import __version__
 from accelerate.commands.accelerate_cli import COMMANDS
-
-RECORD = Path(__file__).parents[2] / "architecture" / "record" / "cli-1.15.0.json"
-RECORDED = json.loads(RECORD.read_text("utf-8"))["commands"]
 
 
 def parser_of(name):
@@ -18,37 +16,15 @@ def parser_of(name):
     return getattr(importlib.import_module(f"accelerate.commands.{command.module}"), command.parser)()
 
 
-def arguments():
-    for name, content in RECORDED.items():
-        for argument in content["arguments"]:
-            yield pytest.param(name, None, argument, id=f"{name} {(argument['options'] or [argument['dest']])[0]}")
-        for sub, inner in content.get("subcommands", {}).items():
-            for argument in inner["arguments"]:
-                yield pytest.param(name, sub, argument, id=f"{name} {sub} {argument['options'][0]}")
-
-
-@pytest.mark.parametrize(("name", "sub", "recorded"), list(arguments()))
-def test_recorded_argument(name, sub, recorded):
-    parser = parser_of(name)
-    if sub is not None:
-        parser = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction)).choices[sub]
-    actions = [a for a in parser._actions if a.dest == recorded["dest"]]
-    assert actions
-    for option in recorded["options"]:
-        action = next(a for a in parser._actions if option in a.option_strings)
-        assert action.dest == recorded["dest"]
-        assert action.nargs == recorded["nargs"]
-        assert action.required == recorded["required"]
-        assert set(recorded["choices"] or ()) <= set(action.choices or ())
-    # The record holds the default of the negation, and a path of the machine it was made on.
-    if recorded["options"] and recorded["options"] != ["--no_tpu_cluster", "--no-tpu-cluster"] and sub != "default":
-        # A truth value that the record holds as text is one here.
-        assert repr(actions[0].default) in (recorded["default"], recorded["default"].strip("'").title())
-
-
-def test_every_recorded_command():
-    assert set(RECORDED) <= set(COMMANDS)
-    assert set(COMMANDS) - set(RECORDED) == {"checkpoint"}  # what only we have
+def parsers_of(name):
+    """Yield the parser of a command and those of its subcommands, each with the words that lead to it."""
+    pending = [([name], parser_of(name))]
+    while pending:
+        words, parser = pending.pop()
+        yield words, parser
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                pending += [([*words, sub], inner) for sub, inner in action.choices.items()]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -72,11 +48,87 @@ def test_help(accelerate):
     assert "Start a training script" in out
 
 
-def test_unknown_command(accelerate):
-    status, _, err = accelerate("lunch")
+@pytest.mark.parametrize("flag", ["--version", "-V"])
+def test_version(accelerate, flag):
+    assert accelerate(flag) == (0, f"accelerate {__version__}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("word", "answer"),
+    [
+        ("lunch", "'lunch' is no command; did you mean launch?"),
+        ("Launch", "'Launch' is no command; did you mean launch?"),
+        ("estimate_memory", "'estimate_memory' is no command; did you mean estimate-memory?"),
+        ("train.py", "'train.py' is no command; did you mean `accelerate launch train.py`?"),
+        ("xyz", "'xyz' is no command; choose one of checkpoint, config, env,"),
+        ("--num_processes=2", "--num_processes comes after a command: accelerate launch --num_processes ... train.py"),
+        ("--foo", "--foo is unknown; write a command first, such as launch."),
+    ],
+)
+def test_unknown_command(accelerate, word, answer):
+    status, out, err = accelerate(word)
+    assert (status, out) == (2, "")
+    assert err.startswith("usage: accelerate <command> [<args>]\n")
+    assert f"accelerate: error: {answer}" in err
+
+
+def test_unknown_command_that_is_a_file(accelerate, place):
+    (place / "train").touch()
+    assert "did you mean `accelerate launch train`?" in accelerate("train")[2]
+
+
+def mistyped():
+    """One option of each command with a letter too many."""
+    for name in COMMANDS:
+        for words, parser in parsers_of(name):
+            flag = next(
+                (f for a in parser._actions for f in a.option_strings if f.startswith("--") and f != "--help"), None
+            )
+            if flag is not None:
+                yield pytest.param(words, flag, id=" ".join(words))
+
+
+@pytest.mark.parametrize(("words", "flag"), list(mistyped()))
+@pytest.mark.parametrize("value", ["", "=1"])
+def test_unknown_option_is_answered_with_the_nearest(accelerate, words, flag, value):
+    wrong = flag + flag[-1]
+    status, out, err = accelerate(*words, wrong + value)
+    assert (status, out) == (2, "")
+    assert f"accelerate {' '.join(words)}: error: {wrong} is unknown; did you mean {flag}?" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("env more", "more is not expected here."),
+        ("launch", "the following arguments are required: training_script\n"),
+        ("launch --num_processes two train.py", "num_processes is 'two'; it must be an integer."),
+        ("launch --mixed_precision fp17 train.py", "choose from"),
+        ("launch --config_file", "expected one argument"),
+        ("launch none.py", "There is no script 'none.py'"),
+        ("launch --config_file none.yaml none.py", "none.yaml"),
+        ("config default --mixed_precision fp17", "choose from"),
+        ("merge-weights", "required"),
+        ("to-fsdp2", "required"),
+        ("tpu-config --config_file none.yaml", "none.yaml"),
+        ("checkpoint ls --folder x", "--folder is unknown"),
+    ],
+)
+def test_usage_errors_are_told_without_a_traceback(accelerate, words, problem):
+    status, _, err = accelerate(*words.split())
     assert status == 2
-    assert "'lunch'" in err
-    assert "launch" in err
+    assert problem in err
+    assert "Traceback" not in err
+
+
+def test_an_interrupt_ends_with_its_status(accelerate, monkeypatch):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("accelerate.commands.env._system", interrupt)
+    status, _, err = accelerate("env")
+    assert status == 130
+    assert "Traceback" not in err
 
 
 def test_help_of_a_command(accelerate):
@@ -84,3 +136,34 @@ def test_help_of_a_command(accelerate):
     assert status == 0
     assert "--num_processes" in out
     assert "--num-processes" not in out
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_argument_is_explained(name):
+    for words, parser in parsers_of(name):
+        assert parser.description, words
+        parser.format_help()  # a stray % would fail here
+        for action in parser._actions:
+            explained = action.help and action.help.rstrip().endswith((".", "exit"))
+            assert explained or isinstance(action, argparse._SubParsersAction), (words, action.dest, action.help)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_of_every_command(accelerate, name):
+    for words, _ in list(parsers_of(name)):
+        status, out, err = accelerate(*words, "--help")
+        assert (status, err) == (0, "")
+        assert out.startswith(f"usage: accelerate {' '.join(words)}")
+
+
+@pytest.mark.parametrize("words", [[], *([name] for name in COMMANDS), ["config", "default"]], ids=" ".join)
+def test_help_loads_nothing_heavy(words):
+    program = (
+        "import sys\nfrom accelerate.commands.accelerate_cli import main\n"
+        f"sys.argv = ['accelerate', *{words!r}, '--help']\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code, end.code\n"
+        "heavy = {'torch', 'numpy', 'yaml', 'huggingface_hub', 'psutil', 'safetensors', 'argcomplete', 'difflib'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

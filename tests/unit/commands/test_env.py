@@ -1,8 +1,13 @@
 """The report for bug reports."""
 
+import builtins
+import importlib.metadata
+
+import pytest
 import torch
 
 from accelerate import __version__
+from accelerate.commands import env as command
 
 
 def test_report(accelerate, monkeypatch):
@@ -22,7 +27,142 @@ def test_report_shows_the_configuration(accelerate, place):
     assert "\t\t- fsdp_version: 2" in out
 
 
+def test_options_tell_where_they_come_from(accelerate, place, monkeypatch):
+    (place / "c.yaml").write_text("num_processes: 2\nuse_cpu: true\nmixed_precision: fp16")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    out = accelerate("env", "--config_file", "c.yaml")[1]
+    assert "\t- mixed_precision: bf16 (environment variable ACCELERATE_MIXED_PRECISION)" in out
+    assert "\t- num_processes: 2 (configuration file c.yaml)" in out
+    assert "debug:" not in out  # a default
+
+
+def test_what_a_launch_would_do(accelerate, place):
+    (place / "c.yaml").write_text("num_processes: 2\nuse_cpu: true")
+    out = accelerate("env", "--config_file", "c.yaml")[1]
+    assert "- `accelerate launch` without arguments: 2 processes on the CPU" in out
+    assert "(runner: local)" in out
+
+
+def test_process_group_backends(accelerate):
+    out = accelerate("env")[1]
+    line = next(line for line in out.splitlines() if "Process group backends" in line)
+    assert ("gloo" in line) is torch.distributed.is_gloo_available()
+    assert ("nccl" in line) is torch.distributed.is_nccl_available()
+
+
+def test_libraries_are_found_without_importing_them(accelerate, monkeypatch):
+    versions = {"deepspeed": "9.9", "transformers": "8.8"}
+
+    def version(name):
+        if name in versions:
+            return versions[name]
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    imported = []
+    plain = builtins.__import__
+
+    def watch(name, *rest):
+        imported.append(name.partition(".")[0])
+        return plain(name, *rest)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(builtins, "__import__", watch)
+    out = accelerate("env")[1]
+    monkeypatch.undo()
+    assert "\t- deepspeed: 9.9" in out
+    assert "\t- transformers: 8.8" in out
+    assert "\t- wandb:" not in out
+    assert not {"deepspeed", "transformers"} & set(imported)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("num_processes: [1\n", "c.yaml"),
+        ("wrong_key: 1\n", "wrong_key"),
+        ("num_processes: many\n", "many"),
+        ("", "c.yaml"),
+        ("- 1\n", "c.yaml"),
+    ],
+)
+def test_a_broken_configuration_is_a_line_of_the_report(accelerate, place, monkeypatch, text, problem):
+    (place / "c.yaml").write_text(text)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    status, out, err = accelerate("env", "--config_file", "c.yaml")
+    assert (status, err) == (0, "")
+    line = next(line for line in out.splitlines() if line.startswith("- Problem of the configuration: "))
+    assert problem in line
+    assert "- `accelerate launch` without arguments: would not start: see the problem above" in out
+    assert "\t- mixed_precision: bf16 (environment variable ACCELERATE_MIXED_PRECISION)" in out
+
+
+def test_a_variable_that_makes_no_sense_is_a_line_of_the_report(accelerate, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf17")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    status, out, _ = accelerate("env")
+    assert status == 0
+    assert "- Problem of the configuration: ACCELERATE_MIXED_PRECISION is 'bf17'" in out
+    assert "\t- num_cpu_threads_per_process: 3 (environment variable OMP_NUM_THREADS)" in out
+
+
+def test_a_torch_that_does_not_load_is_a_line_of_the_report(accelerate, monkeypatch):
+    def fail():
+        raise ImportError("libtorch_cpu.so: cannot open shared object file")
+
+    monkeypatch.setattr(command, "_torch", fail)
+    status, out, _ = accelerate("env")
+    assert status == 0
+    assert f"- PyTorch version: {torch.__version__.partition('+')[0]}" in out
+    assert "cannot open shared object file" in out
+
+
+def test_secrets_stay_secret(accelerate, place, monkeypatch):
+    (place / "c.yaml").write_text(
+        "tpu_env: ['HF_TOKEN=hunter2 hunter3', 'A=1']\ncommands: ['export WANDB_API_KEY=hunter2', ls]\n"
+        "distributed_type: XLA\ntpu_name: name\ntpu_zone: zone\n"
+    )
+    for name in ("HF_TOKEN", "ACCELERATE_API_KEY", "ACCELERATE_PASSWORD", "SLURM_CREDENTIALS", "TORCH_SECRET_NAME"):
+        monkeypatch.setenv(name, "hunter2")
+    monkeypatch.setenv("ACCELERATE_STORE", "s3://me:hunter2@host/bucket")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter2")
+    out = accelerate("env", "--config_file", "c.yaml")[1]
+    assert "hunter" not in out
+    assert "\t- HF_TOKEN: (hidden)" in out
+    assert "\t- ACCELERATE_STORE: s3://(hidden)@host/bucket" in out
+    assert "AWS_SECRET" not in out  # says nothing about a run
+    assert "A=1" in out
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "aws_secret_access_key: hunter2: x\n",
+        "num_processes: [1\naws_secret_access_key: hunter2: x\n",
+        "password: hunter2\n",
+        "machine_rank: {token: hunter2}\n",
+    ],
+)
+def test_errors_tell_no_secrets(accelerate, place, text):
+    (place / "c.yaml").write_text(text)
+    status, out, err = accelerate("env", "--config_file", "c.yaml")
+    assert status == 0
+    assert "hunter" not in out + err
+
+
+def test_flags_and_numbers_are_no_secrets():
+    assert command._masked(True, "megatron_lm_calculate_per_token_loss") is True
+    assert command._masked("true", "megatron_lm_calculate_per_token_loss") == "true"
+    assert command._masked("The file has unknown keys: a, b.") == "The file has unknown keys: a, b."
+    assert command._masked("HF_TOKEN is 'hunter2'; no") == "HF_TOKEN is '(hidden)"
+
+
 def test_configuration_that_is_not_there(accelerate):
     status, _, err = accelerate("env", "--config_file", "none.yaml")
     assert status == 2
     assert "none.yaml" in err
+
+
+def test_the_facts_come_back_too(place, monkeypatch):
+    facts = command.env_command(command.env_command_parser().parse_args([]))
+    assert facts["`Accelerate` version"] == __version__
+    assert facts["`Accelerate` configs"] == {}

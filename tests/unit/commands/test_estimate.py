@@ -1,13 +1,29 @@
 """Sizes of models; the Hub is never asked."""
 
+import json
+import os
+import subprocess
 import sys
 import types
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from accelerate.commands import estimate
 from accelerate.launch.errors import LaunchError
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 1000,
+    "tie_word_embeddings": False,
+}
 
 
 @pytest.fixture
@@ -18,19 +34,83 @@ def model(monkeypatch):
     return model
 
 
+@pytest.fixture
+def no_hub(monkeypatch):
+    monkeypatch.setattr(estimate, "verify_on_hub", lambda repo, token=None: pytest.fail("the Hub was asked"))
+
+
+def cells(line):
+    return [part.strip() for part in line.strip("│").split("│")]
+
+
+def answer(accelerate, *words):
+    status, out, err = accelerate("estimate-memory", *map(str, words), "--json")
+    assert status == 0, err
+    return json.loads(out)
+
+
+def refused(accelerate, *words, status=2):
+    """Require one line on stderr and nothing on stdout; return the line."""
+    got, out, err = accelerate("estimate-memory", *map(str, words))
+    assert (got, out) == (status, "")
+    assert err.startswith("accelerate estimate-memory: error: ")
+    assert len(err.splitlines()) == 1
+    return err
+
+
+# -- what is shown -----------------------------------------------------------------------------------------------------
+
+
 def test_command_prints_a_table(accelerate, model):
     status, out, _ = accelerate("estimate-memory", "some-model", "--dtypes", "float32", "float16", "int8")
     assert status == 0
     assert "Memory Usage for loading `some-model`" in out
-    float32, float16, int8 = [line for line in out.splitlines() if "bytes" in line]
-    assert [part.strip() for part in float32.strip("│").split("│")] == [
-        "float32",
-        "64.0 bytes",
-        "96.0 bytes",
-        "384 bytes",
+    float32, float16, int8 = [cells(line) for line in out.splitlines() if "bytes" in line][:3]
+    assert float32 == ["float32", "64 bytes", "96 bytes", "116 bytes", "384 bytes"]
+    assert float16 == ["float16", "32 bytes", "48 bytes", "58 bytes", "432 bytes"]
+    assert int8[-1] == "N/A"
+    (part,) = [cells(line) for line in out.splitlines() if line.startswith("│   -    │float16")]
+    assert part[2:] == ["96 bytes", "96 bytes", "192 bytes", "48 bytes", "432 bytes"]
+
+
+def test_ranks_and_strategies(accelerate, model):
+    told = answer(accelerate, "some-model", "--num_processes", 2, "--dtypes", "float32")
+    assert [one["strategy"] for one in told["training"]] == ["ddp", "fsdp", "shard_grad_op", "zero1", "zero2", "zero3"]
+    assert {one["processes"] for one in told["training"]} == {2}
+    words = ("some-model", "--num_processes", "2", "--strategy", "zero3", "--dtypes", "float16")
+    (only,) = answer(accelerate, *words)["training"]
+    assert only["strategy"] == "zero3"
+    assert only["total"] == sum(only[key] for key in ("weights", "gradients", "optimizer", "working"))
+    _, out, _ = accelerate("estimate-memory", *words)
+    assert "each of 2 processes" in out
+
+
+def test_nothing_to_train_in(accelerate, model):
+    assert answer(accelerate, "some-model", "--dtypes", "int4")["training"] == []
+
+
+def test_number_of_processes(accelerate, model):
+    assert "--num_processes is 0" in refused(accelerate, "some-model", "--num_processes", 0)
+
+
+def test_data_is_as_recorded(model):
+    """The shape that callers of `gather_data` know: whole numbers for fp32, and the four parts of training."""
+    args = argparse_of("some-model")
+    del args.num_processes, args.strategy, args.json
+    rows = estimate.gather_data(args)
+    assert [row[:3] for row in rows] == [
+        ["float32", 64, 96],
+        ["float16", 32.0, 48.0],
+        ["int8", 16.0, 24.0],
+        ["int4", 8.0, 12.0],
     ]
-    assert "48.0 bytes" in float16
-    assert "N/A" in int8
+    assert isinstance(rows[0][1], int)
+    assert rows[0][3] == {"model": 96, "optimizer": 192, "gradients": 96, "step": 384}
+    estimate.estimate_command(args)
+
+
+def argparse_of(*words):
+    return estimate.estimate_command_parser().parse_args(words)
 
 
 def test_training_usage():
@@ -51,6 +131,263 @@ def test_table_is_rectangular():
     assert "A long title" in lines[1]
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+def test_output_that_has_no_lines(place, encoding):
+    save_file({"a.weight": torch.zeros(3, 5)}, place / "x.safetensors")
+    ended = subprocess.run(
+        [sys.executable, "-m", "accelerate.commands.accelerate_cli", "estimate-memory", "x.safetensors"],
+        capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"},
+        timeout=60,
+    )
+    assert ended.returncode == 0, ended.stderr
+    lines = ended.stdout.decode(encoding).splitlines()
+    assert set(lines[0]) == {"+", "-"}
+    assert any(line.startswith("|") and "float32" in line for line in lines)
+
+
+# -- weights on this machine -------------------------------------------------------------------------------------------
+
+
+def test_file_of_weights(accelerate, place, no_hub):
+    save_file(
+        {
+            "model.layers.0.a.weight": torch.zeros(4, 8, dtype=torch.bfloat16),
+            "model.layers.0.b.bias": torch.zeros(8, dtype=torch.bfloat16),
+            "head.weight": torch.zeros(4, 4),
+            "steps": torch.tensor(3),
+        },
+        place / "x.safetensors",
+    )
+    for name in ("x.safetensors", place / "x.safetensors", place):
+        told = answer(accelerate, name)
+        assert told["parameters"] == 4 * 8 + 8 + 16
+        stored, float32, float16, *_ = told["sizes"]
+        assert stored["dtype"] == "as stored (BF16, F32, I64)"
+        assert stored["total_size"] == 2 * 40 + 4 * 16 + 8
+        assert stored["largest_layer"] == 2 * 40
+        assert (float32["total_size"], float32["largest_layer"]) == (4 * 56 + 8, 4 * 40)
+        assert float16["training"] == 16 * 56 + 8 + 2 * 56
+
+
+def shards(folder, names=("a", "b")):
+    """Write an index, and a file for each name with a tensor of 12 bytes."""
+    folder.mkdir(exist_ok=True)
+    index = {}
+    for number, name in enumerate(names, 1):
+        index[name] = f"model-{number:05}-of-{len(names):05}.safetensors"
+        save_file({name: torch.zeros(3)}, folder / index[name])
+    path = folder / "model.safetensors.index.json"
+    path.write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    return path
+
+
+def test_index_of_weights(accelerate, place, no_hub):
+    index = shards(place / "m")
+    for name in (index, place / "m"):
+        assert answer(accelerate, name)["sizes"][0]["total_size"] == 24
+    save_file({"z": torch.zeros(9)}, place / "m" / "consolidated.safetensors")
+    assert answer(accelerate, place / "m")["sizes"][0]["total_size"] == 24, "what libraries load counts"
+    index.unlink()
+    (place / "m" / "consolidated.safetensors").unlink()
+    assert answer(accelerate, place / "m")["sizes"][0]["total_size"] == 24, "the numbers in the names say as much"
+    (place / "m" / "model-00002-of-00002.safetensors").unlink()
+    assert "1 of 2 files are there" in refused(accelerate, place / "m")
+
+
+def test_index_that_does_not_fit(accelerate, place):
+    index = shards(place / "m")
+    (place / "m" / "model-00002-of-00002.safetensors").unlink()
+    assert "model-00002-of-00002.safetensors, which is not there" in refused(accelerate, index)
+    save_file({"other": torch.zeros(3)}, place / "m" / "model-00002-of-00002.safetensors")
+    assert "says that 'b' is in" in refused(accelerate, index)
+    index.write_text('{"weight_map": {"a": "../../etc/passwd"}}')
+    assert "is no index of shards" in refused(accelerate, index)
+    index.write_text('{"weight_map": {"a": "x.bin"}}')
+    (place / "m" / "x.bin").write_bytes(b"")
+    assert "no safetensors" in refused(accelerate, index)
+
+
+def test_sharded_checkpoint(accelerate, place, no_hub):
+    from accelerate.checkpoint import fsdp_io
+
+    fsdp_io.save_model(torch.nn.Linear(8, 4), place / "c", layout="sharded")
+    for name in ("c", "c/pytorch_model_fsdp_0"):
+        told = answer(accelerate, name)
+        assert told["parameters"] == 36
+        assert told["sizes"][0]["total_size"] == 144
+
+
+def test_packed_weights(accelerate, place):
+    save_file(
+        {"l.qweight": torch.zeros(64, 8, dtype=torch.int32), "l.scales": torch.zeros(8, dtype=torch.float16)},
+        place / "gptq.safetensors",
+    )
+    status, out, err = accelerate("estimate-memory", "gptq.safetensors")
+    assert status == 0
+    assert "as stored (I32, F16)" in out and "float32" not in out
+    assert "The weights are packed" in err
+    with pytest.raises(LaunchError, match="packed weights"):
+        estimate.gather_data(argparse_of("gptq.safetensors"))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: b"",
+        lambda data: data[:-1],
+        lambda data: b"\xff" * 8 + data[8:],
+        lambda data: data.replace(b"F32", b"F99"[:2] + b"\xff"),
+        lambda data: data[:8] + b"[]" + data[10:],
+    ],
+    ids=["empty", "truncated", "length", "text", "json"],
+)
+def test_damaged_header(accelerate, place, damage):
+    save_file({"a": torch.zeros(3)}, place / "x.safetensors")
+    (place / "x.safetensors").write_bytes(damage((place / "x.safetensors").read_bytes()))
+    assert "'x.safetensors' is damaged" in refused(accelerate, "x.safetensors")
+
+
+def test_no_tensors(accelerate, place):
+    save_file({}, place / "x.safetensors")
+    assert "has no tensors" in refused(accelerate, "x.safetensors")
+
+
+# -- folders and files that are no model -------------------------------------------------------------------------------
+
+
+def test_several_models(accelerate, place):
+    save_file({"a": torch.zeros(3)}, place / "one.safetensors")
+    save_file({"a": torch.zeros(3)}, place / "two.safetensors")
+    save_file({"g": torch.zeros(3)}, place / "generators_0.safetensors")
+    told = refused(accelerate, ".")
+    assert "several models: one.safetensors, two.safetensors. Name one" in told
+    for name in ("one", "two"):
+        (place / f"{name}.safetensors").rename(place / {"one": "model", "two": "model_1"}[name]).with_suffix("")
+    (place / "model").rename(place / "model.safetensors")
+    (place / "model_1").rename(place / "model_1.safetensors")
+    assert "several models: model.safetensors, model_1.safetensors" in refused(accelerate, ".")
+
+
+def test_models_in_folders(accelerate, place):
+    for name in ("unet", "vae"):
+        (place / "pipe" / name).mkdir(parents=True)
+        save_file({"a": torch.zeros(3)}, place / "pipe" / name / "x.safetensors")
+    assert "several models: unet, vae" in refused(accelerate, "pipe")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.bin", b"", "without loading it"),
+        ("config.json", b"{", "is no JSON"),
+        ("config.json", b"[1]", "holds list"),
+        ("config.json", b"{}", "neither model_type"),
+        ("config.json", b'{"_class_name": "UNet2DConditionModel"}', "diffusers"),
+        ("config.json", b"\xff\xfe", "is no JSON"),
+    ],
+)
+def test_files_that_tell_nothing(accelerate, place, name, content, message):
+    (place / name).write_bytes(content)
+    assert message in refused(accelerate, name)
+
+
+def test_folders_that_tell_nothing(accelerate, place):
+    (place / "empty").mkdir()
+    assert "has no model" in refused(accelerate, "empty")
+    (place / "empty" / "pytorch_model.bin").write_bytes(b"")
+    assert "pytorch_model.bin cannot be listed" in refused(accelerate, "empty")
+    (place / "gone").symlink_to(place / "nowhere")
+    assert "neither a regular file nor a folder" in refused(accelerate, "gone")
+
+
+@pytest.mark.parametrize("name", ["./nothing", "/a/b/c", "a/b/c", "x y", "~/none/of/it", "a\\b"])
+def test_no_such_path(accelerate, no_hub, name):
+    assert "There is no file or folder" in refused(accelerate, name)
+
+
+def test_empty_name(accelerate):
+    assert "is empty" in refused(accelerate, "")
+
+
+# -- configurations ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def config(place):
+    pytest.importorskip("transformers")
+    (place / "llama").mkdir()
+
+    def write(**changed):
+        (place / "llama" / "config.json").write_text(json.dumps({**LLAMA, **changed}))
+        return place / "llama"
+
+    write()
+    return write
+
+
+def test_local_configuration(accelerate, place, config, no_hub):
+    # By hand: two tables of 1000 x 64; a layer has 64 x 64 twice, 64 x 32 twice, 64 x 128 three times, and two norms.
+    parameters = 2 * 64000 + 2 * (2 * 4096 + 2 * 2048 + 3 * 8192 + 128) + 64
+    for name in ("llama", "llama/config.json"):
+        told = answer(accelerate, name)
+        assert told["parameters"] == parameters
+        assert "LlamaForCausalLM" in told["source"]
+        buffers = told["sizes"][0]["total_size"] - 4 * parameters
+        assert 0 < buffers < 200, "frequencies of the rotary embedding"
+
+
+@pytest.mark.parametrize("changed", [{"dtype": "bfloat16", "architectures": None}, {"architectures": ["NoSuchModel"]}])
+def test_configuration_without_architecture(accelerate, config, changed):
+    """The bare model, in fp32, whatever type the weights would have."""
+    config(**changed)
+    told = answer(accelerate, "llama")
+    assert told["parameters"] == 64000 + 2 * (2 * 4096 + 2 * 2048 + 3 * 8192 + 128) + 64
+    assert told["sizes"][0]["largest_layer"] == 4 * 64000
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"model_type": "no_such_type"}, {"hidden_size": -1}, {"hidden_size": "many"}, {"num_attention_heads": 0}],
+)
+def test_configuration_that_cannot_be_built(accelerate, config, changed):
+    config(**changed)
+    assert "'llama'" in refused(accelerate, "llama")
+
+
+def test_code_of_others_does_not_run(accelerate, place, config):
+    folder = config(auto_map={"AutoConfig": "own.Config", "AutoModel": "own.Model"}, model_type="own")
+    (folder / "own.py").write_text("import pathlib\npathlib.Path('ran').touch()\n")
+    refused(accelerate, "llama")
+    assert not (place / "ran").exists()
+
+
+def test_weights_come_before_the_configuration(accelerate, config, no_hub):
+    save_file({"a.weight": torch.zeros(3, 5)}, config() / "model.safetensors")
+    assert answer(accelerate, "llama")["parameters"] == 15
+    assert answer(accelerate, "llama", "--library_name", "transformers")["parameters"] > 15
+
+
+def test_timm(accelerate, place, monkeypatch, no_hub):
+    """A library that records how it is asked."""
+    asked = []
+
+    def create_model(name, pretrained, **options):
+        asked.append((name, options))
+        return torch.nn.Linear(3, 2)
+
+    monkeypatch.setitem(sys.modules, "timm", types.SimpleNamespace(create_model=create_model))
+    (place / "config.json").write_text('{"architecture": "resnet18", "num_classes": 7}')
+    assert answer(accelerate, ".")["parameters"] == 8
+    assert answer(accelerate, "resnet50", "--library_name", "timm")["parameters"] == 8
+    monkeypatch.setattr(estimate, "verify_on_hub", lambda *args: types.SimpleNamespace(library_name="timm"))
+    assert answer(accelerate, "owner/resnet50")["parameters"] == 8
+    assert asked == [("resnet18", {"num_classes": 7}), ("resnet50", {}), ("hf-hub:owner/resnet50", {})]
+
+
+# -- the Hub -----------------------------------------------------------------------------------------------------------
+
+
 def test_hub_names():
     assert estimate.add_timm_hub_prefix("resnet50") == "resnet50"
     assert estimate.add_timm_hub_prefix("timm/resnet50") == "hf-hub:timm/resnet50"
@@ -64,23 +401,44 @@ def test_check_has_model(text, kind):
 
 
 @pytest.mark.parametrize(
-    ("answer", "message"),
+    ("answer", "kind", "message", "status"),
     [
-        ("gated", "is gated"),
-        ("repo", "has no model"),
-        (False, "cannot be reached"),
-        (types.SimpleNamespace(library_name=None), "give --library_name"),
-        (types.SimpleNamespace(library_name="keras"), "'keras'"),
+        ("gated", OSError, "is gated: agree to its terms", 1),
+        ("repo", OSError, "has no model", 2),
+        (False, OSError, "cannot be reached", 1),
+        (types.SimpleNamespace(library_name=None), ValueError, "give --library_name", 2),
+        (types.SimpleNamespace(library_name="keras"), ValueError, "'keras'", 2),
     ],
 )
-def test_models_that_cannot_be_built(monkeypatch, answer, message):
+def test_models_that_cannot_be_built(accelerate, monkeypatch, answer, kind, message, status):
+    pytest.importorskip("transformers")
     monkeypatch.setattr(estimate, "verify_on_hub", lambda repo, token=None: answer)
-    with pytest.raises(LaunchError, match=message):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(kind, match=message) as caught:
         estimate.create_empty_model("owner/name", None)
+    assert isinstance(caught.value, LaunchError)
+    assert message in refused(accelerate, "owner/name", status=status)
 
 
 @pytest.mark.parametrize("library", ["transformers", "timm"])
-def test_library_that_is_not_installed(monkeypatch, library):
+def test_library_that_is_not_installed(accelerate, monkeypatch, library):
     monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(LaunchError, match=f"{library} is not installed"):
+    monkeypatch.setattr(estimate, "verify_on_hub", lambda *args: types.SimpleNamespace(library_name=library))
+    with pytest.raises(ImportError, match=f"{library} is not installed"):
         estimate.create_empty_model("x", library)
+    assert "is not installed" in refused(accelerate, "x", "--library_name", library, status=1)
+
+
+def test_library_that_is_broken(accelerate, place, monkeypatch):
+    """As one with compiled parts for another version of torch."""
+    (place / "timm.py").write_text("raise RuntimeError('operator x::y does not exist')")
+    monkeypatch.delitem(sys.modules, "timm", raising=False)
+    monkeypatch.syspath_prepend(place)
+    assert "timm cannot be imported (operator x::y" in refused(accelerate, "x", "--library_name", "timm", status=1)
+    (place / "timm.py").write_text("import no_such_vision_library")
+    assert "no_such_vision_library is missing" in refused(accelerate, "x", "--library_name", "timm", status=1)
+
+
+def test_unknown_library():
+    with pytest.raises(LaunchError, match="'keras'"):
+        estimate.create_empty_model("x", "keras")

@@ -8,7 +8,6 @@ import pytest
 
 from accelerate.commands import launch
 from accelerate.launch import runners
-from accelerate.launch.errors import LaunchError, NotAvailableError
 
 
 @pytest.fixture
@@ -97,16 +96,30 @@ def test_launchers(ran):
     assert [plan.elastic for plan, _ in ran] == [False, True]
 
 
-@pytest.mark.parametrize("name", ["deepspeed_launcher", "tpu_launcher", "tpu_pod_launcher"])
-def test_launchers_to_come(name):
-    with pytest.raises(NotAvailableError, match="What works"):
-        getattr(launch, name)(parse("train.py"))
+@pytest.mark.parametrize(
+    ("name", "words", "runner"),
+    [
+        ("deepspeed_launcher", "--cpu train.py", "local"),
+        ("deepspeed_launcher", "--cpu --num_machines 2 train.py", "deepspeed"),
+        ("tpu_launcher", "train.py", "tpu"),
+        ("tpu_pod_launcher", "train.py", "tpu_pod"),
+        ("multi_gpu_launcher", "--cpu --num_machines 2 --machine_rank 1 --main_process_ip a train.py", "machines"),
+    ],
+)
+def test_launchers_of_other_kinds(ran, place, name, words, runner):
+    (place / "train.py").touch()
+    getattr(launch, name)(parse(words))
+    assert [plan.runner for plan, _ in ran] == [runner]
 
 
-def test_sagemaker_is_to_come():
-    with pytest.raises(NotAvailableError, match="SageMaker"):
-        launch.sagemaker_launcher(None, parse("train.py"))
-    assert issubclass(NotAvailableError, LaunchError)
+def test_sagemaker_gets_its_configuration(monkeypatch, place):
+    from accelerate.launch.runners import sagemaker
+
+    (place / "train.py").touch()
+    jobs = []
+    monkeypatch.setattr(sagemaker, "run_job", lambda config, args: jobs.append((config, args.training_script)))
+    launch.sagemaker_launcher("a configuration", parse("train.py"))
+    assert jobs == [("a configuration", "train.py")]
 
 
 def test_clean_option():

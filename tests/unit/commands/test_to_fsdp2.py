@@ -1,9 +1,46 @@
 """Configuration files for FSDP 1 turned into ones for FSDP 2."""
 
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
 import pytest
 import yaml
 
+from accelerate.commands import to_fsdp2
+from accelerate.commands.launch import launch_command_parser
 from accelerate.commands.to_fsdp2 import convert_config_to_fsdp2
+from accelerate.config.fsdp import FullyShardedDataParallelPlugin
+from accelerate.config.options.engines import FSDP_OPTIONS
+from accelerate.launch.env import exports
+from accelerate.launch.errors import LaunchError
+from accelerate.launch.resolve import resolve
+
+# What each setting of FSDP 1 becomes; None where it has to go.
+SETTINGS = {
+    "fsdp_version": (1, {"fsdp_version": 2}),
+    "fsdp_offload_params": (True, {"fsdp_offload_params": True}),
+    "fsdp_min_num_params": (5, {"fsdp_min_num_params": 5}),
+    "fsdp_sharding_strategy": ("SHARD_GRAD_OP", {"fsdp_reshard_after_forward": False}),
+    "fsdp_reshard_after_forward": ("FULL_SHARD", {"fsdp_reshard_after_forward": True}),
+    "fsdp_auto_wrap_policy": ("SIZE_BASED_WRAP", {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP"}),
+    "fsdp_transformer_layer_cls_to_wrap": ("Block", {"fsdp_transformer_layer_cls_to_wrap": "Block"}),
+    "fsdp_backward_prefetch": ("BACKWARD_PRE", None),
+    "fsdp_state_dict_type": ("FULL_STATE_DICT", {"fsdp_state_dict_type": "FULL_STATE_DICT"}),
+    "fsdp_forward_prefetch": (True, None),
+    "fsdp_use_orig_params": (True, None),
+    "fsdp_cpu_ram_efficient_loading": (False, {"fsdp_cpu_ram_efficient_loading": False}),
+    "fsdp_sync_module_states": (True, None),
+    "fsdp_activation_checkpointing": (True, {"fsdp_activation_checkpointing": True}),
+    "fsdp_activation_checkpointing_offload": (False, {"fsdp_activation_checkpointing_offload": False}),
+}
+
+
+def converted(**section):
+    return convert_config_to_fsdp2({"fsdp_config": section})["fsdp_config"]
 
 
 def test_conversion(caplog):
@@ -24,22 +61,110 @@ def test_conversion(caplog):
         "fsdp_offload_params": True,
         "fsdp_other": 1,
     }
-    assert "fsdp_backward_prefetch does not exist in FSDP 2" in caplog.text
+    assert "fsdp_backward_prefetch does not exist in FSDP 2: it always fetches" in caplog.text
     assert "fsdp_forward_prefetch is not possible yet" in caplog.text
+    assert "fsdp_config.fsdp_other is unknown" in caplog.text
+    assert "checkpoints were FULL_STATE_DICT" in caplog.text
     assert "fsdp_sharding_strategy" in old["fsdp_config"]
 
 
+@pytest.mark.parametrize("option", [option.name for option in FSDP_OPTIONS if option.section == "fsdp_config"])
+def test_every_setting(option, caplog):
+    """An option that is added to the table has to be thought of here."""
+    value, expected = SETTINGS[option]
+    assert converted(**{option: value}) == {"fsdp_version": 2, **(expected or {})}
+    assert ("It is dropped" in caplog.text) == (expected is None)
+    assert "unknown" not in caplog.text
+    short = option.removeprefix("fsdp_")
+    assert converted(**{short: value}) == {"fsdp_version": 2, **(expected or {})}, "the prefix may be left out"
+
+
 @pytest.mark.parametrize(
-    ("strategy", "reshards"), [("FULL_SHARD", True), (1, True), ("2", False), ("no_shard", False)]
+    ("strategy", "reshards"),
+    [("FULL_SHARD", True), (1, True), ("2", False), ("full_shard", True), (True, True), ("false", False)],
 )
-def test_strategies(strategy, reshards):
-    new = convert_config_to_fsdp2({"fsdp_config": {"fsdp_sharding_strategy": strategy}})
-    assert new["fsdp_config"]["fsdp_reshard_after_forward"] is reshards
+@pytest.mark.parametrize("key", ["fsdp_sharding_strategy", "fsdp_reshard_after_forward"])
+def test_strategies(key, strategy, reshards, caplog):
+    assert converted(**{key: strategy})["fsdp_reshard_after_forward"] is reshards
+    assert key not in caplog.text
 
 
-@pytest.mark.parametrize("config", [{}, {"fsdp_config": {}}, {"fsdp_config": {"fsdp_version": 2}}])
+@pytest.mark.parametrize(("strategy", "reshards"), [("HYBRID_SHARD", True), (5, False)])
+def test_copies_of_shards(strategy, reshards, caplog):
+    """FSDP 2 shards over all ranks, unless a mesh says otherwise."""
+    old = {"num_machines": 2, "num_processes": 16, "fsdp_config": {"fsdp_sharding_strategy": strategy}}
+    assert convert_config_to_fsdp2(old)["fsdp_config"]["fsdp_reshard_after_forward"] is reshards
+    assert "parallelism_config_dp_replicate_size: 2 and parallelism_config_dp_shard_size: 8" in caplog.text
+    convert_config_to_fsdp2({"fsdp_config": {"fsdp_sharding_strategy": strategy}})
+    assert "dp_replicate_size: <number of machines>" in caplog.text
+
+
+def test_nothing_sharded(caplog):
+    assert converted(fsdp_sharding_strategy="no_shard")["fsdp_reshard_after_forward"] is False
+    assert "NO_SHARD does not exist in FSDP 2" in caplog.text and "MULTI_GPU" in caplog.text
+
+
+def test_two_names_of_the_strategy():
+    """As FSDP 1 reads them."""
+    both = {"fsdp_reshard_after_forward": "FULL_SHARD", "fsdp_sharding_strategy": "SHARD_GRAD_OP"}
+    for section in (both, dict(reversed(both.items()))):
+        assert converted(**section)["fsdp_reshard_after_forward"] is False
+
+
+def test_form_of_checkpoints(caplog):
+    assert converted(fsdp_state_dict_type="LOCAL_STATE_DICT")["fsdp_state_dict_type"] == "SHARDED_STATE_DICT"
+    assert "cannot be read in the new one" in caplog.text
+
+
+def test_old_spellings(caplog):
+    assert converted(fsdp_backward_prefetch_policy="BACKWARD_POST") == {"fsdp_version": 2}
+    assert "fsdp_backward_prefetch does not exist" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"fsdp_sharding_strategy": "SOME_SHARD"}, "'SOME_SHARD'; FSDP 1 knows FULL_SHARD"),
+        ({"fsdp_sharding_strategy": 9}, "is 9"),
+        ({"fsdp_version": 3}, "fsdp_version is 3"),
+        (["fsdp_version"], "must hold keys and values"),
+    ],
+)
+def test_what_means_nothing(section, message):
+    with pytest.raises(LaunchError, match=message):
+        convert_config_to_fsdp2({"fsdp_config": section})
+
+
+@pytest.mark.parametrize(
+    "config", [{}, {"fsdp_config": {}}, {"fsdp_config": None}, {"fsdp_config": {"fsdp_version": 2}}]
+)
 def test_nothing_to_convert(config):
     assert convert_config_to_fsdp2(config) is config
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def full_file(place, **changed):
+    section = {name: value for name, (value, _) in SETTINGS.items()} | changed
+    content = {"distributed_type": "FSDP", "num_processes": 2, "use_cpu": True, "fsdp_config": section}
+    (place / "old.yaml").write_text(yaml.safe_dump(content))
+    return place / "old.yaml"
+
+
+@pytest.mark.parametrize("changed", [{}, {"fsdp_state_dict_type": "LOCAL_STATE_DICT"}, {"fsdp_sharding_strategy": 5}])
+def test_the_result_is_launched_with(accelerate, place, monkeypatch, changed):
+    full_file(place, **changed)
+    assert accelerate("to-fsdp2", "--config_file", "old.yaml", "--output_file", "new.yaml")[0] == 0
+    (place / "train.py").touch()
+    plan = resolve(launch_command_parser().parse_args(["--dry_run", "--config_file", "new.yaml", "train.py"]))
+    assert (plan["use_fsdp"], plan["fsdp_version"]) == (True, "2")
+    for name, value in exports(plan.settings).items():
+        if name.startswith("FSDP_"):
+            monkeypatch.setenv(name, value)
+    plugin = FullyShardedDataParallelPlugin()
+    assert plugin.fsdp_version == 2 and plugin.reshard_after_forward is False
+    assert plugin.activation_checkpointing is True
 
 
 def test_command(accelerate, place):
@@ -49,6 +174,77 @@ def test_command(accelerate, place):
     assert "--output_file" in err
     assert accelerate("to-fsdp2", "--config_file", "old.yaml", "--output_file", "new.yaml")[0] == 0
     assert yaml.safe_load((place / "new.yaml").read_text()) == {"fsdp_config": {"fsdp_version": 2}}
-    assert accelerate("to-fsdp2", "--config_file", "old.yaml", "--output_file", "new.yaml")[0] == 2
+    (place / "new.yaml").write_text("mine: 1")
+    status, _, err = accelerate("to-fsdp2", "--config_file", "old.yaml", "--output_file", "new.yaml")
+    assert status == 2 and "new.yaml exists already" in err
+    assert (place / "new.yaml").read_text() == "mine: 1"
+    words = ("to-fsdp2", "--config_file", "old.yaml", "--output_file", "new.yaml", "--overwrite")
+    assert "saved at new.yaml" in accelerate(*words)[1]
+    assert "mine" not in (place / "new.yaml").read_text()
+    assert (place / "old.yaml").read_text() == "fsdp_config: {fsdp_version: 1}"
     assert accelerate("to-fsdp2", "--config_file", "old.yaml", "--overwrite")[0] == 0
-    assert accelerate("to-fsdp2", "--config_file", "none.yaml", "--overwrite")[0] == 2
+    assert (place / "old.yaml").read_text() == (place / "new.yaml").read_text()
+
+
+def test_json(accelerate, place):
+    (place / "old.json").write_text('{"fsdp_config": {"fsdp_offload_params": true}}')
+    assert accelerate("to-fsdp2", "--config_file", "old.json", "--overwrite")[0] == 0
+    assert json.loads((place / "old.json").read_text())["fsdp_config"]["fsdp_version"] == 2
+
+
+@pytest.mark.parametrize("content", ["", "[", "- 1", "just text", "!!python/object/apply:os.getcwd []", "\0"])
+def test_files_that_are_none(accelerate, place, content):
+    (place / "old.yaml").write_text(content)
+    for words in (("--overwrite",), ("--output_file", "new.yaml")):
+        status, out, err = accelerate("to-fsdp2", "--config_file", "old.yaml", *words)
+        assert (status, out) == (2, "")
+        assert err.startswith("accelerate to-fsdp2: error: ") and "old.yaml" in err
+    assert (place / "old.yaml").read_text() == content
+    assert not (place / "new.yaml").exists()
+
+
+def test_places_that_are_none(accelerate, place):
+    (place / "folder").mkdir()
+    full_file(place)
+    for words in (
+        ("none.yaml", "--overwrite"),
+        ("folder", "--overwrite"),
+        ("old.yaml", "--overwrite", "--output_file", "folder"),
+    ):
+        status, out, err = accelerate("to-fsdp2", "--config_file", *words)
+        assert (status, out) == (2, "")
+        assert err.splitlines()[-1].startswith("accelerate to-fsdp2: error: ")
+    assert os.listdir("folder") == []
+
+
+def test_what_cannot_be_converted_stays(accelerate, place):
+    before = full_file(place, fsdp_sharding_strategy="SOME_SHARD").read_text()
+    assert accelerate("to-fsdp2", "--config_file", "old.yaml", "--overwrite")[0] == 2
+    assert (place / "old.yaml").read_text() == before
+
+
+def test_its_reader_can_be_replaced(place, monkeypatch):
+    monkeypatch.setattr(to_fsdp2, "load_config", lambda file: {"fsdp_config": {"fsdp_version": 1}})
+    pathlib.Path("old.yaml").touch()
+    args = to_fsdp2.to_fsdp2_command_parser().parse_args(["--config_file", "old.yaml", "--output_file", "new.yaml"])
+    to_fsdp2.to_fsdp2_command(args)
+    assert "fsdp_version: 2" in (place / "new.yaml").read_text()
+    with pytest.raises(FileExistsError):
+        to_fsdp2.to_fsdp2_command(args)
+
+
+PROGRAM = """
+import os, signal
+from accelerate.commands import accelerate_cli
+os.replace = lambda *paths: os.kill(os.getpid(), signal.SIGKILL)
+accelerate_cli.main()
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="there is no such signal")
+def test_killed_before_it_is_written(place):
+    before = full_file(place).read_text()
+    words = ["to-fsdp2", "--config_file", "old.yaml", "--overwrite"]
+    ended = subprocess.run([sys.executable, "-c", PROGRAM, *words], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    assert (place / "old.yaml").read_text() == before

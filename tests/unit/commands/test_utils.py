@@ -1,8 +1,12 @@
 """What the commands share."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
-from accelerate.commands.utils import CustomArgumentGroup, CustomArgumentParser, make_parser, or_exit
+from accelerate.commands.utils import CustomArgumentGroup, CustomArgumentParser, as_program, make_parser, or_exit
 from accelerate.launch.errors import LaunchError
 
 
@@ -35,3 +39,68 @@ def test_other_errors_keep_their_traceback():
     with pytest.raises(ZeroDivisionError):
         or_exit("accelerate x", lambda: 1 / 0)
     assert or_exit("accelerate x", max, 1, 2) == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "line", "status"),
+    [
+        (FileNotFoundError(2, "No such file or directory", "c.yaml"), "'c.yaml': No such file or directory.", 2),
+        (PermissionError(13, "Permission denied", "c.yaml"), "'c.yaml': Permission denied.", 2),
+        (IsADirectoryError(21, "Is a directory", "folder"), "'folder': Is a directory.", 2),
+        (OSError(28, "No space left on device"), "[Errno 28] No space left on device", 1),
+        (ConnectionError("nobody answers"), "nobody answers", 1),
+        (ValueError(), "ValueError", 2),
+    ],
+)
+def test_what_the_system_refuses_is_one_line(capsys, error, line, status):
+    def fail():
+        raise error
+
+    with pytest.raises(SystemExit) as caught:
+        or_exit("accelerate x", fail)
+    assert caught.value.code == status
+    assert capsys.readouterr().err == f"accelerate x: error: {line}\n"
+
+
+def test_interrupt(capsys):
+    with pytest.raises(SystemExit) as caught:
+        with as_program("accelerate x"):
+            raise KeyboardInterrupt
+    assert caught.value.code == 130
+    assert capsys.readouterr().err == "\naccelerate x: interrupted\n"
+
+
+def test_another_broken_pipe_is_an_error():
+    with pytest.raises(BrokenPipeError):
+        with as_program("accelerate x"):
+            raise BrokenPipeError
+
+
+def with_closed_output(program):
+    """Run a program whose output nobody reads; return its exit status and what it says on stderr."""
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", program], stdout=write, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+    finally:
+        os.close(write)
+    return done.returncode, done.stderr
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a closed pipe is another error there")
+@pytest.mark.parametrize("lines", [1, 100_000], ids=["at the end", "in the middle"])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_closed_output_is_quiet(lines, wrapped):
+    call = f"print('text\\n' * {lines})"
+    if wrapped:  # as a command does that turns errors of the system into its own
+        call = f"try:\n        {call}\n    except OSError as error:\n        raise ValueError('x') from error"
+    program = f"from accelerate.commands.utils import or_exit\ndef run():\n    {call}\nor_exit('accelerate x', run)"
+    assert with_closed_output(program) == (141, "")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a closed pipe is another error there")
+def test_help_without_a_reader_is_quiet():
+    program = "from accelerate.commands.launch import launch_command_parser as p; p().parse_args(['--help'])"
+    assert with_closed_output(program)[1] == ""

@@ -9,10 +9,15 @@ from accelerate.launch import hardware
 from accelerate.launch.resolve import resolve
 
 
+OURS = ("ACCELERATE_", "FSDP_", "OMP_", "MEGATRON_", "PARALLELISM_")
+# A scheduler may run the tests.
+OURS += ("SLURM_", "OMPI_", "PMI", "MV2_", "PBS_", "LSB_", "JSM_", "MASTER_")
+
+
 @pytest.fixture(autouse=True)
 def place(tmp_path, monkeypatch):
     for name in list(os.environ):
-        if name.startswith(("ACCELERATE_", "FSDP_", "OMP_", "MEGATRON_", "PARALLELISM_")) or name in (
+        if name.startswith(OURS) or name in (
             "RANK",
             "WORLD_SIZE",
         ):

@@ -1,6 +1,7 @@
 """Configuration files in terms of options."""
 
 import json
+from pathlib import Path
 
 import pytest
 import yaml
@@ -72,24 +73,77 @@ def test_old_spellings(read):
 
 
 def test_unknown_keys(read):
-    with pytest.raises(LaunchError, match="unknown keys: num_proceses.*known are .*num_processes"):
+    with pytest.raises(LaunchError, match="line 2: num_proceses is unknown; did you mean num_processes"):
         read(distributed_type="NO", num_proceses=2)
-    assert read(distributed_type="NO", fsdp_config={"fsdp_x": 1}).unused[0].startswith("fsdp_config.fsdp_x in ")
+    with pytest.raises(LaunchError, match="zero_stage belongs under deepspeed_config"):
+        read(distributed_type="NO", zero_stage=2)
+    with pytest.raises(LaunchError, match="zzz is unknown.*known are .*num_processes"):
+        read(distributed_type="NO", zzz=2)
+    unused = read(distributed_type="NO", fsdp_config={"fsdp_offload_parms": 1}).unused
+    assert unused[0].startswith(
+        "fsdp_config.fsdp_offload_parms is unknown and has no effect; did you mean fsdp_offload_params? (in "
+    )
     assert read(compute_environment="AMAZON_SAGEMAKER", ec2_instance_type="x").unused == ()
+
+
+def test_all_faults_are_named_up_to_five(read):
+    with pytest.raises(LaunchError) as caught:
+        read(**{f"unknown_{number}": 1 for number in range(7)})
+    assert str(caught.value).count("is unknown") == 5
+    assert "And 2 more; `accelerate config validate " in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"distributed_type": "MULTI"}, "distributed_type in .*choose one of NO, MULTI_CPU"),
-        ({"mixed_precision": "fp17"}, "mixed_precision in .*is 'fp17'"),
-        ({"fsdp_config": 3}, "fsdp_config in .*must hold keys and values"),
-        ({"num_processes": "two"}, "num_processes in .*must be an integer"),
+        ({"distributed_type": "MULTI"}, "distributed_type is 'MULTI'; choose one of NO, MULTI_CPU"),
+        ({"distributed_type": ["NO"]}, "distributed_type is \\['NO'\\]"),
+        ({"compute_environment": "MOON"}, "compute_environment is 'MOON'; choose one of LOCAL_MACHINE"),
+        ({"compute_environment": "AMAZON_SAGEMAKER", "distributed_type": "FSDP"}, "choose one of NO, DATA_PARALLEL"),
+        ({"mixed_precision": "fp17"}, "mixed_precision is 'fp17'"),
+        ({"fsdp_config": 3}, "fsdp_config is 3; it must hold keys and values"),
+        ({"num_processes": "two"}, "num_processes is 'two'; it must be an integer"),
+        ({"num_processes": True}, "num_processes is true; it must be a number"),
+        ({"num_processes": 0}, "num_processes is 0; it must be at least 1"),
+        ({"num_processes": float("inf")}, "num_processes is inf; it must be an integer"),
+        ({"num_processes": [2]}, "num_processes is \\[2\\]; it must be a single value"),
+        ({"main_process_ip": {"a": 1}}, "main_process_ip is .*; it must be a single value"),
+        ({"tpu_env": {"A": 1}}, "tpu_env is .*; it must be a single value"),
+        ({"use_cpu": "perhaps"}, "use_cpu is 'perhaps'; write true or false"),
     ],
 )
-def test_bad_values_name_key_and_file(read, content, message):
-    with pytest.raises(LaunchError, match=message):
+def test_bad_values_name_key_line_and_file(read, content, message):
+    with pytest.raises(LaunchError, match=f"config.yaml is not accepted: line .*{message}|{message}"):
         read(**content)
+
+
+def test_a_key_cannot_talk_to_the_terminal(place):
+    (place / "a.yaml").write_text('"\\e[2Jx": 1')
+    with pytest.raises(LaunchError) as caught:
+        config_file.read(place / "a.yaml")
+    assert "\x1b" not in str(caught.value)
+
+
+def test_lists_where_the_table_has_commas(read):
+    values = read(
+        distributed_type="MULTI_GPU", gpu_ids=[0, 1], fsdp_config={"transformer_layer_cls_to_wrap": ["A", "B"]}
+    ).values
+    assert (values["gpu_ids"], values["fsdp_transformer_layer_cls_to_wrap"]) == ("0,1", "A,B")
+
+
+def test_what_the_file_says_knows_its_line(place):
+    path = place / "c.yaml"
+    path.write_text("# first\ndistributed_type: FSDP\nfsdp_config:\n\n  offload_params: true\nnum_processes: 2\n")
+    lines = config_file.read(path).lines
+    assert (lines["use_fsdp"], lines["fsdp_offload_params"], lines["num_processes"]) == (2, 5, 6)
+
+
+def test_a_repeated_key_is_told(place):
+    path = place / "c.yaml"
+    path.write_text("distributed_type: NO\nnum_processes: 1\nnum_processes: 2\n")
+    settings = config_file.read(path)
+    assert settings.values["num_processes"] == 2
+    assert "num_processes stands there 2 times, in lines 2 and 3" in settings.unused[0]
 
 
 def test_json(place):
@@ -98,17 +152,46 @@ def test_json(place):
     assert config_file.read(path).values["num_processes"] == 3
 
 
-@pytest.mark.parametrize(("name", "text"), [("a.yaml", "- 1"), ("a.yaml", "a: ["), ("a.json", "a: 1"), ("a.yaml", "")])
-def test_unreadable(place, name, text):
-    (place / name).write_text(text)
-    with pytest.raises(LaunchError, match=name):
-        config_file.load_mapping(place / name)
+FIXTURES = sorted(p for p in (Path(__file__).parents[2] / "fixtures" / "configs").iterdir() if p.suffix != ".md")
 
 
-def test_yaml_builds_no_objects(place):
-    (place / "a.yaml").write_text("a: !!python/object/apply:os.getcwd []")
-    with pytest.raises(LaunchError, match="cannot be read"):
-        config_file.load_mapping(place / "a.yaml")
+@pytest.mark.parametrize("path", FIXTURES, ids=lambda path: path.name)
+def test_files_of_every_release_since_0_11(path):
+    found = config_file.inspect(path)
+    assert found.problems == ()
+    settings = config_file.read(path)
+    assert settings.unused == ()
+    content = yaml.safe_load(path.read_text())
+    for key in ("num_processes", "num_machines", "main_process_ip", "gpu_ids", "mixed_precision"):
+        if content.get(key) is not None:
+            assert str(settings.values[key]) == str(content[key]).lower()  # some wrote `No`
+    kind = path.stem.split("-")[-1]
+    switch = {"fsdp": "use_fsdp", "fsdp1": "use_fsdp", "fsdp2": "use_fsdp", "parallel": "use_fsdp", "tpu": "tpu",
+              "deepspeed": "use_deepspeed", "megatron": "use_megatron_lm", "machines": "multi_gpu",
+              "zero3": "use_deepspeed"}.get(kind)  # fmt: skip
+    assert switch is None or settings.values[switch] is True
+
+
+def test_every_setting_of_an_old_section_arrives(place):
+    fixtures = {path.name: path for path in FIXTURES}
+    values = config_file.read(fixtures["accelerate-0.11.0-fsdp.yaml"]).values
+    assert values["fsdp_offload_params"] == "false"
+    assert values["fsdp_sharding_strategy"] == "1"
+    assert values["fsdp_backward_prefetch"] == "BACKWARD_PRE"
+    assert values["fsdp_transformer_layer_cls_to_wrap"] == "BertLayer"
+    found = config_file.inspect(fixtures["accelerate-0.15.0-fsdp.yaml"])
+    assert found.settings.values["dynamo_backend"] == "inductor"
+    assert found.settings.lines["dynamo_backend"] == 7
+    assert len(found.notes) == 2
+
+
+def test_what_was_given_up(read):
+    assert read(distributed_type="NO", ipex_config={"ipex": False}).unused == ()
+    assert "ipex_config has no effect" in read(distributed_type="NO", ipex_config={"ipex": True}).unused[0]
+    assert read(distributed_type="MPS").values == {}
+    assert read(distributed_type="NO", dynamo_backend="AOT_CUDAGRAPHS").values["dynamo_backend"] == "cudagraphs"
+    with pytest.raises(LaunchError, match="dynamo_backend is 'NVFUSER'; choose one of"):
+        read(distributed_type="NO", dynamo_backend="NVFUSER")
 
 
 def test_where_the_default_file_is(place):
@@ -130,3 +213,9 @@ def test_find(place):
     assert config_file.find("mine.yaml", environ).name == "mine.yaml"
     with pytest.raises(FileNotFoundError, match="--config_file is 'other.yaml'"):
         config_file.find("other.yaml", environ)
+    (place / "folder").mkdir()
+    with pytest.raises(LaunchError, match="'folder': that is a folder; name the file in it"):
+        config_file.find("folder", environ)
+    (place / "folder" / "default_config.yaml").touch()
+    with pytest.raises(LaunchError, match="did you mean folder.default_config.yaml"):
+        config_file.find("folder", environ)

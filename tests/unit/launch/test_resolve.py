@@ -113,14 +113,9 @@ def test_impossible_number_of_processes(plan, count):
     ("line", "what"),
     [
         ("--use_fsdp", "FSDP"),
-        ("--use_deepspeed", "DeepSpeed"),
         ("--use_megatron_lm", "Megatron-LM"),
         ("--use_parallelism_config", "Parallelism"),
-        ("--tpu", "TPUs"),
-        ("--num_machines 2", "several machines"),
-        ("--mpirun_hostfile hosts", "mpirun"),
         ("--mixed_precision fp8", "FP8"),
-        ("--cpu --num_processes 2 --rdzv_backend etcd", "etcd"),
     ],
 )
 def test_what_cannot_run_yet_is_an_error(plan, line, what):
@@ -128,19 +123,42 @@ def test_what_cannot_run_yet_is_an_error(plan, line, what):
         plan(line)
 
 
-def test_what_cannot_run_yet_is_an_error_wherever_it_comes_from(plan, file, monkeypatch):
+def test_what_cannot_run_yet_is_an_error_wherever_it_comes_from(plan, file):
     file("distributed_type: FSDP")
     with pytest.raises(NotAvailableError, match=r"FSDP .*default_config\.yaml"):
         plan("")
-    assert (
-        plan("--multi_gpu --cpu --num_processes 2".replace("--multi_gpu ", ""), {"HF_HOME": "/nowhere"}).num_processes
-        == 2
-    )
-    with pytest.raises(NotAvailableError, match="ACCELERATE_USE_DEEPSPEED"):
-        plan("", {"HF_HOME": "/nowhere", "ACCELERATE_USE_DEEPSPEED": "true"})
-    file("compute_environment: AMAZON_SAGEMAKER\ndistributed_type: NO")
-    with pytest.raises(NotAvailableError, match="SageMaker"):
-        plan("")
+    elsewhere = {"HF_HOME": "/nowhere"}
+    assert plan("--cpu --num_processes 2", elsewhere).num_processes == 2
+    with pytest.raises(NotAvailableError, match="ACCELERATE_USE_MEGATRON_LM"):
+        plan("", {**elsewhere, "ACCELERATE_USE_MEGATRON_LM": "true"})
+
+
+@pytest.mark.parametrize(
+    ("line", "runner"),
+    [
+        ("--cpu", "single"),
+        ("--cpu --num_processes 2", "local"),
+        ("--cpu --max_restarts 1", "local"),
+        ("--cpu --num_machines 2 --machine_rank 0 --main_process_ip a", "machines"),
+        ("--cpu --mpirun_hostfile hosts", "mpi"),
+        ("--cpu --use_deepspeed --num_processes 2", "local"),
+        ("--cpu --use_deepspeed --num_machines 2", "deepspeed"),
+        ("--cpu --use_deepspeed --num_machines 2 --deepspeed_multinode_launcher pdsh", "deepspeed"),
+        (
+            "--cpu --use_deepspeed --num_machines 2 --deepspeed_multinode_launcher standard --machine_rank 1 --main_process_ip a",
+            "machines",
+        ),
+        ("--tpu", "tpu"),
+        ("--tpu --tpu_cluster", "tpu_pod"),
+    ],
+)
+def test_who_starts_the_processes(plan, line, runner):
+    assert plan(line).runner == runner
+
+
+def test_sagemaker_starts_a_job(plan, file):
+    file("compute_environment: AMAZON_SAGEMAKER\ndistributed_type: NO\nec2_instance_type: ml.m5.large\niam_role_name: role")
+    assert plan("").runner == "sagemaker"
 
 
 def test_two_paradigms(plan):
@@ -219,12 +237,6 @@ def test_plan_is_frozen(plan):
     with pytest.raises(TypeError):
         result.settings["cpu"] = None
 
-
-def test_description_names_sources(plan):
-    text = plan("--cpu --num_processes 2 --mixed_precision bf16").describe()
-    assert "mixed_precision = 'bf16' (command line)" in text
-    assert "processes: 2 on the CPU (command line)" in text
-    assert "port chosen by the system" in text
 
 
 def test_fill_writes_the_outcome(parse):

@@ -1,13 +1,15 @@
 """Commands and environments for programs that start processes themselves."""
 
+import argparse
 import os
 import sys
+import types
 
 import pytest
 from torch.distributed.run import get_args_parser
 
 from accelerate.commands.launch import launch_command_parser
-from accelerate.launch.errors import LaunchError, NotAvailableError
+from accelerate.launch.errors import LaunchError
 from accelerate.utils import launch
 
 
@@ -68,8 +70,30 @@ def test_deepspeed():
     assert command is None
     assert environment["ACCELERATE_USE_DEEPSPEED"] == "true"
     assert environment["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "3"
-    with pytest.raises(NotAvailableError, match="standard"):
-        launch.prepare_deepspeed_cmd_env(parse("--num_machines 2"))
+    assert environment["PYTHONPATH"].endswith(os.getcwd())
+
+
+@pytest.mark.parametrize("launcher", ["pdsh", "slurm", "openmpi", "mpich", "mvapich", "nossh"])
+def test_deepspeed_on_several_machines(launcher):
+    line = f"--use_deepspeed --num_processes 8 --num_machines 2 --main_process_ip 10.0.0.1 --main_process_port 1234 --machine_rank 0 --deepspeed_hostfile hosts --deepspeed_multinode_launcher {launcher}"
+    command, environment = launch.prepare_deepspeed_cmd_env(parse(line))
+    how = ["--no_local_rank", "--launcher", launcher]
+    if launcher == "nossh":
+        how = ["--node_rank", "0", "--no_ssh", "--no_local_rank"]
+    if launcher in ("pdsh", "slurm", "nossh"):
+        how += ["--num_gpus", "4"]
+    meeting = ["--master_addr", "10.0.0.1", "--master_port", "1234"]
+    assert command == ["deepspeed", "--hostfile", "hosts", *how, *meeting, "train.py", "--lr", "1"]
+    assert environment["ACCELERATE_USE_DEEPSPEED"] == "true"
+
+
+def test_deepspeed_standard_is_torchrun():
+    line = "--use_deepspeed --num_processes 8 --num_machines 2 --main_process_ip 10.0.0.1 --main_process_port 1234 --deepspeed_multinode_launcher"
+    args = parse(f"{line} standard")
+    assert launch.prepare_deepspeed_cmd_env(args)[0] is None
+    assert (args.nproc_per_node, args.nnodes) == ("4", "2")
+    with pytest.raises(LaunchError, match="did you mean pdsh"):
+        launch.prepare_deepspeed_cmd_env(parse(f"{line} pdhs"))
 
 
 def test_parts_of_an_environment():
@@ -81,10 +105,78 @@ def test_parts_of_an_environment():
     assert current["ACCELERATE_FP8_OVERRIDE_WGRAD"] == "1"
     assert launch.prepare_tpu(parse("--mixed_precision bf16 --downcast_bf16"), {})[1] == {"XLA_DOWNCAST_BF16": "1"}
     assert launch.prepare_tpu(parse("--mixed_precision bf16"), {})[1] == {"XLA_USE_BF16": "1"}
-    with pytest.raises(NotAvailableError):
-        launch.prepare_tpu(parse(""), {}, pod=True)
-    with pytest.raises(NotAvailableError):
-        launch.prepare_sagemager_args_inputs(None, parse(""))
+
+
+def test_tpu_pod(monkeypatch):
+    with pytest.raises(LaunchError, match="gcloud"):
+        launch.prepare_tpu(parse("--tpu"), {}, pod=True)
+    xla_dist = types.ModuleType("torch_xla.distributed.xla_dist")
+
+    def get_args_parser():
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--tpu")
+        parser.add_argument("--vm", action="append")
+        parser.add_argument("--env", action="append")
+        parser.add_argument("positional", nargs="+")
+        return parser
+
+    xla_dist.get_args_parser = get_args_parser
+    distributed = types.ModuleType("torch_xla.distributed")
+    distributed.xla_dist = xla_dist
+    for name, module in {
+        "": types.ModuleType("torch_xla"),
+        ".distributed": distributed,
+        ".distributed.xla_dist": xla_dist,
+    }.items():
+        monkeypatch.setitem(sys.modules, f"torch_xla{name}", module)
+    line = (
+        "--tpu --tpu_cluster --num_processes 8 --vm v1 --vm v2 --env A=1 --tpu_use_sudo --main_training_function run"
+    )
+    args, environment = launch.prepare_tpu(parse(line), {"B": "c"}, pod=True)
+    assert (args.vm, args.env, args.restart_tpuvm_pod_server) == (
+        ["v1", "v2"],
+        ["ACCELERATE_IN_TPU_POD=1", "A=1"],
+        True,
+    )
+    assert args.positional[:4] == ["sudo", "accelerate-launch", "--tpu", "--no_tpu_cluster"]
+    assert args.positional[-5:] == ["--main_training_function", "run", "train.py", "--lr", "1"]
+    assert environment == {"B": "c"}
+
+
+def test_sagemaker(monkeypatch):
+    from accelerate.commands.config.config_args import SageMakerConfig
+
+    config = SageMakerConfig(
+        compute_environment="AMAZON_SAGEMAKER",
+        distributed_type="DATA_PARALLEL",
+        mixed_precision="no",
+        use_cpu=False,
+        debug=False,
+        ec2_instance_type="ml.p3.16xlarge",
+        iam_role_name="trainer",
+        profile="mine",
+        region="eu-west-1",
+        num_machines=2,
+    )
+    arguments, inputs = launch.prepare_sagemager_args_inputs(config, parse("--mixed_precision bf16"))
+    assert inputs is None and arguments["hyperparameters"] == {"lr": 1} and arguments["instance_count"] == 2
+    assert arguments["distribution"] == {"smdistributed": {"dataparallel": {"enabled": True}}}
+    assert arguments["environment"] == {
+        "ACCELERATE_USE_SAGEMAKER": "true",
+        "ACCELERATE_MIXED_PRECISION": "bf16",
+        "ACCELERATE_DYNAMO_BACKEND": "NO",
+        "ACCELERATE_DYNAMO_MODE": "default",
+        "ACCELERATE_DYNAMO_USE_FULLGRAPH": "False",
+        "ACCELERATE_DYNAMO_USE_DYNAMIC": "False",
+        "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "False",
+        "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": "DATA_PARALLEL",
+    }
+    assert (os.environ["AWS_PROFILE"], os.environ["AWS_DEFAULT_REGION"]) == ("mine", "eu-west-1")
+    config.profile = None
+    with pytest.raises(LaunchError, match="Which AWS account"):
+        launch.prepare_sagemager_args_inputs(config, parse(""))
+    launch.prepare_sagemager_args_inputs(config, parse("--aws_access_key_id a --aws_secret_access_key b"))
+    assert (os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"]) == ("a", "b")
 
 
 def test_path_variable(monkeypatch):

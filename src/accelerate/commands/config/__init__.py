@@ -1,4 +1,4 @@
-"""`accelerate config`: write and update configuration files."""
+"""`accelerate config`: write, show, check and update configuration files."""
 
 import argparse
 from typing import Any
@@ -6,7 +6,9 @@ from typing import Any
 from accelerate.commands.config.config import config_command_parser
 from accelerate.commands.config.config_args import default_config_file, load_config_from_file
 from accelerate.commands.config.default import default_command_parser
+from accelerate.commands.config.show import show_command_parser
 from accelerate.commands.config.update import update_command_parser
+from accelerate.commands.config.validate import validate_command_parser
 from accelerate.commands.utils import or_exit
 
 __all__ = [
@@ -27,9 +29,11 @@ def get_config_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         subparsers: what `ArgumentParser.add_subparsers` returned, or None for a parser of its own.
     """
     parser = config_command_parser(subparsers)
-    commands = parser.add_subparsers(title="subcommands", dest="subcommand", metavar="{default,update}")
+    commands = parser.add_subparsers(title="subcommands", dest="subcommand", metavar="{default,update,show,validate}")
     default_command_parser(commands, parents=[])
     update_command_parser(commands, parents=[])
+    show_command_parser(commands, parents=[])
+    validate_command_parser(commands, parents=[])
     return parser
 
 

@@ -1,14 +1,13 @@
 """The content of a configuration file as an object that loads and saves itself."""
 
 import dataclasses
-import json
 import os
+import pathlib
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-import yaml
-
+from accelerate.commands.config import store
 from accelerate.config.enums import ComputeEnvironment, DistributedType, SageMakerDistributedType
 from accelerate.config.options import SECTIONS
 from accelerate.launch import config_file as files
@@ -48,14 +47,14 @@ def load_config_from_file(config_file: str | os.PathLike[str] | None) -> "BaseCo
         2
     """
     path = files.default_path() if config_file is None else config_file
-    if not os.path.isfile(path):
+    if not os.path.exists(path):
         raise FileNotFoundError(
             f"There is no configuration file {str(path)!r}. Write one with `accelerate config default`, or name another "
             "with --config_file."
         )
     content = files.load_mapping(path)
-    kind = str(content.get("compute_environment") or ComputeEnvironment.LOCAL_MACHINE.value)
-    sagemaker = ComputeEnvironment(kind) is ComputeEnvironment.AMAZON_SAGEMAKER
+    environment = content.get("compute_environment") or ComputeEnvironment.LOCAL_MACHINE
+    sagemaker = _member(ComputeEnvironment, environment) is ComputeEnvironment.AMAZON_SAGEMAKER
     return (SageMakerConfig if sagemaker else ClusterConfig)._from_mapping(content, path)
 
 
@@ -115,8 +114,7 @@ class BaseConfig:
             LaunchError: as in `load_config_from_file`.
         """
         path = files.default_path() if json_file is None else json_file
-        with open(path, encoding="utf-8") as stream:
-            return cls._from_mapping(json.load(stream), path)
+        return cls._from_mapping(files.load_mapping(path), path)
 
     @classmethod
     def from_yaml_file(cls, yaml_file: str | None = None) -> "BaseConfig":
@@ -129,27 +127,40 @@ class BaseConfig:
             LaunchError: as in `load_config_from_file`.
         """
         path = files.default_path() if yaml_file is None else yaml_file
-        with open(path, encoding="utf-8") as stream:
-            return cls._from_mapping(yaml.safe_load(stream) or {}, path)
+        return cls._from_mapping(files.load_mapping(path), path)
 
     def to_json_file(self, json_file: str | os.PathLike[str]) -> None:
-        """Write a JSON file.
+        """Write a JSON file, whole or not at all.
 
         Args:
             json_file: the file; it is replaced.
         """
-        with open(json_file, "w", encoding="utf-8") as stream:
-            json.dump(self.to_dict(), stream, indent=2, sort_keys=True)
-            stream.write("\n")
+        store.write(json_file, store.as_json(self.to_dict()))
 
     def to_yaml_file(self, yaml_file: str | os.PathLike[str]) -> None:
-        """Write a YAML file.
+        """Write a YAML file, whole or not at all.
 
         Args:
             yaml_file: the file; it is replaced.
         """
-        with open(yaml_file, "w", encoding="utf-8") as stream:
-            yaml.safe_dump(self.to_dict(), stream)
+        store.write(yaml_file, store.as_yaml(self.to_dict()))
+
+    def save(self, path: str | os.PathLike[str]) -> pathlib.Path:
+        """Write a file, JSON if its name ends so, else YAML; its folder is made.
+
+        Args:
+            path: the file; it is replaced.
+
+        Returns:
+            The file.
+
+        Raises:
+            LaunchError: it cannot be written there.
+        """
+        path = pathlib.Path(path)
+        content = self.to_dict()
+        store.write(path, store.as_json(content) if path.suffix == ".json" else store.as_yaml(content))
+        return path
 
     @classmethod
     def _from_mapping(cls, content: dict[str, Any], path: str | os.PathLike[str]) -> "BaseConfig":
@@ -157,10 +168,15 @@ class BaseConfig:
         names = {field.name for field in dataclasses.fields(cls)}
         unknown = sorted(str(key) for key in content if key not in names)
         if unknown:
-            raise LaunchError(
-                f"The configuration file {path} has unknown keys: {', '.join(unknown)}. Correct or remove them; known are "
-                f"{', '.join(sorted(names))}."
-            )
+            said = " ".join(files.unknown_key(key, sorted(names)) for key in unknown[:5])
+            raise LaunchError(f"The configuration file {path} has unknown keys: {said}")
+        lacking = sorted(
+            field.name
+            for field in dataclasses.fields(cls)
+            if field.default is dataclasses.MISSING and field.name not in content
+        )
+        if lacking:
+            raise LaunchError(f"The configuration file {path} lacks {', '.join(lacking)}.")
         for section in SECTIONS:
             if section in names and content.get(section) is None:
                 content[section] = {}
@@ -208,6 +224,7 @@ class ClusterConfig(BaseConfig):
     tpu_vm: list[str] | None = None
     tpu_env: list[str] | None = None
     dynamo_config: dict[str, Any] | None = None
+    numa_affinity: str | None = None
 
 
 @dataclass

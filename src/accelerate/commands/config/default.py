@@ -30,7 +30,7 @@ def write_basic_config(
         The file, or False if there was one already.
 
     Raises:
-        LaunchError: `mixed_precision` is none of these.
+        LaunchError: `mixed_precision` is none of these, or the file cannot be written.
 
     Example:
         >>> import tempfile
@@ -55,12 +55,7 @@ def write_basic_config(
         debug=False,
         num_processes=max(1, machine.count),
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".json":
-        config.to_json_file(path)
-    else:
-        config.to_yaml_file(path)
-    return path
+    return config.save(path)
 
 
 def _distributed_type(machine: hardware.Hardware) -> DistributedType:

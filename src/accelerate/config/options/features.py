@@ -40,7 +40,7 @@ class Feature:
 _DATA_PARALLEL = "plain data parallelism on one machine"
 
 FEATURES: dict[str, Feature] = {
-    "deepspeed": Feature("DeepSpeed", "use_deepspeed", instead=f"leave out --use_deepspeed for {_DATA_PARALLEL}"),
+    "deepspeed": Feature("DeepSpeed", "use_deepspeed", ready=True),
     "fsdp": Feature("FSDP", "use_fsdp", instead=f"leave out --use_fsdp for {_DATA_PARALLEL}"),
     "megatron": Feature("Megatron-LM", "use_megatron_lm", instead=f"leave out --use_megatron_lm for {_DATA_PARALLEL}"),
     "parallelism": Feature(
@@ -49,19 +49,19 @@ FEATURES: dict[str, Feature] = {
         instead=f"leave out --use_parallelism_config for {_DATA_PARALLEL}",
     ),
     "fp8": Feature("FP8 training", "mixed_precision", wanted="fp8", instead="--mixed_precision bf16 or fp16"),
-    "tpu": Feature("Training on TPUs", "tpu", instead="GPUs, or --cpu"),
+    "tpu": Feature("Training on TPUs", "tpu", ready=True),
     "machines": Feature(
         "Launching on several machines",
         "num_machines",
         wanted=1,
-        instead="--num_machines 1 here, or torchrun on every machine (the script needs no change)",
+        ready=True,
     ),
-    "mpi": Feature("Launching through mpirun", "mpirun_hostfile", instead="--cpu --num_processes N on one machine"),
+    "mpi": Feature("Launching through mpirun", "mpirun_hostfile", ready=True),
     "sagemaker": Feature(
         "Amazon SageMaker",
         "compute_environment",
         wanted="AMAZON_SAGEMAKER",
-        instead="compute_environment: LOCAL_MACHINE",
+        ready=True,
     ),
 }
 

@@ -76,8 +76,18 @@ OPTIONS: tuple[Option, ...] = (
         switch=True,
         env="ACCELERATE_CPU_AFFINITY",
         style=ONE,
-        help="Bind each process to the CPU cores next to its GPU (NVIDIA only).",
+        help="Bind each process to the CPU cores next to its GPU (NVIDIA); on the CPU, to cores of its own.",
         question="Should each process be bound to the CPU cores next to its GPU?",
+    ),
+    _resource(
+        name="numa_affinity",
+        choices=("none", "node", "socket", "exclusive"),
+        env="ACCELERATE_NUMA_AFFINITY",
+        help=(
+            "Bind each process to CPU cores (Linux): those of the memory node next to its GPU, or of its socket, or a part of "
+            "the node's that no other process gets. On the CPU the processes are spread over the nodes."
+        ),
+        question="To which CPU cores should each process be bound?",
     ),
     _dynamo(
         name="dynamo_backend",
@@ -162,7 +172,7 @@ OPTIONS: tuple[Option, ...] = (
         name="main_process_port",
         type="int",
         help="Port at which the processes meet. By default (or 0) a free one, so that two jobs never clash.",
-        question="At which port should the processes meet (0 for a free one)?",
+        question="At which port of machine 0 should the processes meet?",
     ),
     _runner(
         name="tee",
@@ -176,7 +186,7 @@ OPTIONS: tuple[Option, ...] = (
         name="rdzv_backend",
         default="static",
         help="How the processes find each other: static or c10d.",
-        question="How should the processes find each other (static or c10d)?",
+        question="How should the processes find each other?",
     ),
     _runner(name="rdzv_conf", default="", help="Settings of that method: key=value,key=value."),
     _runner(name="max_restarts", type="int", default=0, help="How often to restart all processes after a failure."),

@@ -16,22 +16,68 @@ TPU_OPTIONS: tuple[Option, ...] = (
         switch=True,
         negation="--no_tpu_cluster",
         help="Train on a TPU pod of Google Cloud.",
+        question="Is the TPU a pod of several machines?",
     ),
-    _tpu(name="tpu_use_sudo", type="bool", default=False, switch=True, help="Run the script with sudo in the pod."),
-    _tpu(name="vm", type="strs", key="tpu_vm", help="A virtual machine of the pod; give it once for each."),
-    _tpu(name="env", type="strs", key="tpu_env", help="A NAME=VALUE to set in the pod; give it once for each."),
-    _tpu(name="main_training_function", help="The function of the script to run on each core."),
+    _tpu(
+        name="tpu_use_sudo",
+        type="bool",
+        default=False,
+        switch=True,
+        help="Run the script with sudo in the pod.",
+        question="Should the script run with sudo in the pod?",
+    ),
+    _tpu(
+        name="vm",
+        type="strs",
+        key="tpu_vm",
+        help="A virtual machine of the pod; give it once for each.",
+        question="Which virtual machine of the pod takes part?",
+    ),
+    _tpu(
+        name="env",
+        type="strs",
+        key="tpu_env",
+        help="A NAME=VALUE to set in the pod; give it once for each.",
+        question="Which NAME=VALUE should be set in the pod?",
+    ),
+    _tpu(
+        name="main_training_function",
+        help="The function of the script to run on each core.",
+        question="Which function of the script runs on each core?",
+    ),
     _tpu(
         name="downcast_bf16",
         type="bool",
         default=False,
         switch=True,
         help="With bf16, turn float64 tensors into bfloat16 too.",
+        question="Should float64 tensors become bfloat16 too?",
     ),
-    _tpu(name="tpu_name", flags=(), help="Name of the TPU."),
-    _tpu(name="tpu_zone", flags=(), help="Zone of the TPU."),
-    _tpu(name="command_file", flags=(), help="File of commands to run in the pod."),
-    _tpu(name="commands", type="strs", flags=(), help="Commands to run in the pod."),
+    _tpu(
+        name="tpu_name",
+        flags=(),
+        help="Name of the TPU.",
+        question="What is the name of the TPU?",
+    ),
+    _tpu(
+        name="tpu_zone",
+        flags=(),
+        help="Zone of the TPU.",
+        question="In which zone is the TPU?",
+    ),
+    _tpu(
+        name="command_file",
+        flags=(),
+        help="File of commands to run in the pod.",
+        question="Which file holds the commands to run in the pod first?",
+    ),
+    _tpu(
+        name="commands",
+        type="strs",
+        flags=(),
+        help="Commands to run in the pod.",
+        question="Which command should run in the pod first?",
+    ),
 )
 
 FP8 = "FP8 Arguments"
@@ -45,23 +91,54 @@ def _fp8(name: str, style: str = PLAIN, **rest: object) -> Option:
 
 
 FP8_OPTIONS: tuple[Option, ...] = (
-    _fp8("fp8_backend", choices=("ao", "te", "msamp"), help="Library: torchao, Transformer Engine or MS-AMP."),
+    _fp8(
+        "fp8_backend",
+        choices=("ao", "te", "msamp"),
+        help="Library: torchao, Transformer Engine or MS-AMP.",
+        question="Which library should compute in FP8?",
+    ),
     _fp8(
         "fp8_use_autocast_during_eval",
         type="bool",
         default=False,
         switch=True,
         help="Evaluate in FP8 too (te).",
+        question="Should the evaluation run in FP8 too?",
     ),
-    _fp8("fp8_margin", type="int", default=0, help="Margin of the scaling factor, as a power of two (te)."),
-    _fp8("fp8_interval", type="int", default=1, help="Steps between two computations of the scaling factor (te)."),
-    _fp8("fp8_format", choices=("HYBRID", "E4M3", "E5M2"), default="HYBRID", help="Number format (te)."),
-    _fp8("fp8_amax_history_len", type="int", default=1024, help="How many past maxima the scaling looks at (te)."),
+    _fp8(
+        "fp8_margin",
+        type="int",
+        default=0,
+        help="Margin of the scaling factor, as a power of two (te).",
+        question="What is the margin of the scaling factor (a power of two)?",
+    ),
+    _fp8(
+        "fp8_interval",
+        type="int",
+        default=1,
+        help="Steps between two computations of the scaling factor (te).",
+        question="How many steps lie between two computations of the scaling factor?",
+    ),
+    _fp8(
+        "fp8_format",
+        choices=("HYBRID", "E4M3", "E5M2"),
+        default="HYBRID",
+        help="Number format (te).",
+        question="Which number format should be used?",
+    ),
+    _fp8(
+        "fp8_amax_history_len",
+        type="int",
+        default=1024,
+        help="How many past maxima the scaling looks at (te).",
+        question="How many past maxima should the scaling look at?",
+    ),
     _fp8(
         "fp8_amax_compute_algo",
         choices=("max", "most_recent"),
         default="most_recent",
         help="Which of them it uses (te).",
+        question="Which of these maxima counts?",
     ),
     _fp8(
         "fp8_override_linear_precision",
@@ -69,16 +146,31 @@ FP8_OPTIONS: tuple[Option, ...] = (
         default=(False, False, False),
         env_names=("ACCELERATE_FP8_OVERRIDE_FPROP", "ACCELERATE_FP8_OVERRIDE_DGRAD", "ACCELERATE_FP8_OVERRIDE_WGRAD"),
         help="Use higher precision in the forward pass, the input gradient, the weight gradient (te).",
+        question="Where should higher precision be used (forward, input gradient, weight gradient: three truth values)?",
     ),
-    _fp8("fp8_opt_level", choices=("O1", "O2"), default="O2", help="How much is kept in FP8 (msamp)."),
+    _fp8(
+        "fp8_opt_level",
+        choices=("O1", "O2"),
+        default="O2",
+        help="How much is kept in FP8 (msamp).",
+        question="How much should be kept in FP8?",
+    ),
     _fp8(
         "fp8_enable_fsdp_float8_all_gather",
         type="bool",
         default=True,
         style=BIT,
         help="Let FSDP2 gather the weights in FP8 (ao).",
+        question="Should FSDP gather the weights in FP8?",
     ),
-    _fp8("fp8_pad_inner_dim", type="bool", default=True, style=BIT, help="Pad matrices to sizes FP8 can do (ao)."),
+    _fp8(
+        "fp8_pad_inner_dim",
+        type="bool",
+        default=True,
+        style=BIT,
+        help="Pad matrices to sizes FP8 can do (ao).",
+        question="Should matrices be padded to sizes that FP8 can do?",
+    ),
 )
 
 _aws = partial(Option, group="AWS Arguments", key="", feature="sagemaker")
@@ -91,6 +183,7 @@ ENVIRONMENT_OPTIONS: tuple[Option, ...] = (
         group="MPI Arguments",
         section="mpirun_config",
         help="Host file of mpirun, to start CPU processes through it.",
+        question="Which host file should mpirun read?",
     ),
     Option(
         name="mpirun_ccl",
@@ -99,8 +192,16 @@ ENVIRONMENT_OPTIONS: tuple[Option, ...] = (
         flags=(),
         feature="mpi",
         help="Workers of oneCCL.",
+        question="How many workers of oneCCL should each process have?",
     ),
-    Option(name="compute_environment", group="options", flags=(), help="LOCAL_MACHINE or AMAZON_SAGEMAKER."),
+    Option(
+        name="compute_environment",
+        group="options",
+        flags=(),
+        choices=("LOCAL_MACHINE", "AMAZON_SAGEMAKER"),
+        help="LOCAL_MACHINE or AMAZON_SAGEMAKER.",
+        question="Where will the training run?",
+    ),
 )
 
 PARALLELISM = "ParallelismConfig Arguments"
@@ -119,35 +220,81 @@ def _parallelism(name: str, **rest: object) -> Option:
 
 
 PARALLELISM_OPTIONS: tuple[Option, ...] = (
-    _parallelism("dp_replicate_size", type="int", default=1, help="Copies of the model (data parallel)."),
-    _parallelism("dp_shard_size", type="int", default=1, help="Processes that one copy is sharded over (FSDP)."),
-    _parallelism("tp_size", type="int", default=1, help="Processes that one layer is split over (tensor parallel)."),
     _parallelism(
-        "cp_size", type="int", default=1, help="Processes that one sequence is split over (context parallel)."
+        "dp_replicate_size",
+        type="int",
+        default=1,
+        help="Copies of the model (data parallel).",
+        question="How many copies of the model should there be (data parallel)?",
     ),
-    _parallelism("cp_backend", choices=("torch",), default="torch", help="Implementation of context parallelism."),
+    _parallelism(
+        "dp_shard_size",
+        type="int",
+        default=1,
+        help="Processes that one copy is sharded over (FSDP).",
+        question="Over how many processes is one copy sharded (FSDP)?",
+    ),
+    _parallelism(
+        "tp_size",
+        type="int",
+        default=1,
+        help="Processes that one layer is split over (tensor parallel).",
+        question="Over how many processes is one layer split (tensor parallel)?",
+    ),
+    _parallelism(
+        "cp_size",
+        type="int",
+        default=1,
+        help="Processes that one sequence is split over (context parallel).",
+        question="Over how many processes is one sequence split (context parallel)?",
+    ),
+    _parallelism(
+        "cp_backend",
+        choices=("torch",),
+        default="torch",
+        help="Implementation of context parallelism.",
+        question="Which implementation of context parallelism should be used?",
+    ),
     _parallelism(
         "cp_comm_strategy",
         default="allgather",
         above_one="parallelism_config_cp_size",
         help="How its processes exchange keys and values: allgather or alltoall.",
+        question="How should its processes exchange keys and values?",
     ),
-    _parallelism("sp_size", type="int", default=1, help="Processes of sequence parallelism (Ulysses)."),
     _parallelism(
-        "sp_backend", choices=("deepspeed",), default="deepspeed", help="Implementation of sequence parallelism."
+        "sp_size",
+        type="int",
+        default=1,
+        help="Processes of sequence parallelism (Ulysses).",
+        question="Over how many processes is one sequence split (Ulysses sequence parallelism)?",
     ),
-    _parallelism("sp_seq_length", above_one="parallelism_config_sp_size", help="Its sequence length."),
+    _parallelism(
+        "sp_backend",
+        choices=("deepspeed",),
+        default="deepspeed",
+        help="Implementation of sequence parallelism.",
+        question="Which implementation of sequence parallelism should be used?",
+    ),
+    _parallelism(
+        "sp_seq_length",
+        above_one="parallelism_config_sp_size",
+        help="Its sequence length.",
+        question="How long are the sequences?",
+    ),
     _parallelism(
         "sp_seq_length_is_variable",
         type="bool",
         default=True,
         above_one="parallelism_config_sp_size",
         help="The sequence length differs from batch to batch.",
+        question="Does the length of the sequences differ from batch to batch?",
     ),
     _parallelism(
         "sp_attn_implementation",
         default="sdpa",
         above_one="parallelism_config_sp_size",
         help="Its attention: eager, flash_attention_2, flash_attention_3 or sdpa.",
+        question="Which attention should sequence parallelism use?",
     ),
 )

@@ -7,7 +7,7 @@ import yaml
 
 from accelerate.commands.config.config_args import BaseConfig, ClusterConfig, SageMakerConfig, load_config_from_file
 from accelerate.config.enums import ComputeEnvironment, DistributedType, SageMakerDistributedType
-from accelerate.launch.config_file import read
+from accelerate.launch.config_file import known_keys, read
 from accelerate.launch.errors import LaunchError
 
 CONFIG = ClusterConfig(
@@ -75,10 +75,14 @@ def test_sagemaker(place):
 
 
 def test_every_key_of_a_file_is_an_option(place):
+    assert set(known_keys()) == {field.name for field in dataclasses.fields(ClusterConfig)}
     for field in dataclasses.fields(ClusterConfig):
         if not field.name.endswith("_config"):
-            value = {"distributed_type": "NO", "compute_environment": "LOCAL_MACHINE", "mixed_precision": "no"}.get(
-                field.name, 1
-            )
+            value = {
+                "distributed_type": "NO",
+                "compute_environment": "LOCAL_MACHINE",
+                "mixed_precision": "no",
+                "numa_affinity": "node",
+            }.get(field.name, 1)
             (place / "c.yaml").write_text(yaml.safe_dump({field.name: value}))
             read(place / "c.yaml")

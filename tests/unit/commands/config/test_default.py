@@ -1,20 +1,11 @@
-"""`accelerate config default` and `update`, and what is to come."""
+"""`accelerate config default`: a file without questions."""
 
 import pytest
 import yaml
 
-from accelerate.commands.config import cluster, default, sagemaker
+from accelerate.commands.config import default
 from accelerate.commands.config.default import write_basic_config
-from accelerate.launch import hardware
-from accelerate.launch.errors import LaunchError, NotAvailableError
-
-
-@pytest.fixture
-def machine(monkeypatch):
-    def have(device, count):
-        monkeypatch.setattr(hardware, "detect", lambda environ: hardware.Hardware(device, count))
-
-    return have
+from accelerate.launch.errors import LaunchError
 
 
 @pytest.mark.parametrize(
@@ -58,11 +49,12 @@ def test_commands(accelerate, place, machine):
     assert accelerate("config", "update", "--config_file", "none.yaml")[0] == 2
 
 
-def test_questionnaire_is_to_come(accelerate):
-    status, _, err = accelerate("config")
+def test_a_place_that_cannot_be_written(accelerate, place):
+    (place / "file").touch()
+    status, _, err = accelerate("config", "default", "--config_file", "file/c.yaml")
     assert status == 2
-    assert "accelerate config default" in err
-    for ask in (cluster.get_cluster_input, sagemaker.get_sagemaker_input):
-        with pytest.raises(NotAvailableError):
-            ask()
+    assert "cannot be written" in err
+
+
+def test_where_the_file_goes():
     assert default.default_json_config_file.endswith("default_config.yaml")

@@ -1,0 +1,176 @@
+"""Completion of command lines in a shell, through argcomplete, which is optional.
+
+`eval "$(register-python-argcomplete accelerate)"` in the shell's start file switches it on. While the shell asks, argcomplete's
+variable is in the environment; nothing here is imported otherwise.
+"""
+
+import argparse
+import importlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Protocol
+
+from accelerate.commands.utils import CustomArgumentParser
+from accelerate.utils import constants
+
+# What the values of an argument without choices look like, by its name: endings of files, or words.
+_SCRIPTS, _CONFIGS, _ANY, _FOLDERS = (".py",), (".yaml", ".yml", ".json"), ("",), ()
+_FILES: dict[str, tuple[str, ...]] = {
+    "training_script": _SCRIPTS,
+    "training_script_args": _ANY,
+    "config_file": _CONFIGS,
+    "save_location": _CONFIGS,
+    "output_file": _CONFIGS,
+    "file": _CONFIGS,
+    "deepspeed_config_file": (".json",),
+    "deepspeed_hostfile": _ANY,
+    "mpirun_hostfile": _ANY,
+    "command_file": _ANY,
+    "log_dir": _FOLDERS,
+    "checkpoint_directory": _FOLDERS,
+    "output_path": _FOLDERS,
+    "folder": _FOLDERS,
+    "checkpoint": _FOLDERS,
+    "model_name": _FOLDERS,
+    "offload_optimizer_nvme_path": _FOLDERS,
+    "offload_param_nvme_path": _FOLDERS,
+}
+_WORDS: dict[str, Iterable[str]] = {
+    "rdzv_backend": ("static", "c10d"),
+    "tee": ("0", "1", "2", "3"),
+    "gpu_ids": ("all",),
+    "deepspeed_multinode_launcher": constants.DEEPSPEED_MULTINODE_LAUNCHERS,
+    "offload_optimizer_device": ("none", "cpu", "nvme"),
+    "offload_param_device": ("none", "cpu", "nvme"),
+    "zero_stage": ("0", "1", "2", "3"),
+    "fsdp_sharding_strategy": constants.FSDP_SHARDING_STRATEGY,
+    "fsdp_auto_wrap_policy": constants.FSDP_AUTO_WRAP_POLICY,
+    "fsdp_backward_prefetch": constants.FSDP_BACKWARD_PREFETCH,
+    "fsdp_state_dict_type": constants.FSDP_STATE_DICT_TYPE,
+    "parallelism_config_cp_comm_strategy": ("allgather", "alltoall"),
+    "parallelism_config_sp_attn_implementation": ("eager", "flash_attention_2", "flash_attention_3", "sdpa"),
+}
+
+
+class Row(Protocol):
+    """What is known about a command: see `accelerate.commands.accelerate_cli.Command`."""
+
+    module: str
+    parser: str
+    help: str
+
+
+def answer(parser: argparse.ArgumentParser) -> None:
+    """Tell the shell how the word under the cursor may go on, and end the process.
+
+    Args:
+        parser: the parser of the program that is being typed.
+
+    Raises:
+        SystemExit: argcomplete is not installed.
+    """
+    try:
+        import argcomplete
+    except ImportError:
+        raise SystemExit(1) from None  # the shell would show an error in the middle of the line
+    line = os.environ.get("COMP_LINE", "")
+    *words, word = line.split(" ")
+    unwanted = list(_unwanted(parser, [each for each in words[1:] if each], word))
+    describe_values(parser)
+    argcomplete.autocomplete(parser, always_complete_options=False, exclude=unwanted)
+
+
+def parser_of_all(commands: Mapping[str, Row]) -> argparse.ArgumentParser:
+    """Return the parser of `accelerate`, where only the command that stands on the line has its arguments.
+
+    Args:
+        commands: name to row.
+    """
+    parser = CustomArgumentParser("accelerate", allow_abbrev=False)
+    parser.add_argument("--version", action="store_true")
+    subparsers = parser.add_subparsers()
+    words = os.environ.get("COMP_LINE", "").split()
+    typed = next((word for word in words[1:] if not word.startswith("-")), None)
+    for name, row in commands.items():
+        if name == typed:
+            getattr(importlib.import_module(f"accelerate.commands.{row.module}"), row.parser)(subparsers)
+        else:
+            subparsers.add_parser(name, help=row.help)
+    return parser
+
+
+def describe_values(parser: argparse.ArgumentParser) -> None:
+    """Give every argument of a parser, and of its subcommands, the completions of its values.
+
+    Args:
+        parser: the parser; its actions are changed in place.
+    """
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for inner in dict.fromkeys(action.choices.values()):
+                describe_values(inner)
+        elif action.choices is None and action.nargs != 0:
+            action.completer = _completer(action)
+
+
+def _completer(action: argparse.Action) -> Callable[..., Iterable[str]]:
+    if action.dest in _WORDS:
+        return lambda prefix, **_: _WORDS[action.dest]
+    if action.dest in _FILES:
+        return lambda prefix, **_: list(_paths(prefix, _FILES[action.dest]))
+    if "true or false" in (action.help or "") or str(action.default) in ("true", "false"):
+        return lambda prefix, **_: ("true", "false")
+    return lambda prefix, **_: ()
+
+
+def _paths(prefix: str, endings: tuple[str, ...]) -> Iterator[str]:
+    """Yield the folders, and the files with one of the endings, whose paths begin with what was typed."""
+    typed, _, beginning = prefix.rpartition("/")
+    folder = typed + "/" if typed or prefix.startswith("/") else ""
+    try:
+        entries = sorted(os.scandir(os.path.expanduser(folder) or "."), key=lambda entry: entry.name)
+    except OSError:
+        return
+    for entry in entries:
+        hidden = entry.name.startswith(".") and not beginning.startswith(".")
+        if hidden or not entry.name.startswith(beginning):
+            continue
+        if entry.is_dir():
+            yield f"{folder}{entry.name}/"
+        elif endings and entry.name.endswith(endings):
+            yield folder + entry.name
+
+
+def _unwanted(parser: argparse.ArgumentParser, words: list[str], word: str) -> Iterator[str]:
+    """Yield the options that are not to be offered.
+
+    They are one spelling of each (the one with hyphens, unless that is how the word begins), and all where the script stands on the
+    line already: what follows is for the script.
+    """
+    unwanted, wanted = ("_", "-") if "-" in word[2:] else ("-", "_")
+    over = _script_is_there(parser, words)
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, inner in action.choices.items():
+                yield from _unwanted(inner, words[words.index(name) + 1 :] if name in words else [], word)
+        for flag in action.option_strings:
+            name = flag[2:]
+            twin = flag[:2] + name.replace(unwanted, wanted)
+            if over or (unwanted in name and twin in action.option_strings):
+                yield flag
+
+
+def _script_is_there(parser: argparse.ArgumentParser, words: list[str]) -> bool:
+    """Tell whether the words hold the script of a launch: the first one that is neither an option nor its value."""
+    if not any(action.nargs == argparse.REMAINDER for action in parser._actions):
+        return False
+    values = 0
+    for word in words:
+        if values:
+            values -= 1
+        elif not word.startswith("-"):
+            return True
+        elif "=" not in word:
+            action = parser._option_string_actions.get(word)
+            values = 1 if action is not None and action.nargs is None else 0
+    return False

@@ -1,0 +1,128 @@
+"""`accelerate config show`: the settings that a launch would use, and where each comes from."""
+
+import argparse
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from accelerate.commands.utils import CustomArgumentParser, OneSpelling, make_parser
+from accelerate.launch.option import add_options
+
+# What only the parser of `accelerate launch` needs to explain.
+_OWN = ("help", "config_file", "all", "json")
+_SECRET = frozenset(["aws_access_key_id", "aws_secret_access_key"])
+
+
+class _OwnOptions(OneSpelling):
+    """Leaves out the options of `accelerate launch`, which are accepted too."""
+
+    def add_argument(self, action: argparse.Action) -> None:
+        if action.dest in _OWN:
+            super().add_argument(action)
+
+
+class _LaunchLike(CustomArgumentParser):
+    """Keeps what was given here from the parser above, which knows of its own arguments only."""
+
+    def parse_known_args(
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        parsed, rest = super().parse_known_args(args, namespace)
+        parsed.given_here = getattr(parsed, "nondefault", set())
+        return parsed, rest
+
+
+def show_command_parser(parser: Any, parents: list[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    """Add the parser of `accelerate config show`.
+
+    Args:
+        parser: what `ArgumentParser.add_subparsers` returned.
+        parents: parsers whose arguments it shares.
+    """
+    command = make_parser(
+        "show",
+        "Print the settings that `accelerate launch` would use, and where each comes from.",
+        parser,
+        show_command,
+        parents=parents,
+        usage="accelerate config show [--config_file FILE] [--all] [--json] [options of accelerate launch]",
+        epilog="Command line over environment over configuration file over default. Every option of `accelerate launch` is "
+        "accepted, so a command line can be tried before it is run; `accelerate launch --dry_run` shows the processes too.",
+        formatter_class=_OwnOptions,
+    )
+    command.__class__ = _LaunchLike
+    add_options(command)
+    command.add_argument("--all", action="store_true", help="Settings that nobody has set, too.")
+    command.add_argument("--json", action="store_true", help="As JSON, for programs.")
+    return command
+
+
+def show_command(args: argparse.Namespace) -> None:
+    """Run `accelerate config show`.
+
+    Args:
+        args: what `show_command_parser` parsed.
+
+    Raises:
+        LaunchError: a layer holds something that is no value of its option.
+        FileNotFoundError: the configuration file does not exist.
+    """
+    from accelerate.launch.config_file import default_path  # not for --help
+    from accelerate.launch.resolve import merge
+
+    args.nondefault = getattr(args, "given_here", set())
+    merged = merge(args, os.environ)
+    rows = [row for row in _rows(merged.values, merged.file) if args.all or row["source"] != "default"]
+    path = str(merged.file.path) if merged.file else None
+    if args.json:
+        print(json.dumps({"config_file": path, "settings": rows, "notes": list(merged.notes)}, indent=2, default=str))
+        return
+    print(f"configuration file: {path or f'none ({default_path()} does not exist)'}")
+    if rows:
+        _table(rows)
+    else:
+        print("Nothing is set: every setting has its default. `--all` lists them.")
+    for note in merged.notes:
+        print(f"note: {note}")
+
+
+def _rows(values: Mapping[str, Any], file: Any) -> Iterator[dict[str, Any]]:
+    from accelerate.config.options import BY_NAME, FEATURES
+    from accelerate.launch.plan import Source
+
+    for name, resolved in values.items():
+        option = BY_NAME[name]
+        feature = FEATURES.get(option.feature or "")
+        off = feature is not None and not feature.is_on(values[feature.switch].value)
+        line = file.lines.get(name) if file and resolved.source is Source.FILE else None
+        yield {
+            "name": name,
+            "value": "***" if name in _SECRET and resolved.value else resolved.value,
+            "source": resolved.source.name.lower().replace("_", " "),
+            "where": f"{file.path}:{line}" if line else resolved.detail,
+            "effect": f"none without {feature.request}" if off and feature else "",
+            "section": option.section or option.group,
+        }
+
+
+def _table(rows: list[dict[str, Any]]) -> None:
+    cells = [
+        (
+            row["name"],
+            "-" if row["value"] is None else _plain(row["value"]),
+            row["where"] or row["source"],
+            f"({row['effect']})" if row["effect"] else "",
+        )
+        for row in rows
+    ]
+    cells.insert(0, ("setting", "value", "from", ""))
+    widths = [min(60, max(len(cell[column]) for cell in cells)) for column in range(3)]
+    for cell in cells:
+        print("  ".join([*(text.ljust(width) for text, width in zip(cell, widths, strict=False)), cell[3]]).rstrip())
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ",".join(map(_plain, value)) if isinstance(value, (list, tuple)) else str(value)

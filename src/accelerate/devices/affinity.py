@@ -1,0 +1,263 @@
+"""Which processors a process may run on: close to its device, and if asked apart from those of its neighbours.
+
+A processor reaches some memory and some devices faster than others. A process that the system moves between the sockets of a
+machine pays for it with each access. Linux says in its `sysfs` which processors belong together; other systems cannot bind.
+
+Source:
+    https://docs.kernel.org/admin-guide/cputopology.html
+"""
+
+import logging
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+
+logger = logging.getLogger(__name__)
+
+VARIABLE = "ACCELERATE_NUMA_AFFINITY"
+NONE, NODE, SOCKET, EXCLUSIVE = "none", "node", "socket", "exclusive"
+CHOICES = (NONE, NODE, SOCKET, EXCLUSIVE)
+_ROOT = pathlib.Path("/sys")
+# How many processes a machine runs, as the launchers say.
+_LOCAL_SIZES = (
+    "LOCAL_WORLD_SIZE",
+    "MPI_LOCALNRANKS",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MV2_COMM_WORLD_LOCAL_SIZE",
+    "PALS_LOCAL_SIZE",
+)
+
+
+def processors_in(text: str) -> set[int]:
+    """Read the kernel's list format.
+
+    Args:
+        text: such as "0-3,8".
+
+    Raises:
+        ValueError: it is not of this form.
+
+    Example:
+        >>> processors_in("0-3,8")
+        {0, 1, 2, 3, 8}
+    """
+    found: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        found.update(range(int(first), int(last or first) + 1))
+    return found
+
+
+class Topology:
+    """The processors of this machine, as far as this process may use them.
+
+    Args:
+        allowed: those that it may use: its mask, which containers and schedulers restrict.
+        root: where the kernel tells about them.
+    """
+
+    def __init__(self, allowed: set[int], root: pathlib.Path = _ROOT) -> None:
+        self.allowed, self._root = allowed, root
+        self._cpus = root / "devices/system/cpu"
+
+    def nodes(self) -> list[set[int]]:
+        """Return the processors of each memory node, in the order of the nodes; one node where the kernel knows of none."""
+        folders = (self._root / "devices/system/node").glob("node[0-9]*")
+        numbers = sorted(int(folder.name[4:]) for folder in folders if folder.name[4:].isdigit())
+        found = [self.node(number) for number in numbers]
+        return [cpus for cpus in found if cpus] or [set(self.allowed)]
+
+    def node(self, number: int) -> set[int]:
+        """Return the processors of a memory node; empty if there is no such node.
+
+        Args:
+            number: the node's number.
+        """
+        return self._listed(self._root / f"devices/system/node/node{number}/cpulist")
+
+    def near(self, address: str) -> set[int]:
+        """Return the processors of the memory node that a device is connected to; empty if the kernel does not say.
+
+        Args:
+            address: the device's PCI address, such as "0000:1b:02.0".
+        """
+        folder = self._root / "bus/pci/devices" / address.lower()
+        try:
+            number = int((folder / "numa_node").read_text())
+        except (OSError, ValueError):
+            number = -1  # as the kernel writes where it does not know
+        return (self.node(number) if number >= 0 else set()) or self._listed(folder / "local_cpulist")
+
+    def socket_of(self, cpus: set[int]) -> set[int]:
+        """Return the processors of the sockets that some of them are in.
+
+        Args:
+            cpus: the processors.
+        """
+        packages = {self._number(cpu, "physical_package_id") for cpu in cpus}
+        return {cpu for cpu in self.allowed if self._number(cpu, "physical_package_id") in packages}
+
+    def cores(self, cpus: set[int]) -> list[list[int]]:
+        """Return processors by core: those of one core share its units, so they belong to one process.
+
+        Args:
+            cpus: the processors.
+        """
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for cpu in sorted(cpus):
+            siblings = self._listed(self._cpus / f"cpu{cpu}/topology/thread_siblings_list") or {cpu}
+            groups.setdefault(tuple(sorted(siblings)), []).append(cpu)
+        return list(groups.values())
+
+    def _listed(self, path: pathlib.Path) -> set[int]:
+        try:
+            return processors_in(path.read_text()) & self.allowed
+        except (OSError, ValueError):
+            return set()
+
+    def _number(self, cpu: int, name: str) -> int:
+        try:
+            return int((self._cpus / f"cpu{cpu}/topology/{name}").read_text())
+        except (OSError, ValueError):
+            return 0
+
+
+def choose(kind: str, index: int, count: int, topology: Topology, devices: Sequence[str] = ()) -> set[int]:
+    """Return the processors for one of the processes of a machine.
+
+    Args:
+        kind: "node", "socket" or "exclusive".
+        index: which of the processes, from 0.
+        count: how many there are.
+        topology: the processors.
+        devices: the PCI address of each process's device; none if they compute on the processors.
+
+    Example:
+        >>> import pathlib
+        >>> machine = Topology({0, 1, 2, 3}, pathlib.Path("/nowhere"))
+        >>> choose("exclusive", 0, 2, machine), choose("exclusive", 1, 2, machine)
+        ({0, 1}, {2, 3})
+    """
+    places = _places(count, topology, devices)
+    mine = places[index]
+    if kind == SOCKET:
+        return topology.socket_of(mine)
+    if kind == NODE:
+        return mine
+    cores = topology.cores(mine)
+    # Whoever shares a node shares its cores, in the order of the processes.
+    sharers = [other for other in range(count) if places[other] == mine]
+    position, number = sharers.index(index), len(sharers)
+    if number > len(cores):
+        return set(cores[position % len(cores)])
+    first, last = (len(cores) * place // number for place in (position, position + 1))
+    return {cpu for core in cores[first:last] for cpu in core}
+
+
+def _places(count: int, topology: Topology, devices: Sequence[str]) -> list[set[int]]:
+    """Return the node of each process: its device's, or one after the other."""
+    nodes = topology.nodes()
+    places = [nodes[index * len(nodes) // count] for index in range(count)]
+    if len(devices) == count:
+        places = [topology.near(address) or place for address, place in zip(devices, places, strict=True)]
+    return places
+
+
+def bind(
+    kind: str, index: int, count: int, devices: Sequence[str] = (), root: pathlib.Path = _ROOT
+) -> set[int] | None:
+    """Bind this process, with all threads that it has, to the processors that `choose` finds.
+
+    Where that cannot be done it warns, and leaves everything as it is.
+
+    Args:
+        kind: one of `CHOICES`.
+        index: which of the processes of this machine this is, from 0.
+        count: how many there are.
+        devices: as in `choose`.
+        root: where the kernel tells about processors.
+
+    Returns:
+        The processors, or None if nothing was changed.
+    """
+    if kind == NONE:
+        return None
+    if not hasattr(os, "sched_setaffinity"):
+        logger.warning("--numa_affinity %s has no effect: this system cannot bind processes to processors.", kind)
+        return None
+    try:
+        topology = Topology(os.sched_getaffinity(0), root)
+        chosen = choose(kind, index, max(count, index + 1), topology, devices)
+        for thread in _threads():
+            os.sched_setaffinity(thread, chosen)
+    except OSError as error:
+        logger.warning("Process %d keeps its processors: they cannot be changed (%s).", index, error)
+        return None
+    logger.info("Process %d runs on the processors %s.", index, sorted(chosen))
+    return chosen
+
+
+def _threads() -> list[int]:
+    # Each thread has a mask of its own; those that torch has started already keep the old one otherwise.
+    try:
+        return [int(name) for name in os.listdir("/proc/self/task")]
+    except (OSError, ValueError):
+        return [0]
+
+
+def bind_as_told(index: int, device_type: str, asked: bool = False, environ: Mapping[str, str] = os.environ) -> bool:
+    """Bind this process as the launcher's `--numa_affinity` says; once, whatever is asked later.
+
+    Args:
+        index: which of the processes of this machine this is, from 0.
+        device_type: what it computes on.
+        asked: `--enable_cpu_affinity` was given; on the processor that means cores of its own.
+        environ: the variables.
+
+    Returns:
+        Whether that settles it.
+
+    Raises:
+        ValueError: a variable holds no value of its kind.
+    """
+    global _bound
+    kind = environ.get(VARIABLE, "").strip().lower() or (EXCLUSIVE if asked and device_type == "cpu" else "")
+    if kind not in ("", *CHOICES):
+        raise ValueError(f"{VARIABLE} is {kind!r}; choose one of {', '.join(CHOICES)}.")
+    if not kind or _bound == os.getpid():
+        return bool(kind)
+    _bound = os.getpid()  # what is left to choose from is less afterwards
+    count = _local_size(environ)
+    bind(kind, index, count, _devices(count) if device_type == "cuda" else ())
+    return True
+
+
+# The process that was bound.
+_bound = 0
+
+
+def _local_size(environ: Mapping[str, str]) -> int:
+    for name in _LOCAL_SIZES:
+        if environ.get(name, "").strip():
+            try:
+                return int(environ[name])
+            except ValueError:
+                raise ValueError(
+                    f"The environment variable {name} is {environ[name]!r}; set it to an integer."
+                ) from None
+    return 1
+
+
+def _devices(count: int) -> list[str]:
+    """Return the PCI addresses of the processes' GPUs; none if they cannot all be named."""
+    import torch
+
+    if torch.cuda.device_count() < count:
+        return []
+    found = []
+    for index in range(count):
+        properties = torch.cuda.get_device_properties(index)
+        if not hasattr(properties, "pci_bus_id"):
+            return []
+        found.append(f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0")
+    return found

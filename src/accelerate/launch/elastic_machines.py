@@ -1,0 +1,212 @@
+"""Several machines under torch's elastic launcher, one launcher on each. Importing this module imports torch.
+
+Torch's own rendezvous for several machines notices neither a machine that is cut off (its processes' peers wait until a
+collective times out) nor agrees on how often the run was restarted (on which the processes' meeting point depends). So the
+machines meet by `accelerate.launch.meeting`.
+
+Source: https://pytorch.org/docs/stable/elastic/customization.html
+"""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+from torch.distributed.launcher.api import LaunchConfig
+
+from accelerate.config.exit_status import PREEMPTED
+from accelerate.launch import elastic
+from accelerate.launch.meeting import Elsewhere, Meeting
+
+# The name under which torch finds the rendezvous below.
+MACHINES = "accelerate_machines"
+# How long the processes of this machine have to end by themselves when those of another one have failed or saved themselves.
+_FOLLOWING_S = 5.0
+
+
+class MachinesRendezvous(RendezvousHandler):
+    """Torch's interface to a `Meeting`.
+
+    Args:
+        meeting: the machines.
+    """
+
+    def __init__(self, meeting: Meeting) -> None:
+        self.meeting = meeting
+
+    def get_backend(self) -> str:
+        """Return the name of this kind of rendezvous."""
+        return MACHINES
+
+    @property
+    def use_agent_store(self) -> bool:
+        """True: the processes meet at machine 0's store."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait until all machines are there; see `Meeting.join`."""
+        store = self.meeting.join()
+        place = RendezvousStoreInfo(self.meeting.host, self.meeting.meeting_port)
+        return RendezvousInfo(store, self.meeting.machine, self.meeting.machines, place)
+
+    def is_closed(self) -> bool:
+        """False: a run is over when its processes are."""
+        return False
+
+    def set_closed(self) -> None:
+        """Do nothing."""
+
+    def num_nodes_waiting(self) -> int:
+        """Return 1 when another machine has opened the next round: torch restarts the processes then."""
+        return int(self.meeting.reopened())
+
+    def get_run_id(self) -> str:
+        """Return the name of the run."""
+        return MACHINES
+
+    def shutdown(self) -> bool:
+        """Leave the meeting."""
+        self.meeting.leave()
+        return True
+
+
+class MachineAgent(elastic.Agent):
+    """Our agent on one of several machines: it follows what happens on the others."""
+
+    _failed_since: float | None = None
+
+    @property
+    def _meeting(self) -> Meeting:
+        return self._worker_group.spec.rdzv_handler.meeting
+
+    def forward(self, number: int) -> None:
+        """Pass a signal on to the processes; while there are none, end the launcher.
+
+        Args:
+            number: the signal.
+
+        Raises:
+            SignalException: there are no processes yet, or it was sent once more.
+        """
+        if not self._processes():
+            raise SignalException(f"got signal {number}", sigval=number)
+        super().forward(number)
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        super()._rendezvous(worker_group)
+        # Torch counts restarts by machine, and lets the processes meet by that number. Here the round is the number.
+        self._remaining_restarts = max(worker_group.spec.max_restarts - self._meeting.round, 0)
+        self._failed_since = None
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        lost = self._meeting.lost()
+        if lost is not None:
+            return self._give_up(worker_group, lost)
+        result = super()._monitor_workers(worker_group)
+        elsewhere = self._meeting.failed_elsewhere()
+        if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
+            return self._failed_here(result, elsewhere)
+        if result.state == WorkerState.HEALTHY and elsewhere is not None and not self._remaining_restarts:
+            self._failed_since = self._failed_since or time.monotonic()
+            if time.monotonic() - self._failed_since > self._patience(elsewhere):
+                self._stop_workers(worker_group)
+                raise Elsewhere(_told(elsewhere))
+        return result
+
+    def _patience(self, elsewhere: str) -> float:
+        return elastic.ENDING_S if f"status {PREEMPTED}" in elsewhere else _FOLLOWING_S
+
+    def _give_up(self, worker_group: WorkerGroup, lost: Exception) -> RunResult:
+        """End the processes of this machine because another machine is lost; go on with a new round if there may be one."""
+        self._meeting.tell(str(lost))
+        if not self._remaining_restarts:
+            self._stop_workers(worker_group)
+            raise lost
+        self._stop_workers(worker_group)
+        self._meeting.tell(
+            f"waiting up to {self._meeting.join_timeout:g} s for all {self._meeting.machines} machines to be back; start the same "
+            "command on the one that is lost"
+        )
+        self._meeting.forget()
+        return RunResult(state=WorkerState.FAILED)
+
+    def _failed_here(self, result: RunResult, elsewhere: str | None) -> RunResult:
+        if elsewhere is None:
+            rank, failure = min(result.failures.items(), key=lambda item: item[1].timestamp)
+            self._meeting.say_failed(f"rank {rank} ended with exit status {failure.exitcode}")
+        elif not self._remaining_restarts:
+            # A process also fails because its peer on another machine did.
+            self._meeting.tell(f"{elsewhere}, too; its messages are there")
+        return result
+
+    def _exit_barrier(self) -> None:
+        """Wait for the other machines, as long as they answer: machine 0 holds the store that all processes use."""
+        self._meeting.say_done()
+        interval = self._worker_group.spec.monitor_interval
+        while not self._meeting.all_done():
+            lost = self._meeting.lost()
+            if lost is not None:
+                raise lost
+            elsewhere = self._meeting.failed_elsewhere()
+            if elsewhere is not None:
+                raise Elsewhere(_told(elsewhere))
+            time.sleep(interval)
+
+
+def _told(elsewhere: str) -> str:
+    return f"{elsewhere}. Its messages are there; the processes of this machine were stopped."
+
+
+_handler: list[MachinesRendezvous] = []
+
+
+def _create(parameters: RendezvousParameters) -> RendezvousHandler:
+    return _handler[-1]
+
+
+def make_config(meeting: Meeting, local_address: str, log_dir: str, tee: str = "0", **rest: Any) -> LaunchConfig:
+    """Return the settings of torch's elastic launcher for one of several machines.
+
+    Args:
+        meeting: the machines.
+        local_address: the address of this one that the others reach.
+        log_dir: as in `elastic.make_config`.
+        tee: as in `elastic.make_config`.
+        rest: further fields of `torch.distributed.launcher.api.LaunchConfig`.
+    """
+    if not _handler:
+        rendezvous_handler_registry.register(MACHINES, _create)
+    _handler[:] = [MachinesRendezvous(meeting)]
+    return LaunchConfig(
+        min_nodes=meeting.machines,
+        max_nodes=meeting.machines,
+        nproc_per_node=meeting.processes,
+        run_id=MACHINES,
+        rdzv_endpoint=f"{meeting.host}:{meeting.port}",
+        rdzv_backend=MACHINES,
+        local_addr=local_address,
+        logs_specs=DefaultLogsSpecs(log_dir=log_dir, tee=Std.from_str(tee)),
+        **elastic.own_signals(),
+        **rest,
+    )
+
+
+def start(
+    config: LaunchConfig, program: str, arguments: tuple[str, ...], environment: Mapping[str, str], verbose: bool
+) -> None:
+    """Start the processes of this machine and wait for those of all; see `elastic.start`.
+
+    Raises:
+        MachineLost: a machine does not answer any more, and there is no restart left.
+        Elsewhere: processes of another machine have failed.
+        RunError: not all machines came.
+    """
+    elastic.start(config, program, arguments, environment, verbose=verbose, agent=MachineAgent)

@@ -1,0 +1,67 @@
+"""Several machines: this launcher starts the processes of its own and meets those of the others."""
+
+from collections.abc import Mapping
+
+from accelerate.launch import network, runners
+from accelerate.launch.plan import LaunchPlan
+from accelerate.launch.runners import local
+from accelerate.launch.runners.base import Process
+
+
+def processes(plan: LaunchPlan, environment: Mapping[str, str]) -> list[Process]:
+    """Return what `run` starts on this machine.
+
+    Args:
+        plan: what is started.
+        environment: the variables that all processes share.
+    """
+    meet = {"MASTER_ADDR": plan.rendezvous.host, "MASTER_PORT": str(plan.rendezvous.port)}
+    if plan.machines.rank is not None:
+        return local.processes(plan, {**environment, **meet})
+    # Nobody knows the ranks before the machines have met.
+    own = [{"LOCAL_RANK": str(local), **meet} for local in range(plan.local_processes)]
+    return [Process(f"local rank {one['LOCAL_RANK']}", tuple(plan.command), {**environment, **one}) for one in own]
+
+
+def run(plan: LaunchPlan, environment: Mapping[str, str], replace: bool = False) -> None:
+    """Run the processes of this machine, and wait for those of the others.
+
+    Args:
+        plan: what is started.
+        environment: the variables that all processes share.
+        replace: has no effect; the launcher watches over its processes.
+
+    Raises:
+        RunError: a machine did not come, or is lost.
+        torch.distributed.elastic.multiprocessing.errors.ChildFailedError: a process failed.
+        torch.distributed.elastic.multiprocessing.api.SignalException: a signal stopped them.
+    """
+    with local.without_collection():
+        from accelerate.launch import elastic, elastic_machines
+        from accelerate.launch.meeting import Meeting
+
+    meet, settings = plan.rendezvous, plan.rendezvous.settings
+    address = network.local_address(meet.host, meet.port)
+    meeting = Meeting(
+        meet.host,
+        meet.port,
+        plan.machines.count,
+        plan.machines.rank,
+        plan.local_processes,
+        join_timeout=float(settings.get("join_timeout", settings.get("timeout", 600))),
+        beat_timeout=float(settings.get("heartbeat_timeout", 30)),
+        tell=lambda line: runners.tell(plan, line),
+    )
+    program, *arguments = plan.command
+    with elastic.log_directory(plan["log_dir"]) as directory:
+        config = elastic_machines.make_config(
+            meeting,
+            address,
+            directory,
+            tee=plan["tee"],
+            role=plan["role"],
+            max_restarts=plan["max_restarts"],
+            monitor_interval=plan["monitor_interval"],
+        )
+        variables = {**network.gloo_variables(address), **environment}
+        elastic_machines.start(config, program, tuple(arguments), variables, verbose=bool(plan["debug"]))

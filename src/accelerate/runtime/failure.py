@@ -1,0 +1,141 @@
+"""A rank that fails leaves its traceback for the launcher, which shows one of them instead of all ranks at once.
+
+`accelerate launch` names itself in a variable, and torch's elastic launcher gives each rank an error file. Where both are
+there, an exception that nobody caught is written to that file, in the format of `torch.distributed.elastic`'s `record`, with
+a part of our own; the launcher prints it. Where the launcher is gone, or the file cannot be written, the traceback is printed
+as ever. So it is in processes that a rank starts, in threads, and in programs that never import this package.
+
+Source:
+    https://docs.pytorch.org/docs/stable/elastic/errors.html
+"""
+
+import contextlib
+import faulthandler
+import json
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, TextIO
+
+# Set by the launcher: its process id. Only its own children leave their tracebacks to it.
+LAUNCHER = "ACCELERATE_LAUNCHER_PID"
+# Set by torch's elastic launcher for each rank.
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+# Our part of the error file.
+OURS = "accelerate"
+# Beside the error file: where the threads of a process stood when the system killed it for a fault of its own.
+FAULTS = "fault.log"
+# A traceback may carry a tensor in words. Both ends of it matter.
+_LONGEST = 200_000
+_LONGEST_SUMMARY = 2_000
+
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
+
+_former: Hook = sys.__excepthook__
+_faults: TextIO | None = None
+
+
+def watch() -> None:
+    """Leave what ends this process to the launcher, if it is one of the launcher's ranks.
+
+    A hook that the program had set before is called as well, and then prints in its own way. One that is set later replaces
+    this one.
+    """
+    global _former
+    if not _is_rank() or sys.excepthook is _hook:
+        return
+    _former, sys.excepthook = sys.excepthook, _hook
+    _watch_faults()
+
+
+def _is_rank() -> bool:
+    return bool(os.environ.get(ERROR_FILE)) and os.environ.get(LAUNCHER) == str(os.getppid())
+
+
+def _watch_faults() -> None:
+    global _faults
+    if faulthandler.is_enabled():
+        return  # the program's own choice
+    with contextlib.suppress(OSError, ValueError):
+        _faults = open(fault_file(os.environ[ERROR_FILE]), "w", encoding="utf-8")  # noqa: SIM115 - for the process's life
+        faulthandler.enable(_faults)
+
+
+def fault_file(error_file: str) -> str:
+    """Return where a rank tells of a fault that the system killed it for.
+
+    Args:
+        error_file: its error file.
+    """
+    return os.path.join(os.path.dirname(error_file), FAULTS)
+
+
+def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    prints = _former is not sys.__excepthook__
+    # Whatever happens here, the traceback must come out: this may run when memory or the disk is full.
+    left = False
+    with contextlib.suppress(Exception):
+        left = _is_rank() and _leave(os.environ[ERROR_FILE], record(kind, error, trace, shown=prints))
+    if prints or not left:
+        _former(kind, error, trace)
+
+
+def record(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None, shown: bool = False
+) -> dict[str, Any]:
+    """Return what the launcher is told about an exception.
+
+    Args:
+        kind: its type.
+        error: the exception.
+        trace: where it was raised.
+        shown: whether it is printed here as well.
+
+    Example:
+        >>> try:
+        ...     raise ValueError("too small")
+        ... except ValueError as error:
+        ...     record(ValueError, error, error.__traceback__)["summary"]
+        'ValueError: too small'
+    """
+    frames = traceback.extract_tb(trace)
+    summary = traceback.format_exception_only(kind, error)[-1].strip()
+    where = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
+    return {
+        "summary": _shortened(summary, _LONGEST_SUMMARY),
+        "traceback": _shortened("".join(traceback.format_exception(kind, error, trace)), _LONGEST),
+        "where": where,
+        "interrupt": issubclass(kind, KeyboardInterrupt),
+        "rank": int(os.environ.get("RANK", "0")),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "time": time.time(),
+        "shown": shown,
+    }
+
+
+def _shortened(text: str, longest: int) -> str:
+    if len(text) <= longest:
+        return text
+    half = longest // 2
+    return f"{text[:half]}\n... {len(text) - 2 * half} characters are left out ...\n{text[-half:]}"
+
+
+def _leave(path: str, told: Mapping[str, Any]) -> bool:
+    """Write our part of the error file. What torch's `record` wrote there stays, whatever its handler made of it."""
+    data: Any = None
+    with contextlib.suppress(OSError, ValueError), open(path, encoding="utf-8") as file:
+        data = json.load(file)
+    if not isinstance(data, dict) or "message" not in data:
+        extra = {"py_callstack": told["traceback"], "timestamp": str(int(told["time"]))}
+        data = {"message": {"message": told["summary"], "extraInfo": extra}}
+    # The launcher may look at any moment, and torch's reader takes no half a file.
+    scratch = f"{path}.{os.getpid()}"
+    with open(scratch, "w", encoding="utf-8") as file:
+        json.dump({**data, OURS: told}, file)
+    os.replace(scratch, path)
+    return True

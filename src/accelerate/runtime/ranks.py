@@ -1,0 +1,175 @@
+"""Who is who, as launchers say it in environment variables. It needs no torch, so the launcher can read it too.
+
+Launchers say it in different words. They are read in this order; the first one that speaks of more than one
+process is believed:
+
+1. torchrun and compatible launchers: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE. Setting RANK=0 and WORLD_SIZE=1
+   by hand keeps a process alone, whatever the others say.
+2. jsrun: JSM_NAMESPACE_*.
+3. Open MPI: OMPI_COMM_WORLD_*.
+4. MPICH and Intel MPI: PMI_RANK, PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS.
+5. MVAPICH: MV2_COMM_WORLD_*.
+6. Slurm, inside a step of `srun` with several tasks: SLURM_PROCID, SLURM_STEP_NUM_TASKS or SLURM_NTASKS, SLURM_LOCALID.
+   The batch script itself has most of these too, and is one process; see `accelerate.runtime.slurm`.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from accelerate.runtime import slurm
+from accelerate.runtime.slurm import integer
+
+# Torch's own, where nobody chose one.
+DEFAULT_PORT = 29500
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Where a process stands among the processes of a run.
+
+    Args:
+        rank: number among all processes.
+        world_size: how many processes there are.
+        local_rank: number among the processes of this machine.
+        local_world_size: how many of them there are; None where nobody said.
+        source: who said so: "torchrun", "jsrun", "Open MPI", "MPI", "MVAPICH", "Slurm", "process group" or "single".
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int | None
+    source: str
+
+
+ALONE = Ranks(0, 1, 0, 1, "single")
+
+# name of the launcher, then its variables for rank, world size, local rank, local world size
+SCHEMES = (
+    ("torchrun", ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")),
+    ("jsrun", tuple(f"JSM_NAMESPACE_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
+    ("Open MPI", tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
+    ("MPI", ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")),
+    ("MVAPICH", tuple(f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
+)
+
+
+def resolve(environ: Mapping[str, str] | None = None) -> Ranks | None:
+    """Read ranks and sizes from the environment.
+
+    Args:
+        environ: the variables; None takes those of this process.
+
+    Returns:
+        None where no launcher speaks.
+
+    Raises:
+        ValueError: a variable is no integer, is missing, or contradicts another one.
+
+    Example:
+        >>> resolve({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
+        Ranks(rank=1, world_size=2, local_rank=1, local_world_size=2, source='torchrun')
+    """
+    environ = os.environ if environ is None else environ
+    found = [(source, names, [integer(environ, name) for name in names]) for source, names in SCHEMES]
+    (_, _, (rank, size, _, _)), others = found[0], found[1:]
+    if rank is None and size is not None and size > 1:
+        # mpirun does not set RANK, but its users often export WORLD_SIZE: then the two must agree.
+        spoken = [entry for entry in others if entry[2][0] is not None]
+        if not spoken:
+            raise ValueError(
+                f"WORLD_SIZE is {size} but RANK is not set. Start the script with `accelerate launch` or torchrun, or set "
+                "RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in every process."
+            )
+        source, names, numbers = spoken[0]
+        if numbers[1] is not None and numbers[1] != size:
+            raise ValueError(
+                f"WORLD_SIZE is {size} but {names[1]} is {numbers[1]}. Unset WORLD_SIZE, or make them agree."
+            )
+        return _checked(source, names, numbers)
+    if size is None and rank is not None and rank > 0:
+        raise ValueError(
+            f"RANK is {rank} but WORLD_SIZE is not set. Set it to the number of processes, or unset RANK."
+        )
+    if rank is not None and size is not None:
+        return _checked(*found[0])
+    for source, names, numbers in others:
+        if numbers[0] is not None and numbers[1] is not None and numbers[1] > 1:
+            # `srun --mpi=pmi2` sets PMI_RANK and PMI_SIZE as well, but only Slurm's own variables tell the local rank.
+            told = _slurm(environ) if numbers[2] is None else None
+            agree = told is not None and [told.rank, told.world_size] == numbers[:2]
+            return told if agree else _checked(source, names, numbers)
+    return _slurm(environ)
+
+
+def _checked(source: str, names: tuple[str, ...], numbers: list[int | None]) -> Ranks:
+    rank, size, local_rank, local_size = numbers
+    if size is None or size < 1:
+        raise ValueError(f"{names[1]} is {size}; it must be the number of processes, at least 1.")
+    if not 0 <= rank < size:
+        raise ValueError(f"{names[0]} is {rank} but {names[1]} is {size}: ranks go from 0 to {size - 1}.")
+    if local_size is not None and not 1 <= local_size <= size:
+        raise ValueError(
+            f"{names[3]} is {local_size} but {names[1]} is {size}: a machine cannot run that many of them."
+        )
+    if local_rank is None or local_rank < 0:
+        if local_size is not None and local_size > 1:
+            if local_size != size:
+                raise ValueError(
+                    f"{names[2]} is not set although {names[3]} is {local_size}; set it in every process."
+                )
+            local_rank = rank
+        else:
+            local_rank = 0
+    if local_rank >= (size if local_size is None else local_size):
+        raise ValueError(
+            f"{names[2]} is {local_rank} but {names[1] if local_size is None else names[3]} is "
+            f"{size if local_size is None else local_size}: local ranks must be smaller."
+        )
+    return Ranks(rank, size, local_rank, local_size, source)
+
+
+def _slurm(environ: Mapping[str, str]) -> Ranks | None:
+    step = slurm.step(environ)
+    if step is None:
+        return None
+    names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
+    return _checked("Slurm", names, [step.rank, step.size, step.local_rank, step.local_size])
+
+
+def slurm_address(environ: Mapping[str, str]) -> tuple[str, int] | None:
+    """Return where the tasks of a Slurm step can meet: its first node, and a port that comes from the numbers of the job.
+
+    Raises:
+        ValueError: a variable of Slurm is malformed.
+    """
+    host = slurm.first_node(environ)
+    return None if host is None else (host, slurm.port(environ) or slurm.PORTS[0])
+
+
+def export(ranks: Ranks) -> None:
+    """Write ranks and meeting point to torchrun's variables, which torch and other libraries read; set ones stay.
+
+    Args:
+        ranks: what `resolve` returned.
+
+    Raises:
+        ValueError: processes run on several machines and nobody said where they meet.
+    """
+    environ = os.environ
+    numbers = (ranks.rank, ranks.world_size, ranks.local_rank, ranks.local_world_size)
+    for name, value in zip(SCHEMES[0][1], numbers, strict=True):
+        if value is not None:
+            environ.setdefault(name, str(value))
+    meeting = slurm_address(environ) if ranks.source == "Slurm" else None
+    if meeting is None and ranks.local_world_size in (None, ranks.world_size):
+        meeting = "127.0.0.1", DEFAULT_PORT
+    if "MASTER_ADDR" not in environ:
+        if meeting is None:
+            raise ValueError(
+                f"{ranks.source} runs processes on several machines but MASTER_ADDR is not set. Set it in every process to "
+                "the name or address of the machine with rank 0."
+            )
+        environ["MASTER_ADDR"] = meeting[0]
+    environ.setdefault("MASTER_PORT", str(meeting[1] if meeting else DEFAULT_PORT))

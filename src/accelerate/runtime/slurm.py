@@ -1,0 +1,338 @@
+"""What Slurm writes into the environment of a task: its lists of nodes, its counts, its steps. It needs no torch.
+
+The variables are documented at https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES. What is not there was
+seen with Slurm 22.05 and is noted where it matters.
+"""
+
+import itertools
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+# Steps with these numbers and above are no `srun` of a user: the interactive shell of salloc, the batch script, ...
+_SPECIAL_STEPS = 0xFFFFFF00
+# Linux hands out ports from 32768 on to whoever asks for any port; a port below is not taken by chance.
+PORTS = range(20000, 32768)
+_MOST_BRACKETS = 16
+# Longer lists are not searched to the end: no cluster has as many machines, and a hostile list must not cost memory or hours.
+_MOST_HOSTS = 1 << 17
+
+
+@dataclass(frozen=True)
+class Step:
+    """A task of an `srun` step, and the step.
+
+    Attributes:
+        rank: number of the task in the step.
+        size: how many tasks the step has, at least two.
+        local_rank: number of the task on its node; None where Slurm does not say.
+        local_size: how many tasks its node has; None where Slurm does not say.
+        node: number of the node in the step.
+        nodes: how many nodes the step has.
+    """
+
+    rank: int
+    size: int
+    local_rank: int | None
+    local_size: int | None
+    node: int
+    nodes: int
+
+
+def integer(environ: Mapping[str, str], name: str) -> int | None:
+    """Return a variable as an integer; None if it is not set.
+
+    Args:
+        environ: the variables.
+        name: which one.
+
+    Raises:
+        ValueError: it is set to something else.
+    """
+    text = environ.get(name)
+    if text is None or not text.strip():
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(
+            f"The environment variable {name} is {_shown(text)}; a launcher sets it to an integer. Correct or unset it."
+        ) from None
+
+
+def _shown(text: str) -> str:
+    return repr(text) if len(text) <= 200 else f"{text[:200]!r}... ({len(text)} characters)"
+
+
+def hosts(text: str, name: str = "SLURM_NODELIST") -> Iterator[str]:
+    """Expand a list of nodes, one name after the other, so that a long list costs no memory.
+
+    Args:
+        text: the list, such as "gpu[03-05,09],login1" or "rack[0-1]blade[2-3]".
+        name: the variable it comes from, for messages.
+
+    Raises:
+        ValueError: it is malformed; raised when the iteration gets there.
+
+    Example:
+        >>> list(hosts("gpu[08-10],login1"))
+        ['gpu08', 'gpu09', 'gpu10', 'login1']
+    """
+    try:
+        yield from _list(text)
+    except ValueError as error:
+        raise ValueError(
+            f"The environment variable {name} is {_shown(text)}, which is no list of nodes: {error}. Correct or unset it."
+        ) from None
+
+
+def _list(text: str, inside: bool = False) -> Iterator[str]:
+    for part in map(str.strip, _split(text)):
+        if not part:
+            raise ValueError("an entry is empty")
+        if part.count("[") > _MOST_BRACKETS:
+            raise ValueError(f"an entry has more than {_MOST_BRACKETS} brackets")
+        yield from _range(part) if inside and re.fullmatch(r"[0-9]+(-[0-9]+)?", part) else _product(part)
+
+
+def _split(text: str) -> Iterator[str]:
+    """Split at the commas outside of brackets."""
+    start = depth = 0
+    for position, character in enumerate(text):
+        if character == "[":
+            depth += 1
+        elif character == "]":
+            depth -= 1
+            if depth < 0:
+                raise ValueError("a ] has no [")
+        elif character == "," and not depth:
+            yield text[start:position]
+            start = position + 1
+    if depth:
+        raise ValueError("a [ has no ]")
+    yield text[start:]
+
+
+def _range(text: str) -> Iterator[str]:
+    first, _, last = text.partition("-")
+    low, high = int(first), int(last or first)
+    if high < low:
+        raise ValueError(f"the range {text} runs backwards")
+    for number in range(low, high + 1):
+        yield str(number).zfill(len(first))
+
+
+def _product(text: str) -> Iterator[str]:
+    """Expand one entry, in which brackets may follow each other: the last one runs fastest."""
+    start = text.find("[")
+    if start < 0:
+        yield text
+        return
+    end, level = start, 0
+    for end in range(start, len(text)):
+        level += {"[": 1, "]": -1}.get(text[end], 0)
+        if not level:
+            break
+    for middle in _list(text[start + 1 : end], inside=True):
+        for tail in _product(text[end + 1 :]):
+            yield text[:start] + middle + tail
+
+
+def first_host(text: str, name: str = "SLURM_NODELIST") -> str:
+    """Return the first name of a list of nodes.
+
+    Args:
+        text: the list.
+        name: the variable it comes from, for messages.
+
+    Raises:
+        ValueError: it is malformed.
+    """
+    return next(hosts(text, name))
+
+
+def names_host(text: str, host: str, name: str = "SLURM_NODELIST") -> bool:
+    """Say whether a list of nodes has this one.
+
+    Args:
+        text: the list.
+        host: the node.
+        name: the variable it comes from, for messages.
+
+    Raises:
+        ValueError: it is malformed.
+    """
+    return host in some_hosts(text, name)
+
+
+def some_hosts(text: str, name: str = "SLURM_NODELIST") -> Iterator[str]:
+    """Expand a list of nodes, and stop where no real one goes on: for those who keep the names.
+
+    Args:
+        text: the list.
+        name: the variable it comes from, for messages.
+
+    Raises:
+        ValueError: it is malformed; raised when the iteration gets there.
+    """
+    return itertools.islice(hosts(text, name), _MOST_HOSTS)
+
+
+def tasks_on(text: str, node: int, name: str = "SLURM_STEP_TASKS_PER_NODE") -> int | None:
+    """Return how many tasks a node has.
+
+    Args:
+        text: one number a node, with repetitions: "4(x2),3" is three nodes with 4, 4 and 3 tasks.
+        node: the number of the node.
+        name: the variable it comes from, for messages.
+
+    Returns:
+        None where the text speaks of fewer nodes.
+
+    Raises:
+        ValueError: it is malformed.
+
+    Example:
+        >>> [tasks_on("4(x2),3", node) for node in range(4)]
+        [4, 4, 3, None]
+    """
+    if not text:
+        return None
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*([0-9]+)(?:\(x([0-9]+)\))?\s*", part)
+        if match is None:
+            raise ValueError(
+                f"The environment variable {name} is {_shown(text)}; Slurm writes numbers of tasks, such as 4(x2),3. "
+                "Correct or unset it."
+            )
+        node -= int(match[2] or 1)
+        if node < 0:
+            return int(match[1])
+    return None
+
+
+def step(environ: Mapping[str, str]) -> Step | None:
+    """Return the task that this process is, in a step of several tasks.
+
+    Args:
+        environ: the variables.
+
+    Returns:
+        None outside of a step, in a step of one task, and where the variables are those of another step: a batch script that
+        was submitted from within a step inherits that step's. Also None for what is typed into the shell of `srun --pty`:
+        Slurm starts the shell in all tasks, but it ends at once where there is no terminal.
+
+    Raises:
+        ValueError: a variable is malformed.
+    """
+    if not in_step(environ):
+        return None
+    size = integer(environ, "SLURM_STEP_NUM_TASKS") or integer(environ, "SLURM_NTASKS")
+    rank = integer(environ, "SLURM_PROCID")
+    if size is None or size < 2 or rank is None or is_terminal(environ):
+        return None
+    node = integer(environ, "SLURM_NODEID") or 0
+    here = _tasks_here(environ)
+    listed = tasks_on(environ.get("SLURM_STEP_TASKS_PER_NODE", ""), node)
+    # A heterogeneous step lists the nodes by name, and numbers them by component.
+    mixed = (integer(environ, "SLURM_HET_SIZE") or 1) > 1
+    nodes = integer(environ, "SLURM_STEP_NUM_NODES") or integer(environ, "SLURM_NNODES")
+    allocated = integer(environ, "SLURM_JOB_NUM_NODES")
+    if not mixed and ((None not in (here, listed) and here != listed) or (nodes and allocated and nodes > allocated)):
+        return None
+    local_rank = integer(environ, "SLURM_LOCALID")
+    local_size = here if mixed and here else listed or here
+    return Step(rank, size, local_rank, local_size, node, nodes or _count(environ, size) or node + 1)
+
+
+def in_step(environ: Mapping[str, str]) -> bool:
+    """Say whether the variables are those of a step that a user has started with srun.
+
+    Args:
+        environ: the variables.
+    """
+    number = environ.get("SLURM_STEP_ID", "").strip()
+    return number.isdecimal() and int(number) < _SPECIAL_STEPS
+
+
+def _tasks_here(environ: Mapping[str, str]) -> int | None:
+    """Return how many tasks Slurm has started on this node; it writes their numbers. Some users unset the variable."""
+    text = environ.get("SLURM_GTIDS", "").strip()
+    return text.count(",") + 1 if text else None
+
+
+def _count(environ: Mapping[str, str], size: int) -> int:
+    text, name = node_list(environ)
+    return sum(1 for _ in itertools.islice(hosts(text, name), size)) if text else 0
+
+
+def is_terminal(environ: Mapping[str, str]) -> bool:
+    """Say whether this process was started by hand from a shell of `srun --pty`, or of salloc.
+
+    Args:
+        environ: the variables.
+    """
+    # Steps that are started from the shell inherit the variable, but not the terminal.
+    return bool(environ.get("SLURM_PTY_PORT")) and _has_terminal()
+
+
+def _has_terminal() -> bool:
+    """Say whether this process belongs to a terminal, as a command that was typed there."""
+    try:
+        # Not isatty(): what is typed may be redirected.
+        os.close(os.open(os.ctermid(), os.O_RDONLY | os.O_NOCTTY))
+        # Only a shell that somebody types into gives each command a process group. `srun --pty accelerate launch`, or a script of
+        # it, runs in all tasks, and the one with the terminal is a task like the others.
+        return os.getpgrp() != os.getsid(0)
+    except (OSError, AttributeError):
+        return False
+
+
+def node_list(environ: Mapping[str, str]) -> tuple[str, str]:
+    """Return the nodes of the step, or else of the job: the list and the name of its variable.
+
+    Args:
+        environ: the variables.
+    """
+    names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    name = next((name for name in names if environ.get(name)), names[0])
+    return environ.get(name, ""), name
+
+
+def first_node(environ: Mapping[str, str]) -> str | None:
+    """Return the name of node 0 of the step, or else of the job.
+
+    Args:
+        environ: the variables.
+
+    Raises:
+        ValueError: a list is malformed.
+    """
+    text, name = node_list(environ)
+    if not text:
+        return None
+    # The list is sorted by name. In a heterogeneous step the nodes of the first component come first all the same.
+    for component in range(min(integer(environ, "SLURM_HET_SIZE") or 0, _MOST_HOSTS)):
+        own = f"SLURM_JOB_NODELIST_HET_GROUP_{component}"
+        if not environ.get(own):
+            break
+        first = first_host(environ[own], own)
+        if names_host(text, first, name):
+            return first
+    return first_host(text, name)
+
+
+def port(environ: Mapping[str, str]) -> int | None:
+    """Return a port that all tasks of a step compute alike, and other steps and jobs most likely otherwise.
+
+    Args:
+        environ: the variables.
+
+    Raises:
+        ValueError: the number of the job or the step is malformed.
+    """
+    job = integer(environ, "SLURM_JOB_ID")
+    if job is None:
+        return None
+    return PORTS[(job + 977 * (integer(environ, "SLURM_STEP_ID") or 0)) % len(PORTS)]

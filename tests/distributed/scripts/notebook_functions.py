@@ -1,0 +1,152 @@
+"""Functions that the launchers of functions start, and a command line that starts one: NAME [KEYWORDS]."""
+
+import ast
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from accelerate import Accelerator, PartialState, debug_launcher, notebook_launcher
+
+
+def note(**what: object) -> None:
+    """Write something down, in a file of this process's own."""
+    Path(f"{os.environ['NOTES']}/{os.environ.get('RANK', 'home')}-{os.getpid()}.json").write_text(json.dumps(what))
+
+
+def total() -> None:
+    """Sum the ranks up, and check that all of them agree."""
+    state = PartialState()
+    summed = torch.ones(1) * (state.process_index + 1)
+    torch.distributed.all_reduce(summed)
+    note(
+        size=state.num_processes,
+        local=state.local_process_index,
+        total=int(summed),
+        forked=state.fork_launched,
+        precision=os.environ["ACCELERATE_MIXED_PRECISION"],
+        port=os.environ["MASTER_PORT"],
+    )
+
+
+def train() -> None:
+    """Train a step or two, with worker processes of a loader."""
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Sequential(torch.nn.Linear(200, 200), torch.nn.Linear(200, 1))
+    loader = torch.utils.data.DataLoader(torch.randn(32, 200), batch_size=8, num_workers=1)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    for batch in loader:
+        loss = model(batch).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    note(loss=accelerator.gather(loss.detach().reshape(1)).tolist())
+
+
+def train_in_a_used_process() -> None:
+    """Use the threads of every library here first, then train in forked processes."""
+    torch.set_num_threads(4)
+    left = torch.randn(600, 600, requires_grad=True)
+    (left @ left).sum().backward()
+    torch.linalg.svd(left.detach())
+    torch.nn.functional.conv2d(torch.randn(8, 3, 64, 64), torch.randn(8, 3, 3, 3))
+    notebook_launcher(train, num_processes=2)
+
+
+def fail_on_one() -> None:
+    """Fail on rank 1, which the others notice in a collective."""
+    state = PartialState()
+    state.wait_for_everyone()
+    if state.process_index == 1:
+        raise KeyError("what went wrong")
+    state.wait_for_everyone()
+
+
+def vanish_on_one() -> None:
+    """Be killed on rank 1, which the others notice in a collective."""
+    state = PartialState()
+    state.wait_for_everyone()
+    if state.process_index == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    state.wait_for_everyone()
+
+
+def slip_away() -> None:
+    """End one process without a word."""
+    if os.environ["RANK"] == "1":
+        os._exit(0)
+
+
+def fail_at_first() -> None:
+    """Fail in the first attempt."""
+    state = PartialState()
+    state.wait_for_everyone()
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if attempt == 0:
+        raise ValueError("only the first attempt")
+    note(attempt=attempt, size=state.num_processes)
+
+
+def nest() -> None:
+    """Start a launcher inside a process of a launcher."""
+    debug_launcher(total)
+
+
+def print_things() -> None:
+    """Write to both streams, and past Python."""
+    print("printed", "in", "pieces")
+    print("an error", file=sys.stderr)
+    os.write(1, b"past Python\n")
+
+
+def wait_in_python() -> None:
+    """Say that it runs, and sleep."""
+    print("up", os.getpid(), flush=True)
+    time.sleep(600)
+
+
+def wait_in_torch() -> None:
+    """Say that it runs, and wait where Python's handlers of signals do not run."""
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    print("up", os.getpid(), flush=True)
+    store.get("never")
+
+
+def wait_and_ignore() -> None:
+    """Say that it runs, and do not want to end."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    print("up", os.getpid(), flush=True)
+    time.sleep(600)
+
+
+def save_itself() -> None:
+    """End as a run does that has saved itself after a signal."""
+    raise SystemExit(75)
+
+
+def main() -> None:
+    """Start what the command line says: a function, and the keywords of `notebook_launcher`."""
+    function, keywords = globals()[sys.argv[1]], ast.literal_eval(sys.argv[2]) if len(sys.argv) > 2 else None
+    if keywords is None:
+        function()
+        return
+    if keywords.pop("fresh", False):  # as if a GPU had been used here
+        from accelerate.launch.notebook import first_use
+
+        first_use.survives_fork = lambda device: False
+    try:
+        notebook_launcher(function, **{"num_processes": 2, **keywords})
+    except KeyboardInterrupt:
+        print("interrupted", signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}")
+        raise SystemExit(1) from None
+
+
+if __name__ == "__main__":
+    main()

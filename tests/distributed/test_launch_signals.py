@@ -1,0 +1,121 @@
+"""Signals to the launcher of several processes: they reach the processes, and nothing stays behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import psutil
+import pytest
+
+from distributed.conftest import LIMIT_S, launch_command
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals are those of POSIX")
+
+# Each rank starts a process of its own, as loaders and compilers do, and says when all are up.
+RANK = """
+import os, signal, subprocess, sys, time
+from accelerate import PartialState
+for name in {ignored!r}:
+    signal.signal(getattr(signal, name), signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+print("up", os.getpid(), child.pid, flush=True)
+def train():
+    time.sleep(300)
+train()
+"""
+
+
+class Job:
+    """A launch whose ranks are up."""
+
+    def __init__(self, folder, ignored=(), shell=(), options=(), text=RANK):
+        script = folder / "script.py"
+        script.write_text(text.replace("{ignored!r}", repr(list(ignored))))
+        command = [*shell, *launch_command(2, cpu=True), *options, str(script)]
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
+        self.timer = threading.Timer(LIMIT_S, self.process.kill)
+        self.timer.start()
+        self.started = []
+        while len(self.started) < 4 and (line := self.process.stdout.readline()):
+            if line.startswith("up "):
+                self.started += [psutil.Process(int(word)) for word in line.split()[1:]]
+        self.all = psutil.Process(self.process.pid).children(recursive=True)
+
+    def end(self):
+        """Wait, and return what it wrote to standard error; everything that it had started must be gone."""
+        _, errors = self.process.communicate()
+        self.timer.cancel(), self.timer.join()
+        gone(self.all)
+        return errors
+
+
+def gone(processes):
+    """Require that processes end; one that is dead and not yet waited for by its new parent has ended."""
+    _, alive = psutil.wait_procs(processes, timeout=60)
+    alive = [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    for process in alive:
+        process.kill()
+    assert not alive, alive
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_leaves_no_orphans(tmp_path, number):
+    job = Job(tmp_path)
+    job.process.send_signal(number)
+    errors = job.end()
+    assert job.process.returncode == 128 + number, errors
+    assert f"stopped by {number.name}" in errors and "death signal" not in errors
+    assert 'script.py", line' not in errors  # where the ranks stood is told in a line, not in a traceback each
+    if number == signal.SIGINT:
+        assert "stood at " in errors and "in train." in errors
+
+
+def test_a_second_interrupt_kills(tmp_path):
+    job = Job(tmp_path, ignored=["SIGINT", "SIGTERM"])
+    job.process.send_signal(signal.SIGINT)
+    while "Ctrl-C again kills them" not in job.process.stderr.readline():
+        pass
+    assert all(process.is_running() for process in job.started)
+    job.process.send_signal(signal.SIGINT)
+    errors = job.end()
+    assert job.process.returncode == 130, errors
+
+
+def test_a_killed_launcher_leaves_no_orphans(tmp_path):
+    job = Job(tmp_path)
+    job.process.kill()
+    job.end()
+    assert job.process.returncode == -signal.SIGKILL
+
+
+def test_what_a_failed_rank_has_started_ends_too(tmp_path):
+    text = RANK.replace("time.sleep(300)\ntrain()", "raise ValueError('x')\ntrain()")
+    job = Job(tmp_path, text=text)
+    errors = job.end()
+    assert job.process.returncode == 1 and errors.count("ValueError: x") == 1
+
+
+def test_nohup_outlives_the_terminal(tmp_path):
+    """The shell's `nohup` starts a program that ignores SIGHUP; so do the launcher and its processes."""
+    ignoring = (
+        "import os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    job = Job(tmp_path, shell=[sys.executable, "-c", ignoring])
+    job.process.send_signal(signal.SIGHUP)
+    for process in job.started:
+        process.send_signal(signal.SIGHUP)
+    job.process.send_signal(signal.SIGTERM)  # handled after the other, if that had an effect
+    errors = job.end()
+    assert job.process.returncode == 143 and "SIGHUP" not in errors, errors
+
+
+def test_the_guard_and_files_go_with_a_run_that_ends_well(tmp_path):
+    text = RANK.partition("child =")[0]
+    job = Job(tmp_path, text=text, options=["--log_dir", str(tmp_path / "logs")])
+    job.end()
+    assert job.process.returncode == 0
+    assert not list((tmp_path / "logs").rglob("fault.log"))

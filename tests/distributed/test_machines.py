@@ -1,0 +1,302 @@
+"""Several machines: launchers that meet, fail, restart and lose each other. Two hosts are two network namespaces of this one."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from accelerate.utils.other import get_free_port as free_port
+
+LAUNCH = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--cpu"]
+DIGITS = str(Path(__file__).parents[2] / "examples" / "digits.py")
+LIMIT_S = 120
+MEET = """
+import os, torch, torch.distributed as dist
+from accelerate import PartialState
+state = PartialState()
+total = torch.ones(1); dist.all_reduce(total)
+own = os.environ
+print(f"rank {state.process_index} local {state.local_process_index} sum {int(total)} attempt {own['TORCHELASTIC_RESTART_COUNT']}\\n", end="")
+if own["TORCHELASTIC_RESTART_COUNT"] == "0" and own.get("FAIL_AT") == own["RANK"]:
+    raise SystemExit(9)
+dist.barrier()
+print("done\\n", end="")
+"""
+
+
+class Job:
+    """Launchers of one run, one a machine."""
+
+    def __init__(self, folder: Path, inside: Callable[[int], list[str]] = lambda machine: []) -> None:
+        self.folder, self.inside = folder, inside
+        self.launchers: dict[int, subprocess.Popen] = {}
+
+    def start(self, machine: int, *words: str, **variables: str) -> None:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "SLURM_"))}
+        environment = {**kept, "HF_HOME": str(self.folder / "home"), "OMP_NUM_THREADS": "1", **variables}
+        command = [*self.inside(machine), *LAUNCH, *words]
+        # Files, not pipes: what a launcher has said can be read while it runs.
+        with open(self.folder / f"out{machine}", "w") as out, open(self.folder / f"err{machine}", "w") as err:
+            self.launchers[machine] = subprocess.Popen(
+                command, cwd=self.folder, env=environment, stdout=out, stderr=err
+            )
+
+    def end(self, machine: int) -> tuple[int, str, str]:
+        """Wait for a launcher; return its exit status and what it printed."""
+        status = self.launchers[machine].wait(timeout=LIMIT_S)
+        del self.launchers[machine]
+        return status, self.said(machine, "out"), self.said(machine, "err")
+
+    def said(self, machine: int, stream: str = "err") -> str:
+        """Return what a launcher and its processes have printed so far."""
+        return (self.folder / f"{stream}{machine}").read_text()
+
+    def stop(self) -> None:
+        for launcher in self.launchers.values():
+            launcher.terminate()
+            try:
+                launcher.wait(timeout=40)
+            except subprocess.TimeoutExpired:
+                launcher.kill()
+                launcher.wait()
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    (tmp_path / "script.py").write_text(MEET)
+    job = Job(tmp_path)
+    yield job
+    job.stop()
+
+
+def at(port: int, machine: int | None = None, processes: int = 4, **conf: int) -> list[str]:
+    """Return the options of one of two machines that meet at a port of this host."""
+    words = ["--num_machines", "2", "--num_processes", str(processes), "--main_process_ip", "127.0.0.1"]
+    words += ["--main_process_port", str(port), *([] if machine is None else ["--machine_rank", str(machine)])]
+    settings = {"join_timeout": 60, "heartbeat_timeout": 30, **conf}
+    return [*words, "--rdzv_conf", ",".join(f"{name}={value}" for name, value in settings.items())]
+
+
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+def test_two_machines_meet(job, backend):
+    port = free_port()
+    for machine in (1, 0):
+        job.start(machine, *at(port, machine), "--rdzv_backend", backend, "script.py")
+    lines = []
+    for machine in (0, 1):
+        status, out, err = job.end(machine)
+        assert status == 0, err
+        lines += [line for line in out.splitlines() if line.startswith("rank")]
+        assert out.count("done") == 2
+    wanted = [f"rank {rank} local {rank % 2} sum 4 attempt 0" for rank in range(4)]
+    assert lines == wanted or sorted(lines) == wanted
+
+
+def test_an_address_that_does_not_answer(job):
+    port = free_port()
+    job.start(1, *at(port, 1, join_timeout=2), "script.py")
+    status, _, err = job.end(1)
+    assert status == 1 and "127.0.0.1" in err and str(port) in err and "2 s" in err, err
+    assert "Traceback" not in err
+
+
+def test_a_name_that_nobody_knows(job):
+    words = at(free_port(), 1, join_timeout=2)
+    words[words.index("127.0.0.1")] = "no-such-host.invalid"
+    job.start(1, *words, "script.py")
+    status, _, err = job.end(1)
+    assert status == 1 and "no-such-host.invalid" in err and "Traceback" not in err, err
+
+
+def test_a_machine_that_does_not_come(job):
+    job.start(0, *at(free_port(), 0, join_timeout=2), "script.py")
+    status, _, err = job.end(0)
+    assert status == 1 and "machine 1 of 2" in err and "did not come" in err, err
+
+
+def test_machines_that_disagree(job):
+    port = free_port()
+    job.start(0, *at(port, 0, processes=2), "script.py")
+    job.start(1, *at(port, 1, processes=4), "script.py")
+    for machine in (0, 1):
+        status, out, err = job.end(machine)
+        assert status == 2 and "do not agree on processes of each machine" in err and "rank" not in out, err
+
+
+def test_two_machines_with_one_number(job):
+    port = free_port()
+    job.start(0, *at(port, 0, join_timeout=5), "script.py")
+    job.start(1, *at(port, 1), "--rdzv_conf", "join_timeout=5", "script.py")
+    job.start(2, *at(port, 1), "--rdzv_conf", "join_timeout=5", "script.py")
+    ends = [job.end(machine) for machine in (0, 1, 2)]
+    assert [status for status, _, _ in ends[1:]].count(2) + ends[1:][0][2].count("goes on without") + ends[1:][1][
+        2
+    ].count("goes on without") >= 1, ends
+
+
+def test_the_port_is_taken(job):
+    import socket
+
+    with socket.socket() as holder:
+        holder.bind(("", 0))
+        holder.listen()
+        job.start(0, *at(holder.getsockname()[1], 0), "script.py")
+        status, _, err = job.end(0)
+    assert status in (1, 2) and "port" in err and "Traceback" not in err, err
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_failure_on_one_machine_ends_the_other(job, rank):
+    port = free_port()
+    for machine in (0, 1):
+        job.start(machine, *at(port, machine), "script.py", FAIL_AT=str(rank))
+    ends = {machine: job.end(machine) for machine in (0, 1)}
+    failed = rank // 2
+    assert ends[failed][0] == 9 and f"rank {rank}" in ends[failed][2], ends
+    status, _, err = ends[1 - failed]
+    assert status != 0 and f"machine {failed} (" in err and f"rank {rank} ended with exit status 9" in err, err
+
+
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+def test_all_machines_restart(job, backend):
+    port = free_port()
+    for machine in (0, 1):
+        words = ["--rdzv_backend", backend, "--max_restarts", "1", "script.py"]
+        job.start(machine, *at(port, machine), *words, FAIL_AT="3")
+    for machine in (0, 1):
+        status, out, err = job.end(machine)
+        assert status == 0, err
+        assert out.count("attempt 1") == 2 and out.count("done") == 2
+
+
+# -- two network namespaces ------------------------------------------------------------------------------------------
+
+
+class Hosts:
+    """Two network namespaces, joined by a cable."""
+
+    def __init__(self) -> None:
+        key = uuid.uuid4().hex[:6]
+        self.names = [f"acc-{key}-{number}" for number in range(2)]
+        self.cables = [f"ve{key}{number}" for number in range(2)]
+        self.addresses = ["10.213.77.1", "10.213.77.2"]
+
+    def make(self) -> None:
+        for name in self.names:
+            ip("netns", "add", name)
+        ip("link", "add", self.cables[0], "type", "veth", "peer", "name", self.cables[1])
+        for name, cable, address in zip(self.names, self.cables, self.addresses, strict=True):
+            ip("link", "set", cable, "netns", name)
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", cable)
+            ip("-n", name, "link", "set", cable, "up")
+            ip("-n", name, "link", "set", "lo", "up")
+
+    def cut(self) -> None:
+        """Pull the cable out of the second host."""
+        ip("-n", self.names[1], "link", "set", self.cables[1], "down")
+
+    def mend(self) -> None:
+        ip("-n", self.names[1], "link", "set", self.cables[1], "up")
+
+    def remove(self) -> None:
+        for name in self.names:
+            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+
+    def inside(self, machine: int) -> list[str]:
+        return ["ip", "netns", "exec", self.names[machine]]
+
+    def options(self, machine: int | None, **conf: int) -> list[str]:
+        words = at(29511, machine, **conf)
+        words[words.index("127.0.0.1")] = self.addresses[0]
+        return words
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[tuple[Hosts, Job]]:
+    if shutil.which("ip") is None:
+        pytest.skip("the program `ip` (iproute2) is not installed")
+    hosts = Hosts()
+    try:
+        hosts.make()
+    except subprocess.CalledProcessError as error:
+        hosts.remove()
+        pytest.skip(f"network namespaces cannot be made here: {error.stderr.strip()}")
+    job = Job(tmp_path, hosts.inside)
+    yield hosts, job
+    job.stop()
+    hosts.remove()
+
+
+def wait_for(found: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not found():
+        assert time.monotonic() < deadline, f"waited in vain for {what}"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("numbered", [True, False], ids=["static", "c10d"])
+def test_two_hosts_train(hosts, numbered):
+    hosts, job = hosts
+    for machine in (0, 1):
+        options = hosts.options(machine) if numbered else [*hosts.options(None), "--rdzv_backend", "c10d"]
+        job.start(machine, *options, DIGITS, "--epochs", "6", "--require-accuracy", "0.9")
+    for machine in (0, 1):
+        status, out, err = job.end(machine)
+        assert status == 0, err
+        if machine == 0:
+            assert "processes: 4" in out
+
+
+def test_a_host_that_is_cut_off_ends_the_run_by_name(hosts, tmp_path):
+    hosts, job = hosts
+    folder = tmp_path / "saved"
+    for machine in (0, 1):
+        words = [DIGITS, "--epochs", "5000", "--checkpoint_dir", str(folder), "--save_every", "10"]
+        job.start(machine, *hosts.options(machine, heartbeat_timeout=3), *words)
+    wait_for(lambda: list(folder.glob("checkpoints/checkpoint_1")), "a checkpoint")
+    hosts.cut()
+    status, _, err = job.end(0)
+    assert status == 1 and re.search(r"machine 1 \(.*10\.213\.77\.2\) has not answered for \d+ s", err), err
+    status, _, err = job.end(1)
+    assert status == 1 and re.search(r"machine 0 \(.*10\.213\.77\.1\) has not answered for \d+ s", err), err
+
+
+@pytest.mark.parametrize("how", ["cable", "reboot"])
+def test_a_host_that_comes_back_resumes_the_run(hosts, tmp_path, how):
+    hosts, job = hosts
+    folder = tmp_path / "saved"
+    words = ["--rdzv_backend", "c10d", "--max_restarts", "3", DIGITS, "--epochs", "30", "--require-accuracy", "0.95"]
+    words += ["--checkpoint_dir", str(folder), "--save_every", "10", "--resume", "auto"]
+    for machine in (0, 1):
+        job.start(machine, *hosts.options(machine, heartbeat_timeout=3), *words)
+    wait_for(lambda: list(folder.glob("checkpoints/checkpoint_2")), "a checkpoint")
+    hosts.cut()
+    if how == "reboot":  # without a farewell
+        pids = subprocess.run(["ip", "netns", "pids", hosts.names[1]], check=True, capture_output=True, text=True)
+        subprocess.run(["kill", "-9", *pids.stdout.split()], check=True)
+        job.end(1)
+    else:
+        for machine in (0, 1):
+            wait_for(
+                lambda machine=machine: "has not answered" in job.said(machine), f"machine {machine} to miss the other"
+            )
+    hosts.mend()
+    if how == "reboot":
+        job.start(1, *hosts.options(1, heartbeat_timeout=3), *words)
+    status, out, err = job.end(0)
+    assert status == 0, err
+    assert re.search(r"machine 1 \(.*\) has not answered", err)
+    assert re.search(r"resumed from .*checkpoint_\d+", out)
+    status, _, err = job.end(1)
+    assert status == 0, err

@@ -1,0 +1,132 @@
+"""Real processes under the mpirun programs of this machine: they meet, end together, and keep their status."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+MAKERS = ("openmpi", "mpich")
+MEET = """
+import os
+import torch
+from accelerate import Accelerator
+
+accelerator = Accelerator(cpu=True)
+total = accelerator.reduce(torch.ones(1)).item()
+where = accelerator.process_index, accelerator.local_process_index, accelerator.num_processes
+words = "at", *where, int(total), os.environ["OMP_NUM_THREADS"], accelerator.mixed_precision
+print(" ".join(map(str, words)) + "\\n", end="", flush=True)
+accelerator.wait_for_everyone()
+accelerator.end_training()
+"""
+WAIT = """
+import os, pathlib, time
+rank = os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"]
+pathlib.Path("pid" + rank + ".part").write_text(str(os.getpid()))
+os.rename("pid" + rank + ".part", "pid" + rank)
+time.sleep(300)
+"""
+
+
+@pytest.fixture(params=MAKERS)
+def environment(request, tmp_path):
+    """The variables of a machine whose mpirun is the one of this maker."""
+    maker = request.param
+    program = shutil.which(f"mpirun.{maker}") or (shutil.which("mpirun") if _is(maker) else None)
+    if program is None:
+        pytest.skip(f"there is no mpirun of {maker} here")
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "mpirun").write_text(f'#!/bin/sh\nexec {program} "$@"\n')
+    (folder / "mpirun").chmod(0o755)
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("ACCELERATE_", "OMP_")) and name not in ("RANK", "WORLD_SIZE")
+    }
+    # Tests run as root in containers.
+    allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return {**kept, **allowed, "HF_HOME": str(tmp_path / "home"), "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+
+
+def _is(maker):
+    program = shutil.which("mpirun")
+    if program is None:
+        return False
+    said = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=60).stdout.lower()
+    return ("open mpi" in said or "openrte" in said) == (maker == "openmpi")
+
+
+@pytest.fixture
+def command(tmp_path):
+    """Return the command that launches a program text on the slots of a host file."""
+
+    def make(text, slots, *arguments, options=()):
+        (tmp_path / "script.py").write_text(text)
+        (tmp_path / "hosts").write_text(f"# this machine\nlocalhost slots={slots}\n")
+        launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--cpu", "--quiet"]
+        launch += ["--num_processes", str(slots), "--mpirun_hostfile", "hosts", *options]
+        return [*launch, "script.py", *arguments]
+
+    return make
+
+
+def run(command, environment, place):
+    return subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=180)
+
+
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_processes_meet(command, environment, tmp_path, processes):
+    options = ("--num_cpu_threads_per_process", "1", "--mixed_precision", "bf16")
+    done = run(command(MEET, processes, options=options), environment, tmp_path)
+    assert done.returncode == 0, done.stderr
+    said = sorted(line for line in done.stdout.splitlines() if line.startswith("at "))
+    assert said == [f"at {rank} {rank} {processes} {processes} 1 bf16" for rank in range(processes)]
+
+
+def test_status_is_kept_and_the_traceback_is_seen(command, environment, tmp_path):
+    done = run(command("raise SystemExit(3)", 2), environment, tmp_path)
+    assert done.returncode == 3
+    done = run(command("raise ValueError('what went wrong')", 2), environment, tmp_path)
+    assert done.returncode == 1 and "ValueError: what went wrong" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_leave_no_orphans(command, environment, tmp_path, number):
+    job = subprocess.Popen(
+        command(WAIT, 2), cwd=tmp_path, env=environment, stdout=-1, stderr=-1, start_new_session=True
+    )
+    files = [tmp_path / "pid0", tmp_path / "pid1"]
+    deadline = time.monotonic() + 60
+    while not all(file.exists() for file in files):
+        assert time.monotonic() < deadline and job.poll() is None, job.communicate()
+        time.sleep(0.05)
+    # As a terminal does with Ctrl-C; a scheduler's SIGTERM goes to the launcher.
+    os.killpg(job.pid, number) if number == signal.SIGINT else os.kill(job.pid, number)
+    job.communicate(timeout=60)
+    assert job.returncode != 0
+    for file in files:
+        _wait_until_gone(int(file.read_text()))
+
+
+def _wait_until_gone(process):
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        try:
+            os.kill(process, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.05)
+    os.kill(process, signal.SIGKILL)
+    pytest.fail(f"process {process} outlived the run")
+
+
+def test_too_few_slots_start_nothing(command, environment, tmp_path):
+    words = command("open('started', 'w')", 2)
+    words[words.index("--num_processes") + 1] = "3"
+    done = run(words, environment, tmp_path)
+    assert done.returncode == 2 and "has 2 slots" in done.stderr and not (tmp_path / "started").exists()

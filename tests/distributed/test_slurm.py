@@ -1,0 +1,271 @@
+"""A Slurm cluster of two nodes on this host, for real: srun, sbatch and scancel start and end `accelerate launch`."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from accelerate.utils.other import get_free_port
+
+LIMIT_S = 200
+LAUNCH = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--cpu"]
+# Addresses of this host, so that the names of the nodes can be found without a name server.
+NODES = ("127.0.0.1", "127.0.0.2")
+PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "scancel", "sinfo", "squeue")
+SCRIPT = """
+import os, sys, time
+from pathlib import Path
+import torch
+from accelerate import Accelerator
+
+accelerator = Accelerator()
+together = accelerator.gather(torch.tensor([accelerator.process_index])).tolist()
+local = f"{accelerator.local_process_index} of {os.environ.get('LOCAL_WORLD_SIZE', 1)}"
+line = f"rank {accelerator.process_index} local {local} on {os.environ['SLURMD_NODENAME']} all {together}"
+print(line + "\\n", end="", flush=True)
+what = sys.argv[1] if len(sys.argv) > 1 else ""
+if what == "fail" and accelerator.is_last_process:
+    sys.exit(7)
+if what == "stay":
+    accelerator.wait_for_everyone()
+    Path(f"here{accelerator.process_index}").write_text(str(os.getpid()))
+    time.sleep(600)
+"""
+CONFIGURATION = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/none
+CredType=cred/none
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+MpiDefault=none
+SwitchType=switch/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SlurmdParameters=config_overrides
+KillWait=5
+# Heterogeneous jobs start with the next round of this scheduler, half a minute apart by default.
+SchedulerParameters=bf_interval=1,sched_interval=1
+"""
+
+
+class Slurm:
+    """A cluster that is up, and a folder to run in."""
+
+    def __init__(self, configuration: Path, folder: Path) -> None:
+        self.folder = folder
+        outer = ("SLURM", "ACCELERATE_", "OMPI_", "PMI", "PBS_", "LSB_")
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
+        self.environment = {**kept, "SLURM_CONF": str(configuration), "HF_HOME": str(folder), "OMP_NUM_THREADS": "1"}
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+            self.environment.pop(name, None)
+        (folder / "script.py").write_text(SCRIPT)
+
+    def run(self, *command: str) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            command, cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=LIMIT_S
+        )
+
+    def start(self, *command: str) -> subprocess.Popen:
+        with open(self.folder / "said", "w") as said:
+            return subprocess.Popen(
+                command, cwd=self.folder, env=self.environment, stdout=said, stderr=subprocess.STDOUT, text=True
+            )
+
+
+def until(question: Callable[[], object], what: str, seconds: float = 60) -> None:
+    """Ask until the answer is yes."""
+    deadline = time.monotonic() + seconds
+    while not question():
+        assert time.monotonic() < deadline, f"{what}: not within {seconds} s"
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def configuration(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Start the daemons; the tests skip where that cannot be done."""
+    # Debian keeps the daemons where not everybody looks.
+    path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/usr/local/sbin"])
+    programs = {name: shutil.which(name, path=path) for name in PROGRAMS}
+    missing = sorted(name for name, found in programs.items() if found is None)
+    if missing:
+        pytest.skip(f"needs Slurm on this machine (Debian: slurm-wlm); there is no {', '.join(missing)}")
+    if os.geteuid():
+        pytest.skip("needs root: slurmd starts the tasks of its users")
+    # A short path: Slurm's own files in it become addresses of sockets.
+    folder = tmp_path_factory.mktemp("slurm")
+    file = folder / "slurm.conf"
+    host = socket.gethostname().partition(".")[0]
+    lines = [CONFIGURATION.format(host=host, port=get_free_port(), user="root", folder=folder)]
+    lines += [f"NodeName={n} NodeHostname={host} NodeAddr=127.0.0.1 Port={get_free_port()} CPUs=4" for n in NODES]
+    lines.append(f"PartitionName=all Nodes={','.join(NODES)} Default=YES MaxTime=INFINITE State=UP\n")
+    file.write_text("\n".join(lines))
+    for name in ("state", *(f"spool-{node}" for node in NODES)):
+        (folder / name).mkdir()
+    commands = [[programs["slurmctld"], "-D"], *([programs["slurmd"], "-D", "-N", node] for node in NODES)]
+    environment = {**os.environ, "SLURM_CONF": str(file)}
+    daemons = []
+    try:
+        for number, command in enumerate(commands):
+            with open(folder / f"daemon{number}", "w") as said:
+                daemons.append(subprocess.Popen(command, stdout=said, stderr=said, env=environment))
+        if problem := _not_up(daemons, programs["sinfo"], environment):
+            said = "\n".join((folder / f"daemon{number}").read_text()[-300:] for number in range(len(commands)))
+            pytest.skip(f"Slurm does not run here: {problem}\n{said}")
+        yield file
+    finally:
+        for daemon in reversed(daemons):
+            daemon.terminate()
+        for daemon in daemons:
+            try:
+                daemon.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
+
+
+def _not_up(daemons: list[subprocess.Popen], sinfo: str, environment: dict[str, str]) -> str | None:
+    deadline = time.monotonic() + 40
+    answer = ""
+    while time.monotonic() < deadline:
+        if any(daemon.poll() is not None for daemon in daemons):
+            return "a daemon has ended"
+        asked = subprocess.run([sinfo, "-h", "-o", "%T %D"], env=environment, capture_output=True, text=True)
+        answer = asked.stdout.strip() or asked.stderr.strip()
+        if answer == f"idle {len(NODES)}":
+            return None
+        time.sleep(0.2)
+    return f"the nodes are not ready: {answer}"
+
+
+@pytest.fixture
+def slurm(configuration: Path, tmp_path: Path) -> Iterator[Slurm]:
+    cluster = Slurm(configuration, tmp_path)
+    yield cluster
+    cluster.run("scancel", "--full", "--user", "root")
+    until(lambda: not cluster.run("squeue", "-h").stdout, "jobs are gone")
+
+
+def ranks(text: str) -> list[str]:
+    return sorted(line for line in text.splitlines() if line.startswith("rank "))
+
+
+def test_tasks_of_srun_are_the_processes(slurm):
+    done = slurm.run("srun", "-n2", *LAUNCH, "script.py")
+    assert done.returncode == 0, done.stderr
+    assert ranks(done.stdout) == [f"rank {rank} local {rank} of 2 on 127.0.0.1 all [0, 1]" for rank in range(2)]
+
+
+def test_one_task_a_node_starts_the_processes_of_the_node(slurm):
+    done = slurm.run("srun", "-N2", "--ntasks-per-node=1", *LAUNCH, "--num_processes", "4", "script.py")
+    assert done.returncode == 0, done.stderr
+    assert ranks(done.stdout) == [
+        f"rank {rank} local {rank % 2} of 2 on {NODES[rank // 2]} all [0, 1, 2, 3]" for rank in range(4)
+    ]
+
+
+def test_one_task_of_srun_is_a_machine(slurm):
+    done = slurm.run("srun", "-N1", "--ntasks-per-node=1", *LAUNCH, "--num_processes", "2", "script.py")
+    assert done.returncode == 0, done.stderr
+    assert [line.partition(" on ")[0] for line in ranks(done.stdout)] == ["rank 0 local 0 of 2", "rank 1 local 1 of 2"]
+
+
+@pytest.mark.slow
+def test_nodes_with_different_numbers_of_tasks(slurm):
+    done = slurm.run("srun", "-N2", "-n3", "-m", "block", *LAUNCH, "script.py")
+    assert done.returncode == 0, done.stderr
+    said = ranks(done.stdout)
+    assert len(said) == 3 and all(line.endswith("all [0, 1, 2]") for line in said)
+    assert sorted(line.split()[5] for line in said) == ["1", "2", "2"]
+
+
+@pytest.mark.slow
+def test_heterogeneous_components_meet_on_the_first_one(slurm):
+    (slurm.folder / "job").write_text(
+        f"#!/bin/bash\n#SBATCH -N1 -n1 -w {NODES[1]}\n#SBATCH hetjob\n#SBATCH -N1 -n2 -w {NODES[0]}\n"
+        f"srun --het-group=0,1 {' '.join(LAUNCH)} script.py\n"
+    )
+    done = slurm.run("sbatch", "-W", "-o", "said", "job")
+    said = (slurm.folder / "said").read_text()
+    assert done.returncode == 0, said
+    assert [line.partition(" all")[0] for line in ranks(said)] == [
+        "rank 0 local 0 of 1 on 127.0.0.2",
+        "rank 1 local 0 of 2 on 127.0.0.1",
+        "rank 2 local 1 of 2 on 127.0.0.1",
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [("-n2", *LAUNCH), ("-N2", "--ntasks-per-node=1", *LAUNCH, "--num_processes", "2")],
+    ids=["tasks", "machines"],
+)
+def test_the_exit_status_of_a_process_is_that_of_srun(slurm, words):
+    done = slurm.run("srun", *words, "script.py", "fail")
+    assert done.returncode == 7, done.stderr
+
+
+@pytest.mark.slow
+def test_a_batch_script_uses_its_own_node_and_says_so(slurm):
+    (slurm.folder / "job").write_text(f"#!/bin/bash\n{' '.join(LAUNCH)} --num_processes 2 script.py fail\n")
+    done = slurm.run("sbatch", "-W", "-N2", "-n2", "-o", "said", "job")
+    said = (slurm.folder / "said").read_text()
+    assert done.returncode == 7, said
+    assert len(ranks(said)) == 2 and "all [0, 1]" in said
+    assert "the allocation has 2 nodes" in said and "srun --ntasks-per-node=1 accelerate launch" in said
+
+
+@pytest.mark.slow
+def test_a_batch_script_that_a_step_submits_is_not_that_step(slurm):
+    # sbatch passes on the variables of the step, which speak of two tasks.
+    (slurm.folder / "job").write_text(f"#!/bin/bash\n{' '.join(LAUNCH)} script.py\n")
+    (slurm.folder / "submit").write_text('[ "$SLURM_PROCID" != 0 ] || sbatch -W -N1 -n2 -o said job\n')
+    done = slurm.run("srun", "-N1", "-n2", "bash", "submit")
+    assert done.returncode == 0, done.stderr
+    assert "rank 0 local 0 of 1 " in (slurm.folder / "said").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [("-n2", *LAUNCH), ("-N2", "--ntasks-per-node=1", *LAUNCH, "--num_processes", "2")],
+    ids=["tasks", "machines"],
+)
+def test_scancel_ends_all_processes(slurm, words):
+    srun = slurm.start("srun", *words, "script.py", "stay")
+    files = [slurm.folder / f"here{rank}" for rank in range(2)]
+    try:
+        until(lambda: all(file.exists() and file.read_text() for file in files), "both processes are up", LIMIT_S)
+        processes = [int(file.read_text()) for file in files]
+        assert all(map(_is_alive, processes))
+        assert slurm.run("scancel", "--full", "--user", "root").returncode == 0
+        assert srun.wait(timeout=60) != 0
+        until(lambda: not any(map(_is_alive, processes)), "both processes are gone")
+    finally:
+        srun.kill()
+        srun.wait()
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{process}/status").read_text()
+    except OSError:
+        return False

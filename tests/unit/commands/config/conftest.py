@@ -1,0 +1,98 @@
+"""Somebody who answers: from a list, or at random."""
+
+import random
+
+import pytest
+
+from accelerate.commands.config.ask import Asker
+from accelerate.launch import hardware
+from accelerate.launch.hardware import Hardware
+
+
+class Scripted(Asker):
+    """Types the given lines; menus are answered by number, as without a terminal."""
+
+    def __init__(self, *lines):
+        self.lines = list(lines)
+        self.asked = []
+        self.said = []
+
+    def say(self, text):
+        self.said.append(text)
+
+    def _line(self, prompt):
+        self.asked.append(prompt.strip())
+        if not self.lines:
+            raise EOFError
+        return self.lines.pop(0)
+
+
+class AtRandom(Asker):
+    """Answers everything somehow; what is refused is tried again."""
+
+    def __init__(self, seed, path):
+        self.random = random.Random(seed)
+        self.path = str(path)
+        self.said = []
+
+    def say(self, text):
+        self.said.append(text)
+
+    def text(self, question, parse, default=None, *, explanation="", optional=False):
+        guesses = [
+            "1",
+            "2",
+            "4",
+            "8",
+            "16",
+            "0.5",
+            "29500",
+            "10.0.0.7",
+            "main",
+            "all",
+            "0,1",
+            "true,false,true",
+            self.path,
+        ]
+        guesses += ["ml.p3.2xlarge", "eu-west-1", "word"]
+        for _ in range(500):
+            if self.random.random() < 0.3 and (default is not None or optional):
+                return default
+            try:
+                return parse(self.random.choice(guesses))
+            except ValueError as error:
+                assert "\n" not in str(error)
+        if default is not None:
+            return default
+        raise AssertionError(f"nothing is accepted for {question}")
+
+    def yes(self, question, default=False, *, explanation=""):
+        return self.random.random() < 0.5
+
+    def secret(self, question):
+        return "made-up"
+
+    def choose(self, question, choices, default=0, *, explanation=""):
+        assert 0 <= default < len(choices)
+        return self.random.randrange(len(choices))
+
+
+@pytest.fixture
+def scripted():
+    return Scripted
+
+
+@pytest.fixture
+def at_random(place):
+    (place / "a.json").write_text("{}")
+    return lambda seed: AtRandom(seed, place / "a.json")
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Give this machine some devices."""
+
+    def have(device="cpu", count=0, **rest):
+        monkeypatch.setattr(hardware, "detect", lambda environ: Hardware(device, count, **rest))
+
+    return have

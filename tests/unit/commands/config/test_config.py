@@ -1,0 +1,128 @@
+"""`accelerate config`, without a terminal."""
+
+import argparse
+import io
+import os
+
+import pytest
+import yaml
+
+from accelerate.commands.config import config, config_utils
+from accelerate.commands.config.config import get_user_input
+from accelerate.config.enums import DistributedType, FP8BackendType, PrecisionType
+
+
+@pytest.fixture
+def type_lines(monkeypatch, machine):
+    machine()
+
+    def typed(*lines):
+        monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+
+    return typed
+
+
+def test_a_file_in_the_default_place(accelerate, type_lines, place):
+    type_lines("", "2", "", "", "", "", "", "", "")
+    status, out, err = accelerate("config")
+    assert (status, err) == (0, "")
+    path = place / "home" / "accelerate" / "default_config.yaml"
+    assert yaml.safe_load(path.read_text())["distributed_type"] == "MULTI_CPU"
+    assert f"Wrote {path}. `accelerate launch SCRIPT` runs with it." in out
+
+
+def test_an_old_file_gives_the_defaults(accelerate, type_lines, place):
+    (place / "c.yaml").write_text(
+        "distributed_type: MULTI_CPU\nnum_processes: 7\nmixed_precision: bf16\nuse_cpu: true\n"
+    )
+    type_lines(*[""] * 9)
+    status, out, _ = accelerate("config", "--config_file", "c.yaml")
+    assert status == 0
+    assert "its settings are the defaults" in out
+    content = yaml.safe_load((place / "c.yaml").read_text())
+    assert (content["distributed_type"], content["num_processes"], content["mixed_precision"]) == (
+        "MULTI_CPU",
+        7,
+        "bf16",
+    )
+    assert not (place / "c.yaml.bak").exists()
+
+
+@pytest.mark.parametrize("text", ["a: [", "num_proceses: 3\ndistributed_type: NO\n"])
+def test_a_faulty_file_is_kept(accelerate, type_lines, place, text):
+    (place / "c.yaml").write_text(text)
+    type_lines(*[""] * 9)
+    status, out, _ = accelerate("config", "--config_file", "c.yaml")
+    assert status == 0
+    assert (place / "c.yaml.bak").read_text() == text
+    assert "kept at" in out
+
+
+def test_sagemaker(accelerate, type_lines, place):
+    type_lines("2", "", "", "", "", "role", *[""] * 20)
+    assert accelerate("config", "--config_file", "c.json")[0] == 0
+    type_lines(*[""] * 30)
+    assert accelerate("config", "--config_file", "c.json")[0] == 0
+    assert yaml.safe_load((place / "c.json").read_text())["iam_role_name"] == "role"
+
+
+def test_a_place_that_cannot_be_written_is_told_first(accelerate, type_lines, place):
+    type_lines()
+    status, out, err = accelerate("config", "--config_file", str(place))
+    assert status == 2
+    assert "is a folder; name a file in it" in err
+    assert out == ""
+
+
+def test_the_input_ends(accelerate, type_lines, place):
+    type_lines("1")
+    status, _, err = accelerate("config", "--config_file", "c.yaml")
+    assert status == 2
+    assert "nothing was written" in err
+    assert os.listdir(place) == []
+
+
+def test_ctrl_c(monkeypatch, capsys, place):
+    def stop(before):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(config, "_ask_all", stop)
+    with pytest.raises(SystemExit) as caught:
+        config.config_command(argparse.Namespace(config_file="c.yaml"))
+    assert caught.value.code == 130
+    assert "nothing was written" in capsys.readouterr().err
+
+
+def test_in_process(type_lines):
+    type_lines("1", "", "yes", "", "3", "")
+    found = get_user_input()
+    assert (found.use_cpu, found.mixed_precision) == (True, "bf16")
+
+
+def test_subcommands(accelerate):
+    status, out, _ = accelerate("config", "--help")
+    assert status == 0
+    for word in ("default", "update", "show", "validate", "--config_file"):
+        assert word in out
+    for word in ("default", "update", "show", "validate"):
+        status, out, _ = accelerate("config", word, "--help")
+        assert status == 0
+        assert "<command>" not in out
+    status, _, err = accelerate("config", "shwo")
+    assert status == 2
+    assert "shwo" in err
+
+
+def test_what_other_questionnaires_use(type_lines, capsys):
+    type_lines("x", "3", "", "2", "no")
+    assert config_utils._ask_field("How many? ", int, error_message="A number, please.") == 3
+    assert "A number, please." in capsys.readouterr().out
+    assert config_utils._ask_field("How many? ", int, default=5) == 5
+    assert config_utils._ask_options("Which?", ["a", "b"], lambda at: "ab"[at]) == "b"
+    assert config_utils._ask_field("Really?", config_utils._convert_yes_no_to_bool, default=True) is False
+    assert config_utils._convert_distributed_mode(4) is DistributedType.MULTI_GPU
+    assert config_utils._convert_fp8_backend(1) is FP8BackendType.TE
+    assert config_utils._convert_mixed_precision("2") is PrecisionType.BF16
+    assert config_utils._convert_dynamo_backend(2) == "INDUCTOR"
+    assert config_utils._convert_compute_environment(1).value == "AMAZON_SAGEMAKER"
+    assert config_utils._convert_sagemaker_distributed_mode(2).value == "MODEL_PARALLEL"

@@ -1,0 +1,90 @@
+"""`accelerate config show`: every value with its source."""
+
+import json
+
+import pytest
+
+
+@pytest.fixture
+def file(place):
+    (place / "c.yaml").write_text(
+        "distributed_type: FSDP\nnum_processes: 2\nmixed_precision: fp16\nfsdp_config:\n  fsdp_version: 2\n"
+    )
+    return "c.yaml"
+
+
+@pytest.fixture
+def show(accelerate):
+    def run(*words):
+        status, out, err = accelerate("config", "show", "--json", *words)
+        assert status == 0, err
+        found = json.loads(out)
+        return found, {row["name"]: (row["value"], row["source"], row["where"]) for row in found["settings"]}
+
+    return run
+
+
+def test_one_setting_from_each_layer(show, file, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    found, rows = show("--config_file", file, "--num_machines", "3", "--all")
+    assert found["config_file"] == "c.yaml"
+    assert rows["num_machines"] == (3, "command line", "")
+    assert rows["mixed_precision"] == ("bf16", "environment", "environment variable ACCELERATE_MIXED_PRECISION")
+    assert rows["num_processes"] == (2, "file", "c.yaml:2")
+    assert rows["fsdp_version"] == ("2", "file", "c.yaml:5")
+    assert rows["use_fsdp"] == (True, "file", "c.yaml:1")
+    assert rows["rdzv_backend"] == ("static", "default", "")
+    assert "rdzv_backend" not in show("--config_file", file)[1]
+
+
+def test_a_default_that_was_typed_is_a_choice(show, file):
+    assert show("--config_file", file, "--fsdp_version", "1")[1]["fsdp_version"] == ("1", "command line", "")
+
+
+def test_a_table(accelerate, file):
+    status, out, _ = accelerate("config", "show", "--config_file", file, "--zero-stage", "2")
+    assert status == 0
+    lines = out.splitlines()
+    assert lines[0] == "configuration file: c.yaml"
+    assert lines[1].split() == ["setting", "value", "from"]
+    assert "num_processes    2       c.yaml:2" in out
+    assert next(line for line in lines if line.startswith("zero_stage")).endswith("(none without --use_deepspeed)")
+
+
+def test_keys_of_an_account_are_not_printed(accelerate):
+    status, out, _ = accelerate("config", "show", "--aws_secret_access_key", "made-up")
+    assert status == 0
+    assert "made-up" not in out
+    assert "***" in out
+
+
+def test_nothing_set(accelerate):
+    status, out, _ = accelerate("config", "show")
+    assert status == 0
+    assert "none (" in out
+    assert "every setting has its default" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--config_file", "none.yaml"], "there is no such file"),
+        (["--config_file", "."], "that is a folder"),
+        (["--config_file", "bad.yaml"], "line 1: num_proceses is unknown; did you mean num_processes?"),
+        (["--num_proceses", "2"], "--num_proceses is unknown; did you mean --num_processes?"),
+        (["--num_processes", "two"], "two"),
+    ],
+)
+def test_bad_input(accelerate, place, words, message):
+    (place / "bad.yaml").write_text("num_proceses: 2")
+    status, _, err = accelerate("config", "show", *words)
+    assert status == 2
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_a_note_about_what_has_no_effect(accelerate, place):
+    (place / "c.yaml").write_text("distributed_type: 'NO'\nfsdp_config:\n  fsdp_versoin: 2\n")
+    status, out, _ = accelerate("config", "show", "--config_file", "c.yaml")
+    assert status == 0
+    assert "note: fsdp_config.fsdp_versoin is unknown and has no effect; did you mean fsdp_version?" in out

@@ -1,0 +1,90 @@
+"""`accelerate config update`: today's shape, and nothing lost."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from accelerate.launch import config_file
+
+FIXTURES = sorted((Path(__file__).parents[3] / "fixtures" / "configs").glob("*.[yj]*"))
+
+
+@pytest.fixture
+def update(accelerate):
+    return lambda name="c.yaml": accelerate("config", "update", "--config_file", name)
+
+
+@pytest.mark.parametrize("path", FIXTURES, ids=lambda path: path.name)
+def test_every_setting_of_every_release_is_kept(place, update, path):
+    copy = place / path.name
+    shutil.copy(path, copy)
+    before = dict(config_file.read(copy).values)
+    status, _, err = update(path.name)
+    assert (status, err) == (0, "")
+    after = config_file.inspect(copy)
+    assert {name: after.settings.values[name] for name in before} == before
+    assert after.notes == ()
+    once = copy.read_bytes()
+    status, out, _ = update(path.name)
+    assert status == 0
+    assert "in today's shape already" in out
+    assert copy.read_bytes() == once
+
+
+def test_the_old_file_is_kept(place, update):
+    text = "# mine\ndistributed_type: FSDP  # as always\nfp16: true\nfsdp_config: {offload_params: true, own: 1}\n"
+    (place / "c.yaml").write_text(text)
+    os.chmod(place / "c.yaml", 0o640)
+    status, out, _ = update()
+    assert status == 0
+    assert "note: fp16 is now mixed_precision: fp16." in out
+    assert "note: fsdp_config.own is unknown" in out
+    assert (place / "c.yaml.bak").read_text() == text
+    content = yaml.safe_load((place / "c.yaml").read_text())
+    assert content["fsdp_config"] == {"fsdp_offload_params": True, "own": 1}
+    assert content["mixed_precision"] == "fp16"
+    if os.name == "posix":
+        assert (place / "c.yaml").stat().st_mode & 0o777 == 0o640
+    (place / "c.yaml").write_text("distributed_type: TPU\n")
+    assert "c.yaml.bak2" in update()[1]
+    assert (place / "c.yaml.bak").read_text() == text
+    assert sorted(path.name for path in place.iterdir()) == ["c.yaml", "c.yaml.bak", "c.yaml.bak2"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("distributed_type: NO\nnum_proceses: 1", "did you mean num_processes"),
+        ("distributed_type: NO\nmixed_precision: fp17", "left alone: mixed_precision is 'fp17'"),
+        ("num_processes: 1", "lacks `distributed_type`"),
+        ("distributed_type: MULTI", "In the configuration file"),
+        ("", "is empty"),
+        ("compute_environment: AMAZON_SAGEMAKER\ndistributed_type: NO", "lacks ec2_instance_type, iam_role_name"),
+    ],
+)
+def test_a_faulty_file_is_left_alone(place, update, text, message):
+    (place / "c.yaml").write_text(text)
+    status, _, err = update()
+    assert status == 2
+    assert message in err
+    assert (place / "c.yaml").read_text() == text
+    assert [path.name for path in place.iterdir()] == ["c.yaml"]
+
+
+def test_no_file(update):
+    status, _, err = update()
+    assert status == 2
+    assert "There is no configuration file 'c.yaml'" in err
+
+
+@pytest.mark.skipif(os.name != "posix", reason="links need rights on Windows")
+def test_a_link_stays_a_link(place, update):
+    (place / "real.yaml").write_text("distributed_type: TPU\n")
+    (place / "c.yaml").symlink_to("real.yaml")
+    assert update()[0] == 0
+    assert (place / "c.yaml").is_symlink()
+    assert "XLA" in (place / "real.yaml").read_text()
+    assert (place / "real.yaml.bak").exists()

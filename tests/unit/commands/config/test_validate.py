@@ -1,0 +1,125 @@
+"""`accelerate config validate`: every problem of a file, with its line."""
+
+from pathlib import Path
+
+import pytest
+
+FIXTURES = sorted(p for p in (Path(__file__).parents[3] / "fixtures" / "configs").iterdir() if p.suffix != ".md")
+
+
+@pytest.fixture
+def validate(accelerate, place):
+    def run(text, name="c.yaml"):
+        (place / name).write_text(text)
+        return accelerate("config", "validate", name)
+
+    return run
+
+
+def test_everything_at_once(validate):
+    status, out, err = validate(
+        "distributed_type: MULTI_GPU\n"
+        "use_cpu: true\n"
+        "num_proceses: 1\n"
+        "mixed_precision: fp17\n"
+        "fsdp_config:\n"
+        "  fsdp_sharding_strategy: FULL_SHRAD\n"
+        "  nonsense: 1\n"
+        "num_machines: 2\n"
+        "machine_rank: 2\n"
+        "num_processes: 3\n"
+        "main_process_port: 70000\n"
+        "num_processes: 5\n"
+        "gpu_ids: 0,0\n"
+    )
+    assert status == 2
+    assert [line.partition(": ")[0] for line in err.splitlines()] == [
+        *(f"c.yaml:{line}" for line in (2, 3, 4, 6, 7, 8, 9, 11, 12, 12, 13)),
+        "c.yaml",
+    ]
+    for part in (
+        "use_cpu is true, and distributed_type asks for GPUs; MULTI_CPU",
+        "num_proceses is unknown; did you mean num_processes?",
+        "mixed_precision is 'fp17'",
+        "fsdp_config.fsdp_sharding_strategy is 'FULL_SHRAD'; did you mean FULL_SHARD?",
+        "fsdp_config.nonsense is unknown and has no effect",
+        "main_process_ip, the address of machine 0, is missing",
+        "machine_rank is 2, and num_machines is 2",
+        "ports are numbers from 0 to 65535",
+        "num_processes stands there 2 times, in lines 10 and 12",
+        "num_processes is 5, which 2 machines cannot share evenly",
+        "names a device twice",
+        "11 problems found",
+    ):
+        assert part in err, part
+    assert "fsdp_config has no effect without --use_fsdp" in out
+
+
+@pytest.mark.parametrize("path", FIXTURES, ids=lambda path: path.name)
+def test_files_of_every_release_are_right(accelerate, path):
+    status, out, err = accelerate("config", "validate", str(path))
+    assert (status, err) == (0, "")
+    assert out.endswith("no problem found.\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("num_machines: 0", "num_machines is 0; it must be at least 1"),
+        ("num_processes: 3\nparallelism_config: {tp_size: 2}", "need 2"),
+        ("distributed_type: MULTI_GPU\nnum_processes: 4\ngpu_ids: '0,1'", "names 2 devices for 4 processes"),
+        ("deepspeed_config: {deepspeed_config_file: none.json}", "there is no such file (seen from"),
+        ("deepspeed_config: {zero_stage: 4}", "deepspeed_config.zero_stage is '4'; choose one of 0, 1, 2, 3"),
+        ("fsdp_config: {fsdp_offload_params: perhaps}", "write true or false"),
+        ("fsdp_config: {fsdp_sharding_strategy: 6}", "choose one of FULL_SHARD"),
+        ("fsdp_config: {fsdp_offlod_params: true}", "did you mean fsdp_offload_params?"),
+        ("distributed_type: XLA\nuse_cpu: yes", "asks for TPUs"),
+        ("compute_environment: AMAZON_SAGEMAKER\ndistributed_type: FSDP", "choose one of NO, DATA_PARALLEL"),
+    ],
+)
+def test_problems(validate, text, message):
+    status, _, err = validate(text)
+    assert status == 2
+    assert message in err
+
+
+@pytest.mark.parametrize(
+    ("text", "note"),
+    [
+        ("num_processes: 1", "distributed_type is missing"),
+        ("distributed_type: TPU", "distributed_type: TPU is now XLA"),
+        ("distributed_type: 'NO'\nfp16: true", "fp16 is now mixed_precision: fp16"),
+        ("distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: 2}", "no problem found"),
+        ("distributed_type: FSDP\nrdzv_backend: etcd", "no problem found"),
+    ],
+)
+def test_notes_are_no_problems(validate, text, note):
+    status, out, err = validate(text)
+    assert (status, err) == (0, "")
+    assert note in out
+
+
+def test_the_default_file(accelerate, place):
+    status, _, err = accelerate("config", "validate")
+    assert status == 2
+    assert "There is no configuration file" in err
+    (place / "home" / "accelerate").mkdir(parents=True)
+    (place / "home" / "accelerate" / "default_config.yaml").write_text("distributed_type: 'NO'")
+    assert accelerate("config", "validate")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("", "is empty"), ("- 1", "holds a list"), ("a: [", "cannot be read: line 1"), ("a: &a [*a]", "contains itself")],
+)
+def test_what_cannot_be_read_is_one_line(validate, text, message):
+    status, _, err = validate(text)
+    assert status == 2
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+def test_two_files_are_refused(accelerate):
+    status, _, err = accelerate("config", "validate", "a.yaml", "--config_file", "b.yaml")
+    assert status == 2
+    assert "Name one file" in err

@@ -1,0 +1,192 @@
+"""Which processors a process gets, on machines that are made of files."""
+
+import os
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+
+from accelerate.devices import affinity
+from accelerate.devices.affinity import Topology, choose
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """Two sockets with two nodes each, four cores a node, two processors a core; a GPU at each socket's first node."""
+
+    def write(path, text):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(f"{text}\n")
+
+    for node in range(4):
+        first = 4 * node
+        write(f"devices/system/node/node{node}/cpulist", f"{first}-{first + 3},{first + 16}-{first + 19}")
+        for core in range(first, first + 4):
+            for cpu in (core, core + 16):
+                write(f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", f"{core},{core + 16}")
+                write(f"devices/system/cpu/cpu{cpu}/topology/physical_package_id", node // 2)
+    write("bus/pci/devices/0000:1b:02.0/numa_node", 0)
+    write("bus/pci/devices/0000:ff:00.0/numa_node", 2)
+    write("bus/pci/devices/0000:aa:00.0/numa_node", -1)
+    write("bus/pci/devices/0000:aa:00.0/local_cpulist", "12-15,28-31")
+    return lambda allowed=range(32): Topology(set(allowed), tmp_path)
+
+
+def node(number):
+    first = 4 * number
+    return {*range(first, first + 4), *range(first + 16, first + 20)}
+
+
+def all_of(kind, count, topology, devices=()):
+    return [choose(kind, index, count, topology, devices) for index in range(count)]
+
+
+def test_lists_of_the_kernel():
+    assert affinity.processors_in("0-2,8\n") == {0, 1, 2, 8} and affinity.processors_in("") == set()
+    with pytest.raises(ValueError):
+        affinity.processors_in("many")
+
+
+def test_processes_are_spread_over_the_nodes(machine):
+    assert all_of("node", 4, machine()) == [node(0), node(1), node(2), node(3)]
+    assert all_of("node", 2, machine()) == [node(0), node(2)]
+    assert all_of("node", 8, machine())[2:4] == [node(1), node(1)]
+
+
+def test_a_socket_has_several_nodes(machine):
+    assert all_of("socket", 2, machine()) == [node(0) | node(1), node(2) | node(3)]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8, 16])
+def test_nobody_shares_a_core_as_long_as_there_are_enough(machine, count):
+    chosen = all_of("exclusive", count, machine())
+    assert all(chosen) and sum(map(len, chosen)) == len(set().union(*chosen))
+    for cpus in chosen:
+        assert {cpu % 16 for cpu in cpus if cpu < 16} == {cpu % 16 for cpu in cpus if cpu >= 16}  # whole cores
+
+
+def test_a_node_is_given_out_completely(machine):
+    assert set().union(*all_of("exclusive", 12, machine())) == set(range(32))
+
+
+def test_more_processes_than_cores_share(machine):
+    chosen = all_of("exclusive", 5, machine({0, 16, 1}))
+    assert chosen[:2] == [{0, 16}, {1}] and all(chosen)
+
+
+def test_only_what_the_process_may_use(machine):
+    """A container or a scheduler has said so."""
+    allowed = {2, 3, 18, 9}
+    assert all_of("node", 2, machine(allowed)) == [{2, 3, 18}, {9}]
+    assert all_of("socket", 2, machine(allowed)) == [{2, 3, 18}, {9}]
+    assert all_of("exclusive", 1, machine(allowed)) == [{2, 3, 18}]
+    assert all_of("exclusive", 3, machine({0, 1, 2})) == [{0}, {1}, {2}]
+
+
+def test_devices_decide(machine):
+    devices = ["0000:FF:00.0", "0000:1b:02.0", "0000:aa:00.0"]
+    assert all_of("node", 3, machine(), devices) == [node(2), node(0), node(3)]
+    assert all_of("exclusive", 2, machine(), [devices[0]] * 2)[0] == {8, 9, 24, 25}
+    # One that the kernel knows nothing about, or whose node this process may not use, is placed like one without a device.
+    assert all_of("node", 2, machine(), ["0000:00:00.0", devices[1]]) == [node(0), node(0)]
+    assert all_of("node", 1, machine({4}), [devices[1]]) == [{4}]
+
+
+def test_a_machine_without_nodes(tmp_path):
+    assert all_of("node", 2, Topology({0, 1, 2}, tmp_path)) == [{0, 1, 2}] * 2
+    assert all_of("exclusive", 2, Topology({0, 1, 2}, tmp_path)) == [{0}, {1, 2}]
+    assert all_of("socket", 1, Topology({5, 7}, tmp_path)) == [{5, 7}]
+
+
+@pytest.fixture
+def bound(monkeypatch):
+    """What is bound, without binding it."""
+    calls = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3}, raising=False)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cpus: calls.append((pid, set(cpus))), raising=False)
+    monkeypatch.setattr(affinity, "_threads", lambda: [5, 6])
+    monkeypatch.setattr(affinity, "_bound", 0)
+    for name in (affinity.VARIABLE, *affinity._LOCAL_SIZES):
+        monkeypatch.delenv(name, raising=False)
+    return calls
+
+
+def test_all_threads_are_bound(bound, tmp_path):
+    assert affinity.bind("exclusive", 1, 2, root=tmp_path) == {2, 3}
+    assert bound == [(5, {2, 3}), (6, {2, 3})]
+
+
+def test_none_is_none(bound, tmp_path):
+    assert affinity.bind("none", 0, 1, root=tmp_path) is None and bound == []
+
+
+def test_other_systems_say_that_they_cannot(bound, monkeypatch, caplog):
+    monkeypatch.delattr(os, "sched_setaffinity")
+    assert affinity.bind("node", 0, 1) is None
+    assert "--numa_affinity node has no effect" in caplog.text
+
+
+def test_a_refusal_is_told(bound, monkeypatch, tmp_path, caplog):
+    def refuse(pid, cpus):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "sched_setaffinity", refuse)
+    assert affinity.bind("node", 0, 1, root=tmp_path) is None
+    assert "Process 0 keeps its processors" in caplog.text
+
+
+def told(monkeypatch, index, device="cpu", asked=False, **environ):
+    calls = []
+    monkeypatch.setattr(affinity, "bind", lambda *args: calls.append(args))
+    monkeypatch.setattr(affinity, "_bound", 0)
+    return affinity.bind_as_told(index, device, asked, environ), calls
+
+
+def test_the_variables_of_the_launcher(bound, monkeypatch):
+    assert told(monkeypatch, 1) == (False, [])
+    assert told(monkeypatch, 1, LOCAL_WORLD_SIZE="2", ACCELERATE_NUMA_AFFINITY="Node") == (True, [("node", 1, 2, ())])
+    assert told(monkeypatch, 1, OMPI_COMM_WORLD_LOCAL_SIZE="4", ACCELERATE_NUMA_AFFINITY="socket")[1] == [
+        ("socket", 1, 4, ())
+    ]
+    assert told(monkeypatch, 0, ACCELERATE_NUMA_AFFINITY="exclusive")[1] == [("exclusive", 0, 1, ())]
+    assert told(monkeypatch, 0, asked=True)[1] == [("exclusive", 0, 1, ())]
+    assert told(monkeypatch, 0, asked=True, ACCELERATE_NUMA_AFFINITY="none")[1] == [("none", 0, 1, ())]
+    assert told(monkeypatch, 0, device="cuda", asked=True) == (False, [])  # the recorded function does that
+    with pytest.raises(ValueError, match="choose one of none, node"):
+        told(monkeypatch, 0, ACCELERATE_NUMA_AFFINITY="moon")
+    with pytest.raises(ValueError, match="LOCAL_WORLD_SIZE is 'two'"):
+        told(monkeypatch, 0, ACCELERATE_NUMA_AFFINITY="node", LOCAL_WORLD_SIZE="two")
+
+
+def test_a_process_is_bound_once(bound, monkeypatch):
+    environ = {affinity.VARIABLE: "exclusive", "LOCAL_WORLD_SIZE": "2"}
+    assert affinity.bind_as_told(0, "cpu", False, environ) and bound
+    bound.clear()
+    assert affinity.bind_as_told(0, "cpu", False, environ) and bound == []
+
+
+def test_gpus_are_named_by_torch(bound, monkeypatch):
+    properties = types.SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    assert affinity._devices(2) == ["0000:1b:02.0"] * 2
+    assert affinity._devices(3) == []  # processes share GPUs
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: object())
+    assert affinity._devices(1) == []
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system cannot bind")
+def test_for_real_with_threads_that_run_already():
+    program = (
+        "import os, threading\n"
+        "from accelerate.devices import affinity\n"
+        "go, seen = threading.Event(), []\n"
+        "t = threading.Thread(target=lambda: (go.wait(), seen.append(os.sched_getaffinity(0)))); t.start()\n"
+        "chosen = affinity.bind('exclusive', 0, len(os.sched_getaffinity(0)))\n"
+        "go.set(); t.join()\n"
+        "assert chosen == os.sched_getaffinity(0) == seen[0], (chosen, seen)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,94 @@
+"""Programs on the PATH that record how they were called."""
+
+import json
+import os
+import stat
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+RECORDER = """#!{python}
+import json, os, sys
+name = os.path.basename(sys.argv[0])
+if sys.argv[1:] == ["--version"] and os.path.exists({version!r}):
+    sys.exit(print(open({version!r}).read()))
+with open({record!r}, "a") as file:
+    entry = {{"name": name, "arguments": sys.argv[1:], "environment": dict(os.environ), "extra": None}}
+    if "DS_ENV_FILE" in os.environ:
+        entry["extra"] = open(os.environ["DS_ENV_FILE"]).read()
+        entry["mode"] = os.stat(os.environ["DS_ENV_FILE"]).st_mode & 0o777
+    print(json.dumps(entry), file=file)
+sys.exit(int(os.environ.get("FAKE_STATUS", "0")))
+"""
+
+
+class Programs:
+    """Fake programs in a folder of their own at the front of the PATH.
+
+    Args:
+        folder: where they lie.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.record = folder.parent / "record.jsonl"
+
+    def add(self, name: str, version: str | None = None) -> None:
+        """Put a program there; it answers `--version` with a text if there is one."""
+        answer = self.folder.parent / f"{name}.version"
+        if version is not None:
+            answer.write_text(version)
+        file = self.folder / name
+        file.write_text(RECORDER.format(python=sys.executable, version=str(answer), record=str(self.record)))
+        file.chmod(file.stat().st_mode | stat.S_IXUSR)
+
+    def calls(self) -> list[dict[str, Any]]:
+        """Return how they were called, in order."""
+        return [json.loads(line) for line in self.record.read_text().splitlines()] if self.record.exists() else []
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
+    """Only these programs are on the PATH."""
+    if os.name != "posix":
+        pytest.skip("the fake programs are scripts with a #! line")
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+    return Programs(folder)
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Callable[[str, str], str]:
+    """Write a file into the working directory, and return its name."""
+
+    def write(name: str, text: str) -> str:
+        (tmp_path / name).write_text(text)
+        return name
+
+    return write
+
+
+@pytest.fixture
+def fake_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Make an importable package of files; it is forgotten after the test."""
+
+    def make(name: str, **files: str) -> None:
+        folder = tmp_path / "packages"
+        monkeypatch.syspath_prepend(str(folder))
+        for path, text in {"__init__": "", **files}.items():
+            file = folder / name / f"{path.replace('__of__', '/')}.py"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+
+    yield make
+    for module in [
+        module
+        for module in sys.modules
+        if module.split(".")[0] in ("torch_xla", "deepspeed", "sagemaker", "torch_neuronx")
+    ]:
+        if str(tmp_path) in str(getattr(sys.modules[module], "__file__", "")):
+            del sys.modules[module]

@@ -1,0 +1,60 @@
+"""Several processes of one machine: what is handed to torch's elastic launcher; real launches are in tests/distributed."""
+
+import gc
+
+import pytest
+
+from accelerate.launch import elastic, runners
+from accelerate.launch.errors import LaunchError
+from accelerate.launch.runners import local
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """What would have been started."""
+    calls = []
+    monkeypatch.setattr(elastic, "make_config", lambda *args, **kwargs: calls.append((args, kwargs)))
+    monkeypatch.setattr(elastic, "start", lambda *args, **kwargs: calls.append((args, kwargs)))
+    return calls
+
+
+def test_options_reach_the_launcher(plan, started):
+    runners.run(
+        plan("--cpu --num_processes 2 --max_restarts 2 --monitor_interval 0.5 --role x --tee 1:2 --log_dir out")
+    )
+    (args, options), (_, run) = started
+    assert args[0] == 2 and args[2] == "out"
+    assert options == {"tee": {0: 0, 1: 2}, "role": "x", "max_restarts": 2, "monitor_interval": 0.5}
+    assert run["verbose"] is False and run["reporter"] is not None
+
+
+def test_nothing_starts_with_options_that_cannot_be_used(plan, started):
+    for run in (runners.run, runners.processes):
+        with pytest.raises(LaunchError, match="--tee"):
+            run(plan("--cpu --num_processes 2 --tee x"))
+    assert started == []
+
+
+def test_what_would_be_started(plan):
+    first, second = local.processes(plan("--cpu --num_processes 2"), {"A": "1"})
+    assert (first.label, second.label) == ("rank 0", "rank 1")
+    assert second.environment == {"A": "1", "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+
+
+def test_notes_are_printed_unless_quiet(plan, started, capsys):
+    runners.run(plan("--cpu --num_processes 2"))
+    assert capsys.readouterr().err.startswith("accelerate launch: OMP_NUM_THREADS=4 ")
+    runners.run(plan("--quiet --cpu --num_processes 2"))
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_collection_is_as_before(enabled):
+    before = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with local.without_collection():
+            assert not gc.isenabled()
+        assert gc.isenabled() is enabled
+    finally:
+        (gc.enable if before else gc.disable)()

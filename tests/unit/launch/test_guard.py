@@ -1,0 +1,99 @@
+"""The process that ends what a killed launcher had started; with real processes."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from accelerate.launch import guard
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="process groups are those of POSIX")
+SLEEP = "import time; print('up', flush=True); time.sleep(300)"
+DEAF = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEP}"
+PARENT = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SLEEP!r}]); import time; time.sleep(300)"
+
+
+@pytest.fixture
+def group():
+    """Start programs, each in a group of its own, and wait until they run."""
+    started = []
+
+    def start(program):
+        process = subprocess.Popen([sys.executable, "-c", program], start_new_session=True, stdout=subprocess.PIPE)
+        started.append(process)
+        assert process.stdout.readline() == b"up\n"
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_groups_are_asked_first_and_killed_then(group):
+    asked, deaf = group(SLEEP), group(DEAF)
+    guard.end_groups([asked.pid, deaf.pid], grace=0.1)
+    assert asked.wait(30) == -signal.SIGTERM and deaf.wait(30) == -signal.SIGKILL
+    guard.end_groups([asked.pid, deaf.pid], grace=30)  # nobody is left to wait for
+
+
+def test_what_a_process_has_started_goes_with_it(group):
+    parent = group(PARENT)
+    (child,) = psutil.Process(parent.pid).children()
+    parent.kill(), parent.wait()
+    guard.end_groups([parent.pid], grace=0.1)
+    psutil.wait_procs([child], timeout=30)
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_dismissed_guard_ends_nobody(group):
+    process, watching = group(SLEEP), guard.Guard(0.1)
+    watching.watch([process.pid])
+    inner = watching._process
+    watching.close()
+    watching.close()  # twice does no harm
+    assert inner.returncode == 0 and process.poll() is None
+
+
+def test_a_guard_ends_those_named_last(group):
+    before, now, watching = group(SLEEP), group(SLEEP), guard.Guard(0.1)
+    watching.watch([before.pid])
+    watching.watch([now.pid])
+    for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"):
+        watching._process.send_signal(getattr(signal, name))  # a scheduler signals every process of a job
+    watching._process.stdin.close()  # as when the launcher is killed
+    assert now.wait(30) == -signal.SIGTERM
+    assert watching._process.wait(30) == 0 and before.poll() is None
+
+
+def test_a_killed_guard_is_no_reason_to_fail(group):
+    watching = guard.Guard()
+    watching._process.kill(), watching._process.wait()
+    watching.watch([1])
+    watching.close()
+
+
+def test_it_holds_no_output_of_the_launcher_open():
+    program = (
+        "from accelerate.launch.guard import Guard; import os, signal; g = Guard(); "
+        "print('said', flush=True); os.kill(g._process.pid, signal.SIGSTOP); os._exit(0)"
+    )
+    # A guard that is stopped still exists; a reader of the launcher's output must see its end all the same.
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    stopped = [p for p in psutil.process_iter(["cmdline"]) if guard.__file__ in (p.info["cmdline"] or ())]
+    for process in stopped:
+        if process.status() == psutil.STATUS_STOPPED:
+            process.kill()
+    assert done.stdout == "said\n"
+
+
+def test_without_process_groups_there_is_no_guard(monkeypatch):
+    monkeypatch.delattr(os, "killpg")
+    watching = guard.Guard()
+    watching.watch([1])
+    watching.close()
+    assert watching._process is None

@@ -1,0 +1,196 @@
+"""The option table as a whole: every option through every door, one order of precedence, and the same value at the worker."""
+
+import argparse
+import itertools
+import os
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from accelerate.commands.launch import launch_command_parser
+from accelerate.config import env as worker
+from accelerate.config.options import BY_NAME, OPTIONS
+from accelerate.config.options.schema import ON, ONE
+from accelerate.launch import env as launcher
+from accelerate.launch.plan import Resolved, Source
+from accelerate.launch.resolve import merge
+
+PARSER = launch_command_parser()
+DOORS = (Source.COMMAND_LINE, Source.ENVIRONMENT, Source.FILE)
+# The file to read is chosen before the layers are merged.
+SETTABLE = [option for option in OPTIONS if option.name != "config_file"]
+by_name = pytest.mark.parametrize("option", SETTABLE, ids=lambda option: option.name)
+
+_words = st.text(st.characters(codec="utf-8", exclude_categories=("Cs", "Cc")), min_size=1, max_size=12)
+_texts = _words.filter(lambda text: text.strip())
+_kinds = {
+    "str": _texts,
+    "int": st.integers(1, 10**6),
+    "float": st.floats(allow_nan=False, allow_infinity=False),
+    "bool": st.booleans(),
+    "strs": st.lists(_texts, min_size=1, max_size=3),
+    "bools": st.tuples(st.booleans(), st.booleans(), st.booleans()),
+}
+
+
+# What only the reader of files knows about a value.
+_FILE_CHOICES = {"compute_environment": ("LOCAL_MACHINE", "AMAZON_SAGEMAKER")}
+
+
+def choices_of(option):
+    """The words that an option takes, without those that stand for others; None for any."""
+    choices = option.choices or _FILE_CHOICES.get(option.name)
+    return choices and [choice for choice in choices if choice not in option.corrections]
+
+
+def values_of(option):
+    """A strategy of the values that an option can have."""
+    return st.sampled_from(choices_of(option)) if choices_of(option) else _kinds[option.type]
+
+
+def doors_of(option, value):
+    """The layers that can set an option to a value."""
+    doors = []
+    if option.spellings and not (option.switch and not value and option.negation is None):
+        doors.append(Source.COMMAND_LINE)
+    if (option.env or option.env_names) and not (option.style in (ON, ONE) and not value):
+        doors.append(Source.ENVIRONMENT)
+    if option.file_key:
+        doors.append(Source.FILE)
+    return doors
+
+
+def text_of(value):
+    """A value as a person writes it on a command line."""
+    if isinstance(value, tuple):
+        return ",".join(map(text_of, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def on_command_line(option, value):
+    flag = next(flag for flag in option.spellings if flag.startswith("--"))
+    if option.switch:
+        return [flag if value else option.negation]
+    return [f"{flag}={text_of(item)}" for item in (value if isinstance(value, list) else [value])]
+
+
+def in_file(option, value):
+    content = {option.file_key: list(value) if isinstance(value, tuple) else value}
+    return {option.section: content} if option.section else content
+
+
+def in_environment(option, value):
+    if option.style in (ON, ONE):
+        return {option.env: text_of(value)}
+    return option.encode(value)
+
+
+def merged(place, option, layers):
+    """Set an option in some layers, and return what it resolves to beside all others."""
+    words, variables = ["train.py"], {}
+    if Source.COMMAND_LINE in layers:
+        words = [*on_command_line(option, layers[Source.COMMAND_LINE]), *words]
+    if Source.ENVIRONMENT in layers:
+        variables = in_environment(option, layers[Source.ENVIRONMENT])
+    if Source.FILE in layers:
+        path = place / "config.yaml"
+        path.write_text(yaml.safe_dump(in_file(option, layers[Source.FILE]), allow_unicode=True), encoding="utf-8")
+        words = ["--config_file", str(path), *words]
+    return merge(PARSER.parse_args(words), {"HF_HOME": str(place), **variables}).values
+
+
+@by_name
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_value_comes_through_every_door(place, option, data):
+    value = data.draw(values_of(option))
+    for door in doors_of(option, value):
+        resolved = merged(place, option, {door: value})[option.name]
+        assert (resolved.value, type(resolved.value)) == (value, type(value)), door
+        assert resolved.source is door
+
+
+@by_name
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_the_worker_reads_what_was_resolved(option, data):
+    value = data.draw(values_of(option))
+    resolved = {row.name: Resolved(row.default) for row in OPTIONS} | {option.name: Resolved(value)}
+    if option.above_one is not None:
+        resolved[option.above_one] = Resolved(2)
+    variables = launcher.exports(resolved)
+    if option.feature is not None:
+        variables |= launcher.feature_exports(option.feature, resolved)
+    assert all(isinstance(text, str) and "\0" not in text for text in variables.values())
+    if option.style in (ON, ONE):  # no variable is how a switch says no
+        assert bool(worker.value_of(option.name, variables)) is value
+    elif option.env or option.env_names:
+        assert worker.value_of(option.name, variables) == value
+    # And a launch inside the worker starts from the same value.
+    if doors_of(option, value).count(Source.ENVIRONMENT):
+        again = merge(argparse.Namespace(), {"HF_HOME": os.devnull, **variables}).values[option.name]
+        assert (again.value, again.source) == (value, Source.ENVIRONMENT)
+
+
+@pytest.mark.parametrize("option", [o for o in SETTABLE if o.env or o.env_names], ids=lambda option: option.name)
+def test_a_blank_variable_says_nothing(option):
+    blank = dict.fromkeys((option.env,) if option.env else option.env_names, "")
+    assert worker.given(option.name, blank) is None
+    assert merge(argparse.Namespace(), {"HF_HOME": os.devnull, **blank}).values[option.name].source is Source.DEFAULT
+
+
+def three_values(option):
+    """Different values for the command line, the environment and the file; a switch can only be turned on by its flag."""
+    if choices_of(option):
+        return list(itertools.islice(itertools.cycle(choices_of(option)), 3))
+    return {
+        "str": ["a", "b", "c"],
+        "int": [5, 6, 7],
+        "float": [0.5, 0.25, 0.125],
+        "bool": [True, False, True],
+        "strs": [["a"], ["b", "x"], ["c"]],
+        "bools": [(True, False, False), (False, True, False), (False, False, True)],
+    }[option.type]
+
+
+@by_name
+def test_precedence(place, option):
+    values = dict(zip(DOORS, three_values(option), strict=True))
+    can = {
+        Source.COMMAND_LINE: bool(option.spellings),
+        Source.ENVIRONMENT: bool(option.env or option.env_names),
+        Source.FILE: bool(option.file_key),
+    }
+    open_doors = [door for door in DOORS if can[door]]
+    assert open_doors, "nobody can set it"
+    for count in range(len(open_doors) + 1):
+        for layers in itertools.combinations(open_doors, count):
+            resolved = merged(place, option, {door: values[door] for door in layers})[option.name]
+            if layers:
+                assert (resolved.value, resolved.source) == (values[layers[0]], layers[0]), layers
+            else:
+                assert resolved.source is Source.DEFAULT
+
+
+@by_name
+def test_both_spellings_of_every_flag(option):
+    value = three_values(option)[0]
+    for flag in option.spellings:
+        if flag.startswith("--"):
+            words = (
+                [flag]
+                if option.switch
+                else [f"{flag}={text_of(item)}" for item in (value if isinstance(value, list) else [value])]
+            )
+            args = PARSER.parse_args([*words, "train.py"])
+            assert getattr(args, option.name) == value
+            assert option.name in args.nondefault
+
+
+def test_every_option_knows_where_it_came_from(place):
+    resolved = merge(PARSER.parse_args(["--num_processes", "2", "train.py"]), {"HF_HOME": str(place)}).values
+    assert set(resolved) == set(BY_NAME)
+    assert resolved["num_processes"].origin == "command line"
+    assert all(value.origin for value in resolved.values())

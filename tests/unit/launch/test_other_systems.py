@@ -1,0 +1,153 @@
+"""Windows and macOS lack some of what Linux has: the launcher imports there all the same, and runs one process.
+
+In a fresh interpreter from which those parts were taken away before our modules are imported.
+"""
+
+import subprocess
+import sys
+
+import pytest
+
+# Torch's own files for this system are loaded before; ours must not notice the difference.
+PRELOAD = """
+import asyncio, concurrent.futures.thread, ctypes, importlib.util, multiprocessing, os, pathlib, shutil, signal, socket
+import subprocess, sys, tempfile, threading
+"""
+TORCH = """
+import torch, torch.distributed.launcher.api, torch.distributed.elastic.agent.server.local_elastic_agent
+import torch.distributed.elastic.multiprocessing, torch.utils.data
+"""
+TAKE_AWAY = """
+sys.platform = {platform!r}
+for name in {modules!r}:
+    sys.modules[name] = None  # importing it fails
+for name in {os!r}:
+    if hasattr(os, name): delattr(os, name)
+for name in {signals!r}:
+    if hasattr(signal, name): delattr(signal, name)
+"""
+NOT_ON_WINDOWS = (
+    "fork forkpty register_at_fork killpg getpgrp getpgid setsid getsid setpgid tcgetpgrp tcsetpgrp ctermid nice "
+    "sched_getaffinity sched_setaffinity geteuid getuid getgid getegid getgroups getloadavg uname statvfs "
+    "mkfifo O_NOCTTY O_NONBLOCK O_CLOEXEC WNOWAIT confstr sysconf openpty"
+)
+NO_SIGNALS_OF_WINDOWS = (
+    "SIGHUP SIGQUIT SIGUSR1 SIGUSR2 SIGKILL SIGALRM SIGCHLD SIGSTOP SIGCONT SIGTSTP SIGPIPE SIGBUS SIGXCPU SIGXFSZ "
+    "pthread_sigmask pthread_kill sigwait sigpending setitimer alarm pause"
+)
+WINDOWS = {
+    "platform": "win32",
+    "modules": ["fcntl", "resource", "pwd", "grp", "termios", "tty", "pty", "readline", "curses", "syslog"],
+    "os": NOT_ON_WINDOWS.split(),
+    "signals": NO_SIGNALS_OF_WINDOWS.split(),
+}
+MACOS = {"platform": "darwin", "modules": [], "os": ["sched_getaffinity", "sched_setaffinity"], "signals": []}
+SYSTEMS = pytest.mark.parametrize("system", [WINDOWS, MACOS], ids=["Windows", "macOS"])
+
+
+def run(system, program, *, torch=False, cwd=None):
+    text = PRELOAD + (TORCH if torch else "") + TAKE_AWAY.format(**system) + program
+    return subprocess.run([sys.executable, "-c", text], cwd=cwd, capture_output=True, text=True, timeout=120)
+
+
+@SYSTEMS
+def test_everything_of_the_launcher_can_be_imported(system):
+    program = """
+import pkgutil, importlib, accelerate.launch, accelerate.commands
+names = [m.name for p in (accelerate.launch, accelerate.commands) for m in pkgutil.walk_packages(p.__path__, p.__name__ + ".")]
+for name in names:
+    if not name.endswith("__main__"):
+        importlib.import_module(name)
+import accelerate.runtime.failure, accelerate.devices.affinity
+print(len(names))
+"""
+    done = run(system, program, torch=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert int(done.stdout) > 30
+
+
+@SYSTEMS
+def test_a_launch_of_one_process(system, tmp_path):
+    (tmp_path / "script.py").write_text("import os, sys; print('ran', sys.argv[1:], os.environ['ACCELERATE_USE_CPU'])")
+    program = """
+from accelerate.commands import accelerate_cli
+from accelerate.commands import launch
+launch._owns_process = lambda: True  # as the console script
+sys.argv = ["accelerate", "launch", "--cpu", "script.py", "a"]
+accelerate_cli.main()
+print("the launcher is still there")
+"""
+    done = run(system, program, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.startswith("ran ['a']")
+    # A console of Windows would take the launcher for ended, so there it waits for its child.
+    assert ("still there" in done.stdout) is (system is WINDOWS)
+
+
+@SYSTEMS
+def test_the_status_of_one_process_is_kept(system, tmp_path):
+    (tmp_path / "script.py").write_text("raise SystemExit(7)")
+    program = """
+from accelerate.commands import accelerate_cli
+sys.argv = ["accelerate", "launch", "--cpu", "script.py"]
+accelerate_cli.main()
+"""
+    done = run(system, program, cwd=tmp_path)
+    assert done.returncode == 7 and "the script failed with exit status 7" in done.stderr
+
+
+@SYSTEMS
+def test_help_and_plan(system, tmp_path):
+    (tmp_path / "script.py").touch()
+    program = """
+from accelerate.commands import accelerate_cli
+for words in (["--help"], ["launch", "--help"], ["launch", "--cpu", "--num_processes", "2", "--dry_run", "script.py"]):
+    sys.argv = ["accelerate", *words]
+    try:
+        accelerate_cli.main()
+    except SystemExit as end:
+        assert not end.code, words
+"""
+    done = run(system, program, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_agents_and_guards_without_process_groups():
+    """What several processes need there: a store without libuv, a signal that exists, and no guard."""
+    program = """
+from accelerate.launch import elastic, guard, one_machine
+from accelerate.launch.agent import FORWARDED, STOPPING
+from accelerate.launch.plan import Rendezvous
+assert [int(number) for number in (*FORWARDED, *STOPPING)] == [15, 2]
+config = elastic.make_config(2, Rendezvous(), tempfile.mkdtemp())
+assert config.rdzv_configs["use_libuv"] is False and config.signals_to_handle == "SIGBREAK", config
+guard.Guard().close()
+guard.end_groups([], 1.0)
+from accelerate.launch.runners import failures
+import types
+one = types.SimpleNamespace(pid=1, exitcode=3221225477, error_file_data={}, timestamp=1)
+assert "failed with exit status 3221225477" in failures.failure_of(type("E", (Exception,), {"failures": {0: one}})())[1]
+failures.Reporter(write=lambda text: None).failed({0: one}, 1, 1)
+"""
+    done = run(WINDOWS, program, torch=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@SYSTEMS
+def test_processors_cannot_be_bound_and_that_is_said(system):
+    program = "from accelerate.devices import affinity\nassert affinity.bind('exclusive', 0, 2) is None"
+    done = run(system, program, torch=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "this system cannot bind" in done.stderr
+
+
+@SYSTEMS
+def test_a_rank_leaves_its_traceback_there_too(system, tmp_path):
+    program = f"""
+os.environ.update(ACCELERATE_LAUNCHER_PID=str(os.getppid()), TORCHELASTIC_ERROR_FILE={str(tmp_path / "error.json")!r})
+from accelerate.runtime import failure
+failure.watch()
+raise ValueError("x")
+"""
+    done = run(system, program)
+    assert done.returncode == 1 and done.stderr == "" and (tmp_path / "error.json").exists()

@@ -1,0 +1,72 @@
+"""What `--dry-run` prints."""
+
+import pytest
+
+from accelerate.launch import report
+from accelerate.launch.tables import table
+
+
+@pytest.fixture
+def lines(plan):
+    return lambda line, environ: report.describe(plan(line, environ), environ).splitlines()
+
+
+def row(lines, name):
+    return next(line.split(None, 2)[1:] for line in lines if line.startswith(f"{name} "))
+
+
+def test_every_value_has_its_source(lines, place, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    (place / "c.yaml").write_text("{distributed_type: NO, num_processes: 2, use_cpu: true}")
+    told = lines("--config_file c.yaml --debug", {"ACCELERATE_MIXED_PRECISION": "bf16"})
+    assert told[0] == "2 processes on the CPU would be started by torch's elastic launcher on this machine."
+    assert told[1] == "They meet at 127.0.0.1, port chosen by the system (static)."
+    assert row(told, "num_processes") == ["2", "configuration file c.yaml"]
+    assert row(told, "mixed_precision") == ["bf16", "environment variable ACCELERATE_MIXED_PRECISION"]
+    assert row(told, "debug") == ["yes", "command line"]
+    assert row(told, "num_cpu_threads_per_process") == ["4", "8 cores"]
+
+
+def test_each_process_has_its_command_and_its_variables(lines):
+    told = lines("--cpu --num_processes 2", {})
+    ranks = [index for index, line in enumerate(told) if line.startswith("rank ")]
+    assert [told[index].partition(" ")[2][:2] for index in ranks] == ["0:", "1:"]
+    assert all(told[index].endswith("-u train.py") for index in ranks)
+    assert told[ranks[1] + 1 : ranks[1] + 3] == ["  LOCAL_RANK=1", "  RANK=1"]
+    assert "  WORLD_SIZE=2" in told[: ranks[0]]
+
+
+def test_one_process_has_no_ranks(lines):
+    told = lines("--cpu", {})
+    assert told[0] == "1 process on the CPU would be started in place of the launcher."
+    assert not any("RANK" in line for line in told)
+
+
+def test_machines_are_said(lines):
+    words = "--cpu --num_machines 2 --num_processes 4 --main_process_ip 10.0.0.1"
+    told = lines(f"{words} --machine_rank 1", {})
+    assert told[2] == "2 machines take part, 2 processes each; this one is machine 1."
+    assert any(line.startswith("rank 3: ") for line in told) and "  MASTER_ADDR=10.0.0.1" in told
+    told = lines(f"{words} --rdzv_backend c10d", {})
+    assert told[2].endswith("this one takes its number when they meet.")
+    assert any(line.startswith("local rank 1: ") for line in told)
+
+
+def test_arguments_are_quoted_and_secrets_hidden(parse, place, monkeypatch):
+    from accelerate.launch.resolve import resolve
+
+    monkeypatch.setenv("HF_TOKEN", "hf_very_secret")
+    args = parse("--cpu --num_processes 2 train.py")
+    args.training_script_args = ["a b", "$HOME"]
+    told = report.describe(resolve(args), {})
+    assert "train.py 'a b' '$HOME'" in told
+    assert "hf_very_secret" not in told and "HF_TOKEN='(hidden)'" in told
+
+
+def test_what_cannot_run_yet_can_be_looked_at(lines):
+    told = lines("--dry_run --mixed_precision fp8 --cpu", {})
+    assert any("FP8" in line and "not available" in line for line in told if line.startswith("note: "))
+
+
+def test_columns():
+    assert table(["A", "BB"], [("xx", "y"), ("z", "wwww")], right="BB") == "A     BB\nxx     y\nz   wwww"

@@ -1,0 +1,182 @@
+"""A rank leaves its traceback for its launcher, or prints it; in fresh processes, which this test launches."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from accelerate.runtime import failure
+
+WATCH = "from accelerate.runtime import failure\nfailure.watch()\n"
+
+
+@pytest.fixture
+def error_file(tmp_path):
+    return tmp_path / "error.json"
+
+
+@pytest.fixture
+def run(error_file):
+    """Run a program as this process's rank."""
+
+    def run(program, **variables):
+        own = {failure.LAUNCHER: str(os.getpid()), failure.ERROR_FILE: str(error_file), "RANK": "3"}
+        environment = {**os.environ, **own, **variables}
+        return subprocess.run(
+            [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60
+        )
+
+    return run
+
+
+def told(error_file):
+    return json.loads(error_file.read_text())[failure.OURS]
+
+
+def test_a_traceback_is_left_and_not_printed(run, error_file):
+    done = run(f"{WATCH}def f():\n    raise ValueError('what went wrong')\nf()")
+    assert done.returncode == 1 and done.stderr == ""
+    record = told(error_file)
+    assert record["summary"] == "ValueError: what went wrong" and record["rank"] == 3 and not record["shown"]
+    assert record["traceback"].startswith("Traceback (most") and record["traceback"].endswith("went wrong\n")
+    assert record["where"] == "<string>:4 in f" and record["pid"] != os.getpid() and record["time"] > 0
+
+
+def test_torch_can_read_it(run, error_file):
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    run(f"{WATCH}raise ValueError('x')")
+    read = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(error_file))
+    assert read.message["message"] == "ValueError: x" and "Traceback" in read.message["extraInfo"]["py_callstack"]
+    assert read.timestamp == int(told(error_file)["time"])
+
+
+def test_a_chain_comes_whole(run, error_file):
+    run(f"{WATCH}try:\n    1 / 0\nexcept ZeroDivisionError as error:\n    raise RuntimeError('later') from error")
+    assert "ZeroDivisionError" in told(error_file)["traceback"] and "direct cause" in told(error_file)["traceback"]
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {failure.LAUNCHER: ""},
+        {failure.LAUNCHER: "1"},  # the launcher is gone, or this is a child of a rank
+        {failure.ERROR_FILE: ""},
+        {failure.ERROR_FILE: os.path.join(os.sep, "nowhere", "error.json")},
+    ],
+)
+def test_without_a_launcher_that_reads_it_is_printed(run, error_file, variables):
+    done = run(f"{WATCH}raise ValueError('printed')", **variables)
+    assert done.returncode == 1 and done.stderr.endswith("ValueError: printed\n") and not error_file.exists()
+
+
+def test_a_rank_whose_launcher_has_gone_prints_it(run, error_file):
+    done = run(f"{WATCH}import os\nos.getppid = lambda: 1\nraise ValueError('printed')")
+    assert "ValueError: printed" in done.stderr and not error_file.exists()
+
+
+def test_a_full_disk_is_no_reason_to_lose_it(run, error_file):
+    done = run(
+        f"{WATCH}import os\ndef full(*args): raise OSError(28, 'No space')\nos.replace = full\nraise ValueError('p')"
+    )
+    assert done.stderr.endswith("ValueError: p\n") and not error_file.exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "fragment"),
+    [
+        ("'\\udc80 \\x00 \u00e9'", "\udc80"),
+        ("'x' * 1_000_000", "characters are left out"),
+        ("type('U', (), {'__str__': lambda self: 1 / 0})()", "<exception str() failed>"),
+        ("lambda: None", "<function <lambda>"),  # nothing that could be pickled
+    ],
+)
+def test_strange_messages(run, error_file, text, fragment):
+    done = run(f"{WATCH}raise ValueError({text})")
+    assert done.stderr == "" and fragment in told(error_file)["traceback"]
+    assert len(error_file.read_text()) < 3 * failure._LONGEST
+
+
+def test_a_status_is_no_error(run, error_file):
+    done = run(f"{WATCH}raise SystemExit('a message')")
+    assert (done.returncode, done.stderr) == (1, "a message\n") and not error_file.exists()
+    assert run(f"{WATCH}raise SystemExit(3)").returncode == 3
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals are those of POSIX")
+def test_an_interrupt_says_where_it_stood(run, error_file):
+    done = run(
+        f"{WATCH}import os, signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "def train():\n    os.kill(os.getpid(), signal.SIGINT)\n    while True: pass\ntrain()"
+    )
+    assert done.returncode == -2 and done.stderr == ""
+    assert told(error_file)["interrupt"] and "in train" in told(error_file)["where"]
+
+
+def test_threads_print_as_ever(run, error_file):
+    done = run(f"{WATCH}import threading\nt = threading.Thread(target=lambda: 1 / 0)\nt.start(); t.join()")
+    assert done.returncode == 0 and "ZeroDivisionError" in done.stderr and not error_file.exists()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_children_of_a_rank_print_as_ever(run, error_file):
+    program = f"{WATCH}import os\nif os.fork() == 0:\n    raise ValueError('of the child')\nos.wait()"
+    done = run(program)
+    assert done.returncode == 0 and "ValueError: of the child" in done.stderr and not error_file.exists()
+
+
+def test_a_hook_of_the_program_prints_in_its_own_way(run, error_file):
+    hook = "import sys\nsys.excepthook = lambda kind, error, trace: print('mine:', error, file=sys.stderr)\n"
+    done = run(f"{hook}{WATCH}raise ValueError('x')")
+    assert done.stderr == "mine: x\n" and told(error_file)["shown"]
+    error_file.unlink()
+    done = run(f"{WATCH}{hook}raise ValueError('x')")  # set later, it is in charge
+    assert done.stderr == "mine: x\n" and not error_file.exists()
+    chained = "import sys\nformer = sys.excepthook\nsys.excepthook = lambda *given: (print('mine'), former(*given))\n"
+    done = run(f"{WATCH}{chained}raise ValueError('x')")
+    assert (done.stdout, done.stderr) == ("mine\n", "") and not told(error_file)["shown"]
+
+
+def test_watching_twice_is_watching_once(run, error_file):
+    done = run(f"{WATCH}{WATCH}raise ValueError('x')")
+    assert done.stderr == "" and told(error_file)["shown"] is False
+
+
+def test_what_torchs_record_wrote_stays(run, error_file):
+    program = (
+        f"{WATCH}from torch.distributed.elastic.multiprocessing.errors import record\n"
+        "@record\ndef main():\n    raise ValueError('x')\nmain()"
+    )
+    done = run(program)
+    assert done.stderr == ""
+    data = json.loads(error_file.read_text())
+    assert data["message"]["message"] == "ValueError: x" and data[failure.OURS]["summary"] == "ValueError: x"
+    error_file.write_text(json.dumps({"message": "of a handler of theirs", "more": 1}))
+    run(f"{WATCH}raise ValueError('x')")
+    data = json.loads(error_file.read_text())
+    assert (data["message"], data["more"], data[failure.OURS]["rank"]) == ("of a handler of theirs", 1, 3)
+    error_file.write_text("{half")
+    run(f"{WATCH}raise ValueError('x')")
+    assert told(error_file)["rank"] == 3
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals are those of POSIX")
+def test_a_fault_leaves_where_it_stood(run, error_file):
+    done = run(f"{WATCH}import faulthandler\ndef deep():\n    faulthandler._sigsegv()\ndeep()")
+    assert done.returncode < 0 and done.stderr == ""
+    text = error_file.with_name(failure.FAULTS).read_text()
+    assert "Segmentation fault" in text and "in deep" in text
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals are those of POSIX")
+def test_who_watches_faults_already_goes_on_doing_so(run, error_file):
+    done = run(f"import faulthandler\nfaulthandler.enable()\n{WATCH}faulthandler._sigsegv()")
+    assert "Segmentation fault" in done.stderr and not os.path.exists(failure.fault_file(str(error_file)))
+
+
+def test_importing_the_package_watches_and_costs_no_torch(run, error_file):
+    done = run("from accelerate import PartialState\nraise ValueError('early')")
+    assert done.stderr == "" and told(error_file)["summary"] == "ValueError: early"
+    assert run("import sys\nfrom accelerate.runtime import failure\nassert 'torch' not in sys.modules").returncode == 0

@@ -1,0 +1,121 @@
+"""Ranks from environment variables, whoever the launcher is."""
+
+import os
+
+import pytest
+
+from accelerate.runtime import ranks
+from accelerate.runtime.ranks import Ranks, resolve
+
+SLURM = {
+    "SLURM_STEP_ID": "0",
+    "SLURM_NTASKS": "5",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "3,2",
+}
+
+
+@pytest.mark.parametrize(
+    ("environ", "ranks"),
+    [
+        (
+            {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
+            Ranks(3, 4, 1, 2, "torchrun"),
+        ),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, Ranks(1, 2, 0, None, "torchrun")),
+        (
+            {
+                "OMPI_COMM_WORLD_RANK": "1",
+                "OMPI_COMM_WORLD_SIZE": "2",
+                "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+                "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+            },
+            Ranks(1, 2, 1, 2, "Open MPI"),
+        ),
+        (
+            {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
+            Ranks(1, 4, 1, 2, "MPI"),
+        ),
+        (
+            {
+                "MV2_COMM_WORLD_RANK": "0",
+                "MV2_COMM_WORLD_SIZE": "2",
+                "MV2_COMM_WORLD_LOCAL_RANK": "0",
+                "MV2_COMM_WORLD_LOCAL_SIZE": "1",
+            },
+            Ranks(0, 2, 0, 1, "MVAPICH"),
+        ),
+        (SLURM, Ranks(3, 5, 0, 2, "Slurm")),
+        # mpirun with a WORLD_SIZE exported by hand
+        ({"WORLD_SIZE": "2", "PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1"}, Ranks(1, 2, 1, None, "MPI")),
+        # torchrun inside an MPI or Slurm allocation is believed first; alone by hand as well
+        ({"RANK": "0", "WORLD_SIZE": "2", "PMI_RANK": "1", "PMI_SIZE": "8"}, Ranks(0, 2, 0, None, "torchrun")),
+        ({**SLURM, "RANK": "0", "WORLD_SIZE": "1"}, Ranks(0, 1, 0, None, "torchrun")),
+    ],
+)
+def test_launchers(environ, ranks):
+    assert resolve(environ) == ranks
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"LOCAL_RANK": "0"},
+        {"LOCAL_RANK": "-1"},
+        {"WORLD_SIZE": "1"},
+        {"RANK": "0"},
+        {"PMI_RANK": "0", "PMI_SIZE": "1"},
+        {k: v for k, v in SLURM.items() if k != "SLURM_STEP_ID"},  # the batch script
+        {**SLURM, "SLURM_NTASKS": "1"},  # an interactive shell
+    ],
+)
+def test_no_launcher(environ):
+    assert resolve(environ) is None
+
+
+@pytest.mark.parametrize(
+    ("environ", "fragments"),
+    [
+        ({"WORLD_SIZE": "two"}, ("WORLD_SIZE", "'two'")),
+        ({"WORLD_SIZE": "2"}, ("WORLD_SIZE is 2", "RANK is not set")),
+        ({"RANK": "1"}, ("RANK is 1", "WORLD_SIZE is not set")),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, ("RANK is 2", "0 to 1")),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, ("RANK is -1",)),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, ("WORLD_SIZE is 0",)),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "3"}, ("LOCAL_WORLD_SIZE is 3",)),
+        ({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, ("LOCAL_RANK is not set",)),
+        ({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"}, ("LOCAL_RANK is 2",)),
+        ({"WORLD_SIZE": "3", "PMI_RANK": "0", "PMI_SIZE": "2"}, ("WORLD_SIZE is 3", "PMI_SIZE is 2")),
+    ],
+)
+def test_contradictions_are_named(environ, fragments):
+    with pytest.raises(ValueError) as caught:
+        resolve(environ)
+    for fragment in fragments:
+        assert fragment in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"), [("gpu[03-05,09],login1", "gpu03"), ("node7", "node7"), ("a1,a2", "a1"), ("x[2]", "x2")]
+)
+def test_slurm_meets_on_the_first_node(nodes, host):
+    address = ranks.slurm_address({"SLURM_STEP_NODELIST": nodes, "SLURM_JOB_ID": "123"})
+    assert address == (host, 20123)
+
+
+def test_export_sets_what_is_missing_only(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "elsewhere")
+    ranks.export(Ranks(1, 4, 1, 2, "MPI"))
+    assert os.environ["RANK"] == "1" and os.environ["LOCAL_WORLD_SIZE"] == "2"
+    assert os.environ["MASTER_ADDR"] == "elsewhere" and os.environ["MASTER_PORT"] == "29500"
+
+
+def test_several_machines_need_an_address(monkeypatch):
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(ValueError, match="MASTER_ADDR"):
+        ranks.export(Ranks(1, 4, 1, 2, "MPI"))

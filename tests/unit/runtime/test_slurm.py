@@ -1,0 +1,166 @@
+import itertools
+
+import pytest
+
+from accelerate.runtime import ranks, slurm
+
+# As srun of Slurm 22.05 writes them (`srun -N2 -n5`), less what nobody here reads.
+STEP = {
+    "SLURM_GTIDS": "4",
+    "SLURM_JOB_ID": "2",
+    "SLURM_JOB_NODELIST": "n[1-2]",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_LOCALID": "0",
+    "SLURM_NNODES": "2",
+    "SLURM_NODEID": "1",
+    "SLURM_NTASKS": "5",
+    "SLURM_PROCID": "4",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_STEP_TASKS_PER_NODE": "4,1",
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("node7", ["node7"]),
+        ("a1,a2", ["a1", "a2"]),
+        ("gpu[03-05,09],login1", ["gpu03", "gpu04", "gpu05", "gpu09", "login1"]),
+        ("n[8-11]", ["n8", "n9", "n10", "n11"]),
+        ("n[098-101]", ["n098", "n099", "n100", "n101"]),
+        ("a[1-2]b[3-4]", ["a1b3", "a1b4", "a2b3", "a2b4"]),
+        ("a[1-2]-ib,b", ["a1-ib", "a2-ib", "b"]),
+        ("rack[1,x[01-02]]n", ["rack1n", "rackx01n", "rackx02n"]),
+        ("127.0.0.[1-2]", ["127.0.0.1", "127.0.0.2"]),
+        ("1-2", ["1-2"]),
+    ],
+)
+def test_lists_of_nodes(text, names):
+    assert list(slurm.hosts(text)) == names
+
+
+@pytest.mark.parametrize(
+    "text", ["n[1-2", "n1-2]", "n[]", "n[1,,2]", "n[5-3]", "a,,b", "", ",", "a" + "[1]" * 17, "[" * 5000 + "]" * 5000]
+)
+def test_malformed_lists_of_nodes_name_the_variable(text):
+    with pytest.raises(ValueError, match="SLURM_STEP_NODELIST is .*no list of nodes") as caught:
+        list(slurm.hosts(text, "SLURM_STEP_NODELIST"))
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("text", ["n[1-999999999999]", "[1-999999999][1-999999999]", "n[1-" + "9" * 4000 + "]"])
+def test_a_hostile_list_is_not_expanded(text):
+    names = list(itertools.islice(slurm.hosts(text), 2))
+    assert len(names) == 2 and slurm.first_host(text) == names[0]
+    assert not slurm.names_host(text, "elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"), [("2", [2]), ("4(x2),3", [4, 4, 3]), ("1(x3)", [1, 1, 1]), ("1(x99999999999),5", [1] * 9)]
+)
+def test_tasks_of_each_node(text, counts):
+    assert [slurm.tasks_on(text, node) for node in range(len(counts))] == counts
+
+
+@pytest.mark.parametrize("text", ["4(x2", "four", "4;3", "-1", "4(x2)3"])
+def test_malformed_counts_name_the_variable(text):
+    with pytest.raises(ValueError, match="SLURM_STEP_TASKS_PER_NODE is"):
+        slurm.tasks_on(text, 99)
+
+
+def test_a_task_of_a_step():
+    assert slurm.step(STEP) == slurm.Step(rank=4, size=5, local_rank=0, local_size=1, node=1, nodes=2)
+
+
+def without(*names):
+    return {name: value for name, value in STEP.items() if name not in names}
+
+
+@pytest.mark.parametrize("number", ["4294967290", "4294967291", "4294967292", "", "batch", "x"])
+def test_special_steps_are_no_steps(number):
+    assert slurm.step({**STEP, "SLURM_STEP_ID": number}) is None
+
+
+def test_a_batch_script_that_was_submitted_from_a_step_inherits_its_variables():
+    # Seen with `srun -n2 bash -c 'sbatch -n2 job.sh'`: all of SLURM_STEP_* is the outer step's, SLURM_GTIDS is not.
+    outer = {
+        **STEP,
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_PROCID": "0",
+        "SLURM_NODEID": "0",
+    }
+    assert slurm.step({**outer, "SLURM_GTIDS": "0"}) is None
+    assert slurm.step({**outer, "SLURM_GTIDS": "0,1"}).local_size == 2
+    # The other job has fewer nodes than the step.
+    assert slurm.step({**without("SLURM_GTIDS"), "SLURM_JOB_NUM_NODES": "1"}) is None
+    assert ranks.resolve({**outer, "SLURM_GTIDS": "0"}) is None
+
+
+def test_users_unset_the_list_of_task_numbers():
+    assert slurm.step(without("SLURM_GTIDS")).local_size == 1
+
+
+def test_the_shell_of_srun_pty_is_alone_and_steps_started_from_it_are_not(monkeypatch):
+    terminal = {**STEP, "SLURM_PTY_PORT": "34863"}
+    monkeypatch.setattr(slurm, "_has_terminal", lambda: True)
+    assert slurm.step(terminal) is None and ranks.resolve(terminal) is None
+    monkeypatch.setattr(slurm, "_has_terminal", lambda: False)
+    assert slurm.step(terminal) is not None
+
+
+# `srun --het-group=0,1` of a job whose first component is node n2 with one task, and whose second is n1 with two: the list is
+# sorted by name, and so are the counts; the numbers are not.
+HETEROGENEOUS = {
+    **STEP,
+    "SLURM_GTIDS": "0",
+    "SLURM_HET_SIZE": "2",
+    "SLURM_JOB_NODELIST_HET_GROUP_0": "n2",
+    "SLURM_JOB_NODELIST_HET_GROUP_1": "n1",
+    "SLURM_NODEID": "0",
+    "SLURM_NTASKS": "3",
+    "SLURM_PROCID": "0",
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_STEP_TASKS_PER_NODE": "2,1",
+}
+
+
+def test_heterogeneous_steps():
+    assert slurm.step(HETEROGENEOUS).local_size == 1
+    assert slurm.first_node(HETEROGENEOUS) == "n2"
+    assert slurm.first_node({**HETEROGENEOUS, "SLURM_STEP_NODELIST": "n1"}) == "n1"
+
+
+def test_ports_differ_between_steps_and_are_never_handed_out_by_the_system():
+    first = slurm.port({"SLURM_JOB_ID": "123"})
+    assert first == 20123 != slurm.port({"SLURM_JOB_ID": "123", "SLURM_STEP_ID": "1"})
+    assert all(20000 <= slurm.port({"SLURM_JOB_ID": str(job)}) < 32768 for job in (0, 12767, 12768, 10**12))
+    assert slurm.port({}) is None
+
+
+@pytest.mark.parametrize("source", ["", "9" * 5000, "one"])
+def test_numbers_that_are_none_are_named_in_a_short_message(source):
+    if not source:
+        assert slurm.integer({"SLURM_PROCID": source}, "SLURM_PROCID") is None
+        return
+    with pytest.raises(ValueError, match="SLURM_PROCID is") as caught:
+        slurm.integer({"SLURM_PROCID": source}, "SLURM_PROCID")
+    assert len(str(caught.value)) < 400
+
+
+def test_srun_with_pmi_tells_the_local_rank_in_its_own_words():
+    # `srun --mpi=pmi2 -n2`: PMI_RANK without MPI_LOCALRANKID.
+    pmi = {**STEP, "PMI_RANK": "4", "PMI_SIZE": "5", "PMI_JOBID": "3.0"}
+    assert ranks.resolve(pmi) == ranks.Ranks(4, 5, 0, 1, "Slurm")
+    # Hydra under Slurm: its helpers are the tasks of the step, its processes are not.
+    hydra = {**STEP, "PMI_RANK": "2", "PMI_SIZE": "3", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}
+    assert ranks.resolve(hydra) == ranks.Ranks(2, 3, 0, 1, "MPI")
+
+
+def test_jsrun():
+    names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    variables = {f"JSM_NAMESPACE_{name}": value for name, value in zip(names, ("5", "8", "1", "4"), strict=True)}
+    assert ranks.resolve(variables) == ranks.Ranks(5, 8, 1, 4, "jsrun")

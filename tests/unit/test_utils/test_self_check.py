@@ -1,0 +1,160 @@
+"""The checks of `accelerate test` pass on a setup that works, and each of them notices what it is there for."""
+
+import pytest
+import torch
+
+from accelerate import Accelerator
+from accelerate.config.handlers import GradientAccumulationPlugin
+from accelerate.state import AcceleratorState
+from accelerate.test_utils.scripts import check_collectives, check_loaders, check_training, checking, test_script
+from accelerate.test_utils.scripts.checking import Check, Skipped, run_checks
+
+CHECKS = {check.name: check for check in test_script.CHECKS}
+
+
+def test_everything_passes_here(capsys):
+    run_checks(test_script.CHECKS, Accelerator(cpu=True))
+    lines = capsys.readouterr().out.splitlines()
+    count = len(test_script.CHECKS)
+    assert len(lines) == count
+    for number, (line, check) in enumerate(zip(lines, test_script.CHECKS, strict=True), 1):
+        assert line.startswith(f"[{number:2}/{count}] {check.name} ... ok ")
+        assert line.endswith(" s")
+
+
+def test_a_failure_ends_the_run(capsys):
+    def fail(accelerator):
+        raise RuntimeError("what\nwent wrong")
+
+    checks = [Check("first", lambda accelerator: None), Check("second", fail), Check("third", fail)]
+    with pytest.raises(SystemExit, match="1"):
+        run_checks(checks, Accelerator(cpu=True))
+    out, err = capsys.readouterr()
+    assert out.splitlines()[1] == "[2/3] second ... FAILED"
+    assert "third" not in out
+    assert "The check 'second' failed on rank 0 of 1.\n  rank 0: RuntimeError: what went wrong\n" in err
+    assert "test_self_check.py" in err  # where
+
+
+def test_what_a_setup_cannot_do_is_skipped(capsys):
+    def skip(accelerator):
+        raise Skipped("no such number format")
+
+    run_checks([Check("fp4", skip)], Accelerator(cpu=True))
+    assert capsys.readouterr().out == "[1/1] fp4 ... skipped: no such number format\n"
+
+
+def test_the_precision_that_was_configured_comes_back():
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    CHECKS["fp16"].run(accelerator)
+    assert AcceleratorState().mixed_precision == "bf16"
+
+
+def test_a_precision_that_is_refused_is_skipped(monkeypatch):
+    accelerator = Accelerator(cpu=True)
+
+    def refuse(mixed_precision=None, **rest):
+        if mixed_precision == "fp16":
+            raise ValueError("fp16 needs a GPU")
+        return Accelerator(mixed_precision=mixed_precision)
+
+    monkeypatch.setattr(check_training, "Accelerator", refuse)
+    with pytest.raises(Skipped, match="needs a GPU"):
+        CHECKS["fp16"].run(accelerator)
+
+
+def doubled(function):
+    return lambda tensor, *args, **rest: 2 * function(tensor, *args, **rest) + 1
+
+
+def without_first(function):
+    return lambda *args, **rest: function(*args, **rest)[1:]
+
+
+class Forgetful(Accelerator):
+    """Forgets what it is asked to do."""
+
+    def load_state(self, *args, **rest):
+        pass
+
+    def clip_grad_norm_(self, *args, **rest):
+        pass
+
+
+class Wasteful(Accelerator):
+    """Hands out loaders that lack their last batch."""
+
+    def prepare(self, *objects, **rest):
+        prepared = super().prepare(*objects, **rest)
+        return list(prepared)[:-1] if len(objects) == 1 else prepared
+
+
+class Plain(Accelerator):
+    """Leaves everything as it is, in float32."""
+
+    def prepare(self, *objects, **rest):
+        return objects
+
+    def backward(self, loss, **rest):
+        loss.backward()
+
+
+BROKEN = [
+    ("processes", check_collectives, "gather_object", without_first(check_collectives.gather_object)),
+    ("gather", check_collectives, "gather", lambda tree: {"a": [2 * tree["a"][0] + 1]}),
+    ("reduce", check_collectives, "reduce", doubled(check_collectives.reduce)),
+    ("broadcast", check_collectives, "broadcast", doubled(check_collectives.broadcast)),
+    ("broadcast", check_collectives, "broadcast_object_list", lambda words, from_process: words[1:]),
+    ("pad", check_collectives, "pad_across_processes", lambda tensor, **rest: torch.cat([tensor, tensor])),
+    ("gather_object", check_collectives, "gather_object", without_first(check_collectives.gather_object)),
+    ("random numbers", check_collectives, "are_the_same_tensors", lambda tensor: False),
+    ("loader: even_batches=False", check_loaders, "Accelerator", Wasteful),
+    ("loader: dispatched", check_loaders, "_compare", None),
+    ("loader: skipped in mid-epoch", check_loaders, "skip_first_batches", lambda loader, count: loader),
+    (
+        "gradient accumulation",
+        check_training,
+        "GradientAccumulationPlugin",
+        lambda num_steps: GradientAccumulationPlugin(1),
+    ),
+    ("gradient clipping", check_training, "Accelerator", Forgetful),
+    ("training", check_training, "are_the_same_tensors", lambda tensor: False),
+    ("bf16", check_training, "Accelerator", Plain),
+    ("checkpoint and resume", check_training, "Accelerator", Forgetful),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "attribute", "broken"), BROKEN, ids=[f"{case[0]}: {case[2]}" for case in BROKEN]
+)
+def test_each_check_notices(monkeypatch, name, module, attribute, broken):
+    accelerator = Accelerator(cpu=True)
+    CHECKS[name].run(accelerator)
+    if broken is None:  # the comparison itself
+        with pytest.raises(AssertionError, match="Of 5 samples, 5 arrived, 4 of them different"):
+            module._compare(torch.tensor([0, 1, 2, 3, 3]), 5, "how")
+        return
+    monkeypatch.setattr(module, attribute, broken)
+    with pytest.raises(AssertionError):
+        CHECKS[name].run(accelerator)
+
+
+@pytest.mark.parametrize(
+    ("check", "method"), [("loader: every sample once", "gather_for_metrics"), ("trigger", "check_trigger")]
+)
+def test_checks_of_methods_notice(monkeypatch, check, method):
+    accelerator = Accelerator(cpu=True)
+    plain = getattr(accelerator, method)
+    answers = {"gather_for_metrics": lambda batch: plain(batch)[1:], "check_trigger": lambda: False}
+    monkeypatch.setattr(accelerator, method, answers[method])
+    with pytest.raises(AssertionError):
+        CHECKS[check].run(accelerator)
+
+
+def test_every_check_is_broken_here_once():
+    noticed = {case[0] for case in BROKEN} | {"loader: every sample once", "trigger"}
+    assert set(CHECKS) - noticed == {"fp16"}  # as bf16
+
+
+def test_the_grace_is_short():
+    assert checking.GRACE_S <= 10
