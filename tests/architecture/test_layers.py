@@ -11,7 +11,7 @@ LAYERS: list[str] = [
     "config parallelism_config",
     "runtime.storage devices",
     "comm utils.operations",
-    "runtime.slurm runtime.ranks runtime.rendezvous runtime.forking runtime.whereabouts runtime.traits runtime.split "
+    "runtime.slurm runtime.failure runtime.ranks runtime.rendezvous runtime.forking runtime.whereabouts runtime.traits runtime.split "
     "process state",
     "logging modules precision utils.other utils.random utils.memory utils.tqdm utils.rich utils.torch_xla optimizer scheduler",
     "data offload hooks big_modeling trackers parallel utils.modeling utils.offload utils.bnb utils.ao "

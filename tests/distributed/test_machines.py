@@ -132,13 +132,14 @@ def test_machines_that_disagree(job):
 
 def test_two_machines_with_one_number(job):
     port = free_port()
-    job.start(0, *at(port, 0, join_timeout=5), "script.py")
-    job.start(1, *at(port, 1), "--rdzv_conf", "join_timeout=5", "script.py")
-    job.start(2, *at(port, 1), "--rdzv_conf", "join_timeout=5", "script.py")
-    ends = [job.end(machine) for machine in (0, 1, 2)]
-    assert [status for status, _, _ in ends[1:]].count(2) + ends[1:][0][2].count("goes on without") + ends[1:][1][
-        2
-    ].count("goes on without") >= 1, ends
+    for launcher, machine in enumerate((0, 1, 1)):
+        words = at(port, machine, processes=3, join_timeout=10)
+        words[words.index("--num_machines") + 1] = "3"
+        job.start(launcher, *words, "script.py")
+    ends = [job.end(launcher) for launcher in range(3)]
+    assert ends[0][0] == 1 and "machine 2 of 3" in ends[0][2], ends
+    refused = [err for status, _, err in ends[1:] if status == 2]
+    assert len(refused) == 1 and "--machine_rank is 1 on this machine" in refused[0], ends
 
 
 def test_the_port_is_taken(job):

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -25,11 +25,13 @@ from torch.distributed.launcher.api import LaunchConfig
 from accelerate.config.exit_status import PREEMPTED
 from accelerate.launch import elastic
 from accelerate.launch.meeting import Elsewhere, Meeting
+from accelerate.launch.runners.failures import Reporter, endings_of
 
 # The name under which torch finds the rendezvous below.
 MACHINES = "accelerate_machines"
 # How long the processes of this machine have to end by themselves when those of another one have failed or saved themselves.
 _FOLLOWING_S = 5.0
+_LOOK_S = 0.05
 
 
 class MachinesRendezvous(RendezvousHandler):
@@ -139,11 +141,18 @@ class MachineAgent(elastic.Agent):
         return RunResult(state=WorkerState.FAILED)
 
     def _failed_here(self, result: RunResult, elsewhere: str | None) -> RunResult:
+        first = endings_of(result.failures)[0]
+        if first.follows and not self._remaining_restarts:
+            # All of them have lost a peer. The machine where that one ran is about to say so.
+            deadline = time.monotonic() + _FOLLOWING_S
+            while elsewhere is None and self._meeting.lost() is None and time.monotonic() < deadline:
+                time.sleep(_LOOK_S)
+                elsewhere = self._meeting.failed_elsewhere()
+            if elsewhere is not None:
+                raise Elsewhere(_told(elsewhere))
         if elsewhere is None:
-            rank, failure = min(result.failures.items(), key=lambda item: item[1].timestamp)
-            self._meeting.say_failed(f"rank {rank} ended with exit status {failure.exitcode}")
+            self._meeting.say_failed(f"rank {first.rank} ended with exit status {first.status}")
         elif not self._remaining_restarts:
-            # A process also fails because its peer on another machine did.
             self._meeting.tell(f"{elsewhere}, too; its messages are there")
         return result
 
@@ -172,7 +181,9 @@ def _create(parameters: RendezvousParameters) -> RendezvousHandler:
     return _handler[-1]
 
 
-def make_config(meeting: Meeting, local_address: str, log_dir: str, tee: str = "0", **rest: Any) -> LaunchConfig:
+def make_config(
+    meeting: Meeting, local_address: str, log_dir: str, tee: str | Mapping[int, int] = "0", **rest: Any
+) -> LaunchConfig:
     """Return the settings of torch's elastic launcher for one of several machines.
 
     Args:
@@ -193,20 +204,25 @@ def make_config(meeting: Meeting, local_address: str, log_dir: str, tee: str = "
         rdzv_endpoint=f"{meeting.host}:{meeting.port}",
         rdzv_backend=MACHINES,
         local_addr=local_address,
-        logs_specs=DefaultLogsSpecs(log_dir=log_dir, tee=Std.from_str(tee)),
+        logs_specs=elastic.logs_specs(log_dir, tee),
         **elastic.own_signals(),
         **rest,
     )
 
 
 def start(
-    config: LaunchConfig, program: str, arguments: tuple[str, ...], environment: Mapping[str, str], verbose: bool
+    config: LaunchConfig,
+    program: str,
+    arguments: tuple[str, ...],
+    environment: Mapping[str, str],
+    verbose: bool,
+    reporter: Reporter,
 ) -> None:
-    """Start the processes of this machine and wait for those of all; see `elastic.start`.
+    """Start the processes of this machine and wait for those of all; the arguments are those of `elastic.start`.
 
     Raises:
         MachineLost: a machine does not answer any more, and there is no restart left.
         Elsewhere: processes of another machine have failed.
         RunError: not all machines came.
     """
-    elastic.start(config, program, arguments, environment, verbose=verbose, agent=MachineAgent)
+    elastic.start(config, program, arguments, environment, verbose, MachineAgent, reporter)

@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 
-from accelerate.launch import network, runners
+from accelerate.launch import logs, network, runners
 from accelerate.launch.plan import LaunchPlan
 from accelerate.launch.runners import local
 from accelerate.launch.runners.base import Process
+from accelerate.launch.runners.failures import Reporter
 
 
 def processes(plan: LaunchPlan, environment: Mapping[str, str]) -> list[Process]:
@@ -32,12 +33,14 @@ def run(plan: LaunchPlan, environment: Mapping[str, str], replace: bool = False)
         replace: has no effect; the launcher watches over its processes.
 
     Raises:
+        LaunchError: the options about watching and logging cannot be used, or the machines do not agree.
         RunError: a machine did not come, or is lost.
         torch.distributed.elastic.multiprocessing.errors.ChildFailedError: a process failed.
         torch.distributed.elastic.multiprocessing.api.SignalException: a signal stopped them.
     """
+    logs.check(plan)
     with local.without_collection():
-        from accelerate.launch import elastic, elastic_machines
+        from accelerate.launch import elastic_machines
         from accelerate.launch.meeting import Meeting
 
     meet, settings = plan.rendezvous, plan.rendezvous.settings
@@ -53,15 +56,17 @@ def run(plan: LaunchPlan, environment: Mapping[str, str], replace: bool = False)
         tell=lambda line: runners.tell(plan, line),
     )
     program, *arguments = plan.command
-    with elastic.log_directory(plan["log_dir"]) as directory:
+    tee = logs.streams(plan)
+    with logs.directory(plan["log_dir"]) as directory, logs.lines_at_once(tee):
         config = elastic_machines.make_config(
             meeting,
             address,
             directory,
-            tee=plan["tee"],
+            tee=tee,
             role=plan["role"],
             max_restarts=plan["max_restarts"],
             monitor_interval=plan["monitor_interval"],
         )
         variables = {**network.gloo_variables(address), **environment}
-        elastic_machines.start(config, program, tuple(arguments), variables, verbose=bool(plan["debug"]))
+        reporter = Reporter(quiet=bool(plan["quiet"]))
+        elastic_machines.start(config, program, tuple(arguments), variables, bool(plan["debug"]), reporter)
