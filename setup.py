@@ -12,7 +12,7 @@ TRACKERS = ["tensorboard"]
 EXPORT = ["libcst>=1.1"]
 STORES = ["fsspec"]
 TESTING = [
-    *["pytest>=8", "parameterized", "hypothesis", "scikit-learn", "torchdata"],
+    *["pytest>=8", "pytest-xdist", "parameterized", "hypothesis", "scikit-learn", "torchdata"],
     *[*TRACKERS, *EXPORT, *STORES, "s3fs", "moto[server]>=5"],
     *["argcomplete", "cloudpickle", "ipykernel", "jupyter_client"],
 ]

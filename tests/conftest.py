@@ -35,7 +35,10 @@ def clean_slate(request: pytest.FixtureRequest) -> Iterator[None]:
     forget_states()
     os.environ.clear()
     os.environ.update(before)
-    leaked = [t.name for t in set(threading.enumerate()) - threads if t.is_alive() and not t.daemon]
+    left = [thread for thread in set(threading.enumerate()) - threads if not thread.daemon]
+    for thread in left:
+        thread.join(5)  # a pool that was shut down without waiting is about to end
+    leaked = [thread.name for thread in left if thread.is_alive()]
     assert not leaked, f"threads were left running: {leaked}"
     assert not leaked_group, "a process group was left; destroy it, or ask for the fixture `process_group`"
 

@@ -221,9 +221,25 @@ def _announce(request: Request, count: int, device_type: str) -> None:
     )
 
 
+# The states that functions have left behind which ran right here. Processes that are started later do without them.
+_left_behind: list[Mapping[str, Any]] = []
+
+
 def _run_here(request: Request, variables: Mapping[str, str]) -> None:
-    with _set(variables):
-        request.function(*request.args)
+    from accelerate.runtime import storage
+
+    slots = [slot for slot in (storage.accelerator, storage.process) if not slot.current]
+    try:
+        with _set(variables):
+            request.function(*request.args)
+    finally:
+        _left_behind[:] = [*(left for left in _left_behind if _is_current(left)), *(slot.current for slot in slots)]
+
+
+def _is_current(state: Mapping[str, Any]) -> bool:
+    from accelerate.runtime import storage
+
+    return any(slot.current is state for slot in (storage.accelerator, storage.process))
 
 
 @contextmanager
@@ -259,7 +275,8 @@ def _refuse_state() -> None:
     from accelerate.runtime import storage
 
     _refuse_group()
-    if storage.accelerator.current or storage.process.current:
+    found = [slot.current for slot in (storage.accelerator, storage.process) if slot.current]
+    if any(all(state is not left for left in _left_behind) for state in found):
         raise ValueError(
             "This process has an Accelerator already, and the processes to be started would inherit it. Restart the "
             "notebook, and build the Accelerator only inside the training function."

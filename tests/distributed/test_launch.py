@@ -1,10 +1,15 @@
 """Real launches: processes cooperate, failures are told once, output goes into files, and nothing clashes."""
 
+import json
 import os
 import subprocess
 import sys
 
 import pytest
+
+from accelerate.commands.launch import launch_command_parser
+from accelerate.launch import runners
+from accelerate.launch.resolve import resolve
 
 LAUNCH = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--cpu"]
 MEET = """
@@ -234,6 +239,27 @@ def test_processes_get_processors_of_their_own(run, script, options):
     done = run("--num_processes", "2", *options, script(text))
     masks = [set(line.split()[1:]) for line in done.stdout.splitlines() if line.startswith("on ")]
     assert len(masks) == 2 and all(masks) and not masks[0] & masks[1], done.stdout + done.stderr
+
+
+# What torch adds when it starts a process; nobody knows their values before, or cares.
+STARTED = {"ACCELERATE_LAUNCHER_PID", "MASTER_PORT", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
+STARTED |= {f"TORCHELASTIC_{name}" for name in ("ERROR_FILE", "RUN_ID", "SIGNALS_TO_HANDLE", "USE_AGENT_STORE")}
+
+
+@pytest.mark.parametrize("options", [[], ["--num_processes", "2", "--mixed_precision", "bf16"]])
+def test_what_is_started_is_what_was_planned(run, script, tmp_path, environment, monkeypatch, options):
+    text = "import json, os\njson.dump(dict(os.environ), open('rank' + os.environ.get('RANK', ''), 'w'))"
+    assert run(*options, script(text)).returncode == 0
+    monkeypatch.chdir(tmp_path)
+    for name in set(os.environ) - set(environment):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HF_HOME", environment["HF_HOME"])
+    planned = runners.processes(resolve(launch_command_parser().parse_args(["--cpu", *options, "script.py"])))
+    for process in planned:
+        real = json.loads((tmp_path / f"rank{process.environment.get('RANK', '')}").read_text())
+        assert {name: real.get(name) for name in process.environment} == dict(process.environment)
+        assert set(real) - set(process.environment) <= STARTED | {"LC_CTYPE"}
+    assert len(planned) == len(list(tmp_path.glob("rank*")))
 
 
 def test_nothing_starts_without_a_script(run):

@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -84,7 +85,7 @@ def at(port: int, machine: int | None = None, processes: int = 4, **conf: int) -
     return [*words, "--rdzv_conf", ",".join(f"{name}={value}" for name, value in settings.items())]
 
 
-@pytest.mark.parametrize("backend", ["static", "c10d"])
+@pytest.mark.parametrize("backend", ["static", pytest.param("c10d", marks=pytest.mark.slow)])
 def test_two_machines_meet(job, backend):
     port = free_port()
     for machine in (1, 0):
@@ -133,7 +134,7 @@ def test_machines_that_disagree(job):
 def test_two_machines_with_one_number(job):
     port = free_port()
     for launcher, machine in enumerate((0, 1, 1)):
-        words = at(port, machine, processes=3, join_timeout=10)
+        words = at(port, machine, processes=3, join_timeout=8)
         words[words.index("--num_machines") + 1] = "3"
         job.start(launcher, *words, "script.py")
     ends = [job.end(launcher) for launcher in range(3)]
@@ -165,7 +166,7 @@ def test_a_failure_on_one_machine_ends_the_other(job, rank):
     assert status != 0 and f"machine {failed} (" in err and f"rank {rank} ended with exit status 9" in err, err
 
 
-@pytest.mark.parametrize("backend", ["static", "c10d"])
+@pytest.mark.parametrize("backend", [pytest.param("static", marks=pytest.mark.slow), "c10d"])
 def test_all_machines_restart(job, backend):
     port = free_port()
     for machine in (0, 1):
@@ -175,6 +176,77 @@ def test_all_machines_restart(job, backend):
         status, out, err = job.end(machine)
         assert status == 0, err
         assert out.count("attempt 1") == 2 and out.count("done") == 2
+
+
+WAIT = """
+import signal, sys, time
+from accelerate import PartialState
+state = PartialState()
+asked = []
+if "save" in sys.argv:
+    signal.signal(signal.SIGTERM, lambda *_: asked.append(True))
+print("up", flush=True)
+while not asked:
+    time.sleep(0.05)
+time.sleep(6 * (state.process_index == int(sys.argv[2])))  # what its save takes longer than the other's
+raise SystemExit(75)
+"""
+
+
+@pytest.fixture
+def running(job):
+    """Start two machines with a process each that wait for a signal, and wait until they do."""
+
+    def running(*words: str, options: tuple[str, ...] = (), **conf: int) -> Job:
+        (job.folder / "wait.py").write_text(WAIT)
+        port = free_port()
+        for machine in (0, 1):
+            job.start(machine, *at(port, machine, processes=2, **conf), *options, "wait.py", *words)
+        wait_for(lambda: all("up" in job.said(machine, "out") for machine in (0, 1)), "the processes")
+        return job
+
+    return running
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals are those of POSIX")
+@pytest.mark.parametrize("slow", [0, 1])
+def test_both_machines_save_themselves(running, slow):
+    """The launcher whose process is quicker must neither take the store away nor be missed."""
+    job = running("save", str(slow), heartbeat_timeout=2)
+    for launcher in job.launchers.values():
+        launcher.send_signal(signal.SIGTERM)
+    for machine in (0, 1):
+        status, _, err = job.end(machine)
+        assert status == 75 and "it has saved itself" in err and "machine" not in err, err
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals are those of POSIX")
+@pytest.mark.parametrize(("stopped", "number"), [(0, signal.SIGINT), (1, signal.SIGTERM)])
+def test_a_machine_that_is_stopped_says_so(running, stopped, number):
+    job = running()
+    job.launchers[stopped].send_signal(number)
+    assert job.end(stopped)[0] == 128 + number
+    status, _, err = job.end(1 - stopped)
+    assert status == 1 and err.count(f"was stopped by {number.name}. The processes") == 1, err
+    assert "frame #" not in err, "what torch writes about its connections"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals are those of POSIX")
+def test_a_signal_ends_a_launcher_that_waits_for_a_restart(running):
+    """Its processes are gone: there is nobody to pass the signal on to."""
+    job = running(options=("--max_restarts", "1"), heartbeat_timeout=2)
+    job.launchers[1].send_signal(signal.SIGINT)
+    job.end(1)
+    wait_for(lambda: "waiting up to 60 s" in job.said(0), "machine 0 to wait")
+    job.launchers[0].send_signal(signal.SIGTERM)
+    status, _, err = job.end(0)
+    assert status == 143 and "did not come" not in err, err
+
+
+def test_a_quiet_launcher_says_what_nobody_else_can_say(job):
+    job.start(1, "--quiet", *at(free_port(), 1, join_timeout=1), "script.py")
+    status, _, err = job.end(1)
+    assert status == 1 and err.startswith("accelerate launch: Nobody has answered at 127.0.0.1"), err
 
 
 # -- two network namespaces ------------------------------------------------------------------------------------------
@@ -246,7 +318,9 @@ def wait_for(found: Callable[[], object], what: str) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("numbered", [True, False], ids=["static", "c10d"])
+@pytest.mark.parametrize(
+    "numbered", [pytest.param(True, id="static", marks=pytest.mark.slow), pytest.param(False, id="c10d")]
+)
 def test_two_hosts_train(hosts, numbered):
     hosts, job = hosts
     for machine in (0, 1):
@@ -273,7 +347,7 @@ def test_a_host_that_is_cut_off_ends_the_run_by_name(hosts, tmp_path):
     assert status == 1 and re.search(r"machine 0 \(.*10\.213\.77\.1\) has not answered for \d+ s", err), err
 
 
-@pytest.mark.parametrize("how", ["cable", "reboot"])
+@pytest.mark.parametrize("how", ["cable", pytest.param("reboot", marks=pytest.mark.slow)])
 def test_a_host_that_comes_back_resumes_the_run(hosts, tmp_path, how):
     hosts, job = hosts
     folder = tmp_path / "saved"
@@ -287,11 +361,11 @@ def test_a_host_that_comes_back_resumes_the_run(hosts, tmp_path, how):
         pids = subprocess.run(["ip", "netns", "pids", hosts.names[1]], check=True, capture_output=True, text=True)
         subprocess.run(["kill", "-9", *pids.stdout.split()], check=True)
         job.end(1)
-    else:
-        for machine in (0, 1):
-            wait_for(
-                lambda machine=machine: "has not answered" in job.said(machine), f"machine {machine} to miss the other"
-            )
+    # Mended sooner, the connections of the processes break first, which is a failure like any other.
+    for machine in (0, 1) if how == "cable" else (0,):
+        wait_for(
+            lambda machine=machine: "has not answered" in job.said(machine), f"machine {machine} to miss the other"
+        )
     hosts.mend()
     if how == "reboot":
         job.start(1, *hosts.options(1, heartbeat_timeout=3), *words)

@@ -88,6 +88,23 @@ def test_processes_meet(command, environment, tmp_path, processes):
     assert said == [f"at {rank} {rank} {processes} {processes} 1 bf16" for rank in range(processes)]
 
 
+def test_two_jobs_side_by_side(environment, tmp_path):
+    """Here mpirun starts the launches, or the script itself; a shell in between hides neither."""
+    (tmp_path / "script.py").write_text(MEET)
+    (tmp_path / "wrapper.sh").write_text('"$@"\n:\n')
+    launch = ["-m", "accelerate.commands.accelerate_cli", "launch", "--cpu", "--num_cpu_threads_per_process", "1"]
+    start = ["mpirun", "-n", "2", "sh", "wrapper.sh", sys.executable]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    jobs = [
+        subprocess.Popen(
+            [*start, *words, "script.py"], cwd=tmp_path, env={**environment, "OMP_NUM_THREADS": "1"}, **streams
+        )
+        for words in (launch, [])
+    ]
+    for said in [job.communicate(timeout=180)[0] for job in jobs]:
+        assert sorted(line for line in said.splitlines() if line) == [f"at {rank} {rank} 2 2 1 no" for rank in (0, 1)]
+
+
 def test_status_is_kept_and_the_traceback_is_seen(command, environment, tmp_path):
     done = run(command("raise SystemExit(3)", 2), environment, tmp_path)
     assert done.returncode == 3

@@ -19,8 +19,8 @@ from accelerate.checkpoint.inspect import Details, Summary
 from accelerate.checkpoint.manifest import DamagedCheckpoint
 from accelerate.checkpoint.places import Place, Stored, place_of
 from accelerate.checkpoint.pruning import Pruning
-from accelerate.commands.utils import make_parser
-from accelerate.launch.errors import LaunchError
+from accelerate.commands.utils import PATH_ERRORS, make_parser
+from accelerate.launch.errors import LaunchError, RunError
 from accelerate.launch.tables import table
 
 # What was written to within this time may belong to a run that is saving right now.
@@ -52,12 +52,16 @@ def told_in_one_line() -> Iterator[None]:
 
     Raises:
         LaunchError: instead of that.
+        RunError: instead of what the system refused on the way, such as a full disk.
     """
     try:
         yield
     except LaunchError:
         raise
-    except (DamagedCheckpoint, OSError, ImportError, ValueError) as error:
+    except OSError as error:
+        kind = LaunchError if isinstance(error, PATH_ERRORS) else RunError
+        raise kind(" ".join(str(error).split())) from error
+    except (DamagedCheckpoint, ImportError, ValueError) as error:
         raise LaunchError(" ".join(str(error).split())) from error
     except pickle.UnpicklingError as error:
         # The rest of torch's message tells how to run it all the same.

@@ -15,6 +15,7 @@ from accelerate.commands.utils import make_parser, or_exit
 from accelerate.config.env import read_all
 from accelerate.config.options import OPTIONS
 from accelerate.launch import config_file
+from accelerate.launch.secrets import masked
 
 # What decides a run besides the options of the table: ranks, devices, schedulers, communication.
 _TELLING = re.compile(
@@ -49,15 +50,6 @@ _COMPANIONS = (
     *("wandb", "tensorboard", "mlflow", "comet_ml", "aim", "clearml", "dvclive", "swanlab", "trackio"),
     *("sagemaker", "boto3", "argcomplete", "lightning", "torchft-nightly", "s3fs"),
 )
-_SECRET = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
-# NAME=value, NAME: value and NAME is 'value' within a text, such as an entry of `tpu_env` or an error about a file. All that
-# follows is hidden; "unknown keys: a, b" is no secret.
-_ASSIGNMENT = re.compile(
-    r"((?!keys\b)[\w-]*(?:KEY|TOKEN|SECRET|PASSW|CREDENTIAL)[\w-]*['\"]?\s*(?:[=:]|\bis\s+['\"])\s*)(.+)",
-    re.IGNORECASE,
-)
-_LOGIN = re.compile(r"://[^/@\s]+@")
-_HIDDEN = "(hidden)"
 # Any module that exists; what would run is not the question.
 _SOME_MODULE = "accelerate.test_utils.scripts.test_cli"
 
@@ -165,7 +157,7 @@ def _backends() -> list[str]:
 def _content(path: os.PathLike[str] | None) -> dict[str, Any]:
     """Return what the configuration file holds, as far as it can be read; `_options` tells what is wrong with it."""
     try:
-        return {} if path is None else _masked(config_file.load_mapping(path))
+        return {} if path is None else masked(config_file.load_mapping(path))
     except (ValueError, OSError):
         return {}
 
@@ -174,7 +166,7 @@ def _variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that decide a run, by name."""
     of_options = {name for option in OPTIONS for name in (option.env, *option.env_names) if name}
     telling = (name for name in environ if name in of_options or _TELLING.fullmatch(name))
-    return {name: _masked(environ[name], name) for name in sorted(telling)}
+    return {name: masked(environ[name], name) for name in sorted(telling)}
 
 
 def _options(args: argparse.Namespace, environ: Mapping[str, str]) -> tuple[dict[str, str], str]:
@@ -194,11 +186,11 @@ def _options(args: argparse.Namespace, environ: Mapping[str, str]) -> tuple[dict
             for name, (value, variable) in _readable(environ).items()
         }
     rows = {
-        name: f"{_masked(resolved.value, name)} ({resolved.origin})"
+        name: f"{masked(resolved.value, name)} ({resolved.origin})"
         for name, resolved in values.items()
         if resolved.source is not Source.DEFAULT and name != "config_file"
     }
-    return rows | {f"note {number}": _masked(note) for number, note in enumerate(notes, 1)}, problem
+    return rows | {f"note {number}": masked(note) for number, note in enumerate(notes, 1)}, problem
 
 
 def _readable(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
@@ -216,6 +208,7 @@ def _readable(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
 def _launch(args: argparse.Namespace, environ: Mapping[str, str]) -> str:
     """Say what a launch with no arguments but a script would do, or why it would not start."""
     from accelerate.commands.launch import launch_command_parser
+    from accelerate.launch.report import summary
     from accelerate.launch.resolve import resolve
     from accelerate.launch.runners import RUNNERS
 
@@ -228,10 +221,8 @@ def _launch(args: argparse.Namespace, environ: Mapping[str, str]) -> str:
         return f"would not start: {_brief(error)}"
     except Exception as error:  # a fault of ours belongs into the report as well
         return f"would not start: {type(error).__name__}: {_brief(error)}"
-    where = "the CPU" if plan.on_cpu else plan.hardware.device
-    count = f"{plan.num_processes} process{'es' if plan.num_processes > 1 else ''}"
-    lines = [f"{count} on {where}, started {RUNNERS[plan.runner]} (runner: {plan.runner})"]
-    return "; ".join([*lines, *map(_masked, plan.notes)])
+    lines = [f"{summary(plan)}, started {RUNNERS[plan.runner]} (runner: {plan.runner})"]
+    return "; ".join([*lines, *map(masked, plan.notes)])
 
 
 def _list(content: Mapping[str, Any], indent: str = "\t") -> str:
@@ -242,26 +233,8 @@ def _list(content: Mapping[str, Any], indent: str = "\t") -> str:
     return "\n" + "\n".join(lines)
 
 
-def _masked(value: Any, name: str = "") -> Any:
-    """Return a value without what must not be published: secrets by their names, and logins in addresses.
-
-    Args:
-        value: text, or containers of text; truth values and numbers stay as they are.
-        name: what it is called.
-    """
-    if isinstance(value, Mapping):
-        return {key: _masked(inner, str(key)) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_masked(inner, name) for inner in value]
-    if not isinstance(value, str) or value.lower() in ("", "true", "false", "yes", "no", "0", "1"):
-        return value
-    if _SECRET.search(name):
-        return _HIDDEN
-    return _LOGIN.sub(f"://{_HIDDEN}@", _ASSIGNMENT.sub(rf"\1{_HIDDEN}", value))
-
-
 def _brief(error: BaseException) -> str:
-    return _masked(" ".join(f"{error}".split())) or type(error).__name__
+    return masked(" ".join(f"{error}".split())) or type(error).__name__
 
 
 def _version(distribution: str) -> str:

@@ -138,10 +138,12 @@ def _exit(plan: LaunchPlan, error: BaseException) -> NoReturn:
     ):  # what only the runner can see: a program that is not installed, machines that disagree
         print(f"accelerate launch: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    status, line = (1, str(error)) if isinstance(error, RunError) else runners.failure_of(error)
+    known = isinstance(error, RunError)
+    status, line = (error.status, str(error)) if known else runners.failure_of(error)
     if plan["debug"]:
         traceback.print_exception(error)
-    runners.tell(plan, line)
+    # A process that failed has said why; of a machine that is lost nobody else speaks.
+    runners.tell(plan, line, always=known)
     raise SystemExit(status) from None
 
 

@@ -3,12 +3,14 @@
 import argparse
 import contextlib
 import copy
+import io
 import os
 import select
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
+from accelerate.launch.errors import RunError
 from accelerate.launch.option import ArgumentGroup, Parser
 
 T = TypeVar("T")
@@ -21,7 +23,7 @@ CLOSED_PIPE = 141
 COMPLETING = "_ARGCOMPLETE"
 
 # The system's words for a path that cannot be used; every other error of the system is an error of the run.
-_PATH_ERRORS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
+PATH_ERRORS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
 
 
 class CustomArgumentParser(Parser):
@@ -84,12 +86,16 @@ def make_parser(
 def as_program(prog: str) -> Iterator[None]:
     """End as a console program does: quietly when the reader of the output is gone, with status 130 after Ctrl-C.
 
+    What the encoding of the output lacks, such as letters of a path, is written as an escape sequence instead of an error.
+
     Args:
         prog: the command, for the message.
 
     Raises:
         SystemExit: with status 130 after an interrupt, 141 where the output has no reader any more.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
             yield
@@ -123,7 +129,7 @@ def _reader_is_gone() -> bool:
 def or_exit(prog: str, func: Callable[..., T], *args: Any) -> T:
     """Call a function; a request that cannot be run becomes one line on stderr and exit status 2.
 
-    What the system refuses on the way (a full disk, a connection) becomes one line and status 1.
+    What the system refuses on the way (a full disk, a connection), and a `RunError`, becomes one line and status 1.
 
     Args:
         prog: the command, for the message.
@@ -137,12 +143,12 @@ def or_exit(prog: str, func: Callable[..., T], *args: Any) -> T:
     with as_program(prog):
         try:
             return func(*args)
-        except (ValueError, NotImplementedError, OSError) as error:
+        except (ValueError, NotImplementedError, OSError, RunError) as error:
             for broken in (error, error.__cause__):
                 if isinstance(broken, BrokenPipeError):
                     raise broken from None
             print(f"{prog}: error: {_in_words(error)}", file=sys.stderr)
-            usage = isinstance(error, (ValueError, NotImplementedError, *_PATH_ERRORS))
+            usage = isinstance(error, (ValueError, NotImplementedError, *PATH_ERRORS))
             raise SystemExit(2 if usage else 1) from None
 
 

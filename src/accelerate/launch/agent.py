@@ -68,6 +68,7 @@ class Agent(LocalElasticAgent):
         self._groups: list[int] = []
         self._starting, self._stopping, self._awaited = False, 0, 0
         self._seen: dict[int, Seen] = {}
+        self._gone = False
         self._last_look = time.time()
         self._left_since: dict[int, float] = {}
         self._caused_since: float | None = None
@@ -80,18 +81,18 @@ class Agent(LocalElasticAgent):
         self._starting, self._seen, self._left_since, self._caused_since = True, {}, {}, None
         try:
             started = super()._start_workers(worker_group)
+            self._gone = False
         finally:
             self._starting = False
             _install()  # older versions of torch put their own handlers there
         self._last_look = time.time()
-        if not isinstance(worker_group.spec.entrypoint, str):
-            return started
-        self._groups = self._processes() if hasattr(os, "killpg") else []
-        if self._run.guard is not None:
-            self._run.guard.watch(self._groups)
-        self._note_who_is_stopped()
-        if self._run.reporter is not None:
-            self._run.reporter.started(*self._attempt(worker_group), self._log_folder())
+        if isinstance(worker_group.spec.entrypoint, str):
+            self._groups = self._processes() if hasattr(os, "killpg") else []
+            if self._run.guard is not None:
+                self._run.guard.watch(self._groups)
+            self._note_who_is_stopped()
+            if self._run.reporter is not None:
+                self._run.reporter.started(*self._attempt(worker_group), self._log_folder())
         if self._awaited:
             self._raise_stop(self._awaited)
         return started
@@ -167,13 +168,18 @@ class Agent(LocalElasticAgent):
             handler.proc.kill()
 
     def _pass_on(self) -> None:
-        processes = self._processes()
-        for number in list(self._received) if processes else ():
+        for number in list(self._received) if self._processes() and not self._gone else ():
             if number not in self._forwarded:
                 self._forwarded.add(number)
-                for process in processes:
+                for process in self._living():
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(process, number)
+
+    def _living(self) -> list[int]:
+        # The number of a process that is gone may be somebody else's by now.
+        statuses = self._statuses()
+        pids = {} if self._pcontext is None else self._pcontext.pids()
+        return [pid for local, pid in pids.items() if statuses.get(local) is None]
 
     def _processes(self) -> list[int]:
         return [] if self._pcontext is None else list(self._pcontext.pids().values())
@@ -271,6 +277,7 @@ class Agent(LocalElasticAgent):
 
     def _stop_workers(self, *args: Any, **kwargs: Any) -> None:
         super()._stop_workers(*args, **kwargs)
+        self._gone = True
         self.sweep()
 
     def sweep(self) -> None:

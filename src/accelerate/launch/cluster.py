@@ -16,7 +16,6 @@ MASTER_ADDR and MASTER_PORT, where they are set, say where the machines meet. No
 
 import re
 import socket
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -186,7 +185,7 @@ def _mpi(environ: Mapping[str, str], told: Ranks, hostname: str | None) -> Clust
     size, here = told.world_size, told.local_world_size
     names = [_scheme(told.source)[1], _scheme(told.source)[0 if here == 1 else 3]]
     if here == size:
-        return Cluster(told.source, 1, 0, _LOCAL, _mpi_port(environ), told, _named(environ, *names))
+        return Cluster(told.source, 1, 0, _LOCAL, ranks.mpi_port(environ), told, _named(environ, *names))
     job = _job(environ, told.source)
     counted = slurm.integer(environ, "OMPI_MCA_orte_num_nodes") if told.source == "Open MPI" else None
     # Where nobody has counted the machines, the others are taken to be like this one.
@@ -202,7 +201,7 @@ def _mpi(environ: Mapping[str, str], told: Ranks, hostname: str | None) -> Clust
         machines=machines if one_each or not job else min(machines, len(job.hosts)),
         machine_rank=told.rank if one_each else None,
         address=address,
-        port=_mpi_port(environ),
+        port=ranks.mpi_port(environ),
         task=None if one_each else told,
         detail=_named(environ, *names, *((by,) if address else ())),
         no_address=why,
@@ -242,19 +241,6 @@ def _elsewhere(own: str, contrary: str) -> str:
 
 def _scheme(source: str) -> tuple[str, ...]:
     return dict(ranks.SCHEMES)[source]
-
-
-def _mpi_port(environ: Mapping[str, str]) -> int | None:
-    """Return a port that belongs to this one mpirun, or else to the job; not to a step of Slurm, which only helpers run in."""
-    for name in ("PMIX_NAMESPACE", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"):
-        if environ.get(name, "").strip():
-            return _port(environ, name)
-    return None
-
-
-def _port(environ: Mapping[str, str], name: str) -> int:
-    number = environ[name].strip() + (environ.get("LSB_JOBINDEX", "") if name == "LSB_JOBID" else "")
-    return slurm.PORTS[zlib.crc32(number.encode("utf-8", "surrogateescape")) % len(slurm.PORTS)]
 
 
 # The hosts of a job
@@ -391,7 +377,7 @@ def _by_name(environ: Mapping[str, str], job: _Job, hostname: str) -> Cluster:
         machines=len(job.hosts),
         machine_rank=position,
         address=job.hosts[0],
-        port=_port(environ, "PBS_JOBID" if job.source == "PBS" else "LSB_JOBID"),
+        port=ranks.job_port(environ, ("PBS_JOBID" if job.source == "PBS" else "LSB_JOBID",)),
         task=None,
         detail=f"{job.variable}, host {hostname}",
     )

@@ -251,11 +251,7 @@ class _Reader:
         self.values: dict[str, Any] = {}
         self.lines: dict[str, int] = {}
         self.problems: list[Problem] = []
-        environment = str(self.content.get("compute_environment") or ComputeEnvironment.LOCAL_MACHINE.value)
-        self.sagemaker = environment == ComputeEnvironment.AMAZON_SAGEMAKER.value
-        if environment not in ComputeEnvironment.__members__:
-            known = ", ".join(ComputeEnvironment.__members__)
-            self.add(f"compute_environment is {_shown(environment)}; choose one of {known}.", "compute_environment")
+        self.sagemaker = self.content.get("compute_environment") == ComputeEnvironment.AMAZON_SAGEMAKER.value
 
     def add(self, text: str, *key: str, fatal: bool = True) -> None:
         self.problems.append(Problem(text, self.line(*key), fatal))
@@ -276,6 +272,8 @@ class _Reader:
                 self.section(name, raw)
             elif key == "distributed_type":
                 self.kind(raw)
+            elif key == "compute_environment":
+                self.environment(raw)
             elif key in TOP_LEVEL:
                 self.value(TOP_LEVEL[key], raw, name)
             elif key not in SAGEMAKER_KEYS:
@@ -289,6 +287,13 @@ class _Reader:
                     f"{'.'.join(key)} stands there {len(where)} times, in lines {lines}; keep one.", where[-1], False
                 )
             )
+
+    def environment(self, raw: Any) -> None:
+        if raw is None or raw in list(ComputeEnvironment.__members__):
+            self.store("compute_environment", raw, "compute_environment")
+        else:  # other readers of such files insist on capitals
+            known = ", ".join(ComputeEnvironment.__members__)
+            self.add(f"compute_environment is {_shown(raw)}; choose one of {known}.", "compute_environment")
 
     def kind(self, raw: Any) -> None:
         known = SageMakerDistributedType.__members__ if self.sagemaker else SWITCH_OF_DISTRIBUTED_TYPE
@@ -324,8 +329,13 @@ class _Reader:
         source = ".".join(key)
         if isinstance(raw, list) and option.name in _COMMA_LISTS and not any(isinstance(x, (list, dict)) for x in raw):
             raw = ",".join(map(str, raw))
-        if isinstance(raw, (list, dict)) and (option.type not in ("strs", "bools") or isinstance(raw, dict)):
-            self.add(f"{source} is {_shown(raw)}; it must be a single value.", *key)
+        listed = option.type in ("strs", "bools")
+        if isinstance(raw, (list, dict)) and (not listed or isinstance(raw, dict)):
+            self.add(f"{source} is {_shown(raw)}; it must be a {'list' if listed else 'single value'}.", *key)
+            return
+        inner = next((x for x in raw if isinstance(x, (list, dict))), None) if isinstance(raw, list) else None
+        if inner is not None:
+            self.add(f"{source} holds {_shown(inner)}; it must be a list of single values.", *key)
             return
         if isinstance(raw, bool) and option.type in ("int", "float"):
             self.add(f"{source} is {str(raw).lower()}; it must be a number.", *key)
@@ -414,6 +424,8 @@ def unknown_key(key: str, known: Iterable[str]) -> str:
     options = [option for option in OPTIONS if option.section and option.file_key == key]
     if options:
         return f"{_name(key)} belongs under {options[0].section}."
+    if any(option.name == key and option.spellings for option in OPTIONS):
+        return f"{_name(key)} is an option of `accelerate launch` alone; a file cannot set it. Write --{key} instead."
     return f"{_name(key)} is unknown. Correct or remove it; known are {', '.join(known)}."
 
 

@@ -10,4 +10,6 @@ class NotAvailableError(LaunchError, NotImplementedError):
 
 
 class RunError(RuntimeError):
-    """A run has begun and cannot go on for a reason that lies outside the script; the command line answers with exit status 1."""
+    """A run has begun and cannot go on for a reason that lies outside the script; the command line answers with `status`."""
+
+    status = 1

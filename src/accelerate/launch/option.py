@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
@@ -129,7 +130,7 @@ class Parser(argparse.ArgumentParser):
             shown = [flag for flag in action.option_strings if "-" not in flag[2:]]
             if 0 < len(shown) < len(action.option_strings):
                 message = message.replace("/".join(action.option_strings), "/".join(shown))
-        super().error(message)
+        super().error(message + _near_choice(message))
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         """End the process; a reader of the help that has closed its pipe (as `| head` does) is no error."""
@@ -206,6 +207,18 @@ class _NotGiven(list):
 
 
 _NOT_GIVEN = _NotGiven()
+
+
+def _near_choice(message: str) -> str:
+    """Return which word was probably meant, where argparse says that a word is none of the choices."""
+    found = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)$", message)
+    if not found:
+        return ""
+    import difflib  # only for those who mistyped
+
+    known = {word.lower(): word for word in re.findall(r"[^\s,']+", found[2])}
+    near = difflib.get_close_matches(found[1].lower(), known, n=1)
+    return f"; did you mean {known[near[0]]}?" if near else ""
 
 
 def _plain(flag: str) -> str:
@@ -289,6 +302,8 @@ def _keywords(option: Option) -> dict[str, Any]:
 
 def _reader(option: Option) -> Callable[[str], Any]:
     def read(text: str) -> Any:
+        if text.lower() in option.unset:  # it could not undo what a lower layer sets
+            raise argparse.ArgumentTypeError(f"{option.name} is {text!r}; leave the option out for that.")
         try:
             return option.parse(text)
         except ValueError as error:

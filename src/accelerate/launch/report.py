@@ -5,9 +5,9 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 
 from accelerate.config.options import BY_NAME
-from accelerate.launch import runners
+from accelerate.launch import runners, secrets
 from accelerate.launch.plan import LaunchPlan, Source
-from accelerate.launch.secrets import shown
+from accelerate.launch.secrets import masked
 from accelerate.launch.tables import table
 
 
@@ -26,15 +26,26 @@ def describe(plan: LaunchPlan, environ: Mapping[str, str] | None = None) -> str:
         2 processes on the CPU would be started by torch's elastic launcher on this machine.
     """
     environ = os.environ if environ is None else environ
-    where = "the CPU" if plan.on_cpu else f"{plan.hardware.device} devices"
-    noun = "process" if plan.num_processes == 1 else "processes"
-    lines = [
-        f"{plan.num_processes} {noun} on {where} would be started {runners.RUNNERS[plan.runner]}.",
-        *_meeting(plan),
-    ]
+    lines = [f"{summary(plan)} would be started {runners.RUNNERS[plan.runner]}.", *_meeting(plan)]
     lines += ["", table(["SETTING", "VALUE", "SOURCE"], _settings(plan)), ""]
-    lines += _processes(runners.processes(plan), environ)
+    lines += _processes(plan, runners.processes(plan), environ)
     return "\n".join([*lines, *(f"note: {note}" for note in plan.notes)])
+
+
+def summary(plan: LaunchPlan) -> str:
+    """Return how many processes of a plan run on what, in words.
+
+    Args:
+        plan: what is started.
+    """
+    if plan.runner == "sagemaker":  # its instances decide
+        return "The processes"
+    where = "the CPU" if plan.on_cpu else f"{plan.hardware.device} devices"
+    if plan.runner in ("tpu", "tpu_pod"):
+        where = "TPU cores"
+    # A scheduler has started a launch for each process.
+    count = f"1 of {plan.num_processes}" if plan.runner == "single" and plan.num_processes > 1 else plan.num_processes
+    return f"{count} {'process' if plan.num_processes == 1 else 'processes'} on {where}"
 
 
 def _meeting(plan: LaunchPlan) -> list[str]:
@@ -55,14 +66,12 @@ def _settings(plan: LaunchPlan) -> list[tuple[str, str, str]]:
         option = BY_NAME[name]
         told = option.feature is None and option.encode(resolved.value)
         if resolved.source is not Source.DEFAULT or told:
-            value = shown(
-                name, "yes" if resolved.value is True else "no" if resolved.value is False else str(resolved.value)
-            )
-            rows.append((name, value, resolved.origin))
+            value = masked(resolved.value, name)
+            rows.append((name, "yes" if value is True else "no" if value is False else str(value), resolved.origin))
     return rows
 
 
-def _processes(started: Sequence[runners.Process], environ: Mapping[str, str]) -> list[str]:
+def _processes(plan: LaunchPlan, started: Sequence[runners.Process], environ: Mapping[str, str]) -> list[str]:
     own = [
         {name: value for name, value in process.environment.items() if environ.get(name) != value}
         for process in started
@@ -76,14 +85,20 @@ def _processes(started: Sequence[runners.Process], environ: Mapping[str, str]) -
     if len(started) > 1 and common:
         lines += ["Each of them gets these variables, and those of this shell:", *_variables(common), ""]
     for process, variables in zip(started, own, strict=True):
-        lines.append(f"{process.label}: {shlex.join(process.command)}")
+        lines.append(f"{process.label}: {_written(plan, process.command)}")
         lines += _variables(
             variables if len(started) == 1 else {k: v for k, v in variables.items() if k not in common}
         )
-        gone = sorted(set(environ) - set(process.environment))
+        gone = [] if plan.runner == "sagemaker" else sorted(set(environ) - set(process.environment))
         lines += [f"  without {', '.join(gone)}"] if gone else []
     return lines
 
 
+def _written(plan: LaunchPlan, words: Sequence[str]) -> str:
+    if plan.runner == "sagemaker":  # a call in Python
+        return f"{words[0]}({', '.join(words[1:])})"
+    return shlex.join(secrets.command(words))
+
+
 def _variables(variables: Mapping[str, str]) -> Iterable[str]:
-    return [f"  {name}={shlex.quote(shown(name, value))}" for name, value in sorted(variables.items())]
+    return [f"  {name}={shlex.quote(str(masked(value, name)))}" for name, value in sorted(variables.items())]

@@ -108,7 +108,8 @@ def resolve(args: argparse.Namespace, environ: Mapping[str, str] | None = None) 
         machines=place,
         rendezvous=rendezvous,
         extra=MappingProxyType(_extra(values, environ, runner, found, scheduler)),
-        notes=tuple(notes),
+        # They would be told once by each task.
+        notes=() if task and task.rank else tuple(notes),
     )
 
 

@@ -1,7 +1,24 @@
-"""Names of variables and options whose values are not to be printed."""
+"""What must not be printed: values by their names, wherever they stand, and logins in addresses."""
 
-_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL")
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+# A word of a name that is one of these, or that ends so; "MONKEY" is neither.
+_WORDS = ("KEY", "TOKEN")
+_ENDINGS = ("APIKEY", "ACCESSKEY", "SECRETKEY", "PRIVATEKEY", "TOKEN")
+_ANYWHERE = ("SECRET", "PASSWORD", "PASSWD", "PASSPHRASE", "CREDENTIAL")
+# The path of a file.
+_HARMLESS = frozenset(["GOOGLE_APPLICATION_CREDENTIALS"])
+# No secret consists of these, whatever it is called: `calculate_per_token_loss` is a switch.
+_TELLING_NOTHING = frozenset(["", "true", "false", "yes", "no", "0", "1", "none"])
 _HIDDEN = "(hidden)"
+# NAME=value, NAME: value and NAME is 'value' within a text, such as an entry of `tpu_env` or an error about a file, and
+# --name value, as in a command. What is hidden already is passed over.
+_ASSIGNED = re.compile(
+    r"(?:([A-Za-z_][\w-]*)['\"]?\s*(?:[=:]|\bis\s+['\"])\s*|(?<!\S)--([A-Za-z][\w-]*)\s+(?!-))(?=\S)(?!['\"]?\(hidden\))"
+)
+_LOGIN = re.compile(r"://[^/@\s]+@")
 
 
 def is_secret(name: str) -> bool:
@@ -14,8 +31,11 @@ def is_secret(name: str) -> bool:
         >>> [is_secret(name) for name in ("HF_TOKEN", "aws-secret-access-key", "WANDB_APIKEY", "MONKEY", "TOKENIZERS_PARALLELISM")]
         [True, True, True, False, False]
     """
-    words = name.upper().replace("-", "_").split("_")
-    return any(word in _WORDS or word.endswith(("APIKEY", *_WORDS[1:])) for word in words)
+    plain = name.upper().replace("-", "_")
+    return plain not in _HARMLESS and any(
+        word in _WORDS or word.endswith(_ENDINGS) or any(part in word for part in _ANYWHERE)
+        for word in plain.split("_")
+    )
 
 
 def shown(name: str, value: str) -> str:
@@ -24,5 +44,58 @@ def shown(name: str, value: str) -> str:
     Args:
         name: the variable or the option.
         value: its value.
+
+    Example:
+        >>> shown("HF_TOKEN", "hf_abc"), shown("STORE", "s3://me:pw@host"), shown("LANG", "C")
+        ('(hidden)', 's3://(hidden)@host', 'C')
     """
-    return _HIDDEN if value and is_secret(name) else value
+    return masked(value, name)
+
+
+def masked(value: Any, name: str = "") -> Any:
+    """Return a value without what must not be published, in itself or anywhere within it.
+
+    In a text all that follows the name of a secret is hidden: only a shell could tell where the secret ends.
+
+    Args:
+        value: text, a number, or containers of these; truth values stay as they are.
+        name: what it is called.
+
+    Example:
+        >>> masked({"env": ["HF_TOKEN=hf_abc", "A=1"], "commands": ["login --token hf_abc"], "password": 3})
+        {'env': ['HF_TOKEN=(hidden)', 'A=1'], 'commands': ['login --token (hidden)'], 'password': '(hidden)'}
+    """
+    if isinstance(value, Mapping):
+        return {key: masked(inner, str(key)) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [masked(inner, name) for inner in value]
+    if value is None or str(value).lower() in _TELLING_NOTHING:
+        return value
+    if is_secret(name):
+        return _HIDDEN
+    if not isinstance(value, str):
+        return value
+    for match in _ASSIGNED.finditer(value):
+        if is_secret(match[1] or match[2]) and value[match.end() :].lower() not in _TELLING_NOTHING:
+            value = value[: match.end()] + _HIDDEN
+            break
+    return _LOGIN.sub(f"://{_HIDDEN}@", value)
+
+
+def command(words: Iterable[str]) -> list[str]:
+    """Return a command line as it may be printed.
+
+    Args:
+        words: program and arguments.
+
+    Example:
+        >>> command(["train.py", "--hub_token", "hf_abc", "--api-key=abc", "--lr", "1"])
+        ['train.py', '--hub_token', '(hidden)', '--api-key=(hidden)', '--lr', '1']
+    """
+    found: list[str] = []
+    before = ""
+    for word in words:
+        flag = before.startswith("--") and "=" not in before and not word.startswith("-")
+        found.append(masked(word, before if flag else ""))
+        before = word
+    return found

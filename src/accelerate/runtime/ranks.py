@@ -14,6 +14,7 @@ process is believed:
 """
 
 import os
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -53,6 +54,9 @@ SCHEMES = (
     ("MPI", ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")),
     ("MVAPICH", tuple(f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
 )
+_MPI = frozenset(source for source, _ in SCHEMES[1:])
+# How Hydra, which MPICH and Intel MPI start processes with, tells its helper on each machine where mpirun listens.
+_HYDRA_OPTIONS = (("--control-port",), ("--upstream-host", "--upstream-port"))
 
 
 def resolve(environ: Mapping[str, str] | None = None) -> Ranks | None:
@@ -148,6 +152,69 @@ def slurm_address(environ: Mapping[str, str]) -> tuple[str, int] | None:
     return None if host is None else (host, slurm.port(environ) or slurm.PORTS[0])
 
 
+def mpi_port(environ: Mapping[str, str]) -> int | None:
+    """Return a port that all processes of an mpirun compute alike, and other runs most likely otherwise.
+
+    It comes from what identifies this one mpirun, or else from the number of the job. Steps of Slurm do not count: only helpers of
+    mpirun run in them.
+
+    Args:
+        environ: the variables.
+
+    Returns:
+        None where nothing identifies the run.
+
+    Example:
+        >>> mpi_port({"PMIX_NAMESPACE": "2071330817"})
+        26082
+    """
+    run = environ.get("PMIX_NAMESPACE", "").strip() or (_hydra() if environ.get("PMI_RANK", "").strip() else None)
+    return port_of(run) if run else job_port(environ)
+
+
+def job_port(
+    environ: Mapping[str, str], names: tuple[str, ...] = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
+) -> int | None:
+    """Return a port that all processes of a job compute alike; None outside of a job.
+
+    Args:
+        environ: the variables.
+        names: those that may hold the number of the job; the first one that does decides.
+    """
+    for name in names:
+        if number := environ.get(name, "").strip():
+            return port_of(number + (environ.get("LSB_JOBINDEX", "") if name == "LSB_JOBID" else ""))
+    return None
+
+
+def port_of(name: str) -> int:
+    """Return the port of a run.
+
+    Args:
+        name: what identifies it.
+    """
+    return slurm.PORTS[zlib.crc32(name.encode("utf-8", "surrogateescape")) % len(slurm.PORTS)]
+
+
+def _hydra() -> str | None:
+    """Return where the mpirun listens that has started this process through Hydra, whose variables do not tell one run from another.
+
+    Its helper, from which the processes of a machine descend, was told so by its arguments.
+    """
+    import psutil  # nobody else here needs it
+
+    try:
+        for ancestor in psutil.Process().parents():
+            words = ancestor.cmdline()
+            if words and os.path.basename(words[0]).startswith(("hydra_", "pmi_proxy")):
+                for options in _HYDRA_OPTIONS:
+                    if set(options) <= set(words[:-1]):
+                        return ":".join(words[words.index(option) + 1] for option in options)
+    except (psutil.Error, OSError):
+        pass
+    return None
+
+
 def export(ranks: Ranks) -> None:
     """Write ranks and meeting point to torchrun's variables, which torch and other libraries read; set ones stay.
 
@@ -164,7 +231,8 @@ def export(ranks: Ranks) -> None:
             environ.setdefault(name, str(value))
     meeting = slurm_address(environ) if ranks.source == "Slurm" else None
     if meeting is None and ranks.local_world_size in (None, ranks.world_size):
-        meeting = "127.0.0.1", DEFAULT_PORT
+        port = mpi_port(environ) if ranks.source in _MPI and not environ.get("MASTER_PORT") else None
+        meeting = "127.0.0.1", port or DEFAULT_PORT
     if "MASTER_ADDR" not in environ:
         if meeting is None:
             raise ValueError(

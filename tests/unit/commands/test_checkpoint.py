@@ -15,6 +15,7 @@ from accelerate.checkpoint import names
 from accelerate.checkpoint.manifest import NAME
 from accelerate.checkpoint.places import place_of
 from accelerate.commands import checkpoint as module
+from accelerate.commands.utils import or_exit
 
 
 def run(accelerate, *words):
@@ -711,3 +712,15 @@ def test_checkpoints_of_a_run(accelerate, tmp_path):
     assert torch.equal(exported["0.weight"], model[0].weight)
     assert run(accelerate, "prune", tmp_path, "--keep", "1", "--yes")[0] == 0
     assert left_in(tmp_path) == ["checkpoint_2"]
+
+
+def test_a_disk_that_refuses_is_no_mistake_of_the_users(capsys, monkeypatch, tmp_path):
+    def full(args):
+        raise OSError(28, "No space left on device")
+
+    parser = module.checkpoint_command_parser()
+    args = parser.parse_args(["ls", str(tmp_path)])
+    args.run = full
+    with pytest.raises(SystemExit) as ended:
+        or_exit("accelerate checkpoint", module.checkpoint_command, args)
+    assert ended.value.code == 1 and "No space left on device" in capsys.readouterr().err

@@ -149,13 +149,6 @@ def test_errors_tell_no_secrets(accelerate, place, text):
     assert "hunter" not in out + err
 
 
-def test_flags_and_numbers_are_no_secrets():
-    assert command._masked(True, "megatron_lm_calculate_per_token_loss") is True
-    assert command._masked("true", "megatron_lm_calculate_per_token_loss") == "true"
-    assert command._masked("The file has unknown keys: a, b.") == "The file has unknown keys: a, b."
-    assert command._masked("HF_TOKEN is 'hunter2'; no") == "HF_TOKEN is '(hidden)"
-
-
 def test_configuration_that_is_not_there(accelerate):
     status, _, err = accelerate("env", "--config_file", "none.yaml")
     assert status == 2

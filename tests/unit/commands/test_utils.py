@@ -104,3 +104,10 @@ def test_a_closed_output_is_quiet(lines, wrapped):
 def test_help_without_a_reader_is_quiet():
     program = "from accelerate.commands.launch import launch_command_parser as p; p().parse_args(['--help'])"
     assert with_closed_output(program)[1] == ""
+
+
+def test_letters_that_the_output_lacks_are_no_error():
+    code = "from accelerate.commands.utils import or_exit; or_exit('accelerate x', print, 'caf\\u00e9')"
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "caf\\xe9\n"), done.stderr

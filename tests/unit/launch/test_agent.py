@@ -117,6 +117,19 @@ def test_an_interrupt_while_processes_are_started_waits_until_all_are_known(agen
     assert agent._groups == [1000, 1001]
 
 
+def test_an_interrupt_while_processes_of_a_function_are_started_is_not_forgotten(agent, monkeypatch):
+    agent._run = Run()
+    group = types.SimpleNamespace(spec=types.SimpleNamespace(entrypoint=print))
+
+    def starting(self, worker_group):
+        self.stop(signal.SIGINT)
+        return {}
+
+    monkeypatch.setattr(LocalElasticAgent, "_start_workers", starting)
+    with pytest.raises(SignalException):
+        agent._start_workers(group)
+
+
 @pytest.mark.parametrize(
     ("statuses", "waits"),
     [((75, None), True), ((75, 0, None), True), ((75, 75), False), ((None, None), False), ((75, 1, None), False)],

@@ -108,7 +108,10 @@ def test_all_faults_are_named_up_to_five(read):
         ({"num_processes": float("inf")}, "num_processes is inf; it must be an integer"),
         ({"num_processes": [2]}, "num_processes is \\[2\\]; it must be a single value"),
         ({"main_process_ip": {"a": 1}}, "main_process_ip is .*; it must be a single value"),
-        ({"tpu_env": {"A": 1}}, "tpu_env is .*; it must be a single value"),
+        ({"tpu_env": {"A": 1}}, "tpu_env is .*; it must be a list"),
+        ({"commands": ["ls", {"a": 1}]}, "commands holds \\{'a': 1\\}; it must be a list of single values"),
+        ({"compute_environment": ["LOCAL_MACHINE"]}, "compute_environment is \\['LOCAL_MACHINE'\\]"),
+        ({"max_restarts": 3}, "max_restarts is an option of `accelerate launch` alone; .* Write --max_restarts"),
         ({"use_cpu": "perhaps"}, "use_cpu is 'perhaps'; write true or false"),
     ],
 )
@@ -219,3 +222,22 @@ def test_find(place):
     (place / "folder" / "default_config.yaml").touch()
     with pytest.raises(LaunchError, match="did you mean folder.default_config.yaml"):
         config_file.find("folder", environ)
+
+
+@pytest.mark.parametrize("word", ["MOON", "local_machine", 3])
+def test_one_fault_is_told_once(place, word):
+    (place / "config.yaml").write_text(yaml.safe_dump({"compute_environment": word}))
+    assert len(config_file.inspect(place / "config.yaml").problems) == 1
+
+
+def test_auto_of_deepspeed_sets_nothing(read):
+    values = read(
+        deepspeed_config={"gradient_clipping": "auto", "gradient_accumulation_steps": "auto", "zero_stage": 2}
+    ).values
+    assert (values["zero_stage"], "gradient_clipping" in values, "gradient_accumulation_steps" in values) == (
+        2,
+        False,
+        False,
+    )
+    with pytest.raises(LaunchError, match="zero_stage is 'auto'"):
+        read(deepspeed_config={"zero_stage": "auto"})

@@ -14,7 +14,14 @@ TWO = "--cpu --num_machines 2 --num_processes 4 --main_process_ip 10.0.0.1 --mai
 @pytest.fixture
 def scheduler(monkeypatch):
     def says(**fields):
-        known = {"machines": 2, "machine_rank": 1, "address": "node1", "port": 23456, "task": None, "detail": "SLURM_NNODES"}
+        known = {
+            "machines": 2,
+            "machine_rank": 1,
+            "address": "node1",
+            "port": 23456,
+            "task": None,
+            "detail": "SLURM_NNODES",
+        }
         found = Cluster(source="Slurm", **{**known, **fields})
         monkeypatch.setattr(cluster, "find", lambda environ, hostname=None: found)
 
@@ -97,7 +104,10 @@ def test_settings_that_mean_nothing_here_are_named(plan):
 def test_restarts_need_a_rendezvous_to_come_back_to(plan):
     result = plan(f"{TWO} --machine_rank 0 --max_restarts 2")
     assert result.rendezvous.backend == "c10d" and any("--max_restarts" in note for note in result.notes)
-    assert plan(f"{TWO} --machine_rank 0 --max_restarts 2 --rdzv_backend c10d").notes == plan(f"{TWO} --machine_rank 0").notes
+    assert (
+        plan(f"{TWO} --machine_rank 0 --max_restarts 2 --rdzv_backend c10d").notes
+        == plan(f"{TWO} --machine_rank 0").notes
+    )
 
 
 # -- a scheduler -----------------------------------------------------------------------------------------------------
@@ -150,6 +160,13 @@ def test_tasks_of_one_machine_meet_there(plan, scheduler):
     scheduler(machines=1, machine_rank=0, address=None, port=None, task=Ranks(1, 2, 1, 2, "Open MPI"))
     result = plan("--cpu")
     assert result.extra["MASTER_ADDR"] == "127.0.0.1" and result.extra["MASTER_PORT"] == "29500"
+
+
+def test_only_the_first_task_tells_notes(plan, scheduler):
+    scheduler(machines=1, machine_rank=0, task=Ranks(0, 2, 0, 2, "MPI"))
+    assert any("OMP_NUM_THREADS" in note for note in plan("--cpu").notes)
+    scheduler(machines=1, machine_rank=0, task=Ranks(1, 2, 1, 2, "MPI"))
+    assert plan("--cpu").notes == ()
 
 
 def test_tasks_of_several_machines_need_an_address(plan, scheduler):

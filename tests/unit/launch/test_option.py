@@ -145,3 +145,19 @@ def test_of_modules_nothing_is_known(place):
     assert strayed("package.train", ["--num_processes", "2"]) == []
     (place / "big.py").write_bytes(b" " * (1 << 20) + b" ")
     assert strayed("big.py", ["--num_processes", "2"]) == []
+
+
+def test_auto_cannot_undo_a_lower_layer(parse, capsys):
+    with pytest.raises(SystemExit):
+        parse("--gradient_clipping auto train.py")
+    assert "gradient_clipping is 'auto'; leave the option out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "end"),
+    [("--mixed_precision pf16", "'fp8'); did you mean fp16?\n"), ("--fsdp_version 7", "(choose from '1', '2')\n")],
+)
+def test_the_nearest_choice_is_named(parse, capsys, line, end):
+    with pytest.raises(SystemExit):
+        parse(f"{line} train.py")
+    assert capsys.readouterr().err.endswith(end)

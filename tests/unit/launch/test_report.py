@@ -42,6 +42,13 @@ def test_one_process_has_no_ranks(lines):
     assert not any("RANK" in line for line in told)
 
 
+def test_a_task_of_a_scheduler_is_one_process_of_several(lines):
+    task = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+    told = lines("--cpu", task)
+    assert told[0] == "1 of 2 processes on the CPU would be started in place of the launcher."
+    assert any(line.startswith("rank 1: ") for line in told)
+
+
 def test_machines_are_said(lines):
     words = "--cpu --num_machines 2 --num_processes 4 --main_process_ip 10.0.0.1"
     told = lines(f"{words} --machine_rank 1", {})
@@ -57,10 +64,40 @@ def test_arguments_are_quoted_and_secrets_hidden(parse, place, monkeypatch):
 
     monkeypatch.setenv("HF_TOKEN", "hf_very_secret")
     args = parse("--cpu --num_processes 2 train.py")
-    args.training_script_args = ["a b", "$HOME"]
+    args.training_script_args = ["a b", "$HOME", "--hub_token", "hf_very_secret"]
     told = report.describe(resolve(args), {})
-    assert "train.py 'a b' '$HOME'" in told
+    assert "train.py 'a b' '$HOME' --hub_token '(hidden)'" in told
     assert "hf_very_secret" not in told and "HF_TOKEN='(hidden)'" in told
+
+
+def test_secrets_within_settings_are_hidden(lines, place):
+    (place / "c.yaml").write_text(
+        "distributed_type: 'NO'\ntpu_env: [HF_TOKEN=hunter2, A=1]\ncommands: ['git clone https://me:hunter2@host/x']\n"
+    )
+    told = "\n".join(lines("--cpu --config_file c.yaml", {}))
+    assert "hunter" not in told
+    assert "['HF_TOKEN=(hidden)', 'A=1']" in told
+
+
+def test_a_switch_with_the_name_of_a_secret_is_shown(lines):
+    told = lines("--dry_run --use_megatron_lm --megatron_lm_calculate_per_token_loss true", {})
+    assert row(told, "megatron_lm_calculate_per_token_loss") == ["true", "command line"]
+    assert "  MEGATRON_LM_CALCULATE_PER_TOKEN_LOSS=true" in told
+
+
+def test_devices_of_other_runners_are_not_taken_for_the_cpu(lines):
+    assert lines("--tpu", {})[0] == "1 process on TPU cores would be started by torch_xla on this machine."
+
+
+def test_a_job_is_a_call_that_inherits_nothing(lines, place):
+    (place / "c.yaml").write_text(
+        "compute_environment: AMAZON_SAGEMAKER\ndistributed_type: 'NO'\nec2_instance_type: ml.p3.2xlarge\niam_role_name: x\n"
+    )
+    told = lines("--config_file c.yaml", {"HOME": "/root"})
+    assert told[0] == "The processes would be started by a job of Amazon SageMaker."
+    job = next(line for line in told if line.startswith("SageMaker job: "))
+    assert "HuggingFace(entry_point='train.py', " in job and job.endswith(")")
+    assert not any("without HOME" in line for line in told)
 
 
 def test_what_cannot_run_yet_can_be_looked_at(lines):

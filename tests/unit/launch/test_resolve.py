@@ -157,7 +157,9 @@ def test_who_starts_the_processes(plan, line, runner):
 
 
 def test_sagemaker_starts_a_job(plan, file):
-    file("compute_environment: AMAZON_SAGEMAKER\ndistributed_type: NO\nec2_instance_type: ml.m5.large\niam_role_name: role")
+    file(
+        "compute_environment: AMAZON_SAGEMAKER\ndistributed_type: NO\nec2_instance_type: ml.m5.large\niam_role_name: role"
+    )
     assert plan("").runner == "sagemaker"
 
 
@@ -236,7 +238,6 @@ def test_plan_is_frozen(plan):
         result.num_processes = 2
     with pytest.raises(TypeError):
         result.settings["cpu"] = None
-
 
 
 def test_fill_writes_the_outcome(parse):

@@ -1,7 +1,9 @@
 """Ranks from environment variables, whoever the launcher is."""
 
 import os
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from accelerate.runtime import ranks
@@ -119,3 +121,51 @@ def test_several_machines_need_an_address(monkeypatch):
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     with pytest.raises(ValueError, match="MASTER_ADDR"):
         ranks.export(Ranks(1, 4, 1, 2, "MPI"))
+
+
+@pytest.fixture
+def helper(monkeypatch):
+    """Let this process descend from a wrapper, and that from a program with these arguments."""
+
+    def make(*words):
+        commands = [["bash", "wrapper"], list(words), ["init"]]
+        ancestors = [SimpleNamespace(cmdline=lambda command=command: command) for command in commands]
+        monkeypatch.setattr(psutil.Process, "parents", lambda self: ancestors)
+        return ranks.mpi_port({"PMI_RANK": "1", "PMI_SIZE": "2", "SLURM_JOB_ID": "7"})
+
+    return make
+
+
+def test_runs_of_hydra_are_told_apart_by_the_address_of_their_mpirun(helper):
+    # Seen: MPICH 4.0, `mpirun.mpich -np 2`.
+    mpich = ("/usr/bin/hydra_pmi_proxy", "--control-port", "a:41405", "--rmk", "user", "--proxy-id")
+    port = helper(*mpich, "0")
+    assert port in range(20000, 32768) and port == helper(*mpich, "1") == ranks.port_of("a:41405")
+    assert port != helper("/usr/bin/hydra_pmi_proxy", "--control-port", "a:41406", "--rmk", "user")
+    intel = helper("hydra_bstrap_proxy", "--upstream-host", "a", "--upstream-port", "41405", "--pgid", "0")
+    assert intel == port
+    of_job = ranks.job_port({"SLURM_JOB_ID": "7"})
+    assert helper("python", "--control-port", "a:1") == helper("hydra_pmi_proxy", "--control-port") == of_job != port
+
+
+def test_ancestors_that_cannot_be_seen_are_no_error(monkeypatch):
+    def parents(self):
+        raise psutil.AccessDenied(1)
+
+    monkeypatch.setattr(psutil.Process, "parents", parents)
+    assert ranks.mpi_port({"PMI_RANK": "0"}) is None
+
+
+def test_two_runs_of_mpirun_on_a_machine_meet_at_ports_of_their_own(monkeypatch):
+    ports = []
+    for run in ("1", "2"):
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("PMIX_NAMESPACE", run)
+        ranks.export(Ranks(1, 2, 1, 2, "Open MPI"))
+        ports.append(os.environ["MASTER_PORT"])
+    assert len(set(ports)) == 2
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name)
+    ranks.export(Ranks(1, 2, 1, 2, "torchrun"))  # set by hand, by everybody for himself
+    assert os.environ["MASTER_PORT"] == "29500"

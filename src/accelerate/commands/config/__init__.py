@@ -22,6 +22,28 @@ __all__ = [
 ]
 
 
+class _Commands(argparse._SubParsersAction):
+    """Hands `--config_file`, given before a subcommand, on to it; otherwise the subcommand's own default would replace it."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        above = getattr(namespace, "config_file", None)
+        super().__call__(parser, namespace, values, option_string)
+        if not isinstance(above, str):  # it was not given
+            return
+        name = "save_location" if namespace.subcommand == "default" else "config_file"
+        if name in getattr(namespace, "nondefault", ()) and getattr(namespace, name) != above:
+            parser.error(
+                f"--config_file is {above!r}, and {getattr(namespace, name)!r} after the subcommand; keep one."
+            )
+        setattr(namespace, name, above)
+
+
 def get_config_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """Return the parser of `accelerate config` and its subcommands.
 
@@ -29,7 +51,9 @@ def get_config_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         subparsers: what `ArgumentParser.add_subparsers` returned, or None for a parser of its own.
     """
     parser = config_command_parser(subparsers)
-    commands = parser.add_subparsers(title="subcommands", dest="subcommand", metavar="{default,update,show,validate}")
+    commands = parser.add_subparsers(
+        title="subcommands", dest="subcommand", metavar="{default,update,show,validate}", action=_Commands
+    )
     default_command_parser(commands, parents=[])
     update_command_parser(commands, parents=[])
     show_command_parser(commands, parents=[])

@@ -118,6 +118,8 @@ class Asker:
         return self._line(f"{question} ").strip()
 
     def _line(self, prompt: str) -> str:
+        if sys.stdin is None or sys.stdout is None:  # closed before this process began
+            raise EOFError
         print(prompt, end="", flush=True)
         keys.wait()
         return input()

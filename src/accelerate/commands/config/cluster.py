@@ -248,6 +248,10 @@ def _ask_processes(talk: Interview, kind: Kind) -> None:
             # What is meant without the key, which other readers of such files do not know.
             if talk.ask(Step("numa_affinity", "node", choices=("node", "socket", "exclusive"))) == "node":
                 del talk.values["numa_affinity"]
+            else:
+                talk.asker.say(
+                    "  Note: other packages that read such files know no numa_affinity, and refuse the file."
+                )
 
 
 def _ask_precision(talk: Interview, tpu: bool) -> None:

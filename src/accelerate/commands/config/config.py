@@ -75,7 +75,7 @@ def config_command(args: argparse.Namespace) -> None:
     """
     from accelerate.commands.config import store  # not for --help
 
-    path = args.config_file or files.default_path()
+    path = files.default_path() if args.config_file is None else args.config_file
     store.check_writable(path)
     before = _previous(path)
     try:

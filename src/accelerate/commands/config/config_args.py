@@ -229,7 +229,7 @@ class ClusterConfig(BaseConfig):
 
 @dataclass
 class SageMakerConfig(BaseConfig):
-    """A configuration file for jobs on Amazon SageMaker, which this version reads and writes but cannot run.
+    """A configuration file for jobs on Amazon SageMaker.
 
     Attributes: the keys of the file; names are those of SageMaker's estimator.
     """

@@ -5,6 +5,7 @@ import os
 import pathlib
 from typing import Any, Literal
 
+from accelerate.commands.config import store
 from accelerate.commands.config.config_args import ClusterConfig, default_json_config_file
 from accelerate.commands.config.config_utils import SubcommandHelpFormatter
 from accelerate.commands.utils import make_parser
@@ -40,6 +41,8 @@ def write_basic_config(
         True
     """
     path = pathlib.Path(save_location)
+    if not os.fspath(save_location) or path.is_dir():
+        store.check_writable(save_location)
     if path.exists():
         print(f"There is a configuration at {path} already; it stays as it is. Remove it, or name another place.")
         return False

@@ -8,10 +8,10 @@ from typing import Any
 
 from accelerate.commands.utils import CustomArgumentParser, OneSpelling, make_parser
 from accelerate.launch.option import add_options
+from accelerate.launch.secrets import masked
 
 # What only the parser of `accelerate launch` needs to explain.
 _OWN = ("help", "config_file", "all", "json")
-_SECRET = frozenset(["aws_access_key_id", "aws_secret_access_key"])
 
 
 class _OwnOptions(OneSpelling):
@@ -65,15 +65,17 @@ def show_command(args: argparse.Namespace) -> None:
         args: what `show_command_parser` parsed.
 
     Raises:
-        LaunchError: a layer holds something that is no value of its option.
+        LaunchError: a layer holds something that is no value of its option, or two options exclude each other.
         FileNotFoundError: the configuration file does not exist.
     """
+    from accelerate.launch import resolve
     from accelerate.launch.config_file import default_path  # not for --help
-    from accelerate.launch.resolve import merge
 
     args.nondefault = getattr(args, "given_here", set())
-    merged = merge(args, os.environ)
-    rows = [row for row in _rows(merged.values, merged.file) if args.all or row["source"] != "default"]
+    merged = resolve.merge(args, os.environ)
+    values = dict(merged.values)
+    resolve._choose_paradigm(values)  # what a higher layer rules out is not what a launch would use
+    rows = [row for row in _rows(values, merged.file) if args.all or row["source"] != "default"]
     path = str(merged.file.path) if merged.file else None
     if args.json:
         print(json.dumps({"config_file": path, "settings": rows, "notes": list(merged.notes)}, indent=2, default=str))
@@ -98,7 +100,7 @@ def _rows(values: Mapping[str, Any], file: Any) -> Iterator[dict[str, Any]]:
         line = file.lines.get(name) if file and resolved.source is Source.FILE else None
         yield {
             "name": name,
-            "value": "***" if name in _SECRET and resolved.value else resolved.value,
+            "value": masked(resolved.value, name),
             "source": resolved.source.name.lower().replace("_", " "),
             "where": f"{file.path}:{line}" if line else resolved.detail,
             "effect": f"none without {feature.request}" if off and feature else "",

@@ -31,8 +31,10 @@ def check_writable(path: str | os.PathLike[str]) -> None:
         path: the file that is going to be written.
 
     Raises:
-        LaunchError: it is a folder, or its folder does not allow it.
+        LaunchError: it is no name of a file, or a folder, or its folder does not allow it.
     """
+    if not os.fspath(path):
+        raise LaunchError("--config_file is ''; name a file, or leave the option out for the default one.")
     path = pathlib.Path(path)
     if path.is_dir():
         raise LaunchError(f"{path} is a folder; name a file in it, such as {path / 'default_config.yaml'}.")

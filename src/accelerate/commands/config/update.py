@@ -28,7 +28,7 @@ def update_config(args: argparse.Namespace) -> str:
         FileNotFoundError: there is no such file.
         LaunchError: it holds an unknown key, or a value that is none; it is left alone.
     """
-    path = args.config_file or default_config_file
+    path = default_config_file if args.config_file is None else args.config_file
     _update(path)
     return str(path)
 
@@ -81,7 +81,7 @@ def update_config_command(args: argparse.Namespace) -> None:
     Raises:
         FileNotFoundError, LaunchError: as `update_config`.
     """
-    path = args.config_file or default_config_file
+    path = default_config_file if args.config_file is None else args.config_file
     backup, notes = _update(path)
     for note in notes:
         print(f"note: {note}")

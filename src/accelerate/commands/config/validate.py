@@ -44,11 +44,13 @@ def validate_command(args: argparse.Namespace) -> None:
     """
     from accelerate.commands.config import rules  # not for --help
 
-    if args.file and args.config_file:
+    named = [name for name in (args.file, args.config_file) if name is not None]
+    if len(named) > 1:
         raise LaunchError("Name one file: either FILE or --config_file FILE.")
-    path = pathlib.Path(args.file or args.config_file or files.default_path())
-    if not path.exists():
-        raise FileNotFoundError(f"There is no configuration file {str(path)!r}. Write one with `accelerate config`.")
+    path = pathlib.Path(*named or [files.default_path()])
+    if "" in named or not path.exists():
+        shown = "" if "" in named else str(path)
+        raise FileNotFoundError(f"There is no configuration file {shown!r}. Write one with `accelerate config`.")
     found = files.inspect(path)
     problems, notes = rules.check(found)
     for problem in problems:

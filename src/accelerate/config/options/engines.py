@@ -49,6 +49,7 @@ DEEPSPEED_OPTIONS: tuple[Option, ...] = (
         name="gradient_accumulation_steps",
         type="int",
         feature=None,
+        unset=("auto",),
         env="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
         help="Batches whose gradients are added up before the optimizer steps.",
         question="How many batches' gradients are added up before the optimizer steps?",
@@ -56,6 +57,7 @@ DEEPSPEED_OPTIONS: tuple[Option, ...] = (
     _deepspeed(
         name="gradient_clipping",
         type="float",
+        unset=("auto",),
         env="ACCELERATE_GRADIENT_CLIPPING",
         help="Largest norm of the gradients.",
         question="What is the largest norm of the gradients?",

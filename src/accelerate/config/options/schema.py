@@ -27,6 +27,7 @@ class Option:
         default: the value when nobody sets it. None means that the launcher or the worker decides.
         choices: the accepted words, or None for anything.
         corrections: accepted words that stand for others.
+        unset: words, in a file or a variable, that say that nobody sets it.
         flags: spellings on the command line, long ones with underscores (hyphens work too); None means `--name`, an
             empty tuple means that only a configuration file can set it.
         switch: True for a flag that takes no value and means true.
@@ -48,6 +49,7 @@ class Option:
     default: Any = None
     choices: tuple[str, ...] | None = None
     corrections: Mapping[str, str] = field(default_factory=dict)
+    unset: tuple[str, ...] = ()
     flags: tuple[str, ...] | None = None
     switch: bool = False
     negation: str | None = None
@@ -79,12 +81,12 @@ class Option:
             source: where it stands, for the error; the name of the option by default.
 
         Returns:
-            The value, or None for None.
+            The value, or None for None and for a word of `unset`.
 
         Raises:
             ValueError: it is not of the option's type, or none of its choices. The message lists the choices.
         """
-        if raw is None:
+        if raw is None or (self.unset and str(raw).lower() in self.unset):
             return None
         source = source or self.name
         value = _PARSERS[self.type](raw, source)

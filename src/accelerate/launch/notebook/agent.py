@@ -11,6 +11,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from accelerate.launch import elastic, elastic_machines
+from accelerate.launch.notebook import forks
 from accelerate.launch.notebook.failures import Endings
 
 
@@ -37,6 +38,10 @@ class _Functions:
     """What differs where processes run a function and no program: torch keeps them in another place."""
 
     endings: Endings
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        with forks.sound():
+            return super()._start_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self.endings.look(self._pcontext)

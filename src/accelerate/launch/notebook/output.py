@@ -31,18 +31,18 @@ class WholeLines(io.TextIOBase):
         with self._lock:
             # A progress bar goes back to the start of its line.
             end = max(text.rfind("\n"), text.rfind("\r")) + 1
-            if end:
-                self._stream.write(self._rest + text[:end])
-                self._rest = ""
-            self._rest += text[end:]
+            # The rest is changed first: an interrupt in between would have it written twice.
+            lines, self._rest = (self._rest + text[:end], text[end:]) if end else ("", self._rest + text)
+            if lines:
+                self._stream.write(lines)
         return len(text)
 
     def flush(self) -> None:
         """Pass on everything."""
         with self._lock:
-            if self._rest:
-                self._stream.write(self._rest)
-                self._rest = ""
+            rest, self._rest = self._rest, ""
+            if rest:
+                self._stream.write(rest)
             self._stream.flush()
 
     def fileno(self) -> int:

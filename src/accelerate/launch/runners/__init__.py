@@ -2,13 +2,12 @@
 
 import importlib
 import os
-import sys
 from types import ModuleType
 
 from accelerate.launch.env import worker_environment
 from accelerate.launch.plan import LaunchPlan
 from accelerate.launch.runners.base import Process
-from accelerate.launch.runners.failures import failure_of
+from accelerate.launch.runners.failures import failure_of, to_stderr
 
 __all__ = ["PREFIX", "RUNNERS", "Process", "failure_of", "of", "processes", "run", "tell"]
 
@@ -64,13 +63,14 @@ def processes(plan: LaunchPlan) -> list[Process]:
     return of(plan).processes(plan, worker_environment(plan, os.environ))
 
 
-def tell(plan: LaunchPlan, *lines: str) -> None:
+def tell(plan: LaunchPlan, *lines: str, always: bool = False) -> None:
     """Print lines of information, unless the plan is quiet.
 
     Args:
         plan: what is started.
         lines: the lines, without a prefix.
+        always: even then.
     """
-    if not plan["quiet"]:
+    if always or not plan["quiet"]:
         for line in lines:
-            print(PREFIX + line, file=sys.stderr, flush=True)
+            to_stderr(f"{PREFIX}{line}\n")

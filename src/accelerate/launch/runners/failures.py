@@ -1,5 +1,6 @@
 """What a failed run means for the one who started it: whose traceback is shown, an exit status, and a line for each rank."""
 
+import contextlib
 import re
 import signal
 import subprocess
@@ -155,10 +156,14 @@ class Reporter:
     Args:
         quiet: print tracebacks alone, which the processes would have printed.
         write: takes each piece of text; standard error by default.
+        keeps_logs: the files of the processes' output stay when the run is over.
     """
 
-    def __init__(self, quiet: bool = False, write: Callable[[str], Any] | None = None) -> None:
-        self._quiet, self._write = quiet, write or _to_stderr
+    def __init__(
+        self, quiet: bool = False, write: Callable[[str], Any] | None = None, keeps_logs: bool = True
+    ) -> None:
+        self._keeps_logs = keeps_logs
+        self._quiet, self._write = quiet, write or to_stderr
         self._kills = memory.kills()
         self._shown: set[int] = set()
 
@@ -182,7 +187,7 @@ class Reporter:
         self._shown.clear()
         if attempt > 1:
             self.tell(f"all processes start again: attempt {attempt} of {attempts}.")
-        if folder:
+        if folder and self._keeps_logs:
             self.tell(f"the output of local rank N is copied to {folder}, folder N.")
 
     def lingers(self, rank: int, told: Mapping[str, Any]) -> None:
@@ -277,10 +282,16 @@ def _ranks(ranks: Iterable[int]) -> str:
     return f"rank{'s' if sum(map(len, parts)) > 1 else ''} {names}"
 
 
-def _to_stderr(text: str) -> None:
+def to_stderr(text: str) -> None:
+    """Write to standard error. That it is closed, or its disk full, is no reason to end a run.
+
+    Args:
+        text: whole lines.
+    """
     if sys.stderr is not None:
-        sys.stderr.write(text)
-        sys.stderr.flush()
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.write(text)
+            sys.stderr.flush()
 
 
 def _status(code: int) -> int:

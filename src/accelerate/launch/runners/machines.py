@@ -1,8 +1,11 @@
 """Several machines: this launcher starts the processes of its own and meets those of the others."""
 
-from collections.abc import Mapping
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
 
 from accelerate.launch import logs, network, runners
+from accelerate.launch.errors import RunError
 from accelerate.launch.plan import LaunchPlan
 from accelerate.launch.runners import local
 from accelerate.launch.runners.base import Process
@@ -17,6 +20,9 @@ def processes(plan: LaunchPlan, environment: Mapping[str, str]) -> list[Process]
         environment: the variables that all processes share.
     """
     meet = {"MASTER_ADDR": plan.rendezvous.host, "MASTER_PORT": str(plan.rendezvous.port)}
+    with contextlib.suppress(RunError):  # the address may not be known here yet; the run says so
+        address = network.local_address(plan.rendezvous.host, plan.rendezvous.port)
+        environment = {**network.gloo_variables(address), **environment}
     if plan.machines.rank is not None:
         return local.processes(plan, {**environment, **meet})
     # Nobody knows the ranks before the machines have met.
@@ -39,7 +45,7 @@ def run(plan: LaunchPlan, environment: Mapping[str, str], replace: bool = False)
         torch.distributed.elastic.multiprocessing.api.SignalException: a signal stopped them.
     """
     logs.check(plan)
-    with local.without_collection():
+    with local.in_one_go(), _terse_torch():
         from accelerate.launch import elastic_machines
         from accelerate.launch.meeting import Meeting
 
@@ -54,6 +60,8 @@ def run(plan: LaunchPlan, environment: Mapping[str, str], replace: bool = False)
         join_timeout=float(settings.get("join_timeout", settings.get("timeout", 600))),
         beat_timeout=float(settings.get("heartbeat_timeout", 30)),
         tell=lambda line: runners.tell(plan, line),
+        restarts=plan["max_restarts"],
+        role=str(plan["role"]),
     )
     program, *arguments = plan.command
     tee = logs.streams(plan)
@@ -68,5 +76,22 @@ def run(plan: LaunchPlan, environment: Mapping[str, str], replace: bool = False)
             monitor_interval=plan["monitor_interval"],
         )
         variables = {**network.gloo_variables(address), **environment}
-        reporter = Reporter(quiet=bool(plan["quiet"]))
+        reporter = Reporter(quiet=bool(plan["quiet"]), keeps_logs=plan["log_dir"] is not None)
         elastic_machines.start(config, program, tuple(arguments), variables, bool(plan["debug"]), reporter)
+
+
+@contextlib.contextmanager
+def _terse_torch() -> Iterator[None]:
+    """Import torch so that this launcher, and not its processes, keeps the warnings of torch's C++ code to itself.
+
+    A store whose other side is gone writes a page of addresses of its functions. The launcher says in a line what it means.
+    """
+    name = "TORCH_CPP_LOG_LEVEL"  # read once, when torch is imported
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = "ERROR"
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)

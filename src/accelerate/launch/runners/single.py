@@ -21,7 +21,8 @@ def processes(plan: LaunchPlan, environment: Mapping[str, str]) -> list[Process]
         plan: what is started.
         environment: all variables of the process.
     """
-    return [Process("the process", tuple(plan.command), environment)]
+    label = f"rank {plan.extra['RANK']}" if plan.num_processes > 1 and "RANK" in plan.extra else "the process"
+    return [Process(label, tuple(plan.command), environment)]
 
 
 def run(plan: LaunchPlan, environment: Mapping[str, str], replace: bool = False) -> None:
@@ -49,8 +50,10 @@ def become(command: list[str], environment: Mapping[str, str]) -> NoReturn:
         command: program and arguments; the program is looked up on the PATH.
         environment: all variables.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            if stream is not None:  # a daemon's may be closed
+                stream.flush()
     os.execvpe(command[0], command, dict(environment))
 
 

@@ -3,6 +3,8 @@
 import argparse
 import io
 import os
+import subprocess
+import sys
 
 import pytest
 import yaml
@@ -126,3 +128,57 @@ def test_what_other_questionnaires_use(type_lines, capsys):
     assert config_utils._convert_dynamo_backend(2) == "INDUCTOR"
     assert config_utils._convert_compute_environment(1).value == "AMAZON_SAGEMAKER"
     assert config_utils._convert_sagemaker_distributed_mode(2).value == "MODEL_PARALLEL"
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["default"], "saved at c.yaml"),
+        (["show"], "configuration file: c.yaml"),
+        (["update"], "Updated c.yaml"),
+        (["validate"], "c.yaml: no problem found"),
+        (["show", "--config_file", "c.yaml"], "configuration file: c.yaml"),
+    ],
+)
+def test_a_file_before_the_subcommand_is_meant(accelerate, place, machine, words, what):
+    machine()
+    default = place / "home" / "accelerate" / "default_config.yaml"
+    default.parent.mkdir(parents=True)
+    default.write_text("fp16: true\n")
+    if words != ["default"]:
+        (place / "c.yaml").write_text("distributed_type: 'NO'\n")
+    status, out, err = accelerate("config", "--config_file", "c.yaml", *words)
+    assert (status, err) == (0, "")
+    assert what in out
+    assert default.read_text() == "fp16: true\n"
+
+
+@pytest.mark.parametrize("words", [["default"], ["show"], ["update"]], ids=str)
+def test_two_files_are_refused(accelerate, words):
+    status, _, err = accelerate("config", "--config_file", "a.yaml", *words, "--config_file", "b.yaml")
+    assert status == 2
+    assert "keep one" in err
+
+
+@pytest.mark.parametrize("words", [[], ["default"], ["show"], ["update"], ["validate"]], ids=str)
+def test_an_empty_name_is_not_the_default_file(accelerate, type_lines, place, words):
+    default = place / "home" / "accelerate" / "default_config.yaml"
+    default.parent.mkdir(parents=True)
+    default.write_text("fp16: true\ndistributed_type: 'NO'\n")
+    type_lines(*[""] * 12)
+    status, out, err = accelerate("config", *words, "--config_file", "")
+    assert (status, out) == (2, "")
+    assert "''" in err
+    assert default.read_text() == "fp16: true\ndistributed_type: 'NO'\n"
+
+
+@pytest.mark.parametrize("stream", ["stdin", "stdout"])
+def test_streams_that_were_closed_before(place, stream):
+    code = f"import sys, os; sys.{stream} = None; sys.argv = ['accelerate', 'config']; import runpy; "
+    code += "runpy.run_module('accelerate.commands.accelerate_cli', run_name='__main__')"
+    done = subprocess.run(
+        [sys.executable, "-c", code], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2, done.stderr
+    assert "nothing was written" in done.stderr
+    assert "Traceback" not in done.stderr

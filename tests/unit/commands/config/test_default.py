@@ -58,3 +58,13 @@ def test_a_place_that_cannot_be_written(accelerate, place):
 
 def test_where_the_file_goes():
     assert default.default_json_config_file.endswith("default_config.yaml")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("folder", "folder is a folder; name a file in it"), ("", "is ''; name a file")]
+)
+def test_what_is_no_file_is_refused(accelerate, place, name, message):
+    (place / "folder").mkdir()
+    status, out, err = accelerate("config", "default", "--config_file", name)
+    assert (status, out) == (2, "")
+    assert message in err

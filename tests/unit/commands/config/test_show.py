@@ -55,7 +55,26 @@ def test_keys_of_an_account_are_not_printed(accelerate):
     status, out, _ = accelerate("config", "show", "--aws_secret_access_key", "made-up")
     assert status == 0
     assert "made-up" not in out
-    assert "***" in out
+    assert "(hidden)" in out
+
+
+@pytest.mark.parametrize("more", [[], ["--json"]], ids=str)
+def test_secrets_within_values_are_not_printed(accelerate, place, more):
+    (place / "c.yaml").write_text("distributed_type: XLA\ncommands: [export WANDB_API_KEY=hunter2]\n")
+    status, out, _ = accelerate("config", "show", "--config_file", "c.yaml", "--env", "HF_TOKEN=hunter2", *more)
+    assert status == 0
+    assert "hunter" not in out
+    assert "HF_TOKEN=(hidden)" in out and "WANDB_API_KEY=(hidden)" in out
+
+
+def test_what_a_higher_layer_rules_out_is_not_used(show, accelerate, place):
+    (place / "c.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 2\n")
+    rows = show("--config_file", "c.yaml", "--cpu")[1]
+    assert rows["cpu"] == (True, "command line", "")
+    assert rows["multi_gpu"] == (False, "command line", "--cpu was chosen")
+    status, _, err = accelerate("config", "show", "--cpu", "--multi_gpu")
+    assert status == 2
+    assert "exclude each other" in err
 
 
 def test_nothing_set(accelerate):

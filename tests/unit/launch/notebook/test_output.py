@@ -40,6 +40,20 @@ def test_whole_lines():
     assert stream.pieces[-1] == "x\n"
 
 
+def test_an_interrupt_does_not_repeat_a_line():
+    class Interrupting(Pieces):
+        def write(self, text):
+            super().write(text)
+            raise KeyboardInterrupt
+
+    stream = Interrupting()
+    lines = WholeLines(stream)
+    with pytest.raises(KeyboardInterrupt):
+        lines.write("once\n")
+    lines.flush()
+    assert stream.pieces == ["once\n", "flushed"]
+
+
 def test_progress_bars_move():
     stream = Pieces()
     lines = WholeLines(stream)

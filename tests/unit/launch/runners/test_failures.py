@@ -2,6 +2,7 @@
 
 import signal
 import subprocess
+import sys
 import types
 
 import pytest
@@ -196,3 +197,20 @@ def test_the_course_of_a_run():
 def test_ranks_in_words():
     assert failures._ranks([3]) == "rank 3"
     assert failures._ranks([1, 0, 2, 7, 9, 10]) == "ranks 0-2, 7, 9-10"
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ValueError("I/O operation on closed file")])
+def test_standard_error_that_takes_nothing_ends_no_run(monkeypatch, error):
+    def fail(text):
+        raise error
+
+    monkeypatch.setattr(sys, "stderr", types.SimpleNamespace(write=fail, flush=lambda: None))
+    Reporter().tell("x")
+    monkeypatch.setattr(sys, "stderr", None)
+    Reporter().tell("x")
+
+
+def test_files_that_go_with_the_run_are_not_pointed_at():
+    written = []
+    Reporter(write=written.append, keeps_logs=False).started(1, 1, "/tmp/x")
+    assert written == []

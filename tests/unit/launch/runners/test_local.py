@@ -1,12 +1,15 @@
 """Several processes of one machine: what is handed to torch's elastic launcher; real launches are in tests/distributed."""
 
+import contextlib
 import gc
+import signal
 
 import pytest
 
 from accelerate.launch import elastic, runners
 from accelerate.launch.errors import LaunchError
 from accelerate.launch.runners import local
+from accelerate.utils.other import get_free_port
 
 
 @pytest.fixture
@@ -38,7 +41,17 @@ def test_nothing_starts_with_options_that_cannot_be_used(plan, started):
 def test_what_would_be_started(plan):
     first, second = local.processes(plan("--cpu --num_processes 2"), {"A": "1"})
     assert (first.label, second.label) == ("rank 0", "rank 1")
-    assert second.environment == {"A": "1", "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    wanted = {
+        "A": "1",
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+    }
+    assert wanted.items() <= second.environment.items() and "MASTER_PORT" not in second.environment
+    (first, _) = local.processes(plan(f"--cpu --num_processes 2 --main_process_port {get_free_port()}"), {})
+    assert int(first.environment["MASTER_PORT"]) > 0
 
 
 def test_notes_are_printed_unless_quiet(plan, started, capsys):
@@ -53,8 +66,23 @@ def test_collection_is_as_before(enabled):
     before = gc.isenabled()
     (gc.enable if enabled else gc.disable)()
     try:
-        with local.without_collection():
+        with local.in_one_go():
             assert not gc.isenabled()
         assert gc.isenabled() is enabled
     finally:
         (gc.enable if before else gc.disable)()
+
+
+def test_an_interrupt_is_not_lost_in_an_import():
+    """Torch's import, and NumPy's, catch whatever comes while they try what is optional."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt), local.in_one_go():
+            with contextlib.suppress(BaseException):
+                signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        with local.in_one_go():
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)

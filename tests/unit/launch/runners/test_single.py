@@ -89,3 +89,9 @@ def test_one_process_replaces_the_launcher_only_where_it_may(plan, monkeypatch):
     runners.run(plan("--cpu"), replace=True)
     assert calls == ["become", "child", "child"]
     assert single.processes(plan("--cpu"), {})[0].command[-1] == "train.py"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="the process is replaced")
+def test_a_daemon_without_streams_is_replaced_too():
+    program = "import sys; from accelerate.launch.runners import single; sys.stdout = sys.stderr = None; single.become(['true'], {})"
+    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 0

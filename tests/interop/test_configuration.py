@@ -1,0 +1,58 @@
+"""The peer's wheel reads the files that `accelerate config` writes, and finds in them what we find."""
+
+import json
+import sys
+
+import pytest
+
+from accelerate.commands.config.cluster import ask_cluster
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.config.sagemaker import ask_sagemaker
+from accelerate.launch import hardware
+from accelerate.launch.hardware import Hardware
+from interop.programs import PEER, finished
+from unit.commands.config.conftest import AtRandom
+
+pytestmark = pytest.mark.interop
+
+READER = """
+import json, sys
+from accelerate.commands.config.config_args import load_config_from_file
+found = {}
+for path in sys.argv[1:]:
+    try:
+        found[path] = load_config_from_file(path).to_dict()
+    except Exception as error:
+        found[path] = str(error)
+print(json.dumps(found))
+"""
+# What makes the peer refuse a file: a key of ours, which the questionnaire writes only where it says more than the peer can do;
+# and its own fault with jobs of SageMaker without parallelism.
+OURS = "numa_affinity"
+
+
+def read_by(python, paths):
+    return json.loads(finished([python, "-c", READER, *paths]).stdout.splitlines()[-1])
+
+
+def test_the_peer_reads_what_we_write(tmp_path, monkeypatch):
+    if not PEER.exists():
+        pytest.skip("the peer's environment is not there; `make bench-peer` makes it")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.json").write_text("{}")
+    paths = []
+    for seed in range(120):
+        machine = Hardware("cuda", 4) if seed % 2 else Hardware("cpu", 0)
+        monkeypatch.setattr(hardware, "detect", lambda environ, machine=machine: machine)
+        config = ask_cluster(AtRandom(seed, "a.json"))
+        if OURS not in config.to_dict():
+            paths.append(str(config.save(tmp_path / f"{seed}.{'json' if seed % 5 == 0 else 'yaml'}")))
+    for seed in range(20):
+        config = ask_sagemaker(AtRandom(seed, "a.json"))
+        if config.to_dict()["distributed_type"] != "NO":
+            paths.append(str(config.save(tmp_path / f"sagemaker{seed}.yaml")))
+    kinds = {load_config_from_file(path).to_dict()["distributed_type"] for path in paths}
+    assert kinds >= {"NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA", "DATA_PARALLEL"}
+    theirs, ours = read_by(str(PEER), paths), read_by(sys.executable, paths)
+    for path in paths:
+        assert theirs[path] == ours[path], path

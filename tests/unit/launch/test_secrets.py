@@ -1,0 +1,69 @@
+"""What is hidden before it is printed."""
+
+import pytest
+
+from accelerate.launch.secrets import command, is_secret, masked, shown
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("HF_TOKEN", "hf-token", "hfToken", "WANDB_API_KEY", "WANDB_APIKEY", "aws_secret_access_key", "AccessKey"),
+        *("aws_access_key_id", "DB_PASSWORD1", "PASSPHRASE", "SLURM_CREDENTIALS", "TORCH_SECRET_NAME"),
+    ],
+)
+def test_names_of_secrets(name):
+    assert is_secret(name)
+    assert shown(name, "hunter2") == "(hidden)"
+
+
+@pytest.mark.parametrize(
+    "name", ["MONKEY", "KEYBOARD", "TOKENIZERS_PARALLELISM", "max_new_tokens", "GOOGLE_APPLICATION_CREDENTIALS", ""]
+)
+def test_other_names(name):
+    assert not is_secret(name)
+    assert shown(name, "hunter2") == "hunter2"
+
+
+def test_truths_are_no_secrets():
+    assert masked(True, "megatron_lm_calculate_per_token_loss") is True
+    assert masked("true", "megatron_lm_calculate_per_token_loss") == "true"
+    assert masked(None, "token") is None
+    assert masked(12345, "api_key") == "(hidden)"
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("HF_TOKEN=hunter2 hunter3", "HF_TOKEN=(hidden)"),
+        ("export A=1 WANDB_API_KEY='hunter2'; ls", "export A=1 WANDB_API_KEY=(hidden)"),
+        ("HF_TOKEN is 'hunter2'; no", "HF_TOKEN is '(hidden)"),
+        ("{'token': 'hunter2'}", "{'token': (hidden)"),
+        ("huggingface-cli login --token hunter2", "huggingface-cli login --token (hidden)"),
+        ("first\ntoken: hunter2\nhunter3", "first\ntoken: (hidden)"),
+        ("git clone https://me:hunter2@host/x", "git clone https://(hidden)@host/x"),
+        ("The file has unknown keys: a, b.", "The file has unknown keys: a, b."),
+        ("hyperparameters={'token': '(hidden)', 'lr': 1}", "hyperparameters={'token': '(hidden)', 'lr': 1}"),
+        ("--use_token --lr 1", "--use_token --lr 1"),
+        ("use_token: true", "use_token: true"),
+    ],
+)
+def test_secrets_within_a_text(text, left):
+    assert masked(text) == left
+    assert masked({"outer": [text]}) == {"outer": [left]}
+
+
+def test_command_lines():
+    words = [
+        "train.py",
+        "--hub_token",
+        "hunter2",
+        "--password=hunter2",
+        "--use_token",
+        "--lr",
+        "1",
+        "HF_TOKEN=hunter2",
+    ]
+    told = command(words)
+    assert "hunter" not in " ".join(told)
+    assert (told[0], told[4:7]) == ("train.py", ["--use_token", "--lr", "1"])
