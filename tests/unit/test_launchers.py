@@ -104,6 +104,17 @@ def test_existing_accelerator_is_refused(started):
     assert started == []
 
 
+def test_a_state_that_a_run_on_one_process_has_left_is_no_hindrance(started):
+    notebook_launcher(lambda: PartialState(cpu=True), num_processes=1)
+    notebook_launcher(lambda: PartialState(cpu=True), num_processes=1)
+    notebook_launcher(train, num_processes=2)
+    assert len(started) == 1
+    PartialState._reset_state()
+    PartialState(cpu=True)
+    with pytest.raises(ValueError, match="has an Accelerator already"):
+        notebook_launcher(train, num_processes=2)
+
+
 def test_process_group_is_refused(process_group, started):
     for start in (debug_launcher, notebook_launcher):
         with pytest.raises(ValueError, match="belongs to a process group"):

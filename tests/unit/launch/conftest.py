@@ -8,7 +8,6 @@ from accelerate.commands.launch import launch_command_parser
 from accelerate.launch import hardware
 from accelerate.launch.resolve import resolve
 
-
 OURS = ("ACCELERATE_", "FSDP_", "OMP_", "MEGATRON_", "PARALLELISM_")
 # A scheduler may run the tests.
 OURS += ("SLURM_", "OMPI_", "PMI", "MV2_", "PBS_", "LSB_", "JSM_", "MASTER_")
