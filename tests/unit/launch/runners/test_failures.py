@@ -212,5 +212,5 @@ def test_standard_error_that_takes_nothing_ends_no_run(monkeypatch, error):
 
 def test_files_that_go_with_the_run_are_not_pointed_at():
     written = []
-    Reporter(write=written.append, keeps_logs=False).started(1, 1, "/tmp/x")
+    Reporter(write=written.append, keeps_logs=False).started(1, 1, "folder")
     assert written == []
