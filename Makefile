@@ -9,7 +9,7 @@ PEER   := .venv-peer-interop
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 PYTEST := $(BIN)/python -m pytest
-# Tests run in this many processes at a time, each file in one of them; 0 runs them in pytest's own.
+# Tests run in this many processes at a time; 0 runs them in pytest's own.
 WORKERS ?= 2
 PEER_VERSION := 1.15.0
 # The releases that src/transformers_patch/registry.py says it is tested with, each in an environment of its own.
@@ -96,7 +96,7 @@ style: $(VENV)/.ready ## let the linter and the formatter repair what they can
 	$(BIN)/ruff format .
 
 test: $(VENV)/.ready-interop ## unit, architecture, distributed and interop tests
-	$(PYTEST) -n $(WORKERS) --dist loadfile -m 'not slow and not gpu' tests $(ARGS)
+	$(PYTEST) -n $(WORKERS) --dist loadgroup -m 'not slow and not gpu' tests $(ARGS)
 
 test-slow: $(VENV)/.ready-interop $(PEER)/.ready ## the tests marked slow
 	$(PYTEST) -m 'slow and not gpu' tests $(ARGS)

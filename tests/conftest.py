@@ -7,6 +7,18 @@ from collections.abc import Iterator
 import pytest
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Let tests that share the fixtures that their module lists in `SHARED` run in one process, where several run tests."""
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
+    for item in items:
+        shared = [name for name in getattr(item.module, "SHARED", ()) if name in item.fixturenames]
+        if shared:
+            parameters = item.callspec.params if hasattr(item, "callspec") else {}
+            words = [item.module.__name__, *(f"{name}={parameters.get(name)}" for name in shared)]
+            item.add_marker(pytest.mark.xdist_group(" ".join(words)))
+
+
 def forget_states() -> None:
     """Reset the three state classes, leave a process group, and forget which device was found."""
     import torch.distributed as dist

@@ -43,6 +43,10 @@ def experiments(folder: Path, **numbers: int) -> str:
     return output
 
 
+# Expensive: their tests run in one process.
+SHARED = ("told",)
+
+
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> str:
     """What a short version of the experiments prints."""

@@ -131,10 +131,11 @@ def test_machines_that_disagree(job):
         assert status == 2 and "do not agree on processes of each machine" in err and "rank" not in out, err
 
 
+@pytest.mark.slow  # waits until machine 0 has waited long enough; tests/unit/launch/test_meeting.py tries it in threads
 def test_two_machines_with_one_number(job):
     port = free_port()
     for launcher, machine in enumerate((0, 1, 1)):
-        words = at(port, machine, processes=3, join_timeout=8)
+        words = at(port, machine, processes=3, join_timeout=25)
         words[words.index("--num_machines") + 1] = "3"
         job.start(launcher, *words, "script.py")
     ends = [job.end(launcher) for launcher in range(3)]
@@ -202,7 +203,9 @@ def running(job):
         port = free_port()
         for machine in (0, 1):
             job.start(machine, *at(port, machine, processes=2, **conf), *options, "wait.py", *words)
-        wait_for(lambda: all("up" in job.said(machine, "out") for machine in (0, 1)), "the processes")
+        up = lambda: all("up" in job.said(machine, "out") for machine in (0, 1))  # noqa: E731
+        wait_for(lambda: up() or any(each.poll() is not None for each in job.launchers.values()), "the processes")
+        assert up(), [job.said(machine) for machine in (0, 1)]
         return job
 
     return running
@@ -212,7 +215,7 @@ def running(job):
 @pytest.mark.parametrize("slow", [0, 1])
 def test_both_machines_save_themselves(running, slow):
     """The launcher whose process is quicker must neither take the store away nor be missed."""
-    job = running("save", str(slow), heartbeat_timeout=2)
+    job = running("save", str(slow), heartbeat_timeout=3)
     for launcher in job.launchers.values():
         launcher.send_signal(signal.SIGTERM)
     for machine in (0, 1):
@@ -234,7 +237,7 @@ def test_a_machine_that_is_stopped_says_so(running, stopped, number):
 @pytest.mark.skipif(os.name != "posix", reason="signals are those of POSIX")
 def test_a_signal_ends_a_launcher_that_waits_for_a_restart(running):
     """Its processes are gone: there is nobody to pass the signal on to."""
-    job = running(options=("--max_restarts", "1"), heartbeat_timeout=2)
+    job = running(options=("--max_restarts", "1"), heartbeat_timeout=3)
     job.launchers[1].send_signal(signal.SIGINT)
     job.end(1)
     wait_for(lambda: "waiting up to 60 s" in job.said(0), "machine 0 to wait")

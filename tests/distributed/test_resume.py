@@ -183,6 +183,8 @@ WORLDS = {
 }
 GLOBAL_BATCH = 8
 # Written by, read by, samples of a step of the readers.
+# Expensive: their tests run in one process.
+SHARED = ("runs", "worlds")
 CHANGES = [(2, 4, 8), (4, 2, 8), (2, 1, 8), (1, 2, 8), (1, 4, 8), (2, 4, 12), (4, 2, 6), (2, 1, 3), (1, 2, 6)]
 
 

@@ -24,6 +24,8 @@ EVERYTHING_RESET = dict.fromkeys(("accelerator", "process state", "arguments", "
 EVERYTHING_KEPT = dict.fromkeys(EVERYTHING_RESET, "kept")
 CONFIGURED = {"configured": "kept", "configured arguments": "kept"}  # transformers' own way to keep a state
 HARMLESS = {"no state": ["cpu", True]}
+# Expensive: their tests run in one process.
+SHARED = ("outcome", "package", "processes")
 THREE_WAYS = ("(1) ", "(2) ", "(3) pass preserve_accelerator_state=False")
 
 

@@ -11,7 +11,7 @@ from accelerate.commands import accelerate_cli
 @pytest.fixture(autouse=True)
 def place(tmp_path, monkeypatch):
     for name in list(os.environ):
-        if name.startswith(("ACCELERATE_", "FSDP_")):
+        if name.startswith(("ACCELERATE_", "FSDP_", "OMP_", "SLURM_", "OMPI_", "PMI", "MASTER_")):
             monkeypatch.delenv(name)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
