@@ -189,7 +189,7 @@ if "save" in sys.argv:
 print("up", flush=True)
 while not asked:
     time.sleep(0.05)
-time.sleep(6 * (state.process_index == int(sys.argv[2])))  # what its save takes longer than the other's
+time.sleep(5 * (state.process_index == int(sys.argv[2])))  # what its save takes longer than the other's
 raise SystemExit(75)
 """
 
@@ -212,7 +212,7 @@ def running(job):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals are those of POSIX")
-@pytest.mark.parametrize("slow", [0, 1])
+@pytest.mark.parametrize("slow", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_both_machines_save_themselves(running, slow):
     """The launcher whose process is quicker must neither take the store away nor be missed."""
     job = running("save", str(slow), heartbeat_timeout=3)
