@@ -60,7 +60,7 @@ def resolve(args: argparse.Namespace, environ: Mapping[str, str] | None = None) 
     environ = os.environ if environ is None else environ
     merged = merge(args, environ)
     values = dict(merged.values)
-    _choose_paradigm(values)
+    choose_paradigm(values)
     notes = list(merged.notes)
     _require_available(values, notes)
     scheduler = cluster.find(environ)
@@ -150,8 +150,15 @@ def merge(args: argparse.Namespace, environ: Mapping[str, str]) -> Settings:
     return Settings(values, file, file.unused if file else ())
 
 
-def _choose_paradigm(values: dict[str, Resolved]) -> None:
-    """Keep the paradigm of the highest layer; two in one layer contradict each other."""
+def choose_paradigm(values: dict[str, Resolved]) -> None:
+    """Keep the paradigm of the highest layer; two in one layer contradict each other.
+
+    Args:
+        values: option name to resolved value; changed in place.
+
+    Raises:
+        LaunchError: one layer asks for two.
+    """
     for names in (PARADIGMS, ("cpu", *NEEDS_DEVICES)):
         wanted = [name for name in names if values[name].value]
         if not wanted:

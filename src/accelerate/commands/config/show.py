@@ -74,7 +74,7 @@ def show_command(args: argparse.Namespace) -> None:
     args.nondefault = getattr(args, "given_here", set())
     merged = resolve.merge(args, os.environ)
     values = dict(merged.values)
-    resolve._choose_paradigm(values)  # what a higher layer rules out is not what a launch would use
+    resolve.choose_paradigm(values)  # what a higher layer rules out is not what a launch would use
     rows = [row for row in _rows(values, merged.file) if args.all or row["source"] != "default"]
     path = str(merged.file.path) if merged.file else None
     if args.json:
