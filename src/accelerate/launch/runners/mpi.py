@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from accelerate.launch import hardware
 from accelerate.launch.errors import LaunchError
 from accelerate.launch.plan import LaunchPlan, Source
-from accelerate.launch.runners import hostfile, program
+from accelerate.launch.runners import hostfile, program, single
 from accelerate.launch.runners.base import Process
 from accelerate.launch.runners.hostfile import Host, Hostfile
 from accelerate.runtime.ranks import DEFAULT_PORT
@@ -43,26 +43,7 @@ def processes(plan: LaunchPlan, environment: Mapping[str, str]) -> list[Process]
     Raises:
         LaunchError: mpirun is missing or unknown, it would refuse to run, or the host file is wrong.
     """
-    program.refuse_elastic(plan, "mpirun")
-    if plan["machine_rank"]:
-        raise LaunchError(
-            f"--machine_rank is {plan['machine_rank']}: mpirun starts the processes of all machines. Launch on one machine only, "
-            "without the option."
-        )
-    file = hostfile.read(plan["mpirun_hostfile"], _OPTION)
-    asked = plan.settings["num_machines"]
-    machines = asked.value if asked.source > Source.DEFAULT else None
-    places = hostfile.layout(file.hosts, plan.num_processes, machines, _OPTION)
-    program.find("mpirun", environment, _INSTALL)
-    variables = _variables(plan, environment, places)
-    maker = ask_maker("mpirun", variables)
-    names = program.handed_on(variables) if len(places) > 1 else []
-    if maker == "openmpi":
-        _check_root(variables)
-        words = _open_mpi(file, places, names)
-    else:
-        words = _hydra(file, places, names)
-    return [Process("mpirun", ("mpirun", *words, *_worker(plan)), variables)]
+    return [_call(plan, environment)[1]]
 
 
 def run(plan: LaunchPlan, environment: Mapping[str, str], replace: bool = False) -> None:
@@ -77,8 +58,12 @@ def run(plan: LaunchPlan, environment: Mapping[str, str], replace: bool = False)
         LaunchError: as `processes`.
         subprocess.CalledProcessError: mpirun ended with the status of a process that failed.
     """
-    (process,) = processes(plan, environment)
-    program.start(process.command, process.environment, replace)
+    maker, process = _call(plan, environment)
+    if maker == "openmpi":
+        program.start(process.command, process.environment, replace)
+    else:
+        # Hydra, told to stop, ends with 0 as often as not: a scheduler would take the job for done.
+        single.run_child(list(process.command), process.environment, stopped_is_failed=True)
 
 
 def ask_maker(path: str, environment: Mapping[str, str]) -> str:
@@ -111,6 +96,30 @@ def ask_maker(path: str, environment: Mapping[str, str]) -> str:
         f"{path} is no mpirun that is known here: Open MPI, MPICH, Intel MPI or MVAPICH. Its --version says "
         f"{said.strip()[:200]!r} (exit status {done.returncode})."
     )
+
+
+def _call(plan: LaunchPlan, environment: Mapping[str, str]) -> tuple[str, Process]:
+    """Return who made mpirun, and its call."""
+    program.refuse_elastic(plan, "mpirun")
+    if plan["machine_rank"]:
+        raise LaunchError(
+            f"--machine_rank is {plan['machine_rank']}: mpirun starts the processes of all machines. Launch on one machine only, "
+            "without the option."
+        )
+    file = hostfile.read(plan["mpirun_hostfile"], _OPTION)
+    asked = plan.settings["num_machines"]
+    machines = asked.value if asked.source > Source.DEFAULT else None
+    places = hostfile.layout(file.hosts, plan.num_processes, machines, _OPTION)
+    program.find("mpirun", environment, _INSTALL)
+    variables = _variables(plan, environment, places)
+    maker = ask_maker("mpirun", variables)
+    names = program.handed_on(variables) if len(places) > 1 else []
+    if maker == "openmpi":
+        _check_root(variables)
+        words = _open_mpi(file, places, names)
+    else:
+        words = _hydra(file, places, names)
+    return maker, Process("mpirun", ("mpirun", *words, *_worker(plan)), variables)
 
 
 def _open_mpi(file: Hostfile, places: Sequence[tuple[Host, int]], names: Sequence[str]) -> list[str]:

@@ -13,6 +13,9 @@ from typing import NoReturn
 from accelerate.launch.plan import LaunchPlan
 from accelerate.launch.runners.base import Process
 
+# What ends a program that does nothing about it.
+_STOPPING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
+
 
 def processes(plan: LaunchPlan, environment: Mapping[str, str]) -> list[Process]:
     """Return what `run` starts.
@@ -57,18 +60,20 @@ def become(command: list[str], environment: Mapping[str, str]) -> NoReturn:
     os.execvpe(command[0], command, dict(environment))
 
 
-def run_child(command: list[str], environment: Mapping[str, str]) -> None:
+def run_child(command: list[str], environment: Mapping[str, str], stopped_is_failed: bool = False) -> None:
     """Run a command and wait for it; signals that stop this process stop it too.
 
     Args:
         command: program and arguments.
         environment: all variables.
+        stopped_is_failed: do not believe a command that was told to stop and then ends with status 0; the signal is
+            its status then.
 
     Raises:
         subprocess.CalledProcessError: it failed.
     """
     process = subprocess.Popen(command, env=dict(environment))
-    with _forwarded(process):
+    with _forwarded(process) as told:
         try:
             status = process.wait()
         except KeyboardInterrupt:
@@ -80,6 +85,8 @@ def run_child(command: list[str], environment: Mapping[str, str]) -> None:
             process.kill()
             process.wait()
             raise
+    if not status and stopped_is_failed:
+        status = next((-number for number in told if number in _STOPPING), 0)
     if status:
         raise subprocess.CalledProcessError(status, command)
 
@@ -101,12 +108,14 @@ def _in_foreground() -> bool:
 
 
 @contextlib.contextmanager
-def _forwarded(process: subprocess.Popen) -> Iterator[None]:
+def _forwarded(process: subprocess.Popen) -> Iterator[list[int]]:
+    told: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield told
         return
 
     def forward(number: int, frame: types.FrameType | None) -> None:
+        told.append(number)
         process.send_signal(number)
 
     names = ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
@@ -115,7 +124,7 @@ def _forwarded(process: subprocess.Popen) -> Iterator[None]:
     numbers = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, forward) for number in numbers}
     try:
-        yield
+        yield told
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

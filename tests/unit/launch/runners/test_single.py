@@ -37,6 +37,25 @@ def test_signals_reach_the_child(number, monkeypatch):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals are those of POSIX")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_program_whose_status_means_nothing_once_it_was_stopped(number):
+    """MPICH's mpirun ends with 0 now and then; SIGUSR1 stops nothing, so 0 is believed after it."""
+    program = (
+        "import os, signal, sys\n"
+        "number = int(os.environ['NUMBER'])\n"
+        "signal.signal(number, lambda *_: sys.exit(0)); os.kill(os.getppid(), number); signal.pause()"
+    )
+    command, environment = [sys.executable, "-c", program], {**os.environ, "NUMBER": str(int(number))}
+    single.run_child(command, environment)
+    if number == signal.SIGUSR1:
+        single.run_child(command, environment, stopped_is_failed=True)
+        return
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        single.run_child(command, environment, stopped_is_failed=True)
+    assert caught.value.returncode == -number
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals are those of POSIX")
 def test_what_the_launcher_ignores_the_child_ignores():
     program = (
         "import os, signal\n"
