@@ -42,7 +42,8 @@ class ParallelismConfig:
         cp_size: ranks that share each sequence inside attention (context parallelism, with FSDP version 2).
         cp_backend: who does it; "torch".
         sp_size: ranks that share each sequence outside attention (sequence parallelism, excludes `cp_size`).
-        sp_backend: who does it; "deepspeed".
+        sp_backend: who does it; "deepspeed" (the default), or "torch", which is this fork's and works with every strategy
+            that a mesh can be laid over.
         tp_handler: further settings of tensor parallelism.
         cp_handler: further settings of context parallelism.
         sp_handler: further settings of sequence parallelism.
@@ -62,7 +63,7 @@ class ParallelismConfig:
     cp_size: int | None = None
     cp_backend: Literal["torch"] | None = None
     sp_size: int | None = None
-    sp_backend: Literal["deepspeed"] | None = None
+    sp_backend: Literal["deepspeed", "torch"] | None = None
     tp_handler: TorchTensorParallelConfig | None = None
     cp_handler: TorchContextParallelConfig | None = None
     sp_handler: DeepSpeedSequenceParallelConfig | None = None
@@ -80,16 +81,16 @@ class ParallelismConfig:
                 raise ValueError(f"{name} is {size}; it must be at least 1.")
             setattr(self, name, size)
         self._sizes = {axis: getattr(self, f"{axis}_size") for axis in _AXES}
-        self._resolve_backend("cp_backend", "torch")
-        self._resolve_backend("sp_backend", "deepspeed")
+        self._resolve_backend("cp_backend", ("torch",))
+        self._resolve_backend("sp_backend", ("deepspeed", "torch"))
         self._check_combination()
         self._resolve_handlers()
 
-    def _resolve_backend(self, name: str, known: str) -> None:
+    def _resolve_backend(self, name: str, known: tuple[str, ...]) -> None:
         value = getattr(self, name)
-        value = os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", known) if value is None else value
-        if value != known:
-            raise ValueError(f"{name} is {value!r}; the only choice is {known!r}.")
+        value = os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", known[0]) if value is None else value
+        if value not in known:
+            raise ValueError(f"{name} is {value!r}; choose {' or '.join(map(repr, known))}.")
         setattr(self, name, value)
 
     def _check_combination(self) -> None:
@@ -152,6 +153,11 @@ class ParallelismConfig:
         return [axis for axis in axes if self._sizes[axis] > 1]
 
     @property
+    def _split_sequence(self) -> tuple[str, ...]:
+        """The dimensions whose ranks have parts of one sequence, and whose gradients are averaged like those of batches."""
+        return ("cp", "sp") if self.sp_backend == "torch" else ("cp",)
+
+    @property
     def dp_dim_names(self) -> list[str]:
         """The active data-parallel dimensions; ranks that differ in them read different batches."""
         return self._active(("dp_replicate", "dp_shard"))
@@ -164,12 +170,12 @@ class ParallelismConfig:
     @property
     def dp_shard_cp_dim_names(self) -> list[str]:
         """The active dimensions that parameters are sharded over."""
-        return self._active(("dp_shard", "cp"))
+        return self._active(("dp_shard", *self._split_sequence))
 
     @property
     def dp_cp_dim_names(self) -> list[str]:
         """The active dimensions that a loss is averaged over."""
-        return self._active(("dp_replicate", "dp_shard", "cp"))
+        return self._active(("dp_replicate", "dp_shard", *self._split_sequence))
 
     @property
     def fsdp_dim_names(self) -> list[str]:
@@ -242,7 +248,7 @@ class ParallelismConfig:
         from torch.distributed.device_mesh import init_device_mesh
 
         layout = self._get_mesh()
-        if not layout or self.sp_enabled:
+        if not layout or (self.sp_enabled and self.sp_backend == "deepspeed"):
             return None
         names, shape = layout
         mesh = init_device_mesh(device_type, tuple(shape), mesh_dim_names=tuple(names))
@@ -303,7 +309,8 @@ class ParallelismConfig:
         if self.total_size == 1 and processes > 1 and several and not accelerator.is_fsdp2:
             self._set_size("dp_replicate", processes)
         # DeepSpeed keeps its own groups: beside sequence parallelism, the ranks left over are its data parallelism.
-        fits = processes % self.total_size == 0 if self.sp_enabled else processes == self.total_size
+        by_deepspeed = self.sp_enabled and self.sp_backend == "deepspeed"
+        fits = processes % self.total_size == 0 if by_deepspeed else processes == self.total_size
         if self.total_size > 1 and not fits:
             arithmetic = " x ".join(f"{axis}_size={size}" for axis, size in self._sizes.items())
             raise ValueError(

@@ -97,9 +97,12 @@ def test_bad_settings_name_argument_value_and_way_out(options, error, text):
         Accelerator(cpu=True, **options)
 
 
-def test_an_fsdp_plugin_is_never_ignored():
-    with pytest.raises(NotImplementedError, match="fsdp"):
-        Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
+@pytest.mark.parametrize("version", [1, 2])
+def test_an_fsdp_plugin_is_never_ignored(process_group, version):
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=version))
+    model = accelerator.prepare(nn.Linear(2, 1))
+    assert "FSDP" in type(model).__name__ or "FullySharded" in type(model).__name__
+    assert accelerator.distributed_type == "FSDP" and accelerator.is_fsdp2 is (version == 2)
 
 
 def test_handlers_become_settings():
@@ -320,12 +323,11 @@ def test_main_process_decorators():
 
 def test_ranks_in_a_mesh_need_a_mesh():
     accelerator = Accelerator(cpu=True)
-    for name in ("data_parallel_rank", "data_parallel_shard_rank", "tensor_parallel_rank"):
+    for name in ("data_parallel_rank", "data_parallel_shard_rank", "tensor_parallel_rank", "context_parallel_rank"):
         with pytest.raises(RuntimeError, match="parallelism_config"):
             getattr(accelerator, name)
-    for name in ("context_parallel_rank", "pipeline_parallel_rank"):
-        with pytest.raises(NotImplementedError):
-            getattr(accelerator, name)
+    with pytest.raises(NotImplementedError):
+        _ = accelerator.pipeline_parallel_rank
 
 
 def test_automatic_naming_continues_after_a_resume(tmp_path):

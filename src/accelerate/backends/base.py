@@ -26,6 +26,7 @@ from accelerate.checkpoint import files, layouts
 from accelerate.config.handlers import GradScalerKwargs
 from accelerate.modules.unwrap import extract_model_from_parallel
 from accelerate.optimizer import settle_scaler
+from accelerate.parallel import mesh
 from accelerate.precision import amp
 from accelerate.precision.base import precision
 
@@ -42,6 +43,8 @@ class Backend:
     name: ClassVar[str]
     # Whether backward passes talk to other ranks, so that `no_sync` has something to hold back.
     synchronises: ClassVar[bool] = False
+    # Whether a checkpoint has each rank's part of a model, so that nobody gathers the whole for `save_model`.
+    saves_shards: ClassVar[bool] = False
 
     # -- prepare -------------------------------------------------------------------------------------------------
 
@@ -87,8 +90,14 @@ class Backend:
         return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
 
     def data_shard(self, accelerator: "Accelerator") -> tuple[int, int]:
-        """Return how many shards the data has, and which of them this rank reads."""
-        return accelerator.num_processes, accelerator.process_index
+        """Return how many shards the data has, and which of them this rank reads.
+
+        By default the mesh tells, where there is one: ranks that share layers or sequences read the same shard.
+        """
+        layout, device_mesh = accelerator.parallelism_config, accelerator.torch_device_mesh
+        if layout is None or device_mesh is None:
+            return accelerator.num_processes, accelerator.process_index
+        return mesh.data_shard(layout, device_mesh)
 
     # -- step ----------------------------------------------------------------------------------------------------
 
@@ -138,13 +147,24 @@ class Backend:
     def save_model(
         self, accelerator: "Accelerator", state: dict[str, Any], folder: str, index: int, **options: Any
     ) -> None:
-        """Write a model's state into a checkpoint folder. All ranks."""
+        """Write a model's state into a checkpoint folder. All ranks.
+
+        Args:
+            accelerator: The Accelerator.
+            state: What ``model_state`` returned; empty with ``saves_shards``.
+            folder: The folder, a `checkpoint.parcel.Parcel`.
+            index: Which of the prepared models it is.
+            **options: ``safe_serialization``, ``save_on_each_node``, and what the user gave to ``save_state``.
+        """
         files.write_model(state, folder, index, **options)
 
-    def load_model(
-        self, accelerator: "Accelerator", model: nn.Module, folder: str, index: int, **options: Any
-    ) -> dict:
-        """Read a model's state from a checkpoint folder. All ranks."""
+    def load_model(self, accelerator: "Accelerator", model: nn.Module, folder: str, index: int, **options: Any) -> Any:
+        """Read a model's state from a checkpoint folder. All ranks.
+
+        Returns:
+            A state dict for the user's module; or a pair of what takes a state in its place, with ``parameters``,
+            ``buffers`` and ``load_state_dict``, and the state; or None where the weights are loaded already.
+        """
         return layouts.read_model(model, folder, index, **options)
 
     def save_optimizer(

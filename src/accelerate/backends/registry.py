@@ -33,15 +33,33 @@ class BackendSpec:
 _REPLICAS = frozenset(kind for kind in DistributedType if kind.value.startswith("MULTI_"))
 _LATER = "Train with data parallelism for now (leave the plugin and its environment variables away)."
 
+
+def _splits_layers(state: Any) -> bool:
+    layout = getattr(state, "parallelism_config", None)
+    return layout is not None and layout.tp_enabled
+
+
 SPECS: list[BackendSpec] = [
     BackendSpec(
         "single",
         lambda state: state.distributed_type == DistributedType.NO,
         "accelerate.backends.single:SingleProcess",
     ),
+    BackendSpec(
+        "tensor_parallel",
+        lambda state: state.distributed_type in _REPLICAS and _splits_layers(state),
+        "accelerate.backends.tensor_parallel:TensorParallel",
+    ),
     BackendSpec("ddp", lambda state: state.distributed_type in _REPLICAS, "accelerate.backends.ddp:DataParallel"),
     BackendSpec("xla", lambda state: state.distributed_type == DistributedType.XLA, "accelerate.backends.xla:XLA"),
-    BackendSpec("fsdp", lambda state: state.distributed_type == DistributedType.FSDP, None, _LATER),
+    BackendSpec(
+        "fsdp2",
+        lambda state: state.distributed_type == DistributedType.FSDP and state.is_fsdp2,
+        "accelerate.backends.fsdp2:FSDP2",
+    ),
+    BackendSpec(
+        "fsdp1", lambda state: state.distributed_type == DistributedType.FSDP, "accelerate.backends.fsdp1:FSDP1"
+    ),
     BackendSpec("deepspeed", lambda state: state.distributed_type == DistributedType.DEEPSPEED, None, _LATER),
     BackendSpec("megatron", lambda state: state.distributed_type == DistributedType.MEGATRON_LM, None, _LATER),
 ]

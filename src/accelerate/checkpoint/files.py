@@ -213,14 +213,16 @@ def _shape_problems(own: Mapping[str, Any], state: Mapping[str, Any]) -> list[st
     return _listed("other shapes", differing)
 
 
-def loads_by_name(model: nn.Module) -> bool:
+def loads_by_name(model: Any) -> bool:
     """Say whether loading looks for exactly the names of the state dict, and cannot fail once they and the shapes are right.
 
     Hooks and overrides may rename on the way, and they and what takes an extra state may refuse it.
 
     Args:
-        model: The module inside all wrappers.
+        model: The module inside all wrappers, or what a strategy takes a state with.
     """
+    if not isinstance(model, nn.Module):
+        return False
     for module in model.modules():
         own = type(module)
         if module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks:

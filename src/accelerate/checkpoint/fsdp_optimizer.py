@@ -343,4 +343,5 @@ def _own_part(goal: Target, name: str, key: Any, value: Any, origin: str) -> Any
         return mine
     if not fsdp_state.is_spread(value) and not _fits(value.shape, own.shape):
         raise RuntimeError(_misfit(name, (key,), value.shape, own.shape, origin))
-    return value
+    # FSDP1 writes one step count for all parameters of a unit; shared in memory, it would be counted up once for each of them.
+    return value if value.dim() else value.clone()

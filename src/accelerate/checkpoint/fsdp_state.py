@@ -505,18 +505,16 @@ def apply_model(
 
 
 @quietly()
-def apply_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Give an optimizer its state. All ranks.
+def optimizer_to_load(optimizer: torch.optim.Optimizer, model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state as its `load_state_dict` takes it. All ranks.
 
     Args:
         optimizer: wrapped or not.
         model: the model that it updates.
         state: keyed by names, with shards as the model has them, and with the optimizer's own groups of names.
     """
-    inner = inner_optimizer(optimizer)
     if not is_fsdp1(model):
-        inner.load_state_dict(numbered(state))
-        return
+        return numbered(state)
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     names = _raw_names(optimizer, model)
@@ -527,8 +525,19 @@ def apply_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, state: M
         ],
     }
     with _fsdp1(model, "sharded"):
-        raw = FullyShardedDataParallel.optim_state_dict_to_load(_unwrapped(model), inner, raw, group=_group(model))
-    inner.load_state_dict(raw)
+        inner = inner_optimizer(optimizer)
+        return FullyShardedDataParallel.optim_state_dict_to_load(_unwrapped(model), inner, raw, group=_group(model))
+
+
+def apply_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Give an optimizer its state. All ranks.
+
+    Args:
+        optimizer: wrapped or not.
+        model: the model that it updates.
+        state: as `optimizer_to_load` takes it.
+    """
+    inner_optimizer(optimizer).load_state_dict(optimizer_to_load(optimizer, model, state))
 
 
 def numbered(state: Mapping[str, Any]) -> dict[str, Any]:

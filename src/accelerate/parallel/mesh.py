@@ -1,5 +1,6 @@
 """Questions to the device mesh: which ranks belong together, and where this rank stands among them."""
 
+import warnings
 from typing import TYPE_CHECKING
 
 from accelerate.parallelism_config import ParallelismConfig
@@ -58,3 +59,22 @@ def data_shard(config: ParallelismConfig, mesh: "DeviceMesh | None") -> tuple[in
         (1, 0)
     """
     return config.data_parallel_size, rank(mesh, "dp")
+
+
+def shard_mesh(config: ParallelismConfig, mesh: "DeviceMesh") -> "DeviceMesh":
+    """Return the mesh that parameters are sharded over: one dimension of shards, with one of replicas before it if there are any.
+
+    Args:
+        config: the sizes.
+        mesh: their mesh.
+    """
+    shards = tuple(config.dp_shard_cp_dim_names)
+    replicas = tuple(config.dp_dim_names[:1]) if config.dp_replicate_enabled else ()
+    if len(shards) == 1:
+        return mesh[(*replicas, *shards)]
+    if not replicas:
+        return submesh(mesh, "dp_shard_cp")
+    with warnings.catch_warnings():
+        # There is no other public way to put a dimension before a flattened one.
+        warnings.filterwarnings("ignore", message="Slicing a flattened dim")
+        return mesh[(*replicas, "dp_shard_cp")]

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,6 +39,11 @@ def gather_for_metrics(accelerator: "Accelerator", data: Any, use_gather_object:
     else:
         gathered = operations.gather_with(exchange, data)
     state = accelerator.gradient_state
+    layout = accelerator.parallelism_config
+    if layout is not None and layout.non_data_parallel_size > 1 and accelerator.torch_device_mesh is not None:
+        keep = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
+        pick = partial(_of_distinct, layout=layout, ranks=accelerator.num_processes, keep=keep)
+        return operations.recursively_apply(pick, gathered) if tensors and not use_gather_object else pick(gathered)
     # A stream that several worker processes share out may have a completed round before the last one.
     counts = getattr(state.active_dataloader, "batch_counts", None)
     if counts is None and (not state.end_of_dataloader or state.remainder == 0):
@@ -49,6 +55,31 @@ def gather_for_metrics(accelerator: "Accelerator", data: Any, use_gather_object:
         )
         return gathered
     return _first(gathered, keep, by_tensor=tensors and not use_gather_object)
+
+
+def _of_distinct(gathered: Any, *, layout: Any, ranks: int, keep: int | None) -> Any:
+    """Return what ranks gathered whose mesh gives some of them the same batch: once from those that share each layer.
+
+    Ranks that have parts of one sequence may differ in what they computed, so all of theirs stay; samples that only filled up
+    the last batch go from each of them.
+
+    Args:
+        gathered: in the order of ranks, as many from each.
+        layout: the mesh.
+        ranks: how many there are.
+        keep: how many samples are real, over the data-parallel ranks; None for all.
+    """
+    whole = isinstance(gathered, torch.Tensor) and gathered.ndim == 0
+    if whole or not isinstance(gathered, (torch.Tensor, list)) or len(gathered) % ranks:
+        return gathered
+    each, inner = len(gathered) // ranks, layout.non_data_parallel_size
+    chosen = [
+        rank * each + sample
+        for rank in range(0, ranks, layout.tp_size)
+        for sample in range(each)
+        if keep is None or rank // inner * each + sample < keep
+    ]
+    return gathered[chosen] if isinstance(gathered, torch.Tensor) else [gathered[index] for index in chosen]
 
 
 def _first(gathered: Any, keep: int, by_tensor: bool) -> Any:

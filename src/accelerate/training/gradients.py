@@ -46,6 +46,7 @@ class Window:
         warned: Whether the note about short windows was given.
         unscaled: The optimizers whose gradients were unscaled after the last backward pass, by id.
         joining: Whether ranks may run out of batches at different steps, so that their windows close at different ones.
+        apart: Whether a strategy keeps whole gradients beside the shards, where nothing can be rescaled.
     """
 
     micro_batches: int = 0
@@ -58,6 +59,7 @@ class Window:
     warned: bool = False
     unscaled: set[int] = field(default_factory=set)
     joining: bool = False
+    apart: bool = False
 
     def begin(self) -> None:
         """Count a micro-batch, as the first of a new window if the last one is done."""
@@ -98,7 +100,7 @@ class Accumulation:
         elif synchronise and window.micro_batches < state.num_steps and not window.counted:
             _short_window(accelerator, self.models)
         # A rank whose loader ends closes its window there, while the others' may be open: all have to communicate then.
-        if not synchronise and not accelerator._sync_each_batch and not window.joining:
+        if not synchronise and not window.joining and not _syncs_each(accelerator, self.num_items is not None):
             backend = resolve(accelerator.state)
             if backend.synchronises:
                 self.held = contextlib.ExitStack()
@@ -113,6 +115,16 @@ class Accumulation:
         if self.held is not None:
             self.held.close()
             self.held = None
+
+
+def _syncs_each(accelerator: "Accelerator", counted: bool) -> bool:
+    """Whether gradients are exchanged after every micro-batch.
+
+    Those that FSDP keeps whole meanwhile are out of reach, so windows whose weights settle at their end exchange each time.
+    """
+    if accelerator._sync_each_batch:
+        return True
+    return (counted or accelerator._exact_accumulation) and traits.of(accelerator.distributed_type).sharded
 
 
 def advance(accelerator: "Accelerator") -> None:
@@ -179,6 +191,11 @@ def weigh_items(accelerator: "Accelerator", num_items: Any, models: Sequence[nn.
             f"num_items={num_items!r} was given inside join_uneven_inputs. Items are counted over all ranks, and here some "
             "may have no batches left. Use even_batches=True without join_uneven_inputs, or leave num_items away."
         )
+    if window.apart:
+        raise ValueError(
+            f"num_items={num_items!r} was given inside no_sync, where {accelerator.distributed_type} keeps gradients that cannot be "
+            "weighed afterwards. Leave no_sync away: `accumulate` exchanges gradients in every micro-batch then."
+        )
     window.counted += 1
     if window.counted < window.micro_batches:
         raise _mixed(window, num_items)
@@ -187,13 +204,16 @@ def weigh_items(accelerator: "Accelerator", num_items: Any, models: Sequence[nn.
         raise ValueError(f"num_items={num_items!r} is negative; pass the number of items that the loss averages over.")
     window.items += count
     # Gradients that are averaged after every micro-batch need weights that mean the same on every rank.
-    window.reference = window.reference or (1.0 if accelerator._sync_each_batch else count or 1.0)
+    window.reference = window.reference or (1.0 if _syncs_each(accelerator, True) else count or 1.0)
     if not accelerator.gradient_state.sync_gradients:
         window.factor = count / window.reference
         return
     total = torch.tensor([window.items], dtype=torch.float64 if accelerator.device.type != "mps" else torch.float32)
     communicator = comm.for_type(accelerator.distributed_type)
-    total = communicator.all_reduce(total.to(accelerator.device), "sum").item()
+    # Ranks that share each layer count the same items.
+    layout = accelerator.parallelism_config
+    copies = layout.tp_size if layout is not None else 1
+    total = communicator.all_reduce(total.to(accelerator.device), "sum").item() / copies
     if total == 0:
         raise ValueError(
             "num_items is 0 on every rank and in every micro-batch of this window: there is no loss to average."
@@ -205,9 +225,9 @@ def weigh_items(accelerator: "Accelerator", num_items: Any, models: Sequence[nn.
 
 
 def replicas(accelerator: "Accelerator") -> int:
-    """Return over how many data-parallel replicas gradients are averaged."""
+    """Return over how many ranks gradients are averaged: all but those that share a layer of one batch."""
     layout = accelerator.parallelism_config
-    return layout.data_parallel_size if layout is not None else accelerator.num_processes
+    return accelerator.num_processes // (layout.tp_size if layout is not None else 1)
 
 
 def _mixed(window: Window, num_items: Any) -> ValueError:

@@ -9,12 +9,15 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from accelerate.backends.base import Backend
 from accelerate.backends.registry import resolve
+from accelerate.config.enums import FP8BackendType
 from accelerate.data import xla
 from accelerate.data.loader import PreparedLoader
 from accelerate.modules.compile import compile_regions, is_compiled_module
+from accelerate.modules.unwrap import is_parallel_wrapper
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.precision import amp
+from accelerate.precision import amp, master
 from accelerate.precision.base import precision
 from accelerate.runtime import storage, traits
 from accelerate.scheduler import AcceleratedScheduler
@@ -81,6 +84,7 @@ def prepare(accelerator: "Accelerator", objects: Sequence[Any], device_placement
     backend = resolve(accelerator.state)
     backend.check(accelerator, objects)
     objects = _overlay_mesh(accelerator, objects)
+    objects = _convert(accelerator, objects, device_placement)
     result = backend.prepare(accelerator, objects, placements)
     _check_schedules(accelerator, result)
     return result if len(result) > 1 else result[0]
@@ -115,9 +119,10 @@ def _overlay_mesh(accelerator: "Accelerator", objects: Sequence[Any]) -> Sequenc
     layout = accelerator.parallelism_config
     if layout is None:
         return objects
-    if layout.sp_enabled:
+    if layout.sp_enabled and layout.sp_backend == "deepspeed":
         raise NotImplementedError(
-            f"sp_size={layout.sp_size}: sequence parallelism is not part of this version of the fork; set sp_size=1."
+            f"sp_size={layout.sp_size} with sp_backend='deepspeed' needs DeepSpeed, which this version of the fork does not drive "
+            "yet. Set sp_backend='torch', which does the same with torch alone."
         )
     if layout.dp_shard_enabled and not traits.of(accelerator.distributed_type).sharded:
         raise ValueError(
@@ -129,7 +134,22 @@ def _overlay_mesh(accelerator: "Accelerator", objects: Sequence[Any]) -> Sequenc
         objects = accelerator._prepare_tp(*objects)
     if layout.cp_enabled:
         objects = accelerator._prepare_cp(*objects)
+    if layout.sp_enabled:
+        from accelerate.parallel import sequence
+
+        objects = sequence.prepare(accelerator, objects)
     return objects
+
+
+def _convert(accelerator: "Accelerator", objects: Sequence[Any], device_placement: Any) -> Sequence[Any]:
+    """Let the run's fp8 library convert the models."""
+    if not accelerator.fp8_enabled:
+        return objects
+    if accelerator.fp8_backend is FP8BackendType.MSAMP:
+        return accelerator._prepare_msamp(*objects, device_placement=device_placement)
+    if accelerator.fp8_backend is FP8BackendType.TE:
+        return accelerator._prepare_te(*objects)
+    return accelerator._prepare_ao(*objects)
 
 
 def again(accelerator: "Accelerator", obj: Any, kind: str, evaluation: bool = False) -> tuple[bool, Any]:
@@ -254,7 +274,7 @@ def _chain(model: nn.Module) -> list[nn.Module]:
     while True:
         if is_compiled_module(model):
             model = model._orig_mod
-        elif isinstance(model, nn.parallel.DistributedDataParallel):
+        elif is_parallel_wrapper(model):
             model = model.module
         else:
             return found
@@ -277,6 +297,7 @@ def prepare_model(
             "and reach its parts through `accelerator.unwrap_model`."
         )
     given = [model, *_chain(model)]
+    master.remember(given[-1])
     if not evaluation_mode:
         amp.check_weights(model, accelerator.scaler)
     if device_placement is None:
@@ -344,6 +365,7 @@ def prepare_optimizer(
     if isinstance(optimizer, AcceleratedOptimizer):  # its Accelerator let go of it; nothing is wrapped twice
         optimizer = optimizer.optimizer
     with own_states(accelerator):
+        accelerator._registry.moved.follow(optimizer)
         wrapped = AcceleratedOptimizer(optimizer, device_placement=device_placement, scaler=accelerator.scaler)
     return register(accelerator, "optimizer", wrapped, optimizer)
 
@@ -388,7 +410,7 @@ def prepare_data_loader(
     if isinstance(data_loader, PreparedLoader):  # its Accelerator let go of it; nothing is sharded twice
         return register(accelerator, "loader", data_loader)
     config = accelerator.dataloader_config
-    shards, shard = resolve(accelerator.state).data_shard(accelerator)
+    shards, shard, mesh = _data_layout(accelerator)
     # Passed only when it says something, because users put functions of upstream's signature in the place of `build`.
     divided = {} if getattr(config, "shard_iterable_dataset", True) else {"shard_iterable_dataset": False}
     with own_states(accelerator):
@@ -407,12 +429,20 @@ def prepare_data_loader(
             data_seed=config.data_seed,
             non_blocking=accelerator.non_blocking,
             use_stateful_dataloader=accelerator.use_stateful_dataloader,
-            torch_device_mesh=accelerator.torch_device_mesh,
+            torch_device_mesh=mesh,
             **divided,
         )
     if not getattr(config, "continue_after_load", True) and isinstance(inner := _inner(wrapped), PreparedLoader):
         inner.continue_after_load = False
     return register(accelerator, "loader", wrapped, data_loader)
+
+
+def _data_layout(accelerator: "Accelerator") -> tuple[int, int, Any]:
+    """Return what loaders are told: the ranks and the mesh, from which they work out their shard; or a strategy's own shards."""
+    backend = resolve(accelerator.state)
+    if type(backend).data_shard is Backend.data_shard:
+        return accelerator.num_processes, accelerator.process_index, accelerator.torch_device_mesh
+    return *backend.data_shard(accelerator), None
 
 
 def _inner(loader: Any) -> Any:

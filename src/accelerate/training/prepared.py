@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import nn
 
+from accelerate.modules.repoint import MovedParameters
+
 _LIVE: "weakref.WeakSet[PreparedRegistry]" = weakref.WeakSet()
 
 
@@ -74,7 +76,7 @@ class Entry:
 
 
 class PreparedRegistry:
-    """The prepared objects of one Accelerator, found by identity.
+    """The prepared objects of one Accelerator, found by identity, and the parameters that preparing replaced.
 
     Example:
         >>> model = nn.Linear(1, 1)
@@ -87,6 +89,7 @@ class PreparedRegistry:
     def __init__(self) -> None:
         self._entries: list[Entry] = []
         self._by_id: dict[int, Entry] = {}
+        self.moved = MovedParameters()
         _LIVE.add(self)
 
     def record(self, kind: str, outer: Any, inners: Iterable[Any] = (), **details: Any) -> Entry:
@@ -133,6 +136,7 @@ class PreparedRegistry:
         """Drop every entry: the next ``prepare`` of any object is a first one."""
         self._entries.clear()
         self._by_id.clear()
+        self.moved.clear()
 
     def models(self) -> Iterator[nn.Module]:
         """Yield the prepared models that are alive."""

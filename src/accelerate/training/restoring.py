@@ -322,7 +322,9 @@ def _read_models(
                 load_kwargs=load_kwargs,
                 strict=model_options.get("strict", True),
             )
-            if state is not None:  # None: the strategy has put the weights where they belong
+            if isinstance(state, tuple):  # what takes the state, and the state
+                contents.models.append(state)
+            elif state is not None:  # None: the strategy has put the weights where they belong
                 contents.models.append((model, state))
     except BaseException:
         for undo in contents.undoing:

@@ -248,16 +248,17 @@ def _collect(
     """Put everything that this rank saves into a parcel."""
     backend = resolve(accelerator.state)
     schedulers = backend.checkpointed_schedulers(accelerator)
-    # Through the method, because libraries replace it.
-    states = [files.plain_names(accelerator.get_state_dict(model)) for model in accelerator._models]
+    # Through the method, because libraries replace it. Hooks of strategies that save shards see no weights.
+    whole = [] if backend.saves_shards else accelerator._models
+    states = [files.plain_names(accelerator.get_state_dict(model)) for model in whole]
     models = [backend.unwrap_model(model) for model in accelerator._models]
     for hook in list(accelerator._save_model_state_pre_hook.values()):
         hook(models, states, parcel.folder)
     options = _used_options(backend, "save_model", model_options)
-    for index, state in enumerate(states):
+    for index in range(len(accelerator._models) if backend.saves_shards else len(states)):
         backend.save_model(
             accelerator,
-            state,
+            {} if backend.saves_shards else states[index],
             parcel,
             index,
             safe_serialization=safe_serialization,

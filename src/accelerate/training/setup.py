@@ -10,7 +10,7 @@ from typing import Any
 from accelerate.config.data import DataLoaderConfiguration
 from accelerate.config.deepspeed import DeepSpeedPlugin
 from accelerate.config.dynamo import TorchDynamoPlugin
-from accelerate.config.enums import DynamoBackend, FP8BackendType, RNGType
+from accelerate.config.enums import DynamoBackend, RNGType
 from accelerate.config.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.config.handlers import (
@@ -26,7 +26,7 @@ from accelerate.config.megatron import MegatronLMPlugin
 from accelerate.config.project import ProjectConfiguration
 from accelerate.runtime import storage
 from accelerate.training.prepared import has_models, warn_caller
-from accelerate.utils.environment import get_int_from_env, parse_choice_from_env, parse_flag_from_env
+from accelerate.utils.environment import get_int_from_env, parse_flag_from_env
 
 # Which attribute of the Accelerator each kind of handler becomes.
 HANDLERS: dict[type, str] = {
@@ -211,40 +211,33 @@ def undone_if_refused() -> Iterator[None]:
         raise
 
 
-def mesh(given: Any, make: Callable[[], Any], tensor_parallel: Any) -> Any:
+def mesh(given: Any, make: Callable[..., Any], tensor_parallel: Any) -> Any:
     """Return the layout of the device mesh: the one given, or the one that the launcher asked for.
 
     Args:
         given: The ParallelismConfig that was passed, or None.
-        make: Builds one from the environment.
+        make: Builds one, from the environment where it gets no sizes.
         tensor_parallel: The superseded ``torch_tp_plugin``.
 
     Raises:
-        NotImplementedError: The superseded plugin asks for tensor parallelism.
+        ValueError: The superseded plugin and the configuration disagree.
     """
-    if getattr(tensor_parallel, "tp_size", 1) > 1:
-        raise NotImplementedError(
-            f"torch_tp_plugin.tp_size={tensor_parallel.tp_size}: tensor parallelism is not part of this version of the fork "
-            "(and moved to ParallelismConfig(tp_size=...)). Leave the plugin away."
-        )
+    wanted = getattr(tensor_parallel, "tp_size", 1)
     if given is None and parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG"):
-        return make()
+        given = make()
+    if wanted > 1 and given is None:
+        warnings.warn(
+            f"torch_tp_plugin is superseded: pass parallelism_config=ParallelismConfig(tp_size={wanted}).",
+            FutureWarning,
+            stacklevel=3,
+        )
+        return make(tp_size=wanted)
+    if wanted > 1 and given.tp_size != wanted:
+        raise ValueError(
+            f"torch_tp_plugin.tp_size={wanted} and parallelism_config.tp_size={given.tp_size} disagree. Leave the plugin away; "
+            "the configuration replaces it."
+        )
     return given
-
-
-def fp8_handlers(handlers: dict[str, Any]) -> dict[FP8BackendType, Any]:
-    """Return the fp8 recipe given for each backend, the general recipe under the backend it names."""
-    general = handlers["fp8_recipe_handler"]
-    recipes = {
-        FP8BackendType.TE: handlers["te_recipe_handler"],
-        FP8BackendType.AO: handlers["ao_recipe_handler"],
-        FP8BackendType.MSAMP: handlers["msamp_recipe_handler"],
-    }
-    backend = general.backend if general is not None else parse_choice_from_env("ACCELERATE_FP8_BACKEND", "no")
-    named = FP8BackendType.__members__.get(str(backend).upper())
-    if general is not None and named in recipes:
-        recipes[named] = recipes[named] or general
-    return recipes
 
 
 def is_compiling(plugin: TorchDynamoPlugin) -> bool:

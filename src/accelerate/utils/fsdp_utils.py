@@ -3,26 +3,20 @@
 import inspect
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from accelerate.checkpoint import checksum, formats, fsdp_adapters, fsdp_io, fsdp_state
-from accelerate.checkpoint.dcp import FolderReader, is_folder
-from accelerate.checkpoint.disk import sync_folder
-from accelerate.checkpoint.fsdp_files import Found, merged_model
-from accelerate.checkpoint.names import STAGING_PREFIX
+from accelerate.checkpoint import fsdp_adapters, fsdp_io, fsdp_state
+from accelerate.checkpoint.merging import merge_fsdp_weights
 from accelerate.config.fsdp import get_module_class_from_name
 from accelerate.logging import get_logger
 from accelerate.modules.compile import is_compiled_module
 from accelerate.modules.named import canonical_name
-from accelerate.modules.tensors import clean_state_dict_for_safetensors
-from accelerate.process import PartialState
+from accelerate.parallel import shard
 from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from accelerate.utils.modeling import is_peft_model
 
@@ -219,7 +213,7 @@ def fsdp2_apply_ac(accelerator: "Accelerator", model: nn.Module) -> nn.Module:
     chosen = [(name, module) for name, module in model.named_modules() if name and is_part(module)]
     for name, module in reversed(chosen):  # inner parts first
         parent, _, child = name.rpartition(".")
-        wrapped = checkpoint_wrapper(module, preserve_rng_state=False)
+        wrapped = checkpoint_wrapper(module)
         if plugin.activation_checkpointing_offload:
             wrapped = offload_wrapper(wrapped)
         setattr(model.get_submodule(parent), child, wrapped)
@@ -341,72 +335,6 @@ def _set_model_state_dict(
 
         return set_model_state_dict(model, state_dict, options=sd_options)
     return model.load_state_dict(state_dict)
-
-
-def merge_fsdp_weights(
-    checkpoint_dir: str, output_path: str, safe_serialization: bool = True, remove_checkpoint_dir: bool = False
-) -> None:
-    """Merge a sharded checkpoint into one file of weights. All ranks; the main process works, the others wait for it.
-
-    What the manifest of the checkpoint says of the shards is compared with them first. The file is on the disk, and is
-    what was written, before anything is deleted.
-
-    Args:
-        checkpoint_dir: the folder `pytorch_model_fsdp_0` of a checkpoint, with a `.metadata` file. The whole model must
-            fit into memory.
-        output_path: the folder for `model.safetensors` or `pytorch_model.bin`; it is made if missing.
-        safe_serialization: write safetensors rather than a pickle.
-        remove_checkpoint_dir: delete `checkpoint_dir` after the file is written.
-
-    Raises:
-        ValueError: `checkpoint_dir` is no sharded checkpoint, or would be deleted together with the result.
-        DamagedCheckpoint: a shard is damaged; nothing was deleted.
-        RuntimeError: the main process failed; raised on the others.
-    """
-    state = PartialState()
-    source, target = Path(checkpoint_dir).absolute(), Path(output_path)
-
-    def merge() -> None:
-        _check_sharded(source)
-        if remove_checkpoint_dir and source.resolve() in (target.resolve(), *target.resolve().parents):
-            raise ValueError(
-                f"output_path {target} lies in checkpoint_dir {source}, which remove_checkpoint_dir deletes."
-            )
-        Found(str(source.parent), source.name, "sharded").verify()
-        written = _write_merged(merged_model(FolderReader(source)), target, safe_serialization, remove_checkpoint_dir)
-        logger.info(f"The merged weights are in {written}.")
-        if remove_checkpoint_dir:
-            shutil.rmtree(source)
-
-    fsdp_state.together(lambda: merge() if state.is_main_process else None)
-    state.wait_for_everyone()
-
-
-def _check_sharded(folder: Path) -> None:
-    if is_folder(folder):
-        return
-    if not folder.is_dir():
-        raise ValueError(f"checkpoint_dir {folder} does not exist.")
-    inside = sorted(path.parent.name for path in folder.glob("*/.metadata"))
-    models = [name for name in inside if name.startswith(FSDP_MODEL_NAME)] or inside
-    hint = f" Did you mean {folder / models[0]}?" if models else ""
-    raise ValueError(f"checkpoint_dir {folder} is no sharded checkpoint: it has no .metadata file.{hint}")
-
-
-def _write_merged(weights: dict[str, Any], folder: Path, safe_serialization: bool, read_back: bool) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / (SAFE_WEIGHTS_NAME if safe_serialization else WEIGHTS_NAME)
-    staged = path.with_name(STAGING_PREFIX + path.name)
-    if safe_serialization:
-        tensors = clean_state_dict_for_safetensors(weights)
-        entry = formats.write_safetensors(staged, tensors, {"format": "pt"})
-    else:
-        entry = formats.write_torch(staged, weights)
-    if read_back and checksum.of_file(staged) != (entry.size, entry.checksum):
-        raise OSError(f"{staged} is not what was written; {path} stays as it was, and no shards were deleted.")
-    os.replace(staged, path)
-    sync_folder(str(folder))
-    return path
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------
@@ -563,31 +491,44 @@ def load_fsdp_optimizer(
     fsdp_io.load_optimizer(optimizer, model, input_dir, optimizer_index, prefer)
 
 
-# -- not available yet -------------------------------------------------------------------------------------------
-
-
-def _later(what: str) -> NotImplementedError:
-    return NotImplementedError(
-        f"{what} is not available yet. FullyShardedDataParallelPlugin can be configured, and models that torch itself sharded "
-        "can be saved and loaded; to train with this library now, use data parallelism without an FSDP plugin."
-    )
+# -- sharding ----------------------------------------------------------------------------------------------------
 
 
 def fsdp2_prepare_model(accelerator: "Accelerator", model: nn.Module) -> nn.Module:
-    """Shard a model with `fully_shard`, in place. Every rank calls it.
+    """Shard a model with `fully_shard`, in place, as the FSDP plugin says. Every rank calls it.
 
-    Raises:
-        NotImplementedError: always, for now.
+    Args:
+        accelerator: the Accelerator; optimizers that it prepares update the shards.
+        model: compiled or not; one that is sharded already is left alone.
+
+    Returns:
+        The model, in its compiled shell if it came in one.
     """
-    raise _later("Sharding a model with fully_shard")
+    inner = model._orig_mod if is_compiled_module(model) else model
+    if shard.is_sharded(inner):
+        return model
+    plugin = accelerator.state.fsdp_plugin
+    if plugin.activation_checkpointing:
+        inner = fsdp2_apply_ac(accelerator, inner)
+    ignored = get_parameters_from_modules(plugin.ignored_modules, inner, accelerator.device)
+    shard.shard(accelerator, inner, fsdp2_prepare_auto_wrap_policy(plugin, inner), ignored)
+    return model
 
 
 def fsdp2_load_full_state_dict(
     accelerator: "Accelerator", model: nn.Module, full_sd: dict[str, Any], cpu_offload: bool = False
 ) -> None:
-    """Distribute rank 0's full state dict over a sharded model. Every rank calls it.
+    """Distribute rank 0's full state dict over a sharded model; no other rank holds more than its shards. Every rank calls it.
+
+    Args:
+        accelerator: the Accelerator.
+        model: sharded by `fully_shard`; shards that have no memory yet get some.
+        full_sd: on rank 0, whole tensors by name; not used elsewhere.
+        cpu_offload: shards stay in host memory.
 
     Raises:
-        NotImplementedError: always, for now.
+        RuntimeError: rank 0's state does not fit the model.
     """
-    raise _later("Distributing a full state dict over a sharded model")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        model.to_empty(device="cpu" if cpu_offload else accelerator.device)
+    shard.distribute(accelerator, model, full_sd)

@@ -8,10 +8,15 @@ import pytest
 from torch import nn
 
 import accelerate.accelerator as home
-from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+from accelerate import Accelerator, ParallelismConfig
 from accelerate.process import PartialState
 from accelerate.state import is_initialized
-from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration, TorchTensorParallelPlugin
+from accelerate.utils import (
+    GradientAccumulationPlugin,
+    MegatronLMPlugin,
+    ProjectConfiguration,
+    TorchTensorParallelPlugin,
+)
 
 
 @pytest.mark.parametrize(
@@ -32,7 +37,7 @@ def test_after_a_refused_setting_the_next_one_may_differ(refused):
 
 def test_after_a_refused_strategy_one_can_train_without_it():
     with pytest.raises(NotImplementedError):
-        Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
+        Accelerator(cpu=True, megatron_lm_plugin=MegatronLMPlugin())
     accelerator = Accelerator(cpu=True)
     assert not accelerator.is_fsdp2 and not accelerator.use_distributed
     accelerator.prepare(nn.Linear(1, 1))
@@ -43,10 +48,20 @@ def test_a_second_project_folder_is_named():
         Accelerator(cpu=True, project_dir="b", project_config=ProjectConfiguration(project_dir="a"))
 
 
-def test_tensor_parallelism_is_refused_rather_than_ignored():
-    with pytest.raises(NotImplementedError, match="tp_size=2"):
-        Accelerator(cpu=True, torch_tp_plugin=TorchTensorParallelPlugin(tp_size=2))
-    Accelerator(cpu=True, torch_tp_plugin=TorchTensorParallelPlugin())
+def test_the_superseded_tensor_parallel_plugin_becomes_a_mesh():
+    with pytest.warns(FutureWarning, match="ParallelismConfig.tp_size=2"):
+        accelerator = Accelerator(cpu=True, torch_tp_plugin=TorchTensorParallelPlugin(tp_size=2))
+    assert accelerator.parallelism_config.tp_size == 2
+
+
+def test_the_superseded_tensor_parallel_plugin_may_not_disagree():
+    with pytest.raises(ValueError, match="tp_size=2 and parallelism_config.tp_size=4 disagree"):
+        Accelerator(
+            cpu=True,
+            torch_tp_plugin=TorchTensorParallelPlugin(tp_size=2),
+            parallelism_config=ParallelismConfig(tp_size=4),
+        )
+    assert Accelerator(cpu=True, torch_tp_plugin=TorchTensorParallelPlugin()).parallelism_config is None
 
 
 def test_the_launchers_mesh_is_read_through_the_name_that_libraries_replace(monkeypatch):

@@ -1,0 +1,247 @@
+"""FSDP in its first version: torch's FullyShardedDataParallel, which flattens the parameters of each unit and shards the result."""
+
+import contextlib
+import functools
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from accelerate.backends.sharded import Sharded, keeping_unsharded
+from accelerate.checkpoint.fsdp_state import is_fsdp1
+from accelerate.config.handlers import GradScalerKwargs
+from accelerate.modules.compile import is_compiled_module
+from accelerate.modules.repoint import named, repoint
+from accelerate.parallel.mesh import shard_mesh
+from accelerate.precision import master
+from accelerate.precision.base import precision
+from accelerate.utils import fsdp_utils
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from accelerate.accelerator import Accelerator
+
+_HYBRID = {"FULL_SHARD": "HYBRID_SHARD", "SHARD_GRAD_OP": "_HYBRID_SHARD_ZERO2"}
+
+
+class FSDP1(Sharded):
+    """Torch's wrapper, with every option of the plugin.
+
+    Source:
+        https://docs.pytorch.org/docs/stable/fsdp.html
+    """
+
+    name = "fsdp1"
+
+    def check(self, accelerator: "Accelerator", objects: Sequence[Any]) -> None:
+        """Refuse dimensions of the mesh that flat parameters cannot have."""
+        layout = accelerator.parallelism_config
+        if layout is not None and layout.tp_enabled:
+            raise ValueError(
+                f"tp_size={layout.tp_size} with fsdp_version=1: flat parameters cannot be split by layers as well. Set "
+                "fsdp_version=2."
+            )
+        super().check(accelerator, objects)
+
+    def wrap_model(self, accelerator: "Accelerator", model: nn.Module) -> nn.Module:
+        """Put FullyShardedDataParallel around the model and its units."""
+        inner = model._orig_mod if is_compiled_module(model) else model
+        if is_fsdp1(inner):
+            return model
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        plugin = accelerator.state.fsdp_plugin
+        if accelerator.mixed_precision != "no":
+            _upcast(inner, plugin)
+        plugin.set_auto_wrap_policy(inner)
+        before = named(inner)
+        options = _options(accelerator, inner)
+        if options["sync_module_states"] and accelerator.device.type == "cpu":
+            # Torch does it between devices only.
+            _send_states(inner, options["param_init_fn"])
+            options.update(sync_module_states=False, param_init_fn=None)
+        wrapped = FullyShardedDataParallel(inner, **options)
+        if plugin.activation_checkpointing:
+            _checkpoint_activations(wrapped, plugin)
+        if plugin.use_orig_params:
+            repoint(accelerator, wrapped, before)
+        else:
+            _repoint_flat(accelerator, wrapped, before)
+        return type(model)(wrapped, model.dynamo_ctx) if inner is not model else wrapped
+
+    @contextlib.contextmanager
+    def no_sync(self, accelerator: "Accelerator", model: nn.Module) -> Iterator[None]:
+        """Enter FSDP's own context, in which each rank keeps whole gradients."""
+        hold = getattr(model, "no_sync", None)
+        if hold is None:  # prepared for evaluation
+            yield
+            return
+        with keeping_unsharded(accelerator, model), hold():
+            yield
+
+    def make_scaler(self, accelerator: "Accelerator", handler: GradScalerKwargs | None) -> Any | None:
+        """Return the scaler whose decision to skip a step all ranks share."""
+        if not precision(accelerator.mixed_precision).scales_loss:
+            return None
+        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+        options = handler.to_kwargs() if handler is not None else {}
+        return ShardedGradScaler(device=accelerator.device.type, **options)
+
+    def clip_grad_norm(
+        self, accelerator: "Accelerator", parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float
+    ) -> torch.Tensor:
+        """Clip gradients to the total norm of the whole tensors, which all ranks learn. All ranks.
+
+        Raises:
+            ValueError: The parameters are a part of a model's, whose norm flat parameters do not tell.
+        """
+        given = {id(p): p for p in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
+        roots = []
+        for model in accelerator._models:
+            root = model._orig_mod if is_compiled_module(model) else model
+            own = {id(parameter) for parameter in root.parameters()}
+            if not is_fsdp1(root) or not own & given.keys():
+                continue
+            trained = {id(p) for p in root.parameters() if p.requires_grad}
+            if not trained <= given.keys():
+                raise ValueError(
+                    f"clip_grad_norm_ got {len(own & given.keys())} of the {len(own)} parameters of {type(model).__name__}. FSDP "
+                    "version 1 knows the norm of all of a model's gradients only. Pass model.parameters(), or set "
+                    "fsdp_version=2."
+                )
+            roots.append(root)
+            given = {key: parameter for key, parameter in given.items() if key not in own}
+        if len(roots) == 1 and not given:
+            return roots[0].clip_grad_norm_(max_norm, norm_type)
+        return _clip_together(roots, list(given.values()), max_norm, norm_type)
+
+
+def _clip_together(roots: list[Any], others: list[nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:
+    """Clip several models, and parameters outside them, to one norm."""
+    found = [root.clip_grad_norm_(float("inf"), norm_type) for root in roots]  # infinite: nothing is scaled
+    if others:
+        found.append(nn.utils.get_total_norm([p.grad for p in others if p.grad is not None], norm_type))
+    if not found:
+        return torch.zeros(())
+    total = torch.linalg.vector_norm(torch.stack([norm.float() for norm in found]), norm_type)
+    every = [parameter for root in roots for parameter in root.parameters()] + others
+    torch.nn.utils.clip_grads_with_norm_(every, max_norm, total)
+    return total
+
+
+def _options(accelerator: "Accelerator", model: nn.Module) -> dict[str, Any]:
+    """Return the arguments of torch's wrapper."""
+    from torch.distributed.fsdp import ShardingStrategy
+
+    plugin = accelerator.state.fsdp_plugin
+    strategy = plugin.sharding_strategy or plugin.reshard_after_forward
+    mesh = _mesh(accelerator, strategy)
+    if mesh is not None and mesh.ndim == 2 and strategy.name in _HYBRID:
+        strategy = getattr(ShardingStrategy, _HYBRID[strategy.name])
+    initialise = plugin.param_init_fn
+    if initialise is not None:
+        initialise = fsdp_utils.ensure_weights_retied(initialise, model, accelerator.device)
+    ignored = plugin.ignored_modules
+    if isinstance(ignored, str):
+        pattern = re.compile(ignored)
+        ignored = [module for name, module in model.named_modules() if pattern.fullmatch(name)]
+    return {
+        "sharding_strategy": strategy,
+        "cpu_offload": plugin.cpu_offload if accelerator.device.type != "cpu" else None,
+        "auto_wrap_policy": plugin.auto_wrap_policy,
+        "mixed_precision": plugin.mixed_precision_policy,
+        "sync_module_states": plugin.sync_module_states,
+        "backward_prefetch": plugin.backward_prefetch,
+        "forward_prefetch": plugin.forward_prefetch,
+        "use_orig_params": plugin.use_orig_params,
+        "param_init_fn": initialise,
+        "ignored_modules": ignored,
+        "limit_all_gathers": plugin.limit_all_gathers,
+        "device_id": accelerator.device,
+        "device_mesh": mesh,
+    }
+
+
+def _mesh(accelerator: "Accelerator", strategy: Any) -> "DeviceMesh | None":
+    """Return the mesh of replicas and shards; None for one group of all ranks."""
+    layout = accelerator.parallelism_config
+    if layout is not None and accelerator.torch_device_mesh is not None and layout.dp_shard_cp_dim_names:
+        return shard_mesh(layout, accelerator.torch_device_mesh)
+    if not strategy.name.startswith(("HYBRID", "_HYBRID")):
+        return None
+    # A copy on each machine, unless a mesh says otherwise.
+    from torch.distributed.device_mesh import init_device_mesh
+
+    world = torch.distributed.get_world_size()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE") or world)
+    if world % local:
+        raise ValueError(
+            f"sharding_strategy={strategy.name} keeps a copy on each machine, but the {world} processes are not a multiple of "
+            f"the {local} on this one. Start equally many on each, or give a ParallelismConfig(dp_replicate_size, dp_shard_size)."
+        )
+    return init_device_mesh(
+        accelerator.device.type, (world // local, local), mesh_dim_names=("dp_replicate", "dp_shard")
+    )
+
+
+def _send_states(model: nn.Module, initialise: Any) -> None:
+    """Give all ranks the parameters and buffers that rank 0 has; a rank that has them on the meta device gets memory first."""
+    for module in model.modules():
+        held = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        if initialise is not None and any(tensor.is_meta for tensor in held):
+            initialise(module)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            torch.distributed.broadcast(tensor.data, src=0)
+
+
+def _upcast(model: nn.Module, plugin: Any) -> None:
+    """Keep trained weights in float32. Frozen ones follow where a flat parameter may hold both, which has one dtype."""
+    if not master.upcast(model) or not plugin.use_orig_params:
+        return
+    for parameter in model.parameters():
+        if not parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
+            parameter.data = parameter.data.to(torch.float32)
+
+
+def _checkpoint_activations(model: nn.Module, plugin: Any) -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+        apply_activation_checkpointing,
+        checkpoint_wrapper,
+        offload_wrapper,
+    )
+
+    policy = plugin.auto_wrap_policy
+    if policy is None:
+        fsdp_utils.logger.warning(
+            "activation_checkpointing has no effect without an auto_wrap_policy that chooses layers."
+        )
+        return
+
+    def wrap(module: nn.Module) -> nn.Module:
+        made = checkpoint_wrapper(module)
+        return offload_wrapper(made) if plugin.activation_checkpointing_offload else made
+
+    chosen = functools.partial(policy, recurse=False, nonwrapped_numel=0)
+    apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrap, check_fn=lambda module: chosen(module=module))
+
+
+def _repoint_flat(accelerator: "Accelerator", model: nn.Module, before: dict[str, nn.Parameter]) -> None:
+    """Let optimizers made before follow into the flat parameters."""
+    moved, seen = accelerator._registry.moved, set()
+    for name, flat in named(model).items():
+        prefix = name.rpartition(".")[0]
+        members = getattr(flat, "_fqns", None)
+        for member in members if members is not None else [name.rpartition(".")[2]]:
+            full = f"{prefix}.{member}" if prefix else member
+            old = before.get(full)
+            if old is not None and old is not flat and id(old) not in seen:
+                seen.add(id(old))
+                moved.record(full, old, flat)
+    for optimizer in accelerator._optimizers:
+        moved.follow(optimizer.optimizer)

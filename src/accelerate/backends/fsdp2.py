@@ -1,0 +1,52 @@
+"""FSDP in its second version: torch's `fully_shard`, which shards every parameter in place."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from accelerate.backends.sharded import Sharded, keeping_unsharded
+from accelerate.modules.compile import is_compiled_module
+
+if TYPE_CHECKING:
+    from accelerate.accelerator import Accelerator
+
+
+class FSDP2(Sharded):
+    """Shards along the first dimension, as DTensors, over the data-parallel dimensions of the mesh.
+
+    Source:
+        https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
+    """
+
+    name = "fsdp2"
+
+    def check(self, accelerator: "Accelerator", objects: Sequence[Any]) -> None:
+        """Refuse weights that one rank alone has where layers are split first, from those of every rank."""
+        layout = accelerator.parallelism_config
+        if layout is not None and layout.tp_enabled and accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:
+            raise ValueError(
+                f"cpu_ram_efficient_loading=True with tp_size={layout.tp_size}: layers are split before they are sharded, and each "
+                "group of ranks needs their weights for that. Set cpu_ram_efficient_loading=False."
+            )
+        super().check(accelerator, objects)
+
+    def wrap_model(self, accelerator: "Accelerator", model: nn.Module) -> nn.Module:
+        """Shard the model in place, through the function that libraries replace."""
+        return accelerator._fsdp2_prepare_model(model)
+
+    @contextlib.contextmanager
+    def no_sync(self, accelerator: "Accelerator", model: nn.Module) -> Iterator[None]:
+        """Keep whole gradients on each rank meanwhile, by `set_requires_gradient_sync`."""
+        inner = model._orig_mod if is_compiled_module(model) else model
+        hold = getattr(inner, "set_requires_gradient_sync", None)
+        if hold is None:  # prepared for evaluation
+            yield
+            return
+        with keeping_unsharded(accelerator, model):
+            hold(False)
+            try:
+                yield
+            finally:
+                hold(True)

@@ -1,0 +1,227 @@
+"""What the strategies share whose ranks hold parts of the parameters: order of preparing, states, checkpoints."""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from accelerate.backends.base import Backend
+from accelerate.checkpoint import fsdp_files, fsdp_io, fsdp_optimizer, fsdp_state
+from accelerate.checkpoint.fsdp_state import Layout, together
+from accelerate.config.handlers import GradScalerKwargs
+from accelerate.modules import norms
+from accelerate.precision.base import precision
+from accelerate.runtime import rendezvous
+from accelerate.utils import fsdp_utils
+
+if TYPE_CHECKING:
+    from accelerate.accelerator import Accelerator
+
+
+class ShardedModel:
+    """A model whose state is that of its shards, as a restore takes it.
+
+    Args:
+        model: The prepared model.
+        own: Its state.
+        layout: Of the state that it will get.
+    """
+
+    def __init__(self, model: nn.Module, own: fsdp_state.ModelState, layout: Layout) -> None:
+        self._model = model
+        self._own = own
+        self._layout = layout
+
+    def parameters(self) -> Iterable[nn.Parameter]:
+        """Return what this rank has of the parameters."""
+        return self._model.parameters()
+
+    def buffers(self) -> Iterable[torch.Tensor]:
+        """Return the buffers."""
+        return self._model.buffers()
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Any:
+        """Load shards. All ranks.
+
+        Args:
+            state: By the names of the user.
+            strict: Whether all names must be there.
+        """
+        return fsdp_state.apply_model(self._model, state, self._own, layout=self._layout, strict=strict)
+
+
+class Sharded(Backend):
+    """Parameters in parts: the strategies differ in how these are made, and are saved and loaded alike."""
+
+    synchronises = True
+    # A checkpoint has the shards as they are; nobody gathers the whole for it.
+    saves_shards = True
+
+    # -- prepare -------------------------------------------------------------------------------------------------
+
+    def check(self, accelerator: "Accelerator", objects: Sequence[Any]) -> None:
+        """Give a process that is alone a group of its own: torch shards over groups only."""
+        if not torch.distributed.is_initialized():
+            rendezvous.init_process_group(rendezvous.ALONE, "gloo" if accelerator.device.type == "cpu" else "nccl")
+        plugin = accelerator.state.fsdp_plugin
+        offload = getattr(
+            plugin.cpu_offload, "offload_params", type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy"
+        )
+        if offload and accelerator.device.type == "cpu" and not accelerator._told_of_needless_offload:
+            accelerator._told_of_needless_offload = True
+            fsdp_utils.logger.warning(
+                "cpu_offload=True has no effect on the CPU, where parameters are in host memory anyway."
+            )
+
+    def prepare(
+        self, accelerator: "Accelerator", objects: Sequence[Any], placements: Sequence[bool | None]
+    ) -> tuple[Any, ...]:
+        """Prepare models before everything else, because optimizers follow the parameters that replace theirs."""
+        made: dict[int, Any] = {}
+        for wanted in (True, False):
+            for position, item in enumerate(objects):
+                if isinstance(item, nn.Module) is wanted:
+                    made[position] = accelerator._prepare_one(
+                        item, first_pass=True, device_placement=placements[position]
+                    )
+        return tuple(
+            accelerator._prepare_one(made[position], device_placement=placement)
+            for position, placement in enumerate(placements)
+        )
+
+    def needs_wrapper(self, accelerator: "Accelerator", model: nn.Module) -> bool:
+        """Always: shards of a frozen model save as much memory."""
+        return True
+
+    # -- step ----------------------------------------------------------------------------------------------------
+
+    def clip_grad_norm(
+        self, accelerator: "Accelerator", parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float
+    ) -> torch.Tensor:
+        """Clip gradients to the total norm of the whole tensors, which all ranks learn. All ranks."""
+        if isinstance(parameters, torch.Tensor):
+            parameters = [parameters]
+        return norms.clip_grad_norm(parameters, max_norm, norm_type)
+
+    def make_scaler(self, accelerator: "Accelerator", handler: GradScalerKwargs | None) -> Any | None:
+        """Return torch's scaler, which handles DTensors."""
+        if not precision(accelerator.mixed_precision).scales_loss:
+            return None
+        options = handler.to_kwargs() if handler is not None else {}
+        return fsdp_utils.get_fsdp2_grad_scaler(device=accelerator.device.type, **options)
+
+    # -- checkpoint ----------------------------------------------------------------------------------------------
+
+    def layout(self, accelerator: "Accelerator", kind: str, use_dcp: bool = True) -> Layout:
+        """Return how a checkpoint keeps the shards.
+
+        Args:
+            accelerator: The Accelerator.
+            kind: ``"model"`` or ``"optimizer"``.
+            use_dcp: False for a file per rank instead of a folder that any number of ranks can load.
+        """
+        return fsdp_utils._layout(accelerator.state.fsdp_plugin, use_dcp, kind == "optimizer")
+
+    def model_state(self, accelerator: "Accelerator", model: nn.Module, unwrap: bool) -> dict[str, Any]:
+        """Return the whole state dict in host memory on rank 0, and an empty one elsewhere. All ranks."""
+        state = fsdp_state.gathered(fsdp_state.model_state(model).values)
+        return state if torch.distributed.get_rank() == 0 else {}
+
+    def save_model(
+        self, accelerator: "Accelerator", state: dict[str, Any], folder: str, index: int, **options: Any
+    ) -> None:
+        """Write the shards of a model. All ranks."""
+        model = accelerator._models[index]
+        used = {name: options[name] for name in ("adapter_only", "use_dcp") if name in options}
+        fsdp_utils.save_fsdp_model(accelerator.state.fsdp_plugin, accelerator, model, folder, index, **used)
+
+    def load_model(
+        self, accelerator: "Accelerator", model: nn.Module, folder: str, index: int, **options: Any
+    ) -> tuple[ShardedModel, dict[str, Any]]:
+        """Read this rank's shards of a model, whoever wrote it, and return what takes them, and them. All ranks."""
+        found = fsdp_files.required(folder, "model", index, self.layout(accelerator, "model"))
+        stored = together(found.of_rank) if found.layout == "local" else None
+        flat = stored is not None and any(str(name).endswith("_flat_param") for name in stored)
+        layout: Layout = "local" if flat else "sharded"
+        own = fsdp_state.model_state(model, layout=layout)
+        strict = options.get("strict", True)
+
+        def read() -> dict[str, Any]:
+            if stored is not None:
+                return fsdp_io.read_local(own.values, stored, f"{found.name} of rank {accelerator.process_index}")
+            return fsdp_io.read_model(own, found.reader(), fsdp_state.tied_names(model), strict)
+
+        return ShardedModel(model, own, layout), together(read)
+
+    def save_optimizer(
+        self, accelerator: "Accelerator", optimizer: Any, folder: str, index: int, **options: Any
+    ) -> None:
+        """Write the shards of an optimizer's state, by the names of parameters. All ranks."""
+        model = model_of(optimizer, accelerator._models)
+        fsdp_io.save_optimizer(optimizer, model, folder, index, self.layout(accelerator, "optimizer"))
+
+    def load_optimizer(
+        self, accelerator: "Accelerator", optimizer: Any, folder: str, index: int, **options: Any
+    ) -> Any:
+        """Read this rank's shards of an optimizer's state, whoever wrote it. All ranks."""
+        model = model_of(optimizer, accelerator._models)
+        found = fsdp_files.required(folder, "optimizer", index, self.layout(accelerator, "optimizer"))
+        goal = fsdp_optimizer.target(optimizer, model)
+        return fsdp_state.optimizer_to_load(optimizer, model, together(lambda: fsdp_optimizer.read(goal, found)))
+
+
+@contextlib.contextmanager
+def keeping_unsharded(accelerator: "Accelerator", model: nn.Module) -> Iterator[None]:
+    """Mark that each rank holds whole gradients meanwhile, and say once what that costs.
+
+    Args:
+        accelerator: The Accelerator.
+        model: The model, sharded.
+    """
+    if not accelerator._told_of_unsharded_gradients:
+        _tell_of_unsharded(accelerator, model)
+    window = accelerator._window
+    before, window.apart = window.apart, True
+    try:
+        yield
+    finally:
+        window.apart = before
+
+
+def _tell_of_unsharded(accelerator: "Accelerator", model: nn.Module) -> None:
+    accelerator._told_of_unsharded_gradients = True
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    here = sum(fsdp_state.part(p).numel() * p.element_size() for p in trained)
+    whole = here * torch.distributed.get_world_size() if fsdp_state.is_fsdp1(model) else _nbytes(trained)
+    fsdp_utils.logger.info(
+        f"Accumulating without synchronisation keeps {whole / 2**20:.1f} MiB of whole gradients on each rank instead of "
+        f"{here / 2**20:.1f} MiB of shards. GradientAccumulationPlugin(sync_each_batch=True) keeps shards, for a reduce-scatter "
+        "in every micro-batch."
+    )
+
+
+def _nbytes(parameters: Iterable[torch.Tensor]) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+
+
+def model_of(optimizer: Any, models: Sequence[nn.Module]) -> nn.Module:
+    """Return the model that an optimizer updates.
+
+    Args:
+        optimizer: Wrapped or not.
+        models: Those of the run.
+
+    Raises:
+        ValueError: No single one has all its parameters.
+    """
+    for model in models:
+        with contextlib.suppress(ValueError):
+            fsdp_state.parameter_names(optimizer, model)
+            return model
+    raise ValueError(
+        f"No prepared model has all parameters of the optimizer ({type(fsdp_state.inner_optimizer(optimizer)).__name__}), so its "
+        "state has no names and cannot be in a checkpoint of shards. Give each model an optimizer of its own, made from its "
+        "parameters."
+    )

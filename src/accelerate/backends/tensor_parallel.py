@@ -1,0 +1,60 @@
+"""Tensor parallelism alone: every rank works on the same batch, with its part of each layer."""
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from accelerate.backends.base import Backend
+from accelerate.backends.sharded import Sharded
+from accelerate.checkpoint import files
+from accelerate.checkpoint.fsdp_state import Layout
+from accelerate.modules import norms
+
+if TYPE_CHECKING:
+    from accelerate.accelerator import Accelerator
+
+
+class TensorParallel(Sharded):
+    """Layers that `parallel.tensor` has split; there are no replicas, so no gradients to average.
+
+    Source:
+        https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html
+    """
+
+    name = "tensor_parallel"
+    synchronises = False
+    # The weights are gathered one after the other into a file that anybody reads.
+    saves_shards = False
+
+    def check(self, accelerator: "Accelerator", objects: Sequence[Any]) -> None:
+        """Refuse nothing: the mesh was checked when it was described."""
+
+    def needs_wrapper(self, accelerator: "Accelerator", model: nn.Module) -> bool:
+        """Never: the layers themselves are split."""
+        return False
+
+    def wrap_model(self, accelerator: "Accelerator", model: nn.Module) -> nn.Module:
+        """Return the model, whose layers are split already."""
+        return model
+
+    def make_scaler(self, accelerator: "Accelerator", handler: Any) -> Any | None:
+        """Return torch's gradient scaler, or None."""
+        return Backend.make_scaler(self, accelerator, handler)
+
+    def clip_grad_value(
+        self, accelerator: "Accelerator", parameters: Iterable[nn.Parameter], clip_value: float
+    ) -> None:
+        """Clip each element of the parts that this rank has. All ranks."""
+        norms.clip_grad_value([parameters] if isinstance(parameters, torch.Tensor) else parameters, clip_value)
+
+    def layout(self, accelerator: "Accelerator", kind: str, use_dcp: bool = True) -> Layout:
+        """Return how a checkpoint keeps what is split: gathered, as from any other run."""
+        return "full"
+
+    def save_model(
+        self, accelerator: "Accelerator", state: dict[str, Any], folder: str, index: int, **options: Any
+    ) -> None:
+        """Write the gathered weights, from rank 0. All ranks."""
+        files.write_model(state, folder, index, **options)

@@ -1,0 +1,276 @@
+"""Clipping of gradients that may be spread over device meshes, with the norm that one process would compute.
+
+A sharded gradient (a DTensor) has a part of its elements on each rank. The sum of the p-th powers is taken over local
+elements first; one number per process group then travels, however many gradients, meshes and placements there are.
+
+With groups A, B, ... (one per mesh dimension that shards something) each rank adds up the power sums of its gradients, each
+divided by the sizes of the groups that hold copies of it, and all-reduces the result over A, then over B, and so on. Summing
+copies that were divided by their count gives back one copy; and as every rank receives the same sums, all of them end with
+the same bits and scale alike, so that replicated parameters do not drift apart.
+"""
+
+import math
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+# Summed and compared in double precision where the device and its collectives have it.
+_DOUBLE = ("cpu", "cuda")
+
+
+class _Layout:
+    """The gradients that are cut in the same way: which groups hold parts of them, and their local parts here.
+
+    Attributes:
+        groups: the name of each process group that shards, to its size.
+        parts: local gradients with elements, by device and dtype.
+    """
+
+    __slots__ = ("groups", "parts")
+
+    def __init__(self, groups: dict[str, int]) -> None:
+        self.groups = groups
+        self.parts: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+
+    def add(self, local: torch.Tensor) -> None:
+        if local.numel():  # a short dimension leaves ranks without elements, and no norm is defined for nothing
+            self.parts.setdefault((local.device, local.dtype), []).append(local)
+
+
+class _Gradients:
+    """Gradients sorted by how they are cut, and the process groups that meet over them.
+
+    Attributes:
+        layouts: one per mesh and placements; None is the key of plain tensors.
+        groups: the name of every group that shards a parameter or gradient, to it and its mesh, in parameter order.
+        device: where the parameters' gradients are; None without any.
+        double: whether a gradient is in double precision.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        self.layouts: dict[Any, _Layout] = {None: _Layout({})}
+        self.groups: dict[str, tuple[ProcessGroup, DeviceMesh]] = {}
+        self.device: torch.device | None = None
+        self.double = False
+        # While the module is not imported no tensor can be a DTensor, and importing it is slow.
+        module = sys.modules.get("torch.distributed.tensor")
+        kind = module.DTensor if module is not None else ()
+        for parameter in parameters:
+            gradient = parameter.grad
+            if gradient is None:
+                # Another rank may have a gradient for it, and then meets the group: so this one has to come as well.
+                if parameter.requires_grad and isinstance(parameter, kind):
+                    self._layout(parameter)
+                continue
+            if isinstance(gradient, kind):
+                if any(placement.is_partial() for placement in gradient.placements):
+                    gradient = parameter.grad = _settled(gradient, parameter if isinstance(parameter, kind) else None)
+                layout, local = self._layout(gradient), _local(gradient)
+            else:
+                layout, local = self.layouts[None], gradient
+            self.device = self.device or local.device
+            self.double = self.double or local.dtype == torch.float64
+            layout.add(local)
+
+    def _layout(self, tensor: Any) -> _Layout:
+        mesh, placements = tensor.device_mesh, tensor.placements
+        key = id(mesh), placements
+        found = self.layouts.get(key)
+        if found is None:
+            groups: dict[str, int] = {}
+            for dimension, placement in enumerate(placements):
+                # Strided shards, which FSDP2 over tensor parallelism makes, do not answer to `is_shard`.
+                if placement.is_replicate() or placement.is_partial() or mesh.size(dimension) == 1:
+                    continue
+                group = mesh.get_group(dimension)
+                groups[group.group_name] = group.size()
+                self.groups.setdefault(group.group_name, (group, mesh))
+            found = self.layouts[key] = _Layout(groups)
+        return found
+
+    def meeting_device(self) -> torch.device:
+        """Return where the sums are combined: where the first group meets, else where the gradients are."""
+        for _, mesh in self.groups.values():
+            return _device_of(mesh)
+        return self.device or torch.device("cpu")
+
+
+def _device_of(mesh: "DeviceMesh") -> torch.device:
+    """Return this rank's device of a mesh, which offloaded gradients are not on, but its collectives are."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
+def _settled(gradient: Any, parameter: Any | None) -> Any:
+    """Return a gradient whose ranks hold summands (Partial) with the sum carried out, laid out as its parameter is."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    target = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
+    if parameter is not None and parameter.device_mesh == gradient.device_mesh:
+        plain = all(isinstance(item, (Shard, Replicate)) for item in (*parameter.placements, *target))
+        target = list(parameter.placements) if plain else target
+    return gradient.redistribute(placements=target)
+
+
+def _local(gradient: Any) -> torch.Tensor:
+    local = gradient.to_local()
+    return local.wait() if hasattr(local, "wait") else local  # a collective may still be under way
+
+
+def _power_sum(layout: _Layout, norm_type: float, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """Return the sum of |x|^p (the maximum of |x| for infinity) of a layout's local elements, one element on `device`."""
+    found = []
+    for (_, kind), tensors in layout.parts.items():
+        wide = kind if kind in (torch.float32, torch.float64) else torch.float32
+        norms = torch.stack(torch._foreach_norm(tensors, norm_type, dtype=wide)).to(device=device, dtype=dtype)
+        found.append(norms.max() if norm_type == math.inf else norms.pow(norm_type).sum())
+    if not found:
+        return torch.zeros((), device=device, dtype=dtype)
+    stacked = torch.stack(found)
+    return stacked.max() if norm_type == math.inf else stacked.sum()
+
+
+def _largest(values: list[torch.Tensor], gradients: _Gradients) -> torch.Tensor:
+    """Return the largest value on any rank; nan if one is nan anywhere."""
+    import torch.distributed as dist
+
+    value = torch.stack(values).max()
+    if not gradients.groups:
+        return value
+    # The maximum of collectives may drop a nan, so it travels as a mark of its own.
+    pair = torch.stack([value.nan_to_num(nan=0.0, posinf=math.inf), value.isnan().to(value.dtype)])
+    for group, mesh in gradients.groups.values():
+        pair = pair.to(_device_of(mesh))
+        dist.all_reduce(pair, op=dist.ReduceOp.MAX, group=group)
+    return torch.where(pair[1] > 0, torch.full_like(pair[0], math.nan), pair[0])
+
+
+def _summed(values: list[torch.Tensor], layouts: list[_Layout], gradients: _Gradients) -> torch.Tensor:
+    """Return the sum of the values over all ranks that share a layout, copies counted once."""
+    import torch.distributed as dist
+
+    sizes = {name: group.size() for name, (group, _) in gradients.groups.items()}
+    shares = []
+    for value, layout in zip(values, layouts, strict=True):
+        copies = math.prod(size for name, size in sizes.items() if name not in layout.groups)
+        shares.append(value / copies if copies > 1 else value)
+    total = torch.stack(shares).sum()
+    for group, mesh in gradients.groups.values():
+        total = total.to(_device_of(mesh))
+        dist.all_reduce(total, group=group)
+    return total
+
+
+def _total_norm(gradients: _Gradients, norm_type: float) -> torch.Tensor:
+    device = gradients.meeting_device()
+    double = device.type in _DOUBLE
+    dtype = torch.float64 if double else torch.float32
+    layouts = list(gradients.layouts.values())
+    values = [_power_sum(layout, norm_type, device, dtype) for layout in layouts]
+    if norm_type == math.inf:
+        total = _largest(values, gradients)
+    else:
+        total = _summed(values, layouts, gradients).pow(1.0 / norm_type)
+    return total.to(device=gradients.device, dtype=torch.float64 if gradients.double and double else torch.float32)
+
+
+@torch.no_grad()
+def clip_grad_norm(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Scale gradients in place so that their total norm is at most `max_norm`; the norm is that of the whole model.
+
+    Plain tensors and DTensors on any number of meshes may come together. Plain ones, and dimensions that replicate, count
+    once. Parameters without a gradient count as zero. A gradient that is only a summand on each rank (a `Partial`
+    placement) is summed first, and replaced by the sum in its parameter's layout. Every rank calls it with the same
+    parameters in the same order: each group that shards some of them does one all-reduce of one or two numbers.
+
+    Args:
+        parameters: one tensor or several, whose `.grad` is scaled; any shape and floating dtype.
+        max_norm: the largest norm that stays as it is; infinity only measures.
+        norm_type: the p of the norm, above 0; infinity is the largest absolute value.
+        error_if_nonfinite: raise when the norm is nan or infinite, instead of scaling by it as torch does.
+
+    Returns:
+        The norm before clipping: a plain tensor without dimensions, float32 (float64 if a gradient is), on the device of
+        the first gradient, and the same on every rank.
+
+    Raises:
+        ValueError: `max_norm` is negative or nan, or `norm_type` is not above 0.
+        RuntimeError: the norm is not finite and `error_if_nonfinite` was asked for; on all ranks, nothing is scaled.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> weight.grad = torch.tensor([3.0, 4.0])
+        >>> clip_grad_norm([weight], max_norm=1.0)
+        tensor(5.)
+        >>> weight.grad.norm().item() < 1.0
+        True
+
+    Source:
+        https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grad_norm_.html
+    """
+    max_norm, norm_type = float(max_norm), float(norm_type)
+    if not max_norm >= 0:
+        raise ValueError(f"max_norm is {max_norm}; it must be 0 or more (infinity measures without clipping).")
+    if not norm_type > 0:
+        raise ValueError(f"norm_type is {norm_type}; it must be above 0, such as 1, 2 or infinity.")
+    gradients = _Gradients([parameters] if isinstance(parameters, torch.Tensor) else parameters)
+    total = _total_norm(gradients, norm_type)
+    if error_if_nonfinite and not torch.isfinite(total):
+        raise RuntimeError(
+            f"The total norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped. Skip this "
+            "step, or set error_if_nonfinite=False to scale by it all the same."
+        )
+    if max_norm < math.inf:
+        # The coefficient stays on the device: asking whether it is below one would wait for it.
+        factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+        for layout in gradients.layouts.values():
+            for (device, _), tensors in layout.parts.items():
+                torch._foreach_mul_(tensors, factor.to(device))
+    return total
+
+
+@torch.no_grad()
+def clip_grad_value(parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
+    """Clamp every gradient element in place to the range from -`clip_value` to `clip_value`.
+
+    Plain tensors and DTensors on any number of meshes may come together. Nothing is communicated, except for gradients
+    that are only a summand on each rank (a `Partial` placement): those are summed first, and replaced by the sum in their
+    parameter's layout.
+
+    Args:
+        parameters: one tensor or several, whose `.grad` is clamped; any shape and floating dtype.
+        clip_value: the largest absolute value that stays as it is.
+
+    Raises:
+        ValueError: `clip_value` is negative or nan.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> weight.grad = torch.tensor([3.0, -0.5])
+        >>> clip_grad_value(weight, 1.0)
+        >>> weight.grad
+        tensor([ 1.0000, -0.5000])
+
+    Source:
+        https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grad_value_.html
+    """
+    clip_value = float(clip_value)
+    if not clip_value >= 0:
+        raise ValueError(f"clip_value is {clip_value}; it must be 0 or more.")
+    gradients = _Gradients([parameters] if isinstance(parameters, torch.Tensor) else parameters)
+    for layout in gradients.layouts.values():
+        for tensors in layout.parts.values():
+            torch._foreach_clamp_min_(tensors, -clip_value)
+            torch._foreach_clamp_max_(tensors, clip_value)

@@ -1,0 +1,302 @@
+"""Sharding a model in place with torch's `fully_shard`: which modules become units, and where their weights come from."""
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from accelerate.modules.named import canonical_name
+from accelerate.modules.repoint import named, repoint
+from accelerate.parallel.mesh import shard_mesh
+from accelerate.precision import master
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from accelerate.accelerator import Accelerator
+
+logger = logging.getLogger(__name__)
+
+Box = list[tuple[int, int]]
+# Torch cannot gather the parameters of a container at its forward, because it has none.
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Say whether `fully_shard` was applied to a module. Any rank, alone.
+
+    Args:
+        model: out of its compiled shell.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(model, FSDPModule)
+
+
+def mesh_of(accelerator: "Accelerator") -> "DeviceMesh":
+    """Return the mesh that parameters are sharded over; without a parallelism configuration, all ranks in one dimension. All ranks.
+
+    Args:
+        accelerator: the Accelerator.
+    """
+    if accelerator.torch_device_mesh is not None:
+        return shard_mesh(accelerator.parallelism_config, accelerator.torch_device_mesh)
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh(
+        accelerator.device.type, (torch.distributed.get_world_size(),), mesh_dim_names=("dp_shard",)
+    )
+
+
+def units(model: nn.Module, is_unit: Callable[[nn.Module], bool] | None) -> list[nn.Module]:
+    """Return the modules that are sharded on their own, inner ones first, without the model itself. Any rank, alone.
+
+    A module that shares a parameter with one outside it is no unit: its shards would be two, and the tie lost. What holds both is.
+
+    Args:
+        model: the model about to be sharded.
+        is_unit: whether a module is to be one; None for none.
+    """
+    if is_unit is None:
+        return []
+    holders: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            holders[id(parameter)] = holders.get(id(parameter), 0) + 1
+    found = []
+    for name, module in reversed(list(model.named_modules())):
+        if not name or isinstance(module, _CONTAINERS) or not is_unit(module):
+            continue
+        inside: dict[int, int] = {}
+        for part in module.modules():
+            for parameter in part.parameters(recurse=False):
+                inside[id(parameter)] = inside.get(id(parameter), 0) + 1
+        if any(count < holders[key] for key, count in inside.items()):
+            logger.info("%s shares a parameter with another part of the model and is sharded together with it.", name)
+        elif inside:
+            found.append(module)
+    return found
+
+
+def shard(
+    accelerator: "Accelerator",
+    model: nn.Module,
+    is_unit: Callable[[nn.Module], bool] | None,
+    ignored: set[nn.Parameter] | None = None,
+) -> nn.Module:
+    """Shard a model in place, and let its optimizers follow. All ranks.
+
+    Args:
+        accelerator: its FSDP plugin says how.
+        model: out of its compiled shell, the same on all ranks, on the processor or the device; with
+            `cpu_ram_efficient_loading` only rank 0's weights count, and the others' may be on the meta device.
+        is_unit: whether a module becomes a unit of its own, gathered and freed as its forward begins and ends.
+        ignored: parameters that stay whole on every rank.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: weights are on the meta device, and nothing says where they come from.
+
+    Source:
+        https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
+    """
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+    plugin = accelerator.state.fsdp_plugin
+    offloads = accelerator.device.type != "cpu" and isinstance(plugin.cpu_offload, CPUOffloadPolicy)
+    if accelerator.mixed_precision != "no":
+        master.upcast(model)
+    before = named(model)
+    ties = _ties(model)
+    weights = _take_weights(model, ties) if plugin.cpu_ram_efficient_loading else None
+    options: dict[str, Any] = {
+        "mesh": mesh_of(accelerator),
+        "reshard_after_forward": plugin.reshard_after_forward,
+        "mp_policy": plugin.mixed_precision_policy or MixedPrecisionPolicy(),
+        "offload_policy": plugin.cpu_offload if offloads else OffloadPolicy(),
+    }
+    if ignored:
+        options["ignored_params"] = ignored
+    parts = units(model, is_unit)
+    if is_unit is not None and not parts:
+        logger.warning(
+            "The auto_wrap_policy chooses no module of %s, so the whole model is one unit: all its parameters are gathered at "
+            "once. Name the class of its repeated layer in transformer_cls_names_to_wrap.",
+            type(model).__name__,
+        )
+    for part in [*parts, model]:
+        held = list(_held(part))
+        fully_shard(part, **options)
+        _free_replaced(held)
+    if weights is not None:
+        model.to_empty(device="cpu" if offloads else accelerator.device)
+        _tie(ties)
+        distribute(accelerator, model, weights)
+    else:
+        _leave_meta(model, plugin.param_init_fn)
+    repoint(accelerator, model, before)
+    return model
+
+
+def _leave_meta(model: nn.Module, initialise: Callable[[nn.Module], Any] | None) -> None:
+    """Give modules on the meta device memory and values by the plugin's `param_init_fn`."""
+    for module in model.modules():
+        if initialise is not None and any(p.is_meta for p in module.parameters(recurse=False)):
+            initialise(module)
+    left = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if left:
+        raise ValueError(
+            f"{len(left)} parameters are on the meta device, {left[0]!r} for one, and nothing says what their values are. Load "
+            "the weights on rank 0 and set cpu_ram_efficient_loading=True, or give FullyShardedDataParallelPlugin a "
+            "param_init_fn that moves a module off the meta device and initialises it."
+        )
+
+
+def _held(module: nn.Module) -> Iterator[tuple[tuple[nn.Module, str], nn.Parameter]]:
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                yield (part, name), parameter
+
+
+def _free_replaced(held: list[tuple[tuple[nn.Module, str], nn.Parameter]]) -> None:
+    """Free the whole tensors that shards took the place of: optimizers made before still hold them."""
+    from torch.distributed.tensor import DTensor
+
+    for (module, name), old in held:
+        if module._parameters.get(name) is old:
+            continue
+        if isinstance(old, DTensor):  # of tensor parallelism
+            old._local_tensor = torch.empty(0, dtype=old.dtype)
+        else:
+            old.data = torch.empty(0, dtype=old.dtype, device=old.device)
+
+
+# -- weights that only rank 0 has ------------------------------------------------------------------------------------
+
+
+def _ties(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for place, parameter in _held(model):
+        places.setdefault(id(parameter), []).append(place)
+    return [group for group in places.values() if len(group) > 1]
+
+
+def _tie(ties: list[list[tuple[nn.Module, str]]]) -> None:
+    for (first, name), *others in ties:
+        for module, other in others:
+            module._parameters[other] = first._parameters[name]
+
+
+def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return all parameters and buffers, also those that a state dict leaves out, each once."""
+    found = dict(model.named_parameters())
+    found.update(model.named_buffers())
+    return {canonical_name(name): tensor for name, tensor in found.items()}
+
+
+def _take_weights(model: nn.Module, ties: list[list[tuple[nn.Module, str]]]) -> dict[str, torch.Tensor]:
+    """Move a model to the meta device, in place, and return rank 0's tensors; the other ranks' are dropped."""
+    main = torch.distributed.get_rank() == 0
+    weights = {name: tensor.detach() for name, tensor in _tensors(model).items()} if main else {}
+    missing = [name for name, tensor in weights.items() if tensor.is_meta]
+    if missing := _from_main(missing):
+        raise ValueError(
+            f"cpu_ram_efficient_loading=True sends the weights of rank 0 to the others, but {len(missing)} of them are on the "
+            f"meta device there, {missing[0]!r} for one. Load the weights on rank 0."
+        )
+    for (module, name), parameter in list(_held(model)):
+        module._parameters[name] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+    _tie(ties)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to("meta")
+    return weights
+
+
+def distribute(accelerator: "Accelerator", model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+    """Give a sharded model the whole tensors that rank 0 has, one after the other, each rank its shard alone. All ranks.
+
+    Args:
+        accelerator: the Accelerator.
+        model: sharded, with memory for its shards.
+        weights: on rank 0, all parameters and buffers by name; elsewhere nothing.
+
+    Raises:
+        RuntimeError: rank 0 lacks a tensor, or one has another shape; raised on all ranks, before anything is changed.
+    """
+    import torch.distributed as dist
+
+    targets = _tensors(model)
+    main = dist.get_rank() == 0
+    if problems := _from_main(_misfits(targets, weights) if main else []):
+        raise RuntimeError(
+            f"Rank 0's weights do not fit {type(model).__name__}; nothing was loaded: {'; '.join(problems[:5])}. Pass the full "
+            "state dict of the model."
+        )
+    # Which part of the whole each rank has, torch alone knows for every kind of placement.
+    boxes: list[dict[str, Box]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(boxes, {name: _box(target) for name, target in targets.items()})
+    with torch.no_grad():
+        for name, target in targets.items():
+            whole = weights[name] if main else None
+            _receive(target, whole, [box[name] for box in boxes], accelerator.device)
+
+
+def _from_main(problems: list[str]) -> list[str]:
+    told = [problems]
+    torch.distributed.broadcast_object_list(told)
+    return told[0]
+
+
+def _misfits(targets: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> list[str]:
+    found = []
+    for name, target in targets.items():
+        stored = weights.get(name)
+        if stored is None:
+            found.append(f"{name} is missing")
+        elif stored.shape != target.shape:
+            found.append(f"{name} is {tuple(stored.shape)} there and {tuple(target.shape)} in the model")
+    return found
+
+
+def _box(tensor: torch.Tensor) -> Box:
+    """Return the start and the length, in each dimension, of what this rank has of a tensor."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if not isinstance(tensor, DTensor):
+        return [(0, length) for length in tensor.shape]
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return list(zip(offset, shape, strict=True))
+
+
+def _receive(target: torch.Tensor, whole: torch.Tensor | None, boxes: list[Box], device: torch.device) -> None:
+    """Fill one tensor: what all have whole by a broadcast, else by pieces that are padded to one size."""
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor
+
+    local = target.to_local() if isinstance(target, DTensor) else target
+    if all(box == boxes[0] for box in boxes):
+        sent = torch.empty(local.shape, dtype=local.dtype, device=device)
+        if whole is not None:
+            sent.copy_(whole)
+        dist.broadcast(sent, src=0)
+        local.copy_(sent)
+        return
+    room = max(math.prod(length for _, length in box) for box in boxes)
+    mine = torch.empty(room, dtype=target.dtype, device=device)
+    pieces = None
+    if whole is not None:
+        pieces = [torch.zeros_like(mine) for _ in boxes]
+        for piece, box in zip(pieces, boxes, strict=True):
+            part = whole[tuple(slice(start, start + length) for start, length in box)]
+            piece[: part.numel()].copy_(part.reshape(-1))
+    dist.scatter(mine, pieces, src=0)
+    local.copy_(mine[: local.numel()].view(local.shape))
