@@ -45,16 +45,31 @@ class TorchTensorParallelConfig:
 
     Args:
         enable_async_tp: overlap communication and computation. Not supported yet; it warns and has no effect.
+        plan: how to cut a model over the ranks: patterns of module names, where `*` stands for anything between two dots, to
+            torch ParallelStyle objects or to words such as "colwise" and "rowwise". None takes the model's own plan, which
+            transformers' models carry. It is used for every model that is prepared and not cut yet.
 
     Raises:
-        ValueError: the installed transformers is too old to share a model with us.
+        ValueError: the installed transformers is too old to share a model with us, or `plan` is no such dictionary.
+
+    Example:
+        >>> TorchTensorParallelConfig(plan={"layers.*.up": "colwise", "layers.*.down": "rowwise"}).plan["layers.*.up"]
+        'colwise'
 
     Source: https://pytorch.org/docs/stable/distributed.tensor.parallel.html
     """
 
     enable_async_tp: bool = False
+    plan: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
+        if self.plan is not None and not (
+            isinstance(self.plan, dict) and self.plan and all(isinstance(key, str) for key in self.plan)
+        ):
+            raise ValueError(
+                f"plan is {self.plan!r}; give a dictionary of module name patterns to styles, such as {{'layers.*.up': "
+                "'colwise'}, or None for the model's own plan."
+            )
         needed = BETA_TP_AVAILABLE_TRANSFORMERS_VERSION
         if is_transformers_available() and compare_versions("transformers", "<", needed):
             raise ValueError(

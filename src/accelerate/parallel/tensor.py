@@ -1,0 +1,413 @@
+"""Tensor parallelism: the layers of a model are cut over the ranks of the mesh's dimension `tp`.
+
+A model is cut by a plan: patterns of module names, and for each what becomes of the module. Where the plan comes from, first
+match wins: the user (`TorchTensorParallelConfig(plan=...)`), the model itself (transformers' `tp_plan`), or nobody, because
+transformers cut the model when it loaded it. Everything is checked before anything is changed.
+
+Parameters that no entry of the plan names are the same on all ranks. Without FSDP they become replicated DTensors, since
+optimizers with `foreach` or `fused` (the default on GPUs) refuse to have plain tensors beside DTensors. With FSDP2 they stay
+plain, and `fully_shard` makes DTensors of them.
+"""
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from accelerate.modules.compile import is_compiled_module
+from accelerate.modules.repoint import named, repoint
+from accelerate.parallel.mesh import submesh
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from accelerate.accelerator import Accelerator
+
+_HELP = (
+    "Give a plan, ParallelismConfig(tp_size={size}, tp_handler=TorchTensorParallelConfig(plan={{'layers.*.up': 'colwise', "
+    "'layers.*.down': 'rowwise'}})), or take a transformers model that has one (`model.tp_plan`)"
+)
+
+
+def prepare(accelerator: "Accelerator", objects: Sequence[Any]) -> tuple[Any, ...]:
+    """Cut the models among the objects over the mesh's tensor-parallel dimension. Every rank calls it.
+
+    The first rank's weights win. Tied parameters stay tied, frozen ones frozen; buffers stay as they are. Optimizers follow.
+    A model that is cut over these ranks already is left as it is, except that its remaining plain parameters are replicated.
+
+    Args:
+        accelerator: its mesh has a dimension `tp`.
+        objects: models and anything else, which is handed through.
+
+    Returns:
+        The objects, in their order; models are changed in place.
+
+    Raises:
+        ValueError: a model has no plan, the plan does not fit it, or it is cut over other ranks; on all ranks, and before
+            anything of any model is changed.
+    """
+    mesh = submesh(accelerator.torch_device_mesh, "tp")
+    if mesh is None or mesh.size() == 1:
+        return tuple(objects)
+    models = [_inner(item) for item in objects if isinstance(item, nn.Module)]
+    models = [model for model in models if next(model.parameters(), None) is not None]
+    handler = accelerator.parallelism_config.tp_handler
+    given = getattr(handler, "plan", None)
+    plans = [None if _is_cut(model, mesh) else resolve(model, given, mesh.size()) for model in models]
+    for model, plan in zip(models, plans, strict=True):
+        before = named(model)
+        if plan is None:
+            _adopt(model, mesh)
+        else:
+            _cut(model, plan, mesh)
+        _settle_others(model, mesh, keep_plain=accelerator.is_fsdp2)
+        repoint(accelerator, model, before)
+    return tuple(objects)
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    return model._orig_mod if is_compiled_module(model) else model
+
+
+# -- models that are cut already -----------------------------------------------------------------------------------
+
+
+def _dtensors(model: nn.Module) -> list[tuple[str, Any]]:
+    from torch.distributed.tensor import DTensor
+
+    return [(name, value) for name, value in model.named_parameters() if isinstance(value, DTensor)]
+
+
+def _is_cut(model: nn.Module, mesh: "DeviceMesh") -> bool:
+    """Say whether a model is cut over the ranks of `mesh`.
+
+    Raises:
+        ValueError: it is spread over other ranks.
+    """
+    found = False
+    spread = _dtensors(model)
+    for name, value in spread:
+        theirs = value.device_mesh
+        dimensions = theirs.mesh_dim_names or ()
+        if "tp" not in dimensions and dimensions:
+            continue
+        if theirs.ndim > 1 and "tp" in dimensions:
+            theirs = theirs["tp"]
+        if theirs.size() != mesh.size():
+            raise ValueError(
+                f"tp_size is {mesh.size()}, but the parameter {name!r} of {type(model).__name__} is spread over "
+                f"{theirs.size()} processes. Load the model without tp_plan, and it is cut over {mesh.size()} by its own plan; or "
+                f"set tp_size={theirs.size()}."
+            )
+        if theirs.mesh.flatten().tolist() != mesh.mesh.flatten().tolist():
+            raise ValueError(
+                f"The parameter {name!r} of {type(model).__name__} is spread over the ranks {theirs.mesh.flatten().tolist()}, "
+                f"but those of this tensor-parallel group are {mesh.mesh.flatten().tolist()}. Load the model without tp_plan, and it "
+                "is cut over them by its own plan."
+            )
+        found = True
+    if spread and not found:
+        name, value = spread[0]
+        raise ValueError(
+            f"The parameter {name!r} of {type(model).__name__} is sharded over {value.device_mesh} already. Tensor parallelism "
+            "comes first: pass the model to `accelerator.prepare` before it is sharded."
+        )
+    return found
+
+
+def _adopt(model: nn.Module, mesh: "DeviceMesh") -> None:
+    """Put the parameters of a model that somebody else cut on our mesh, of the same ranks; no data moves.
+
+    `fully_shard` joins two meshes only if they were sliced out of one.
+    """
+    from torch.distributed.tensor import DTensor
+
+    from accelerate.parallel.styles import SummedReplica
+
+    prefix, plan = _own_plan(model)
+    summed = {f"{prefix}{key}": word for key, word in plan.items() if word == "replicated_with_grad_allreduce"}
+    modules = dict(model.named_modules())
+    for name in _match(model, summed, strict=False):
+        # Transformers puts a forward of its own on the module, which hooks the gradient of a leaf. Neither a replicated
+        # DTensor's plain view nor what FSDP gathers is the parameter that the optimizer has, so ours takes its place.
+        if vars(modules[name]).pop("forward", None) is not None:
+            SummedReplica()._apply(modules[name], mesh)
+    group = mesh.get_group().group_name
+    moved: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, value in module._parameters.items():
+            if not isinstance(value, DTensor) or value.device_mesh.ndim > 1:
+                continue
+            if "tp" not in (value.device_mesh.mesh_dim_names or ("tp",)):
+                continue
+            # Slices of one mesh share their group; of two meshes they do not, unless it is that of all processes.
+            if value.device_mesh.get_group().group_name == group:
+                continue
+            if id(value) not in moved:
+                local = value.detach().to_local()
+                ours = DTensor.from_local(
+                    local, mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
+                )
+                moved[id(value)] = nn.Parameter(ours, requires_grad=value.requires_grad)
+            module._parameters[name] = moved[id(value)]
+
+
+# -- the plan --------------------------------------------------------------------------------------------------
+
+
+def resolve(model: nn.Module, given: Mapping[str, Any] | None, size: int) -> dict[str, Any]:
+    """Find the style of each module that a plan names, and check that the model can be cut so.
+
+    Args:
+        model: not cut yet.
+        given: the user's plan, or None.
+        size: how many ranks share each layer.
+
+    Returns:
+        Module name to torch ParallelStyle. Modules that are left whole are absent.
+
+    Raises:
+        ValueError: there is no plan, an entry matches nothing or is unknown, or something cannot be divided.
+    """
+    from accelerate.parallel.styles import WORDS
+
+    prefix, plan = ("", given) if given else _own_plan(model)
+    if not plan:
+        raise ValueError(
+            f"tp_size is {size}, but {type(model).__name__} has no tensor-parallel plan: nothing says how to cut it. "
+            f"{_HELP.format(size=size)}."
+        )
+    unknown = {key: word for key, word in plan.items() if isinstance(word, str) and word not in WORDS}
+    matched = _match(model, {f"{prefix}{key}": style for key, style in plan.items()}, strict=bool(given))
+    # A model's own plan has entries for parts that this model may lack.
+    unknown = {key: word for key, word in unknown.items() if given or _present(model, f"{prefix}{key}")}
+    if unknown:
+        entries = ", ".join(f"{key!r}: {word!r}" for key, word in unknown.items())
+        raise ValueError(
+            f"The tensor-parallel plan of {type(model).__name__} has entries whose meaning is not known here: {entries}. Known "
+            f"words: {', '.join(sorted(WORDS))}; or give torch ParallelStyle objects. Transformers applies its own words "
+            "itself to a model loaded with from_pretrained(..., tp_plan='auto') while tp_size is the number of processes."
+        )
+    modules = dict(model.named_modules(remove_duplicate=False))
+    styles = {name: WORDS[word](modules[name]) if isinstance(word, str) else word for name, word in matched.items()}
+    styles = {name: style for name, style in styles.items() if style is not None}
+    _check_styles(model, modules, styles, size)
+    return styles
+
+
+def _own_plan(model: nn.Module) -> tuple[str, Mapping[str, str]]:
+    """Return the plan that a model or the outermost part of it carries, and the prefix of that part's names."""
+    for name, module in model.named_modules():
+        plan = getattr(module, "tp_plan", None) or getattr(module, "_tp_plan", None)
+        if isinstance(plan, Mapping) and plan:
+            return (f"{name}." if name else ""), plan
+    return "", {}
+
+
+def _fits(name: str, pattern: str) -> bool:
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
+
+
+def _present(model: nn.Module, pattern: str) -> bool:
+    names = (name for pairs in (model.named_modules(), model.named_parameters()) for name, _ in pairs)
+    return any(_fits(name, pattern) for name in names)
+
+
+def _match(model: nn.Module, plan: Mapping[str, Any], strict: bool) -> dict[str, Any]:
+    """Return what a plan says of each module that it names; a name without wildcards comes before a pattern."""
+    names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    found: dict[str, tuple[str, Any]] = {}
+    for pattern in sorted(plan, key=lambda key: any(mark in key for mark in "*?[")):
+        fitting = [name for name in names if _fits(name, pattern)]
+        if not fitting and strict:
+            shapes = sorted({re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in names})
+            near = difflib.get_close_matches(pattern, shapes, n=5, cutoff=0.3) or shapes[:5]
+            raise ValueError(
+                f"The entry {pattern!r} of the tensor-parallel plan matches no module of {type(model).__name__}. Near it: "
+                f"{', '.join(map(repr, near))}."
+            )
+        for name in fitting:
+            known = found.setdefault(name, (pattern, plan[pattern]))
+            exact = known[0] == name
+            if not exact and known[1] != plan[pattern]:
+                raise ValueError(
+                    f"Two entries of the tensor-parallel plan match the module {name!r}: {known[0]!r} ({known[1]!r}) and "
+                    f"{pattern!r} ({plan[pattern]!r}). Make them exclude each other, or name the module without wildcards."
+                )
+    return {name: value for name, (_, value) in found.items()}
+
+
+def _check_styles(model: nn.Module, modules: dict[str, nn.Module], styles: Mapping[str, Any], size: int) -> None:
+    """Check what styles can be checked for: kinds of modules, sizes, heads, tied parameters."""
+    from torch.distributed.tensor.parallel.style import ParallelStyle
+
+    from accelerate.parallel.styles import cut_dimension
+
+    for name, style in styles.items():
+        module = modules[name]
+        if not isinstance(style, ParallelStyle):
+            raise ValueError(
+                f"The tensor-parallel plan has {style!r} ({type(style).__name__}) for the module {name!r}; give a word such as "
+                "'colwise', or an object of torch.distributed.tensor.parallel such as ColwiseParallel()."
+            )
+        if cut_dimension(style, module, "weight") is None:
+            continue
+        if not isinstance(module, (nn.Linear, nn.Embedding)):
+            raise ValueError(
+                f"The tensor-parallel plan cuts {name!r} with {type(style).__name__}, which torch has for nn.Linear and "
+                f"nn.Embedding only, and it is a {type(module).__module__}.{type(module).__qualname__}."
+            )
+        for own, parameter in module.named_parameters(recurse=False):
+            dimension = cut_dimension(style, module, own)
+            if dimension is not None and parameter.shape[dimension] % size:
+                raise ValueError(_indivisible(name, own, module, parameter.shape, dimension, size))
+    _check_heads(model, styles, size)
+    _check_ties(model, modules, styles)
+
+
+def _indivisible(name: str, own: str, module: nn.Module, shape: torch.Size, dimension: int, size: int) -> str:
+    extent = shape[dimension]
+    linear, embedding = ("out_features", "in_features"), ("num_embeddings", "embedding_dim")
+    what = (embedding if isinstance(module, nn.Embedding) else linear)[dimension]
+    advice = "Choose a tp_size that divides it, or leave the module out of the plan."
+    if isinstance(module, nn.Embedding) or name.endswith("lm_head"):
+        advice = (
+            f"Pad the vocabulary, model.resize_token_embeddings(pad_to_multiple_of={size}), or choose another tp_size."
+        )
+    return (
+        f"{name}.{own} of shape {tuple(shape)} cannot be cut over tp_size={size} ranks: {what} is {extent}, and {extent} = "
+        f"{extent // size} x {size} + {extent % size}. {advice}"
+    )
+
+
+def _check_heads(model: nn.Module, styles: Mapping[str, Any], size: int) -> None:
+    from accelerate.parallel.styles import keeps_output_cut
+
+    cut = [
+        name for name, style in styles.items() if keeps_output_cut(style) and re.search(r"att(entio)?n", name.lower())
+    ]
+    config = getattr(model, "config", None)
+    if not cut or config is None:
+        return
+    if callable(getattr(config, "get_text_config", None)):
+        config = config.get_text_config()
+    for field in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, field, None)
+        if isinstance(heads, int) and heads % size:
+            raise ValueError(
+                f"The tensor-parallel plan cuts attention by heads ({cut[0]!r}), but {field} is {heads}, which tp_size={size} "
+                f"does not divide: {heads} = {heads // size} x {size} + {heads % size}. Choose a tp_size that divides "
+                f"{field}, or leave attention out of the plan."
+            )
+
+
+def _check_ties(model: nn.Module, modules: dict[str, nn.Module], styles: Mapping[str, Any]) -> None:
+    """Refuse a plan that cuts one tied parameter in two ways; styles that are not ours to know are compared later."""
+    from accelerate.parallel.styles import cut_dimension
+
+    of_module = {id(modules[name]): style for name, style in styles.items()}
+    for names in _ties(model):
+        ways: dict[str, int | None] = {}
+        for name in names:
+            owner, _, own = name.rpartition(".")
+            ways[name] = cut_dimension(of_module.get(id(modules[owner])), modules[owner], own)
+        if len(set(ways.values())) > 1:
+            told = "; ".join(f"{name}: {'whole' if cut is None else f'dimension {cut}'}" for name, cut in ways.items())
+            raise ValueError(
+                f"{' and '.join(names)} are one tied parameter, and the tensor-parallel plan cuts it in different ways ({told}). "
+                "For an embedding tied to its output layer, plan the embedding as 'embedding_rowwise' and the layer as "
+                "'colwise_rep', or leave out both."
+            )
+
+
+def _ties(model: nn.Module) -> list[list[str]]:
+    """Return the names of each parameter that has several."""
+    names: dict[int, list[str]] = {}
+    for name, value in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(value), []).append(name)
+    return [several for several in names.values() if len(several) > 1]
+
+
+# -- cutting ----------------------------------------------------------------------------------------------------
+
+
+def _cut(model: nn.Module, styles: Mapping[str, Any], mesh: "DeviceMesh") -> None:
+    """Apply the styles, and restore what torch's do not keep: ties, and which parameters are frozen."""
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    ties = _ties(model)
+    trains = {name: value.requires_grad for name, value in model.named_parameters(remove_duplicate=False)}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    # A module may have several names, and is cut once.
+    for module, style in {id(modules[name]): (modules[name], style) for name, style in styles.items()}.values():
+        parallelize_module(module, mesh, style)
+    for names in ties:
+        first, *others = (_slot(modules, name) for name in names)
+        kept = first[0]._parameters[first[1]]
+        for (module, own), name in zip(others, names[1:], strict=True):
+            value = module._parameters[own]
+            if getattr(value, "placements", None) != getattr(kept, "placements", None):
+                raise ValueError(
+                    f"{names[0]} and {name} are one tied parameter, but their styles laid it out as "
+                    f"{getattr(kept, 'placements', 'whole')} and {getattr(value, 'placements', 'whole')}. Give both the same."
+                )
+            module._parameters[own] = kept
+    for name, value in model.named_parameters(remove_duplicate=False):
+        value.requires_grad_(trains.get(name, value.requires_grad))
+
+
+def _slot(modules: dict[str, nn.Module], name: str) -> tuple[nn.Module, str]:
+    owner, _, own = name.rpartition(".")
+    return modules[owner], own
+
+
+def _plain(model: nn.Module) -> Iterator[tuple[nn.Module, dict[str, nn.Parameter]]]:
+    """Yield each module with parameters of its own that are plain, and those."""
+    from torch.distributed.tensor import DTensor
+
+    for module in model.modules():
+        own = {
+            name: value
+            for name, value in module._parameters.items()
+            if value is not None and not isinstance(value, DTensor)
+        }
+        if own:
+            yield module, own
+
+
+def _settle_others(model: nn.Module, mesh: "DeviceMesh", keep_plain: bool) -> None:
+    """Give the parameters that nothing cuts the first rank's values, and without FSDP make them replicated DTensors."""
+    import torch.distributed as dist
+
+    from accelerate.parallel.styles import LocalView, replicate, shows_local_views
+
+    settled: dict[int, nn.Parameter] = {}
+    for module, own in list(_plain(model)):
+        for name, value in own.items():
+            if id(value) not in settled and keep_plain:
+                settled[id(value)] = value
+                if not value.is_meta:
+                    _take_first(value, mesh, dist)
+            elif id(value) not in settled:
+                settled[id(value)] = replicate(value, mesh)
+            module._parameters[name] = settled[id(value)]
+        if not keep_plain and not shows_local_views(module):
+            LocalView(own).install(module)
+
+
+@torch.no_grad()
+def _take_first(value: torch.Tensor, mesh: "DeviceMesh", dist: Any) -> None:
+    if value.device.type == mesh.device_type:
+        dist.broadcast(value.detach(), group=mesh.get_group(), group_src=0)
+        return
+    # NCCL has no collectives for the CPU.
+    there = value.detach().to(
+        torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+    )
+    dist.broadcast(there, group=mesh.get_group(), group_src=0)
+    value.copy_(there)

@@ -1,0 +1,209 @@
+"""Plans of tensor parallelism: which style each module gets, and what is refused, before any process takes part."""
+
+import copy
+import json
+import pickle
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from accelerate.parallel import tensor
+from accelerate.utils import ParallelismConfig, TorchTensorParallelConfig
+
+
+class Layer(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(width, 2 * width), nn.Linear(2 * width, width), nn.LayerNorm(width)
+
+
+class Model(nn.Module):
+    def __init__(self, layers=2, tied=False, rows=12):
+        super().__init__()
+        self.embed = nn.Embedding(rows, 8)
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+        self.lm_head = nn.Linear(8, rows, bias=False)
+        if tied:
+            self.lm_head.weight = self.embed.weight
+
+
+def kinds(model, plan, size=2):
+    return {name: type(style).__name__ for name, style in tensor.resolve(model, plan, size).items()}
+
+
+def test_a_pattern_reaches_every_layer():
+    found = kinds(Model(), {"layers.*.up": "colwise", "layers.*.down": "rowwise", "embed": "embedding_rowwise"})
+    assert found == {
+        "layers.0.up": "ColwiseParallel",
+        "layers.1.up": "ColwiseParallel",
+        "layers.0.down": "RowwiseParallel",
+        "layers.1.down": "RowwiseParallel",
+        "embed": "RowwiseParallel",
+    }
+
+
+def test_a_star_stays_between_its_dots():
+    assert kinds(Model(), {"*": "replicate", "layers.*.norm": "sequence_parallel"}) == {
+        "layers.0.norm": "SplitSequence",
+        "layers.1.norm": "SplitSequence",
+    }
+
+
+def test_a_name_comes_before_a_pattern():
+    from torch.distributed.tensor.parallel import ColwiseParallel
+
+    own = ColwiseParallel()
+    found = tensor.resolve(Model(), {"layers.*.up": "colwise_rep", "layers.1.up": own}, 2)
+    assert found["layers.1.up"] is own and found["layers.0.up"] is not own
+
+
+def test_a_model_brings_its_plan_also_inside_a_wrapper():
+    model = Model()
+    model._tp_plan = {"layers.*.up": "colwise", "layers.*.absent": "moe_tp_experts"}
+    wrapper = nn.Module()
+    wrapper.base = model
+    assert set(kinds(wrapper, None)) == {"base.layers.0.up", "base.layers.1.up"}
+
+
+def test_the_plan_of_the_user_comes_before_the_models():
+    model = Model()
+    model._tp_plan = {"layers.*.up": "colwise"}
+    assert set(kinds(model, {"layers.0.down": "rowwise"})) == {"layers.0.down"}
+
+
+def test_token_numbers_of_an_embedding_are_never_split():
+    from torch.distributed.tensor import Replicate
+
+    style = tensor.resolve(Model(), {"embed": "rowwise"}, 2)["embed"]
+    assert style.input_layouts == (Replicate(),)
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (None, r"tp_size is 2, but Model has no tensor-parallel plan.*TorchTensorParallelConfig\(plan="),
+        ({"layers.*.upp": "colwise"}, r"'layers\.\*\.upp'.* matches no module of Model\. Near it: 'layers\.\*\.up'"),
+        ({"layers.*.up": "columns"}, r"'layers\.\*\.up': 'columns'\. Known words: colwise, "),
+        ({"layers.*.up": 1}, r"has 1 \(int\) for the module 'layers\.0\.up'"),
+        (
+            {"layers.*.norm": "rowwise"},
+            r"'layers\.0\.norm' with RowwiseParallel.*nn\.Linear and nn\.Embedding only.*LayerNorm",
+        ),
+        ({"layers.*.up": "colwise", "layers.0.*": "rowwise"}, r"Two entries .* match the module 'layers\.0\.up'"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused(plan, message):
+    with pytest.raises(ValueError, match=message):
+        tensor.resolve(Model(), plan, 2)
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (
+            {"layers.*.up": "colwise"},
+            r"layers\.0\.up\.weight of shape \(16, 8\).*tp_size=3.*out_features is 16, and 16 = 5 x 3 \+ 1",
+        ),
+        ({"layers.*.down": "rowwise"}, r"in_features is 16, and 16 = 5 x 3 \+ 1"),
+        ({"embed": "embedding_colwise"}, r"embedding_dim is 8, and 8 = 2 x 3 \+ 2"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_with_the_arithmetic(plan, message):
+    with pytest.raises(ValueError, match=message):
+        tensor.resolve(Model(), plan, 3)
+
+
+def test_a_vocabulary_that_cannot_be_divided_is_to_be_padded():
+    for plan in ({"embed": "embedding_rowwise"}, {"lm_head": "colwise_rep"}):
+        with pytest.raises(ValueError, match=r"is 13, and 13 = 6 x 2 \+ 1\. Pad the vocabulary"):
+            tensor.resolve(Model(rows=13), plan, 2)
+
+
+@pytest.mark.parametrize(("field", "heads"), [("num_attention_heads", 3), ("num_key_value_heads", 1)])
+def test_heads_that_cannot_be_divided_are_refused(field, heads):
+    model = nn.Module()
+    model.attention = nn.ModuleDict({"query": nn.Linear(12, 12)})
+    model.config = SimpleNamespace(**{"num_attention_heads": 4, "num_key_value_heads": 2, field: heads})
+    with pytest.raises(ValueError, match=rf"{field} is {heads}, .*tp_size=2 does not divide: {heads} = "):
+        tensor.resolve(model, {"attention.query": "colwise"}, 2)
+    tensor.resolve(model, {"attention.query": "colwise_rep"}, 2)  # gathered before it becomes heads
+
+
+def test_a_tied_parameter_is_cut_in_one_way():
+    both = {"embed": "embedding_rowwise", "lm_head": "colwise_rep"}
+    assert set(kinds(Model(tied=True), both)) == {"embed", "lm_head"}
+    for plan in ({"embed": "embedding_rowwise"}, {**both, "embed": "embedding_colwise"}):
+        with pytest.raises(ValueError, match=r"embed\.weight and lm_head\.weight are one tied parameter"):
+            tensor.resolve(Model(tied=True), plan, 2)
+
+
+def test_without_a_mesh_everything_passes_through():
+    things = (Model(), None, "text")
+    assert tensor.prepare(SimpleNamespace(torch_device_mesh=None), things) == things
+
+
+def test_the_plan_is_a_setting():
+    plan = {"layers.*.up": "colwise"}
+    config = ParallelismConfig(tp_size=2, tp_handler=TorchTensorParallelConfig(plan=plan))
+    assert pickle.loads(pickle.dumps(config)).tp_handler.plan == plan
+    assert json.loads(json.dumps(config.to_json()))["tp_handler"]["plan"] == plan
+    for wrong in ({}, [], {1: "colwise"}):
+        with pytest.raises(ValueError, match="plan is "):
+            TorchTensorParallelConfig(plan=wrong)
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([2.0]))
+        self.seen = None
+
+    def forward(self, x, fail=False, again=False):
+        self.seen = type(self.weight)
+        if fail:
+            raise RuntimeError("inside")
+        return self(x) if again else x * self.weight
+
+
+@pytest.fixture
+def scaled():
+    """A module whose parameter is a DTensor on a mesh of one process, and shown as a plain tensor."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from accelerate.parallel.styles import LocalView, replicate
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    module = Scaled()
+    module.weight = replicate(module.weight, init_device_mesh("cpu", (1,), mesh_dim_names=("tp",)))
+    LocalView(["weight"]).install(module)
+    yield module
+    torch.distributed.destroy_process_group()
+
+
+def test_a_module_sees_plain_tensors_only_while_it_runs(scaled):
+    from torch.distributed.tensor import DTensor
+
+    kept = scaled.weight
+    for options in ({}, {"again": True}):
+        scaled(torch.tensor([3.0]), **options).sum().backward()
+        assert scaled.seen is torch.Tensor and scaled.weight is kept
+    assert isinstance(kept.grad, DTensor) and kept.grad.to_local().item() == 6.0
+
+
+def test_the_parameters_come_back_after_an_error(scaled):
+    kept = scaled.weight
+    with pytest.raises(RuntimeError, match="inside"):
+        scaled(torch.tensor([3.0]), fail=True)
+    assert scaled.weight is kept
+
+
+def test_a_copy_shows_its_own_parameters(scaled):
+    from torch.distributed.tensor import DTensor
+
+    other = copy.deepcopy(scaled)
+    with torch.no_grad():
+        other.weight.to_local().fill_(5.0)
+        assert other(torch.tensor([1.0])).item() == 5.0 and scaled(torch.tensor([1.0])).item() == 2.0
+    assert isinstance(other.weight, DTensor)
