@@ -121,7 +121,9 @@ def shard(
         "offload_policy": plugin.cpu_offload if offloads else OffloadPolicy(),
     }
     if ignored:
-        options["ignored_params"] = ignored
+        # By name: weights that only rank 0 keeps have left new parameters behind.
+        kept = {name for name, parameter in before.items() if parameter in ignored}
+        options["ignored_params"] = {parameter for name, parameter in named(model).items() if name in kept}
     parts = units(model, is_unit)
     if is_unit is not None and not parts:
         logger.warning(
@@ -134,7 +136,7 @@ def shard(
         fully_shard(part, **options)
         _free_replaced(held)
     if weights is not None:
-        model.to_empty(device="cpu" if offloads else accelerator.device)
+        _allocate(model, accelerator.device, offloads)
         _tie(ties)
         distribute(accelerator, model, weights)
     else:
@@ -191,6 +193,23 @@ def _tie(ties: list[list[tuple[nn.Module, str]]]) -> None:
     for (first, name), *others in ties:
         for module, other in others:
             module._parameters[other] = first._parameters[name]
+
+
+def _allocate(model: nn.Module, device: torch.device, offloads: bool) -> None:
+    """Give a model memory, off the meta device. Only shards are offloaded: what stays whole is where it is computed with."""
+    from torch.distributed.tensor import DTensor
+
+    model.to_empty(device="cpu" if offloads else device)
+    if not offloads:
+        return
+    for (module, name), parameter in list(_held(model)):
+        if not isinstance(parameter, DTensor):
+            whole = torch.empty_like(parameter, device=device)
+            module._parameters[name] = nn.Parameter(whole, parameter.requires_grad)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
 
 
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:

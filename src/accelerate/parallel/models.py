@@ -1,0 +1,309 @@
+"""Models of transformers whose sequences are cut: what they must be, and hooks that act inside the context alone."""
+
+import inspect
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+
+from accelerate.parallel.region import WHAT, Active, Region
+
+# Heads that need the whole sequence in one place, for more than attention.
+_WHOLE = ("ForSequenceClassification", "ForMultipleChoice", "ForQuestionAnswering", "ForNextSentencePrediction")
+_SHIFTING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+_ATTENTION_NAMES = ("self_attn", "attn", "attention", "self_attention")
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What the hook of a model has to know; found out once.
+
+    Args:
+        name: the class.
+        parameters: the names of what `forward` takes, in their order.
+        shifts: whether it shifts `labels` itself.
+        numbers_from_zero: whether its positions are 0, 1, 2, ... unless told otherwise.
+        window: tokens that a layer sees at most; None means all.
+        causal: whether no token sees what comes after it.
+    """
+
+    name: str
+    parameters: tuple[str, ...]
+    shifts: bool
+    numbers_from_zero: bool
+    window: int | None
+    causal: bool
+
+
+def outermost(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the models of transformers in a module that are not part of another: itself, or what adapters wrap."""
+    if any(base.__name__ == "PreTrainedModel" for base in type(model).__mro__):
+        yield model
+        return
+    for child in model.children():
+        yield from outermost(child)
+
+
+def check(model: nn.Module, axis: str) -> None:
+    """Refuse a model that would compute something else on parts of a sequence. Asks nothing of other ranks.
+
+    Raises:
+        ValueError: its attention is not SDPA, has local patterns or relative biases, or its head needs the whole sequence.
+    """
+    what = WHAT[axis]
+    for name, module in model.named_modules():
+        if isinstance(module, nn.MultiheadAttention):
+            raise ValueError(
+                f"{name or 'the model'} is a torch.nn.MultiheadAttention, which does not always go through "
+                f"scaled_dot_product_attention; {what} would leave it attending within its shard. Write the attention with "
+                "torch.nn.functional.scaled_dot_product_attention."
+            )
+    for found in outermost(model):
+        kind, config = type(found).__name__, found.config
+        for part in found.modules():
+            used = getattr(getattr(part, "config", None), "_attn_implementation", None)
+            if used not in (None, "sdpa"):
+                raise ValueError(
+                    f"{kind} was loaded with attn_implementation={used!r}, but {what} works through "
+                    "torch.nn.functional.scaled_dot_product_attention alone; any other attention would silently stay within its "
+                    "shard. Load it with attn_implementation='sdpa'."
+                )
+        if getattr(config, "is_encoder_decoder", False):
+            raise ValueError(
+                f"{kind} is an encoder-decoder: it has two sequences, and masks or relative biases that {what} cannot cut. Use a "
+                f"decoder-only model, or set {axis}_size=1."
+            )
+        if kind.endswith(_WHOLE):
+            raise ValueError(
+                f"{kind} pools or compares tokens over the whole sequence after attention, and a rank has a part of them. Use a "
+                f"model with an output for each token, or set {axis}_size=1."
+            )
+        if "position_ids" not in _parameters(found):
+            raise ValueError(
+                f"{kind}.forward takes no position_ids, so positions would restart on every rank, and biases made from them "
+                f"(ALiBi, relative positions) with them. Use another model, or set {axis}_size=1."
+            )
+        kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+        if kinds:
+            raise ValueError(
+                f"{kind} has layers of the kinds {sorted(kinds)}, which are local or recurrent along the sequence and know "
+                f"nothing of other ranks. Use a model of full attention, or set {axis}_size=1."
+            )
+
+
+def attach(model: nn.Module, region: Region) -> None:
+    """Register the hooks of a region on a model, and on the models of transformers in it, once each."""
+    if not _hooked(model, OutsideHook, region):
+        model.register_forward_pre_hook(OutsideHook(region))
+    for found in outermost(model):
+        if _hooked(found, ModelHook, region):
+            continue
+        # First of all hooks: those of strategies may move or cast what is checked here.
+        found.register_forward_pre_hook(ModelHook(region, _rules(found)), with_kwargs=True, prepend=True)
+        for module in _attention_modules(found):
+            hook = AttentionHook(region, _parameters(module))
+            module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+
+
+def _attention_modules(model: nn.Module) -> list[nn.Module]:
+    return [
+        module
+        for name, module in model.named_modules()
+        if (name.rpartition(".")[2] in _ATTENTION_NAMES or type(module).__name__.endswith("Attention"))
+        and "attention_mask" in _parameters(module)
+    ]
+
+
+def _hooked(module: nn.Module, kind: type, region: Region) -> bool:
+    return any(isinstance(hook, kind) and hook.region is region for hook in module._forward_pre_hooks.values())
+
+
+def _parameters(module: nn.Module) -> tuple[str, ...]:
+    # The class's: compilation and hooks of ours replace the instance's by something without a signature.
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    found = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    names = tuple(parameter.name for parameter in found if parameter.kind in kinds)
+    return (*names, "**") if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in found) else names
+
+
+def _rules(model: nn.Module) -> Rules:
+    config, kind = model.config, type(model).__name__
+    padded = any(
+        isinstance(module, nn.Embedding) and module.padding_idx is not None and "position" in name
+        for name, module in model.named_modules()
+    )
+    slides = getattr(config, "use_sliding_window", True) and "sliding_attention" in (
+        getattr(config, "layer_types", None) or ("sliding_attention",)
+    )
+    return Rules(
+        name=kind,
+        parameters=_parameters(model),
+        shifts=kind.endswith(_SHIFTING),
+        numbers_from_zero=not padded and not kind.endswith("ForConditionalGeneration"),
+        window=getattr(config, "sliding_window", None) if slides else None,
+        causal=all(getattr(module, "is_causal", True) for module in model.modules()),
+    )
+
+
+class OutsideHook:
+    """Says once that a model trains outside the context, where no sequence is shared and the ranks repeat each other's work."""
+
+    def __init__(self, region: Region) -> None:
+        self.region = region
+        self.done = False
+
+    def __call__(self, module: nn.Module, args: tuple) -> None:
+        """Look at the first call in training alone: what it does, the others do."""
+        if self.done or not (module.training and torch.is_grad_enabled()):
+            return
+        self.done = True
+        if self.region.active is None:
+            warnings.warn(
+                f"{type(module).__name__} is trained outside `with accelerator.maybe_context_parallel(...)`, although "
+                f"{self.region.axis}_size={self.region.size}: every rank works on the whole sequence, and nothing is saved. Call "
+                "it, and backward, inside the context; see docs/guides/long-sequences.md.",
+                stacklevel=2,
+            )
+
+
+class AttentionHook:
+    """Takes the mask from an attention module: it was made from a part of the sequence, and causality is the region's to see to."""
+
+    def __init__(self, region: Region, parameters: tuple[str, ...]) -> None:
+        self.region = region
+        self.parameters = parameters
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+        """Change the arguments of `forward`, inside the context."""
+        if self.region.active is None:
+            return None
+        kwargs["attention_mask"] = None
+        place = self.parameters.index("attention_mask")
+        if place < len(args):
+            args = (*args[:place], None, *args[place + 1 :])
+            del kwargs["attention_mask"]
+        if getattr(module, "is_causal", False) and {"is_causal", "**"} & set(self.parameters):
+            # Said outright: a shard of one token would otherwise pass for generation, which needs no mask.
+            kwargs["is_causal"] = True
+        return args, kwargs
+
+
+class ModelHook:
+    """Sees what a model is called with inside the context, refuses what is wrong on a part, and supplies positions."""
+
+    def __init__(self, region: Region, rules: Rules) -> None:
+        self.region = region
+        self.rules = rules
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+        """Change the arguments of `forward`, inside the context.
+
+        Raises:
+            ValueError: the arguments would give a wrong result on a part of the sequence.
+        """
+        active = self.region.active
+        if active is None:
+            return None
+        kwargs = {**dict(zip(self.rules.parameters, args, strict=False)), **kwargs}
+        if active.length is not None:
+            self._check_lengths(active, kwargs)
+        self._check_labels(kwargs)
+        self._check_places(active, kwargs)
+        # Dropped: it is right-padding at most, which causal attention needs no mask for.
+        if kwargs.get("attention_mask") is not None:
+            kwargs["attention_mask"] = None
+        return (), kwargs
+
+    def _check_lengths(self, active: Active, kwargs: dict[str, Any]) -> None:
+        share = active.length // self.region.size
+        for name in ("input_ids", "inputs_embeds", "position_ids", "labels", "shift_labels"):
+            given = kwargs.get(name)
+            if given is None:
+                continue
+            length = given.shape[1] if name == "inputs_embeds" else given.shape[-1]
+            if length != share:
+                raise ValueError(
+                    f"{name} of shape {tuple(given.shape)} has {length} tokens, but under {self.region.what} this rank has "
+                    f"{active.length} / {self.region.size} = {share}. Name {name} in the buffers of maybe_context_parallel, with "
+                    "the dimension of its sequence."
+                )
+        if self.rules.window is not None and active.length > self.rules.window:
+            raise ValueError(
+                f"{self.rules.name} has a sliding window of {self.rules.window} tokens, and the sequence has {active.length}. "
+                f"{self.region.what.capitalize()} has no mask for the window, and every token would see all before it. Cut "
+                f"sequences to {self.rules.window} tokens, or set sliding_window=None if the model may attend to all."
+            )
+
+    def _check_labels(self, kwargs: dict[str, Any]) -> None:
+        if self.rules.shifts and kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
+            raise ValueError(
+                f"{self.rules.name} was called with labels= under {self.region.what}. It would shift them within this rank's part, "
+                "and lose the label of the last token of every part, which is the first of the next. Shift the whole labels before "
+                "the context, `shifted = accelerate.parallel.loss.shift_labels(labels)`, name `shifted` in its buffers, and call the "
+                "model with labels=shifted, shift_labels=shifted; or leave labels out, and compute the loss from the logits."
+            )
+
+    def _check_places(self, active: Active, kwargs: dict[str, Any]) -> None:
+        """Supply positions; where the caller gave some, or a mask, check them, all ranks of the group together.
+
+        Reading the answer makes the host wait for the device, so a caller in a hurry gives neither.
+        """
+        mask, given = kwargs.get("attention_mask"), kwargs.get("position_ids")
+        if given is None:
+            if active.positions is None or not self.rules.numbers_from_zero:
+                raise ValueError(
+                    f"{self.rules.name} was called without position_ids under {self.region.what}, and would number this rank's "
+                    "tokens from the start, like those of every other rank. Make position_ids for the whole sequence, name them in "
+                    "the buffers of maybe_context_parallel, and pass them to the model."
+                )
+            kwargs["position_ids"] = active.positions
+        checked = given if self.rules.numbers_from_zero and active.positions is not None else None
+        if mask is None and checked is None:
+            return
+        self._agree(active, mask, checked)
+
+    def _agree(self, active: Active, mask: Tensor | None, given: Tensor | None) -> None:
+        if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2 or active.positions is None):
+            seen = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+            raise ValueError(
+                f"{self.rules.name} was called with an attention_mask of {seen} under {self.region.what}. A mask of rows and columns "
+                "cannot be given there: leave it out, or give a mask of [batch, length] that pads at the right, with buffers."
+            )
+        wrong = torch.zeros(2, dtype=torch.int32, device=(mask if mask is not None else given).device)
+        real = None
+        if mask is not None:
+            real = mask.bool()
+            tokens = real.sum(dim=-1, keepdim=True)
+            places: Tensor = active.positions
+            if mask.shape[-1] == active.length:
+                places = torch.arange(active.length, device=mask.device).unsqueeze(0)
+            else:
+                distributed.all_reduce(tokens, group=self.region.group)
+            # Where every token sees all others, padding anywhere would be seen.
+            wrong[0] = (real != (places < tokens)).any() if self.rules.causal else (~real).any()
+            real = None if mask.shape[-1] == active.length else real
+        if given is not None:
+            differs = given != active.positions
+            # What stands at padding does not matter.
+            wrong[1] = (differs & real).any() if real is not None else differs.any()
+        distributed.all_reduce(wrong, op=distributed.ReduceOp.MAX, group=self.region.group)
+        unaligned, renumbered = wrong.tolist()
+        if unaligned:
+            if not self.rules.causal:
+                raise ValueError(
+                    f"attention_mask has padding, but the attention of {self.rules.name} is not causal: every token would see the "
+                    f"padding, since {self.region.what} has no mask. Use sequences without padding."
+                )
+            raise ValueError(
+                f"attention_mask has padding before real tokens, which {self.region.what} cannot mask. Pad at the right "
+                "(padding_side='right' of the tokenizer), where causal attention never looks."
+            )
+        if renumbered:
+            raise ValueError(
+                f"position_ids are not 0, 1, 2, ... over the whole sequence ({active.length} tokens). Either they were made for a "
+                "part of it: make them for the whole, and name them in the buffers, or leave them out. Or several documents are "
+                f"packed into one sequence, which {self.region.what} cannot keep apart, since it has no mask: do not pack."
+            )

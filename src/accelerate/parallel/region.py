@@ -1,0 +1,309 @@
+"""The region in which a sequence is shared by ranks: its tensors are cut on entry, attention is exact inside, all is put back.
+
+A region belongs to one Accelerator and is entered once for every batch.
+"""
+
+import sys
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, distributed
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+# The operator itself: torch's own context parallelism replaces the name in `torch.nn.functional` for a time.
+ATTENTION = torch._C._nn.scaled_dot_product_attention
+WHAT = {"cp": "context parallelism", "sp": "sequence parallelism"}
+NO_MASK = (
+    "attn_mask was given to scaled_dot_product_attention under {what}, where each rank holds a part of the rows and columns only "
+    "and a mask of that part says nothing about the whole. Only is_causal=True, or no mask at all, is possible: pass "
+    "attn_mask=None. Padding at the right needs no mask under causal attention, since no real token sees it; leave it out of the "
+    "loss."
+)
+
+
+@dataclass(frozen=True)
+class Active:
+    """What holds between entry and exit.
+
+    Args:
+        length: tokens of the whole sequence; None when no buffers were given.
+        positions: [1, length / size], the places of this rank's tokens in the whole sequence; None likewise.
+        sharded: the identities of the buffers.
+    """
+
+    length: int | None
+    positions: Tensor | None
+    sharded: frozenset[int]
+
+
+class Attention(TorchFunctionMode):
+    """Sends every `scaled_dot_product_attention` of this thread through a function, under whatever name it was imported.
+
+    The name in `torch.nn.functional` is replaced beside it, since each is blind where the other sees: a replaced name misses names
+    that were imported before and graphs that were compiled before; a mode is off while it handles a function, and `backward` is
+    one, in which checkpointed activations are computed again.
+    """
+
+    def __init__(self, attend: Callable[..., Tensor], what: str) -> None:
+        super().__init__()
+        self.attend = attend
+        self.what = what
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Replace attention, and let everything else through."""
+        if func is ATTENTION:
+            return self.attend(*args, **(kwargs or {}))
+        if func is F.multi_head_attention_forward:
+            raise ValueError(
+                f"torch.nn.MultiheadAttention was called under {self.what}, but it does not always go through "
+                "scaled_dot_product_attention, and would then attend within its shard. Write the attention with "
+                "torch.nn.functional.scaled_dot_product_attention."
+            )
+        return func(*args, **(kwargs or {}))
+
+
+class Region:
+    """A factory of contexts: call it for each batch, with the tensors to cut. All ranks of the sequence's group enter together.
+
+    Args:
+        axis: "cp" or "sp".
+        mesh: the one-dimensional mesh of the ranks that share a sequence.
+        attend: `(query, key, value, *, dropout, causal, scale, gqa, region)`, exact attention over the whole sequence.
+        cuts: how many equal parts each rank gets; the length must be divisible by `cuts` times the number of ranks.
+    """
+
+    def __init__(
+        self, axis: str, mesh: "DeviceMesh", attend: Callable[..., Tensor] | None = None, cuts: int = 1
+    ) -> None:
+        self.axis = axis
+        self.what = WHAT[axis]
+        self.mesh = mesh
+        self.group = mesh.get_group()
+        self.size = mesh.size()
+        self.rank = mesh.get_local_rank()
+        self.attend = attend
+        self.cuts = cuts
+        self.active: Active | None = None
+        self._compared = False
+        self._mode = Attention(self._attention, self.what)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Process groups mean nothing elsewhere, and no copy is inside the region.
+        dropped = {"mesh": None, "group": None, "active": None, "_mode": None, "_compared": False}
+        return {**self.__dict__, **dropped}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._mode = Attention(self._attention, self.what)
+
+    def __deepcopy__(self, memo: dict) -> "Region":
+        return self  # a copied model shares its sequences with the same ranks
+
+    def __call__(
+        self,
+        buffers: Sequence[Tensor] | None = None,
+        buffer_seq_dims: Sequence[int] | None = None,
+        no_restore_buffers: Iterable[Tensor] | None = None,
+    ) -> AbstractContextManager[None]:
+        """Return the context for one batch.
+
+        Args:
+            buffers: tensors of any type to cut in place, all of one length along their sequence.
+            buffer_seq_dims: the dimension of the sequence in each.
+            no_restore_buffers: those of `buffers` that stay cut afterwards, which frees the whole ones at once.
+        """
+        return self._entered(list(buffers or ()), list(buffer_seq_dims or ()), list(no_restore_buffers or ()))
+
+    @contextmanager
+    def _entered(self, buffers: list[Tensor], dims: list[int], lasting: list[Tensor]) -> Iterator[None]:
+        if self.group is None:
+            raise RuntimeError(
+                f"This {self.what} came from a pickle, without its process group. Call `prepare` again."
+            )
+        if self.active is not None:
+            raise RuntimeError(
+                "maybe_context_parallel was entered inside itself, which would cut the sequence twice. Name all tensors at the "
+                "outer one."
+            )
+        self._check(buffers, dims, lasting)
+        if not buffers:
+            with self._attending(None, None, frozenset()):
+                yield
+            return
+        length = buffers[0].shape[dims[0]]
+        # Cut like the rest, the places tell every model where its tokens are, however they are dealt out.
+        places = torch.arange(length, device=buffers[0].device).unsqueeze(0)
+        restored = [buffer for buffer in buffers if not _among(buffer, lasting)]
+        with _put_back(restored), self._cut([*buffers, places], [*dims, 1], length):
+            with self._attending(length, places, frozenset(id(buffer) for buffer in buffers)):
+                yield
+
+    @contextmanager
+    def _attending(self, length: int | None, places: Tensor | None, sharded: frozenset[int]) -> Iterator[None]:
+        _leave_handler_uncompiled()
+        self.active = Active(length, places, sharded)
+        try:
+            with self._mode, self._renamed():
+                yield
+        finally:
+            self.active = None
+
+    @contextmanager
+    def _renamed(self) -> Iterator[None]:
+        before = F.scaled_dot_product_attention
+        F.scaled_dot_product_attention = self._attention
+        try:
+            yield
+        finally:
+            F.scaled_dot_product_attention = before
+
+    @contextmanager
+    def _cut(self, buffers: list[Tensor], dims: list[int], length: int) -> Iterator[None]:
+        share = length // self.size
+        for buffer, dim in zip(buffers, dims, strict=True):
+            part = buffer.data.narrow(dim, self.rank * share, share)
+            replace(buffer, part.clone(memory_format=torch.contiguous_format))
+        yield
+
+    @torch.compiler.disable  # a compiled graph is cut here: these messages are not to be traced
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Stand in for `scaled_dot_product_attention`, whose arguments these are."""
+        if attn_mask is not None:
+            raise ValueError(NO_MASK.format(what=self.what))
+        # Called by its name, the mode is still on, and would catch the plain attention within.
+        with torch._C.DisableTorchFunction():
+            return self.attend(query, key, value, dropout_p, is_causal, scale, enable_gqa, self)
+
+    # -- checks, before anything is changed ----------------------------------------------------------------------
+
+    def _check(self, buffers: list[Any], dims: list[Any], lasting: list[Any]) -> None:
+        """Refuse on all ranks of the group what one of them cannot cut, or what differs between them.
+
+        On CPU all ranks compare notes each time. Elsewhere reading a message would make the host wait for the device, so they do
+        it at the first entry alone.
+        """
+        problem = self._problem(buffers, dims, lasting)
+        on_cpu = all(not isinstance(buffer, Tensor) or buffer.device.type == "cpu" for buffer in buffers)
+        if self._compared and not on_cpu:
+            if problem:
+                raise ValueError(problem)
+            return
+        mine = (problem, None if problem else [_content(buffer) for buffer in buffers])
+        told: list[Any] = [None] * self.size
+        distributed.all_gather_object(told, mine, group=self.group)
+        self._compared = True
+        for rank, (other, _) in enumerate(told):
+            if other:
+                raise ValueError(other if problem else f"{other} (Seen on rank {rank} of {self.axis}.)")
+        for rank, (_, content) in enumerate(told):
+            if content != told[0][1]:
+                raise ValueError(
+                    f"The buffers of rank {rank} of {self.axis} are not those of rank 0, but ranks that share a sequence must "
+                    f"have the same batch (shape, type, checksum of integers: {content} and {told[0][1]}). Let the Accelerator "
+                    "prepare the loader, or give these ranks the same data and random numbers."
+                )
+
+    def _problem(self, buffers: list[Any], dims: list[Any], lasting: list[Any]) -> str | None:
+        if len(buffers) != len(dims):
+            return (
+                f"There are {len(buffers)} buffers and {len(dims)} buffer_seq_dims; each buffer needs one dimension."
+            )
+        lengths = []
+        for place, (buffer, dim) in enumerate(zip(buffers, dims, strict=True)):
+            if not isinstance(buffer, Tensor):
+                return f"buffers[{place}] is a {type(buffer).__name__}; it must be a tensor."
+            shape = tuple(buffer.shape)
+            if isinstance(buffer, torch.nn.Parameter) or buffer.requires_grad:
+                return (
+                    f"buffers[{place}] of shape {shape} requires a gradient, and cannot be cut in place. Give the inputs of the "
+                    "model, detached; what is computed from them inside the context is cut already."
+                )
+            if any(buffer is other for other in buffers[:place]):
+                return f"buffers[{place}] of shape {shape} is in the list twice, and would be cut twice."
+            if not isinstance(dim, int) or not -buffer.dim() <= dim < buffer.dim():
+                return f"buffer_seq_dims[{place}] is {dim!r}, but buffers[{place}] has the shape {shape}."
+            lengths.append(shape[dim])
+        if len(set(lengths)) > 1:
+            return (
+                f"The buffers have lengths {lengths} along buffer_seq_dims {dims}; all must be of one length, that of the "
+                "sequence."
+            )
+        if any(not _among(buffer, buffers) for buffer in lasting):
+            return "no_restore_buffers has a tensor that is not in buffers; it must be one of them, the same object."
+        return self._odd_length(lengths[0]) if lengths else self._no_buffers()
+
+    def _odd_length(self, length: int) -> str | None:
+        whole = self.cuts * self.size
+        if length % whole == 0 and length > 0:
+            return None
+        more = -length % whole or whole
+        parts = (
+            f"{self.cuts} x {self.axis}_size={self.size} = {whole}" if self.cuts > 1 else f"{self.axis}_size={whole}"
+        )
+        why = " (each rank gets one part from the front and one from the back, which balances causal attention)"
+        return (
+            f"The sequence has {length} tokens, which is not divisible by {parts}{why if self.cuts > 1 else ''}: "
+            f"{length} = {length // whole} x {whole} + {length % whole}. Pad it by {more} to {length + more}, or cut it to "
+            f"{length // whole * whole}."
+        )
+
+    def _no_buffers(self) -> str | None:
+        return None
+
+
+def _leave_handler_uncompiled() -> None:
+    """Keep the compiler, if it is there, from compiling the handler of every operation that runs between two graphs.
+
+    Inside a graph the handler is still taken in.
+    """
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    if compiler is not None and hasattr(compiler, "skip_code"):
+        compiler.skip_code(Attention.__torch_function__.__code__)
+
+
+def _among(buffer: Any, others: list[Any]) -> bool:
+    return any(buffer is other for other in others)  # `in` would compare tensors by value
+
+
+def _content(buffer: Tensor) -> tuple[tuple[int, ...], str, int | None]:
+    """Return what must be the same on all ranks: shape, type, and for integers a checksum."""
+    if buffer.is_floating_point() or buffer.is_complex():
+        return tuple(buffer.shape), str(buffer.dtype), None
+    return tuple(buffer.shape), str(buffer.dtype), zlib.crc32(buffer.detach().cpu().contiguous().numpy())
+
+
+def replace(buffer: Tensor, content: Tensor) -> None:
+    """Give a tensor other content and shape, so that a backward that still needs the old content fails."""
+    buffer.data = content
+    if not buffer.is_inference():
+        torch.autograd.graph.increment_version(buffer)
+
+
+@contextmanager
+def _put_back(buffers: list[Tensor]) -> Iterator[None]:
+    """Give tensors the memory that they had on entry, whatever happens; views and expanded tensors included."""
+    originals = [buffer.data for buffer in buffers]
+    try:
+        yield
+    finally:
+        for buffer, original in zip(buffers, originals, strict=True):
+            replace(buffer, original)

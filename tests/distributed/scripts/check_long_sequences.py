@@ -1,0 +1,516 @@
+"""Sequences shared by ranks equal sequences in one process: attention, training, losses; and what is refused, by all ranks."""
+
+import copy
+import pickle
+import sys
+import warnings
+
+import torch
+from harness import everywhere, fresh_accelerator, raised, run
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.functional import scaled_dot_product_attention as imported_by_name
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from accelerate import ParallelismConfig
+from accelerate.parallel import context, sequence
+from accelerate.parallel.loss import aggregate_loss, shift_labels
+from accelerate.state import PartialState
+from accelerate.utils import FullyShardedDataParallelPlugin, TorchContextParallelConfig
+
+KINDS = [("cp", "allgather"), ("cp", "alltoall"), ("sp", None)]
+LENGTH, WORDS = 16, 40
+
+
+def ready(axis, strategy, *models, shards=0):
+    """Return an Accelerator whose sequences are shared by all ranks, or by a part of them."""
+    size = (shards or PartialState().num_processes) if axis else 1
+    others = PartialState().num_processes // size
+    sizes = {"dp_replicate_size": 1, "dp_shard_size": 1}
+    handler = TorchContextParallelConfig(cp_comm_strategy=strategy) if axis == "cp" else None
+    if axis == "cp":
+        layout = ParallelismConfig(cp_size=size, cp_handler=handler, **sizes)
+    else:
+        layout = ParallelismConfig(sp_size=size, sp_backend="torch", **sizes)
+    if others > 1:
+        layout._set_size("dp_replicate", others)
+    accelerator = fresh_accelerator(parallelism_config=layout)
+    accelerator._prepare_device_mesh()
+    prepare = context.prepare if axis == "cp" else sequence.prepare
+    assert prepare(accelerator, models) == models
+    return accelerator
+
+
+def near(mine, theirs, what):
+    worst = (mine - theirs).abs().max().item()
+    assert mine.shape == theirs.shape and worst < 1e-5, (what, mine.shape, theirs.shape, worst)
+
+
+def my_part(whole, accelerator, axis, dim):
+    part = accelerator.torch_device_mesh[axis]
+    return whole.chunk(part.size(), dim=dim)[part.get_local_rank()]
+
+
+# -- attention itself ------------------------------------------------------------------------------------------------
+
+
+def attention_equals_the_whole():
+    cases = [  # heads, key heads, causal, scale, value width
+        (4, 4, False, None, 6),
+        (4, 4, True, None, 6),
+        (4, 2, True, 0.3, 6),
+        (8, 1, True, None, 6),
+        (4, 4, True, None, 10),
+        (4, 4, False, 0.7, 6),
+    ]
+    for axis, strategy in KINDS:
+        accelerator = ready(axis, strategy)
+        for heads, shared, causal, scale, width in cases:
+            torch.manual_seed(heads + shared)
+            shapes = [
+                (2, heads, LENGTH, 6),
+                (2, shared, LENGTH, 6),
+                (2, shared, LENGTH, width),
+                (2, heads, LENGTH, width),
+            ]
+            q, k, v, weights = (torch.randn(shape) for shape in shapes)
+            options = {"is_causal": causal, "scale": scale, "enable_gqa": heads != shared}
+            whole = [t.clone().requires_grad_() for t in (q, k, v)]
+            expected = F.scaled_dot_product_attention(*whole, **options)
+            (expected * weights).sum().backward()
+            with accelerator.maybe_context_parallel(buffers=[q, k, v, weights], buffer_seq_dims=[2, -2, 2, 2]):
+                for call in (F.scaled_dot_product_attention, imported_by_name):
+                    mine = [t.clone().requires_grad_() for t in (q, k, v)]
+                    out = call(*mine, **options)
+                    (out * weights).sum().backward()
+                    what = (axis, strategy, heads, shared, causal, scale, width)
+                    near(out, my_part(expected, accelerator, axis, 2), what)
+                    for one, full in zip(mine, whole, strict=True):
+                        near(one.grad, my_part(full.grad, accelerator, axis, 2), what)
+            # Outside it is the plain one again.
+            near(F.scaled_dot_product_attention(q, k, v, **options), expected.detach(), "outside")
+
+
+def half_precision_is_near():
+    for axis, strategy in KINDS:
+        accelerator = ready(axis, strategy)
+        torch.manual_seed(0)
+        q, k, v = (torch.randn(2, 4, LENGTH, 8, dtype=torch.bfloat16) for _ in range(3))
+        expected = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=True)
+        with accelerator.maybe_context_parallel([q, k, v], [2, 2, 2]):
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        assert out.dtype == torch.bfloat16
+        worst = (out.float() - my_part(expected, accelerator, axis, 2)).abs().max()
+        assert worst < 0.03, (axis, strategy, worst)
+
+
+# -- what happens to the buffers -------------------------------------------------------------------------------------
+
+
+def buffers_come_back():
+    for axis, strategy in KINDS[1:]:
+        accelerator = ready(axis, strategy)
+        size, rank = accelerator.num_processes, accelerator.process_index
+        share = LENGTH // size
+        ids = torch.arange(2 * LENGTH).reshape(2, LENGTH)
+        base = torch.arange(3.0 * LENGTH).reshape(LENGTH, 3)
+        view = base[:, 1]  # not contiguous, and shares memory
+        wide = torch.arange(LENGTH)[None].expand(2, -1)
+        gone = torch.arange(LENGTH)
+        before = [t.clone() for t in (ids, base, view, wide)]
+        with accelerator.maybe_context_parallel([ids, view, wide, gone], [1, 0, -1, 0], no_restore_buffers={gone}):
+            mine = slice(rank * share, (rank + 1) * share)
+            assert torch.equal(ids, before[0][:, mine]) and torch.equal(view, before[2][mine])
+            assert torch.equal(wide, before[3][:, mine]) and torch.equal(base, before[1])
+            with raised(RuntimeError, "inside itself"), accelerator.maybe_context_parallel([ids], [1]):
+                pass
+            assert ids.shape == (2, share)
+        with raised(KeyError, "mine"), accelerator.maybe_context_parallel([ids, view, wide], [1, 0, 1]):
+            raise KeyError("mine")
+        for tensor, old in zip((ids, base, view, wide), before, strict=True):
+            assert torch.equal(tensor, old) and tensor.stride() == tensor.stride()
+        assert torch.equal(gone, torch.arange(LENGTH)[mine])
+        # A backward that still needs a part which is whole again fails, and does not use the whole.
+        table = nn.Embedding(2 * LENGTH, 4)
+        with accelerator.maybe_context_parallel([ids], [1]):
+            late = table(ids).sum()
+        with raised(RuntimeError, "modified by an inplace operation"):
+            late.backward()
+        with accelerator.maybe_context_parallel():  # cut by hand
+            pass
+
+
+def bad_input_is_refused_together():
+    for axis, strategy in KINDS[1:]:
+        accelerator = ready(axis, strategy)
+        size, rank = accelerator.num_processes, accelerator.process_index
+        ids, enter = torch.arange(LENGTH)[None], accelerator.maybe_context_parallel
+        odd = torch.arange(LENGTH + 1)[None]
+        unit = size * (2 if axis == "cp" else 1)
+        cases = [
+            ([odd], [1], None, ("not divisible by", f"= {LENGTH // unit} x {unit} + 1", f"to {LENGTH + unit}")),
+            ([ids], [1, 1], None, ("1 buffers and 2 buffer_seq_dims",)),
+            ([ids], [2], None, ("buffer_seq_dims[0] is 2", "(1, 16)")),
+            ([ids, ids], [1, 1], None, ("twice",)),
+            ([ids, odd], [1, 1], None, ("lengths [16, 17]",)),
+            ([ids, nn.Parameter(torch.ones(LENGTH))], [1, 0], None, ("requires a gradient",)),
+            ([ids, torch.ones(LENGTH, requires_grad=True) * 2], [1, 0], None, ("requires a gradient",)),
+            ([ids, "text"], [1, 0], None, ("buffers[1] is a str",)),
+            ([ids], [1], {odd}, ("not in buffers",)),
+            ([ids + rank], [1], None, ("same batch",)),
+            # One rank alone is wrong; the others learn of it.
+            ([odd if rank else ids], [1], None, ("not divisible",)),
+        ]
+        for buffers, dims, lasting, fragments in cases:
+            with raised(ValueError, *fragments), enter(buffers, dims, lasting):
+                raise AssertionError("entered")
+        assert torch.equal(ids, torch.arange(LENGTH)[None])
+        q = torch.randn(1, 6, 4, 8)
+        with enter([ids], [1]):
+            with raised(ValueError, "is_causal=True", "whole"):
+                F.scaled_dot_product_attention(q, q, q, attn_mask=torch.ones(4, 4, dtype=torch.bool))
+            with raised(ValueError, "MultiheadAttention"):
+                nn.MultiheadAttention(8, 2, batch_first=True)(q[0], q[0], q[0], need_weights=False)
+            if axis == "cp":
+                with raised(ValueError, "dropout_p=0.1", "attn_pdrop"):
+                    F.scaled_dot_product_attention(q, q, q, dropout_p=0.1)
+                with raised(ValueError, "6 query heads and 4 key heads"):
+                    F.scaled_dot_product_attention(q, q[:, :4], q[:, :4], enable_gqa=True)
+            else:
+                F.scaled_dot_product_attention(q[:, :4], q[:, :4], q[:, :4], dropout_p=0.1)
+                heads = 2 * size - 1
+                with raised(ValueError, f"{heads} = 1 x {size} + {size - 1}"):
+                    F.scaled_dot_product_attention(q[:, :1].expand(-1, heads, -1, -1), q[:, :1], q[:, :1])
+        with raised(ValueError, "MultiheadAttention"):
+            (context if axis == "cp" else sequence).prepare(accelerator, (nn.TransformerEncoderLayer(8, 2),))
+
+
+# -- training --------------------------------------------------------------------------------------------------------
+
+
+class Plain(nn.Module):
+    """A causal language model of one layer, of torch alone."""
+
+    def __init__(self, width=16, heads=4):
+        super().__init__()
+        self.heads = heads
+        self.words, self.places = nn.Embedding(WORDS, width), nn.Embedding(LENGTH, width)
+        self.inward, self.outward = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.head = nn.Linear(width, WORDS)
+
+    def attend(self, hidden):
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.inward(hidden).chunk(3, dim=-1))
+        return self.outward(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+    def forward(self, ids, places):
+        hidden = self.words(ids) + self.places(places)
+        return self.head(hidden + self.attend(hidden))
+
+
+class Recomputed(Plain):
+    """The same, whose attention is computed again in the backward pass."""
+
+    def forward(self, ids, places):
+        hidden = self.words(ids) + self.places(places)
+        return self.head(hidden + checkpoint(self.attend, hidden, use_reentrant=False))
+
+
+def llama():
+    config = LlamaConfig(
+        vocab_size=WORDS, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, attn_implementation="sdpa", pad_token_id=0,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def gpt2():
+    config = GPT2Config(
+        vocab_size=WORDS, n_embd=32, n_layer=2, n_head=4, n_positions=64, attn_implementation="sdpa",
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=1,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
+
+
+def batches(steps=3, rows=2):
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        ids = torch.randint(1, WORDS, (rows, LENGTH), generator=generator)
+        mask = torch.ones_like(ids)
+        mask[0, 5 + step :] = 0  # most of a row is padding, so shards have unequal numbers of tokens
+        yield ids * mask, mask, torch.where(mask == 1, ids, -100)
+
+
+def mean_loss(logits, shifted):
+    return F.cross_entropy(logits.flatten(0, -2).float(), shifted.flatten(), ignore_index=-100)
+
+
+def trained_whole(model, forward, rows=2, replicas=1):
+    """Train in one process; several replicas see their parts of a batch, and their gradients are averaged."""
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for ids, mask, labels in batches(rows=rows):
+        total = 0.0
+        for part in zip(*(t.chunk(replicas) for t in (ids, mask, labels)), strict=True):
+            loss = mean_loss(forward(model, part[0], part[1]), shift_labels(part[2])) / replicas
+            loss.backward()
+            total += loss.item()
+        losses.append(total)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, model
+
+
+def trained_shared(model, forward, axis, strategy, shards=0, rows=2, own_loss=None):
+    model = copy.deepcopy(model)
+    accelerator = ready(axis, strategy, model, shards=shards)
+    # Prepared once more, nothing is hooked twice.
+    (context if axis == "cp" else sequence).prepare(accelerator, (model,))
+    mesh = accelerator.torch_device_mesh
+    group = mesh[axis].get_group()
+    replicas = accelerator.num_processes // mesh[axis].size()
+    shared = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(shared.parameters(), lr=0.1)
+    losses = []
+    for batch in batches(rows=rows):
+        mine = accelerator.process_index // mesh[axis].size()
+        ids, mask, labels = (t.chunk(replicas)[mine].clone() for t in batch)
+        shifted = shift_labels(labels)
+        with accelerator.maybe_context_parallel([ids, mask, shifted], [1, 1, 1]):
+            if own_loss:
+                loss = own_loss(shared, ids, shifted)
+            else:
+                loss = mean_loss(forward(shared, ids, mask, accelerator._cp_context.active.positions), shifted)
+            loss = aggregate_loss(loss, (shifted != -100).sum(), group=group)
+            loss.backward()
+        losses.append(sum(everywhere(loss.item())) / accelerator.num_processes)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, model
+
+
+def same_training(first, second, what):
+    (losses, model), (others, other) = first, second
+    near(torch.tensor(losses), torch.tensor(others), (what, "losses"))
+    for (name, one), two in zip(model.named_parameters(), other.parameters(), strict=True):
+        near(one.detach(), two.detach(), (what, name))
+
+
+def plain_forward(model, ids, mask, places=None):
+    return model(ids, torch.arange(ids.shape[1])[None] if places is None else places)
+
+
+def hf_forward(model, ids, mask, places=None):
+    return model(input_ids=ids, attention_mask=mask).logits
+
+
+def plain_models_train_the_same():
+    for kind in (Plain, Recomputed):
+        model = kind()
+        expected = trained_whole(model, plain_forward)
+        for axis, strategy in KINDS:
+            same_training(
+                expected, trained_shared(model, plain_forward, axis, strategy), (kind.__name__, axis, strategy)
+            )
+
+
+def transformers_train_the_same():
+    for make in (llama, gpt2):
+        model = make()
+        expected = trained_whole(model, hf_forward)
+        for axis, strategy in KINDS:
+            same_training(expected, trained_shared(model, hf_forward, axis, strategy), (make.__name__, axis, strategy))
+
+            def of_the_model(shared, ids, shifted):
+                return shared(input_ids=ids, labels=shifted, shift_labels=shifted).loss
+
+            done = trained_shared(model, hf_forward, axis, strategy, own_loss=of_the_model)
+            same_training(expected, done, (make.__name__, axis, strategy, "own loss"))
+
+
+def replicas_of_shared_sequences():
+    """Two replicas, each of two ranks that share sequences; needs four processes."""
+    for make, forward in ((Plain, plain_forward), (llama, hf_forward)):
+        model = make()
+        expected = trained_whole(model, forward, rows=4, replicas=2)
+        for axis, strategy in KINDS:
+            done = trained_shared(model, forward, axis, strategy, shards=2, rows=4)
+            same_training(expected, done, (make.__name__, axis, strategy, "2 x 2"))
+
+
+def facade_trains_the_same():
+    """The whole way: `prepare` of an Accelerator with FSDP2 or DDP, `backward`, and an optimizer that follows the shards."""
+    for make in (Plain, llama):
+        forward = plain_forward if make is Plain else hf_forward
+        model = make()
+        expected_losses, expected = trained_whole(model, forward)
+        for axis, strategy in KINDS:
+            if axis == "cp":
+                handler = TorchContextParallelConfig(cp_comm_strategy=strategy)
+                layout = ParallelismConfig(cp_size=PartialState().num_processes, cp_handler=handler)
+            else:
+                layout = ParallelismConfig(sp_size=PartialState().num_processes, sp_backend="torch")
+            plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+            accelerator = fresh_accelerator(fsdp_plugin=plugin, parallelism_config=layout)
+            mine = copy.deepcopy(model)
+            shared, optimizer = accelerator.prepare(mine, torch.optim.SGD(mine.parameters(), lr=0.1))
+            group, losses = accelerator.torch_device_mesh[axis].get_group(), []
+            for ids, mask, labels in batches():
+                shifted = shift_labels(labels)
+                with accelerator.maybe_context_parallel([ids, mask, shifted], [1, 1, 1]):
+                    places = accelerator._cp_context.active.positions
+                    loss = mean_loss(forward(shared, ids, mask, places), shifted)
+                    loss = aggregate_loss(loss, (shifted != -100).sum(), group=group)
+                    accelerator.backward(loss)
+                losses.append(loss.item())
+                optimizer.step()
+                optimizer.zero_grad()
+            what = (make.__name__, axis, strategy, "FSDP2")
+            near(torch.tensor(losses), torch.tensor(expected_losses), what)
+            for name, one in expected.named_parameters():
+                sharded = dict(shared.named_parameters())[name]
+                assert hasattr(sharded, "full_tensor"), (what, type(sharded))
+                near(sharded.detach().full_tensor(), one.detach(), (what, name))
+
+
+def compiled_before_or_after():
+    model = Plain()
+    ids = torch.randint(0, WORDS, (2, LENGTH))
+    places = torch.arange(LENGTH)[None]
+    expected = model(ids, places)
+    expected.square().mean().backward()
+    grad = model.inward.weight.grad.clone()
+    for axis, strategy in KINDS:
+        compiled = torch.compile(model, backend="aot_eager")
+        near(compiled(ids, places), expected, "compiled outside")  # a graph of plain attention exists now
+        accelerator = ready(axis, strategy, compiled)
+        model.zero_grad()
+        with accelerator.maybe_context_parallel([ids, places], [1, 1]):
+            out = compiled(ids, places)
+            out.square().mean().backward()
+        near(out, my_part(expected, accelerator, axis, 1), (axis, strategy, "compiled"))
+        total = model.inward.weight.grad.clone()
+        torch.distributed.all_reduce(total)
+        near(total / accelerator.num_processes, grad, (axis, strategy, "compiled, gradient"))
+        near(compiled(ids, places), expected, "outside again")
+
+
+# -- losses and models that are refused ------------------------------------------------------------------------------
+
+
+def uneven_losses_are_exact():
+    rank, size = PartialState().process_index, PartialState().num_processes
+    torch.manual_seed(1)
+    weight, rows = torch.randn(3, WORDS), torch.randn(6 * size, 3)
+    targets = torch.randint(0, WORDS, (6 * size,))
+    targets[1:5] = -100  # rank 0 has two tokens
+    targets[6 * (size - 1) :] = -100  # the last rank has none
+    whole = weight.clone().requires_grad_()
+    expected = F.cross_entropy(rows @ whole, targets)
+    expected.backward()
+    mine = weight.clone().requires_grad_()
+    part = slice(6 * rank, 6 * rank + 6)
+    count = (targets[part] != -100).sum()
+    plain = F.cross_entropy(rows[part] @ mine, targets[part])
+    loss = aggregate_loss(plain, int(count) if rank else count)
+    loss.backward()
+    near(loss.detach(), expected.detach(), "value")
+    averaged = mine.grad.clone()
+    torch.distributed.all_reduce(averaged)
+    near(averaged / size, whole.grad, "gradient")
+    with raised(ValueError, "(2,)"):
+        aggregate_loss(torch.ones(2), 2)
+
+
+def models_that_cannot_are_refused():
+    for axis, strategy in KINDS[1:]:
+        model = llama()
+        accelerator = ready(axis, strategy, model)
+        prepare = (context if axis == "cp" else sequence).prepare
+        eager = llama()
+        eager.config._attn_implementation = "eager"
+        with raised(ValueError, "'eager'", "sdpa"):
+            prepare(accelerator, (eager,))
+        t5 = T5ForConditionalGeneration(T5Config(vocab_size=8, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2))
+        t5.config._attn_implementation = "sdpa"
+        for part in t5.modules():
+            if hasattr(part, "config"):
+                part.config._attn_implementation = "sdpa"
+        with raised(ValueError, "encoder-decoder"):
+            prepare(accelerator, (t5,))
+        size = accelerator.num_processes
+        ids = torch.arange(2 * LENGTH).reshape(2, LENGTH) % WORDS
+        places, packed = torch.arange(LENGTH)[None], torch.cat((torch.arange(12), torch.arange(4)))[None]
+        right, left = torch.ones_like(ids), torch.ones_like(ids)
+        right[0, 3:], left[0, :3] = 0, 0
+        alone = torch.arange(LENGTH // size)[None]
+        buffers = [ids, places, packed, right, left]
+        whole = model(input_ids=ids, attention_mask=right).logits
+        later = ids.clone()
+        with accelerator.maybe_context_parallel(buffers, [1] * len(buffers)):
+            with raised(ValueError, "labels=", "shift_labels"):
+                model(input_ids=ids, labels=ids)
+            with raised(ValueError, "Name input_ids in the buffers"):
+                model(input_ids=later)
+            with raised(ValueError, "packed"):
+                model(input_ids=ids, position_ids=packed)
+            with raised(ValueError, "made for a part"):
+                model(input_ids=ids, position_ids=alone)
+            with raised(ValueError, "padding before real tokens"):
+                model(input_ids=ids, attention_mask=left)
+            with raised(ValueError, "rows and columns"):
+                model(input_ids=ids, attention_mask=torch.ones(2, 1, LENGTH // size, LENGTH // size))
+            expected = my_part(whole, accelerator, axis, 1)
+            real = right.bool()  # what comes out at padding is nobody's business
+            for out in (
+                model(ids, right),
+                model(input_ids=ids, attention_mask=right, position_ids=places),
+                model(input_ids=ids, position_ids=places),
+                model(input_ids=ids, inputs_embeds=None),
+            ):
+                near(out.logits[real], expected[real], (axis, strategy))
+        windowed = llama()
+        windowed.config.sliding_window = LENGTH - 1
+        prepare(accelerator, (windowed,))
+        with accelerator.maybe_context_parallel([ids], [1]), raised(ValueError, "window of 15"):
+            windowed(input_ids=ids)
+        # A model that was hooked is copied and pickled without process groups.
+        near(copy.deepcopy(model)(input_ids=ids).logits, model(input_ids=ids).logits, "copy")
+        again = pickle.loads(pickle.dumps(accelerator._cp_context))
+        with raised(RuntimeError, "Call `prepare` again"), again([ids], [1]):
+            pass
+    with raised(ValueError, "4 heads, and 4 = 0 x 8 + 4"):
+        sequence._check_config(llama(), 8)
+
+
+def main():
+    warnings.simplefilter("ignore", FutureWarning)
+    checks = [
+        attention_equals_the_whole,
+        half_precision_is_near,
+        buffers_come_back,
+        bad_input_is_refused_together,
+        plain_models_train_the_same,
+        transformers_train_the_same,
+        facade_trains_the_same,
+        uneven_losses_are_exact,
+        models_that_cannot_are_refused,
+        compiled_before_or_after,
+    ]
+    if PartialState().num_processes == 4:
+        checks.append(replicas_of_shared_sequences)
+    run(*checks)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
