@@ -142,10 +142,14 @@ class ParallelismConfig:
             >>> ParallelismConfig(dp_shard_size=2).to_json()["dp_shard_size"]
             2
         """
-        return {
-            name: asdict(value) if is_dataclass(value) else value
-            for name, value in ((name, getattr(self, name)) for name in self.__dataclass_fields__)
-        }
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        told = {name: asdict(value) if is_dataclass(value) else value for name, value in fields.items()}
+        plan = getattr(self.tp_handler, "plan", None)
+        if plan:  # torch's own styles are objects
+            told["tp_handler"]["plan"] = {
+                pattern: style if isinstance(style, str) else repr(style) for pattern, style in plan.items()
+            }
+        return told
 
     # -- dimensions ----------------------------------------------------------------------------------------------
 

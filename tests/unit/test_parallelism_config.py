@@ -214,3 +214,20 @@ def test_a_subclass_may_add_a_dimension():
     config = WithExperts(dp_shard_size=2)
     assert config.total_size == 4
     assert config._get_mesh() == (("dp_shard", "ep"), (2, 2))
+
+
+def test_a_plan_with_torchs_styles_is_told_in_words():
+    from torch.distributed.tensor.parallel import ColwiseParallel
+
+    handler = TorchTensorParallelConfig(plan={"up": ColwiseParallel(), "down": "rowwise"})
+    told = ParallelismConfig(tp_size=2, tp_handler=handler).to_json()
+    plan = json.loads(json.dumps(told))["tp_handler"]["plan"]
+    assert plan["down"] == "rowwise" and "ColwiseParallel" in plan["up"]
+
+
+def test_sequences_shared_through_torch_shard_parameters_as_well():
+    config = ParallelismConfig(dp_shard_size=2, sp_size=2, sp_backend="torch")
+    assert config.dp_shard_cp_dim_names == ["dp_shard", "sp"] and config.dp_cp_dim_names == ["dp_shard", "sp"]
+    assert ParallelismConfig(dp_shard_size=2, sp_size=2).dp_shard_cp_dim_names == ["dp_shard"]
+    with pytest.raises(ValueError, match="sp_backend is 'jax'; choose 'deepspeed' or 'torch'"):
+        ParallelismConfig(sp_backend="jax")

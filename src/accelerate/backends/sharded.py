@@ -19,6 +19,8 @@ from accelerate.utils import fsdp_utils
 if TYPE_CHECKING:
     from accelerate.accelerator import Accelerator
 
+_WITHOUT_COLLECTIVES = ("mps",)
+
 
 class ShardedModel:
     """A model whose state is that of its shards, as a restore takes it.
@@ -62,7 +64,16 @@ class Sharded(Backend):
     # -- prepare -------------------------------------------------------------------------------------------------
 
     def check(self, accelerator: "Accelerator", objects: Sequence[Any]) -> None:
-        """Give a process that is alone a group of its own: torch shards over groups only."""
+        """Give a process that is alone a group of its own: torch shards over groups only.
+
+        Raises:
+            ValueError: Torch cannot shard on this device.
+        """
+        if accelerator.device.type in _WITHOUT_COLLECTIVES:
+            raise ValueError(
+                f"FSDP was asked for on {accelerator.device}, where torch has no collectives to shard with. Train there without an FSDP "
+                "plugin (one process holds the model), or pass cpu=True."
+            )
         if not torch.distributed.is_initialized():
             rendezvous.init_process_group(rendezvous.ALONE, "gloo" if accelerator.device.type == "cpu" else "nccl")
         plugin = accelerator.state.fsdp_plugin

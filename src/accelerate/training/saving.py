@@ -90,6 +90,11 @@ def save_state(
             "save_state(blocking=False) writes at once here: these ranks have no key-value store to meet in meanwhile."
         )
         blocking = True
+    if not blocking and resolve(accelerator.state).saves_shards:
+        warn_caller(
+            f"save_state(blocking=False) writes models and optimizers before it returns here: {accelerator.distributed_type} writes "
+            "shards, which the ranks do together. Only the rest is written in the background."
+        )
     # What failed on one rank alone, or was told to some ranks only, is raised on all of them now.
     save.begin(former)
     release = None
