@@ -14,7 +14,7 @@ STORES = ["fsspec"]
 TESTING = [
     *["pytest>=8", "pytest-xdist", "parameterized", "hypothesis", "scikit-learn", "torchdata"],
     *[*TRACKERS, *EXPORT, *STORES, "s3fs", "moto[server]>=5"],
-    *["argcomplete", "cloudpickle", "ipykernel", "jupyter_client"],
+    *["argcomplete", "cloudpickle", "ipykernel", "jupyter_client", "torchao"],
 ]
 EXTRAS = {
     "quality": ["ruff==0.17.5"],

@@ -1,9 +1,22 @@
 """Fronts that import a name from its home when it is first used (PEP 562)."""
 
+import gc
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from types import ModuleType
 from typing import Any
+
+
+def _imported(module: str) -> ModuleType:
+    """Import a home without the garbage collector, which would go over all of torch's objects and find nothing."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return importlib.import_module(module)
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def front(
@@ -28,7 +41,7 @@ def front(
 
     def get(name: str) -> Any:
         if name in home_of:
-            value = getattr(importlib.import_module(home_of[name]), name)
+            value = getattr(_imported(home_of[name]), name)
             setattr(sys.modules[package], name, value)  # the next look-up is an ordinary attribute access
             return value
         if name in modules:

@@ -29,7 +29,9 @@ from accelerate.data.skip import skip_first_batches
 from accelerate.logging import get_logger
 from accelerate.modules.tensors import model_has_dtensor
 from accelerate.parallelism_config import ParallelismConfig
+from accelerate.precision import fp8
 from accelerate.precision.base import precision
+from accelerate.precision.downcast import settle_downcast
 from accelerate.runtime import traits
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.trackers.base import GeneralTracker
@@ -38,14 +40,18 @@ from accelerate.training import (
     collectives,
     contexts,
     gradients,
+    memory,
     preemption,
     prepare,
+    reports,
     restoring,
     saving,
     setup,
     tracking,
 )
+from accelerate.training.memory import MemoryReport
 from accelerate.training.prepared import PreparedRegistry
+from accelerate.training.reports import PrecisionReport
 from accelerate.utils.ao import convert_model_to_fp8_ao
 from accelerate.utils.constants import (
     DTENSOR_PYTORCH_VERSION,
@@ -220,12 +226,10 @@ class Accelerator:
             )
             backend = backends.resolve(self.state)
             self.fp8_enabled = precision(self.state.mixed_precision).needs_engine
-            if self.fp8_enabled:
-                raise NotImplementedError(
-                    "mixed_precision='fp8' is not part of this version of the fork. Use mixed_precision='bf16'."
-                )
+            self._fp8_backend = fp8.setup(self, handlers)
+            settle_downcast(self.device.type, self.state.mixed_precision)
         # 3. Numerics.
-        self.has_fp8_handler = any(handler is not None for handler in setup.fp8_handlers(handlers).values())
+        self.has_fp8_handler = self.fp8_enabled
         self.delayed_fp8_autocast = False
         self.has_lomo_optimizer = False
         self.native_amp = precision(self.state.mixed_precision).autocast_dtype is not None
@@ -235,9 +239,10 @@ class Accelerator:
         self.gradient_state = GradientState(gradient_accumulation_plugin=accumulation)
         self._exact_accumulation = accumulation.exact
         self._sync_each_batch = accumulation.sync_each_batch
+        self._told_of_unsharded_gradients = self._told_of_needless_offload = False
         self._scales_loss = traits.of(self.state.distributed_type).scales_loss
         self._window = gradients.Window()
-        self.device_placement = device_placement and not traits.of(self.state.distributed_type).custom_device_placement
+        self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         # 5. What will be prepared and registered.
         self.step = 0
@@ -406,7 +411,7 @@ class Accelerator:
     @property
     def fp8_backend(self) -> FP8BackendType:
         """The library that computes in fp8, ``FP8BackendType.NO`` when none does."""
-        return FP8BackendType.NO
+        return self._fp8_backend
 
     @property
     def even_batches(self) -> bool:
@@ -449,9 +454,9 @@ class Accelerator:
         """This rank's place in the context-parallel dimension of the mesh.
 
         Raises:
-            NotImplementedError: There is no such dimension; context parallelism is not part of this version.
+            RuntimeError: There is no such dimension.
         """
-        raise NotImplementedError("Context parallelism is not part of this version of the fork.")
+        return prepare.mesh_rank(self, "cp", "Context parallelism")
 
     @property
     def pipeline_parallel_rank(self) -> int:
@@ -690,16 +695,24 @@ class Accelerator:
         prepare.device_mesh(self)
 
     def _prepare_tp(self, *args: Any) -> tuple[Any, ...]:
-        """Apply tensor parallelism; not part of this version."""
-        raise NotImplementedError("Tensor parallelism is not part of this version of the fork; set tp_size=1.")
+        """Split the layers of the models among the objects, over the mesh's tensor-parallel dimension."""
+        from accelerate.parallel import tensor
+
+        return tensor.prepare(self, args)
 
     def _prepare_cp(self, *args: Any) -> tuple[Any, ...]:
-        """Apply context parallelism; not part of this version."""
-        raise NotImplementedError("Context parallelism is not part of this version of the fork; set cp_size=1.")
+        """Let the attention of the models among the objects work on parts of sequences."""
+        from accelerate.parallel import context
+
+        return context.prepare(self, args)
 
     def _prepare_fsdp2(self, *args: Any) -> tuple[Any, ...]:
         """Prepare objects for FSDP2."""
-        return backends.load("fsdp").prepare(self, args, [None] * len(args))
+        return backends.load("fsdp2").prepare(self, args, [None] * len(args))
+
+    def _fsdp2_prepare_model(self, model: nn.Module) -> nn.Module:
+        """Shard a model. The function is looked up here, because libraries replace it in this module."""
+        return fsdp2_prepare_model(self, model)
 
     def _prepare_deepspeed(self, *args: Any) -> tuple[Any, ...]:
         """Prepare objects for DeepSpeed."""
@@ -710,20 +723,23 @@ class Accelerator:
         return backends.load("megatron").prepare(self, args, [None] * len(args))
 
     def _prepare_te(self, *args: Any) -> tuple[Any, ...]:
-        """Convert models to transformer engine; not part of this version."""
-        raise NotImplementedError("fp8 with transformer engine is not part of this version of the fork.")
+        """Convert the models among the objects to Transformer Engine."""
+        return fp8.prepare_te(self, args)
 
     def _prepare_ao(self, *args: Any) -> tuple[Any, ...]:
-        """Convert models to torchao; not part of this version."""
-        raise NotImplementedError("fp8 with torchao is not part of this version of the fork.")
+        """Convert the models among the objects to torchao's float8, with the function that libraries replace here."""
+        return fp8.prepare_ao(self, args, convert_model_to_fp8_ao)
 
     def _prepare_msamp(self, *args: Any, device_placement: Any) -> tuple[Any, ...]:
-        """Convert models and optimizers to MS-AMP; not part of this version."""
-        raise NotImplementedError("fp8 with MS-AMP is not part of this version of the fork.")
+        """Hand the model and the optimizer among the objects to MS-AMP."""
+        return fp8.prepare_msamp(self, args, device_placement)
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: nn.Module) -> Any:
         """Adapt a loader to DeepSpeed's sequence parallelism; not part of this version."""
-        raise NotImplementedError("Sequence parallelism is not part of this version of the fork; set sp_size=1.")
+        raise NotImplementedError(
+            "DeepSpeed's sequence parallelism is not part of this version of the fork. Set sp_backend='torch' and shard batches with "
+            "`maybe_context_parallel`."
+        )
 
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
@@ -771,6 +787,47 @@ class Accelerator:
         """Do the same as ``free_memory``."""
         return self.free_memory(*objects)
 
+    def precision_report(self, model: nn.Module) -> PrecisionReport:
+        """Return which copy of a model is in which dtype: weights, computation, gradients, reduction, optimizer. Any rank, alone.
+
+        Args:
+            model: A prepared model.
+
+        Returns:
+            A report with rows, and with warnings where settings contradict each other; its text is a table.
+
+        Example:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> report = accelerator.precision_report(accelerator.prepare(torch.nn.Linear(2, 1)))
+            >>> print(report)  # doctest: +SKIP
+        """
+        return reports.precision_report(self, model)
+
+    def memory_report(self) -> MemoryReport:
+        """Return how much memory each rank's parameters, gradients and optimizer states take, and its peak. All ranks.
+
+        Returns:
+            A report with a row per rank; its text is a table.
+
+        Example:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> model = accelerator.prepare(torch.nn.Linear(2, 1))
+            >>> accelerator.memory_report().rows[0].parameters
+            12
+        """
+        return memory.memory_report(self)
+
+    def measure_activations(self) -> contextlib.AbstractContextManager:
+        """Return a context that counts what autograd keeps for backward, for `memory_report` where the device does not tell.
+
+        Example:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> model = accelerator.prepare(torch.nn.Linear(2, 1))
+            >>> with accelerator.measure_activations():
+            ...     accelerator.backward(model(torch.ones(4, 2)).sum())
+        """
+        return memory.measure_activations(self)
+
     # -- gradients -----------------------------------------------------------------------------------------------
 
     def accumulate(self, *models: nn.Module, num_items: Any = None) -> contextlib.AbstractContextManager:
@@ -803,6 +860,9 @@ class Accelerator:
 
     def no_sync(self, model: nn.Module) -> contextlib.AbstractContextManager:
         """Return a context in which a model's gradients stay on their rank.
+
+        With FSDP each rank keeps whole gradients meanwhile (`fully_shard` does that by `set_requires_gradient_sync`), which
+        is said once, with the figure; ``GradientAccumulationPlugin(sync_each_batch=True)`` avoids it.
 
         Args:
             model: A prepared model.

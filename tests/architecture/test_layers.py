@@ -13,9 +13,10 @@ LAYERS: list[str] = [
     "comm utils.operations",
     "runtime.slurm runtime.failure runtime.ranks runtime.rendezvous runtime.forking runtime.whereabouts runtime.traits runtime.split "
     "process state",
-    "logging modules precision utils.other utils.random utils.memory utils.tqdm utils.rich utils.torch_xla optimizer scheduler",
-    "data offload hooks big_modeling trackers parallel utils.modeling utils.offload utils.bnb utils.ao "
-    "utils.transformer_engine utils.deepspeed utils.megatron_lm",
+    "logging modules precision utils.other utils.random utils.memory utils.tqdm utils.rich utils.torch_xla utils.ao "
+    "utils.transformer_engine optimizer scheduler",
+    "data offload hooks big_modeling trackers parallel utils.modeling utils.offload utils.bnb utils.deepspeed "
+    "utils.megatron_lm",
     "checkpoint checkpointing utils.fsdp_utils",
     "backends",
     "training accelerator",

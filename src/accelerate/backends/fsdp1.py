@@ -1,7 +1,6 @@
 """FSDP in its first version: torch's FullyShardedDataParallel, which flattens the parameters of each unit and shards the result."""
 
 import contextlib
-import functools
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -146,10 +145,6 @@ def _options(accelerator: "Accelerator", model: nn.Module) -> dict[str, Any]:
     initialise = plugin.param_init_fn
     if initialise is not None:
         initialise = fsdp_utils.ensure_weights_retied(initialise, model, accelerator.device)
-    ignored = plugin.ignored_modules
-    if isinstance(ignored, str):
-        pattern = re.compile(ignored)
-        ignored = [module for name, module in model.named_modules() if pattern.fullmatch(name)]
     return {
         "sharding_strategy": strategy,
         "cpu_offload": plugin.cpu_offload if accelerator.device.type != "cpu" else None,
@@ -160,11 +155,23 @@ def _options(accelerator: "Accelerator", model: nn.Module) -> dict[str, Any]:
         "forward_prefetch": plugin.forward_prefetch,
         "use_orig_params": plugin.use_orig_params,
         "param_init_fn": initialise,
-        "ignored_modules": ignored,
+        "ignored_modules": _ignored(plugin.ignored_modules, model, accelerator.device),
         "limit_all_gathers": plugin.limit_all_gathers,
         "device_id": accelerator.device,
         "device_mesh": mesh,
     }
+
+
+def _ignored(chosen: Any, model: nn.Module, device: torch.device) -> list[nn.Module] | None:
+    """Return the modules that are left alone, on the device, because the wrapper leaves them where they are."""
+    if chosen is None:
+        return None
+    if isinstance(chosen, str):
+        pattern = re.compile(chosen)
+        chosen = [module for name, module in model.named_modules() if pattern.fullmatch(name)]
+    elif isinstance(chosen, nn.Module) and not isinstance(chosen, (nn.ModuleList, nn.Sequential)):
+        chosen = [chosen]
+    return [module.to(device) for module in chosen]
 
 
 def _mesh(accelerator: "Accelerator", strategy: Any) -> "DeviceMesh | None":
@@ -215,9 +222,10 @@ def _checkpoint_activations(model: nn.Module, plugin: Any) -> None:
         checkpoint_wrapper,
         offload_wrapper,
     )
+    from torch.distributed.fsdp import FullyShardedDataParallel
 
-    policy = plugin.auto_wrap_policy
-    if policy is None:
+    units = [part for part in model.modules() if isinstance(part, FullyShardedDataParallel) and part is not model]
+    if not units:
         fsdp_utils.logger.warning(
             "activation_checkpointing has no effect without an auto_wrap_policy that chooses layers."
         )
@@ -227,8 +235,8 @@ def _checkpoint_activations(model: nn.Module, plugin: Any) -> None:
         made = checkpoint_wrapper(module)
         return offload_wrapper(made) if plugin.activation_checkpointing_offload else made
 
-    chosen = functools.partial(policy, recurse=False, nonwrapped_numel=0)
-    apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrap, check_fn=lambda module: chosen(module=module))
+    chosen = {part.module for part in units}
+    apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrap, check_fn=lambda module: module in chosen)
 
 
 def _repoint_flat(accelerator: "Accelerator", model: nn.Module, before: dict[str, nn.Parameter]) -> None:

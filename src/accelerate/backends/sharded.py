@@ -12,6 +12,7 @@ from accelerate.checkpoint import fsdp_files, fsdp_io, fsdp_optimizer, fsdp_stat
 from accelerate.checkpoint.fsdp_state import Layout, together
 from accelerate.config.handlers import GradScalerKwargs
 from accelerate.modules import norms
+from accelerate.precision import footprint
 from accelerate.precision.base import precision
 from accelerate.runtime import rendezvous
 from accelerate.utils import fsdp_utils
@@ -203,18 +204,8 @@ def keeping_unsharded(accelerator: "Accelerator", model: nn.Module) -> Iterator[
 
 def _tell_of_unsharded(accelerator: "Accelerator", model: nn.Module) -> None:
     accelerator._told_of_unsharded_gradients = True
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    here = sum(fsdp_state.part(p).numel() * p.element_size() for p in trained)
-    whole = here * torch.distributed.get_world_size() if fsdp_state.is_fsdp1(model) else _nbytes(trained)
-    fsdp_utils.logger.info(
-        f"Accumulating without synchronisation keeps {whole / 2**20:.1f} MiB of whole gradients on each rank instead of "
-        f"{here / 2**20:.1f} MiB of shards. GradientAccumulationPlugin(sync_each_batch=True) keeps shards, for a reduce-scatter "
-        "in every micro-batch."
-    )
-
-
-def _nbytes(parameters: Iterable[torch.Tensor]) -> int:
-    return sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+    if note := footprint.no_sync_memory_note(model):
+        fsdp_utils.logger.info(note)
 
 
 def model_of(optimizer: Any, models: Sequence[nn.Module]) -> nn.Module:

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accelerate.modules.named import canonical_name
 from accelerate.modules.unwrap import extract_model_from_parallel
@@ -368,7 +369,13 @@ def gathered(state: Any) -> Any:
     value = state.detach()
     if is_spread(state):
         value = _gather_shards(state) if is_sharded_tensor(state) else _whole(state)
-    return value.cpu() if main and value is not None else None
+    return _plain(value).cpu() if main and value is not None else None
+
+
+def _plain(value: torch.Tensor) -> torch.Tensor:
+    """Return what a wrapper around one tensor holds: torchao's weights that are gathered in 8 bits are such."""
+    parts = value.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(value) else []
+    return getattr(value, parts[0]) if parts == ["_tensor"] else value
 
 
 def _whole(value: Any) -> torch.Tensor:

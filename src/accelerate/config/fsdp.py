@@ -84,7 +84,8 @@ class FullyShardedDataParallelPlugin:
             default (FSDP_RESHARD_AFTER_FORWARD). In version 1 another name of `sharding_strategy`.
         backward_prefetch: version 1: BACKWARD_PRE, BACKWARD_POST or NO_PREFETCH (FSDP_BACKWARD_PREFETCH).
         mixed_precision_policy: a precision (fp16, bf16, fp8, fp32), a dictionary of dtypes, or torch's policy object.
-        auto_wrap_policy: transformer_based_wrap, size_based_wrap, no_wrap, or a callable (FSDP_AUTO_WRAP_POLICY).
+        auto_wrap_policy: transformer_based_wrap, size_based_wrap, no_wrap, a callable, or one of torch's policy objects
+            (FSDP_AUTO_WRAP_POLICY).
         cpu_offload: keep parameters in host memory (FSDP_OFFLOAD_PARAMS).
         ignored_modules: modules left unsharded, or a regular expression for their names (FSDP_IGNORED_MODULES).
         state_dict_type: FULL_STATE_DICT, SHARDED_STATE_DICT or (version 1) LOCAL_STATE_DICT (FSDP_STATE_DICT_TYPE).
@@ -244,8 +245,10 @@ class FullyShardedDataParallelPlugin:
                     f"auto_wrap_policy is {policy!r}; choose one of {FSDP_AUTO_WRAP_POLICY} or a callable."
                 )
             policy = policies[policy.upper()]
-        elif not callable(policy):
-            raise ValueError(f"auto_wrap_policy is {policy!r}; it must be a name or a callable.")
+        elif not callable(policy) and not isinstance(policy, wrap._Policy):
+            raise ValueError(
+                f"auto_wrap_policy is {policy!r}; it must be a name, a callable or one of torch's policies."
+            )
         self.auto_wrap_policy = policy
 
         if policy is wrap.transformer_auto_wrap_policy:

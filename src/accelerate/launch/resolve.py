@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 from accelerate.config import env
 from accelerate.config.options import BY_NAME, FEATURES, NEEDS_DEVICES, OPTIONS, PARADIGMS, SECTIONS
-from accelerate.launch import cluster, config_file, hardware, machines
+from accelerate.launch import cluster, config_file, hardware, layout, machines
 from accelerate.launch.errors import LaunchError, NotAvailableError
 from accelerate.launch.option import strayed
 from accelerate.launch.plan import LaunchPlan, Machines, Rendezvous, Resolved, Source
@@ -79,6 +79,8 @@ def resolve(args: argparse.Namespace, environ: Mapping[str, str] | None = None) 
         num_processes = _count_tasks(values, task, found.source, notes)
     else:
         num_processes = _count_processes(values, machine, count, place.count, notes)
+    if elsewhere not in ("sagemaker", "tpu_pod"):  # nobody here knows how many processes those start
+        notes += layout.check(values, num_processes)
     hosts = values["num_machines"].value or 1 if elsewhere else place.count
     local = task.local_world_size or 1 if task else max(num_processes // hosts, 1)
     runner = elsewhere or _runner(values, num_processes, place, task)

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 Box = list[tuple[int, int]]
 # Torch cannot gather the parameters of a container at its forward, because it has none.
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -68,7 +68,9 @@ def units(model: nn.Module, is_unit: Callable[[nn.Module], bool] | None) -> list
             holders[id(parameter)] = holders.get(id(parameter), 0) + 1
     found = []
     for name, module in reversed(list(model.named_modules())):
-        if not name or isinstance(module, _CONTAINERS) or not is_unit(module):
+        # What recomputes activations is around a unit, and none itself.
+        around = hasattr(module, "_checkpoint_wrapped_module")
+        if not name or around or isinstance(module, CONTAINERS) or not is_unit(module):
             continue
         inside: dict[int, int] = {}
         for part in module.modules():
@@ -136,7 +138,7 @@ def shard(
         fully_shard(part, **options)
         _free_replaced(held)
     if weights is not None:
-        _allocate(model, accelerator.device, offloads)
+        allocate(model, accelerator.device, offloads)
         _tie(ties)
         distribute(accelerator, model, weights)
     else:
@@ -195,8 +197,14 @@ def _tie(ties: list[list[tuple[nn.Module, str]]]) -> None:
             module._parameters[other] = first._parameters[name]
 
 
-def _allocate(model: nn.Module, device: torch.device, offloads: bool) -> None:
-    """Give a model memory, off the meta device. Only shards are offloaded: what stays whole is where it is computed with."""
+def allocate(model: nn.Module, device: torch.device, offloads: bool) -> None:
+    """Give a model memory, off the meta device. Any rank, alone.
+
+    Args:
+        model: sharded.
+        device: where it is computed with.
+        offloads: whether shards stay in host memory; what is whole, buffers and ignored parameters, is on the device anyway.
+    """
     from torch.distributed.tensor import DTensor
 
     model.to_empty(device="cpu" if offloads else device)

@@ -1,5 +1,7 @@
 """The precision table: what each ``mixed_precision`` value means for forward, weights and loss scaling."""
 
+import sys
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -46,3 +48,15 @@ def precision(name: str | PrecisionType) -> Precision:
     if key not in _TABLE:
         raise ValueError(f"mixed_precision={name!r} is unknown. Choose one of {list(_TABLE)}.")
     return _TABLE[key]
+
+
+def warn_user(message: str) -> None:
+    """Issue a UserWarning that points at the first line outside this package.
+
+    Args:
+        message: What happened, what it means, and what to do.
+    """
+    depth, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "accelerate":
+        depth, frame = depth + 1, frame.f_back
+    warnings.warn(message, UserWarning, stacklevel=depth)

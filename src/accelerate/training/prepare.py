@@ -296,14 +296,16 @@ def prepare_model(
             "prepared as well, so the shared parameters get gradients from two wrappers. Prepare the whole model once, "
             "and reach its parts through `accelerator.unwrap_model`."
         )
+    if accelerator.fp8_enabled and not evaluation_mode and accelerator.fp8_backend is not FP8BackendType.MSAMP:
+        (model,) = _convert(accelerator, (model,), None)  # a direct call; what `prepare` has converted stays as it is
     given = [model, *_chain(model)]
     master.remember(given[-1])
     if not evaluation_mode:
         amp.check_weights(model, accelerator.scaler)
     if device_placement is None:
-        device_placement = (
-            accelerator.device_placement and not traits.of(accelerator.distributed_type).custom_device_placement
-        )
+        # An engine moves what it wraps, and does not wrap a model for evaluation.
+        moved = not evaluation_mode and traits.of(accelerator.distributed_type).custom_device_placement
+        device_placement = accelerator.device_placement and not moved
     _check_device_map(accelerator, model)
     numerics = precision(accelerator.mixed_precision if accelerator.native_amp else "no")
     amp.wrap_forward(given[-1], accelerator.device.type, numerics, accelerator.autocast_handler)

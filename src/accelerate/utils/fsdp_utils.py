@@ -143,8 +143,8 @@ def fsdp2_prepare_auto_wrap_policy(
     """Turn the plugin's wrapping policy into a function from a module to whether it becomes a shard of its own.
 
     Args:
-        fsdp2_plugin: its `auto_wrap_policy` is one of torch's policies, bound to a model or not, or a callable that
-            takes a module, or what torch's policies take (`module`, `recurse`, `nonwrapped_numel`).
+        fsdp2_plugin: its `auto_wrap_policy` is one of torch's policies, bound to a model or not, one of its policy objects,
+            or a callable that takes a module, or what torch's policies take (`module`, `recurse`, `nonwrapped_numel`).
         model: the model about to be sharded.
 
     Returns:
@@ -167,6 +167,9 @@ def fsdp2_prepare_auto_wrap_policy(
     if function is wrap.size_based_auto_wrap_policy:
         smallest = bound.get("min_num_params", fsdp2_plugin.min_num_params)
         return (lambda module: _numel(module) >= smallest) if smallest else None
+    if isinstance(policy, wrap._Policy):
+        selected = set(policy._run_policy(model, set(), {}))
+        return lambda module: module in selected
     parameters = inspect.signature(policy).parameters
     if "recurse" in parameters:
         size = {"nonwrapped_numel"} & set(parameters)
@@ -210,7 +213,11 @@ def fsdp2_apply_ac(accelerator: "Accelerator", model: nn.Module) -> nn.Module:
     if is_part is None:
         logger.warning("activation_checkpointing has no effect without an auto_wrap_policy that chooses layers.")
         return model
-    chosen = [(name, module) for name, module in model.named_modules() if name and is_part(module)]
+    chosen = [
+        (name, module)
+        for name, module in model.named_modules()
+        if name and not isinstance(module, shard.CONTAINERS) and is_part(module)
+    ]
     for name, module in reversed(chosen):  # inner parts first
         parent, _, child = name.rpartition(".")
         wrapped = checkpoint_wrapper(module)
@@ -530,5 +537,5 @@ def fsdp2_load_full_state_dict(
         RuntimeError: rank 0's state does not fit the model.
     """
     if any(parameter.is_meta for parameter in model.parameters()):
-        model.to_empty(device="cpu" if cpu_offload else accelerator.device)
+        shard.allocate(model, accelerator.device, cpu_offload)
     shard.distribute(accelerator, model, full_sd)

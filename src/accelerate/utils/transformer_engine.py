@@ -1,5 +1,6 @@
 """Training in 8-bit floating point with NVIDIA Transformer Engine."""
 
+import contextlib
 import functools
 import inspect
 import warnings
@@ -119,16 +120,25 @@ def convert_model(
             setattr(model, name, made)
 
 
+def layer_types() -> tuple[type, ...]:
+    """Return the types of Transformer Engine's layers.
+
+    Raises:
+        ImportError: Transformer Engine is not installed.
+    """
+    engine = _transformer_engine()
+    return tuple(
+        getattr(engine, name) for name in ("Linear", "LayerNorm", "TransformerLayer") if hasattr(engine, name)
+    )
+
+
 def has_transformer_engine_layers(model: nn.Module) -> bool:
     """Whether the model has a layer of Transformer Engine.
 
     Raises:
         ImportError: Transformer Engine is not installed.
     """
-    engine = _transformer_engine()
-    kinds = tuple(
-        getattr(engine, name) for name in ("Linear", "LayerNorm", "TransformerLayer") if hasattr(engine, name)
-    )
+    kinds = layer_types()
     return any(isinstance(module, kinds) for module in model.modules())
 
 
@@ -136,18 +146,17 @@ class _Fp8Forward:
     """A model's forward in Transformer Engine's 8-bit context; a class, so that the prepared model pickles."""
 
     def __init__(self, forward: Callable, recipe: Any, during_eval: bool) -> None:
+        functools.update_wrapper(self, forward)
         self.forward = forward
         self.recipe = recipe
         self.during_eval = during_eval
-        functools.update_wrapper(self, forward)
+        self.context = _transformer_engine().fp8_autocast
         self.__wrapped__ = forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        from transformer_engine.pytorch import fp8_autocast
-
         module = getattr(self.forward, "__self__", None)
         training = module.training if isinstance(module, nn.Module) else torch.is_grad_enabled()
-        with fp8_autocast(enabled=self.during_eval or training, fp8_recipe=self.recipe):
+        with self.context(enabled=self.during_eval or training, fp8_recipe=self.recipe):
             return self.forward(*args, **kwargs)
 
 
@@ -162,8 +171,63 @@ def contextual_fp8_autocast(model_forward: Callable, fp8_recipe: Any, use_during
     Raises:
         ImportError: Transformer Engine is not installed.
     """
-    _transformer_engine()
     return _Fp8Forward(model_forward, fp8_recipe, use_during_eval)
+
+
+def runs_in_fp8(model: nn.Module) -> bool:
+    """Whether `apply_fp8_autowrap` replaced the model's forward."""
+    return isinstance(model.__dict__.get("forward"), _Fp8Forward)
+
+
+def engine_recipe(handler: Any) -> Any:
+    """Return Transformer Engine's recipe object for a handler.
+
+    Args:
+        handler: a `TERecipeKwargs` or `FP8RecipeKwargs`; None takes Transformer Engine's defaults.
+
+    Raises:
+        ImportError: Transformer Engine is not installed.
+        ValueError: block scaling was asked for where it cannot run.
+    """
+    _transformer_engine()
+    if is_hpu_available():
+        from intel_transformer_engine import recipe
+    else:
+        from transformer_engine.common import recipe
+
+    # All fields are passed: a default of ours, such as amax_compute_algo, is not always theirs.
+    options = dict(handler.to_dict()) if handler is not None else {}
+    for ours in ("backend", "opt_level", "use_autocast_during_eval"):
+        options.pop(ours, None)
+    blocks = options.pop("use_mxfp8_block_scaling", False)
+    if "fp8_format" in options:
+        options["fp8_format"] = getattr(recipe.Format, options["fp8_format"])
+    if blocks and not is_transformer_engine_mxfp8_available():
+        raise ValueError(
+            "use_mxfp8_block_scaling=True needs a newer Transformer Engine and a Blackwell GPU. Update it, or leave the option "
+            "out."
+        )
+    kind = recipe.MXFP8BlockScaling if blocks else recipe.DelayedScaling
+    known = inspect.signature(kind).parameters
+    asked = handler.to_kwargs() if handler is not None else {}
+    ignored = sorted(set(options) & set(asked) - set(known))
+    if ignored:
+        warnings.warn(f"{', '.join(ignored)}: not an option of this Transformer Engine's {kind.__name__}; ignored.")
+    return kind(**{name: value for name, value in options.items() if name in known})
+
+
+def fp8_context(handler: Any, training: bool = True) -> contextlib.AbstractContextManager:
+    """Return Transformer Engine's 8-bit context for a piece of a training loop.
+
+    Args:
+        handler: as in `engine_recipe`.
+        training: whether the model trains; while it evaluates, `use_autocast_during_eval` decides.
+
+    Raises:
+        ImportError: Transformer Engine is not installed.
+    """
+    enabled = training or bool(getattr(handler, "use_autocast_during_eval", False))
+    return _transformer_engine().fp8_autocast(enabled=enabled, fp8_recipe=engine_recipe(handler))
 
 
 def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: Any) -> nn.Module:
@@ -175,27 +239,8 @@ def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: Any) -> nn.Module:
 
     Raises:
         ImportError: Transformer Engine is not installed.
+        ValueError: block scaling was asked for where it cannot run.
     """
-    _transformer_engine()
-    from transformer_engine.common import recipe
-
-    options = dict(fp8_recipe_handler.to_kwargs()) if fp8_recipe_handler is not None else {}
-    for foreign in ("backend", "opt_level"):
-        options.pop(foreign, None)
-    during_eval = options.pop("use_autocast_during_eval", False)
-    blocks = options.pop("use_mxfp8_block_scaling", False)
-    if "fp8_format" in options:
-        options["fp8_format"] = getattr(recipe.Format, options["fp8_format"])
-    if blocks and not is_transformer_engine_mxfp8_available():
-        raise ValueError(
-            "use_mxfp8_block_scaling=True needs a newer Transformer Engine and a Blackwell GPU. Update it, or leave the option "
-            "out."
-        )
-    kind = recipe.MXFP8BlockScaling if blocks else recipe.DelayedScaling
-    known = inspect.signature(kind).parameters
-    ignored = sorted(set(options) - set(known))
-    if ignored:
-        warnings.warn(f"{', '.join(ignored)}: not an option of this Transformer Engine's {kind.__name__}; ignored.")
-    made = kind(**{name: value for name, value in options.items() if name in known})
-    model.forward = contextual_fp8_autocast(model.forward, made, during_eval)
+    during_eval = bool(getattr(fp8_recipe_handler, "use_autocast_during_eval", False))
+    model.forward = contextual_fp8_autocast(model.forward, engine_recipe(fp8_recipe_handler), during_eval)
     return model

@@ -9,12 +9,13 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
-from torch.distributed.fsdp import wrap
+from torch.distributed.fsdp import fully_shard, wrap
 
-from accelerate.checkpoint import fsdp_io
+from accelerate.checkpoint import fsdp_io, merging
 from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.utils import fsdp_utils as utils
+from sharded_samples import net, sharding
 
 CPU = torch.device("cpu")
 
@@ -241,7 +242,7 @@ def test_merge_is_on_the_disk_before_anything_is_deleted(sharded, tmp_path, monk
     (tmp_path / "merged").mkdir()
     file = tmp_path / "merged" / ("model.safetensors" if safe else "pytorch_model.bin")
     file.write_text("older")
-    monkeypatch.setattr(utils.checksum, "of_file", lambda path: (0, ""))
+    monkeypatch.setattr(merging.checksum, "of_file", lambda path: (0, ""))
     with pytest.raises(OSError, match="is not what was written"):
         utils.merge_fsdp_weights(folder, tmp_path / "merged", safe, remove_checkpoint_dir=True)
     monkeypatch.undo()
@@ -269,13 +270,20 @@ def test_grad_scaler():
     assert scaler.get_scale() == 4.0
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda: utils.fsdp2_prepare_model(None, None),
-        lambda: utils.fsdp2_load_full_state_dict(None, None, {}),
-    ],
-)
-def test_what_is_not_available_says_so(call):
-    with pytest.raises(NotImplementedError, match="not available yet.*data parallelism"):
-        call()
+def test_a_state_is_distributed_over_a_model_without_memory(process_group):
+    accelerator = sharding(2)
+    with torch.device("meta"):
+        model = net(tied=False)
+    fully_shard(model)
+    wanted = net(seed=3, tied=False).state_dict()
+    utils.fsdp2_load_full_state_dict(accelerator, model, wanted)
+    assert all(torch.equal(accelerator.get_state_dict(model)[name], value) for name, value in wanted.items())
+
+
+def test_a_model_is_sharded_once(process_group):
+    accelerator = sharding(2)
+    model = torch.compile(net(), backend="eager")
+    assert utils.fsdp2_prepare_model(accelerator, model) is model
+    sharded = list(model.parameters())
+    assert utils.fsdp2_prepare_model(accelerator, model) is model
+    assert all(now is before for now, before in zip(model.parameters(), sharded, strict=True))

@@ -125,7 +125,7 @@ def test_forward_in_8_bits(engine, training, during_eval, enabled):
 
 
 def handler(**options):
-    return types.SimpleNamespace(to_kwargs=lambda: options)
+    return types.SimpleNamespace(to_kwargs=lambda: options, to_dict=lambda: options, **options)
 
 
 def test_recipe(engine):

@@ -37,18 +37,16 @@ class Feature:
         return f"--{self.switch} {'N' if isinstance(self.wanted, int) else self.wanted}"
 
 
-_DATA_PARALLEL = "plain data parallelism on one machine"
-
 FEATURES: dict[str, Feature] = {
     "deepspeed": Feature("DeepSpeed", "use_deepspeed", ready=True),
-    "fsdp": Feature("FSDP", "use_fsdp", instead=f"leave out --use_fsdp for {_DATA_PARALLEL}"),
-    "megatron": Feature("Megatron-LM", "use_megatron_lm", instead=f"leave out --use_megatron_lm for {_DATA_PARALLEL}"),
-    "parallelism": Feature(
-        "Parallelism along several dimensions",
-        "use_parallelism_config",
-        instead=f"leave out --use_parallelism_config for {_DATA_PARALLEL}",
+    "fsdp": Feature("FSDP", "use_fsdp", ready=True),
+    "megatron": Feature(
+        "Megatron-LM",
+        "use_megatron_lm",
+        instead="--use_fsdp, or --use_parallelism_config with --parallelism_config_tp_size for tensor parallelism",
     ),
-    "fp8": Feature("FP8 training", "mixed_precision", wanted="fp8", instead="--mixed_precision bf16 or fp16"),
+    "parallelism": Feature("Parallelism along several dimensions", "use_parallelism_config", ready=True),
+    "fp8": Feature("FP8 training", "mixed_precision", wanted="fp8", ready=True),
     "tpu": Feature("Training on TPUs", "tpu", ready=True),
     "machines": Feature(
         "Launching on several machines",

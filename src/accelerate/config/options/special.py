@@ -50,8 +50,8 @@ TPU_OPTIONS: tuple[Option, ...] = (
         type="bool",
         default=False,
         switch=True,
-        help="With bf16, turn float64 tensors into bfloat16 too.",
-        question="Should float64 tensors become bfloat16 too?",
+        help="With bf16, turn float64 tensors into float32 rather than bfloat16.",
+        question="Should float64 tensors become float32 rather than bfloat16?",
     ),
     _tpu(
         name="tpu_name",
@@ -271,9 +271,9 @@ PARALLELISM_OPTIONS: tuple[Option, ...] = (
     ),
     _parallelism(
         "sp_backend",
-        choices=("deepspeed",),
+        choices=("deepspeed", "torch"),
         default="deepspeed",
-        help="Implementation of sequence parallelism.",
+        help="Implementation of sequence parallelism; torch is this fork's own.",
         question="Which implementation of sequence parallelism should be used?",
     ),
     _parallelism(

@@ -70,7 +70,7 @@ def precision_variables(mixed_precision: str | None, downcast: Any) -> dict[str,
 
     Args:
         mixed_precision: the precision that was asked for.
-        downcast: turn float64 into bfloat16 too, and keep float32 on request; true or a word for it.
+        downcast: turn float64 into float32 rather than bfloat16; true or a word for it.
     """
     if mixed_precision != "bf16":
         return {}

@@ -1,0 +1,178 @@
+"""What a prepared model's parameters are on this rank: dtypes at rest and in use, whole and local sizes, per strategy."""
+
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from accelerate.modules.named import canonical_name
+from accelerate.precision.master import local_part, size
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One parameter as a strategy keeps it.
+
+    Attributes:
+        name: Its name in the user's model.
+        dtype: Of the copy at rest, which optimizers update.
+        trainable: Whether it gets gradients.
+        numel: Elements of the whole tensor.
+        here: Elements that this rank keeps.
+        whole: Elements that this rank has while the strategy has gathered the tensor (a slice of it under tensor parallelism).
+        compute: Dtype in which the strategy hands it to forward.
+        reduce: Dtype in which its gradient is exchanged, before a communication hook.
+        unreduced: Dtype of the gradient that this rank keeps while nothing is exchanged.
+        gradient: Dtype of the gradient at rest.
+        strategy: ``"fsdp1"``, ``"fsdp2"``, or ``""`` for a parameter that is not sharded over data-parallel ranks.
+    """
+
+    name: str
+    dtype: torch.dtype
+    trainable: bool
+    numel: int
+    here: int
+    whole: int
+    compute: torch.dtype
+    reduce: torch.dtype
+    unreduced: torch.dtype
+    gradient: torch.dtype
+    strategy: str = ""
+
+
+def pieces(model: nn.Module) -> list[Piece]:
+    """Return a model's parameters, tied ones once. Any rank, alone.
+
+    Args:
+        model: Prepared or not.
+    """
+    flat = list(_flat_pieces(model))
+    members = {identity for _, identities in flat for identity in identities}
+    sharded = dict(_sharded(model))
+    found = [piece for piece, _ in flat]
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in members:
+            found.append(_piece(plain_name(model, name), parameter, sharded.get(id(parameter))))
+    return found
+
+
+def plain_name(model: nn.Module, name: str) -> str:
+    """Return the name that a tensor has in the user's model.
+
+    Args:
+        model: The prepared model.
+        name: The tensor's name in it.
+    """
+    name = canonical_name(name)
+    inner = getattr(model, "_orig_mod", model)
+    return name.removeprefix("module.") if isinstance(inner, nn.parallel.DistributedDataParallel) else name
+
+
+def _piece(name: str, parameter: nn.Parameter, owner: Any) -> Piece:
+    here = local_part(parameter).numel()
+    dtype = parameter.dtype
+    compute = reduce = unreduced = dtype
+    if owner is not None:
+        fsdp_parameter, policy = owner
+        compute = policy.param_dtype or dtype
+        # While nothing is exchanged fully_shard adds gradients up in the dtype of the exchange.
+        reduce = unreduced = policy.reduce_dtype or compute
+    return Piece(
+        name=name,
+        dtype=dtype,
+        trainable=parameter.requires_grad,
+        numel=parameter.numel(),
+        here=here,
+        whole=math.prod(owner[0]._orig_size) if owner is not None else here,
+        compute=compute,
+        reduce=reduce,
+        unreduced=unreduced,
+        gradient=dtype,
+        strategy="fsdp2" if owner is not None else "",
+    )
+
+
+def _sharded(model: nn.Module) -> Iterator[tuple[int, tuple[Any, Any]]]:
+    """Yield the parameters that fully_shard made, with torch's bookkeeping and the dtypes asked for."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return
+    for module in model.modules():
+        state = getattr(module, "_get_fsdp_state", None)
+        for group in state()._fsdp_param_groups if state is not None else ():
+            for item in group.fsdp_params:
+                yield id(item.sharded_param), (item, group.mp_policy)
+
+
+def _flat_pieces(model: nn.Module) -> Iterator[tuple[Piece, set[int]]]:
+    """Yield what FSDP1 flattened, with the identities under which `named_parameters` shows it."""
+    wrapper = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    if wrapper is None:
+        return
+    for prefix, module in model.named_modules():
+        handle = module._handle if isinstance(module, wrapper) else None
+        if handle is None:
+            continue
+        flat = handle.flat_param
+        originals = flat._params if flat._params is not None else [flat] * len(flat._shapes)
+        shown = {id(flat), *map(id, originals), *map(id, getattr(flat, "_shared_params", None) or ())}
+        dtype, compute = handle._orig_param_dtype, handle._fwd_bwd_param_dtype
+        for name, shape, shard, original in zip(
+            flat._fqns, flat._shapes, flat._shard_param_infos, originals, strict=True
+        ):
+            count = math.prod(shape)
+            piece = Piece(
+                name=canonical_name(f"{prefix}.{name}" if prefix else name),
+                dtype=dtype,
+                trainable=original.requires_grad,
+                numel=count,
+                here=(shard.numel_in_shard or 0) if handle.uses_sharded_strategy else count,
+                whole=count,
+                compute=compute,
+                reduce=handle._reduce_dtype,
+                # FSDP1 leaves them as backward computes them.
+                unreduced=compute,
+                gradient=handle._reduce_dtype if handle._keep_low_precision_grads else dtype,
+                strategy="fsdp1",
+            )
+            yield piece, shown
+
+
+def no_sync_memory_note(model: nn.Module) -> str:
+    """Return what accumulating gradients without exchanging them costs a sharded model, for reading. Any rank, alone.
+
+    Each rank keeps the gradient of whole parameters meanwhile instead of its shard's.
+
+    Args:
+        model: A model that FSDP shards.
+
+    Example:
+        >>> no_sync_memory_note(nn.Linear(4, 4))
+        ''
+    """
+    trained = [piece for piece in pieces(model) if piece.trainable and piece.strategy]
+    if not trained:
+        return ""
+    whole = sum(piece.whole * piece.unreduced.itemsize for piece in trained)
+    shards = sum(piece.here * piece.gradient.itemsize for piece in trained)
+    count = sum(piece.whole for piece in trained)
+    kinds = " and ".join(sorted({short(piece.unreduced) for piece in trained}))
+    more = f"{size(whole - shards)} more" if whole > shards else "no more"
+    return (
+        f"Accumulating without synchronisation (no_sync) adds up whole gradients in {kinds} on each rank: those of {count} "
+        f"trainable parameters are {size(whole)}, where this rank's shards are {size(shards)} ({more}). "
+        "GradientAccumulationPlugin(sync_each_batch=True) keeps the shards alone, for a reduce-scatter in each micro-batch."
+    )
+
+
+def short(dtype: torch.dtype) -> str:
+    """Return a dtype's name without its module.
+
+    Example:
+        >>> short(torch.bfloat16)
+        'bfloat16'
+    """
+    return str(dtype).removeprefix("torch.")
