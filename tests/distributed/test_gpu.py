@@ -36,6 +36,30 @@ def test_one_gpu_trains_in_every_precision(precision):
 
 
 @one_gpu
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("version", [1, 2])
+def test_one_gpu_shards(version, offload):
+    """A lone rank shards over itself, with everything on the device, or in host memory between steps."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=version, cpu_offload=offload)
+    accelerator = Accelerator(mixed_precision="bf16", fsdp_plugin=plugin)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    losses = []
+    for _ in range(20):
+        loss = (model(torch.ones(4, 8, device=accelerator.device)).float() - 1).pow(2).mean()
+        accelerator.backward(loss)
+        assert accelerator.clip_grad_norm_(model.parameters(), 1.0).isfinite()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] and "bfloat16" in str(accelerator.precision_report(model))
+    assert accelerator.get_state_dict(model)["0.weight"].shape == (8, 8)
+
+
+@one_gpu
 def test_two_processes_share_one_gpu_over_gloo(launch):
     done = launch("share_gpu.py", processes=2, cpu=False, environment={"CUDA_VISIBLE_DEVICES": "0"})
     assert "ok shared" in done.stdout
