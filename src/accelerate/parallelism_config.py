@@ -311,7 +311,8 @@ class ParallelismConfig:
         processes = accelerator.num_processes
         several = accelerator.multi_device or getattr(accelerator, "use_distributed", False)
         if self.total_size == 1 and processes > 1 and several and not accelerator.is_fsdp2:
-            self._set_size("dp_replicate", processes)
+            sharded = getattr(accelerator, "distributed_type", None) == "FSDP"
+            self._set_size("dp_shard" if sharded else "dp_replicate", processes)
         # DeepSpeed keeps its own groups: beside sequence parallelism, the ranks left over are its data parallelism.
         by_deepspeed = self.sp_enabled and self.sp_backend == "deepspeed"
         fits = processes % self.total_size == 0 if by_deepspeed else processes == self.total_size

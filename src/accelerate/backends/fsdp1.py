@@ -14,7 +14,9 @@ from accelerate.checkpoint.fsdp_state import is_fsdp1
 from accelerate.config.handlers import GradScalerKwargs
 from accelerate.modules.compile import is_compiled_module
 from accelerate.modules.repoint import named, repoint
+from accelerate.parallel import sameness
 from accelerate.parallel.mesh import shard_mesh
+from accelerate.parallelism_config import ParallelismConfig
 from accelerate.precision import master
 from accelerate.precision.base import precision
 from accelerate.utils import fsdp_utils
@@ -44,6 +46,8 @@ class FSDP1(Sharded):
                 f"tp_size={layout.tp_size} with fsdp_version=1: flat parameters cannot be split by layers as well. Set "
                 "fsdp_version=2."
             )
+        if layout is not None:
+            _check_replicas(layout, accelerator.state.fsdp_plugin)
         super().check(accelerator, objects)
 
     def wrap_model(self, accelerator: "Accelerator", model: nn.Module) -> nn.Module:
@@ -59,6 +63,10 @@ class FSDP1(Sharded):
         plugin.set_auto_wrap_policy(inner)
         before = named(inner)
         options = _options(accelerator, inner)
+        ignored = [p for module in options["ignored_modules"] or () for p in module.parameters()]
+        sameness.agree(accelerator, inner, ignored, from_main=options["sync_module_states"])
+        if ignored:
+            sameness.warn_of_ignored(inner, ignored)
         if options["sync_module_states"] and accelerator.device.type == "cpu":
             # Torch does it between devices only.
             _send_states(inner, options["param_init_fn"])
@@ -118,6 +126,27 @@ class FSDP1(Sharded):
         if len(roots) == 1 and not given:
             return roots[0].clip_grad_norm_(max_norm, norm_type)
         return _clip_together(roots, list(given.values()), max_norm, norm_type)
+
+
+def _check_replicas(layout: ParallelismConfig, plugin: Any) -> None:
+    """Refuse a mesh and a strategy that say different things about replicas."""
+    name = (plugin.sharding_strategy or plugin.reshard_after_forward).name
+    replicas, shards = layout.dp_replicate_size, layout.dp_shard_cp_dim_names
+    if replicas > 1 and not shards:
+        raise ValueError(
+            f"dp_replicate_size={replicas} and dp_shard_size=1 shard nothing. Set dp_replicate_size=1 and "
+            f"dp_shard_size={replicas}, or both above 1 for replicas of shards, or leave the FSDP plugin away."
+        )
+    if replicas > 1 and name == "NO_SHARD":
+        raise ValueError(
+            f"sharding_strategy=NO_SHARD keeps whole parameters, but dp_shard_size={layout.dp_shard_size} shards them. Use "
+            "FULL_SHARD, or leave the ParallelismConfig away."
+        )
+    if replicas == 1 and shards and "HYBRID" in name:
+        raise ValueError(
+            f"sharding_strategy={name} keeps replicas of shards, but dp_replicate_size is 1. Set it to the number of replicas, "
+            "or use FULL_SHARD."
+        )
 
 
 def _clip_together(roots: list[Any], others: list[nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:

@@ -41,12 +41,15 @@ class FSDP2(Sharded):
         """Keep whole gradients on each rank meanwhile, by `set_requires_gradient_sync`."""
         inner = model._orig_mod if is_compiled_module(model) else model
         hold = getattr(inner, "set_requires_gradient_sync", None)
-        if hold is None:  # prepared for evaluation
+        # Without it the model was prepared for evaluation; held already, the outer context lets go.
+        if hold is None or getattr(inner, "_accelerate_held", False):
             yield
             return
         with keeping_unsharded(accelerator, model):
             hold(False)
+            inner._accelerate_held = True
             try:
                 yield
             finally:
+                inner._accelerate_held = False
                 hold(True)

@@ -5,7 +5,7 @@ model called a parameter before, it calls its replacement afterwards.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,14 +15,19 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from accelerate.modules.named import canonical_name
 
 
+# Every parameter that something took the place of, by its name: its Accelerator may be gone.
+_REPLACED = WeakTensorKeyDictionary()
+
+
 class MovedParameters:
     """What became of the parameters that were replaced, whoever still holds the old ones."""
 
     def __init__(self) -> None:
         self._new = WeakTensorKeyDictionary()
         self._names = WeakTensorKeyDictionary()
-        # How many parameters one replacement stands for: FSDP1 flattens those of a unit into one.
-        self._members: Counter[int] = Counter()
+        # How many parameters one replacement stands for: FSDP1 flattens those of a unit into one. Not by id, which another
+        # parameter may have later.
+        self._members = WeakTensorKeyDictionary()
 
     def clear(self) -> None:
         """Forget all of them."""
@@ -36,8 +41,8 @@ class MovedParameters:
             old: The parameter as it was.
             new: What is in its place.
         """
-        self._new[old], self._names[old] = new, name
-        self._members[id(new)] += 1
+        self._new[old], self._names[old], _REPLACED[old] = new, name, name
+        self._members[new] = self._members.get(new, 0) + 1
 
     def now(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return what a parameter has become, through any number of replacements; itself if it was never replaced.
@@ -82,13 +87,34 @@ class MovedParameters:
         for number, pairs in enumerate(groups):
             here = Counter(id(new) for old, new in pairs if new is not old)
             for old, new in pairs:
-                have, all_of_it = here[id(new)], self._members[id(new)]
+                have, all_of_it = here[id(new)], self._members.get(new, 1)
                 if new is not old and have < all_of_it:
                     raise ValueError(
                         f"Group {number} of the optimizer has {have} of the {all_of_it} parameters that FSDP flattened into one "
                         f"({self._names[old]!r} is one of them), and one flat parameter can have one set of options only. Pass "
                         "FullyShardedDataParallelPlugin(use_orig_params=True), or use fsdp_version=2, for groups within a layer."
                     )
+
+
+def follow_any(optimizer: torch.optim.Optimizer, histories: Iterable[MovedParameters]) -> None:
+    """Let an optimizer follow its parameters, whichever Accelerator replaced them.
+
+    Args:
+        optimizer: Torch's own, out of its wrapper.
+        histories: Of the Accelerator that prepares it, and of those that may have prepared its model.
+
+    Raises:
+        ValueError: As `MovedParameters.follow`; or a parameter was replaced, and nobody knows by what any more.
+    """
+    for history in histories:
+        history.follow(optimizer)
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if lost := [_REPLACED[parameter] for parameter in held if parameter in _REPLACED]:
+        raise ValueError(
+            f"The optimizer ({type(optimizer).__name__}) has {len(lost)} parameters as they were before a model was sharded, "
+            f"{lost[0]!r} for one, and the Accelerator that sharded it has let go of it (`free_memory`): a step would change "
+            "nothing. Make the optimizer from `model.parameters()` of the model as it is now."
+        )
 
 
 def named(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from torch import nn
 
 from accelerate.modules.named import canonical_name
 from accelerate.modules.repoint import named, repoint
+from accelerate.parallel import sameness
 from accelerate.parallel.mesh import shard_mesh
 from accelerate.precision import master
 
@@ -58,29 +60,38 @@ def units(model: nn.Module, is_unit: Callable[[nn.Module], bool] | None) -> list
 
     Args:
         model: the model about to be sharded.
-        is_unit: whether a module is to be one; None for none.
+        is_unit: whether a module is to be one; None for none. Its attribute ``fewest``, if it has one, is how many
+            parameters a unit has at least that are in no unit inside it.
     """
     if is_unit is None:
         return []
-    holders: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            holders[id(parameter)] = holders.get(id(parameter), 0) + 1
-    found = []
+    holders = _holders(model)
+    places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    found: list[nn.Module] = []
+    covered: set[int] = set()
     for name, module in reversed(list(model.named_modules())):
         # What recomputes activations is around a unit, and none itself.
         around = hasattr(module, "_checkpoint_wrapped_module")
         if not name or around or isinstance(module, CONTAINERS) or not is_unit(module):
             continue
-        inside: dict[int, int] = {}
-        for part in module.modules():
-            for parameter in part.parameters(recurse=False):
-                inside[id(parameter)] = inside.get(id(parameter), 0) + 1
-        if any(count < holders[key] for key, count in inside.items()):
+        inside = _holders(module)
+        left = sum(parameter.numel() for parameter in module.parameters() if id(parameter) not in covered)
+        if any(count * places[id(module)] < holders[key] for key, count in inside.items()):
             logger.info("%s shares a parameter with another part of the model and is sharded together with it.", name)
-        elif inside:
+        elif left > getattr(is_unit, "fewest", 1) - 1:
             found.append(module)
+            covered |= inside.keys()
     return found
+
+
+def _holders(model: nn.Module) -> Counter[int]:
+    """Return in how many places each parameter is; a module that is in several counts in each."""
+    return Counter(
+        id(parameter)
+        for _, module in model.named_modules(remove_duplicate=False)
+        for parameter in module._parameters.values()
+        if parameter is not None
+    )
 
 
 def shard(
@@ -102,7 +113,7 @@ def shard(
         The model.
 
     Raises:
-        ValueError: weights are on the meta device, and nothing says where they come from.
+        ValueError: weights are on the meta device, and nothing says where they come from; or the ranks' models differ.
 
     Source:
         https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
@@ -113,15 +124,20 @@ def shard(
     offloads = accelerator.device.type != "cpu" and isinstance(plugin.cpu_offload, CPUOffloadPolicy)
     if accelerator.mixed_precision != "no":
         master.upcast(model)
+    sameness.agree(accelerator, model, ignored or (), from_main=plugin.cpu_ram_efficient_loading)
+    if ignored:
+        sameness.warn_of_ignored(model, ignored)
     before = named(model)
     ties = _ties(model)
     weights = _take_weights(model, ties) if plugin.cpu_ram_efficient_loading else None
     options: dict[str, Any] = {
         "mesh": mesh_of(accelerator),
-        "reshard_after_forward": plugin.reshard_after_forward,
         "mp_policy": plugin.mixed_precision_policy or MixedPrecisionPolicy(),
         "offload_policy": plugin.cpu_offload if offloads else OffloadPolicy(),
     }
+    if not plugin.reshard_after_forward:
+        # Left out otherwise: torch's default keeps what backward needs first, the model's own part, gathered.
+        options["reshard_after_forward"] = False
     if ignored:
         # By name: weights that only rank 0 keeps have left new parameters behind.
         kept = {name for name, parameter in before.items() if parameter in ignored}

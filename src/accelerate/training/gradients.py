@@ -25,6 +25,7 @@ from accelerate.backends.registry import resolve
 from accelerate.data import agree
 from accelerate.modules.compile import is_compiled_module
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.precision import master
 from accelerate.runtime import traits
 
 if TYPE_CHECKING:
@@ -148,7 +149,8 @@ def _parameters(accelerator: "Accelerator", models: Sequence[nn.Module]) -> Iter
 
 
 def _rescale(accelerator: "Accelerator", models: Sequence[nn.Module], factor: float) -> None:
-    gradients = [p.grad for p in _parameters(accelerator, models) if p.grad is not None]
+    # By their local parts, because torch takes no list of both sharded and plain ones.
+    gradients = [master.local_part(p.grad) for p in _parameters(accelerator, models) if p.grad is not None]
     if gradients and factor != 1.0:
         torch._foreach_mul_(gradients, factor)
 

@@ -14,7 +14,8 @@ from accelerate.backends.registry import resolve
 from accelerate.config.enums import FP8BackendType
 from accelerate.data import xla
 from accelerate.data.loader import PreparedLoader
-from accelerate.modules.compile import compile_regions, is_compiled_module
+from accelerate.modules.compile import compile_regions, compile_regions_fsdp2, is_compiled_module
+from accelerate.modules.repoint import follow_any
 from accelerate.modules.unwrap import is_parallel_wrapper
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.precision import amp, master
@@ -327,7 +328,9 @@ def compile_model(accelerator: "Accelerator", model: nn.Module) -> nn.Module:
         return model
     options = plugin.to_kwargs()
     if options.pop("use_regional_compilation", plugin.use_regional_compilation):
-        return compile_regions(model, **options)
+        # What shards finds its state by the modules themselves, so there they are compiled in place.
+        in_place = traits.of(accelerator.distributed_type).sharded
+        return compile_regions_fsdp2(model, **options) if in_place else compile_regions(model, **options)
     return torch.compile(model, **options)
 
 
@@ -367,7 +370,7 @@ def prepare_optimizer(
     if isinstance(optimizer, AcceleratedOptimizer):  # its Accelerator let go of it; nothing is wrapped twice
         optimizer = optimizer.optimizer
     with own_states(accelerator):
-        accelerator._registry.moved.follow(optimizer)
+        follow_any(optimizer, prepared.histories(accelerator._registry))
         wrapped = AcceleratedOptimizer(optimizer, device_placement=device_placement, scaler=accelerator.scaler)
     return register(accelerator, "optimizer", wrapped, optimizer)
 

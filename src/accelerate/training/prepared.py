@@ -153,6 +153,15 @@ def find_elsewhere(registry: PreparedRegistry, obj: Any) -> Entry | None:
     return None
 
 
+def histories(registry: PreparedRegistry) -> list[MovedParameters]:
+    """Return what became of replaced parameters: of an Accelerator first, then of the other live ones.
+
+    Args:
+        registry: The Accelerator's registry.
+    """
+    return [registry.moved, *(other.moved for other in list(_LIVE) if other is not registry)]
+
+
 def has_models() -> bool:
     """Say whether some live Accelerator has prepared a model that is alive."""
     return any(next(registry.models(), None) is not None for registry in list(_LIVE))

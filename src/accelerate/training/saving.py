@@ -426,6 +426,7 @@ def save_model(
     """
     if os.path.isfile(save_directory):
         raise NotADirectoryError(f"save_directory={os.fspath(save_directory)!r} is a file; pass a folder.")
+    convert_file_size_to_int(max_shard_size)  # refused on all ranks, not by the one that writes alone
     state = accelerator.get_state_dict(model)
     if meta := [name for name, value in state.items() if isinstance(value, torch.Tensor) and value.is_meta]:
         raise RuntimeError(

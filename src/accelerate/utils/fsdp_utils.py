@@ -166,7 +166,7 @@ def fsdp2_prepare_auto_wrap_policy(
         return lambda module: isinstance(module, classes)
     if function is wrap.size_based_auto_wrap_policy:
         smallest = bound.get("min_num_params", fsdp2_plugin.min_num_params)
-        return (lambda module: _numel(module) >= smallest) if smallest else None
+        return _Size(smallest) if smallest else None
     if isinstance(policy, wrap._Policy):
         selected = set(policy._run_policy(model, set(), {}))
         return lambda module: module in selected
@@ -177,6 +177,16 @@ def fsdp2_prepare_auto_wrap_policy(
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return lambda module: policy(module=module, recurse=False, nonwrapped_numel=_numel(module))
     return policy
+
+
+class _Size:
+    """Whether a module has enough parameters; inside a larger one, its own count for that one no more."""
+
+    def __init__(self, fewest: int) -> None:
+        self.fewest = fewest
+
+    def __call__(self, module: nn.Module) -> bool:
+        return _numel(module) >= self.fewest
 
 
 def _named_classes(plugin: "FullyShardedDataParallelPlugin", model: nn.Module) -> set[type[nn.Module]]:

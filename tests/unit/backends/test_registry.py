@@ -26,7 +26,20 @@ def test_a_state_finds_its_backend(kind, name):
     assert registry.resolve(SimpleNamespace(distributed_type=kind)).name == name
 
 
-@pytest.mark.parametrize("kind", [DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM])
+@pytest.mark.parametrize(("version", "name"), [(False, "fsdp1"), (True, "fsdp2")])
+def test_the_plugins_version_chooses_between_the_two_of_fsdp(version, name):
+    state = SimpleNamespace(distributed_type=DistributedType.FSDP, is_fsdp2=version)
+    assert registry.resolve(state).name == name
+
+
+@pytest.mark.parametrize(("size", "name"), [(1, "ddp"), (2, "tensor_parallel")])
+def test_split_layers_have_a_backend_of_their_own(size, name):
+    layout = SimpleNamespace(tp_enabled=size > 1)
+    state = SimpleNamespace(distributed_type=DistributedType.MULTI_CPU, parallelism_config=layout)
+    assert registry.resolve(state).name == name
+
+
+@pytest.mark.parametrize("kind", [DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM])
 def test_a_strategy_that_is_not_there_says_what_works(kind):
     with pytest.raises(NotImplementedError, match="not part of this version.*data parallelism"):
         registry.resolve(SimpleNamespace(distributed_type=kind))

@@ -47,7 +47,7 @@ def test_console_replaces_the_console_script(monkeypatch, name):
     ("words", "message"),
     [
         (["none.py"], "There is no script 'none.py'"),
-        (["--use_fsdp", "train.py"], "FSDP (--use_fsdp, from the command line) is not available in this version yet"),
+        (["--use_megatron_lm", "train.py"], "Megatron-LM (--use_megatron_lm, from the command line) is not available"),
         (["--config_file", "none.yaml", "train.py"], "--config_file is 'none.yaml'"),
         (["--mixed_precision", "fp17", "train.py"], "invalid choice: 'fp17'"),
     ],

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from accelerate.launch.env import worker_environment
 from accelerate.launch.errors import LaunchError, NotAvailableError
 from accelerate.launch.plan import Source
 from accelerate.launch.resolve import fill, resolve
@@ -109,28 +110,33 @@ def test_impossible_number_of_processes(plan, count):
         plan(f"--num_processes {count}")
 
 
-@pytest.mark.parametrize(
-    ("line", "what"),
-    [
-        ("--use_fsdp", "FSDP"),
-        ("--use_megatron_lm", "Megatron-LM"),
-        ("--use_parallelism_config", "Parallelism"),
-        ("--mixed_precision fp8", "FP8"),
-    ],
-)
-def test_what_cannot_run_yet_is_an_error(plan, line, what):
-    with pytest.raises(NotAvailableError, match=f"{what}.*not available in this version yet.*What works"):
-        plan(line)
+def test_what_cannot_run_yet_is_an_error(plan):
+    with pytest.raises(NotAvailableError, match="Megatron-LM.*not available in this version yet.*What works"):
+        plan("--use_megatron_lm")
 
 
 def test_what_cannot_run_yet_is_an_error_wherever_it_comes_from(plan, file):
-    file("distributed_type: FSDP")
-    with pytest.raises(NotAvailableError, match=r"FSDP .*default_config\.yaml"):
+    file("distributed_type: MEGATRON_LM")
+    with pytest.raises(NotAvailableError, match=r"Megatron-LM .*default_config\.yaml"):
         plan("")
     elsewhere = {"HF_HOME": "/nowhere"}
     assert plan("--cpu --num_processes 2", elsewhere).num_processes == 2
     with pytest.raises(NotAvailableError, match="ACCELERATE_USE_MEGATRON_LM"):
         plan("", {**elsewhere, "ACCELERATE_USE_MEGATRON_LM": "true"})
+
+
+@pytest.mark.parametrize(
+    ("line", "variable"),
+    [
+        ("--use_fsdp", "ACCELERATE_USE_FSDP"),
+        ("--use_parallelism_config", "ACCELERATE_USE_PARALLELISM_CONFIG"),
+        ("--mixed_precision fp8", "ACCELERATE_MIXED_PRECISION"),
+    ],
+)
+def test_sharding_and_fp8_start(plan, line, variable):
+    result = plan(f"--cpu --num_processes 2 {line}")
+    assert (result.runner, result.num_processes) == ("local", 2)
+    assert worker_environment(result, {})[variable] in ("true", "fp8")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,239 @@
+"""What every strategy has to pass; each check is called on all ranks, and returns what is wrong."""
+
+import contextlib
+import gc
+import os
+import weakref
+from collections.abc import Callable
+
+import torch
+from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from accelerate.utils import set_seed
+from distributed.conformance import model as zoo
+from distributed.conformance.strategies import Strategy
+from distributed.conformance.training import Run, accelerator_for, difference, tensors_apart
+from distributed.scripts.harness import everywhere, shared_folder, warned
+
+STEPS, FEW = 20, 4
+# bf16 has 8 bits of mantissa: losses of about 3.5 agree to two digits, clipped AdamW steps of at most RATE to a few of them.
+BF16_LOSS, BF16_WEIGHT = 0.05, 4 * FEW * zoo.RATE
+
+
+def equals_one_process(strategy: Strategy) -> list[str]:
+    """Twenty steps with accumulation, clipping and a schedule equal those of one process on the whole batch."""
+    run = Run(strategy, accelerator_for(strategy), STEPS)
+    expected = zoo.reference(STEPS, strategy.groups)
+    assert min(expected.norms) > zoo.MAX_NORM, "the norm does not bite"
+    trace = run.train()
+    told = everywhere((trace.losses, trace.norms, trace.rates))
+    apart = [] if all(other == told[0] for other in told) else ["the ranks know different losses, norms or rates"]
+    return apart + difference(trace, expected, strategy.tolerance, run.accelerator.is_main_process)
+
+
+def has_its_part(strategy: Strategy) -> list[str]:
+    """A rank has the share of the parameters that the strategy is for: nothing falls back to whole replicas in silence."""
+    run = Run(strategy, accelerator_for(strategy), 1)
+    whole = sum(parameter.numel() for parameter in zoo.build().parameters())
+    local = [p.to_local() if isinstance(p, DTensor) else p for p in run.model.parameters()]
+    part = strategy.part or 1 / run.accelerator.num_processes
+    found = sum(parameter.numel() for parameter in local) / whole
+    # Flat parameters are padded, and the last of several ranks may have less.
+    return [] if abs(found / part - 1) < 0.1 else [f"has {found:.3f} of the parameters, not {part:.3f}"]
+
+
+def synchronises_each_batch(strategy: Strategy) -> list[str]:
+    """`sync_each_batch` exchanges more often, and changes nothing else."""
+    run = Run(strategy, accelerator_for(strategy, sync_each_batch=True), FEW)
+    return difference(
+        run.train(), zoo.reference(FEW, strategy.groups), strategy.tolerance, run.accelerator.is_main_process
+    )
+
+
+def holds_gradients_back(strategy: Strategy) -> list[str]:
+    """`no_sync` by hand, then a backward pass outside of it: one step of the whole batch."""
+    run = Run(strategy, accelerator_for(strategy), 1)
+    accelerator = run.accelerator
+    held, last = list(run.loader)
+    with accelerator.no_sync(run.model):
+        run.loss(*held)
+    run.loss(*last)
+    norm = accelerator.clip_grad_norm_(run.model.parameters(), zoo.MAX_NORM)
+    run.optimizer.step()
+    expected = zoo.reference(1, strategy.groups)
+    found = (
+        [] if abs(norm.item() - expected.norms[0]) < strategy.tolerance else [f"norm {norm} not {expected.norms[0]}"]
+    )
+    weights = run.weights()
+    return found + (tensors_apart(weights, expected.weights, strategy.tolerance) if weights else [])
+
+
+def clips_by_value(strategy: Strategy) -> list[str]:
+    """Clipping by value equals that of one process, or is refused with what to do instead."""
+    run = Run(strategy, accelerator_for(strategy), FEW)
+    try:
+        trace = run.train(clip="value")
+    except NotImplementedError as error:
+        return [] if "clip_grad_norm_" in str(error) else [str(error)]
+    expected = zoo.reference(FEW, strategy.groups, "value")
+    return difference(trace, expected, strategy.tolerance, run.accelerator.is_main_process)
+
+
+def computes_in_bf16(strategy: Strategy) -> list[str]:
+    """Under bf16 the losses follow those of float32, and the weights stay in float32."""
+    run = Run(strategy, accelerator_for(strategy, mixed_precision="bf16"), FEW)
+    trace, expected = run.train(), zoo.reference(FEW, strategy.groups)
+    apart = max(abs(one - other) for one, other in zip(trace.losses, expected.losses, strict=True))
+    found = [] if apart < BF16_LOSS else [f"losses differ by {apart:.3f} (allowed {BF16_LOSS})"]
+    if apart == 0.0:
+        found.append("losses equal those of float32, so nothing was computed in bf16")
+    found += [f"{name} is {value.dtype}" for name, value in trace.weights.items() if value.dtype != torch.float32]
+    return found + (tensors_apart(trace.weights, expected.weights, BF16_WEIGHT) if trace.weights else [])
+
+
+def prepares_once(strategy: Strategy) -> list[str]:
+    """Whatever is prepared again, outer or inner, comes back as it is, with one warning, and nothing is wrapped twice."""
+    run = Run(strategy, accelerator_for(strategy), FEW)
+    accelerator = run.accelerator
+    before = [type(part).__name__ for part in run.model.modules()]
+    again = [
+        (run.model, run.model),
+        (run.plain, run.model),
+        (accelerator.unwrap_model(run.model), run.model),
+        (run.optimizer, run.optimizer),
+        (run.bare, run.optimizer),
+        (run.loader, run.loader),
+        (run.scheduler, run.scheduler),
+        (run.scheduler.scheduler, run.scheduler),
+    ]
+    for given, expected in again:
+        with warned(1, "already prepared", at="accelerator.prepare"):
+            assert accelerator.prepare(given) is expected, type(given)
+    with warned(1, "already prepared", at="prepare_model"):
+        assert accelerator.prepare_model(run.plain) is run.model
+    with warned(4, "already prepared", at="accelerator.prepare"):
+        both = accelerator.prepare(run.plain, run.bare)
+        assert both == (run.model, run.optimizer)
+        assert accelerator.prepare(*both) == both
+    counts = [len(getattr(accelerator, f"_{kind}s")) for kind in ("model", "optimizer", "dataloader", "scheduler")]
+    assert counts == [1] * 4, counts
+    assert [type(part).__name__ for part in run.model.modules()] == before
+    return difference(
+        run.train(), zoo.reference(FEW, strategy.groups), strategy.tolerance, accelerator.is_main_process
+    )
+
+
+def continues_after_loading(strategy: Strategy) -> list[str]:
+    """A run that is saved amid an epoch and loaded into another model has the same weights, and goes on as it would have."""
+    middle: dict[str, torch.Tensor] = {}
+
+    def save(step: int) -> None:
+        if step == FEW - 2:
+            run.accelerator.save_state(place)
+            middle.update(run.weights())
+
+    with shared_folder() as folder:
+        place = os.path.join(folder, "checkpoint")
+        run = Run(strategy, accelerator_for(strategy), FEW)
+        whole = run.train(at=save)
+        run = Run(strategy, accelerator_for(strategy), FEW, seed=99)
+        run.accelerator.load_state(place)
+        found = tensors_apart(run.weights(), middle, 0.0)
+        rest = run.train()
+    accelerator = run.accelerator
+    tail = type(whole)(whole.losses[-2:], whole.norms[-2:], whole.rates[-2:], whole.weights)
+    # The sum of more than two numbers depends on their order, which DDP changes after the first step of a model.
+    tolerance = 0.0 if accelerator.num_processes <= 2 else 1e-6
+    return found + difference(rest, tail, tolerance, accelerator.is_main_process)
+
+
+def has_plain_weights(strategy: Strategy) -> list[str]:
+    """State dict, exported file and unwrapped model are those of the model that the user built."""
+    run = Run(strategy, accelerator_for(strategy), FEW)
+    accelerator = run.accelerator
+    run.train(stop=1)
+    assert isinstance(accelerator.unwrap_model(run.model), zoo.Model), type(accelerator.unwrap_model(run.model))
+    weights = run.weights()
+    found: list[str] = []
+    with shared_folder() as folder:
+        accelerator.save_model(run.model, folder)
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            plain = zoo.build(seed=3)
+            found += tensors_apart(weights, {name: weights[name] for name in plain.state_dict()}, 0.0)
+            missing, extra = plain.load_state_dict(load_file(os.path.join(folder, "model.safetensors")), strict=False)
+            assert not extra and set(missing) <= {"head.weight", "words.weight"} and len(missing) < 2, (missing, extra)
+            found += tensors_apart(plain.state_dict(), weights, 0.0)
+        accelerator.wait_for_everyone()
+    return found
+
+
+def gathers_each_sample_once(strategy: Strategy) -> list[str]:
+    """`gather_for_metrics` over an epoch that does not divide has every sample once, or once for each part of its sequence."""
+    accelerator = accelerator_for(strategy)
+    _, loader = accelerator.prepare(zoo.build(), DataLoader(TensorDataset(torch.arange(13)), batch_size=2))
+    seen = torch.cat([accelerator.gather_for_metrics(batch) for (batch,) in loader]).tolist()
+    copies = strategy.same_batch if strategy.splits_sequence else 1
+    return [] if sorted(seen) == sorted(list(range(13)) * copies) else [f"samples {sorted(seen)}"]
+
+
+def reports(strategy: Strategy) -> list[str]:
+    """The reports of memory and precision can be printed amid a training."""
+    run = Run(strategy, accelerator_for(strategy, mixed_precision="bf16"), FEW)
+    run.train(stop=1)
+    told = str(run.accelerator.precision_report(run.model)), str(run.accelerator.memory_report())
+    return [f"the report is {text!r}" for text in told if not text.strip()]
+
+
+def lets_go(strategy: Strategy) -> list[str]:
+    """After `free_memory` nothing holds the model, and another one can be prepared."""
+    run = Run(strategy, accelerator_for(strategy), FEW)
+    run.train(stop=1)
+    accelerator = run.accelerator
+    alive = weakref.ref(run.model), weakref.ref(run.plain)
+    run.model, run.optimizer, run.loader, run.scheduler = accelerator.free_memory(
+        run.model, run.optimizer, run.loader, run.scheduler
+    )
+    del run
+    gc.collect()
+    found = [
+        f"the {what} model is still alive" for what, ref in zip(("prepared", "plain"), alive, strict=True) if ref()
+    ]
+    with warned(0, "already prepared"):
+        Run(strategy, accelerator, FEW).train(stop=1)
+    return found
+
+
+CHECKS: dict[str, Callable[[Strategy], list[str]]] = {
+    check.__name__: check
+    for check in (
+        equals_one_process,
+        has_its_part,
+        synchronises_each_batch,
+        holds_gradients_back,
+        clips_by_value,
+        computes_in_bf16,
+        prepares_once,
+        continues_after_loading,
+        has_plain_weights,
+        gathers_each_sample_once,
+        reports,
+        lets_go,
+    )
+}
+
+
+@contextlib.contextmanager
+def turned_on(strategy: Strategy):
+    """Set a strategy's variables, and forget what the one before left."""
+    kept = dict(os.environ)
+    os.environ.update(strategy.environment)
+    set_seed(0)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(kept)
+        gc.collect()

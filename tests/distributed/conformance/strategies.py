@@ -1,0 +1,132 @@
+"""The strategies of the suite: on how many processes each runs, what an Accelerator is told, and what does not apply to it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from accelerate import ParallelismConfig
+from accelerate.utils import FullyShardedDataParallelPlugin, TorchContextParallelConfig
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One way for processes to share the training.
+
+    Attributes:
+        name: what tests and reports call it.
+        processes: the numbers of processes that it runs on.
+        options: makes the arguments of an Accelerator, anew for each.
+        same_batch: how many ranks work on one batch (tensor, context and sequence parallelism).
+        part: how much of all parameters one rank has; None if they are divided evenly among all.
+        splits_sequence: whether ranks take parts of the sequences, in `maybe_context_parallel`.
+        groups: whether the optimizer may have several groups of parameters within a layer.
+        tolerance: largest difference from one process in float32.
+        without: checks that do not apply, and why.
+        environment: variables that turn it on.
+        slow: the numbers of processes on which it is left to the slow tests.
+    """
+
+    name: str
+    processes: tuple[int, ...]
+    options: Callable[[], dict[str, Any]] = dict
+    same_batch: int = 1
+    part: float | None = None
+    splits_sequence: bool = False
+    groups: bool = True
+    tolerance: float = 1e-5
+    without: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    slow: tuple[int, ...] = ()
+
+
+def _fsdp(version: int, **more: Any) -> FullyShardedDataParallelPlugin:
+    return FullyShardedDataParallelPlugin(
+        fsdp_version=version,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Block"],
+        **more,
+    )
+
+
+def _fsdp1(kind: str, processes: tuple[int, ...] = (2,), slow: tuple[int, ...] = (2,), **more: Any) -> Strategy:
+    name = f"fsdp1-{kind.lower()}"
+    options: dict[str, Any] = {"sharding_strategy": kind, **more}
+    part = 1.0 if kind == "NO_SHARD" else None
+    return Strategy(name, processes, lambda: {"fsdp_plugin": _fsdp(1, **options)}, part=part, groups=False, slow=slow)
+
+
+def _mesh(**sizes: Any) -> ParallelismConfig:
+    """Sizes go by the names of their dimensions, other settings by their own."""
+    axes = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
+    return ParallelismConfig(**{f"{name}_size" if name in axes else name: value for name, value in sizes.items()})
+
+
+# Of the parameters of `model.Model` what a rank has when two of them share the linear layers of the blocks, and nothing else.
+_SPLIT_LAYERS = 0.59
+
+
+def _overlay(name: str, shard: bool, processes: int, slow: bool = False, **sizes: Any) -> Strategy:
+    """Tensor, context or sequence parallelism, alone or over FSDP2."""
+    axis = next(axis for axis in ("tp", "cp", "sp") if axis in sizes)
+
+    def options() -> dict[str, Any]:
+        plugin = {"fsdp_plugin": _fsdp(2)} if shard else {}
+        return {"parallelism_config": _mesh(**sizes), **plugin}
+
+    return Strategy(
+        name,
+        (processes,),
+        options,
+        same_batch=sizes[axis],
+        part=_SPLIT_LAYERS / (2 if shard else 1) if axis == "tp" else None if shard else 1.0,
+        splits_sequence=axis != "tp",
+        slow=(processes,) if slow else (),
+    )
+
+
+_ALL = (
+    Strategy("single", (1,)),
+    Strategy("ddp", (2, 4), part=1.0, slow=(4,)),
+    _fsdp1("FULL_SHARD", (1, 2), slow=(1,)),
+    _fsdp1("SHARD_GRAD_OP"),
+    _fsdp1("NO_SHARD"),
+    _fsdp1("HYBRID_SHARD"),
+    _fsdp1("HYBRID_SHARD_ZERO2"),
+    Strategy(
+        "fsdp1-orig_params",
+        (2,),
+        lambda: {"fsdp_plugin": _fsdp(1, use_orig_params=True, state_dict_type="SHARDED_STATE_DICT")},
+        slow=(2,),
+    ),
+    Strategy(
+        "hsdp-fsdp1",
+        (4,),
+        lambda: {
+            "fsdp_plugin": _fsdp(1, sharding_strategy="HYBRID_SHARD"),
+            "parallelism_config": _mesh(dp_replicate=2, dp_shard=2),
+        },
+        part=1 / 2,
+        groups=False,
+        slow=(4,),
+    ),
+    Strategy("fsdp2", (1, 2, 4), lambda: {"fsdp_plugin": _fsdp(2)}, slow=(1, 4)),
+    Strategy("fsdp2-no_reshard", (2,), lambda: {"fsdp_plugin": _fsdp(2, reshard_after_forward=False)}, slow=(2,)),
+    Strategy("fsdp2-offload", (2,), lambda: {"fsdp_plugin": _fsdp(2, cpu_offload=True)}, slow=(2,)),
+    Strategy(
+        "hsdp",
+        (4,),
+        lambda: {"fsdp_plugin": _fsdp(2), "parallelism_config": _mesh(dp_replicate=2, dp_shard=2)},
+        part=1 / 2,
+    ),
+    _overlay("tp", False, 2, tp=2),
+    _overlay("fsdp2-tp", True, 4, dp_shard=2, tp=2),
+    _overlay("fsdp2-cp", True, 2, cp=2),
+    _overlay("fsdp2-cp-alltoall", True, 2, slow=True, cp=2, cp_handler=TorchContextParallelConfig("alltoall")),
+    _overlay("fsdp2-dp-cp", True, 4, slow=True, dp_shard=2, cp=2),
+    _overlay("sp", False, 2, sp=2, sp_backend="torch"),
+    _overlay("fsdp2-sp", True, 2, slow=True, sp=2, sp_backend="torch"),
+    _overlay("fsdp2-dp-sp", True, 4, slow=True, dp_shard=2, sp=2, sp_backend="torch"),
+    # Not of this package: see `averaging`, which the tests install beside it.
+    Strategy("third-party", (2,), part=1.0, environment={"AVERAGING_BACKEND": "1"}),
+)
+STRATEGIES: dict[str, Strategy] = {strategy.name: strategy for strategy in _ALL}

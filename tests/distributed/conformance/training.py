@@ -1,0 +1,160 @@
+"""The training loop of a user under a strategy, and its comparison with the loop of one process."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from accelerate import Accelerator
+from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
+from distributed.conformance import model as zoo
+from distributed.conformance.model import MAX_NORM, MAX_VALUE, Trace
+from distributed.conformance.strategies import Strategy
+from distributed.scripts.harness import fresh_accelerator
+
+# A rank that fails leaves the others waiting: they give up after this time, so that the report gets written.
+PATIENCE = timedelta(seconds=45)
+
+
+def accelerator_for(strategy: Strategy, sync_each_batch: bool = False, **options: Any) -> Accelerator:
+    """Build an Accelerator of a strategy, which shares nothing but the process group with those before it."""
+    plugin = GradientAccumulationPlugin(num_steps=zoo.WINDOW, sync_each_batch=sync_each_batch)
+    return fresh_accelerator(
+        gradient_accumulation_plugin=plugin,
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
+        **strategy.options(),
+        **options,
+    )
+
+
+@dataclass
+class Run:
+    """One training under a strategy.
+
+    Attributes:
+        seed: of the weights.
+        groups: whether the optimizer has several groups of parameters; what the strategy can, by default.
+        plain: the model as the user built it.
+        bare: the optimizer likewise.
+    """
+
+    strategy: Strategy
+    accelerator: Accelerator
+    steps: int
+    seed: int = 7
+    groups: bool | None = None
+    plain: nn.Module = field(init=False)
+    bare: torch.optim.Optimizer = field(init=False)
+
+    def __post_init__(self) -> None:
+        replicas = self.accelerator.num_processes // self.strategy.same_batch
+        self.plain = zoo.build(self.seed)
+        self.bare = zoo.optimizer_of(self.plain, self.strategy.groups if self.groups is None else self.groups)
+        # The schedule advances once for each replica: it is written in batches of one process.
+        scheduler = torch.optim.lr_scheduler.LambdaLR(self.bare, lambda count: zoo.rate(count / replicas))
+        loader = DataLoader(TensorDataset(*zoo.data(self.steps)), batch_size=zoo.SAMPLES // replicas)
+        self.model, self.optimizer, self.loader, self.scheduler = self.accelerator.prepare(
+            self.plain, self.bare, loader, scheduler
+        )
+
+    def loss(self, tokens: torch.Tensor, places: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Run forward and backward on one micro-batch, and return its loss over all ranks."""
+        batch = [tensor.clone() for tensor in (tokens, places, labels)]
+        split = self.strategy.splits_sequence
+        with self.accelerator.maybe_context_parallel(
+            buffers=batch if split else None,
+            buffer_seq_dims=[1] * len(batch) if split else None,
+            no_restore_buffers=set(batch) if split else None,
+        ):
+            loss = zoo.loss_of(self.model(batch[0], batch[1]), batch[2])
+            self.accelerator.backward(loss)
+        return self.accelerator.reduce(loss.detach(), "mean")
+
+    def train(self, clip: str = "norm", stop: int | None = None, at: Callable[[int], None] | None = None) -> Trace:
+        """Train for an epoch, or until a number of steps.
+
+        Args:
+            clip: "norm" or "value".
+            stop: after how many optimizer steps.
+            at: called with the number of steps done, after each.
+        """
+        accelerator, losses, norms, rates, open_ = self.accelerator, [], [], [], []
+        for batch in self.loader:
+            with accelerator.accumulate(self.model):
+                open_.append(self.loss(*batch).item())
+                if accelerator.sync_gradients:
+                    if clip == "norm":
+                        norms.append(accelerator.clip_grad_norm_(self.model.parameters(), MAX_NORM).item())
+                    else:
+                        accelerator.clip_grad_value_(self.model.parameters(), MAX_VALUE)
+                    rates.append(self.optimizer.param_groups[0]["lr"])
+                self.optimizer.step()
+                self.scheduler.step()
+                self.optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                losses.append(sum(open_) / len(open_))
+                open_.clear()
+                if at is not None:
+                    at(len(losses))
+                if len(losses) == stop:
+                    break
+        return Trace(losses, norms, rates, self.weights())
+
+    def step_on(self, parts: list[torch.Tensor]) -> None:
+        """Do one optimizer step on a whole batch, of which this rank takes its part by hand, without loader or schedule."""
+        accelerator = self.accelerator
+        shards, shard = accelerator.num_processes // self.strategy.same_batch, self.shard
+        for micro in zip(*(part.split(zoo.SAMPLES) for part in parts), strict=True):
+            with accelerator.accumulate(self.model):
+                self.loss(*(tensor.chunk(shards)[shard] for tensor in micro))
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+
+    @property
+    def shard(self) -> int:
+        """Which part of a batch this rank works on; ranks that share one are neighbours."""
+        return self.accelerator.process_index // self.strategy.same_batch
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return copies of the whole weights; rank 0 has them with every strategy, the others with some."""
+        state = self.accelerator.get_state_dict(self.model)
+        return {name: value.detach().cpu().clone() for name, value in state.items()} if state else {}
+
+
+def difference(trace: Trace, expected: Trace, tolerance: float, main: bool) -> list[str]:
+    """Say what of a training differs from the expected one: which step or tensor, and by how much."""
+    found = []
+    for what in ("losses", "norms", "rates"):
+        have, wanted = getattr(trace, what), getattr(expected, what)
+        if len(have) != len(wanted):
+            found.append(f"{what}: {len(have)} steps instead of {len(wanted)}")
+            continue
+        apart = [abs(one - other) for one, other in zip(have, wanted, strict=True)]
+        wrong = [step for step, gap in enumerate(apart) if not gap <= tolerance]
+        if wrong:
+            step = wrong[0]
+            found.append(
+                f"{what}: from step {step} on ({have[step]:.7f} instead of {wanted[step]:.7f}), by at most {max(apart):.2e}"
+            )
+    return found + (tensors_apart(trace.weights, expected.weights, tolerance) if main else [])
+
+
+def tensors_apart(have: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], tolerance: float) -> list[str]:
+    """Say which tensors differ, and by how much."""
+    found = []
+    if have.keys() != wanted.keys():
+        found.append(f"keys: {sorted(have.keys() ^ wanted.keys())} are on one side only")
+    for name in have.keys() & wanted.keys():
+        if have[name].shape != wanted[name].shape:
+            found.append(f"{name}: shape {tuple(have[name].shape)} instead of {tuple(wanted[name].shape)}")
+            continue
+        gap = (have[name].double() - wanted[name].double()).abs().max().item()
+        if not gap <= tolerance:
+            found.append(f"{name}: differs by at most {gap:.2e} (allowed {tolerance:.0e})")
+    return sorted(found)

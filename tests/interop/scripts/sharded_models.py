@@ -1,0 +1,301 @@
+"""Models of transformers, sharded: they train as on one process, and what is saved of them loads again.
+
+accelerate launch --cpu --num_processes 2 sharded_models.py FOLDER [CHECK ...]
+"""
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from tiny import report
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+    set_seed,
+)
+
+from accelerate import Accelerator
+from accelerate.backends.registry import resolve
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import FullyShardedDataParallelPlugin
+
+LENGTH, WORDS, BATCH, WINDOW, UPDATES = 12, 32, 4, 2, 3
+EXACT = 1e-5
+VARIABLES = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
+
+
+def llama(**options: Any) -> LlamaForCausalLM:
+    """Two layers, with a rotary buffer that no state dict holds."""
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=WORDS,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            max_position_embeddings=32,
+            bos_token_id=1,
+            eos_token_id=2,
+            pad_token_id=0,
+            **options,
+        )
+    )
+
+
+def gpt2() -> GPT2LMHeadModel:
+    """Two layers, whose word embedding is its head."""
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=WORDS,
+            n_positions=32,
+            n_embd=16,
+            n_layer=2,
+            n_head=2,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            bos_token_id=1,
+            eos_token_id=2,
+            pad_token_id=0,
+        )
+    )
+
+
+def t5() -> T5ForConditionalGeneration:
+    """An encoder and a decoder that share one embedding with the head."""
+    return T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=WORDS,
+            d_model=16,
+            d_kv=8,
+            d_ff=32,
+            num_layers=2,
+            num_heads=2,
+            dropout_rate=0.0,
+            decoder_start_token_id=0,
+            eos_token_id=2,
+            pad_token_id=0,
+        )
+    )
+
+
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {"llama": llama, "gpt2": gpt2, "t5": t5}
+
+
+def seeded(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+    """Return a model with the same random weights on each rank, in training mode."""
+    set_seed(seed)
+    return make().train()
+
+
+def batches() -> torch.Tensor:
+    """Return token ids of shape (micro-batches, BATCH, LENGTH)."""
+    generator = torch.Generator().manual_seed(7)
+    return torch.randint(3, WORDS, (WINDOW * UPDATES, BATCH, LENGTH), generator=generator)
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    """Return AdamW. Its eps is above the noise of gradients that are zero in exact arithmetic, as those of key biases are."""
+    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-4)
+
+
+def alone(model: nn.Module) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """Train in plain PyTorch on whole batches; return losses, norms and weights."""
+    optimizer, losses, norms = adam([p for p in model.parameters() if p.requires_grad]), [], []
+    for step, ids in enumerate(batches()):
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        (loss / WINDOW).backward()
+        losses.append(loss.item())
+        if (step + 1) % WINDOW == 0:
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses, norms, model.state_dict()
+
+
+def train(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> tuple[list[float], list[float]]:
+    """Train on this rank's share of each batch; return the losses and norms, which are those of the whole batch."""
+    shares, share = resolve(accelerator.state).data_shard(accelerator)
+    rows, losses, norms = BATCH // shares, [], []
+    for ids in batches()[:, share * rows : (share + 1) * rows]:
+        with accelerator.accumulate(model):
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+    return losses, norms
+
+
+def same(mine: dict[str, torch.Tensor], other: dict[str, torch.Tensor], limit: float, what: str) -> None:
+    """Require two state dicts to have the same names, and values within a limit."""
+    assert mine.keys() == other.keys(), (what, sorted(mine.keys() ^ other.keys()))
+    for name, tensor in mine.items():
+        distance = (tensor.float() - other[name].float()).abs().max().item()
+        assert distance <= limit, (what, name, distance)
+
+
+def close(mine: list[float], other: list[float], what: str) -> None:
+    """Require two lists of losses or norms to be equal."""
+    assert len(mine) == len(other), (what, mine, other)
+    assert max(abs(a - b) for a, b in zip(mine, other, strict=True)) <= EXACT, (what, mine, other)
+
+
+@contextmanager
+def accelerator_of(version: int, plugin: dict[str, Any] | None = None, **options: Any) -> Iterator[Accelerator]:
+    """Give an Accelerator that shares nothing but the process group with those before it."""
+    kept = {name: os.environ.get(name) for name in VARIABLES}
+    GradientState._reset_state()
+    AcceleratorState._reset_state(True)
+    try:
+        settings = {"auto_wrap_policy": "transformer_based_wrap", **(plugin or {})}
+        accelerator = Accelerator(
+            cpu=True,
+            fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=version, **settings),
+            gradient_accumulation_steps=WINDOW,
+            **options,
+        )
+        yield accelerator
+        accelerator.free_memory()
+    finally:
+        for name, value in kept.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+def units(model: nn.Module) -> int:
+    """Count what is gathered on its own."""
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    return sum(isinstance(module, (FSDPModule, FullyShardedDataParallel)) for module in model.modules())
+
+
+def trains_as_one(folder: str, version: int, name: str) -> None:
+    """Losses, norms and weights are those of one process; exports and checkpoints give back the same model."""
+    what = f"{name} under FSDP{version}"
+    losses, norms, weights = alone(seeded(MODELS[name]))
+    with accelerator_of(version) as accelerator:
+        model = seeded(MODELS[name])
+        model, optimizer = accelerator.prepare(model, adam(model.parameters()))
+        # The root, and two layers in each stack.
+        assert units(model) == (5 if name == "t5" else 3), (what, units(model), model)
+        mine, mine_norms = train(accelerator, model, optimizer)
+        close(mine, losses, what)
+        close(mine_norms, norms, what)
+        state = accelerator.get_state_dict(model)
+        if accelerator.is_main_process:
+            same(state, weights, EXACT, what)
+        exports(accelerator, model, state, f"{folder}/{name}{version}")
+        restores(accelerator, model, optimizer, f"{folder}/{name}{version}/state", what)
+
+
+def exports(accelerator: Accelerator, model: nn.Module, state: dict[str, torch.Tensor], folder: str) -> None:
+    """`save_pretrained` and `save_model` write what `from_pretrained` reads."""
+    bare = accelerator.unwrap_model(model)
+    # A copy: save_pretrained empties the dict that it is given.
+    bare.save_pretrained(f"{folder}/pretrained", is_main_process=accelerator.is_main_process, state_dict=dict(state))
+    accelerator.save_model(model, f"{folder}/weights")
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        read = type(bare).from_pretrained(f"{folder}/pretrained")
+        same(read.state_dict(), state, 0.0, f"save_pretrained in {folder}")
+        type(bare).config_class.from_pretrained(f"{folder}/pretrained").save_pretrained(f"{folder}/weights")
+        same(type(bare).from_pretrained(f"{folder}/weights").state_dict(), state, 0.0, f"save_model in {folder}")
+    accelerator.wait_for_everyone()
+
+
+def restores(accelerator: Accelerator, model: nn.Module, optimizer: Any, folder: str, what: str) -> None:
+    """`load_state` takes back the weights and the optimizer: the next steps are the same again."""
+    accelerator.save_state(folder)
+    first = train(accelerator, model, optimizer)
+    after = accelerator.get_state_dict(model)
+    accelerator.load_state(folder)
+    assert train(accelerator, model, optimizer) == first, what
+    same(accelerator.get_state_dict(model), after, 0.0, what)
+
+
+def keeps_master_weights(folder: str, version: int) -> None:
+    """A model loaded in bfloat16 is trained in float32 under mixed_precision="bf16", and runs in bfloat16."""
+    with accelerator_of(version, mixed_precision="bf16") as accelerator:
+        model = seeded(llama).to(torch.bfloat16)
+        model, optimizer = accelerator.prepare(model, adam(model.parameters()))
+        seen = []
+        inner = next(module for module in model.modules() if isinstance(module, nn.Linear))
+        inner.register_forward_hook(lambda module, given, out: seen.append(out.dtype))
+        losses, _ = train(accelerator, model, optimizer)
+        held = {p.dtype for group in optimizer.param_groups for p in group["params"]}
+        states = {value.dtype for kept in optimizer.state.values() for value in kept.values()}
+        assert held == states == {torch.float32}, (version, held, states)
+        assert set(seen) == {torch.bfloat16}, (version, seen)
+        assert losses[-1] < losses[0], losses
+        rotary = accelerator.unwrap_model(model).model.rotary_emb.inv_freq
+        assert rotary.dtype in (torch.float32, torch.bfloat16), rotary.dtype
+
+
+def root_gathered(model: nn.Module) -> Any:
+    """Under FSDP1 `generate` does not pass through the root's wrapper, which would gather what lies outside the layers."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    if isinstance(model, FullyShardedDataParallel):
+        return FullyShardedDataParallel.summon_full_params(model, writeback=False, recurse=False)
+    return nullcontext()
+
+
+def generates(folder: str, version: int) -> None:
+    """After training, `generate` gives on every rank what the same weights give on one process."""
+    options = {"max_new_tokens": 5, "do_sample": False}
+    with accelerator_of(version) as accelerator:
+        model = seeded(llama)
+        model, optimizer = accelerator.prepare(model, adam(model.parameters()))
+        train(accelerator, model, optimizer)
+        model.eval()
+        words = batches()[0]
+        with torch.no_grad(), root_gathered(model):
+            found = accelerator.unwrap_model(model).generate(words, **options)
+        state = accelerator.get_state_dict(model)
+        if accelerator.is_main_process:
+            plain = seeded(llama, seed=1).eval()
+            plain.load_state_dict(state)
+            assert torch.equal(found, plain.generate(words, **options)), found
+        told = accelerator.gather(found)
+        assert torch.equal(told[: len(words)], told[len(words) :]), told
+
+
+CHECKS: dict[str, Callable[[str], None]] = {
+    **{
+        f"{name}{version}": lambda folder, name=name, version=version: trains_as_one(folder, version, name)
+        for name in MODELS
+        for version in (1, 2)
+    },
+    "bf16_1": lambda folder: keeps_master_weights(folder, 1),
+    "bf16_2": lambda folder: keeps_master_weights(folder, 2),
+    "generate2": lambda folder: generates(folder, 2),
+    "generate1": lambda folder: generates(folder, 1),
+}
+
+
+def main() -> None:
+    folder, *chosen = sys.argv[1:]
+    warnings.simplefilter("ignore", FutureWarning)
+    for name in chosen or CHECKS:
+        CHECKS[name](folder)
+    report(passed=len(chosen or CHECKS))
+
+
+if __name__ == "__main__":
+    main()

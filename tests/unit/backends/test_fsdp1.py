@@ -1,0 +1,441 @@
+"""FSDP1 through the Accelerator, in one process: which options reach torch's wrapper, steps, clipping, flat parameters."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import fsdp
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from accelerate import ParallelismConfig
+from accelerate.backends import fsdp1
+from accelerate.checkpoint.fsdp_state import is_fsdp1, tied_names
+from accelerate.config.enums import DistributedType
+from accelerate.utils import GradientAccumulationPlugin
+from sharded_samples import Block, batch, loss, net, sharding
+
+pytestmark = pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
+
+
+@pytest.fixture
+def alone(process_group):
+    """A group of this process."""
+
+
+@pytest.fixture
+def eight():
+    """A group of eight that only this process, rank 5, is in."""
+    dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=8)
+    yield
+    dist.destroy_process_group()
+
+
+# -- the options -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def options(alone, monkeypatch):
+    """The arguments that torch's wrapper got."""
+    seen = {}
+    real = FullyShardedDataParallel.__init__
+
+    def record(self, module, **given):
+        for name, value in given.items():
+            seen.setdefault(name, value)  # that of the whole model comes first
+        real(self, module, **{**given, "device_id": torch.device("cpu"), "cpu_offload": None})
+
+    monkeypatch.setattr(FullyShardedDataParallel, "__init__", record)
+    return seen
+
+
+def test_every_option_of_the_plugin_arrives(options):
+    model = net(tied=False)
+    policy = fsdp.MixedPrecision(param_dtype=torch.bfloat16)
+    accelerator = sharding(
+        1,
+        sharding_strategy="SHARD_GRAD_OP",
+        backward_prefetch="BACKWARD_POST",
+        forward_prefetch=True,
+        limit_all_gathers=False,
+        use_orig_params=True,
+        ignored_modules=[model.head],
+        mixed_precision_policy=policy,
+    )
+    accelerator.prepare(model)
+    assert options["sharding_strategy"] is ShardingStrategy.SHARD_GRAD_OP
+    assert options["backward_prefetch"] is fsdp.BackwardPrefetch.BACKWARD_POST
+    assert options["mixed_precision"] is policy
+    assert options["ignored_modules"] == [model.head]
+    assert (options["forward_prefetch"], options["limit_all_gathers"], options["use_orig_params"]) == (
+        True,
+        False,
+        True,
+    )
+    assert options["auto_wrap_policy"].keywords == {"transformer_layer_cls": {Block}}
+    assert options["device_id"] == torch.device("cpu")
+    assert options["device_mesh"] is None and options["param_init_fn"] is None
+    assert options["sync_module_states"] is False
+
+
+def test_defaults_are_torchs(options):
+    sharding(1, auto_wrap_policy="no_wrap", transformer_cls_names_to_wrap=None).prepare(net())
+    assert options["sharding_strategy"] is ShardingStrategy.FULL_SHARD
+    assert options["limit_all_gathers"] is True
+    names = ("auto_wrap_policy", "mixed_precision", "backward_prefetch", "ignored_modules", "cpu_offload")
+    assert [options[name] for name in names] == [None] * len(names)
+
+
+def test_what_only_devices_can_do_goes_there(options):
+    accelerator = sharding(1, cpu_offload=True, sync_module_states=True)
+    accelerator.state.device = torch.device("meta")  # stands for one that is not the host
+    with pytest.raises((ValueError, RuntimeError)):  # of torch, which sends states between devices only
+        accelerator.prepare(net())
+    assert options["cpu_offload"].offload_params is True
+    assert options["sync_module_states"] is True
+    assert options["device_id"] == torch.device("meta")
+
+
+@pytest.mark.parametrize("given", [r"blocks\.0\.b|head", "list", "one"])
+def test_ignored_modules(options, given):
+    model = net(tied=False)
+    ignored = {"list": [model.blocks[0].b, model.head], "one": model.head}.get(given, given)
+    accelerator = sharding(1, ignored_modules=ignored, use_orig_params=True)
+    accelerator.state.device = torch.device("meta")
+    accelerator.prepare(model)
+    wanted = [model.head] if given == "one" else [model.blocks[0].b, model.head]
+    assert options["ignored_modules"] == wanted
+    assert all(module.weight.is_meta for module in wanted)  # torch leaves them where they are
+    assert not model.emb.weight.is_meta
+
+
+def test_size_decides_which_modules_are_units(alone):
+    accelerator = sharding(
+        1, auto_wrap_policy="size_based_wrap", transformer_cls_names_to_wrap=None, min_num_params=200
+    )
+    model = accelerator.prepare(net())
+    blocks = accelerator.unwrap_model(model).blocks
+    assert [type(block).__name__ for block in blocks] == ["FullyShardedDataParallel"] * 2
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("kind", ["ModuleWrapPolicy", "CustomPolicy", "callable"])
+def test_policy_objects(alone, version, kind):
+    from torch.distributed.fsdp import wrap
+
+    def by_class(module, recurse, nonwrapped_numel):
+        return recurse or isinstance(module, Block)
+
+    policies = {
+        "ModuleWrapPolicy": wrap.ModuleWrapPolicy({Block}),
+        "CustomPolicy": wrap.CustomPolicy(lambda module: isinstance(module, Block)),
+        "callable": by_class,
+    }
+    for checkpointing in (False, True):
+        accelerator = sharding(
+            version,
+            auto_wrap_policy=policies[kind],
+            transformer_cls_names_to_wrap=None,
+            activation_checkpointing=checkpointing,
+        )
+        model = accelerator.prepare(net())
+        units = [part for part in model.modules() if isinstance(part, (FullyShardedDataParallel, fsdp.FSDPModule))]
+        assert len(units) == 3
+        recomputed = [part for part in model.modules() if type(part).__name__ == "CheckpointWrapper"]
+        assert len(recomputed) == (2 if checkpointing else 0)
+        loss(model, batch()).backward()
+        accelerator.free_memory()
+        accelerator.state._reset_state(True)
+
+
+def test_a_class_that_is_not_there_is_refused(alone):
+    with pytest.raises(
+        ValueError, match="holds Nope, which the model does not contain. It contains: Block, Dropout, Embedding"
+    ):
+        sharding(1, transformer_cls_names_to_wrap=["Nope"]).prepare(net())
+
+
+def test_tensor_parallelism_is_refused(eight):
+    accelerator = sharding(1)
+    accelerator.state.parallelism_config = ParallelismConfig(dp_shard_size=4, tp_size=2)
+    with pytest.raises(ValueError, match="tp_size=2 with fsdp_version=1.*fsdp_version=2"):
+        accelerator.prepare(net())
+
+
+# -- meshes ----------------------------------------------------------------------------------------------------------
+
+
+class Machine:
+    """Stands for an Accelerator on the CPU."""
+
+    device = torch.device("cpu")
+    torch_device_mesh = None
+    parallelism_config = None
+
+    def __init__(self, **sizes):
+        if sizes:
+            self.parallelism_config = ParallelismConfig(**sizes)
+            self.torch_device_mesh = self.parallelism_config.get_device_mesh("cpu")
+
+
+def test_a_hybrid_strategy_keeps_a_copy_on_each_machine(eight, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    mesh = fsdp1._mesh(Machine(), ShardingStrategy.HYBRID_SHARD)
+    assert mesh.mesh.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert fsdp1._mesh(Machine(), ShardingStrategy.FULL_SHARD) is None
+
+
+def test_machines_of_different_sizes_are_refused(eight, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    with pytest.raises(ValueError, match="the 8 processes are not a multiple of the 3 on this one.*dp_replicate_size"):
+        fsdp1._mesh(Machine(), ShardingStrategy._HYBRID_SHARD_ZERO2)
+
+
+@pytest.mark.parametrize(("given", "used"), [("FULL_SHARD", "HYBRID_SHARD"), ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2")])
+def test_replicas_in_the_mesh_make_the_strategy_hybrid(eight, given, used):
+    accelerator = sharding(1, sharding_strategy=given)
+    machine = Machine(dp_replicate_size=2, dp_shard_size=4)
+    machine.state = accelerator.state
+    options = fsdp1._options(machine, net())
+    assert options["sharding_strategy"] is getattr(ShardingStrategy, used)
+    assert options["device_mesh"].mesh_dim_names == ("dp_replicate", "dp_shard")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "strategy", "text"),
+    [
+        ({"dp_replicate_size": 8}, "FULL_SHARD", "dp_replicate_size=8 and dp_shard_size=1 shard nothing"),
+        ({"dp_replicate_size": 2, "dp_shard_size": 4}, "NO_SHARD", "NO_SHARD keeps whole .* dp_shard_size=4"),
+        ({"dp_shard_size": 8}, "HYBRID_SHARD", "HYBRID_SHARD keeps replicas of shards, but dp_replicate_size is 1"),
+    ],
+)
+def test_a_mesh_and_a_strategy_that_disagree_are_refused(eight, sizes, strategy, text):
+    accelerator = sharding(1, sharding_strategy=strategy)
+    accelerator.state.parallelism_config = ParallelismConfig(**sizes)
+    with pytest.raises(ValueError, match=text):
+        accelerator.prepare(net())
+
+
+def test_ranks_that_no_dimension_claims_are_shards():
+    layout, run = ParallelismConfig(), {"num_processes": 8, "multi_device": True, "is_fsdp2": False}
+    layout._validate_accelerator(SimpleNamespace(**run, distributed_type=DistributedType.FSDP))
+    assert (layout.dp_replicate_size, layout.dp_shard_size) == (1, 8)
+
+
+# -- training --------------------------------------------------------------------------------------------------------
+
+
+def assert_same(state, wanted):
+    assert state.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(state[name], value, msg=name)
+
+
+@pytest.mark.parametrize("original", [False, True])
+@pytest.mark.parametrize("window", [{}, {"sync_each_batch": True}, {"exact": True}, {"num_items": 20}])
+def test_windows_give_the_weights_of_plain_torch(alone, original, window):
+    counted = {"num_items": window.pop("num_items")} if "num_items" in window else {}
+    plugin = GradientAccumulationPlugin(num_steps=2, **window)
+    accelerator = sharding(1, {"gradient_accumulation_plugin": plugin}, use_orig_params=original)
+    model, reference = net(), net()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for step in range(4):
+        with accelerator.accumulate(model, **counted):
+            accelerator.backward(loss(model, batch(step)))
+            optimizer.step()
+            optimizer.zero_grad()
+        (loss(reference, batch(step)) / 2).backward()
+        if step % 2:
+            plain.step()
+            plain.zero_grad()
+    assert_same(accelerator.get_state_dict(model), reference.state_dict())
+
+
+def test_items_inside_no_sync_are_refused(alone):
+    accelerator = sharding(1, {"gradient_accumulation_steps": 2})
+    model = accelerator.prepare(net())
+    with accelerator.no_sync(model), pytest.raises(ValueError, match="num_items=4 was given inside no_sync"):
+        accelerator.backward(loss(model, batch()), num_items=4)
+
+
+def test_the_norm_of_a_part_is_refused(alone):
+    accelerator = sharding(1)
+    model = accelerator.prepare(net())
+    loss(model, batch()).backward()
+    with pytest.raises(
+        ValueError, match=r"got 1 of the 3 parameters of .*Pass model.parameters\(\), or set fsdp_version=2"
+    ):
+        accelerator.clip_grad_norm_(accelerator.unwrap_model(model).blocks[0].parameters(), 1.0)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_norm_of_all_that_is_trained(alone, frozen):
+    accelerator, reference, model = sharding(1, use_orig_params=True), net(), net()
+    for each in (model, reference):
+        each.emb.requires_grad_(not frozen)
+    model = accelerator.prepare(model)
+    for each in (model, reference):
+        loss(each, batch()).backward()
+    norm = accelerator.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 0.01)
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(reference.parameters(), 0.01))
+
+
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_two_models_and_a_plain_parameter_are_clipped_to_one_norm(alone, norm_type):
+    accelerator = sharding(1, use_orig_params=True)
+    models, references = [net(seed) for seed in (0, 1)], [net(seed) for seed in (0, 1)]
+    prepared = [accelerator.prepare(model) for model in models]
+    extra = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    for group, parameter in zip((prepared, references), extra, strict=True):
+        sum((loss(model, batch()) for model in group), parameter.square().sum()).backward()
+    given = [p for model in prepared for p in model.parameters()] + extra[:1]
+    norm = accelerator.clip_grad_norm_(given, 0.01, norm_type)
+    plain = [p for model in references for p in model.parameters()] + extra[1:]
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(plain, 0.01, norm_type))
+    torch.testing.assert_close(extra[0].grad, extra[1].grad)
+    torch.testing.assert_close(models[1].blocks[0].a.weight.grad.view(16, 8), references[1].blocks[0].a.weight.grad)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_recomputed_activations_draw_the_same_dropout(alone, offload):
+    gradients = {}
+    for checkpointing in (False, True):
+        accelerator = sharding(
+            1,
+            use_orig_params=True,
+            activation_checkpointing=checkpointing,
+            activation_checkpointing_offload=checkpointing and offload,
+        )
+        model = accelerator.prepare(net(dropout=0.5))
+        torch.manual_seed(7)
+        loss(model, batch()).backward()
+        gradients[checkpointing] = [parameter.grad.flatten() for parameter in model.parameters()]
+        kinds = [type(part).__name__ for part in model.modules()]
+        assert kinds.count("CheckpointWrapper") == (2 if checkpointing else 0)
+        accelerator.free_memory()
+        accelerator.state._reset_state(True)
+    for plain, recomputed in zip(gradients[False], gradients[True], strict=True):
+        assert torch.equal(plain, recomputed)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_checkpointing_of_units_by_size(alone, version):
+    accelerator = sharding(
+        version,
+        auto_wrap_policy="size_based_wrap",
+        transformer_cls_names_to_wrap=None,
+        min_num_params=200,
+        activation_checkpointing=True,
+    )
+    model = accelerator.prepare(net())
+    recomputed = [name for name, part in model.named_modules() if type(part).__name__ == "CheckpointWrapper"]
+    assert [name.replace("_fsdp_wrapped_module.", "").split(".")[:2] for name in recomputed] == [
+        ["blocks", "0"],
+        ["blocks", "1"],
+    ]
+    loss(model, batch()).backward()
+
+
+def test_checkpointing_without_a_policy_warns(alone, caplog):
+    sharding(1, activation_checkpointing=True, auto_wrap_policy="no_wrap", transformer_cls_names_to_wrap=None).prepare(
+        net()
+    )
+    assert "activation_checkpointing has no effect without an auto_wrap_policy" in caplog.text
+
+
+def test_efficient_loading_sends_the_weights_of_the_first_rank(alone):
+    wanted = net().state_dict()
+    with pytest.warns(UserWarning, match="sync_module_states is set to True"):
+        accelerator = sharding(1, cpu_ram_efficient_loading=True)
+    model = accelerator.prepare(net())
+    assert_same(accelerator.get_state_dict(model), wanted)
+
+
+def test_a_param_init_fn_gives_memory_and_keeps_ties(alone):
+    def initialise(module):
+        module.to_empty(device="cpu", recurse=False)
+        for parameter in module.parameters(recurse=False):
+            nn.init.constant_(parameter, 0.5)
+
+    with torch.device("meta"):
+        model = net()
+    accelerator = sharding(1, param_init_fn=initialise)
+    model = accelerator.prepare(model)
+    state = accelerator.get_state_dict(model)
+    assert all(bool((value == 0.5).all()) for name, value in state.items() if name != "scale")
+    assert {tuple(sorted(names)) for names in tied_names(model)} == {("emb.weight", "head.weight")}
+
+
+@pytest.mark.parametrize("original", [False, True])
+def test_groups_within_a_layer(alone, original):
+    accelerator, model = sharding(1, use_orig_params=original), net()
+    biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
+    weights = [p for name, p in model.named_parameters() if not name.endswith("bias")]
+    optimizer = torch.optim.SGD([{"params": weights, "weight_decay": 0.1}, {"params": biases}], lr=0.1)
+    if not original:
+        with pytest.raises(ValueError, match="use_orig_params=True"):
+            accelerator.prepare(model, optimizer)
+        return
+    model, optimizer = accelerator.prepare(model, optimizer)
+    assert [len(group["params"]) for group in optimizer.param_groups] == [5, 4]
+
+
+@pytest.mark.parametrize("original", [False, True])
+def test_optimizers_follow_before_and_after(alone, original):
+    accelerator, model = sharding(1, use_orig_params=original), net()
+    old = list(model.parameters())
+    before = accelerator.prepare(torch.optim.SGD(old, lr=0.1))
+    model = accelerator.prepare(model)
+    after = accelerator.prepare(torch.optim.SGD(old, lr=0.1))
+    wanted = {id(parameter) for parameter in model.parameters()}
+    for optimizer in (before, after):
+        assert {id(parameter) for parameter in optimizer.param_groups[0]["params"]} == wanted
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_compiled_models(alone, when):
+    accelerator = sharding(1, {"dynamo_backend": "eager"} if when == "after" else None, use_orig_params=True)
+    model = net()
+    given = torch.compile(model, backend="eager") if when == "before" else model
+    prepared, optimizer = accelerator.prepare(given, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert type(prepared).__name__ == "OptimizedModule"
+    assert accelerator.unwrap_model(prepared, keep_torch_compile=False) is model
+    accelerator.backward(loss(prepared, batch()))
+    optimizer.step()
+    wanted = net()
+    loss(wanted, batch()).backward()
+    torch.optim.SGD(wanted.parameters(), lr=0.1).step()
+    assert_same(accelerator.get_state_dict(prepared), wanted.state_dict())
+
+
+def test_bf16_keeps_float32_weights_also_beside_frozen_ones(alone):
+    accelerator = sharding(1, {"mixed_precision": "bf16"}, use_orig_params=True)
+    model = net().bfloat16()
+    model.blocks[0].a.requires_grad_(False)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    with pytest.warns(UserWarning, match="are kept in float32"):
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(trained))
+    assert {p.dtype for p in optimizer.param_groups[0]["params"]} == {torch.float32}
+    accelerator.backward(loss(model, batch()))
+    optimizer.step()
+
+
+def test_a_model_for_evaluation_stays_whole_and_can_train_later(alone):
+    accelerator = sharding(1)
+    model = accelerator.prepare_model(net(), evaluation_mode=True)
+    assert not is_fsdp1(model)
+    with accelerator.no_sync(model):
+        pass
+    assert is_fsdp1(accelerator.prepare(model))
+
+
+def test_a_model_is_not_wrapped_twice(alone):
+    accelerator, model = sharding(1), net()
+    prepared = accelerator.prepare(model)
+    with pytest.warns(UserWarning, match="already prepared"):
+        assert accelerator.prepare(model) is prepared
+    own = FullyShardedDataParallel(net(1), device_id=torch.device("cpu"))
+    assert accelerator.prepare(own) is own
