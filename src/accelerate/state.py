@@ -4,6 +4,7 @@
 """
 
 import logging
+import os
 import threading
 import weakref
 from typing import Any, ClassVar
@@ -187,6 +188,9 @@ class AcceleratorState(ProcessView):
             from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 
             plugin = FullyShardedDataParallelPlugin()  # reads what the launcher exported
+        elif name == "fsdp_plugin" and getattr(plugin, "cpu_ram_efficient_loading", False) and not asked_for(name):
+            # transformers looks here before it reads weights on rank 0 alone.
+            os.environ[_ENGINE_FLAGS[name]] = _MIRRORED
         elif name == "megatron_lm_plugin" and plugin is None:
             from accelerate.config.megatron import MegatronLMPlugin
 
@@ -257,6 +261,8 @@ class AcceleratorState(ProcessView):
             reset_partial_state: do the same for `PartialState`. Needed for another device, backend or process count.
         """
         storage.accelerator.renew()
+        if os.environ.get(_ENGINE_FLAGS["fsdp_plugin"]) == _MIRRORED:
+            del os.environ[_ENGINE_FLAGS["fsdp_plugin"]]
         if reset_partial_state:
             PartialState._reset_state()
 
@@ -345,13 +351,26 @@ _ENGINE_FLAGS = {
     "megatron_lm_plugin": "ACCELERATE_USE_MEGATRON_LM",
 }
 
+# In capitals, to tell what a state says of itself from what launchers and TrainingArguments ask for.
+_MIRRORED = "TRUE"
+
+
+def asked_for(plugin: str) -> bool:
+    """Say whether the environment asks for an engine, as the launcher and TrainingArguments do. Any rank, alone.
+
+    Args:
+        plugin: `deepspeed_plugins`, `fsdp_plugin` or `megatron_lm_plugin`.
+    """
+    flag = _ENGINE_FLAGS[plugin]
+    return os.environ.get(flag) != _MIRRORED and parse_flag_from_env(flag)
+
 
 def _engine(plugins: dict[str, Any]) -> str | None:
     """Return which plugin decides how the processes cooperate: a given one, else one that the launcher asked for."""
     given = [name for name, plugin in plugins.items() if plugin is not None]
     if len(given) > 1:
         raise ValueError(f"{' and '.join(given)} were given; they exclude each other, pass one of them.")
-    asked = [name for name, flag in _ENGINE_FLAGS.items() if parse_flag_from_env(flag)]
+    asked = [name for name in _ENGINE_FLAGS if asked_for(name)]
     return next(iter([*given, *asked]), None)
 
 

@@ -81,7 +81,6 @@ def test_device_placement_must_match_the_objects():
         ({"dynamo_backend": "eager", "dynamo_plugin": TorchDynamoPlugin()}, ValueError, "not both"),
         ({"fsdp_plugin": 3}, TypeError, "fsdp_plugin=3"),
         ({"log_with": "abacus"}, ValueError, "abacus"),
-        ({"mixed_precision": "fp8"}, (NotImplementedError, ImportError, ValueError), "fp8"),
         (
             {
                 "gradient_accumulation_steps": 2,

@@ -1,5 +1,6 @@
 import copy
 import gc
+import os
 import pickle
 import threading
 
@@ -13,8 +14,10 @@ from accelerate.state import (
     GradientState,
     PartialState,
     ThreadLocalSharedDict,
+    asked_for,
     is_initialized,
 )
+from accelerate.utils.environment import parse_flag_from_env
 
 
 def build(**kwargs):
@@ -128,6 +131,20 @@ def test_engine_from_the_environment(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     state = build()
     assert state.distributed_type == "FSDP" and isinstance(state.fsdp_plugin, FullyShardedDataParallelPlugin)
+
+
+def test_loading_on_one_rank_is_announced_as_long_as_the_state_is_there(monkeypatch):
+    monkeypatch.delenv("ACCELERATE_USE_FSDP", raising=False)
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "")  # so that monkeypatch restores it
+    build(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=True))
+    assert parse_flag_from_env("ACCELERATE_USE_FSDP")
+    assert not asked_for("fsdp_plugin")  # or the next Accelerator would be sharded, too
+    AcceleratorState._reset_state()
+    assert "ACCELERATE_USE_FSDP" not in os.environ
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    build(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=True))
+    AcceleratorState._reset_state()
+    assert asked_for("fsdp_plugin")  # the launcher said so
 
 
 def test_plugins_exclude_each_other():

@@ -57,12 +57,14 @@ class FSDP1(Sharded):
             return model
         from torch.distributed.fsdp import FullyShardedDataParallel
 
+        self.ready(accelerator, model)
         plugin = accelerator.state.fsdp_plugin
         if accelerator.mixed_precision != "no":
             _upcast(inner, plugin)
         plugin.set_auto_wrap_policy(inner)
         before = named(inner)
         options = _options(accelerator, inner)
+        options["ignored_modules"] = list(options["ignored_modules"] or ()) or None
         ignored = [p for module in options["ignored_modules"] or () for p in module.parameters()]
         sameness.agree(accelerator, inner, ignored, from_main=options["sync_module_states"])
         if ignored:
@@ -71,7 +73,8 @@ class FSDP1(Sharded):
             # Torch does it between devices only.
             _send_states(inner, options["param_init_fn"])
             options.update(sync_module_states=False, param_init_fn=None)
-        wrapped = FullyShardedDataParallel(inner, **options)
+        with _standing_in(inner, ignored) if not plugin.use_orig_params else contextlib.nullcontext():
+            wrapped = FullyShardedDataParallel(inner, **options)
         if plugin.activation_checkpointing:
             _checkpoint_activations(wrapped, plugin)
         if plugin.use_orig_params:
@@ -234,6 +237,40 @@ def _send_states(model: nn.Module, initialise: Any) -> None:
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             torch.distributed.broadcast(tensor.data, src=0)
+
+
+@contextlib.contextmanager
+def _standing_in(model: nn.Module, ignored: list[nn.Parameter]) -> Iterator[None]:
+    """Put new parameters with the same memory in the place of a model's, and leave the old ones empty; after an error undo it.
+
+    Torch frees what it has flattened, unit by unit, if nobody else holds it; but optimizers made before, and the names that they
+    are followed by, hold the old parameters.
+    """
+    _stand_in(model, {id(parameter) for parameter in ignored})
+    try:
+        yield
+    except BaseException:
+        for module in model.modules():
+            for name, new in module._parameters.items():
+                if (old := getattr(new, "_accelerate_old", None)) is not None:
+                    old.data, module._parameters[name] = new.data, old
+        raise
+
+
+def _stand_in(model: nn.Module, kept: set[int]) -> None:
+    made: dict[int, nn.Parameter] = {}
+    replaced = []
+    for module in model.modules():
+        for name, old in module._parameters.items():
+            if type(old) is not nn.Parameter or id(old) in kept:
+                continue
+            if id(old) not in made:
+                new = made[id(old)] = nn.Parameter(old.detach(), old.requires_grad)
+                new.__dict__.update(old.__dict__, _accelerate_old=old)
+                replaced.append(old)
+            module._parameters[name] = made[id(old)]
+    for old in replaced:
+        old.data = torch.empty(0, dtype=old.dtype, device=old.device)
 
 
 def _upcast(model: nn.Module, plugin: Any) -> None:

@@ -34,6 +34,7 @@ class FSDP2(Sharded):
 
     def wrap_model(self, accelerator: "Accelerator", model: nn.Module) -> nn.Module:
         """Shard the model in place, through the function that libraries replace."""
+        self.ready(accelerator, model)
         return accelerator._fsdp2_prepare_model(model)
 
     @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """What the strategies share whose ranks hold parts of the parameters: order of preparing, states, checkpoints."""
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from accelerate.backends.base import Backend
 from accelerate.checkpoint import fsdp_files, fsdp_io, fsdp_optimizer, fsdp_state
 from accelerate.checkpoint.fsdp_state import Layout, together
 from accelerate.config.handlers import GradScalerKwargs
+from accelerate.devices import row
 from accelerate.modules import norms
 from accelerate.precision import footprint
 from accelerate.precision.base import precision
@@ -30,12 +32,16 @@ class ShardedModel:
         model: The prepared model.
         own: Its state.
         layout: Of the state that it will get.
+        adapter_only: Whether that is the active adapter's alone.
     """
 
-    def __init__(self, model: nn.Module, own: fsdp_state.ModelState, layout: Layout) -> None:
+    def __init__(
+        self, model: nn.Module, own: fsdp_state.ModelState, layout: Layout, adapter_only: bool = False
+    ) -> None:
         self._model = model
         self._own = own
         self._layout = layout
+        self._adapter_only = adapter_only
 
     def parameters(self) -> Iterable[nn.Parameter]:
         """Return what this rank has of the parameters."""
@@ -45,14 +51,18 @@ class ShardedModel:
         """Return the buffers."""
         return self._model.buffers()
 
-    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Any:
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True, adapter_only: bool = False) -> Any:
         """Load shards. All ranks.
 
         Args:
             state: By the names of the user.
             strict: Whether all names must be there.
+            adapter_only: As it was said when the state was read.
         """
-        return fsdp_state.apply_model(self._model, state, self._own, layout=self._layout, strict=strict)
+        options: dict[str, Any] = {}
+        if self._adapter_only:
+            options["setter"] = functools.partial(fsdp_utils._set_model_state_dict, adapter_only=True)
+        return fsdp_state.apply_model(self._model, state, self._own, layout=self._layout, strict=strict, **options)
 
 
 class Sharded(Backend):
@@ -76,7 +86,8 @@ class Sharded(Backend):
                 "plugin (one process holds the model), or pass cpu=True."
             )
         if not torch.distributed.is_initialized():
-            rendezvous.init_process_group(rendezvous.ALONE, "gloo" if accelerator.device.type == "cpu" else "nccl")
+            kind = accelerator.device.type
+            rendezvous.init_process_group(rendezvous.ALONE, "gloo" if kind == "cpu" else row(kind).backends[0])
         plugin = accelerator.state.fsdp_plugin
         offload = getattr(
             plugin.cpu_offload, "offload_params", type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy"
@@ -102,6 +113,11 @@ class Sharded(Backend):
             accelerator._prepare_one(made[position], device_placement=placement)
             for position, placement in enumerate(placements)
         )
+
+    def ready(self, accelerator: "Accelerator", model: nn.Module) -> None:
+        """Do for a model that comes to ``prepare_model`` by itself what ``prepare`` does first. All ranks."""
+        self.check(accelerator, [model])
+        accelerator._prepare_device_mesh()
 
     def needs_wrapper(self, accelerator: "Accelerator", model: nn.Module) -> bool:
         """Always: shards of a frozen model save as much memory."""
@@ -139,7 +155,7 @@ class Sharded(Backend):
     def model_state(self, accelerator: "Accelerator", model: nn.Module, unwrap: bool) -> dict[str, Any]:
         """Return the whole state dict in host memory on rank 0, and an empty one elsewhere. All ranks."""
         state = fsdp_state.gathered(fsdp_state.model_state(model).values)
-        return state if torch.distributed.get_rank() == 0 else {}
+        return state if fsdp_state.rank_and_size()[0] == 0 else {}
 
     def save_model(
         self, accelerator: "Accelerator", state: dict[str, Any], folder: str, index: int, **options: Any
@@ -157,15 +173,18 @@ class Sharded(Backend):
         stored = together(found.of_rank) if found.layout == "local" else None
         flat = stored is not None and any(str(name).endswith("_flat_param") for name in stored)
         layout: Layout = "local" if flat else "sharded"
-        own = fsdp_state.model_state(model, layout=layout)
-        strict = options.get("strict", True)
+        strict, adapter_only = options.get("strict", True), options.get("adapter_only", False)
+        getter: dict[str, Any] = {}
+        if adapter_only:
+            getter["getter"] = functools.partial(fsdp_utils._get_model_state_dict, adapter_only=True)
+        own = fsdp_state.model_state(model, layout=layout, **getter)
 
         def read() -> dict[str, Any]:
             if stored is not None:
                 return fsdp_io.read_local(own.values, stored, f"{found.name} of rank {accelerator.process_index}")
             return fsdp_io.read_model(own, found.reader(), fsdp_state.tied_names(model), strict)
 
-        return ShardedModel(model, own, layout), together(read)
+        return ShardedModel(model, own, layout, adapter_only), together(read)
 
     def save_optimizer(
         self, accelerator: "Accelerator", optimizer: Any, folder: str, index: int, **options: Any

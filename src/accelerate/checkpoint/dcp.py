@@ -536,9 +536,20 @@ def _keeping(state: Any, steps: Steps, is_part: Callable[[Any], bool]) -> Any:
 
 def _save_planner() -> Any:
     from torch.distributed.checkpoint import DefaultSavePlanner
+    from torch.distributed.checkpoint.planner import WriteItemType
 
     class Planner(DefaultSavePlanner):
-        """Torch's planner, which writes what `_Kept` has as one value."""
+        """Torch's planner, which writes what `_Kept` has as one value, and what ranks have whole as the first one has it."""
+
+        def create_global_plan(self, all_plans: list[Any]) -> Any:
+            # Torch lets the rank with the least to write it; running statistics, say, differ between ranks.
+            seen: set[Any] = set()
+            thinned = []
+            for plan in all_plans:
+                own = [item for item in plan.items if item.type is WriteItemType.SHARD or item.index not in seen]
+                seen.update(item.index for item in plan.items if item.type is not WriteItemType.SHARD)
+                thinned.append(dataclasses.replace(plan, items=own))
+            return super().create_global_plan(thinned)
 
         def transform_object(self, write_item: Any, object: Any) -> Any:
             return super().transform_object(write_item, object.value if isinstance(object, _Kept) else object)

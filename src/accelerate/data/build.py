@@ -131,8 +131,8 @@ def prepare_data_loader(
         device = state.device
 
     if use_seedable_sampler:
-        dataloader = _with_seedable_sampler(dataloader, layout, data_seed)
-    generator = _shared_generator(dataloader, layout, dispatch)
+        dataloader = _with_seedable_sampler(dataloader, num_processes, data_seed)
+    generator = _shared_generator(dataloader, num_processes, dispatch)
     ReplayableRandomSampler.adopt(lengths.get_sampler(dataloader))
 
     reading = _reading(dataloader, layout, divided=divided, dispatch=dispatch)
@@ -251,7 +251,7 @@ def _effective_rng_types(rng_types: list[Any] | None, generator: torch.Generator
     return [kind for kind in rng_types if kind != "generator"]
 
 
-def _with_seedable_sampler(dataloader: DataLoader, layout: ShardLayout, data_seed: int | None) -> DataLoader:
+def _with_seedable_sampler(dataloader: DataLoader, num_processes: int, data_seed: int | None) -> DataLoader:
     """The loader with a sampler that depends on a seed and the epoch, equal on all processes, if it shuffles."""
     sampler = lengths.get_sampler(dataloader)
     if not isinstance(sampler, RandomSampler) or isinstance(sampler, SeedableRandomSampler):
@@ -261,7 +261,7 @@ def _with_seedable_sampler(dataloader: DataLoader, layout: ShardLayout, data_see
         replacement=sampler.replacement,
         num_samples=sampler._num_samples,
         generator=torch.Generator() if sampler.generator is None else sampler.generator,
-        data_seed=_from_main_process(torch.initial_seed(), layout) if data_seed is None else data_seed,
+        data_seed=_from_main_process(torch.initial_seed(), num_processes) if data_seed is None else data_seed,
     )
     dataloader = variant(dataloader)
     if type(dataloader.batch_sampler) is BatchSampler:
@@ -271,23 +271,23 @@ def _with_seedable_sampler(dataloader: DataLoader, layout: ShardLayout, data_see
     return dataloader
 
 
-def _from_main_process(value: int, layout: ShardLayout) -> int:
-    """The main process's value, where the parts really are in several processes."""
+def _from_main_process(value: int, num_processes: int) -> int:
+    """The main process's value, where several processes really read."""
     communicator = comm.current()
-    if communicator.world_size == 1 or layout.num_shards == 1:
+    if communicator.world_size == 1 or num_processes == 1:
         return value
     values = [value]
     communicator.broadcast_object_list(values, 0)
     return values[0]
 
 
-def _shared_generator(dataloader: DataLoader, layout: ShardLayout, dispatch: bool) -> torch.Generator | None:
+def _shared_generator(dataloader: DataLoader, num_processes: int, dispatch: bool) -> torch.Generator | None:
     """The generator that shuffles, if the processes have to agree on it; made here if the sampler has none.
 
     A sampler without a generator draws from torch's default one, which differs between processes as soon as one of them
-    has used it more than another; then their shards overlap.
+    has used it more than another; then their shards overlap, and processes that share one shard read different batches.
     """
-    if dispatch or layout.num_shards == 1:
+    if dispatch or num_processes == 1:
         return None
     if lengths.is_stream(dataloader):
         generator = getattr(dataloader.dataset, "generator", None)

@@ -14,7 +14,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from accelerate.modules.named import canonical_name
 
-
 # Every parameter that something took the place of, by its name: its Accelerator may be gone.
 _REPLACED = WeakTensorKeyDictionary()
 
@@ -25,9 +24,6 @@ class MovedParameters:
     def __init__(self) -> None:
         self._new = WeakTensorKeyDictionary()
         self._names = WeakTensorKeyDictionary()
-        # How many parameters one replacement stands for: FSDP1 flattens those of a unit into one. Not by id, which another
-        # parameter may have later.
-        self._members = WeakTensorKeyDictionary()
 
     def clear(self) -> None:
         """Forget all of them."""
@@ -42,7 +38,9 @@ class MovedParameters:
             new: What is in its place.
         """
         self._new[old], self._names[old], _REPLACED[old] = new, name, name
-        self._members[new] = self._members.get(new, 0) + 1
+        # For how many it stands: FSDP1 flattens those of a unit into one. Kept on it, because another parameter may have its id
+        # later, and because torch does not move a parallel model that weak references point to.
+        new._accelerate_members = getattr(new, "_accelerate_members", 0) + 1  # type: ignore[attr-defined]
 
     def now(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return what a parameter has become, through any number of replacements; itself if it was never replaced.
@@ -87,7 +85,7 @@ class MovedParameters:
         for number, pairs in enumerate(groups):
             here = Counter(id(new) for old, new in pairs if new is not old)
             for old, new in pairs:
-                have, all_of_it = here[id(new)], self._members.get(new, 1)
+                have, all_of_it = here[id(new)], getattr(new, "_accelerate_members", 1)
                 if new is not old and have < all_of_it:
                     raise ValueError(
                         f"Group {number} of the optimizer has {have} of the {all_of_it} parameters that FSDP flattened into one "

@@ -79,10 +79,16 @@ def by_ring(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: floa
     Source: Ring Attention (arXiv 2310.01889); the running softmax is that of arXiv 1805.02867.
     """
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind):
+        # As autocast does before attention. Inside, it would cast the running sums, which backward computes without it.
+        query, key, value = (tensor.to(torch.get_autocast_dtype(kind)) for tensor in (query, key, value))
     shared = key.shape[-3]
     # Query heads that share keys become a dimension of their own, over which keys and values broadcast.
     grouped = query.unflatten(-3, (shared, query.shape[-3] // shared))
-    out = _Ring.apply(grouped, torch.cat((key, value), dim=-1), causal, scale, region.group, region.rank, region.size)
+    together = torch.cat((key, value), dim=-1)
+    with torch.autocast(kind, enabled=False):
+        out = _Ring.apply(grouped, together, causal, scale, region.group, region.rank, region.size)
     return out.flatten(-4, -3)
 
 

@@ -94,6 +94,30 @@ def check(model: nn.Module, axis: str) -> None:
             )
 
 
+def join(model: nn.Module, region: Any, evaluation: bool) -> None:
+    """Check a model and register a region's hooks on it; one for evaluation is refused only once it is called in the region.
+
+    Args:
+        model: new or known to the region.
+        region: of this Accelerator; nothing is done for a context of somebody else's.
+        evaluation: whether the model may be for use outside the region alone, as a frozen teacher is.
+
+    Raises:
+        ValueError: a model for training that would compute something else on parts of a sequence.
+    """
+    if not isinstance(region, Region):
+        return
+    try:
+        check(model, region.axis)
+    except ValueError as error:
+        if not evaluation:
+            raise
+        if not _hooked(model, RefusingHook, region):
+            model.register_forward_pre_hook(RefusingHook(region, str(error)))
+        return
+    attach(model, region)
+
+
 def attach(model: nn.Module, region: Region) -> None:
     """Register the hooks of a region on a model, and on the models of transformers in it, once each."""
     if not _hooked(model, OutsideHook, region):
@@ -167,6 +191,23 @@ class OutsideHook:
                 "it, and backward, inside the context; see docs/guides/long-sequences.md.",
                 stacklevel=2,
             )
+
+
+class RefusingHook:
+    """Refuses calls of a model inside the region, where it would compute something else."""
+
+    def __init__(self, region: Region, why: str) -> None:
+        self.region = region
+        self.why = why
+
+    def __call__(self, module: nn.Module, args: tuple) -> None:
+        """Let calls outside pass.
+
+        Raises:
+            ValueError: the call is inside.
+        """
+        if self.region.active is not None:
+            raise ValueError(f"{self.why} Or call it outside of maybe_context_parallel, on whole sequences.")
 
 
 class AttentionHook:

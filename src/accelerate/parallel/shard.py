@@ -3,7 +3,7 @@
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -253,8 +253,10 @@ def _take_weights(model: nn.Module, ties: list[list[tuple[nn.Module, str]]]) -> 
             f"cpu_ram_efficient_loading=True sends the weights of rank 0 to the others, but {len(missing)} of them are on the "
             f"meta device there, {missing[0]!r} for one. Load the weights on rank 0."
         )
-    for (module, name), parameter in list(_held(model)):
+    held = list(_held(model))
+    for (module, name), parameter in held:
         module._parameters[name] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+    _free_replaced(held)
     _tie(ties)
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -263,21 +265,25 @@ def _take_weights(model: nn.Module, ties: list[list[tuple[nn.Module, str]]]) -> 
     return weights
 
 
-def distribute(accelerator: "Accelerator", model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+def distribute(
+    accelerator: "Accelerator", model: nn.Module, weights: Mapping[str, torch.Tensor], optional: Collection[str] = ()
+) -> None:
     """Give a sharded model the whole tensors that rank 0 has, one after the other, each rank its shard alone. All ranks.
 
     Args:
         accelerator: the Accelerator.
         model: sharded, with memory for its shards.
         weights: on rank 0, all parameters and buffers by name; elsewhere nothing.
+        optional: what stays as it is where `weights` lacks it.
 
     Raises:
         RuntimeError: rank 0 lacks a tensor, or one has another shape; raised on all ranks, before anything is changed.
     """
     import torch.distributed as dist
 
-    targets = _tensors(model)
     main = dist.get_rank() == 0
+    absent = _from_main([name for name in optional if name not in weights] if main else [])
+    targets = {name: tensor for name, tensor in _tensors(model).items() if name not in absent}
     if problems := _from_main(_misfits(targets, weights) if main else []):
         raise RuntimeError(
             f"Rank 0's weights do not fit {type(model).__name__}; nothing was loaded: {'; '.join(problems[:5])}. Pass the full "

@@ -64,6 +64,7 @@ def prepare(accelerator: "Accelerator", objects: Sequence[Any]) -> tuple[Any, ..
             _adopt(model, mesh)
         else:
             _cut(model, plan, mesh)
+            _settle_buffers(model, mesh)
         _settle_others(model, mesh, keep_plain=accelerator.is_fsdp2)
         repoint(accelerator, model, before)
     return tuple(objects)
@@ -398,6 +399,16 @@ def _settle_others(model: nn.Module, mesh: "DeviceMesh", keep_plain: bool) -> No
             module._parameters[name] = settled[id(value)]
         if not keep_plain and not shows_local_views(module):
             LocalView(own).install(module)
+
+
+def _settle_buffers(model: nn.Module, mesh: "DeviceMesh") -> None:
+    """Give all ranks the first one's buffers: ranks that share layers compute the same with what they do not share."""
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor
+
+    for buffer in model.buffers():
+        if not isinstance(buffer, DTensor) and not buffer.is_meta:
+            _take_first(buffer, mesh, dist)
 
 
 @torch.no_grad()

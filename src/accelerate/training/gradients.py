@@ -205,15 +205,17 @@ def weigh_items(accelerator: "Accelerator", num_items: Any, models: Sequence[nn.
     if count < 0:
         raise ValueError(f"num_items={num_items!r} is negative; pass the number of items that the loss averages over.")
     window.items += count
-    # Gradients that are averaged after every micro-batch need weights that mean the same on every rank.
-    window.reference = window.reference or (1.0 if _syncs_each(accelerator, True) else count or 1.0)
+    # Gradients that are averaged after every micro-batch need weights that mean the same on every rank. So do those of ranks
+    # that share a sequence: through attention, the loss of one reaches the gradients that another keeps.
+    layout = accelerator.parallelism_config
+    alike = _syncs_each(accelerator, True) or (layout is not None and (layout.cp_enabled or layout.sp_enabled))
+    window.reference = window.reference or (1.0 if alike else count or 1.0)
     if not accelerator.gradient_state.sync_gradients:
         window.factor = count / window.reference
         return
     total = torch.tensor([window.items], dtype=torch.float64 if accelerator.device.type != "mps" else torch.float32)
     communicator = comm.for_type(accelerator.distributed_type)
     # Ranks that share each layer count the same items.
-    layout = accelerator.parallelism_config
     copies = layout.tp_size if layout is not None else 1
     total = communicator.all_reduce(total.to(accelerator.device), "sum").item() / copies
     if total == 0:

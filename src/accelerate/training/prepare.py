@@ -128,7 +128,20 @@ def _overlay_mesh(accelerator: "Accelerator", objects: Sequence[Any]) -> Sequenc
     if layout.dp_shard_enabled and not traits.of(accelerator.distributed_type).sharded:
         raise ValueError(
             f"dp_shard_size={layout.dp_shard_size} shards parameters, which needs FSDP, but distributed_type is "
-            f"{accelerator.distributed_type}. Use dp_replicate_size={layout.data_parallel_size} and dp_shard_size=1."
+            f"{accelerator.distributed_type}. Pass fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2), or use "
+            f"dp_replicate_size={layout.data_parallel_size} and dp_shard_size=1."
+        )
+    if layout.tp_enabled and accelerator.fp8_enabled:
+        raise ValueError(
+            f"mixed_precision='fp8' with tp_size={layout.tp_size}: fp8 replaces the linear layers that tensor parallelism has cut, "
+            "and the replacements know nothing of the cut. Use mixed_precision='bf16', or set tp_size=1."
+        )
+    if layout.tp_enabled and len(layout.active_mesh_dims) > 1 and not accelerator.is_fsdp2:
+        sizes = " and ".join(f"{axis}_size={getattr(layout, f'{axis}_size')}" for axis in layout.active_mesh_dims)
+        raise ValueError(
+            f"{sizes} without FSDP: nothing would average gradients over the ranks that tensor parallelism leaves, and their "
+            "weights would drift apart. Pass fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2), which shards over them; "
+            "or make tp_size the number of processes."
         )
     accelerator._prepare_device_mesh()
     if layout.tp_enabled:
@@ -140,6 +153,16 @@ def _overlay_mesh(accelerator: "Accelerator", objects: Sequence[Any]) -> Sequenc
 
         objects = sequence.prepare(accelerator, objects)
     return objects
+
+
+def _follow_sequences(accelerator: "Accelerator", model: nn.Module, evaluation: bool) -> None:
+    """Give a model the hooks of context or sequence parallelism, also in a direct call of ``prepare_model``."""
+    layout = accelerator.parallelism_config
+    if layout is None or accelerator._cp_context is None or not (layout.cp_enabled or layout.sp_enabled):
+        return
+    from accelerate.parallel import models
+
+    models.join(model, accelerator._cp_context, evaluation)
 
 
 def _convert(accelerator: "Accelerator", objects: Sequence[Any], device_placement: Any) -> Sequence[Any]:
@@ -299,6 +322,7 @@ def prepare_model(
         )
     if accelerator.fp8_enabled and not evaluation_mode and accelerator.fp8_backend is not FP8BackendType.MSAMP:
         (model,) = _convert(accelerator, (model,), None)  # a direct call; what `prepare` has converted stays as it is
+    _follow_sequences(accelerator, model, evaluation_mode)
     given = [model, *_chain(model)]
     master.remember(given[-1])
     if not evaluation_mode:
@@ -415,6 +439,7 @@ def prepare_data_loader(
     if isinstance(data_loader, PreparedLoader):  # its Accelerator let go of it; nothing is sharded twice
         return register(accelerator, "loader", data_loader)
     config = accelerator.dataloader_config
+    device_mesh(accelerator)  # in a direct call, it may not be there yet
     shards, shard, mesh = _data_layout(accelerator)
     # Passed only when it says something, because users put functions of upstream's signature in the place of `build`.
     divided = {} if getattr(config, "shard_iterable_dataset", True) else {"shard_iterable_dataset": False}

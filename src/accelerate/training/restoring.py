@@ -301,6 +301,9 @@ def _read_models(
 ) -> None:
     """Let the hooks load what they want to load, and read the other models. Hooks come last, because they change models."""
     backend = resolve(accelerator.state)
+    options = {"strict": model_options.get("strict", True)}
+    if backend.saves_shards and "adapter_only" in model_options:
+        options["adapter_only"] = model_options["adapter_only"]
     inner = [backend.unwrap_model(model, keep_torch_compile=False) for model in accelerator._models]
     hooks = list(accelerator._load_model_state_pre_hook.values())
     if hooks:
@@ -320,7 +323,7 @@ def _read_models(
                 index,
                 map_location=location,
                 load_kwargs=load_kwargs,
-                strict=model_options.get("strict", True),
+                **options,
             )
             if isinstance(state, tuple):  # what takes the state, and the state
                 contents.models.append(state)

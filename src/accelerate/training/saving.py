@@ -432,8 +432,15 @@ def save_model(
         raise RuntimeError(
             f"{len(meta)} weights are on the meta device and have no values, {meta[0]!r} for one. Load them before saving."
         )
-    if files.writes(accelerator.project_configuration.save_on_each_node):
-        _write_shards(state, save_directory, max_shard_size, safe_serialization)
+    if not files.writes(accelerator.project_configuration.save_on_each_node):
+        return
+    if resolve(accelerator.state).saves_shards and not accelerator.is_main_process:
+        warn_caller(
+            "save_model with save_on_each_node=True writes on the first node only here: the weights are gathered by the main "
+            f"process. Copy {os.fspath(save_directory)!r} from there if other nodes need it."
+        )
+        return
+    _write_shards(state, save_directory, max_shard_size, safe_serialization)
 
 
 def _write_shards(state: dict[str, Any], folder: Folder, max_shard_size: int | str, safe: bool) -> None:

@@ -25,6 +25,7 @@ from accelerate.config.handlers import (
 from accelerate.config.megatron import MegatronLMPlugin
 from accelerate.config.project import ProjectConfiguration
 from accelerate.runtime import storage
+from accelerate.state import asked_for
 from accelerate.training.prepared import has_models, warn_caller
 from accelerate.utils.environment import get_int_from_env, parse_flag_from_env
 
@@ -112,7 +113,7 @@ def plugins(deepspeed: Any, fsdp: Any, megatron: Any, dynamo: Any, dynamo_backen
         dynamo = TorchDynamoPlugin(backend=dynamo_backend) if dynamo_backend is not None else TorchDynamoPlugin()
     if deepspeed is None and parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
         deepspeed = DeepSpeedPlugin()
-    if fsdp is None and parse_flag_from_env("ACCELERATE_USE_FSDP"):
+    if fsdp is None and asked_for("fsdp_plugin"):
         fsdp = FullyShardedDataParallelPlugin()
     if megatron is None and parse_flag_from_env("ACCELERATE_USE_MEGATRON_LM"):
         megatron = MegatronLMPlugin()

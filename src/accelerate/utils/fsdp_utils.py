@@ -540,12 +540,21 @@ def fsdp2_load_full_state_dict(
     Args:
         accelerator: the Accelerator.
         model: sharded by `fully_shard`; shards that have no memory yet get some.
-        full_sd: on rank 0, whole tensors by name; not used elsewhere.
+        full_sd: on rank 0, whole tensors by name; not used elsewhere. Buffers that no state dict has stay as they are.
         cpu_offload: shards stay in host memory.
 
     Raises:
         RuntimeError: rank 0's state does not fit the model.
     """
+    own = {canonical_name(name) for name in model.state_dict()}
+    kept = {
+        name: buffer
+        for name, buffer in model.named_buffers()
+        if canonical_name(name) not in own and not buffer.is_meta
+    }
     if any(parameter.is_meta for parameter in model.parameters()):
         shard.allocate(model, accelerator.device, cpu_offload)
-    shard.distribute(accelerator, model, full_sd)
+        for name, buffer in kept.items():
+            module, _, entry = name.rpartition(".")
+            model.get_submodule(module)._buffers[entry] = buffer.to(accelerator.device)
+    shard.distribute(accelerator, model, full_sd, optional=[canonical_name(name) for name in kept])

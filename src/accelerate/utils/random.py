@@ -26,7 +26,9 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
     Args:
         seed: from 0 to 2**32 - 1.
-        device_specific: add the process index, so that processes draw different numbers.
+        device_specific: add the process index, so that processes draw different numbers. Ranks that share each layer
+            (tensor parallelism, once an Accelerator is there) draw the same, as their dropout has to zero the same elements:
+            there it is the number of the group.
         deterministic: also make torch use algorithms that always give the same result, or raise where it has none.
 
     Raises:
@@ -48,7 +50,10 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     if not 0 <= value <= _LARGEST_SEED:
         raise ValueError(f"seed={value} is out of range; pass an integer from 0 to {_LARGEST_SEED} (2**32 - 1).")
     if device_specific:
-        value = (value + storage.ensure("process")["process_index"]) % (_LARGEST_SEED + 1)
+        layout = storage.accelerator.current.get("parallelism_config")
+        # The ranks of tensor parallelism are innermost in the mesh.
+        place = storage.ensure("process")["process_index"] // (layout.tp_size if layout is not None else 1)
+        value = (value + place) % (_LARGEST_SEED + 1)
     random.seed(value)
     np.random.seed(value)
     torch.manual_seed(value)  # CUDA, XPU and MPS, too

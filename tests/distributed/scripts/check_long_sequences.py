@@ -111,6 +111,30 @@ def half_precision_is_near():
         assert out.dtype == torch.bfloat16
         worst = (out.float() - my_part(expected, accelerator, axis, 2)).abs().max()
         assert worst < 0.03, (axis, strategy, worst)
+        autocast_is_near(axis, strategy, accelerator)
+
+
+def autocast_is_near(axis, strategy, accelerator):
+    """Under autocast the inputs are cast, and nothing within: what is summed up stays in float32, as in a kernel."""
+    torch.manual_seed(0)
+    given = [2 * torch.randn(2, 4, 4 * LENGTH, 32) for _ in range(4)]
+
+    def attended(query, key, value, gradient):
+        inputs = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
+        with torch.autocast("cpu", torch.bfloat16):
+            out = F.scaled_dot_product_attention(*inputs, is_causal=True)
+        assert out.dtype == torch.bfloat16
+        out.float().backward(gradient)
+        return [out.float(), *(tensor.grad for tensor in inputs)]
+
+    rounded = [tensor.to(torch.bfloat16).float().requires_grad_() for tensor in given[:3]]
+    out = F.scaled_dot_product_attention(*rounded, is_causal=True)
+    out.backward(given[3])
+    with accelerator.maybe_context_parallel(given, [2] * 4):
+        mine = attended(*given)
+    for name, found, exact in zip("oqkv", mine, [out.detach(), *(tensor.grad for tensor in rounded)], strict=True):
+        worst = (found - my_part(exact, accelerator, axis, 2)).abs().max()
+        assert worst < 0.25, (axis, strategy, name, worst)
 
 
 # -- what happens to the buffers -------------------------------------------------------------------------------------
@@ -431,6 +455,57 @@ def uneven_losses_are_exact():
         aggregate_loss(torch.ones(2), 2)
 
 
+def counted_windows_are_exact():
+    """Each rank counts its own tokens, and they differ from rank to rank; without FSDP gradients are kept meanwhile."""
+    torch.manual_seed(0)
+    model, windows = llama(), list(batches(steps=3))
+    counts = [(shift_labels(labels) != -100).sum() for _, _, labels in windows]
+    whole = copy.deepcopy(model)
+    for (ids, _, labels), count in zip(windows, counts, strict=True):
+        (mean_loss(whole(input_ids=ids).logits, shift_labels(labels)) * count / sum(counts)).backward()
+    for axis, strategy in KINDS[1:]:
+        for sharded in (False, True):
+            accelerator = ready(axis, strategy)
+            layout = accelerator.parallelism_config
+            plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if sharded else None
+            accelerator = fresh_accelerator(
+                parallelism_config=layout, fsdp_plugin=plugin, gradient_accumulation_steps=len(windows)
+            )
+            shared = copy.deepcopy(model)
+            shared, _ = accelerator.prepare(shared, torch.optim.SGD(shared.parameters(), lr=0.1))
+            for ids, _, labels in windows:
+                ids, shifted = ids.clone(), shift_labels(labels)
+                with accelerator.maybe_context_parallel([ids, shifted], [1, 1]):
+                    mine = int((shifted != -100).sum())
+                    with accelerator.accumulate(shared, num_items=mine):
+                        logits = shared(input_ids=ids).logits.flatten(0, 1)
+                        summed = F.cross_entropy(logits, shifted.flatten(), ignore_index=-100, reduction="sum")
+                        accelerator.backward(summed / max(mine, 1))
+            for found, wanted in zip(shared.parameters(), whole.parameters(), strict=True):
+                gradient = found.grad.full_tensor() if sharded else found.grad
+                near(gradient, wanted.grad, (axis, sharded))
+
+
+def teachers_follow():
+    """A model that `prepare_model` gets for evaluation alone is right inside the context, or refused there, and free outside."""
+    for axis, strategy in KINDS[1:]:
+        accelerator = ready(axis, strategy)
+        teacher, other = accelerator.prepare_model(llama(), evaluation_mode=True), llama()
+        other.config._attn_implementation = "eager"
+        eager = accelerator.prepare_model(other, evaluation_mode=True)
+        ids = torch.randint(1, WORDS, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+        whole = teacher(input_ids=ids).logits
+        eager(input_ids=ids)
+        with accelerator.maybe_context_parallel([ids], [1]):
+            near(teacher(input_ids=ids).logits, my_part(whole, accelerator, axis, 1), axis)
+            with raised(ValueError, "'eager'", "outside of maybe_context_parallel"):
+                eager(input_ids=ids)
+        with raised(ValueError, "'eager'"):
+            other = llama()
+            other.config._attn_implementation = "eager"
+            accelerator.prepare_model(other)
+
+
 def models_that_cannot_are_refused():
     for axis, strategy in KINDS[1:]:
         model = llama()
@@ -503,6 +578,8 @@ def main():
         transformers_train_the_same,
         facade_trains_the_same,
         uneven_losses_are_exact,
+        counted_windows_are_exact,
+        teachers_follow,
         models_that_cannot_are_refused,
         compiled_before_or_after,
     ]

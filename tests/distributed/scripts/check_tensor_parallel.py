@@ -12,12 +12,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import RowwiseParallel
+from torch.utils.data import DataLoader
 
 from accelerate import FullyShardedDataParallelPlugin, PartialState
 from accelerate.modules.norms import clip_grad_norm
 from accelerate.modules.repoint import MovedParameters
 from accelerate.parallel import tensor
-from accelerate.utils import ParallelismConfig, TorchTensorParallelConfig
+from accelerate.utils import DataLoaderConfiguration, ParallelismConfig, TorchTensorParallelConfig, set_seed
 
 DEVICE = "cpu" if CPU else "cuda"
 STEPS = 3
@@ -191,6 +192,34 @@ def refused():
         with raised(ValueError, *fragments):
             tensor.prepare(accelerator_for(plan), (model,))
         assert all(one is two for one, two in zip(model.parameters(), before, strict=True))
+    accelerator = accelerator_for(PLAN)
+    accelerator.state._mixed_precision = "fp8"
+    with raised(ValueError, f"'fp8' with tp_size={size}", "'bf16'"):
+        accelerator.prepare(Mlp())
+
+
+def same_work():
+    """Ranks that share layers read the same batches and drop the same elements, whatever their generators have drawn."""
+    for settings in ({}, {"use_seedable_sampler": True}, {"split_batches": True}, {"dispatch_batches": True}):
+        accelerator = fresh_accelerator(
+            parallelism_config=ParallelismConfig(tp_size=dist.get_world_size()),
+            dataloader_config=DataLoaderConfiguration(**settings),
+        )
+        torch.manual_seed(dist.get_rank())
+        # A direct call: the mesh is not there yet.
+        loader = accelerator.prepare_data_loader(DataLoader(range(11), batch_size=4, shuffle=True))
+        epochs = [[batch.tolist() for batch in loader] for _ in range(2)]
+        epochs.append([batch.tolist() for batch in accelerator.skip_first_batches(loader, 1)])
+        assert all(other == epochs for other in everywhere(epochs)), (settings, everywhere(epochs))
+        assert all(sorted(sum(epoch, [])) == list(range(11)) for epoch in epochs[:2]), epochs
+        assert [len(accelerator.gather_for_metrics(batch)) for batch in loader] == [4, 4, 3]
+
+    accelerator = accelerator_for(PLAN)
+    set_seed(0, device_specific=True)
+    model = accelerator.prepare(Mlp())
+    dropped = nn.functional.dropout(model(batch(0)), 0.5)
+    dropped.sum().backward()
+    assert_same_everywhere([dropped, model.shift.grad.to_local()])
 
 
 def unequal_in_group(model, mesh):
@@ -340,5 +369,5 @@ if __name__ == "__main__":
     if PartialState().num_processes == 4:
         run(with_fully_shard, with_fsdp2)
     else:
-        checks = [plan_of_the_user, again, split_sequences, refused, of_transformers, saved]
+        checks = [plan_of_the_user, again, split_sequences, refused, same_work, of_transformers, saved]
         run(*checks, *([compiled, recomputed] if sys.argv[1:] else []))

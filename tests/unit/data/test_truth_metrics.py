@@ -91,7 +91,7 @@ def gather_for_metrics(parts, counts, end, remainder, objects):
     """The library's own function, with the exchange replaced by the parts of all ranks."""
     loader = SimpleNamespace(batch_counts=counts)
     state = SimpleNamespace(active_dataloader=loader, end_of_dataloader=end, remainder=remainder)
-    accelerator = SimpleNamespace(gradient_state=state)
+    accelerator = SimpleNamespace(gradient_state=state, parallelism_config=None)
 
     def gather(_, __):
         return [item for part in parts for item in part.tolist()] if objects else torch.cat(parts)

@@ -1,0 +1,402 @@
+"""What goes wrong with shards in silence: other weights on other ranks, optimizers left behind, gradients that are not exchanged."""
+
+import gc
+import logging
+import os
+import warnings
+import weakref
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from harness import (
+    assert_same_everywhere,
+    differs_between_ranks,
+    everywhere,
+    fresh_accelerator,
+    raised,
+    run,
+    shared_folder,
+)
+from torch import nn
+from torch.distributed.fsdp import _flat_param
+
+from accelerate import Accelerator, ParallelismConfig
+from accelerate.checkpoint import files
+from accelerate.parallel import shard
+from accelerate.utils import (
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+    TorchDynamoPlugin,
+    fsdp2_load_full_state_dict,
+)
+
+FOUR = int(os.environ["WORLD_SIZE"]) == 4
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)])
+        self.last = nn.Linear(8, 1)
+        self.register_buffer("scale", torch.rand(1) + 1)
+        self.register_buffer("table", torch.ones(3), persistent=False)
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x) * self.scale
+
+
+def sharding(version, **options):
+    return FullyShardedDataParallelPlugin(
+        fsdp_version=version,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Sequential"],
+        **options,
+    )
+
+
+def build(seed=0):
+    torch.manual_seed(seed)
+    model = Model()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def rank():
+    return dist.get_rank()
+
+
+def batch(seed=0, samples=4):
+    whole = torch.randn(samples * dist.get_world_size(), 4, generator=torch.Generator().manual_seed(seed))
+    return whole, whole[samples * rank() : samples * (rank() + 1)]
+
+
+def weights(accelerator, model):
+    """The whole weights on rank 0, copied, nothing elsewhere."""
+    return {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+
+
+def assert_close(found, expected):
+    for name, value in found.items():
+        assert torch.allclose(value, expected[name], atol=1e-6), (name, value, expected[name])
+
+
+@contextmanager
+def logged(name, fragment, times=1):
+    """Require that rank 0, and no other, logs a warning so often."""
+    records = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    logger = logging.getLogger(name)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+    told = [record.getMessage() for record in records if fragment in record.getMessage()]
+    assert len(told) == (times if rank() == 0 else 0), told
+
+
+SAMENESS = "accelerate.parallel.sameness"
+
+
+def check_other_seeds_train_the_weights_of_rank_zero():
+    """Version 1 and 2, sharded and not: each rank's own draw would be a mixture, and replicas would never be equal."""
+    kinds = [{"fsdp_plugin": sharding(2)}, {"fsdp_plugin": sharding(1)}]
+    kinds += [{"fsdp_plugin": sharding(1, sharding_strategy="NO_SHARD")}]
+    if FOUR:
+        mesh = {"dp_replicate_size": 2, "dp_shard_size": 2}
+        kinds = [
+            {"fsdp_plugin": sharding(2), "parallelism_config": ParallelismConfig(**mesh)},
+            {"fsdp_plugin": sharding(1), "parallelism_config": ParallelismConfig(**mesh)},
+        ]
+    for options in kinds:
+        accelerator = fresh_accelerator(**options)
+        model, optimizer = build(seed=rank())
+        expected = everywhere(model.state_dict())[0]
+        with logged(SAMENESS, "those of rank 0 are used"):
+            model, optimizer = accelerator.prepare(model, optimizer)
+        assert_close(weights(accelerator, model), expected)
+        assert_same_everywhere(model.buffers())
+        if options["fsdp_plugin"].fsdp_version == 2:
+            assert_same_everywhere([parameter.full_tensor() for parameter in model.parameters()], "shards")
+        accelerator = fresh_accelerator(fsdp_plugin=sharding(2))
+        with logged(SAMENESS, "", times=0):
+            accelerator.prepare(*build())
+
+
+def check_models_that_differ_are_refused_by_all_ranks():
+    def frozen(model):
+        model.first.weight.requires_grad_(False)
+
+    def wider(model):
+        model.last = nn.Linear(8, 2)
+
+    def hollow(model):
+        model.last.to("meta")
+
+    for change, fragment in ((frozen, "frozen"), (wider, "(2, 8)"), (hollow, "meta device on rank 1")):
+        for version in (1, 2):
+            accelerator = fresh_accelerator(fsdp_plugin=sharding(version))
+            model, _ = build()
+            if rank() == 1:
+                change(model)
+            with raised(ValueError, fragment):
+                accelerator.prepare(model)
+
+
+def check_trainable_modules_left_whole_are_told():
+    for version in (1, 2):
+        accelerator = fresh_accelerator(fsdp_plugin=sharding(version, ignored_modules="last"))
+        with logged(SAMENESS, "does not average their gradients"):
+            accelerator.prepare(build()[0])
+        accelerator = fresh_accelerator(fsdp_plugin=sharding(version, ignored_modules="last"))
+        model, _ = build()
+        model.last.requires_grad_(False)
+        with logged(SAMENESS, "does not average", times=0):
+            accelerator.prepare(model)
+
+
+def check_whole_and_sharded_gradients_are_weighed_together():
+    plugin = GradientAccumulationPlugin(num_steps=2)
+    accelerator = fresh_accelerator(
+        fsdp_plugin=sharding(2, ignored_modules="last"), gradient_accumulation_plugin=plugin
+    )
+    model, optimizer = build()
+    whole, mine = batch()
+    expected = build()[0]
+    expected(whole).mean().backward()
+    model.last.requires_grad_(True)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for half in mine.chunk(2):
+        with accelerator.accumulate(model, num_items=len(half)):
+            accelerator.backward(model(half).mean())
+    found = model.first.weight.grad.full_tensor()
+    assert torch.allclose(found, expected.first.weight.grad, atol=1e-6)
+
+
+def check_an_optimizer_made_before_follows_into_another_accelerator():
+    """It had the old parameters, which nobody gives gradients to: its steps changed nothing."""
+    for version in (1, 2):
+        first = fresh_accelerator(fsdp_plugin=sharding(version))
+        model, optimizer = build()
+        left = torch.optim.SGD(model.parameters())
+        model = first.prepare(model)
+        second = Accelerator(cpu=True)
+        model, optimizer = second.prepare(model, optimizer)
+        before = weights(second, model)
+        second.backward(model(batch()[1]).sum())
+        optimizer.step()
+        assert all(
+            not torch.equal(value, before[name]) for name, value in weights(second, model).items() if "." in name
+        )
+        first.free_memory()
+        second.free_memory()
+        with raised(ValueError, "a step would change nothing"):
+            first.prepare(left)
+
+
+def check_models_one_after_the_other():
+    """Libraries take models out of the Accelerator's lists; new ones may be at the places in memory of old ones."""
+    accelerator = fresh_accelerator(fsdp_plugin=sharding(2))
+    for _ in range(8):
+        accelerator.prepare(*build())
+        accelerator._models.clear()
+        accelerator._optimizers.clear()
+        gc.collect()
+
+
+def check_no_sync_may_be_nested():
+    for version in (1, 2):
+        accelerator = fresh_accelerator(fsdp_plugin=sharding(version, use_orig_params=True if version == 1 else None))
+        model, _ = build()
+        whole, mine = batch()
+        expected = build()[0]
+        expected(whole).mean().mul(3).backward()
+        model = accelerator.prepare(model)
+        with accelerator.no_sync(model):
+            with accelerator.no_sync(model):
+                accelerator.backward(model(mine).mean())
+            accelerator.backward(model(mine).mean())
+            if version == 2:
+                assert all(parameter.grad is None for parameter in model.parameters()), "exchanged too early"
+        accelerator.backward(model(mine).mean())
+        if version == 2:
+            assert torch.allclose(model.first.weight.grad.full_tensor(), expected.first.weight.grad, atol=1e-5)
+
+
+def check_a_full_state_dict_need_not_have_what_none_has():
+    accelerator = fresh_accelerator(fsdp_plugin=sharding(2))
+    wanted = build(seed=3)[0].state_dict()
+    model = accelerator.prepare(build()[0])
+    model.table.fill_(5)
+    fsdp2_load_full_state_dict(accelerator, model, wanted if rank() == 0 else {})
+    assert_close(weights(accelerator, model), wanted)
+    assert model.table.eq(5).all()
+    with raised(RuntimeError, "scale is missing"):
+        del wanted["scale"]
+        fsdp2_load_full_state_dict(accelerator, model, wanted if rank() == 0 else {})
+
+
+def check_regions_are_compiled_where_shards_find_their_state():
+    for version in (1, 2):
+        accelerator = fresh_accelerator(
+            fsdp_plugin=sharding(version, use_orig_params=True if version == 1 else None),
+            dynamo_plugin=TorchDynamoPlugin(backend="eager", use_regional_compilation=True),
+            gradient_accumulation_steps=2,
+        )
+        reference, by_hand = build()
+        model, optimizer = accelerator.prepare(*build())
+        for step in range(4):
+            whole, mine = batch(seed=step)
+            with accelerator.accumulate(model):
+                accelerator.backward(model(mine).pow(2).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            (reference(whole).pow(2).mean() / 2).backward()
+            if step % 2:
+                by_hand.step()
+                by_hand.zero_grad()
+        assert_close(weights(accelerator, model), reference.state_dict())
+        with shared_folder() as folder:
+            accelerator.save_state(os.path.join(folder, "checkpoint"))
+            accelerator.load_state(os.path.join(folder, "checkpoint"))
+
+
+def check_whole_weights_are_freed_while_sharding():
+    """Optimizers made before, and the names that they follow by, kept all of them until the end."""
+    sizes = []
+
+    def watched(original):
+        def watching(*arguments, **options):
+            sizes.append(old().numel() if old() is not None else 0)
+            return original(*arguments, **options)
+
+        return watching
+
+    for version, owner, name in ((1, _flat_param.FlatParamHandle, "shard"), (2, shard, "distribute")):
+        sizes.clear()
+        original = getattr(owner, name)
+        accelerator = fresh_accelerator(
+            fsdp_plugin=sharding(version, cpu_ram_efficient_loading=True if version == 2 else None)
+        )
+        os.environ.pop("FSDP_CPU_RAM_EFFICIENT_LOADING", None)
+        model, optimizer = build()
+        old = weakref.ref(model.blocks[0][0].weight)
+        expected = model.state_dict() if rank() == 0 else {}
+        expected = {key: value.clone() for key, value in expected.items()}
+        setattr(owner, name, watched(original))
+        try:
+            model, optimizer = accelerator.prepare(model, optimizer)
+        finally:
+            setattr(owner, name, original)
+        assert sizes and not any(sizes), (version, sizes)
+        assert_close(weights(accelerator, model), expected)
+
+
+def check_an_optimizer_survives_a_model_that_was_refused():
+    """Torch wants one kind of parameters in a flat one; the next try takes the same model and optimizer."""
+    model, optimizer = build()
+    model.blocks[0][0].weight.requires_grad_(False)
+    accelerator = fresh_accelerator(fsdp_plugin=sharding(1))
+    with raised(ValueError, "uniform"):
+        accelerator.prepare(model, optimizer)
+    expected = build()[0].state_dict()
+    assert_close(model.last.state_dict(), {"weight": expected["last.weight"], "bias": expected["last.bias"]})
+
+
+def check_weights_are_written_where_they_are():
+    """Each node was to have a file, and the second node got an empty one."""
+    accelerator = fresh_accelerator(fsdp_plugin=sharding(2))
+    model = accelerator.prepare(build()[0])
+    original, files.writes = files.writes, lambda each: True
+    try:
+        with shared_folder() as folder, warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            accelerator.save_model(model, os.path.join(folder, str(rank())))
+            assert os.path.exists(os.path.join(folder, str(rank()))) is (rank() == 0)
+            assert any("first node only" in str(item.message) for item in caught) is (rank() == 1)
+    finally:
+        files.writes = original
+
+
+def check_what_ranks_have_whole_is_written_as_the_first_has_it():
+    folder = shared_folder()
+    accelerator = fresh_accelerator(fsdp_plugin=sharding(2))
+    model = accelerator.prepare(build()[0])
+    model.scale.fill_(10.0 + rank())
+    accelerator.save_state(folder)
+    model.scale.fill_(0.0)
+    accelerator.load_state(folder)
+    assert model.scale.item() == 10.0
+
+
+def check_a_size_that_is_none_is_refused_by_all_ranks():
+    accelerator = fresh_accelerator(fsdp_plugin=sharding(2))
+    model = accelerator.prepare(build()[0])
+    with shared_folder() as folder, raised(ValueError, "is not a size"):
+        accelerator.save_model(model, folder, max_shard_size="many")
+
+
+def check_a_step_is_skipped_by_all_ranks():
+    """A gradient that overflowed in the shard of one rank alone."""
+    for version in (1, 2):
+        accelerator = fresh_accelerator(fsdp_plugin=sharding(version), mixed_precision="fp16")
+        model, optimizer = accelerator.prepare(*build())
+        accelerator.backward(model(batch()[1]).mean())
+        if rank() == 1:
+            for parameter in model.parameters():
+                local = getattr(parameter.grad, "_local_tensor", parameter.grad)
+                if local is not None and local.numel():
+                    local.view(-1)[0] = float("inf")
+                    break
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        assert all(everywhere(accelerator.optimizer_step_was_skipped))
+        assert len(set(everywhere(accelerator.scaler.get_scale()))) == 1
+
+
+def check_layers_and_shards_of_other_seeds():
+    """Each group of ranks with the same part of the layers takes the weights of its first."""
+    mesh = ParallelismConfig(dp_shard_size=2, tp_size=2)
+    accelerator = fresh_accelerator(fsdp_plugin=sharding(2), parallelism_config=mesh)
+    model, _ = build(seed=rank())
+    model._tp_plan = {"first": "colwise", "blocks.*.0": "rowwise"}
+    try:
+        model = accelerator.prepare(model)
+    except (ValueError, RuntimeError) as error:
+        raise AssertionError(str(error)) from error
+    whole = [parameter.full_tensor() for parameter in model.parameters()]
+    assert_same_everywhere(whole, "layers")
+    assert not differs_between_ranks(model.scale)
+
+
+CHECKS = (
+    check_other_seeds_train_the_weights_of_rank_zero,
+    check_models_that_differ_are_refused_by_all_ranks,
+    check_trainable_modules_left_whole_are_told,
+    check_whole_and_sharded_gradients_are_weighed_together,
+    check_an_optimizer_made_before_follows_into_another_accelerator,
+    check_models_one_after_the_other,
+    check_no_sync_may_be_nested,
+    check_a_full_state_dict_need_not_have_what_none_has,
+    check_regions_are_compiled_where_shards_find_their_state,
+    check_whole_weights_are_freed_while_sharding,
+    check_an_optimizer_survives_a_model_that_was_refused,
+    check_weights_are_written_where_they_are,
+    check_what_ranks_have_whole_is_written_as_the_first_has_it,
+    check_a_size_that_is_none_is_refused_by_all_ranks,
+    check_a_step_is_skipped_by_all_ranks,
+)
+if __name__ == "__main__":
+    fresh_accelerator()
+    run(
+        *(
+            CHECKS
+            if not FOUR
+            else (check_other_seeds_train_the_weights_of_rank_zero, check_layers_and_shards_of_other_seeds)
+        )
+    )

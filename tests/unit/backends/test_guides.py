@@ -1,0 +1,26 @@
+"""The examples of the guides to strategies run, one after the other, in one process."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+GUIDES = Path(__file__).parents[3] / "docs" / "guides"
+
+
+@pytest.mark.parametrize("guide", ["strategies", "fsdp2-migration"])
+def test_the_examples_run(process_group, guide):
+    text = (GUIDES / f"{guide}.md").read_text("utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+    assert len(blocks) >= 4
+    names: dict[str, object] = {"__name__": guide}
+    for block in blocks:
+        exec(compile(block, guide, "exec"), names)
+
+
+def test_every_option_of_the_plugin_has_a_row():
+    from accelerate import FullyShardedDataParallelPlugin
+
+    table = (GUIDES / "fsdp2-migration.md").read_text("utf-8").split("## Each option")[1].split("\n## ")[0]
+    missing = [name for name in FullyShardedDataParallelPlugin.__dataclass_fields__ if f"`{name}" not in table]
+    assert missing == ["fsdp_version"]
