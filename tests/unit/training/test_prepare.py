@@ -147,12 +147,24 @@ def test_regions_are_compiled_under_mixed_precision():
 
 @pytest.mark.parametrize(
     ("sizes", "error", "text"),
-    [({"sp_size": 2}, NotImplementedError, "sp_size=2"), ({"dp_shard_size": 2}, ValueError, "dp_shard_size=2.*FSDP")],
+    [
+        ({"sp_size": 2}, NotImplementedError, "sp_size=2"),
+        ({"dp_shard_size": 2}, ValueError, "dp_shard_size=2.*FSDP"),
+        ({"tp_size": 2, "cp_size": 4}, ValueError, "(tp|cp)_size=[24] and (tp|cp)_size=[24] without FSDP.*average gradients"),
+        ({"tp_size": 2, "sp_size": 2, "sp_backend": "torch"}, ValueError, "(tp|sp)_size=2 and (tp|sp)_size=2 without FSDP"),
+    ],
 )
 def test_a_mesh_that_nothing_would_use_is_refused(sizes, error, text):
     accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(**sizes))
     with pytest.raises(error, match=text):
         accelerator.prepare(nn.Linear(1, 1))
+
+
+def test_fp8_does_not_replace_layers_that_are_cut():
+    pytest.importorskip("torchao")
+    accelerator = Accelerator(cpu=True, mixed_precision="fp8", parallelism_config=ParallelismConfig(tp_size=2))
+    with pytest.raises(ValueError, match="'fp8' with tp_size=2.*'bf16'"):
+        accelerator.prepare(nn.Linear(32, 32))
 
 
 @pytest.mark.parametrize("holder", [lambda *items: list(items), lambda *items: tuple(items), lambda *i: {"a": i[0]}])

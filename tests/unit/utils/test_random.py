@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from accelerate.parallelism_config import ParallelismConfig
 from accelerate.process import PartialState
 from accelerate.runtime import storage
+from accelerate.state import AcceleratorState
 from accelerate.utils.random import set_seed, synchronize_rng_state, synchronize_rng_states
 
 
@@ -31,6 +33,16 @@ def test_device_specific_seeds_differ_by_rank():
     assert torch.initial_seed() == 7
     set_seed(2**32 - 1, device_specific=True)
     assert torch.initial_seed() == 1
+
+
+def test_ranks_that_share_layers_draw_the_same():
+    AcceleratorState(cpu=True, parallelism_config=ParallelismConfig(tp_size=2, dp_shard_size=2))
+    seeds = []
+    for rank in range(4):
+        storage.process.current["process_index"] = rank
+        set_seed(5, device_specific=True)
+        seeds.append(torch.initial_seed())
+    assert seeds == [5, 5, 6, 6]
 
 
 def test_deterministic_mode():

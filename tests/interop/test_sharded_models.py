@@ -1,0 +1,72 @@
+"""Models of transformers and PEFT train sharded as they do whole, by hand and in the Trainer; what is saved loads again."""
+
+import importlib.util
+import re
+import sys
+
+import pytest
+
+from interop.programs import ROOT, SCRIPTS, figures, finished, last_figures, starter
+
+pytestmark = pytest.mark.interop
+# Of TRL with an adapter, of meshes, and of the other ways to keep a checkpoint.
+MORE = ["mesh", "shards", "fsdp1_orig", "sft"]
+
+
+def need(*names):
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"{name} is not installed; `make setup` installs it")
+
+
+@pytest.fixture
+def launched(tmp_path):
+    """Run a script on two processes under our launcher, and return what it wrote to stderr."""
+
+    def run(script, *arguments):
+        result = figures(sys.executable, script, tmp_path, 2, True, *arguments)
+        assert result["passed"]
+        return result["stderr"]
+
+    return run
+
+
+def test_models_train_sharded_as_on_one_process(launched):
+    need("transformers", "peft")
+    stderr = launched("sharded_models.py")
+    assert "already prepared" not in stderr
+    # Said once by each rank and version, because a float32 copy costs memory.
+    assert len(re.findall(r"were loaded in bfloat16 and are kept in float32", stderr)) <= 4
+
+
+def test_trainer_trains_sharded_and_resumes(launched):
+    need("transformers")
+    assert "already prepared" not in launched("sharded_trainer.py")
+
+
+def test_example_stops_and_goes_on(tmp_path):
+    wrapping = ["--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP", "--fsdp_transformer_layer_cls_to_wrap", "Block"]
+    launch = [*starter(sys.executable, 2, True), "--use_fsdp", "--fsdp_version", "2", *wrapping]
+    example = [str(ROOT / "examples" / "fsdp2.py"), "--checkpoint_dir", str(tmp_path / "out")]
+    stopped = finished([*launch, *example, "--stop_after", "40"], cwd=tmp_path).stdout
+    whole, here = map(int, re.search(r"parameters: (\d+), of which this process holds (\d+)", stopped).groups())
+    assert here <= whole / 2 + 1000, stopped
+    ending = ["--resume", "--updates", "100", "--require_accuracy", "0.98", "--export", str(tmp_path / "weights")]
+    resumed = finished([*launch, *example, *ending], cwd=tmp_path).stdout
+    assert "stopped after 40 updates" in stopped and "update 40" in resumed
+    assert (tmp_path / "weights" / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", MORE)
+def test_trainer_on_other_layouts(strategy, launched):
+    need("transformers", *(["trl", "peft", "datasets"] if strategy == "sft" else []))
+    launched("sharded_trainer.py", strategy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["sharded_models.py", "sharded_trainer.py"])
+def test_under_torchrun(script, tmp_path):
+    need("transformers", "peft")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    assert last_figures(finished([*command, str(SCRIPTS / script), str(tmp_path)]))["passed"]
