@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 
 import checkpoints
+import strategies
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -31,6 +32,7 @@ TITLES = {
     "startup": "Import, help and launch",
 }
 SIZED = ("checkpoint", "double_prepare")
+ALONE = ("strategies",)  # beside plain torch instead of the peer
 TORCHRUN = ("collectives", "dispatcher")
 RUNS_ONE_PROCESS = "The peer's `launch --cpu --num_processes 2` starts one process, so its figure is not comparable."
 CHECKPOINTS = (
@@ -202,6 +204,14 @@ def write_page():
         if file.exists():
             data = json.loads(file.read_text())
             parts += [f"## {title}", data["table"], NOTES.get(case, ""), f"![{title}](img/{case}.png)"]
+    file = RESULTS / "strategies.json"
+    if file.exists():
+        parts += [
+            "## Strategies, beside plain torch",
+            strategies.NOTE,
+            json.loads(file.read_text())["table"],
+            "![time of a step and memory of a rank](img/strategies.png)",
+        ]
     file = RESULTS / "checkpoint.json"
     if file.exists():
         parts += [
@@ -225,16 +235,21 @@ def write_page():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {[*TITLES, *SIZED]}; all by default")
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {[*TITLES, *SIZED, *ALONE]}; all by default")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--sizes", type=int, nargs="+", metavar="MB", help="of double_prepare and checkpoint")
     parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=list(PEERS))
     arguments = parser.parse_args()
-    interpreters = pythons(arguments.peers)
+    cases = arguments.cases or [*TITLES, *SIZED, *ALONE]
+    interpreters = pythons(arguments.peers if set(cases) - set(ALONE) else [])
     packages = list(interpreters)
     RESULTS.mkdir(exist_ok=True)
-    for case in arguments.cases or [*TITLES, *SIZED]:
-        if case == "checkpoint":
+    for case in cases:
+        if case in ALONE:
+            figures = strategies.run(sys.executable, arguments.rounds, measure)
+            text = strategies.table(figures, number)
+            strategies.plot(figures, PAGE.parent / "img" / "strategies.png")
+        elif case == "checkpoint":
             figures = checkpoints.run(
                 interpreters, arguments.rounds, arguments.sizes or checkpoints.SIZES_MB, measure, OURS
             )

@@ -1,0 +1,98 @@
+"""The benchmark of the strategies: what is run, and how it is reported. Used by run.py."""
+
+import shutil
+import statistics
+import tempfile
+from pathlib import Path
+
+# Which strategies on how many ranks; replicas of shards need four, and a tensor cannot be cut in one.
+RANKS = {1: ("ddp", "fsdp1", "fsdp2"), 2: ("ddp", "fsdp1", "fsdp2", "tp"), 4: ("ddp", "fsdp1", "fsdp2", "hsdp", "tp")}
+NAMES = {"ddp": "DDP", "fsdp1": "FSDP1", "fsdp2": "FSDP2", "hsdp": "HSDP (2 x 2)", "tp": "tensor parallelism"}
+NOTE = (
+    "A small Llama in float32 (20 million parameters; on a GPU 300 million, under bf16) and AdamW, through the Accelerator and "
+    "written by hand with `DistributedDataParallel`, `FullyShardedDataParallel`, `fully_shard`, `parallelize_module` and torch's "
+    "distributed checkpoints. Steps: both in one process, taking turns; the ratio is the median of the ratios of neighbours. The "
+    "rest in processes of their own; memory is the largest growth of a rank from before `prepare` until some steps were trained. "
+    "One thread for each process: four ranks share the cores of the machine. Ours writes checksums, syncs to the disk, and verifies."
+)
+
+
+def run(python, rounds, measure):
+    """Return medians by strategy and ranks, figure and who."""
+    results = {}
+    with tempfile.TemporaryDirectory(dir=Path(__file__).parent.parent) as scratch:
+        folder = Path(scratch, "state")
+        for ranks, strategies in RANKS.items():
+            for strategy in strategies:
+                series = {}
+                for number in range(rounds):
+                    # Few steps in each of many processes: where memory comes to lie differs from process to process.
+                    told = ("--strategy", strategy, "--count", "10")
+                    _note(series, "both", measure(python, "strategies", "steps", *told, processes=ranks))
+                    for who in ("ours", "plain") if number % 2 == 0 else ("plain", "ours"):
+                        told = ("--strategy", strategy, "--count", "3", "--folder", str(folder))
+                        _note(series, who, measure(python, "strategies", who, *told, processes=ranks))
+                        shutil.rmtree(folder, ignore_errors=True)
+                key = f"{NAMES[strategy]}, {ranks} rank{'s' * (ranks > 1)}"
+                results[key] = {
+                    who: {name: statistics.median(values) for name, values in figures.items()}
+                    for who, figures in series.items()
+                }
+                print(key, results[key], flush=True)
+    return results
+
+
+def _note(series, who, figures):
+    for name, value in figures.items():
+        series.setdefault(who, {}).setdefault(name, []).append(value)
+
+
+def table(results, number):
+    """Return the Markdown tables: steps, and the rest with ours first."""
+    lines = ["| strategy | step, ours (ms) | step, plain torch (ms) | ratio |", "|---|---:|---:|---:|"]
+    for key, row in results.items():
+        both = row["both"]
+        lines.append(
+            f"| {key} | {number(both['step, ours (ms)'])} | {number(both['step, plain torch (ms)'])} | {both['step, ratio']:.3f} |"
+        )
+    if any("tokens per second, ours" in row["both"] for row in results.values()):
+        lines += ["", "| strategy | tokens per second, ours | plain torch |", "|---|---:|---:|"]
+        for key, row in results.items():
+            ours, plain = (row["both"][f"tokens per second, {who}"] for who in ("ours", "plain torch"))
+            lines.append(f"| {key} | {number(ours)} | {number(plain)} |")
+    figures = list(next(iter(results.values()))["ours"])
+    lines += ["", f"| strategy | {' | '.join(figures)} |", "|---|" + "---:|" * len(figures)]
+    for key, row in results.items():
+        cells = [f"{number(row['ours'][name])} / {number(row['plain'][name])}" for name in figures]
+        lines.append(f"| {key} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", "The second table: ours / plain torch."])
+
+
+def plot(results, path):
+    """Draw the time of a step and the memory of a rank, ours beside plain torch."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    memory = next(name for name in next(iter(results.values()))["ours"] if name.startswith("peak memory"))
+    drawing, sides = pyplot.subplots(1, 2, figsize=(11, 0.42 * len(results) + 1.4), sharey=True)
+    places = range(len(results))
+    columns = (
+        (
+            "ms a step",
+            [[row["both"][f"step, {who} (ms)"] for row in results.values()] for who in ("ours", "plain torch")],
+        ),
+        (memory, [[row[who][memory] for row in results.values()] for who in ("ours", "plain")]),
+    )
+    for axes, (label, values) in zip(sides, columns, strict=True):
+        for shift, name, side in zip((-0.2, 0.2), ("ours", "plain torch"), values, strict=True):
+            axes.barh([place + shift for place in places], side, 0.4, label=name)
+        axes.set(xlabel=label)
+    sides[0].set_yticks(list(places), list(results), fontsize=8)
+    sides[0].invert_yaxis()
+    sides[0].legend(fontsize=8)
+    drawing.tight_layout()
+    path.parent.mkdir(exist_ok=True)
+    drawing.savefig(path, dpi=120)
+    return path
