@@ -359,11 +359,14 @@ def gathered(state: Any) -> Any:
     Args:
         state: nested dictionaries and lists. Ranks other than 0 get None for what is in them.
     """
-    main = rank_and_size()[0] == 0
+    return _gathered(state, rank_and_size()[0] == 0)
+
+
+def _gathered(state: Any, main: bool) -> Any:
     if isinstance(state, Mapping):
-        return {name: gathered(value) for name, value in state.items()}
+        return {name: _gathered(value, main) for name, value in state.items()}
     if isinstance(state, list):
-        return [gathered(value) for value in state]
+        return [_gathered(value, main) for value in state]
     if not isinstance(state, torch.Tensor):
         return state if main else None
     value = state.detach()

@@ -135,7 +135,7 @@ def prepare_data_loader(
     generator = _shared_generator(dataloader, num_processes, dispatch)
     ReplayableRandomSampler.adopt(lengths.get_sampler(dataloader))
 
-    reading = _reading(dataloader, layout, divided=divided, dispatch=dispatch)
+    reading = _reading(dataloader, layout, num_processes, divided=divided, dispatch=dispatch)
     plan = planner.make(
         dataloader,
         layout,
@@ -183,14 +183,14 @@ def _is_divided(dataset: Any, layout: ShardLayout, shard_iterable_dataset: bool)
     return is_split_by_node(dataset, layout.num_shards)
 
 
-def _reading(dataloader: DataLoader, layout: ShardLayout, *, divided: bool, dispatch: bool) -> str:
+def _reading(dataloader: DataLoader, layout: ShardLayout, num_processes: int, *, divided: bool, dispatch: bool) -> str:
     """How the data is read; for streams that several processes read, warns if they will read different orders."""
     if dispatch:
         return DISPATCHED
     if not lengths.is_stream(dataloader):
         return OWN_SHARD
     communicator = comm.current()
-    if min(communicator.world_size, layout.num_shards) > 1 and differs_between_ranks(
+    if min(communicator.world_size, num_processes) > 1 and differs_between_ranks(
         dataloader.dataset, communicator.gather_object
     ):
         warnings.warn(

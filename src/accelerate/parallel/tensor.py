@@ -21,6 +21,7 @@ from torch import nn
 from accelerate.modules.compile import is_compiled_module
 from accelerate.modules.repoint import named, repoint
 from accelerate.parallel.mesh import submesh
+from accelerate.precision.base import warn_user
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -58,6 +59,8 @@ def prepare(accelerator: "Accelerator", objects: Sequence[Any]) -> tuple[Any, ..
     handler = accelerator.parallelism_config.tp_handler
     given = getattr(handler, "plan", None)
     plans = [None if _is_cut(model, mesh) else resolve(model, given, mesh.size()) for model in models]
+    if any(isinstance(part, nn.Dropout) and part.p > 0 for model in models for part in model.modules()):
+        _compare_seeds(mesh)
     for model, plan in zip(models, plans, strict=True):
         before = named(model)
         if plan is None:
@@ -68,6 +71,20 @@ def prepare(accelerator: "Accelerator", objects: Sequence[Any]) -> tuple[Any, ..
         _settle_others(model, mesh, keep_plain=accelerator.is_fsdp2)
         repoint(accelerator, model, before)
     return tuple(objects)
+
+
+def _compare_seeds(mesh: "DeviceMesh") -> None:
+    """Warn if ranks that share layers would drop different elements of activations that all of them have whole."""
+    import torch.distributed as dist
+
+    seeds: list[int] = [0] * mesh.size()
+    dist.all_gather_object(seeds, torch.initial_seed(), group=mesh.get_group())
+    if len(set(seeds)) > 1 and mesh.get_local_rank() == 0:
+        warn_user(
+            f"torch was seeded with {seeds} on the {mesh.size()} ranks that share layers (tensor parallelism), so dropout would zero "
+            "other elements on each of them, and their gradients would be of different functions. Call set_seed(seed) with one seed; "
+            "set_seed(seed, device_specific=True) gives such ranks one, too, if it comes after the Accelerator."
+        )
 
 
 def _inner(model: nn.Module) -> nn.Module:

@@ -16,6 +16,7 @@ from accelerate.data import xla
 from accelerate.data.loader import PreparedLoader
 from accelerate.modules.compile import compile_regions, compile_regions_fsdp2, is_compiled_module
 from accelerate.modules.repoint import follow_any
+from accelerate.modules.tensors import model_has_dtensor
 from accelerate.modules.unwrap import is_parallel_wrapper
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.precision import amp, master
@@ -155,14 +156,19 @@ def _overlay_mesh(accelerator: "Accelerator", objects: Sequence[Any]) -> Sequenc
     return objects
 
 
-def _follow_sequences(accelerator: "Accelerator", model: nn.Module, evaluation: bool) -> None:
-    """Give a model the hooks of context or sequence parallelism, also in a direct call of ``prepare_model``."""
+def _follow_mesh(accelerator: "Accelerator", model: nn.Module, evaluation: bool) -> None:
+    """Do to a model of a direct call what ``prepare`` has done to its own: cut its layers, and let it follow shared sequences."""
     layout = accelerator.parallelism_config
-    if layout is None or accelerator._cp_context is None or not (layout.cp_enabled or layout.sp_enabled):
+    if layout is None:
         return
-    from accelerate.parallel import models
+    shares = layout.cp_enabled or layout.sp_enabled
+    whole = layout.tp_enabled and not evaluation and not model_has_dtensor(model)
+    if whole or (shares and accelerator._cp_context is None):
+        _overlay_mesh(accelerator, () if evaluation else (model,))
+    if shares:
+        from accelerate.parallel import models
 
-    models.join(model, accelerator._cp_context, evaluation)
+        models.join(model, accelerator._cp_context, evaluation)
 
 
 def _convert(accelerator: "Accelerator", objects: Sequence[Any], device_placement: Any) -> Sequence[Any]:
@@ -320,9 +326,9 @@ def prepare_model(
             "prepared as well, so the shared parameters get gradients from two wrappers. Prepare the whole model once, "
             "and reach its parts through `accelerator.unwrap_model`."
         )
+    _follow_mesh(accelerator, model, evaluation_mode)
     if accelerator.fp8_enabled and not evaluation_mode and accelerator.fp8_backend is not FP8BackendType.MSAMP:
         (model,) = _convert(accelerator, (model,), None)  # a direct call; what `prepare` has converted stays as it is
-    _follow_sequences(accelerator, model, evaluation_mode)
     given = [model, *_chain(model)]
     master.remember(given[-1])
     if not evaluation_mode:

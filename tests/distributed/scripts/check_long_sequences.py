@@ -489,7 +489,8 @@ def counted_windows_are_exact():
 def teachers_follow():
     """A model that `prepare_model` gets for evaluation alone is right inside the context, or refused there, and free outside."""
     for axis, strategy in KINDS[1:]:
-        accelerator = ready(axis, strategy)
+        layout = ready(axis, strategy).parallelism_config
+        accelerator = fresh_accelerator(parallelism_config=layout)  # nothing is prepared before the teacher
         teacher, other = accelerator.prepare_model(llama(), evaluation_mode=True), llama()
         other.config._attn_implementation = "eager"
         eager = accelerator.prepare_model(other, evaluation_mode=True)

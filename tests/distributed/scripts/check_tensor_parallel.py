@@ -2,11 +2,12 @@
 
 import copy
 import sys
+from collections import OrderedDict
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from harness import CPU, assert_same_everywhere, everywhere, fresh_accelerator, raised, run, shared_folder
+from harness import CPU, assert_same_everywhere, everywhere, fresh_accelerator, raised, run, shared_folder, warned
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -210,9 +211,15 @@ def same_work():
         assert all(sorted(sum(epoch, [])) == list(range(11)) for epoch in epochs[:2]), epochs
         assert [len(accelerator.gather_for_metrics(batch)) for batch in loader] == [4, 4, 3]
 
+    with warned(int(dist.get_rank() == 0), "seeded with [3, 4", "dropout", at="accelerator_for(PLAN).prepare("):
+        torch.manual_seed(3 + dist.get_rank())
+        accelerator_for(PLAN).prepare(
+            nn.Sequential(OrderedDict(up=nn.Linear(4, 4), drop=nn.Dropout(), down=nn.Linear(4, 4)))
+        )
     accelerator = accelerator_for(PLAN)
     set_seed(0, device_specific=True)
-    model = accelerator.prepare(Mlp())
+    model = accelerator.prepare_model(Mlp())
+    assert model.up.weight.placements == (Shard(0),)  # direct calls cut layers as well
     dropped = nn.functional.dropout(model(batch(0)), 0.5)
     dropped.sum().backward()
     assert_same_everywhere([dropped, model.shift.grad.to_local()])

@@ -150,8 +150,16 @@ def test_regions_are_compiled_under_mixed_precision():
     [
         ({"sp_size": 2}, NotImplementedError, "sp_size=2"),
         ({"dp_shard_size": 2}, ValueError, "dp_shard_size=2.*FSDP"),
-        ({"tp_size": 2, "cp_size": 4}, ValueError, "(tp|cp)_size=[24] and (tp|cp)_size=[24] without FSDP.*average gradients"),
-        ({"tp_size": 2, "sp_size": 2, "sp_backend": "torch"}, ValueError, "(tp|sp)_size=2 and (tp|sp)_size=2 without FSDP"),
+        (
+            {"tp_size": 2, "cp_size": 4},
+            ValueError,
+            "(tp|cp)_size=[24] and (tp|cp)_size=[24] without FSDP.*average gradients",
+        ),
+        (
+            {"tp_size": 2, "sp_size": 2, "sp_backend": "torch"},
+            ValueError,
+            "(tp|sp)_size=2 and (tp|sp)_size=2 without FSDP",
+        ),
     ],
 )
 def test_a_mesh_that_nothing_would_use_is_refused(sizes, error, text):

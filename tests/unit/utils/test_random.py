@@ -7,7 +7,6 @@ import torch
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.process import PartialState
 from accelerate.runtime import storage
-from accelerate.state import AcceleratorState
 from accelerate.utils.random import set_seed, synchronize_rng_state, synchronize_rng_states
 
 
@@ -36,7 +35,8 @@ def test_device_specific_seeds_differ_by_rank():
 
 
 def test_ranks_that_share_layers_draw_the_same():
-    AcceleratorState(cpu=True, parallelism_config=ParallelismConfig(tp_size=2, dp_shard_size=2))
+    PartialState(cpu=True)
+    storage.accelerator.current["parallelism_config"] = ParallelismConfig(tp_size=2, dp_shard_size=2)
     seeds = []
     for rank in range(4):
         storage.process.current["process_index"] = rank
