@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the marks in its own
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Let tests that share the fixtures that their module lists in `SHARED` run in one process, where several run tests."""
     if not config.pluginmanager.hasplugin("xdist"):

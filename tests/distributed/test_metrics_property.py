@@ -3,7 +3,7 @@
 import pytest
 
 
-@pytest.mark.parametrize("processes", [1, 2, 3, 4])
+@pytest.mark.parametrize("processes", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_generated_loops(launch, processes):
     assert "ok 60 cases" in launch("check_metrics_property.py", "60", processes=processes).stdout
 

@@ -3,7 +3,7 @@
 import pytest
 
 
-@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_streams_are_divided_once_and_end_together(launch, processes):
     pytest.importorskip("datasets")
     done = launch("check_streams.py", processes=processes)

@@ -44,6 +44,7 @@ def test_trainer_trains_sharded_and_resumes(launched):
     assert "already prepared" not in launched("sharded_trainer.py")
 
 
+@pytest.mark.slow
 def test_example_stops_and_goes_on(tmp_path):
     wrapping = ["--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP", "--fsdp_transformer_layer_cls_to_wrap", "Block"]
     launch = [*starter(sys.executable, 2, True), "--use_fsdp", "--fsdp_version", "2", *wrapping]
