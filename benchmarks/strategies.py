@@ -5,8 +5,8 @@ import statistics
 import tempfile
 from pathlib import Path
 
-# Which strategies on how many ranks; replicas of shards need four, and a tensor cannot be cut in one.
-RANKS = {1: ("ddp", "fsdp1", "fsdp2"), 2: ("ddp", "fsdp1", "fsdp2", "tp"), 4: ("ddp", "fsdp1", "fsdp2", "hsdp", "tp")}
+# Which strategies on how many ranks; replicas of shards need four, and six heads are cut in two, not in four or one.
+RANKS = {1: ("ddp", "fsdp1", "fsdp2"), 2: ("ddp", "fsdp1", "fsdp2", "tp"), 4: ("ddp", "fsdp1", "fsdp2", "hsdp")}
 NAMES = {"ddp": "DDP", "fsdp1": "FSDP1", "fsdp2": "FSDP2", "hsdp": "HSDP (2 x 2)", "tp": "tensor parallelism"}
 NOTE = (
     "A small Llama in float32 (20 million parameters; on a GPU 300 million, under bf16) and AdamW, through the Accelerator and "
