@@ -239,7 +239,7 @@ class Accelerator:
         self.gradient_state = GradientState(gradient_accumulation_plugin=accumulation)
         self._exact_accumulation = accumulation.exact
         self._sync_each_batch = accumulation.sync_each_batch
-        self._told_of_unsharded_gradients = self._told_of_needless_offload = False
+        self._told: set[str] = set()  # what is said once
         self._scales_loss = traits.of(self.state.distributed_type).scales_loss
         self._window = gradients.Window()
         self.device_placement = device_placement

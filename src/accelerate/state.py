@@ -351,8 +351,8 @@ _ENGINE_FLAGS = {
     "megatron_lm_plugin": "ACCELERATE_USE_MEGATRON_LM",
 }
 
-# In capitals, to tell what a state says of itself from what launchers and TrainingArguments ask for.
-_MIRRORED = "TRUE"
+# True, in letters that nobody types: tells what a state says of itself from what launchers, people and TrainingArguments ask for.
+_MIRRORED = "tRUE"
 
 
 def asked_for(plugin: str) -> bool:

@@ -268,3 +268,10 @@ def test_shared_dictionary_descriptor(thread_local, seen):
     thread.start()
     thread.join()
     assert found == [seen]
+
+
+@pytest.mark.parametrize("word", ["true", "TRUE", "True", "1", "yes"])
+def test_fsdp_that_a_person_asks_for_is_honoured_however_it_is_written(monkeypatch, word):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", word)
+    state = AcceleratorState(cpu=True, _from_accelerator=True)
+    assert state.distributed_type.value == "FSDP" and state.fsdp_plugin is not None

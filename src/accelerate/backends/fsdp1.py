@@ -14,6 +14,7 @@ from accelerate.checkpoint.fsdp_state import is_fsdp1
 from accelerate.config.handlers import GradScalerKwargs
 from accelerate.modules.compile import is_compiled_module
 from accelerate.modules.repoint import named, repoint
+from accelerate.modules.unwrap import is_parallel_wrapper
 from accelerate.parallel import sameness
 from accelerate.parallel.mesh import shard_mesh
 from accelerate.parallelism_config import ParallelismConfig
@@ -115,7 +116,7 @@ class FSDP1(Sharded):
         for model in accelerator._models:
             root = model._orig_mod if is_compiled_module(model) else model
             own = {id(parameter) for parameter in root.parameters()}
-            if not is_fsdp1(root) or not own & given.keys():
+            if not is_parallel_wrapper(root) or not own & given.keys():
                 continue
             trained = {id(p) for p in root.parameters() if p.requires_grad}
             if not trained <= given.keys():

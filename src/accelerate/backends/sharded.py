@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from accelerate.accelerator import Accelerator
 
 _WITHOUT_COLLECTIVES = ("mps",)
+_NO_SYNC = "no_sync"  # its note counts all parameters, which is not for every micro-batch
 
 
 class ShardedModel:
@@ -92,11 +93,18 @@ class Sharded(Backend):
         offload = getattr(
             plugin.cpu_offload, "offload_params", type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy"
         )
-        if offload and accelerator.device.type == "cpu" and not accelerator._told_of_needless_offload:
-            accelerator._told_of_needless_offload = True
-            fsdp_utils.logger.warning(
-                "cpu_offload=True has no effect on the CPU, where parameters are in host memory anyway."
+        if offload and accelerator.device.type == "cpu":
+            _say_once(
+                accelerator, "cpu_offload=True has no effect on the CPU, where parameters are in host memory anyway."
             )
+        for name in ("state_dict_config", "optim_state_dict_config"):
+            config = getattr(plugin, name)
+            if config is not None and not (config.offload_to_cpu and getattr(config, "rank0_only", True)):
+                _say_once(
+                    accelerator,
+                    f"{name}={config} has no effect: states are gathered into the host memory of rank 0 alone, or written as shards, "
+                    "as state_dict_type says.",
+                )
 
     def prepare(
         self, accelerator: "Accelerator", objects: Sequence[Any], placements: Sequence[bool | None]
@@ -211,8 +219,10 @@ def keeping_unsharded(accelerator: "Accelerator", model: nn.Module) -> Iterator[
         accelerator: The Accelerator.
         model: The model, sharded.
     """
-    if not accelerator._told_of_unsharded_gradients:
-        _tell_of_unsharded(accelerator, model)
+    if _NO_SYNC not in accelerator._told:
+        accelerator._told.add(_NO_SYNC)
+        if note := footprint.no_sync_memory_note(model):
+            _say_once(accelerator, note)
     window = accelerator._window
     before, window.apart = window.apart, True
     try:
@@ -221,10 +231,10 @@ def keeping_unsharded(accelerator: "Accelerator", model: nn.Module) -> Iterator[
         window.apart = before
 
 
-def _tell_of_unsharded(accelerator: "Accelerator", model: nn.Module) -> None:
-    accelerator._told_of_unsharded_gradients = True
-    if note := footprint.no_sync_memory_note(model):
-        fsdp_utils.logger.info(note)
+def _say_once(accelerator: "Accelerator", message: str) -> None:
+    if message not in accelerator._told:
+        accelerator._told.add(message)
+        fsdp_utils.logger.warning(message)
 
 
 def model_of(optimizer: Any, models: Sequence[nn.Module]) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -61,10 +62,12 @@ def _region(accelerator: "Accelerator") -> Region:
     if accelerator.device.type != "cpu":
         return TorchRegion(part, strategy)
     # torch deals out two parts to each rank; a length that would fail on an accelerator shall fail on a laptop, too.
-    return Region("cp", part, _attend_by_ring if strategy == "alltoall" else _attend_by_gathering, cuts=2)
+    how = attention.by_ring if strategy == "alltoall" else attention.by_gathering
+    return Region("cp", part, partial(_attend, how), cuts=2)
 
 
-def _attend_by_gathering(
+def _attend(
+    how: Callable[..., Tensor],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -75,21 +78,7 @@ def _attend_by_gathering(
     region: Region,
 ) -> Tensor:
     attention.check(query, key, value, dropout, gqa)
-    return attention.by_gathering(query, key, value, causal, scale, region)
-
-
-def _attend_by_ring(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dropout: float,
-    causal: bool,
-    scale: float | None,
-    gqa: bool,
-    region: Region,
-) -> Tensor:
-    attention.check(query, key, value, dropout, gqa)
-    return attention.by_ring(query, key, value, causal, scale, region)
+    return how(query, key, value, causal, scale, region)
 
 
 class TorchRegion(Region):

@@ -40,15 +40,16 @@ def gather_for_metrics(accelerator: "Accelerator", data: Any, use_gather_object:
         gathered = operations.gather_with(exchange, data)
     state = accelerator.gradient_state
     layout = accelerator.parallelism_config
-    if layout is not None and layout.non_data_parallel_size > 1 and accelerator.torch_device_mesh is not None:
-        keep = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
-        pick = partial(_of_distinct, layout=layout, ranks=accelerator.num_processes, keep=keep)
-        return operations.recursively_apply(pick, gathered) if tensors and not use_gather_object else pick(gathered)
     # A stream that several worker processes share out may have a completed round before the last one.
     counts = getattr(state.active_dataloader, "batch_counts", None)
-    if counts is None and (not state.end_of_dataloader or state.remainder == 0):
-        return gathered
+    whole = counts is None and (not state.end_of_dataloader or state.remainder == 0)
     keep = state.remainder if counts is None else sum(counts)
+    if layout is not None and layout.non_data_parallel_size > 1 and accelerator.torch_device_mesh is not None:
+        limit = None if whole or keep < 0 else keep
+        pick = partial(_of_distinct, layout=layout, ranks=accelerator.num_processes, keep=limit)
+        return operations.recursively_apply(pick, gathered) if tensors and not use_gather_object else pick(gathered)
+    if whole:
+        return gathered
     if keep < 0:
         logger.info(
             "The loader's dataset has no length, so gather_for_metrics returns every gathered sample, duplicates included."

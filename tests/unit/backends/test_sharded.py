@@ -89,3 +89,22 @@ def test_fp16_scales_and_skips(process_group, version):
     after = accelerator.get_state_dict(model)
     assert all(torch.equal(before[name], value) for name, value in after.items())
     assert accelerator.scaler.get_scale() == 2**15
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_configuration_of_states_that_has_no_effect_is_said_once(process_group, caplog, version):
+    from torch.distributed.fsdp import FullStateDictConfig
+
+    accelerator = sharding(
+        version, state_dict_type="FULL_STATE_DICT", state_dict_config=FullStateDictConfig(rank0_only=False)
+    )
+    accelerator.prepare(net())
+    accelerator.prepare(net())
+    assert caplog.text.count("state_dict_config=FullStateDictConfig") == 1
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+def test_of_configurations_that_nobody_gave_nothing_is_said(process_group, caplog, version, kind):
+    sharding(version, state_dict_type=kind).prepare(net())
+    assert "has no effect" not in caplog.text

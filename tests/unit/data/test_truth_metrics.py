@@ -87,11 +87,11 @@ def steps_of(loader):
     return [(batch, loader.batch_counts, loader.end_of_dataloader, loader.remainder) for batch in loader]
 
 
-def gather_for_metrics(parts, counts, end, remainder, objects):
+def gather_for_metrics(parts, counts, end, remainder, objects, **mesh):
     """The library's own function, with the exchange replaced by the parts of all ranks."""
     loader = SimpleNamespace(batch_counts=counts)
     state = SimpleNamespace(active_dataloader=loader, end_of_dataloader=end, remainder=remainder)
-    accelerator = SimpleNamespace(gradient_state=state, parallelism_config=None)
+    accelerator = SimpleNamespace(gradient_state=state, **(mesh or {"parallelism_config": None}))
 
     def gather(_, __):
         return [item for part in parts for item in part.tolist()] if objects else torch.cat(parts)
@@ -193,3 +193,20 @@ def test_uneven_batches_of_ranks_that_all_have_some(length, size, world, split):
 
     found, counted = evaluated(make, world, dispatch=False, objects=True, even_batches=False, split_batches=split)
     assert found == counted == list(range(length))
+
+
+MESHES = {
+    # Two shards of the data; both ranks of a pair have the same batch. Real samples: all of shard 0, one of shard 1.
+    "tensor parallel": (SimpleNamespace(non_data_parallel_size=2, tp_size=2), [0, 1, 2]),
+    "shared sequences": (SimpleNamespace(non_data_parallel_size=2, tp_size=1), [0, 1, 0, 1, 2, 2]),
+}
+
+
+@pytest.mark.parametrize("objects", [False, True])
+@pytest.mark.parametrize(("counts", "end"), [(None, True), ([2, 1], False)], ids=["last round", "round of a stream"])
+@pytest.mark.parametrize("name", MESHES)
+def test_what_fills_up_a_round_is_dropped_from_each_rank_of_a_mesh(name, counts, end, objects):
+    layout, expected = MESHES[name]
+    parts = [torch.tensor(part) for part in ([0, 1], [0, 1], [2, 9], [2, 9])]
+    mesh = {"parallelism_config": layout, "torch_device_mesh": object(), "num_processes": 4}
+    assert gather_for_metrics(parts, counts, end, 3 if end else -1, objects, **mesh) == expected
