@@ -1,13 +1,15 @@
 """How much memory devices have for a model, and how to spread a model evenly over them."""
 
 import logging
-from collections.abc import Mapping, Sequence
+import numbers
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from accelerate.devices.probe import detect
-from accelerate.offload.sizes import compute_module_sizes, convert_file_size_to_int, get_module_leaves
+from accelerate.offload.sizes import class_names, compute_module_sizes, convert_file_size_to_int, get_module_leaves
 
 logger = logging.getLogger("accelerate.utils.modeling")
 
@@ -34,15 +36,49 @@ def _detected_memory() -> dict[int | str, int]:
 def _warn_of_missing_devices(indices: Sequence[int]) -> None:
     device = detect()
     available = range(device.count()) if device.type not in ("cpu", "mps") else range(0)
-    for index in indices:
-        if index not in available:
-            logger.warning(
-                "Device %d of max_memory is not available; available devices are %s.", index, list(available)
-            )
+    missing = [str(index) for index in indices if index not in available]
+    if missing:
+        logger.warning(
+            "Device%s %s of max_memory %s not available; available devices are %s.",
+            "s" * (len(missing) > 1),
+            ", ".join(missing),
+            "are" if len(missing) > 1 else "is",
+            list(available),
+        )
+
+
+def _bytes_of(device: Any, budget: Any) -> int | float:
+    """Read one budget. Numbers stay as they are: transformers computes budgets as floats."""
+    try:
+        if not isinstance(budget, str) and isinstance(budget, numbers.Real) and budget >= 0:
+            return budget
+        return convert_file_size_to_int(budget)
+    except ValueError as error:
+        raise ValueError(
+            f"max_memory[{device!r}]={budget!r} is not a size. Give a number of bytes (at least 0) or text with a unit, "
+            "such as '5GB' or '512MiB'."
+        ) from error
+
+
+def _ordered_budgets(max_memory: Mapping[int | str, int | str]) -> dict[int | str, int]:
+    if not isinstance(max_memory, Mapping):
+        raise ValueError(
+            f"max_memory={max_memory!r} is no mapping. Give a budget per device, such as {{0: '10GiB', 'cpu': '30GiB'}}."
+        )
+    indices = sorted(device for device in max_memory if isinstance(device, int))
+    order: list[int | str] = [*indices, *(name for name in ("mps", "cpu", "disk") if name in max_memory)]
+    unknown = [device for device in max_memory if device not in order]
+    if unknown:
+        raise ValueError(
+            f"max_memory names the device {unknown[0]!r}; devices are accelerator indices (int), 'mps', 'cpu' and 'disk'."
+        )
+    return {device: _bytes_of(device, max_memory[device]) for device in order}
 
 
 def get_max_memory(max_memory: Mapping[int | str, int | str] | None = None) -> dict[int | str, int]:
     """Return the memory budget of each device in bytes, ordered by the sequence in which devices get filled.
+
+    A line of warning names the accelerators that this machine does not have.
 
     Args:
         max_memory: Device to budget; accelerators by index, others as ``"mps"``, ``"cpu"``, ``"disk"``. Budgets are
@@ -58,20 +94,12 @@ def get_max_memory(max_memory: Mapping[int | str, int | str] | None = None) -> d
     """
     if max_memory is None:
         return _detected_memory()
-    # Numbers stay as they are: transformers computes budgets as floats.
-    budgets = {d: convert_file_size_to_int(size) if isinstance(size, str) else size for d, size in max_memory.items()}
-    indices = sorted(device for device in budgets if isinstance(device, int))
-    _warn_of_missing_devices(indices)
-    order: list[int | str] = [*indices, *(name for name in ("mps", "cpu", "disk") if name in budgets)]
-    unknown = [device for device in budgets if device not in order]
-    if unknown:
-        raise ValueError(
-            f"max_memory names the device {unknown[0]!r}; devices are accelerator indices (int), 'mps', 'cpu' and 'disk'."
-        )
-    return {device: budgets[device] for device in order}
+    budgets = _ordered_budgets(max_memory)
+    _warn_of_missing_devices([device for device in budgets if isinstance(device, int)])
+    return budgets
 
 
-def _margin(model: nn.Module, sizes: Mapping[str, int], no_split: Sequence[str]) -> int:
+def _margin(model: nn.Module, sizes: Mapping[str, int], no_split: Collection[str]) -> int:
     """Bytes by which one device may exceed its even share, since blocks are placed whole."""
     tensors = set(get_module_leaves(sizes))
     modules = {name: size for name, size in sizes.items() if name not in tensors}
@@ -104,13 +132,18 @@ def get_balanced_memory(
         no_split_module_classes: Names of classes whose instances stay on one device.
         dtype: Dtype that the weights will be cast to.
         special_dtypes: Exact dtypes for some tensors, by full name.
-        low_zero: Leave as much as possible of accelerator 0 free (for generation, whose outputs gather there).
+        low_zero: Leave as much as possible of accelerator 0, or the first one there is, free (for generation, whose outputs
+            gather there).
 
     Returns:
         Device to bytes, as `get_max_memory` returns it.
+
+    Raises:
+        ValueError: A budget, class or dtype is none; the message names it.
     """
     user_set = max_memory is not None
-    budgets = get_max_memory(max_memory)
+    # Devices that are not there are warned about when the budgets are used.
+    budgets = _ordered_budgets(max_memory) if user_set else get_max_memory()
     accelerators = [device for device in budgets if device not in ("cpu", "disk") and budgets[device] > 0]
     if not accelerators or "mps" in accelerators:
         return budgets
@@ -120,10 +153,10 @@ def get_balanced_memory(
             # Activations need room on the only accelerator, and nobody said how much.
             budgets[accelerators[0]] = int(budgets[accelerators[0]] * 0.9)
     sizes = compute_module_sizes(model, dtype=dtype, special_dtypes=special_dtypes)
-    total = int(sizes.get("", 0))
-    no_split = [no_split_module_classes] if isinstance(no_split_module_classes, str) else no_split_module_classes or []
+    total = sizes.get("", 0)
+    no_split = class_names(no_split_module_classes)
     share = total // (len(accelerators) - low_zero) + _margin(model, sizes, no_split)
-    low = 0 if low_zero else None
+    low = (0 if 0 in budgets else accelerators[0]) if low_zero else None
     for device in accelerators[:-1]:
         if device != low:
             budgets[device] = min(share, budgets[device])

@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -84,28 +84,44 @@ def _get_proper_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     """
     if not isinstance(dtype, str):
         return dtype
-    found = getattr(torch, dtype.removeprefix("torch."), None)
+    found = _torch_dtype(dtype)
     if not isinstance(found, torch.dtype):
         raise ValueError(f"dtype={dtype!r} names no torch dtype. Use a name such as 'float16' or 'bfloat16'.")
     return found
+
+
+def _torch_dtype(name: str) -> Any:
+    return getattr(torch, name.removeprefix("torch."), None)
 
 
 def _is_integral(dtype: torch.dtype) -> bool:
     return not (dtype.is_floating_point or dtype.is_complex)
 
 
-def _tensor_bytes(
-    name: str, tensor: torch.Tensor, dtype: torch.dtype | CustomDtype | None, special: Mapping[str, Any]
+def _bytes_per_element(
+    own: torch.dtype, dtype: torch.dtype | CustomDtype | None, exact: torch.dtype | CustomDtype | str | None
 ) -> int | float:
-    """Size of one tensor once loaded: a cast shrinks floating-point tensors, never enlarges them."""
-    own = dtype_byte_size(tensor.dtype)
-    if name in special:
-        per_element = dtype_byte_size(special[name])
-    elif dtype is None or _is_integral(tensor.dtype):
-        per_element = own
-    else:
-        per_element = min(dtype_byte_size(dtype), own)
-    return tensor.numel() * per_element
+    """Bytes of one element once loaded: a cast shrinks floating-point tensors, never enlarges them."""
+    if exact is not None:
+        return dtype_byte_size(exact)
+    size = dtype_byte_size(own)
+    return size if dtype is None or _is_integral(own) else min(dtype_byte_size(dtype), size)
+
+
+def _checked_dtypes(
+    dtype: Any, special_dtypes: Mapping[str, Any] | None
+) -> tuple[torch.dtype | CustomDtype | None, dict[str, torch.dtype | CustomDtype]]:
+    special: dict[str, torch.dtype | CustomDtype] = {}
+    named = {"dtype": dtype} if dtype is not None else {}
+    for name, exact in (special_dtypes or {}).items():
+        named[f"special_dtypes[{name!r}]"] = special[name] = exact
+    for argument, given in named.items():
+        known = isinstance(given, torch.dtype | CustomDtype)
+        if not known and not (isinstance(given, str) and isinstance(_torch_dtype(given), torch.dtype)):
+            raise ValueError(
+                f"{argument}={given!r} is no torch dtype. Use torch.float16, the name 'float16', or a CustomDtype."
+            )
+    return _get_proper_dtype(dtype), {name: _get_proper_dtype(exact) for name, exact in special.items()}
 
 
 def compute_module_sizes(
@@ -121,26 +137,38 @@ def compute_module_sizes(
     Args:
         model: The model; its tensors may be on the meta device.
         dtype: Count as if floating-point tensors were cast to this dtype, where that makes them smaller.
-        special_dtypes: Exact dtypes for some tensors, by full name.
+        special_dtypes: Exact dtypes for some tensors, by full name. Names that the model does not have are allowed.
         buffers_only: Leave the parameters out.
 
     Returns:
         Full name to bytes; ``""`` is the whole model. Names without tensors answer 0.
 
+    Raises:
+        ValueError: A dtype is none.
+
     Example:
         >>> compute_module_sizes(nn.Linear(3, 4))["weight"]
         48
     """
-    wanted = _get_proper_dtype(dtype)
-    special = dict(special_dtypes or {})
+    wanted, special = _checked_dtypes(dtype, special_dtypes)
     tensors: Iterable[tuple[str, torch.Tensor]]
     tensors = model.named_buffers() if buffers_only else named_module_tensors(model, recurse=True)
     sizes: dict[str, int] = defaultdict(int)
+    per_element: dict[torch.dtype, int | float] = {}
+    outer: dict[str, list[str]] = {}
     for name, tensor in tensors:
-        size = _tensor_bytes(name, tensor, wanted, special)
-        parts = name.split(".")
-        for depth in range(len(parts) + 1):
-            sizes[".".join(parts[:depth])] += size
+        own = tensor.dtype
+        if own not in per_element:
+            per_element[own] = _bytes_per_element(own, wanted, None)
+        exact = special.get(name)
+        size = tensor.numel() * (per_element[own] if exact is None else _bytes_per_element(own, wanted, exact))
+        path = name.rpartition(".")[0]
+        if path not in outer:
+            parts = path.split(".") if path else []
+            outer[path] = [".".join(parts[:depth]) for depth in range(len(parts) + 1)]
+        for module in outer[path]:
+            sizes[module] += size
+        sizes[name] += size
     return sizes
 
 
@@ -154,23 +182,24 @@ def compute_module_total_buffer_size(
 
 
 def get_module_leaves(module_sizes: Mapping[str, int]) -> list[str]:
-    """Return the names that no other name in the mapping lies below.
+    """Return the names that no other name in the mapping lies below; the whole model, ``""``, is never one of them.
 
     Args:
         module_sizes: As `compute_module_sizes` returns it, or a part of it.
     """
-    inner = {name.rpartition(".")[0] for name in module_sizes if name}
-    for name in list(inner):
-        while name:
-            name = name.rpartition(".")[0]
-            inner.add(name)
+    inner = {""}
+    for name in module_sizes:
+        outer = name.rpartition(".")[0]
+        while outer not in inner:
+            inner.add(outer)
+            outer = outer.rpartition(".")[0]
     return [name for name in module_sizes if name not in inner]
 
 
 def get_max_layer_size(
     modules: Sequence[tuple[str, nn.Module | torch.Tensor]],
     module_sizes: Mapping[str, int],
-    no_split_module_classes: Sequence[str] | None,
+    no_split_module_classes: Sequence[str] | str | None,
 ) -> tuple[int, list[str]]:
     """Return the bytes of the largest layer, that is, of the largest unit that has to be on a device at once.
 
@@ -182,16 +211,14 @@ def get_max_layer_size(
     Returns:
         The size in bytes, and the names of all layers that have it.
     """
-    whole = set(no_split_module_classes or ())
+    whole = class_names(no_split_module_classes)
     largest, names = 0, []
-    pending = list(modules)
+    pending = list(modules)[::-1]
     while pending:
-        name, item = pending.pop(0)
-        children = list(item.named_children()) if isinstance(item, nn.Module) else []
-        if children and type(item).__name__ not in whole:
-            pending = [
-                (f"{name}.{child_name}" if name else child_name, child) for child_name, child in children
-            ] + pending
+        name, item = pending.pop()
+        if not is_whole(item, whole):
+            prefix = f"{name}." if name else ""
+            pending += [(prefix + child_name, child) for child_name, child in reversed(list(item.named_children()))]
             continue
         size = module_sizes.get(name, 0)
         if size > largest:
@@ -199,6 +226,58 @@ def get_max_layer_size(
         elif size == largest:
             names.append(name)
     return largest, names
+
+
+def class_names(classes: Iterable[str | type] | str | None, argument: str = "no_split_module_classes") -> set[str]:
+    """Return names of classes as a set.
+
+    Args:
+        classes: Names, or classes themselves, or one name.
+        argument: What error messages call it.
+
+    Raises:
+        ValueError: Something else was given.
+
+    Example:
+        >>> class_names("Block")
+        {'Block'}
+    """
+    given = [classes] if isinstance(classes, str | type) else classes
+    if given is None:
+        return set()
+    found = list(given) if isinstance(given, Iterable) else [given]
+    wrong = [entry for entry in found if not isinstance(entry, str | type)]
+    if wrong:
+        raise ValueError(f"{argument} holds {wrong[0]!r}, which is no class name. Give names such as ['Block'].")
+    return {entry.__name__ if isinstance(entry, type) else entry for entry in found}
+
+
+def is_whole(item: nn.Module | torch.Tensor, no_split: Collection[str]) -> bool:
+    """Say whether an item goes to one device as it is: a tensor, a module without submodules, or one of some classes.
+
+    Args:
+        item: A module or tensor.
+        no_split: Names of classes that must not be split.
+    """
+    if not isinstance(item, nn.Module) or type(item).__name__ in no_split:
+        return True
+    return next(item.children(), None) is None
+
+
+def format_bytes(size: int | float) -> str:
+    """Return a size for people, with binary units.
+
+    Args:
+        size: A number of bytes.
+
+    Example:
+        >>> format_bytes(3 * 2**29)
+        '1.50 GiB'
+    """
+    for unit in ("GiB", "MiB", "KiB"):
+        if abs(size) >= _UNITS[unit.upper()]:
+            return f"{size / _UNITS[unit.upper()]:.2f} {unit}"
+    return f"{size:g} bytes"
 
 
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:

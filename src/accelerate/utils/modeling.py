@@ -20,6 +20,7 @@ from accelerate.offload.placement import (
     has_offloaded_params,
     set_module_tensor_to_device,
 )
+from accelerate.offload.report import device_map_report
 from accelerate.offload.sizes import (
     _get_proper_dtype,
     calculate_maximum_sizes,
@@ -60,6 +61,7 @@ __all__ = [
     "compute_module_sizes",
     "compute_module_total_buffer_size",
     "convert_file_size_to_int",
+    "device_map_report",
     "dtype_byte_size",
     "fallback_allocate",
     "find_tied_parameters",

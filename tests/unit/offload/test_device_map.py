@@ -1,7 +1,5 @@
 """Device maps: computed, cleaned, checked."""
 
-import logging
-
 import pytest
 import torch
 from torch import nn
@@ -12,6 +10,7 @@ from accelerate.offload.device_map import (
     fallback_allocate,
     infer_auto_device_map,
 )
+from accelerate.offload.memory import get_balanced_memory
 from accelerate.offload.sizes import compute_module_sizes
 
 
@@ -95,11 +94,144 @@ def test_buffers_that_stay_behind_are_warned_about():
     infer_auto_device_map(model, {0: 1000, "cpu": 10**6}, offload_buffers=True)
 
 
-def test_verbose_prints_and_too_small_devices_are_logged(capsys, caplog):
-    with caplog.at_level(logging.INFO):
-        infer_auto_device_map(_Net(), {0: 10, "cpu": 1000}, offload_buffers=True, verbose=True)
-    assert "Putting linear1" in capsys.readouterr().out
-    assert "0: 164 bytes required" in caplog.text
+def test_verbose_prints_each_step(capsys):
+    infer_auto_device_map(_Net(), {0: 200, "cpu": 1000}, offload_buffers=True, verbose=True)
+    printed = capsys.readouterr().out
+    assert "Putting linear1" in printed and "Not enough space on 0" in printed
+
+
+def test_devices_that_hold_nothing_are_warned_about_once(caplog):
+    device_map = infer_auto_device_map(_Net(), {0: 10, 1: 5, 2: 0, "cpu": 1000}, offload_buffers=True)
+    assert device_map == {"": "cpu"}
+    (told,) = [record.getMessage() for record in caplog.records if "too little memory" in record.getMessage()]
+    assert "0: 164 bytes required (64 for 'linear1' and 100 kept free for the largest layer, 'linear2')" in told
+    assert "1: 64 bytes required (64 for 'linear1'), the budget is 5" in told
+    assert "2:" not in told and "cpu:" not in told  # what was told to stay empty, and what did not
+
+
+@pytest.mark.parametrize("budgets", [{"cpu": 10}, {0: 0, "cpu": 0}, {"cpu": 10**6}])
+def test_where_nothing_can_hold_a_layer_the_disk_does(budgets, caplog):
+    device_map = infer_auto_device_map(_Net(), budgets, offload_buffers=True)
+    assert device_map == {"": "disk" if budgets["cpu"] < 100 else "cpu"}
+    assert ("stay empty" in caplog.text) == (budgets == {"cpu": 10})
+
+
+def test_a_device_that_something_deeper_fits_onto_is_not_empty(caplog):
+    model = nn.Sequential(nn.Linear(10, 10), nn.Sequential(nn.Linear(2, 2), nn.Linear(10, 10)))
+    infer_auto_device_map(model, {0: 500, "cpu": 10**4}, fallback_allocation=True)
+    assert "stay empty" not in caplog.text
+
+
+def _explained(capsys, *args, **kwargs):
+    device_map = infer_auto_device_map(*args, **kwargs, explain=True)
+    assert device_map == infer_auto_device_map(*args, **kwargs)
+    table, _, refused = capsys.readouterr().out.partition("What did not fit:\n")
+    rows = [line.split("  ") for line in table.strip().splitlines()]
+    return {row[0]: [cell.strip() for cell in row[1:] if cell.strip()] for row in rows}, refused
+
+
+def test_an_explanation_has_a_row_per_device(capsys):
+    table, refused = _explained(capsys, _Net(), {0: 200, 1: 72, "cpu": 4096})
+    assert table == {
+        "device": ["budget", "kept free for the largest layer", "used", "free", "modules"],
+        "0": ["200 bytes", "100 bytes (linear2)", "64 bytes", "136 bytes", "1"],
+        "1": ["72 bytes", "-", "72 bytes", "0 bytes", "1"],
+        "cpu": ["4.00 KiB", "-", "100 bytes", "3.90 KiB", "1"],
+        "disk": ["unlimited", "-", "0 bytes", "unlimited", "0"],
+    }
+    assert refused.splitlines()[0] == (
+        "  norm (72 bytes) on 0 (36 bytes left): larger than what is left; it cannot be split: class BatchNorm1d has no "
+        "submodules"
+    )
+
+
+def test_an_explanation_names_the_causes(capsys):
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4))
+    model.scale = nn.Parameter(torch.ones(9))
+    budgets = {0: 0, 1: 30, "cpu": 79}
+    _, refused = _explained(capsys, model, budgets, no_split_module_classes="Sequential")
+    assert (
+        "scale (36 bytes) on 0 (0 bytes left): the device has no budget; it cannot be split: it is a single" in refused
+    )
+    assert "scale (36 bytes) on 1 (30 bytes left): larger than the budget" in refused
+    assert "on cpu (0 bytes left): the budget is smaller than the largest layer, 0;" in refused
+    _, refused = _explained(capsys, model, {"cpu": 250}, no_split_module_classes="Sequential")
+    assert "0 (160 bytes) on cpu (134 bytes left): larger than what is left; it cannot be split: class Seq" in refused
+    assert "class Sequential is in no_split_module_classes" in refused
+    _, refused = _explained(capsys, model, {"cpu": 250})
+    assert "0 (160 bytes) on cpu (134 bytes left): larger than what is left; it was split" in refused
+    _, refused = _explained(capsys, _tied(), {0: 0, 1: 100, "cpu": 0})
+    assert refused.count("\n") == 3 and "mid (64 bytes) on 1 (36 bytes left): larger than what is left" in refused
+
+
+def test_an_explanation_names_what_is_tied(capsys):
+    model = _tied()
+    model["head"] = nn.Sequential(model["head"], nn.Linear(20, 20))
+    _, refused = _explained(capsys, model, {0: 1680 + 64, 1: 64, "cpu": 10**5})
+    assert "emb (1.70 KiB) on 0 (64 bytes left): tied to head, which was split" in refused
+    _, refused = _explained(capsys, model, {0: 1680 + 64, "cpu": 10**5}, no_split_module_classes=["Sequential"])
+    assert "emb (1.70 KiB) on 0 (64 bytes left): tied to head, so that all of them need room together" in refused
+
+
+def test_a_long_explanation_is_cut(capsys):
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    infer_auto_device_map(model, {**dict.fromkeys(range(40), 1), "cpu": 1000}, explain=True)
+    printed = capsys.readouterr().out
+    assert "... and 10 more" in printed and len(printed.splitlines()) == 43 + 2 + 30 + 1
+
+
+def test_explanations_do_not_come_unasked(capsys):
+    infer_auto_device_map(_Net(), {0: 200, "cpu": 1000})
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"max_memory": {0: -5}}, r"max_memory\[0\]=-5"),
+        ({"max_memory": {"cpu": "5"}}, r"max_memory\['cpu'\]='5'.*5GB"),
+        ({"max_memory": {"gpu": 5}}, "max_memory names the device 'gpu'"),
+        ({"max_memory": 5}, "max_memory=5"),
+        ({"no_split_module_classes": 5}, "no_split_module_classes.*5"),
+        ({"no_split_module_classes": [5]}, "no_split_module_classes.*5"),
+        ({"dtype": "bf16"}, "dtype='bf16'.*float16"),
+        ({"dtype": 16}, "dtype=16.*float16"),
+        ({"special_dtypes": {"norm.weight": "half_float"}}, r"special_dtypes\['norm.weight'\]='half_float'"),
+    ],
+)
+def test_mistakes_are_named(wrong, told):
+    for function in (infer_auto_device_map, get_balanced_memory):
+        with pytest.raises(ValueError, match=told):
+            function(_Net(), **{"max_memory": {0: 1000, 1: 1000}, **wrong})
+
+
+def test_what_matches_nothing_does_no_harm():
+    budgets = {0: 236, "cpu": 1000}
+    options = {"special_dtypes": {"stranger.*": "int8"}, "no_split_module_classes": ["Stranger", nn.BatchNorm1d]}
+    assert infer_auto_device_map(_Net(), budgets, **options) == {"": 0}
+    waiting = [("linear1", nn.Linear(3, 4))]
+    assert (
+        fallback_allocate(waiting, {"linear1": 64}, 64, tied_parameters=[["linear1.w.*", "x.*"], []])[0] == "linear1"
+    )
+
+
+def test_fallback_allocate_opens_only_what_is_around_the_one_found():
+    model = nn.Sequential(
+        nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 9)), nn.Sequential(nn.Linear(9, 9), nn.Linear(2, 2))
+    )
+    waiting = list(model.named_children())
+    name, module, rest = fallback_allocate(waiting, compute_module_sizes(model), 30)
+    assert (name, module) == ("1.1", model[1][1])
+    assert [other for other, _ in rest] == ["0", "1.0"]
+
+
+def test_fallback_allocate_counts_what_is_tied():
+    model = _tied()
+    waiting, sizes = list(model.named_children()), compute_module_sizes(model)
+    assert fallback_allocate(waiting, sizes, 64)[0] == "emb"
+    model["head"] = nn.Sequential(model["head"], nn.Linear(4, 4))
+    waiting, sizes, tied = list(model.named_children()), compute_module_sizes(model), [["emb.weight", "head.0.weight"]]
+    assert fallback_allocate(waiting, sizes, 64, [], tied)[0] == "mid"
 
 
 def test_clean_device_map_merges_by_name_not_by_text():
@@ -107,6 +239,9 @@ def test_clean_device_map_merges_by_name_not_by_text():
     assert clean_device_map({"a.b.x": 0, "a.b.y": 0, "a.c": 1}) == {"a.c": 1, "a.b": 0}
     assert clean_device_map({"a": 0, "b": 0}) == {"": 0}
     assert clean_device_map({}) == {}
+    assert clean_device_map({"a.b.x": 0, "a.b.y": 0, "c.x": 0, "c.y": 0}, "a") == {"c.x": 0, "c.y": 0, "a": 0}
+    assert clean_device_map({"a": 1, "a.b": 0, "c": 1}) == {"a": 1, "a.b": 0, "c": 1}
+    assert clean_device_map({"a.b.x": 0, "c": 1}) == {"a.b.x": 0, "c": 1}
 
 
 def test_check_device_map_names_what_is_missing_and_warns_of_strangers():
@@ -116,3 +251,5 @@ def test_check_device_map_names_what_is_missing_and_warns_of_strangers():
         check_device_map(model, {"linear1": 0, "linear2": 0})
     with pytest.warns(UserWarning, match="stranger"):
         check_device_map(model, {"linear1": 0, "norm": 0, "linear2": 0, "stranger": 0})
+    model.norm.register_buffer("loose", torch.ones(1), persistent=False)
+    check_device_map(model, {"linear1": 0, "norm": 0, "linear2": 0, "norm.loose": "cpu"})

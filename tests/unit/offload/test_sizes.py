@@ -8,10 +8,12 @@ from accelerate.config.enums import CustomDtype
 from accelerate.offload.sizes import (
     _get_proper_dtype,
     calculate_maximum_sizes,
+    class_names,
     compute_module_sizes,
     compute_module_total_buffer_size,
     convert_file_size_to_int,
     dtype_byte_size,
+    format_bytes,
     get_max_layer_size,
     get_module_leaves,
 )
@@ -87,6 +89,8 @@ def test_buffers_alone_and_tied_weights_once():
 
 def test_leaves_are_names_without_names_below():
     assert get_module_leaves({"": 3, "a": 2, "a.b": 2, "ab": 1}) == ["a.b", "ab"]
+    assert get_module_leaves({"": 3}) == []
+    assert get_module_leaves({"a.b.c": 1, "a.d": 1}) == ["a.b.c", "a.d"]
 
 
 def test_largest_layer_respects_blocks_that_stay_whole():
@@ -95,3 +99,32 @@ def test_largest_layer_respects_blocks_that_stay_whole():
     assert get_max_layer_size(list(model.named_children()), sizes, []) == (168, ["1.1"])
     assert get_max_layer_size(list(model.named_children()), sizes, ["Sequential"]) == (288, ["1"])
     assert calculate_maximum_sizes(model) == (408, (168, ["1.1"]))
+
+
+def test_the_largest_layers_are_named_in_the_order_of_the_model():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.ReLU()), nn.Linear(3, 3))
+    sizes = compute_module_sizes(model)
+    assert get_max_layer_size(list(model.named_children()), sizes, None) == (48, ["0", "1.0", "2"])
+    assert get_max_layer_size([("", model)], sizes, None) == (48, ["0", "1.0", "2"])
+    assert get_max_layer_size([], sizes, None) == (0, [])
+
+
+@pytest.mark.parametrize("wrong", [{"dtype": "bf16"}, {"dtype": 2}, {"special_dtypes": {"layer.weight": "x"}}])
+def test_dtypes_are_checked_before_anything_is_counted(wrong):
+    argument = "dtype" if "dtype" in wrong else r"special_dtypes\['layer.weight'\]"
+    with pytest.raises(ValueError, match=f"{argument}=.*float16"):
+        compute_module_sizes(nn.Identity(), **wrong)
+
+
+def test_class_names():
+    assert class_names(None) == set()
+    assert class_names("Block") == class_names(("Block",)) == class_names({"Block"}) == {"Block"}
+    assert class_names([nn.Linear, "Block"]) == {"Linear", "Block"} and class_names(nn.Linear) == {"Linear"}
+    with pytest.raises(ValueError, match="no_split_module_classes holds 3"):
+        class_names(["Block", 3])
+
+
+def test_sizes_for_people():
+    sizes = [0, 1023, 1024, 3 * 2**19, 5 * 2**30, 0.125, -2048, float("inf")]
+    written = ["0 bytes", "1023 bytes", "1.00 KiB", "1.50 MiB", "5.00 GiB", "0.125 bytes", "-2.00 KiB", "inf GiB"]
+    assert [format_bytes(size) for size in sizes] == written

@@ -7,12 +7,15 @@ import torch
 from torch import nn
 
 from accelerate.offload.tied import (
+    Company,
+    Ties,
     check_tied_parameters_in_config,
     check_tied_parameters_on_same_device,
     device_of,
     find_tied_parameters,
     get_module_size_with_ties,
     is_peft_model,
+    name_and_parents,
     retie_parameters,
 )
 
@@ -62,6 +65,81 @@ def test_a_tie_over_several_devices_warns(caplog):
         assert not caplog.records
         check_tied_parameters_on_same_device([["b.weight", "c.weight"]], {"b": 0, "c": "cpu"})
     assert "Tied parameters are on different devices" in caplog.text
+
+
+def test_many_ties_over_several_devices_warn_once(caplog):
+    tied = [[f"a.{number}", f"b.{number}"] for number in range(12)]
+    check_tied_parameters_on_same_device([*tied, ["a.x", "a.y"]], {"a": 0, "b": "disk"})
+    (told,) = caplog.messages
+    assert "{'a.0': 0, 'b.0': 'disk'}" in told and "a.4" in told and "a.5" not in told
+    assert "and 7 more groups" in told
+    with pytest.raises(ValueError, match="'c.0'"):
+        check_tied_parameters_on_same_device([["a.0", "c.0"]], {"a": 0})
+
+
+def test_size_with_ties_takes_the_first_holder_and_each_once():
+    sizes, module = {"a": 10, "b": 14, "b.v": 3, "b.w": 6}, nn.Identity()
+    waiting = [("c", module), ("b", module), ("b.w", module)]
+    assert get_module_size_with_ties(["b.w", "b.v"], 10, sizes, waiting) == (18, ["b"], [module])
+    assert get_module_size_with_ties(["x.*", "b"], 10, sizes, []) == (10, [], [])
+
+
+def test_name_and_parents():
+    assert list(name_and_parents("a.b.c")) == ["a.b.c", "a.b", "a"]
+    assert list(name_and_parents("")) == []
+
+
+class _Looked:
+    """Where weights wait, and how often somebody asked."""
+
+    def __init__(self, **waiting):
+        self.waiting, self.sizes, self.asked = set(waiting), dict(waiting), 0
+
+    def open(self, name, **pieces):
+        self.waiting = (self.waiting - {name}) | {f"{name}.{last}" for last in pieces}
+        self.sizes.update((f"{name}.{last}", size) for last, size in pieces.items())
+
+    def holder(self, name):
+        self.asked += 1
+        return next((part for part in name_and_parents(name) if part in self.waiting), None)
+
+
+def test_company_is_looked_up_only_as_far_as_is_needed():
+    place = _Looked(b=10, c=10, d=10)
+    ties = Ties([["a.w", "b.w", "c.w", "d.w"]])
+    company = Company("a", ties, place.sizes, place.holder)
+    assert not company.fits(15) and company.size == 20 and place.asked == 3
+    assert company.fits(30) and company.partners() == ["b", "c", "d"]
+
+
+def test_company_follows_a_partner_that_is_opened():
+    place = _Looked(b=10, c=10)
+    ties = Ties([["a.u", "b.one.w"], ["a.v", "b.two.w", "c.w"]])
+    company = Company("a", ties, place.sizes, place.holder)
+    assert not company.fits(5) and company.first_splittable(lambda name: False) == "b"
+    place.open("b", one=3, two=4, three=3)
+    company.opened("b")
+    assert company.partners() == ["b.one", "b.two", "c"] and company.size == 17
+    assert company.first_splittable(lambda name: name != "c") == "c"
+    assert company.first_splittable(lambda name: True) is None
+
+
+def test_company_follows_ties_of_partners_only_when_asked():
+    place = _Looked(b=10, c=10)
+    groups = [["a.u", "b.w"], ["b.v", "c.w"]]
+    assert Company("a", Ties(groups), place.sizes, place.holder).partners() == ["b"]
+    company = Company("a", Ties(groups, followed=True), place.sizes, place.holder)
+    assert company.partners() == ["b", "c"]
+    # Once b is open, the part that is tied to a has nothing to do with c.
+    place.open("b", w=5, v=5)
+    company.opened("b")
+    assert company.partners() == ["b.w"] and company.size == 5
+
+
+def test_settled_groups_ask_nothing():
+    ties = Ties([["a.u", "b.w"]])
+    ties.settled.add(0)
+    assert Company("a", ties, {"b": 1}, lambda name: "b").partners() == []
 
 
 def test_size_with_ties_counts_the_shared_weight_once_and_needs_no_waiting_partner():
