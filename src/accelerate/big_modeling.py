@@ -4,7 +4,6 @@ import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -19,18 +18,29 @@ from accelerate.hooks import (
     attach_align_device_hook,
     attach_align_device_hook_on_blocks,
 )
+from accelerate.offload.alignment import check_devices
 from accelerate.offload.device_map import infer_auto_device_map
-from accelerate.offload.disk import OffloadedWeightsLoader, extract_submodules_state_dict, offload_state_dict
-from accelerate.offload.hooks_base import guard_method
+from accelerate.offload.disk import OffloadedWeightsLoader
+from accelerate.offload.hooks_base import guard_method, undone_on_failure
 from accelerate.offload.init_device import init_empty_weights, init_on_device
-from accelerate.offload.loading import load_checkpoint_in_model
+from accelerate.offload.loading import load_checkpoint_in_model, load_into
 from accelerate.offload.memory import get_balanced_memory
+from accelerate.offload.overlap import disjoint_map
 from accelerate.offload.placement import Device, as_device
-from accelerate.offload.state import tensors_without_data
+from accelerate.offload.prefetch import aligning_hook, attach_prefetcher, prefetch_budget
 from accelerate.offload.tied import (
     check_tied_parameters_on_same_device,
     find_tied_parameters,
     retie_parameters,
+)
+from accelerate.offload.weights import (
+    check_data,
+    gather_weights,
+    name_tied_weights,
+    promised_weights,
+    shared_pointers,
+    state_tensors,
+    write_missing,
 )
 from accelerate.utils.modeling import check_device_map  # looked up here at each call: transformers replaces it here
 
@@ -71,6 +81,7 @@ def cpu_offload(
     offload_buffers: bool = False,
     state_dict: Mapping[str, torch.Tensor] | None = None,
     preload_module_classes: Sequence[str] | None = None,
+    prefetch: bool | int | str | None = None,
 ) -> nn.Module:
     """Keep a model's weights on the CPU; each module's weights visit the execution device for its forward.
 
@@ -81,24 +92,47 @@ def cpu_offload(
         state_dict: The weights to keep on the CPU. None: the model's.
         preload_module_classes: Names of classes whose instances load everything below them at once, because they use
             weights of submodules without calling their forward.
+        prefetch: Read the weights of the next modules while one computes, as for `dispatch_model`.
 
     Returns:
         The same model.
+
+    Raises:
+        ValueError: A tensor has no data anywhere. The model is as it was.
     """
+    prefetch_budget(prefetch)  # before anything is changed
+    if state_dict is None:
+        has_data = {name: tensor for name, tensor in state_tensors(model).items() if tensor.device.type != "meta"}
+        state_dict = {name: tensor.to("cpu") for name, tensor in has_data.items()}
+    check_data(model, {"": "cpu"}, {"cpu"}, state_dict, find_tied_parameters(model), offload_buffers)
+    _offload_all(model, state_dict, execution_device, offload_buffers, preload_module_classes, prefetch)
+    return model
+
+
+def _offload_all(
+    model: nn.Module,
+    weights: Mapping[str, torch.Tensor],
+    execution_device: Device | None,
+    offload_buffers: bool,
+    preload_module_classes: Sequence[str] | None,
+    prefetch: bool | int | str | None,
+) -> None:
+    """Offload every module of a model whose weights are kept somewhere already."""
     if execution_device is None:
         execution_device = next(model.parameters()).device
-    if state_dict is None:
-        state_dict = {name: tensor.to("cpu") for name, tensor in model.state_dict().items()}
-    add_hook_to_module(model, AlignDevicesHook(io_same_device=True), append=True)
-    attach_align_device_hook(
-        model,
-        execution_device=execution_device,
-        offload=True,
-        offload_buffers=offload_buffers,
-        weights_map=state_dict,
-        preload_module_classes=preload_module_classes,
-    )
-    return model
+    tied = find_tied_parameters(model)
+    with undone_on_failure(model):
+        add_hook_to_module(model, AlignDevicesHook(io_same_device=True), append=True)
+        attach_align_device_hook(
+            model,
+            execution_device=execution_device,
+            offload=True,
+            offload_buffers=offload_buffers,
+            weights_map=weights,
+            preload_module_classes=preload_module_classes,
+        )
+        aligning_hook(model).ties = tied
+        attach_prefetcher(model, prefetch)
 
 
 def cpu_offload_with_hook(
@@ -133,32 +167,33 @@ def disk_offload(
     execution_device: Device | None = None,
     offload_buffers: bool = False,
     preload_module_classes: Sequence[str] | None = None,
+    prefetch: bool | int | str | None = None,
 ) -> nn.Module:
     """Keep a model's weights in files; each module's weights are read for its forward.
 
     Args:
         model: The model, changed in place.
-        offload_dir: Folder of the files. If it has an ``index.json``, its weights are used and nothing is written.
+        offload_dir: Folder of the files. What its ``index.json`` has is used; the rest is written.
         execution_device: Where forwards run. None: where the first parameter is.
         offload_buffers: Offload buffers too.
         preload_module_classes: As for `cpu_offload`.
+        prefetch: As for `dispatch_model`.
 
     Returns:
         The same model.
+
+    Raises:
+        OSError: The disk is full; then the folder and the model are as they were.
+        ValueError: What the folder has does not fit the model.
     """
-    if not os.path.isfile(os.path.join(offload_dir, "index.json")):
-        offload_state_dict(offload_dir, model.state_dict())
-    if execution_device is None:
-        execution_device = next(model.parameters()).device
-    add_hook_to_module(model, AlignDevicesHook(io_same_device=True), append=True)
-    attach_align_device_hook(
-        model,
-        execution_device=execution_device,
-        offload=True,
-        offload_buffers=offload_buffers,
-        weights_map=OffloadedWeightsLoader(save_folder=offload_dir),
-        preload_module_classes=preload_module_classes,
-    )
+    prefetch_budget(prefetch)  # before anything is changed
+    tied = find_tied_parameters(model)
+    promised = promised_weights(model, tied, offload_dir=offload_dir)
+    check_data(model, {"": "disk"}, {"disk"}, promised, tied, offload_buffers)
+    index = write_missing(model, [""], offload_buffers, offload_dir)
+    weights = OffloadedWeightsLoader(save_folder=offload_dir, index=index)
+    name_tied_weights(weights, tied)
+    _offload_all(model, weights, execution_device, offload_buffers, preload_module_classes, prefetch)
     return model
 
 
@@ -173,6 +208,7 @@ def dispatch_model(
     skip_keys: str | Sequence[str] | None = None,
     preload_module_classes: Sequence[str] | None = None,
     force_hooks: bool = False,
+    prefetch: bool | int | str | None = None,
 ) -> nn.Module:
     """Spread a model over devices as a device map says, with hooks that move inputs and offloaded weights.
 
@@ -189,12 +225,18 @@ def dispatch_model(
         skip_keys: Keyword arguments that hooks leave where they are.
         preload_module_classes: As for `cpu_offload`.
         force_hooks: Use hooks even with one device, so that inputs are moved to it.
+        prefetch: Whether offloaded weights of the next modules are read while one computes. True: as much ahead as the largest
+            module takes. A number of bytes, or text such as ``"2GiB"``: as much as that. False: not. None: what
+            ``ACCELERATE_OFFLOAD_PREFETCH`` says, else True.
 
     Returns:
         The same model. Its ``to`` and the like warn, and raise if parts are offloaded.
 
     Raises:
-        ValueError: A tensor has no device, or modules go to disk and there is no place for them.
+        FileNotFoundError: The index names a file that is not there.
+        OSError: The disk is full. Nothing is left behind.
+        ValueError: A tensor has no device or no data, a device is not there, or modules go to disk and there is no place for
+            them. The model is as it was.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -202,6 +244,8 @@ def dispatch_model(
         {'': 'cpu'}
     """
     check_device_map(model, device_map)
+    check_devices(device_map)
+    prefetch_budget(prefetch)  # before anything is changed
     devices = set(device_map.values())
     if (getattr(model, "is_quantized", False) or getattr(model, "is_loaded_in_8bit", False)) and not devices & {
         "cpu",
@@ -211,6 +255,7 @@ def dispatch_model(
         force_hooks = True
     if len(devices) == 1 and "disk" not in devices and not force_hooks:
         tied = find_tied_parameters(model)
+        check_data(model, device_map, set(), (), tied, offload_buffers)
         model.to(as_device(next(iter(devices))))
         retie_parameters(model, tied)
         model.hf_device_map = dict(device_map)
@@ -218,92 +263,46 @@ def dispatch_model(
     if main_device is None:
         main_device = next((device for device in device_map.values() if device not in ("cpu", "disk")), "cpu")
     offloaded_to = {"disk"} if main_device == "cpu" else {"cpu", "disk"}
-    on_disk = [name for name, device in device_map.items() if device == "disk"]
     tied = find_tied_parameters(model)
-    weights = _offloaded_weights(model, device_map, main_device, state_dict, offload_dir, offload_index, on_disk)
-    _name_tied_weights(weights, tied)
-    execution = {name: main_device if device in offloaded_to else device for name, device in device_map.items()}
-    execution.setdefault("", main_device)
-    check_tied_parameters_on_same_device(tied, device_map)
-    attach_align_device_hook_on_blocks(
+    places = disjoint_map(model, device_map)
+    promised = promised_weights(model, tied, state_dict, offload_dir, offload_index)
+    check_data(model, places, offloaded_to, promised, tied, offload_buffers)
+    weights = gather_weights(
         model,
-        execution_device=execution,
-        offload={name: device in offloaded_to for name, device in device_map.items()},
-        weights_map=weights,
+        on_cpu=[name for name, device in places.items() if device == "cpu" and "cpu" in offloaded_to],
+        on_disk=[name for name, device in places.items() if device == "disk"],
+        state_dict=state_dict,
+        offload_dir=offload_dir,
+        offload_index=offload_index,
         offload_buffers=offload_buffers,
-        skip_keys=skip_keys,
-        preload_module_classes=preload_module_classes,
-        tied_params_map=_shared_pointers(model, tied),
     )
-    # Weights that were moved one by one are tied no more.
-    retie_parameters(model, tied)
+    name_tied_weights(weights, tied)
+    check_tied_parameters_on_same_device(tied, device_map)
+    execution = {name: main_device if device in offloaded_to else device for name, device in places.items()}
+    execution.setdefault("", main_device)
+    with undone_on_failure(model):
+        attach_align_device_hook_on_blocks(
+            model,
+            execution_device=execution,
+            offload={name: device in offloaded_to for name, device in places.items()},
+            weights_map=weights,
+            offload_buffers=offload_buffers,
+            skip_keys=skip_keys,
+            preload_module_classes=preload_module_classes,
+            tied_params_map=shared_pointers(model, tied),
+        )
+        # Weights that were moved one by one are tied no more.
+        retie_parameters(model, tied)
+        aligning_hook(model).ties = tied
+        attach_prefetcher(model, prefetch)
     _guard_moves(model)
     if devices & offloaded_to:
         logger.info(
             "Modules are offloaded to %s; their parameters are on the meta device between forwards.",
             " and ".join(sorted(devices & offloaded_to)),
         )
-    empty = tensors_without_data(model)
-    if empty and "meta" not in {str(device) for device in devices}:
-        logger.warning(
-            "After dispatch these tensors are on the meta device and no hook knows their data, so that forward will fail: "
-            "%s. Load them from a checkpoint first, or tie the model's weights.",
-            ", ".join(empty),
-        )
     model.hf_device_map = dict(device_map)
     return model
-
-
-def _offloaded_weights(
-    model: nn.Module,
-    device_map: Mapping[str, Device],
-    main_device: Device,
-    state_dict: Mapping[str, torch.Tensor] | None,
-    offload_dir: str | os.PathLike | None,
-    offload_index: Mapping[str, dict] | None,
-    on_disk: list[str],
-) -> OffloadedWeightsLoader | None:
-    """Write what goes to disk and is not there yet, and return where hooks read offloaded weights from."""
-    if main_device == "cpu":
-        on_cpu: list[str] = []
-    else:
-        on_cpu = [name for name, device in device_map.items() if device == "cpu"]
-    if state_dict is None and on_cpu:
-        state_dict = extract_submodules_state_dict(model.state_dict(), on_cpu)
-    if on_disk and offload_index is None:
-        if offload_dir is None:
-            raise ValueError(
-                f"The device_map sends {', '.join(repr(name) for name in on_disk)} to the disk: give an `offload_dir` to put "
-                "them in, or the `offload_index` of where they are."
-            )
-        if not os.path.isfile(os.path.join(offload_dir, "index.json")):
-            offload_state_dict(offload_dir, extract_submodules_state_dict(model.state_dict(), on_disk))
-    if state_dict is None and not on_disk:
-        return None
-    in_memory = {name: tensor.to("cpu") for name, tensor in (state_dict or {}).items() if tensor.device.type != "meta"}
-    folder = offload_dir if on_disk else None
-    return OffloadedWeightsLoader(state_dict=in_memory, save_folder=folder, index=offload_index)
-
-
-def _name_tied_weights(weights: OffloadedWeightsLoader | None, tied: Sequence[Sequence[str]]) -> None:
-    """Make a tied weight, which checkpoints hold under one name only, known under its other names."""
-    for group in tied if weights is not None else ():
-        known = next((name for name in group if name in weights), None)
-        missing = [name for name in group if known is not None and name not in weights]
-        for name in missing:
-            weights.state_dict[name] = weights[known]  # mapped to its file, if it is on disk
-            weights.all_keys.append(name)
-
-
-def _shared_pointers(model: nn.Module, tied: Sequence[Sequence[str]]) -> dict[int, dict[Any, torch.Tensor]]:
-    """The addresses of tied weights that hold data, to each of which hooks note its copies per device."""
-    pointers: dict[int, dict[Any, torch.Tensor]] = {}
-    for group in tied:
-        for name in group:
-            parameter = model.get_parameter(name)
-            if parameter.device.type != "meta":
-                pointers[parameter.data_ptr()] = {}
-    return pointers
 
 
 def _refuse_move(model: nn.Module) -> None:
@@ -339,6 +338,7 @@ def load_checkpoint_and_dispatch(
     strict: bool = False,
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
+    prefetch: bool | int | str | None = None,
 ) -> nn.Module:
     """Read a checkpoint into a model, straight to the devices where its weights belong, and dispatch the model.
 
@@ -349,39 +349,43 @@ def load_checkpoint_and_dispatch(
             computed. None: nothing is dispatched.
         max_memory: For a computed map, the most that each device may take, as for `get_max_memory`.
         no_split_module_classes: For a computed map, names of classes whose instances stay on one device.
-        offload_folder: Where weights go whose device is ``"disk"``.
+        offload_folder: Where weights go whose device is ``"disk"``, with an index. A checkpoint in safetensors is read in place, so
+            that only the index is written, and without a folder nothing.
         offload_buffers: Offload buffers too.
         dtype: Dtype that floating-point weights are cast to.
-        offload_state_dict: Keep weights for the CPU in a temporary folder while files are read. None: when some weights go
-            to disk, since then memory is short.
+        offload_state_dict: As for `load_checkpoint_in_model`.
         skip_keys: Keyword arguments that hooks leave where they are.
         preload_module_classes: As for `cpu_offload`.
         force_hooks: Use hooks even with one device.
         strict: Raise when names in the checkpoint and in the model differ.
         full_state_dict: As for `load_checkpoint_in_model`.
         broadcast_from_rank0: As for `load_checkpoint_in_model`.
+        prefetch: As for `dispatch_model`.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: ``device_map`` is text but none of the four.
+        FileNotFoundError: A file of the checkpoint is missing.
+        OSError: The disk is full; then the folder is as it was.
+        RuntimeError: ``strict``, and names differ.
+        ValueError: ``device_map`` is text but none of the four, a file is truncated or does not fit the model, or a weight has no
+            place. The model is as it was.
     """
+    prefetch_budget(prefetch)  # before anything is changed
     if isinstance(device_map, str):
         device_map = _computed_map(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
-    if offload_state_dict is None and device_map is not None and "disk" in device_map.values():
-        offload_state_dict = True
-    load_checkpoint_in_model(
+    index = load_into(
         model,
         checkpoint,
-        device_map=device_map,
+        device_map,
         offload_folder=offload_folder,
         dtype=dtype,
-        offload_state_dict=bool(offload_state_dict),
         offload_buffers=offload_buffers,
         strict=strict,
         full_state_dict=full_state_dict,
         broadcast_from_rank0=broadcast_from_rank0,
+        whole=True,
     )
     if device_map is None:
         return model
@@ -389,10 +393,12 @@ def load_checkpoint_and_dispatch(
         model,
         device_map=device_map,
         offload_dir=offload_folder,
+        offload_index=index or None,
         offload_buffers=offload_buffers,
         skip_keys=skip_keys,
         preload_module_classes=preload_module_classes,
         force_hooks=force_hooks,
+        prefetch=prefetch,
     )
 
 

@@ -4,14 +4,16 @@ The base classes and `add_hook_to_module` are in `accelerate.offload.hooks_base`
 it, and where other libraries patch `AlignDevicesHook`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from accelerate.offload.disk import PrefixedDataset
+from accelerate.offload.alignment import any_elsewhere, exact_device
+from accelerate.offload.bnb_parameters import scales_name
+from accelerate.offload.disk import PrefixedDataset, stored_at
 from accelerate.offload.hooks_base import (
     CpuOffload,
     LayerwiseCastingHook,
@@ -24,6 +26,7 @@ from accelerate.offload.hooks_base import (
     remove_hook_from_submodules,
 )
 from accelerate.offload.placement import Device, set_module_tensor_to_device
+from accelerate.offload.prefetch import Prefetcher
 from accelerate.offload.tensors import named_module_tensors
 from accelerate.utils.operations import find_device, send_to_device
 
@@ -42,6 +45,23 @@ __all__ = [
     "remove_hook_from_module",
     "remove_hook_from_submodules",
 ]
+
+
+# Classes of tensors that are what their data is; others (quantised weights) may have to be made anew.
+_PLAIN = (nn.Parameter, torch.Tensor)
+# Attributes of a hook that copies and pickles leave out.
+_OF_THIS_RUN = ("_kept", "_present", "_loose", "_target")
+
+
+_uncompiled: dict[Callable[..., None], Callable[..., None]] = {}
+
+
+def _outside_graphs(method: Callable[..., None]) -> Callable[..., None]:
+    """A method that moves weights about, without `torch.compile`: that would look into all that is below, compile nothing of it,
+    and fail at some. Its own decorator would take a second to import for those who never compile."""
+    if method not in _uncompiled:
+        _uncompiled[method] = torch.compiler.disable(method)
+    return _uncompiled[method]
 
 
 class AlignDevicesHook(ModelHook):
@@ -85,13 +105,38 @@ class AlignDevicesHook(ModelHook):
         self.tied_params_names: set[str] = set()
         self._tied_pointers: dict[str, int] = {}
         self.tied_params_map = tied_params_map
+        # Set by `attach_prefetcher`: who reads this module's weights ahead, and whose model's root this hook is on.
+        self.prefetcher: Prefetcher | None = None
+        self.leads: Prefetcher | None = None
+        # Set on the hook of an offloaded model: the groups of names that shared a parameter.
+        self.ties: Sequence[Sequence[str]] = ()
+        self._forget()
+
+    def _forget(self) -> None:
+        # Parameters made of weights that needed no copy, to be used again; and what is in the module now, by name, with the
+        # table that it is in and the empty tensor that it replaced.
+        self._kept: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._present: dict[str, tuple[dict[str, Any], torch.Tensor, torch.Tensor]] = {}
+        self._loose = True  # whether there may be others in the module
+        self._target: tuple[Any, torch.device | None] = (None, None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in _OF_THIS_RUN}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()
 
     def __repr__(self) -> str:
         shown = ("execution_device", "offload", "io_same_device", "offload_buffers", "place_submodules", "skip_keys")
         return f"AlignDevicesHook({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
 
-    def _offloaded(self, module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-        """The tensors that are elsewhere between forwards; non-persistent buffers are in no checkpoint, so they stay."""
+    def offloaded_tensors(self, module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+        """Return the tensors that are elsewhere between forwards; non-persistent buffers are in no checkpoint, so they stay.
+
+        Args:
+            module: The module that the hook is on.
+        """
         tensors = named_module_tensors(
             module,
             include_buffers=self.offload_buffers,
@@ -109,7 +154,7 @@ class AlignDevicesHook(ModelHook):
             return module
         tensors = dict(named_module_tensors(module, recurse=self.place_submodules))
         self.original_devices = {name: tensor.device for name, tensor in tensors.items()}
-        offloaded = [name for name, _ in self._offloaded(module)]
+        offloaded = [name for name, _ in self.offloaded_tensors(module)]
         if self.weights_map is None:
             empty = [name for name in offloaded if tensors[name].device.type == "meta"]
             if empty:
@@ -136,24 +181,101 @@ class AlignDevicesHook(ModelHook):
         if self.weights_map is None or name not in self.weights_map:
             return None, None
         value = self.weights_map[name]
-        scales = name.replace("weight", "SCB")
+        scales = scales_name(name)
         if value.dtype is torch.int8 and scales != name and scales in self.weights_map:
             return value, self.weights_map[scales]
         return value, None
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple, dict[str, Any]]:
         """Bring offloaded weights and the inputs to the execution device."""
+        if self.leads is not None or self.offload:
+            if torch.compiler.is_compiling():
+                _outside_graphs(AlignDevicesHook._arrive)(self, module)
+            else:
+                self._arrive(module)
         if self.io_same_device:
             self.input_device = find_device([args, kwargs])
         if self.execution_device is None:
             return args, kwargs
-        if self.offload:
-            for name, _ in self._offloaded(module):
-                self._onload(module, name)
-        return (
-            send_to_device(args, self.execution_device),
-            send_to_device(kwargs, self.execution_device, skip_keys=self.skip_keys),
-        )
+        target = self._device()
+        if any_elsewhere(args, target):
+            args = send_to_device(args, self.execution_device)
+        if kwargs and any_elsewhere(kwargs, target):
+            kwargs = send_to_device(kwargs, self.execution_device, skip_keys=self.skip_keys)
+        return args, kwargs
+
+    def _device(self) -> torch.device:
+        """The execution device, which others may replace at any time, as torch names it."""
+        given, found = self._target
+        if given is not self.execution_device:
+            given, found = self.execution_device, exact_device(self.execution_device)
+            self._target = (given, found)
+        return found
+
+    def _arrive(self, module: nn.Module) -> None:
+        if self.leads is not None:
+            self.leads.begin()
+        if not self.offload or self.execution_device is None:
+            return
+        if torch.is_inference_mode_enabled():
+            # A tensor that is made in inference mode computes in other ways, with other bits, and never works outside of it.
+            with torch.inference_mode(False):
+                self._bring_in(module)
+        else:
+            self._bring_in(module)
+
+    def _bring_in(self, module: nn.Module) -> None:
+        read = self.prefetcher.enter(self) if self.prefetcher is not None else None
+        ahead = read.tensors() if read is not None else {}
+        if self.place_submodules or self.weights_map is None:
+            for name, _ in self.offloaded_tensors(module):
+                self._onload(module, name, ahead.get(name))
+            self._loose = True
+            return
+        for name, empty in module._parameters.items():
+            if empty is not None:
+                self._bring_one(module, module._parameters, name, empty, ahead)
+        if self.offload_buffers:
+            for name, empty in module._buffers.items():
+                if empty is not None and name not in module._non_persistent_buffers_set:
+                    self._bring_one(module, module._buffers, name, empty, ahead)
+
+    def _bring_one(
+        self,
+        module: nn.Module,
+        table: dict[str, Any],
+        name: str,
+        empty: torch.Tensor,
+        ahead: Mapping[str, torch.Tensor],
+    ) -> None:
+        value = ahead.get(name)
+        if value is None or value.dtype is not empty.dtype:
+            try:
+                value = self.weights_map[name]
+            except KeyError:
+                return
+        kept = self._kept.get(name)
+        if kept is not None and kept[0] is value and kept[1].data_ptr() == value.data_ptr():
+            filled = kept[1]
+            if filled is empty:
+                return  # left there by a forward that raised
+            if empty.is_meta and filled.dtype is empty.dtype:
+                if filled.requires_grad is not empty.requires_grad:
+                    filled.requires_grad_(empty.requires_grad)
+                if empty.__dict__:
+                    filled.__dict__.update(empty.__dict__)
+                table[name] = filled
+                self._present[name] = (table, filled, empty)
+                return
+        self._onload(module, name, value)
+        filled = table[name]
+        if type(empty) not in _PLAIN or not empty.is_meta or name in self.tied_params_names:
+            self._loose = True
+            return
+        self._present[name] = (table, filled, empty)
+        # The stored weight itself is worth keeping. Copies are not, because memory is what offloading saves.
+        if filled.data_ptr() == value.data_ptr() and stored_at(self.weights_map, name).tensor() is value:
+            self._kept[name] = (value, filled)
 
     def _note_tie(self, name: str) -> None:
         """Remember the address of a shared weight that stays in memory; one read from a file has a new one each time,
@@ -163,13 +285,13 @@ class AlignDevicesHook(ModelHook):
             self.tied_params_names.add(name)
             self._tied_pointers[name] = value.data_ptr()
 
-    def _onload(self, module: nn.Module, name: str) -> None:
-        value, statistics = self._saved(name)
+    def _onload(self, module: nn.Module, name: str, value: torch.Tensor | None = None) -> None:
+        found, statistics = self._saved(name) if value is None or value.dtype is torch.int8 else (value, None)
         set_module_tensor_to_device(
             module,
             name,
             self.execution_device,
-            value=value,
+            value=found,
             fp16_statistics=statistics,
             tied_params_map=self.tied_params_map if name in self.tied_params_names else None,
             clear_cache=False,
@@ -177,18 +299,44 @@ class AlignDevicesHook(ModelHook):
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Drop offloaded weights again, and bring the output to the inputs' device."""
-        if self.offload:
-            for name, tensor in self._offloaded(module):
-                if tensor.device.type != "meta":
-                    set_module_tensor_to_device(module, name, "meta")
-            for pointer in self._tied_pointers.values():
-                (self.tied_params_map or {}).get(pointer, {}).pop(self.execution_device, None)
+        if self.leads is not None or self.offload:
+            if torch.compiler.is_compiling():
+                _outside_graphs(AlignDevicesHook._leave)(self, module)
+            else:
+                self._leave(module)
         if self.io_same_device and self.input_device is not None:
             output = send_to_device(output, self.input_device, skip_keys=self.skip_keys)
         return output
 
+    def _leave(self, module: nn.Module) -> None:
+        if self.offload:
+            self._send_out(module)
+        if self.leads is not None:
+            self.leads.end()
+
+    def _send_out(self, module: nn.Module) -> None:
+        for name, (table, filled, empty) in self._present.items():
+            if table.get(name) is not filled or filled.dtype is not empty.dtype:
+                self._loose = True
+                continue
+            if filled.grad is not None:
+                self._kept.pop(name, None)
+            if filled.requires_grad is not empty.requires_grad:
+                empty.requires_grad_(filled.requires_grad)
+            table[name] = empty
+        self._present.clear()
+        if self._loose:
+            self._loose = False
+            for name, tensor in self.offloaded_tensors(module):
+                if tensor.device.type != "meta":
+                    set_module_tensor_to_device(module, name, "meta")
+        for pointer in self._tied_pointers.values():
+            (self.tied_params_map or {}).get(pointer, {}).pop(self.execution_device, None)
+
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Bring offloaded weights back to the device they came from."""
+        if self.leads is not None:
+            self.leads.close()  # it goes on if the hook comes back, as when another one is appended
         if self.offload:
             present = dict(named_module_tensors(module, recurse=self.place_submodules))
             for name, device in self.original_devices.items():
@@ -218,13 +366,26 @@ def attach_execution_device_hook(
             their submodules without calling their forward.
         tied_params_map: As for `AlignDevicesHook`.
     """
-    if "_hf_hook" not in module.__dict__ and len(module.state_dict()) > 0:
+    if "_hf_hook" not in module.__dict__ and _has_state(module):
         hook = AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map)
         add_hook_to_module(module, hook)
     if type(module).__name__ in (preload_module_classes or ()):
         return
     for child in module.children():
         attach_execution_device_hook(child, execution_device, skip_keys, preload_module_classes, tied_params_map)
+
+
+def _has_state(module: nn.Module) -> bool:
+    """Whether a module's state dict has entries. Building it for every module would cost the depth of the model."""
+    for below in module.modules():
+        if any(tensor is not None for tensor in below._parameters.values()):
+            return True
+        if any(
+            buffer is not None and name not in below._non_persistent_buffers_set
+            for name, buffer in below._buffers.items()
+        ):
+            return True
+    return False
 
 
 def _has_direct_tensors(module: nn.Module) -> bool:

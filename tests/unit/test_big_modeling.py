@@ -194,6 +194,24 @@ def test_tied_weights_compute_the_same_wherever_they_are(device_map, tmp_path):
         assert model.emb.weight is model.head.weight
 
 
+@pytest.mark.parametrize("home", ["cpu", "disk", "parts"])
+def test_tied_weights_are_one_again_when_hooks_are_taken_off(home, tmp_path):
+    model = _Tied()
+    x = torch.randn(2, 4)
+    plain = model(x)
+    if home == "parts":
+        dispatch_model(model, {"emb": "disk", "mid": "cpu", "head": "disk"}, offload_dir=tmp_path)
+    else:
+        cpu_offload(model, "cpu") if home == "cpu" else disk_offload(model, tmp_path)
+    assert torch.equal(model(x), plain)
+    remove_hook_from_submodules(model)
+    assert model.emb.weight is model.head.weight and torch.equal(model(x), plain)
+    disk_offload(model, tmp_path)
+    model.head = nn.Linear(4, 4, bias=False)  # a new head is nobody's twin
+    remove_hook_from_submodules(model)
+    assert model.emb.weight.device.type == "cpu"
+
+
 def test_a_tied_weight_missing_from_the_index_is_found_under_its_other_name(tmp_path):
     model = _Tied()
     x = torch.randn(2, 4)
@@ -205,15 +223,31 @@ def test_a_tied_weight_missing_from_the_index_is_found_under_its_other_name(tmp_
     assert torch.equal(model(x), plain)
 
 
-def test_weights_that_nobody_has_are_reported(caplog):
+def test_weights_that_nobody_has_are_named_before_anything_is_changed(tmp_path):
     with init_empty_weights():
-        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    with caplog.at_level(logging.WARNING):
-        index = {"1.weight": {"dtype": "float32", "shape": [2, 2]}, "1.bias": {"dtype": "float32", "shape": [2]}}
-        with pytest.raises(ValueError, match="meta device"):
-            dispatch_model(model, {"0": "cpu", "1": "disk"}, offload_index=index)
-        dispatch_model(model, {"": "disk"}, offload_index=index)
-    assert "0.bias, 0.weight" in caplog.text
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.BatchNorm1d(2))
+    save_file({"1.weight": torch.ones(2, 2), "1.bias": torch.ones(2)}, tmp_path / "m.safetensors")
+    index = {name: {"safetensors_file": str(tmp_path / "m.safetensors")} for name in ("1.weight", "1.bias")}
+    for device_map in ({"0": "cpu", "1": "disk", "2": "cpu"}, {"": "disk"}):
+        with pytest.raises(ValueError, match=r"meta device and nobody has their data: 0\.bias .*0\.weight"):
+            dispatch_model(model, device_map, offload_index=index)
+        assert not any("_hf_hook" in module.__dict__ for module in model.modules())
+    dispatch_model(model, {"0": "meta", "1": "disk", "2": "meta"}, main_device="cpu", offload_index=index)
+    assert torch.equal(model[1](torch.ones(1, 2)), torch.tensor([[3.0, 3.0]]))
+
+
+def test_models_without_data_are_not_offloaded(tmp_path, inputs):
+    with init_empty_weights():
+        model = _Net().eval()
+    for call in (lambda: cpu_offload(model), lambda: disk_offload(model, tmp_path)):
+        with pytest.raises(ValueError, match=r"nobody has their data: linear1\.bias"):
+            call()
+        assert not any("_hf_hook" in module.__dict__ for module in model.modules()) and list(tmp_path.iterdir()) == []
+    full = _Net().eval()
+    cpu_offload(model, "cpu", state_dict=full.state_dict())
+    assert torch.equal(model(inputs), full(inputs))
+    with pytest.raises(ValueError, match="nobody has their data"):
+        disk_offload(model, tmp_path)  # the hooks have it, but only they
 
 
 def _save(folder, state, safe):

@@ -260,3 +260,63 @@ def test_align_module_device_uses_the_hook_and_restores_it():
     with align_module_device(layer, "meta"):
         assert layer._hf_hook.execution_device == "meta"
     assert layer._hf_hook.execution_device == "cpu"
+
+
+def _offloaded_layer():
+    layer = nn.Linear(2, 2, bias=False)
+    layer.weight.data.fill_(1)
+    return add_hook_to_module(layer, AlignDevicesHook("cpu", offload=True, weights_map={"weight": torch.ones(2, 2)}))
+
+
+def test_what_is_said_of_gradients_while_weights_are_there_stays():
+    layer = _offloaded_layer()
+    for wanted in (False, True):
+        for _ in range(2):
+            with align_module_device(layer):
+                layer.weight.requires_grad_(wanted)
+            assert layer.weight.is_meta and layer.weight.requires_grad is wanted
+
+
+def test_a_forward_that_raises_after_it_gave_a_weight_other_data_leaves_the_stored_one():
+    layer = _offloaded_layer()
+    x = torch.ones(1, 2)
+    layer(x)
+    forward = layer._old_forward
+
+    def fails(x):
+        layer.weight.data = torch.zeros(2, 2)
+        raise RuntimeError("stop")
+
+    layer._old_forward = fails
+    with pytest.raises(RuntimeError, match="stop"):
+        layer(x)
+    layer._old_forward = forward
+    for _ in range(2):
+        assert (layer(x) == 2).all() and layer.weight.is_meta
+
+
+def test_a_weight_that_is_put_into_an_offloaded_module_makes_place_for_the_stored_one():
+    layer = _offloaded_layer()
+    x = torch.ones(1, 2)
+    layer(x)
+    layer.weight = nn.Parameter(torch.zeros(2, 2))
+    for _ in range(2):
+        assert (layer(x) == 2).all() and layer.weight.is_meta
+
+
+@pytest.mark.parametrize("way", ["offloaded", "placed"])
+def test_hooked_models_compile(way, model, inputs, recwarn):
+    plain = model(inputs)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    if way == "offloaded":
+        attach_align_device_hook(model, "cpu", offload=True, weights_map=OffloadedWeightsLoader(state_dict=state))
+    else:
+        attach_align_device_hook_on_blocks(model, dict.fromkeys(["linear1", "norm", "linear2", ""], "cpu"))
+    try:
+        compiled = torch.compile(model, backend="eager", fullgraph=way == "placed")
+        for _ in range(3):
+            assert torch.equal(compiled(inputs), plain)
+    finally:
+        torch._dynamo.reset()
+    assert not [warning for warning in recwarn if "Dynamo" in str(warning.message)]
+    assert _devices(model)["linear1.weight"] == ("meta" if way == "offloaded" else "cpu")

@@ -4,14 +4,17 @@
 in ``module._old_forward`` and the hook in ``module._hf_hook``. Other libraries read all three, and rebind the second.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from accelerate.offload.placement import Device, as_device, check_device_same, default_device
+from accelerate.offload.tied import retie_parameters
 from accelerate.utils.operations import send_to_device
 
 # Methods that dispatch_model replaces on a dispatched model, because moving such a model undoes the dispatch.
@@ -105,6 +108,15 @@ def _set_forward(module: nn.Module, forward: Any) -> None:
         module.forward = forward
 
 
+def tied_names(hook: Any) -> Sequence[Sequence[str]]:
+    """Return the groups of names that shared a parameter when a model was offloaded, as its own hook remembers them.
+
+    Args:
+        hook: The hook of the model itself, of any class, or None.
+    """
+    return next((one.ties for one in (hook, *getattr(hook, "hooks", ())) if getattr(one, "ties", ())), ())
+
+
 def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
     """Have a hook run around a module's forward.
 
@@ -150,6 +162,7 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
         The same module.
     """
     own = module.__dict__
+    ties = tied_names(own.get("_hf_hook")) if recurse else ()
     if "_hf_hook" in own:
         own["_hf_hook"].detach_hook(module)
         del module._hf_hook
@@ -169,7 +182,19 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
     if recurse:
         for child in module.children():
             remove_hook_from_module(child, recurse)
+        _tie_again(module, ties)
     return module
+
+
+def _tie_again(model: nn.Module, ties: Sequence[Sequence[str]]) -> None:
+    """Make one parameter of each group that came back as several, unless somebody has changed the model meanwhile."""
+    for group in ties:
+        try:
+            parameters = [model.get_parameter(name) for name in group]
+        except AttributeError:
+            continue
+        if len({(one.device, one.dtype, one.shape) for one in parameters}) == 1:
+            retie_parameters(model, [group])
 
 
 def guard_method(module: nn.Module, name: str, guard: Callable[..., None]) -> None:
@@ -209,6 +234,45 @@ def remove_hook_from_submodules(module: nn.Module) -> None:
         module: The module, changed in place.
     """
     remove_hook_from_module(module, recurse=True)
+
+
+@contextlib.contextmanager
+def undone_on_failure(model: nn.Module) -> Iterator[None]:
+    """A ``with`` block in which hooks are added to a model; if it raises, every module has the hook that it had before, and its
+    tensors.
+
+    Args:
+        model: The model.
+    """
+    before = {module: (module.__dict__.get("_hf_hook"), _tables(module)) for module in model.modules()}
+    # Thousands of new objects, all of which stay: each full collection among them would look at every one.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    except BaseException:
+        for module, (hook, (parameters, buffers)) in before.items():
+            if module.__dict__.get("_hf_hook") is not hook:
+                _take_off(module, hook)
+            module._parameters.update(parameters)
+            module._buffers.update(buffers)
+        raise
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    return dict(module._parameters), dict(module._buffers)
+
+
+def _take_off(module: nn.Module, earlier: ModelHook | None) -> None:
+    """Give a module the hook that it had, without letting the present one move anything."""
+    module._hf_hook = ModelHook()
+    if earlier is None:
+        remove_hook_from_module(module)
+    else:
+        module._hf_hook = earlier
 
 
 class CpuOffload(ModelHook):

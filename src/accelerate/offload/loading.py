@@ -1,23 +1,28 @@
 """Reading checkpoints, file by file, into models that are spread over devices."""
 
-import json
 import logging
 import os
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from accelerate.modules.tensors import model_has_dtensor
-from accelerate.offload.disk import load_offloaded_weight, offload_weight, save_offload_index
+from accelerate.offload.alignment import check_devices
+from accelerate.offload.bnb_parameters import scales_name
+from accelerate.offload.disk import OffloadedWeightsLoader
+from accelerate.offload.mapped import TorchFile, WeightFile, check_format, open_weights
+from accelerate.offload.overlap import disjoint_map
 from accelerate.offload.placement import as_device, set_module_tensor_to_device
 from accelerate.offload.quantized import quantize_and_offload_8bit
 from accelerate.offload.sizes import _get_proper_dtype
+from accelerate.offload.sources import Entry, Path_, check_fit, checkpoint_files, files_of, listed, open_checkpoint
+from accelerate.offload.tensors import tensor_at
 from accelerate.offload.tied import (
     check_tied_parameters_in_config,
     check_tied_parameters_on_same_device,
@@ -25,11 +30,19 @@ from accelerate.offload.tied import (
     find_tied_parameters,
     retie_parameters,
 )
-from accelerate.utils.constants import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
+from accelerate.offload.weights import check_data
+from accelerate.offload.writer import OffloadWriter
+from accelerate.runtime import storage
+
+__all__ = ["checkpoint_files", "load_checkpoint_in_model", "load_into", "load_offloaded_weights", "load_state_dict"]
 
 logger = logging.getLogger("accelerate.utils.modeling")
 
-Path_ = str | os.PathLike
+# A load that takes longer than this many seconds shows a progress bar, on terminals.
+PROGRESS_AFTER = 2.0
+
+# Ends of names of bitsandbytes that travel with an 8-bit weight.
+_BELONG_TO_WEIGHTS = ("SCB", "weight_format")
 
 
 def load_state_dict(checkpoint_file: Path_, device_map: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -48,8 +61,14 @@ def load_state_dict(checkpoint_file: Path_, device_map: Mapping[str, Any] | None
     path = os.fspath(checkpoint_file)
     if not path.endswith(".safetensors"):
         return torch.load(path, map_location="cpu", weights_only=True)
-    with safe_open(path, framework="pt") as file:
-        _check_format(path, file.metadata())
+    try:
+        opened = safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise type(error)(
+            f"{path} is truncated or no safetensors file: {error}. Copy or download it again."
+        ) from error
+    with opened as file:
+        check_format(path, file.metadata())
         places = {name: _reading_device(name, device_map) for name in file.keys()}  # noqa: SIM118 - not a dict
     tensors: dict[str, Any] = {}
     for place in dict.fromkeys(places.values()):
@@ -58,16 +77,6 @@ def load_state_dict(checkpoint_file: Path_, device_map: Mapping[str, Any] | None
                 tensor = file.get_tensor(name)
                 tensors[name] = tensor.to("meta") if place == "meta" else tensor
     return {name: tensors[name] for name in places}
-
-
-def _check_format(path: str, metadata: Mapping[str, str] | None) -> None:
-    written_for = (metadata or {}).get("format", "pt")
-    if written_for in ("tf", "flax", "np", "mlx"):
-        raise ValueError(f"{path} was written for {written_for!r}; a model of PyTorch needs a file of format 'pt'.")
-    if written_for != "pt":
-        raise OSError(
-            f"The metadata of {path} names the format {written_for!r}, which is unknown. Save it with save_file(..., metadata={{'format': 'pt'}})."
-        )
 
 
 def _reading_device(name: str, device_map: Mapping[str, Any] | None) -> str:
@@ -80,56 +89,23 @@ def _reading_device(name: str, device_map: Mapping[str, Any] | None) -> str:
     return "cpu" if device == "disk" else str(as_device(device))
 
 
-def checkpoint_files(checkpoint: Path_) -> list[str]:
-    """Return the files that hold the weights of a checkpoint.
-
-    Args:
-        checkpoint: A file with a state dict, an index file (``*.index.json``), or a folder with one of: a
-            `model.safetensors`, a `pytorch_model.bin`, an index file.
-
-    Raises:
-        ValueError: It is none of these, or a folder with several index files.
-    """
-    path = Path(checkpoint)
-    if path.is_dir():
-        for name in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME):
-            if (path / name).is_file():
-                return [str(path / name)]
-        indices = sorted(path.glob("*.index.json"))
-        if len(indices) != 1:
-            found = "none" if not indices else ", ".join(index.name for index in indices)
-            raise ValueError(
-                f"The folder {path} is not a checkpoint: it must hold {SAFE_WEIGHTS_NAME}, {WEIGHTS_NAME} or exactly one "
-                f"`.index.json` file (found: {found})."
-            )
-        path = indices[0]
-    if not path.is_file():
-        raise ValueError(
-            f"checkpoint={os.fspath(checkpoint)!r} does not exist. Give a file with a state dict, the index of a sharded "
-            "checkpoint, or a folder with either."
-        )
-    if not path.name.endswith(".index.json"):
-        return [str(path)]
-    content = json.loads(path.read_text("utf-8"))
-    weight_map = content.get("weight_map", content)
-    return [str(path.parent / name) for name in sorted(set(weight_map.values()))]
-
-
 def load_offloaded_weights(model: nn.Module, index: Mapping[str, dict] | None, offload_folder: Path_) -> None:
-    """Read weights that `offload_weight` wrote into a model, on the CPU.
+    """Read offloaded weights into a model, on the CPU.
 
     Args:
         model: The model whose tensors are filled.
-        index: Tensor names to their entries, as `offload_weight` made them. None or empty: nothing happens.
+        index: Tensor names to their entries, as `offload_weight` or `load_checkpoint_in_model` made them. None or empty:
+            nothing happens.
         offload_folder: The folder with the files; it may be deleted afterwards.
     """
+    weights = OffloadedWeightsLoader(save_folder=offload_folder, index=index or {})
 
     def read(name: str) -> torch.Tensor:
         # The files may be temporary, so their content must not stay mapped.
-        return load_offloaded_weight(Path(offload_folder) / f"{name}.dat", index[name]).clone()
+        return weights[name].clone()
 
     for name in index or {}:
-        scales = name.replace("weight", "SCB")
+        scales = scales_name(name)
         if name.endswith("SCB"):
             continue  # goes along with its weight
         value = read(name)
@@ -138,72 +114,220 @@ def load_offloaded_weights(model: nn.Module, index: Mapping[str, dict] | None, o
 
 
 def _kept_in_fp32(name: str, kept: Iterable[str]) -> bool:
-    """Whether a tensor is one of those named, or lies in a module that is, wherever in the model."""
-    return any(name == part or f".{part}." in f".{name.rpartition('.')[0]}." for part in kept)
+    """Whether a tensor is one of those named, or lies in a module whose name ends like that, such as `input_norm` for ``norm``."""
+    return any(name == part or f"{part}." in name for part in kept)
 
 
 @dataclass
-class _Reader:
-    """Puts the tensors of checkpoint files where a device map says, one at a time."""
+class _Step:
+    """One weight of a checkpoint and where it goes.
+
+    Attributes:
+        name: Its name in the model.
+        entry: Where it is.
+        device: Where it goes: a device, or ``"disk"``.
+        dtype: What it is cast to; None leaves it to the tensor that it fills.
+        statistics: The scales that belong to it, if it is an 8-bit weight of bitsandbytes.
+    """
+
+    name: str
+    entry: Entry
+    device: Any
+    dtype: torch.dtype | None
+    statistics: Entry | None
+
+    def on_disk_as(self, old: torch.Tensor) -> torch.dtype:
+        """The dtype of the weight when it comes from the disk, which must be that of what is in memory."""
+        stored = self.entry.dtype
+        return (self.dtype or old.dtype) if stored.is_floating_point or stored.is_complex else stored
+
+
+@dataclass
+class _Loader:
+    """Loads a checkpoint as a device map says: plans every weight, checks the plan, then carries it out.
+
+    Until the plan is checked nothing is changed; if carrying it out fails, tensors that were empty are empty again, and the
+    offload folder is as it was.
+    """
 
     model: nn.Module
+    checkpoint: Path_
     device_map: Mapping[str, Any]
     offload_folder: Path_ | None
     dtype: torch.dtype | None
     kept_in_fp32: Sequence[str]
     offload_buffers: bool
     offload_8bit: bool
-    spill_folder: str | None
-    on_disk: dict[str, dict] = field(default_factory=dict)
-    spilled: dict[str, dict] = field(default_factory=dict)
-    read: set[str] = field(default_factory=set)
+    tied: Sequence[Sequence[str]]
     unexpected: set[str] = field(default_factory=set)
+    read: set[str] = field(default_factory=set)
+    files: list[WeightFile] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.buffers = {name for name, _ in self.model.named_buffers(remove_duplicate=False)}
-        self.dtypes = {
-            name: tensor.dtype
-            for tensors in (self.model.named_parameters, self.model.named_buffers)
-            for name, tensor in tensors(remove_duplicate=False)
-        }
+        self.device_map = disjoint_map(self.model, self.device_map)
+        buffers = dict(self.model.named_buffers(remove_duplicate=False))
+        self.extra: dict[str, nn.Module] = {}
+        for path, module in self.model.named_modules(remove_duplicate=False):
+            prefix = f"{path}." if path else ""
+            for name in module._non_persistent_buffers_set:
+                buffers.pop(prefix + name, None)  # belong to no checkpoint, even if an old one has them
+            if type(module).set_extra_state is not nn.Module.set_extra_state:
+                self.extra[f"{prefix}_extra_state"] = module
+        self.buffers = set(buffers)
+        self.tensors = {**dict(self.model.named_parameters(remove_duplicate=False)), **buffers}
 
-    def take(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Place all tensors of one file."""
-        for name, value in tensors.items():
-            if name in self.dtypes:
-                self.read.add(name)
-                self._place(name, value, tensors)
-            elif not name.endswith("SCB"):  # the scales of an 8-bit weight travel with the weight
-                self.unexpected.add(name)
+    def plan(self) -> list[_Step]:
+        """Return what is to be done, file by file, once all of it is known to be possible."""
+        check_devices(self.device_map)
+        entries = open_checkpoint(self.checkpoint)
+        check_fit(self.tensors, entries, f"The checkpoint {os.fspath(self.checkpoint)}")
+        self.files = files_of(entries)
+        self.read = {name for name in entries if name in self.tensors}
+        self.read |= self.extra.keys() & {name for file in self.files for name in file.keys()}  # noqa: SIM118 - no dict
+        self.unexpected = {name for name in entries.keys() - self.read if not name.endswith(_BELONG_TO_WEIGHTS)}
+        steps = [self._step(name, entry, entries) for name, entry in entries.items() if name in self.tensors]
+        return steps + [self._step(name, entry, entries) for name, entry in self._aliases(entries)]
 
-    def _place(self, name: str, value: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _step(self, name: str, entry: Entry, entries: Mapping[str, Entry]) -> _Step:
         device = device_of(name, self.device_map)
+        if device == "disk" and name in self.buffers and not self.offload_buffers:
+            device = "cpu"
         dtype = self.dtype
         if dtype is not None and _kept_in_fp32(name, self.kept_in_fp32):
             dtype = torch.float32
-        statistics = tensors.get(name.replace("weight", "SCB")) if value.dtype == torch.int8 else None
-        if dtype is not None or device == "disk":
-            # What comes from disk later must have the dtype of what is in memory.
-            value = value.to(dtype or self.dtypes[name]) if value.is_floating_point() else value
-        if device == "disk" and name in self.buffers and not self.offload_buffers:
-            device = "cpu"
-        if device == "disk":
-            if self.offload_8bit:
-                quantize_and_offload_8bit(
-                    self.model, value, name, dtype, self.offload_folder, self.on_disk, statistics
-                )
-            else:
-                set_module_tensor_to_device(self.model, name, "meta", dtype=value.dtype)
-                offload_weight(value, name, self.offload_folder, index=self.on_disk)
-        elif device == "cpu" and self.offload_8bit:
-            quantize_and_offload_8bit(self.model, value, name, dtype, self.spill_folder, self.spilled, statistics)
-        elif device == "cpu" and self.spill_folder is not None:
-            set_module_tensor_to_device(self.model, name, "meta", dtype=value.dtype)
-            offload_weight(value, name, self.spill_folder, index=self.spilled)
-        else:
-            set_module_tensor_to_device(
-                self.model, name, device, value=value, dtype=dtype, fp16_statistics=statistics, clear_cache=False
+        statistics = entries.get(scales_name(name)) if entry.dtype == torch.int8 else None
+        return _Step(name, entry, device, dtype, statistics)
+
+    def _aliases(self, entries: Mapping[str, Entry]) -> Iterator[tuple[str, Entry]]:
+        """Names of tied weights that the checkpoint has under another name only, and on another device."""
+        for group in self.tied:
+            known = [name for name in group if name in entries]
+            places = {device_of(name, self.device_map) for name in known} - {"disk"}
+            for name in group if known else ():
+                if name not in entries and device_of(name, self.device_map) not in places:
+                    yield name, entries[known[0]]
+
+    def carry_out(self, steps: Sequence[_Step]) -> dict[str, dict[str, Any]]:
+        """Write what goes to disk, place the rest, and return the index of what is on disk."""
+        needs_folder = [
+            s.name for s in steps if s.device == "disk" and not (s.entry.in_place and not self.offload_8bit)
+        ]
+        if needs_folder and self.offload_folder is None:
+            raise ValueError(
+                f"The device_map sends {listed(needs_folder, 3)} to the disk, and the checkpoint "
+                f"{os.fspath(self.checkpoint)} cannot be read in place, because it is not in safetensors: give an "
+                "`offload_folder` to put them in."
             )
+        with ExitStack() as stack:
+            writer = None
+            if self.offload_folder is not None:
+                writer = stack.enter_context(OffloadWriter(self.offload_folder))
+            stack.enter_context(self._empty_again_on_failure(steps))
+            if self.offload_8bit and self.offload_folder is not None:
+                stack.enter_context(_new_files_removed_on_failure(self.offload_folder, steps))
+            index: dict[str, dict[str, Any]] = {} if writer is None else writer.index
+            spilled: dict[str, dict] = {}
+            spill = stack.enter_context(tempfile.TemporaryDirectory()) if self.offload_8bit else None
+            bar = stack.enter_context(_progress(steps))
+            for number, step in enumerate(steps):
+                if self.offload_8bit and step.device in ("cpu", "disk"):
+                    folder, into = (self.offload_folder, index) if step.device == "disk" else (spill, spilled)
+                    self._quantize(step, folder, into)
+                elif step.device == "disk":
+                    self._leave_on_disk(step, index, writer)
+                else:
+                    self._place(step)
+                bar.update(step.entry.nbytes)
+                if number + 1 == len(steps) or steps[number + 1].entry.file is not step.entry.file:
+                    step.entry.file.close()
+            if spill is not None:
+                load_offloaded_weights(self.model, spilled, spill)
+            self._set_extra_states()
+        return index
+
+    def _set_extra_states(self) -> None:
+        """Give modules what they keep beside tensors, in a form that only they understand."""
+        for file in self.files if self.extra else ():
+            for name in self.extra.keys() & set(file.keys()):
+                self.extra[name].set_extra_state(file.tensor(name))
+            file.close()
+
+    def _leave_on_disk(self, step: _Step, index: dict[str, dict[str, Any]], writer: OffloadWriter | None) -> None:
+        dtype = step.on_disk_as(self.tensors[step.name])
+        if step.entry.in_place:
+            index[step.name] = step.entry.reference(dtype)
+        else:
+            writer.add(step.name, step.entry.tensor().to(dtype))
+        set_module_tensor_to_device(self.model, step.name, "meta", dtype=dtype)
+
+    def _quantize(self, step: _Step, folder: Path_ | None, index: dict[str, dict]) -> None:
+        value = step.entry.tensor()
+        if value.is_floating_point():
+            value = value.to(step.on_disk_as(self.tensors[step.name]))
+        statistics = step.statistics.tensor() if step.statistics is not None else None
+        quantize_and_offload_8bit(self.model, value, step.name, step.dtype, folder, index, statistics)
+
+    def _place(self, step: _Step) -> None:
+        value = step.entry.tensor()
+        if step.dtype is not None and value.is_floating_point():
+            value = value.to(step.dtype)
+        if not step.entry.in_place and step.device == "cpu" and value.dtype is step.entry.dtype:
+            # Files of torch.save are overwritten in place by whoever saves again, so nothing stays mapped to them.
+            value = value.clone()
+        set_module_tensor_to_device(
+            self.model,
+            step.name,
+            step.device,
+            value=value,
+            dtype=step.dtype,
+            fp16_statistics=step.statistics.tensor() if step.statistics is not None else None,
+            clear_cache=False,
+        )
+
+    @contextmanager
+    def _empty_again_on_failure(self, steps: Sequence[_Step]) -> Iterator[None]:
+        empty = [(step.name, old) for step in steps if (old := self.tensors[step.name]).device.type == "meta"]
+        try:
+            yield
+        except BaseException:
+            for name, old in empty:
+                owner, last = tensor_at(self.model, name)
+                (owner._parameters if last in owner._parameters else owner._buffers)[last] = old
+            raise
+
+
+@contextmanager
+def _new_files_removed_on_failure(folder: Path_, steps: Sequence[_Step]) -> Iterator[None]:
+    """For weights that are quantised and written one by one, past the writer that publishes the others together."""
+    names = [name for step in steps if step.device == "disk" for name in (step.name, scales_name(step.name))]
+    made = not os.path.isdir(folder)
+    new = [path for name in names if not os.path.exists(path := os.path.join(folder, f"{name}.dat"))]
+    try:
+        yield
+    except BaseException:
+        for path in new:
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+        with suppress(OSError):
+            if made:
+                os.rmdir(folder)
+        raise
+
+
+def _progress(steps: Sequence[_Step]) -> Any:
+    """One bar for all files, in bytes, which only a long load on a terminal shows."""
+    from tqdm.auto import tqdm  # slow to import, and not needed by who only dispatches
+
+    others = storage.process.current.get("local_process_index", 0) != 0
+    return tqdm(
+        total=sum(step.entry.nbytes for step in steps),
+        unit="B",
+        unit_scale=True,
+        desc="Loading weights",
+        delay=PROGRESS_AFTER,
+        leave=False,
+        disable=others or None,  # None: where there is no terminal
+    )
 
 
 def load_checkpoint_in_model(
@@ -220,16 +344,19 @@ def load_checkpoint_in_model(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> None:
-    """Read a checkpoint into a model in place, holding one file at a time in memory.
+    """Read a checkpoint into a model in place.
+
+    Files are mapped into memory: weights in safetensors that belong on the CPU stay mapped and are copied nowhere, and those
+    that belong on the disk are read where they are. Everything is checked before the model is changed.
 
     Args:
         model: The model; its tensors may be on the meta device.
         checkpoint: A file with a state dict, the index of a sharded checkpoint, or a folder with either.
         device_map: Where each module's tensors go. None: into the tensors that the model has.
-        offload_folder: Where weights go whose device is ``"disk"``.
+        offload_folder: Where the index goes of weights whose device is ``"disk"``, and the weights too that are not in safetensors.
         dtype: Dtype that floating-point weights are cast to; models of DTensors have to have it already.
-        offload_state_dict: Keep weights for the CPU in a temporary folder until all files are read, so that host memory
-            never holds them twice.
+        offload_state_dict: Whether host memory must not hold weights twice while files are read. It never does, so that either
+            value does the same.
         offload_buffers: Write buffers of modules on disk to the disk too; else they stay on the CPU.
         keep_in_fp32_modules: Names of modules or tensors that are float32 whatever ``dtype`` says.
         offload_8bit_bnb: Quantise offloaded weights to 8 bit with bitsandbytes first.
@@ -239,8 +366,50 @@ def load_checkpoint_in_model(
             call.
 
     Raises:
-        ValueError: No such checkpoint; weights go to disk without ``offload_folder``; the map does not cover a tensor.
+        FileNotFoundError: A file of the checkpoint is missing.
+        OSError: The disk is full; then the offload folder is as it was.
         RuntimeError: ``strict``, and names differ.
+        ValueError: No such checkpoint; a file is truncated or does not fit the model; weights go to disk without
+            ``offload_folder``; the map does not cover a tensor, or names a device that is not there.
+    """
+    if device_map is not None and "disk" in device_map.values() and offload_folder is None:
+        raise ValueError("The device_map sends modules to the disk: give an `offload_folder` to put them in.")
+    if device_map is not None:
+        check_tied_parameters_on_same_device(find_tied_parameters(model), device_map)
+    load_into(
+        model,
+        checkpoint,
+        device_map,
+        offload_folder=offload_folder,
+        dtype=dtype,
+        offload_buffers=offload_buffers,
+        keep_in_fp32_modules=keep_in_fp32_modules,
+        offload_8bit_bnb=offload_8bit_bnb,
+        strict=strict,
+        full_state_dict=full_state_dict,
+        broadcast_from_rank0=broadcast_from_rank0,
+    )
+
+
+def load_into(
+    model: nn.Module,
+    checkpoint: Path_,
+    device_map: Mapping[str, Any] | None,
+    *,
+    offload_folder: Path_ | None = None,
+    dtype: str | torch.dtype | None = None,
+    offload_buffers: bool = False,
+    keep_in_fp32_modules: Sequence[str] | None = None,
+    offload_8bit_bnb: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+    whole: bool = False,
+) -> dict[str, dict[str, Any]]:
+    """Do what `load_checkpoint_in_model` says, and return the index of the weights that stay on disk.
+
+    Unlike there, weights that can be read in place need no ``offload_folder``; and with ``whole`` it is an error, before anything is
+    changed, if a tensor of a model with a ``device_map`` would be without data.
     """
     tied = find_tied_parameters(model)
     if not tied and check_tied_parameters_in_config(model):
@@ -248,77 +417,57 @@ def load_checkpoint_in_model(
             "The model weights are not tied, although its configuration says that they should be. Call "
             "`model.tie_weights()` before loading a checkpoint."
         )
-    if device_map is not None:
-        check_tied_parameters_on_same_device(tied, device_map)
-        if "disk" in device_map.values():
-            if offload_folder is None:
-                raise ValueError("The device_map sends modules to the disk: give an `offload_folder` to put them in.")
-            Path(offload_folder).mkdir(parents=True, exist_ok=True)
-    files = checkpoint_files(checkpoint)
     target = _get_proper_dtype(dtype)
     kept = list(keep_in_fp32_modules or ())
+    index: dict[str, dict[str, Any]] = {}
     if device_map is not None:
-        read, unexpected = _load_by_map(
-            model,
-            files,
-            device_map,
-            offload_folder,
-            target,
-            kept,
-            offload_state_dict,
-            offload_buffers,
-            offload_8bit_bnb,
+        loader = _Loader(
+            model, checkpoint, device_map, offload_folder, target, kept, offload_buffers, offload_8bit_bnb, tied
         )
+        steps = loader.plan()
+        _compare(model, checkpoint, loader.read, loader.unexpected, strict)
+        if whole:
+            arrives = {name for group in tied if not loader.read.isdisjoint(group) for name in group} | loader.read
+            check_data(model, loader.device_map, set(loader.device_map.values()) - {"meta"}, arrives, tied, True)
+        index = loader.carry_out(steps)
     elif model_has_dtensor(model):
         if target is not None and any(parameter.dtype != target for parameter in model.parameters()):
             raise ValueError(
                 f"dtype={dtype!r} differs from that of a sharded model's parameters, which cannot change any more. Cast the "
                 "model before it is sharded, or leave `dtype` out."
             )
+        files = checkpoint_files(checkpoint)
         read, unexpected = _load_dtensors(model, files, full_state_dict, broadcast_from_rank0)
+        _compare(model, checkpoint, read, unexpected, strict)
     else:
-        read, unexpected = _load_plain(model, files)
+        read, unexpected = _names_in_common(model, checkpoint)
+        _compare(model, checkpoint, read, unexpected, strict)
+        _load_plain(model, checkpoint_files(checkpoint))
         _cast_loaded(model, read, target, kept)
     retie_parameters(model, tied)
-    _report(model, checkpoint, read, unexpected, tied, strict)
+    return index
 
 
-def _load_by_map(
-    model: nn.Module,
-    files: Sequence[str],
-    device_map: Mapping[str, Any],
-    offload_folder: Path_ | None,
-    dtype: torch.dtype | None,
-    kept: Sequence[str],
-    spill: bool,
-    offload_buffers: bool,
-    offload_8bit: bool,
-) -> tuple[set[str], set[str]]:
-    uses_cpu = "cpu" in device_map.values()
-    with tempfile.TemporaryDirectory() as folder:
-        spill_folder = folder if uses_cpu and (spill or offload_8bit) else None
-        reader = _Reader(model, device_map, offload_folder, dtype, kept, offload_buffers, offload_8bit, spill_folder)
-        for file in files:
-            reader.take(load_state_dict(file, device_map=device_map))
-        if reader.on_disk:
-            save_offload_index(reader.on_disk, offload_folder)
-        load_offloaded_weights(model, reader.spilled, folder)
-    return reader.read, reader.unexpected
+def _names_in_common(model: nn.Module, checkpoint: Path_) -> tuple[set[str], set[str]]:
+    """The names of a checkpoint that the model has, and those that it has not, once the weights are known to fit."""
+    entries = open_checkpoint(checkpoint)
+    state = model.state_dict(keep_vars=True)
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    check_fit(tensors, entries, f"The checkpoint {os.fspath(checkpoint)}")
+    names = entries.keys() | {name for file in files_of(entries) for name in file.keys()}  # noqa: SIM118 - no dict
+    return names & state.keys(), names - state.keys()
 
 
-def _load_plain(model: nn.Module, files: Sequence[str]) -> tuple[set[str], set[str]]:
-    read: set[str] = set()
-    unexpected: set[str] = set()
-    for file in files:
-        tensors = load_state_dict(file)
-        places = dict(model.state_dict(keep_vars=True))
-        for name, place in places.items():
+def _load_plain(model: nn.Module, files: Sequence[str]) -> None:
+    for path in files:
+        file = open_weights(path)  # mapped, so that host memory need not hold all of it beside the model
+        values = {name: file.tensor(name) for name in file.keys()}  # noqa: SIM118 - no dict
+        for name, place in model.state_dict(keep_vars=True).items():
             # A tensor on the meta device has no memory to copy into.
-            if name in tensors and isinstance(place, torch.Tensor) and place.device.type == "meta":
-                set_module_tensor_to_device(model, name, "cpu", value=tensors[name], dtype=tensors[name].dtype)
-        unexpected.update(model.load_state_dict(tensors, strict=False).unexpected_keys)
-        read.update(tensors)
-    return read - unexpected, unexpected
+            if name in values and isinstance(place, torch.Tensor) and place.device.type == "meta":
+                value = values[name].clone() if isinstance(file, TorchFile) else values[name]
+                set_module_tensor_to_device(model, name, "cpu", value=value, dtype=value.dtype)
+        model.load_state_dict(values, strict=False)
 
 
 def _load_dtensors(model: nn.Module, files: Sequence[str], full: bool, from_rank0: bool) -> tuple[set[str], set[str]]:
@@ -349,12 +498,11 @@ def _cast_loaded(model: nn.Module, names: set[str], dtype: torch.dtype | None, k
             tensor.data = tensor.data.to(torch.float32 if _kept_in_fp32(name, kept) else dtype)
 
 
-def _report(
+def _compare(
     model: nn.Module,
     checkpoint: Path_,
     read: set[str],
     unexpected: set[str],
-    tied: Sequence[Sequence[str]],
     strict: bool,
 ) -> None:
     """Say, or with ``strict`` raise, what the checkpoint and the model do not have in common."""
@@ -363,12 +511,14 @@ def _report(
             "The checkpoint %s has weights that %s has no place for, which were not used: %s",
             os.fspath(checkpoint),
             type(model).__name__,
-            sorted(unexpected),
+            listed(sorted(unexpected)),
         )
     if not strict:
         return
-    through_ties = {name for group in tied if read.intersection(group) for name in group}
-    missing = [name for name in model.state_dict() if name not in read | through_ties]
+    tensors = model.state_dict(keep_vars=True)
+    # Tied weights and shared modules have several names, of which a checkpoint may hold one alone.
+    found = {id(tensor) for name, tensor in tensors.items() if name in read}
+    missing = [name for name, tensor in tensors.items() if name not in read and id(tensor) not in found]
     if unexpected or missing:
         raise RuntimeError(
             f"strict=True, but the checkpoint {os.fspath(checkpoint)} and {type(model).__name__} differ. "

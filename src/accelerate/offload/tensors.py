@@ -45,12 +45,26 @@ def named_module_tensors(
         >>> [name for name, _ in named_module_tensors(nn.Linear(2, 2))]
         ['weight', 'bias']
     """
-    yield from module.named_parameters(recurse=recurse)
+    if not recurse or not module._modules:
+        # Hooks ask this of every module of a model; the general way below costs ten times as much.
+        yield from _direct(module._parameters)
+        left_out = module._non_persistent_buffers_set if remove_non_persistent else ()
+        if include_buffers:
+            yield from (pair for pair in _direct(module._buffers) if pair[0] not in left_out)
+        return
+    yield from module.named_parameters(recurse=True)
     if include_buffers:
-        left_out = get_non_persistent_buffers(module, recurse=recurse, fqns=True) if remove_non_persistent else ()
-        for name, buffer in module.named_buffers(recurse=recurse):
+        left_out = get_non_persistent_buffers(module, recurse=True, fqns=True) if remove_non_persistent else ()
+        for name, buffer in module.named_buffers(recurse=True):
             if name not in left_out:
                 yield name, buffer
+
+
+def _direct(table: dict[str, torch.Tensor | None]) -> list[tuple[str, torch.Tensor]]:
+    """The tensors of one module's table; one that has two names comes once."""
+    seen: set[int] = set()
+    # A list, because who iterates replaces tensors meanwhile.
+    return [(name, t) for name, t in table.items() if t is not None and not (id(t) in seen or seen.add(id(t)))]
 
 
 def tensor_at(module: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from accelerate.offload import disk
 from accelerate.offload.disk import (
     OffloadedWeightsLoader,
     PrefixedDataset,
@@ -70,7 +71,10 @@ def test_the_index_grows_and_empty_ones_write_nothing(tmp_path):
     offload_state_dict(tmp_path / "deep" / "er", {"a": torch.ones(1)})
     offload_state_dict(tmp_path / "deep" / "er", {"b": torch.ones(2)})
     index = json.loads((tmp_path / "deep" / "er" / "index.json").read_text())
-    assert index == {"a": {"dtype": "float32", "shape": [1]}, "b": {"dtype": "float32", "shape": [2]}}
+    assert {name: (entry["dtype"], entry["shape"]) for name, entry in index.items()} == {
+        "a": ("float32", [1]),
+        "b": ("float32", [2]),
+    }
 
 
 def test_the_loader_prefers_memory_and_is_a_mapping(tmp_path):
@@ -113,3 +117,31 @@ def test_submodules_are_matched_by_name_not_by_text():
     state = {"a.b": 1, "a": 2, "ab": 3, "d.e": 4}
     assert extract_submodules_state_dict(state, ["a", "d"]) == {"a.b": 1, "a": 2, "d.e": 4}
     assert extract_submodules_state_dict(state, [""]) == state
+
+
+def test_a_relative_folder_is_found_wherever_the_process_goes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    offload_state_dict("o", {"a": torch.ones(2), "b": torch.zeros(2)})
+    loader = OffloadedWeightsLoader(save_folder="o")
+    loader["a"]
+    monkeypatch.chdir("/")
+    assert loader.save_folder == "o" and not loader["b"].any()
+    offload_state_dict(tmp_path / "o", {"a": torch.zeros(2)})
+    assert not loader["a"].any()
+
+
+def test_a_weight_that_is_written_anew_is_seen_by_a_thread_that_comes_second(tmp_path, monkeypatch):
+    offload_state_dict(tmp_path, {"a": torch.ones(2)})
+    loader = OffloadedWeightsLoader(save_folder=tmp_path)
+    loader["a"]
+    offload_state_dict(tmp_path, {"a": torch.zeros(2)})
+    real, seen = disk._stamp, []
+
+    def stamped(path):
+        if not seen:
+            seen.append(True)
+            seen.append(loader["a"])  # what another thread does meanwhile
+        return real(path)
+
+    monkeypatch.setattr(disk, "_stamp", stamped)
+    assert not loader["a"].any() and not seen[1].any()

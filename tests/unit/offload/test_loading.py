@@ -8,6 +8,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from accelerate.big_modeling import cpu_offload, disk_offload, load_checkpoint_and_dispatch
+from accelerate.offload.disk import offload_weight
 from accelerate.offload.init_device import init_empty_weights
 from accelerate.offload.loading import (
     checkpoint_files,
@@ -95,7 +97,9 @@ def test_offloaded_buffers(checkpoint, tmp_path):
     load_checkpoint_in_model(
         model, checkpoint, device_map={"": "disk"}, offload_folder=tmp_path / "o", offload_buffers=True
     )
-    assert model.norm.running_mean.device.type == "meta" and (tmp_path / "o" / "norm.running_mean.dat").is_file()
+    assert model.norm.running_mean.device.type == "meta"
+    entry = json.loads((tmp_path / "o" / "index.json").read_text())["norm.running_mean"]
+    assert ("safetensors_file" in entry) != (tmp_path / "o" / "norm.running_mean.dat").is_file()
 
 
 @pytest.mark.parametrize("device_map", [None, {"": "cpu"}, {"linear1": "cpu", "norm": "cpu", "linear2": "disk"}])
@@ -205,3 +209,91 @@ def test_sharded_models_load_whole_tensors(options, mesh, source, tmp_path):
         load_checkpoint_in_model(model, tmp_path / "m.bin", dtype="float16")
     with pytest.raises(ValueError, match="full_state_dict"):
         load_checkpoint_in_model(model, tmp_path / "m.bin", broadcast_from_rank0=True, full_state_dict=False)
+
+
+class _Scaled(nn.Linear):
+    """A layer with extra state, and a buffer that is in no checkpoint."""
+
+    def __init__(self, extra=None):
+        super().__init__(2, 2)
+        self.extra = extra
+        self.register_buffer("mask", torch.zeros(3), persistent=False)
+
+    def get_extra_state(self):
+        return self.extra
+
+    def set_extra_state(self, state):
+        self.extra = state
+
+
+@pytest.mark.parametrize("extra", [{"scale": 2}, torch.ones(3)], ids=["dict", "tensor"])
+@pytest.mark.parametrize("device_map", [None, {"": "cpu"}, {"": "disk"}], ids=str)
+@pytest.mark.parametrize("strict", [False, True])
+def test_extra_state_goes_to_its_module(extra, device_map, strict, tmp_path, caplog):
+    torch.save(nn.Sequential(_Scaled(extra)).state_dict(), tmp_path / "m.bin")
+    model = nn.Sequential(_Scaled())
+    with caplog.at_level(logging.WARNING):
+        load_checkpoint_and_dispatch(
+            model, tmp_path / "m.bin", device_map, offload_folder=tmp_path / "o", strict=strict
+        )
+    assert str(model[0].extra) == str(extra) and caplog.text == ""
+    model(torch.ones(1, 2))
+
+
+def test_models_with_extra_state_are_offloaded(tmp_path):
+    for offload in (lambda model: cpu_offload(model, "cpu"), lambda model: disk_offload(model, tmp_path)):
+        model = nn.Sequential(_Scaled({"scale": 2}))
+        plain = model(torch.ones(1, 2))
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        offload(model)
+        assert model[0].weight.is_meta and (torch.equal(model(torch.ones(1, 2)), plain))
+
+
+@pytest.mark.parametrize("size", [3, 5])
+def test_buffers_of_no_checkpoint_are_not_read_from_old_ones(size, tmp_path, caplog):
+    state = {**_Scaled().state_dict(), "mask": torch.ones(size)}
+    del state["_extra_state"]
+    save_file(state, tmp_path / "m.safetensors")
+    for device_map in (None, {"": "cpu"}, {"": "disk"}):
+        model = _Scaled()
+        caplog.clear()
+        load_checkpoint_and_dispatch(model, tmp_path / "m.safetensors", device_map)
+        assert not model.mask.any() and "mask" in caplog.text
+
+
+@pytest.mark.parametrize("device_map", [None, {"": "cpu"}, {"one": "cpu", "two": "disk"}], ids=str)
+def test_one_name_of_a_shared_module_is_enough(device_map, tmp_path):
+    def shared():
+        model = nn.ModuleDict({"one": nn.BatchNorm1d(2)})
+        model["two"] = model["one"]
+        return model
+
+    state = {name: tensor.clone() for name, tensor in shared().state_dict().items() if name.startswith("one")}
+    state["one.weight"].fill_(3)
+    save_file(state, tmp_path / "m.safetensors")
+    model = shared()
+    load_checkpoint_in_model(model, tmp_path / "m.safetensors", device_map, tmp_path / "o", strict=True)
+    if device_map != {"one": "cpu", "two": "disk"}:
+        assert (model["two"].weight == 3).all()
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_eight_bit_weights_that_were_written_before_an_error_are_removed(there, source, tmp_path, monkeypatch):
+    from accelerate.offload import loading
+
+    def writes_two(model, value, name, dtype, folder, index, statistics):
+        if len(index) == 2:
+            raise RuntimeError("no more")
+        offload_weight(value, name, folder, index=index)
+
+    monkeypatch.setattr(loading, "quantize_and_offload_8bit", writes_two)
+    torch.save(source, tmp_path / "m.bin")
+    if there:
+        offload_weight(torch.ones(1), "other", tmp_path / "o")
+    model = _empty()
+    weight = model.linear1.weight
+    with pytest.raises(RuntimeError, match="no more"):
+        load_checkpoint_in_model(model, tmp_path / "m.bin", {"": "disk"}, tmp_path / "o", offload_8bit_bnb=True)
+    assert (tmp_path / "o").exists() == there and model.linear1.weight is weight
+    assert not there or [path.name for path in (tmp_path / "o").iterdir()] == ["other.dat"]
