@@ -20,7 +20,7 @@ TRANSFORMERS_TESTS := tests/unit/transformers_patch tests/interop/test_transform
 UPSTREAM_SOURCES := accelerate-1.12.0 accelerate-1.15.0 transformers-4.57.6 transformers-5.23.0
 UPSTREAM_READY := $(VENV)/.ready-interop $(PEER)/.ready .venv-transformers-4.57.6/.ready \
 	$(UPSTREAM_SOURCES:%=.cache/upstream/%/.ready)
-INTEROP_LIBRARIES := transformers trl peft diffusers sentence-transformers datasets optuna
+INTEROP_LIBRARIES := transformers trl peft diffusers sentence-transformers datasets optuna bitsandbytes
 
 # Two processes on two cores: one thread each, or they fight for the cores.
 export OMP_NUM_THREADS ?= 1

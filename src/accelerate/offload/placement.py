@@ -8,15 +8,15 @@ import torch
 from torch import nn
 
 from accelerate.devices.probe import detect
+from accelerate.offload.bnb_parameters import FOUR_BIT, INT8, is_settled, place_quantized, quantizes
 from accelerate.offload.tensors import named_module_tensors, tensor_at
 from accelerate.runtime import storage
 
 Device = int | str | torch.device
 
-# bitsandbytes layers by class name, with the attribute that their weight has once it is quantised. bitsandbytes
-# quantises when the weight moves to the accelerator.
-_QUANTIZED_BY_MOVING = {"Linear8bitLt": "SCB", "Linear4bit": "quant_state"}
-_QUANTIZED_PARAMETERS = ("Int8Params", "Params4bit", "FP4Params")
+# Tensors that are what their data is; the others have to be made by their class.
+_PLAIN = (nn.Parameter, torch.Tensor)
+_QUANTIZED_PARAMETERS = (INT8, *FOUR_BIT)
 
 
 def as_device(device: Device) -> torch.device:
@@ -65,38 +65,23 @@ def check_device_same(first_device: torch.device, second_device: torch.device) -
     return (first_device.index or 0) == (second_device.index or 0)
 
 
-def _cast(value: torch.Tensor, old: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """A new value takes the place's dtype; an explicit dtype applies to floating-point values only."""
-    if dtype is None:
-        return value.to(old.dtype)
-    return value.to(dtype) if value.dtype.is_floating_point or value.dtype.is_complex else value
-
-
 def _as_parameter(old: nn.Parameter, value: torch.Tensor) -> nn.Parameter:
     """Make a value a parameter of the old one's class, with the old one's attributes."""
-    trainable = old.requires_grad and (value.dtype.is_floating_point or value.dtype.is_complex)
+    trainable = old.requires_grad and (value.is_floating_point() or value.is_complex())
     kind = type(old)
-    if (
-        kind is nn.Parameter
-        or not issubclass(kind, nn.Parameter)
-        or type(value) not in (torch.Tensor, nn.Parameter, kind)
+    if (kind is nn.Parameter and type(value) in _PLAIN) or (
+        kind is not nn.Parameter and issubclass(kind, nn.Parameter) and type(value) in (*_PLAIN, kind)
     ):
+        # The class's own constructor may ask for arguments that nobody here knows.
+        parameter = torch.Tensor._make_subclass(kind, value, trainable)
+    else:
         # nn.Parameter() keeps tensor subclasses (torchao, quanto) what they are.
         parameter = nn.Parameter(value.detach(), requires_grad=trainable)
-    else:
-        # The class's own constructor may ask for arguments that nobody here knows.
-        parameter = torch.Tensor._make_subclass(kind, value.detach(), trainable)
-    for name, attribute in getattr(old, "__dict__", {}).items():
-        parameter.__dict__.setdefault(name, attribute)
+    attributes = getattr(old, "__dict__", None)
+    if attributes:
+        for name, attribute in attributes.items():
+            parameter.__dict__.setdefault(name, attribute)
     return parameter
-
-
-def _quantize_when_complete(owner: nn.Module, device: torch.device) -> None:
-    state = _QUANTIZED_BY_MOVING.get(type(owner).__name__)
-    if state is None or device.type in ("cpu", "meta") or getattr(owner.weight, state, None) is not None:
-        return
-    if owner.weight.device.type != "meta" and (owner.bias is None or owner.bias.device.type != "meta"):
-        owner.to(device)
 
 
 def set_module_tensor_to_device(
@@ -121,7 +106,8 @@ def set_module_tensor_to_device(
         device: Where it goes: accelerator index, name, or ``torch.device``; ``"meta"`` drops the data.
         value: The new value, of the same shape. None moves the present one.
         dtype: Cast to this dtype. None: a new value is cast to the dtype that the tensor had.
-        fp16_statistics: Scales of an 8-bit weight of bitsandbytes, stored as its ``SCB``.
+        fp16_statistics: Scales of an 8-bit weight of bitsandbytes, stored as its ``SCB``. Floating-point values for layers of
+            bitsandbytes are quantised, and need none.
         tied_params_map: ``data_ptr`` of a shared weight -> device -> its copy there. A weight found in it is reused
             instead of copied again; an entry without this device receives the copy.
         non_blocking: Let the copy overlap with computation where memory is pinned.
@@ -129,56 +115,87 @@ def set_module_tensor_to_device(
 
     Raises:
         AttributeError: A module in the name does not exist.
-        ValueError: The tensor does not exist, the shape differs, or data is wanted of a meta tensor.
+        ValueError: The tensor does not exist, the shape differs, data is wanted of a meta tensor, or a quantised value comes
+            without its scales.
 
     Example:
         >>> layer = nn.Linear(2, 2)
         >>> set_module_tensor_to_device(layer, "weight", "meta")
         >>> set_module_tensor_to_device(layer, "weight", "cpu", value=torch.ones(2, 2))
     """
-    owner, name = tensor_at(module, tensor_name)
-    table = owner._parameters if name in owner._parameters else owner._buffers
-    if name not in table:
-        raise ValueError(f"{type(owner).__name__} has no parameter or buffer named {name!r} (of {tensor_name!r}).")
-    old = table[name]
-    target = as_device(device)
+    owner, name = _owner(module, tensor_name) if "." in tensor_name else (module, tensor_name)
+    table = owner._parameters
+    old = table.get(name)
     if old is None:
-        raise ValueError(
-            f"{tensor_name!r} is registered as None in {type(owner).__name__}, so there is nothing to place."
-        )
-    _check_value(tensor_name, old, value, target)
+        table, old = owner._buffers, _registered(owner, name, tensor_name)
+    target = device if type(device) is torch.device else as_device(device)
+    to_meta = target.type == "meta"
+    if value is None:
+        if old.is_meta and not to_meta:
+            raise ValueError(
+                f"{tensor_name!r} is on the meta device and has no data: pass a `value` to put it on {target}."
+            )
+    elif old.shape != value.shape:
+        _check_packed(tensor_name, old, value)
 
     key = None
-    if tied_params_map is not None and target.type != "meta":
+    if tied_params_map is not None and not to_meta:
         key = (old if value is None else value).data_ptr()
         if key in tied_params_map and device in tied_params_map[key]:
             table[name] = tied_params_map[key][device]
             return
-    dtype = getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
-    wanted = old if value is None else _cast(value, old, dtype)
-    if value is None and dtype is not None:
-        wanted = _cast(old, old, dtype)
-    if wanted is old and check_device_same(old.device, target):
-        new = old
-    else:
-        with torch.no_grad():
-            new = _moved(old, wanted, target, is_buffer=table is owner._buffers, non_blocking=non_blocking)
+    if isinstance(dtype, str):
+        dtype = _dtype_called(dtype)
+    if type(old) not in _PLAIN and quantizes(old):
+        same = value is None and fp16_statistics is None and is_settled(old, dtype)
+        stays = same and check_device_same(old.device, target)
+        new = old if stays else place_quantized(owner, name, value, target, dtype, fp16_statistics, non_blocking)
         table[name] = new
-    if fp16_statistics is not None:
-        table[name].SCB = fp16_statistics.to(target)
+    else:
+        new = _moved(old, value, target, dtype, table is owner._buffers, non_blocking)
+        table[name] = new
+        if fp16_statistics is not None:
+            new.SCB = fp16_statistics.to(target)
     if key is not None and key in tied_params_map:
         tied_params_map[key][device] = new
-    _quantize_when_complete(owner, target)
-    if clear_cache and target.type not in ("cpu", "meta"):
+    if clear_cache and not to_meta and target.type != "cpu":
         detect().empty_cache()
 
 
-def _check_value(name: str, old: torch.Tensor, value: torch.Tensor | None, target: torch.device) -> None:
-    if value is None:
-        if old.device.type == "meta" and target.type != "meta":
-            raise ValueError(f"{name!r} is on the meta device and has no data: pass a `value` to put it on {target}.")
-    # A 4-bit weight is packed: its shape says nothing about the layer's.
-    elif old.shape != value.shape and type(old).__name__ not in ("Params4bit", "FP4Params"):
+def _owner(module: nn.Module, tensor_name: str) -> tuple[nn.Module, str]:
+    """What `tensor_at` returns, without its checks of every step."""
+    *path, name = tensor_name.split(".")
+    owner: Any = module
+    try:
+        for part in path:
+            owner = owner._modules[part]
+        return (owner, name) if owner is not None else tensor_at(module, tensor_name)
+    except (KeyError, AttributeError):
+        return tensor_at(module, tensor_name)
+
+
+def _dtype_called(name: str) -> torch.dtype:
+    found = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"dtype={name!r} is no dtype of torch. Give one such as torch.float16, or its name.")
+    return found
+
+
+def _registered(owner: nn.Module, name: str, full_name: str) -> torch.Tensor:
+    """The buffer of this name, where there is no parameter."""
+    if name not in owner._buffers and name not in owner._parameters:
+        raise ValueError(f"{type(owner).__name__} has no parameter or buffer named {name!r} (of {full_name!r}).")
+    buffer = owner._buffers.get(name)
+    if buffer is None:
+        raise ValueError(
+            f"{full_name!r} is registered as None in {type(owner).__name__}, so there is nothing to place."
+        )
+    return buffer
+
+
+def _check_packed(name: str, old: torch.Tensor, value: torch.Tensor) -> None:
+    """Another shape is an error, but for 4-bit weights: those are packed, so that theirs says nothing about the layer's."""
+    if type(old).__name__ not in FOUR_BIT:
         raise ValueError(
             f"The value for {name!r} has shape {tuple(value.shape)}, but the module has {tuple(old.shape)}. Check that "
             "the checkpoint belongs to this model."
@@ -186,14 +203,28 @@ def _check_value(name: str, old: torch.Tensor, value: torch.Tensor | None, targe
 
 
 def _moved(
-    old: torch.Tensor, wanted: torch.Tensor, target: torch.device, is_buffer: bool, non_blocking: bool
+    old: torch.Tensor,
+    value: torch.Tensor | None,
+    target: torch.device,
+    dtype: torch.dtype | None,
+    is_buffer: bool,
+    non_blocking: bool,
 ) -> torch.Tensor:
-    if is_buffer:
-        return wanted.detach().to(target, non_blocking=non_blocking)
-    if type(old).__name__ in _QUANTIZED_PARAMETERS:
-        # The parameter itself has to travel, because its `to` is what quantises.
-        return _as_parameter(old, wanted).to(target, non_blocking=non_blocking)
-    return _as_parameter(old, wanted.to(target, non_blocking=non_blocking))
+    source = old if value is None else value
+    if dtype is None:
+        dtype = old.dtype  # a new value takes the place's dtype
+    elif not source.is_floating_point() and not source.is_complex():
+        dtype = source.dtype
+    if value is None and dtype is old.dtype and check_device_same(old.device, target):
+        return old
+    if source.requires_grad:
+        source = source.detach()  # else the graph is told of the copy
+    if type(source) in _PLAIN:
+        moved = source.to(target, dtype, non_blocking)
+    else:
+        # `to` of a tensor subclass may take a cast and a move one at a time only.
+        moved = (source if dtype is source.dtype else source.to(dtype)).to(target, non_blocking=non_blocking)
+    return moved.detach() if is_buffer else _as_parameter(old, moved)
 
 
 def _offloading_hook(module: nn.Module) -> Any | None:

@@ -1,21 +1,26 @@
 """Quantising models to 8 or 4 bit with bitsandbytes while they are loaded."""
 
+import contextlib
+import copy
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from accelerate.big_modeling import dispatch_model, init_empty_weights, load_checkpoint_in_model
+from accelerate.big_modeling import dispatch_model, init_empty_weights
 from accelerate.config.bnb import BnbQuantizationConfig
 from accelerate.config.enums import CustomDtype
-from accelerate.offload.device_map import infer_auto_device_map
+from accelerate.offload.bnb_parameters import quantizes
+from accelerate.offload.device_map import check_device_map, infer_auto_device_map
+from accelerate.offload.loading import load_into
 from accelerate.offload.memory import get_balanced_memory
-from accelerate.offload.placement import Device, default_device
+from accelerate.offload.placement import Device, default_device, set_module_tensor_to_device
 from accelerate.offload.quantized import quantize_and_offload_8bit
-from accelerate.offload.tied import find_tied_parameters
+from accelerate.offload.tied import device_of, find_tied_parameters
 from accelerate.utils.imports import is_4bit_bnb_available, is_8bit_bnb_available
 
 __all__ = [
@@ -31,6 +36,9 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
+# A message names this many modules, and counts the rest.
+_SHOWN = 5
+_PACKED_ROWS, _PACKED_COLUMNS = 32, 64
 
 
 def load_and_quantize_model(
@@ -45,88 +53,188 @@ def load_and_quantize_model(
 ) -> nn.Module:
     """Replace a model's linear layers by quantised ones, load its weights and put it on its devices.
 
+    Modules on ``"disk"``, and on ``"cpu"`` where an accelerator computes, are offloaded: with 8 bits their weights are stored
+    quantised, with 4 bits they stay unquantised. If something fails, the model has the layers and weights that it had.
+
     Args:
-        model: The model; best made under `init_empty_weights`. If it has weights, they are quantised and the arguments
-            below are not used.
+        model: The model, changed in place; best made under `init_empty_weights`. If it has its weights, those are quantised.
         bnb_quantization_config: What to quantise, and how.
-        weights_location: Checkpoint to load, as for `load_checkpoint_in_model`.
+        weights_location: Checkpoint to load into an empty model, as for `load_checkpoint_in_model`.
         device_map: Module name to device, or one of ``"auto"``, ``"balanced"``, ``"balanced_low_0"``, ``"sequential"``. None:
-            everything on this process's accelerator.
+            everything on the device of this process, which may be the CPU.
         no_split_module_classes: For a computed map, names of classes whose instances stay on one device.
-        max_memory: For a computed map, the most that each device may take.
+        max_memory: For a computed map, the most that each device may take: bytes, or text such as ``"2GiB"``.
         offload_folder: Where weights go whose device is ``"disk"``.
-        offload_state_dict: Keep weights for the CPU in a temporary folder while files are read.
+        offload_state_dict: As for `load_checkpoint_in_model`.
 
     Returns:
-        The quantised model.
+        The same model, with the attributes ``is_loaded_in_8bit`` and ``is_loaded_in_4bit``.
 
     Raises:
         ImportError: bitsandbytes is missing or too old.
-        RuntimeError: There is no accelerator, or the model is empty and there is no ``weights_location``.
+        RuntimeError: The model is empty and there is no ``weights_location``, or bitsandbytes does not know the device.
+        ValueError: The device map does not fit the model, sends 4-bit layers to the disk, or lacks an ``offload_folder``; or the
+            checkpoint does not fit the model, or lacks some of its weights.
+
+    Example:
+        >>> config = BnbQuantizationConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+        >>> with init_empty_weights():
+        ...     model = build_model()
+        >>> model = load_and_quantize_model(model, config, "checkpoint")
+
+    Source: LLM.int8() (arXiv 2208.07339), QLoRA (arXiv 2305.14314)
     """
-    config = bnb_quantization_config
-    in_8bit = config.load_in_8bit
-    if not (is_8bit_bnb_available() if in_8bit else is_4bit_bnb_available()):
-        raise ImportError(
-            f"{'8' if in_8bit else '4'}-bit quantisation needs bitsandbytes; install it with `pip install -U bitsandbytes`."
+    if not isinstance(bnb_quantization_config, BnbQuantizationConfig):
+        raise ValueError(
+            f"bnb_quantization_config={bnb_quantization_config!r} is no BnbQuantizationConfig. Give one, such as "
+            "BnbQuantizationConfig(load_in_8bit=True)."
         )
+    _check_library(bnb_quantization_config)
+    config = _settled(model, bnb_quantization_config, device_map)
+    empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if empty and weights_location is None:
+        raise RuntimeError(
+            f"{len(empty)} parameters of the model are on the meta device, such as {empty[0]!r}, and weights_location is None: "
+            "give the checkpoint to load."
+        )
+    placed = None
+    if empty or device_map is not None:
+        placed = get_quantized_model_device_map(model, config, device_map, max_memory, no_split_module_classes)
+        check_device_map(model, placed)
+        on_disk = {name: device for name, device in placed.items() if device == "disk"}
+        if on_disk and offload_folder is None:
+            raise ValueError(f"device_map sends {_listed(on_disk)}: give an `offload_folder` to put them in.")
+    with _restored_on_error(model):
+        if empty:
+            _load_quantized(model, config, weights_location, placed, offload_folder)
+        else:
+            _quantize_in_place(model, config, placed, ignored=weights_location)
+        model.is_loaded_in_4bit = config.load_in_4bit
+        model.is_loaded_in_8bit = config.load_in_8bit
+        if placed is None:
+            return model.to(default_device())
+        return dispatch_model(model, device_map=placed, offload_dir=offload_folder)
+
+
+def _check_library(config: BnbQuantizationConfig) -> None:
+    bits, available = (8, is_8bit_bnb_available) if config.load_in_8bit else (4, is_4bit_bnb_available)
+    if not available():
+        raise ImportError(
+            f"load_in_{bits}bit=True needs bitsandbytes, which is missing or too old; install it with `pip install -U bitsandbytes`."
+        )
+
+
+def _settled(
+    model: nn.Module, given: BnbQuantizationConfig, device_map: str | dict[str, Device] | None
+) -> BnbQuantizationConfig:
+    """A copy of the configuration that says of every module whether it is quantised."""
+    config = copy.copy(given)
+    names = [f".{name}." for kind in (model.named_modules(), model.named_parameters()) for name, _ in kind]
+    for field, mark in (("skip_modules", "."), ("keep_in_fp32_modules", "")):
+        unknown = [
+            part for part in getattr(given, field) or [] if not any(mark + part + mark in name for name in names)
+        ]
+        if unknown:
+            logger.warning(
+                "%s names %s, but %s has no such module, so this has no effect. The names are those of `model.named_modules()`, "
+                "or whole parts of them.",
+                field,
+                unknown,
+                type(model).__name__,
+            )
     if config.skip_modules is None:
         # Output layers decide between tokens by small differences.
         config.skip_modules = get_keys_to_not_convert(model)
-    off_accelerator: list[str] = []
-    if isinstance(device_map, dict) and len(device_map) > 1:
-        off_accelerator = [name for name, device in device_map.items() if device in ("disk", "cpu")]
-    if config.load_in_4bit:
-        # 4-bit weights exist on the accelerator only; modules elsewhere stay what they are.
-        config.skip_modules = [*config.skip_modules, *off_accelerator]
-    if config.keep_in_fp32_modules is None:
-        config.keep_in_fp32_modules = []
-    unconverted = [*config.skip_modules, *config.keep_in_fp32_modules]
-    model.is_loaded_in_4bit = config.load_in_4bit
-    model.is_loaded_in_8bit = in_8bit
-    if get_parameter_device(model).type != "meta":
-        return _quantize_in_place(model, config, unconverted)
-    if weights_location is None:
-        raise RuntimeError("The model is on the meta device: give the `weights_location` of a checkpoint to load.")
+    if config.load_in_4bit and isinstance(device_map, dict) and len(device_map) > 1:
+        config.skip_modules = [*config.skip_modules, *_offloaded(device_map)]
+    config.keep_in_fp32_modules = config.keep_in_fp32_modules or []
+    return config
 
+
+def _offloaded(device_map: Mapping[str, Device]) -> list[str]:
+    """The modules of a map whose weights are elsewhere between forwards: not those on the CPU if it is the CPU that computes."""
+    elsewhere = ("disk",) if _compute_device(device_map) == "cpu" else ("cpu", "disk")
+    return [name for name, device in device_map.items() if str(device) in elsewhere]
+
+
+def _listed(device_map: Mapping[str, Device]) -> str:
+    names = [f"{name!r} to {device}" for name, device in device_map.items()]
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+
+
+def _compute_device(device_map: Mapping[str, Device]) -> Device:
+    return next((device for device in device_map.values() if str(device) not in ("cpu", "disk")), "cpu")
+
+
+@contextlib.contextmanager
+def _restored_on_error(model: nn.Module) -> Iterator[None]:
+    modules = list(model.modules())
+    tables = [(t, dict(t)) for module in modules for t in (module._modules, module._parameters, module._buffers)]
+    # Those that are not replaced are cast where they are.
+    values = [(parameter, parameter.data) for parameter in model.parameters() if not quantizes(parameter)]
+    fused = [(m, m.activation_relu_or_gelu) for m in modules if isinstance(m, nn.TransformerEncoderLayer)]
+    flags = {name: model.__dict__.get(name) for name in ("is_loaded_in_4bit", "is_loaded_in_8bit")}
+    try:
+        yield
+    except BaseException:
+        for table, present in tables:
+            table.update(present)
+        for parameter, data in values:
+            if parameter.dtype is not data.dtype or parameter.device != data.device:
+                parameter.data = data
+        for module, activation in fused:
+            module.activation_relu_or_gelu = activation
+        for name, value in flags.items():
+            model.__dict__.pop(name, None)
+            if value is not None:
+                setattr(model, name, value)
+        raise
+
+
+def _load_quantized(
+    model: nn.Module,
+    config: BnbQuantizationConfig,
+    checkpoint: str | os.PathLike,
+    device_map: dict[str, Device],
+    offload_folder: str | os.PathLike | None,
+) -> None:
     with init_empty_weights():
-        model = replace_with_bnb_layers(model, config, modules_to_not_convert=unconverted)
-    placed = get_quantized_model_device_map(model, config, device_map, max_memory, no_split_module_classes)
-    offload = any(device in ("cpu", "disk") for device in placed.values())
-    load_checkpoint_in_model(
+        replace_with_bnb_layers(model, config, [*config.skip_modules, *config.keep_in_fp32_modules])
+    load_into(
         model,
-        weights_location,
-        device_map=placed,
+        checkpoint,
+        device_map,
         dtype=config.torch_dtype,
         offload_folder=offload_folder,
-        offload_state_dict=offload_state_dict or "disk" in placed.values(),
         keep_in_fp32_modules=config.keep_in_fp32_modules,
-        offload_8bit_bnb=in_8bit and offload,
+        offload_8bit_bnb=config.load_in_8bit and bool(_offloaded(device_map)),
+        whole=True,
     )
-    return dispatch_model(model, device_map=placed, offload_dir=offload_folder)
 
 
-def _accelerator() -> torch.device:
-    device = default_device()
-    if device.type == "cpu":
-        raise RuntimeError("bitsandbytes quantises on an accelerator, and torch finds none on this machine.")
-    return device
-
-
-def _quantize_in_place(model: nn.Module, config: BnbQuantizationConfig, unconverted: list[str]) -> nn.Module:
-    device = _accelerator()
+def _quantize_in_place(
+    model: nn.Module,
+    config: BnbQuantizationConfig,
+    device_map: dict[str, Device] | None,
+    ignored: str | os.PathLike | None,
+) -> None:
     logger.warning(
-        "The model has its weights already, so it is quantised as it is and placed on %s. Make it under "
-        "`init_empty_weights` to save memory.",
-        device,
+        "The model has its weights already, so they are quantised as they are%s. Make it under `init_empty_weights` to save "
+        "memory.",
+        "" if ignored is None else f", and weights_location={os.fspath(ignored)!r} is not read",
     )
-    model = replace_with_bnb_layers(model, config, modules_to_not_convert=unconverted)
+    replace_with_bnb_layers(model, config, [*config.skip_modules, *config.keep_in_fp32_modules])
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point():
             kept = any(part in name for part in config.keep_in_fp32_modules)
             parameter.data = parameter.data.to(torch.float32 if kept else config.torch_dtype)
-    # Moving is what quantises the weights.
-    return model.to(device)
+    computes = default_device() if device_map is None else _compute_device(device_map)
+    for name, parameter in list(model.named_parameters()):
+        if quantizes(parameter):
+            device = computes if device_map is None else device_of(name, device_map)
+            # What is offloaded is quantised where it will compute.
+            for step in (computes, "cpu") if str(device) in ("cpu", "disk") else (device,):
+                set_module_tensor_to_device(model, name, step)
 
 
 def get_quantized_model_device_map(
@@ -141,36 +249,37 @@ def get_quantized_model_device_map(
     Args:
         model: The model, on the meta device.
         bnb_quantization_config: What is quantised, and how.
-        device_map: A map to check, the name of a way to compute one, or None: everything on this process's accelerator.
+        device_map: A map to check, the name of a way to compute one, or None: everything on the device of this process.
         max_memory: For a computed map, the most that each device may take.
         no_split_module_classes: For a computed map, names of classes whose instances stay on one device.
 
     Raises:
-        RuntimeError: No map is given and there is no accelerator.
-        ValueError: The name is unknown, or 4-bit layers would be on the CPU or the disk.
+        ValueError: The name is unknown, or 4-bit layers would be offloaded to the CPU or the disk.
+
+    Example:
+        >>> config = BnbQuantizationConfig(load_in_8bit=True)
+        >>> with init_empty_weights():
+        ...     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        >>> get_quantized_model_device_map(model, config, "auto", max_memory={"cpu": "1GiB"})
+        {'': 'cpu'}
     """
     config = bnb_quantization_config
     if device_map is None:
-        device = _accelerator()
+        device = default_device()
         logger.info("No device_map was given: the model goes to %s.", device)
-        return {"": device.index if device.index is not None else 0}
-    skipped, kept = config.skip_modules or [], config.keep_in_fp32_modules or []
-    if isinstance(device_map, str):
+        return {"": device.type if device.index is None else device.index}
+    if not isinstance(device_map, Mapping):
         device_map = _computed_map(model, config, device_map, max_memory, no_split_module_classes)
-    elsewhere = {
-        name: device
-        for name, device in device_map.items()
-        if device in ("cpu", "disk") and name not in [*skipped, *kept]
-    }
+    stay = [*(config.skip_modules or []), *(config.keep_in_fp32_modules or [])]
+    elsewhere = {name: device_map[name] for name in _offloaded(device_map) if name not in stay}
     if elsewhere and config.load_in_4bit:
         raise ValueError(
-            f"device_map puts {elsewhere} off the accelerator, where 4-bit layers cannot be. Give more `max_memory` to "
-            "accelerators, or a device_map of your own, whose modules on 'cpu' and 'disk' stay unquantised."
+            f"device_map offloads {_listed(elsewhere)}, and 4-bit layers are not offloaded while they are loaded. Give devices "
+            "more `max_memory`, quantise to 8 bits, give a device_map of your own, whose offloaded modules then stay unquantised, "
+            "or load everything to one device and offload it with `dispatch_model`."
         )
     if elsewhere:
-        logger.info(
-            "Modules on the CPU or the disk are stored as 8 bit and run on the accelerator: %s", list(elsewhere)
-        )
+        logger.info("Modules that are offloaded are stored as 8 bit: %s", _listed(elsewhere))
     return device_map
 
 
@@ -185,12 +294,14 @@ def _computed_map(
         raise ValueError(
             f"device_map={strategy!r} is unknown. Give a dict, or one of {', '.join(map(repr, _AUTOMATIC))}."
         )
-    special: dict[str, torch.dtype] = {}
-    for name, _ in model.named_parameters():
-        if any(part in name for part in config.skip_modules or []):
-            special[name] = config.torch_dtype
-        if any(part in name for part in config.keep_in_fp32_modules or []):
-            special[name] = torch.float32
+    kept = config.keep_in_fp32_modules or []
+    quantised = {f"{name}.weight" for _, name, _ in _convertible(model, [*(config.skip_modules or []), *kept], [])}
+    # Embeddings, norms and biases are not quantised, and count with what they take.
+    special = {
+        name: torch.float32 if any(part in name for part in kept) else config.torch_dtype
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if name not in quantised and not quantizes(parameter)
+    }
     options: dict[str, Any] = {
         "special_dtypes": special,
         "no_split_module_classes": no_split,
@@ -217,55 +328,72 @@ def replace_with_bnb_layers(
         current_key_name: Parts of the name of ``model`` in a larger one.
 
     Returns:
-        The same model.
+        The same model. Its layers are quantised when they are moved, be it to the device where they are.
+
+    Raises:
+        ImportError: bitsandbytes is missing.
     """
-    prefix = list(current_key_name or ())
-    replaced = _replace_below(model, bnb_quantization_config, list(modules_to_not_convert or ()), prefix)
-    if not replaced:
+    stay = list(modules_to_not_convert or ())
+    found = list(_convertible(model, stay, list(current_key_name or ())))
+    made: dict[nn.Linear, nn.Module] = {}
+    for parent, name, layer in found:
+        if layer not in made:  # else it is shared, and stays so
+            made[layer] = _bnb_layer(layer, bnb_quantization_config)
+        setattr(parent, name.rpartition(".")[2], made[layer])
+        if isinstance(parent, nn.TransformerEncoderLayer):
+            # Its fused kernel reads the weights of its linear layers itself; without a known activation it is not used.
+            parent.activation_relu_or_gelu = 0
+    if not found:
         logger.warning("%s has no linear layer to quantise; it stays as it is.", type(model).__name__)
     return model
 
 
-def _replace_below(module: nn.Module, config: BnbQuantizationConfig, unconverted: list[str], path: list[str]) -> bool:
-    replaced = False
-    for name, child in list(module.named_children()):
+def _convertible(
+    module: nn.Module, unconverted: Sequence[str], path: Sequence[str]
+) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
+    """The linear layers that are to be quantised, each with the module that has it and its full name."""
+    for name, child in module.named_children():
         full = ".".join([*path, name])
-        stays = any(full == part or f".{part}." in f".{full}." for part in unconverted)
-        if isinstance(child, nn.Linear) and not stays:
-            setattr(module, name, _bnb_layer(child, config))
-            replaced = True
-        elif not stays:
-            replaced |= _replace_below(child, config, unconverted, [*path, name])
-    return replaced
+        if any(full == part or f".{part}." in f".{full}." for part in unconverted):
+            continue
+        if not isinstance(child, nn.Linear):
+            yield from _convertible(child, unconverted, [*path, name])
+        # nn.MultiheadAttention reads the weight of its output layer itself; what is quantised already stays so.
+        elif not isinstance(child, NonDynamicallyQuantizableLinear) and not _is_quantised(child):
+            yield module, full, child
+
+
+def _is_quantised(layer: nn.Linear) -> bool:
+    weight = layer.weight
+    return quantizes(weight) and (weight.dtype is torch.int8 or getattr(weight, "quant_state", None) is not None)
 
 
 def _bnb_layer(layer: nn.Linear, config: BnbQuantizationConfig) -> nn.Module:
     import bitsandbytes as bnb
 
-    has_bias = layer.bias is not None
-    if config.load_in_8bit:
-        made = bnb.nn.Linear8bitLt(
-            layer.in_features,
-            layer.out_features,
-            has_bias,
-            has_fp16_weights=False,
-            threshold=config.llm_int8_threshold,
-        )
-    elif config.load_in_4bit:
-        made = bnb.nn.Linear4bit(
-            layer.in_features,
-            layer.out_features,
-            has_bias,
-            compute_dtype=config.bnb_4bit_compute_dtype,
-            compress_statistics=config.bnb_4bit_use_double_quant,
-            quant_type=config.bnb_4bit_quant_type,
-        )
-    else:
-        raise ValueError("Set load_in_8bit or load_in_4bit of the BnbQuantizationConfig to True.")
-    made.weight.data = layer.weight.data
-    if has_bias:
-        made.bias.data = layer.bias.data
-    return made.requires_grad_(False)
+    size = (layer.in_features, layer.out_features, layer.bias is not None)
+    with torch.device("meta"):  # what it would be filled with is not wanted
+        if config.load_in_8bit:
+            made = bnb.nn.Linear8bitLt(*size, has_fp16_weights=False, threshold=config.llm_int8_threshold)
+        elif config.load_in_4bit:
+            made = bnb.nn.Linear4bit(
+                *size,
+                compute_dtype=config.bnb_4bit_compute_dtype,
+                compress_statistics=config.bnb_4bit_use_double_quant,
+                quant_type=config.bnb_4bit_quant_type,
+            )
+        else:
+            raise ValueError(
+                "load_in_8bit and load_in_4bit of the BnbQuantizationConfig are both False; set one to True."
+            )
+    if layer.out_features % _PACKED_ROWS or layer.in_features % _PACKED_COLUMNS:
+        # On some CPUs bitsandbytes packs 4-bit weights in tiles for evaluation, and fails where none fits.
+        made.support_avx512bf16_for_cpu = False
+    empty = made.weight
+    made.weight = type(empty)(layer.weight.data, requires_grad=False, **empty.__dict__)
+    if layer.bias is not None:
+        made.bias = nn.Parameter(layer.bias.data)
+    return made.requires_grad_(False).train(layer.training)
 
 
 def get_keys_to_not_convert(model: nn.Module) -> list[str]:
@@ -280,8 +408,8 @@ def get_keys_to_not_convert(model: nn.Module) -> list[str]:
     is_base = prefix is not None and not hasattr(model, prefix)
     if not tied and is_base:
         return []  # the bare body of a model has no output layer
-    *_, (last, _) = model.named_children()
-    return list(dict.fromkeys([*tied, last]))
+    last = [name for name, _ in model.named_children()][-1:]
+    return list(dict.fromkeys([*tied, *last]))
 
 
 def has_4bit_bnb_layers(model: nn.Module) -> bool:

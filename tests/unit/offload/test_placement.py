@@ -42,6 +42,66 @@ def test_a_value_takes_the_old_dtype_unless_one_is_given():
     assert layer.weight.dtype is torch.int8 and not layer.weight.requires_grad
 
 
+def test_dtypes_are_given_by_name_too():
+    layer = nn.Linear(3, 4)
+    set_module_tensor_to_device(layer, "weight", "cpu", dtype="torch.float16")
+    assert layer.weight.dtype is torch.float16 and layer.bias.dtype is torch.float32
+    with pytest.raises(ValueError, match="dtype='fp16'"):
+        set_module_tensor_to_device(layer, "weight", "cpu", dtype="fp16")
+
+
+def test_a_value_that_needs_no_change_is_not_copied():
+    layer, value = nn.Linear(3, 4).to("meta"), torch.ones(4, 3)
+    set_module_tensor_to_device(layer, "weight", "cpu", value=value)
+    assert layer.weight.data_ptr() == value.data_ptr() and layer.weight.requires_grad and layer.weight.is_leaf
+    norm, mean = nn.BatchNorm1d(3), torch.ones(3)
+    set_module_tensor_to_device(norm, "running_mean", "cpu", value=mean)
+    assert norm.running_mean.data_ptr() == mean.data_ptr()
+
+
+def test_values_of_a_graph_come_without_it():
+    layer, source = nn.Linear(3, 4), torch.ones(4, 3, requires_grad=True)
+    for value in (source, source * 2):
+        set_module_tensor_to_device(layer, "weight", "cpu", value=value, dtype=torch.float64)
+        assert layer.weight.is_leaf and layer.weight.requires_grad and layer.weight.dtype is torch.float64
+    norm = nn.BatchNorm1d(4)
+    set_module_tensor_to_device(norm, "running_mean", "cpu", value=source.sum(1))
+    assert not norm.running_mean.requires_grad
+
+
+def test_names_reach_into_submodules():
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.ParameterList([torch.ones(2)]))
+    set_module_tensor_to_device(model, "0.0.weight", "meta")
+    set_module_tensor_to_device(model, "1.0", "cpu", value=torch.zeros(2))
+    assert model[0][0].weight.is_meta and not model[0][0].bias.is_meta and not model[1][0].any()
+    for name, error in (("0.1.weight", AttributeError), ("0.0.weights", ValueError), ("0", ValueError)):
+        with pytest.raises(error, match=name.rpartition(".")[2] if error is ValueError else "1"):
+            set_module_tensor_to_device(model, name, "cpu")
+
+
+def test_empty_places_are_named():
+    layer = nn.Linear(2, 2, bias=False)
+    layer.register_buffer("mask", None)
+    for name in ("bias", "mask"):
+        with pytest.raises(ValueError, match=f"'{name}' is registered as None"):
+            set_module_tensor_to_device(layer, name, "cpu", value=torch.ones(2))
+
+
+@pytest.mark.parametrize("into_plain", [False, True])
+def test_tensor_subclasses_stay_what_they_are(into_plain):
+    quantization = pytest.importorskip("torchao.quantization")
+    source, x = nn.Linear(32, 32, bias=False), torch.ones(1, 32)
+    quantization.quantize_(source, quantization.Int8WeightOnlyConfig())
+    expected, value = source(x), source.weight
+    layer = nn.Linear(32, 32, bias=False, device="meta") if into_plain else source
+    if not into_plain:
+        set_module_tensor_to_device(layer, "weight", "meta")
+        assert type(layer.weight) is type(value) and layer.weight.device.type == "meta"
+    set_module_tensor_to_device(layer, "weight", "cpu", value=value)
+    assert type(layer.weight) is type(value) and isinstance(layer.weight, nn.Parameter)
+    assert torch.equal(layer(x), expected)
+
+
 def test_class_attributes_and_requires_grad_carry_over():
     class Special(nn.Parameter):
         pass
@@ -83,6 +143,19 @@ def test_tied_weights_are_copied_to_a_device_once():
         set_module_tensor_to_device(model, name, "cpu", value=value, tied_params_map=shared)
     assert model["a"].weight is model["b"].weight
     assert shared[value.data_ptr()] == {"cpu": model["a"].weight}
+
+
+def test_tied_weights_without_value_and_on_meta():
+    layer = nn.Linear(2, 2)
+    weight = layer.weight
+    shared = {weight.data_ptr(): {}}
+    set_module_tensor_to_device(layer, "weight", "cpu", tied_params_map=shared)
+    assert layer.weight is weight and shared[weight.data_ptr()] == {"cpu": weight}
+    set_module_tensor_to_device(layer, "weight", "meta", tied_params_map=shared)
+    assert layer.weight.is_meta and list(shared[weight.data_ptr()]) == ["cpu"], "a tensor without data is no copy"
+    others: dict = {}
+    set_module_tensor_to_device(layer, "weight", "cpu", value=torch.ones(2, 2), tied_params_map=others)
+    assert others == {}, "only what is known to be shared is noted"
 
 
 def test_statistics_are_kept_as_scb():

@@ -1,9 +1,11 @@
-"""8-bit weights that are offloaded; quantisation itself needs an accelerator and bitsandbytes."""
+"""Weights that are quantised to 8 bits on their way to an offload folder."""
 
+import pytest
 import torch
 from torch import nn
 
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from accelerate.offload.disk import load_offloaded_weight
 from accelerate.offload.loading import load_offloaded_weights
 from accelerate.offload.quantized import quantize_and_offload_8bit
 from accelerate.utils.offload import OffloadedWeightsLoader
@@ -14,9 +16,20 @@ def test_a_quantised_weight_travels_with_its_scales(tmp_path):
     weight, scales, index = torch.ones(2, 2, dtype=torch.int8), torch.full((2,), 3.0), {}
     quantize_and_offload_8bit(model, weight, "0.weight", torch.float16, tmp_path, index, scales)
     assert set(index) == {"0.weight", "0.SCB"} and index["0.weight"]["dtype"] == "int8"
-    assert model[0].weight.device.type == "meta" and model[0].weight.dtype is torch.float16
+    assert model[0].weight.is_meta and model[0].weight.dtype is torch.int8
     load_offloaded_weights(model, index, tmp_path)
     assert model[0].weight.dtype is torch.int8 and torch.equal(model[0].weight.SCB, scales)
+
+
+def test_other_tensors_are_written_in_the_dtype_wanted(tmp_path):
+    model, index = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), {}
+    quantize_and_offload_8bit(model, torch.ones(2), "0.bias", torch.float16, tmp_path, index, None)
+    quantize_and_offload_8bit(model, torch.ones(2).half(), "1.running_mean", None, tmp_path, index, None)
+    quantize_and_offload_8bit(model, torch.tensor(3), "1.num_batches_tracked", torch.float16, tmp_path, index, None)
+    dtypes = {name: entry["dtype"] for name, entry in index.items()}
+    assert dtypes == {"0.bias": "float16", "1.running_mean": "float32", "1.num_batches_tracked": "int64"}
+    assert model[0].bias.is_meta and model[0].bias.dtype is torch.float16 and model[0].bias.requires_grad
+    assert model[1].running_mean.is_meta and model[1].num_batches_tracked.is_meta
 
 
 def test_hooks_hand_the_scales_to_the_weight(tmp_path):
@@ -27,3 +40,22 @@ def test_hooks_hand_the_scales_to_the_weight(tmp_path):
     add_hook_to_module(layer, hook)
     hook.pre_forward(layer)
     assert torch.equal(layer.weight, state["weight"]) and torch.equal(layer.weight.SCB, state["SCB"])
+
+
+@pytest.mark.parametrize("prequantised", [False, True])
+def test_layers_of_bitsandbytes_are_written_as_they_compute(prequantised, tmp_path):
+    bnb = pytest.importorskip("bitsandbytes")
+    torch.manual_seed(0)
+    # A name that holds the word once more: only the end tells the scales.
+    model = nn.ModuleDict({"weighting": bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False).requires_grad_(False)})
+    value = model["weighting"].weight.data.clone()
+    expected = bnb.nn.Int8Params(value.clone(), requires_grad=False).to("cpu")
+    index, scales = {}, expected.SCB if prequantised else None
+    given = expected.data if prequantised else value
+    quantize_and_offload_8bit(model, given, "weighting.weight", torch.float16, tmp_path, index, scales)
+    assert set(index) == {"weighting.weight", "weighting.SCB"}
+    written = {name: load_offloaded_weight(tmp_path / f"{name}.dat", entry) for name, entry in index.items()}
+    assert torch.equal(written["weighting.weight"], expected.data)
+    assert torch.equal(written["weighting.SCB"], expected.SCB)
+    weight = model["weighting"].weight
+    assert weight.is_meta and weight.dtype is torch.int8 and torch.equal(weight.SCB, expected.SCB)

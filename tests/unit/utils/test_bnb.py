@@ -1,15 +1,21 @@
-"""bitsandbytes models, with a stand-in for the library."""
+"""bitsandbytes models: which layers, which maps and which errors with a stand-in for the library; the rest with the real one."""
 
+import json
 import logging
 import sys
 import types
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
+from accelerate import Accelerator, init_empty_weights
 from accelerate.config.bnb import BnbQuantizationConfig
+from accelerate.devices.probe import detect
+from accelerate.hooks import remove_hook_from_submodules
 from accelerate.utils import bnb
+from accelerate.utils.modeling import get_state_dict_offloaded_model
 
 
 @pytest.fixture
@@ -72,6 +78,40 @@ def test_output_and_tied_layers_keep_their_precision():
     assert bnb.get_keys_to_not_convert(body) == []
 
 
+def test_what_stays_is_named_by_whole_parts(library):
+    # A part of a name counts wherever it is, as 1.15.0 has it.
+    expected = {"0": ["2"], "1": ["0", "2"], "1.0": ["0", "2"], ".": ["0", "1.0", "2"], "0.weight": ["0", "1.0", "2"]}
+    for stays, replaced in expected.items():
+        model = bnb.replace_with_bnb_layers(_model(), _config(), [stays])
+        found = [name for name, layer in model.named_modules() if isinstance(layer, library.nn.Linear8bitLt)]
+        assert found == replaced, stays
+
+
+def test_layers_whose_weights_are_read_by_others_stay(library):
+    encoder = nn.TransformerEncoderLayer(8, 2, 8)
+    bnb.replace_with_bnb_layers(encoder, _config())
+    assert isinstance(encoder.linear1, library.nn.Linear8bitLt)
+    assert not isinstance(encoder.self_attn.out_proj, library.nn.Linear8bitLt)
+    assert not encoder.activation_relu_or_gelu, "its fused kernel reads the weights itself"
+
+
+def test_a_replaced_layer_is_in_the_mode_of_the_one_before(library):
+    model = _model()
+    model[1].eval()
+    bnb.replace_with_bnb_layers(model, _config())
+    assert model[0].training and not model[1][0].training
+
+
+def test_maps_count_what_is_not_quantised_with_what_it_takes():
+    model = nn.Sequential(nn.Embedding(50, 2), nn.Linear(8, 8), nn.Linear(8, 8, bias=False))
+    config = _config(skip_modules=[], keep_in_fp32_modules=[])
+    # fp16 embedding 200, weight 64, fp16 bias 16, weight 64
+    fits = bnb.get_quantized_model_device_map(model, config, "sequential", max_memory={"cpu": 344})
+    assert fits == {"": "cpu"}
+    less = bnb.get_quantized_model_device_map(model, config, "sequential", max_memory={"cpu": 343, "disk": 999})
+    assert less["2"] == "disk"
+
+
 def test_maps_are_computed_for_the_quantised_size():
     budget = {0: 150, "cpu": 1000}
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
@@ -83,27 +123,367 @@ def test_maps_are_computed_for_the_quantised_size():
         bnb.get_quantized_model_device_map(model, plain, "foo")
 
 
-def test_four_bit_layers_cannot_leave_the_accelerator():
-    with pytest.raises(ValueError, match="4-bit"):
-        bnb.get_quantized_model_device_map(_model(), _config(4, skip_modules=["1"]), {"0": "cpu", "1": "cpu", "2": 0})
-    allowed = {"0": 0, "1": "cpu", "2": 0}
-    assert bnb.get_quantized_model_device_map(_model(), _config(4, skip_modules=["1"]), allowed) == allowed
+@pytest.mark.parametrize("places", [{"0": "cpu", "1": "cpu", "2": 0}, {"0": "disk", "1": "cpu", "2": "cpu"}])
+def test_four_bit_layers_are_not_offloaded(places):
+    config = _config(4, skip_modules=["1"])
+    with pytest.raises(ValueError, match=f"'0' to {places['0']}.*max_memory"):
+        bnb.get_quantized_model_device_map(_model(), config, places)
+    allowed = {**places, "0": places["2"]}
+    assert bnb.get_quantized_model_device_map(_model(), config, allowed) == allowed
+    budget = {"cpu": 10, "disk": 1000}
+    with pytest.raises(ValueError, match="to disk.*max_memory"):
+        bnb.get_quantized_model_device_map(_model(), config, "auto", max_memory=budget)
+
+
+@pytest.mark.skipif(detect().type != "cpu", reason="needs a machine without accelerator")
+def test_without_a_map_the_device_is_this_processs():
+    assert bnb.get_quantized_model_device_map(_model(), _config()) == {"": "cpu"}
 
 
 def test_loading_asks_for_the_library_and_the_weights(library, monkeypatch):
-    with pytest.raises(RuntimeError, match="weights_location"):
+    with pytest.raises(RuntimeError, match="'0.weight'.*weights_location"):
         bnb.load_and_quantize_model(_model().to("meta"), _config())
     monkeypatch.setattr(bnb, "is_8bit_bnb_available", lambda: False)
-    with pytest.raises(ImportError, match="bitsandbytes"):
+    with pytest.raises(ImportError, match="load_in_8bit.*pip install"):
         bnb.load_and_quantize_model(_model(), _config())
+    monkeypatch.setattr(bnb, "is_4bit_bnb_available", lambda: False)
+    with pytest.raises(ImportError, match="load_in_4bit.*pip install"):
+        bnb.load_and_quantize_model(_model(), _config(4))
 
 
 def test_loading_puts_weights_into_the_replaced_layers(library, tmp_path):
     source = _model()
     torch.save(source.state_dict(), tmp_path / "m.bin")
     places = {"0": "cpu", "1": "cpu", "2": "cpu"}
-    config = _config(4, skip_modules=list(places))
+    config = _config(4, skip_modules=["2"])
     model = bnb.load_and_quantize_model(_model().to("meta"), config, tmp_path / "m.bin", device_map=places)
     assert model.is_loaded_in_4bit and not model.is_loaded_in_8bit and model.hf_device_map == places
-    assert torch.equal(model[2].weight, source[2].weight.half())
+    assert isinstance(model[0], library.nn.Linear4bit) and type(model[2]) is nn.Linear
+    for mine, theirs in zip(model.parameters(), source.parameters(), strict=True):
+        assert torch.equal(mine, theirs.half())
     assert bnb.get_parameter_device(model) == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"weights_location": "absent"}, ValueError, "absent"),
+        ({"weights_location": None}, RuntimeError, "weights_location"),
+        ({"device_map": "foo"}, ValueError, "'foo'"),
+        ({"device_map": {"0": "cpu", "1": "cpu"}}, ValueError, "2.weight"),
+        ({"device_map": {"0": "cpu", "1": "disk", "2": "cpu"}}, ValueError, "'1' to disk.*offload_folder"),
+        (
+            {"max_memory": {"cpu": 10, "disk": 1000}, "device_map": "auto", "offload_folder": "o"},
+            ValueError,
+            "to disk",
+        ),
+    ],
+)
+def test_what_goes_wrong_leaves_the_model_as_it_was(library, options, error, text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save(_model().state_dict(), "m.bin")
+    model, config = _model().to("meta"), _config(4, skip_modules=[])
+    before = dict(model.named_modules())
+    tensors = dict(model.named_parameters())
+    with pytest.raises(error, match=text):
+        bnb.load_and_quantize_model(
+            model, config, **{"weights_location": "m.bin", "device_map": {"": "cpu"}, **options}
+        )
+    assert list(model.named_modules()) == list(before.items())
+    assert all(tensors[name] is tensor for name, tensor in model.named_parameters())
+    assert not hasattr(model, "is_loaded_in_4bit") and [path.name for path in tmp_path.iterdir()] == ["m.bin"]
+    assert config == _config(4, skip_modules=[])
+
+
+def test_what_goes_wrong_with_weights_that_are_there_leaves_them_as_they_were(library):
+    model = nn.Sequential(nn.Embedding(4, 8), nn.TransformerEncoderLayer(8, 2, 8), nn.Linear(8, 2))
+    before = {name: (tensor, tensor.dtype, tensor.data_ptr()) for name, tensor in model.named_parameters()}
+    modules = list(model.named_modules())
+    assert model[1].activation_relu_or_gelu == 1
+    with pytest.raises(ValueError, match="'nowhere' is no torch device"):
+        bnb.load_and_quantize_model(model, _config(), device_map={"": "nowhere"})
+    after = {name: (tensor, tensor.dtype, tensor.data_ptr()) for name, tensor in model.named_parameters()}
+    assert list(model.named_modules()) == modules and model[1].activation_relu_or_gelu == 1
+    assert [(t.dtype, t.data_ptr(), t is before[name][0]) for name, (t, *_) in after.items()] == [
+        (dtype, address, True) for _, dtype, address in before.values()
+    ]
+
+
+def test_a_checkpoint_that_lacks_weights_leaves_everything_as_it_was(library, tmp_path):
+    state = _model().state_dict()
+    del state["1.0.weight"]
+    torch.save(state, tmp_path / "m.bin")
+    model, places = _model().to("meta"), {"0": "disk", "1": "cpu", "2": "cpu"}
+    before = dict(model.named_parameters())
+    with pytest.raises(ValueError, match=r"1\.0\.weight"):
+        bnb.load_and_quantize_model(
+            model, _config(skip_modules=["2"]), tmp_path / "m.bin", places, offload_folder=tmp_path / "o"
+        )
+    assert all(before[name] is tensor for name, tensor in model.named_parameters())
+    assert [path.name for path in tmp_path.iterdir()] == ["m.bin"]
+
+
+def test_arguments_of_another_kind_are_named(library, tmp_path):
+    for given in (None, {"load_in_8bit": True}):
+        with pytest.raises(ValueError, match="bnb_quantization_config=.*BnbQuantizationConfig"):
+            bnb.load_and_quantize_model(_model(), given)
+    for given in (0, torch.device("cpu")):
+        with pytest.raises(ValueError, match="device_map=.*Give a dict"):
+            bnb.load_and_quantize_model(_model(), _config(), device_map=given)
+
+
+def test_a_shared_layer_stays_shared(library, tmp_path):
+    shared = nn.Linear(2, 2)
+    model = nn.Sequential(nn.Sequential(shared), nn.Sequential(shared, nn.ReLU()), nn.Linear(2, 2))
+    # A checkpoint in safetensors has it once.
+    save_file({name: t for name, t in model.state_dict().items() if name[0] != "1"}, tmp_path / "m.safetensors")
+    loaded = bnb.load_and_quantize_model(model.to("meta"), _config(skip_modules=["2"]), tmp_path / "m.safetensors")
+    assert type(loaded[0][0]) is library.nn.Linear8bitLt and loaded[0][0] is loaded[1][0]
+
+
+def test_a_shared_layer_on_two_devices_is_warned_of_once(library, tmp_path, caplog):
+    shared = nn.Linear(2, 2)
+    model = nn.Sequential(nn.Sequential(shared), nn.Sequential(shared, nn.ReLU()))
+    save_file({name: t for name, t in model.state_dict().items() if name[0] != "1"}, tmp_path / "m.safetensors")
+    options = {"device_map": {"0": "cpu", "1": "disk"}, "offload_folder": tmp_path / "o"}
+    with caplog.at_level(logging.WARNING):
+        bnb.load_and_quantize_model(
+            model.to("meta"), _config(skip_modules=["0", "1"]), tmp_path / "m.safetensors", **options
+        )
+    assert caplog.text.count("on different devices") == 1
+
+
+def test_names_without_effect_are_said(library, caplog):
+    config = _config(skip_modules=["1.0", "nope"], keep_in_fp32_modules=["2.bias", "norm"])
+    with caplog.at_level(logging.WARNING):
+        bnb.load_and_quantize_model(_model(), config, device_map={"": "cpu"})
+    warnings = [record.getMessage() for record in caplog.records if "no effect" in record.getMessage()]
+    assert len(warnings) == 2
+    assert warnings[0].startswith("skip_modules names ['nope']")
+    assert warnings[1].startswith("keep_in_fp32_modules names ['norm']")
+
+
+def test_a_configuration_serves_several_models(library):
+    config = _config()
+    for output in ("1", "0"):
+        layers = [nn.Linear(2, 2), nn.Linear(2, 2)][: int(output) + 1]
+        bnb.load_and_quantize_model(nn.Sequential(*layers), config, device_map={"": "cpu"})
+    assert config == _config() and config.skip_modules is None
+
+
+# With the real library
+
+
+class Net(nn.Module):
+    """Embedding, linear layers of which one runs twice, a norm, a persistent buffer."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.emb = nn.Embedding(16, 128)
+        self.body = nn.Sequential(nn.Linear(128, 192), nn.ReLU(), nn.Linear(192, 128))
+        self.norm = nn.LayerNorm(128)
+        self.twice = nn.Linear(128, 128, bias=False)
+        self.odd = nn.Linear(128, 40)
+        self.head = nn.Linear(40, 16, bias=False)
+        self.register_buffer("scale", torch.tensor(2.0))
+
+    def forward(self, ids):
+        x = self.norm(self.emb(ids) + self.body(self.emb(ids)))
+        return self.head(self.odd(self.twice(self.twice(x)) * self.scale))
+
+
+IDS = torch.arange(6).reshape(2, 3)
+ALL_CPU = dict.fromkeys(["emb", "body", "norm", "twice", "odd", "head", "scale"], "cpu")
+OPTIONS = {
+    "int8": {"load_in_8bit": True},
+    "int8-bf16": {"load_in_8bit": True, "torch_dtype": "bf16", "llm_int8_threshold": 0.0},
+    "fp4": {"load_in_4bit": True},
+    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "fp32"},
+    "double": {"load_in_4bit": True, "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": "bf16"},
+}
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    save_file(Net().state_dict(), tmp_path / "model.safetensors")
+    return tmp_path / "model.safetensors"
+
+
+def _loaded(checkpoint, kind, device_map=None, **options):
+    with init_empty_weights():
+        model = Net()
+    config = BnbQuantizationConfig(**OPTIONS[kind])
+    return bnb.load_and_quantize_model(model, config, checkpoint, device_map=device_map, **options).eval()
+
+
+def _by_hand(kind):
+    """The same model with the library alone."""
+    import bitsandbytes
+
+    model, config = Net(), BnbQuantizationConfig(**OPTIONS[kind])
+    model.to(config.torch_dtype)
+    for name in ("body.0", "body.2", "twice", "odd"):
+        plain = model.get_submodule(name)
+        size = (plain.in_features, plain.out_features, plain.bias is not None)
+        if config.load_in_8bit:
+            made = bitsandbytes.nn.Linear8bitLt(*size, has_fp16_weights=False, threshold=config.llm_int8_threshold)
+        else:
+            double, kind_ = config.bnb_4bit_use_double_quant, config.bnb_4bit_quant_type
+            made = bitsandbytes.nn.Linear4bit(*size, config.bnb_4bit_compute_dtype, double, kind_)
+            # It cannot pack every size, as it does for evaluation on some CPUs.
+            made.support_avx512bf16_for_cpu = made.support_avx512bf16_for_cpu and name != "odd"
+        made.weight.data = plain.weight.data
+        made.bias = plain.bias
+        model.set_submodule(name, made.requires_grad_(False))
+    return model.to("cpu").eval()
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+@torch.no_grad()
+def test_a_loaded_model_is_what_the_library_makes(kind, checkpoint):
+    expected = _by_hand(kind)(IDS)
+    model = _loaded(checkpoint, kind)
+    assert model.hf_device_map == {"": "cpu"} and model.is_loaded_in_8bit is kind.startswith("int8")
+    assert (
+        type(model.head) is nn.Linear and model.head.weight.dtype is BnbQuantizationConfig(**OPTIONS[kind]).torch_dtype
+    )
+    for _ in range(2):
+        assert torch.equal(model(IDS), expected)
+    assert torch.equal(_loaded(checkpoint, kind, "auto")(IDS), expected)
+    in_place = bnb.load_and_quantize_model(Net(), BnbQuantizationConfig(**OPTIONS[kind]))
+    assert torch.equal(in_place.eval()(IDS), expected)
+
+
+CUTS = {
+    "block": {"body": "disk"},
+    "run twice": {"twice": "disk", "emb": "disk"},
+    "inside": {"body": None, "body.0": "disk", "body.1": "cpu", "body.2": "cpu"},
+    "most": dict.fromkeys(["emb", "body", "norm", "twice", "odd"], "disk"),
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("empty", [True, False], ids=["from checkpoint", "in place"])
+@torch.no_grad()
+def test_offloaded_8_bit_models_give_the_same_bits(cut, empty, checkpoint, tmp_path):
+    whole = _loaded(checkpoint, "int8")
+    expected, state = whole(IDS), whole.state_dict()
+    places = {name: device for name, device in {**ALL_CPU, **CUTS[cut]}.items() if device}
+    if empty:
+        model = _loaded(checkpoint, "int8", places, offload_folder=tmp_path / "o")
+    else:
+        config = BnbQuantizationConfig(load_in_8bit=True)
+        model = bnb.load_and_quantize_model(Net(), config, device_map=places, offload_folder=tmp_path / "o").eval()
+    assert model.hf_device_map == places
+    offloaded = {name for name, tensor in model.named_parameters() if tensor.is_meta}
+    assert offloaded == {name for name in dict(Net().named_parameters()) if _place_of(name, places) == "disk"}
+    for _ in range(3):
+        assert torch.equal(model(IDS), expected)
+    found = get_state_dict_offloaded_model(model)
+    assert found.keys() == state.keys() and all(torch.equal(found[name], state[name]) for name in state)
+    if not empty:
+        remove_hook_from_submodules(model)
+        assert not any(tensor.is_meta for tensor in model.parameters())
+        assert torch.equal(model(IDS), expected)
+
+
+def _place_of(name, places):
+    return next(device for module, device in places.items() if f"{name}.".startswith(f"{module}."))
+
+
+@torch.no_grad()
+def test_a_small_budget_sends_8_bit_layers_to_the_disk(checkpoint, tmp_path):
+    model = _loaded(checkpoint, "int8", "auto", max_memory={"cpu": 40_000}, offload_folder=tmp_path / "o")
+    assert "disk" in model.hf_device_map.values() and "cpu" in model.hf_device_map.values()
+    assert torch.equal(model(IDS), _loaded(checkpoint, "int8")(IDS))
+
+
+@torch.no_grad()
+def test_with_4_bits_offloaded_modules_stay_unquantised(checkpoint, tmp_path):
+    places = {**ALL_CPU, "body": "disk"}
+    model = _loaded(checkpoint, "nf4", places, offload_folder=tmp_path / "o")
+    assert type(model.body[0]) is nn.Linear and bnb.has_4bit_bnb_layers(model)
+    expected = _by_hand("nf4")
+    expected.body = Net().body.to(torch.float32).eval()
+    assert torch.equal(model(IDS), expected(IDS))
+
+
+@torch.no_grad()
+def test_a_quantised_checkpoint_is_loaded_as_it_is(checkpoint, tmp_path):
+    expected = _loaded(checkpoint, "int8")
+    (tmp_path / "q").mkdir()
+    state = {name: tensor.contiguous() for name, tensor in expected.state_dict().items()}
+    first = {name: tensor for name, tensor in state.items() if not name.endswith("SCB")}
+    # The scales are in another file than the weights.
+    save_file(first, tmp_path / "q" / "1.safetensors")
+    save_file({name: state[name] for name in state.keys() - first.keys()}, tmp_path / "q" / "2.safetensors")
+    index = {name: f"{1 if name in first else 2}.safetensors" for name in state}
+    (tmp_path / "q" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    for places in (None, {**ALL_CPU, "twice": "disk"}):
+        model = _loaded(tmp_path / "q", "int8", places, offload_folder=tmp_path / "o")
+        assert torch.equal(model(IDS), expected(IDS))
+
+
+def test_modules_kept_in_fp32_are(checkpoint):
+    options = {"keep_in_fp32_modules": ["norm", "twice"], "skip_modules": []}
+    config = BnbQuantizationConfig(load_in_8bit=True, **options)
+    with init_empty_weights():
+        empty = Net()
+    for model in (
+        bnb.load_and_quantize_model(empty, config, checkpoint),
+        bnb.load_and_quantize_model(Net(), config),
+    ):
+        dtypes = {name: tensor.dtype for name, tensor in model.named_parameters()}
+        assert dtypes["norm.weight"] is dtypes["twice.weight"] is torch.float32
+        assert dtypes["emb.weight"] is dtypes["body.0.bias"] is torch.float16
+        assert dtypes["head.weight"] is dtypes["body.0.weight"] is torch.int8
+
+
+def test_quantised_layers_are_not_quantised_again(checkpoint, caplog):
+    model = _loaded(checkpoint, "int8")
+    with torch.no_grad():
+        expected = model(IDS)
+    weight = model.twice.weight.data
+    with caplog.at_level(logging.WARNING):
+        again = bnb.load_and_quantize_model(model, BnbQuantizationConfig(load_in_8bit=True))
+    assert "no linear layer" in caplog.text and torch.equal(again.twice.weight.data, weight)
+    with torch.no_grad():
+        assert torch.equal(again(IDS), expected)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@torch.no_grad()
+def test_an_encoder_of_torch_keeps_working(bits):
+    pytest.importorskip("bitsandbytes")
+    torch.manual_seed(0)
+    encoder = nn.TransformerEncoderLayer(64, 2, 64, batch_first=True).eval()
+    x = torch.randn(2, 3, 64)
+    expected = encoder(x)
+    config = BnbQuantizationConfig(
+        **{f"load_in_{bits}bit": True}, bnb_4bit_compute_dtype="fp32", torch_dtype="fp32", skip_modules=[]
+    )
+    found = bnb.load_and_quantize_model(encoder, config)(x)
+    assert bnb.has_4bit_bnb_layers(encoder) is (bits == 4)
+    assert 0 < (found - expected).abs().max() < 0.5
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_what_is_not_quantised_trains(kind):
+    pytest.importorskip("bitsandbytes")
+    options = {**OPTIONS[kind], "torch_dtype": "fp32"}
+    model = bnb.load_and_quantize_model(Net(), BnbQuantizationConfig(**options)).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    accelerator = Accelerator(cpu=True)
+    prepared, optimizer = accelerator.prepare(model, optimizer)
+    quantised, norm = model.twice.weight.data.clone(), model.norm.weight.detach().clone()
+    losses = []
+    for _ in range(5):
+        loss = prepared(IDS).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] and not torch.equal(model.norm.weight, norm)
+    assert torch.equal(model.twice.weight.data, quantised)

@@ -1,0 +1,62 @@
+"""Models that transformers quantises with bitsandbytes, on the CPU: loaded, offloaded to disk, trained with adapters."""
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+
+from interop.programs import PEER, figures
+
+pytestmark = pytest.mark.interop
+
+SCRIPT = "bnb_models.py"
+QUICK = ["tokens", "same 8", "same 4", "offloaded 8", "offloaded 4"]
+
+
+def need(*names):
+    for name in ("bitsandbytes", "transformers", *names):
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"{name} is not installed; `make test` installs it")
+
+
+@pytest.fixture(scope="module")
+def checks(tmp_path_factory):
+    """What every quick check found, in one process."""
+    need()
+    return figures(sys.executable, SCRIPT, tmp_path_factory.mktemp("bnb"), 1, True, *QUICK)["checks"]
+
+
+@pytest.mark.parametrize("bits", ["8", "4"])
+def test_transformers_loads_and_generates(bits, checks):
+    found = {name: rows for name, rows in checks["tokens"].items() if name.startswith(bits)}
+    rows = next(iter(found.values()))
+    assert len(found) == 3 and all(other == rows for other in found.values())
+    assert [len(row) for row in rows] == [8, 8] and len({token for row in rows for token in row}) > 1
+
+
+@pytest.mark.parametrize("bits", ["8", "4"])
+def test_the_model_is_the_one_that_transformers_makes(bits, checks):
+    assert checks[f"same {bits}"] == {"same": True}
+
+
+@pytest.mark.parametrize("bits", ["8", "4"])
+def test_offloaded_to_disk_it_gives_the_same_bits(bits, checks):
+    assert all(checks[f"offloaded {bits}"].values()), checks[f"offloaded {bits}"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", ["8", "4"])
+def test_adapters_train_on_it(bits, tmp_path):
+    need("peft")
+    found = figures(sys.executable, SCRIPT, tmp_path, 1, True, f"lora {bits}")["checks"][f"lora {bits}"]
+    assert found["same weights"] and found["losses"][-1] < found["losses"][0]
+
+
+@pytest.mark.slow
+def test_tokens_equal_the_peers(checks, tmp_path):
+    probe = [str(PEER), "-c", "import bitsandbytes"]
+    if not PEER.exists() or subprocess.run(probe, capture_output=True).returncode:
+        pytest.skip("the peer's environment, or bitsandbytes in it, is not there; `make bench-peer` makes it")
+    theirs = figures(str(PEER), SCRIPT, tmp_path, 1, False, "tokens")["checks"]
+    assert theirs["tokens"] == checks["tokens"]
