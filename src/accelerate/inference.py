@@ -1,25 +1,18 @@
 """Pipeline-parallel inference: a model cut into stages, one per process, that micro-batches flow through."""
 
 import functools
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from accelerate import comm
 from accelerate.offload.device_map import infer_auto_device_map
-from accelerate.offload.sizes import calculate_maximum_sizes
+from accelerate.offload.sizes import compute_module_sizes
 from accelerate.process import PartialState
-from accelerate.utils.operations import (
-    copy_tensor_to_devices,
-    ignorant_find_batch_size,
-    pad_input_tensors,
-    send_to_device,
-)
-
-# Room that a stage has beyond an even share of the model, since layers are placed whole.
-_STAGE_MARGIN = 1.1
+from accelerate.utils.operations import ignorant_find_batch_size, send_to_device
 
 
 def generate_device_map(
@@ -33,21 +26,100 @@ def generate_device_map(
     Args:
         model: The model; its tensors may be on the meta device.
         num_processes: Number of stages. One: everything on the CPU.
-        no_split_module_classes: Names of classes whose instances stay in one stage.
-        max_memory: The most that each stage may take. None: an even share of the model, and a tenth.
+        no_split_module_classes: Names of classes whose instances stay in one stage. None: what ``_no_split_modules`` of a
+            transformers model says.
+        max_memory: The most that each stage may take, as for `infer_auto_device_map`. None: the largest stage is as small as
+            can be.
+
+    Returns:
+        Module name to stage.
+
+    Raises:
+        ValueError: The model has fewer modules than there are stages.
+
+    Example:
+        >>> generate_device_map(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 2)
+        {'0': 0, '1': 1}
     """
-    if num_processes == 1:
-        return infer_auto_device_map(model, no_split_module_classes=no_split_module_classes, clean_result=False)
-    if max_memory is None:
-        total, (largest, _) = calculate_maximum_sizes(model)
-        share = math.ceil(total * _STAGE_MARGIN / num_processes)
-        max_memory = dict.fromkeys(range(num_processes), share)
-        # The planner keeps room for the largest layer on the first device, and the last stage takes what is left.
-        max_memory[0] += largest
-        max_memory[num_processes - 1] = max(share, total)
-    return infer_auto_device_map(
-        model, max_memory=max_memory, no_split_module_classes=no_split_module_classes, clean_result=False
-    )
+    if num_processes == 1 or max_memory is not None:
+        return infer_auto_device_map(
+            model, max_memory=max_memory, no_split_module_classes=no_split_module_classes, clean_result=False
+        )
+    stages = _even_stages(model, num_processes, no_split_module_classes)
+    return {name: number for number, units in enumerate(stages) for unit in units for name in unit.names}
+
+
+@dataclass
+class _Unit:
+    """What stays in one stage.
+
+    Attributes:
+        module: A module with weights.
+        names: It, and what goes along: tensors of its parent, modules without weights.
+        size: Bytes.
+    """
+
+    module: str
+    names: list[str]
+    size: int
+
+
+def _units(model: nn.Module, no_split: Collection[str]) -> list[_Unit]:
+    """The modules of a model in the order of their definition, as fine as they may be cut."""
+    sizes = compute_module_sizes(model)
+    units: list[_Unit] = []
+    loose: list[str] = []
+
+    def collect(module: nn.Module, name: str) -> None:
+        prefix = f"{name}." if name else ""
+        children = list(module.named_children())
+        if name and (not children or type(module).__name__ in no_split):
+            if sizes.get(name, 0):
+                units.append(_Unit(name, [*loose, name], sizes[name]))
+                loose.clear()
+            else:  # begins no stage: it may be one that forward never calls
+                (units[-1].names if units else loose).append(name)
+            return
+        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        loose.extend(prefix + tensor for tensor, _ in own)
+        for child, part in children:
+            collect(part, prefix + child)
+
+    collect(model, "")
+    if units:
+        units[-1].names.extend(loose)
+    return units
+
+
+def _even_stages(model: nn.Module, stages: int, no_split: Collection[str] | None) -> list[list[_Unit]]:
+    """Cut a model's modules, in order, so that the largest stage is as small as can be."""
+    units = _units(model, (getattr(model, "_no_split_modules", None) or ()) if no_split is None else no_split)
+    if len(units) < stages:
+        raise ValueError(
+            f"{type(model).__name__} cannot be cut into {stages} stages: it has {len(units)} modules with weights "
+            f"({', '.join(unit.module for unit in units[:5])}{', ...' if len(units) > 5 else ''}). Use fewer processes."
+        )
+    least, most = max(unit.size for unit in units), sum(unit.size for unit in units)
+    while least < most:
+        middle = (least + most) // 2
+        if len(_filled(units, stages, middle)) <= stages:
+            most = middle
+        else:
+            least = middle + 1
+    return _filled(units, stages, least)
+
+
+def _filled(units: Sequence[_Unit], stages: int, limit: int) -> list[list[_Unit]]:
+    """Fill one stage after the other up to a limit, and leave a unit for each of those that follow."""
+    cut: list[list[_Unit]] = [[]]
+    size = 0
+    for position, unit in enumerate(units):
+        if cut[-1] and (size + unit.size > limit or len(units) - position <= stages - len(cut)):
+            cut.append([])
+            size = 0
+        cut[-1].append(unit)
+        size += unit.size
+    return cut
 
 
 def find_pippy_batch_size(args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None) -> int | None:
@@ -59,6 +131,10 @@ def find_pippy_batch_size(args: Sequence[Any] | None, kwargs: Mapping[str, Any] 
 
     Returns:
         The batch size, or None if no argument holds a tensor with a dimension.
+
+    Example:
+        >>> find_pippy_batch_size((torch.ones(3, 2),), {})
+        3
     """
     for value in [*(args or ()), *(kwargs or {}).values()]:
         if isinstance(value, torch.Tensor) and value.dim() == 0:
@@ -79,82 +155,89 @@ def build_pipeline(
     """Cut a model into stages and return the schedule that runs this process's stage. Every rank must call.
 
     Args:
-        model: The model, with its weights on the CPU.
+        model: The model, whose weights have values, the same on every rank.
         split_points: Names of the modules that each stage after the first begins with.
-        args: Example positional arguments of one whole batch.
-        kwargs: Example keyword arguments of one whole batch.
-        num_chunks: Number of micro-batches that a batch is split into.
+        args: Positional arguments of one micro-batch.
+        kwargs: Keyword arguments of one micro-batch.
+        num_chunks: Most micro-batches that are on their way at a time.
 
     Returns:
-        A ``torch.distributed.pipelining.ScheduleGPipe``.
+        A ``torch.distributed.pipelining.ScheduleGPipe`` whose ``step`` takes the model's arguments for any number of samples
+        on the first rank, and returns what the model returns on the last one.
+
+    Raises:
+        ValueError: On every rank, if the model cannot be cut on one of them, or if they were told different things.
 
     Source:
         https://docs.pytorch.org/docs/stable/distributed.pipelining.html
     """
-    from torch.distributed.pipelining import ScheduleGPipe, SplitPoint, pipeline
+    # Takes a second to import, which only pipelines have to spend.
+    from accelerate.parallel.pipeline import PipelineSchedule, trace
 
     state = PartialState()
-    # Stages exchange micro-batches, so their shapes are those that tracing has to see.
-    micro_args = _first_chunk(tuple(args), num_chunks)
-    micro_kwargs = _first_chunk(dict(kwargs or {}), num_chunks)
-    pipe = pipeline(
-        model,
-        mb_args=micro_args,
-        mb_kwargs=micro_kwargs,
-        split_spec=dict.fromkeys(split_points, SplitPoint.BEGINNING),
-    )
-    stage = pipe.build_stage(state.process_index, device=state.device)
-    return ScheduleGPipe(stage, num_chunks)
+    schedule = error = None
+    try:
+        if isinstance(num_chunks, bool) or not isinstance(num_chunks, int) or num_chunks < 1:
+            raise ValueError(f"num_chunks={num_chunks!r}: give the number of micro-batches, at least 1.")
+        device = _device_of(model)
+        args, kwargs = send_to_device(tuple(args), device), send_to_device(dict(kwargs or {}), device)
+        traced = trace(model, split_points, args, kwargs, state.num_processes)
+        schedule = PipelineSchedule(traced, num_chunks)
+        shapes = [(leaf.name, leaf.shape, str(leaf.dtype), repr(leaf.value)) for leaf in traced.inputs.leaves]
+        told = {"split_points": list(split_points), "num_chunks": num_chunks, "example": shapes}
+    except Exception as caught:
+        error, told = caught, f"{type(caught).__name__}: {caught}"
+    _agree(comm.current().gather_object(told), error)
+    return schedule
 
 
-def _first_chunk(value: Any, num_chunks: int) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value[: max(1, value.shape[0] // num_chunks)] if value.dim() else value
-    if isinstance(value, (list, tuple)):
-        return type(value)(_first_chunk(item, num_chunks) for item in value)
-    if isinstance(value, Mapping):
-        return {key: _first_chunk(item, num_chunks) for key, item in value.items()}
-    return value
+def _device_of(model: nn.Module) -> torch.device:
+    """The device of the weights; all of them must have values."""
+    for name, parameter in model.named_parameters():
+        if parameter.device.type == "meta":
+            raise ValueError(f"{name!r} is on the meta device: load the model's weights before it becomes a pipeline.")
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
+def _agree(told: Sequence[Any], error: Exception | None) -> None:
+    """Raise on every rank if one of them failed, or was told something else than the first."""
+    if error is not None:
+        raise error
+    failed = next((rank for rank, value in enumerate(told) if isinstance(value, str)), None)
+    if failed is not None:
+        raise ValueError(f"Rank {failed} cannot build its stage of the pipeline, so no rank can. {told[failed]}")
+    for rank, value in enumerate(told):
+        for name, mine in value.items():
+            if mine != told[0][name]:
+                raise ValueError(
+                    f"The ranks build different pipelines: {name} is {mine} on rank {rank} and {told[0][name]} on rank 0. Give "
+                    "every rank the same."
+                )
 
 
 def pippy_forward(forward: Callable, num_chunks: int, gather_output: bool, *args: Any, **kwargs: Any) -> Any:
     """Run one batch through the pipeline. Every rank must call; the first one's inputs count.
 
     Args:
-        forward: The schedule's ``step``.
-        num_chunks: Number of micro-batches; the batch is padded to a multiple of it, by repeating its last sample.
+        forward: The ``step`` of what `build_pipeline` returned.
+        num_chunks: As `build_pipeline` was told.
         gather_output: Send the output, which the last process has, to all.
-        *args: Positional inputs.
+        *args: Positional inputs: any number of samples, else like the example. Only the first rank needs them.
         **kwargs: Keyword inputs.
 
     Returns:
         The output on the last rank, and on all with ``gather_output``; else None.
+
+    Raises:
+        ValueError: On every rank, if the inputs differ from the example by more than the number of samples.
     """
-    state = PartialState()
-    size = find_pippy_batch_size(args, kwargs)
-    if state.process_index == 0:
-        if size is None:
-            raise ValueError(
-                "The first process got no tensor to find a batch size from; give the model its inputs there."
-            )
-        if size % num_chunks:
-            args = pad_input_tensors(args, size, num_chunks)
-            kwargs = pad_input_tensors(kwargs, size, num_chunks)
-        args, kwargs = send_to_device(args, state.device), send_to_device(kwargs, state.device)
-        output = forward(*args, **kwargs)
-    else:
-        output = forward()
-    if gather_output:
-        output = copy_tensor_to_devices(output)
-    return _without_padding(output, size, num_chunks)
-
-
-def _without_padding(output: Any, size: int | None, num_chunks: int) -> Any:
-    """Drop the rows that padding added, where the caller's own inputs say how many there were."""
-    if size is None or size % num_chunks == 0 or not isinstance(output, torch.Tensor) or output.dim() == 0:
-        return output
-    padded = math.ceil(size / num_chunks) * num_chunks
-    return output[:size] if output.shape[0] == padded else output
+    schedule = forward.__self__
+    if num_chunks != schedule.num_chunks:
+        raise ValueError(
+            f"num_chunks={num_chunks}, but the pipeline was built for {schedule.num_chunks}. Build it again with that number."
+        )
+    output = forward(*args, **kwargs)
+    return schedule.to_all(output) if gather_output else output
 
 
 def prepare_pippy(
@@ -168,59 +251,64 @@ def prepare_pippy(
 ) -> nn.Module:
     """Make a model run as a pipeline over all processes, for inference. Every rank must call.
 
+    The first rank gives a batch to the model, the last one gets what the model returns. A batch is cut into micro-batches of
+    as many samples as the example has, which are on their way at the same time.
+
     Args:
-        model: The model on the CPU; its forward has to be one graph that ``torch.export`` can trace.
+        model: The model, with the same weights on every rank; its forward has to be one graph that ``torch.export`` can trace.
         split_points: Names of the modules that each stage after the first begins with. ``"auto"``: stages of equal size.
         no_split_module_classes: For ``"auto"``, names of classes whose instances stay in one stage.
-        example_args: Positional inputs of one batch. Later batches have the same shape, up to padding.
-        example_kwargs: Keyword inputs of one batch.
-        num_chunks: Number of micro-batches a batch is split into. None: the number of processes.
+        example_args: Positional inputs of one micro-batch. Later inputs may have any number of samples, and else the same
+            shapes, dtypes and values of what is no tensor.
+        example_kwargs: Keyword inputs of it.
+        num_chunks: Most micro-batches on their way at a time; more samples take several runs. None: the number of processes.
         gather_output: Give every process the output, not only the last.
 
     Returns:
-        The same model, whose forward runs the pipeline; ``hf_split_points`` says where it was cut.
+        The same model, whose forward runs the pipeline; ``hf_split_points`` says where it was cut, and ``pippy_stage`` is the
+        schedule of this process's stage.
 
     Raises:
-        ValueError: No process group exists, or a stage got no module.
+        ValueError: No process group exists; the model cannot be cut or traced; the example has no batch dimension. Except for
+            the first, on every rank, and the model is as it was.
+
+    Example:
+        >>> model = prepare_pippy(model, example_args=(batch[:2],), gather_output=True)  # doctest: +SKIP
+        >>> output = model(batch)  # doctest: +SKIP
     """
     state = PartialState()
     if not torch.distributed.is_initialized():
         raise ValueError("A pipeline needs several processes: start the script with `accelerate launch` or torchrun.")
-    example_args = send_to_device(tuple(example_args), "cpu")
-    example_kwargs = send_to_device(dict(example_kwargs or {}), "cpu")
+    if "_original_forward" in model.__dict__:
+        _restore(model)
     chunks = state.num_processes if num_chunks is None else num_chunks
-    if split_points == "auto":
-        split_points = _automatic_split(model, state.num_processes, no_split_module_classes)
-    elif isinstance(split_points, str):
-        split_points = [split_points]
-    model.hf_split_points = list(split_points)
-    size = find_pippy_batch_size(example_args, example_kwargs)
-    if size is None:
-        raise ValueError("Give `example_args` or `example_kwargs` with a tensor whose first dimension is the batch.")
-    if size % chunks:
-        example_args = pad_input_tensors(example_args, size, chunks)
-        example_kwargs = pad_input_tensors(example_kwargs, size, chunks)
-    schedule = build_pipeline(model, model.hf_split_points, example_args, example_kwargs, chunks)
+    points, error = [], None
+    try:
+        if isinstance(example_args, torch.Tensor):
+            raise ValueError("example_args is a tensor; give a tuple with the positional inputs, such as (tensor,).")
+        if isinstance(split_points, str) and split_points == "auto":
+            points = _automatic_split(model, state.num_processes, no_split_module_classes)
+        else:
+            points = [split_points] if isinstance(split_points, str) else list(split_points)
+    except Exception as caught:
+        error = caught
+    _agree(comm.current().gather_object({} if error is None else f"{type(error).__name__}: {error}"), error)
+    schedule = build_pipeline(model, points, example_args, example_kwargs, chunks)
+    model.hf_split_points = points
     model._original_forward = model.forward
     model.pippy_stage = schedule
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        with torch.no_grad():
-            return pippy_forward(schedule.step, chunks, gather_output, *args, **kwargs)
-
+    forward = functools.partial(pippy_forward, schedule.step, chunks, gather_output)
     model.forward = functools.update_wrapper(forward, model._original_forward)
     return model
 
 
+def _restore(model: nn.Module) -> None:
+    """Undo an earlier `prepare_pippy`, so that the model itself is traced."""
+    model.forward = model._original_forward
+    for name in ("_original_forward", "pippy_stage", "hf_split_points"):
+        model.__dict__.pop(name, None)
+
+
 def _automatic_split(model: nn.Module, stages: int, no_split: Sequence[str] | str | None) -> list[str]:
     names = [no_split] if isinstance(no_split, str) else no_split
-    device_map = generate_device_map(model, stages, no_split_module_classes=names)
-    points = [
-        next((name for name, device in device_map.items() if device == stage), None) for stage in range(1, stages)
-    ]
-    if None in points:
-        raise ValueError(
-            f"The model cannot be cut into {stages} stages (the cut was {device_map}). Use fewer processes, or give "
-            "`split_points`."
-        )
-    return points
+    return [units[0].module for units in _even_stages(model, stages, names)[1:]]

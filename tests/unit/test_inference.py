@@ -1,4 +1,4 @@
-"""Pipeline inference: cutting a model and running micro-batches."""
+"""Pipeline inference: where a model is cut, and what all ranks have to agree about."""
 
 import pytest
 import torch
@@ -14,6 +14,23 @@ class _Layers(nn.Module):
         self.head = nn.Linear(4, 2)
 
 
+class _Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(width))
+        self.drop = nn.Dropout()
+        self.inner = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
+
+
+class _Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.start = nn.Parameter(torch.ones(2))
+        self.first = nn.Dropout()
+        self.blocks = nn.ModuleList([_Block(4), _Block(8), _Block(4), _Block(4)])
+        self.last = nn.Identity()
+
+
 @pytest.mark.parametrize("stages", [2, 3, 4])
 def test_stages_hold_consecutive_layers_and_none_is_empty(stages):
     device_map = inference.generate_device_map(_Layers(), stages)
@@ -22,13 +39,35 @@ def test_stages_hold_consecutive_layers_and_none_is_empty(stages):
     assert list(device_map) == [*(f"layers.{i}" for i in range(6)), "head"]
 
 
+@pytest.mark.parametrize(("stages", "sizes"), [(2, [240, 280]), (3, [160, 160, 200]), (7, [80] * 6 + [40])])
+def test_the_largest_stage_is_as_small_as_can_be(stages, sizes):
+    assert [sum(unit.size for unit in units) for units in inference._even_stages(_Layers(), stages, None)] == sizes
+
+
+def test_a_map_names_every_tensor_and_classes_stay_whole():
+    from accelerate.utils import check_device_map
+
+    model = _Blocks()
+    for no_split in (None, ["_Block"]):
+        device_map = inference.generate_device_map(model, 3, no_split)
+        check_device_map(model, device_map)
+        assert ("blocks.1" in device_map) is (no_split is not None)
+    assert {name: device_map[name] for name in ("start", "first", "last")} == {"start": 0, "first": 0, "last": 2}
+    assert inference._automatic_split(model, 3, "_Block") == ["blocks.1", "blocks.2"]
+    model._no_split_modules = ["_Block"]  # as models of transformers say it
+    assert inference._automatic_split(model, 3, None) == ["blocks.1", "blocks.2"]
+    assert inference._automatic_split(model, 3, []) != ["blocks.1", "blocks.2"]
+
+
 def test_one_process_needs_no_cut_and_budgets_are_respected():
     assert set(inference.generate_device_map(_Layers(), 1).values()) == {"cpu"}
     assert set(inference.generate_device_map(_Layers(), 2, max_memory={0: 0, 1: 10**4}).values()) == {1}
 
 
 def test_too_many_stages_are_refused():
-    with pytest.raises(ValueError, match="cannot be cut into 9 stages"):
+    with pytest.raises(
+        ValueError, match=r"_Layers cannot be cut into 9 stages.* 7 modules .*\(layers.0, .*, \.\.\.\)"
+    ):
         inference._automatic_split(_Layers(), 9, None)
     assert inference._automatic_split(_Layers(), 2, None) == ["layers.3"]
 
@@ -46,34 +85,39 @@ def test_the_batch_size_is_that_of_the_first_tensor(args, kwargs, size):
     assert inference.find_pippy_batch_size(args, kwargs) == size
 
 
-class _State:
-    device = torch.device("cpu")
-    num_processes = 2
-    process_index = 0
+class _Schedule:
+    num_chunks = 2
+
+    def __init__(self):
+        self.seen = []
+
+    def step(self, *args, **kwargs):
+        self.seen.append((args, kwargs))
+        return "output"
+
+    def to_all(self, output):
+        return [output]
 
 
-def test_the_first_process_pads_and_the_output_loses_the_padding(monkeypatch):
-    monkeypatch.setattr(inference, "PartialState", _State)
-    seen = []
-
-    def step(x):
-        seen.append(x)
-        return x * 2
-
-    output = inference.pippy_forward(step, 2, False, torch.ones(3, 1))
-    assert seen[0].shape == (4, 1) and output.shape == (3, 1)
-    with pytest.raises(ValueError, match="no tensor"):
-        inference.pippy_forward(step, 2, False)
+def test_a_batch_goes_to_the_schedule_and_its_output_to_all_on_request():
+    schedule = _Schedule()
+    assert inference.pippy_forward(schedule.step, 2, False, 1, x=2) == "output"
+    assert inference.pippy_forward(schedule.step, 2, True) == ["output"]
+    assert schedule.seen == [((1,), {"x": 2}), ((), {})]
+    with pytest.raises(ValueError, match="num_chunks=3, but the pipeline was built for 2"):
+        inference.pippy_forward(schedule.step, 3, False)
 
 
-def test_other_processes_bring_no_inputs_and_share_the_output_on_request(monkeypatch):
-    monkeypatch.setattr(inference, "PartialState", type("State", (_State,), {"process_index": 1}))
-    monkeypatch.setattr(inference, "copy_tensor_to_devices", lambda tensor: tensor + 1)
-    assert inference.pippy_forward(lambda: torch.zeros(2), 2, False).sum() == 0
-    assert inference.pippy_forward(lambda: torch.zeros(2), 2, True).sum() == 2
+def test_ranks_that_differ_raise_on_all():
+    inference._agree([{"a": 1}, {"a": 1}], None)
+    with pytest.raises(ValueError, match="Rank 1 cannot build .* ValueError: no"):
+        inference._agree([{"a": 1}, "ValueError: no"], None)
+    with pytest.raises(KeyError, match="mine"):
+        inference._agree(["KeyError: mine", {"a": 1}], KeyError("mine"))
+    with pytest.raises(ValueError, match="a is 2 on rank 1 and 1 on rank 0"):
+        inference._agree([{"a": 1}, {"a": 2}], None)
 
 
-def test_a_pipeline_needs_processes(monkeypatch):
-    monkeypatch.setattr(inference, "PartialState", _State)
+def test_a_pipeline_needs_processes():
     with pytest.raises(ValueError, match="accelerate launch"):
         inference.prepare_pippy(_Layers(), example_args=(torch.ones(2, 4),))

@@ -1,0 +1,547 @@
+"""A model cut into stages by tracing it, one for each process, and the schedule that sends batches of any size through them.
+
+Torch's pipeline takes one micro-batch as its example and returns flat outputs. Around it, this module knows the arguments
+that a model is called with and the structure that it returns, and cuts batches so that every micro-batch has the shape of
+the example.
+"""
+
+import contextlib
+import difflib
+import inspect
+import logging
+import math
+import operator
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.pipelining import ScheduleGPipe, SplitPoint, pipeline
+from torch.utils import _pytree as pytree
+
+from accelerate import comm
+from accelerate.process import PartialState
+
+logger = logging.getLogger(__name__)
+
+# What may be an input or an output beside tensors: it is part of the traced graph.
+_CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_REFUSED = -1
+
+
+def _label(path: Sequence[Any]) -> str:
+    """Name a value in nested arguments: ``attention_mask`` or ``states[0]``."""
+    first = path[0] if path else ""
+    name = getattr(first, "key", getattr(first, "idx", getattr(first, "name", first)))
+    return f"{name}{pytree.keystr(tuple(path[1:]))}"
+
+
+@dataclass
+class _Leaf:
+    """One value in the arguments of the example, or in what the model returns.
+
+    Attributes:
+        name: Where it is.
+        shape: Of a tensor of one micro-batch; None for a constant.
+        dtype: Of the tensor.
+        value: The constant.
+    """
+
+    name: str
+    shape: tuple[int, ...] | None = None
+    dtype: torch.dtype | None = None
+    value: Any = None
+
+
+def _leaf(name: str, value: Any) -> _Leaf:
+    if isinstance(value, torch.Tensor):
+        return _Leaf(name, tuple(value.shape), value.dtype)
+    return _Leaf(name, value=value)
+
+
+class Inputs:
+    """The arguments that a model is traced with, and how those of a batch are brought into their form.
+
+    Args:
+        model: The model; only the signature of its forward is used.
+        args: Positional arguments of one micro-batch.
+        kwargs: Keyword arguments of it.
+
+    Attributes:
+        rows: Samples in a micro-batch: the length of the first dimension of the first tensor that has one.
+
+    Raises:
+        TypeError: The model's forward takes no such arguments.
+        ValueError: No tensor has a dimension, or a value can be no part of a graph.
+    """
+
+    def __init__(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self._owner = type(model).__name__
+        self._signature = inspect.signature(model.forward)
+        self._by_keyword = set(kwargs)
+        values, self._structure = self._flat(self._bind(args, kwargs, "`example_args` and `example_kwargs`"))
+        self.leaves = [_leaf(name, value) for name, value in values]
+        for leaf in self.leaves:
+            if leaf.shape is None and not isinstance(leaf.value, _CONSTANTS):
+                raise ValueError(
+                    f"{leaf.name} of the example is a {type(leaf.value).__name__}, which a pipeline cannot cut into "
+                    "micro-batches. Leave it out, or give tensors, numbers, strings, and lists, tuples and dictionaries of them."
+                )
+        self.rows = next((leaf.shape[0] for leaf in self.leaves if leaf.shape), 0)
+        if not self.rows:
+            raise ValueError(
+                "No tensor of `example_args` and `example_kwargs` has a batch dimension with a sample in it (seen: "
+                f"{', '.join(_seen(leaf) for leaf in self.leaves) or 'no values'}). Give tensors whose first dimension is the batch."
+            )
+        self._example = [value for _, value in values if isinstance(value, torch.Tensor)]
+
+    def _bind(self, args: Sequence[Any], kwargs: Mapping[str, Any], called: str) -> dict[str, Any]:
+        try:
+            return dict(self._signature.bind(*args, **kwargs).arguments)
+        except TypeError as error:
+            raise TypeError(f"{called} do not fit {self._owner}.forward{self._signature}: {error}.") from None
+
+    def _flat(self, arguments: Mapping[str, Any]) -> tuple[list[tuple[str, Any]], Any]:
+        paths, structure = pytree.tree_flatten_with_path(dict(arguments))
+        return [(_label(path), value) for path, value in paths], structure
+
+    def traced(self) -> tuple[torch.Tensor, ...]:
+        """Return the example's tensors as the traced graph takes them, once: all have a dimension to cut."""
+        example, self._example = self._example, []
+        # Tensors that are one object in the example would be one input of the graph.
+        return tuple(tensor.detach().reshape(tensor.shape or (1,)) for tensor in example)
+
+    def call(self, forward: Any, tensors: Sequence[torch.Tensor]) -> Any:
+        """Call a forward as the example does, with other tensors.
+
+        Args:
+            forward: The model's own.
+            tensors: As `traced` returns them.
+        """
+        given = iter(tensors)
+        values = [leaf.value if leaf.shape is None else self._shaped(next(given), leaf) for leaf in self.leaves]
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
+        for name, value in pytree.tree_unflatten(values, self._structure).items():
+            kind = self._signature.parameters[name].kind
+            if kind is inspect.Parameter.VAR_POSITIONAL:
+                args.extend(value)
+            elif kind is inspect.Parameter.VAR_KEYWORD:
+                kwargs.update(value)
+            elif name in self._by_keyword:
+                kwargs[name] = value
+            else:
+                args.append(value)
+        return forward(*args, **kwargs)
+
+    @staticmethod
+    def _shaped(tensor: torch.Tensor, leaf: _Leaf) -> torch.Tensor:
+        return tensor if leaf.shape else tensor.reshape(())
+
+    def match(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, list[tuple[torch.Tensor, bool]]]:
+        """Compare the arguments of a batch with the example.
+
+        Returns:
+            The number of samples, and each tensor with whether it holds them; others are the same for every micro-batch.
+
+        Raises:
+            TypeError, ValueError: Something differs from the example that is not the number of samples.
+        """
+        values, structure = self._flat(self._bind(args, kwargs, "The arguments on the first process"))
+        rows = next((value.shape[0] for _, value in values if isinstance(value, torch.Tensor) and value.dim()), 0)
+        if not rows:
+            raise ValueError(
+                f"The first process got no sample (arguments: {', '.join(_seen(_leaf(*value)) for value in values) or 'none'}). "
+                "Give the model its inputs there: tensors whose first dimension is the batch."
+            )
+        if structure != self._structure:
+            known, told = {leaf.name for leaf in self.leaves}, {name for name, _ in values}
+            differing = sorted(known ^ told) or sorted(told)
+            raise ValueError(
+                f"The arguments are not those that the pipeline was traced with: {', '.join(differing)} "
+                f"{'is missing' if known - told else 'was not in the example'}. Give the same ones in every call, or call "
+                "`prepare_pippy` with these as `example_args` and `example_kwargs`."
+            )
+        return rows, [
+            pair
+            for leaf, (_, value) in zip(self.leaves, values, strict=True)
+            for pair in self._compared(leaf, value, rows)
+        ]
+
+    def _compared(self, leaf: _Leaf, value: Any, rows: int) -> list[tuple[torch.Tensor, bool]]:
+        if leaf.shape is None:
+            if type(value) is not type(leaf.value) or value != leaf.value:
+                raise ValueError(
+                    f"{leaf.name}={value!r}, but the pipeline was traced with {leaf.value!r}, which is part of its graph. Call "
+                    "`prepare_pippy` again with this value."
+                )
+            return []
+        if not isinstance(value, torch.Tensor):
+            raise ValueError(
+                f"{leaf.name} is a {type(value).__name__}; it was a tensor in the example. Give a tensor."
+            )
+        if value.dtype != leaf.dtype:
+            raise ValueError(
+                f"{leaf.name} has dtype {value.dtype}; in the example it had {leaf.dtype}, which the stages expect. Convert it."
+            )
+        if leaf.shape and tuple(value.shape[1:]) == leaf.shape[1:] and value.shape[:1] == (rows,):
+            if leaf.shape[0] == self.rows:
+                return [(value, True)]
+        if tuple(value.shape) == leaf.shape:
+            return [(value.reshape(leaf.shape or (1,)), False)]
+        wanted = f"(any number of samples, {', '.join(map(str, leaf.shape[1:]))})" if leaf.shape else "()"
+        raise ValueError(
+            f"{leaf.name} has shape {tuple(value.shape)} in a batch of {rows}; the pipeline was traced with {leaf.shape} for a "
+            f"micro-batch of {self.rows}, so it takes {wanted}. Pad it to that, or call `prepare_pippy` again with an example of "
+            "this shape."
+        )
+
+    def cut(self, tensors: Sequence[tuple[torch.Tensor, bool]], start: int, count: int) -> tuple[torch.Tensor, ...]:
+        """Return the inputs of some micro-batches, all in one; the last sample fills the last of them.
+
+        Args:
+            tensors: From `match`.
+            start: The first sample.
+            count: How many micro-batches.
+        """
+        wanted = count * self.rows
+        taken = []
+        for tensor, holds_samples in tensors:
+            if holds_samples:
+                piece = tensor[start : start + wanted]
+                if piece.shape[0] < wanted:
+                    piece = torch.cat([piece, piece[-1:].expand(wanted - piece.shape[0], *piece.shape[1:])])
+            else:
+                piece = torch.cat([tensor] * count)
+            taken.append(piece)
+        return tuple(taken)
+
+
+def _seen(leaf: _Leaf) -> str:
+    return f"{leaf.name}={leaf.value!r}" if leaf.shape is None else f"{leaf.name} of shape {leaf.shape}"
+
+
+class Outputs:
+    """What a model returns: its structure, and for each tensor in it how many rows belong to a sample.
+
+    Args:
+        rows: Samples in a micro-batch.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+        self._structure: Any = None
+        self._leaves: list[_Leaf] = []
+
+    def record(self, output: Any) -> tuple[torch.Tensor, ...]:
+        """Note the structure of the output of one micro-batch, and return its tensors.
+
+        Raises:
+            ValueError: A tensor is not of samples, so that those of several micro-batches cannot be joined.
+        """
+        paths, self._structure = pytree.tree_flatten_with_path(output)
+        self._leaves = [_leaf(_label(path) or "it", self._constant(_label(path), value)) for path, value in paths]
+        for leaf in self._leaves:
+            if leaf.shape is not None and (not leaf.shape or leaf.shape[0] % self._rows):
+                raise ValueError(
+                    f"The model returns {leaf.name} of shape {leaf.shape} for a micro-batch of {self._rows}: without a batch "
+                    "dimension, micro-batches cannot be joined. Leave out what it is computed from (such as `labels`), or "
+                    "return one value for each sample."
+                )
+        return tuple(value for _, value in paths if isinstance(value, torch.Tensor))
+
+    @staticmethod
+    def _constant(name: str, value: Any) -> Any:
+        if isinstance(value, (torch.Tensor, *_CONSTANTS)):
+            return value
+        if not hasattr(value, "get_seq_length"):
+            raise ValueError(
+                f"The model returns a {type(value).__name__} ({name}), which cannot be taken apart. Return tensors in lists, "
+                "tuples, dictionaries or dataclasses that `torch.export.register_dataclass` knows."
+            )
+        if PartialState().process_index == 0:
+            logger.warning(
+                "A pipeline does not return the %s in %s; pass use_cache=False to silence this.",
+                type(value).__name__,
+                name,
+            )
+        return None
+
+    def joined(self, pieces: Sequence[Sequence[torch.Tensor]], samples: int) -> Any:
+        """Return what the model returns for a batch.
+
+        Args:
+            pieces: The tensors of one run of the schedule after another, filled up with further samples.
+            samples: How many the batch has.
+        """
+        columns = [column[0] if len(column) == 1 else torch.cat(column) for column in zip(*pieces, strict=True)]
+        shapes = self.shapes(samples)
+        return self.built([column[: shape[0]] for column, (shape, _) in zip(columns, shapes, strict=True)])
+
+    def shapes(self, samples: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Return shape and dtype of each tensor for so many samples."""
+        return [
+            ((leaf.shape[0] // self._rows * samples, *leaf.shape[1:]), leaf.dtype)
+            for leaf in self._leaves
+            if leaf.shape is not None
+        ]
+
+    def tensors(self, output: Any) -> list[torch.Tensor]:
+        """Return the tensors of what `built` returned."""
+        return [value for value in pytree.tree_leaves(output) if isinstance(value, torch.Tensor)]
+
+    def built(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Return tensors in the structure of the model's output."""
+        given = iter(tensors)
+        values = [leaf.value if leaf.shape is None else next(given) for leaf in self._leaves]
+        return pytree.tree_unflatten(values, self._structure)
+
+
+@dataclass
+class Traced:
+    """A model as stages.
+
+    Attributes:
+        pipe: Torch's `Pipe`.
+        inputs: What it was traced with.
+        outputs: What it returns.
+        used: Which of the input tensors the first stage takes, in order.
+        autocast: Whether autocast was on for the device, and its dtype.
+    """
+
+    pipe: Any
+    inputs: Inputs
+    outputs: Outputs
+    used: list[int] = field(default_factory=list)
+    autocast: tuple[bool, torch.dtype] = (False, torch.float32)
+
+
+def trace(
+    model: nn.Module, split_points: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any], stages: int
+) -> Traced:
+    """Cut a model into stages. No communication; the model is as before afterwards.
+
+    Args:
+        model: The model, whose weights have values.
+        split_points: Names of the modules that each stage after the first begins with.
+        args: Positional arguments of one micro-batch, on the model's device.
+        kwargs: Keyword arguments of it.
+        stages: How many stages there have to be.
+
+    Raises:
+        ValueError: The names do not cut the model into so many stages, or it cannot be traced.
+    """
+    _check_points(model, split_points, stages)
+    inputs = Inputs(model, args, kwargs)
+    outputs = Outputs(inputs.rows)
+    forward = model.forward
+
+    def flat(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        # Later stages get what they need of the inputs from the first one, and the last one returns everything: torch
+        # passes inputs to the first stage only, and returns only what the last one computes.
+        output = inputs.call(forward, [torch.ops.aten.alias.default(tensor) for tensor in tensors])
+        return tuple(torch.ops.aten.alias.default(tensor) for tensor in outputs.record(output))
+
+    with _as_before(model, split_points), torch.no_grad(), warnings.catch_warnings():
+        # Of torch about torch.
+        warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec", category=FutureWarning)
+        model.forward = flat
+        try:
+            points = dict.fromkeys(split_points, SplitPoint.BEGINNING)
+            pipe = pipeline(model, mb_args=inputs.traced(), split_spec=points)
+        except RuntimeError as error:
+            raise _untraceable(model, error) from error
+    if pipe.num_stages != stages:
+        raise ValueError(
+            f"split_points={list(split_points)} cut {type(model).__name__} into {pipe.num_stages} stages, but there are {stages} "
+            "processes: its forward calls one of these modules not once, or two of them begin at the same place. Choose modules "
+            "that run one after the other."
+        )
+    return Traced(pipe, inputs, outputs, _used(pipe), _autocast())
+
+
+def _check_points(model: nn.Module, split_points: Sequence[str], stages: int) -> None:
+    names = [name for name, _ in model.named_modules() if name]
+    for point in split_points:
+        if point not in names:
+            near = difflib.get_close_matches(str(point), names, n=3, cutoff=0.5) or names[:3]
+            raise ValueError(
+                f"split_points={list(split_points)}: {type(model).__name__} has no module {point!r}. Name one of its modules, "
+                f"such as {', '.join(map(repr, near))}."
+            )
+    if len(set(split_points)) != stages - 1 or len(split_points) != stages - 1:
+        raise ValueError(
+            f"split_points={list(split_points)} name {len(set(split_points))} modules, but {stages} processes are {stages} stages, "
+            f"each but the first of which begins with one of them. Name {stages - 1} modules, or use 'auto'."
+        )
+
+
+@contextlib.contextmanager
+def _as_before(model: nn.Module, split_points: Sequence[str]) -> Iterator[None]:
+    """Undo what tracing leaves on the model: its flat forward, and the marks of torch at the split points."""
+    changed = {id(module): module for module in (model, *(model.get_submodule(point) for point in split_points))}
+    before = [(module, module.__dict__.get("forward")) for module in changed.values()]
+    try:
+        yield
+    finally:
+        for module, forward in before:
+            module.__dict__.pop("_orig_forward", None)
+            module.__dict__.pop("forward", None)
+            if forward is not None:
+                module.forward = forward
+
+
+def _untraceable(model: nn.Module, error: BaseException) -> ValueError:
+    cause = error.__cause__ or error
+    if (
+        isinstance(cause, ValueError)
+        and cause.__traceback__ is not None
+        and str(cause).startswith("The model returns")
+    ):
+        return ValueError(str(cause))
+    first = next((line for line in str(cause).splitlines() if line.strip()), "no message")
+    return ValueError(
+        f"torch.export cannot trace {type(model).__name__} ({type(cause).__name__}: {first.strip()[:300]}). A pipeline needs a "
+        "forward that is one graph: without branches on the values of tensors, and for models of transformers without a cache "
+        "(use_cache=False in `example_kwargs`)."
+    )
+
+
+def _used(pipe: Any) -> list[int]:
+    """The positions of the inputs that the first stage takes; a graph leaves out those that the model does not read."""
+    nodes = list(pipe.split_gm.graph.nodes)
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    first = next(node for node in nodes if node.op == "call_module")
+    return [inputs.index(node) for node in first.args]
+
+
+def _autocast() -> tuple[bool, torch.dtype]:
+    kind = PartialState().device.type
+    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+
+
+def _sends_well(stage: Any) -> None:
+    """Mend what torch's stage does wrong with activations that are strided, or that skip stages.
+
+    It sends them with the strides they are computed with, which gloo refuses; and it receives several of one stage in another
+    order than that stage sends them.
+    """
+    for node in stage.submod.graph.nodes:
+        if node.op == "placeholder":
+            seen = node.meta["val"]
+            node.meta["val"] = torch.empty(seen.shape, dtype=seen.dtype, device="meta")
+
+    def sent(module: nn.Module, inputs: Any, output: Any) -> Any:
+        return pytree.tree_map_only(torch.Tensor, torch.Tensor.contiguous, output)
+
+    if not stage.is_last:
+        stage.submod.register_forward_hook(sent)
+    # Which output of its stage each received activation is.
+    sources = [node.args[1] if node.target is operator.getitem else 0 for node in stage.node.args]
+    order = sorted(range(len(sources)), key=sources.__getitem__)
+    receives = stage.get_fwd_recv_ops
+
+    def received(chunk: int) -> list[Any]:
+        operations = receives(chunk)
+        return [operations[place] for place in order]
+
+    if not stage.is_first:
+        stage.get_fwd_recv_ops = received
+
+
+class PipelineSchedule(ScheduleGPipe):
+    """This process's stage of a pipeline, and the order in which micro-batches pass it.
+
+    Args:
+        traced: The model as stages.
+        num_chunks: Most micro-batches in one run of the schedule.
+    """
+
+    def __init__(self, traced: Traced, num_chunks: int) -> None:
+        state = PartialState()
+        self._traced = traced
+        self._device, self._rank, self._ranks = state.device, state.process_index, state.num_processes
+        self._own = traced.pipe.build_stage(self._rank, device=self._device)
+        _sends_well(self._own)
+        super().__init__(self._own, num_chunks)
+        self.num_chunks = num_chunks
+        # A batch may fill fewer micro-batches than a whole run has.
+        self._shorter: dict[int, ScheduleGPipe] = {}
+        self._samples = 0
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a batch of any number of samples. All ranks; the first one's arguments count.
+
+        Args:
+            *args: The model's positional arguments, like the example but for the number of samples.
+            **kwargs: The model's keyword arguments.
+
+        Returns:
+            On the last rank what the model returns, else None.
+
+        Raises:
+            ValueError: On all ranks: the arguments of the first one differ from the example.
+        """
+        tensors = self._admitted(args, kwargs)
+        inputs, pieces = self._traced.inputs, []
+        enabled, dtype = self._traced.autocast
+        with torch.no_grad(), torch.autocast(self._device.type, dtype=dtype, enabled=enabled):
+            for start in range(0, self._samples, inputs.rows * self.num_chunks):
+                count = min(math.ceil((self._samples - start) / inputs.rows), self.num_chunks)
+                given = ()
+                if self._rank == 0:
+                    cut = inputs.cut(tensors, start, count)
+                    given = tuple(cut[position].to(self._device) for position in self._traced.used)
+                pieces.append(self._run(given, count))
+        return self._traced.outputs.joined(pieces, self._samples) if self._own.is_last else None
+
+    def _run(self, given: Sequence[torch.Tensor], count: int) -> tuple[torch.Tensor, ...]:
+        if count == self.num_chunks:
+            output = super().step(*given)
+        else:
+            if count not in self._shorter:
+                self._shorter[count] = ScheduleGPipe(self._own, count)
+            output = self._shorter[count].step(*given)
+        return (output,) if isinstance(output, torch.Tensor) else output
+
+    def _admitted(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[torch.Tensor, bool]]:
+        """Let all ranks know how many samples come, or that the first one's arguments are wrong."""
+        communicator = comm.current()
+        error, rows, tensors = None, 0, []
+        if self._rank == 0:
+            try:
+                self._check_autocast()
+                rows, tensors = self._traced.inputs.match(args, kwargs)
+            except (TypeError, ValueError) as caught:
+                error, rows = caught, _REFUSED
+        told = communicator.broadcast(torch.tensor([rows], device=self._device), 0)
+        self._samples = int(told.item())
+        if self._samples == _REFUSED:
+            text = communicator.broadcast_object_list([str(error)], 0)[0]
+            raise error or ValueError(f"The first process was called with other arguments than its example: {text}")
+        return tensors
+
+    def _check_autocast(self) -> None:
+        now, traced = _autocast(), self._traced.autocast
+        if now[0] != traced[0] or (now[0] and now != traced):
+            words = [f"on ({dtype})" if enabled else "off" for enabled, dtype in (traced, now)]
+            raise ValueError(
+                f"Autocast was {words[0]} when the pipeline was traced and is {words[1]} now, but the dtypes that stages exchange "
+                "are fixed. Call `prepare_pippy` and the model under the same autocast."
+            )
+
+    def to_all(self, output: Any) -> Any:
+        """Return on every rank what the last one's `step` returned. All ranks.
+
+        Args:
+            output: What `step` returned here.
+        """
+        outputs, last = self._traced.outputs, self._ranks - 1
+        if self._rank == last:
+            tensors = [tensor.contiguous() for tensor in outputs.tensors(output)]
+        else:
+            shapes = outputs.shapes(self._samples)
+            tensors = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in shapes]
+        return outputs.built(comm.current().broadcast_many(tensors, last))

@@ -1,0 +1,363 @@
+"""A model that runs as a pipeline returns what it returns in one process, and what cannot run is refused on all ranks."""
+
+from collections import namedtuple
+
+import torch
+from harness import assert_same_everywhere, everywhere, raised, run
+from torch import nn
+
+from accelerate import PartialState, prepare_pippy
+
+STATE = PartialState(cpu=True)
+RANK, RANKS = STATE.process_index, STATE.num_processes
+Pair = namedtuple("Pair", ["first", "second"])
+WIDTH = 8
+
+
+class Layers(nn.Module):
+    """Layers in a row, more than there are stages; what it returns is up to the function it is given."""
+
+    def __init__(self, returns=None):
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("shift", torch.randn(WIDTH))
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(5))
+        self.head = nn.Linear(WIDTH, 3)
+        self.returns = returns
+
+    def forward(self, x, scale=None, factor=1.0):
+        states = [self.embed(x) + self.shift]
+        for layer in self.layers:
+            states.append(states[-1] + layer(states[-1]))
+        logits = self.head(states[-1]) * factor
+        logits = logits if scale is None else logits * scale
+        return logits if self.returns is None else self.returns(x, states, logits)
+
+
+def rows(count, seed=7):
+    return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def flat(output):
+    return [tensor for tensor in torch.utils._pytree.tree_leaves(output) if isinstance(tensor, torch.Tensor)]
+
+
+def compare(output, expected, gathered):
+    """Require a structure with its values where they have to be, and the same ones everywhere."""
+    if not gathered and RANK != RANKS - 1:
+        assert output is None, output
+        return
+    assert type(output) is type(expected), (type(output), type(expected))
+    found, wanted = torch.utils._pytree.tree_flatten(output), torch.utils._pytree.tree_flatten(expected)
+    assert found[1] == wanted[1], (found[1], wanted[1])
+    for mine, value in zip(found[0], wanted[0], strict=True):
+        if isinstance(value, torch.Tensor):
+            torch.testing.assert_close(mine, value)
+        else:
+            assert mine == value, (mine, value)
+    if gathered:
+        assert_same_everywhere(flat(output))
+
+
+def by_micro_batches(model, batch, size):
+    """Return what one process computes from micro-batches of the size of the example, the last one filled up."""
+    filled = torch.cat([batch, batch[-1:].expand(-len(batch) % size, *batch.shape[1:])])
+    return torch.cat([model(part) for part in filled.split(size)])[: len(batch)]
+
+
+def points(count=RANKS):
+    return [f"layers.{number}" for number in range(5 - count + 1, 5)]
+
+
+@torch.no_grad()
+def batches_of_any_size():
+    """Cut by itself or as told, any number of samples and of micro-batches, and bit for bit what one process computes."""
+    for split, chunks, gathered in (("auto", None, True), (points(), 1, False), ("auto", 3, False)):
+        torch.manual_seed(1)
+        model = Layers()
+        plain = model.forward
+        piped = prepare_pippy(model, split, example_args=(rows(2),), num_chunks=chunks, gather_output=gathered)
+        assert piped is model and len(piped.hf_split_points) == RANKS - 1
+        for count in (1, 2, 3, 2 * RANKS, 13):
+            batch = rows(count)
+            expected = by_micro_batches(plain, batch, 2)
+            output = piped(batch if RANK == 0 else rows(count, seed=RANK))  # the first rank's inputs count
+            assert (output is None) is (not gathered and RANK != RANKS - 1)
+            assert output is None or torch.equal(output, expected), (split, chunks, count)
+            again = piped(batch) if RANK == 0 else piped()
+            assert again is None or torch.equal(again, expected)
+        assert not any("_orig_forward" in module.__dict__ for module in model.modules())
+
+
+@torch.no_grad()
+def structures():
+    """What a model returns keeps its structure, also what early stages computed and what came in."""
+    kinds = (
+        lambda x, states, logits: {"logits": logits, "states": tuple(states), "count": 3, "none": None},
+        lambda x, states, logits: (x, [states[0], logits.argmax(-1)], Pair(x > 0, states[-1])),
+        lambda x, states, logits: Pair(logits.sum(-1), (states[1].repeat_interleave(2, 0), logits, logits)),
+    )
+    for kind in kinds:
+        torch.manual_seed(2)
+        model = Layers(kind)
+        batch = rows(5)
+        expected = model(batch)
+        for gathered in (True, False):
+            piped = prepare_pippy(model, example_args=(rows(2),), gather_output=gathered)
+            first = piped(batch)
+            kept = [tensor.clone() for tensor in flat(first)]
+            compare(first, expected, gathered)
+            piped(rows(5, seed=8))
+            assert all(torch.equal(one, two) for one, two in zip(kept, flat(first), strict=True)), "memory used again"
+
+
+class Several(Layers):
+    """Takes what a pipeline has trouble with: inputs for late stages, for nobody, without samples, nested ones."""
+
+    def forward(self, x, *more, mask, unused=None, table=None, number=None, words=(), mode="sum", **rest):
+        x = super().forward(x + words["bias"])
+        x = x + torch.where(mask, 1.0, -1.0).transpose(0, 1).transpose(0, 1)[:, :3] + table[:3] * number
+        return x - sum(more).mean(1, keepdim=True) if mode == "sum" else x * rest["other"]
+
+
+@torch.no_grad()
+def inputs():
+    """Keywords, defaults, constants, nested inputs, and inputs that are the same for all samples."""
+
+    def given(count, mode="sum"):
+        batch = rows(count)
+        words = {"bias": batch * 2, "unused": torch.arange(count)}
+        named = {"mask": batch > 0, "unused": batch, "table": torch.arange(4.0), "number": torch.tensor(2.5)}
+        return (batch, batch, rows(count, 9)), {**named, "words": words, "mode": mode, "other": batch[:, :1]}
+
+    for mode in ("sum", "product"):
+        torch.manual_seed(3)
+        model = Several()
+        args, kwargs = given(3 * RANKS + 1, mode)
+        expected = model(*args, **kwargs)
+        example_args, example_kwargs = given(2, mode)
+        piped = prepare_pippy(model, points(), None, example_args, example_kwargs, gather_output=True)
+        compare(piped(*args, **kwargs), expected, True)
+        compare(piped(*args, **kwargs) if RANK == 0 else piped(), expected, True)
+    # Given by name or by position, it is one argument.
+    model = Layers()
+    batch, scale = rows(4), torch.rand(4, 1)
+    expected = model(batch, scale)
+    piped = prepare_pippy(model, example_kwargs={"x": batch[:1], "scale": scale[:1]}, gather_output=True)
+    compare(piped(batch, scale), expected, True)
+    compare(piped(scale=scale, x=batch), expected, True)
+
+
+class Turned(nn.Module):
+    """Sends activations that are no block of memory: transposed, expanded, of several dtypes; with a tied weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(12, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
+        self.head = nn.Linear(WIDTH, 12, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, tokens):
+        x = self.words(tokens).transpose(0, 1)
+        mask = (tokens > 3)[:, None, :].expand(-1, 2, -1)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x.transpose(0, 1)) + mask.sum((1, 2))[:, None, None]
+
+
+@torch.no_grad()
+def activations():
+    """Whatever strides and dtypes they have; under bf16 weights, and under autocast."""
+    tokens = torch.randint(0, 12, (6, 4), generator=torch.Generator().manual_seed(0))
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.manual_seed(4)
+        model = Turned().to(dtype)
+        expected = by_micro_batches(model.forward, tokens, 2)
+        piped = prepare_pippy(model, points(), example_args=(tokens[:2],), gather_output=True)
+        output = piped(tokens)
+        assert output.dtype is dtype and torch.equal(output, expected)
+    model = Turned()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = by_micro_batches(model.forward, tokens, 2)
+        piped = prepare_pippy(model, points(), example_args=(tokens[:2],), gather_output=True)
+        output = piped(tokens)
+    assert expected.dtype is output.dtype is torch.bfloat16 and torch.equal(output, expected)
+    with raised(ValueError, "Autocast was on (torch.bfloat16)", "is off now"):
+        piped(tokens)
+
+
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x) if x.sum() > 0 else -layer(x)
+        return x
+
+
+class Opaque:
+    """What nobody can take apart."""
+
+
+def refused_at_first():
+    """What cannot become a pipeline is refused on every rank, and the model is as it was."""
+    batch = rows(2)
+
+    class Few(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.only = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            return self.only(x)
+
+    example = {"example_args": (batch,)}
+    near = [*points()[:-1], "layers.9"]
+    unused = [*points()[:-1], "layers"]
+    cases = [
+        (Layers(), {**example, "split_points": near}, ("'layers.9'", "has no module", "'layers.")),
+        (Layers(), {**example, "split_points": ["head"] * RANKS}, ("split_points=['head'", f"{RANKS} processes")),
+        (Layers(), {**example, "split_points": unused}, (f"into {RANKS - 1} stages", f"{RANKS} processes")),
+        (Few(), example, (f"Few cannot be cut into {RANKS} stages", "1 modules", "(only)")),
+        (Layers(), {}, ("`example_args` and `example_kwargs` do not fit Layers.forward(x", "'x'")),
+        (Layers(), {"example_args": (torch.tensor(1.0),)}, ("batch dimension", "x of shape ()")),
+        (Layers(), {"example_args": batch}, ("example_args is a tensor", "(tensor,)")),
+        (Layers(), {**example, "num_chunks": 0}, ("num_chunks=0", "at least 1")),
+        (Layers(), {"example_kwargs": {"y": batch}}, ("Layers.forward", "'x'")),
+        (Layers(), {"example_args": (batch, Opaque())}, ("scale", "Opaque", "Leave it out")),
+        (Layers(lambda x, states, logits: logits.sum()), example, ("returns it of shape ()", "labels")),
+        (Layers(lambda x, states, logits: {"a": [Opaque()]}), example, ("Opaque (a[0])", "taken apart")),
+        (Branching(), example, ("cannot trace Branching", "one graph")),
+        (Layers().to("meta"), example, ("'embed.weight' is on the meta device", "load")),
+    ]
+    for model, options, fragments in cases:
+        before = {name: dict(module.__dict__) for name, module in model.named_modules()}
+        with raised((ValueError, TypeError), *fragments):
+            prepare_pippy(model, **options)
+        after = {name: dict(module.__dict__) for name, module in model.named_modules()}
+        assert {name: sorted(own) for name, own in before.items()} == {
+            name: sorted(own) for name, own in after.items()
+        }
+    with raised(ValueError, "Rank 1 cannot" if RANK != 1 else "", "batch dimension"):
+        prepare_pippy(Layers(), example_args=(batch if RANK != 1 else torch.tensor(1.0),))
+    with raised(ValueError, "example is", "on rank 1"):
+        prepare_pippy(Layers(), example_args=(batch if RANK != 1 else rows(3),))
+
+
+@torch.no_grad()
+def refused_at_calls():
+    """Arguments unlike the example are refused on every rank, and the pipeline goes on."""
+    model = Layers()
+    batch, scale = rows(4), torch.rand(4, 1)
+    expected = model(batch, scale)
+    piped = prepare_pippy(model, example_args=(batch[:2], scale[:2]), gather_output=True)
+    calls = [
+        ((), {}, ("missing a required argument: 'x'",)),
+        ((None, None), {}, ("got no sample", "x=None")),
+        ((batch[:0], scale[:0]), {}, ("got no sample", "x of shape (0, 8)")),
+        ((batch[:, :5], scale), {}, ("x has shape (4, 5)", "(2, 8)", "any number of samples, 8")),
+        ((batch, scale[:3]), {}, ("scale has shape (3, 1)", "batch of 4")),
+        ((batch.double(), scale), {}, ("x has dtype torch.float64", "torch.float32")),
+        ((batch, 2.0), {}, ("scale is a float",)),
+        ((batch,), {}, ("scale is missing",)),
+        ((batch, scale, 2.0), {}, ("factor was not in the example",)),
+        ((batch, scale), {"why": 1}, ("unexpected keyword argument 'why'",)),
+    ]
+    for args, kwargs, fragments in calls:
+        with raised((ValueError, TypeError), *fragments):
+            piped(*args, **kwargs) if RANK == 0 else piped()
+        compare(piped(batch, scale), expected, True)
+    piped = prepare_pippy(Layers(), example_args=(batch[:2], None, 1.0))
+    with raised(ValueError, "factor=2.0", "traced with 1.0"):
+        piped(batch, None, 2.0)
+
+
+@torch.no_grad()
+def again():
+    """A model may become another pipeline, and all ranks have it whole afterwards."""
+    torch.manual_seed(5)
+    model = Layers()
+    batch = rows(6)
+    expected = model(batch)
+    keys = list(model.state_dict())
+    for split in ("auto", points()):
+        prepare_pippy(model, split, example_args=(batch[:2],), gather_output=True)
+        compare(model(batch), expected, True)
+    assert model.hf_split_points == points() and list(model.state_dict()) == keys
+    assert everywhere(model._original_forward.__func__ is Layers.forward) == [True] * RANKS
+    torch.testing.assert_close(model._original_forward(batch), expected)
+
+
+def tiny(family):
+    import transformers
+
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 16,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "intermediate_size": 32,
+    }
+    names = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    torch.manual_seed(6)
+    if family == "Bert":
+        return transformers.BertForSequenceClassification(transformers.BertConfig(**sizes)).eval()
+    if family == "GPT2":
+        config = transformers.GPT2Config(n_embd=16, n_layer=4, n_head=4, vocab_size=64, n_positions=32, **names)
+        return transformers.GPT2LMHeadModel(config).eval()
+    if family == "T5":
+        t5 = {"d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 4, "vocab_size": 64}
+        return transformers.T5ForConditionalGeneration(transformers.T5Config(**t5, decoder_start_token_id=0)).eval()
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **names, num_key_value_heads=2)).eval()
+
+
+@torch.no_grad()
+def same_as_alone(family, dtype, **constants):
+    """A model of transformers, whole and in a pipeline, with and without a mask."""
+    tokens = torch.randint(3, 64, (5, 6), generator=torch.Generator().manual_seed(1))
+    mask = (torch.arange(6) < torch.tensor([6, 3, 5, 6, 2])[:, None]).long()
+    for masked in (True, False):
+        model = tiny(family).to(dtype)
+        batch = {"input_ids": tokens, **({"attention_mask": mask} if masked else {})}
+        if family == "T5":
+            batch["decoder_input_ids"] = tokens.flip(1)
+        expected = model(**batch, **constants)
+        example = {name: tensor[:2] for name, tensor in batch.items()}
+        piped = prepare_pippy(model, example_kwargs={**example, **constants}, gather_output=True)
+        output = piped(**batch, **constants)
+        assert type(output) is type(expected) and list(output.keys()) == list(expected.keys()), (
+            output.keys(),
+            expected.keys(),
+        )
+        # Kernels of other batch sizes add in another order.
+        close = {} if dtype is torch.float32 else {"rtol": 0.05, "atol": 0.05}
+        for mine, value in zip(flat(output.to_tuple()), flat(expected.to_tuple()), strict=True):
+            torch.testing.assert_close(mine, value, **close)
+        assert_same_everywhere(flat(output.to_tuple()))
+
+
+def bert():
+    same_as_alone("Bert", torch.float32)
+    same_as_alone("Bert", torch.bfloat16)
+
+
+def gpt2():
+    same_as_alone("GPT2", torch.float32, use_cache=False)
+
+
+def llama():
+    same_as_alone("Llama", torch.float32, use_cache=False, output_hidden_states=True)
+    same_as_alone("Llama", torch.bfloat16, use_cache=False)
+
+
+def t5():
+    same_as_alone("T5", torch.float32, use_cache=False)
+
+
+PLAIN = (batches_of_any_size, structures, inputs, activations, refused_at_first, refused_at_calls, again)
+
+if __name__ == "__main__":
+    run(*PLAIN, bert, gpt2, llama, t5)
