@@ -1,0 +1,42 @@
+"""Running many checks in one process, since importing the libraries costs more than most of them."""
+
+import hashlib
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def digest(tensors: Iterable[torch.Tensor] | Mapping[str, torch.Tensor]) -> str:
+    """Return a short text that differs when a bit, a shape, a dtype or a name does."""
+    named = tensors.items() if isinstance(tensors, Mapping) else ((str(i), t) for i, t in enumerate(tensors))
+    total = hashlib.sha256()
+    for name, tensor in named:
+        raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode() + raw)
+    return total.hexdigest()[:16]
+
+
+def run(checks: Mapping[str, Callable[[Path], Any]]) -> None:
+    """Run the checks named on the command line, or all, each in a folder of its own, and print what came of them.
+
+    ``program FOLDER [CHECK ...]`` prints ``{"checks": {name: {"facts", "error", "seconds"}}}``: what the check returned,
+    and the traceback if it failed.
+    """
+    folder, names = Path(sys.argv[1]), sys.argv[2:] or list(checks)
+    outcomes = {}
+    for name in names:
+        start, facts, error = time.perf_counter(), None, None
+        place = folder / name
+        place.mkdir(parents=True)
+        try:
+            facts = checks[name](place)
+        except Exception:  # the other checks are still worth knowing
+            error = traceback.format_exc()[-6000:]
+        outcomes[name] = {"facts": facts, "error": error, "seconds": round(time.perf_counter() - start, 2)}
+    print(json.dumps({"checks": outcomes}), flush=True)

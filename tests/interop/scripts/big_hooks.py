@@ -1,0 +1,315 @@
+"""What libraries find on offloaded models and do to them; `big_libraries.py` runs these checks with its own.
+
+PEFT, unsloth, compressed-tensors and diffusers read, replace and drive hooks by hand. Each check makes sure of what they
+rely on, and returns facts that both packages must agree on.
+"""
+
+import copy
+import functools
+import pickle
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from big_checks import digest
+
+sys.path.append(str(Path(__file__).parents[2]))
+
+from accelerate.hooks import (
+    AlignDevicesHook,
+    SequentialHook,
+    add_hook_to_module,
+    remove_hook_from_module,
+    remove_hook_from_submodules,
+)
+from accelerate.utils import OffloadedWeightsLoader, PrefixedDataset, offload_state_dict
+from interop.tiny_models import MODELS
+from offload_samples import Reference, same
+
+MIXED = {
+    "model.embed_tokens": "cpu",
+    "model.layers.0": "disk",
+    "model.layers.1.self_attn": "cpu",
+    "model.layers.1.mlp": "disk",
+    "model.layers.1.input_layernorm": "cpu",
+    "model.layers.1.post_attention_layernorm": "disk",
+    "model.norm": "disk",
+    "model.rotary_emb": "cpu",
+    "lm_head": "cpu",
+}
+# Those whose weights come from memory and those read from safetensors; the peer can read no model to "disk" as a whole.
+WAYS = {
+    "cpu_offload": lambda reference: reference.offloaded("cpu_offload", {}),
+    "disk_offload": lambda reference: reference.offloaded("disk_offload", {}),
+    "blocks": lambda reference: reference.offloaded("blocks", {**MIXED, "lm_head": "memory"}),
+    "memory": lambda reference: reference.offloaded("memory", MIXED),
+    "shards": lambda reference: reference.offloaded("shards", MIXED),
+}
+
+
+def hooks_of(module: torch.nn.Module) -> list[AlignDevicesHook]:
+    """Return the hooks on one module that place weights."""
+    hook = module.__dict__.get("_hf_hook")
+    hooks = hook.hooks if isinstance(hook, SequentialHook) else [hook]
+    return [hook for hook in hooks if isinstance(hook, AlignDevicesHook)]
+
+
+def offloading(model: torch.nn.Module) -> dict[str, tuple[torch.nn.Module, AlignDevicesHook]]:
+    """Return the modules whose weights are elsewhere, with the hooks that bring them."""
+    named = ((name, module, hook) for name, module in model.named_modules() for hook in hooks_of(module))
+    return {name: (module, hook) for name, module, hook in named if hook.offload}
+
+
+def each_way(name: str) -> Callable[[Callable], Callable[[Path], dict[str, Any]]]:
+    """Decorate a function of (reference, offloaded model, way) so that it runs for every way to offload a model."""
+
+    def decorate(function: Callable) -> Callable[[Path], dict[str, Any]]:
+        def check(folder: Path) -> dict[str, Any]:
+            reference = Reference(MODELS[name], torch.float32, folder)
+            return {way: function(reference, offload(reference), way) for way, offload in WAYS.items()}
+
+        return check
+
+    return decorate
+
+
+@each_way("llama")
+def anatomy(reference: Reference, model: torch.nn.Module, way: str) -> dict[str, Any]:
+    """Hooks, forwards and weights maps have the shape that libraries take for granted."""
+    facts = {}
+    for name, module in model.named_modules():
+        hook = module.__dict__.get("_hf_hook")
+        assert (hook is None) == ("_old_forward" not in module.__dict__), name
+        if hook is None:
+            continue
+        assert type(hook).__name__ in ("AlignDevicesHook", "SequentialHook"), name
+        assert isinstance(module.forward, functools.partial) and module.forward.args[0] is module, name
+        assert module._old_forward.__self__ is module, name
+        for part in hooks_of(module):
+            if part.offload:
+                facts[name] = _of_weights(module, part)
+    assert facts and (way != "shards" or "model.layers.0.mlp.gate_proj" in facts)
+    reference.check(model)
+    remove_hook_from_submodules(model)
+    left = [n for n, m in model.named_modules() if {"_hf_hook", "_old_forward"} & m.__dict__.keys()]
+    assert not left, left
+    return dict(sorted(facts.items()))
+
+
+def _of_weights(module: torch.nn.Module, hook: AlignDevicesHook) -> dict[str, Any]:
+    weights = hook.weights_map
+    assert isinstance(weights, PrefixedDataset)
+    if isinstance(weights.dataset, OffloadedWeightsLoader):
+        assert set(weights.dataset.index) <= set(weights.dataset) == set(weights.dataset.all_keys)
+        assert {"state_dict", "save_folder", "index"} <= vars(weights.dataset).keys()
+    everything = dict(weights.dataset)  # it is a mapping
+    assert hook.tied_params_map is None or isinstance(hook.tied_params_map, dict)
+    names = [name for name, tensor in module.named_parameters(recurse=False) if tensor.device.type == "meta"]
+    assert all(same(weights[name], everything[weights.prefix + name]) for name in names)
+    return {
+        "prefix": weights.prefix,
+        "weights": names,
+        "of": digest([weights[name] for name in names]),
+        "devices": {name: str(device) for name, device in hook.original_devices.items() if name in names},
+        "execution": str(hook.execution_device),
+        "place_submodules": hook.place_submodules,
+    }
+
+
+@each_way("llama")
+def copied(reference: Reference, model: torch.nn.Module, way: str) -> dict[str, Any]:
+    """A copy works by itself: its forwards are of the copy, and taking its hooks off leaves the original alone."""
+    reference.check(model)
+    twin = copy.deepcopy(model)
+    reference.check(twin)
+    for name, module in twin.named_modules():
+        if "_hf_hook" in module.__dict__:
+            assert module.forward.args[0] is module and module._old_forward.__self__ is module, name
+            assert module._hf_hook is not model.get_submodule(name)._hf_hook, name
+    facts = _deals(model)
+    remove_hook_from_submodules(twin)
+    assert not offloading(twin)
+    assert facts == _deals(model)
+    reference.check(model)
+    if way != "shards":
+        reference.compare(reference.run(twin), "the copy without hooks")
+    reference.check(copy.deepcopy(model))  # once more, after a forward
+    return facts
+
+
+def _deals(model: torch.nn.Module) -> dict[str, Any]:
+    return {"offloading": len(offloading(model)), "meta": sum(p.is_meta for p in model.parameters())}
+
+
+@each_way("llama")
+def pickled(reference: Reference, model: torch.nn.Module, way: str) -> None:
+    """A hooked model travels through pickle, before its first forward and after it. (The peer's cannot.)"""
+    for _ in range(2):
+        twin = pickle.loads(pickle.dumps(model))
+        reference.check(twin)
+        assert all(m.forward.args[0] is m for m in twin.modules() if "_hf_hook" in m.__dict__)
+        reference.check(model)
+
+
+@each_way("llama")
+def driven_by_hand(reference: Reference, model: torch.nn.Module, way: str) -> dict[str, Any]:
+    """pre_forward brings the weights, post_forward takes them away, outside of any forward; as PEFT merges."""
+    seen = {}
+    for _ in range(2):
+        for name, (module, hook) in offloading(model).items():
+            parameters = dict(module.named_parameters(recurse=False))
+            hook.pre_forward(module)
+            brought = {n: p.detach().clone() for n, p in module.named_parameters(recurse=False)}
+            assert not any(tensor.is_meta for tensor in brought.values()), name
+            assert all(same(tensor, reference.state[f"{name}.{n}"]) for n, tensor in brought.items()), name
+            seen[name] = digest(brought)
+            marker = torch.tensor([])
+            assert hook.post_forward(module, marker) is marker or way == "memory"
+            assert [n for n, p in module.named_parameters(recurse=False) if p.is_meta] == list(parameters), name
+        reference.check(model)
+    return seen
+
+
+@each_way("llama")
+def rewritten(reference: Reference, model: torch.nn.Module, way: str) -> dict[str, Any]:
+    """A weights map replaced with a plain dict, in memory or in a file, is what the next forward uses."""
+    with torch.no_grad():
+        model(**reference.batches[0])
+        model(**reference.batches[1])
+        plain, results = reference.make(), []
+        for name, (module, hook) in list(offloading(model).items())[::3]:
+            of_plain = plain.get_submodule(name)
+            for parameter in of_plain.parameters(recurse=False):
+                parameter.mul_(1.25)
+            hook.pre_forward(module)
+            fresh = {n: p.detach() * 1.25 for n, p in module.named_parameters(recurse=False)}
+            hook.post_forward(module, torch.tensor([]))
+            hook.weights_map = fresh
+            results.append(model(**reference.batches[0]).logits)
+            assert same(results[-1], plain(**reference.batches[0]).logits), name
+        # A file of the folder, written anew in place of the old one.
+        name, (module, hook) = list(offloading(model).items())[1]
+        folder = getattr(getattr(hook.weights_map, "dataset", None), "save_folder", None)
+        if folder is not None and (Path(folder) / f"{name}.weight.dat").is_file():
+            plain.get_submodule(name).weight.mul_(0.5)
+            offload_state_dict(folder, {f"{name}.weight": plain.get_submodule(name).weight})
+            assert same(model(**reference.batches[1]).logits, plain(**reference.batches[1]).logits), name
+    return {"results": digest(results)}
+
+
+@each_way("llama")
+def rebound(reference: Reference, model: torch.nn.Module, way: str) -> dict[str, Any]:
+    """A replaced `_old_forward` runs; a hook that is replaced or added later runs too; unsloth and others do both."""
+    calls = []
+    layer = model.model.layers[0].mlp.down_proj
+    original = layer._old_forward if "_old_forward" in layer.__dict__ else None
+    if original is not None:
+
+        def spied(*args: Any, **kwargs: Any) -> Any:
+            calls.append(layer.weight.device.type)
+            return original(*args, **kwargs)
+
+        layer._old_forward = spied
+        reference.compare(reference.run(model), "spied")
+        assert calls and set(calls) == {"cpu"}
+        layer._old_forward = original
+
+    class Seen(AlignDevicesHook):
+        def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            calls.append("seen")
+            return args, kwargs
+
+    add_hook_to_module(layer, Seen(), append=True)
+    reference.compare(reference.run(model), "seen")
+    assert calls[-1] == "seen"
+    counts = {"pre_forward": 0, "post_forward": 0}
+
+    def counting(name: str, method: Callable) -> Callable:
+        def counted(self: AlignDevicesHook, *args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return method(self, *args, **kwargs)
+
+        return counted
+
+    patches = [mock.patch.object(AlignDevicesHook, n, counting(n, getattr(AlignDevicesHook, n))) for n in counts]
+    with patches[0], patches[1]:
+        reference.compare(reference.run(model), "methods of the class replaced")
+    hook = next(iter(offloading(model).values()))[1]
+    hook.pre_forward = functools.partial(counting("pre_forward", AlignDevicesHook.pre_forward), hook)
+    hook.post_forward = functools.partial(counting("post_forward", AlignDevicesHook.post_forward), hook)
+    reference.compare(reference.run(model), "methods of one hook replaced")
+    return {"calls": len(calls), **counts}
+
+
+@each_way("llama")
+def injected(reference: Reference, model: torch.nn.Module, way: str) -> dict[str, Any]:
+    """A hook put on with `init_hook` replaced, its devices set by hand, as compressed-tensors offloads modules."""
+    layer = model.model.layers[1].self_attn.q_proj
+    remove_hook_from_module(layer)
+    if layer.weight.is_meta:
+        layer.weight = torch.nn.Parameter(reference.state["model.layers.1.self_attn.q_proj.weight"].clone())
+    hook = AlignDevicesHook(execution_device="cpu", offload=True, weights_map={"weight": layer.weight.data})
+    with mock.patch.object(AlignDevicesHook, "init_hook", lambda self, module: module):
+        add_hook_to_module(layer, hook)
+    hook.original_devices = {"weight": torch.device("cpu")}
+    assert layer._hf_hook is hook and not layer.weight.is_meta
+    layer.weight = torch.nn.Parameter(torch.empty_like(layer.weight, device="meta"))
+    reference.check(model)
+    assert layer.weight.is_meta
+    remove_hook_from_module(layer)
+    reference.check(model)
+    return {"device": str(layer.weight.device), "hooked": "_hf_hook" in layer.__dict__}
+
+
+@each_way("llama")
+def taken_over(reference: Reference, model: torch.nn.Module, way: str) -> dict[str, Any]:
+    """A hook that stops offloading leaves the weights where they are; compressed-tensors takes modules over so."""
+    taken = {}
+    for name, (module, hook) in list(offloading(model).items())[:2]:
+        hook.pre_forward(module)
+        hook.offload = False
+        remove_hook_from_module(module)
+        taken[name] = sorted(n for n, p in module.named_parameters(recurse=False) if not p.is_meta)
+        assert "_hf_hook" not in module.__dict__
+    reference.compare(reference.run(model), "taken over")
+    return taken
+
+
+def tied(folder: Path) -> dict[str, Any]:
+    """All hooks of a dispatched model share one `tied_params_map`: address of a tied weight -> device -> its copy.
+
+    (The peer's grows with each forward by the addresses that files were mapped at.)
+    """
+    reference = Reference(MODELS["t5"], torch.float32, folder)
+    facts = {}
+    for where in ("cpu", "disk"):
+        device_map = {"shared": "cpu", "encoder": "disk", "decoder": "disk", "lm_head": where}
+        model = reference.offloaded("memory", device_map)
+        hooks = [hook for module in model.modules() for hook in hooks_of(module)]
+        maps = [hook.tied_params_map for hook in hooks if hook.tied_params_map is not None]
+        assert maps and all(shared is maps[0] for shared in maps)
+        addresses = set(maps[0])
+        assert all(isinstance(address, int) and isinstance(copies, dict) for address, copies in maps[0].items())
+        reference.check(model)
+        assert set(maps[0]) == addresses
+        for address in addresses:
+            del maps[0][address]  # as unsloth does to free memory
+        reference.check(model)
+        facts[where] = {"addresses": len(addresses), "hooks": len(maps)}
+    return facts
+
+
+CHECKS = {
+    "hooks-anatomy": anatomy,
+    "hooks-copied": copied,
+    "hooks-pickled": pickled,
+    "hooks-driven": driven_by_hand,
+    "hooks-rewritten": rewritten,
+    "hooks-rebound": rebound,
+    "hooks-injected": injected,
+    "hooks-taken-over": taken_over,
+    "hooks-tied": tied,
+}

@@ -1,0 +1,444 @@
+"""What downstream libraries do with offloaded models, by whichever accelerate is installed: big_libraries.py FOLDER [CHECK ...]
+
+Each check compares with the library's own result on the whole model, bit for bit, and returns facts that both packages
+must agree on.
+"""
+
+import itertools
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import big_hooks
+import torch
+from big_checks import digest, run
+from diffusers import AutoencoderKL, StableDiffusionPipeline, UNet2DConditionModel
+from peft import LoraConfig, PeftModel, get_peft_model
+from sentence_transformers import SentenceTransformer
+from tiny import bert_config, sentences, tokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    BertModel,
+    LlamaForCausalLM,
+    set_seed,
+)
+
+sys.path.append(str(Path(__file__).parents[2]))
+
+from accelerate import (
+    cpu_offload,
+    cpu_offload_with_hook,
+    disk_offload,
+    dispatch_model,
+    init_empty_weights,
+    load_checkpoint_and_dispatch,
+)
+from accelerate.hooks import remove_hook_from_submodules
+from accelerate.utils.modeling import get_state_dict_offloaded_model
+from interop.tiny_models import MODELS, WIDTH, image, pipeline
+from offload_samples import PREFETCHES, Reference, prefetching, same
+
+KINDS = {
+    "llama": AutoModelForCausalLM,
+    "tied_llama": AutoModelForCausalLM,
+    "mixtral": AutoModelForCausalLM,
+    "t5": AutoModelForSeq2SeqLM,
+    "bert": AutoModelForMaskedLM,
+}
+MIXED = {
+    "llama": {
+        "model.embed_tokens": "cpu",
+        "model.layers.0": "disk",
+        "model.layers.1": "cpu",
+        "model.norm": "disk",
+        "model.rotary_emb": "cpu",
+        "lm_head": "disk",
+    },
+    "tied_llama": {"model": "disk", "lm_head": "disk"},
+    "mixtral": {
+        "model.embed_tokens": "disk",
+        "model.layers.0.self_attn": "cpu",
+        "model.layers.0.mlp": "disk",
+        "model.layers.0.input_layernorm": "cpu",
+        "model.layers.0.post_attention_layernorm": "disk",
+        "model.layers.1": "cpu",
+        "model.norm": "disk",
+        "model.rotary_emb": "cpu",
+        "lm_head": "cpu",
+    },
+    "t5": {
+        "shared": "cpu",
+        "encoder": "disk",
+        "decoder.embed_tokens": "cpu",
+        "decoder.block.0": "cpu",
+        "decoder.block.1": "disk",
+        "decoder.final_layer_norm": "disk",
+        "decoder.dropout": "cpu",
+        "lm_head": "cpu",
+    },
+    "bert": {"bert.embeddings": "cpu", "bert.encoder": "disk", "cls": "cpu"},
+    "unet": {
+        "conv_in": "cpu",
+        "time_proj": "cpu",
+        "time_embedding": "disk",
+        "down_blocks.0": "cpu",
+        "down_blocks.1.resnets": "disk",
+        "down_blocks.1.attentions": "cpu",
+        "mid_block": "disk",
+        "up_blocks": "disk",
+        "conv_norm_out": "cpu",
+        "conv_act": "cpu",
+        "conv_out": "disk",
+    },
+}
+
+
+def equal(mine: list[torch.Tensor], other: list[torch.Tensor], what: object) -> None:
+    """Require two lists of tensors to be the same."""
+    different = [i for i, (m, o) in enumerate(zip(mine, other, strict=True)) if not same(m, o)]
+    assert not different, (what, "outputs", different, "of", len(mine))
+
+
+def from_pretrained(name: str) -> Callable[[Path], dict[str, Any]]:
+    """Return the check of `from_pretrained(device_map=...)` with one model, and of `save_pretrained` afterwards."""
+
+    def check(folder: Path) -> dict[str, Any]:
+        reference, saved, facts = Reference(MODELS[name], torch.float32, folder), folder / "saved", {}
+        reference.make().save_pretrained(saved, max_shard_size="20KB")
+        size = sum(parameter.nbytes for parameter in reference.make().parameters())
+        prefetches = itertools.cycle(PREFETCHES)
+        for dtype in (torch.float32, torch.bfloat16):
+            whole = KINDS[name].from_pretrained(saved, dtype=dtype).eval()
+            wanted, state = reference.run(whole), whole.state_dict()
+            room = int(size * 0.6) // (1 if dtype == torch.float32 else 2)
+            maps = {
+                "cpu": {"device_map": "cpu"},
+                "disk": {"device_map": {"": "disk"}},
+                "mixed": {"device_map": MIXED[name]},
+                "auto": {"device_map": "auto", "max_memory": {"cpu": room}},
+                "sequential": {"device_map": "sequential", "max_memory": {"cpu": room}},
+            }
+            for way, options in maps.items():
+                what, place = f"{way} {dtype}", folder / f"{way} {dtype}"
+                with prefetching(next(prefetches)):
+                    model = KINDS[name].from_pretrained(saved, dtype=dtype, offload_folder=place, **options).eval()
+                    facts[what] = _as_whole(reference, model, wanted, state, what)
+                    if way in ("disk", "auto"):
+                        model.save_pretrained(place / "again", max_shard_size="20KB")
+                        again = KINDS[name].from_pretrained(place / "again", dtype=dtype).eval()
+                        equal(reference.run(again), wanted, what)
+        assert facts["auto torch.float32"]["meta"] > 0, facts
+        return facts
+
+    return check
+
+
+def saved_over(folder: Path) -> dict[str, Any]:
+    """A model saved into the folder whose files its offloaded weights are read from."""
+    reference, saved = Reference(MODELS["llama"], torch.float32, folder), folder / "saved"
+    reference.make().save_pretrained(saved, max_shard_size="20KB")
+    for prefetch in PREFETCHES:
+        with prefetching(prefetch):
+            model = LlamaForCausalLM.from_pretrained(saved, device_map={"": "disk"}, offload_folder=folder / "offload")
+            reference.check(model, "before")
+            model.save_pretrained(saved, max_shard_size="20KB")
+            reference.check(model, "after")
+            reference.check(LlamaForCausalLM.from_pretrained(saved), "read anew")
+    return {"outputs": digest(reference.results)}
+
+
+def _as_whole(
+    reference: Reference,
+    model: torch.nn.Module,
+    wanted: list[torch.Tensor],
+    state: dict[str, torch.Tensor],
+    what: object,
+) -> dict[str, Any]:
+    equal(reference.run(model), wanted, what)
+    whole = get_state_dict_offloaded_model(model)
+    assert whole.keys() == state.keys(), (what, whole.keys() ^ state.keys())
+    assert all(same(tensor, state[name]) for name, tensor in whole.items()), what
+    places = getattr(model, "hf_device_map", None)
+    return {
+        "outputs": digest(reference.run(model)),
+        "map": places and {name: str(place) for name, place in places.items()},
+        "meta": sum(parameter.is_meta for _, parameter in model.named_parameters(remove_duplicate=False)),
+    }
+
+
+def _adapters(reference: Reference, folder: Path) -> Path:
+    """Save a base model and two adapters of it; go to their folder, because PEFT writes below the working directory."""
+    os.chdir(folder)
+    for base in ("base", "models--base"):  # PEFT writes beside the second and over the first, if the path is relative
+        reference.make().save_pretrained(folder / base, max_shard_size="20KB")
+    for number, targets in enumerate((["q_proj", "v_proj", "down_proj"], ["k_proj", "o_proj", "gate_proj"])):
+        torch.manual_seed(number)
+        config = LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
+        get_peft_model(reference.make(), config).save_pretrained(folder / f"lora{number}")
+    return folder
+
+
+def _lives(reference: Reference, model: Any) -> Iterator[tuple[str, list[torch.Tensor]]]:
+    """Run an adapted model through its life: merged, unmerged, with a second adapter if it has one, without adapters."""
+
+    def results(what: str) -> tuple[str, list[torch.Tensor]]:
+        return what, reference.run(model)
+
+    yield results("adapted")
+    model.merge_adapter()
+    yield results("merged")
+    model.unmerge_adapter()
+    yield results("unmerged")
+    if "other" in model.peft_config:
+        model.set_adapter("other")
+        yield results("other")
+        model.base_model.set_adapter(["default", "other"])
+        yield results("both")
+        model.merge_adapter()
+        yield results("both merged")
+        model.unmerge_adapter()
+        yield results("both unmerged")
+        model.set_adapter("default")
+        yield results("first again")
+        with model.disable_adapter():
+            yield results("disabled")
+    model = model.merge_and_unload()
+    yield results("unloaded")
+
+
+def _same_life(reference: Reference, offloaded: Any, whole: Any, what: object) -> str:
+    facts = []
+    for (stage, mine), (_, other) in zip(
+        _lives(reference, offloaded.eval()), _lives(reference, whole.eval()), strict=True
+    ):
+        equal(mine, other, (what, stage))
+        facts.extend(mine)
+    return digest(facts)
+
+
+def _with_prefix(device_map: dict[str, str]) -> dict[str, str]:
+    return {f"base_model.model.{name}" if name else "": place for name, place in device_map.items()}
+
+
+def adapter_on_offloaded(folder: Path) -> dict[str, Any]:
+    """`PeftModel.from_pretrained` of a model that transformers has offloaded; from full and relative paths."""
+    reference, facts = Reference(MODELS["llama"], torch.float32, folder), {}
+    folder = _adapters(reference, folder)
+    maps = {"disk": {"": "disk"}, "mixed": MIXED["llama"]}
+    whole = {name: PeftModel.from_pretrained(reference.make(), folder / "lora0") for name in ("disk", "mixed", "auto")}
+    for number, (way, device_map) in enumerate(maps.items()):
+        with prefetching(PREFETCHES[number]):
+            base = LlamaForCausalLM.from_pretrained(
+                folder / "base", device_map=device_map, offload_folder=folder / f"{way}1"
+            )
+            model = PeftModel.from_pretrained(
+                base, folder / "lora0", device_map=_with_prefix(device_map), offload_folder=folder / f"{way}2"
+            )
+            facts[way] = _same_life(reference, model, whole[way], way)
+    # The map of the adapted model may be computed; its weights on the CPU must have been there.
+    with prefetching(PREFETCHES[3]):
+        base = LlamaForCausalLM.from_pretrained(
+            Path("models--base"), device_map=MIXED["llama"], offload_folder=folder / "auto1"
+        )
+        options = {"device_map": "auto", "max_memory": {"cpu": 20_000}, "offload_folder": folder / "auto2"}
+        model = PeftModel.from_pretrained(base, folder / "lora0", **options)
+        facts["auto map"] = {name: str(place) for name, place in model.hf_device_map.items()}
+        facts["auto"] = _same_life(reference, model, whole["auto"], "auto")
+    return facts
+
+
+def adapter_that_overwrites(folder: Path) -> dict[str, Any]:
+    """Given a relative path, PEFT writes over the very files that the offloaded weights are read from."""
+    reference = Reference(MODELS["llama"], torch.float32, folder)
+    folder = _adapters(reference, folder)
+    whole = PeftModel.from_pretrained(reference.make(), folder / "lora0")
+    before = (folder / "base" / "model-00001-of-00002.safetensors").stat().st_size
+    base = LlamaForCausalLM.from_pretrained("base", device_map=MIXED["llama"], offload_folder=folder / "one")
+    reference.check(base, "before")
+    reference.check(base, "before, again")
+    model = PeftModel.from_pretrained(
+        base, folder / "lora0", device_map=_with_prefix(MIXED["llama"]), offload_folder=folder / "two"
+    )
+    assert (folder / "base" / "model-00001-of-00002.safetensors").stat().st_size != before, "no longer overwritten"
+    return {"life": _same_life(reference, model, whole, "overwritten")}
+
+
+def adapters_offloaded_with_model(folder: Path) -> dict[str, Any]:
+    """A model with two adapters, offloaded as it is."""
+    reference, facts = Reference(MODELS["llama"], torch.float32, folder), {}
+    folder = _adapters(reference, folder)
+
+    def adapted() -> PeftModel:
+        model = PeftModel.from_pretrained(reference.make(), folder / "lora0")
+        model.load_adapter(folder / "lora1", adapter_name="other")
+        return model
+
+    ways = {
+        "cpu": lambda model: cpu_offload(model, execution_device="cpu"),
+        "disk": lambda model: disk_offload(model, folder / "disk", execution_device="cpu"),
+        "mixed": lambda model: dispatch_model(model, _with_prefix(MIXED["llama"]), offload_dir=folder / "mixed"),
+    }
+    for (way, offload), prefetch in itertools.product(ways.items(), PREFETCHES[:2]):
+        with prefetching(prefetch):
+            facts[way] = _same_life(reference, offload(adapted()), adapted(), way)
+    return facts
+
+
+def adapter_on_checkpoint(folder: Path) -> dict[str, Any]:
+    """An adapter on what `load_checkpoint_and_dispatch` made of safetensors. (The peer writes .dat files, which PEFT cannot use.)"""
+    reference, facts = Reference(MODELS["llama"], torch.float32, folder), {}
+    folder = _adapters(reference, folder)
+    for way, device_map in {"disk": {"": "disk"}, "mixed": MIXED["llama"]}.items():
+        with init_empty_weights():
+            base = MODELS["llama"].make()
+        load_checkpoint_and_dispatch(base, folder / "models--base", device_map, offload_folder=folder / f"{way}1")
+        model = PeftModel.from_pretrained(
+            base, folder / "lora0", device_map=_with_prefix(device_map), offload_folder=folder / f"{way}2"
+        )
+        whole = PeftModel.from_pretrained(reference.make(), folder / "lora0")
+        facts[way] = _same_life(reference, model, whole, way)
+    return facts
+
+
+def pipeline_offload(way: str) -> Callable[[Path], dict[str, Any]]:
+    """Return the check of one of the ways of diffusers to offload a pipeline, on the CPU; twice in turn, and back."""
+    ways = {
+        "model": lambda pipe: pipe.enable_model_cpu_offload(device="cpu"),
+        "sequential": lambda pipe: pipe.enable_sequential_cpu_offload(device="cpu"),
+        "group": lambda pipe: pipe.enable_group_offload(onload_device=torch.device("cpu"), offload_type="leaf_level"),
+    }
+
+    def check(folder: Path) -> dict[str, Any]:
+        wanted = image(pipeline())
+        for prefetch in PREFETCHES:
+            with prefetching(prefetch):
+                pipe = pipeline()
+                for _ in range(1 if way == "group" else 2):
+                    ways[way](pipe)
+                    for _ in range(2):
+                        assert same(image(pipe), wanted)
+                if way != "group":  # its hooks are of diffusers' own
+                    pipe.remove_all_hooks()
+                    assert not any("_hf_hook" in m.__dict__ for model in _models(pipe) for m in model.modules())
+                    assert same(image(pipe), wanted)
+        return {"image": digest([wanted])}
+
+    return check
+
+
+def _models(pipe: StableDiffusionPipeline) -> list[torch.nn.Module]:
+    return [pipe.unet, pipe.vae, pipe.text_encoder]
+
+
+def pipeline_by_hand(folder: Path) -> dict[str, Any]:
+    """The calls that diffusers makes where there is an accelerator, made on the CPU."""
+    wanted, pipe = image(pipeline()), pipeline()
+    hook, hooks = None, []
+    for model in (pipe.text_encoder, pipe.unet, pipe.vae):
+        _, hook = cpu_offload_with_hook(model, execution_device="cpu", prev_module_hook=hook)
+        hooks.append(hook)
+    for _ in range(2):
+        assert same(image(pipe), wanted)
+        for hook in hooks:
+            hook.offload()
+    for hook in hooks:
+        hook.remove()
+    assert same(image(pipe), wanted)
+    for model in _models(pipe):
+        cpu_offload(model, torch.device("cpu"), offload_buffers=len(model._parameters) > 0)
+    assert all(parameter.is_meta for model in _models(pipe) for parameter in model.parameters())
+    for _ in range(2):
+        assert same(image(pipe), wanted)
+    for model in _models(pipe):
+        remove_hook_from_submodules(model)
+    assert same(image(pipe), wanted)
+    return {"image": digest([wanted])}
+
+
+def pipeline_from_disk(folder: Path) -> dict[str, Any]:
+    """`from_pretrained` of diffusers with device maps: a pipeline's "balanced", and a model's with parts on disk."""
+    wanted, pipe = image(pipeline()), pipeline()
+    pipe.save_pretrained(folder / "pipe")
+    balanced = StableDiffusionPipeline.from_pretrained(folder / "pipe", device_map="balanced")
+    balanced.set_progress_bar_config(disable=True)
+    assert same(image(balanced), wanted)
+    reference = Reference(MODELS["unet"], torch.float32, folder / "unet")
+    maps = {
+        "disk": {"device_map": {"": "disk"}},
+        "mixed": {"device_map": MIXED["unet"]},
+        "auto": {"device_map": "auto", "max_memory": {"cpu": 40_000}},
+    }
+    facts = {"balanced": digest([image(balanced)])}
+    for way, options in maps.items():
+        unet = UNet2DConditionModel.from_pretrained(
+            folder / "pipe" / "unet", offload_folder=folder / way, low_cpu_mem_usage=True, **options
+        )
+        facts[way] = _as_whole(reference, unet, reference.results, reference.state, way)
+        pipe.unet = unet
+        assert same(image(pipe), wanted), way
+    vae = AutoencoderKL.from_pretrained(
+        folder / "pipe" / "vae", device_map={"": "disk"}, offload_folder=folder / "vae"
+    )
+    pipe.vae = vae
+    assert same(image(pipe), wanted)
+    return facts
+
+
+def layerwise_casting(folder: Path) -> dict[str, Any]:
+    """`enable_layerwise_casting` of diffusers, which has hooks of its own, beside ours on another model of the pipeline."""
+
+    def result(offload: bool) -> torch.Tensor:
+        pipe = pipeline()
+        pipe.unet.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
+        if offload:
+            pipe.vae = cpu_offload(pipe.vae, "cpu")
+            pipe.text_encoder = disk_offload(pipe.text_encoder, folder / "text", execution_device="cpu")
+        assert pipe.unet.mid_block.resnets[0].conv1.weight.dtype == torch.float8_e4m3fn
+        return image(pipe)
+
+    whole = result(offload=False)
+    assert same(result(offload=True), whole) and whole.shape[-1] == WIDTH
+    return {"image": digest([whole])}
+
+
+def sentence_encoder(folder: Path) -> dict[str, Any]:
+    """Sentences encoded by a backbone on disk, read in by sentence-transformers."""
+    set_seed(0)
+    BertModel(bert_config()).save_pretrained(folder / "bert")
+    tokenizer().save_pretrained(folder / "bert")
+    texts = [*sentences(6), "cat", sentences(1)[0] * 2]
+    wanted = SentenceTransformer(str(folder / "bert"), device="cpu").encode(
+        texts, batch_size=3, convert_to_tensor=True
+    )
+    for device_map in ({"": "disk"}, {"embeddings": "cpu", "encoder": "disk", "pooler": "cpu"}):
+        options = {"device_map": device_map, "offload_folder": str(folder / "offload")}
+        model = SentenceTransformer(str(folder / "bert"), device="cpu", model_kwargs=options)
+        assert any(parameter.is_meta for parameter in model.parameters())
+        for _ in range(2):
+            assert same(model.encode(texts, batch_size=3, convert_to_tensor=True), wanted), device_map
+    return {"embeddings": digest([wanted])}
+
+
+CHECKS = {
+    **big_hooks.CHECKS,
+    **{f"transformers-{name}": from_pretrained(name) for name in KINDS},
+    "transformers-saved-over": saved_over,
+    "peft-on-offloaded": adapter_on_offloaded,
+    "peft-overwrites": adapter_that_overwrites,
+    "peft-with-model": adapters_offloaded_with_model,
+    "peft-on-checkpoint": adapter_on_checkpoint,
+    **{f"diffusers-{way}": pipeline_offload(way) for way in ("model", "sequential", "group")},
+    "diffusers-by-hand": pipeline_by_hand,
+    "diffusers-from-disk": pipeline_from_disk,
+    "diffusers-casting": layerwise_casting,
+    "sentence-transformers": sentence_encoder,
+}
+
+if __name__ == "__main__":
+    logging.getLogger("accelerate").setLevel(logging.ERROR)
+    run(CHECKS)

@@ -1,0 +1,153 @@
+"""An offloaded model gives the results of the whole one bit for bit, wherever its weights are cut."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from accelerate import cpu_offload, disk_offload, dispatch_model, load_checkpoint_and_dispatch
+from offload_models import MODELS, References
+from offload_samples import EMPTY, FORMS, MAPPED, PREFETCHES, WHOLE, cut, nested_cut, prefetching, same
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory):
+    return References(tmp_path_factory.mktemp("models"))
+
+
+def _check(reference, way, device_map, prefetch=None, **options):
+    what = (way, device_map, prefetch, options)
+    with prefetching(prefetch):
+        model = reference.offloaded(way, device_map, **options)
+        reference.check(model, what)
+        if way in WHOLE or (device_map == {"": "disk"}):
+            assert all(parameter.is_meta for parameter in model.parameters()), what
+        if way not in EMPTY:  # a model that is read in had no weights to go back to
+            reference.check_removal(model, what)
+
+
+@pytest.mark.parametrize("prefetch", PREFETCHES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_whole_model_in_one_place(name, dtype, prefetch, references):
+    reference = references(name, dtype)
+    for way in MAPPED:
+        for place in ("cpu", "disk"):
+            _check(reference, way, {"": place}, prefetch)
+    for way in WHOLE:
+        for offload_buffers in (False, True):
+            _check(reference, way, {}, prefetch, offload_buffers=offload_buffers)
+
+
+@st.composite
+def _cuts(draw, model, places):
+    return cut(lambda words: draw(st.sampled_from(words)), model, places)
+
+
+@st.composite
+def _nested_cuts(draw, model):
+    return nested_cut(lambda words: draw(st.sampled_from(words)), model)
+
+
+def _cut_at_random(references, data, name):
+    reference = references(name, data.draw(st.sampled_from(DTYPES)))
+    way = data.draw(st.sampled_from(MAPPED))
+    places = ("memory", "cpu", "disk") if way == "blocks" else ("cpu", "disk")
+    device_map = data.draw(_cuts(reference.make(), places))
+    prefetch = data.draw(st.sampled_from(PREFETCHES))
+    options = {"offload_buffers": data.draw(st.booleans())}
+    if way != "blocks":
+        options["force_hooks"] = data.draw(st.booleans())
+    if way in FORMS:
+        options["offload_state_dict"] = data.draw(st.sampled_from([None, False, True]))
+        options["strict"] = data.draw(st.booleans())
+    preloaded = data.draw(st.sampled_from([None, ["Block"], ["Linear", "Sequential"]]))
+    _check(reference, way, device_map, prefetch, preload_module_classes=preloaded, **options)
+
+
+_QUICK = settings(
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.generate, Phase.shrink],
+)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@settings(_QUICK, max_examples=25)
+@given(data=st.data())
+def test_cut_at_random(references, data, name):
+    _cut_at_random(references, data, name)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@settings(_QUICK, max_examples=15)
+@given(data=st.data())
+def test_entries_below_others(references, data, name):
+    reference = references(name)
+    way = data.draw(st.sampled_from(["memory", *FORMS]))
+    device_map = data.draw(_nested_cuts(reference.make()))
+    _check(reference, way, device_map, data.draw(st.sampled_from(PREFETCHES)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+@settings(_QUICK, max_examples=600)
+@given(data=st.data())
+def test_cut_at_random_many_times(references, data, name):
+    _cut_at_random(references, data, name)
+
+
+@pytest.mark.parametrize("way", [*FORMS, "cast", "steps", "memory", "disk_offload"])
+def test_the_thread_takes_part(way, references):
+    """Else the tests above would say nothing about it."""
+    reference = references("stack")
+    with prefetching("1"):
+        model = reference.offloaded(way, {"": "disk"})
+        for _ in range(2):
+            reference.run(model)
+        readers = {getattr(getattr(m, "_hf_hook", None), "prefetcher", None) for m in model.modules()} - {None}
+        (reader,) = readers
+        assert reader.hits > 10 * reader.misses
+
+
+@pytest.mark.parametrize("prefetch", [None, True, False, 0, 64, "1KB", "2GiB"])
+def test_prefetch_argument(prefetch, references, tmp_path):
+    reference = references("zoo")
+    ways = {
+        "dispatch_model": lambda model: dispatch_model(
+            model, {"": "disk"}, offload_dir=tmp_path / "a", prefetch=prefetch
+        ),
+        "cpu_offload": lambda model: cpu_offload(model, prefetch=prefetch),
+        "disk_offload": lambda model: disk_offload(model, tmp_path / "b", prefetch=prefetch),
+    }
+    for way, offload in ways.items():
+        model = offload(reference.make())
+        reference.check(model, way)
+        reference.check_removal(model, way)
+    model = load_checkpoint_and_dispatch(
+        reference.make(empty=True), reference.checkpoints["shards"], {"": "disk"}, prefetch=prefetch
+    )
+    reference.check(model, "load_checkpoint_and_dispatch")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_cast_when_read(form, references, tmp_path):
+    reference = references("stack")
+    plain = reference.make()
+    for parameter in (*plain.parameters(), *plain.buffers()):
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(torch.bfloat16)
+    device_map = {"embedding": "disk", "blocks.a": "disk", "blocks.b.0": "cpu", "blocks.b.1": "disk"}
+    model = reference.make(empty=True)
+    for module in model.modules():
+        if hasattr(module, "mask"):
+            module.mask = module.mask.to(torch.bfloat16)  # in no checkpoint
+    load_checkpoint_and_dispatch(
+        model, reference.checkpoints[form], device_map, offload_folder=tmp_path, dtype=torch.bfloat16
+    )
+    for batch in reference.batches:
+        assert same(model(**batch), plain(**batch))
