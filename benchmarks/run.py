@@ -13,6 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import big_models
 import checkpoints
 import strategies
 
@@ -31,7 +32,7 @@ TITLES = {
     "collectives": "Collectives, two processes",
     "startup": "Import, help and launch",
 }
-SIZED = ("checkpoint", "double_prepare")
+SIZED = ("checkpoint", "double_prepare", "big_models")
 ALONE = ("strategies",)  # beside plain torch instead of the peer
 TORCHRUN = ("collectives", "dispatcher")
 RUNS_ONE_PROCESS = "The peer's `launch --cpu --num_processes 2` starts one process, so its figure is not comparable."
@@ -220,6 +221,15 @@ def write_page():
             json.loads(file.read_text())["table"],
             "![times of save_state and load_state](img/checkpoint.png)",
         ]
+    file = RESULTS / "big_models.json"
+    if file.exists():
+        data = json.loads(file.read_text())
+        parts += [
+            "## Big models",
+            big_models.NOTE.format(megabytes=f"{data['megabytes']:,}"),
+            data["table"],
+            "![loads, forwards and the growth with modules](img/big_models.png)",
+        ]
     file = RESULTS / "double_prepare.json"
     if file.exists():
         parts += [
@@ -237,7 +247,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {[*TITLES, *SIZED, *ALONE]}; all by default")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--sizes", type=int, nargs="+", metavar="MB", help="of double_prepare and checkpoint")
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", metavar="MB", help="of double_prepare, checkpoint and big_models"
+    )
     parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=list(PEERS))
     arguments = parser.parse_args()
     cases = arguments.cases or [*TITLES, *SIZED, *ALONE]
@@ -245,6 +257,7 @@ def main():
     packages = list(interpreters)
     RESULTS.mkdir(exist_ok=True)
     for case in cases:
+        extra = {}
         if case in ALONE:
             figures = strategies.run(sys.executable, arguments.rounds, measure)
             text = strategies.table(figures, number)
@@ -255,6 +268,13 @@ def main():
             )
             text = checkpoints.table(figures, packages, OURS, number)
             checkpoints.plot(figures, packages, PAGE.parent / "img" / "checkpoint.png")
+        elif case == "big_models":
+            megabytes = max(arguments.sizes or [big_models.MEGABYTES])
+            two = {name: interpreters[name] for name in packages[:2]}  # the newest peer
+            figures = big_models.run(two, arguments.rounds, megabytes, measure, OURS)
+            text = big_models.table(figures, list(two), OURS, number)
+            extra = {"megabytes": megabytes}
+            big_models.plot(figures, list(two), OURS, PAGE.parent / "img" / "big_models.png")
         elif case == "double_prepare":
             figures = double_prepare(interpreters, arguments.rounds, arguments.sizes or SIZES_MB)
             text = double_prepare_table(figures, packages)
@@ -264,7 +284,9 @@ def main():
             text = table(figures, packages)
             bars(case, figures, packages)
         print(f"\n{case}\n{text}", flush=True)
-        (RESULTS / f"{case}.json").write_text(json.dumps({"figures": figures, "table": text}, indent=1) + "\n")
+        (RESULTS / f"{case}.json").write_text(
+            json.dumps({**extra, "figures": figures, "table": text}, indent=1) + "\n"
+        )
     write_page()
 
 
