@@ -350,7 +350,8 @@ def test_a_host_that_is_cut_off_ends_the_run_by_name(hosts, tmp_path):
     assert status == 1 and re.search(r"machine 0 \(.*10\.213\.77\.1\) has not answered for \d+ s", err), err
 
 
-@pytest.mark.parametrize("how", ["cable", pytest.param("reboot", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["cable", "reboot"])
 def test_a_host_that_comes_back_resumes_the_run(hosts, tmp_path, how):
     hosts, job = hosts
     folder = tmp_path / "saved"

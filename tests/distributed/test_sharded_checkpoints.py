@@ -8,6 +8,7 @@ import pytest
 SCRIPT = "check_sharded_checkpoints.py"
 
 
+@pytest.mark.slow
 def test_other_strategies_and_numbers_of_ranks(launch):
     checks = [
         "each_strategy_reads_what_the_others_write",

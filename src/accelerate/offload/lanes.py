@@ -86,12 +86,17 @@ class PageLane(Lane):
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self.worth_waiting = False
+        self._mapped: set[int] = set()
 
     def bring(self, weights: Weights) -> None:
         """Have the pages present."""
-        self.worth_waiting = not all(is_resident(tensor) for tensor, _ in weights.values())
-        for tensor, _ in weights.values():
-            read_pages(tensor)
+        resident = {name: is_resident(tensor) for name, (tensor, _) in weights.items()}
+        self.worth_waiting = not all(resident.values())
+        for name, (tensor, _) in weights.items():
+            # Going through pages that are mapped already would only take time from who computes.
+            if not resident[name] or tensor.data_ptr() not in self._mapped:
+                read_pages(tensor)
+                self._mapped.add(tensor.data_ptr())
 
     def unforeseen(self, read: Callable[[], Weights]) -> None:
         """Have the pages present, if the disk has to be waited for anyway."""

@@ -77,10 +77,12 @@ def load_and_quantize_model(
             checkpoint does not fit the model, or lacks some of its weights.
 
     Example:
-        >>> config = BnbQuantizationConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-        >>> with init_empty_weights():
-        ...     model = build_model()
-        >>> model = load_and_quantize_model(model, config, "checkpoint")
+        With bitsandbytes installed, and a checkpoint of the model in a folder::
+
+            config = BnbQuantizationConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+            with init_empty_weights():
+                model = build_model()
+            model = load_and_quantize_model(model, config, "checkpoint")
 
     Source: LLM.int8() (arXiv 2208.07339), QLoRA (arXiv 2305.14314)
     """

@@ -117,6 +117,7 @@ _ALL = (
         (4,),
         lambda: {"fsdp_plugin": _fsdp(2), "parallelism_config": _mesh(dp_replicate=2, dp_shard=2)},
         part=1 / 2,
+        slow=(4,),
     ),
     _overlay("tp", False, 2, tp=2),
     _overlay("fsdp2-tp", True, 4, dp_shard=2, tp=2),
