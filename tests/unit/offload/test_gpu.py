@@ -9,7 +9,7 @@ from accelerate.hooks import remove_hook_from_submodules
 from accelerate.offload.lanes import StreamLane
 from accelerate.utils import compute_module_sizes, infer_auto_device_map
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
 @pytest.fixture
