@@ -5,13 +5,13 @@
 
 PYTHON ?= python3
 VENV   := .venv
-PEER   := .venv-peer-interop
+# The peer's wheel, unpacked: a program that finds it first on its path runs on it, with the libraries of .venv.
+PEER   := .cache/peer/1.15.0
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 PYTEST := $(BIN)/python -m pytest
 # Tests run in this many processes at a time; 0 runs them in pytest's own.
 WORKERS ?= 2
-PEER_VERSION := 1.15.0
 # The releases that src/transformers_patch/registry.py says it is tested with, each in an environment of its own.
 TRANSFORMERS_VERSIONS := 4.46.3 4.57.6 5.0.0 5.23.0
 TRANSFORMERS_TESTS := tests/unit/transformers_patch tests/interop/test_transformers_patch.py \
@@ -20,7 +20,6 @@ TRANSFORMERS_TESTS := tests/unit/transformers_patch tests/interop/test_transform
 UPSTREAM_SOURCES := accelerate-1.12.0 accelerate-1.15.0 transformers-4.57.6 transformers-5.23.0
 UPSTREAM_READY := $(VENV)/.ready-interop $(PEER)/.ready .venv-transformers-4.57.6/.ready \
 	$(UPSTREAM_SOURCES:%=.cache/upstream/%/.ready)
-INTEROP_LIBRARIES := transformers trl peft diffusers sentence-transformers datasets optuna bitsandbytes
 
 # Two processes on two cores: one thread each, or they fight for the cores.
 export OMP_NUM_THREADS ?= 1
@@ -29,7 +28,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo quality style test test-slow test-gpu test-interop test-transformers \
-	test-upstream test-crash bench bench-peer docs reference interface clean
+	test-upstream test-crash bench bench-peer docs reference size interface clean
 .DELETE_ON_ERROR:
 # Stamps made by pattern rules are no intermediate files: without them every environment would be made again.
 .PRECIOUS: .venv-transformers-%/.ready .cache/upstream/%/.ready
@@ -75,10 +74,8 @@ $(VENV)/.ready-bench: $(VENV)/.ready
 	$(PIP) -e '.[benchmarks]'
 	@touch $@
 
-$(PEER)/.ready: constraints.txt
-	$(PYTHON) -m venv $(PEER)
-	$(PEER)/bin/python -m pip --disable-pip-version-check install --quiet -c constraints.txt \
-		accelerate==$(PEER_VERSION) $(INTEROP_LIBRARIES)
+$(PEER)/.ready: $(VENV)/.python
+	$(PIP) --no-deps --target $(PEER) accelerate==$(notdir $(PEER))
 	@touch $@
 
 setup: $(VENV)/.ready ## make .venv with the package (editable) and the development tools
@@ -95,7 +92,7 @@ style: $(VENV)/.ready ## let the linter and the formatter repair what they can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-test: $(VENV)/.ready-interop ## unit, architecture, distributed and interop tests
+test: $(VENV)/.ready-interop $(PEER)/.ready ## unit, architecture, distributed and interop tests
 	$(PYTEST) -n $(WORKERS) --dist loadgroup -m 'not slow and not gpu' tests $(ARGS)
 
 test-slow: $(VENV)/.ready-interop $(PEER)/.ready ## the tests marked slow
@@ -104,7 +101,7 @@ test-slow: $(VENV)/.ready-interop $(PEER)/.ready ## the tests marked slow
 test-gpu: $(VENV)/.ready ## the tests marked gpu; needs one GPU, some need two
 	$(PYTEST) -m gpu tests $(ARGS)
 
-test-interop: $(VENV)/.ready-interop ## the interop tests alone
+test-interop: $(VENV)/.ready-interop $(PEER)/.ready ## the interop tests alone
 	$(PYTEST) -m 'not slow and not gpu' tests/interop $(ARGS)
 
 test-transformers: $(TRANSFORMERS_VERSIONS:%=test-transformers-%) ## the shim against each release of transformers it supports
@@ -129,6 +126,9 @@ docs: $(VENV)/.ready-docs ## build the documentation into site/
 
 reference: $(VENV)/.ready ## write docs/reference/cli.md from the option table and the parsers
 	$(BIN)/python tools/cli_reference.py
+
+size: $(VENV)/.ready ## lines of code of each folder, and the calls and files of the usual walks
+	$(BIN)/python tools/size.py $(ARGS)
 
 interface: $(VENV)/.ready ## how much of the recorded interface is offered; ARGS=--missing lists the gaps
 	$(BIN)/python tests/architecture/check_api.py $(ARGS)

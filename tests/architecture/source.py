@@ -3,11 +3,14 @@
 import ast
 import dataclasses
 import functools
+import io
 import pathlib
+import tokenize
 from collections.abc import Iterator
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SRC = ROOT / "src"
+SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +33,19 @@ def files(package: str = "accelerate") -> tuple[pathlib.Path, ...]:
 def tree(path: pathlib.Path) -> ast.Module:
     """Return the syntax tree of a file."""
     return ast.parse(path.read_text("utf-8"), str(path))
+
+
+def code_lines(path: pathlib.Path) -> set[int]:
+    """Return the numbers of the lines that hold code: no blank lines, no comments, no docstrings."""
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text("utf-8")).readline):
+        if token.type not in SILENT:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    documented = (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    for node in ast.walk(tree(path)):
+        if isinstance(node, documented) and ast.get_docstring(node, clean=False):
+            lines.difference_update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    return lines
 
 
 def module_name(path: pathlib.Path) -> str:

@@ -3,17 +3,21 @@
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 SCRIPTS = Path(__file__).parent / "scripts"
 ROOT = Path(__file__).parents[2]
-PEER = ROOT / ".venv-peer-interop" / "bin" / "python"
+# The peer's wheel, unpacked by `make`: a program that finds it first on its path runs on it.
+PEER = ROOT / ".cache" / "peer" / "1.15.0"
+NO_PEER = "the peer's wheel is not there; `make test` fetches it"
 LIMIT_S = 400
 
 
-def starter(python: str, processes: int, ours: bool) -> list[str]:
+def starter(processes: int, ours: bool) -> list[str]:
     """Return the command that starts a program on so many processes; the program follows."""
+    python = sys.executable
     if processes == 1:
         return [python]
     if ours:
@@ -32,6 +36,12 @@ def finished(command: list[str], code: int = 0, cwd: Path | None = None, **varia
     return done
 
 
+def on_peer(variables: dict[str, str] | None = None) -> dict[str, str]:
+    """Return environment variables with which a program runs on the peer's package."""
+    paths = [*filter(None, [(variables or {}).get("PYTHONPATH")]), str(PEER)]
+    return {**(variables or {}), "PYTHONPATH": os.pathsep.join(paths)}
+
+
 def last_figures(done: Any) -> dict[str, Any]:
     """Return the figures that a program has printed last, and what it wrote to stderr."""
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"')]
@@ -40,9 +50,9 @@ def last_figures(done: Any) -> dict[str, Any]:
 
 
 def figures(
-    python: str, script: str, folder: Path, processes: int, ours: bool, *arguments: str, **variables: str
+    script: str, folder: Path, processes: int, ours: bool, *arguments: str, **variables: str
 ) -> dict[str, Any]:
-    """Run a script and return the figures it prints."""
+    """Run a script on this package or on the peer's, and return the figures it prints."""
     folder.mkdir(parents=True, exist_ok=True)
-    command = [*starter(python, processes, ours), str(SCRIPTS / script), str(folder), *arguments]
-    return last_figures(finished(command, **variables))
+    command = [*starter(processes, ours), str(SCRIPTS / script), str(folder), *arguments]
+    return last_figures(finished(command, **(variables if ours else on_peer(variables))))

@@ -1,7 +1,6 @@
 """Models of transformers and diffusers give the same bits offloaded as whole: on the CPU, on disk, cut anywhere."""
 
 import importlib.util
-import sys
 
 import pytest
 
@@ -24,7 +23,7 @@ def outcomes_of(folder, *checks, **variables):
     for name in ("transformers", "diffusers"):
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"{name} is not installed; `make setup` installs it")
-    return figures(sys.executable, "big_models.py", folder, 1, True, *checks, **variables)["checks"]
+    return figures("big_models.py", folder, 1, True, *checks, **variables)["checks"]
 
 
 @pytest.fixture(scope="module")

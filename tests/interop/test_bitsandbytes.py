@@ -1,12 +1,10 @@
 """Models that transformers quantises with bitsandbytes, on the CPU: loaded, offloaded to disk, trained with adapters."""
 
 import importlib.util
-import subprocess
-import sys
 
 import pytest
 
-from interop.programs import PEER, figures
+from interop.programs import NO_PEER, PEER, figures
 
 pytestmark = pytest.mark.interop
 
@@ -24,7 +22,7 @@ def need(*names):
 def checks(tmp_path_factory):
     """What every quick check found, in one process."""
     need()
-    return figures(sys.executable, SCRIPT, tmp_path_factory.mktemp("bnb"), 1, True, *QUICK)["checks"]
+    return figures(SCRIPT, tmp_path_factory.mktemp("bnb"), 1, True, *QUICK)["checks"]
 
 
 @pytest.mark.parametrize("bits", ["8", "4"])
@@ -49,14 +47,13 @@ def test_offloaded_to_disk_it_gives_the_same_bits(bits, checks):
 @pytest.mark.parametrize("bits", ["8", "4"])
 def test_adapters_train_on_it(bits, tmp_path):
     need("peft")
-    found = figures(sys.executable, SCRIPT, tmp_path, 1, True, f"lora {bits}")["checks"][f"lora {bits}"]
+    found = figures(SCRIPT, tmp_path, 1, True, f"lora {bits}")["checks"][f"lora {bits}"]
     assert found["same weights"] and found["losses"][-1] < found["losses"][0]
 
 
 @pytest.mark.slow
 def test_tokens_equal_the_peers(checks, tmp_path):
-    probe = [str(PEER), "-c", "import bitsandbytes"]
-    if not PEER.exists() or subprocess.run(probe, capture_output=True).returncode:
-        pytest.skip("the peer's environment, or bitsandbytes in it, is not there; `make bench-peer` makes it")
-    theirs = figures(str(PEER), SCRIPT, tmp_path, 1, False, "tokens")["checks"]
+    if not PEER.exists():
+        pytest.skip(NO_PEER)
+    theirs = figures(SCRIPT, tmp_path, 1, False, "tokens")["checks"]
     assert theirs["tokens"] == checks["tokens"]

@@ -10,7 +10,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.config.sagemaker import ask_sagemaker
 from accelerate.launch import hardware
 from accelerate.launch.hardware import Hardware
-from interop.programs import PEER, finished
+from interop.programs import NO_PEER, PEER, finished, on_peer
 from unit.commands.config.conftest import AtRandom
 
 pytestmark = pytest.mark.interop
@@ -31,13 +31,13 @@ print(json.dumps(found))
 OURS = "numa_affinity"
 
 
-def read_by(python, paths):
-    return json.loads(finished([python, "-c", READER, *paths]).stdout.splitlines()[-1])
+def read_by(variables, paths):
+    return json.loads(finished([sys.executable, "-c", READER, *paths], **variables).stdout.splitlines()[-1])
 
 
 def test_the_peer_reads_what_we_write(tmp_path, monkeypatch):
     if not PEER.exists():
-        pytest.skip("the peer's environment is not there; `make bench-peer` makes it")
+        pytest.skip(NO_PEER)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.json").write_text("{}")
     paths = []
@@ -53,6 +53,6 @@ def test_the_peer_reads_what_we_write(tmp_path, monkeypatch):
             paths.append(str(config.save(tmp_path / f"sagemaker{seed}.yaml")))
     kinds = {load_config_from_file(path).to_dict()["distributed_type"] for path in paths}
     assert kinds >= {"NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA", "DATA_PARALLEL"}
-    theirs, ours = read_by(str(PEER), paths), read_by(sys.executable, paths)
+    theirs, ours = read_by(on_peer(), paths), read_by({}, paths)
     for path in paths:
         assert theirs[path] == ours[path], path

@@ -1,11 +1,10 @@
 """transformers, PEFT, diffusers and sentence-transformers offload models with this package, as with the peer's."""
 
 import importlib.util
-import sys
 
 import pytest
 
-from interop.programs import PEER, figures
+from interop.programs import NO_PEER, PEER, figures
 
 pytestmark = pytest.mark.interop
 # Tests of one process; each runs the script once.
@@ -40,8 +39,8 @@ PEER_FAILS = {
 }
 
 
-def outcomes_of(python, folder, ours):
-    return figures(python, "big_libraries.py", folder, 1, ours)["checks"]
+def outcomes_of(folder, ours):
+    return figures("big_libraries.py", folder, 1, ours)["checks"]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +48,7 @@ def outcomes(tmp_path_factory):
     for name in ("transformers", "peft", "diffusers", "sentence_transformers"):
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"{name} is not installed; `make setup` installs it")
-    return outcomes_of(sys.executable, tmp_path_factory.mktemp("big_libraries"), ours=True)
+    return outcomes_of(tmp_path_factory.mktemp("big_libraries"), ours=True)
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -64,8 +63,8 @@ def test_every_check_is_named_here(outcomes):
 @pytest.mark.slow
 def test_facts_equal_the_peers(outcomes, tmp_path):
     if not PEER.exists():
-        pytest.skip("the peer's environment is not there; `make bench-peer` makes it")
-    theirs = outcomes_of(str(PEER), tmp_path, ours=False)
+        pytest.skip(NO_PEER)
+    theirs = outcomes_of(tmp_path, ours=False)
     failing = [check for check in CHECKS if theirs[check]["error"] is not None]
     assert failing == [check for check in CHECKS if check in PEER_FAILS], [theirs[check]["error"] for check in failing]
     for check in CHECKS:

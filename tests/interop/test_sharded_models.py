@@ -24,7 +24,7 @@ def launched(tmp_path):
     """Run a script on two processes under our launcher, and return what it wrote to stderr."""
 
     def run(script, *arguments):
-        result = figures(sys.executable, script, tmp_path, 2, True, *arguments)
+        result = figures(script, tmp_path, 2, True, *arguments)
         assert result["passed"]
         return result["stderr"]
 
@@ -47,7 +47,7 @@ def test_trainer_trains_sharded_and_resumes(launched):
 @pytest.mark.slow
 def test_example_stops_and_goes_on(tmp_path):
     wrapping = ["--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP", "--fsdp_transformer_layer_cls_to_wrap", "Block"]
-    launch = [*starter(sys.executable, 2, True), "--use_fsdp", "--fsdp_version", "2", *wrapping]
+    launch = [*starter(2, True), "--use_fsdp", "--fsdp_version", "2", *wrapping]
     example = [str(ROOT / "examples" / "fsdp2.py"), "--checkpoint_dir", str(tmp_path / "out")]
     stopped = finished([*launch, *example, "--stop_after", "40"], cwd=tmp_path).stdout
     whole, here = map(int, re.search(r"parameters: (\d+), of which this process holds (\d+)", stopped).groups())

@@ -13,7 +13,7 @@ import sys
 
 import pytest
 
-from interop.programs import PEER, ROOT, SCRIPTS, figures, finished, last_figures, starter
+from interop.programs import NO_PEER, PEER, ROOT, SCRIPTS, figures, finished, last_figures, on_peer, starter
 
 pytestmark = [
     pytest.mark.interop,
@@ -44,7 +44,7 @@ def shim_alone(tmp_path_factory):
 def package(request):
     """Whose accelerate the programs run on."""
     if request.param == "peer" and not PEER.exists():
-        pytest.skip("the peer's environment is not there; `make bench-peer` makes it")
+        pytest.skip(NO_PEER)
     return request.param
 
 
@@ -57,22 +57,22 @@ def processes(request):
 def start(package, processes, request):
     """Return what starts a program, and the environment variables that it needs."""
     if package == "ours":
-        return starter(sys.executable, processes, ours=True), {}
+        return starter(processes, ours=True), {}
     target = request.getfixturevalue("shim_alone")
-    return starter(str(PEER), processes, ours=False), {"PYTHONPATH": str(target)}
+    return starter(processes, ours=False), on_peer({"PYTHONPATH": str(target)})
 
 
 @pytest.fixture(scope="module")
 def outcome(package, processes, start, tmp_path_factory):
     """Return the figures of a program, which runs once for all tests that ask for it."""
-    python, variables, done = start[0][0], start[1], {}
+    variables, done = start[1], {}
 
     def outcome(script, *arguments):
         key = (script, *arguments)
         if key not in done:
             folder = tmp_path_factory.mktemp("out")
             try:
-                done[key] = figures(python, script, folder, processes, package == "ours", *arguments, **variables)
+                done[key] = figures(script, folder, processes, package == "ours", *arguments, **variables)
             except AssertionError as error:
                 done[key] = error
         if isinstance(done[key], AssertionError):
@@ -283,5 +283,5 @@ def test_the_patch_alone_runs_on_the_peers_accelerate(start, shim_alone):
     command, variables = start
     show = "import accelerate, transformers_patch as t; print(accelerate.__version__, accelerate.__file__, t.__file__)"
     version, theirs, ours = finished([*command, "-c", show], **variables).stdout.split()
-    assert version == "1.15.0" and theirs.startswith(str(PEER.parent.parent))
+    assert version == "1.15.0" and theirs.startswith(str(PEER))
     assert ours.startswith(str(shim_alone)) and not (shim_alone / "accelerate").exists()

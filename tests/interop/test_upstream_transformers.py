@@ -1,7 +1,7 @@
 """The pull request for transformers, proved on upstream's own sources with upstream's accelerate 1.15.0, two processes.
 
 Needed: the unpacked sources (`make test-upstream`; another folder: `UPSTREAM_SOURCES_DIR=DIR`), and for each release an
-environment with its dependencies: `.venv-transformers-4.57.6` and `.venv-peer-interop`, or another one named by
+environment with its dependencies: `.venv-transformers-4.57.6` and `.venv`, or another one named by
 `TRANSFORMERS_ENVIRONMENTS=4.57.6=DIR,5.23.0=DIR`. What is not there is skipped. Which transformers and accelerate the
 environment holds does not matter: the unpacked ones stand before them on PYTHONPATH, and every program says what it ran.
 """
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 SOURCES = Path(os.environ.get("UPSTREAM_SOURCES_DIR", ROOT / ".cache" / "upstream"))
 ENVIRONMENTS = {
     "4.57.6": ROOT / ".venv-transformers-4.57.6",
-    "5.23.0": ROOT / ".venv-peer-interop",
+    "5.23.0": ROOT / ".venv",
     **{
         version: Path(folder)
         for version, _, folder in (
