@@ -4,7 +4,7 @@ The package imports nothing heavy by itself, so that ``accelerate --help`` and `
 looked up in its home module at the first access (PEP 562).
 """
 
-from accelerate._lazy import front
+from accelerate._lazy import front as _front
 
 __version__ = "1.15.0+fork.1"
 
@@ -36,4 +36,4 @@ _SUBMODULES = (
     "tracking utils"
 )
 
-__getattr__, __dir__, __all__ = front(__name__, _HOMES, _SUBMODULES.split(), eager=["__version__"])
+__getattr__, __dir__, __all__ = _front(__name__, _HOMES, _SUBMODULES.split(), eager=["__version__"])

@@ -45,7 +45,10 @@ def front(
             setattr(sys.modules[package], name, value)  # the next look-up is an ordinary attribute access
             return value
         if name in modules:
-            return importlib.import_module(f"{package}.{name}")
+            try:
+                return importlib.import_module(f"{package}.{name}")
+            except ModuleNotFoundError as error:  # of an optional library; `hasattr` and `inspect` ask for every name
+                raise AttributeError(f"module {package!r} cannot give {name!r}: {error}") from error
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     def listed() -> list[str]:

@@ -188,6 +188,7 @@ class Accelerator:
     ) -> None:
         # 1. Arguments and environment become settings.
         self.trackers: list[GeneralTracker] = []
+        self._finished_trackers: list[GeneralTracker] = []
         self.project_configuration = setup.project(project_config, project_dir)
         if mixed_precision is not None:
             mixed_precision = precision(mixed_precision).name
@@ -262,6 +263,10 @@ class Accelerator:
     def __getstate__(self) -> dict[str, Any]:
         # Weak references belong to this process; a copy starts with what its own lists hold.
         return {key: value for key, value in self.__dict__.items() if key != "_registry"}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Accelerator":
+        # A copied trainer takes part in the same run as the one it was copied from.
+        return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -399,9 +404,8 @@ class Accelerator:
 
     @property
     def should_save_model(self) -> bool:
-        """Whether this rank takes part in saving the model's weights."""
-        layout = self.parallelism_config
-        return layout is None or not layout.tp_enabled or self.is_main_process
+        """Whether this rank writes weights that all ranks have: the first process of each machine."""
+        return self.is_local_main_process
 
     @property
     def deepspeed_plugin(self) -> Any:
@@ -410,7 +414,7 @@ class Accelerator:
 
     @property
     def fp8_backend(self) -> FP8BackendType:
-        """The library that computes in fp8, ``FP8BackendType.NO`` when none does."""
+        """The library that computes in fp8, or would: ``FP8BackendType.NO`` where nothing asks for one."""
         return self._fp8_backend
 
     @property
@@ -442,19 +446,19 @@ class Accelerator:
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """This rank's place in the tensor-parallel dimension of the mesh.
+        """This rank's place in the tensor-parallel dimension of the mesh; 0 where its size is 1.
 
         Raises:
-            RuntimeError: There is no such dimension.
+            RuntimeError: There is no ``parallelism_config``.
         """
         return prepare.mesh_rank(self, "tp", "Tensor parallelism")
 
     @property
     def context_parallel_rank(self) -> int:
-        """This rank's place in the context-parallel dimension of the mesh.
+        """This rank's place in the context-parallel dimension of the mesh; 0 where its size is 1.
 
         Raises:
-            RuntimeError: There is no such dimension.
+            NotImplementedError: There is no ``parallelism_config``.
         """
         return prepare.mesh_rank(self, "cp", "Context parallelism")
 
@@ -469,19 +473,19 @@ class Accelerator:
 
     @property
     def data_parallel_rank(self) -> int:
-        """This rank's place in the replicating data-parallel dimension of the mesh.
+        """This rank's place in the replicating data-parallel dimension of the mesh; 0 where its size is 1.
 
         Raises:
-            RuntimeError: There is no such dimension.
+            RuntimeError: There is no ``parallelism_config``.
         """
         return prepare.mesh_rank(self, "dp_replicate", "Data parallelism")
 
     @property
     def data_parallel_shard_rank(self) -> int:
-        """This rank's place in the sharding data-parallel dimension of the mesh.
+        """This rank's place in the sharding data-parallel dimension of the mesh; 0 where its size is 1.
 
         Raises:
-            RuntimeError: There is no such dimension.
+            RuntimeError: There is no ``parallelism_config``.
         """
         return prepare.mesh_rank(self, "dp_shard", "Shard-based data parallelism")
 
@@ -1000,11 +1004,11 @@ class Accelerator:
         return collectives.gather_for_metrics(self, input_data, use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Sum or average tensors over all ranks. All ranks.
+        """Sum or average tensors over all ranks, or take the largest values. All ranks.
 
         Args:
             tensor: Nested tensors of the same shapes on every rank.
-            reduction: ``"sum"``, ``"mean"``, or ``"none"``.
+            reduction: ``"sum"``, ``"mean"``, ``"max"``, or ``"none"``, which is a sum.
             scale: Factor of the result on XLA devices, as in the recorded interface; elsewhere one that is not 1 warns.
 
         Example:
@@ -1123,7 +1127,7 @@ class Accelerator:
             **save_model_func_kwargs: Passed to the strategy's own saving of models.
 
         Returns:
-            Where it is, or will be.
+            Where it is, or will be: the path as it was given.
 
         Raises:
             ValueError: There is no folder to write to, or the next one exists already.
@@ -1308,7 +1312,7 @@ class Accelerator:
         tracking.init_trackers(self, project_name, config, init_kwargs)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """Return a running tracker.
+        """Return a tracker that was started, after ``end_training()`` too.
 
         Args:
             name: Its name, such as ``"tensorboard"``.

@@ -168,8 +168,8 @@ class AlignDevicesHook(ModelHook):
             set_module_tensor_to_device(module, name, "meta")
         if self.execution_device is not None:
             # What is not offloaded lives where forward needs it.
-            for name, tensor in tensors.items():
-                if name not in offloaded and tensor.device.type != "meta":
+            for name in tensors:
+                if name not in offloaded:
                     self._place(module, name, self.execution_device)
         return module
 
@@ -546,7 +546,8 @@ class _BlockPlan:
             offload_buffers=self.offload_buffers if offloaded else False,
             **self.common,
         )
-        add_hook_to_module(module, hook, append=True)
+        # The root's hook is that of the last dispatch; one below it may be another library's.
+        add_hook_to_module(module, hook, append=name != "")
 
     def _offload_block(self, module: nn.Module, name: str) -> None:
         device = self.devices[name]

@@ -28,22 +28,27 @@ def generate_device_map(
         num_processes: Number of stages. One: everything on the CPU.
         no_split_module_classes: Names of classes whose instances stay in one stage. None: what ``_no_split_modules`` of a
             transformers model says.
-        max_memory: The most that each stage may take, as for `infer_auto_device_map`. None: the largest stage is as small as
-            can be.
+        max_memory: The most that each of several stages may take, as for `infer_auto_device_map`. None: the largest stage is
+            as small as can be.
 
     Returns:
         Module name to stage.
 
     Raises:
-        ValueError: The model has fewer modules than there are stages.
+        ValueError: The model has fewer modules than there are stages, or there is no stage.
 
     Example:
         >>> generate_device_map(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 2)
         {'0': 0, '1': 1}
     """
+    if num_processes < 1:
+        raise ValueError(
+            f"num_processes={num_processes}: a model has at least one stage. Give the number of processes."
+        )
     if num_processes == 1 or max_memory is not None:
+        budgets = None if num_processes == 1 else max_memory
         return infer_auto_device_map(
-            model, max_memory=max_memory, no_split_module_classes=no_split_module_classes, clean_result=False
+            model, max_memory=budgets, no_split_module_classes=no_split_module_classes, clean_result=False
         )
     stages = _even_stages(model, num_processes, no_split_module_classes)
     return {name: number for number, units in enumerate(stages) for unit in units for name in unit.names}
@@ -136,7 +141,7 @@ def find_pippy_batch_size(args: Sequence[Any] | None, kwargs: Mapping[str, Any] 
         >>> find_pippy_batch_size((torch.ones(3, 2),), {})
         3
     """
-    for value in [*(args or ()), *(kwargs or {}).values()]:
+    for value in [*(() if args is None else args), *(kwargs or {}).values()]:
         if isinstance(value, torch.Tensor) and value.dim() == 0:
             continue
         size = ignorant_find_batch_size(value)

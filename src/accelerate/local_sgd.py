@@ -26,7 +26,8 @@ class LocalSGD:
     Args:
         accelerator: The Accelerator.
         model: The prepared model.
-        local_sgd_steps: The weights are averaged at every call of ``step`` that is a multiple of it, and at the end.
+        local_sgd_steps: The weights are averaged at every call of ``step`` that is a multiple of it, and at the end. Where
+            ``enabled`` is False it may be None.
         enabled: False makes all of it do nothing, so that the same loop trains with and without.
 
     Raises:
@@ -46,7 +47,7 @@ class LocalSGD:
     """
 
     def __init__(
-        self, accelerator: "Accelerator", model: nn.Module, local_sgd_steps: int, enabled: bool = True
+        self, accelerator: "Accelerator", model: nn.Module, local_sgd_steps: int | None, enabled: bool = True
     ) -> None:
         backend = resolve(accelerator.state)
         if enabled and backend.name not in ("single", "ddp"):
@@ -54,7 +55,7 @@ class LocalSGD:
                 f"LocalSGD averages replicas, and with the strategy {backend.name!r} a rank has no replica of its own. "
                 "Use plain data parallelism, or enabled=False."
             )
-        if local_sgd_steps < 1:
+        if enabled and (local_sgd_steps is None or local_sgd_steps < 1):
             raise ValueError(f"local_sgd_steps={local_sgd_steps!r} is not a positive number of steps.")
         self.enabled = enabled and accelerator.num_processes > 1
         self.accelerator = accelerator

@@ -14,10 +14,9 @@ class MultiProcessAdapter(logging.LoggerAdapter):
     """A logger whose methods take two more arguments.
 
     - `main_process_only` (default True): log on the main process only.
-    - `in_order` (default False, with `main_process_only=False`): log on all processes, one after the other. Every rank must
-      call it then.
+    - `in_order` (default False): log on all processes, one after the other. Every rank must call it then.
 
-    Each message starts with the rank that logs it.
+    Each message starts with the rank that logs it, which `process` puts there; a subclass may override that.
     """
 
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
@@ -32,30 +31,32 @@ class MultiProcessAdapter(logging.LoggerAdapter):
                 "This logger needs to know which process it runs in. Build `Accelerator()` or `PartialState()` before it logs."
             )
         main_process_only = kwargs.pop("main_process_only", True)
-        in_order = kwargs.pop("in_order", False)
-        # This frame lies between the caller and the logger, and must not pass for the caller.
-        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
-        rank = state["process_index"]
-        if in_order and not main_process_only:
+        if kwargs.pop("in_order", False):
             communicator = comm.for_type(state["distributed_type"])
             for turn in range(state["num_processes"]):
-                if turn == rank:
-                    self._emit(rank, level, msg, args, kwargs)
+                if turn == state["process_index"]:
+                    self._emit(level, msg, args, kwargs)
                 communicator.barrier()
-        elif rank == 0 or not main_process_only:
-            self._emit(rank, level, msg, args, kwargs)
+        elif self._should_log(main_process_only):
+            self._emit(level, msg, args, kwargs)
 
-    def _emit(self, rank: int, level: int, msg: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _emit(self, level: int, msg: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.isEnabledFor(level):
             msg, kwargs = self.process(msg, kwargs)
-            kwargs["stacklevel"] += 1
-            self.logger.log(level, f"[RANK {rank}] {msg}", *args, **kwargs)
+            # Two frames lie between the caller and the logger, and must not pass for the caller.
+            kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 2
+            self.logger.log(level, msg, *args, **kwargs)
+
+    @staticmethod
+    def _should_log(main_process_only: bool) -> bool:
+        """Say whether this rank logs. A subclass may override it."""
+        return not main_process_only or storage.process.current["process_index"] == 0
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        """Return message and arguments as the logger takes them; an `extra` of the call joins the adapter's own."""
+        """Return message and arguments as the logger takes them: with the rank, and an `extra` joined to the adapter's own."""
         if self.extra:
             kwargs["extra"] = {**self.extra, **(kwargs.get("extra") or {})}
-        return msg, kwargs
+        return f"[RANK {storage.process.current['process_index']}] {msg}", kwargs
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019 - loggers live as long as the process
     def warning_once(self, *args: Any, **kwargs: Any) -> None:
@@ -81,7 +82,7 @@ def get_logger(name: str, log_level: str | int | None = None) -> MultiProcessAda
         >>> logger.warning("once per process", main_process_only=False)
     """
     if log_level is None:
-        log_level = os.environ.get("ACCELERATE_LOG_LEVEL")
+        log_level = os.environ.get("ACCELERATE_LOG_LEVEL", "").strip() or None
     logger = logging.getLogger(name)
     if log_level is not None:
         level = log_level.upper() if isinstance(log_level, str) else log_level

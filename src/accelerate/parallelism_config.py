@@ -1,7 +1,6 @@
 """Which ranks do what: the sizes of the parallel dimensions, and the device mesh that they span."""
 
 import math
-import os
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -10,7 +9,7 @@ from accelerate.config.parallel import (
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
 )
-from accelerate.config.values import to_int
+from accelerate.config.values import setting, to_int
 from accelerate.utils.constants import (
     BETA_CP_AVAILABLE_PYTORCH_VERSION,
     BETA_TP_AVAILABLE_PYTORCH_VERSION,
@@ -75,7 +74,7 @@ class ParallelismConfig:
             name = f"{axis}_size"
             given = getattr(self, name)
             if given is None:
-                given = os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", 1)
+                given = setting(None, f"PARALLELISM_CONFIG_{name.upper()}", 1)
             size = to_int(given, name)
             if size < 1:
                 raise ValueError(f"{name} is {size}; it must be at least 1.")
@@ -88,7 +87,7 @@ class ParallelismConfig:
 
     def _resolve_backend(self, name: str, known: tuple[str, ...]) -> None:
         value = getattr(self, name)
-        value = os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", known[0]) if value is None else value
+        value = setting(None, f"PARALLELISM_CONFIG_{name.upper()}", known[0]) if value is None else value
         if value not in known:
             raise ValueError(f"{name} is {value!r}; choose {' or '.join(map(repr, known))}.")
         setattr(self, name, value)

@@ -36,6 +36,9 @@ class SharedDict:
     def __init__(self, slot: storage.Slot) -> None:
         self.slot = slot
 
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.slot.shown_as(owner, name)
+
     def __get__(self, instance: Any, owner: type | None = None) -> dict[str, Any]:
         return self.slot.current if instance is None else instance.__dict__
 
@@ -258,6 +261,7 @@ class PartialState(ProcessView):
         True
     """
 
+    __module__ = "accelerate.state"  # the path in pickles
     _shared_state: ClassVar[Any] = SharedDict(storage.process)
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
@@ -295,7 +299,7 @@ class PartialState(ProcessView):
             whereabouts.watch(dist.distributed_c10d._get_default_store(), ranks.rank, ranks.world_size)
         self._cpu = cpu
         self.backend = backend
-        self.device = _place(hardware, ranks, abilities.distributed)
+        self.device = _place(hardware, ranks.local_rank, abilities.distributed)
         self.debug = parse_flag_from_env("ACCELERATE_DEBUG_MODE")
         self.distributed_type = distributed_type
         self.num_processes = ranks.world_size
@@ -351,7 +355,11 @@ class PartialState(ProcessView):
         return torch.device(detect().type)
 
     def set_device(self) -> None:
-        """Make the state's device the current one of this process."""
+        """Make the state's device the current one of this process; where it is None, choose it anew."""
+        if self.device is None:
+            distributed = traits.of(self.distributed_type).distributed
+            hardware = device_for(self._cpu, self.backend) if distributed else detect(self._cpu)
+            self.device = _place(hardware, self.local_process_index, distributed)
         row(self.device.type).set(self.device.index or 0)
 
 
@@ -482,13 +490,13 @@ def _join(backend: str | None, hardware: Device, settings: dict[str, Any]) -> re
     return ranks
 
 
-def _place(hardware: Device, ranks: rendezvous.Ranks, distributed: bool) -> torch.device:
+def _place(hardware: Device, local_rank: int, distributed: bool) -> torch.device:
     """Choose this process's device and make it current."""
-    wanted = os.environ.get("ACCELERATE_TORCH_DEVICE")
+    wanted = os.environ.get("ACCELERATE_TORCH_DEVICE", "").strip()
     if wanted and hardware.type == row(wanted).type:
         device = torch.device(wanted)
     elif distributed:
-        device = hardware.torch_device(ranks.local_rank)
+        device = hardware.torch_device(local_rank)
     else:
         # Without an index a lone process follows torch's own choice, which `torch.cuda.device(...)` may change.
         return torch.device(hardware.type) if hardware.type != "xla" else hardware.current()

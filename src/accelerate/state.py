@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 import weakref
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -141,6 +142,10 @@ class AcceleratorState(ProcessView):
             self._check_plugins(plugins)
             self._check_layout(dynamo_plugin, parallelism_config)
             _check_unchanged(self, _settings(kwargs))
+            if not storage.process.current:
+                PartialState(
+                    self.__dict__.get("_cpu", cpu)
+                )  # it was reset alone, and libraries ask whether it is there
             return
         if not _from_accelerator:
             raise ValueError(
@@ -453,6 +458,10 @@ class GradientState:
         """The loaders that are being iterated, the innermost last, after a None."""
         loaders = (reference() for reference in self._active)
         return [None, *(loader for loader in loaders if loader is not None)]
+
+    @dataloader_references.setter
+    def dataloader_references(self, dataloaders: Iterable[Any]) -> None:
+        self._active = [weakref.ref(loader) for loader in dataloaders if loader is not None]
 
     @property
     def active_dataloader(self) -> Any:

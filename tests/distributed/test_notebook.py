@@ -132,6 +132,13 @@ def test_a_process_that_ends_without_a_word_holds_nobody_up(run):
 
 
 @pytest.mark.parametrize("fresh", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["forked", "fresh"])
+def test_a_process_that_is_done_lets_the_others_notice(run, fresh):
+    out, status = run("return_on_one", {"fresh": fresh})
+    assert status == 1
+    assert "WorkerError: Rank 0 failed in return_on_one:" in out
+
+
+@pytest.mark.parametrize("fresh", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["forked", "fresh"])
 def test_restarts(run, notes, fresh):
     out, status = run("fail_at_first", {"max_restarts": 2, "fresh": fresh})
     assert status == 0, out

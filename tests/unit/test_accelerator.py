@@ -1,8 +1,10 @@
 """The facade: construction, settings, and one-process behaviour of its methods."""
 
+import copy
 import inspect
 import pickle
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,9 +16,10 @@ from accelerate import (
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
     GradScalerKwargs,
+    ParallelismConfig,
     ProfileKwargs,
 )
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import (
     AutocastKwargs,
     DistributedType,
@@ -26,6 +29,8 @@ from accelerate.utils import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
+
+MESH_RANKS = ("data_parallel_rank", "data_parallel_shard_rank", "tensor_parallel_rank", "context_parallel_rank")
 
 
 def training_parts():
@@ -260,6 +265,24 @@ def test_settings_are_plain_and_mutable():
     assert isinstance(inspect.getattr_static(Accelerator, "distributed_type"), property)
 
 
+def test_the_first_process_of_each_machine_saves_models():
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.should_save_model
+    accelerator.state.process_index, accelerator.state.num_processes = 2, 4
+    assert accelerator.should_save_model  # first process of the second machine
+    accelerator.state.local_process_index = 1
+    assert not accelerator.should_save_model
+
+
+def test_a_deep_copy_is_the_accelerator_itself():
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(1, 1))
+    assert copy.deepcopy(accelerator) is accelerator
+    trainer = SimpleNamespace(accelerator=accelerator, model=model)
+    twin = copy.deepcopy(trainer)
+    assert twin.accelerator is accelerator and twin.model is not model and accelerator._models == [model]
+
+
 def test_it_pickles_and_still_knows_what_it_prepared():
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(nn.Linear(1, 1))
@@ -311,6 +334,17 @@ def test_a_reset_leaves_the_live_one_whole():
     accelerator.wait_for_everyone()
 
 
+def test_the_process_state_is_there_again_after_its_own_reset():
+    first = Accelerator(cpu=True, mixed_precision="bf16")
+    before = first.state.__dict__
+    PartialState._reset_state()
+    second = Accelerator()
+    assert PartialState._shared_state["num_processes"] == 1 and PartialState._shared_state["device"].type == "cpu"
+    assert first.state.__dict__ is second.state.__dict__ is before
+    PartialState._reset_state()
+    assert AcceleratorState().mixed_precision == "bf16" and PartialState._shared_state
+
+
 def test_main_process_decorators():
     accelerator = Accelerator(cpu=True)
     assert accelerator.on_main_process(lambda: 1)() == 1
@@ -320,13 +354,24 @@ def test_main_process_decorators():
     assert accelerator.on_local_process(local_process_index=0)(lambda: 5)() == 5
 
 
-def test_ranks_in_a_mesh_need_a_mesh():
+def test_ranks_in_a_mesh_need_a_configuration():
     accelerator = Accelerator(cpu=True)
-    for name in ("data_parallel_rank", "data_parallel_shard_rank", "tensor_parallel_rank", "context_parallel_rank"):
+    for name in MESH_RANKS:
         with pytest.raises(RuntimeError, match="parallelism_config"):
             getattr(accelerator, name)
-    with pytest.raises(NotImplementedError):
-        _ = accelerator.pipeline_parallel_rank
+    for name in ("context_parallel_rank", "pipeline_parallel_rank"):
+        with pytest.raises(NotImplementedError):
+            getattr(accelerator, name)
+
+
+def test_ranks_in_a_mesh_follow_its_sizes():
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig())
+    assert [getattr(accelerator, name) for name in MESH_RANKS] == [0, 0, 0, 0]
+    accelerator.state.parallelism_config = ParallelismConfig(
+        dp_replicate_size=2, dp_shard_size=2, cp_size=2, tp_size=3
+    )
+    accelerator.state.process_index = 16
+    assert [getattr(accelerator, name) for name in MESH_RANKS] == [1, 0, 1, 1]
 
 
 def test_automatic_naming_continues_after_a_resume(tmp_path):

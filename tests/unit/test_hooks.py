@@ -142,6 +142,11 @@ def test_weights_without_data_are_named():
     with pytest.raises(ValueError, match="'weight' of Linear is on the meta device"):
         add_hook_to_module(layer, AlignDevicesHook("cpu", offload=True))
     assert "_old_forward" not in layer.__dict__ and "_hf_hook" not in layer.__dict__
+    norm = nn.BatchNorm1d(2).to("meta")
+    with pytest.raises(ValueError, match="'running_mean' is on the meta device"):
+        add_hook_to_module(
+            norm, AlignDevicesHook("cpu", offload=True, weights_map=dict(nn.BatchNorm1d(2).state_dict()))
+        )
     layer = add_hook_to_module(nn.Linear(2, 2), AlignDevicesHook("cpu", offload=True))
     layer._hf_hook.weights_map = None
     with pytest.raises(ValueError, match="'weight' is on the meta device"):
@@ -221,6 +226,12 @@ def test_tensors_of_a_split_module_follow_their_own_entry(model, inputs):
     )
     assert _devices(model)["scale"] == "meta" and _devices(model)["local"] == "cpu"
     assert torch.equal(model(inputs), plain)
+
+
+def test_a_second_dispatch_replaces_the_hook_of_the_root(model):
+    for _ in range(2):
+        attach_align_device_hook_on_blocks(model, {"scale": "cpu", "linear1": "cpu"})
+    assert isinstance(model._hf_hook, AlignDevicesHook)
 
 
 def test_appending_to_a_hooked_block_keeps_both():

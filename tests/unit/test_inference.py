@@ -61,7 +61,10 @@ def test_a_map_names_every_tensor_and_classes_stay_whole():
 
 def test_one_process_needs_no_cut_and_budgets_are_respected():
     assert set(inference.generate_device_map(_Layers(), 1).values()) == {"cpu"}
+    assert set(inference.generate_device_map(_Layers(), 1, max_memory={0: 0, 1: 10**4}).values()) == {"cpu"}
     assert set(inference.generate_device_map(_Layers(), 2, max_memory={0: 0, 1: 10**4}).values()) == {1}
+    with pytest.raises(ValueError, match="num_processes=0"):
+        inference.generate_device_map(_Layers(), 0)
 
 
 def test_too_many_stages_are_refused():
@@ -78,6 +81,7 @@ def test_too_many_stages_are_refused():
         ((torch.ones(3, 2),), {}, 3),
         ((), {"a": 1, "x": [torch.ones(4)]}, 4),
         ((1, torch.tensor(1.0)), {}, None),
+        (torch.ones(5, 2), None, 2),
         (None, None, None),
     ],
 )

@@ -88,6 +88,10 @@ def test_strategies_without_replicas_are_refused(make):
 def test_steps_are_positive(make):
     with pytest.raises(ValueError, match="local_sgd_steps=0"):
         LocalSGD(make(), nn.Linear(1, 1), 0)
+    with pytest.raises(ValueError, match="local_sgd_steps=None"):
+        LocalSGD(make(), nn.Linear(1, 1), None)
+    with LocalSGD(make(), nn.Linear(1, 1), None, enabled=False) as sgd:  # a script whose option was left out
+        sgd.step()
 
 
 def test_pieces_by_kind_and_size(monkeypatch):

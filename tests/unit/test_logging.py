@@ -1,4 +1,5 @@
 import logging
+import sys
 
 import pytest
 
@@ -34,7 +35,7 @@ def test_other_ranks_are_silent_unless_asked(caplog):
     logger = get_logger("c")
     logger.warning("no")
     logger.warning("yes", main_process_only=False)
-    logger.warning("in order", main_process_only=False, in_order=True)
+    logger.warning("in order", in_order=True)
     assert caplog.messages == ["[RANK 1] yes"]
 
 
@@ -73,3 +74,40 @@ def test_exceptions_and_extra_pass_through(caplog):
         logger.exception("failed", extra={"step": 1})
     (record,) = caplog.records
     assert record.exc_info[0] is KeyError and (record.run, record.step) == (7, 1)
+
+
+class Renaming(MultiProcessAdapter):
+    def process(self, msg, kwargs):
+        return f"mine: {msg}", {}
+
+
+class Silent(MultiProcessAdapter):
+    @staticmethod
+    def _should_log(main_process_only):
+        return False
+
+
+def test_a_subclass_decides_what_a_message_becomes_and_who_logs(caplog):
+    PartialState(cpu=True)
+    assert get_logger("k").process("text", {}) == ("[RANK 0] text", {})
+    assert MultiProcessAdapter._should_log(True) and MultiProcessAdapter._should_log(False)
+    Renaming(logging.getLogger("k"), {}).warning("text")
+    Silent(logging.getLogger("k"), {}).warning("text", main_process_only=False)
+    (record,) = caplog.records
+    assert record.getMessage() == "mine: text" and record.funcName == sys._getframe().f_code.co_name
+
+
+def test_the_record_names_the_caller(caplog):
+    PartialState(cpu=True)
+
+    def wrapper(logger, **kwargs):
+        logger.warning("text", **kwargs)
+
+    plain = get_logger("l")
+    for logger in (plain, MultiProcessAdapter(plain, {}), logging.LoggerAdapter(plain, {})):
+        wrapper(logger)
+        wrapper(logger, stacklevel=1)
+        wrapper(logger, stacklevel=2)
+        wrapper(logger, in_order=True)
+    here = sys._getframe().f_code.co_name
+    assert [record.funcName for record in caplog.records] == ["wrapper", "wrapper", here, "wrapper"] * 3

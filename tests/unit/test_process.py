@@ -250,3 +250,10 @@ def test_device_of_a_lone_process_follows_the_environment(monkeypatch):
     monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cpu")
     assert PartialState().device == torch.device("cpu")
     assert PartialState().default_device == torch.device("cpu")
+
+
+def test_a_device_that_was_taken_away_is_chosen_anew():
+    state = PartialState(cpu=True)
+    state.device = None
+    state.set_device()
+    assert state.device == torch.device("cpu")

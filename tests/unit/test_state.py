@@ -230,6 +230,14 @@ def test_loaders_nest():
     assert not state.in_dataloader
 
 
+def test_loaders_can_be_assigned():
+    state, loader = GradientState(), Loader()
+    state.dataloader_references = [None, loader]
+    assert state.active_dataloader is loader and state.dataloader_references == [None, loader]
+    state.dataloader_references = []
+    assert not state.in_dataloader
+
+
 def test_a_loader_that_is_gone_is_not_active():
     state, loader = GradientState(), Loader(end=True)
     state._add_dataloader(loader)

@@ -9,6 +9,7 @@ import contextlib
 import os
 import pickle
 import re
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -45,13 +46,20 @@ def _remove(path: str) -> None:
 # -- models --------------------------------------------------------------------------------------------------------
 
 
-def plain_names(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+def plain_names(state_dict: Mapping[str, Any]) -> OrderedDict[str, Any]:
     """Return a state dict without what torch.compile puts into names, so that it loads compiled or not.
 
     Args:
-        state_dict: A model's state dict.
+        state_dict: A model's state dict; the versions of its modules (``_metadata``) go along.
     """
-    return {name.replace("_orig_mod.", ""): value for name, value in state_dict.items()}
+    plain = OrderedDict((name.replace("_orig_mod.", ""), value) for name, value in state_dict.items())
+    if hasattr(state_dict, "_metadata"):
+        # The entry of a compiled wrapper itself gives way to that of the module inside, which follows it.
+        names = (
+            (f"{name}.".replace("_orig_mod.", "").removesuffix("."), of) for name, of in state_dict._metadata.items()
+        )
+        plain._metadata = OrderedDict(names)
+    return plain
 
 
 def write_model(
@@ -71,7 +79,7 @@ def write_model(
         save_on_each_node: Each node has a folder of its own.
 
     Raises:
-        TypeError: safetensors cannot hold a value of the state dict; the message names it.
+        ValueError: safetensors cannot hold a value of the state dict; the message names it.
     """
     if not writes(save_on_each_node):
         return

@@ -147,11 +147,11 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
     """Concatenate the tensors at the same places of several nested structures.
 
     Args:
-        data: structures of the same form.
+        data: structures of the same form. The leaves of a single one may be anything.
         dim: along which dimension.
 
     Raises:
-        TypeError: a leaf is no tensor.
+        TypeError: a leaf of several structures is no tensor.
 
     Example:
         >>> concatenate([{"a": torch.ones(1)}, {"a": torch.zeros(1)}])
@@ -163,6 +163,8 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
     if isinstance(first, Mapping):
         return like_mapping(first, {key: concatenate([item[key] for item in data], dim) for key in first})
     if not isinstance(first, torch.Tensor):
+        if len(data) == 1:
+            return first
         raise TypeError(f"Can only concatenate tensors, not {type(first)}.")
     return torch.cat(list(data), dim)
 

@@ -54,9 +54,11 @@ def check_has_model(error: BaseException) -> str:
         "timm" or "transformers" if the library does not know the model, else "unknown".
     """
     text = str(error).lower()
-    if "unknown model" in text:
+    if isinstance(error, RuntimeError) and "unknown model" in text:
         return "timm"
-    if "does not appear to have a file named" in text or "model type" in text:
+    if isinstance(error, (OSError, ValueError)) and (
+        "does not appear to have a file named" in text or "model type" in text
+    ):
         return "transformers"
     return "unknown"
 

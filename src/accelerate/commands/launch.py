@@ -166,7 +166,7 @@ def main() -> None:
 
 
 def _validate_launch_command(args: argparse.Namespace) -> tuple[argparse.Namespace, Any, bool]:
-    """Resolve parsed arguments and write the outcome into them.
+    """Resolve parsed arguments and write the outcome into them; the script need not be there.
 
     Args:
         args: what `launch_command_parser` parsed; changed in place.
@@ -177,7 +177,7 @@ def _validate_launch_command(args: argparse.Namespace) -> tuple[argparse.Namespa
     Raises:
         LaunchError, NotAvailableError: as in `launch_command`.
     """
-    plan = resolve(args)
+    plan = resolve(args, needs_script=False)
     config = None
     if (path := config_file.find(args.config_file, os.environ)) is not None:
         from accelerate.commands.config.config_args import load_config_from_file  # needs YAML; most runs do not

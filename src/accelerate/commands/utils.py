@@ -26,11 +26,17 @@ COMPLETING = "_ARGCOMPLETE"
 PATH_ERRORS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
 
 
+class CustomArgumentGroup(ArgumentGroup):
+    """A heading of a `CustomArgumentParser`."""
+
+
 class CustomArgumentParser(Parser):
     """A parser that takes long flags with underscores and with hyphens, and remembers which arguments were given.
 
     It completes words for a shell, where argcomplete is installed.
     """
+
+    group_class = CustomArgumentGroup
 
     def parse_args(
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -41,10 +47,6 @@ class CustomArgumentParser(Parser):
 
             completion.answer(self)
         return super().parse_args(args, namespace)
-
-
-class CustomArgumentGroup(ArgumentGroup):
-    """A heading of a `CustomArgumentParser`."""
 
 
 class OneSpelling(argparse.HelpFormatter):

@@ -164,7 +164,7 @@ class DeepSpeedPlugin:
                 "offload_param": offload("param"),
                 "stage3_gather_16bit_weights_on_model_save": self.zero3_save_16bit_model,
             },
-            "gradient_clipping": self.gradient_clipping,
+            **({"gradient_clipping": self.gradient_clipping} if self.gradient_clipping else {}),  # 0 is no limit
         }
 
     def _read_config(self, source: Any, steps_given: bool) -> None:

@@ -63,7 +63,7 @@ class HfDeepSpeedConfig:
         """Note the ZeRO stage and whether anything is offloaded, as they are now, for `is_zero2`, `is_zero3`, `is_offload`."""
         self._stage = self.get_value("zero_optimization.stage", -1)
         devices = [self.get_value(f"zero_optimization.offload_{what}.device") for what in ("optimizer", "param")]
-        self._offload = any(device in OFFLOAD_DEVICES for device in devices)
+        self._offload = self._stage in (2, 3) and any(device in OFFLOAD_DEVICES for device in devices)
 
     def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
         """Return the dictionary that would hold a key, and the last part of the key.
@@ -112,7 +112,7 @@ class HfDeepSpeedConfig:
         return self._stage == 3
 
     def is_offload(self) -> bool:
-        """Whether parameters or optimizer states were offloaded when the configuration was read."""
+        """Whether ZeRO stage 2 or 3 offloaded parameters or optimizer states when the configuration was read."""
         return self._offload
 
 

@@ -45,7 +45,7 @@ def _materialize(module: "nn.Module") -> None:
     import torch
 
     accelerator = None
-    if not to_bool(os.environ.get("ACCELERATE_USE_CPU", "false"), "ACCELERATE_USE_CPU"):
+    if not setting(None, "ACCELERATE_USE_CPU", False, to_bool):
         if hasattr(torch, "accelerator"):
             accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         elif torch.cuda.is_available():
@@ -123,13 +123,13 @@ class FullyShardedDataParallelPlugin:
     mixed_precision_policy: Any = None
     auto_wrap_policy: str | Callable | None = None
     cpu_offload: Any = None
-    ignored_modules: "Iterable[nn.Module] | str | None" = None
+    ignored_modules: Iterable[Any] | str | None = None
     state_dict_type: Any = None
     state_dict_config: Any = None
     optim_state_dict_config: Any = None
     limit_all_gathers: bool = True
     use_orig_params: bool | None = None
-    param_init_fn: "Callable[[nn.Module], None] | None" = None
+    param_init_fn: Callable[[Any], None] | None = None
     sync_module_states: bool | None = None
     forward_prefetch: bool | None = None
     activation_checkpointing: bool | None = None
@@ -223,12 +223,13 @@ class FullyShardedDataParallelPlugin:
         self.backward_prefetch = None
         if chosen is None or str(chosen).upper() == "NO_PREFETCH":
             return
+        from torch.distributed.fsdp import BackwardPrefetch
+
+        prefetch = to_enum(BackwardPrefetch, chosen, "backward_prefetch")
         if self.fsdp_version == 2:
             logger.warning("backward_prefetch=%s is ignored: FSDP version 2 always prefetches in backward.", chosen)
             return
-        from torch.distributed.fsdp import BackwardPrefetch
-
-        self.backward_prefetch = to_enum(BackwardPrefetch, chosen, "backward_prefetch")
+        self.backward_prefetch = prefetch
 
     def _resolve_wrapping(self) -> None:
         from torch.distributed.fsdp import wrap

@@ -20,12 +20,12 @@ def from_environment(variable: str, default: Any, convert: Callable[[str, str], 
 
     Args:
         variable: its name.
-        default: the value where it is not set, and in the handler that `to_kwargs` compares with.
+        default: the value where it is not set or empty, and in the handler that `to_kwargs` compares with.
         convert: turns the text and the name of the variable into the value.
     """
     chosen = _environment.get()
-    text = (os.environ if chosen is None else chosen).get(variable)
-    if text is None:
+    text = (os.environ if chosen is None else chosen).get(variable, "")
+    if not text.strip():
         return default
     return text if convert is None else convert(text, variable)
 

@@ -2,7 +2,7 @@
 
 import argparse
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -150,7 +150,8 @@ class MegatronLMPlugin:
 
     Schedule: `train_iters` or `train_samples`; `lr_warmup_iters`, `lr_warmup_samples` or `lr_warmup_fraction`;
     `lr_decay_style`, `lr_decay_iters`, `lr_decay_samples`, `min_lr`, `lr_mult`; `weight_decay_incr_style`,
-    `start_weight_decay`, `end_weight_decay`; `no_wd_decay_cond`, `scale_lr_cond`, `consumed_samples` (train, valid, test).
+    `start_weight_decay`, `end_weight_decay`; `no_wd_decay_cond`, `scale_lr_cond`, `consumed_samples` (train, valid, test; 0 for those
+    that are left out at the end).
 
     Data: `seq_length`, `encoder_seq_length`, `decoder_seq_length` (tokens), `is_train_batch_min`,
     `megatron_dataset_flag` (Megatron-LM's own data sets), `eval_iters`, `eval_interval`.
@@ -244,6 +245,7 @@ class MegatronLMPlugin:
         for name, (default, convert) in _FROM_ENVIRONMENT.items():
             setattr(self, name, setting(getattr(self, name), f"MEGATRON_LM_{name.upper()}", default, convert))
         self._resolve_recomputation()
+        self._complete_consumed_samples()
         # Pipelines and sharded optimizers keep gradients in one buffer, which only Megatron-LM's own wrapper has.
         self.DDP_impl = "local" if self.pp_degree > 1 or self.use_distributed_optimizer else "torch"
         self.megatron_lm_default_args: dict[str, Any] = {
@@ -263,6 +265,13 @@ class MegatronLMPlugin:
         if self.recompute_granularity == "full":  # a method and a number of layers exist for this one only
             self.recompute_method = "uniform" if self.recompute_method is None else self.recompute_method
             self.recompute_num_layers = 1 if self.recompute_num_layers is None else self.recompute_num_layers
+
+    def _complete_consumed_samples(self) -> None:
+        given = self.consumed_samples
+        if given is not None and not isinstance(given, Sequence):
+            raise TypeError(f"consumed_samples is {given!r}; give the numbers for train, valid and test as a list.")
+        if given and len(given) < 3:  # those that are left out begin
+            self.consumed_samples = [*given, 0, 0][:3]
 
     def set_network_size_args(self, model: "nn.Module", batch_data: Mapping[str, Any] | None = None) -> None:
         """Read the network's sizes from the model's configuration.

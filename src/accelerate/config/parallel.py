@@ -1,12 +1,11 @@
 """How a model or a sequence is cut across processes: the options of each kind of parallelism."""
 
-import os
 import warnings
 from dataclasses import dataclass
 from typing import Any
 
 from accelerate.config.enums import at_public_path
-from accelerate.config.values import to_bool, to_int
+from accelerate.config.values import setting, to_bool, to_int
 from accelerate.utils.constants import BETA_TP_AVAILABLE_TRANSFORMERS_VERSION
 from accelerate.utils.imports import is_transformers_available
 from accelerate.utils.versions import compare_versions
@@ -33,7 +32,7 @@ class TorchContextParallelConfig:
 
     def __post_init__(self) -> None:
         if self.cp_comm_strategy is None:
-            self.cp_comm_strategy = os.environ.get(PREFIX + "CP_COMM_STRATEGY", "allgather")
+            self.cp_comm_strategy = setting(None, PREFIX + "CP_COMM_STRATEGY", "allgather")
         if self.cp_comm_strategy not in ("allgather", "alltoall"):
             raise ValueError(f"Invalid cp_comm_strategy: {self.cp_comm_strategy!r}. Use 'allgather' or 'alltoall'.")
 
@@ -128,17 +127,17 @@ class DeepSpeedSequenceParallelConfig:
     def __post_init__(self) -> None:
         if self.sp_seq_length_is_variable is None:
             variable = PREFIX + "SP_SEQ_LENGTH_IS_VARIABLE"
-            self.sp_seq_length_is_variable = to_bool(os.environ.get(variable, "true"), variable)
+            self.sp_seq_length_is_variable = setting(None, variable, True, to_bool)
         if self.sp_seq_length is None and not self.sp_seq_length_is_variable:
             variable = PREFIX + "SP_SEQ_LENGTH"
-            if variable not in os.environ:
+            self.sp_seq_length = setting(None, variable, None, to_int)
+            if self.sp_seq_length is None:
                 raise ValueError(
                     "sp_seq_length_is_variable=False needs the common length: pass sp_seq_length or set "
                     f"the environment variable {variable}."
                 )
-            self.sp_seq_length = to_int(os.environ[variable], variable)
         if self.sp_attn_implementation is None:
-            self.sp_attn_implementation = os.environ.get(PREFIX + "SP_ATTN_IMPLEMENTATION")
+            self.sp_attn_implementation = setting(None, PREFIX + "SP_ATTN_IMPLEMENTATION", None)
         self._check_attention()
 
     def _check_attention(self) -> None:

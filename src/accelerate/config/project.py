@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from accelerate.config.enums import at_public_path
+from accelerate.config.values import to_int
 
 
 @at_public_path
@@ -26,7 +27,7 @@ class ProjectConfiguration:
             and leaves with status 75: `["SIGTERM", "SIGUSR1"]`, say. They need `project_dir`. None leaves signals alone.
 
     Raises:
-        ValueError: `total_limit` is below one.
+        ValueError: `total_limit` is below one or no whole number.
 
     Example:
         >>> from accelerate import Accelerator
@@ -44,8 +45,12 @@ class ProjectConfiguration:
     save_on_signal: Sequence[signal.Signals | str | int] | None = None
 
     def __post_init__(self) -> None:
-        if self.total_limit is not None and self.total_limit < 1:
-            raise ValueError(f"total_limit is {self.total_limit}; keep at least 1 checkpoint, or None to keep all.")
+        if self.total_limit is not None:
+            self.total_limit = to_int(self.total_limit, "total_limit")
+            if self.total_limit < 1:
+                raise ValueError(
+                    f"total_limit is {self.total_limit}; keep at least 1 checkpoint, or None to keep all."
+                )
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | os.PathLike | None = None) -> None:

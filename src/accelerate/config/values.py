@@ -83,7 +83,9 @@ def setting(given: Any, variable: str, default: Any, convert: Callable[[Any, str
     """
     name = variable
     if given is None:
-        given = os.environ.get(variable) or None  # an empty variable says nothing, as in a shell
+        given = os.environ.get(variable)
+        if given is not None and not given.strip():
+            given = None  # an empty variable says nothing, as in a shell
     else:
         name = f"the argument of {variable}"
     if given is None:

@@ -254,7 +254,7 @@ def _effective_rng_types(rng_types: list[Any] | None, generator: torch.Generator
 def _with_seedable_sampler(dataloader: DataLoader, num_processes: int, data_seed: int | None) -> DataLoader:
     """The loader with a sampler that depends on a seed and the epoch, equal on all processes, if it shuffles."""
     sampler = lengths.get_sampler(dataloader)
-    if not isinstance(sampler, RandomSampler) or isinstance(sampler, SeedableRandomSampler):
+    if not isinstance(sampler, RandomSampler) or (isinstance(sampler, SeedableRandomSampler) and data_seed is None):
         return dataloader
     seedable = SeedableRandomSampler(
         data_source=sampler.data_source,

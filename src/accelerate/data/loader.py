@@ -113,9 +113,10 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         For a stateful loader (torchdata) the state of the wrapped loader, with that as an additional entry.
 
         Returns:
-            A dict of numbers, strings and tensors. Each process has its own.
+            A dict of numbers, strings, lists and dicts, which JSON can hold; and what a dataset or its sampler says of itself.
+            Each process has its own.
         """
-        position = resume.capture(self)
+        position = resume.plain(resume.capture(self))
         if not is_stateful(self.base_dataloader):
             return {resume.KEY: position}
         return {**super().state_dict(), resume.KEY: position}
@@ -162,6 +163,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             TypeError: the dataset has no length.
         """
         return lengths.dataset_length(self.dataset)
+
+    def _remainder_ahead(self) -> int:
+        return -1
 
     def _samples_per_step(self) -> int | None:
         """Samples that all processes together receive in one step; None if that varies."""

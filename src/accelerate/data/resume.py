@@ -103,6 +103,15 @@ def capture(loader: PreparedLoader) -> dict[str, Any]:
     return position
 
 
+def plain(position: dict[str, Any]) -> dict[str, Any]:
+    """Return a position as numbers, strings, lists and dicts alone, but for what a dataset says of itself.
+
+    Args:
+        position: from `capture`.
+    """
+    return {name: value if name == "dataset_state" else randomness.plain(value) for name, value in position.items()}
+
+
 def _drawn_at_start(loader: PreparedLoader, order: dict[str, Any]) -> bool:
     """Whether the epoch depends on the random states at its start: the order of an unknown sampler, streams, and samples
     of the first step that complete the last one."""
@@ -178,7 +187,7 @@ def restore(loader: PreparedLoader, position: dict[str, Any], continuing: bool =
 
     Args:
         loader: a loader that was prepared like the one the position was taken from; the number of processes may differ.
-        position: from `capture`.
+        position: from `capture` or `plain`.
         continuing: whether a loader that was being iterated goes on by itself.
 
     Returns:
@@ -259,7 +268,7 @@ def settle(loader: PreparedLoader) -> Pending | None:
         return None
     generator, sampler = shuffling_generator(loader), lengths.get_sampler(loader)
     if generator is not None and pending.anew is not None:
-        generator.set_state(pending.anew)
+        generator.set_state(randomness.generator_state(pending.anew))
     if isinstance(sampler, ReplayableRandomSampler):
         sampler.replay = None
     return None
@@ -276,10 +285,10 @@ def _restore_order(loader: PreparedLoader, order: dict[str, Any], in_epoch: bool
     elif kind == "seed" and isinstance(sampler, ReplayableRandomSampler):
         sampler.replay = order["seed"]
     elif kind == "generator" and generator is not None:
-        generator.set_state(order["state"])
+        generator.set_state(randomness.generator_state(order["state"]))
     elif kind == "generator" and isinstance(sampler, ReplayableRandomSampler):
         sampler.generator = torch.Generator()
-        sampler.generator.set_state(order["state"])
+        sampler.generator.set_state(randomness.generator_state(order["state"]))
     elif in_epoch and kind != "unrecorded":
         warnings.warn(
             f"The saved order of the data ({kind}) does not fit the loader's sampler ({type(sampler).__name__}): the "

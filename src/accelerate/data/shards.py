@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from itertools import chain, cycle, islice
 from typing import Any
@@ -284,7 +285,7 @@ class SkipBatchSampler(BatchSampler):
 
     def __init__(self, batch_sampler: BatchSampler, skip_batches: int = 0, skip_samples: int = 0) -> None:
         self.batch_sampler = batch_sampler
-        self.skip_batches = skip_batches
+        self.skip_batches = math.ceil(skip_batches or 0)
         self.skip_samples = skip_samples
 
     def __getattr__(self, name: str) -> Any:

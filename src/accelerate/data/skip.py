@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from torch.utils.data import DataLoader
 
 from accelerate.data import lengths, xla
@@ -35,7 +37,7 @@ def skip_first_batches(dataloader: DataLoader, num_batches: int = 0) -> DataLoad
         3 [[4, 5]]
         4 [[0, 1], [2, 3], [4, 5]]
     """
-    num_batches = num_batches or 0
+    num_batches = math.ceil(num_batches or 0)
     if num_batches < 0:
         raise ValueError(f"num_batches is {num_batches}; pass the number of batches to leave out, 0 or more.")
     if xla.is_wrapped(dataloader):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -109,6 +110,7 @@ class DataLoaderStateMixin:
 
     end_of_dataloader: bool = False
     remainder: int = -1
+    _drop_last: bool = False
     # On XLA devices a thread reads ahead; the wrapper around this loader is the active one then.
     read_in_background: bool = False
 
@@ -131,9 +133,19 @@ class DataLoaderStateMixin:
         if not self.read_in_background:
             self.gradient_state._remove_dataloader(self)
 
+    @functools.cached_property
+    def _progress(self) -> Progress:
+        # Loaders of this package set it when they are built; a class of a library that mixes this in need not know of it.
+        return Progress()
+
     def _remainder_ahead(self) -> int:
         """The remainder as far as it can be told before the first batch; -1 if it cannot."""
-        return -1
+        if self._drop_last:
+            return -1
+        try:
+            return self.total_dataset_length % self.total_batch_size
+        except (AttributeError, TypeError):
+            return -1
 
     @property
     def iteration(self) -> int:

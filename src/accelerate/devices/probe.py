@@ -31,7 +31,7 @@ def detect(cpu: bool = False) -> Device:
     """
     if cpu or parse_flag_from_env("ACCELERATE_USE_CPU", False):
         return DEVICES["cpu"]
-    wanted = os.environ.get("ACCELERATE_TORCH_DEVICE")
+    wanted = os.environ.get("ACCELERATE_TORCH_DEVICE", "").strip()
     if wanted:
         return row(wanted)
     return _search()

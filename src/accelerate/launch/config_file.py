@@ -301,6 +301,8 @@ class _Reader:
             self.add(f"distributed_type is {_shown(raw)}; choose one of {', '.join(known)}.", "distributed_type")
         elif not self.sagemaker and (switch := SWITCH_OF_DISTRIBUTED_TYPE[raw]):
             self.store(switch, True, "distributed_type")
+        elif raw == "NO" and not self.sagemaker and "num_processes" not in self.content:
+            self.store("num_processes", 1, "distributed_type")
 
     def section(self, section: str, raw: Any) -> None:
         if raw is None:

@@ -63,6 +63,14 @@ _LAUNCHER_ONLY = frozenset(
 _LARGEST_SCRIPT = 1 << 20
 
 
+class ArgumentGroup(argparse._ArgumentGroup):
+    """A heading of a `Parser`."""
+
+    def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
+        """Add an argument under both spellings of its long flags."""
+        return super().add_argument(*both_spellings(args), **kwargs)
+
+
 class Parser(argparse.ArgumentParser):
     """A parser that accepts `--like_this` and `--like-this`, and remembers what was given.
 
@@ -72,6 +80,7 @@ class Parser(argparse.ArgumentParser):
     An unknown option is answered with the nearest one that exists, and exit status 2.
     """
 
+    group_class = ArgumentGroup
     # What is being parsed, for errors.
     _words: Sequence[str] = ()
 
@@ -79,9 +88,9 @@ class Parser(argparse.ArgumentParser):
         """Add an argument under both spellings of its long flags; see `argparse.ArgumentParser.add_argument`."""
         return super().add_argument(*both_spellings(args), **kwargs)
 
-    def add_argument_group(self, *args: Any, **kwargs: Any) -> "ArgumentGroup":
+    def add_argument_group(self, *args: Any, **kwargs: Any) -> ArgumentGroup:
         """Add a heading whose arguments are spelled both ways too."""
-        group = ArgumentGroup(self, *args, **kwargs)
+        group = self.group_class(self, *args, **kwargs)
         self._action_groups.append(group)
         return group
 
@@ -192,14 +201,6 @@ class Parser(argparse.ArgumentParser):
         if not near:
             return f"{flag} is unknown; `{self.prog} --help` lists the options."
         return f"{flag} is unknown; did you mean {' or '.join(known[name] for name in near)}?"
-
-
-class ArgumentGroup(argparse._ArgumentGroup):
-    """A heading of a `Parser`."""
-
-    def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
-        """Add an argument under both spellings of its long flags."""
-        return super().add_argument(*both_spellings(args), **kwargs)
 
 
 class _NotGiven(list):

@@ -37,7 +37,9 @@ class Settings:
     notes: tuple[str, ...]
 
 
-def resolve(args: argparse.Namespace, environ: Mapping[str, str] | None = None) -> LaunchPlan:
+def resolve(
+    args: argparse.Namespace, environ: Mapping[str, str] | None = None, needs_script: bool = True
+) -> LaunchPlan:
     """Decide what a command line starts.
 
     Nothing is started or changed: the environment is read, the configuration file and the script are looked at.
@@ -45,6 +47,7 @@ def resolve(args: argparse.Namespace, environ: Mapping[str, str] | None = None) 
     Args:
         args: what `accelerate.commands.launch.launch_command_parser` parsed.
         environ: the variables; those of the process by default.
+        needs_script: whether a script that is not there is an error.
 
     Raises:
         LaunchError: the request contradicts itself, the machine or the file system.
@@ -66,7 +69,8 @@ def resolve(args: argparse.Namespace, environ: Mapping[str, str] | None = None) 
     scheduler = cluster.find(environ)
     found = machines.ask_cluster(values, scheduler, notes)
     notes += _without_effect(values, merged.file)
-    _check_script(args, values)
+    if needs_script:
+        _check_script(args, values)
     if not (values["module"].value or values["no_python"].value):
         notes += strayed(args.training_script, args.training_script_args or (), getattr(args, "nondefault", ()))
     task = found.task if found else None

@@ -114,8 +114,6 @@ def _twin(module: nn.Module) -> nn.Module:
     forward = module.__dict__.get("forward")
     if isinstance(forward, types.MethodType) and forward.__self__ is module:
         twin.__dict__["forward"] = types.MethodType(forward.__func__, twin)
-    elif hasattr(forward, "bound_to"):  # mixed precision's forward, which would call the module that is not compiled
-        twin.__dict__["forward"] = forward.bound_to(twin)
     return twin
 
 

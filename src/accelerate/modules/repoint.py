@@ -1,11 +1,12 @@
-"""Parameters that a strategy replaced, and the optimizers that must follow them.
+"""Parameters that preparing replaced, and the optimizers that must follow them.
 
-Sharding puts new parameters in the place of those that an optimizer was made with. A prepared optimizer follows by name: what a
-model called a parameter before, it calls its replacement afterwards.
+Sharding puts new parameters in the place of those that an optimizer was made with, and so does moving a model to some devices. A
+prepared optimizer follows by name: what a model called a parameter before, it calls its replacement afterwards.
 """
 
+import contextlib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,20 +25,22 @@ class MovedParameters:
     def __init__(self) -> None:
         self._new = WeakTensorKeyDictionary()
         self._names = WeakTensorKeyDictionary()
+        self._alike = WeakTensorKeyDictionary()
 
     def clear(self) -> None:
         """Forget all of them."""
         self.__init__()
 
-    def record(self, name: str, old: nn.Parameter, new: nn.Parameter) -> None:
+    def record(self, name: str, old: nn.Parameter, new: nn.Parameter, alike: bool = False) -> None:
         """Remember one replacement.
 
         Args:
             name: What the model calls both.
             old: The parameter as it was.
             new: What is in its place.
+            alike: Whether it has the same elements, so that what an optimizer knows about the old one holds for it.
         """
-        self._new[old], self._names[old], _REPLACED[old] = new, name, name
+        self._new[old], self._names[old], self._alike[old], _REPLACED[old] = new, name, alike, name
         # For how many it stands: FSDP1 flattens those of a unit into one. Kept on it, because another parameter may have its id
         # later, and because torch does not move a parallel model that weak references point to.
         new._accelerate_members = getattr(new, "_accelerate_members", 0) + 1  # type: ignore[attr-defined]
@@ -68,16 +71,28 @@ class MovedParameters:
         moved = [(old, new) for group in groups for old, new in group if new is not old]
         if not moved:
             return False
-        if any(optimizer.state.get(old) for old, _ in moved):
-            name = next(self._names[old] for old, _ in moved if optimizer.state.get(old))
+        stateful = [(old, new) for old, new in moved if optimizer.state.get(old)]
+        if stuck := [self._names[old] for old, _ in stateful if not self._stays_alike(old)]:
             raise ValueError(
-                f"The optimizer ({type(optimizer).__name__}) has a state for {name!r} as it was before the model was sharded. "
+                f"The optimizer ({type(optimizer).__name__}) has a state for {stuck[0]!r} as it was before the model was sharded. "
                 "Prepare model and optimizer together before the first step, and load its state afterwards with "
                 "`accelerator.load_state`."
             )
         self._check_flat(groups)
         for group, pairs in zip(optimizer.param_groups, groups, strict=True):
             group["params"] = list({id(new): new for _, new in pairs}.values())
+        for old, new in stateful:
+            optimizer.state[new] = optimizer.state.pop(old)
+        if stateful:  # torch's own loading casts each entry to its parameter's device
+            optimizer.load_state_dict(optimizer.state_dict())
+        return True
+
+    def _stays_alike(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter has the same elements after all its replacements."""
+        while (new := self._new.get(parameter)) is not None:
+            if not self._alike[parameter]:
+                return False
+            parameter = new
         return True
 
     def _check_flat(self, groups: list[list[tuple[torch.Tensor, torch.Tensor]]]) -> None:
@@ -94,7 +109,7 @@ class MovedParameters:
                     )
 
 
-def follow_any(optimizer: torch.optim.Optimizer, histories: Iterable[MovedParameters]) -> None:
+def follow_any(optimizer: torch.optim.Optimizer, histories: Sequence[MovedParameters]) -> None:
     """Let an optimizer follow its parameters, whichever Accelerator replaced them.
 
     Args:
@@ -102,16 +117,17 @@ def follow_any(optimizer: torch.optim.Optimizer, histories: Iterable[MovedParame
         histories: Of the Accelerator that prepares it, and of those that may have prepared its model.
 
     Raises:
-        ValueError: As `MovedParameters.follow`; or a parameter was replaced, and nobody knows by what any more.
+        ValueError: As `MovedParameters.follow`; or a parameter was replaced, and nothing says by what.
     """
-    for history in histories:
-        history.follow(optimizer)
+    while any(history.follow(optimizer) for history in histories):
+        pass  # one Accelerator may have replaced what another one had put there
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if lost := [_REPLACED[parameter] for parameter in held if parameter in _REPLACED]:
         raise ValueError(
-            f"The optimizer ({type(optimizer).__name__}) has {len(lost)} parameters as they were before a model was sharded, "
-            f"{lost[0]!r} for one, and the Accelerator that sharded it has let go of it (`free_memory`): a step would change "
-            "nothing. Make the optimizer from `model.parameters()` of the model as it is now."
+            f"The optimizer ({type(optimizer).__name__}) has {len(lost)} parameters as they were before a model was prepared, "
+            f"{lost[0]!r} for one, and what took their place is unknown: the model has nothing of that name any more, or the "
+            "Accelerator has let go of it (`free_memory`), so a step would change nothing. Make the optimizer from "
+            "`model.parameters()` of the model as it is now."
         )
 
 
@@ -124,24 +140,72 @@ def named(model: nn.Module) -> dict[str, nn.Parameter]:
     return {canonical_name(name): value for name, value in model.named_parameters(remove_duplicate=False)}
 
 
-def repoint(accelerator: Any, model: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
+@contextlib.contextmanager
+def followed(accelerator: Any, model: nn.Module, alike: bool = False) -> Iterator[None]:
+    """Let optimizers, those prepared and those to come, follow the parameters of a model that are replaced inside.
+
+    Parameters that were tied before are tied afterwards.
+
+    Args:
+        accelerator: Whose optimizers.
+        model: The model that is changed inside.
+        alike: As in `repoint`.
+
+    Raises:
+        ValueError: As `repoint`.
+    """
+    before = named(model)
+    yield
+    _tie_again(model, before)
+    repoint(accelerator, model, before, alike)
+
+
+def _tie_again(model: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
+    """Give names that meant one parameter one parameter again."""
+    groups: dict[int, list[str]] = {}
+    for name, old in before.items():
+        groups.setdefault(id(old), []).append(name)
+    after = named(model)
+    for names in groups.values():
+        names = [name for name in names if name in after]
+        if len(names) < 2:
+            continue
+        old = before[names[0]]
+        # A layer that was not replaced, such as an embedding, keeps its parameter.
+        shared = old if any(after[name] is old for name in names) else after[names[0]]
+        for name in names:
+            if after[name] is not shared:
+                owner, _, attribute = name.rpartition(".")
+                setattr(_submodule(model, owner), attribute, shared)
+
+
+def _submodule(model: nn.Module, name: str) -> nn.Module:
+    # `named` leaves out the parts that wrappers put in, so the path in the model may be longer.
+    return next(module for path, module in model.named_modules() if canonical_name(path) == name)
+
+
+def repoint(accelerator: Any, model: nn.Module, before: Mapping[str, nn.Parameter], alike: bool = False) -> None:
     """Let optimizers follow the parameters of a model that were replaced: those prepared already, and those that come.
 
     Args:
         accelerator: Its registry remembers the replacements.
         model: As it is now.
         before: `named` of the model as it was.
+        alike: Whether the replacements have the same elements, so that optimizers keep what they know about the old ones.
 
     Raises:
         ValueError: As `MovedParameters.follow`.
     """
     moved: MovedParameters = accelerator._registry.moved
     after = named(model)
+    kept = {id(parameter) for parameter in after.values()}
     seen: set[int] = set()
     for name, old in before.items():
         new = after.get(name)
         if new is not None and new is not old and id(old) not in seen:
             seen.add(id(old))
-            moved.record(name, old, new)
+            moved.record(name, old, new, alike)
+        elif new is None and old.requires_grad and id(old) not in kept:
+            _REPLACED[old] = name
     for optimizer in accelerator._optimizers:
         moved.follow(optimizer.optimizer)

@@ -63,14 +63,14 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str,
         state_dict: Names and tensors. It stays as it is.
 
     Raises:
-        TypeError: A value is not a tensor; the message names it.
+        ValueError: A value is not a tensor; the message names it.
 
     Source:
         https://huggingface.co/docs/safetensors/torch_shared_tensors
     """
     for name, value in state_dict.items():
         if not isinstance(value, torch.Tensor):
-            raise TypeError(
+            raise ValueError(
                 f"safetensors holds tensors only, but the entry {name!r} of the state dict is a {type(value).__name__}. "
                 "Save with safe_serialization=False to keep it."
             )
@@ -110,6 +110,10 @@ def get_model_tp_size(model: nn.Module) -> int | None:
     """Return over how many devices a model's tensors were split when it was loaded, or None when they were not.
 
     Args:
-        model: A model; transformers sets ``tp_size`` on those loaded with ``tp_plan``.
+        model: A model; transformers sets ``tp_size`` on those loaded with ``tp_plan``, or in the ``distributed_config``
+            of their configuration, which may be a dict.
     """
-    return getattr(model, "tp_size", None)
+    if hasattr(model, "tp_size"):
+        return model.tp_size
+    split = getattr(getattr(model, "config", None), "distributed_config", None)
+    return split.get("tp_size") if isinstance(split, Mapping) else getattr(split, "tp_size", None)

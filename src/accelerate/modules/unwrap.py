@@ -8,6 +8,9 @@ from torch import nn
 
 from accelerate.modules.compile import ORIGINAL, is_compiled_module
 
+# Attribute of a module in which mixed precision keeps what a pickle needs of its forward.
+AUTOCAST = "_accelerate_autocast"
+
 # Module path and class of each wrapper that keeps the model under `.module`. They are looked up only among what is
 # imported: a class that nobody imported wraps nothing, and importing it (DeepSpeed, say) would take seconds.
 PARALLEL_WRAPPERS = (
@@ -56,23 +59,31 @@ def extract_model_from_parallel(
         True
     """
     wrappers = tuple(_loaded_wrappers())
-    compiled = None
-    inner = model
-    while True:
-        if isinstance(inner, wrappers):
-            inner = inner.module
-        elif is_compiled_module(inner):
-            compiled = compiled or inner
-            inner = inner._orig_mod
-        else:
-            break
+    inner, compiled = _peeled(model, wrappers)
     if recursive:
         _unwrap_children(inner, wrappers)
     if not keep_fp32_wrapper:
-        _restore_forward(inner)
+        restore_forward(inner)
     if not keep_torch_compile:
         original = inner.__dict__.get(ORIGINAL)
         return inner if original is None else original
+    return _compiled_like(compiled, inner)
+
+
+def _peeled(module: nn.Module, wrappers: tuple[type, ...]) -> tuple[nn.Module, Any]:
+    """The module inside all wrappers and compiled ones, and the innermost of the compiled ones."""
+    compiled = None
+    while True:
+        if isinstance(module, wrappers):
+            module = module.module
+        elif is_compiled_module(module):
+            compiled, module = module, module._orig_mod
+        else:
+            return module, compiled
+
+
+def _compiled_like(compiled: Any, inner: nn.Module) -> nn.Module:
+    """The inner module compiled as it was together with its wrappers; itself where nothing was compiled."""
     if compiled is None:
         return inner
     if compiled._orig_mod is inner:
@@ -83,16 +94,21 @@ def extract_model_from_parallel(
 
 
 def _unwrap_children(module: nn.Module, wrappers: tuple[type, ...]) -> None:
-    for name, child in module.named_children():
-        while isinstance(child, wrappers):
-            child = child.module
-        module._modules[name] = child
-        _unwrap_children(child, wrappers)
+    for name, child in module._modules.items():
+        if child is not None:
+            inner, compiled = _peeled(child, wrappers)
+            _unwrap_children(inner, wrappers)
+            module._modules[name] = _compiled_like(compiled, inner)
 
 
-def _restore_forward(module: nn.Module) -> None:
-    """Undo the forward that mixed precision put on an instance, if it did."""
+def restore_forward(module: nn.Module) -> None:
+    """Undo the forward that mixed precision put on an instance, if it did.
+
+    Args:
+        module: The user's own module, out of its wrappers.
+    """
     own: dict[str, Any] = module.__dict__
+    own.pop(AUTOCAST, None)
     original: Callable | None = own.pop("_original_forward", None)
     if original is None:
         return

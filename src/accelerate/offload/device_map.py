@@ -2,7 +2,9 @@
 
 import logging
 import warnings
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,29 +98,30 @@ def infer_auto_device_map(
         ValueError: A budget, class or dtype is none; the message names it.
 
     Example:
-        >>> infer_auto_device_map(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)), max_memory={"cpu": 160})
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+        >>> dict(infer_auto_device_map(model, max_memory={"cpu": 160}))
         {'0': 'cpu', '1': 'disk', '2': 'disk'}
     """
     budgets, no_split = get_max_memory(max_memory), class_names(no_split_module_classes)
     catalogue = Catalogue(model, no_split, {"dtype": dtype, "special_dtypes": special_dtypes})
-    plan = make_plan(
-        catalogue, budgets, offload_buffers=offload_buffers, fallback=fallback_allocation, verbose=verbose
-    )
+    planned = partial(make_plan, catalogue, budgets, offload_buffers=offload_buffers)
+    plan = planned(fallback=fallback_allocation, verbose=verbose)
     if not plan.tied and check_tied_parameters_in_config(model):
         logger.warning(
             "The model weights are not tied, although its configuration says that they should be. Call "
             "`model.tie_weights()` before `infer_auto_device_map`, or tied layers may land on different devices."
         )
     _warn_of_buffers(plan)
-    _warn_of_empty_devices(plan)
+    _warn_of_empty_devices(plan, lambda: plan if fallback_allocation else planned(fallback=True))
     if explain:
         print(placement_table(plan.devices, plan.refusals))
-    return clean_device_map(plan.device_map) if clean_result else plan.device_map
+    found = OrderedDict(plan.device_map)
+    return clean_device_map(found) if clean_result else found
 
 
 def _warn_of_buffers(plan: Plan) -> None:
     offloaded = sum(use.buffers for use in plan.devices if use.device in ("cpu", "disk"))
-    free = [use.budget - use.used for use in plan.devices if use.device not in ("cpu", "disk")]
+    free = [use.budget - use.used - use.reserve for use in plan.devices if use.device not in ("cpu", "disk")]
     if free and offloaded > max(0, *free):
         warnings.warn(
             f"The offloaded layers have {offloaded} bytes of buffers, which stay on the device that runs them, and "
@@ -127,8 +130,8 @@ def _warn_of_buffers(plan: Plan) -> None:
         )
 
 
-def _warn_of_empty_devices(plan: Plan) -> None:
-    """A budget of nothing is a wish; one that holds nothing is a mistake."""
+def _warn_of_empty_devices(plan: Plan, with_fallback: Callable[[], Plan]) -> None:
+    """A budget of nothing is a wish; one that holds nothing is a mistake. The second plan shows what would help."""
     budgets = {use.device: use.budget for use in plan.devices if not use.used}
     lines = {}
     for refusal in plan.refusals:
@@ -142,9 +145,14 @@ def _warn_of_empty_devices(plan: Plan) -> None:
                 f"{budget} ({format_bytes(budget)})"
             )
     if lines:
+        filled = [use.device for use in with_fallback().devices if use.used and use.device in lines]
+        hint = (
+            f"\nWith `fallback_allocation=True` deeper modules fit on {', '.join(map(str, filled))}." if filled else ""
+        )
         logger.warning(
-            "These devices have too little memory for the next module and stay empty in this device map:%s",
+            "These devices have too little memory for the next module and stay empty in this device map:%s%s",
             "".join(lines.values()),
+            hint,
         )
 
 

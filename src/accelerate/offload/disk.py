@@ -396,9 +396,9 @@ def extract_submodules_state_dict(state_dict: Mapping[str, Any], submodule_names
         >>> extract_submodules_state_dict({"a.w": 1, "ab.w": 2}, ["a"])
         {'a.w': 1}
     """
-    if "" in submodule_names:
-        return dict(state_dict)
     wanted: dict[str, list[str]] = {name: [] for name in submodule_names}
+    if "" in wanted:
+        return dict(state_dict)
     for key in state_dict:
         part = key
         while part:

@@ -459,14 +459,21 @@ def _names_in_common(model: nn.Module, checkpoint: Path_) -> tuple[set[str], set
 
 
 def _load_plain(model: nn.Module, files: Sequence[str]) -> None:
+    # Tensors on the meta device get the dtype of the file, and the others do then, too: layers that compute together agree.
+    partly_empty = any(place.is_meta for place in (*model.parameters(), *model.buffers()))
     for path in files:
         file = open_weights(path)  # mapped, so that host memory need not hold all of it beside the model
         values = {name: file.tensor(name) for name in file.keys()}  # noqa: SIM118 - no dict
         for name, place in model.state_dict(keep_vars=True).items():
-            # A tensor on the meta device has no memory to copy into.
-            if name in values and isinstance(place, torch.Tensor) and place.device.type == "meta":
+            if name not in values or not isinstance(place, torch.Tensor):
+                continue
+            if place.is_meta:  # has no memory to copy into
                 value = values[name].clone() if isinstance(file, TorchFile) else values[name]
                 set_module_tensor_to_device(model, name, "cpu", value=value, dtype=value.dtype)
+            elif partly_empty and place.is_floating_point():
+                place.data = place.data.to(
+                    values[name].dtype
+                )  # stays the parameter that an optimizer may already hold
         model.load_state_dict(values, strict=False)
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from accelerate.devices.probe import detect
 from accelerate.offload.bnb_parameters import FOUR_BIT, INT8, is_settled, place_quantized, quantizes
-from accelerate.offload.tensors import named_module_tensors, tensor_at
+from accelerate.offload.tensors import tensor_at
 from accelerate.runtime import storage
 
 Device = int | str | torch.device
@@ -52,7 +52,7 @@ def default_device() -> torch.device:
 
 
 def check_device_same(first_device: torch.device, second_device: torch.device) -> bool:
-    """Say whether two devices are one; an accelerator without index is the one with index 0.
+    """Say whether two devices are one; a device other than the CPU is without index the one with index 0.
 
     Args:
         first_device: A device.
@@ -60,7 +60,7 @@ def check_device_same(first_device: torch.device, second_device: torch.device) -
     """
     if first_device.type != second_device.type:
         return False
-    if first_device.type in ("cpu", "meta"):
+    if first_device.type == "cpu":
         return first_device.index == second_device.index
     return (first_device.index or 0) == (second_device.index or 0)
 
@@ -224,7 +224,9 @@ def _moved(
     else:
         # `to` of a tensor subclass may take a cast and a move one at a time only.
         moved = (source if dtype is source.dtype else source.to(dtype)).to(target, non_blocking=non_blocking)
-    return moved.detach() if is_buffer else _as_parameter(old, moved)
+    if not is_buffer:
+        return _as_parameter(old, moved)
+    return moved.detach() if moved.requires_grad or isinstance(moved, nn.Parameter) else moved
 
 
 def _offloading_hook(module: nn.Module) -> Any | None:
@@ -276,7 +278,7 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
             hook.post_forward(module, None)
             hook.execution_device = usual
     elif execution_device is not None:
-        originals = dict(named_module_tensors(module))
+        originals = dict(module.named_parameters(recurse=False))
         try:
             for name in originals:
                 set_module_tensor_to_device(module, name, execution_device)

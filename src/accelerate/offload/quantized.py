@@ -34,11 +34,13 @@ def quantize_and_offload_8bit(
         fp16_statistics: The scales of a weight that is quantised already.
 
     Raises:
-        ValueError: An 8-bit weight comes without its scales.
+        ValueError: The model has no such tensor, or an 8-bit weight comes without its scales.
 
     Source: LLM.int8() (arXiv 2208.07339)
     """
     owner, name = tensor_at(model, param_name)
+    if not isinstance(getattr(owner, name, None), torch.Tensor):
+        raise ValueError(f"{type(owner).__name__} has no parameter or buffer named {param_name!r}.")
     scales = fp16_statistics
     if scales is None and type(getattr(owner, name)).__name__ == INT8:
         # On the device that computes, so that the weight is what it would be without offloading.

@@ -40,7 +40,7 @@ def convert_file_size_to_int(size: int | str) -> int:
             raise problem
         return size
     parts = (
-        re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMG]i?b)\s*", size, re.IGNORECASE)
+        re.fullmatch(r"\s*(\d[\d_]*(?:\.\d*)?(?:e[+-]?\d+)?|\.\d+)\s*([KMG]i?b)\s*", size, re.IGNORECASE)
         if isinstance(size, str)
         else None
     )
@@ -182,17 +182,12 @@ def compute_module_total_buffer_size(
 
 
 def get_module_leaves(module_sizes: Mapping[str, int]) -> list[str]:
-    """Return the names that no other name in the mapping lies below; the whole model, ``""``, is never one of them.
+    """Return the names that no other name in the mapping lies right below; the whole model, ``""``, is never one of them.
 
     Args:
         module_sizes: As `compute_module_sizes` returns it, or a part of it.
     """
-    inner = {""}
-    for name in module_sizes:
-        outer = name.rpartition(".")[0]
-        while outer not in inner:
-            inner.add(outer)
-            outer = outer.rpartition(".")[0]
+    inner = {"", *(name.rpartition(".")[0] for name in module_sizes)}
     return [name for name in module_sizes if name not in inner]
 
 
@@ -290,6 +285,6 @@ def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]
         ``(total, (largest, names of the layers that are that large))``.
     """
     sizes = compute_module_sizes(model)
-    whole = getattr(model, "_no_split_modules", None) or []
+    whole = getattr(model, "_no_split_modules", None)
     direct = [*model.named_parameters(recurse=False), *model.named_children(), *model.named_buffers(recurse=False)]
-    return sizes.get("", 0), get_max_layer_size(direct, sizes, list(whole))
+    return sizes.get("", 0), get_max_layer_size(direct, sizes, whole)

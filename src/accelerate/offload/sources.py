@@ -68,8 +68,8 @@ def checkpoint_files(checkpoint: Path_) -> list[str]:
     """Return the files that hold the weights of a checkpoint.
 
     Args:
-        checkpoint: A file with a state dict, an index file (``*.index.json``), or a folder with one of: a
-            `model.safetensors`, a `pytorch_model.bin`, an index file.
+        checkpoint: A file with a state dict, an index (any ``*.json``), or a folder with one of: a `model.safetensors`, a
+            `pytorch_model.bin`, a single ``*.index.json``.
 
     Raises:
         FileNotFoundError: The index names files that are not there.
@@ -98,7 +98,7 @@ def _located(checkpoint: Path_) -> dict[str, list[str]]:
             f"checkpoint={os.fspath(checkpoint)!r} does not exist. Give a file with a state dict, the index of a sharded "
             "checkpoint, or a folder with either."
         )
-    return _indexed(path) if path.name.endswith(".index.json") else {str(path): []}
+    return _indexed(path) if path.suffix == ".json" else {str(path): []}
 
 
 def _indexed(path: Path) -> dict[str, list[str]]:
@@ -108,9 +108,9 @@ def _indexed(path: Path) -> dict[str, list[str]]:
         files: dict[str, list[str]] = {name: [] for name in sorted(set(weight_map.values()))}
         for name, file in weight_map.items():
             files[file].append(name)
+        missing = [file for file in files if not (path.parent / file).is_file()]
     except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is no index of a sharded checkpoint: {error}.") from error
-    missing = [file for file in files if not (path.parent / file).is_file()]
     if missing:
         raise FileNotFoundError(
             f"{path} names {len(files)} files, of which {len(missing)} are not in {path.parent}: {listed(missing)}. Copy or "

@@ -81,7 +81,7 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
     Returns:
         Name to tensor, offloaded ones on the CPU, the others where they are.
     """
-    state_dict = dict(model.state_dict())
+    state_dict = model.state_dict()
     for path, module in model.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
         for name, tensor in _offloaded_tensors(module).items():

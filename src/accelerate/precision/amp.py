@@ -1,7 +1,7 @@
 """Automatic mixed precision: the autocast context, the wrapped forward, the gradient scaler and its early checks."""
 
 import contextlib
-import copy
+import functools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from accelerate.config.handlers import AutocastKwargs, GradScalerKwargs
-from accelerate.precision.base import Precision
+from accelerate.modules.unwrap import AUTOCAST, restore_forward
+from accelerate.precision.base import Precision, precision
 from accelerate.utils.operations import convert_to_fp32
 
 
@@ -45,48 +46,94 @@ def _context(device_type: str, row: Precision, options: dict[str, Any]) -> conte
     return torch.autocast(device_type, dtype=row.autocast_dtype, **options)
 
 
-class AutocastForward:
-    """A module's forward under autocast, its floating-point outputs returned as float32.
+class Autocast:
+    """The context that a model's forward runs in.
 
     Args:
-        forward: The bound forward to call.
         device_type: torch device type that computes.
         row: The precision in force.
         handler: The user's autocast settings.
     """
 
-    def __init__(
-        self, forward: Callable, device_type: str, row: Precision, handler: AutocastKwargs | None = None
-    ) -> None:
-        self.forward = forward
+    def __init__(self, device_type: str, row: Precision, handler: AutocastKwargs | None = None) -> None:
         self.device_type = device_type
         self.row = row
         self.options = handler.to_kwargs() if handler is not None else {}
-        # Signature probes (inspect.signature follows __wrapped__) must see the model's own parameters.
-        self.__wrapped__ = forward
-        self.__name__ = getattr(forward, "__name__", "forward")
-        self.__doc__ = getattr(forward, "__doc__", None)
 
-    def bound_to(self, module: nn.Module) -> "AutocastForward":
-        """Return the same for another module of the class, if the forward is the module's own method; else itself."""
-        inner = self.forward
-        if not isinstance(inner, types.MethodType):
-            return self
-        other = copy.copy(self)
-        other.forward = other.__wrapped__ = types.MethodType(inner.__func__, module)
-        return other
+    def run(self, forward: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Call a forward in the context, and return its output, floating-point tensors as float32."""
+        with _context(self.device_type, self.row, self.options):
+            output = forward(*args, **kwargs)
+        return convert_to_fp32(output)
+
+
+class AutocastForward:
+    """A forward under autocast that is no method of its module; a class, so that it pickles where the forward does.
+
+    Args:
+        forward: The forward to call.
+        autocast: Its context.
+    """
+
+    def __init__(self, forward: Callable, autocast: Autocast) -> None:
+        # Signature probes (inspect.signature follows __wrapped__) see the model's own parameters.
+        functools.update_wrapper(self, forward)
+        self.autocast = autocast
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward and return its output, floating-point tensors as float32."""
-        with _context(self.device_type, self.row, self.options):
-            output = self.forward(*args, **kwargs)
-        return convert_to_fp32(output)
+        return self.autocast.run(self.__wrapped__, *args, **kwargs)
+
+
+def _function(forward: Callable, autocast: Autocast) -> Any:
+    """Return a function that calls a method's function under autocast."""
+
+    @functools.wraps(forward)
+    def autocast_forward(*args: Any, **kwargs: Any) -> Any:
+        return autocast.run(forward, *args, **kwargs)
+
+    autocast_forward.autocast = autocast  # type: ignore[attr-defined]
+    return autocast_forward
+
+
+# All functions of `_function` share it. Their attributes are no sign, because wrappers of other libraries copy those.
+_CODE = _function(nn.Module.forward, Autocast("cpu", precision("no"))).__code__
+
+
+def autocast_of(forward: Any) -> Autocast | None:
+    """Return what a forward runs in, if ``wrap_forward`` made it; else None.
+
+    Args:
+        forward: A model's ``forward``, or None.
+    """
+    ours = isinstance(forward, AutocastForward) or getattr(forward, "__code__", None) is _CODE
+    return forward.autocast if ours else None
+
+
+class _Again:
+    """What a pickle keeps of a model's autocast: pickle reads a bound method back as the method of that name of the class."""
+
+    def __init__(self, model: nn.Module, autocast: Autocast) -> None:
+        self.model = model
+        self.autocast = autocast
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _wrapped_again, (self.model, self.autocast)
+
+
+def _wrapped_again(model: nn.Module, autocast: Autocast) -> _Again:
+    """Wrap the forward of a model that is being unpickled, and has no attributes yet."""
+    again, forward = _Again(model, autocast), types.MethodType(_function(type(model).forward, autocast), model)
+    # In the order of `wrap_forward`, for the next pickle.
+    model.__dict__.update({"_original_forward": model.forward, AUTOCAST: again, "forward": forward})
+    return again
 
 
 def wrap_forward(model: nn.Module, device_type: str, row: Precision, handler: AutocastKwargs | None = None) -> None:
     """Make a model's forward run under autocast and return float32, in place and at most once.
 
-    The original is kept as ``model._original_forward``, where ``unwrap_model(keep_fp32_wrapper=False)`` finds it.
+    The new forward is a method of the model, if the original is. That one is kept as ``model._original_forward``, where
+    ``unwrap_model(keep_fp32_wrapper=False)`` finds it.
 
     Args:
         model: The module whose ``forward`` is replaced on the instance.
@@ -97,19 +144,21 @@ def wrap_forward(model: nn.Module, device_type: str, row: Precision, handler: Au
     unwrap_forward(model)  # a deep copy, or a run in another precision, brings the earlier wrapper along
     if row.autocast_dtype is None:
         return
-    model._original_forward = model.forward
-    model.forward = AutocastForward(model.forward, device_type, row, handler)
+    autocast, original, own = Autocast(device_type, row, handler), model.forward, model.__dict__
+    own.pop("forward", None)
+    # In this order: a pickle is read in it, and `forward` finds what `AUTOCAST` has wrapped again.
+    own["_original_forward"] = original
+    if isinstance(original, types.MethodType) and original.__self__ is model:
+        own[AUTOCAST] = _Again(model, autocast)
+        own["forward"] = types.MethodType(_function(original.__func__, autocast), model)
+    else:
+        own["forward"] = AutocastForward(original, autocast)
 
 
 def unwrap_forward(model: nn.Module) -> None:
     """Give a model its original forward back, if ``wrap_forward`` replaced it."""
-    own = model.__dict__
-    if isinstance(own.get("forward"), AutocastForward):
-        original = own.pop("_original_forward")
-        del own["forward"]
-        # A forward that was already replaced on the instance (a hook, a patch) is put back; a class's needs no entry.
-        if getattr(original, "__func__", None) is not getattr(type(model), "forward", None):
-            model.forward = original
+    if autocast_of(model.__dict__.get("forward")) is not None:
+        restore_forward(model)
 
 
 def make_scaler(device_type: str, row: Precision, handler: GradScalerKwargs | None = None) -> Any | None:

@@ -31,11 +31,13 @@ def setup(accelerator: "Accelerator", handlers: Mapping[str, Any]) -> FP8Backend
         handlers: What was passed as ``kwargs_handlers``, each under the attribute it becomes; None where there is none.
 
     Returns:
-        The library; ``FP8BackendType.NO`` without fp8.
+        The library. Without fp8 it is the one that ACCELERATE_FP8_BACKEND names, which computes nothing then, else
+        ``FP8BackendType.NO``.
 
     Raises:
         ImportError: No library is installed, or not the one that was asked for.
-        ValueError: A recipe was passed without fp8, or two were; or the device cannot compute in 8 bits.
+        ValueError: A recipe was passed without fp8, or two were; the device cannot compute in 8 bits; or the variable names no
+            library.
     """
     given = _recipes(handlers)
     if not accelerator.fp8_enabled:
@@ -45,7 +47,7 @@ def setup(accelerator: "Accelerator", handlers: Mapping[str, Any]) -> FP8Backend
                 f"kwargs_handlers got {names} with mixed_precision={accelerator.mixed_precision!r}, where no fp8 recipe has an "
                 "effect. Set mixed_precision='fp8', or leave the recipe out."
             )
-        return FP8BackendType.NO
+        return next(iter(_from_environment()), FP8BackendType.NO)
     kind = choose_engine(given, accelerator.device)
     engine = ENGINES[kind]
     if kind not in given:

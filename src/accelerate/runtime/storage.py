@@ -27,10 +27,30 @@ class Slot:
 
     def __init__(self, thread_local: bool = False) -> None:
         self._holder: Any = threading.local() if thread_local else _Holder()
+        self._shown: tuple[type, str, Any] | None = None
+
+    def shown_as(self, owner: type, name: str) -> None:
+        """Show the slot as a class attribute; a dictionary that a caller assigns to the attribute is current from then on.
+
+        Args:
+            owner: the class.
+            name: the attribute, which holds the descriptor that shows the slot.
+        """
+        self._shown = owner, name, vars(owner)[name]
+
+    def _assigned(self) -> dict[str, Any] | None:
+        if self._shown is None:
+            return None
+        owner, name, descriptor = self._shown
+        values = vars(owner).get(name, descriptor)
+        return None if values is descriptor else values
 
     @property
     def current(self) -> dict[str, Any]:
         """The dictionary in force; empty until a state is built."""
+        assigned = self._assigned()
+        if assigned is not None:
+            return assigned
         try:
             return self._holder.values
         except AttributeError:
@@ -38,12 +58,16 @@ class Slot:
 
     def renew(self) -> dict[str, Any]:
         """Make a new, empty dictionary current and return it; objects bound to the old one keep that."""
-        self._holder.values = {}
-        return self._holder.values
+        self.bind({})
+        return self.current
 
     def bind(self, values: dict[str, Any]) -> None:
         """Make `values` itself the current dictionary."""
-        self._holder.values = values
+        if self._shown is not None and self._assigned() is not None:
+            owner, name, _ = self._shown
+            setattr(owner, name, values)  # the slot's own stays, for the caller who puts the attribute back
+        else:
+            self._holder.values = values
 
     @contextmanager
     def kept(self) -> Iterator[None]:

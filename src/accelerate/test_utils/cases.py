@@ -16,6 +16,8 @@ from accelerate.utils.operations import gather
 class AccelerateTestCase(unittest.TestCase):
     """A test case that leaves no shared state behind."""
 
+    __module__ = "accelerate.test_utils.testing"  # the path in pickles
+
     def tearDown(self) -> None:
         """Forget the state of the Accelerators that the test built."""
         super().tearDown()
@@ -29,6 +31,8 @@ class TempDirTestCase(unittest.TestCase):
     Attributes:
         clear_on_setup: empty the directory before each test.
     """
+
+    __module__ = "accelerate.test_utils.testing"  # the path in pickles
 
     clear_on_setup: bool = True
     tmpdir: ClassVar[pathlib.Path]
@@ -58,6 +62,8 @@ class TempDirTestCase(unittest.TestCase):
 
 class MockingTestCase(unittest.TestCase):
     """A test case that replaces things for the length of a test."""
+
+    __module__ = "accelerate.test_utils.testing"  # the path in pickles
 
     def add_mocks(self, mocks: mock.Mock | list[Any]) -> None:
         """Start patches, and stop them when the test ends.

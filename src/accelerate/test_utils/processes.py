@@ -13,10 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from accelerate.test_utils.requirements import device_count, torch_device
+from accelerate.utils.environment import parse_flag_from_env as flag_of
 
 
 class SubprocessCallException(Exception):
     """A command of a test has failed; the message holds its output."""
+
+    __module__ = "accelerate.test_utils.testing"  # the path in pickles
 
 
 @dataclass
@@ -38,7 +41,7 @@ def get_launch_command(**kwargs: Any) -> list[str]:
     """Return an `accelerate launch` command with options.
 
     Args:
-        kwargs: option name to value. True gives the flag alone; False and None leave it out.
+        kwargs: option name to value. True gives the flag alone; None leaves it out.
 
     Example:
         >>> get_launch_command(num_processes=2, cpu=True)
@@ -48,7 +51,7 @@ def get_launch_command(**kwargs: Any) -> list[str]:
     for name, value in kwargs.items():
         if value is True:
             command.append(f"--{name}")
-        elif value is not None and value is not False:
+        elif value is not None:
             command.append(f"--{name}={value}")
     return command
 
@@ -171,6 +174,19 @@ async def _collect(stream: asyncio.StreamReader | None, lines: list[str], show: 
         lines.append(line.decode("utf-8", "replace").rstrip())
         if show is not None:
             print(label, lines[-1], file=show, flush=True)
+
+
+def parse_flag_from_env(key: str, default: Any = False) -> Any:
+    """Return the truth value of a variable, or the default as it is.
+
+    Args:
+        key: the name of the variable.
+        default: what to return when it is not set, or empty.
+
+    Raises:
+        ValueError: its value is no truth value.
+    """
+    return flag_of(key) if os.environ.get(key, "").strip() else default
 
 
 def pytest_xdist_worker_id() -> int:

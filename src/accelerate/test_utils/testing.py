@@ -11,12 +11,12 @@ from accelerate.test_utils.processes import (
     execute_subprocess_async,
     get_launch_command,
     get_torch_dist_unique_port,
+    parse_flag_from_env,
     path_in_accelerate_package,
     pytest_xdist_worker_id,
     run_command,
 )
 from accelerate.test_utils.requirements import *  # noqa: F403
-from accelerate.utils.environment import parse_flag_from_env
 
 __all__ = [
     "DEFAULT_LAUNCH_COMMAND",

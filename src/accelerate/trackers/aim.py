@@ -4,6 +4,7 @@ import os
 from typing import Any
 
 from accelerate.trackers.base import PUBLIC_PATH, GeneralTracker, on_main_process
+from accelerate.trackers.scalars import mention
 
 
 class AimTracker(GeneralTracker):
@@ -57,12 +58,15 @@ class AimTracker(GeneralTracker):
         """Log values.
 
         Args:
-            values: Names and values: numbers, or Aim's own objects.
+            values: Names and values: numbers, or Aim's own objects. What Aim refuses is left out, and warned about once.
             step: The step they belong to.
             **kwargs: Passed to the run's ``track``, such as ``context``.
         """
         for name, value in values.items():
-            self.writer.track(value, name=name, step=step, **kwargs)
+            try:
+                self.writer.track(value, name=name, step=step, **kwargs)
+            except (TypeError, ValueError):
+                mention("Aim", name, value)
 
     @on_main_process
     def log_images(self, values: dict, step: int | None = None, kwargs: dict[str, dict] | None = None) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 from packaging.version import parse
 
 from accelerate.trackers.base import PUBLIC_PATH, GeneralTracker, on_main_process
-from accelerate.trackers.scalars import as_number
+from accelerate.trackers.scalars import as_number, mention
 
 # The version from which an experiment is started by a function that also finds one that is running.
 _HAS_START = parse("3.41.0")
@@ -75,6 +75,8 @@ class CometMLTracker(GeneralTracker):
                 self.writer.log_other(name, value, **kwargs)
             elif isinstance(value, Mapping):
                 self.writer.log_metrics(value, step=step, **kwargs)
+            else:
+                mention("Comet", name, value)
 
     @on_main_process
     def finish(self) -> None:

@@ -36,17 +36,17 @@ LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {
     )
 }
 
-# Whether the library of each built-in tracker is installed; a registered tracker answers for itself.
+# Whether the library of each built-in tracker is installed, in the order of "all"; a registered tracker answers for itself.
 _AVAILABLE: dict[str, Callable[[], bool]] = {
     LoggerType.TENSORBOARD.value: imports.is_tensorboard_available,
     LoggerType.WANDB.value: imports.is_wandb_available,
-    LoggerType.TRACKIO.value: imports.is_trackio_available,
     LoggerType.COMETML.value: imports.is_comet_ml_available,
     LoggerType.AIM.value: imports.is_aim_available,
     LoggerType.MLFLOW.value: imports.is_mlflow_available,
     LoggerType.CLEARML.value: imports.is_clearml_available,
     LoggerType.DVCLIVE.value: imports.is_dvclive_available,
     LoggerType.SWANLAB.value: imports.is_swanlab_available,
+    LoggerType.TRACKIO.value: imports.is_trackio_available,
 }
 
 Choice = str | LoggerType | GeneralTracker
@@ -60,11 +60,16 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
             returned. A registered name takes precedence over a built-in one.
 
     Raises:
-        ValueError: It is no such class.
+        ValueError: It is no such class, or lacks a ``name`` or ``requires_logging_directory``.
     """
     if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
         raise ValueError(f"`tracker_class` must be a subclass of `GeneralTracker`, but got {tracker_class!r}.")
-    name = tracker_class.name
+    name = getattr(tracker_class, "name", None)
+    if not name or not hasattr(tracker_class, "requires_logging_directory"):
+        raise ValueError(
+            f"{tracker_class.__name__} has name={name!r}. Define `name`, a text that is not empty, and "
+            "`requires_logging_directory`, True or False, in the class."
+        )
     if name in LOGGER_TYPE_TO_CLASS:
         warnings.warn(
             f"The tracker name {name!r} belonged to {LOGGER_TYPE_TO_CLASS[name]} and now belongs to {tracker_class}.",
@@ -91,10 +96,11 @@ def get_available_trackers() -> list[LoggerType]:
 def filter_trackers(
     log_with: Choice | Sequence[Choice] | None, logging_dir: str | os.PathLike[str] | None = None
 ) -> list[Any]:
-    """Return the trackers that can be used out of those asked for, each once; objects come last.
+    """Return the trackers that can be used out of those asked for, each once, in their order.
 
     Args:
-        log_with: Names, ``"all"`` for every installed one, or trackers of your own; one or a sequence of them.
+        log_with: Names, ``"all"`` for every installed one, or trackers of your own; one or a sequence of them. With
+            ``"all"`` trackers of your own come first.
         logging_dir: Where trackers log that need a folder.
 
     Returns:
@@ -109,12 +115,11 @@ def filter_trackers(
     """
     if log_with is None:
         return []
-    asked = list(log_with) if isinstance(log_with, (list, tuple)) else [log_with]
-    objects = list({id(item): item for item in asked if isinstance(item, GeneralTracker)}.values())
-    chosen: list[str] = []
+    chosen: dict[str | int, Any] = {}
     everything = False
-    for item in asked:
+    for item in log_with if isinstance(log_with, (list, tuple)) else [log_with]:
         if isinstance(item, GeneralTracker):
+            chosen.setdefault(id(item), item)
             continue
         name = item.value if isinstance(item, LoggerType) else item
         if name == LoggerType.ALL.value:
@@ -132,10 +137,11 @@ def filter_trackers(
                 "logging_dir, to the Accelerator."
             )
         else:
-            chosen.append(name)
+            chosen.setdefault(name, _public(name))
     if everything:
-        chosen += _all_usable(logging_dir)
-    return [*map(_public, dict.fromkeys(chosen)), *objects]
+        usable = _all_usable(logging_dir)
+        return [*(item for name, item in chosen.items() if name not in usable), *map(_public, usable)]
+    return list(chosen.values())
 
 
 def _all_usable(logging_dir: str | os.PathLike[str] | None) -> list[str]:

@@ -70,12 +70,12 @@ class SwanLabTracker(GeneralTracker):
         Args:
             values: Names, and for each a list of images: arrays, PIL images or paths.
             step: The step they belong to.
-            **kwargs: Passed to ``swanlab.Image``.
+            **kwargs: Passed to the run's ``log``.
         """
         import swanlab
 
         for name, images in values.items():
-            self.log({name: [swanlab.Image(image, **kwargs) for image in images]}, step=step)
+            self.log({name: [swanlab.Image(image) for image in images]}, step=step, **kwargs)
 
     @on_main_process
     def finish(self) -> None:

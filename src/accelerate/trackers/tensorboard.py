@@ -8,12 +8,9 @@ from typing import Any
 import torch
 
 from accelerate.trackers.base import PUBLIC_PATH, GeneralTracker, on_main_process
+from accelerate.trackers.scalars import as_number, mention, numbers_of
 
 _HPARAM_TYPES = (int, float, str, bool, torch.Tensor)
-
-
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, (int, float)) or (hasattr(value, "item") and getattr(value, "size", None) is not None)
 
 
 def _plain(value: Any) -> Any:
@@ -94,7 +91,8 @@ class TensorBoardTracker(GeneralTracker):
         """Log numbers as scalars, text as text, and dicts of numbers as scalars in one chart.
 
         Args:
-            values: Names and values. A tensor or array must have one element.
+            values: Names and values. A tensor or array of one element is a number; what is none of these is left out, and
+                warned about once.
             step: The step they belong to.
             **kwargs: Passed to ``add_scalar``, ``add_text`` or ``add_scalars``.
         """
@@ -102,9 +100,11 @@ class TensorBoardTracker(GeneralTracker):
             if isinstance(value, str):
                 self.writer.add_text(name, value, global_step=step, **kwargs)
             elif isinstance(value, Mapping):
-                self.writer.add_scalars(name, dict(value), global_step=step, **kwargs)
-            elif _is_scalar(value):
-                self.writer.add_scalar(name, value, global_step=step, **kwargs)
+                self.writer.add_scalars(name, numbers_of(value, f"TensorBoard ({name})"), global_step=step, **kwargs)
+            elif (number := as_number(value)) is not None:
+                self.writer.add_scalar(name, number, global_step=step, **kwargs)
+            else:
+                mention("TensorBoard", name, value)
         self.writer.flush()
 
     @on_main_process

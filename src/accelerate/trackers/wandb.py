@@ -69,12 +69,12 @@ class WandBTracker(GeneralTracker):
         Args:
             values: Names, and for each a list of images: arrays, PIL images or paths.
             step: The step they belong to.
-            **kwargs: Passed to ``wandb.Image``.
+            **kwargs: Passed to the run's ``log``.
         """
         import wandb
 
         for name, images in values.items():
-            self.log({name: [wandb.Image(image, **kwargs) for image in images]}, step=step)
+            self.log({name: [wandb.Image(image) for image in images]}, step=step, **kwargs)
 
     @on_main_process
     def log_table(

@@ -340,10 +340,8 @@ def _save(accelerator: "Accelerator") -> Any:
     (following,) = comm.current().broadcast_object_list([max(taken, default=-1) + 1])
     # A run that began anew beside older checkpoints must not fail now, nor save under a number that is not the latest.
     project.iteration = max(project.iteration, following)
-    if project.automatic_checkpoint_naming:
-        location = accelerator.save_state()
-    else:
-        location = accelerator.save_state(place.child(names.numbered_folder(project.iteration)).location)
+    location = place.child(names.numbered_folder(project.iteration)).location
+    accelerator.save_state(None if project.automatic_checkpoint_naming else location)
     accelerator.wait_for_checkpoint()
     return location
 

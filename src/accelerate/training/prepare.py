@@ -1,6 +1,7 @@
 """How objects are prepared: one pass of detection by identity, then what is new is wrapped and registered."""
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +16,11 @@ from accelerate.config.enums import FP8BackendType
 from accelerate.data import xla
 from accelerate.data.loader import PreparedLoader
 from accelerate.modules.compile import compile_regions, compile_regions_fsdp2, is_compiled_module
-from accelerate.modules.repoint import follow_any
+from accelerate.modules.repoint import follow_any, followed
 from accelerate.modules.tensors import model_has_dtensor
 from accelerate.modules.unwrap import is_parallel_wrapper
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.parallel import mesh as meshes
 from accelerate.precision import amp, master
 from accelerate.precision.base import precision
 from accelerate.runtime import storage, traits
@@ -88,6 +90,7 @@ def prepare(accelerator: "Accelerator", objects: Sequence[Any], device_placement
     objects = _overlay_mesh(accelerator, objects)
     objects = _convert(accelerator, objects, device_placement)
     result = backend.prepare(accelerator, objects, placements)
+    prepared.check_optimizers(result)
     _check_schedules(accelerator, result)
     return result if len(result) > 1 else result[0]
 
@@ -126,12 +129,7 @@ def _overlay_mesh(accelerator: "Accelerator", objects: Sequence[Any]) -> Sequenc
             f"sp_size={layout.sp_size} with sp_backend='deepspeed' needs DeepSpeed, which this version of the fork does not drive "
             "yet. Set sp_backend='torch', which does the same with torch alone."
         )
-    if layout.dp_shard_enabled and not traits.of(accelerator.distributed_type).sharded:
-        raise ValueError(
-            f"dp_shard_size={layout.dp_shard_size} shards parameters, which needs FSDP, but distributed_type is "
-            f"{accelerator.distributed_type}. Pass fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2), or use "
-            f"dp_replicate_size={layout.data_parallel_size} and dp_shard_size=1."
-        )
+    _refuse_unsharded(accelerator, objects)
     if layout.tp_enabled and accelerator.fp8_enabled:
         raise ValueError(
             f"mixed_precision='fp8' with tp_size={layout.tp_size}: fp8 replaces the linear layers that tensor parallelism has cut, "
@@ -156,11 +154,35 @@ def _overlay_mesh(accelerator: "Accelerator", objects: Sequence[Any]) -> Sequenc
     return objects
 
 
+def _refuse_unsharded(accelerator: "Accelerator", objects: Sequence[Any]) -> None:
+    """Refuse sizes that shard without a strategy that does, and models that were sharded before they came here."""
+    layout = accelerator.parallelism_config
+    if not layout.dp_shard_enabled or traits.of(accelerator.distributed_type).sharded:
+        return
+    for obj in objects:
+        if isinstance(obj, nn.Module) and model_has_dtensor(obj):
+            raise NotImplementedError(
+                f"The model ({type(obj).__name__}) arrives sharded: its parameters are DTensors already, and "
+                f"dp_shard_size={layout.dp_shard_size} comes without an FSDP plugin, as transformers passes it for a model loaded "
+                "with a DistributedConfig. Such models are not adopted yet. Load it whole, and let `prepare` shard it: pass "
+                "fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2) with the same parallelism_config (to the Trainer: "
+                "fsdp and parallelism_config in its TrainingArguments)."
+            )
+    raise ValueError(
+        f"dp_shard_size={layout.dp_shard_size} shards parameters, which needs FSDP, but distributed_type is "
+        f"{accelerator.distributed_type}. Pass fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2), or use "
+        f"dp_replicate_size={layout.data_parallel_size} and dp_shard_size=1. A model that is sharded already, as "
+        "transformers loads it with a DistributedConfig, is not adopted yet: load it whole, without one."
+    )
+
+
 def _follow_mesh(accelerator: "Accelerator", model: nn.Module, evaluation: bool) -> None:
     """Do to a model of a direct call what ``prepare`` has done to its own: cut its layers, and let it follow shared sequences."""
     layout = accelerator.parallelism_config
     if layout is None:
         return
+    if model_has_dtensor(model):
+        _refuse_unsharded(accelerator, (model,))
     shares = layout.cp_enabled or layout.sp_enabled
     whole = layout.tp_enabled and not evaluation and not model_has_dtensor(model)
     if whole or (shares and accelerator._cp_context is None):
@@ -341,14 +363,25 @@ def prepare_model(
     numerics = precision(accelerator.mixed_precision if accelerator.native_amp else "no")
     amp.wrap_forward(given[-1], accelerator.device.type, numerics, accelerator.autocast_handler)
     if device_placement and not accelerator.verify_device_map(model):
-        model = model.to(accelerator.device)
+        with followed(accelerator, model, alike=True):  # torch_xla puts new parameters in a model that it moves
+            model = model.to(accelerator.device)
     wrapped = model
     if not evaluation_mode:
         wrapped = resolve(accelerator.state).wrap_model(accelerator, model)
     wrapped = compile_model(accelerator, wrapped)
     frozen = not any(parameter.requires_grad for parameter in model.parameters())
     inners = [*_chain(wrapped), *given]
+    _lead_optimizers(accelerator)
     return register(accelerator, "model", wrapped, *inners, evaluation=evaluation_mode, frozen=frozen)
+
+
+def _lead_optimizers(accelerator: "Accelerator") -> None:
+    """Let optimizers that were prepared before the model follow its parameters, also those of other Accelerators."""
+    registry: PreparedRegistry = accelerator._registry
+    for optimizer in prepared.optimizers():
+        registry.moved.follow(optimizer)
+    for wrapped in accelerator._optimizers:
+        follow_any(wrapped.optimizer, prepared.histories(registry))
 
 
 def compile_model(accelerator: "Accelerator", model: nn.Module) -> nn.Module:
@@ -533,12 +566,19 @@ def device_mesh(accelerator: "Accelerator") -> None:
 
 
 def mesh_rank(accelerator: "Accelerator", dimension: str, what: str) -> int:
-    """Return this rank's place in a mesh dimension.
+    """Return this rank's place in a dimension of the mesh, 0 where its size is 1. Any rank, also before the mesh is built.
 
     Raises:
-        RuntimeError: There is no such dimension.
+        RuntimeError: There is no ParallelismConfig; NotImplementedError for context parallelism.
     """
-    mesh = accelerator.torch_device_mesh
-    if mesh is None or dimension not in (mesh.mesh_dim_names or ()):
-        raise RuntimeError(f"{what} is not configured. Set `parallelism_config` first.")
-    return mesh.get_local_rank(dimension)
+    layout = accelerator.parallelism_config
+    if layout is None:
+        kind = NotImplementedError if dimension == "cp" else RuntimeError
+        raise kind(f"{what} is not configured. Set `parallelism_config` first.")
+    if accelerator.torch_device_mesh is not None:
+        return meshes.rank(accelerator.torch_device_mesh, dimension)
+    names, sizes = layout._get_mesh() or ((), ())
+    if dimension not in names:
+        return 0
+    place = names.index(dimension)
+    return accelerator.process_index // math.prod(sizes[place + 1 :]) % sizes[place]

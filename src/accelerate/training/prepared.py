@@ -8,10 +8,12 @@ alone: tensors, modules and lists define ``==`` as they like, and two models wit
 import sys
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from accelerate.modules.repoint import MovedParameters
@@ -138,10 +140,10 @@ class PreparedRegistry:
         self._by_id.clear()
         self.moved.clear()
 
-    def models(self) -> Iterator[nn.Module]:
-        """Yield the prepared models that are alive."""
+    def alive(self, kind: str) -> Iterator[Any]:
+        """Yield the prepared objects of a kind that are alive."""
         for entry in self._entries:
-            if entry.kind == "model" and (outer := entry.outer()) is not None:
+            if entry.kind == kind and (outer := entry.outer()) is not None:
                 yield outer
 
 
@@ -162,9 +164,48 @@ def histories(registry: PreparedRegistry) -> list[MovedParameters]:
     return [registry.moved, *(other.moved for other in list(_LIVE) if other is not registry)]
 
 
-def has_models() -> bool:
-    """Say whether some live Accelerator has prepared a model that is alive."""
-    return any(next(registry.models(), None) is not None for registry in list(_LIVE))
+def optimizers() -> list[torch.optim.Optimizer]:
+    """Return torch's own optimizers inside the prepared ones that are alive, of all live Accelerators."""
+    inside = [getattr(outer, "optimizer", None) for other in list(_LIVE) for outer in other.alive("optimizer")]
+    return [optimizer for optimizer in inside if isinstance(optimizer, torch.optim.Optimizer)]
+
+
+def models() -> Iterator[nn.Module]:
+    """Yield the prepared models that are alive, of all live Accelerators."""
+    for registry in list(_LIVE):
+        yield from registry.alive("model")
+
+
+def check_optimizers(objects: Sequence[Any]) -> None:
+    """Refuse an optimizer of a model as it was before its parameters were replaced by hand: its steps change nothing.
+
+    An optimizer of something else than a prepared model is none of `prepare`'s business, so shapes tell the two apart.
+
+    Args:
+        objects: What `prepare` returns.
+
+    Raises:
+        ValueError: No step of an optimizer would change a prepared model of the same shapes.
+    """
+    trained = {id(parameter) for model in models() for parameter in model.parameters()}
+    for optimizer in objects:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            continue
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if any(id(parameter) in trained for parameter in held):
+            continue
+        shapes = Counter(parameter.shape for parameter in held)
+        for model in objects:
+            if isinstance(model, nn.Module) and shapes in (
+                Counter(parameter.shape for parameter in model.parameters()),
+                Counter(parameter.shape for parameter in model.parameters() if parameter.requires_grad),
+            ):
+                raise ValueError(
+                    f"The optimizer ({type(getattr(optimizer, 'optimizer', optimizer)).__name__}) holds none of the prepared models' parameters, but "
+                    f"{len(held)} of the same shapes as those of {type(model).__name__}: they were replaced after the optimizer was "
+                    "made (`model.to(device)` does that on some devices), and a step would change nothing. Make the optimizer "
+                    "from `model.parameters()` of the model as it is now."
+                )
 
 
 def shared_part(registry: PreparedRegistry, model: nn.Module) -> str | None:
@@ -179,7 +220,7 @@ def shared_part(registry: PreparedRegistry, model: nn.Module) -> str | None:
     for name, module in model.named_modules():
         if name and id(module) in owners and (entry := registry.find(module)) is not None and entry.kind == "model":
             return f"its submodule {name!r} ({type(module).__name__}) is a prepared model"
-    for prepared in registry.models():
+    for prepared in registry.alive("model"):
         for name, module in prepared.named_modules():
             if id(module) in owners:
                 return f"it shares {name!r} ({type(module).__name__}) with the prepared {type(prepared).__name__}"

@@ -9,7 +9,7 @@ from torch import nn
 
 from accelerate.modules.unwrap import extract_model_from_parallel
 from accelerate.precision import footprint
-from accelerate.precision.amp import AutocastForward
+from accelerate.precision.amp import autocast_of
 from accelerate.precision.base import precision
 from accelerate.precision.footprint import Piece, short
 from accelerate.precision.master import local_part, size
@@ -214,11 +214,12 @@ def _buffer_rows(model: nn.Module, loaded: dict[str, str]) -> Iterator[Precision
 def _autocast_dtype(inner: nn.Module) -> torch.dtype | None:
     """Return the dtype that a model's forward is autocast to, or None."""
     forward = inner.__dict__.get("forward")
-    while forward is not None and not isinstance(forward, AutocastForward):
+    while forward is not None and autocast_of(forward) is None:
         forward = getattr(forward, "forward", None)  # another wrapper of ours
-    if forward is None or forward.options.get("enabled") is False:
+    autocast = autocast_of(forward)
+    if autocast is None or autocast.options.get("enabled") is False:
         return None
-    return forward.row.autocast_dtype
+    return autocast.row.autocast_dtype
 
 
 def _forward_rows(
@@ -241,7 +242,7 @@ def _outputs(model: nn.Module, inner: nn.Module, autocast: torch.dtype | None, h
         state = getattr(module, "_get_fsdp_state", None)
         if state is not None and state()._mp_policy.output_dtype is not None:
             return short(state()._mp_policy.output_dtype)
-    return "float32" if isinstance(inner.__dict__.get("forward"), AutocastForward) else handed
+    return "float32" if autocast_of(inner.__dict__.get("forward")) is not None else handed
 
 
 def _low_layers(accelerator: "Accelerator", inner: nn.Module) -> tuple[str, int] | None:

@@ -71,7 +71,7 @@ def save_state(
         **save_model_func_kwargs: Passed to the strategy's own saving of models.
 
     Returns:
-        Where the checkpoint is, or will be.
+        Where the checkpoint is, or will be: the path as it was given.
 
     Raises:
         ValueError: There is no folder to save to, or the automatically named one exists.
@@ -82,7 +82,8 @@ def save_state(
     former = background.settle("save_state()")
     _warn_of_open_window(accelerator)
     project = accelerator.project_configuration
-    place = _next_place(accelerator, output_dir) if project.automatic_checkpoint_naming else _given_place(output_dir)
+    path = _next_path(accelerator, output_dir) if project.automatic_checkpoint_naming else _given_path(output_dir)
+    place = place_of(path)
     blocking = not project.async_save if blocking is None else blocking
     save = Save(place, Group.of(accelerator, place), facts(accelerator), *_automatic(accelerator))
     if not blocking and not save.meeting.in_background:
@@ -111,7 +112,7 @@ def save_state(
         save.finish()
         accelerator._unfinished_save = None
         project.iteration += 1
-        return as_path(place)
+        return _as_given(place, path)
     project.iteration += 1  # on all ranks, whatever becomes of it on one of them
     try:
         save.settle()
@@ -120,7 +121,13 @@ def save_state(
             release()
         raise
     background.start(lambda: save.finish(writers=1), what=place.location, done=release)
-    return as_path(place)
+    return _as_given(place, path)
+
+
+def _as_given(place: Place, path: Folder) -> Path | str:
+    """Return the path that a caller gave to a place, relative if it was; a URL as the place has it."""
+    text = os.path.expanduser(os.fspath(path))
+    return as_path(place) if "://" in text else Path(text)
 
 
 def as_path(place: Place) -> Path | str:
@@ -202,28 +209,27 @@ def _warn_of_open_window(accelerator: "Accelerator") -> None:
         )
 
 
-def _given_place(output_dir: Folder | None) -> Place:
+def _given_path(output_dir: Folder | None) -> Folder:
     if output_dir is None:
         raise ValueError(
             "save_state() got no output_dir. Pass a folder, or let the Accelerator name it: "
             "Accelerator(project_config=ProjectConfiguration(project_dir, automatic_checkpoint_naming=True))."
         )
-    return place_of(output_dir)
+    return output_dir
 
 
-def _next_place(accelerator: "Accelerator", output_dir: Folder | None) -> Place:
+def _next_path(accelerator: "Accelerator", output_dir: Folder | None) -> str:
     project = accelerator.project_configuration
     if project.project_dir is None:
         raise ValueError("Automatic checkpoint naming needs a folder: ProjectConfiguration(project_dir=...) is None.")
-    place = (
-        place_of(project.project_dir).child(names.CHECKPOINTS_FOLDER).child(names.numbered_folder(project.iteration))
-    )
+    number = names.numbered_folder(project.iteration)
+    path = os.path.join(project.project_dir, names.CHECKPOINTS_FOLDER, number)
     if output_dir is not None:
         warn_caller(
             f"save_state(output_dir={os.fspath(output_dir)!r}) is not used, because checkpoints are named automatically: "
-            f"{place.location!r} is. Set automatic_checkpoint_naming=False to name the folder yourself."
+            f"{place_of(path).location!r} is. Set automatic_checkpoint_naming=False to name the folder yourself."
         )
-    return place
+    return path
 
 
 def refuse_to_overwrite(place: Place, number: int) -> None:

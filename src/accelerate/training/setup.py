@@ -24,10 +24,11 @@ from accelerate.config.handlers import (
 )
 from accelerate.config.megatron import MegatronLMPlugin
 from accelerate.config.project import ProjectConfiguration
+from accelerate.config.values import to_int
 from accelerate.runtime import storage
 from accelerate.state import asked_for
-from accelerate.training.prepared import has_models, warn_caller
-from accelerate.utils.environment import get_int_from_env, parse_flag_from_env
+from accelerate.training.prepared import models, warn_caller
+from accelerate.utils.environment import parse_flag_from_env
 
 # Which attribute of the Accelerator each kind of handler becomes.
 HANDLERS: dict[type, str] = {
@@ -111,6 +112,7 @@ def plugins(deepspeed: Any, fsdp: Any, megatron: Any, dynamo: Any, dynamo_backen
         raise ValueError("Pass either dynamo_plugin or dynamo_backend, not both: the plugin has a `backend` field.")
     if dynamo is None:
         dynamo = TorchDynamoPlugin(backend=dynamo_backend) if dynamo_backend is not None else TorchDynamoPlugin()
+    deepspeed = None if deepspeed == {} else deepspeed
     if deepspeed is None and parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
         deepspeed = DeepSpeedPlugin()
     if fsdp is None and asked_for("fsdp_plugin"):
@@ -146,9 +148,11 @@ def accumulation(plugin: GradientAccumulationPlugin | None, steps: int) -> Gradi
                 "plugin has a `num_steps` field."
             )
         return plugin
-    if not isinstance(steps, int) or steps < 1:
-        raise ValueError(f"gradient_accumulation_steps={steps!r} is not a positive integer; 1 accumulates nothing.")
-    steps = get_int_from_env(("ACCELERATE_GRADIENT_ACCUMULATION_STEPS",), steps)
+    variable = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+    for name, value in {"gradient_accumulation_steps": steps, variable: os.environ.get(variable) or steps}.items():
+        steps = to_int(value, name)
+        if steps < 1:
+            raise ValueError(f"{name}={steps!r} is not a positive integer; 1 accumulates nothing.")
     return GradientAccumulationPlugin(num_steps=steps) if plugin is None else replace(plugin, num_steps=steps)
 
 
@@ -156,7 +160,7 @@ def announce_steps(plugin: GradientAccumulationPlugin) -> None:
     """Say so when a new Accelerator changes the accumulation of one that is training: they share one window."""
     live = storage.gradient.current.get("plugin_kwargs")
     before = plugin.num_steps if live is None else live.get("num_steps", 1)
-    if before != plugin.num_steps and has_models():
+    if before != plugin.num_steps and any(True for _ in models()):
         warn_caller(
             f"This Accelerator sets gradient_accumulation_steps={plugin.num_steps}, and with it those of the other live "
             f"Accelerator, which had {before}: all of a process share one accumulation state. Build them with the same "
@@ -221,12 +225,15 @@ def mesh(given: Any, make: Callable[..., Any], tensor_parallel: Any) -> Any:
         tensor_parallel: The superseded ``torch_tp_plugin``.
 
     Raises:
+        TypeError: ``given`` is no configuration.
         ValueError: The superseded plugin and the configuration disagree.
     """
+    if given is not None and not hasattr(given, "get_device_mesh"):
+        raise TypeError(f"parallelism_config={given!r} is a {type(given).__name__}; pass a ParallelismConfig.")
     wanted = getattr(tensor_parallel, "tp_size", 1)
     if given is None and parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG"):
         given = make()
-    if wanted > 1 and given is None:
+    if tensor_parallel is not None and given is None:
         warnings.warn(
             f"torch_tp_plugin is superseded: pass parallelism_config=ParallelismConfig(tp_size={wanted}).",
             FutureWarning,

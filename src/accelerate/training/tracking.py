@@ -42,6 +42,7 @@ def init_trackers(
     """Start the trackers of ``log_with`` and store the configuration. Each tracker decides on which ranks it works.
 
     A tracker that runs already is finished before one of its name is started again, so that there are no two runs.
+    One that was finished is started again.
 
     Args:
         accelerator: The Accelerator.
@@ -65,20 +66,29 @@ def init_trackers(
     if unknown:
         # Scripts pass settings for every tracker they know, and choose one of them on the command line.
         logger.info("init_trackers got settings for %s, which this run does not use.", sorted(unknown))
-    for running in accelerator.trackers:
-        if not any(running is tracker for tracker in trackers):
-            _guarded(running, "finish", running.finish)
+    running = _running(accelerator)
+    for tracker in running:
+        if not _among(tracker, trackers):
+            _guarded(tracker, "finish", tracker.finish)
     for tracker in trackers:
-        if not any(tracker is running for running in accelerator.trackers):
+        if not _among(tracker, running):
             tracker.start()
-    accelerator.trackers = trackers
+    accelerator.trackers, accelerator._finished_trackers = trackers, []
     if config is not None:
         for tracker in trackers:
             tracker.store_init_configuration(dict(config))
 
 
+def _running(accelerator: "Accelerator") -> list[GeneralTracker]:
+    return [tracker for tracker in accelerator.trackers if not _among(tracker, accelerator._finished_trackers)]
+
+
+def _among(tracker: GeneralTracker, trackers: list[GeneralTracker]) -> bool:
+    return any(tracker is other for other in trackers)
+
+
 def get_tracker(accelerator: "Accelerator", name: str, unwrap: bool = False) -> Any:
-    """Return a running tracker; on a rank without trackers one whose methods do nothing.
+    """Return a tracker that was started; on a rank without trackers one whose methods do nothing.
 
     Args:
         accelerator: The Accelerator.
@@ -86,16 +96,16 @@ def get_tracker(accelerator: "Accelerator", name: str, unwrap: bool = False) -> 
         unwrap: Return the library's own object.
 
     Raises:
-        ValueError: There is no such tracker; the message lists those running.
+        ValueError: There is no such tracker; the message lists those that were started.
     """
     if not accelerator.trackers:
         return GeneralTracker(_blank=True)
     for tracker in accelerator.trackers:
         if tracker.name == name:
             return tracker.tracker if unwrap else tracker
-    running = [tracker.name for tracker in accelerator.trackers]
+    started = [tracker.name for tracker in accelerator.trackers]
     raise ValueError(
-        f"{name} is not an available tracker stored inside the `Accelerator`; those running are {running}."
+        f"{name} is not an available tracker stored inside the `Accelerator`; those started are {started}."
     )
 
 
@@ -130,14 +140,14 @@ def end_training(accelerator: "Accelerator") -> None:
 
 
 def finish(accelerator: "Accelerator") -> None:
-    """Finish every tracker.
+    """Finish every tracker that runs. They stay in ``accelerator.trackers``, for what can be asked of a finished run.
 
     Args:
         accelerator: The Accelerator.
     """
-    for tracker in accelerator.trackers:
+    for tracker in _running(accelerator):
         _guarded(tracker, "finish", tracker.finish)
-    accelerator.trackers = []
+    accelerator._finished_trackers = list(accelerator.trackers)
 
 
 def _guarded(tracker: GeneralTracker, what: str, call: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,6 +1,6 @@
 """Helpers around training: every public name, imported from its home module when it is first used (PEP 562)."""
 
-from accelerate._lazy import front
+from accelerate._lazy import front as _front
 
 # Eager, because the submodule and the function share a name: importing the submodule later would rebind the attribute.
 from accelerate.utils.tqdm import tqdm as tqdm
@@ -105,4 +105,4 @@ _SUBMODULES = (
     "modeling offload operations other random rich torch_xla transformer_engine versions"
 )
 
-__getattr__, __dir__, __all__ = front(__name__, _HOMES, _SUBMODULES.split(), eager=["tqdm"])
+__getattr__, __dir__, __all__ = _front(__name__, _HOMES, _SUBMODULES.split(), eager=["tqdm"])

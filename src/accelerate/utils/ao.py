@@ -49,7 +49,9 @@ def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:
         module: the layer, or a model.
         fqn: its full name.
     """
-    return filter_linear_layers(module, fqn, [name for name in find_first_last_linear_layers(module) if name])
+    return filter_linear_layers(
+        module, fqn, [name for name in find_first_last_linear_layers(module) if name is not None]
+    )
 
 
 @torchao_required

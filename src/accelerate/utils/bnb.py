@@ -262,7 +262,7 @@ def get_quantized_model_device_map(
         >>> config = BnbQuantizationConfig(load_in_8bit=True)
         >>> with init_empty_weights():
         ...     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-        >>> get_quantized_model_device_map(model, config, "auto", max_memory={"cpu": "1GiB"})
+        >>> dict(get_quantized_model_device_map(model, config, "auto", max_memory={"cpu": "1GiB"}))
         {'': 'cpu'}
     """
     config = bnb_quantization_config

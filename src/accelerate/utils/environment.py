@@ -51,7 +51,7 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
 
 
 def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
-    """Return the first variable that holds an integer of at least zero.
+    """Return the first variable that holds an integer of at least zero; an empty one says nothing, as in a shell.
 
     Args:
         env_keys: names of variables, in the order of preference.
@@ -61,8 +61,8 @@ def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
         ValueError: a variable holds something else than an integer.
     """
     for key in env_keys:
-        text = os.environ.get(key)
-        if text is None:
+        text = os.environ.get(key, "").strip()
+        if not text:
             continue
         try:
             number = int(text)
@@ -80,14 +80,14 @@ def parse_flag_from_env(key: str, default: bool = False) -> bool:
 
     Args:
         key: the name of the variable.
-        default: what to return when it is not set.
+        default: what to return when it is not set, or empty; a word is read like a value.
 
     Raises:
         ValueError: its value is no truth value; see `str_to_bool`.
     """
-    text = os.environ.get(key)
-    if text is None:
-        return default
+    text = os.environ.get(key, "").strip()
+    if not text:
+        return bool(str_to_bool(str(default)))
     try:
         return bool(str_to_bool(text))
     except ValueError as error:
@@ -99,9 +99,10 @@ def parse_choice_from_env(key: str, default: str = "no") -> str:
 
     Args:
         key: the name of the variable.
-        default: what to return when it is not set.
+        default: what to return when it is not set, or empty.
     """
-    return os.environ.get(key, str(default))
+    text = os.environ.get(key, "")
+    return text if text.strip() else str(default)
 
 
 # Changing variables for a while
@@ -267,6 +268,12 @@ def convert_dict_to_env_variables(current_env: Mapping[str, Any]) -> list[str]:
 def are_libraries_initialized(*library_names: str) -> list[str]:
     """Return those of the given modules that have been imported already."""
     return [name for name in library_names if name in sys.modules]
+
+
+def is_colab() -> bool:
+    """Tell whether this is a notebook of Google Colab."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return "google.colab" in type(shell).__module__ or "COLAB_RELEASE_TAG" in os.environ
 
 
 # GPUs

@@ -1,30 +1,32 @@
 """What is installed and which hardware answers, asked without importing anything that is not needed for the answer.
 
-Importing this module imports neither torch nor any optional library. Whether a library is installed is looked up once per
-process (`_is_installed.cache_clear()` forgets it); so are the accelerators that need a vendor's plugin (each
-function has its own `cache_clear`). CUDA and MPS are asked every time, because tests and notebooks hide and show devices.
+Importing this module imports neither torch nor any optional library. A library that was found is not looked up again; one
+that was not may be installed from a notebook in the meantime. The accelerators that need a vendor's plugin are looked up
+once per process (each function has its own `cache_clear`). CUDA and MPS are asked every time, because tests and notebooks
+hide and show devices.
 """
 
 import functools
 import importlib
 import importlib.metadata
 import importlib.util
-import os
 import sys
 import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from accelerate.utils.environment import parse_flag_from_env, patch_environment, str_to_bool
+from accelerate.utils.environment import parse_flag_from_env, patch_environment
 from accelerate.utils.versions import compare_versions, is_torch_version
 
 T = TypeVar("T", bound=Callable[..., Any])
 
 # Read once: torch_xla takes the device as soon as it is imported, so changing one's mind later has no effect.
-USE_TORCH_XLA = str_to_bool(os.environ.get("USE_TORCH_XLA", "1"), to_bool=True)
+USE_TORCH_XLA = parse_flag_from_env("USE_TORCH_XLA", True)
 
 
-@functools.cache
+_found: set[tuple[str, ...]] = set()
+
+
 def _is_installed(package: str, *distributions: str) -> bool:
     """Tell whether a package can be found and comes from an installed distribution.
 
@@ -34,9 +36,13 @@ def _is_installed(package: str, *distributions: str) -> bool:
         package: the name of the package as it is imported.
         distributions: the names it may be distributed under; none means the package's own name.
     """
-    if importlib.util.find_spec(package) is None:
+    wanted = (package, *distributions)
+    if wanted in _found:
+        return True
+    if importlib.util.find_spec(package) is None or not any(map(_has_metadata, distributions or (package,))):
         return False
-    return any(_has_metadata(name) for name in distributions or (package,))
+    _found.add(wanted)
+    return True
 
 
 def _has_metadata(distribution: str) -> bool:

@@ -10,11 +10,13 @@ from typing import Any
 from accelerate.config.enums import DistributedType
 from accelerate.config.options import BY_NAME
 from accelerate.launch.env import exports, feature_exports
-from accelerate.launch.errors import LaunchError
+from accelerate.launch.errors import LaunchError, MissingAccountError
 from accelerate.launch.plan import Resolved
 from accelerate.launch.resolve import merge
 from accelerate.launch.runners import deepspeed, sagemaker, tpu, tpu_pod
+from accelerate.runtime.ranks import DEFAULT_PORT
 from accelerate.utils.constants import DEEPSPEED_MULTINODE_LAUNCHERS
+from accelerate.utils.other import get_free_port, is_port_in_use
 
 __all__ = [
     "DEEPSPEED_MULTINODE_LAUNCHERS",
@@ -37,7 +39,7 @@ def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str]
         args: what `accelerate.commands.launch.launch_command_parser` parsed.
 
     Returns:
-        The command, and all variables of the process.
+        The command, and all variables of the process; with more than one process also where they meet.
 
     Raises:
         LaunchError: a setting is malformed, or `--module` and `--no_python` are both given.
@@ -48,10 +50,13 @@ def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str]
         >>> command[1:]  # after the path of this Python
         ['-m', 'my.train']
     """
-    if args.module and args.no_python:
-        raise LaunchError("--module and --no_python exclude each other. Choose one.")
+    _refuse_module_without_python(args)
     command = [] if args.no_python else [sys.executable, *(["-m"] if args.module else [])]
-    return [*command, args.training_script, *(args.training_script_args or ())], _environment(args)
+    environment = _environment(args)
+    if (args.num_processes or 1) > 1:
+        environment["MASTER_ADDR"] = str(args.main_process_ip or "127.0.0.1")
+        environment["MASTER_PORT"] = str(DEFAULT_PORT if args.main_process_port is None else args.main_process_port)
+    return [*command, args.training_script, *(args.training_script_args or ())], environment
 
 
 def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
@@ -59,33 +64,39 @@ def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
 
     Args:
         args: as in `prepare_simple_launcher_cmd_env`; gains `nproc_per_node`, and `nnodes`, `node_rank`, `master_addr`,
-            `master_port`, `rdzv_endpoint` or `standalone` as needed, ready for `_filter_args`.
+            `master_port`, `rdzv_endpoint` or `standalone` as needed, ready for `_filter_args`. On one machine it also gets the
+            `main_process_port` in force: port 0 is a free one, and where another program listens, `standalone` is set.
 
     Returns:
         All variables of the processes.
 
     Raises:
-        LaunchError: a setting is malformed, or the processes do not divide evenly over the machines.
+        LaunchError: a setting is malformed, `--module` and `--no_python` are both given, or the processes do not divide evenly
+            over the machines.
     """
+    _refuse_module_without_python(args)
     machines = args.num_machines or 1
     processes = args.num_processes or 1
     if processes % machines:
         raise LaunchError(f"--num_processes is {processes}; it must be a multiple of --num_machines, {machines}.")
     args.nproc_per_node = str(processes // machines)
-    port = args.main_process_port
-    if machines > 1:
-        args.nnodes = str(machines)
-        args.node_rank = int(args.machine_rank or 0)
-        if not args.main_process_ip or not port:
-            raise LaunchError("--num_machines above 1 needs --main_process_ip and --main_process_port.")
-        if args.rdzv_backend == "static":
-            args.master_addr, args.master_port = str(args.main_process_ip), str(port)
-        else:
-            args.rdzv_endpoint = f"{args.main_process_ip}:{port}"
-    elif port:
-        args.master_port = str(port)
+    if machines == 1:
+        if args.main_process_port == 0:
+            args.main_process_port = get_free_port()
+        elif args.main_process_port is None:
+            args.main_process_port = DEFAULT_PORT
+        args.master_port = str(args.main_process_port)
+        if is_port_in_use(args.main_process_port):
+            args.standalone = True  # torchrun takes a free port then
+        return _environment(args)
+    args.nnodes = str(machines)
+    args.node_rank = int(args.machine_rank or 0)
+    if not args.main_process_ip or not args.main_process_port:
+        raise LaunchError("--num_machines above 1 needs --main_process_ip and --main_process_port.")
+    if args.same_network and args.rdzv_backend == "static":
+        args.master_addr, args.master_port = str(args.main_process_ip), str(args.main_process_port)
     else:
-        args.standalone = True
+        args.rdzv_endpoint = f"{args.main_process_ip}:{args.main_process_port}"
     return _environment(args)
 
 
@@ -193,12 +204,12 @@ def prepare_sagemager_args_inputs(
         args: as in `prepare_simple_launcher_cmd_env`.
 
     Raises:
-        LaunchError: there is neither a profile nor a pair of keys, the script is no Python file, one of its arguments has no
-            value, or a table cannot be read.
+        MissingAccountError: there is neither a profile nor a pair of keys.
+        LaunchError: the script is no Python file, one of its arguments has no value, or a table cannot be read.
     """
     access_key_id, secret_access_key = sagemaker.keys(args.aws_access_key_id, args.aws_secret_access_key)
     if not sagemaker_config.profile and not access_key_id:
-        raise LaunchError(
+        raise MissingAccountError(
             "Which AWS account? Put a profile into the configuration file, or give --aws_access_key_id and --aws_secret_access_key."
         )
     variables = {
@@ -219,11 +230,13 @@ def prepare_sagemager_args_inputs(
 def env_var_path_add(env_var_name: str, path_to_add: str) -> str:
     """Return the value of a path-like variable with one more directory at its end; the variable is not changed.
 
+    Empty parts of it, which would stand for the working directory, are left out.
+
     Args:
         env_var_name: such as "PYTHONPATH".
         path_to_add: the directory.
     """
-    return os.pathsep.join(part for part in (os.environ.get(env_var_name, ""), path_to_add) if part)
+    return os.pathsep.join([*filter(None, os.environ.get(env_var_name, "").split(os.pathsep)), path_to_add])
 
 
 def _filter_args(
@@ -253,6 +266,11 @@ def _convert_nargs_to_dict(nargs: Sequence[str]) -> dict[str, Any]:
         LaunchError: a flag has no value, or a value no flag.
     """
     return sagemaker.hyperparameters(nargs)
+
+
+def _refuse_module_without_python(args: argparse.Namespace) -> None:
+    if args.module and args.no_python:
+        raise LaunchError("--module and --no_python exclude each other. Choose one.")
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Resolved]:

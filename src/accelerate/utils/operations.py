@@ -185,18 +185,32 @@ def broadcast_with(communicator: Communicator, tensor: Any, from_process: int = 
         return tensor
     _prepare(communicator, "broadcast", tensor)
     tensors, structure = flatten(tensor, "broadcast")
-    return rebuild(tensor, communicator.broadcast_many(tensors, from_process, structure))
+    values = communicator.broadcast_many(tensors, from_process, structure)
+    if communicator.rank != from_process:
+        tensors = [_filled(own, value) for own, value in zip(tensors, values, strict=True)]
+    return rebuild(tensor, tensors)
+
+
+def _filled(own: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Write a value into a rank's own tensor, unseen by autograd, and return the tensor that has it."""
+    if any(stride == 0 and size > 1 for stride, size in zip(own.stride(), own.shape, strict=True)):
+        return value  # of `expand`: its elements share memory, so they cannot take values of their own
+    with torch.inference_mode(own.is_inference()):
+        own.data.copy_(value)
+    return own
 
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
     """Give all processes the nested tensors of one of them. Every rank must call it.
 
     Args:
-        tensor: nested tensors, of the same structure, shapes and dtypes on every rank. They are not changed.
+        tensor: nested tensors, of the same structure, shapes and dtypes on every rank. They are filled in place, except what
+            `expand` returned.
         from_process: whose.
 
     Returns:
-        The same structure with that rank's tensors. A process that is alone gets its argument back.
+        The same structure with the rank's own tensors, which have the values of `from_process` and keep their gradient
+        functions. A process that is alone gets its argument back.
 
     Raises:
         DistributedOperationException: structure, shapes or dtypes differ between ranks; raised on all of them.
@@ -225,10 +239,13 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
     return broadcast_object_list_with(comm.current(), object_list, from_process)
 
 
+_REDUCTIONS = {"mean": "mean", "sum": "sum", "none": "sum", "max": "max"}
+
+
 def reduce_with(communicator: Communicator, tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     """Do what `reduce` does, with a given communicator."""
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"Unknown reduction {reduction!r}; choose 'mean', 'sum' or 'none' (a sum, too).")
+    if reduction not in _REDUCTIONS:
+        raise ValueError(f"Unknown reduction {reduction!r}; choose 'mean', 'sum', 'max' or 'none' (a sum, too).")
     scales = scale != 1.0 and storage.process.current.get("backend") == "xla"
     if scale != 1.0 and not scales:
         warnings.warn(
@@ -238,8 +255,21 @@ def reduce_with(communicator: Communicator, tensor: Any, reduction: str = "mean"
         _prepare(communicator, "reduce", tensor)
     tensors, structure = flatten(tensor, "reduce")
     if communicator.world_size > 1:
-        tensors = communicator.reduce_many(tensors, "mean" if reduction == "mean" else "sum", structure)
-    return rebuild(tensor, [value * scale for value in tensors] if scales else tensors)
+        values = communicator.reduce_many(tensors, _REDUCTIONS[reduction], structure)
+        parts = communicator.world_size if reduction == "mean" else 1
+        results = [_with_gradient(own, value, parts) for own, value in zip(tensors, values, strict=True)]
+    else:
+        results = [own.clone() for own in tensors]
+    return rebuild(tensor, [result * scale for result in results] if scales else results)
+
+
+def _with_gradient(own: torch.Tensor, value: torch.Tensor, parts: int) -> torch.Tensor:
+    """Return a reduced value whose gradient goes to the rank's own part alone; nothing is exchanged in backward."""
+    if not (own.requires_grad and torch.is_grad_enabled()):
+        return value
+    result = own / parts
+    result.data.copy_(value)
+    return result
 
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
@@ -247,11 +277,12 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
 
     Args:
         tensor: nested tensors, of the same structure, shapes and dtypes on every rank. They are not changed.
-        reduction: "mean" or "sum"; "none" is a sum as well. The mean of integers is a float tensor.
+        reduction: "mean", "sum" or "max"; "none" is a sum as well. The mean of integers is a float tensor.
         scale: factor for the result, on XLA devices only.
 
     Returns:
-        The same structure with the results, on every rank.
+        The same structure with new tensors, the results, on every rank. `backward` reaches the rank's own part alone: its
+        gradient is that of the result, for a mean divided by the number of processes.
 
     Raises:
         DistributedOperationException: structure, shapes or dtypes differ between ranks; raised on all of them.
@@ -371,7 +402,7 @@ def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def verified(*args: Any, **kwargs: Any) -> Any:
-        if _debugging():
+        if _debugging() and (args or "tensor" in kwargs):
             data = kwargs["tensor"] if "tensor" in kwargs else args[0]
             communicator = comm.current()
             if communicator.world_size > 1:
@@ -463,7 +494,7 @@ def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., 
 
 @contextlib.contextmanager
 def GatheredParameters(
-    params: Iterable[torch.nn.Parameter] | torch.nn.Parameter,
+    params: Iterable[torch.nn.Parameter] | torch.nn.Parameter | None,
     modifier_rank: int | None = None,
     fwd_module: torch.nn.Module | None = None,
     enabled: bool = True,
@@ -473,14 +504,16 @@ def GatheredParameters(
     Every rank must enter it under ZeRO stage 3.
 
     Args:
-        params: the parameters.
+        params: the parameters; None is none of them.
         modifier_rank: the rank whose changes are kept; None discards changes.
         fwd_module: the module that the parameters belong to.
         enabled: False makes the block do nothing.
 
     Source: https://deepspeed.readthedocs.io/en/latest/zero3.html#deepspeed.zero.GatheredParameters
     """
-    parameters = [params] if isinstance(params, torch.nn.Parameter) else list(params)
+    if isinstance(params, torch.nn.Parameter):
+        params = [params]
+    parameters = [] if params is None else list(params)
     if not (enabled and any(hasattr(parameter, "ds_id") for parameter in parameters)):
         yield
         return

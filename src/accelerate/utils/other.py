@@ -8,7 +8,7 @@ import platform
 import re
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import reduce
 from typing import Any, BinaryIO
 
@@ -103,7 +103,8 @@ def save(obj: Any, f: Path | BinaryIO, save_on_each_node: bool = False, safe_ser
     """Save an object to a file, on the main process only. All ranks may call it; the others return at once.
 
     Args:
-        obj: What to save; with ``safe_serialization`` a flat dict of names and tensors.
+        obj: What to save; with ``safe_serialization`` a flat dict of names and tensors, of which tied ones are written
+            under their first name and all others as they are.
         f: A path, or a binary file when ``safe_serialization`` is off.
         save_on_each_node: Write on the main process of each node, for folders that the nodes do not share.
         safe_serialization: Write safetensors instead of torch's pickle format.
@@ -117,8 +118,9 @@ def save(obj: Any, f: Path | BinaryIO, save_on_each_node: bool = False, safe_ser
     if safe_serialization:
         from safetensors.torch import save_file
 
+        tensors = clean_state_dict_for_safetensors(obj) if isinstance(obj, Mapping) else obj
         with written_whole(f) as temporary:
-            save_file(obj, temporary, metadata={"format": "pt"})
+            save_file(tensors, temporary, metadata={"format": "pt"})
     elif isinstance(f, (str, os.PathLike)):
         with written_whole(f) as temporary:
             torch.save(obj, temporary)

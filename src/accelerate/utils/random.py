@@ -74,30 +74,34 @@ def synchronize_rng_state(rng_type: RNGType | str | None = None, generator: torc
     """Give all processes the state that a random generator has on the main process. Every rank must call it.
 
     Args:
-        rng_type: which generator: "torch", "generator", or a device such as "cuda". None, and a device that this machine
-            does not have, do nothing.
+        rng_type: which generator: "torch", "generator", or a device such as "cuda". None does nothing, and neither does a word in
+            place of a member of `RNGType` where there is one process.
         generator: the generator to synchronise, for "generator".
 
     Raises:
-        ValueError: the type is unknown, or "generator" is asked for without one.
+        ValueError: the type is unknown.
+        AssertionError: "generator" is asked for without one, or a device that this machine does not have.
     """
-    if rng_type is None:
+    communicator = comm.current()
+    alone = communicator.world_size == 1
+    if rng_type is None or (alone and not isinstance(rng_type, RNGType)):
         return
     rng_type = RNGType(rng_type)
-    if rng_type is RNGType.GENERATOR and generator is None:
-        raise ValueError("rng_type='generator' needs a generator; pass `generator=torch.Generator()`.")
-    communicator = comm.current()
-    if communicator.world_size == 1:
-        return
     if rng_type is RNGType.GENERATOR:
+        if generator is None:
+            raise AssertionError("rng_type='generator' needs a generator; pass `generator=torch.Generator()`.")
         get, put = generator.get_state, generator.set_state
     elif rng_type is RNGType.TORCH:
         get, put = torch.get_rng_state, torch.set_rng_state
     else:
         device = DEVICES[rng_type.value]
         if not device.available():
-            return
+            raise AssertionError(
+                f"rng_type={rng_type.value!r} asks for the generator of a device that this machine does not have. Leave it out."
+            )
         get, put = device.get_rng_state, device.set_rng_state
+    if alone:
+        return
     state = get()
     told = communicator.broadcast(_as_tensor(state), 0)
     put(told.cpu() if isinstance(state, torch.Tensor) else int(told))
@@ -109,6 +113,9 @@ def synchronize_rng_states(rng_types: Iterable[str | RNGType], generator: torch.
     Args:
         rng_types: which generators, in the same order on every rank.
         generator: for "generator".
+
+    Raises:
+        ValueError, AssertionError: as `synchronize_rng_state`, which gets members of `RNGType`.
     """
     for rng_type in rng_types:
         synchronize_rng_state(RNGType(rng_type), generator=generator)

@@ -4,19 +4,27 @@ import importlib.metadata
 import subprocess
 import sys
 
+from accelerate.utils.environment import is_colab
+
 
 def install_xla(upgrade: bool = False) -> None:
-    """Install the TPU build of torch_xla for the torch that is installed, as a notebook on a TPU needs it.
+    """Install the TPU build of torch_xla for the torch that is installed, in a notebook of Google Colab.
 
     Args:
         upgrade: also replace a torch_xla that is installed.
 
     Raises:
-        RuntimeError: there is no torch, or it is a development build, for which there is no torch_xla release.
+        RuntimeError: this is not Colab; there is no torch, or it is a development build, for which there is no torch_xla
+            release.
         subprocess.CalledProcessError: pip failed.
 
     Source: https://github.com/pytorch/xla#installation
     """
+    if not is_colab():
+        raise RuntimeError(
+            "install_xla() changes the environment of a Google Colab notebook, and this is none. Install torch_xla yourself, "
+            "for the torch that you have: `pip install 'torch_xla[tpu]==<version of torch>'`."
+        )
     try:
         torch_version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:

@@ -2,10 +2,17 @@
 
 import functools
 import importlib.metadata
+from typing import Any
 
 from packaging.version import Version, parse
 
 from accelerate.utils.constants import STR_OPERATION_TO_FUNC
+
+
+def __getattr__(name: str) -> Any:
+    if name == "torch_version":  # read when it is asked for, because every import of the package passes here
+        return installed_version("torch")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 Run by `tests/distributed/test_operations.py`, or by hand: torchrun --nproc_per_node 2 check_operations.py
 """
 
+import logging
 from collections import UserDict, namedtuple
 from datetime import timedelta
 
@@ -66,9 +67,23 @@ def check_reduce_and_broadcast(rank: int, size: int, device: torch.device) -> No
         mine = torch.full((length,), rank + 1.0, device=device)
         assert ops.reduce({"a": mine}, "sum")["a"][-1].item() == total
         assert ops.reduce(mine)[0].item() == total / size and mine[0].item() == rank + 1
-        assert ops.broadcast([mine])[0][-1].item() == 1 and ops.broadcast(mine, size - 1)[0].item() == size
+        assert ops.reduce(mine, "max")[-1].item() == size
+        assert ops.broadcast([mine.clone()])[0][-1].item() == 1
+        assert ops.broadcast(mine, size - 1) is mine and mine[0].item() == size
     assert ops.reduce(torch.tensor(rank, device=device), "sum").shape == ()
     assert ops.reduce(torch.tensor([rank], device=device), "mean").item() == (size - 1) / 2
+    weight = torch.nn.Parameter(torch.full((2,), rank + 1.0, device=device))
+    for reduction, value, gradient in (("sum", total, 1), ("mean", total / size, 1 / size), ("max", size, 1)):
+        weight.grad = None
+        loss = ops.reduce(weight.sum() * (rank + 1), reduction)
+        loss.backward()
+        torch.testing.assert_close(weight.grad.cpu(), torch.full((2,), gradient * (rank + 1.0)))
+        assert ops.reduce(weight, reduction)[0].item() == value
+    columns = torch.full((2, 3), rank, device=device)
+    data = {"a": weight, "b": [Pair(columns[:, 1], torch.tensor(rank, device=device))]}
+    result = ops.broadcast(data, size - 1)
+    assert result["a"] is weight and weight.tolist() == [size] * 2 and weight.requires_grad
+    assert columns[0].tolist() == [rank, size - 1, rank] and data["b"][0].y.item() == size - 1
     communicator = comm.current()
     assert communicator.all_reduce(torch.tensor([rank], device=device), "max").item() == size - 1
     assert communicator.all_reduce(torch.tensor([rank], device=device), "min").item() == 0
@@ -127,7 +142,11 @@ def check_splitting_and_order(state: PartialState, rank: int, size: int) -> None
         with first():
             turn = store.add(f"turn/{first.__name__}", 1)
             assert (turn == 1) == (rank == 0)
-    get_logger(__name__).warning("in order", main_process_only=False, in_order=True)
+    logger, handler, heard = get_logger(__name__), logging.Handler(), []
+    handler.emit = lambda record: heard.append(record.getMessage())
+    logger.logger.addHandler(handler)
+    logger.warning("in order", in_order=True)
+    assert ops.gather_object(heard) == [f"[RANK {each}] in order" for each in range(size)]
     assert (state.on_main_process(lambda: "ran")() == "ran") == (rank == 0)
     assert (state.on_process(lambda: "ran", process_index=1)() == "ran") == (rank == 1)
 
@@ -136,7 +155,7 @@ def check_random(rank: int, size: int) -> None:
     set_seed(3, device_specific=True)
     assert len(set(ops.gather_object([torch.rand(1).item()]))) == size
     generator = torch.Generator().manual_seed(rank)
-    synchronize_rng_states(["torch", "generator", "cuda"], generator)
+    synchronize_rng_states(["torch", "generator"], generator)
     drawn = (torch.rand(1).item(), torch.rand(1, generator=generator).item())
     assert len(set(ops.gather_object([drawn]))) == 1
 

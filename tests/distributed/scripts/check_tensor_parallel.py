@@ -155,6 +155,16 @@ def again():
     mesh = init_device_mesh(DEVICE, (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
     with raised(ValueError, "sharded over", "before it is sharded"):
         tensor.prepare(accelerator, (fully_shard(Mlp().to(DEVICE), mesh=mesh),))
+    # As transformers hands over what it sharded while loading: the sizes of its mesh, and no FSDP plugin.
+    accelerator = fresh_accelerator(parallelism_config=ParallelismConfig(dp_shard_size=dist.get_world_size()))
+    with raised(ValueError, "needs FSDP", "sharded already"):
+        accelerator.prepare(DataLoader(range(4)))
+    model = fully_shard(Mlp().to(DEVICE), mesh=mesh)
+    for options in ({}, {"device_placement": False, "evaluation_mode": True}):
+        with raised(NotImplementedError, "Mlp", "arrives sharded", "Load it whole", "fsdp_version=2"):
+            accelerator.prepare_model(model, **options)
+    with raised(NotImplementedError, "arrives sharded"):
+        accelerator.prepare(adamw(model), model)
 
 
 def split_sequences():

@@ -81,6 +81,14 @@ def slip_away() -> None:
         os._exit(0)
 
 
+def return_on_one() -> None:
+    """Return on rank 1, for which the others wait in a collective."""
+    state = PartialState()
+    state.wait_for_everyone()
+    if state.process_index == 0:
+        state.wait_for_everyone()
+
+
 def fail_at_first() -> None:
     """Fail in the first attempt."""
     state = PartialState()

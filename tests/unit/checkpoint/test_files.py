@@ -112,7 +112,7 @@ def test_modules_that_rename_while_loading_are_left_to_it(tmp_path):
 
 def test_values_that_are_no_tensors_need_the_other_format(tmp_path):
     state = {"weight": torch.ones(1), "_extra_state": {"a": 1}}
-    with pytest.raises(TypeError, match="safe_serialization=False"):
+    with pytest.raises(ValueError, match="safe_serialization=False"):
         files.write_model(state, tmp_path)
     files.write_model(state, tmp_path, safe_serialization=False)
     assert os.listdir(tmp_path) == ["pytorch_model.bin"]

@@ -394,10 +394,17 @@ def test_hub_names():
 
 
 @pytest.mark.parametrize(
-    ("text", "kind"), [("Unknown model (x)", "timm"), ("x model type y", "transformers"), ("z", "unknown")]
+    ("error", "kind"),
+    [
+        (RuntimeError("Unknown model (x)"), "timm"),
+        (ValueError("x model type y"), "transformers"),
+        (RuntimeError("x model type y"), "unknown"),
+        (ValueError("Unknown model (x)"), "unknown"),
+        (ValueError("z"), "unknown"),
+    ],
 )
-def test_check_has_model(text, kind):
-    assert estimate.check_has_model(ValueError(text)) == kind
+def test_check_has_model(error, kind):
+    assert estimate.check_has_model(error) == kind
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,7 @@ def test_validate_fills_the_arguments(place):
     (place / "c.yaml").write_text("distributed_type: NO\nmixed_precision: bf16\nuse_cpu: true")
     args, config, from_file = launch._validate_launch_command(parse("--config_file c.yaml train.py"))
     assert (args.mixed_precision, config.mixed_precision, from_file) == ("bf16", "bf16", True)
+    assert launch._validate_launch_command(parse("--num_processes 3 missing.py"))[0].num_processes == 3
 
 
 def test_launchers(ran):

@@ -12,7 +12,9 @@ from accelerate.launch.errors import LaunchError
 
 def test_parser_and_group_take_both_spellings():
     parser = CustomArgumentParser()
-    CustomArgumentGroup(parser, "heading").add_argument("--some_name")
+    group = parser.add_argument_group("heading")
+    assert isinstance(group, CustomArgumentGroup)
+    group.add_argument("--some_name")
     parser.add_argument("--other_name")
     assert parser.parse_args(["--some-name", "1", "--other-name", "2"]).other_name == "2"
 

@@ -332,3 +332,8 @@ def test_copies():
     assert plugin.get_value("zero_optimization.stage") == 3
     assert clone.get_value("zero_optimization.stage") == 1
     assert plugin.deepspeed_config == pickle.loads(pickle.dumps(plugin)).deepspeed_config
+
+
+def test_clipping_at_zero_is_no_clipping():
+    plugin = Plugin(gradient_clipping=0)
+    assert plugin.gradient_clipping == 0 and "gradient_clipping" not in plugin.deepspeed_config

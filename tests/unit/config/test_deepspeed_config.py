@@ -36,6 +36,12 @@ def test_other_sources(source):
         ({"stage": 2, "offload_optimizer": {"device": "nvme"}}, True, False, True),
         ({"stage": 2, "offload_optimizer": {"device": "none"}}, True, False, False),
         ({"stage": "auto", "offload_optimizer": {}}, False, False, False),
+        (
+            {"stage": 1, "offload_optimizer": {"device": "cpu"}},
+            False,
+            False,
+            False,
+        ),  # DeepSpeed offloads from stage 2 on
     ],
 )
 def test_stage_and_offload(zero, two, three, offload):

@@ -2,8 +2,10 @@
 
 import pytest
 
-from accelerate.config import deepspeed, fsdp, megatron, values
+from accelerate import Accelerator, ParallelismConfig
+from accelerate.config import deepspeed, dynamo, fp8, fsdp, megatron, parallel, values
 from accelerate.config.options import OPTIONS
+from accelerate.logging import get_logger
 
 EXPORTED = {name for option in OPTIONS for name in (option.env, *option.env_names) if name}
 
@@ -43,3 +45,23 @@ def test_megatron(read):
 def test_parallelism():
     sizes = {f"PARALLELISM_CONFIG_{axis}_SIZE" for axis in ("DP_REPLICATE", "DP_SHARD", "TP", "CP", "SP")}
     assert sizes <= EXPORTED
+
+
+@pytest.mark.parametrize("blank", ["", "  "])
+def test_an_empty_variable_is_as_if_it_were_not_set(monkeypatch, blank):
+    build = (
+        fsdp.FullyShardedDataParallelPlugin, deepspeed.DeepSpeedPlugin, megatron.MegatronLMPlugin, ParallelismConfig,
+        dynamo.TorchDynamoPlugin, fp8.MSAMPRecipeKwargs, parallel.TorchContextParallelConfig, parallel.DeepSpeedSequenceParallelConfig,
+    )  # fmt: skip
+
+    def fields():
+        return [{name: value for name, value in vars(kind()).items() if name != "hf_ds_config"} for kind in build]
+
+    usual = fields()
+    for name in {*EXPORTED, "ACCELERATE_LOG_LEVEL", "ACCELERATE_TORCH_DEVICE", "FORK_LAUNCHED"}:
+        monkeypatch.setenv(name, blank)
+    assert fields() == usual
+    accelerator = Accelerator()
+    assert accelerator.distributed_type == "NO" and accelerator.parallelism_config is None
+    assert (accelerator.mixed_precision, accelerator.gradient_accumulation_steps) == ("no", 1)
+    assert get_logger("blank").logger.level == 0

@@ -170,6 +170,11 @@ def test_what_version_2_ignores_is_said(field, caplog):
     assert field in caplog.text
 
 
+def test_version_2_knows_the_words_that_it_ignores():
+    with pytest.raises(ValueError, match="backward_prefetch is 'sometimes'"):
+        Plugin(fsdp_version=2, backward_prefetch="sometimes")
+
+
 def test_forward_prefetch_is_refused_by_version_2():
     with pytest.raises(ValueError, match="forward_prefetch is False"):
         Plugin(fsdp_version=2, forward_prefetch=False)

@@ -98,6 +98,19 @@ def test_own_wrapper(options):
     assert Plugin(**options).megatron_lm_default_args["DDP_impl"] == "local"
 
 
+@pytest.mark.parametrize(
+    ("given", "kept"), [(None, None), ([5], [5, 0, 0]), ((5, 6), [5, 6, 0]), ([1, 2, 3], [1, 2, 3]), ([], [])]
+)
+def test_consumed_samples_are_completed(given, kept):
+    plugin = Plugin(consumed_samples=given)
+    assert plugin.consumed_samples == plugin.megatron_lm_default_args["consumed_samples"] == kept
+
+
+def test_consumed_samples_are_a_list():
+    with pytest.raises(TypeError, match="consumed_samples is 5"):
+        Plugin(consumed_samples=5)
+
+
 def test_other_arguments_win():
     plugin = Plugin(other_megatron_args={"clip_grad": 9.0, "extra": 1})
     assert plugin.megatron_lm_default_args["clip_grad"] == 9.0

@@ -27,3 +27,6 @@ def test_a_limit_keeps_at_least_one(limit):
     with pytest.raises(ValueError, match=f"total_limit is {limit}"):
         ProjectConfiguration(total_limit=limit)
     assert ProjectConfiguration(total_limit=1).total_limit == 1
+    assert ProjectConfiguration(total_limit="2").total_limit == 2
+    with pytest.raises(ValueError, match="total_limit is 'two'"):
+        ProjectConfiguration(total_limit="two")

@@ -219,6 +219,14 @@ def test_a_seedable_sampler_keeps_the_settings_and_the_seed():
     assert not isinstance(plain.get_sampler(), RandomSampler)
 
 
+def test_a_given_seed_holds_for_a_seedable_sampler_too():
+    orders = []
+    for sampler in (SeedableRandomSampler(Numbers(), data_seed=7), RandomSampler(Numbers())):
+        loader = DataLoader(Numbers(), 2, sampler=sampler)
+        orders.append(values(prepare_data_loader(loader, use_seedable_sampler=True, data_seed=5)))
+    assert orders[0] == orders[1]
+
+
 def test_settings_and_class_of_the_loader_survive():
     class Custom(DataLoader):
         pass

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorD
 from accelerate.data.build import prepare_data_loader
 from accelerate.data.loader import DataLoaderShard, SkipDataLoader
 from accelerate.data.skip import skip_first_batches
+from accelerate.data.state import DataLoaderStateMixin
 from accelerate.state import GradientState
 
 
@@ -219,3 +220,15 @@ def test_batches_pass_through_untouched():
     assert loader.device is None
     loader = prepare_data_loader(DataLoader(["a", "b", "c"], 2), put_on_device=True)
     assert list(loader) == [["a", "b"], ["c"]]
+
+
+@pytest.mark.parametrize(("drop_last", "remainder"), [(True, -1), (False, 1)])
+def test_a_loader_of_ones_own_keeps_its_state_with_the_mixin(drop_last, remainder):
+    class Own(DataLoaderStateMixin):
+        total_dataset_length, total_batch_size, _drop_last, gradient_state = 5, 2, drop_last, GradientState()
+
+    own = Own()
+    own.begin()
+    assert own.gradient_state.active_dataloader is own and own.remainder == remainder
+    own.end()
+    assert not own.gradient_state.in_dataloader

@@ -1,5 +1,7 @@
 """Continuing an interrupted epoch gives what the uninterrupted run would have given."""
 
+import io
+import json
 import pickle
 
 import pytest
@@ -43,7 +45,21 @@ def build(case, processes):
     return prepare_data_loader(make(), num_processes=processes, process_index=processes - 1, **options)
 
 
-def interrupted(case, processes, epoch, batch):
+def through_json(loader):
+    state = loader.state_dict()
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    torch.load(file, weights_only=True)
+    return json.loads(json.dumps(state))
+
+
+def with_arrays(loader):
+    """A state as earlier versions saved it."""
+    return pickle.loads(pickle.dumps({**loader.state_dict(), resume.KEY: resume.capture(loader)}))
+
+
+def interrupted(case, processes, epoch, batch, save=through_json):
     """Run three epochs; returns the batches after the interruption, per epoch, and what was saved at it."""
     torch.manual_seed(11)
     loader = build(case, processes)
@@ -56,14 +72,14 @@ def interrupted(case, processes, epoch, batch):
             if (number, len(batches)) == (epoch, batch) or (
                 number == epoch and batch is None and loader.end_of_dataloader
             ):
-                saved = pickle.loads(pickle.dumps(loader.state_dict())), torch.get_rng_state()
+                saved = save(loader), torch.get_rng_state()
         epochs.append(batches)
     after = epochs[epoch + 1 :]
     return ([epochs[epoch][batch:], *after] if batch is not None else after), saved
 
 
-def check_resuming(case, processes, epoch, batch):
-    want, (state, generator) = interrupted(case, processes, epoch, batch)
+def check_resuming(case, processes, epoch, batch, save=through_json):
+    want, (state, generator) = interrupted(case, processes, epoch, batch, save)
     torch.manual_seed(99)
     loader = build(case, processes)
     torch.set_rng_state(generator)
@@ -96,6 +112,11 @@ def test_a_resumed_run_equals_an_uninterrupted_one(case, processes, epoch, batch
             got.append(values.tolist())
             torch.rand(1)
         assert got == expected
+
+
+@pytest.mark.parametrize("case", LOADERS.values(), ids=LOADERS)
+def test_a_state_with_arrays_is_loaded(case):
+    check_resuming(case, 2, 1, 1, with_arrays)
 
 
 @needs_torchdata

@@ -6,6 +6,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accelerate.data.build import prepare_data_loader
 from accelerate.data.loader import DataLoaderShard, SkipDataLoader
+from accelerate.data.shards import SkipBatchSampler
 from accelerate.data.skip import skip_first_batches
 
 
@@ -104,3 +105,8 @@ def test_wrong_arguments_are_refused():
         skip_first_batches(DataLoader(Numbers(), 3), -1)
     with pytest.raises(TypeError, match="dataloader is a list"):
         skip_first_batches([1, 2], 1)
+
+
+def test_a_count_that_was_divided_is_rounded_up():
+    assert values(skip_first_batches(DataLoader(Numbers(), 2), 6 / 2)) == [[6, 7], [8, 9]]
+    assert list(SkipBatchSampler([[0], [1], [2]], 1.5)) == [[2]]

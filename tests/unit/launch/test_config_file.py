@@ -70,6 +70,8 @@ def test_old_spellings(read):
     assert read(distributed_type="NO", dynamo_backend="EAGER").values["dynamo_backend"] == "eager"
     assert read(distributed_type=False, mixed_precision=False).values["mixed_precision"] == "no"
     assert "num_processes" not in read(distributed_type="NO", num_processes=-1).values
+    assert "num_processes" not in read(distributed_type="MULTI_GPU").values
+    assert read(distributed_type="NO").values["num_processes"] == 1
 
 
 def test_unknown_keys(read):
@@ -191,7 +193,7 @@ def test_every_setting_of_an_old_section_arrives(place):
 def test_what_was_given_up(read):
     assert read(distributed_type="NO", ipex_config={"ipex": False}).unused == ()
     assert "ipex_config has no effect" in read(distributed_type="NO", ipex_config={"ipex": True}).unused[0]
-    assert read(distributed_type="MPS").values == {}
+    assert read(distributed_type="MPS").values == {"num_processes": 1}
     assert read(distributed_type="NO", dynamo_backend="AOT_CUDAGRAPHS").values["dynamo_backend"] == "cudagraphs"
     with pytest.raises(LaunchError, match="dynamo_backend is 'NVFUSER'; choose one of"):
         read(distributed_type="NO", dynamo_backend="NVFUSER")

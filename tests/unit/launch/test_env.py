@@ -19,13 +19,12 @@ def test_plain_run(plan):
 
 
 def test_given_settings(plan):
-    line = "--cpu --mixed_precision bf16 --debug --gradient_accumulation_steps 4 --enable_cpu_affinity"
+    line = "--cpu --mixed_precision bf16 --debug --enable_cpu_affinity"
     told = exports(plan(f"{line} --num_cpu_threads_per_process 2").settings)
     assert told == {
         **ALWAYS,
         "ACCELERATE_CPU_AFFINITY": "1",
         "ACCELERATE_DEBUG_MODE": "true",
-        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4",
         "ACCELERATE_MIXED_PRECISION": "bf16",
         "ACCELERATE_USE_CPU": "True",
         "OMP_NUM_THREADS": "2",
@@ -40,8 +39,17 @@ def test_workers_read_back_what_was_resolved(plan):
 
 
 def test_options_of_features_that_are_off_stay_away(plan):
-    told = exports(plan("--zero_stage 2 --fsdp_version 2").settings)
+    told = exports(plan("--zero_stage 2 --fsdp_version 2 --gradient_accumulation_steps 2").settings)
     assert told == ALWAYS
+
+
+def test_accumulation_steps_are_for_deepspeed(plan):
+    engine = plan("--use_deepspeed --gradient_accumulation_steps 2")
+    assert exports(engine.settings)["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] == "2"
+    other = plan("--gradient_accumulation_steps 2")
+    assert other.notes == ("--gradient_accumulation_steps has no effect without --use_deepspeed.",)
+    by_hand = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "5"}
+    assert worker_environment(other, by_hand)["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] == "5"
 
 
 def test_feature_exports(plan):

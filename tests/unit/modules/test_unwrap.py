@@ -73,6 +73,14 @@ def test_a_compiled_wrapper_stays_usable(group):
     assert torch.equal(inner(x), net(x))
 
 
+def test_compiled_inside_a_compiled_wrapper(group):
+    net = nn.Linear(1, 1)
+    compiled = torch.compile(net, backend="eager")
+    outer = torch.compile(DistributedDataParallel(compiled), backend="eager")
+    assert extract_model_from_parallel(outer) is compiled
+    assert extract_model_from_parallel(outer, keep_torch_compile=False) is net
+
+
 def test_compiled_regions_are_kept_or_taken_off(group):
     net = nn.ModuleDict({"blocks": nn.ModuleList([nn.ReLU(), nn.ReLU()]), "head": nn.Linear(1, 1)})
     compiled = compile_regions(net, backend="eager")
@@ -87,6 +95,25 @@ def test_inner_wrappers_come_off_on_request():
     assert isinstance(extract_model_from_parallel(outer)[0][0], nn.DataParallel)
     assert extract_model_from_parallel(outer, recursive=True) is outer
     assert outer[0][0] is net
+
+
+def test_a_wrapper_that_was_compiled_comes_off_a_submodule(group):
+    net = nn.Linear(1, 1)
+    wrapped = DistributedDataParallel(net)
+    outer = nn.ModuleDict({"part": torch.compile(wrapped, backend="eager"), "same": wrapped})
+    extract_model_from_parallel(outer, recursive=True)
+    assert is_compiled_module(outer["part"]) and outer["part"]._orig_mod is net
+    assert outer["same"] is net
+    wrapped.forward = None
+    assert torch.equal(outer["part"](torch.ones(1, 1)), net(torch.ones(1, 1))), "the wrapper does not run any more"
+
+
+def test_a_module_of_ones_own_called_module_is_no_wrapper(group):
+    own = nn.Module()
+    own.module = nn.Linear(1, 1)
+    outer = nn.Sequential(DistributedDataParallel(own))
+    assert extract_model_from_parallel(own, recursive=True) is own
+    assert extract_model_from_parallel(outer, recursive=True)[0] is own
 
 
 def test_a_replaced_forward_is_kept_or_taken_off():

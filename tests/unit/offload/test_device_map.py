@@ -1,5 +1,7 @@
 """Device maps: computed, cleaned, checked."""
 
+from collections import OrderedDict
+
 import pytest
 import torch
 from torch import nn
@@ -30,7 +32,8 @@ def _tied():
 
 def test_devices_fill_in_order_and_the_first_keeps_room_for_the_largest_layer():
     model = _Net()
-    assert infer_auto_device_map(model, {0: 236, "cpu": 1000}) == {"": 0}
+    found = infer_auto_device_map(model, {0: 236, "cpu": 1000})
+    assert found == {"": 0} and isinstance(found, OrderedDict)
     assert infer_auto_device_map(model, {0: 200, "cpu": 1000}) == {"linear1": 0, "norm": "cpu", "linear2": "cpu"}
     assert infer_auto_device_map(model, {0: 200, 1: 72, "cpu": 1000}) == {"linear1": 0, "norm": 1, "linear2": "cpu"}
 
@@ -89,8 +92,9 @@ def test_fallback_allocate_opens_modules_and_leaves_the_list_alone():
 
 def test_buffers_that_stay_behind_are_warned_about():
     model = nn.Sequential(nn.Linear(10, 10), nn.BatchNorm1d(100), nn.BatchNorm1d(100))
-    with pytest.warns(UserWarning, match="1616 bytes of buffers"):
-        infer_auto_device_map(model, {0: 1000, "cpu": 10**6})
+    for budget in (1000, 2000):  # what is kept free for the largest layer is no room for buffers
+        with pytest.warns(UserWarning, match="1616 bytes of buffers"):
+            infer_auto_device_map(model, {0: budget, "cpu": 10**6})
     infer_auto_device_map(model, {0: 1000, "cpu": 10**6}, offload_buffers=True)
 
 
@@ -128,6 +132,16 @@ def _explained(capsys, *args, **kwargs):
     table, _, refused = capsys.readouterr().out.partition("What did not fit:\n")
     rows = [line.split("  ") for line in table.strip().splitlines()]
     return {row[0]: [cell.strip() for cell in row[1:] if cell.strip()] for row in rows}, refused
+
+
+@pytest.mark.parametrize("budget, helps", [(41_000, True), (300, False)])
+def test_an_empty_device_that_fallback_allocation_would_fill_is_named(budget, helps, caplog):
+    model = nn.Sequential(nn.Linear(100, 100), nn.Linear(10, 10), nn.Linear(100, 100))
+    infer_auto_device_map(model, max_memory={0: budget, "cpu": 10**6})
+    assert ("With `fallback_allocation=True` deeper modules fit on 0." in caplog.text) == helps
+    caplog.clear()
+    chosen = infer_auto_device_map(model, max_memory={0: budget, "cpu": 10**6}, fallback_allocation=True)
+    assert (0 in chosen.values()) == helps and "fallback_allocation" not in caplog.text
 
 
 def test_an_explanation_has_a_row_per_device(capsys):

@@ -117,6 +117,7 @@ def test_submodules_are_matched_by_name_not_by_text():
     state = {"a.b": 1, "a": 2, "ab": 3, "d.e": 4}
     assert extract_submodules_state_dict(state, ["a", "d"]) == {"a.b": 1, "a": 2, "d.e": 4}
     assert extract_submodules_state_dict(state, [""]) == state
+    assert extract_submodules_state_dict(state, "d") == {"d.e": 4}
 
 
 def test_a_relative_folder_is_found_wherever_the_process_goes(tmp_path, monkeypatch):

@@ -120,6 +120,23 @@ def test_dtype_applies_everywhere_but_to_what_is_kept(device_map, checkpoint, tm
         assert json.loads((tmp_path / "o" / "index.json").read_text())["linear2.weight"]["dtype"] == "bfloat16"
 
 
+@pytest.mark.parametrize("empty", [("linear1",), ("linear1", "norm", "linear2"), ()])
+def test_a_partly_empty_model_takes_the_dtype_of_the_file(empty, source, tmp_path):
+    save_file(
+        {name: t.half() if t.is_floating_point() else t for name, t in source.items()}, tmp_path / "model.safetensors"
+    )
+    model = _Net()
+    for name in empty:
+        for key, parameter in list(getattr(model, name).named_parameters()):
+            setattr(getattr(model, name), key, nn.Parameter(parameter.to("meta")))
+    weight = model.linear2.weight
+    load_checkpoint_and_dispatch(model.eval(), tmp_path / "model.safetensors")
+    wanted = torch.half if empty else torch.float
+    assert {tensor.dtype for tensor in model.state_dict().values() if tensor.is_floating_point()} == {wanted}
+    assert (model.linear2.weight is weight) == ("linear2" not in empty)
+    assert model.linear2(model.norm(model.linear1(torch.ones(2, 3, dtype=wanted)))).dtype is wanted
+
+
 def test_names_that_differ_warn_or_raise(source, tmp_path, caplog):
     state = {**source, "extra": torch.ones(1)}
     del state["linear2.bias"]

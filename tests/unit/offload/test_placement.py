@@ -164,6 +164,19 @@ def test_statistics_are_kept_as_scb():
     assert torch.equal(layer.weight.SCB, torch.ones(2))
 
 
+def test_a_buffer_that_fits_as_it_is_becomes_the_buffer():
+    norm, value = nn.BatchNorm1d(2), torch.ones(2)
+    set_module_tensor_to_device(norm, "running_mean", "cpu", value=value)
+    assert norm.running_mean is value
+
+
+def test_alignment_moves_parameters_alone():
+    norm = nn.BatchNorm1d(2)
+    with align_module_device(norm, "meta"):
+        assert norm.weight.is_meta and not norm.running_mean.is_meta
+    assert not norm.weight.is_meta
+
+
 def test_devices_are_resolved_with_clear_errors():
     assert as_device("cpu") == torch.device("cpu")
     with pytest.raises(ValueError, match="'disk'"):
@@ -171,6 +184,7 @@ def test_devices_are_resolved_with_clear_errors():
     assert check_device_same(torch.device("cuda"), torch.device("cuda:0"))
     assert not check_device_same(torch.device("cuda:1"), torch.device("cuda:0"))
     assert not check_device_same(torch.device("cpu"), torch.device("meta"))
+    assert check_device_same(torch.device("meta"), torch.device("meta:0"))
 
 
 @pytest.mark.skipif(detect().type != "cpu", reason="needs a machine without accelerator")

@@ -32,6 +32,12 @@ def test_other_tensors_are_written_in_the_dtype_wanted(tmp_path):
     assert model[1].running_mean.is_meta and model[1].num_batches_tracked.is_meta
 
 
+def test_a_tensor_that_is_not_there_is_named_before_anything_is_written(tmp_path):
+    with pytest.raises(ValueError, match="'weights'"):
+        quantize_and_offload_8bit(nn.Linear(2, 2), torch.ones(2), "weights", None, tmp_path, {}, None)
+    assert not list(tmp_path.iterdir())
+
+
 def test_hooks_hand_the_scales_to_the_weight(tmp_path):
     state = {"weight": torch.ones(2, 2, dtype=torch.int8), "SCB": torch.full((2,), 3.0)}
     layer = nn.Linear(2, 2, bias=False)

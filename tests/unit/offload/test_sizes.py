@@ -28,6 +28,8 @@ from accelerate.offload.sizes import (
         ("3KiB", 3072),
         ("2 MB", 2 * 10**6),
         ("8Gb", 10**9),
+        ("1e3MB", 10**9),
+        ("1_000MB", 10**9),
         (7, 7),
     ],
 )
@@ -99,6 +101,8 @@ def test_largest_layer_respects_blocks_that_stay_whole():
     assert get_max_layer_size(list(model.named_children()), sizes, []) == (168, ["1.1"])
     assert get_max_layer_size(list(model.named_children()), sizes, ["Sequential"]) == (288, ["1"])
     assert calculate_maximum_sizes(model) == (408, (168, ["1.1"]))
+    model._no_split_modules = "Sequential"
+    assert calculate_maximum_sizes(model)[1][1] == ["1"]
 
 
 def test_the_largest_layers_are_named_in_the_order_of_the_model():

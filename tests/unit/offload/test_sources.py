@@ -337,3 +337,14 @@ def test_a_folder_tells_its_files(checkpoint, kind):
         "first.weight": 64,
         "first.bias": 16,
     }
+
+
+def test_an_index_may_have_any_name(checkpoint):
+    model, index = _Net(), checkpoint / "model.index.json"
+    load_checkpoint_in_model(model, index.rename(checkpoint / "weights.json"))
+    assert model.state_dict().keys() == open_checkpoint(checkpoint / "weights.json").keys()
+    with pytest.raises(ValueError, match="exactly one `.index.json`"):
+        load_checkpoint_in_model(model, checkpoint)
+    (checkpoint / "config.json").write_text('{"hidden_size": 8}')
+    with pytest.raises(ValueError, match="config.json is no index"):
+        load_checkpoint_in_model(model, checkpoint / "config.json")

@@ -21,7 +21,7 @@ def test_the_whole_state_dict_comes_back_without_moving_the_model():
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     attach_align_device_hook(model, "cpu", offload=True, offload_buffers=True)
     gathered = get_state_dict_offloaded_model(model)
-    assert list(gathered) == list(state)
+    assert list(gathered) == list(state) and gathered._metadata[""] == {"version": 1}
     assert all(torch.equal(gathered[name], state[name]) and not gathered[name].requires_grad for name in state)
     assert model[0].weight.device.type == "meta"
     assert tensors_without_data(model) == []

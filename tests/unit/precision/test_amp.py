@@ -1,8 +1,10 @@
 """Autocast, the wrapped forward and the gradient scaler."""
 
 import copy
+import functools
 import inspect
 import pickle
+import types
 
 import pytest
 import torch
@@ -49,7 +51,7 @@ def test_wrapping_twice_wraps_once_and_a_deep_copy_is_its_own():
     model = Named()
     amp.wrap_forward(model, "cpu", precision("bf16"))
     amp.wrap_forward(model, "cpu", precision("bf16"))
-    assert not isinstance(model.forward.forward, amp.AutocastForward)
+    assert model.forward.__wrapped__ is Named.forward
     twin = copy.deepcopy(model)
     with torch.no_grad():
         twin.layer.weight.zero_(), twin.layer.bias.zero_()
@@ -66,11 +68,46 @@ def test_a_forward_replaced_on_the_instance_is_put_back():
     assert model.forward is replaced
 
 
-def test_a_wrapped_model_pickles():
-    model = nn.Linear(2, 2)
+def test_the_forward_is_a_method_of_the_model():
+    model = Named()
     amp.wrap_forward(model, "cpu", precision("bf16"))
-    restored = pickle.loads(pickle.dumps(model))
-    assert torch.equal(restored(torch.ones(1, 2)), model(torch.ones(1, 2)))
+    forward = model.forward
+    assert inspect.ismethod(forward) and forward.__self__ is model and forward.__code__ is forward.__func__.__code__
+    assert forward.__func__(model, torch.ones(1, 2))["raw_dtype"] is torch.bfloat16
+    assert (forward.__name__, forward.__wrapped__, model._original_forward.__func__) == (
+        "forward",
+        Named.forward,
+        Named.forward,
+    )
+    # A wrapper of another library copies attributes, and is none of ours.
+    model.forward = functools.wraps(forward)(lambda inputs: forward(inputs))
+    assert amp.autocast_of(model.forward) is None
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_wrapped_model_is_copied_and_pickles(again):
+    model = Named()
+    amp.wrap_forward(model, "cpu", precision("bf16"))
+    for _ in range(2):
+        restored = again(model)
+        assert restored.forward.__self__ is restored
+        assert torch.equal(restored(torch.ones(1, 2))["logits"], model(torch.ones(1, 2))["logits"])
+        assert restored(torch.ones(1, 2))["raw_dtype"] is torch.bfloat16
+        model = restored
+    amp.unwrap_forward(restored)
+    assert restored.forward == types.MethodType(Named.forward, restored)
+    assert restored(torch.ones(1, 2))["raw_dtype"] is torch.float32
+
+
+def _double(inputs):
+    return inputs * 2
+
+
+def test_a_function_in_the_place_of_forward_pickles():
+    model = nn.Linear(2, 2)
+    model.forward = _double
+    amp.wrap_forward(model, "cpu", precision("bf16"))
+    assert pickle.loads(pickle.dumps(model))(torch.ones(1, 2, dtype=torch.bfloat16)).dtype is torch.float32
 
 
 def test_no_precision_touches_nothing():

@@ -118,6 +118,12 @@ def test_two_recipes(installed):
         fp8.setup(accelerator(), both)
 
 
+@pytest.mark.parametrize(("word", "kind"), [("TE", TE), ("msamp", MSAMP), ("Ao", AO), ("NO", NO), ("", NO)])
+def test_the_variable_names_a_library_without_fp8_too(installed, monkeypatch, word, kind):
+    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", word)
+    assert fp8.setup(accelerator(enabled=False), handlers()) is kind
+
+
 def test_a_recipe_without_fp8(installed):
     assert fp8.setup(accelerator(enabled=False), handlers()) is NO
     with pytest.raises(ValueError, match=r"MSAMPRecipeKwargs with mixed_precision='bf16'.*mixed_precision='fp8'"):

@@ -77,6 +77,12 @@ def test_slow(monkeypatch):
     assert not skipped(testing.slow)
 
 
+def test_flags(monkeypatch):
+    assert testing.parse_flag_from_env("SOME_FLAG", None) is None
+    monkeypatch.setenv("SOME_FLAG", "yes")
+    assert testing.parse_flag_from_env("SOME_FLAG", "x") is True
+
+
 def test_torch_version():
     assert skipped(testing.require_torch_min_version(version="99"))
     assert not skipped(testing.require_torch_min_version(version="2.0"))
@@ -89,11 +95,12 @@ def test_torch_version():
 
 
 def test_launch_command():
-    assert testing.get_launch_command(num_processes=2, cpu=True, multi_gpu=False, other=None) == [
+    assert testing.get_launch_command(num_processes=2, cpu=True, fsdp_use_orig_params=False, other=None) == [
         "accelerate",
         "launch",
         "--num_processes=2",
         "--cpu",
+        "--fsdp_use_orig_params=False",
     ]
     assert testing.DEFAULT_LAUNCH_COMMAND[:2] == ["accelerate", "launch"]
 

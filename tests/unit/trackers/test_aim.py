@@ -1,5 +1,7 @@
 """Tracking with Aim."""
 
+import types
+
 from accelerate.trackers.aim import AimTracker
 
 
@@ -34,3 +36,14 @@ def test_images(library):
     assert calls[2] == ("aim.Image", ("image",), {"caption": "caption"})
     assert calls[4] == ("aim.Image", ("image",), {"caption": "", "format": "png"})
     assert calls[5][2] == {"name": "c", "step": None, "context": {}}
+
+
+def test_what_the_library_refuses_is_left_out_alone(caplog):
+    def track(value, **kwargs):
+        float(value)  # as strict as the library
+        seen.append(value)
+
+    seen, tracker = [], AimTracker("run")
+    tracker.writer = types.SimpleNamespace(track=track)
+    tracker.log({"bad": [1], "text": "x", "good": 1})
+    assert seen == [1] and "'bad' is a list" in caplog.text and "'text' is a str" in caplog.text

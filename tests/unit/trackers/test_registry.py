@@ -40,10 +40,16 @@ def test_log_with(tmp_path):
     assert registry.filter_trackers(None) == []
     assert registry.filter_trackers("wandb") == [LoggerType.WANDB]
     assert registry.filter_trackers(LoggerType.WANDB) == [LoggerType.WANDB]
-    assert registry.filter_trackers([own, "wandb", "wandb", own]) == [LoggerType.WANDB, own]
+    assert registry.filter_trackers([own, "wandb", "wandb", own]) == [own, LoggerType.WANDB]
     assert registry.filter_trackers(own) == [own]
     assert registry.filter_trackers("all", tmp_path) == [LoggerType.TENSORBOARD, LoggerType.WANDB]
-    assert registry.filter_trackers(["all", "wandb", own], tmp_path) == [LoggerType.WANDB, LoggerType.TENSORBOARD, own]
+    assert registry.filter_trackers(["wandb", "all", own], tmp_path) == [own, LoggerType.TENSORBOARD, LoggerType.WANDB]
+
+
+def test_the_order_of_all(monkeypatch, tmp_path):
+    monkeypatch.setattr(registry, "_AVAILABLE", dict.fromkeys(registry._AVAILABLE, lambda: True))
+    names = ["tensorboard", "wandb", "comet_ml", "aim", "mlflow", "clearml", "dvclive", "swanlab", "trackio"]
+    assert [tracker.value for tracker in registry.filter_trackers("all", tmp_path)] == names
 
 
 def test_a_folder_is_needed(caplog):
@@ -76,6 +82,12 @@ def test_registration():
     assert registry.LOGGER_TYPE_TO_CLASS["own"] is Again
     with pytest.raises(ValueError, match="subclass"):
         registry.register_tracker_class(Own())
+
+
+@pytest.mark.parametrize("attributes", [{"requires_logging_directory": True}, {"name": ""}, {"name": "own"}])
+def test_a_class_that_lacks_a_definition_is_not_registered(attributes):
+    with pytest.raises(ValueError, match=r"Lacking has name=.*requires_logging_directory"):
+        registry.register_tracker_class(type("Lacking", (GeneralTracker,), attributes))
 
 
 def test_a_registered_tracker_stands_in_for_a_built_in_one():

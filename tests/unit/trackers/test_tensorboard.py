@@ -45,6 +45,15 @@ def test_text_and_dicts(tracker, tmp_path):
     assert read(tmp_path / "run" / "both_b").Scalars("both")[0].value == 2.0
 
 
+def test_what_is_no_number_is_left_out_alone(tracker, tmp_path, caplog):
+    values = {"array": np.ones(3), "tensor": torch.ones(2), "word": np.array("x"), "one": np.ones(1), "last": 2}
+    for step in (1, 2):
+        tracker.log({**values, "both": {"a": 1.0, "b": [1]}}, step=step)
+    assert read(tmp_path / "run").Tags()["scalars"] == ["one", "last"]
+    assert read(tmp_path / "run" / "both_a").Scalars("both")[0].value == 1.0
+    assert [caplog.text.count(f"'{name}' is a") for name in ("array", "tensor", "word", "b")] == [1, 1, 1, 1]
+
+
 def test_images(tracker, tmp_path):
     tracker.log_images({"picture": torch.rand(2, 3, 4, 4)}, step=2)
     tracker.tracker.flush()

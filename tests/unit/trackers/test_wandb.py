@@ -27,9 +27,10 @@ def test_images_and_tables(library):
     tracker = WandBTracker("project")
     tracker.start()
     library.taken()
-    tracker.log_images({"pictures": ["one", "two"]}, step=2, caption="c")
-    images = library.taken()[:2]
-    assert [call[1:] for call in images] == [(("one",), {"caption": "c"}), (("two",), {"caption": "c"})]
+    tracker.log_images({"pictures": ["one", "two"]}, step=2, commit=False)
+    *images, logged = library.taken()
+    assert [call[1:] for call in images] == [(("one",), {}), (("two",), {})]
+    assert logged[2] == {"step": 2, "commit": False}
     tracker.log_table("table", columns=["a"], data=[[1]], step=4)
     logged = library.taken()
     assert logged[0] == ("wandb.Table", (), {"columns": ["a"], "data": [[1]], "dataframe": None})

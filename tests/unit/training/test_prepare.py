@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from accelerate import Accelerator, ParallelismConfig
-from accelerate.precision.amp import AutocastForward
+from accelerate.precision.amp import autocast_of
 from accelerate.runtime import storage
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.training import prepare
@@ -79,11 +79,11 @@ def test_a_frozen_model_that_is_trained_later_gets_its_wrapper(monkeypatch):
 def test_a_model_from_a_run_in_another_precision_loses_its_autocast():
     first = Accelerator(cpu=True, mixed_precision="bf16")
     model = first.prepare(nn.Linear(1, 1))
-    assert isinstance(model.forward, AutocastForward)
+    assert autocast_of(model.forward) is not None
     first.free_memory()
     AcceleratorState._reset_state()
     second = Accelerator(cpu=True, mixed_precision="no")
-    assert not isinstance(second.prepare(model).forward, AutocastForward)
+    assert autocast_of(second.prepare(model).forward) is None
 
 
 def test_prepared_objects_come_back_without_warning_after_free_memory():
@@ -183,3 +183,82 @@ def test_a_container_is_not_passed_through_in_silence(holder):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         accelerator.prepare(holder(1, 2), None)
+
+
+@pytest.fixture
+def replacing():
+    """Models get new parameters when they are moved, as on torch_xla."""
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_overwrite_module_params_on_conversion(False)
+
+
+def tied():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    return model
+
+
+def trains(model, optimizer):
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    return all(not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    "order", ["together", "model first", "optimizer first", "two accelerators", "optimizer elsewhere"]
+)
+def test_an_optimizer_follows_a_model_that_a_move_gives_new_parameters(replacing, order):
+    accelerator, other = Accelerator(cpu=True), Accelerator(cpu=True)
+    model = tied()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    old = model[0].weight
+    if order == "together":
+        model, optimizer = accelerator.prepare(model, optimizer)
+    elif order in ("model first", "two accelerators"):
+        model = accelerator.prepare(model)
+        optimizer = (accelerator if order == "model first" else other).prepare(optimizer)
+    else:
+        optimizer = (accelerator if order == "optimizer first" else other).prepare(optimizer)
+        model = accelerator.prepare(model)
+    assert model[0].weight is not old and model[1].weight is model[0].weight
+    assert trains(model, optimizer)
+
+
+def test_the_state_of_an_optimizer_moves_along(replacing):
+    accelerator, model = Accelerator(cpu=True), tied()
+    optimizer = torch.optim.Adam(model.parameters())
+    assert trains(model, optimizer)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    assert set(optimizer.state) == set(model.parameters())
+    assert trains(model, optimizer) and optimizer.state[model[0].weight]["step"] == 2
+
+
+def test_an_optimizer_of_other_tensors_is_left_alone(replacing):
+    accelerator = Accelerator(cpu=True)
+    temperature = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([temperature])
+    assert accelerator.prepare(tied(), optimizer)[1].param_groups[0]["params"] == [temperature]
+
+
+@pytest.mark.parametrize("model_first", [False, True])
+def test_an_optimizer_whose_parameters_are_gone_is_refused(model_first):
+    class Packing(nn.Linear):
+        def _apply(self, fn, recurse=True):
+            self.packed = nn.Parameter(torch.cat([self.weight.flatten(), self.bias]))
+            self.weight = self.bias = None
+            return self
+
+    accelerator, model = Accelerator(cpu=True), Packing(2, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(ValueError, match=r"SGD\) has 2 parameters .*'weight'.*a step would change nothing"):
+        accelerator.prepare(*((model, optimizer) if model_first else (optimizer, model)))
+
+
+def test_an_optimizer_of_a_model_before_it_was_moved_by_hand_is_refused(replacing):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    model.to(torch.device("cpu"))
+    with pytest.raises(ValueError, match="holds none of the prepared models' parameters, but 2 of the same shapes"):
+        Accelerator(cpu=True).prepare(model, optimizer)

@@ -126,4 +126,4 @@ def test_registry_holds_optimizers_and_loaders():
     registry = PreparedRegistry()
     for kind, item in (("optimizer", optimizer), ("loader", loader)):
         assert registry.record(kind, item) is registry.find(item)
-    assert list(registry.models()) == []
+    assert list(registry.alive("model")) == []

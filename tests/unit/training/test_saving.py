@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
@@ -312,6 +313,16 @@ def listed(folder):
     return sorted(os.listdir(folder / "checkpoints"))
 
 
+def test_the_path_of_a_checkpoint_is_returned_as_it_was_given(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.save_state("relative") == accelerator.save_state(Path("relative")) == Path("relative")
+    assert accelerator.save_state("file://" + str(tmp_path / "url")) == tmp_path / "url"
+    accelerator = Accelerator(cpu=True, project_config=numbered("project"))
+    assert accelerator.save_state() == Path("project/checkpoints/checkpoint_0")
+    assert accelerator.load_state() == tmp_path / "project" / "checkpoints" / "checkpoint_0"
+
+
 def test_names_count_up_and_the_oldest_go(tmp_path):
     accelerator = Accelerator(cpu=True, project_config=numbered(tmp_path, total_limit=2))
     for number in range(4):
@@ -489,6 +500,14 @@ def test_tied_weights_are_written_once(tmp_path):
     model[1].weight = model[0].weight
     Accelerator(cpu=True).save_model(model, tmp_path)
     assert set(load_file(tmp_path / "model.safetensors")) == {"0.weight", "0.bias", "1.bias"}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_state_dict_keeps_the_versions_of_its_modules(compiled):
+    accelerator, net = Accelerator(cpu=True), nn.Sequential(nn.BatchNorm1d(1))
+    model = accelerator.prepare(torch.compile(net, backend="eager") if compiled else net)
+    state = accelerator.get_state_dict(model)
+    assert type(state) is OrderedDict and state._metadata == net.state_dict()._metadata
 
 
 def test_a_model_needs_a_folder_and_values(tmp_path):

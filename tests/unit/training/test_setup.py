@@ -10,7 +10,7 @@ from torch import nn
 import accelerate.accelerator as home
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.process import PartialState
-from accelerate.state import is_initialized
+from accelerate.state import AcceleratorState, is_initialized
 from accelerate.utils import (
     GradientAccumulationPlugin,
     MegatronLMPlugin,
@@ -52,6 +52,10 @@ def test_the_superseded_tensor_parallel_plugin_becomes_a_mesh():
     with pytest.warns(FutureWarning, match="ParallelismConfig.tp_size=2"):
         accelerator = Accelerator(cpu=True, torch_tp_plugin=TorchTensorParallelPlugin(tp_size=2))
     assert accelerator.parallelism_config.tp_size == 2
+    AcceleratorState._reset_state()
+    with pytest.warns(FutureWarning, match="ParallelismConfig.tp_size=1"):
+        alone = Accelerator(cpu=True, torch_tp_plugin=TorchTensorParallelPlugin())
+    assert alone.parallelism_config == ParallelismConfig() and alone.tensor_parallel_rank == 0
 
 
 def test_the_superseded_tensor_parallel_plugin_may_not_disagree():
@@ -61,7 +65,6 @@ def test_the_superseded_tensor_parallel_plugin_may_not_disagree():
             torch_tp_plugin=TorchTensorParallelPlugin(tp_size=2),
             parallelism_config=ParallelismConfig(tp_size=4),
         )
-    assert Accelerator(cpu=True, torch_tp_plugin=TorchTensorParallelPlugin()).parallelism_config is None
 
 
 def test_the_launchers_mesh_is_read_through_the_name_that_libraries_replace(monkeypatch):
@@ -106,6 +109,13 @@ def test_a_plugin_without_steps_takes_those_of_the_accelerator(monkeypatch):
     assert Accelerator(cpu=True, gradient_accumulation_plugin=plugin).gradient_accumulation_steps == 5
 
 
+@pytest.mark.parametrize("steps", ["0", "-2"])
+def test_a_number_of_steps_in_the_environment_is_checked(monkeypatch, steps):
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", steps)
+    with pytest.raises(ValueError, match=f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS={steps}"):
+        Accelerator(cpu=True)
+
+
 def test_a_second_accelerator_does_not_change_the_firsts_accumulation_in_silence():
     gc.collect()
     first = Accelerator(cpu=True, gradient_accumulation_steps=4)
@@ -116,3 +126,15 @@ def test_a_second_accelerator_does_not_change_the_firsts_accumulation_in_silence
         Accelerator(cpu=True, gradient_accumulation_steps=2)
     with pytest.warns(UserWarning, match="gradient_accumulation_steps=1.*had 2"):
         Accelerator(cpu=True)
+
+
+def test_what_is_no_configuration_is_refused_and_no_plugins_are_none():
+    with pytest.raises(TypeError, match="parallelism_config='tp' is a str; pass a ParallelismConfig"):
+        Accelerator(cpu=True, parallelism_config="tp")
+    assert Accelerator(cpu=True, deepspeed_plugins={}).state.deepspeed_plugins is None
+
+
+def test_steps_may_be_text():
+    assert Accelerator(cpu=True, gradient_accumulation_steps="2").gradient_accumulation_steps == 2
+    with pytest.raises(ValueError, match="gradient_accumulation_steps is 'two'"):
+        Accelerator(cpu=True, gradient_accumulation_steps="two")

@@ -65,7 +65,8 @@ def make():
     def make(*log_with):
         left = []
         state = types.SimpleNamespace(destroy_process_group=lambda: left.append(True))
-        return types.SimpleNamespace(log_with=list(log_with), trackers=[], logging_dir="logs", state=state, left=left)
+        own = {"trackers": [], "_finished_trackers": [], "logging_dir": "logs", "state": state, "left": left}
+        return types.SimpleNamespace(log_with=list(log_with), **own)
 
     return make
 
@@ -116,6 +117,19 @@ def test_starting_again_leaves_one_run_of_each(make):
     assert own.events.count("start") == 1 and "finish" not in own.events
 
 
+def test_a_finished_run_can_be_asked_and_is_finished_once(make):
+    own = Recording()
+    accelerator = make(own)
+    tracking.init_trackers(accelerator, "project")
+    for _ in range(2):
+        tracking.end_training(accelerator)
+    assert accelerator.trackers == [own] and tracking.get_tracker(accelerator, "recording") is own
+    assert own.events.count("finish") == 1
+    tracking.init_trackers(accelerator, "again")
+    tracking.end_training(accelerator)
+    assert own.events[1:] == ["start", "finish", "start", "finish"]
+
+
 def test_get_tracker(make):
     accelerator = make("recording")
     blank = tracking.get_tracker(accelerator, "recording")
@@ -136,7 +150,7 @@ def test_a_failing_tracker_does_not_stop_the_run_or_the_others(make, caplog):
     tracking.end_training(accelerator)
     assert events[-2:] == [({"a": 1}, None, {}), "finish"]
     assert caplog.text.count("'failing' failed") == 2 and "ConnectionError: gone" in caplog.text
-    assert accelerator.trackers == [] and accelerator.left == [True]
+    assert accelerator.left == [True]
 
 
 def test_a_tracker_that_cannot_start_is_an_error(make):

@@ -33,6 +33,7 @@ def test_named_layers_are_left_alone():
 def test_filter_of_one_module():
     assert ao.filter_first_and_last_linear_layers(net(), "0") is False
     assert ao.filter_first_and_last_linear_layers(net(), "2.0") is True
+    assert ao.filter_first_and_last_linear_layers(nn.Linear(16, 16), "") is False
 
 
 @pytest.mark.parametrize("call", [ao.has_ao_layers, ao.convert_model_to_fp8_ao])

@@ -68,6 +68,7 @@ def test_flags_and_choices(monkeypatch):
     monkeypatch.delenv("SAMPLE", raising=False)
     assert parse_flag_from_env("SAMPLE") is False
     assert parse_flag_from_env("SAMPLE", default=True) is True
+    assert parse_flag_from_env("SAMPLE", default="no") is False and parse_flag_from_env("SAMPLE", default=1) is True
     assert parse_choice_from_env("SAMPLE") == "no"
     assert parse_choice_from_env("SAMPLE", "bf16") == "bf16"
     monkeypatch.setenv("SAMPLE", "yes")
@@ -76,6 +77,9 @@ def test_flags_and_choices(monkeypatch):
     monkeypatch.setenv("SAMPLE", "maybe")
     with pytest.raises(ValueError, match="SAMPLE has an invalid truth value 'maybe'"):
         parse_flag_from_env("SAMPLE")
+    monkeypatch.setenv("SAMPLE", " ")
+    assert parse_flag_from_env("SAMPLE", True) is True and parse_choice_from_env("SAMPLE") == "no"
+    assert get_int_from_env(["SAMPLE"], 7) == 7
 
 
 def test_patched_variables_come_back(monkeypatch):

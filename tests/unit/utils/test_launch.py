@@ -32,33 +32,48 @@ def test_simple_command():
     assert environment["ACCELERATE_USE_CPU"] == "True"
     assert environment["CUDA_VISIBLE_DEVICES"] == "1"
     assert environment["PATH"] == os.environ["PATH"]
+    assert "MASTER_ADDR" not in environment
+    _, environment = launch.prepare_simple_launcher_cmd_env(parse("--num_processes 2 --main_process_port 5"))
+    assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == ("127.0.0.1", "5")
     assert launch.prepare_simple_launcher_cmd_env(parse("-m"))[0][1] == "-m"
     assert launch.prepare_simple_launcher_cmd_env(parse("--no_python"))[0][0] == "train.py"
     with pytest.raises(LaunchError, match="exclude each other"):
         launch.prepare_simple_launcher_cmd_env(parse("-m --no_python"))
 
 
-def test_several_processes_in_terms_of_torchrun():
+def test_several_processes_in_terms_of_torchrun(monkeypatch):
+    monkeypatch.setattr(launch, "is_port_in_use", lambda port: True)
     args = parse("--num_processes 2 --rdzv_conf a=1")
     environment = launch.prepare_multi_gpu_env(args)
     assert environment["ACCELERATE_MIXED_PRECISION"] == "no"
     torchrun = launch._filter_args(args, get_args_parser(), ["train.py"])
     assert (torchrun.nproc_per_node, torchrun.standalone, torchrun.rdzv_conf) == ("2", True, "a=1")
     assert torchrun.training_script == "train.py"
-    args = parse("--num_processes 2 --main_process_port 1234")
+    with pytest.raises(LaunchError, match="exclude each other"):
+        launch.prepare_multi_gpu_env(parse("--module --no_python"))
+
+
+@pytest.mark.parametrize(
+    ("words", "port"), [("", 29500), ("--main_process_port 1234", 1234), ("--main_process_port 0", None)]
+)
+def test_the_port_of_one_machine(monkeypatch, words, port):
+    monkeypatch.setattr(launch, "is_port_in_use", lambda port: False)
+    args = parse(f"--num_processes 2 {words}")
     launch.prepare_multi_gpu_env(args)
-    assert args.master_port == "1234"
+    assert args.main_process_port == port or (port is None and args.main_process_port > 0)
+    assert args.master_port == str(args.main_process_port) and not hasattr(args, "standalone")
 
 
 def test_several_machines():
     line = "--num_processes 4 --num_machines 2 --machine_rank 1 --main_process_ip 1.2.3.4 --main_process_port 1234"
-    args = parse(line)
+    args = parse(f"{line} --same_network")
     launch.prepare_multi_gpu_env(args)
     assert (args.nproc_per_node, args.nnodes, args.node_rank) == ("2", "2", 1)
     assert (args.master_addr, args.master_port) == ("1.2.3.4", "1234")
-    args = parse(f"{line} --rdzv_backend c10d")
-    launch.prepare_multi_gpu_env(args)
-    assert args.rdzv_endpoint == "1.2.3.4:1234"
+    for words in ("", "--same_network --rdzv_backend c10d"):
+        args = parse(f"{line} {words}")
+        launch.prepare_multi_gpu_env(args)
+        assert args.rdzv_endpoint == "1.2.3.4:1234"
     with pytest.raises(LaunchError, match="--main_process_ip"):
         launch.prepare_multi_gpu_env(parse("--num_processes 4 --num_machines 2"))
     with pytest.raises(LaunchError, match="--num_processes is 3"):
@@ -173,7 +188,7 @@ def test_sagemaker(monkeypatch):
     }
     assert (os.environ["AWS_PROFILE"], os.environ["AWS_DEFAULT_REGION"]) == ("mine", "eu-west-1")
     config.profile = None
-    with pytest.raises(LaunchError, match="Which AWS account"):
+    with pytest.raises(OSError, match="Which AWS account"):
         launch.prepare_sagemager_args_inputs(config, parse(""))
     launch.prepare_sagemager_args_inputs(config, parse("--aws_access_key_id a --aws_secret_access_key b"))
     assert (os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"]) == ("a", "b")
@@ -184,11 +199,13 @@ def test_path_variable(monkeypatch):
     assert launch.env_var_path_add("SOME_PATH", "/b") == f"/a{os.pathsep}/b"
     assert os.environ["SOME_PATH"] == "/a"
     assert launch.env_var_path_add("OTHER_PATH", "/b") == "/b"
+    monkeypatch.setenv("SOME_PATH", f"{os.pathsep}/a{os.pathsep}")
+    assert launch.env_var_path_add("SOME_PATH", "/b") == f"/a{os.pathsep}/b"
 
 
 def test_hyperparameters():
-    words = ["--a", "1", "--b", "x", "--c", "1.5", "-d", "False", "--e", "-3"]
-    assert launch._convert_nargs_to_dict(words) == {"a": 1, "b": "x", "c": 1.5, "d": False, "e": -3}
+    words = ["--a", "1", "--b", "x", "--c", "1.5", "-d", "False", "--e", "-3", "--f", "true"]
+    assert launch._convert_nargs_to_dict(words) == {"a": 1, "b": "x", "c": 1.5, "d": False, "e": -3, "f": "true"}
     for wrong in (["--a", "--b"], ["--a"], ["a", "1"]):
         with pytest.raises(ValueError, match="give every argument"):
             launch._convert_nargs_to_dict(wrong)

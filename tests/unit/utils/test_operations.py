@@ -67,11 +67,24 @@ def test_alone_arguments_come_back():
     assert ops.gather(data) is data and ops.broadcast(data) is data and ops.gather_object(5) == 5
     objects = [1]
     assert ops.broadcast_object_list(objects) is objects
-    assert torch.equal(ops.reduce(torch.ones(2)), torch.ones(2))
     assert torch.equal(ops.pad_across_processes(torch.ones(2)), torch.ones(2))
     assert torch.equal(ops.copy_tensor_to_devices(torch.ones(2)), torch.ones(2))
     shape, code = ops.gather_tensor_shape(torch.ones(2, 3, dtype=torch.float64))
     assert shape.tolist() == [[2], [3]] and ops.TENSOR_INT_TO_DTYPE[code] is torch.float64
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean", "max", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_alone_reduce_gives_tensors_of_its_own(reduction, dtype):
+    data = {"a": torch.ones(2, dtype=dtype), "b": Pair(torch.ones(1), [torch.ones(1)])}
+    result = ops.reduce(data, reduction)
+    assert isinstance(result["b"], Pair) and torch.equal(result["a"], data["a"]) and result["a"].dtype is dtype
+    for tensor in (result["a"], result["b"].x, result["b"].y[0]):
+        tensor.zero_()
+    assert data["a"].all() and data["b"].x.all() and data["b"].y[0].all()
+    weight = nn.Parameter(torch.ones(2))
+    ops.reduce(weight, reduction).sum().backward()
+    assert weight.grad.tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("operation", [ops.reduce, ops.pad_across_processes])
@@ -81,8 +94,8 @@ def test_only_tensors_can_be_combined(operation):
 
 
 def test_unknown_reduction_and_scale():
-    with pytest.raises(ValueError, match="'max'"):
-        ops.reduce(torch.ones(1), "max")
+    with pytest.raises(ValueError, match="'min'"):
+        ops.reduce(torch.ones(1), "min")
     with pytest.warns(UserWarning, match="XLA"):
         ops.reduce(torch.ones(1), scale=2.0)
 
@@ -101,10 +114,38 @@ def test_gather(two):
 
 def test_reduce_and_broadcast(two):
     assert ops.reduce({"a": torch.tensor([1.0])}, "sum")["a"].tolist() == [3.0]
-    ops.reduce(torch.ones(1)), ops.reduce(torch.ones(1), "none")
-    assert [call[0] for call in two.calls] == ["sum", "mean", "sum"]
+    ops.reduce(torch.ones(1)), ops.reduce(torch.ones(1), "none"), ops.reduce(torch.ones(1), "max")
+    assert [call[0] for call in two.calls] == ["sum", "mean", "sum", "max"]
     assert ops.broadcast([torch.tensor([1])], from_process=1)[0].tolist() == [2]
     assert ops.broadcast_object_list(["a"], from_process=1) == [1]
+
+
+def test_broadcast_fills_what_it_is_given(two):
+    weight, columns = nn.Parameter(torch.zeros(2)), torch.zeros(2, 3)
+    with torch.inference_mode():
+        frozen = torch.zeros(1)
+    product = weight * 2
+    data = {"a": weight, "b": [columns[:, 1], (frozen,)], "c": product}
+    result = ops.broadcast(data, from_process=1)
+    assert result["a"] is weight and result["b"][1][0] is frozen and result["c"] is product
+    assert weight.tolist() == [1, 1] and frozen.item() == 1 and columns.tolist() == [[0, 1, 0], [0, 1, 0]]
+    product.sum().backward()
+    assert weight.grad.tolist() == [2, 2]
+    one = torch.zeros(1)
+    assert ops.broadcast(one.expand(3), from_process=1).tolist() == [1, 1, 1] and one.item() == 0
+
+
+@pytest.mark.parametrize(("reduction", "share"), [("sum", 1), ("mean", 0.5), ("max", 1), ("none", 1)])
+def test_gradients_of_reductions_reach_the_own_part(two, reduction, share):
+    weight = nn.Parameter(torch.tensor([2.0, 3.0]))
+    result = ops.reduce({"loss": weight**2, "count": torch.ones(1)}, reduction)
+    assert result["loss"].tolist() == [9, 19] and not result["count"].requires_grad
+    result["loss"].sum().backward()
+    assert weight.grad.tolist() == [4 * share, 6 * share]
+    reduced = ops.reduce(weight, reduction)
+    assert type(reduced) is torch.Tensor and reduced.requires_grad and weight.tolist() == [2, 3]
+    with torch.no_grad():
+        assert not ops.reduce(weight, reduction).requires_grad
 
 
 def test_objects(two):
@@ -159,6 +200,8 @@ def test_debug_mode_compares_first(two, monkeypatch):
     ops.verify_operation(lambda tensor: tensor)(tensor=torch.ones(1))
     names = [name.rpartition(".")[2] for name in seen]
     assert names == ["gather", "reduce", "broadcast", "pad_across_processes", "<lambda>"]
+    with pytest.raises(TypeError, match="tensor"):
+        ops.verify_operation(lambda tensor: tensor)()
 
 
 def test_chained_operation_names_itself():
@@ -237,6 +280,7 @@ def test_concatenate():
     assert ops.concatenate([torch.ones(1, 2), torch.ones(1, 1)], dim=1).shape == (1, 3)
     with pytest.raises(TypeError, match="int"):
         ops.concatenate([1, 2])
+    assert ops.concatenate([{"a": "text", "b": (None, 3)}]) == {"a": "text", "b": (None, 3)}
 
 
 @pytest.mark.parametrize(("length", "pieces", "padded"), [(5, 3, 6), (6, 3, 6), (1, 3, 3), (3, 4, 4)])
@@ -280,7 +324,7 @@ def test_converted_forward():
 
 def test_gathered_parameters_do_nothing_without_zero3():
     weight = nn.Parameter(torch.ones(1))
-    with ops.GatheredParameters(weight), ops.GatheredParameters([weight], enabled=False):
+    with ops.GatheredParameters(weight), ops.GatheredParameters([weight], enabled=False), ops.GatheredParameters(None):
         assert weight.item() == 1
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 
 import accelerate.accelerator
 import accelerate.utils
@@ -39,6 +40,15 @@ def test_save_safetensors(tmp_path):
     other.save({"a": torch.ones(2)}, tmp_path / "file", safe_serialization=True)
     with safe_open(tmp_path / "file", "pt") as file:
         assert file.metadata() == {"format": "pt"} and list(file.keys()) == ["a"]
+
+
+def test_save_safetensors_of_tensors_that_share_memory(tmp_path):
+    base = torch.arange(6.0).reshape(2, 3)
+    tensors = {"all": base, "tied": base, "rows": base[1:], "turned": base.t()}
+    other.save(tensors, tmp_path / "file", safe_serialization=True)
+    written = load_file(tmp_path / "file")
+    assert written.keys() == {"all", "rows", "turned"}, "what is tied is written once, all that only overlaps is kept"
+    assert all(torch.equal(written[name], tensors[name]) for name in written)
 
 
 def test_save_to_an_open_file(tmp_path):

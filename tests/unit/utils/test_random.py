@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from accelerate.config.enums import RNGType
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.process import PartialState
 from accelerate.runtime import storage
@@ -65,19 +66,24 @@ def test_out_of_range(seed):
         set_seed(seed)
 
 
-def test_synchronising_alone_changes_nothing():
+@pytest.mark.parametrize("words", [["torch"], [None], ["python"], ["generator"], ["cuda"], [RNGType.TORCH]])
+def test_synchronising_alone_changes_nothing(words):
     state = torch.get_rng_state()
-    synchronize_rng_states(["torch", "cuda"])
-    synchronize_rng_state()
-    synchronize_rng_state("generator", torch.Generator())
+    for word in words:
+        synchronize_rng_state(word)
     assert torch.equal(state, torch.get_rng_state())
 
 
-def test_generator_is_needed_for_its_type():
-    with pytest.raises(ValueError, match="generator="):
-        synchronize_rng_state("generator")
-
-
-def test_unknown_type_is_answered_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"'dice'.*'torch'"):
-        synchronize_rng_states(["dice"])
+@pytest.mark.parametrize(
+    ("rng_type", "generator", "error", "words"),
+    [
+        (RNGType.GENERATOR, None, AssertionError, "generator="),
+        (RNGType.GENERATOR, 5, AttributeError, "get_state"),
+        (RNGType.MLU, None, AssertionError, "'mlu' asks for the generator of a device"),
+        ("generator", None, AssertionError, "generator="),
+        ("dice", None, ValueError, "'dice'.*'torch'"),
+    ],
+)
+def test_what_cannot_be_synchronised(rng_type, generator, error, words):
+    with pytest.raises(error, match=words):
+        synchronize_rng_states([rng_type], generator)

@@ -1,11 +1,13 @@
 """Readable tracebacks, where they are wanted."""
 
 import importlib
+import inspect
 import sys
 import types
 
 import pytest
 
+import accelerate.utils
 from accelerate.utils import imports
 
 
@@ -27,3 +29,11 @@ def test_with_rich_tracebacks_are_installed(monkeypatch):
     importlib.import_module("accelerate.utils.rich")
     assert installed == [{"show_locals": False}]
     sys.modules.pop("accelerate.utils.rich")
+
+
+def test_without_rich_the_package_can_be_inspected(monkeypatch):
+    monkeypatch.setattr(imports, "is_rich_available", lambda: False)
+    monkeypatch.delitem(sys.modules, "accelerate.utils.rich", raising=False)
+    monkeypatch.delattr(accelerate.utils, "rich", raising=False)
+    assert not hasattr(accelerate.utils, "rich")
+    assert "rich" not in dict(inspect.getmembers(accelerate.utils))

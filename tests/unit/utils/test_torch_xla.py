@@ -9,6 +9,7 @@ from accelerate.utils import torch_xla
 @pytest.fixture
 def ran(monkeypatch):
     commands = []
+    monkeypatch.setenv("COLAB_RELEASE_TAG", "release-colab")
     monkeypatch.setattr(torch_xla.subprocess, "run", lambda command, check: commands.append((command, check)))
     return commands
 
@@ -19,6 +20,13 @@ def test_pip_installs_the_matching_release(monkeypatch, ran, upgrade):
     torch_xla.install_xla(upgrade=upgrade)
     expected = [sys.executable, "-m", "pip", "install", "torch_xla[tpu]==2.6.0"]
     assert ran == [(expected + ["--upgrade"] * upgrade, True)]
+
+
+def test_other_places_are_left_alone(monkeypatch, ran):
+    monkeypatch.delenv("COLAB_RELEASE_TAG")
+    with pytest.raises(RuntimeError, match=r"Colab.*pip install"):
+        torch_xla.install_xla()
+    assert ran == []
 
 
 def test_development_builds_have_no_release(monkeypatch, ran):

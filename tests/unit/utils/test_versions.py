@@ -59,3 +59,8 @@ def test_the_metadata_is_read_once(torch_is, monkeypatch):
     versions.is_torch_version(">", "1.0")
     monkeypatch.setattr(importlib.metadata, "version", None)
     assert versions.is_torch_version("<", "3.0")
+
+
+def test_the_version_of_torch_is_an_attribute(torch_is):
+    torch_is("2.6.0")
+    assert versions.torch_version == Version("2.6.0")

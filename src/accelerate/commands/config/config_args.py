@@ -25,6 +25,8 @@ default_yaml_config_file = os.path.join(cache_dir, "default_config.yaml")
 # For a new file; where only an old JSON file exists, that one.
 default_config_file = files.default_path()
 
+_HERE = (ComputeEnvironment.LOCAL_MACHINE, ComputeEnvironment.LOCAL_MACHINE.value)
+
 
 def load_config_from_file(config_file: str | os.PathLike[str] | None) -> "BaseConfig":
     """Load a configuration file, YAML or JSON by its ending.
@@ -47,7 +49,7 @@ def load_config_from_file(config_file: str | os.PathLike[str] | None) -> "BaseCo
         2
     """
     path = files.default_path() if config_file is None else config_file
-    if not os.path.exists(path):
+    if not os.path.isfile(path):
         raise FileNotFoundError(
             f"There is no configuration file {str(path)!r}. Write one with `accelerate config default`, or name another "
             "with --config_file."
@@ -101,6 +103,9 @@ class BaseConfig:
         content.setdefault("mixed_precision", None)
         content.setdefault("use_cpu", False)
         content.setdefault("debug", False)
+        content.setdefault("enable_cpu_affinity", False)
+        if content["distributed_type"] == "NO" and content["compute_environment"] in _HERE:
+            content.setdefault("num_processes", 1)
         return content
 
     @classmethod
@@ -177,9 +182,6 @@ class BaseConfig:
         )
         if lacking:
             raise LaunchError(f"The configuration file {path} lacks {', '.join(lacking)}.")
-        for section in SECTIONS:
-            if section in names and content.get(section) is None:
-                content[section] = {}
         return cls(**content)
 
     def __post_init__(self) -> None:
@@ -188,6 +190,9 @@ class BaseConfig:
         self.distributed_type = _member(
             SageMakerDistributedType if sagemaker else DistributedType, self.distributed_type
         )
+        for section in SECTIONS:
+            if getattr(self, section, self) is None:
+                setattr(self, section, {})
 
 
 @dataclass

@@ -48,7 +48,8 @@ def _ask_field(
         except Exception as error:  # a stranger's function may raise anything
             raise ValueError(error_message or str(error)) from None
 
-    return Asker().text(input_text.strip(), parse, default, optional=default is None)
+    answer = Asker().text(input_text.strip(), parse, default, optional=default is None and convert_value is None)
+    return "" if answer is None else answer
 
 
 def _ask_options(

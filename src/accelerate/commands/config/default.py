@@ -13,7 +13,7 @@ from accelerate.config.enums import ComputeEnvironment, DistributedType
 from accelerate.launch import hardware
 from accelerate.launch.errors import LaunchError
 
-_PRECISIONS = ("no", "fp16", "bf16")
+_PRECISIONS = ("no", "fp16", "bf16", "fp8")
 
 
 def write_basic_config(
@@ -24,7 +24,7 @@ def write_basic_config(
     A file that exists is left alone.
 
     Args:
-        mixed_precision: "no", "fp16" or "bf16".
+        mixed_precision: "no", "fp16", "bf16" or "fp8".
         save_location: where; the ending `.json` makes it JSON, everything else YAML.
 
     Returns:
@@ -93,7 +93,7 @@ def default_command_parser(parser: Any, parents: list[argparse.ArgumentParser]) 
         help="The file to write; by default the one that `accelerate launch` looks for.",
     )
     command.add_argument(
-        "--mixed_precision", choices=list(_PRECISIONS), default="no", help="Precision of the computation."
+        "--mixed_precision", choices=["no", "fp16", "bf16"], default="no", help="Precision of the computation."
     )
     return command
 

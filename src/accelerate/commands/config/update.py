@@ -1,6 +1,7 @@
 """`accelerate config update`: an old configuration file in today's shape."""
 
 import argparse
+import os
 import pathlib
 from typing import Any
 
@@ -25,8 +26,7 @@ def update_config(args: argparse.Namespace) -> str:
         The file.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        LaunchError: it holds an unknown key, or a value that is none; it is left alone.
+        LaunchError: there is no such file, or it holds an unknown key, or a value that is none; it is left alone.
     """
     path = default_config_file if args.config_file is None else args.config_file
     _update(path)
@@ -35,6 +35,8 @@ def update_config(args: argparse.Namespace) -> str:
 
 def _update(path: str) -> tuple[pathlib.Path | None, tuple[str, ...]]:
     """Rewrite a file; return the backup, None if nothing changed, and what was replaced."""
+    if not os.path.exists(path):
+        raise LaunchError(f"There is no configuration file {str(path)!r} to update.")
     config = load_config_from_file(path)
     found = files.inspect(pathlib.Path(path))
     fatal = [problem.text for problem in found.problems if problem.fatal]
@@ -79,7 +81,7 @@ def update_config_command(args: argparse.Namespace) -> None:
         args: what `update_command_parser` parsed.
 
     Raises:
-        FileNotFoundError, LaunchError: as `update_config`.
+        LaunchError: as `update_config`.
     """
     path = default_config_file if args.config_file is None else args.config_file
     backup, notes = _update(path)

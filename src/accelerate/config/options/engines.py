@@ -44,11 +44,10 @@ DEEPSPEED_OPTIONS: tuple[Option, ...] = (
         help="Directory on the NVMe disk for parameters.",
         question="Which directory on the NVMe disk is for the parameters?",
     ),
-    # Not a feature of DeepSpeed alone: Accelerator reads the variable in every run.
+    # Where a person sets the variable, Accelerator reads it in every run; the launcher sets it for DeepSpeed alone.
     _deepspeed(
         name="gradient_accumulation_steps",
         type="int",
-        feature=None,
         unset=("auto",),
         env="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
         help="Batches whose gradients are added up before the optimizer steps.",

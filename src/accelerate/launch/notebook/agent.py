@@ -41,7 +41,11 @@ class _Functions:
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         with forks.sound():
-            return super()._start_workers(worker_group)
+            started = super()._start_workers(worker_group)
+        # Torch keeps a process that is done until all are, with its connections: who waits for it in a collective would wait on.
+        # What it returns, None, is in a pipe and outlives it.
+        self._pcontext._worker_finished_event.set()
+        return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self.endings.look(self._pcontext)

@@ -2,13 +2,8 @@
 
 import importlib.util
 import os
-import sys
 
-
-def is_colab() -> bool:
-    """Tell whether this is a notebook of Google Colab."""
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    return "google.colab" in type(shell).__module__ or "COLAB_RELEASE_TAG" in os.environ
+from accelerate.utils.environment import is_colab
 
 
 def is_kaggle() -> bool:

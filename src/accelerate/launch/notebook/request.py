@@ -34,8 +34,8 @@ class Request:
     log_line_prefix_template: str | None = None
 
     @property
-    def precision(self) -> str:
-        """The mixed precision in its usual spelling."""
+    def precision(self) -> str | None:
+        """The mixed precision in its usual spelling; None is refused by `check`."""
         return BY_NAME["mixed_precision"].parse(self.mixed_precision)
 
     @property
@@ -98,7 +98,8 @@ def check(request: Request) -> None:
             f"node_rank is {request.node_rank}, and num_nodes is {request.num_nodes}: machines are numbered from 0 to "
             f"{request.num_nodes - 1}."
         )
-    _ = request.precision
+    if request.precision is None:
+        raise ValueError("mixed_precision is None; choose one of no, fp16, bf16, fp8.")
     _check_meeting(request)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from accelerate.config.enums import SageMakerDistributedType
 from accelerate.launch import config_file
 from accelerate.launch.env import exports
-from accelerate.launch.errors import LaunchError
+from accelerate.launch.errors import LaunchError, MissingPackageError
 from accelerate.launch.plan import LaunchPlan, Resolved
 from accelerate.launch.resolve import merge
 from accelerate.launch.runners import aws_role, program
@@ -282,7 +282,7 @@ def hyperparameters(arguments: Sequence[str]) -> dict[str, Any]:
         LaunchError: a flag has no value, or a value no flag.
 
     Example:
-        >>> hyperparameters(["--lr", "1e-3", "--shuffle=true", "--shift", "-3"])
+        >>> hyperparameters(["--lr", "1e-3", "--shuffle=True", "--shift", "-3"])
         {'lr': 0.001, 'shuffle': True, 'shift': -3}
     """
     values: dict[str, Any] = {}
@@ -300,8 +300,8 @@ def hyperparameters(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def _typed(text: str) -> Any:
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
+    if text in ("True", "False"):  # in other letters it is a text to the script as well
+        return text == "True"
     for kind in (int, float):
         try:
             return text if "_" in text else kind(text)
@@ -366,7 +366,7 @@ def _sdk() -> tuple[ModuleType, ModuleType]:
     try:
         sdk = importlib.import_module("sagemaker")
     except ImportError:
-        raise LaunchError(
+        raise MissingPackageError(
             "Amazon SageMaker needs its SDK, which is not installed: pip install 'sagemaker<3'."
         ) from None
     try:

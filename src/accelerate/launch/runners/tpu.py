@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from accelerate.launch.errors import LaunchError
+from accelerate.launch.errors import LaunchError, MissingPackageError
 from accelerate.launch.plan import LaunchPlan
 from accelerate.launch.runners import program
 from accelerate.launch.runners.base import Process
@@ -54,12 +54,13 @@ def run(plan: LaunchPlan, environment: Mapping[str, str], replace: bool = False)
         replace: become the program that starts the processes, where the system can do that.
 
     Raises:
-        LaunchError: torch_xla is not installed, or an option does not go with TPUs.
+        MissingPackageError: torch_xla is not installed.
+        LaunchError: an option does not go with TPUs.
         subprocess.CalledProcessError: a process failed.
     """
     (process,) = processes(plan, environment)
     if importlib.util.find_spec("torch_xla") is None:
-        raise LaunchError(
+        raise MissingPackageError(
             "--tpu needs torch_xla, which is not installed: pip install torch_xla, on a machine with a TPU."
         )
     program.start(process.command, process.environment, replace)

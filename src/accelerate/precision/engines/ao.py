@@ -9,8 +9,9 @@ from torch import nn
 
 from accelerate.config.enums import FP8BackendType
 from accelerate.config.fp8 import AORecipeKwargs
+from accelerate.modules.repoint import followed
 from accelerate.precision.base import warn_user
-from accelerate.precision.engines.base import Engine, count, followed, new_models
+from accelerate.precision.engines.base import Engine, count, new_models
 from accelerate.runtime import storage
 from accelerate.utils.imports import is_torchao_available
 

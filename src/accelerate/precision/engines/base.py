@@ -8,8 +8,6 @@ import torch
 from torch import nn
 
 from accelerate.config.enums import FP8BackendType
-from accelerate.modules.named import canonical_name
-from accelerate.modules.repoint import named, repoint
 
 if TYPE_CHECKING:
     from accelerate.accelerator import Accelerator
@@ -81,51 +79,6 @@ def new_models(accelerator: "Accelerator", objects: Sequence[Any]) -> Iterator[n
     for item in objects:
         if isinstance(item, nn.Module) and accelerator._registry.find(item) is None:
             yield item
-
-
-@contextlib.contextmanager
-def followed(accelerator: "Accelerator", model: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
-    """Let optimizers, those prepared and those to come, follow the parameters of a model that are replaced inside.
-
-    Parameters that were tied before are tied afterwards.
-
-    Args:
-        accelerator: Whose optimizers.
-        model: The model that is changed inside.
-    """
-    before = named(model)
-    yield before
-    tie_again(model, before)
-    repoint(accelerator, model, before)
-
-
-def tie_again(model: nn.Module, before: dict[str, nn.Parameter]) -> None:
-    """Give names that meant one parameter one parameter again, after layers were replaced.
-
-    Args:
-        model: As it is now.
-        before: Its parameters by all their names, as they were.
-    """
-    groups: dict[int, list[str]] = {}
-    for name, old in before.items():
-        groups.setdefault(id(old), []).append(name)
-    after = named(model)
-    for names in groups.values():
-        names = [name for name in names if name in after]
-        if len(names) < 2:
-            continue
-        old = before[names[0]]
-        # A layer that was not replaced, such as an embedding, keeps its parameter.
-        shared = old if any(after[name] is old for name in names) else after[names[0]]
-        for name in names:
-            if after[name] is not shared:
-                owner, _, attribute = name.rpartition(".")
-                setattr(_submodule(model, owner), attribute, shared)
-
-
-def _submodule(model: nn.Module, name: str) -> nn.Module:
-    # `named` leaves out the parts that wrappers put in, so the path in the model may be longer.
-    return next(module for path, module in model.named_modules() if canonical_name(path) == name)
 
 
 def count(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> int:

@@ -116,10 +116,11 @@ def test_subcommands(accelerate):
 
 
 def test_what_other_questionnaires_use(type_lines, capsys):
-    type_lines("x", "3", "", "2", "no")
+    type_lines("x", "3", "", "", "2", "no")
     assert config_utils._ask_field("How many? ", int, error_message="A number, please.") == 3
     assert "A number, please." in capsys.readouterr().out
     assert config_utils._ask_field("How many? ", int, default=5) == 5
+    assert config_utils._ask_field("Which name? ") == ""
     assert config_utils._ask_options("Which?", ["a", "b"], lambda at: "ab"[at]) == "b"
     assert config_utils._ask_field("Really?", config_utils._convert_yes_no_to_bool, default=True) is False
     assert config_utils._convert_distributed_mode(4) is DistributedType.MULTI_GPU

@@ -37,6 +37,8 @@ def test_files_hold_plain_values(place):
 def test_default_file(place, monkeypatch):
     with pytest.raises(FileNotFoundError, match=r"default_config\.yaml.*accelerate config default"):
         load_config_from_file(None)
+    with pytest.raises(FileNotFoundError, match="no configuration file"):
+        load_config_from_file(place)
     (place / "home" / "accelerate").mkdir(parents=True)
     CONFIG.to_yaml_file(place / "home" / "accelerate" / "default_config.yaml")
     assert load_config_from_file(None).num_processes == 2
@@ -62,6 +64,13 @@ def test_process_config_leaves_its_argument_alone():
     assert new["mixed_precision"] == "fp16"
     assert new["dynamo_config"] == {"dynamo_backend": "EAGER"}
     assert new["compute_environment"] is ComputeEnvironment.LOCAL_MACHINE
+    assert new["num_processes"] == 1 and new["enable_cpu_affinity"] is False
+    assert "num_processes" not in BaseConfig.process_config({"distributed_type": "MULTI_GPU"})
+
+
+def test_sections_are_mappings():
+    config = ClusterConfig("LOCAL_MACHINE", "NO", "no", False, False)
+    assert config.fsdp_config == config.dynamo_config == {}
 
 
 def test_sagemaker(place):

@@ -33,8 +33,9 @@ def test_existing_file_stays(place, capsys):
 
 
 def test_precision_is_checked(place):
-    with pytest.raises(LaunchError, match="mixed_precision is 'fp8'; choose one of no, fp16, bf16"):
-        write_basic_config("fp8", place / "c.yaml")
+    with pytest.raises(LaunchError, match="mixed_precision is 'fp4'; choose one of no, fp16, bf16, fp8"):
+        write_basic_config("fp4", place / "c.yaml")
+    assert "mixed_precision: fp8" in write_basic_config("fp8", place / "c.yaml").read_text()
 
 
 def test_commands(accelerate, place, machine):

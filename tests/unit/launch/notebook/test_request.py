@@ -58,6 +58,7 @@ def test_what_is_fine(function, args):
         (TypeError, "num_processes is '2'; give an integer", {"num_processes": "2"}),
         (TypeError, "num_processes is True", {"num_processes": True}),
         (ValueError, "mixed_precision is 'fp17'; choose one of no, fp16, bf16, fp8", {"mixed_precision": "fp17"}),
+        (ValueError, "mixed_precision is None; choose one of no, fp16, bf16, fp8", {"mixed_precision": None}),
         (ValueError, "num_nodes is 0", {"num_nodes": 0}),
         (ValueError, "node_rank is -1", {"node_rank": -1}),
         (ValueError, "node_rank is 2, and num_nodes is 2: machines are numbered", {"node_rank": 2, "num_nodes": 2}),

@@ -85,7 +85,7 @@ def test_what_would_be_started(plan):
 
 def test_refusals(plan, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch_xla", None)
-    with pytest.raises(LaunchError, match="needs torch_xla"):
+    with pytest.raises(ImportError, match="needs torch_xla"):
         runners.run(plan("--tpu --quiet --num_processes 8"))
     with pytest.raises(LaunchError, match="--log_dir"):
         runners.processes(plan("--tpu --num_processes 8 --log_dir x"))
