@@ -221,9 +221,10 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
 
 def broadcast_object_list_with(communicator: Communicator, object_list: list[Any], from_process: int = 0) -> list[Any]:
     """Do what `broadcast_object_list` does, with a given communicator."""
-    return (
-        object_list if communicator.world_size == 1 else communicator.broadcast_object_list(object_list, from_process)
-    )
+    # Given an empty list, torch fails on one rank, and the others wait.
+    if communicator.world_size == 1 or not object_list:
+        return object_list
+    return communicator.broadcast_object_list(object_list, from_process)
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:

@@ -47,6 +47,7 @@ class Two(Single):
         return [obj, obj]
 
     def broadcast_object_list(self, objects, src=0):
+        assert objects, "torch fails on the sender, and the others wait"
         objects[:] = [src] * len(objects)
         return objects
 
@@ -118,6 +119,7 @@ def test_reduce_and_broadcast(two):
     assert [call[0] for call in two.calls] == ["sum", "mean", "sum", "max"]
     assert ops.broadcast([torch.tensor([1])], from_process=1)[0].tolist() == [2]
     assert ops.broadcast_object_list(["a"], from_process=1) == [1]
+    assert ops.broadcast_object_list([]) == []
 
 
 def test_broadcast_fills_what_it_is_given(two):

@@ -1,0 +1,437 @@
+"""Checkpoints: files, their names and content, what loading restores, hooks and automatic naming."""
+
+import contextlib
+import functools
+import os
+import pathlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from accelerate import Accelerator, checkpointing
+from accelerate.state import PartialState
+from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
+from interop.differential.core import probe
+
+BOTH = (1, 2)
+OURS = (
+    "accelerate_manifest",
+    "generators_",
+    "parameter_names.json",
+)  # files that this package adds; docs/differences.md has a row for each
+PUBLIC = "accelerator:Accelerator"
+
+
+def attempt(function: Any, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return function(*args, **kwargs)
+    except Exception as error:
+        return error
+
+
+@contextlib.contextmanager
+def one_folder() -> Iterator[None]:
+    """Work in the first rank's folder on all ranks."""
+    folder, here = [os.getcwd()], os.getcwd()
+    several = PartialState(cpu=True).num_processes > 1
+    if several:
+        torch.distributed.broadcast_object_list(folder)
+        os.chdir(folder[0])
+    try:
+        yield
+    finally:
+        if several:
+            torch.distributed.barrier()
+            os.chdir(here)
+
+
+def together(function: Any) -> Any:
+    """Let a probe, which yields, run in one folder."""
+
+    @functools.wraps(function)
+    def run(**kwargs: Any) -> Iterator[Any]:
+        with one_folder():
+            yield from function(**kwargs)
+
+    return run
+
+
+def files(folder: str | pathlib.Path = ".") -> list[str]:
+    """List what 1.15.0 may write."""
+    found = (path for path in pathlib.Path(folder).rglob("*") if path.is_file())
+    return sorted(str(path.relative_to(folder)) for path in found if not path.name.startswith(OURS))
+
+
+def content(path: pathlib.Path) -> Any:
+    """Read a file as a user would."""
+    if path.suffix == ".safetensors":
+        with safetensors.safe_open(path, "pt") as opened:
+            return {"metadata": opened.metadata(), **{key: opened.get_tensor(key) for key in sorted(opened.keys())}}
+    return path.read_text() if path.suffix == ".json" else torch.load(path, weights_only=False)
+
+
+def shown(state: Any) -> Any:
+    """Leave out what differs from run to run, or is a random state in full."""
+    if isinstance(state, dict):
+        return {key: shown(value) for key, value in state.items() if key != "saved_at"}
+    if isinstance(state, (tuple, list)) and len(state) > 50:
+        return type(state).__name__, len(state)
+    return type(state)(map(shown, state)) if type(state) in (tuple, list) else state
+
+
+def model(kind: str = "plain") -> nn.Module:
+    torch.manual_seed(1)
+    made = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    if kind == "tied":
+        made = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+        made[1].weight = made[0].weight
+    return made.half() if kind == "half" else made
+
+
+def data(count: int = 8) -> DataLoader:
+    return DataLoader(TensorDataset(torch.arange(3.0 * count).reshape(count, 3)), 2, shuffle=True)
+
+
+OPTIMIZERS = {"SGD": {"momentum": 0.9}, "AdamW": {}, "none": {}}
+
+
+def trained(accelerator: Accelerator, optimizer: str, steps: int = 2, kind: str = "plain") -> tuple[Any, ...]:
+    """Train a model a little; return its parts."""
+    net = model(kind)
+    if optimizer == "none":
+        return (accelerator.prepare(net),)
+    rule = getattr(torch.optim, optimizer)(net.parameters(), lr=0.1, **OPTIMIZERS[optimizer])
+    schedule = torch.optim.lr_scheduler.StepLR(rule, 1, gamma=0.5)
+    parts = accelerator.prepare(net, rule, data(), schedule)
+    for _, (batch,) in zip(range(steps), parts[2], strict=False):
+        accelerator.backward(parts[0](batch).sum())
+        parts[1].step()
+        parts[3].step()
+        parts[1].zero_grad()
+    return parts
+
+
+class Counter:
+    def __init__(self, value: Any = 1) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+@probe(
+    PUBLIC,
+    "checkpointing:save_accelerator_state",
+    processes=BOTH,
+    optimizer=list(OPTIMIZERS),
+    precision=["bf16"],
+    safe=[True, False],
+    seedable=[True, False],
+    stateful=[False, True],
+)
+@together
+def saved(optimizer: str, precision: str, safe: bool, seedable: bool, stateful: bool) -> Iterator[tuple[str, Any]]:
+    """The files of `save_state` and what is in them."""
+    settings = DataLoaderConfiguration(use_seedable_sampler=seedable, use_stateful_dataloader=stateful)
+    accelerator = Accelerator(cpu=True, mixed_precision=precision, dataloader_config=settings)
+    trained(accelerator, optimizer)
+    accelerator.register_for_checkpointing(Counter(), Counter({"deep": [1, None]}))
+    accelerator.save_state("folder", safe_serialization=safe)
+    accelerator.wait_for_everyone()
+    yield "files", files("folder")
+    for path in sorted(pathlib.Path("folder").iterdir()) if accelerator.is_main_process else []:
+        if path.name.startswith(OURS) or path.name.startswith(("random_states", "dl_state", "sampler")):
+            continue
+        yield path.name, attempt(lambda path=path: shown(content(path)))
+    for path in sorted(pathlib.Path("folder").glob("random_states*")) if accelerator.is_main_process else []:
+        yield path.name, sorted(set(content(path)) - {"dataloader_positions"})  # the positions are this package's
+    for path in sorted(pathlib.Path("folder").glob("sampler*")) if accelerator.is_main_process else []:
+        sampler = content(path)
+        yield path.name, (type(sampler).__module__, type(sampler).__name__, sampler.epoch, len(sampler))
+
+
+@probe(
+    PUBLIC,
+    "checkpointing:load_accelerator_state",
+    processes=BOTH,
+    optimizer=list(OPTIMIZERS),
+    precision=["no", "fp16"],
+    safe=[True, False],
+)
+@together
+def loaded(optimizer: str, precision: str, safe: bool) -> Iterator[tuple[str, Any]]:
+    """What is restored: weights, optimizer, scheduler, own objects and random numbers."""
+    accelerator = Accelerator(cpu=True, mixed_precision=precision)
+    parts, counter = trained(accelerator, optimizer), Counter(7)
+    accelerator.register_for_checkpointing(counter)
+    accelerator.save_state("folder", safe_serialization=safe)
+    accelerator.wait_for_everyone()
+    want = [p.detach().clone() for p in parts[0].parameters()]
+    drawn = (random.random(), float(np.random.rand()), torch.rand(1).item())
+    rate = parts[3].get_last_lr() if len(parts) > 1 else None
+    with torch.no_grad():
+        for p in parts[0].parameters():
+            p.zero_()
+    if len(parts) > 1:
+        parts[1].param_groups[0]["lr"] = 9.0
+    counter.value = 0
+    yield "returned", type(attempt(accelerator.load_state, "folder")).__name__
+    yield "weights", all(torch.equal(a, b) for a, b in zip(want, parts[0].parameters(), strict=True))
+    yield "object", counter.value
+    yield "rate", parts[1].param_groups[0]["lr"] == rate[0] if rate else None
+    yield "drawn", drawn == (random.random(), float(np.random.rand()), torch.rand(1).item())
+
+
+@probe(
+    PUBLIC,
+    missing=[
+        "model.safetensors",
+        "optimizer.bin",
+        "scheduler.bin",
+        "random_states_0.pkl",
+        "custom_checkpoint_0.pkl",
+        "sampler.bin",
+    ],
+)
+def damaged(missing: str) -> Any:
+    """Loading a folder of another program that lacks a file."""
+    accelerator = Accelerator(cpu=True)
+    trained(accelerator, "SGD")
+    accelerator.register_for_checkpointing(Counter())
+    accelerator.save_state("folder")
+    for path in pathlib.Path("folder").iterdir():
+        if path.name == missing or path.name.startswith(OURS):
+            path.unlink()
+    accelerator.load_state("folder")
+
+
+@probe(PUBLIC, folder=["nowhere", "", None, 3, "file", "empty"], method=["load_state", "save_state"])
+def places(folder: Any, method: str) -> Any:
+    accelerator = Accelerator(cpu=True)
+    trained(accelerator, "SGD")
+    pathlib.Path("file").write_text("x")
+    pathlib.Path("empty").mkdir()
+    getattr(accelerator, method)(folder)
+    return files()
+
+
+@probe(
+    PUBLIC,
+    processes=BOTH,
+    count=[1, 3],
+    limit=[None, 1, 2, 0],
+    start=[0, 5],
+    through=["naming", "nested/folder"],
+)
+@together
+def naming(count: int, limit: Any, start: int, through: str) -> Iterator[tuple[str, Any]]:
+    """Folders and iterations of automatic naming."""
+    if limit and PartialState(cpu=True).num_processes > 1:
+        return  # 1.15.0 removes on one rank what another one is about to look for
+    naming = through == "naming"
+    config = ProjectConfiguration(
+        project_dir="project", automatic_checkpoint_naming=naming, total_limit=limit, iteration=start
+    )
+    accelerator = Accelerator(cpu=True, project_config=config)
+    trained(accelerator, "none")
+    returned = [attempt(accelerator.save_state, None if naming else through) for _ in range(count)]
+    accelerator.wait_for_everyone()
+    yield "returned", [str(item) for item in returned] if accelerator.is_main_process else None
+    yield "folders", sorted({str(pathlib.Path(name).parent) for name in files()})
+    yield "iteration", accelerator.save_iteration
+    yield "load", type(attempt(accelerator.load_state) if naming else None).__name__
+
+
+@probe(
+    "checkpointing:save_custom_state",
+    "checkpointing:load_custom_state",
+    index=[0, 1, 12, -1, None],
+    each=[False, True],
+    value=[1, "ü", None, [1, {"a": 2}], {"t": 3.5}],
+)
+def custom(index: Any, each: bool, value: Any) -> Iterator[tuple[str, Any]]:
+    PartialState(cpu=True)
+    item = Counter(value)
+    yield "saved", attempt(checkpointing.save_custom_state, item, ".", index, save_on_each_node=each)
+    yield "files", files()
+    item.value = "changed"
+    yield "loaded", attempt(checkpointing.load_custom_state, item, ".", index)
+    yield "value", item.value
+
+
+@probe(
+    "checkpointing:save_custom_state",
+    "checkpointing:load_custom_state",
+    what=["none", "text", "model", "optimizer"],
+    path=[".", "nowhere"],
+)
+def custom_odd(what: str, path: str) -> Iterator[tuple[str, Any]]:
+    PartialState(cpu=True)
+    net = model()
+    item = {"none": None, "text": "x", "model": net, "optimizer": torch.optim.SGD(net.parameters(), 0.1)}[what]
+    yield "saved", attempt(checkpointing.save_custom_state, item, path)
+    yield "loaded", attempt(checkpointing.load_custom_state, item, path)
+
+
+@probe(
+    "checkpointing:save_accelerator_state",
+    "checkpointing:load_accelerator_state",
+    models=[0, 2],
+    rules=[0, 1, 2],
+    rank=[0, 7],
+    step=[5],
+    safe=[True, False],
+    each=[False, True],
+)
+def parts(models: int, rules: int, rank: int, step: int, safe: bool, each: bool) -> Iterator[tuple[str, Any]]:
+    """The functions by themselves."""
+    PartialState(cpu=True)
+    pathlib.Path("folder").mkdir()
+    nets = [model() for _ in range(models)]
+    optimizers = [torch.optim.SGD(model().parameters(), 0.1 * (n + 1)) for n in range(rules)]
+    schedules = [torch.optim.lr_scheduler.StepLR(optimizer, 1) for optimizer in optimizers]
+    states = [net.state_dict() for net in nets]
+    given = (states, optimizers, schedules, [], rank, step)
+    returned = attempt(
+        checkpointing.save_accelerator_state, "folder", *given, save_on_each_node=each, safe_serialization=safe
+    )
+    yield "returned", str(returned) if not isinstance(returned, Exception) else returned
+    yield "files", files("folder")
+    for optimizer in optimizers:
+        optimizer.param_groups[0]["lr"] = 0.0
+    found = attempt(checkpointing.load_accelerator_state, "folder", nets, optimizers, schedules, [], rank)
+    yield "loaded", found
+    yield "rates", [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
+
+
+@probe(
+    "checkpointing:load_accelerator_state",
+    given=[
+        {"map_location": "cpu"},
+        {"map_location": None},
+        {"map_location": "on_device"},
+        {"map_location": "x"},
+        {"map_location": "meta"},
+        {"load_kwargs": {"weights_only": True}},
+        {"load_kwargs": {}},
+        {"strict": False},
+        {"strict": True},
+        {"nonsense": 1},
+    ],
+)
+def load_given(given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    PartialState(cpu=True)
+    pathlib.Path("folder").mkdir()
+    checkpointing.save_accelerator_state("folder", [model().state_dict()], [], [], [], 0, 3)
+    net = model()
+    torch.nn.init.zeros_(net[0].weight)
+    yield "returned", attempt(checkpointing.load_accelerator_state, "folder", [net], [], [], [], 0, **given)
+    yield "weights", net[0].weight
+
+
+@probe(
+    PUBLIC,
+    "checkpointing:load_accelerator_state",
+    given=[
+        {},
+        {"strict": False},
+        {"load_kwargs": {"weights_only": True}},
+        {"map_location": "cpu"},
+        {"map_location": "x"},
+        {"nonsense": 1},
+    ],
+    other=[False, True],
+)
+def load_state_given(given: dict[str, Any], other: bool) -> Iterator[tuple[str, Any]]:
+    """Arguments of `load_state`, into the same model or another."""
+    Accelerator(cpu=True).save_state("none")
+    accelerator = Accelerator(cpu=True)
+    net = accelerator.prepare(model())
+    accelerator.save_state("folder")
+    if other:
+        accelerator.free_memory()
+        accelerator.prepare(nn.Sequential(nn.Linear(3, 4)))
+    yield "returned", type(attempt(accelerator.load_state, "folder", **given)).__name__
+    yield "weights", float(net[0].weight.detach().sum())
+
+
+@probe(PUBLIC, order=["save", "load", "both"], change=[False, True], processes=BOTH)
+@together
+def hooks(order: str, change: bool) -> Iterator[tuple[str, Any]]:
+    """What hooks get, and what follows when they take models away."""
+    accelerator, seen = Accelerator(cpu=True), []
+    accelerator.prepare(model(), model("tied"))
+
+    def before_save(models: Any, weights: Any, folder: str) -> None:
+        seen.append(
+            (
+                "save",
+                [type(item).__name__ for item in models],
+                [len(state) for state in weights],
+                type(folder).__name__,
+            )
+        )
+        if change:
+            weights.pop()
+
+    def before_load(models: Any, folder: str) -> None:
+        seen.append(("load", [type(item).__name__ for item in models], folder))
+        if change:
+            models.pop()
+
+    if order != "load":
+        accelerator.register_save_state_pre_hook(before_save)
+    if order != "save":
+        accelerator.register_load_state_pre_hook(before_load)
+    accelerator.save_state("folder")
+    accelerator.wait_for_everyone()
+    yield "files", files("folder")
+    yield "load", type(attempt(accelerator.load_state, "folder")).__name__
+    yield "seen", seen
+
+
+@probe(PUBLIC, read=[0, 1, 3, 4], stateful=[True, False])
+def going_on(read: int, stateful: bool) -> Iterator[tuple[str, Any]]:
+    """The loader after a checkpoint within an epoch."""
+    settings = DataLoaderConfiguration(use_stateful_dataloader=stateful, use_seedable_sampler=True, data_seed=3)
+    accelerator = Accelerator(cpu=True, dataloader_config=settings)
+    loader = accelerator.prepare(data())
+    batches = iter(loader)
+    yield "before", [next(batches)[0].tolist() for _ in range(read)]
+    accelerator.save_state("folder")
+    rest = [batch.tolist() for (batch,) in batches]
+    accelerator.load_state("folder")
+    again = [batch.tolist() for (batch,) in loader]
+    yield "the same rest", again == rest
+    yield "length", len(again)
+
+
+@probe(PUBLIC, changed=["models", "optimizers", "objects"], more=[True, False])
+def other_number(changed: str, more: bool) -> Any:
+    """Loading into another number of objects."""
+    accelerator = Accelerator(cpu=True)
+    trained(accelerator, "SGD")
+    accelerator.register_for_checkpointing(Counter())
+    accelerator.save_state("folder")
+    for path in pathlib.Path("folder").iterdir():
+        if path.name.startswith(OURS):
+            path.unlink()
+    kinds = {"models": model, "optimizers": lambda: torch.optim.SGD(model().parameters(), 0.1), "objects": Counter}
+    if more and changed != "objects":
+        accelerator.prepare(kinds[changed]())
+    elif more:
+        accelerator.register_for_checkpointing(Counter())
+    else:
+        {"models": accelerator._models, "optimizers": accelerator._optimizers, "objects": accelerator._custom_objects}[
+            changed
+        ].clear()
+    accelerator.load_state("folder")

@@ -1,0 +1,338 @@
+"""Comparisons of the commands beside `accelerate launch`: what they parse, print as data, and write."""
+
+import argparse
+import builtins
+import io
+import json
+import os
+import shlex
+import sys
+import types
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import yaml
+
+from accelerate.commands import accelerate_cli, env, estimate, merge, to_fsdp2, tpu
+from accelerate.commands import test as test_command
+from accelerate.commands import utils as command_utils
+from accelerate.commands.config import config as config_module
+from accelerate.commands.config import config_utils, get_config_parser
+from accelerate.commands.config import main as config_main
+from interop.differential.core import Words, probe
+
+PARSERS = {
+    "env": env.env_command_parser,
+    "estimate": estimate.estimate_command_parser,
+    "merge": merge.merge_command_parser,
+    "test": test_command.test_command_parser,
+    "tpu": tpu.tpu_command_parser,
+    "to_fsdp2": to_fsdp2.to_fsdp2_command_parser,
+    "config": get_config_parser,
+}
+OWN = {"nondefault", "func", "json", "num_processes", "strategy", "overwrite"}
+PARSED = [
+    "env:env_command_parser", "estimate:estimate_command_parser", "merge:merge_command_parser", "test:test_command_parser",
+    "tpu:tpu_command_parser", "to_fsdp2:to_fsdp2_command_parser", "config:get_config_parser", "config.config:config_command_parser",
+    "config.default:default_command_parser", "config.update:update_command_parser",
+]  # fmt: skip
+
+
+@probe(*(f"commands.{name}" for name in PARSED), name=list(PARSERS))
+def parsers(name: str) -> Any:
+    """Give each option as argparse sees it."""
+    for action in PARSERS[name]()._actions:
+        spelling = next((word for word in action.option_strings if word.startswith("--")), action.dest)
+        if action.dest in OWN:
+            continue
+        default = action.default if action.default != argparse.SUPPRESS else None
+        choices = sorted(action.choices) if action.choices else None
+        yield spelling, [action.dest, action.nargs, default, choices, action.const, action.required]
+
+
+LINES = {
+    "env": ["", "--config_file f", "--config f", "--config-file f", "x", "--config_file"],
+    "estimate": [
+        "", "m", "m --library_name timm", "m --library_name transformers", "m --library_name x", "m --library_name TIMM", "a b", "--trust_remote_code m",
+        "m --dtypes float32", "m --dtypes float32 int8", "m --dtypes int4 float16", "m --dtypes", "m --dtypes what", "m --dtypes FLOAT32", "m --trust-remote-code",
+        "m --library-name timm", "m --dtypes float32 float32",
+    ],
+    "merge": ["", "a", "a b", "a b c", "a b --unsafe_serialization", "a b --remove_checkpoint_dir", "a b --unsafe-serialization", "--remove_checkpoint_dir a b"],
+    "test": ["", "--config_file f", "--config f", "x"],
+    "tpu": [
+        "", "--command echo", "--command echo hi --command b", "--command", "--tpu_name n --tpu_zone z", "--use_alpha", "--debug", "--command_file f",
+        "--install_accelerate", "--install_accelerate --accelerate_version 1.0", "--accelerate_version latest", "--config_file f", "--tpu-name n", "--what",
+    ],
+    "to_fsdp2": ["", "--config_file f", "--config_file f --output_file g", "--config_file f --overwrite", "--output_file g", "--config-file f --output-file g"],
+    "config": [
+        "", "--config_file f", "default", "default --config_file f", "default --mixed_precision fp16", "default --mixed_precision bf16", "default --mixed_precision fp8",
+        "default --mixed_precision what", "default --mixed_precision FP16", "update", "update --config_file f", "--config_file f update", "--config_file f default",
+        "what", "update x", "default --mixed-precision no",
+    ],
+}  # fmt: skip
+
+
+@probe(
+    *(f"commands.{name}" for name in PARSED),
+    given=Words([f"{name} {line}" for name, lines in LINES.items() for line in lines]),
+)
+def lines(given: str) -> Any:
+    name, _, line = given.partition(" ")
+    args = PARSERS[name]().parse_args(line.split())
+    return {k: v for k, v in sorted(vars(args).items()) if k not in OWN}
+
+
+CLI = [
+    "", "--help", "-h", "what", "launch", "launch --help", "env --help", "config --help", "config default --help", "config update --help", "config what",
+    "estimate-memory", "estimate-memory --help", "merge-weights --help", "merge-weights", "tpu-config --help", "test --help", "to-fsdp2 --help", "to-fsdp2",
+    "LAUNCH s.py", "launch --what s.py", "env --what", "estimate m --help", "test what",
+]  # fmt: skip
+MAINS = {
+    "cli": accelerate_cli.main, "env": env.main, "estimate": estimate.main, "merge": merge.main, "test": test_command.main, "tpu": tpu.main,
+    "config": config_main, "config.config": config_module.main,
+}  # fmt: skip
+
+
+@probe("commands.accelerate_cli:main", line=CLI)
+def cli(line: str) -> Any:
+    """Run the console script; give its exit status."""
+    sys.argv[:] = ["accelerate", *line.split()]
+    try:
+        return accelerate_cli.main()
+    except SystemExit as end:
+        return bool(end.code)
+
+
+@probe(
+    *(f"commands.{name}:main" for name in ("env", "estimate", "merge", "test", "tpu", "config", "config.config")),
+    name=list(MAINS),
+    line=["--help", "--what"],
+)
+def mains(name: str, line: str) -> Any:
+    sys.argv[:] = [name, line]
+    try:
+        return MAINS[name]()
+    except SystemExit as end:
+        return bool(end.code)
+
+
+@probe("commands.utils:CustomArgumentParser", "commands.utils:CustomArgumentGroup", group=[None, "Group"], words=["--a-b 1 --c_d", "--a_b 1", "--c-d", "--e 1", "", "--a 1", "--x"])  # fmt: skip
+def custom_parser(group: str | None, words: str) -> Any:
+    """Take flags in both spellings."""
+    parser = command_utils.CustomArgumentParser("prog", allow_abbrev=False)
+    inside = parser.add_argument_group(group) if group else parser
+    inside.add_argument("--a_b", type=int, default=0)
+    inside.add_argument("--c-d", action="store_true")
+    inside.add_argument("--e", "-f")
+    yield "spellings", sorted([sorted(action.option_strings), action.dest] for action in parser._actions)
+    yield "kind", [type(inside).__name__, isinstance(inside, command_utils.CustomArgumentGroup)]
+    found = vars(parser.parse_args(words.split()))
+    found.pop("nondefault", None)
+    yield "parsed", sorted(found.items())
+
+
+@probe("commands.config.config_utils:SubcommandHelpFormatter", title=["commands", None], metavar=["<command>", None])
+def subcommand_help(title: str | None, metavar: str | None) -> Any:
+    parser = argparse.ArgumentParser(
+        "prog", usage="prog <command> [<args>]", formatter_class=config_utils.SubcommandHelpFormatter
+    )
+    commands = parser.add_subparsers(title=title, metavar=metavar)
+    commands.add_parser("one", parents=[], formatter_class=config_utils.SubcommandHelpFormatter)
+    return [parser.format_usage(), "one" in parser.format_help()]
+
+
+HELPERS = {
+    "_convert_compute_environment": ["0", "1", "2", 0, "-1", "x", ""],
+    "_convert_distributed_mode": [*map(str, range(12)), 3, "-1", "x", ""],
+    "_convert_dynamo_backend": [*map(str, range(16)), 3, "-1", "x", ""],
+    "_convert_mixed_precision": ["0", "1", "2", "3", "4", 1, "-1", "x", ""],
+    "_convert_sagemaker_distributed_mode": ["0", "1", "2", "3", 0, "-1", "x"],
+    "_convert_fp8_backend": ["0", "1", "2", "3", 0, "-1", "x"],
+    "_convert_yes_no_to_bool": ["yes", "no", "YES", "No", "y", "n", "true", "1", "", "x"],
+}
+
+
+@probe(
+    "commands.config.config_utils:SubcommandHelpFormatter",
+    given=[(name, value) for name, values in HELPERS.items() for value in values],
+)
+def conversions(given: tuple[str, Any]) -> Any:
+    """Turn answers of the questionnaire into values, as other packages' questionnaires do."""
+    return getattr(config_utils, given[0])(given[1])
+
+
+def answering(*answers: str) -> Any:
+    """Answer `input` from a list, then end the input."""
+    left = iter(answers)
+
+    def reply(*_: Any) -> str:
+        try:
+            return next(left)
+        except StopIteration:
+            raise EOFError from None
+
+    return mock.patch.object(builtins, "input", reply)
+
+
+@probe(
+    "commands.config.config_utils:SubcommandHelpFormatter", answers=[["3"], [""], ["x", "4"], ["x"], []],
+    convert=[None, int], default=[None, 7], message=[None, "wrong"],
+)  # fmt: skip
+def ask_field(answers: list[str], convert: Any, default: Any, message: str | None) -> Any:
+    with answering(*answers):
+        return config_utils._ask_field("Which? ", convert, default, message)
+
+
+# ---- estimate-memory
+
+
+@probe(
+    "commands.estimate:add_timm_hub_prefix",
+    name=["a", "a/b", "timm/a", "hf-hub:a", "hf-hub:a/b", "", "/", "a/b/c", "ü/x"],
+)
+def timm_prefix(name: str) -> Any:
+    return estimate.add_timm_hub_prefix(name)
+
+
+@probe("commands.estimate:check_has_model", name=["ValueError", "OSError", "RuntimeError", "GatedRepoError", "RepositoryNotFoundError", "EnvironmentError"], text=["", "Unknown model (x)", "resnet does not appear to have a file named pytorch_model.bin", "Unknown model"])  # fmt: skip
+def has_model(name: str, text: str) -> Any:
+    kind = getattr(builtins, name, None) or type(name, (Exception,), {})
+    return estimate.check_has_model(kind(text))
+
+
+@probe("commands.estimate:estimate_training_usage", size=[0, 1, 100, 1.5, 10**12], precision=Words(["float32", "float16", "bfloat16", "int8", "int4", "no", "fp16", "bf16", "mixed_fp8", "FLOAT32", "", None]), msamp=[None, "O1", "O2"])  # fmt: skip
+def training_usage(size: float, precision: str, msamp: str | None) -> Any:
+    return estimate.estimate_training_usage(size, precision, msamp)
+
+
+@probe(
+    "commands.estimate:create_ascii_table", headers=[["a"], ["a", "bb"], ["dtype", "Largest Layer", "Total"], ["a", ""]],
+    rows=[[], [["x", "1"]], [["x", "1", "2"], ["longer", "1.5 GB", "-"]], [["ü", "中"]], [["x"]]], title=["T", "A title that is longer than the table", ""],
+)  # fmt: skip
+def table(headers: list[str], rows: list[list[str]], title: str) -> Any:
+    return estimate.create_ascii_table(headers, rows, title)
+
+
+@probe("commands.estimate:verify_on_hub", repo=["a/b", "no-such-model-at-all", ""], token=[None, "t"])
+def on_hub(repo: str, token: str | None) -> Any:
+    """Ask the Hub, which is out of reach."""
+    return estimate.verify_on_hub(repo, token)
+
+
+def bert() -> None:
+    """Write the configuration of a small model."""
+    config = {
+        "model_type": "bert", "architectures": ["BertModel"], "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8,
+        "vocab_size": 10, "max_position_embeddings": 8,
+    }  # fmt: skip
+    os.makedirs("tiny", exist_ok=True)
+    with open("tiny/config.json", "w") as file:
+        json.dump(config, file)
+
+
+def on_the_hub(library: str | None) -> Any:
+    """Let the Hub know the small model."""
+    info = types.SimpleNamespace(
+        library_name=library,
+        tags=[library],
+        config={"architectures": ["BertModel"], "model_type": "bert"},
+        siblings=[],
+        sha="1",
+    )
+    return mock.patch.object(estimate, "verify_on_hub", lambda *_, **__: info)
+
+
+@probe("commands.estimate:create_empty_model", slow=True, library=Words(["transformers", "timm", "TRANSFORMERS", "what", "", None]), found=["transformers", "timm", "keras", None])  # fmt: skip
+def empty_model(library: str | None, found: str | None) -> Any:
+    bert()
+    with on_the_hub(found):
+        model = estimate.create_empty_model("tiny", library)
+    return [type(model).__name__, {k: [list(v.shape), v.device.type] for k, v in model.state_dict().items()}]
+
+
+@probe("commands.estimate:gather_data", "commands.estimate:estimate_command", slow=True, dtypes=["float32", "float16", "int8", "int4", "float32 int4", "float32 float16 int8 int4"])  # fmt: skip
+def gathered(dtypes: str) -> Any:
+    """Give the numbers, and whether they are printed."""
+    bert()
+    args = estimate.estimate_command_parser().parse_args(
+        ["tiny", "--library_name", "transformers", "--dtypes", *dtypes.split()]
+    )
+    with on_the_hub("transformers"):
+        for row in estimate.gather_data(args):
+            yield f"{row[0]} sizes", row[1:3]
+            yield f"{row[0]} training", row[3]
+        out = io.StringIO()
+        with redirect_stdout(out):
+            yield "returns", estimate.estimate_command(args)
+    yield "printed", [word in out.getvalue() for word in dtypes.split()]
+
+
+# ---- env, tpu-config, test
+
+
+@probe("commands.env:env_command", config=[None, "f.yaml", "f.json", "missing.yaml", "broken.yaml"])
+def environment(config: str | None) -> Any:
+    content = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "NO",
+        "mixed_precision": "bf16",
+        "use_cpu": True,
+        "debug": False,
+    }
+    with open("f.yaml", "w") as file:
+        yaml.safe_dump(content, file)
+    with open("f.json", "w") as file:
+        json.dump(content, file)
+    with open("broken.yaml", "w") as file:
+        file.write("a: [1")
+    out = io.StringIO()
+    with redirect_stdout(out):
+        found = env.env_command(argparse.Namespace(config_file=config))
+    for key in ("Platform", "Python version", "Numpy version", "PyTorch version", "System RAM"):
+        yield key, found[key]
+        yield f"{key} printed", str(found[key]) in out.getvalue()
+    yield "names", sorted(k for k in found if k.startswith("`Accelerate`") and "config" not in k.lower())
+
+
+TPU_LINES = [
+    "--command ls", "--command ls --command pwd", "--command_file c.txt", "--command_file none.txt", "", "--command ls --use_alpha", "--install_accelerate",
+    "--install_accelerate --accelerate_version 1.2.0", "--install_accelerate --accelerate_version latest --command ls", "--accelerate_version 1.2.0 --command ls",
+    "--install_accelerate --accelerate_version dev", "--config_file f.yaml --command ls", "--config_file f.yaml", "--config_file g.yaml",
+]  # fmt: skip
+
+
+@probe("commands.tpu:tpu_command_launcher", line=TPU_LINES, place=["--tpu_name n --tpu_zone z", "--tpu_name n", ""])
+def tpu_command(line: str, place: str) -> Any:
+    """Give the command that would run, without what quotes it."""
+    with open("c.txt", "w") as file:
+        file.write("ls\npwd\n")
+    head = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "XLA",
+        "mixed_precision": "no",
+        "use_cpu": False,
+        "debug": False,
+    }
+    with open("f.yaml", "w") as file:
+        yaml.safe_dump({**head, "tpu_name": "fn", "tpu_zone": "fz"}, file)
+    with open("g.yaml", "w") as file:
+        yaml.safe_dump(
+            {**head, "tpu_name": "fn", "tpu_zone": "fz", "command_file": "c.txt", "commands": ["a", "b"]}, file
+        )
+    args = tpu.tpu_command_parser().parse_args([*line.split(), *place.split(), "--debug"])
+    out = io.StringIO()
+    with redirect_stdout(out):
+        tpu.tpu_command_launcher(args)
+    text = out.getvalue()
+    words = shlex.split(text[text.index("gcloud") :])
+    return " ".join(words)
+
+
+@probe("commands.test:test_command", slow=True)
+def tested() -> Any:
+    with open("f.yaml", "w") as file:
+        yaml.safe_dump({"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "mixed_precision": "no", "use_cpu": True, "debug": False, "num_processes": 1}, file)  # fmt: skip
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return test_command.test_command(argparse.Namespace(config_file="f.yaml"))

@@ -1,0 +1,174 @@
+"""Big models: made empty, offloaded, dispatched."""
+
+import copy
+import os
+import pathlib
+from typing import Any
+
+import torch
+from torch import nn
+
+import accelerate
+from accelerate import big_modeling, hooks
+from interop.differential.core import probe
+from interop.differential.probes.hooks import hooked, output
+from interop.differential.probes.loading import LOAD_MAPS, checkpoint
+from interop.differential.probes.modeling import MODELS, Net, convolutions, on_meta, shared
+from interop.differential.probes.offload import TARGETS, state
+
+MAKERS = {
+    "net": Net, "linear": lambda: nn.Linear(2, 2), "convolutions": convolutions, "shared": shared, "tied": MODELS["tied"],
+    "frozen": lambda: nn.ParameterList([nn.Parameter(torch.ones(2), requires_grad=False)]),
+}  # fmt: skip
+
+
+@probe(
+    "big_modeling:init_empty_weights",
+    "big_modeling:init_on_device",
+    make=list(MAKERS),
+    device=[None, *TARGETS, torch.device("meta"), 5],
+    include_buffers=[None, True],
+    variable=[None, "1"],
+)
+def init_on_device(make: str, device: Any, include_buffers: Any, variable: Any) -> Any:
+    if variable:
+        os.environ["ACCELERATE_INIT_INCLUDE_BUFFERS"] = variable
+    with (
+        big_modeling.init_empty_weights(include_buffers)
+        if device is None
+        else big_modeling.init_on_device(device, include_buffers) as given
+    ):
+        model, loose = MAKERS[make](), torch.ones(2)
+    return (
+        given,
+        {n: (kind, t.device.type, t.requires_grad) for n, (kind, t) in state(model).items()},
+        loose.device.type,
+        torch.ones(1).device.type,
+    )
+
+
+OFFLOADS = {
+    "cpu": lambda m, **g: accelerate.cpu_offload(m, **g),
+    "disk": lambda m, **g: accelerate.disk_offload(m, "folder", **g),
+    "path": lambda m, **g: accelerate.disk_offload(m, pathlib.Path("a/b"), **g),
+}
+
+
+@probe(
+    "big_modeling:cpu_offload",
+    "big_modeling:disk_offload",
+    way=list(OFFLOADS),
+    model={n: MODELS[n] for n in ("net", "tied", "shared", "empty")},
+    device=[None, "cpu"],
+    buffers=[False, True],
+    preload=[None, ["Block"]],
+)
+def offload_model(way: str, model: nn.Module, device: Any, buffers: bool, preload: Any) -> Any:
+    expected = output(copy.deepcopy(model))
+    found = OFFLOADS[way](model, execution_device=device, offload_buffers=buffers, preload_module_classes=preload)
+    first = hooked(found)
+    same = [output(found), expected]
+    hooks.remove_hook_from_submodules(found)
+    return found is model, first, same, hooked(found, values=True)
+
+
+@probe("big_modeling:cpu_offload", weights=[None, "all", "some", "none"], meta=[False, True])
+def cpu_offload_of(weights: Any, meta: bool) -> Any:
+    given = {n: torch.full_like(t, 2) for n, t in Net().state_dict().items()}
+    chosen = {None: None, "all": given, "some": {"shift": given["shift"]}, "none": {}}[weights]
+    model = accelerate.cpu_offload(on_meta() if meta else Net(), "cpu", state_dict=chosen)
+    return hooked(model), output(model)
+
+
+PARTS = {"shift": "cpu", "embed": "cpu", "blocks.0": "cpu", "blocks.1": "cpu", "norm": "cpu", "head": "cpu"}
+DISPATCH = {
+    "cpu": {"": "cpu"}, "device": {"": torch.device("cpu")}, "disk": {"": "disk"}, "parts": PARTS, "some disk": {**PARTS, "blocks.1": "disk"}, "most disk": dict.fromkeys(PARTS, "disk") | {"norm": "cpu"},
+    "too few": {"embed": "cpu"}, "too many": {**PARTS, "nothing": "disk"}, "empty": {}, "index": {"": 0}, "unknown": {"": "nothing"}, "none": None, "text": "auto",
+}  # fmt: skip
+
+
+@probe(
+    "big_modeling:dispatch_model",
+    device_map=list(DISPATCH),
+    model={n: MODELS[n] for n in ("net", "tied")},
+    folder=[None, "folder"],
+    buffers=[False, True],
+    force=[False, True],
+)
+def dispatch_model(device_map: str, model: nn.Module, folder: Any, buffers: bool, force: bool) -> Any:
+    expected = output(copy.deepcopy(model))
+    found = accelerate.dispatch_model(
+        model, DISPATCH[device_map], offload_dir=folder, offload_buffers=buffers, force_hooks=force
+    )
+    return found is model, hooked(found), [output(found), expected]
+
+
+@probe(
+    "big_modeling:dispatch_model",
+    what=["to", "cuda", "half", "cpu", "state", "deepcopy", "train", "again", "remove", "to dtype"],
+    device_map=["cpu", "some disk", "disk"],
+    force=[False, True],
+    skip=[None, "ids"],
+)
+def dispatched(what: str, device_map: str, force: bool, skip: Any) -> Any:
+    model = accelerate.dispatch_model(
+        Net(), DISPATCH[device_map], offload_dir="folder", force_hooks=force, skip_keys=skip
+    )
+    ways = {
+        "to": lambda: model.to("cpu"), "to dtype": lambda: model.to(torch.float64), "cuda": lambda: model.cuda(), "half": lambda: model.half(), "cpu": lambda: model.cpu(), "state": lambda: sorted(model.state_dict()), "deepcopy": lambda: output(copy.deepcopy(model)), "train": lambda: model.train().training,
+        "again": lambda: hooked(accelerate.dispatch_model(model, DISPATCH[device_map], offload_dir="folder", force_hooks=force)), "remove": lambda: hooks.remove_hook_from_module(model, recurse=True),
+    }  # fmt: skip
+    found = ways[what]()
+    return (
+        "the model" if found is model else found,
+        {n: (t.device.type, t.dtype) for n, (_, t) in state(model).items()},
+        output(model),
+    )
+
+
+@probe(
+    "big_modeling:load_checkpoint_and_dispatch",
+    kind=["half", "shards", "nothing"],
+    device_map=[*LOAD_MAPS, "balanced", "sequential", "words"],
+    meta=[True, False],
+    buffers=[False, True],
+)
+def load_checkpoint_and_dispatch(kind: str, device_map: str, meta: bool, buffers: bool) -> Any:
+    where = LOAD_MAPS.get(device_map, device_map)
+    budget = {"cpu": 10**6} if isinstance(where, str) else None
+    model = accelerate.load_checkpoint_and_dispatch(
+        on_meta() if meta else Net(),
+        checkpoint(kind),
+        where,
+        max_memory=budget,
+        offload_folder="folder",
+        offload_buffers=buffers,
+    )
+    return hooked(model), output(model)
+
+
+@probe(
+    "big_modeling:load_checkpoint_and_dispatch",
+    dtype=[None, torch.float16, "bfloat16"],
+    force=[False, True],
+    strict=[False, True],
+    no_split=[None, ["Block"]],
+    budget=[{"cpu": 10**6}, {"cpu": 300, "disk": 10**6}],
+)
+def loaded_with(dtype: Any, force: bool, strict: bool, no_split: Any, budget: Any) -> Any:
+    model = accelerate.load_checkpoint_and_dispatch(
+        Net(),
+        checkpoint("folder"),
+        "auto",
+        budget,
+        no_split,
+        "folder",
+        False,
+        dtype,
+        None,
+        "ids",
+        ["Block"],
+        force,
+        strict,
+    )
+    return hooked(model)

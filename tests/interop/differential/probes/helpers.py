@@ -1,0 +1,275 @@
+"""Helpers of utils.other: names, ports, saving."""
+
+import os
+import pathlib
+import socket
+import sys
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from accelerate import PartialState
+from accelerate.utils import other
+from interop.differential.core import probe
+from interop.differential.probes.nested import outcome
+
+BOTH = (1, 2)
+
+
+# utils.other
+
+
+@probe(
+    "utils.other:convert_bytes",
+    size=[
+        0,
+        1,
+        1023,
+        1024,
+        1025,
+        1536,
+        2**20,
+        2**20 - 1,
+        1.5 * 2**30,
+        2**40,
+        2**50,
+        2**60,
+        2**70,
+        -1,
+        -2048,
+        0.5,
+        1023.999,
+    ]
+    + [10**n for n in range(1, 20)]
+    + [True, float("inf"), "1024", None],
+)
+def convert_bytes(size: Any) -> str:
+    return other.convert_bytes(size)
+
+
+class Holder:
+    """Holds what is asked for by name."""
+
+    inner = {"a": 1}
+    __name__ = "Holder"
+
+    def method(self) -> None:
+        """Do nothing."""
+
+
+class Deep:
+    """A chain of attributes."""
+
+    def __init__(self) -> None:
+        self.a = Holder()
+        self.linear = nn.Sequential(nn.Linear(1, 1))
+
+
+@probe(
+    "utils.other:recursive_getattr",
+    attr=[
+        "a",
+        "a.inner",
+        "a.method",
+        "linear.0",
+        "linear.0.bias.shape",
+        "",
+        ".",
+        "a.",
+        "a..inner",
+        "b",
+        "a.b",
+        None,
+        1,
+    ],
+)
+def recursive_getattr(attr: Any) -> Any:
+    result = other.recursive_getattr(Deep(), attr)
+    return type(result).__name__
+
+
+@probe(
+    "utils.other:get_pretty_name",
+    value={
+        "function": lambda: outcome,
+        "method": lambda: Holder().method,
+        "class": lambda: Deep,
+        "object": Deep,
+        "named object": Holder,
+        "linear": lambda: nn.Linear(1, 1),
+        "module": lambda: sys,
+        "number": lambda: 1,
+        "text": lambda: "x",
+        "None": lambda: None,
+        "lambda": lambda: lambda: 0,
+        "built in": lambda: len,
+        "list": list,
+        "tensor": lambda: torch.ones(1),
+        "dtype": lambda: torch.float32,
+        "nested class": lambda: nn.Module.forward,
+        "optimizer": lambda: torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1),
+    },
+)
+def get_pretty_name(value: Any) -> str:
+    return other.get_pretty_name(value)
+
+
+DICTS: list[Any] = [
+    {},
+    {"a": 1},
+    {"a": {"b": 1}},
+    {"a": {"c": {"d": 2}}, "e": None},
+    {"a": None},
+    {1: {2: 3}},
+    {"a": [1], "x": {}},
+    {"a": {"b": {"z": 0}}},
+]
+
+
+@probe("utils.other:merge_dicts", source=DICTS, destination=DICTS)
+def merge_dicts(source: Any, destination: Any) -> Iterator[tuple[str, Any]]:
+    result = other.merge_dicts(source, destination)
+    yield "result", result
+    yield "in place", (result is destination, source, destination)
+
+
+@probe(
+    "utils.other:merge_dicts",
+    pair=[(None, {}), ({}, None), ([], {}), ({"a": 1}, []), (OrderedDict(a=1), {"b": 2}), ("", {})],
+)
+def merge_dicts_badly(pair: Any) -> Any:
+    return other.merge_dicts(*pair)
+
+
+@probe("utils.other:is_port_in_use", "utils.other:get_free_port", port=["free", "listening", "text", "bound"])
+def ports(port: str) -> Any:
+    number = other.get_free_port()
+    if port == "free":
+        return other.is_port_in_use(number), isinstance(number, int), 1024 <= number < 65536
+    with socket.socket() as server:
+        server.bind(("localhost", 0))
+        if port != "bound":
+            server.listen()
+        number = server.getsockname()[1]
+        return other.is_port_in_use(str(number) if port == "text" else number)
+
+
+@probe("utils.other:is_port_in_use", port=[0, -1, 65536, 10**10, "x", "", 1.5, True, [1], "1 "])
+def is_port_in_use(port: Any) -> bool:
+    return other.is_port_in_use(port)
+
+
+@probe("utils.other:wait_for_everyone", processes=BOTH)
+def wait_for_everyone() -> Any:
+    PartialState(cpu=True)
+    return other.wait_for_everyone()
+
+
+# Saving
+
+
+OBJECTS: dict[str, Any] = {
+    "dict": lambda: {"a": torch.ones(2), "b": torch.zeros(1, dtype=torch.int64)},
+    "empty": dict,
+    "tensor": lambda: torch.ones(2),
+    "list": lambda: [torch.ones(2)],
+    "number": lambda: 3,
+    "nested": lambda: {"a": {"b": torch.ones(1)}},
+    "None": lambda: None,
+    "not contiguous": lambda: {"a": torch.ones(2, 3).T},
+    "ordered": lambda: OrderedDict(b=torch.ones(1), a=torch.zeros(1)),
+    "bfloat16": lambda: {"a": torch.ones(2, dtype=torch.bfloat16)},
+    "meta": lambda: {"a": torch.ones(2, device="meta")},
+    "numbers inside": lambda: {"a": 1, "b": torch.ones(1)},
+    "text": lambda: "text",
+    "parameter": lambda: {"a": nn.Parameter(torch.ones(2))},
+    "number keys": lambda: {1: torch.ones(1)},
+    "slices": lambda: dict(zip("ab", torch.arange(4.0).split(2), strict=True)),
+    "tied": lambda: dict.fromkeys("ba", torch.arange(2.0)),
+}
+PLACES = {
+    "text": lambda: "file.bin",
+    "path": lambda: pathlib.Path("file.bin"),
+    "new folder": lambda: "no/file.bin",
+    "folder": lambda: ".",
+}
+
+
+@probe("utils.other:save", "utils.other:load", obj=OBJECTS, safe_serialization=[False, True], place=PLACES)
+def save(obj: Any, safe_serialization: bool, place: Any) -> Iterator[tuple[str, Any]]:
+    from safetensors.torch import load_file
+
+    PartialState(cpu=True)
+    yield "returned", outcome(lambda: other.save(obj, place, safe_serialization=safe_serialization))
+    yield "files", sorted(os.listdir("."))
+    if os.path.isfile(place):
+        read = load_file if safe_serialization else other.load
+        yield "content", read(place)
+        if safe_serialization:
+            from safetensors import safe_open
+
+            with safe_open(place, "pt") as file:
+                yield "metadata", file.metadata().get("format")
+
+
+@probe("utils.other:save", processes=2, save_on_each_node=[False, True], safe_serialization=[False, True])
+def save_on(save_on_each_node: bool, safe_serialization: bool) -> Any:
+    PartialState(cpu=True)
+    other.save({"a": torch.ones(1)}, "file.bin", save_on_each_node, safe_serialization)
+    return os.listdir(".")
+
+
+@probe(
+    "utils.other:load",
+    content=["tensors", "numpy state", "set", "object", "nothing"],
+    keywords=[
+        {},
+        {"weights_only": False},
+        {"weights_only": True},
+        {"map_location": "meta"},
+        {"mmap": True},
+        {"unknown": 1},
+    ],
+)
+def load(content: str, keywords: Any) -> Any:
+    import numpy as np
+
+    if content != "nothing":
+        obj = {
+            "tensors": {"a": torch.ones(1)},
+            "numpy state": np.random.get_state(),
+            "set": {1, 2},
+            "object": pathlib.PurePosixPath("x"),
+        }[content]
+        torch.save(obj, "file.bin")
+    loaded = other.load("file.bin", **keywords)
+    return type(loaded).__name__ if content == "numpy state" else loaded
+
+
+STATE_DICTS: dict[str, Any] = {
+    "plain": lambda: {"a": torch.ones(2), "b": torch.zeros(2)},
+    "tied": lambda: dict.fromkeys("ba", torch.ones(2)),
+    "tied thrice": lambda: dict.fromkeys("cab", torch.ones(2)),
+    "transposed": lambda: {"a": torch.ones(2, 3).T},
+    "slices": lambda: dict(zip("ab", torch.arange(4.0).split(2), strict=True)),
+    "empty": dict,
+    "empty tensors": lambda: {"a": torch.ones(0), "b": torch.ones(0)},
+    "meta": lambda: {"a": torch.ones(2, device="meta"), "b": torch.ones(2, device="meta")},
+    "ordered": lambda: OrderedDict(b=torch.ones(1), a=torch.zeros(1)),
+    "of a model": lambda: nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2)).state_dict(),
+    "parameter": lambda: {"a": nn.Parameter(torch.ones(2))},
+    "two ties": lambda: {**dict.fromkeys("ab", torch.ones(1)), **dict.fromkeys("cd", torch.zeros(1))},
+}
+
+
+@probe("utils.other:clean_state_dict_for_safetensors", state_dict=STATE_DICTS)
+def clean_state_dict_for_safetensors(state_dict: Any) -> Iterator[tuple[str, Any]]:
+    PartialState(cpu=True)
+    before = list(state_dict)
+    cleaned = other.clean_state_dict_for_safetensors(state_dict)
+    yield "value", dict(cleaned)
+    yield "contiguous", all(v.is_contiguous() for v in cleaned.values())
+    yield "argument", (before, list(state_dict))

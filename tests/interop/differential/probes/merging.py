@@ -1,0 +1,229 @@
+"""States and checkpoints of sharded models, and how models are sharded."""
+
+import argparse
+import pathlib
+import re
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from accelerate import Accelerator
+from accelerate.commands import merge
+from accelerate.utils import FullyShardedDataParallelPlugin, fsdp_utils
+from interop.differential.core import probe
+from interop.differential.probes.modeling import MODELS, Block, Net
+from interop.differential.probes.offload import state
+
+# -- states and checkpoints -----------------------------------------------------------------------------------------
+
+
+def options(kind: Any) -> Any:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+    return {
+        None: None,
+        "plain": StateDictOptions(),
+        "full": StateDictOptions(full_state_dict=True),
+        "host": StateDictOptions(full_state_dict=True, cpu_offload=True),
+        "text": "options",
+    }[kind]
+
+
+@probe(
+    "utils.fsdp_utils:_get_model_state_dict",
+    "utils.fsdp_utils:_set_model_state_dict",
+    processes=(1, 2),
+    model={n: MODELS[n] for n in ("net", "tied", "half", "empty")},
+    adapter_only=[False, True],
+    kind=[None, "plain", "full", "host", "text"],
+)
+def model_state_dict(model: nn.Module, adapter_only: bool, kind: Any) -> Any:
+    found = fsdp_utils._get_model_state_dict(model, adapter_only=adapter_only, sd_options=options(kind))
+    given = {name: tensor + 1 for name, tensor in found.items()}
+    result = fsdp_utils._set_model_state_dict(
+        model, given, adapter_only=adapter_only, sd_options=options(kind if kind != "host" else "plain")
+    )
+    return dict(found), [list(result.missing_keys), list(result.unexpected_keys)], state(model)
+
+
+KINDS = ["FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"]
+
+
+def files(folder: str) -> list[str]:
+    """Return the names in a folder; of a format's own files the kind alone."""
+    names = sorted(str(p.relative_to(folder)) for p in pathlib.Path(folder).rglob("*") if p.is_file())
+    return sorted({re.sub(r"__\d+_\d+", "__", name) for name in names if not name.startswith(".")})
+
+
+@probe(
+    "utils.fsdp_utils:save_fsdp_model",
+    "utils.fsdp_utils:load_fsdp_model",
+    "utils.fsdp_utils:save_fsdp_optimizer",
+    "utils.fsdp_utils:load_fsdp_optimizer",
+    kind=KINDS,
+    version=[1, 2],
+    index=[0, 3],
+    adapter_only=[False, True],
+    use_dcp=[True, False],
+    what=["model", "optimizer"],
+)
+def unsharded_checkpoints(kind: str, version: int, index: int, adapter_only: bool, use_dcp: bool, what: str) -> Any:
+    """What is saved of a model that is not sharded, since 1.15.0 shards none on one process without a GPU."""
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=version, state_dict_type=kind)
+    accelerator, model = Accelerator(cpu=True), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    if what == "model":
+        fsdp_utils.save_fsdp_model(
+            plugin, accelerator, model, "folder", index, adapter_only=adapter_only, use_dcp=use_dcp
+        )
+        found, other = files("folder"), nn.Linear(2, 2)
+        fsdp_utils.load_fsdp_model(
+            plugin, accelerator, other, "folder", index, adapter_only=adapter_only, use_dcp=use_dcp
+        )
+        return found, torch.equal(model.weight, other.weight)
+    fsdp_utils.save_fsdp_optimizer(plugin, accelerator, optimizer, model, "folder", index, use_dcp=use_dcp)
+    found, other = files("folder"), torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    fsdp_utils.load_fsdp_optimizer(plugin, accelerator, other, model, "folder", index, use_dcp=use_dcp)
+    return found, other.state_dict()
+
+
+STATES = {
+    "model": lambda: {"model": {"w": torch.ones(2), "b.c": torch.zeros(1, dtype=torch.float16)}}, "bare": lambda: {"w": torch.ones(2)}, "empty": dict, "one": lambda: {"model": {"w": torch.ones(3)}},
+    "optimizer": lambda: {"optimizer": {"state": {"w": torch.ones(2)}}}, "numbers": lambda: {"model": {"w": torch.ones(2), "n": 5}},
+}  # fmt: skip
+
+
+@probe(
+    "utils.fsdp_utils:merge_fsdp_weights",
+    "commands.merge:merge_command",
+    written=STATES,
+    safe=[True, False],
+    remove=[False, True],
+    output=["out", "a/b", "checkpoint"],
+    command=[False, True],
+)
+def merge_fsdp_weights(written: Any, safe: bool, remove: bool, output: str, command: bool) -> Any:
+    dcp.save(written, checkpoint_id="checkpoint", no_dist=True)
+    if command:
+        merge.merge_command(
+            argparse.Namespace(
+                checkpoint_directory="checkpoint",
+                output_path=output,
+                unsafe_serialization=not safe,
+                remove_checkpoint_dir=remove,
+            )
+        )
+    else:
+        fsdp_utils.merge_fsdp_weights("checkpoint", output, safe, remove)
+    from safetensors.torch import load_file
+
+    there = sorted(str(p) for p in pathlib.Path().rglob("*") if p.is_file() and not p.name.endswith(".distcp"))
+    path = pathlib.Path(output, "model.safetensors" if safe else "pytorch_model.bin")
+    return (
+        there,
+        load_file(path) if safe else dict(torch.load(path, weights_only=True)),
+        pathlib.Path("checkpoint").exists(),
+    )
+
+
+@probe(
+    "utils.fsdp_utils:merge_fsdp_weights",
+    folder=["nothing", "empty", "file", "around", "wrapped", ""],
+    output=["out", "file"],
+    safe=[True, False],
+)
+def merge_nothing(folder: str, output: str, safe: bool) -> Any:
+    pathlib.Path("empty").mkdir()
+    pathlib.Path("file").write_text("text")
+    dcp.save(STATES["model"](), checkpoint_id="around/pytorch_model_fsdp_0", no_dist=True)
+    dcp.save({"model": {"model": {"w": torch.ones(2)}}}, checkpoint_id="wrapped", no_dist=True)
+    fsdp_utils.merge_fsdp_weights(folder, output, safe)
+    return sorted(str(p) for p in pathlib.Path(output).rglob("*"))
+
+
+LINES = [
+    ["c", "o"],
+    ["c", "o", "--unsafe_serialization"],
+    ["c", "o", "--remove_checkpoint_dir"],
+    ["c"],
+    [],
+    ["c", "o", "x"],
+    ["c", "o", "--nothing"],
+    ["--help"],
+]
+
+
+@probe("commands.merge:merge_command_parser", "commands.merge:main", line=LINES, sub=[False, True])
+def merge_command_parser(line: list[str], sub: bool) -> Any:
+    if not sub:
+        parser = merge.merge_command_parser()
+    else:
+        parser = argparse.ArgumentParser()
+        merge.merge_command_parser(parser.add_subparsers())
+        line = ["merge-weights", *line]
+    found = vars(parser.parse_args(line))
+    return {name: value for name, value in found.items() if name not in ("func", "overwrite", "nondefault")}
+
+
+@probe("commands.merge:main", line=LINES)
+def merge_main(line: list[str]) -> Any:
+    import sys
+
+    sys.argv = ["merge", *line]
+    return merge.main()
+
+
+# -- preparing ------------------------------------------------------------------------------------------------------
+
+
+@probe(
+    "utils.fsdp_utils:fsdp2_prepare_model",
+    "utils.fsdp_utils:fsdp2_apply_ac",
+    "utils.fsdp_utils:fsdp2_load_full_state_dict",
+    processes=2,
+    function=["fsdp2_apply_ac", "fsdp2_prepare_model", "fsdp2_load_full_state_dict"],
+    wrap=["Block", "nothing"],
+    checkpointing=[False, True],
+)
+def fsdp2(function: str, wrap: str, checkpointing: bool) -> Any:
+    """Each function on the model that the one before it makes, with 1.15.0's plugin, which prepare() ignores on CPUs."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = Net()
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=[wrap],
+        activation_checkpointing=checkpointing,
+        cpu_ram_efficient_loading=False,
+    )
+    accelerator = Accelerator(cpu=True)
+    accelerator.state.fsdp_plugin = plugin
+    full = {name: t + 1 for name, t in model.state_dict().items()}
+    if function == "fsdp2_load_full_state_dict":
+        fully_shard(model)
+        fsdp_utils.fsdp2_load_full_state_dict(accelerator, model, full if accelerator.is_main_process else {})
+    else:
+        model = getattr(fsdp_utils, function)(accelerator, model)
+    return [name for name, _ in model.named_modules()], state(model), [type(m).__name__ for m in model.modules()]
+
+
+@probe(
+    "utils.fsdp_utils:fsdp2_apply_ac",
+    wrap=[["Block"], ["Linear"], ["Block", "Linear"]],
+    policy=["TRANSFORMER_BASED_WRAP", "NO_WRAP", "SIZE_BASED_WRAP"],
+)
+def fsdp2_apply_ac(wrap: Any, policy: str) -> Any:
+    from types import SimpleNamespace
+
+    Accelerator(cpu=True)
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy=policy, transformer_cls_names_to_wrap=wrap, min_num_params=20
+    )
+    model = fsdp_utils.fsdp2_apply_ac(SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin)), Net())
+    return [name for name, _ in model.named_modules()], isinstance(model.blocks[0], Block)

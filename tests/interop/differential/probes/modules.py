@@ -1,0 +1,189 @@
+"""Questions about modules, their compilation, and taking them out of wrappers."""
+
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from accelerate import Accelerator
+from accelerate.utils import other
+from interop.differential.core import probe
+
+
+def blocks(*kinds: str) -> nn.Module:
+    """Return a model with a list of blocks."""
+    made = {"relu": nn.ReLU, "linear": lambda: nn.Linear(2, 2), "nest": lambda: nn.Sequential(nn.ReLU())}
+    return nn.ModuleDict({"layers": nn.ModuleList([made[kind]() for kind in kinds]), "head": nn.Linear(2, 2)})
+
+
+def shared() -> nn.Module:
+    """Return a model that has one module twice."""
+    part = nn.Linear(2, 2)
+    return nn.ModuleDict({"a": part, "b": nn.Sequential(part, nn.ReLU())})
+
+
+def wrapped(inner: Any) -> nn.Module:
+    """Return a data-parallel wrapper."""
+    return nn.DataParallel(inner)
+
+
+MODULES: dict[str, Any] = {
+    "linear": lambda: nn.Linear(2, 2),
+    "sequential": lambda: nn.Sequential(nn.ReLU(), nn.Sequential(nn.Tanh(), nn.ReLU())),
+    "equal sequential": lambda: nn.Sequential(nn.ReLU(), nn.ReLU()),
+    "empty list": nn.ModuleList,
+    "one block": lambda: nn.ModuleList([nn.ReLU()]),
+    "equal blocks": lambda: nn.ModuleList([nn.ReLU(), nn.ReLU()]),
+    "unequal blocks": lambda: nn.ModuleList([nn.ReLU(), nn.Tanh()]),
+    "blocks inside": lambda: blocks("linear", "linear"),
+    "unequal inside": lambda: blocks("linear", "relu"),
+    "nested blocks": lambda: nn.ModuleList([blocks("nest", "nest"), blocks("nest", "nest")]),
+    "shared": shared,
+    "module dict": lambda: nn.ModuleDict({"a": nn.ReLU(), "b": nn.ReLU()}),
+    "data parallel": lambda: wrapped(blocks("linear", "linear")),
+    "parameters": lambda: nn.ParameterList([torch.ones(1)]),
+}
+NO_MODULES: dict[str, Any] = {
+    "None": lambda: None,
+    "text": lambda: "text",
+    "tensor": lambda: torch.ones(1),
+    "list": list,
+}
+
+
+@probe(
+    *(
+        f"utils.other:{name}"
+        for name in (
+            "is_compiled_module",
+            "has_compiled_regions",
+            "is_repeated_blocks",
+            "has_repeated_blocks",
+            "model_has_dtensor",
+        )
+    ),
+    question=[
+        "is_compiled_module",
+        "has_compiled_regions",
+        "is_repeated_blocks",
+        "has_repeated_blocks",
+        "model_has_dtensor",
+    ],
+    module=MODULES,
+)
+def asked(question: str, module: Any) -> bool:
+    return getattr(other, question)(module)
+
+
+@probe("utils.other:get_module_children_bottom_up", module=MODULES | NO_MODULES, return_fqns=[False, True])
+def get_module_children_bottom_up(module: Any, return_fqns: bool) -> Any:
+    listed = other.get_module_children_bottom_up(module, return_fqns=return_fqns)
+    return [(item[0], type(item[1]).__name__) if return_fqns else type(item).__name__ for item in listed]
+
+
+class WithSize(nn.Linear):
+    """A module that knows its parallel size, and has a `module` of its own."""
+
+    def __init__(self, tp_size: Any = 2, module: Any = None) -> None:
+        super().__init__(2, 2)
+        self.tp_size = tp_size
+        if module is not None:
+            self.module = module
+
+
+def with_config(**fields: Any) -> nn.Module:
+    """Return a module with a configuration."""
+    model = nn.Linear(1, 1)
+    model.config = types.SimpleNamespace(**fields)
+    return model
+
+
+@probe(
+    "utils.other:get_model_tp_size",
+    model={
+        **{f"{size}": lambda size=size: WithSize(size) for size in (None, 0, 1, 2, "2")},
+        "no size": lambda: nn.Linear(1, 1),
+        "config": lambda: with_config(tp_size=2),
+        "distributed": lambda: with_config(distributed_config={"tp_size": 4}),
+        "None": lambda: None,
+        "in a wrapper": lambda: wrapped(WithSize()),
+    },
+)
+def get_model_tp_size(model: Any) -> Any:
+    return other.get_model_tp_size(model)
+
+
+@probe(
+    "utils.other:extract_model_from_parallel",
+    model={
+        **MODULES,
+        "wrapped twice": lambda: wrapped(wrapped(nn.Linear(1, 1))),
+        "inside": lambda: nn.Sequential(wrapped(nn.ReLU())),
+        "own module": lambda: WithSize(module=nn.ReLU()),
+    },
+    keep_fp32_wrapper=[True, False],
+    keep_torch_compile=[True, False],
+    recursive=[False, True],
+)
+def extract_model_from_parallel(model: Any, keep_fp32_wrapper: bool, keep_torch_compile: bool, recursive: bool) -> Any:
+    result = other.extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile, recursive)
+    modules = [type(part).__name__ for part in result.modules()] if isinstance(result, nn.Module) else []
+    return result is model, type(result).__name__, modules
+
+
+@probe(
+    "utils.other:extract_model_from_parallel",
+    keep_fp32_wrapper=[True, False],
+    mixed_precision=["no", "bf16"],
+    wrapping=[False, True],
+)
+def extract_prepared(keep_fp32_wrapper: bool, mixed_precision: str, wrapping: bool) -> Iterator[tuple[str, Any]]:
+    accelerator = Accelerator(cpu=True, mixed_precision=mixed_precision)
+    model = nn.Linear(2, 2)
+    prepared = accelerator.prepare_model(model, evaluation_mode=True)
+    inner = other.extract_model_from_parallel(
+        wrapped(prepared) if wrapping else prepared, keep_fp32_wrapper=keep_fp32_wrapper
+    )
+    yield "same", inner is model
+    yield "output", inner(torch.ones(1, 2)).dtype
+    yield "original", hasattr(inner, "_original_forward")
+    yield "forward", getattr(inner.forward, "__func__", None) is nn.Linear.forward
+
+
+@probe(
+    *(
+        f"utils.other:{name}"
+        for name in (
+            "compile_regions",
+            "compile_regions_fsdp2",
+            "compile_regions_deepspeed",
+            "is_compiled_module",
+            "has_compiled_regions",
+        )
+    ),
+    slow=True,
+    function=["compile_regions", "compile_regions_fsdp2", "compile_regions_deepspeed", "torch.compile"],
+    module={k: v for k, v in MODULES.items() if k not in ("parameters", "empty list")},
+)
+def compiled(function: str, module: Any) -> Iterator[tuple[str, Any]]:
+    call = torch.compile if function == "torch.compile" else getattr(other, function)
+    result = call(module, backend="eager")
+    for label, item in {"result": result, "argument": module}.items():
+        if item is None:
+            yield f"{label} is None", True
+            continue
+        yield (
+            f"{label} parts",
+            [(n, type(m).__name__, m._compiled_call_impl is not None) for n, m in item.named_modules()],
+        )
+        yield (
+            f"{label} asked",
+            [other.is_compiled_module(item), other.has_compiled_regions(item), other.has_repeated_blocks(item)],
+        )
+        yield f"{label} parameters", sorted(n for n, _ in item.named_parameters())
+    if isinstance(result, nn.Module):
+        for keep in (True, False):
+            inner = other.extract_model_from_parallel(result, keep_torch_compile=keep)
+            yield f"extracted {keep}", (inner is module, inner is result, type(inner).__name__)

@@ -1,0 +1,161 @@
+"""`parallelism_config`: sizes, dimensions, meshes, and what is refused."""
+
+import copy
+import pickle
+import types
+from typing import Any
+
+import torch
+
+from accelerate import ParallelismConfig
+from accelerate.utils import dataclasses
+from interop.differential.core import Words, probe
+from interop.differential.probes.plugins import EDGES, fields_of
+
+COVERED = "parallelism_config:ParallelismConfig"
+AXES = ["dp_replicate", "dp_shard", "tp", "cp", "sp"]
+PROPERTIES = (
+    "active_mesh_dims cp_enabled data_parallel_size dp_cp_dim_names dp_dim_names dp_replicate_enabled dp_shard_cp_dim_names "
+    "dp_shard_enabled fsdp_dim_names non_data_parallel_size non_dp_dim_names sp_enabled total_size tp_enabled"
+)
+MADE: dict[str, Any] = {
+    "none": lambda: None,
+    "tensor": dataclasses.TorchTensorParallelConfig,
+    "context": lambda: dataclasses.TorchContextParallelConfig("alltoall"),
+    "sequence": lambda: dataclasses.DeepSpeedSequenceParallelConfig(sp_seq_length=8),
+    "text": lambda: "nonsense",
+}
+HANDLERS: dict[str, Any] = {
+    **dict.fromkeys(["tp_handler", "cp_handler", "sp_handler"], MADE),
+    "cp_backend": Words([None, "torch", "TORCH", "deepspeed", "", "nonsense", 1]),
+    "sp_backend": Words([None, "deepspeed", "DEEPSPEED", "", "nonsense", 1]),
+}
+
+
+def looks(config: ParallelismConfig) -> dict[str, Any]:
+    return {
+        **fields_of(config),
+        **{name: getattr(config, name) for name in PROPERTIES.split()},
+        "mesh": config._get_mesh(),
+    }
+
+
+@probe(COVERED, dp_replicate=[1, 2], dp_shard=[1, 2, 3], tp=[1, 2], cp=[1, 4], sp=[1, 2])
+def sizes(**axes: int):
+    config = ParallelismConfig(**{f"{axis}_size": size for axis, size in axes.items()})
+    yield "looks", looks(config)
+    yield "copies", [fields_of(copy.deepcopy(config)) == fields_of(config), config == copy.deepcopy(config)]
+    yield "pickled", looks(pickle.loads(pickle.dumps(config)))
+    yield (
+        "text",
+        [str(config) == repr(config), all(f"{axis}_size={size}" in repr(config) for axis, size in axes.items())],
+    )
+
+
+@probe(COVERED, axis=AXES, value=EDGES)
+def one_size(axis: str, value: Any) -> Any:
+    return looks(ParallelismConfig(**{f"{axis}_size": value}))
+
+
+for axis_ in ("tp", "cp", "sp"):
+    for name_, values_ in HANDLERS.items():
+
+        def run(value: Any, size: int, axis: str = axis_, name: str = name_) -> Any:
+            return fields_of(ParallelismConfig(**{f"{axis}_size": size, name: value}))
+
+        run.__name__ = f"{axis_}_with_{name_}"
+        probe(COVERED, value=values_, size=[1, 2])(run)
+
+
+@probe(COVERED, axis=Words([*AXES, "dp", "TP", "", "tp_size", None]), size=[1, 2, 0, -1, "2", None])
+def changed_size(axis: Any, size: Any) -> Any:
+    config = ParallelismConfig(dp_shard_size=2)
+    config._set_size(axis, size)
+    return [looks(config), config._sizes]
+
+
+@probe(COVERED, device=["cpu", "cuda", None, "", "nonsense"], sizes=[{}, {"tp_size": 2}, {"sp_size": 2}])
+def mesh_of_one_process(device: Any, sizes: dict[str, int]) -> Any:
+    """Without a mesh, or with one for more processes than there are."""
+    config = ParallelismConfig(**sizes)
+    return [
+        config.build_device_mesh(device) is None if not sizes or "sp_size" in sizes else "not built",
+        config.device_mesh is None,
+    ]
+
+
+@probe(COVERED, device=[None, "cpu", ""])
+def mesh_remembered(device: Any) -> Any:
+    return ParallelismConfig().get_device_mesh(device) is None
+
+
+@probe(
+    COVERED,
+    sizes=[
+        {},
+        {"dp_shard_size": 2},
+        {"dp_replicate_size": 2},
+        {"tp_size": 2},
+        {"cp_size": 2},
+        {"dp_shard_size": 2, "tp_size": 2},
+        {"sp_size": 2},
+    ],
+    processes=[1, 2, 4],
+    several=[True, False],
+    fsdp2=[True, False],
+    kind=Words(["MULTI_GPU", "FSDP", "NO", "DEEPSPEED"]),
+)
+def validated(sizes: dict[str, int], processes: int, several: bool, fsdp2: bool, kind: str) -> Any:
+    """Against what stands in for an `Accelerator`."""
+    config = ParallelismConfig(**sizes)
+    config._validate_accelerator(
+        types.SimpleNamespace(
+            num_processes=processes,
+            multi_device=several,
+            use_distributed=several,
+            is_fsdp2=fsdp2,
+            distributed_type=kind,
+        )
+    )
+    return [config._sizes, config.total_size]
+
+
+MESHES = [{}, {"dp_replicate_size": 2}, {"dp_shard_size": 2}, {"tp_size": 2}, {"cp_size": 2}, {"sp_size": 2}]
+
+
+@probe(COVERED, processes=2, sizes=MESHES)
+def mesh(sizes: dict[str, int]) -> Any:
+    """The meshes of two processes, each built by both."""
+    config = ParallelismConfig(**sizes)
+    made = config.get_device_mesh("cpu")
+    if made is None:
+        return [None, config.device_mesh is None]
+    flat = {}
+    for name in ("dp", "dp_shard_cp", "dp_cp", *(made.mesh_dim_names or ())):
+        try:
+            flat[name] = [made[name].size(), made[name].get_local_rank()]
+        except (KeyError, ValueError, RuntimeError):
+            flat[name] = "none"
+    return [
+        made.mesh_dim_names,
+        list(made.mesh.shape),
+        made.device_type,
+        flat,
+        config.get_device_mesh() is made,
+        config.device_mesh is made,
+    ]
+
+
+@probe(COVERED, processes=2, sizes=MESHES[1:4], device=["cuda", "meta"])
+def other_device(sizes: dict[str, int], device: str) -> Any:
+    config = ParallelismConfig(**sizes)
+    config.get_device_mesh("cpu")
+    return config.get_device_mesh(device) is None
+
+
+@probe(COVERED, "utils.dataclasses:TorchTensorParallelPlugin", processes=2, size=[1, 2])
+def tensor_parallel_plugin(size: int) -> Any:
+    torch.distributed.barrier()
+    plugin = dataclasses.TorchTensorParallelPlugin(tp_size=size)
+    made = plugin.torch_device_mesh
+    return [plugin.tp_size, made and [made.mesh_dim_names, list(made.mesh.shape)]]

@@ -1,0 +1,316 @@
+"""Comparisons of commands and environments of the processes that `accelerate launch` starts, and of `accelerate.launchers`."""
+
+import argparse
+import json
+import os
+import pickle
+import sys
+from typing import Any
+
+from accelerate.commands.config.config_args import SageMakerConfig
+from accelerate.utils import DistributedType
+from accelerate.utils import launch as prepare
+from interop.differential.core import Words, probe
+from interop.differential.probes.launching import OPTIONS, listed, parsed
+
+FEATURES = {
+    "none": "",
+    "cpu": "--cpu",
+    "multi_gpu": "--multi_gpu",
+    "dynamo": "--dynamo_backend inductor",
+    "fsdp": "--use_fsdp",
+    "fsdp2": "--use_fsdp --fsdp_version 2",
+    "deepspeed": "--use_deepspeed",
+    "megatron": "--use_megatron_lm",
+    "parallelism": "--use_parallelism_config",
+    "fp8": "--mixed_precision fp8 --fp8_backend te",
+    "fp8_ao": "--mixed_precision fp8 --fp8_backend ao",
+    "fp8_msamp": "--mixed_precision fp8 --fp8_backend msamp",
+    "debug": "--debug",
+    "tpu": "--tpu",
+}
+SWITCH_OF = {"fsdp": "fsdp", "megatron": "megatron", "parallelism": "parallelism", "dynamo": "dynamo", "fp8": "fp8"}
+DEFAULTS = {
+    "num_processes": 1, "num_machines": 1, "mixed_precision": "no", "dynamo_backend": "no", "num_cpu_threads_per_process": 1, "machine_rank": 0,
+}  # fmt: skip
+
+
+def complete(words: str, script: str = "s.py --x 1") -> argparse.Namespace:
+    """Parse a line and fill in what the launcher fills in before it prepares anything."""
+    args = parsed(*words.split(), *script.split())
+    for name, value in DEFAULTS.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    args.use_cpu = args.cpu
+    args.deepspeed_fields_from_accelerate_config = ""
+    args.deepspeed_multinode_launcher = args.deepspeed_multinode_launcher or "pdsh"
+    return args
+
+
+def simple_command(args: argparse.Namespace) -> Any:
+    return prepare.prepare_simple_launcher_cmd_env(args)
+
+
+def several(args: argparse.Namespace) -> Any:
+    return None, prepare.prepare_multi_gpu_env(args)
+
+
+def deepspeed(args: argparse.Namespace) -> Any:
+    return prepare.prepare_deepspeed_cmd_env(args)
+
+
+def extended(args: argparse.Namespace) -> Any:
+    return None, prepare.prepare_extend_env_parallelism_config(args, {"A": "1"})
+
+
+def fp8(args: argparse.Namespace) -> Any:
+    return None, prepare.setup_fp8_env(args, {"A": "1"})
+
+
+def tpu(args: argparse.Namespace) -> Any:
+    same, found = prepare.prepare_tpu(args, {"A": "1"})
+    return [same is args, args.vm], found
+
+
+STARTERS = {function.__name__: function for function in (simple_command, several, deepspeed, extended, fp8, tpu)}
+OF_FEATURE = {"parallelism": "extended", "fp8": "fp8", "tpu": "tpu"}
+
+
+def prepared(function: str, words: str) -> tuple[Any, dict[str, str]]:
+    """Return the command and the variables that are not those of this process."""
+    command, found = STARTERS[function](complete(words))
+    command = (
+        [str(word).replace(sys.executable, "python") for word in command] if isinstance(command, list) else command
+    )
+    found = {k: v for k, v in sorted(found.items()) if os.environ.get(k) != v and k != "PYTHONPATH"}
+    for name in ("FPROP", "DGRAD", "WGRAD"):
+        if (flag := f"ACCELERATE_FP8_OVERRIDE_{name}") in found:
+            found[flag] = {"0": "False", "1": "True"}.get(found[flag], found[flag])
+    return command, found
+
+
+COVERED = [
+    f"utils.launch:{name}"
+    for name in listed(
+        "prepare_simple_launcher_cmd_env prepare_multi_gpu_env prepare_deepspeed_cmd_env prepare_extend_env_parallelism_config "
+        "setup_fp8_env prepare_tpu"
+    )
+]
+RUNS = {
+    "simple_command": "none cpu dynamo debug fp8 fp8_ao fp8_msamp",
+    "several": "none multi_gpu dynamo debug fsdp fsdp2 megatron parallelism fp8 fp8_ao fp8_msamp",
+    "deepspeed": "deepspeed",
+    "extended": "none parallelism",
+    "fp8": "none fp8 fp8_ao fp8_msamp",
+    "tpu": "none tpu debug fp8",
+}
+
+
+@probe(*COVERED, run=[f"{function} {feature}" for function, features in RUNS.items() for feature in features.split()])
+def environments(run: str) -> Any:
+    """Give the command, what the arguments have gained, and every variable."""
+    function, feature = run.split()
+    args = complete(FEATURES[feature])
+    before = dict(vars(args))
+    command, variables = prepared(function, FEATURES[feature])
+    yield "command", command
+    STARTERS[function](args)
+    yield "args", {k: v for k, v in sorted(vars(args).items()) if before.get(k, "<absent>") != v}
+    yield from variables.items()
+
+
+SETUPS = {
+    "simple_command": [
+        "--num_processes 2", "--num_processes 2 --main_process_ip h --main_process_port 5", "--num_processes 2 --main_process_port 0",
+        "--main_process_port 1234", "--main_process_ip h", "--gpu_ids 0,1", "--gpu_ids all", "--gpu_ids 1", "--gpu_ids ,",
+        "--num_cpu_threads_per_process 3", "--num_cpu_threads_per_process 0", "--module", "--no_python", "--module --no_python",
+        "--enable_cpu_affinity", "--mixed_precision bf16", "--mixed_precision fp16", "--quiet", "--downcast_bf16 --mixed_precision bf16",
+        "--cpu --num_cpu_threads_per_process 2", "--debug --cpu", "--tee 3 --log_dir d --role r", "--max_restarts 2 --monitor_interval 3",
+        "--gradient_accumulation_steps 3 --gradient_clipping 1.5",
+    ],
+    "several": [
+        "--num_processes 2", "TWO", "TWO --same_network", "TWO --rdzv_backend c10d", "TWO --rdzv_backend c10d --machine_rank 1",
+        "TWO --rdzv_backend static --machine_rank 1", "TWO --same_network --machine_rank 1", "TWO --num_processes 3", "TWO --num_processes 1",
+        "--main_process_port 1234", "--main_process_port 0", "--main_process_ip h", "--gpu_ids 0,1", "--gpu_ids all", "--gpu_ids 1",
+        "--num_cpu_threads_per_process 3", "--module", "--no_python", "--module --no_python", "--enable_cpu_affinity", "--mixed_precision bf16",
+        "--rdzv_conf a=1,b=2", "--tee 3 --log_dir d --role r", "--max_restarts 2 --monitor_interval 3", "--gradient_accumulation_steps 3",
+        "--use_fsdp --use_parallelism_config", "--use_fsdp --mixed_precision fp8 --fp8_backend ao", "--mixed_precision fp16 --debug",
+        "--cpu --use_fsdp --fsdp_cpu_ram_efficient_loading true --fsdp_sync_module_states false", "--use_fsdp --dynamo_backend inductor",
+    ],
+    "deepspeed": [
+        "--num_processes 2", "--zero_stage 3 --zero3_init_flag true", "--zero_stage 0", "--deepspeed_config_file none.json", "--gpu_ids 0,1",
+        "--mixed_precision bf16", "--mixed_precision fp8 --fp8_backend te", "--debug", "--module", "--no_python", "--module --no_python",
+        "--gradient_accumulation_steps 3 --gradient_clipping 1.5", "--offload_optimizer_device cpu --offload_param_device nvme",
+        "--offload_optimizer_nvme_path /a --offload_param_nvme_path /b", "--deepspeed_moe_layer_cls_names A,B", "--use_parallelism_config",
+        "TWO --deepspeed_multinode_launcher standard", "TWO --deepspeed_hostfile f", "TWO --deepspeed_hostfile f --deepspeed_multinode_launcher pdsh",
+        "TWO --deepspeed_hostfile f --deepspeed_inclusion_filter a@b:0", "TWO --deepspeed_hostfile f --deepspeed_exclusion_filter a:0",
+        "TWO --deepspeed_hostfile f --deepspeed_multinode_launcher openmpi", "TWO --deepspeed_hostfile f --deepspeed_multinode_launcher mvapich", "TWO --deepspeed_hostfile f --module",
+        "TWO --deepspeed_hostfile f --no_python", "TWO --deepspeed_hostfile f --deepspeed_multinode_launcher what",
+        "TWO --deepspeed_hostfile f --deepspeed_inclusion_filter a --deepspeed_exclusion_filter b", "TWO --deepspeed_hostfile f --machine_rank 1",
+    ],
+}  # fmt: skip
+
+
+@probe(*COVERED, run=[f"{function} {words}" for function, lines in SETUPS.items() for words in lines])
+def setups(run: str) -> Any:
+    """Give the command, what the arguments have gained, and the variables that a plain line does not set."""
+    function, _, words = run.partition(" ")
+    words = words.replace("TWO", "--num_processes 4 --num_machines 2 --main_process_ip h --main_process_port 1")
+    words += " --use_deepspeed" if function == "deepspeed" else ""
+    args = complete(words)
+    before = dict(vars(args))
+    command, variables = prepared(function, words)
+    _, plain = prepared(function, "--use_deepspeed" if function == "deepspeed" else "")
+    STARTERS[function](args)
+    found = {k: v for k, v in sorted(vars(args).items()) if before.get(k, "<absent>") != v}
+    yield "command", command
+    yield "args", found if "port 0" not in words else sorted(found)
+    yield "variables", {k: v for k, v in variables.items() if plain.get(k) != v}
+
+
+VALUES = {
+    name: [v for v in values if v not in ("", "99999999999999999999", "007", "1_0", "1.0", "X Y")][:4]
+    for name, values in OPTIONS.items()
+    if name not in ("config_file", "vm", "env", "aws_access_key_id", "aws_secret_access_key")
+}
+
+
+def switch_of(name: str) -> str:
+    prefix = name.partition("_")[0]
+    if prefix in SWITCH_OF:
+        return SWITCH_OF[prefix]
+    return "deepspeed" if prefix in ("zero", "zero3", "offload", "gradient", "deepspeed") else "none"
+
+
+def variables_of_options(given: str) -> dict[str, Any]:
+    """Give what one more option changes in the variables."""
+    name, _, value = given.partition("=")
+    feature = switch_of(name)
+    function = {"deepspeed": "deepspeed", "parallelism": "extended", "fp8": "fp8", "none": "simple_command"}.get(
+        feature, "several"
+    )
+    _, plain = prepared(function, FEATURES[feature])
+    _, found = prepared(function, f"{FEATURES[feature]} --{given}")
+    return {k: found.get(k, "<absent>") for k in sorted({*plain, *found}) if plain.get(k) != found.get(k)}
+
+
+probe(*COVERED, given=[f"{name}={value}" for name, values in VALUES.items() for value in values])(variables_of_options)
+
+
+@probe("utils.launch:env_var_path_add", before=[None, "", "/a", "/a:/b", ":"], path=["/c", "", "/a", "c d", "ü"])
+def env_var_path_add(before: str | None, path: str) -> Any:
+    os.environ.pop("SOME_PATH", None)
+    if before is not None:
+        os.environ["SOME_PATH"] = before
+    return [prepare.env_var_path_add("SOME_PATH", path), os.environ.get("SOME_PATH")]
+
+
+@probe(
+    "utils.launch:_convert_nargs_to_dict",
+    line=[
+        "", "--a 1", "--a 1.5 --b x", "--a", "--a --b", "--a --b 1", "--a true --b False --c none", "-a 1", "--a-b 2", "--a=1", "x", "x y",
+        "--a 1 2", "--a -1", "--a -1.5", "--a 1e-3", "--a 0x10", "--a 1 --a 2", "--a nan", "--a 007", "--a True --b", "--a 1_000", "--a [1,2]",
+    ],
+)  # fmt: skip
+def convert_nargs(line: str) -> Any:
+    return prepare._convert_nargs_to_dict(line.split())
+
+
+@probe(
+    "utils.launch:_filter_args",
+    given=[[], ["--b", "9"], ["--b", "9", "--z", "1"], ["--d"]],
+    more=[{}, {"b": 5}, {"b": None, "c": "x", "q": 1}],
+)
+def filter_args(given: list[str], more: dict[str, Any]) -> Any:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--b", type=int, default=3)
+    parser.add_argument("--c", default="c")
+    parser.add_argument("--d", action="store_true")
+    return prepare._filter_args(argparse.Namespace(a=1, **more), parser, given)
+
+
+@probe("utils.launch:_filter_args", words=["", "--num_processes 2 --main_process_port 5", "--max_restarts 3 --monitor_interval 2 --tee 3 --role r", "-m --rdzv_conf a=1 --log_dir d", "--no_python --rdzv_backend c10d"])  # fmt: skip
+def torchrun_args(words: str) -> Any:
+    """Give what torchrun's parser gets of a command line."""
+    from torch.distributed.run import get_args_parser
+
+    args = complete(words)
+    found = vars(
+        prepare._filter_args(
+            args, get_args_parser(), ["--training_script", args.training_script, "--training_script_args", "x"]
+        )
+    )
+    names = "max_restarts monitor_interval tee role rdzv_conf rdzv_backend module no_python training_script training_script_args nnodes log_dir"
+    return {k: found.get(k, "<absent>") for k in names.split()}
+
+
+def work() -> None:
+    """Leave the variables of this process for the probe."""
+    names = "LOCAL_RANK RANK FORK_LAUNCHED NODE_RANK NPROC ACCELERATE_MIXED_PRECISION ACCELERATE_USE_CPU ACCELERATE_DEBUG_MODE WORLD_SIZE MASTER_ADDR"
+    with open("seen.json", "w") as file:
+        json.dump({k: os.environ.get(k) for k in names.split()}, file)
+
+
+def seen() -> Any:
+    """Return what `work` left."""
+    if not os.path.exists("seen.json"):
+        return None
+    with open("seen.json") as file:
+        return json.load(file)
+
+
+@probe(
+    "utils.launch:PrepareForLaunch",
+    kind=["NO", "MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "FSDP", "DEEPSPEED", "XLA", "MEGATRON_LM", "TP", DistributedType.NO, DistributedType.MULTI_GPU],
+    index=[0, 1],
+    machine=[None, "1"],
+)  # fmt: skip
+def prepare_for_launch(kind: str, index: int, machine: str | None) -> Any:
+    if machine:
+        os.environ.update(NODE_RANK=machine, NPROC="4")
+    starter = pickle.loads(pickle.dumps(prepare.PrepareForLaunch(work, kind)))
+    yield "attributes", [starter.launcher, starter.distributed_type, starter.debug]
+    yield "result", starter(index)
+    yield "variables", seen()
+
+
+@probe("utils.launch:PrepareForLaunch", kind=Words(["no", "multi_gpu", "what", "", None, 0]))
+def prepare_for_launch_words(kind: Any) -> Any:
+    starter = prepare.PrepareForLaunch(work, kind)
+    return [starter.distributed_type, starter(0), seen()]
+
+
+SAGEMAKER = {
+    "ec2_instance_type": "ml.p3.2xlarge", "iam_role_name": "role", "compute_environment": "AMAZON_SAGEMAKER", "distributed_type": "NO",
+    "mixed_precision": "no", "use_cpu": False, "debug": False,
+}  # fmt: skip
+
+
+@probe(
+    "utils.launch:prepare_sagemager_args_inputs", "commands.config.config_args:SageMakerConfig",
+    more=[
+        {}, {"profile": "p"}, {"profile": "p", "region": "eu-west-1"}, {"profile": "p", "image_uri": "i"}, {"profile": "p", "num_machines": 3},
+        {"profile": "p", "distributed_type": "DATA_PARALLEL"}, {"profile": "p", "sagemaker_inputs_file": "inputs.tsv"},
+        {"profile": "p", "sagemaker_metrics_file": "metrics.tsv"}, {"profile": "p", "base_job_name": "b"}, {"profile": "p", "additional_args": {"a": 1}},
+        {"profile": "p", "pytorch_version": "2.0", "transformers_version": "4.30", "py_version": "py310"},
+    ],
+    line=["s.py", "s.py --x 1 --y z", "s.py --x", "s.txt --x 1", "--mixed_precision fp16 s.py", "--dynamo_backend inductor s.py --x 1", "--aws_access_key_id k --aws_secret_access_key s d/s.py --x 1.5"],
+)  # fmt: skip
+def sagemaker(more: dict[str, Any], line: str) -> Any:
+    with open("inputs.tsv", "w") as file:
+        file.write("channel_name\tdata_location\ntrain\ts3://a\ntest\ts3://b\n")
+    with open("metrics.tsv", "w") as file:
+        file.write("metric_name\tmetric_regex\nloss\tloss=(.*)\n")
+    from accelerate.utils import SageMakerDistributedType
+
+    kind = SageMakerDistributedType(more.pop("distributed_type", "NO"))
+    args = complete(
+        line.rpartition("s.")[0].rpartition("d/")[0] if "d/" in line else line[: line.index("s.")],
+        line[line.index("s.") :],
+    )
+    arguments, inputs = prepare.prepare_sagemager_args_inputs(
+        SageMakerConfig(**{**SAGEMAKER, "distributed_type": kind, **more}), args
+    )
+    yield from arguments.items()
+    yield "inputs", inputs
+    yield "variables", {k: v for k, v in sorted(os.environ.items()) if k.startswith("AWS_")}

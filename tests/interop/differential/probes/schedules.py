@@ -1,0 +1,191 @@
+"""Training loops: accumulation, schedules and local SGD."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from accelerate import Accelerator
+from accelerate.local_sgd import LocalSGD
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.state import GradientState
+from interop.differential.core import probe
+from interop.differential.probes.nested import RANK, outcome
+from interop.differential.probes.training import OPTIMIZER_AXIS, OPTIMIZERS, parameter
+
+BOTH = (1, 2)
+
+
+def trained(
+    accelerator: Any, steps: int, inner: Any, schedule: Any = None, uneven: bool = False
+) -> Iterator[tuple[str, Any]]:
+    """Train a line for some steps; say what each of them did."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    optimizer = inner(model.parameters())
+    scheduler = schedule(optimizer) if schedule else None
+    model, optimizer, *rest = accelerator.prepare(model, optimizer, *([scheduler] if schedule else []))
+    for step in range(steps):
+        with accelerator.accumulate(model):
+            loss = model(torch.full((2, 1), step + 1.0 + RANK)).mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            if rest:
+                rest[0].step()
+            optimizer.zero_grad()
+        rates = rest[0].get_last_lr() if rest else None
+        weight = next(iter(model.parameters()))
+        yield (
+            f"step {step}",
+            (accelerator.sync_gradients, optimizer.step_was_skipped, weight, weight.grad, rates, loss.detach()),
+        )
+
+
+SCHEDULES: dict[str, Any] = {
+    "exponential": lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5),
+    "lambda": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda n: 1 / (n + 1)),
+    "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=1.0, total_steps=6),
+    "linear": lambda o: torch.optim.lr_scheduler.LinearLR(o, total_iters=4),
+    "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, T_max=4),
+    "step": lambda o: torch.optim.lr_scheduler.StepLR(o, step_size=2),
+    "warm restarts": lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, T_0=2),
+    "sequential": lambda o: torch.optim.lr_scheduler.SequentialLR(
+        o, [torch.optim.lr_scheduler.ConstantLR(o, 0.1, 2), torch.optim.lr_scheduler.ExponentialLR(o, 0.5)], [2]
+    ),
+}
+SCHEDULE_AXIS = {k: (lambda v=v: v) for k, v in SCHEDULES.items()}
+
+
+@probe(
+    "optimizer:AcceleratedOptimizer",
+    processes=BOTH,
+    make={k: OPTIMIZER_AXIS[k] for k in ("SGD", "momentum", "AdamW")},
+    accumulation=[1, 2, 3],
+    precision=["no", "bf16"],
+)
+def loop(make: Any, accumulation: int, precision: str) -> Iterator[tuple[str, Any]]:
+    yield from trained(
+        Accelerator(cpu=True, gradient_accumulation_steps=accumulation, mixed_precision=precision), 4, make
+    )
+
+
+@probe(
+    "scheduler:AcceleratedScheduler",
+    processes=BOTH,
+    schedule=SCHEDULE_AXIS,
+    accumulation=[1, 2],
+    step_with=[True, False],
+    split=[False, True],
+)
+def scheduled(schedule: Any, accumulation: int, step_with: bool, split: bool) -> Iterator[tuple[str, Any]]:
+    from accelerate.utils import DataLoaderConfiguration
+
+    accelerator = Accelerator(
+        cpu=True,
+        gradient_accumulation_steps=accumulation,
+        step_scheduler_with_optimizer=step_with,
+        dataloader_config=DataLoaderConfiguration(split_batches=split),
+    )
+    yield from trained(accelerator, 4, OPTIMIZERS["SGD"], schedule)
+
+
+@probe(
+    "scheduler:AcceleratedScheduler",
+    schedule=SCHEDULE_AXIS,
+    several=[False, True],
+    options=[(), (True,), (False,), (True, True), (True, False)],
+)
+def scheduler(schedule: Any, several: bool, options: tuple[bool, ...]) -> Iterator[tuple[str, Any]]:
+    Accelerator(cpu=True)
+    inner = torch.optim.SGD([parameter()], lr=0.5)
+    wrapped = AcceleratedOptimizer(inner)
+    made = AcceleratedScheduler(
+        schedule(inner),
+        [wrapped, AcceleratedOptimizer(torch.optim.SGD([parameter()], lr=1.0))] if several else wrapped,
+        *options,
+    )
+    yield (
+        "attributes",
+        (made.step_with_optimizer, made.split_batches, len(made.optimizers), type(made.scheduler).__name__),
+    )
+    for step in range(3):
+        GradientState()._set_sync_gradients(step != 1)
+        wrapped.step()
+        yield f"returned {step}", outcome(made.step)
+        yield (
+            f"rates {step}",
+            (made.get_last_lr(), outcome(made.get_lr), made.scheduler.last_epoch, made.scheduler._step_count),
+        )
+    wrapped._is_overflow = True
+    GradientState()._set_sync_gradients(True)
+    made.step()
+    yield "after a skipped step", made.get_last_lr()
+    saved = {
+        k: v
+        for k, v in made.state_dict().items()
+        if k not in ("lr_lambdas", "_schedulers", "anneal_func", "_anneal_func_type")
+    }
+    yield "state", {k: v for k, v in saved.items() if isinstance(v, (int, float, list, str, bool))}
+    yield "load", outcome(lambda: made.load_state_dict(made.state_dict()))
+    yield "print", outcome(lambda: made.print_lr())
+    yield "unknown", outcome(lambda: made.no_such_thing)
+    yield "is one", isinstance(made, torch.optim.lr_scheduler.LRScheduler)
+    yield (
+        "absent",
+        [n for n in ("last_epoch", "base_lrs", "optimizer", "_step_count", "get_lr", "print_lr") if hasattr(made, n)],
+    )
+
+
+@probe("scheduler:AcceleratedScheduler", metrics=[(), (1.0,), (None,)], patience=[0, 1])
+def plateau(metrics: Any, patience: int) -> Iterator[tuple[str, Any]]:
+    Accelerator(cpu=True)
+    inner = torch.optim.SGD([parameter()], lr=0.5)
+    wrapped = AcceleratedOptimizer(inner)
+    made = AcceleratedScheduler(torch.optim.lr_scheduler.ReduceLROnPlateau(inner, patience=patience), wrapped)
+    for step in range(4):
+        wrapped.step()
+        yield f"step {step}", (outcome(lambda: made.step(*metrics)), inner.param_groups[0]["lr"])
+
+
+@probe("scheduler:AcceleratedScheduler", adjust=[True, False], synchronised=[True, False])
+def adjusted(adjust: bool, synchronised: bool) -> Any:
+    from accelerate.utils import GradientAccumulationPlugin
+
+    accelerator = Accelerator(
+        cpu=True, gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=2, adjust_scheduler=adjust)
+    )
+    inner = torch.optim.SGD([parameter()], lr=0.5)
+    _, made = accelerator.prepare(inner, torch.optim.lr_scheduler.ExponentialLR(inner, 0.5))
+    accelerator.gradient_state._set_sync_gradients(synchronised)
+    made.step()
+    return made.scheduler._step_count, made.get_last_lr()
+
+
+# Local SGD
+
+
+@probe("local_sgd:LocalSGD", processes=BOTH, steps=[1, 2, 3, 8], enabled=[True, False])
+def local_sgd(steps: int, enabled: bool) -> Iterator[tuple[str, Any]]:
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=steps, enabled=enabled) as local:
+        yield "attributes", (local.enabled, local.num_steps)
+        for step in range(5):
+            accelerator.backward(model(torch.full((1, 1), RANK + 1.0)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+            yield f"returned {step}", local.step()
+            yield f"weight {step}", accelerator.unwrap_model(model).weight
+    yield "after", (accelerator.unwrap_model(model).weight, local.num_steps)
+
+
+@probe("local_sgd:LocalSGD", steps=[0, -1, None, 1.5, "2", True], enabled=[True, False, None])
+def local_sgd_of(steps: Any, enabled: Any) -> Iterator[tuple[str, Any]]:
+    accelerator = Accelerator(cpu=True)
+    with LocalSGD(accelerator, nn.Linear(1, 1), steps, enabled) as local:
+        yield "attributes", (bool(local.enabled), local.num_steps)
+        yield "step", outcome(local.step)

@@ -1,0 +1,61 @@
+"""Writes tests/architecture/record/values-1.15.0.json from a run on the wheel: modules, bases, members, fields, returned types, words.
+
+PYTHONPATH=tests:.cache/peer/1.15.0 python -m interop.differential.record
+"""
+
+import collections
+import importlib
+import json
+from typing import Any
+
+from architecture import check_api
+from interop.differential import core
+
+FILE = check_api.RECORD / "values-1.15.0.json"
+
+
+def statics() -> dict[str, dict[str, Any]]:
+    """Return the values of every recorded definition of the package that Python finds."""
+    found = {}
+    for definition in check_api.load("accelerate-1.15.0.json")["definitions"]:
+        module, _, name = definition.partition(":")
+        if "<" not in name:  # the record holds one lambda
+            found[definition] = check_api.values_of(getattr(importlib.import_module(module), name))
+    return found
+
+
+def returned(result: Any) -> str:
+    """Name the type of a described result."""
+    if isinstance(result, dict):
+        return next(iter(result))
+    return (
+        result.partition(" ")[0] if isinstance(result, str) and result.startswith("object ") else type(result).__name__
+    )
+
+
+def learnt(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return for each probed function which types it returned, and which words each string parameter accepted."""
+    found: dict[str, dict[str, Any]] = collections.defaultdict(dict)
+    for item in core.load():
+        entry = found[item.covers[0]] if item.covers else {}
+        for name, makers in item.cases():
+            result = results.get(name, {"raises": []})
+            if isinstance(result, dict) and "raises" in result:
+                continue
+            entry["returns"] = sorted({*entry.get("returns", ()), returned(result)})
+            for axis, values in item.axes.items():
+                if isinstance(values, core.Words):
+                    words = entry.setdefault("words", {}).setdefault(axis, [])
+                    words += [word] if (word := makers[axis]()) not in words else []
+    return {definition: entry for definition, entry in found.items() if entry}
+
+
+def main() -> None:
+    """Run the probes and write the record."""
+    dynamic = learnt(core.execute(1, whole=True))
+    record = {definition: {**values, **dynamic.get(definition, {})} for definition, values in statics().items()}
+    FILE.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n", "utf-8")
+
+
+if __name__ == "__main__":
+    main()
