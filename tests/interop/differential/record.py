@@ -37,7 +37,9 @@ def learnt(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return for each probed function which types it returned, and which words each string parameter accepted."""
     found: dict[str, dict[str, Any]] = collections.defaultdict(dict)
     for item in core.load():
-        entry = found[item.covers[0]] if item.covers else {}
+        if len(item.covers) != 1:  # whose result it is depends on the case
+            continue
+        entry = found[item.covers[0]]
         for name, makers in item.cases():
             result = results.get(name, {"raises": []})
             if isinstance(result, dict) and "raises" in result:
@@ -46,7 +48,7 @@ def learnt(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
             for axis, values in item.axes.items():
                 if isinstance(values, core.Words):
                     words = entry.setdefault("words", {}).setdefault(axis, [])
-                    words += [word] if (word := makers[axis]()) not in words else []
+                    words += [word] if isinstance(word := makers[axis](), str) and word not in words else []
     return {definition: entry for definition, entry in found.items() if entry}
 
 

@@ -17,6 +17,7 @@ import yaml
 from accelerate import tracking
 from accelerate.state import PartialState
 from accelerate.tracking import GeneralTracker
+from accelerate.utils import imports
 from interop.differential.core import probe
 
 PACKAGES = ["wandb", "comet_ml", "aim", "mlflow", "clearml", "dvclive", "swanlab", "trackio"]
@@ -130,6 +131,7 @@ def installed(*names: str, known: bool = False) -> Iterator[list[Any]]:
                 sys.modules[name] = module
         if board is not None:
             torch.utils.tensorboard = board
+        getattr(imports, "_found", set()).clear()  # ours looks a package that it has found up no more
 
 
 def attempt(function: Any, *args: Any, **kwargs: Any) -> Any:
