@@ -12,6 +12,8 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c co
 PYTEST := $(BIN)/python -m pytest
 # Tests run in this many processes at a time; 0 runs them in pytest's own.
 WORKERS ?= 2
+# A test that stands still fails after this many seconds, with the stacks of its threads, and the others go on.
+LIMIT_S ?= 300
 # The releases that src/transformers_patch/registry.py says it is tested with, each in an environment of its own.
 TRANSFORMERS_VERSIONS := 4.46.3 4.57.6 5.0.0 5.23.0
 TRANSFORMERS_TESTS := tests/unit/transformers_patch tests/interop/test_transformers_patch.py \
@@ -93,7 +95,7 @@ style: $(VENV)/.ready ## let the linter and the formatter repair what they can
 	$(BIN)/ruff format .
 
 test: $(VENV)/.ready-interop $(PEER)/.ready ## unit, architecture, distributed and interop tests
-	$(PYTEST) -n $(WORKERS) --dist loadgroup -m 'not slow and not gpu' tests $(ARGS)
+	$(PYTEST) -n $(WORKERS) --dist loadgroup --timeout $(LIMIT_S) -m 'not slow and not gpu' tests $(ARGS)
 
 test-slow: $(VENV)/.ready-interop $(PEER)/.ready ## the tests marked slow
 	$(PYTEST) -m 'slow and not gpu' tests $(ARGS)

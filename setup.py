@@ -13,7 +13,7 @@ EXPORT = ["libcst>=1.1"]
 STORES = ["fsspec"]
 TESTING = [
     # pytest 9.2 hides from xdist 3.8 which tests belong together, and they share expensive fixtures.
-    *["pytest>=8,<9.2", "pytest-xdist", "parameterized", "hypothesis", "scikit-learn", "torchdata"],
+    *["pytest>=8,<9.2", "pytest-xdist", "pytest-timeout", "parameterized", "hypothesis", "scikit-learn", "torchdata"],
     *[*TRACKERS, *EXPORT, *STORES, "s3fs", "moto[server]>=5"],
     *["argcomplete", "cloudpickle", "ipykernel", "jupyter_client", "torchao"],
 ]

@@ -149,7 +149,8 @@ def accumulation(plugin: GradientAccumulationPlugin | None, steps: int) -> Gradi
             )
         return plugin
     variable = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
-    for name, value in {"gradient_accumulation_steps": steps, variable: os.environ.get(variable) or steps}.items():
+    told = os.environ.get(variable, "").strip()
+    for name, value in {"gradient_accumulation_steps": steps, variable: told or steps}.items():
         steps = to_int(value, name)
         if steps < 1:
             raise ValueError(f"{name}={steps!r} is not a positive integer; 1 accumulates nothing.")
