@@ -202,7 +202,9 @@ def scrub(text: str) -> str:
 def reset() -> None:
     """Start every case from no state, the same random numbers and the environment of the program."""
     from accelerate.state import AcceleratorState, GradientState
+    from accelerate.utils import imports
 
+    getattr(imports, "_found", set()).clear()  # ours looks a package that it has found, a faked one too, up no more
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
     random.seed(0)

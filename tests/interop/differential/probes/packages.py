@@ -110,7 +110,6 @@ def made(module: str, distribution: str, version: str | None, text: str) -> Iter
             if name.partition(".")[0] == module:
                 del sys.modules[name]
         importlib.invalidate_caches()
-        getattr(imports, "_found", set()).clear()  # ours looks a package that it has found up no more
 
 
 @probe(

@@ -17,7 +17,6 @@ import yaml
 from accelerate import tracking
 from accelerate.state import PartialState
 from accelerate.tracking import GeneralTracker
-from accelerate.utils import imports
 from interop.differential.core import probe
 
 PACKAGES = ["wandb", "comet_ml", "aim", "mlflow", "clearml", "dvclive", "swanlab", "trackio"]
@@ -131,7 +130,6 @@ def installed(*names: str, known: bool = False) -> Iterator[list[Any]]:
                 sys.modules[name] = module
         if board is not None:
             torch.utils.tensorboard = board
-        getattr(imports, "_found", set()).clear()  # ours looks a package that it has found up no more
 
 
 def attempt(function: Any, *args: Any, **kwargs: Any) -> Any:
