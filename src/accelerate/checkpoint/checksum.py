@@ -90,16 +90,19 @@ def of_piece(data: bytes | bytearray | memoryview) -> bytes:
     return xxhash.xxh3_128(data).digest()
 
 
-def of_file(
-    path: Path, threads: int = 2, progress: Callable[[int], None] | None = None, into: memoryview | None = None
-) -> tuple[int, str]:
+def threads() -> int:
+    """Return how many threads of this process may read at a time: the processes of a node share its processors."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(4, cores // max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))))
+
+
+def of_file(path: Path, threads: int = 2, progress: Callable[[int], None] | None = None) -> tuple[int, str]:
     """Return the size and the checksum of a file. Any rank, alone.
 
     Args:
         path: the file.
         threads: how many pieces are read at a time.
         progress: called with the number of bytes of each piece, from any thread.
-        into: takes the content of the file; as large as the file is.
 
     Raises:
         OSError: the file cannot be read.
@@ -107,12 +110,10 @@ def of_file(
     descriptor = os.open(path, os.O_RDONLY)
     try:
         size = os.fstat(descriptor).st_size
-        if into is not None and len(into) != size:
-            raise OSError(f"{os.fspath(path)!r} has {size} bytes, but {len(into)} were expected")
 
         def piece(start: int) -> bytes:
             end = min(start + CHUNK, size)
-            digest = _read(descriptor, start, end, os.fspath(path), into)
+            digest = _read(descriptor, start, end, os.fspath(path))
             if progress is not None:
                 progress(end - start)
             return digest
@@ -123,7 +124,7 @@ def of_file(
         os.close(descriptor)
 
 
-def _read(descriptor: int, start: int, end: int, path: str, into: memoryview | None) -> bytes:
+def _read(descriptor: int, start: int, end: int, path: str) -> bytes:
     """Read a piece of a file, and return its digest."""
     import xxhash
 
@@ -131,10 +132,9 @@ def _read(descriptor: int, start: int, end: int, path: str, into: memoryview | N
     if end - start > _STEP and hasattr(os, "posix_fadvise"):
         # Threads that read one file by turns look to the system as if they jumped about, and it would not read ahead.
         os.posix_fadvise(descriptor, start, end - start, os.POSIX_FADV_WILLNEED)
-    scratch = memoryview(bytearray(min(_STEP, end - start))) if into is None else into
+    scratch = memoryview(bytearray(min(_STEP, end - start)))
     while start < end:
-        length = min(_STEP, end - start)
-        part = scratch[:length] if into is None else into[start : start + length]
+        part = scratch[: min(_STEP, end - start)]
         length = read_at(descriptor, part, start)
         if not length:
             raise OSError(f"{path!r} became shorter while it was read")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.checkpoint import files, loaders, names, reading, rng
+from accelerate.checkpoint import files, formats, loaders, names, rng
 from accelerate.checkpoint.parcel import copied
 
 # Where a rank's file keeps the positions of its loaders. Other readers of the file look only for keys they know.
@@ -101,8 +101,7 @@ class Restoring:
     """A restore that has begun.
 
     What can fail is done first, and how to undo it is kept. Plain modules, whose names and shapes have been compared, and
-    generators, of which each is set or warned about, come last: copying into them does not fail. There is one exception: a
-    checkpoint that is too large to be held beside the state is verified, but read only then, and a disk may fail.
+    generators, of which each is set or warned about, come last: copying into them does not fail.
 
     Args:
         contents: What is restored.
@@ -113,8 +112,8 @@ class Restoring:
         self._contents = contents
         self._options = load_model_kwargs
         self._undoing: list[Callable[[], Any]] = list(contents.undoing)
-        # Optimizers with tensors that are still to be read, and the tensors that they had before.
-        self._unread: list[tuple[Any, dict[Any, dict[str, Any]]]] = []
+        # Optimizers that hold tensors of a file, the addresses of those, and the tensors that they had before.
+        self._mapped: list[tuple[Any, set[int], dict[Any, dict[str, Any]]]] = []
 
     def load_fallible(self) -> None:
         """Restore everything that may fail."""
@@ -129,12 +128,10 @@ class Restoring:
         for index, (optimizer, state) in enumerate(contents.optimizers):
             # torch's optimizers replace the tensors of their state, so the former ones need no copy.
             replaces = _replaces_state(optimizer)
-            with self._naming(optimizer, names.optimizer_file(index)):
-                if reading.is_pending(state):
-                    if replaces and _takes_tensors_as_they_are(optimizer):
-                        self._unread.append((_inner(optimizer), _tensors_of(optimizer)))
-                    else:
-                        state = reading.read_in_full(state)
+            if replaces:
+                self._mapped.append((_inner(optimizer), formats.storages(state), _tensors_of(optimizer)))
+            else:
+                state = formats.in_memory(state)
             self._load(optimizer, state, names.optimizer_file(index), copies=not replaces)
         positions = contents.positions
         for index, (loader, state) in enumerate(contents.dataloaders):
@@ -143,7 +140,7 @@ class Restoring:
         for model, state in contents.models:
             if not files.loads_by_name(model):
                 self._undoing.append(undoing(model))
-                model.load_state_dict(reading.read_in_full(state), **self._options)
+                model.load_state_dict(state, **self._options)
 
     def _check_options(self) -> None:
         """Refuse what the models' `load_state_dict` would refuse, before anything has changed."""
@@ -180,7 +177,7 @@ class Restoring:
 
     def undo(self) -> None:
         """Give back what the objects had before."""
-        self._unread.clear()
+        self._mapped.clear()
         while self._undoing:
             try:
                 self._undoing.pop()()
@@ -188,26 +185,15 @@ class Restoring:
                 rng.logger.error("A former state could not be given back: %s: %s", type(error).__name__, error)
 
     def complete(self) -> dict[str, Any]:
-        """Restore the rest, and return the attributes that the Accelerator takes over.
-
-        Raises:
-            RuntimeError: what was verified cannot be read any more.
-        """
+        """Restore the rest, and return the attributes that the Accelerator takes over."""
         self._undoing.clear()
-        try:
-            while self._unread:
-                _read_unread(*self._unread.pop())
-            for model, state in self._contents.models:
-                if files.loads_by_name(model):
-                    # Assigned tensors stay as they are.
-                    assigned = reading.read_in_full(state) if self._options.get("assign") else state
-                    model.load_state_dict(assigned, **self._options)
-        except Exception as error:  # torch reports an OSError as another one
-            raise RuntimeError(
-                f"{self._contents.folder!r} could not be read to its end, though it was whole a moment ago: {error}\nA part "
-                "of the model and of the optimizer has been replaced already, because a checkpoint of this size is not held "
-                "in memory beside the state. Load a checkpoint again before you go on."
-            ) from error
+        while self._mapped:
+            _take_over(*self._mapped.pop())
+        for model, state in self._contents.models:
+            if files.loads_by_name(model):
+                # Assigned tensors stay as they are.
+                assigned = formats.in_memory(state) if self._options.get("assign") else state
+                model.load_state_dict(assigned, **self._options)
         return self._contents._apply_random()
 
 
@@ -219,24 +205,25 @@ def _tensors_of(optimizer: Any) -> dict[Any, dict[str, Any]]:
     return {parameter: dict(state) for parameter, state in _inner(optimizer).state.items()}
 
 
-def _takes_tensors_as_they_are(optimizer: Any) -> bool:
-    """Whether an optimizer only keeps what it loads, so that the values may come later."""
-    inner = _inner(optimizer)
-    keeps = all(
-        getattr(getattr(type(inner), method, None), "__module__", "").startswith("torch.optim.")
-        for method in ("__setstate__", "_process_value_according_to_param_policy")
-    )
-    return keeps and not (inner._optimizer_load_state_dict_pre_hooks or inner._optimizer_load_state_dict_post_hooks)
-
-
-def _read_unread(optimizer: Any, former: dict[Any, dict[str, Any]]) -> None:
-    """Read the tensors of an optimizer's state into the memory of those that they replace."""
+def _take_over(optimizer: Any, mapped: set[int], former: dict[Any, dict[str, Any]]) -> None:
+    """Give an optimizer memory of its own for what is a file's: that of the tensors it had, where they are alike."""
     for parameter, state in optimizer.state.items():
         replaced = former.pop(parameter, {})
         for name, value in state.items():
-            if isinstance(value, reading.Pending):
+            if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in mapped:
                 before = replaced.pop(name, None)
-                state[name] = value.into(before) if value.fits(before) else value.read()
+                alike = type(before) is type(value) and (
+                    before.shape,
+                    before.dtype,
+                    before.stride(),
+                    before.device,
+                ) == (
+                    value.shape,
+                    value.dtype,
+                    value.stride(),
+                    value.device,
+                )
+                state[name] = before.copy_(value) if alike else value.clone()
 
 
 def undoing(model: nn.Module) -> Callable[[], None]:

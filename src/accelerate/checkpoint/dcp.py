@@ -15,7 +15,6 @@ import contextlib
 import dataclasses
 import io
 import os
-import pickle
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path as FilePath
@@ -306,9 +305,9 @@ class FilesReader(Reader):
         paths: dict[str, Steps] = {}
         for file in files:
             if os.fspath(file).endswith(".safetensors"):
-                self._values |= _map_safetensors(file)
+                self._values |= formats.mapped(file)
             else:
-                for steps, value in leaves(map_torch(file)):
+                for steps, value in leaves(formats.mapped(file)):
                     key = ".".join(map(str, steps))
                     if key in self._values:  # of a number and of a text, for one
                         raise DamagedCheckpoint(f"{self.origin} has two values of the name {key}.")
@@ -332,37 +331,6 @@ class FilesReader(Reader):
         """
         objects = {key: self._values[key] for key in wanted if not isinstance(self._values[key], torch.Tensor)}
         return {**super().fill({key: wanted[key] for key in wanted if key not in objects}), **objects}
-
-
-def _map_safetensors(path: Path) -> dict[str, torch.Tensor]:
-    """Return tensors whose memory is the file's: a part that nobody touches is not read."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  no mapping
-    except SafetensorError as error:
-        raise DamagedCheckpoint(f"{os.fspath(path)} could not be read: {error}") from error
-
-
-def map_torch(path: Path) -> Any:
-    """Return what a file in torch's format holds; a tensor's memory is the file's, and is read when it is touched.
-
-    Args:
-        path: the file.
-
-    Raises:
-        UnpicklingError: it holds objects that are not plain data; no code of it ran.
-        DamagedCheckpoint: it is damaged.
-    """
-    try:
-        with open(path, "rb") as file:
-            archive = file.read(2) == b"PK"
-        return load(path, "cpu", mmap=archive)  # before 1.6 it was no archive
-    except (pickle.UnpicklingError, OSError):
-        raise
-    except Exception as error:  # whatever a damaged file runs into
-        raise DamagedCheckpoint(f"{os.fspath(path)} could not be read: {error!r}") from error
 
 
 def leaves(value: Any, steps: Steps = ()) -> Iterator[tuple[Steps, Any]]:

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.checkpoint import names, rng
+from accelerate.checkpoint import formats, names, rng
 from accelerate.checkpoint.parcel import Parcel
-from accelerate.checkpoint.reading import Reading, Unusual
 from accelerate.modules.named import match_names
 from accelerate.modules.tensors import clean_state_dict_for_safetensors, shared_tensor_names
 from accelerate.modules.unwrap import extract_model_from_parallel
@@ -151,7 +150,7 @@ def read_model(
         load_kwargs: Passed to ``torch.load`` for files in torch's format.
 
     Returns:
-        A state dict for ``load_state_dict`` of the module inside; tensors of a large checkpoint may be `reading.Pending`.
+        A state dict for ``load_state_dict`` of the module inside; the memory of its tensors may be the file's.
 
     Raises:
         FileNotFoundError: The folder has no weights for this model.
@@ -267,23 +266,20 @@ def read_torch(path: str, map_location: Any = None, load_kwargs: Mapping[str, An
     Raises:
         UnpicklingError: The file holds objects that are not plain data; the message says how to accept them.
     """
+    with _reported(path):
+        return load(path, map_location=map_location if map_location is not None else "cpu", **(load_kwargs or {}))
+
+
+@contextlib.contextmanager
+def _reported(path: str) -> Iterator[None]:
+    """Let the error of a library tell which file it could not read."""
     try:
-        with _naming(path):
-            return load(path, map_location=map_location if map_location is not None else "cpu", **(load_kwargs or {}))
+        yield
     except pickle.UnpicklingError as error:
         raise pickle.UnpicklingError(
             f"{path} could not be read: {error}\nIf it holds objects of your own and you trust whoever wrote it, pass "
             "load_kwargs={'weights_only': False} to load_state; that runs code from the file."
         ) from error
-
-
-@contextlib.contextmanager
-def _naming(path: str) -> Iterator[None]:
-    """Let the error of a library tell which file it could not read."""
-    try:
-        yield
-    except pickle.UnpicklingError:
-        raise
     except Exception as error:
         if path in str(error):
             raise
@@ -293,16 +289,16 @@ def _naming(path: str) -> Iterator[None]:
 def _read_tensors(
     folder: Path, file: str, map_location: Any = None, load_kwargs: Mapping[str, Any] | None = None
 ) -> Any:
-    """Read a file that may be large: in the way of `reading` where that is possible, else as its library does."""
+    """Read a file of tensors; onto the CPU nothing is copied, see `formats.mapped`."""
     path = os.path.join(folder, file)
-    if isinstance(folder, Reading) and str(map_location or "cpu") == "cpu" and not load_kwargs:
-        with contextlib.suppress(Unusual), _naming(path):
-            return folder.content(file)
+    if str(map_location or "cpu") == "cpu" and not load_kwargs:
+        with _reported(path):
+            return formats.mapped(path)
     if not file.endswith(".safetensors"):
         return read_torch(path, map_location, load_kwargs)
     from safetensors.torch import load_file
 
-    with _naming(path):
+    with _reported(path):
         return load_file(path, device=str(map_location or "cpu"))
 
 
@@ -445,7 +441,7 @@ def read_generators(folder: Path, process_index: int) -> dict[str, Any] | None:
         return None
     from safetensors import safe_open
 
-    with _naming(path), safe_open(path, framework="pt") as file:
+    with _reported(path), safe_open(path, framework="pt") as file:
         return rng.decode({name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {})  # noqa: SIM118 (not a dict)
 
 

@@ -1,4 +1,4 @@
-"""Writing a checkpoint's files: each byte is hashed on its way, and reaches the disk before the file counts as written.
+"""A checkpoint's files: each byte is hashed on its way to the disk, and the file counts as written once the disk has it.
 
 Weights are written as safetensors straight from their memory, without a copy of the whole; everything else in torch's format,
 as upstream does. The formats are those of the libraries, which read what is written here.
@@ -7,6 +7,7 @@ as upstream does. The formats are those of the libraries, which read what is wri
 import copy
 import json
 import os
+import pickle
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -16,7 +17,8 @@ import torch
 
 from accelerate.checkpoint import checksum
 from accelerate.checkpoint.durable import durable
-from accelerate.checkpoint.manifest import FileEntry, TensorEntry
+from accelerate.checkpoint.manifest import DamagedCheckpoint, FileEntry, TensorEntry
+from accelerate.utils.other import load
 
 Path = str | os.PathLike[str]
 
@@ -247,3 +249,53 @@ def describe(path: Path, rank: int = 0, threads: int = 1) -> FileEntry:
         os.close(descriptor)
     size, digest = checksum.of_file(path, threads)
     return FileEntry(size, digest, rank)
+
+
+def mapped(path: Path) -> Any:
+    """Return what a file of tensors holds; their memory is the file's, read when it is touched and not written back.
+
+    Args:
+        path: a file in safetensors' or torch's format.
+
+    Raises:
+        UnpicklingError: it holds objects that are not plain data; no code of it ran.
+        DamagedCheckpoint: it is damaged.
+    """
+    try:
+        if os.fspath(path).endswith(".safetensors"):
+            from safetensors import safe_open
+
+            with safe_open(path, framework="pt") as file:
+                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  no mapping
+        with open(path, "rb") as file:
+            archive = file.read(2) == b"PK"
+        return load(path, "cpu", mmap=archive)  # before 1.6 it was no archive
+    except (pickle.UnpicklingError, OSError):
+        raise
+    except Exception as error:  # whatever a damaged file runs into
+        raise DamagedCheckpoint(f"{os.fspath(path)} could not be read: {error!r}") from error
+
+
+def in_memory(state: Any) -> Any:
+    """Return a state with tensors of its own memory, where those of `mapped` are the file's.
+
+    Args:
+        state: nested containers; they are not changed.
+    """
+    if isinstance(state, torch.Tensor):
+        return state.clone()
+    if type(state) in (dict, OrderedDict):
+        return type(state)((key, in_memory(value)) for key, value in state.items())
+    return type(state)(map(in_memory, state)) if type(state) in (list, tuple) else state
+
+
+def storages(state: Any) -> set[int]:
+    """Return the addresses of the memory that the tensors of a state have.
+
+    Args:
+        state: nested containers.
+    """
+    if isinstance(state, torch.Tensor):
+        return {state.untyped_storage().data_ptr()}
+    children = state.values() if isinstance(state, Mapping) else state if isinstance(state, (list, tuple)) else ()
+    return set().union(*map(storages, children))

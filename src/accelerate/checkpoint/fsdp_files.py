@@ -181,7 +181,7 @@ class Found:
                 f"{self.name}_rank*.bin in {self.folder!r} were written by {written} ranks, and only as many can load them; "
                 f"there are {size}. Save with SHARDED_STATE_DICT and use_dcp=True to load on any number of ranks."
             )
-        return dcp.map_torch(os.path.join(self.folder, rank_file(self.name, rank)))
+        return formats.mapped(os.path.join(self.folder, rank_file(self.name, rank)))
 
     def has(self, file: str) -> bool:
         """Say whether a file belongs to it, beside those that an index lists.

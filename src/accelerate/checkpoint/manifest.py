@@ -258,7 +258,6 @@ def problems(
     only: Callable[[str], bool] | None = None,
     progress: Callable[[int], None] | None = None,
     threads: int = 2,
-    digest_of: Callable[[str], str] | None = None,
 ) -> list[str]:
     """Return what is wrong with the files of a checkpoint; nothing if it is whole. Any rank, alone.
 
@@ -269,12 +268,10 @@ def problems(
         only: which files to look at; all by default.
         progress: called with the number of bytes that were hashed.
         threads: how many pieces of a file are hashed at a time.
-        digest_of: hashes the file of a name; by default that is done here.
 
     Returns:
         A line per file, with what was expected and what is there.
     """
-    digest_of = digest_of or (lambda name: checksum.of_file(_path(folder, name), threads, progress)[1])
     found = []
     for name in sorted(manifest.files):
         if only is not None and not only(name):
@@ -286,7 +283,7 @@ def problems(
                 found.append(f"{name} is missing ({entry.size} bytes were written)")
             elif size != entry.size:
                 found.append(f"{name} has {size} bytes, but {entry.size} were written")
-            elif deep and (digest := digest_of(name)) != entry.checksum:
+            elif deep and (digest := checksum.of_file(path, threads, progress)[1]) != entry.checksum:
                 found.append(f"{name} has changed: its checksum is {digest}, but {entry.checksum} was written")
         except OSError as error:
             found.append(f"{name} could not be read: {error}")

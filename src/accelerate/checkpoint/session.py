@@ -5,13 +5,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from accelerate.checkpoint import formats, manifest
+from accelerate.checkpoint import checksum, formats, manifest
 from accelerate.checkpoint.collective_meeting import CollectiveMeeting
 from accelerate.checkpoint.manifest import FileEntry, Manifest
 from accelerate.checkpoint.meeting import Meeting, default_store
 from accelerate.checkpoint.parcel import WRITERS, Parcel
 from accelerate.checkpoint.places import Place
-from accelerate.checkpoint.reading import Reading
 
 if TYPE_CHECKING:
     from accelerate.accelerator import Accelerator
@@ -279,30 +278,28 @@ def unlisted(folder: str, known: Iterable[str], rank: int, threads: int = 1) -> 
     return found
 
 
-def shares(reading: Reading, state_manifest: Manifest, group: Group) -> list[str]:
+def shares(state_manifest: Manifest, group: Group) -> list[str]:
     """Return the files that this rank verifies: the ranks of a node share the work of hashing.
 
     Args:
-        reading: its local folder; what this rank reads in full, it reads by verifying it.
         state_manifest: its manifest.
         group: the ranks.
     """
     order = sorted(state_manifest.files, key=lambda name: (-state_manifest.files[name].size, name))
     local = min(max(1, group.local_world_size), group.world_size)
-    mine = {*order[group.local_rank % local :: local], *(name for name in order if name in reading.in_full)}
-    return sorted(mine)
+    return sorted(order[group.local_rank % local :: local])
 
 
-def damage(reading: Reading, state_manifest: Manifest, chosen: Iterable[str]) -> list[str]:
+def damage(folder: str, state_manifest: Manifest, chosen: Iterable[str]) -> list[str]:
     """Return what is wrong with a checkpoint, as far as this rank looks. Any rank, alone.
 
     Args:
-        reading: its local folder.
+        folder: its local folder.
         state_manifest: its manifest.
         chosen: the files that are hashed.
     """
     chosen = frozenset(chosen)
-    found = manifest.problems(reading, state_manifest)
+    found = manifest.problems(folder, state_manifest)
     return found or manifest.problems(
-        reading, state_manifest, deep=True, only=chosen.__contains__, digest_of=reading.checksum
+        folder, state_manifest, deep=True, only=chosen.__contains__, threads=checksum.threads()
     )

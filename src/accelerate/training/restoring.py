@@ -6,15 +6,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accelerate.backends.base import Backend
 from accelerate.backends.registry import resolve
 from accelerate.checkpoint import files, names, rotation
 from accelerate.checkpoint.contents import Contents, Restoring, read_common, undoing
 from accelerate.checkpoint.manifest import damaged
 from accelerate.checkpoint.meeting import Meeting
-from accelerate.checkpoint.parcel import nbytes
 from accelerate.checkpoint.places import Place, place_of
-from accelerate.checkpoint.reading import Reading
 from accelerate.checkpoint.session import Group, damage, shares
 from accelerate.checkpointing import resolve_map_location
 from accelerate.training.saving import as_path, pending_of
@@ -137,7 +134,7 @@ def _place(accelerator: "Accelerator", input_dir: Folder | None) -> Place:
 
 def _choose(
     accelerator: "Accelerator", meeting: Meeting, group: Group, place: Place, latest: bool
-) -> tuple[Place, Reading, int | None]:
+) -> tuple[Place, str, int | None]:
     """Return the checkpoint that all ranks take, verified; this rank's local folder of it; and the next automatic number."""
     candidates, passed = [place.location], []
     if latest:
@@ -173,7 +170,7 @@ def _choose(
 
 def _verified(
     accelerator: "Accelerator", meeting: Meeting, group: Group, candidate: Place
-) -> tuple[Reading | None, list[str], int | None]:
+) -> tuple[str | None, list[str], int | None]:
     """Verify a checkpoint together: the folder to read from, what is wrong (the same on all ranks), and the next number."""
     leader = meeting.leader(group.leader)
     folder, found, state, save = None, [], None, None
@@ -196,13 +193,12 @@ def _verified(
         return None, problems, None
     if folder is None:
         folder = next(note[0] for note in notes if note[1] == leader)
-    reading = Reading(folder, _wanted(accelerator))
     following, checked = None, []
     try:
         following = _following_number(accelerator, candidate)
         if state.manifest is not None:
-            checked = shares(reading, state.manifest, group)
-            found = damage(reading, state.manifest, checked)
+            checked = shares(state.manifest, group)
+            found = damage(folder, state.manifest, checked)
         elif group.rank == 0:
             logger.warning("%s is loaded unverified: %s.", candidate.location, state.reason)
     except Exception as error:
@@ -214,11 +210,11 @@ def _verified(
         unseen = _unseen(notes, state.manifest.files, group.shared)
         if any(unseen.values()):
             try:
-                found = damage(reading, state.manifest, unseen[leader])
+                found = damage(folder, state.manifest, unseen[leader])
             except Exception as error:
                 found = [f"{type(error).__name__}: {error}"]
             found = _distinct(meeting.exchange(found))
-    return reading, found, max(numbers, default=None)
+    return folder, found, max(numbers, default=None)
 
 
 def _unseen(notes: Sequence[Any], files: Iterable[str], shared: bool) -> dict[int, list[str]]:
@@ -227,19 +223,6 @@ def _unseen(notes: Sequence[Any], files: Iterable[str], shared: bool) -> dict[in
     for _, leader, checked, _ in notes:
         seen.setdefault(-1 if shared else leader, set()).update(checked)
     return {leader: sorted(set(files) - seen[-1 if shared else leader]) for _, leader, _, _ in notes}
-
-
-def _wanted(accelerator: "Accelerator") -> dict[str, bool]:
-    """Files of tensors that the strategy lets be read here, and of each whether its tensors stay where they are read to."""
-    backend, found = resolve(accelerator.state), {}
-    if type(backend).load_model is Backend.load_model:
-        for index in range(len(accelerator._models)):
-            found |= {names.model_file(index, safe): False for safe in (True, False)}
-    if type(backend).load_optimizer is Backend.load_optimizer:
-        for index, optimizer in enumerate(accelerator._optimizers):
-            on_cpu = all(weight.device.type == "cpu" for group in optimizer.param_groups for weight in group["params"])
-            found[names.optimizer_file(index)] = on_cpu and not nbytes(optimizer.state)
-    return found
 
 
 _ABSENT = "absent: "
@@ -257,7 +240,7 @@ def _refusal(candidate: Place, found: list[str]) -> Exception:
 
 def _read(
     accelerator: "Accelerator",
-    folder: Reading,
+    folder: str,
     location: Any,
     load_kwargs: dict[str, Any] | None,
     model_options: dict[str, Any],
@@ -266,7 +249,7 @@ def _read(
     custom = accelerator._custom_objects
     if (saved := files.custom_count(folder)) != len(custom):
         raise RuntimeError(
-            f"{os.fspath(folder)!r} has the states of {saved} registered objects, but {len(custom)} are registered. Register the "
+            f"{folder!r} has the states of {saved} registered objects, but {len(custom)} are registered. Register the "
             "same objects in the same order with `accelerator.register_for_checkpointing` before loading."
         )
     optimizers = []
@@ -277,7 +260,7 @@ def _read(
         if state is not None:
             optimizers.append((optimizer, state))
     contents = read_common(
-        os.fspath(folder),
+        folder,
         backend.checkpointed_schedulers(accelerator),
         accelerator._dataloaders,
         custom,
@@ -287,14 +270,14 @@ def _read(
     )
     contents.optimizers = optimizers
     _read_models(accelerator, contents, folder, location, load_kwargs, model_options)
-    _warn_of_fewer_processes(accelerator, os.fspath(folder))
+    _warn_of_fewer_processes(accelerator, folder)
     return contents
 
 
 def _read_models(
     accelerator: "Accelerator",
     contents: Contents,
-    folder: Reading,
+    folder: str,
     location: Any,
     load_kwargs: dict[str, Any] | None,
     model_options: dict[str, Any],
@@ -311,7 +294,7 @@ def _read_models(
     left = list(inner)
     try:
         for hook in hooks:
-            hook(left, os.fspath(folder))
+            hook(left, folder)
         # A hook takes out of the list what it loaded itself.
         kept = {id(model) for model in left}
         pairs = [(outer, model) for outer, model in zip(accelerator._models, inner, strict=True) if id(model) in kept]
