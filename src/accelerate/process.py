@@ -18,7 +18,8 @@ from accelerate import comm
 from accelerate.config.enums import DistributedType, SageMakerDistributedType
 from accelerate.devices import Device, affinity, detect, row
 from accelerate.devices.table import DEVICES
-from accelerate.runtime import failure, rendezvous, split, storage, traits, whereabouts
+from accelerate.diagnostics import hang
+from accelerate.runtime import failure, rendezvous, split, storage, traits
 from accelerate.runtime.forking import settle
 from accelerate.utils.environment import check_cuda_p2p_ib_support, parse_flag_from_env, set_numa_affinity
 
@@ -296,7 +297,7 @@ class PartialState(ProcessView):
         elif abilities.distributed:
             ranks = _join(backend, hardware, settings)
             # So that a rank which waits for this one can learn where it is.
-            whereabouts.watch(dist.distributed_c10d._get_default_store(), ranks.rank, ranks.world_size)
+            hang.watch(dist.distributed_c10d._get_default_store(), ranks.rank, ranks.world_size)
         self._cpu = cpu
         self.backend = backend
         self.device = _place(hardware, ranks.local_rank, abilities.distributed)

@@ -18,6 +18,8 @@ from collections.abc import Callable
 from multiprocessing import util as multiprocessing_util
 from typing import Any
 
+import torch.distributed as dist
+
 from accelerate.checkpoint import durable
 from accelerate.checkpoint.parcel import HostBuffers
 
@@ -34,6 +36,8 @@ class Background:
 
     def __init__(self) -> None:
         self.buffers = HostBuffers()
+        self._world: Any = None
+        self._group: Any = None
         self._thread: threading.Thread | None = None
         self._problem: BaseException | None = None
         self._what = ""
@@ -47,6 +51,14 @@ class Background:
     def busy(self) -> bool:
         """Whether a save is being written."""
         return self._thread is not None and self._thread.is_alive()
+
+    def process_group(self) -> Any | None:
+        """Return the group in which ranks write shards: apart from the training's, which goes on meanwhile. All ranks."""
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() < 2:
+            return None
+        if self._world is not dist.group.WORLD:
+            self._world, self._group = dist.group.WORLD, dist.new_group(backend="gloo")
+        return self._group
 
     def start(self, task: Callable[[], None], what: str, done: Callable[[], None] = lambda: None) -> None:
         """Run a task in the background; its error comes out of the next `finish`.

@@ -1,11 +1,6 @@
-"""Folders and files of sharded checkpoints: torch's distributed checkpoint format, written durably and read without trust.
+"""Writing torch's distributed checkpoint format (DCP): torch's own planner and writer, into files that are hashed on their way.
 
-`torch.distributed.checkpoint` (DCP) keeps a folder of ``.distcp`` files, which hold pieces of tensors, and a ``.metadata``
-file, which says what piece lies where. It is written by torch's own writer, into files that are hashed on their way. Reading
-goes through torch's own planner, which finds the pieces that a rank needs for its shard, whatever shards were written. What
-is not torch's here is the access to the files: ``.metadata`` is a pickle, and torch would run what is in it.
-
-Reading needs no process group: each rank reads what it needs, alone, and nothing of the model changes.
+A folder has ``.distcp`` files, which hold pieces of tensors, and ``.metadata``, which says what piece lies where. `readers` reads it.
 
 Source:
     https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
@@ -16,26 +11,25 @@ import dataclasses
 import io
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from accelerate.checkpoint import disk, durable, formats
-from accelerate.checkpoint.dcp_metadata import read_metadata
 from accelerate.checkpoint.manifest import DamagedCheckpoint, FileEntry, TensorEntry
 from accelerate.checkpoint.names import METADATA
-from accelerate.utils.other import load
 
 if TYPE_CHECKING:
     import torch.distributed as dist
-    from torch.distributed.checkpoint import LoadPlan, LoadPlanner
-    from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+    from torch.distributed.checkpoint.metadata import Metadata
 
 Path = str | os.PathLike[str]
 # The names that lead to a value within nested dictionaries and lists.
 Steps = tuple[str | int, ...]
+
+# -- nested states -----------------------------------------------------------------------------------------------------
 
 
 class Position(int):
@@ -49,288 +43,6 @@ def is_folder(path: Path) -> bool:
         path: a local folder.
     """
     return os.path.isfile(os.path.join(path, METADATA))
-
-
-# -- reading -----------------------------------------------------------------------------------------------------------
-
-
-class Reader:
-    """What is stored under which name, and pieces of it. Any rank, alone.
-
-    Attributes:
-        origin: the folder or file, for messages.
-        metadata: what torch's planner is told: shapes, dtypes, and which pieces there are.
-        aliases: names of tensors that are stored under another one, to that one.
-    """
-
-    origin: str
-    metadata: "Metadata"
-    aliases: Mapping[str, str] = {}
-
-    def specs(self) -> Iterator[tuple[Steps, str]]:
-        """Yield where each value belongs within the saved state, and its key in the metadata."""
-        paths = self.metadata.planner_data or {}
-        for key in self.metadata.state_dict_metadata:
-            yield tuple(paths.get(key, (key,))), key
-
-    def _piece(self, index: "MetadataIndex") -> torch.Tensor:
-        raise NotImplementedError
-
-    def _bytes(self, index: "MetadataIndex") -> io.BytesIO:
-        raise NotImplementedError
-
-    def _order(self, index: "MetadataIndex") -> tuple[Any, ...]:
-        return (index.fqn,)
-
-    def read_data(self, plan: "LoadPlan", planner: "LoadPlanner") -> None:
-        """Give a planner the pieces that its plan asks for.
-
-        Args:
-            plan: what is read.
-            planner: where it goes.
-        """
-        from torch.distributed.checkpoint.planner import LoadItemType
-
-        last, piece = None, None
-        for item in sorted(plan.items, key=lambda item: self._order(item.storage_index)):
-            if item.type is LoadItemType.BYTE_IO:
-                planner.load_bytes(item, self._bytes(item.storage_index))
-                continue
-            if last != item.storage_index:
-                piece = None  # so that there are never two
-                last, piece = item.storage_index, self._piece(item.storage_index)
-            part = piece
-            for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                part = part.narrow(dim, start, length)
-            target = planner.resolve_tensor(item).detach()
-            target.copy_(part)
-            planner.commit_tensor(item, target)
-
-    def part(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """Return a part of a tensor. Any rank, alone.
-
-        Args:
-            key: of a tensor in the metadata.
-            offsets: where the part begins.
-            sizes: its shape.
-
-        Raises:
-            DamagedCheckpoint: a file does not hold what the metadata says.
-        """
-        from torch.distributed.checkpoint import LoadPlan
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-        from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-
-        spec = self.metadata.state_dict_metadata[key]
-        made = torch.empty(sizes, dtype=spec.properties.dtype)
-        chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-        with self._telling():
-            self.read_data(LoadPlan(create_read_items_for_chunk_list(key, spec, [chunk])), _Into(made))
-        return made
-
-    def whole(self, keys: Iterable[str]) -> dict[str, Any]:
-        """Read whole values into new memory. Any rank, alone.
-
-        Args:
-            keys: of the metadata.
-
-        Raises:
-            DamagedCheckpoint: a file does not hold what the metadata says.
-        """
-        specs = self.metadata.state_dict_metadata
-        return self.fill({key: memory_of(specs[key]) for key in keys})
-
-    @contextlib.contextmanager
-    def _telling(self) -> Iterator[None]:
-        """Say which checkpoint it is that cannot be read."""
-        try:
-            with torch.no_grad():
-                yield
-        except DamagedCheckpoint:
-            raise
-        except Exception as error:  # whatever a damaged file runs into
-            raise DamagedCheckpoint(f"{self.origin} could not be read: {error!r}") from error
-
-    def fill(self, wanted: dict[str, Any]) -> dict[str, Any]:
-        """Read values, and return what was asked for with them in it. Any rank, alone.
-
-        Args:
-            wanted: keys of the metadata, and for each tensor memory of its shape: a tensor, or the shards that this rank
-                has of it (DTensor, ShardedTensor). For other values anything.
-
-        Raises:
-            DamagedCheckpoint: a file does not hold what the metadata says.
-        """
-        planner = _planner()
-        planner.set_up_planner(wanted, self.metadata, True)
-        plan = planner.create_global_plan([planner.create_local_plan()])[0]
-        with self._telling():
-            self.read_data(planner.finish_plan(plan), planner)
-        return wanted
-
-
-def memory_of(spec: Any) -> torch.Tensor | None:
-    """Return memory for a whole value; None if it is no tensor.
-
-    Args:
-        spec: what the metadata says of it.
-    """
-    return torch.empty(spec.size, dtype=spec.properties.dtype) if hasattr(spec, "size") else None
-
-
-def _planner() -> "LoadPlanner":
-    from torch.distributed.checkpoint import DefaultLoadPlanner
-
-    class Planner(DefaultLoadPlanner):
-        """torch's planner, which would run what bytes say."""
-
-        def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-            self.original_state_dict[read_item.dest_index.fqn] = load(value, "cpu")
-
-    return Planner(flatten_state_dict=False)
-
-
-class _Into:
-    """The part of a planner that tells where what is read goes: into one tensor."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-
-    def resolve_tensor(self, item: Any) -> torch.Tensor:
-        target = self._tensor
-        for dim, (start, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
-            target = target.narrow(dim, start, length)
-        return target
-
-    def commit_tensor(self, item: Any, tensor: torch.Tensor) -> None:
-        """Do nothing more."""
-
-
-class FolderReader(Reader):
-    """A folder in torch's sharded format.
-
-    Args:
-        folder: a local folder with a ``.metadata`` file.
-
-    Raises:
-        DamagedCheckpoint: see `read_metadata`.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.origin = os.fspath(folder)
-        self.metadata = read_metadata(folder)
-
-    def specs(self) -> Iterator[tuple[Steps, str]]:
-        """Yield where each value belongs within the saved state, and its key in the metadata."""
-        for steps, key in super().specs():  # torch makes the keys of dictionaries texts
-            yield tuple(Position(step) if type(step) is int else step for step in steps), key
-
-    def _order(self, index: "MetadataIndex") -> tuple[Any, ...]:
-        place = self.metadata.storage_data[index]
-        return place.file, place.offset
-
-    def _open(self, index: "MetadataIndex") -> "_Slice":
-        place = self.metadata.storage_data[index]
-        return _Slice(os.path.join(self.origin, *place.file.split("/")), place.offset, place.length)
-
-    def _piece(self, index: "MetadataIndex") -> torch.Tensor:
-        with self._open(index) as stream:
-            value = load(stream, "cpu")
-        spec = self.metadata.state_dict_metadata[index.fqn]
-        sizes = next(chunk.sizes for chunk in spec.chunks if chunk.offsets == index.offset)
-        plain = isinstance(value, torch.Tensor) and value.layout is torch.strided
-        if not plain or value.shape != sizes or value.dtype != spec.properties.dtype:
-            held = f"{value.dtype} of shape {tuple(value.shape)}" if plain else type(value).__name__
-            expected = f"{spec.properties.dtype} of shape {tuple(sizes)}"
-            raise DamagedCheckpoint(f"{self.origin} holds {held} for {index.fqn}, but {expected} was written.")
-        return value
-
-    def _bytes(self, index: "MetadataIndex") -> io.BytesIO:
-        with self._open(index) as stream:
-            return io.BytesIO(stream.read())
-
-
-class _Slice(io.RawIOBase):
-    """A part of a file, as a file."""
-
-    def __init__(self, path: str, start: int, length: int) -> None:
-        self._file = open(path, "rb", buffering=0)  # noqa: SIM115  closed with this object
-        self._start, self._length, self._at = start, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = max(0, offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence])
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")[: max(0, self._length - self._at)]
-        self._file.seek(self._start + self._at)
-        filled = 0
-        while filled < len(view):  # the caller takes a short read for the end
-            count = self._file.readinto(view[filled:])
-            if not count:
-                break
-            filled += count
-        self._at += filled
-        return filled
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
-
-
-class FilesReader(Reader):
-    """Whole tensors in files of safetensors, or in one of torch's format; only the parts asked for are read.
-
-    Args:
-        files: local files; more than one only for safetensors.
-        aliases: names that are not in the files, to those that have their values.
-
-    Raises:
-        DamagedCheckpoint: a file is not what its name says.
-        UnpicklingError: it holds objects that are not plain data.
-    """
-
-    def __init__(self, files: Sequence[Path], aliases: Mapping[str, str] | None = None) -> None:
-        self.origin = os.fspath(files[0]) if len(files) == 1 else os.path.dirname(os.fspath(files[0]))
-        self._values: dict[str, Any] = {}
-        paths: dict[str, Steps] = {}
-        for file in files:
-            if os.fspath(file).endswith(".safetensors"):
-                self._values |= formats.mapped(file)
-            else:
-                for steps, value in leaves(formats.mapped(file)):
-                    key = ".".join(map(str, steps))
-                    if key in self._values:  # of a number and of a text, for one
-                        raise DamagedCheckpoint(f"{self.origin} has two values of the name {key}.")
-                    self._values[key], paths[key] = value, steps
-        self.aliases = {
-            alias: name
-            for alias, name in (aliases or {}).items()
-            if alias not in self._values and name in self._values
-        }
-        self._values |= {alias: self._values[name] for alias, name in self.aliases.items()}
-        self.metadata = _whole(self._values, paths)
-
-    def _piece(self, index: "MetadataIndex") -> torch.Tensor:
-        return self._values[index.fqn]
-
-    def fill(self, wanted: dict[str, Any]) -> dict[str, Any]:
-        """Read values, and return what was asked for with them in it. Any rank, alone.
-
-        Args:
-            wanted: as for every reader.
-        """
-        objects = {key: self._values[key] for key in wanted if not isinstance(self._values[key], torch.Tensor)}
-        return {**super().fill({key: wanted[key] for key in wanted if key not in objects}), **objects}
 
 
 def leaves(value: Any, steps: Steps = ()) -> Iterator[tuple[Steps, Any]]:
@@ -384,26 +96,6 @@ def _with_lists(value: Any) -> Any:
     if made and all(type(key) is Position for key in made) and sorted(made) == list(range(len(made))):
         return [made[number] for number in range(len(made))]
     return made
-
-
-def _whole(values: Mapping[str, Any], paths: dict[str, Steps]) -> "Metadata":
-    """Return the metadata of tensors that are in one piece each."""
-    from torch.distributed.checkpoint.metadata import (
-        BytesStorageMetadata,
-        ChunkStorageMetadata,
-        Metadata,
-        TensorProperties,
-        TensorStorageMetadata,
-    )
-
-    told: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, torch.Tensor):
-            chunk = ChunkStorageMetadata(torch.Size([0] * value.dim()), value.shape)
-            told[name] = TensorStorageMetadata(TensorProperties(dtype=value.dtype), value.shape, [chunk])
-        else:
-            told[name] = BytesStorageMetadata()
-    return Metadata(told, paths)
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -563,3 +255,141 @@ def save(
             failures = "; ".join(f"rank {number}: {cause!r}" for number, (cause, _) in sorted(error.failures.items()))
             raise RuntimeError(f"{os.fspath(folder)} could not be written. {failures}") from error
     return entries
+
+
+# -- writing as if by many ranks ---------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """A value that is read when it is written.
+
+    Attributes:
+        reader: of what it is in, a `readers.Reader`.
+        key: what the reader calls it.
+    """
+
+    reader: Any
+    key: str
+
+    @property
+    def spec(self) -> Any:
+        """What the metadata says of it."""
+        return self.reader.metadata.state_dict_metadata[self.key]
+
+    def value(self) -> Any:
+        """Return it whole."""
+        return self.reader.whole([self.key])[self.key]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Together:
+    """Values of a dictionary whose keys are no texts, which shards keep in one piece."""
+
+    parts: Mapping[Steps, Any]
+
+    def value(self) -> Any:
+        values = {steps: part.value() if isinstance(part, Stored) else part for steps, part in self.parts.items()}
+        return nested(values, "a dictionary")
+
+
+def _in_pieces(items: Mapping[Steps, Any]) -> dict[Steps, Any]:
+    """Return values by steps that shards can have: keys that are texts, and positions."""
+    made: dict[Steps, Any] = {}
+    apart: dict[Steps, dict[Steps, Any]] = {}
+    for steps, value in items.items():
+        end = next((n for n, step in enumerate(steps) if type(step) not in (str, Position)), None)
+        if end is None:
+            made[steps] = value
+        else:
+            apart.setdefault(steps[:end], {})[steps[end:]] = value
+    return {**made, **{steps: _Together(parts) for steps, parts in apart.items()}}
+
+
+def _chunks(size: Sequence[int], shards: int) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield where the parts of a tensor begin and how large they are: slices of dim 0, as `fully_shard` makes them."""
+    if not size or not size[0]:
+        yield [0] * len(size), list(size)
+        return
+    rows = -(-size[0] // shards)
+    for start in range(0, size[0], rows):
+        yield [start, *[0] * (len(size) - 1)], [min(rows, size[0] - start), *size[1:]]
+
+
+def write_shards(items: Mapping[Steps, Any], folder: Path, shards: int) -> dict[str, FileEntry]:
+    """Write values as if as many ranks had, each a slice of every tensor. Memory holds one slice at a time.
+
+    Args:
+        items: tensors and other values, by the steps that lead to them.
+        folder: where to.
+        shards: the number of ranks.
+
+    Returns:
+        What the manifest says of the files, by their name in the folder.
+    """
+    from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+    from torch.distributed.checkpoint.planner import SavePlan
+
+    by_key = {".".join(map(str, steps)): (steps, value) for steps, value in _in_pieces(items).items()}
+    planned: list[list[Any]] = [[] for _ in range(shards)]
+    for key, (_, value) in by_key.items():
+        for rank, item in enumerate(_write_items(key, value, shards)):
+            # What is in one piece goes where the least is.
+            planned[rank if item.tensor_data and len(item.index.offset or ()) else _least(planned)].append(item)
+
+    def resolve(item: Any) -> Any:
+        value = by_key[item.index.fqn][1]
+        if item.tensor_data is None:
+            made = io.BytesIO()
+            torch.save(formats.plain(value.value() if isinstance(value, (Stored, _Together)) else value), made)
+            return made
+        chunk = item.tensor_data.chunk
+        if isinstance(value, Stored):
+            return value.reader.part(value.key, chunk.offsets, chunk.sizes)
+        return value[tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))].clone()
+
+    entries: dict[str, FileEntry] = {}
+    made = writer(folder, 0, entries, single_file_per_rank=True)
+    made.set_up_storage_writer(True)
+    plans, metadata = create_default_global_save_plan([made.prepare_local_plan(SavePlan(p)) for p in planned])
+    plans = made.prepare_global_plan(plans)
+    metadata = dataclasses.replace(metadata, planner_data=_paths(by_key))
+    written = [made.write_data(plan, _Planner(resolve)).wait() for plan in plans if plan.items]
+    made.finish(metadata, written)
+    return entries
+
+
+def _paths(by_key: Mapping[str, tuple[Steps, Any]]) -> dict[str, tuple[Any, ...]]:
+    return {
+        key: tuple(int(step) if isinstance(step, int) else step for step in steps)
+        for key, (steps, _) in by_key.items()
+    }
+
+
+def _least(planned: Sequence[Sequence[Any]]) -> int:
+    return min(range(len(planned)), key=lambda rank: len(planned[rank]))
+
+
+def _write_items(key: str, value: Any, shards: int) -> Iterator[Any]:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+    size, dtype = None, None
+    if isinstance(value, torch.Tensor):
+        size, dtype = value.shape, value.dtype
+    elif isinstance(value, Stored) and hasattr(value.spec, "size"):
+        size, dtype = value.spec.size, value.spec.properties.dtype
+    if size is None:
+        yield WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO)
+        return
+    for offsets, sizes in _chunks(size, shards):
+        chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        data = TensorWriteData(chunk, TensorProperties(dtype=dtype), torch.Size(size))
+        yield WriteItem(MetadataIndex(key, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
+
+
+class _Planner:
+    """The part of torch's save planner that a writer asks."""
+
+    def __init__(self, resolve: Callable[[Any], Any]) -> None:
+        self.resolve_data = resolve

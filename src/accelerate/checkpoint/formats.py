@@ -9,7 +9,7 @@ import json
 import os
 import pickle
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -72,6 +72,7 @@ def write_safetensors(
     metadata: Mapping[str, str] | None = None,
     rank: int = 0,
     aliases: Mapping[str, str] | None = None,
+    read: Callable[[str], torch.Tensor] | None = None,
 ) -> FileEntry:
     """Write tensors as safetensors, durably. One process per file.
 
@@ -81,6 +82,7 @@ def write_safetensors(
         metadata: texts by name.
         rank: who writes.
         aliases: names that share the memory of a tensor and are left out, for the manifest.
+        read: returns the values of a name, if `tensors` are on the meta device: one at a time is in memory then.
 
     Raises:
         TypeError: a value is no dense tensor, or of a dtype that safetensors does not have.
@@ -105,7 +107,7 @@ def write_safetensors(
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for name in order:
-            file.write(bytes_of(tensors[name]))
+            file.write(bytes_of(tensors[name] if read is None else read(name)))
     return file.entry(rank, tensors=entries, aliases=aliases or {})
 
 
@@ -269,7 +271,10 @@ def mapped(path: Path) -> Any:
                 return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  no mapping
         with open(path, "rb") as file:
             archive = file.read(2) == b"PK"
-        return load(path, "cpu", mmap=archive)  # before 1.6 it was no archive
+        try:
+            return load(path, "cpu", mmap=archive)  # before 1.6 it was no archive
+        except NotImplementedError:  # of tensors that have no plain memory
+            return load(path, "cpu")
     except (pickle.UnpicklingError, OSError):
         raise
     except Exception as error:  # whatever a damaged file runs into

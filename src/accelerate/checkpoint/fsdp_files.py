@@ -9,10 +9,12 @@ On disk a model and its optimizer have one of three layouts, each as upstream ha
 - local: a file per rank, ``pytorch_model_fsdp_rank0.bin``, that only the same number of ranks in the same layout can load.
 """
 
+import contextlib
+import dataclasses
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,15 +22,18 @@ import torch
 from torch import nn
 
 from accelerate.checkpoint import dcp, formats, fsdp_state
-from accelerate.checkpoint.dcp import FilesReader, FolderReader, Reader, Steps
-from accelerate.checkpoint.fsdp_replace import Entries, finish, replacing, staged, standing
-from accelerate.checkpoint.fsdp_state import Layout, together
-from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest, damaged, is_inside, problems
-from accelerate.checkpoint.names import model_file, optimizer_file
+from accelerate.checkpoint.dcp import Steps
+from accelerate.checkpoint.fsdp_state import Layout, on_all, together
+from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, FileEntry, Manifest, damaged, is_inside, problems
+from accelerate.checkpoint.names import METADATA, model_file, optimizer_file
+from accelerate.checkpoint.parcel import Parcel
+from accelerate.checkpoint.places import LocalPlace
+from accelerate.checkpoint.readers import FilesReader, FolderReader, Reader
 from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 
 Path = str | os.PathLike[str]
 Kind = Literal["model", "optimizer"]
+Entries = dict[str, FileEntry]
 
 # Which parameter each number in an optimizer's file means: names by position, for each group. Torch's format does not tell.
 NAMES_FILE = "parameter_names.json"
@@ -75,7 +80,6 @@ def local_model_stem(index: int, flat: bool) -> str:
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-@fsdp_state.quietly()
 def write(
     state: dict[str, Any],
     folder: Path,
@@ -84,46 +88,87 @@ def write(
     layout: Layout = "sharded",
     *,
     flat: bool = False,
-    group: Any = None,
-) -> Entries:
-    """Write what `model_state` or `optimizer_state` returned. All ranks.
+) -> None:
+    """Write what `model_state` or `optimizer_state` returned, or put it into a plan. All ranks.
 
     Args:
         state: the state.
-        folder: the checkpoint's folder, which all ranks see.
+        folder: the checkpoint's folder, which all ranks see, or the `Parcel` of a save.
         kind: what it is the state of.
         index: which of the models or optimizers it is, from 0.
         layout: how it is written.
         flat: for ``"local"``, that it holds FSDP1's flat parameters.
-        group: for ``"sharded"``, the ranks that save; all by default. One with gloo can be used in the background.
-
-    Returns:
-        What the manifest says of the files that this rank wrote, by their path in the checkpoint's folder.
 
     Raises:
         RuntimeError: writing failed on some rank; raised on all of them.
     """
-    rank = fsdp_state.rank_and_size(group)[0]
+    rank, size = fsdp_state.rank_and_size()
     if layout == "sharded":
         name = model_folder(index) if kind == "model" else optimizer_folder(index)
-        with replacing(folder, name, layout, group) as entries:
-            written = dcp.save({kind: state}, staged(folder, name), group, fsdp_state.is_spread)
-            entries.update({f"{name}/{file}": entry for file, entry in written.items()})
-        return entries
+        if isinstance(folder, Parcel):
+            folder.add_shards(name, {kind: state})
+        else:
+            _publish_shards({kind: state}, os.fspath(folder), name)
+        return
     if layout == "full":
-        state, name = fsdp_state.gathered(state), full_model_file(index) if kind == "model" else optimizer_file(index)
-        file, owner = name, rank == 0
+        with fsdp_state.quietly():
+            state = fsdp_state.gathered(state)
+        name, owns = full_model_file(index) if kind == "model" else optimizer_file(index), rank == 0
     else:
-        name = local_model_stem(index, flat) if kind == "model" else optimizer_folder(index)
-        state, file, owner = _parts(state), rank_file(name, rank), True
+        stem = local_model_stem(index, flat) if kind == "model" else optimizer_folder(index)
+        state, name, owns = _parts(state), rank_file(stem, rank), True
+    if isinstance(folder, Parcel):
+        if owns:
+            folder.add_object(name, state)
+        return
+    path = os.path.join(folder, name)
+    entries = together(lambda: {name: formats.write_torch(path, state, rank)} if owns else {})
+    stale = [rank_file(stem, other) for other in range(size, 1 << 16)] if layout == "local" else []
 
-    def put() -> None:
-        if owner:
-            entries[file] = formats.write_torch(staged(folder, file), state, rank)
+    def clear() -> None:
+        for file in stale:  # of a save on more ranks
+            if not os.path.exists(os.path.join(folder, file)):
+                return
+            os.unlink(os.path.join(folder, file))
 
-    with replacing(folder, name, layout, group) as entries:
-        together(put, group)
-    return entries
+    together(lambda: clear() if rank == 0 else None)
+    _list_anew(os.fspath(folder), entries, stale)
+
+
+def _publish_shards(state: dict[str, Any], folder: str, name: str) -> None:
+    """Write shards aside, and let them take their place together."""
+    rank = fsdp_state.rank_and_size()[0]
+    place = LocalPlace(os.path.join(folder, name))
+    staged = on_all(together(lambda: place.stage() if rank == 0 else ""))[0]
+    try:
+        written = dcp.save(state, staged, None, fsdp_state.is_spread)
+        together(lambda: place.publish() if rank == 0 else None)
+    except BaseException:
+        place.abandon()
+        raise
+    _list_anew(folder, {f"{name}/{file}": entry for file, entry in written.items()}, [f"{name}/"])
+
+
+def _list_anew(folder: str, entries: dict[str, FileEntry], replaced: Sequence[str]) -> None:
+    """Let the manifest of a checkpoint, if it lists what was replaced, list what replaced it. All ranks.
+
+    Args:
+        folder: the checkpoint's folder.
+        entries: of the files that this rank wrote.
+        replaced: names, or beginnings of names, that are not there any more.
+    """
+    written = [entry for of_rank in on_all(entries) for entry in of_rank.items()]
+
+    def tell() -> None:
+        if fsdp_state.rank_and_size()[0] or not os.path.isfile(os.path.join(folder, NAME)):
+            return
+        with contextlib.suppress(DamagedCheckpoint):  # nobody loads by it
+            manifest = Manifest.read(folder)
+            kept = {file: entry for file, entry in manifest.files.items() if not file.startswith(tuple(replaced))}
+            if len(kept) < len(manifest.files) or any(file in kept for file, _ in written):
+                dataclasses.replace(manifest, files={**kept, **dict(written)}).write(folder)
+
+    together(tell)
 
 
 def _parts(state: Any) -> Any:
@@ -232,8 +277,10 @@ def find(folder: Path, kind: Kind, index: int = 0, prefer: Layout | None = None)
         shards, stems = model_folder(index), [model_folder(index), FSDP_MODEL_NAME][: 1 if index else 2]
     else:
         files, shards, stems = [optimizer_file(index)], optimizer_folder(index), [optimizer_folder(index)]
-    whole = standing(folder, shards)
-    found = [Found(folder, whole, "sharded", index)] if whole is not None else []
+    whole = os.path.basename(
+        LocalPlace(os.path.join(folder, shards)).fetch()
+    )  # what a killed save has put aside counts
+    found = [Found(folder, whole, "sharded", index)] if os.path.isfile(os.path.join(folder, whole, METADATA)) else []
     found += [Found(folder, file, "full", index) for file in files if os.path.isfile(os.path.join(folder, file))]
     found += [
         Found(folder, stem, "local", index)
@@ -258,12 +305,6 @@ def required(folder: Path, kind: Kind, index: int, prefer: Layout | None) -> Fou
         RuntimeError: another rank failed.
     """
     rank, size = fsdp_state.rank_and_size()
-
-    def complete() -> None:
-        for stem in {model_folder(index), FSDP_MODEL_NAME} if kind == "model" else {optimizer_folder(index)}:
-            finish(folder, stem)
-
-    together(lambda: complete() if rank == 0 else None)
     found = together(lambda: _required(folder, kind, index, prefer))
     together(lambda: found.verify(rank, size))
     return found
@@ -281,11 +322,12 @@ def _required(folder: Path, kind: Kind, index: int, prefer: Layout | None) -> Fo
     return found
 
 
-def indexed_files(path: Path) -> list[str]:
+def indexed_files(path: Path, present: Container[str] | None = None) -> list[str]:
     """Return the files that an index of safetensors lists. Any rank, alone.
 
     Args:
         path: the index.
+        present: the files there are, where they do not lie beside it.
 
     Raises:
         DamagedCheckpoint: it is no index, or one of its files is missing.
@@ -296,7 +338,8 @@ def indexed_files(path: Path) -> list[str]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpoint(f"{os.fspath(path)} is no index of files with weights: {error!r}") from None
     for file in files:
-        if not is_inside(file) or not os.path.isfile(os.path.join(os.path.dirname(path), file)):
+        there = file in present if present is not None else os.path.isfile(os.path.join(os.path.dirname(path), file))
+        if not is_inside(file) or not there:
             raise DamagedCheckpoint(f"{os.fspath(path)} lists {file!r}, which is missing.")
     return files
 

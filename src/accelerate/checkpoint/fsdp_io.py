@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.checkpoint import dcp, fsdp_optimizer, fsdp_state
-from accelerate.checkpoint.dcp import Reader
+from accelerate.checkpoint import dcp, fsdp_optimizer, fsdp_state, readers
 from accelerate.checkpoint.fsdp_files import is_extra, model_specs, required, write
-from accelerate.checkpoint.fsdp_replace import Entries
 from accelerate.checkpoint.fsdp_state import Layout, ModelState, together
+from accelerate.checkpoint.readers import Reader
 from accelerate.modules.named import match_names
 
 Path = str | os.PathLike[str]
@@ -57,7 +56,7 @@ def read_model(
     for name, keys in parts.items():
         value = own.values[name]
         if is_extra(name):  # it may be anything, and differ from what the module has now
-            wanted |= {key: dcp.memory_of(specs[key]) for key in keys.values() if key not in wanted}
+            wanted |= {key: readers.memory_of(specs[key]) for key in keys.values() if key not in wanted}
             continue
         (key,) = keys.values()
         size = getattr(specs[key], "size", None)
@@ -117,7 +116,7 @@ def _part_like(own: Any, stored: Any, where: str) -> Any:
 # -- saving and loading ------------------------------------------------------------------------------------------------
 
 
-def save_model(model: nn.Module, folder: Path, index: int = 0, layout: Layout = "sharded", **options: Any) -> Entries:
+def save_model(model: nn.Module, folder: Path, index: int = 0, layout: Layout = "sharded", **options: Any) -> None:
     """Write a model into a checkpoint's folder. All ranks.
 
     Args:
@@ -125,16 +124,13 @@ def save_model(model: nn.Module, folder: Path, index: int = 0, layout: Layout = 
         folder: the checkpoint's folder; it is made.
         index: which of the models it is.
         layout: how it is written. ``"local"`` writes FSDP1's flat parameters.
-        **options: ``getter`` of `fsdp_state.model_state`, ``flat`` and ``group`` of `write`.
-
-    Returns:
-        What the manifest says of the files that this rank wrote.
+        **options: ``getter`` of `fsdp_state.model_state`, ``flat`` of `write`.
     """
     getters = {key: options.pop(key) for key in ("getter",) if key in options}
     flat = layout == "local" and options.setdefault("flat", fsdp_state.is_fsdp1(model))
-    together(lambda: os.makedirs(folder, exist_ok=True), options.get("group"))
+    together(lambda: os.makedirs(folder, exist_ok=True))
     state = fsdp_state.model_state(model, layout="local" if flat else "sharded", **getters)
-    return write(state.values, folder, "model", index, layout, **options)
+    write(state.values, folder, "model", index, layout, **options)
 
 
 def load_model(
@@ -178,8 +174,7 @@ def save_optimizer(
     folder: Path,
     index: int = 0,
     layout: Layout = "sharded",
-    **options: Any,
-) -> Entries:
+) -> None:
     """Write an optimizer's state, keyed by the names of parameters, into a checkpoint's folder. All ranks.
 
     Args:
@@ -188,13 +183,9 @@ def save_optimizer(
         folder: the checkpoint's folder; it is made.
         index: which of the optimizers it is.
         layout: how it is written.
-        **options: ``group`` of `write`.
-
-    Returns:
-        What the manifest says of the files that this rank wrote.
     """
-    together(lambda: os.makedirs(folder, exist_ok=True), options.get("group"))
-    return write(fsdp_state.optimizer_state(optimizer, model), folder, "optimizer", index, layout, **options)
+    together(lambda: os.makedirs(folder, exist_ok=True))
+    write(fsdp_state.optimizer_state(optimizer, model), folder, "optimizer", index, layout)
 
 
 def load_optimizer(

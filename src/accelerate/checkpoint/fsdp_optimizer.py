@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.checkpoint import dcp, fsdp_state
-from accelerate.checkpoint.dcp import Reader, Steps
+from accelerate.checkpoint import dcp, fsdp_state, readers
+from accelerate.checkpoint.dcp import Steps
 from accelerate.checkpoint.fsdp_files import Found, read_names
 from accelerate.checkpoint.manifest import DamagedCheckpoint
+from accelerate.checkpoint.readers import Reader
 from accelerate.modules.named import match_names
 
 
@@ -105,7 +106,7 @@ def read(goal: Target, found: Found) -> dict[str, Any]:
             wanted[key] = _memory(goal, name, steps, specs[key], reader.origin)
             places.append((name, steps, key))
     for name, keys in states.items():  # what belongs to no parameter
-        wanted |= {key: dcp.memory_of(specs[key]) for key in keys.values()}
+        wanted |= {key: readers.memory_of(specs[key]) for key in keys.values()}
         places += [(name, steps, key) for steps, key in keys.items()]
     filled = reader.fill(wanted)
     values: dict[Any, dict[Steps, Any]] = {}

@@ -433,6 +433,18 @@ def _on_host(value: Any) -> bool:
     return all(shard.tensor.device.type == "cpu" for shard in value.local_shards())
 
 
+def copy_of(value: Any) -> torch.Tensor:
+    """Return a copy of what this rank has of a tensor, in the host's memory, with the same knowledge of the whole.
+
+    Args:
+        value: a DTensor or ShardedTensor.
+    """
+    with quietly():
+        made = like(value)
+        part(made).copy_(part(value))
+    return made
+
+
 def part(value: Any) -> torch.Tensor:
     """Return what this rank has of a tensor; empty, if nothing. It is no copy.
 

@@ -40,6 +40,7 @@ GENERATORS_NAME = "generators"
 # Lies in a folder of torch's distributed checkpoints.
 METADATA = ".metadata"
 
+_SHARDS = re.compile(r"__\d+_\d+\.distcp|\.metadata")
 _NUMBERED = re.compile(re.escape(CHECKPOINT_PREFIX) + r"(\d+)")
 _GENERATORS = re.compile(GENERATORS_NAME + r"_\d+\.safetensors")
 
@@ -123,6 +124,11 @@ def is_checkpoint_file(name: str) -> bool:
         name: the name of a file directly inside a checkpoint.
     """
     return _PARTS.fullmatch(name) is not None
+
+
+def is_shard_file(name: str) -> bool:
+    """Say whether a file has a name that torch gives to the files of a folder of shards."""
+    return _SHARDS.fullmatch(name) is not None
 
 
 def custom_file(index: int) -> str:

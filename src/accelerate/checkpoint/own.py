@@ -35,7 +35,9 @@ def users_own(folder: str) -> list[str]:
                 name = f"{below}/{entry}" if below else entry
                 if name in inner:
                     found += look(name)
-                elif name not in parts and (below or not names.is_checkpoint_file(entry)):
+                elif below and name not in parts:
+                    found.append(name)
+                elif not (name in parts or names.is_checkpoint_file(name) or names.is_shard_file(name)):
                     found.append(name)
         return found
 

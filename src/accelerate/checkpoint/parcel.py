@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from accelerate.checkpoint import formats
+from accelerate.checkpoint import dcp, formats
+from accelerate.checkpoint.fsdp_state import copy_of, is_spread
 from accelerate.checkpoint.manifest import FileEntry
 from accelerate.checkpoint.memory import fresh
 from accelerate.checkpoint.threads import each
@@ -34,6 +35,7 @@ class Parcel(os.PathLike[str]):
         self.folder = folder
         self.rank = rank
         self._jobs: dict[str, tuple[Callable[..., FileEntry], Any, dict[str, Any]]] = {}
+        self._shards: dict[str, dict[str, Any]] = {}
 
     def __fspath__(self) -> str:
         return self.folder
@@ -68,6 +70,15 @@ class Parcel(os.PathLike[str]):
         """
         self._jobs[file] = (formats.write_bytes, data, {})
 
+    def add_shards(self, name: str, state: dict[str, Any]) -> None:
+        """Add a folder of shards, in torch's sharded format: all ranks add it, and write it together. All ranks.
+
+        Args:
+            name: of the folder.
+            state: nested dictionaries of what this rank has.
+        """
+        self._shards[name] = state
+
     def snapshot(self, buffers: "HostBuffers") -> Callable[[], None]:
         """Replace all that was added by copies in host memory; what the run goes on with is not in the parcel any more.
 
@@ -81,19 +92,25 @@ class Parcel(os.PathLike[str]):
         taken = _Snapshot(lease)
         try:
             self._jobs = {file: (write, taken.of(obj), options) for file, (write, obj, options) in self._jobs.items()}
+            self._shards = {name: taken.of(state) for name, state in self._shards.items()}
             lease.synchronize()
         except BaseException:
             lease.release()
             raise
         return lease.release
 
-    def write(self, writers: int = WRITERS) -> dict[str, FileEntry]:
-        """Write the files, durably, and return what the manifest says of them. Any rank, alone.
+    def write(self, writers: int = WRITERS, group: Any = None) -> dict[str, FileEntry]:
+        """Write the files, durably, and return what the manifest says of them. All ranks if any has shards, else any rank, alone.
 
         Args:
             writers: files that are written at a time. An interpreter that is about to exit starts no more threads, so what
                 may run then takes one.
+            group: the ranks that write shards, and how they talk; the default group by default.
         """
+        entries: dict[str, FileEntry] = {}
+        for name, state in self._shards.items():
+            written = dcp.save(state, os.path.join(self.folder, name), group, is_spread)
+            entries |= {f"{name}/{file}": entry for file, entry in written.items()}
 
         def one(file: str) -> FileEntry:
             write, obj, options = self._jobs[file]
@@ -101,7 +118,7 @@ class Parcel(os.PathLike[str]):
 
         # The largest first, so that the small ones fill the gaps.
         order = sorted(self._jobs, key=lambda file: nbytes(self._jobs[file][1]), reverse=True)
-        return dict(zip(order, each(one, order, writers), strict=True))
+        return {**entries, **dict(zip(order, each(one, order, writers), strict=True))}
 
 
 def nbytes(obj: Any) -> int:
@@ -244,6 +261,8 @@ class _Snapshot:
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.detach()
+        if is_spread(tensor):
+            return copy_of(tensor)
         if tensor.layout is not torch.strided or type(tensor) is not torch.Tensor or tensor.is_quantized:
             return copy.deepcopy(tensor) if self._keeps_devices else copy.deepcopy(tensor).cpu()
         if self._keeps_devices and tensor.device.type != "cpu":

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from accelerate.checkpoint import checksum, formats, manifest
-from accelerate.checkpoint.collective_meeting import CollectiveMeeting
+from accelerate.checkpoint.barrier import CollectiveBarrier, SaveBarrier, default_store
 from accelerate.checkpoint.manifest import FileEntry, Manifest
-from accelerate.checkpoint.meeting import Meeting, default_store
 from accelerate.checkpoint.parcel import WRITERS, Parcel
 from accelerate.checkpoint.places import Place
 
@@ -76,8 +75,8 @@ class Group:
         leader = leader if leader in ranks else ranks[0]
         return leader, self.rank == (leader if self.each_node else ranks[0])
 
-    def meeting(self, kind: str, place: Place) -> Meeting:
-        """Return the meeting of these ranks.
+    def barrier(self, kind: str, place: Place) -> SaveBarrier:
+        """Return the barrier of these ranks.
 
         Args:
             kind: ``"save_state"`` or ``"load_state"``.
@@ -85,9 +84,9 @@ class Group:
         """
         store = default_store()
         if store is None and self.world_size > 1:
-            return CollectiveMeeting(kind, place.location, self.rank, self.world_size)
+            return CollectiveBarrier(kind, place.location, self.rank, self.world_size)
         apart = self.local_world_size if self.each_node else None
-        made = Meeting(kind, place.location, self.rank, self.world_size, store, apart)
+        made = SaveBarrier(kind, place.location, self.rank, self.world_size, store, apart)
         made.local_rank = None if self.shared else self.local_rank
         return made
 
@@ -115,8 +114,10 @@ class Save:
         self.group = group
         self.facts = facts
         self.rotating = rotating
+        # The process group of the ranks that write shards together; None for the default one.
+        self.shards: Any = None
         self.refusing = refusing
-        self.meeting = group.meeting("save_state", place)
+        self.barrier = group.barrier("save_state", place)
         self._parcel: Parcel | None = None
         self._problem: BaseException | None = None
         self._leader, self._publishes = group.leader, False
@@ -131,27 +132,27 @@ class Save:
             CollectiveMisuse: the others do something else.
             RuntimeError: the folder could not be made; on the rank that tried, its own error.
         """
-        self.meeting.begin()
-        self._leader, self._publishes = self.group.among(self.meeting.ranks, self.meeting.leader(self.group.leader))
+        self.barrier.begin()
+        self._leader, self._publishes = self.group.among(self.barrier.ranks, self.barrier.leader(self.group.leader))
         staged, problem = None, former
         if self._leads and former is None:
             try:
                 if self.refusing is not None:
                     self.refusing(self.place)
-                staged = self.place.stage(self.meeting.name)
+                staged = self.place.stage(self.barrier.name)
             except BaseException as error:  # a rank that leaves without a word is waited for
                 problem = error
         told = {"staged": staged, "problem": _text(problem), "generation": self.place.generation}
         try:
-            notes = self.meeting.exchange(told)
+            notes = self.barrier.exchange(told)
             if any(note["problem"] for note in notes):
-                self.meeting.end(problem)
+                self.barrier.end(problem)
         except BaseException:
             self._abandon()
             raise
         if self._leads and notes[0]["generation"]:
             self.place.join(notes[0]["generation"])
-        staged = dict(zip(self.meeting.ranks, notes, strict=True))[self._leader]["staged"]
+        staged = dict(zip(self.barrier.ranks, notes, strict=True))[self._leader]["staged"]
         self._parcel = Parcel(staged, self.group.rank)
 
     @property
@@ -177,7 +178,7 @@ class Save:
             RuntimeError: another rank could not; this one's own error is raised as it is.
         """
         try:
-            self.meeting.check(self._problem)
+            self.barrier.check(self._problem)
         except BaseException:
             self._abandon()
             raise
@@ -207,7 +208,7 @@ class Save:
         entries: dict[str, FileEntry] = {}
         if self._problem is None:
             try:
-                entries = self._parcel.write(writers)
+                entries = self._parcel.write(writers, self.shards)
             except BaseException as error:
                 self._problem = error
         notes = self._tell(entries)
@@ -222,17 +223,17 @@ class Save:
             except BaseException as error:
                 self._problem = error
         notes = self._tell(entries if self._leads else {})
-        self.meeting.end(self._problem, act=lambda: self._publish(notes), presiding=self._publishes)
+        self.barrier.end(self._problem, act=lambda: self._publish(notes), presiding=self._publishes)
 
     def _tell(self, entries: dict[str, FileEntry]) -> list[dict[str, Any]]:
         told = {name: entry.to_json() for name, entry in entries.items()}
-        self.meeting.failed = self._problem is not None
-        return self.meeting.exchange({"leader": self._leader, "files": told, "problem": _text(self._problem)})
+        self.barrier.failed = self._problem is not None
+        return self.barrier.exchange({"leader": self._leader, "files": told, "problem": _text(self._problem)})
 
     def _publish(self, notes: list[dict[str, Any]]) -> None:
         if self.group.each_node:
             notes = [note for note in notes if note["leader"] == self.group.rank]
-        Manifest(merged(notes), save=self.meeting.name, **self.facts).write(self._parcel.folder)
+        Manifest(merged(notes), save=self.barrier.name, **self.facts).write(self._parcel.folder)
         self.place.publish()
         if self.rotating is not None:
             self.rotating(self.place)

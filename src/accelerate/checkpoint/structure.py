@@ -16,7 +16,7 @@ from accelerate.checkpoint.manifest import DamagedCheckpoint, TensorEntry, is_in
 from accelerate.checkpoint.names import METADATA
 
 if TYPE_CHECKING:
-    from accelerate.checkpoint.dcp import Reader
+    from accelerate.checkpoint.readers import Reader
 
 INDEX_SUFFIX = ".index.json"
 
@@ -181,7 +181,7 @@ def problems_of_shards(folder: str) -> dict[str, str]:
     Args:
         folder: one with a ``.metadata`` file.
     """
-    from accelerate.checkpoint.dcp_metadata import read_metadata
+    from accelerate.checkpoint.readers import read_metadata
 
     try:
         metadata = read_metadata(folder)
@@ -260,8 +260,8 @@ def tensors_of_shards(folder: str) -> Mapping[str, TensorEntry]:
         DamagedCheckpoint: its metadata is damaged.
         OSError: it cannot be read.
     """
-    from accelerate.checkpoint.dcp import FolderReader
     from accelerate.checkpoint.formats import tensor_entry
+    from accelerate.checkpoint.readers import FolderReader
 
     reader = FolderReader(folder)
     found = {}

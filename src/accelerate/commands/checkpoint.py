@@ -243,7 +243,7 @@ def export_command(args: argparse.Namespace) -> int:
     Returns:
         The exit status.
     """
-    from accelerate.checkpoint.export import export
+    from accelerate.checkpoint.convert import export
     from accelerate.offload.sizes import convert_file_size_to_int
 
     size = args.max_shard_size
@@ -266,7 +266,7 @@ def reshard_command(args: argparse.Namespace) -> int:
     Returns:
         The exit status.
     """
-    from accelerate.checkpoint.reshard import reshard
+    from accelerate.checkpoint.convert import reshard
 
     out = place_of(args.out)
     if out.files() or out.entries():

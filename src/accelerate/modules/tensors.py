@@ -53,6 +53,22 @@ def _view(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
+def same_tensors(state: Mapping[str, Any]) -> dict[str, str]:
+    """Return names whose tensor is that of an earlier name, and that name. Tensors that only overlap are different data.
+
+    Args:
+        state: Names and values.
+    """
+    found = {}
+    for names in shared_tensor_names(state):
+        first: dict[Any, str] = {}
+        for name in names:
+            kept = first.setdefault(_view(state[name]), name)
+            if kept != name:
+                found[name] = kept
+    return found
+
+
 def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state dict that safetensors can write: each tensor once, contiguous, and sharing memory with no other.
 

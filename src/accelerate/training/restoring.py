@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate.backends.registry import resolve
 from accelerate.checkpoint import files, names, rotation
+from accelerate.checkpoint.barrier import SaveBarrier
 from accelerate.checkpoint.contents import Contents, Restoring, read_common, undoing
 from accelerate.checkpoint.manifest import damaged
-from accelerate.checkpoint.meeting import Meeting
 from accelerate.checkpoint.places import Place, place_of
 from accelerate.checkpoint.session import Group, damage, shares
 from accelerate.checkpointing import resolve_map_location
@@ -61,16 +61,16 @@ def load_state(
     latest = latest or input_dir is None
     place = _place(accelerator, input_dir)
     group = Group.of(accelerator, place)
-    meeting = group.meeting("load_state", place)
-    meeting.begin()
-    meeting.check(former)  # what failed in the background on one rank alone is raised on all of them now
+    barrier = group.barrier("load_state", place)
+    barrier.begin()
+    barrier.check(former)  # what failed in the background on one rank alone is raised on all of them now
     restoring, problem, chosen, following = None, None, None, None
     try:
-        chosen, folder, following = _choose(accelerator, meeting, group, place, latest)
+        chosen, folder, following = _choose(accelerator, barrier, group, place, latest)
         contents = _read(accelerator, folder, location, load_kwargs, load_model_func_kwargs)
         restoring = contents.begin(**load_model_func_kwargs)
     except _Agreed as agreed:  # every rank raises this, so nobody has to be told
-        meeting.end(None)
+        barrier.end(None)
         # One that cannot be read is no reason to begin anew, and to save over it.
         if missing_ok and agreed.nothing:
             logger.info("%s Nothing was loaded.", agreed.problem)
@@ -79,7 +79,7 @@ def load_state(
     except BaseException as error:  # a rank that leaves without a word is waited for
         problem = error
     try:
-        _complete(accelerator, meeting, restoring, problem)
+        _complete(accelerator, barrier, restoring, problem)
     finally:
         if chosen is not None:
             chosen.release()
@@ -90,11 +90,11 @@ def load_state(
 
 
 def _complete(
-    accelerator: "Accelerator", meeting: Meeting, restoring: Restoring | None, problem: BaseException | None
+    accelerator: "Accelerator", barrier: SaveBarrier, restoring: Restoring | None, problem: BaseException | None
 ) -> None:
     """Put the rest into the objects if all ranks got this far, else give back what they had."""
     try:
-        meeting.check(problem)
+        barrier.check(problem)
     except BaseException:
         if restoring is not None:
             restoring.undo()
@@ -104,7 +104,7 @@ def _complete(
             setattr(accelerator, name, value)
     except BaseException as error:  # nobody must go on with a rank that has another state
         problem = error
-    meeting.end(problem)
+    barrier.end(problem)
 
 
 class _Agreed(Exception):
@@ -133,7 +133,7 @@ def _place(accelerator: "Accelerator", input_dir: Folder | None) -> Place:
 
 
 def _choose(
-    accelerator: "Accelerator", meeting: Meeting, group: Group, place: Place, latest: bool
+    accelerator: "Accelerator", barrier: SaveBarrier, group: Group, place: Place, latest: bool
 ) -> tuple[Place, str, int | None]:
     """Return the checkpoint that all ranks take, verified; this rank's local folder of it; and the next automatic number."""
     candidates, passed = [place.location], []
@@ -145,14 +145,14 @@ def _choose(
                 candidates = [candidate.location for candidate in found]
             except Exception as error:  # the others wait for what was found
                 problem = f"{type(error).__name__}: {error}"
-        candidates, passed, problem = meeting.exchange([candidates, passed, problem])[0]
+        candidates, passed, problem = barrier.exchange([candidates, passed, problem])[0]
         if problem:
             raise _Agreed(OSError(f"{place.location!r} could not be searched for checkpoints. {problem}"))
         if group.rank == 0:
             for line in passed:
                 logger.warning("Passed over %s", line)
     for candidate in map(place_of, candidates):
-        folder, found, following = _verified(accelerator, meeting, group, candidate)
+        folder, found, following = _verified(accelerator, barrier, group, candidate)
         if not found:
             return candidate, folder, following
         candidate.release()
@@ -169,10 +169,10 @@ def _choose(
 
 
 def _verified(
-    accelerator: "Accelerator", meeting: Meeting, group: Group, candidate: Place
+    accelerator: "Accelerator", barrier: SaveBarrier, group: Group, candidate: Place
 ) -> tuple[str | None, list[str], int | None]:
     """Verify a checkpoint together: the folder to read from, what is wrong (the same on all ranks), and the next number."""
-    leader = meeting.leader(group.leader)
+    leader = barrier.leader(group.leader)
     folder, found, state, save = None, [], None, None
     try:
         state = candidate.state()
@@ -183,7 +183,7 @@ def _verified(
             folder = candidate.fetch()
     except Exception as error:
         found = [f"{type(error).__name__}: {error}"]
-    notes = meeting.exchange([folder, group.rank, found, save])
+    notes = barrier.exchange([folder, group.rank, found, save])
     problems = _distinct(note[2] for note in notes)
     if not problems and len({note[3] for note in notes}) > 1:
         problems = [
@@ -203,7 +203,7 @@ def _verified(
             logger.warning("%s is loaded unverified: %s.", candidate.location, state.reason)
     except Exception as error:
         found = [f"{type(error).__name__}: {error}"]
-    notes = meeting.exchange([found, leader, checked, following])
+    notes = barrier.exchange([found, leader, checked, following])
     found = _distinct(note[0] for note in notes)
     numbers = [note[3] for note in notes if note[3] is not None]
     if not found and state.manifest is not None:
@@ -213,7 +213,7 @@ def _verified(
                 found = damage(folder, state.manifest, unseen[leader])
             except Exception as error:
                 found = [f"{type(error).__name__}: {error}"]
-            found = _distinct(meeting.exchange(found))
+            found = _distinct(barrier.exchange(found))
     return folder, found, max(numbers, default=None)
 
 

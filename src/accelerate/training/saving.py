@@ -86,18 +86,15 @@ def save_state(
     place = place_of(path)
     blocking = not project.async_save if blocking is None else blocking
     save = Save(place, Group.of(accelerator, place), facts(accelerator), *_automatic(accelerator))
-    if not blocking and not save.meeting.in_background:
+    if not blocking and not save.barrier.in_background:
         warn_caller(
             "save_state(blocking=False) writes at once here: these ranks have no key-value store to meet in meanwhile."
         )
         blocking = True
-    if not blocking and resolve(accelerator.state).saves_shards:
-        warn_caller(
-            f"save_state(blocking=False) writes models and optimizers before it returns here: {accelerator.distributed_type} writes "
-            "shards, which the ranks do together. Only the rest is written in the background."
-        )
     # What failed on one rank alone, or was told to some ranks only, is raised on all of them now.
     save.begin(former)
+    if resolve(accelerator.state).saves_shards:
+        save.shards = background.process_group()
     release = None
     try:
         parcel = save.parcel()

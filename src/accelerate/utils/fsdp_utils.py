@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from accelerate.checkpoint import fsdp_adapters, fsdp_io, fsdp_state
-from accelerate.checkpoint.merging import merge_fsdp_weights
+from accelerate.checkpoint.convert import merge_fsdp_weights
 from accelerate.config.fsdp import get_module_class_from_name
 from accelerate.logging import get_logger
 from accelerate.modules.compile import is_compiled_module

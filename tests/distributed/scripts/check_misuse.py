@@ -14,9 +14,9 @@ import torch.distributed as dist
 from harness import fresh_accelerator, raised, shared_folder
 from torch import nn
 
-from accelerate.checkpoint import meeting
-from accelerate.checkpoint.meeting import CollectiveMisuse, Meeting, default_store
-from accelerate.runtime import whereabouts
+from accelerate.checkpoint import barrier
+from accelerate.checkpoint.barrier import CollectiveMisuse, SaveBarrier, default_store
+from accelerate.diagnostics import hang
 
 LIMIT_S = 15
 
@@ -27,7 +27,7 @@ class Run:
     def __init__(self):
         self.accelerator = fresh_accelerator()
         self.rank, self.size = self.accelerator.process_index, self.accelerator.num_processes
-        whereabouts.watch(default_store(), self.rank, self.size)
+        hang.watch(default_store(), self.rank, self.size)
         self.model = self.accelerator.prepare(nn.Linear(4, 1))
         self.step()
 
@@ -37,13 +37,13 @@ class Run:
         assert next(self.model.parameters()).grad.sum().item() != 0
 
     def meet(self, place="/run/first", kind="save_state"):
-        """Begin a meeting."""
-        gathered = Meeting(kind, place, self.rank, self.size, default_store())
+        """Begin a barrier."""
+        gathered = SaveBarrier(kind, place, self.rank, self.size, default_store())
         gathered.begin()
         return gathered
 
     def save(self, place="/run/first"):
-        """Hold a whole meeting; return who took part."""
+        """Hold a whole barrier; return who took part."""
         gathered = self.meet(place)
         assert gathered.exchange(self.rank) == gathered.ranks
         done = []
@@ -81,9 +81,9 @@ class Flag(logging.Handler):
 
 def reporting(folder, after_s=5.0):
     """Let waiting ranks report earlier, and return the flag that they raise."""
-    meeting.REPORT_AFTER_S = after_s
+    barrier.REPORT_AFTER_S = after_s
     flag = Flag(folder)
-    meeting.logger.addHandler(flag)
+    barrier.logger.addHandler(flag)
     return flag
 
 
@@ -209,7 +209,7 @@ def saves_after_the_end_of_another():
 
 def saves_on_main_by_design():
     """A script that means it."""
-    meeting.PATIENCE = timedelta(seconds=1)
+    barrier.PATIENCE = timedelta(seconds=1)
     run = Run()
     for _ in range(2):
         if run.rank == 0:
@@ -219,7 +219,7 @@ def saves_on_main_by_design():
 
 def dies_while_saving():
     """A rank is killed while it writes; no launcher takes the others down."""
-    meeting.ASK_WRITERS_AFTER_S, meeting.ASK_WRITERS_AGAIN_S = 1, 1
+    barrier.ASK_WRITERS_AFTER_S, barrier.ASK_WRITERS_AGAIN_S = 1, 1
     run = Run()
     gathered = run.meet()
     if run.rank == 1:
@@ -241,8 +241,8 @@ def ends_after_main():
     if run.rank > 0:
         while not Path("main-has-ended").exists():
             time.sleep(0.01)
-        whereabouts._watcher._thread.join(LIMIT_S)
-        assert not whereabouts._watcher._thread.is_alive()
+        hang._watcher._thread.join(LIMIT_S)
+        assert not hang._watcher._thread.is_alive()
 
 
 if __name__ == "__main__":

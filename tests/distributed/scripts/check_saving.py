@@ -13,8 +13,8 @@ from harness import everywhere, fresh_accelerator, raised, run, shared_folder
 from torch import nn
 from torch.utils.data import DataLoader
 
+from accelerate.checkpoint.barrier import CollectiveMisuse
 from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest
-from accelerate.checkpoint.meeting import CollectiveMisuse
 from accelerate.utils import ProjectConfiguration
 
 

@@ -22,9 +22,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from accelerate import PartialState
-from accelerate.checkpoint import dcp, formats, fsdp_files, fsdp_io, fsdp_state
+from accelerate.checkpoint import formats, fsdp_files, fsdp_io, fsdp_state, readers
+from accelerate.checkpoint.convert import reshard
 from accelerate.checkpoint.manifest import DamagedCheckpoint
-from accelerate.checkpoint.reshard import reshard
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.utils import fsdp_utils
 
@@ -268,9 +268,9 @@ def _failing(folder):
         job.save(here, "sharded")
         job.step(1)
         before = job.whole()
-        read_data, write_torch = dcp.Reader.read_data, formats.write_torch
+        read_data, write_torch = readers.Reader.read_data, formats.write_torch
         if dist.get_rank() == 1:
-            dcp.Reader.read_data = lambda *_: 1 / 0
+            readers.Reader.read_data = lambda *_: 1 / 0
         else:
             formats.write_torch = lambda *_: 1 / 0
         for work, arguments, culprit in (
@@ -286,7 +286,7 @@ def _failing(folder):
                 assert dist.get_rank() != culprit and f"Rank {culprit} failed" in str(error), error
             else:
                 raise AssertionError(f"{work.__name__} returned, though a rank failed")
-        dcp.Reader.read_data, formats.write_torch = read_data, write_torch
+        readers.Reader.read_data, formats.write_torch = read_data, write_torch
         after = job.whole()
         assert not differing(before, after)
 

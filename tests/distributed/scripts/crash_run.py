@@ -31,7 +31,7 @@ import torch.distributed as dist
 from crash_points import PHASES, Board, Plan, Points, die_with_parent, mount_small_disk
 from crash_state import Chain, Run
 
-from accelerate.checkpoint import meeting, names
+from accelerate.checkpoint import barrier, names
 from accelerate.checkpoint.manifest import DamagedCheckpoint
 from accelerate.checkpoint.places import place_of
 from accelerate.state import AcceleratorState, GradientState
@@ -298,7 +298,7 @@ def _be_rank(rank: int, world: int, port: int, number: int) -> None:
     variables = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
     os.environ.update({name: str(value) for name, value in variables.items()})
     # Whoever is left alone finds out at once.
-    meeting.ASK_WRITERS_AFTER_S = meeting.ASK_WRITERS_AGAIN_S = meeting.ASK_AFTER_S = 0.2
+    barrier.ASK_WRITERS_AFTER_S = barrier.ASK_WRITERS_AGAIN_S = barrier.ASK_AFTER_S = 0.2
     # A store serves all runs, each under a prefix of its own.
     store = dist.PrefixStore(f"run {number}", dist.TCPStore("127.0.0.1", port, is_master=False))
     dist.init_process_group("gloo", rank=rank, world_size=world, store=store)

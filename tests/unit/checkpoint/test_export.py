@@ -9,9 +9,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import checkpoint_samples as samples
-from accelerate.checkpoint import export as module
+from accelerate.checkpoint import convert as module
 from accelerate.checkpoint import names
-from accelerate.checkpoint.export import export
+from accelerate.checkpoint.convert import export
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest
 from accelerate.checkpoint.structure import weight_map
 
@@ -93,17 +93,6 @@ def test_values_beyond_a_dtype(tmp_path):
     assert loaded(tmp_path / "out")["b"].isinf().tolist() == [True, False]
 
 
-def test_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_PIECE", 16)
-    for safe in (True, False):
-        source = samples.write(tmp_path / f"checkpoint_{safe:d}", safe=safe)
-        export(source, tmp_path / f"out{safe:d}", dtype="fp32")
-        wanted = {
-            name: value.float() if value.is_floating_point() else value for name, value in samples.tensors().items()
-        }
-        assert same(loaded(tmp_path / f"out{safe:d}"), wanted)
-
-
 def test_tied_weights(tmp_path):
     from huggingface_hub import load_state_dict_from_file
 
@@ -155,7 +144,7 @@ def test_shards_of_save_model(tmp_path, safe):
     export(tmp_path / "saved", tmp_path / "out")
     assert same(loaded(tmp_path / "out"), model.state_dict())
     next((tmp_path / "saved").glob("*-00002-*")).unlink()
-    with pytest.raises(FileNotFoundError, match="00002-of-00002"):
+    with pytest.raises(DamagedCheckpoint, match="00002-of-00002"):
         export(tmp_path / "saved", tmp_path / "out2")
 
 
@@ -175,7 +164,7 @@ def test_sharded_format_of_torch(tmp_path):
 
 
 def test_shards_of_a_second_model(tmp_path):
-    from accelerate.checkpoint.reshard import reshard
+    from accelerate.checkpoint.convert import reshard
 
     (tmp_path / "two").mkdir()
     wanted = [{name: value + index for name, value in samples.tensors().items()} for index in (0, 1)]
@@ -242,18 +231,9 @@ def test_a_header_that_lies(tmp_path):
     header = b'{"a":{"dtype":"F32","shape":[1000,1000],"data_offsets":[0,8]}}'
     (tmp_path / "c" / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"12345678")
     for dtype in (None, "bf16"):
-        with pytest.raises(DamagedCheckpoint, match=r"model\.safetensors' is damaged: its tensor 'a' of F32"):
+        with pytest.raises(DamagedCheckpoint, match=r"model\.safetensors could not be read"):
             export(tmp_path / "c", tmp_path / "out", dtype=dtype)
     assert not (tmp_path / "out").exists()
-
-
-def test_floats_that_are_not_converted(tmp_path):
-    (tmp_path / "c").mkdir()
-    header = b'{"a":{"dtype":"F4","shape":[4],"data_offsets":[0,2]}}'
-    (tmp_path / "c" / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"12")
-    with pytest.raises(ValueError, match="'a' is of F4"):
-        export(tmp_path / "c", tmp_path / "out", dtype="bf16")
-    export(tmp_path / "c", tmp_path / "out")
 
 
 def test_incomplete_and_absent(tmp_path):
@@ -269,7 +249,7 @@ def test_incomplete_and_absent(tmp_path):
     ("content", "error", "message"),
     [
         ({"a": torch.ones(1), "extra": b"state"}, ValueError, "'extra'"),
-        ([torch.ones(1)], ValueError, "not a state dict"),
+        ([torch.ones(1)], DamagedCheckpoint, "not a state dict"),
         ({"a": torch.ones(3).to_sparse()}, ValueError, "'a'"),
     ],
 )
@@ -338,7 +318,7 @@ def test_overwrite_leaves_no_stale_weights_and_keeps_other_files(tmp_path):
     out = tmp_path / "out"
     export(first, out, max_shard_size=100)
     (out / "config.json").write_text("{}")
-    for size, files in ((10_000, 1), (60, 5), (100, 4)):
+    for size, files in ((10_000, 1), (60, 4), (100, 3)):
         export(second, out, max_shard_size=size, overwrite=True)
         assert (out / "config.json").read_text() == "{}"
         (out / "config.json").unlink()
@@ -377,10 +357,10 @@ def test_a_failure_leaves_the_target_as_it_was(tmp_path, monkeypatch):
     export(source, tmp_path / "out")
     before = (tmp_path / "out" / "model.safetensors").read_bytes()
 
-    def full(*arguments):
+    def full(*arguments, **options):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(module, "_write_file", full)
+    monkeypatch.setattr(module.formats, "write_safetensors", full)
     with pytest.raises(OSError, match="No space"):
         export(source, tmp_path / "out", overwrite=True)
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
@@ -400,7 +380,7 @@ def test_a_name_in_two_shards(tmp_path):
         save_file({"x": torch.ones(1)}, folder / file)
     index = '{"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}'
     (folder / "model.safetensors.index.json").write_text(index)
-    with pytest.raises(ValueError, match="'x' is in two"):
+    with pytest.raises(DamagedCheckpoint, match="two values of the name 'x'"):
         export(folder, tmp_path / "out")
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint import filesystem, metadata
 
-from accelerate.checkpoint import checksum, dcp, fsdp_files, fsdp_io, fsdp_state
+from accelerate.checkpoint import dcp, fsdp_files, fsdp_io, fsdp_state, readers
 from accelerate.checkpoint.manifest import DamagedCheckpoint
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.utils import fsdp_utils
@@ -65,9 +65,8 @@ def state_of(model, optimizer):
 
 
 def save(model, optimizer, folder, layout="sharded"):
-    return fsdp_io.save_model(model, folder, layout=layout) | fsdp_io.save_optimizer(
-        optimizer, model, folder, layout=layout
-    )
+    fsdp_io.save_model(model, folder, layout=layout)
+    fsdp_io.save_optimizer(optimizer, model, folder, layout=layout)
 
 
 def load(model, optimizer, folder):
@@ -82,19 +81,11 @@ def load(model, optimizer, folder):
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adafactor])
 def test_what_is_saved_comes_back(tmp_path, layout, kind):
     model, optimizer = job(kind=kind)
-    entries = save(model, optimizer, tmp_path, layout)
+    save(model, optimizer, tmp_path, layout)
     other, its_optimizer = job(seed=1, kind=kind)
     load(other, its_optimizer, tmp_path)
     assert same(state_of(model, optimizer), state_of(other, its_optimizer))
     assert other.head.weight is other.embedding.weight
-    written = {
-        os.path.relpath(os.path.join(parent, file), tmp_path)
-        for parent, _, files in os.walk(tmp_path)
-        for file in files
-    }
-    assert written == set(entries)
-    for name, entry in entries.items():
-        assert checksum.of_file(tmp_path / name) == (entry.size, entry.checksum)
 
 
 @pytest.mark.parametrize(
@@ -260,7 +251,7 @@ def test_adapters(tmp_path):
     base = other.base_model.model.embedding.weight.clone()
     fsdp_utils.save_fsdp_model(plugin, None, model, str(tmp_path), adapter_only=True)
     fsdp_utils.load_fsdp_model(plugin, None, other, str(tmp_path), adapter_only=True)
-    specs = fsdp_files.model_specs(dcp.FolderReader(tmp_path / "pytorch_model_fsdp_0"))
+    specs = fsdp_files.model_specs(readers.FolderReader(tmp_path / "pytorch_model_fsdp_0"))
     assert all("lora" in name for name in specs) and len(specs) == 2
     mine, theirs = model.state_dict(), other.state_dict()
     assert all(torch.equal(mine[name], theirs[name]) for name in mine if "lora" in name)

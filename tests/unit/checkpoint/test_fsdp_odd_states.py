@@ -12,8 +12,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from accelerate.checkpoint import dcp, fsdp_io
+from accelerate.checkpoint.convert import reshard
 from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest
-from accelerate.checkpoint.reshard import reshard
+from accelerate.checkpoint.session import unlisted
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.utils import fsdp_utils
 
@@ -147,7 +148,7 @@ def test_keys_that_become_one(tmp_path):
     state = optimizer.state_dict()
     state["state"] = {0: {"a": {0: 1, "0": 2}}}
     torch.save(state, tmp_path / "optimizer.bin")
-    with pytest.raises(DamagedCheckpoint, match="two values of the name state.0.a.0"):
+    with pytest.raises(DamagedCheckpoint, match="two values of the name 'state.0.a.0'"):
         fsdp_io.load_optimizer(optimizer, model, tmp_path)
 
 
@@ -212,8 +213,9 @@ def flip(file):
 def test_what_a_manifest_says_is_compared(tmp_path, layout):
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
     model, optimizer = job()
-    entries = fsdp_io.save_model(model, tmp_path, layout=layout)
-    entries |= fsdp_io.save_optimizer(optimizer, model, tmp_path, layout=layout)
+    fsdp_io.save_model(model, tmp_path, layout=layout)
+    fsdp_io.save_optimizer(optimizer, model, tmp_path, layout=layout)
+    entries = unlisted(str(tmp_path), (), 0)
     Manifest(entries).write(tmp_path)
     fsdp_utils.load_fsdp_model(plugin, None, model, str(tmp_path))
     fsdp_utils.load_fsdp_optimizer(plugin, None, optimizer, model, str(tmp_path))

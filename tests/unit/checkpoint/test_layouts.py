@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from accelerate.checkpoint import fsdp_files, fsdp_io, fsdp_state, layouts
-from accelerate.checkpoint.reshard import reshard
+from accelerate.checkpoint.convert import reshard
 
 
 class Net(nn.Module):

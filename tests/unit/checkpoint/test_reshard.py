@@ -10,10 +10,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from accelerate import Accelerator
-from accelerate.checkpoint import dcp, formats, fsdp_files, fsdp_io, fsdp_state
-from accelerate.checkpoint.export import export
+from accelerate.checkpoint import formats, fsdp_files, fsdp_io, fsdp_state, readers
+from accelerate.checkpoint.convert import export, reshard
 from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest, problems
-from accelerate.checkpoint.reshard import reshard
 
 
 class Net(nn.Module):
@@ -120,7 +119,7 @@ def test_to_shards(sharded, full, trained):
     files = [name for name in manifest.files if name.startswith("pytorch_model_fsdp_0/__")]
     assert len(files) == 3
     chunks = (
-        dcp.FolderReader(sharded / "pytorch_model_fsdp_0")
+        readers.FolderReader(sharded / "pytorch_model_fsdp_0")
         .metadata.state_dict_metadata["model.embedding.weight"]
         .chunks
     )

@@ -5,8 +5,8 @@ import threading
 import pytest
 
 from accelerate.checkpoint import session
+from accelerate.checkpoint.barrier import CollectiveMisuse, SaveBarrier
 from accelerate.checkpoint.manifest import Manifest
-from accelerate.checkpoint.meeting import CollectiveMisuse, Meeting
 from accelerate.checkpoint.places import place_of
 from accelerate.checkpoint.session import Group, Save
 
@@ -22,10 +22,10 @@ from accelerate.checkpoint.session import Group, Save
 )
 def test_leaders(machines, leaders):
     for rank, (_, local) in enumerate(machines):
-        meeting = Meeting("save_state", "x", rank, 1, None)
-        meeting.ranks = list(range(len(machines)))
-        meeting._machines = {other: [host, number] for other, (host, number) in enumerate(machines)}
-        assert meeting.leader(rank - local) == leaders[rank], rank
+        barrier = SaveBarrier("save_state", "x", rank, 1, None)
+        barrier.ranks = list(range(len(machines)))
+        barrier._machines = {other: [host, number] for other, (host, number) in enumerate(machines)}
+        assert barrier.leader(rank - local) == leaders[rank], rank
 
 
 class Exchange:
@@ -51,19 +51,19 @@ class Exchange:
 @pytest.mark.parametrize("differ", [False, True])
 def test_ranks_without_a_store_meet_by_collectives(tmp_path, monkeypatch, differ):
     exchange, local, ended = Exchange(2), threading.local(), {}
-    monkeypatch.setattr("accelerate.checkpoint.collective_meeting.comm.current", lambda: exchange.of(local.rank))
+    monkeypatch.setattr("accelerate.checkpoint.barrier.comm.current", lambda: exchange.of(local.rank))
     monkeypatch.setattr(session, "default_store", lambda: None)
 
     def play(rank):
         local.rank = rank
         place = place_of(tmp_path / (f"c{rank}" if differ else "c"))
         save = Save(place, Group(rank, 2, rank, 2, False, True), {"world_size": 2})
-        assert not save.meeting.in_background
+        assert not save.barrier.in_background
         try:
             save.begin()
             save.parcel().add_bytes(f"custom_checkpoint_{rank}.pkl", b"x" * 1000)
             save.finish()
-            ended[rank] = save.meeting.name
+            ended[rank] = save.barrier.name
         except CollectiveMisuse as error:
             ended[rank] = str(error)
 

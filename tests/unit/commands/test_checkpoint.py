@@ -241,7 +241,7 @@ def test_info_of_others(accelerate, project):
 
 
 def test_info_of_shards(accelerate, sharded, tmp_path):
-    from accelerate.checkpoint.reshard import reshard
+    from accelerate.checkpoint.convert import reshard
 
     reshard(str(sharded), str(tmp_path / "checkpoint_1"), "sharded", 2)
     for folder in (sharded, tmp_path / "checkpoint_1"):
@@ -287,9 +287,9 @@ def test_export_of_what_is_damaged(accelerate, project, tmp_path):
 
 def test_reshard(accelerate, project, tmp_path, monkeypatch):
     calls = []
-    stand_in = type(sys)("accelerate.checkpoint.reshard")
+    stand_in = type(sys)("accelerate.checkpoint.convert")
     stand_in.reshard = lambda *arguments: calls.append(arguments)
-    monkeypatch.setitem(sys.modules, "accelerate.checkpoint.reshard", stand_in)
+    monkeypatch.setitem(sys.modules, "accelerate.checkpoint.convert", stand_in)
     folder = str(project / "checkpoints" / "checkpoint_3")
     assert run(accelerate, "reshard", folder, "out", "--layout", "sharded", "--shards", "4")[0] == 0
     assert run(accelerate, "reshard", folder, "out", "--layout", "full")[0] == 0
@@ -334,7 +334,7 @@ def test_what_cannot_be_converted_is_told_in_one_line(accelerate, tmp_path, monk
         def fail(*arguments, error=error):
             raise error
 
-        monkeypatch.setattr("accelerate.checkpoint.reshard.reshard", fail)
+        monkeypatch.setattr("accelerate.checkpoint.convert.reshard", fail)
         status, _, err = run(accelerate, "reshard", tmp_path / "sparse", tmp_path / "out", "--layout", "full")
         assert (status, len(err.splitlines())) == (2, 1), err
 

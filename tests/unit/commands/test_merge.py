@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter, save
 
 from accelerate.checkpoint import fsdp_io
-from accelerate.checkpoint.reshard import reshard
+from accelerate.checkpoint.convert import reshard
 from accelerate.utils import fsdp_utils
 
 

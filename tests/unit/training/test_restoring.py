@@ -198,7 +198,7 @@ def in_order(optimizer) -> str:
 
 @pytest.mark.parametrize("shards", [1, 3])
 def test_a_whole_model_loads_what_lies_in_shards(tmp_path, shards):
-    from accelerate.checkpoint.reshard import reshard
+    from accelerate.checkpoint.convert import reshard
 
     accelerator, net, optimizer = trained(1, 3)
     accelerator.save_state(tmp_path / "full")

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.fsdp import fully_shard, wrap
 
-from accelerate.checkpoint import fsdp_io, merging
+from accelerate.checkpoint import convert, fsdp_io
 from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.utils import fsdp_utils as utils
@@ -242,7 +242,7 @@ def test_merge_is_on_the_disk_before_anything_is_deleted(sharded, tmp_path, monk
     (tmp_path / "merged").mkdir()
     file = tmp_path / "merged" / ("model.safetensors" if safe else "pytorch_model.bin")
     file.write_text("older")
-    monkeypatch.setattr(merging.checksum, "of_file", lambda path: (0, ""))
+    monkeypatch.setattr(convert.checksum, "of_file", lambda path: (0, ""))
     with pytest.raises(OSError, match="is not what was written"):
         utils.merge_fsdp_weights(folder, tmp_path / "merged", safe, remove_checkpoint_dir=True)
     monkeypatch.undo()

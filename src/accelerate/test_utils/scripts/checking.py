@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
 from accelerate.accelerator import Accelerator
-from accelerate.checkpoint.meeting import default_store
+from accelerate.checkpoint.barrier import default_store
 
 # How long the others may take to come out of a check after one rank has failed in it.
 GRACE_S = 5.0

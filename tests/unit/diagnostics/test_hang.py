@@ -12,18 +12,18 @@ import types
 import pytest
 import torch.distributed as dist
 
-from accelerate.runtime import whereabouts
-from accelerate.runtime.whereabouts import Watcher, Whereabouts, ask, call_site
+from accelerate.diagnostics import hang
+from accelerate.diagnostics.hang import RankStatus, Watcher, ask, call_site
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(whereabouts, "_INTERVAL_S", 0.02)
-    monkeypatch.setattr(whereabouts, "_SAMPLE_PAUSE_S", 0.005)
-    monkeypatch.setattr(whereabouts, "_watcher", None)
+    monkeypatch.setattr(hang, "_INTERVAL_S", 0.02)
+    monkeypatch.setattr(hang, "_SAMPLE_PAUSE_S", 0.005)
+    monkeypatch.setattr(hang, "_watcher", None)
     yield
-    if whereabouts._watcher is not None:
-        whereabouts._watcher.stop()
+    if hang._watcher is not None:
+        hang._watcher.stop()
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def test_several_ranks_ask_and_answer_at_once(store, watched, other_thread):
 
 
 def test_a_question_from_before_is_answered_too(store, watched, other_thread):
-    question = whereabouts.Question(store, [1], 2)
+    question = hang.Question(store, [1], 2)
     question._deadline += 30
     watched(1, other_thread(stand, other_thread.over))
     while (answers := question.answers()) is None:
@@ -137,8 +137,8 @@ def test_a_question_from_before_is_answered_too(store, watched, other_thread):
 
 
 def test_silence_is_told_from_an_end(store, watched):
-    assert ask(store, [1], 2)[1] == Whereabouts(1)
-    assert str(Whereabouts(1)) == "gives no answer"
+    assert ask(store, [1], 2)[1] == RankStatus(1)
+    assert str(RankStatus(1)) == "gives no answer"
     watched(1).end()
     answer = ask(store, [1], 2)[1]
     assert answer.ended and answer.gone and str(answer) == "has ended"
@@ -146,11 +146,11 @@ def test_silence_is_told_from_an_end(store, watched):
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/ns/pid"), reason="processes are looked up in /proc")
 def test_a_killed_process_is_seen_at_once(store):
-    program = "from accelerate.runtime.whereabouts import _process; import json; print(json.dumps(_process()), flush=True); input()"
+    program = "from accelerate.diagnostics.hang import _process; import json; print(json.dumps(_process()), flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
-        dist.PrefixStore("accelerate/whereabouts", store).set("process/1", process.stdout.readline())
+        dist.PrefixStore("accelerate/hang", store).set("process/1", process.stdout.readline())
         silent = ask(store, [1], 2)[1]
         assert silent.alive and not silent.gone and "its process exists" in str(silent)
         process.kill()
@@ -160,16 +160,16 @@ def test_a_killed_process_is_seen_at_once(store):
 
 
 def test_nothing_is_claimed_of_another_machine():
-    assert whereabouts._exists({**whereabouts._process(), "machine": "elsewhere"}) is None
-    assert whereabouts._exists({**whereabouts._process(), "machine": ""}) is None
-    mine = whereabouts._process()
+    assert hang._exists({**hang._process(), "machine": "elsewhere"}) is None
+    assert hang._exists({**hang._process(), "machine": ""}) is None
+    mine = hang._process()
     # The number may have been given to another process since.
-    assert whereabouts._exists({**mine, "started": "0"}) in ((False,) if mine["machine"] else (None,))
+    assert hang._exists({**mine, "started": "0"}) in ((False,) if mine["machine"] else (None,))
 
 
 def test_who_is_ahead():
     def rank(**counters):
-        return Whereabouts(1, counters=counters)
+        return RankStatus(1, counters=counters)
 
     assert rank(world=3).ahead_of({"world": 2}) is True
     assert rank(world=2).ahead_of({"world": 2}) is False
@@ -178,16 +178,16 @@ def test_who_is_ahead():
 
 
 def test_counters_of_a_group(process_group):
-    before = whereabouts.counters()
+    before = hang.counters()
     dist.barrier()
-    after = whereabouts.counters()
+    after = hang.counters()
     assert before.keys() == after.keys() and len(after) == 1
     assert sum(after.values()) == sum(before.values()) + 1
     assert next(iter(after)).startswith("gloo:")
 
 
 def test_no_counters_without_a_group():
-    assert whereabouts.counters() == {}
+    assert hang.counters() == {}
 
 
 def test_call_site_is_the_users_line():
@@ -212,29 +212,29 @@ def test_call_site_names_the_script_behind_a_package():
 
 
 def test_call_site_passes_over_torch_and_this_library(monkeypatch):
-    inner = library_function("all_reduce", whereabouts._TORCH + "distributed.py")
-    outer = library_function("save_state", whereabouts._OURS + "accelerator.py")
+    inner = library_function("all_reduce", hang._TORCH + "distributed.py")
+    outer = library_function("save_state", hang._OURS + "accelerator.py")
     frame = outer(lambda: inner(sys._getframe))
     # The lambda is the user's.
-    site, inside = whereabouts._describe(frame)
+    site, inside = hang._describe(frame)
     assert "in <lambda>" in site and inside == "library.all_reduce"
     assert "library.save_state" not in inside
 
 
 def test_watching_needs_others(store):
-    whereabouts.watch(None, 0, 2)
-    whereabouts.watch(store, 0, 1)
-    assert whereabouts._watcher is None
+    hang.watch(None, 0, 2)
+    hang.watch(store, 0, 1)
+    assert hang._watcher is None
 
 
 def test_watching_twice_is_watching_once(store):
-    whereabouts.watch(store, 0, 2)
-    first = whereabouts._watcher
-    whereabouts.watch(store, 0, 2)
-    assert whereabouts._watcher is first
+    hang.watch(store, 0, 2)
+    first = hang._watcher
+    hang.watch(store, 0, 2)
+    assert hang._watcher is first
     another = dist.HashStore()
-    whereabouts.watch(another, 0, 2)
-    assert whereabouts._watcher is not first and not first._thread.is_alive()
+    hang.watch(another, 0, 2)
+    assert hang._watcher is not first and not first._thread.is_alive()
 
 
 def test_a_watcher_ends_with_its_group():
@@ -278,7 +278,7 @@ def test_the_holder_of_the_store_ends_after_the_others_know(monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     held = dist.TCPStore("127.0.0.1", 0, 1, True)
     store = dist.PrefixStore("group", held)
-    assert whereabouts._holds(store, 0) and not whereabouts._holds(store, 1)
+    assert hang._holds(store, 0) and not hang._holds(store, 1)
     first, second = Watcher(store, 0, 2), Watcher(store, 1, 2)
     first.start()
     second.start()
@@ -287,16 +287,16 @@ def test_the_holder_of_the_store_ends_after_the_others_know(monkeypatch):
     second._thread.join(10)
     second.end()
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    assert not whereabouts._holds(store, 0)
+    assert not hang._holds(store, 0)
 
 
 def test_a_large_run_looks_less_often():
-    assert whereabouts.interval(2) == 0.02
-    assert whereabouts.interval(2000) == 10
+    assert hang.interval(2) == 0.02
+    assert hang.interval(2000) == 10
 
 
 def test_answers_are_json(store, watched, other_thread):
     watched(1, other_thread(stand, other_thread.over))
     ask(store, [1], 2)
-    answer = json.loads(dist.PrefixStore("accelerate/whereabouts", store).get("answer/1"))
+    answer = json.loads(dist.PrefixStore("accelerate/hang", store).get("answer/1"))
     assert answer["question"] == 1 and answer["rank"] == 1

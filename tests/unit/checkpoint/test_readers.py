@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint import filesystem, metadata
 
-from accelerate.checkpoint import dcp_metadata, fsdp_io
+from accelerate.checkpoint import fsdp_io, readers
+from accelerate.checkpoint.convert import reshard
 from accelerate.checkpoint.manifest import DamagedCheckpoint
-from accelerate.checkpoint.reshard import reshard
 
 
 @pytest.fixture
@@ -146,12 +146,12 @@ def test_pieces_that_fill_a_tensor_are_told_from_others(size):
     for _ in range(40):
         cuts = [[generator.randint(0, whole) for _ in range(generator.randint(0, 2))] for whole in size]
         pieces = grid(size, cuts)
-        assert dcp_metadata._uncovered(size, pieces) is None
+        assert readers._uncovered(size, pieces) is None
         filled = [piece for piece in pieces if all(piece[1])]
         if len(filled) > 1:
             generator.shuffle(filled)
-            assert dcp_metadata._uncovered(size, filled[1:])
-            assert dcp_metadata._uncovered(size, [filled[1], *filled[1:]])
+            assert readers._uncovered(size, filled[1:])
+            assert readers._uncovered(size, [filled[1], *filled[1:]])
 
 
 def test_pieces_of_any_boxes_agree_with_counting():
@@ -166,4 +166,4 @@ def test_pieces_of_any_boxes_agree_with_counting():
         counted = torch.zeros(size)
         for (top, left), (height, width) in pieces:
             counted[top : top + height, left : left + width] += 1
-        assert (dcp_metadata._uncovered(size, pieces) is None) == bool((counted == 1).all()), pieces
+        assert (readers._uncovered(size, pieces) is None) == bool((counted == 1).all()), pieces

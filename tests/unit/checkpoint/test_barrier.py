@@ -10,24 +10,24 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from accelerate.checkpoint import absence, meeting
-from accelerate.checkpoint.meeting import CollectiveMisuse, Meeting
-from accelerate.runtime import whereabouts
-from accelerate.runtime.whereabouts import Watcher
+from accelerate.checkpoint import barrier
+from accelerate.checkpoint.barrier import CollectiveMisuse, SaveBarrier
+from accelerate.diagnostics import hang
+from accelerate.diagnostics.hang import Watcher
 
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    monkeypatch.setattr(meeting, "PATIENCE", timedelta(seconds=0.2))
-    monkeypatch.setattr(meeting, "_subset", None)
+    monkeypatch.setattr(barrier, "PATIENCE", timedelta(seconds=0.2))
+    monkeypatch.setattr(barrier, "_subset", None)
     for name, seconds in (("ASK_AFTER_S", 0.1), ("ASK_AGAIN_S", 0.05), ("REPORT_AFTER_S", 0.2)):
-        monkeypatch.setattr(meeting, name, seconds)
+        monkeypatch.setattr(barrier, name, seconds)
     for name, seconds in (("ASK_WRITERS_AFTER_S", 0.1), ("ASK_WRITERS_AGAIN_S", 0.05)):
-        monkeypatch.setattr(meeting, name, seconds)
-    for name, seconds in (("STILL_S", 0.1), ("STILL_UNCOUNTED_S", 0.3), ("TAKE_OVER_S", 0.3)):
-        monkeypatch.setattr(absence, name, seconds)
-    monkeypatch.setattr(whereabouts, "_INTERVAL_S", 0.02)
-    monkeypatch.setattr(whereabouts, "_SAMPLE_PAUSE_S", 0.005)
+        monkeypatch.setattr(barrier, name, seconds)
+    for name, seconds in (("STILL_S", 0.1), ("STILL_UNCOUNTED_S", 0.3)):
+        monkeypatch.setattr(hang, name, seconds)
+    monkeypatch.setattr(hang, "_INTERVAL_S", 0.02)
+    monkeypatch.setattr(hang, "_SAMPLE_PAUSE_S", 0.005)
 
 
 class Ranks:
@@ -55,8 +55,8 @@ class Ranks:
         self._threads[rank].start()
 
     def meet(self, rank, place="/run/folder", kind="save_state", **options):
-        """Return this rank's meeting."""
-        return Meeting(kind, place, rank, self.world_size, self.store, **options)
+        """Return this rank's barrier."""
+        return SaveBarrier(kind, place, rank, self.world_size, self.store, **options)
 
     def end_of(self, rank):
         """Let a rank's program end."""
@@ -80,7 +80,7 @@ class Ranks:
 def ranks(monkeypatch):
     """Return a maker of ranks, which end with the test."""
     # Threads of one process cannot share its one watcher.
-    monkeypatch.setattr(whereabouts, "watch", lambda *arguments: None)
+    monkeypatch.setattr(hang, "watch", lambda *arguments: None)
     with contextlib.ExitStack() as stack:
 
         def make(world_size):
@@ -92,7 +92,7 @@ def ranks(monkeypatch):
 
 
 def hold(ranks, who=None, problems=(), presiding=None, acts=None, **options):
-    """Let ranks hold one whole meeting; return who acted."""
+    """Let ranks hold one whole barrier; return who acted."""
     acted = []
 
     def whole(rank):
@@ -135,7 +135,7 @@ def closed_lock():
 
 def test_one_process_meets_nobody():
     acted = []
-    alone = Meeting("save_state", "/run/folder", 0, 1, None)
+    alone = SaveBarrier("save_state", "/run/folder", 0, 1, None)
     alone.begin()
     assert alone.exchange({"a": 1}) == [{"a": 1}]
     alone.end(None, lambda: acted.append(0))
@@ -145,14 +145,14 @@ def test_one_process_meets_nobody():
 def test_one_process_does_not_publish_what_failed():
     acted = []
     with pytest.raises(OSError, match="full"):
-        Meeting("save_state", "/run/folder", 0, 1, None).end(OSError("full"), lambda: acted.append(0))
+        SaveBarrier("save_state", "/run/folder", 0, 1, None).end(OSError("full"), lambda: acted.append(0))
     assert acted == []
 
 
 def test_ranks_without_a_store_act_each_for_itself():
     # XLA has no process group.
     acted = []
-    lonely = Meeting("save_state", "/run/folder", 1, 4, None)
+    lonely = SaveBarrier("save_state", "/run/folder", 1, 4, None)
     lonely.begin()
     assert lonely.exchange("note") == ["note"]
     lonely.end(None, lambda: acted.append(1), presiding=False)
@@ -160,10 +160,10 @@ def test_ranks_without_a_store_act_each_for_itself():
 
 
 def test_there_is_no_store_without_a_group_of_several():
-    assert meeting.default_store() is None
+    assert barrier.default_store() is None
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        assert meeting.default_store() is None
+        assert barrier.default_store() is None
     finally:
         dist.destroy_process_group()
 
@@ -252,7 +252,7 @@ def test_many_meetings_leave_nothing_behind(ranks):
     for rank in range(2):
         group.start(rank, save, rank, 40, watched=False)
     group.join()
-    assert group.raised == {} and group.store.num_keys() == 1  # the number of the next meeting
+    assert group.raised == {} and group.store.num_keys() == 1  # the number of the next barrier
 
 
 def test_a_note_that_json_cannot_say_is_refused_where_it_is_left(ranks):
@@ -288,7 +288,7 @@ def test_machines_of_their_own_may_have_paths_of_their_own(ranks, monkeypatch):
     group = ranks(2)
     gathered = []
     for rank in range(2):
-        monkeypatch.setattr(meeting.socket, "gethostname", lambda rank=rank: f"node{rank}")
+        monkeypatch.setattr(barrier.socket, "gethostname", lambda rank=rank: f"node{rank}")
         gathered.append(group.meet(rank, f"/scratch/{rank}", local_world_size=1))
     for rank in range(2):
         group.start(rank, gathered[rank].begin)
@@ -319,7 +319,7 @@ def test_a_rank_that_waits_in_a_collective_is_not_waited_for(ranks, closed_lock)
     for rank in range(2):
         assert isinstance(group.raised[rank], CollectiveMisuse)
         text = str(group.raised[rank])
-        assert "rank 2 will not call it" in text and meeting.PARTIAL in text
+        assert "rank 2 will not call it" in text and barrier.PARTIAL in text
         assert f"rank 0-1 called save_state('/run/folder') at {__file__}:" in text and "in save_here" in text
         assert (
             "rank 2 did not call it: it is at " in text and "in wait_for_all, and waits for other ranks there" in text
@@ -339,7 +339,7 @@ def test_a_rank_that_has_ended_is_not_waited_for(ranks):
 
 
 def test_a_rank_that_never_answers_is_given_up(ranks, monkeypatch):
-    monkeypatch.setattr(absence, "SILENCE_S", 0.3)
+    monkeypatch.setattr(hang, "SILENCE_S", 0.3)
     group = ranks(2)
     group.start(0, group.meet(0).begin)
     group.join()
@@ -367,20 +367,6 @@ def test_a_slow_rank_is_waited_for_and_named_once(ranks, caplog):
     (record,) = caplog.records
     assert "save_state('/run/folder') waits for other ranks: rank 1 is at " in record.getMessage()
     assert "in evaluate" in record.getMessage()
-
-
-def test_another_rank_asks_if_the_first_one_is_gone(ranks, closed_lock):
-    group = ranks(3)
-    # Comes first, and asks nobody.
-    gathering = meeting._Gathering(dist.PrefixStore("accelerate/meeting", group.store), "0/0", 0, [0, 1, 2])
-    gathering.store.set(
-        gathering.key(0), '{"kind": "save_state", "place": "/run/folder", "scope": "", "site": "gone"}'
-    )
-    gathering.store.add(gathering.key("come"), 1)
-    group.start(2, blocked_in_collective, closed_lock)
-    group.start(1, save_here, group.meet(1))
-    group.join(1)
-    assert "rank 2 will not call it" in str(group.raised[1])
 
 
 def test_ranks_meet_again_after_a_misuse(ranks):
@@ -413,7 +399,7 @@ def test_ranks_meet_again_after_a_misuse(ranks):
 @pytest.mark.parametrize("cleaned", [False, True], ids=["outcome", "cleaned up"])
 def test_a_rank_that_comes_while_its_round_closes_joins_the_next(ranks, cleaned):
     group = ranks(2)
-    keys = dist.PrefixStore("accelerate/meeting", group.store)
+    keys = dist.PrefixStore("accelerate/barrier", group.store)
     late = group.meet(0)
     group.start(0, late.begin)
     while not keys.check(["0/0/come"]):
@@ -432,18 +418,18 @@ def test_a_rank_that_comes_while_its_round_closes_joins_the_next(ranks, cleaned)
 
 @pytest.mark.parametrize("alone", [0, 1])
 def test_a_subset_goes_on_where_that_is_allowed(ranks, alone, caplog, monkeypatch):
-    monkeypatch.setenv(meeting.PARTIAL, "1")
+    monkeypatch.setenv(barrier.PARTIAL, "1")
     group = ranks(2)
     assert hold(group, who=[alone]) == [alone] and group.raised == {}
     assert f"called by rank {alone}, but not by rank {1 - alone}" in caplog.text
     caplog.clear()
-    monkeypatch.setattr(meeting, "PATIENCE", timedelta(seconds=100))
+    monkeypatch.setattr(barrier, "PATIENCE", timedelta(seconds=100))
     assert hold(group, who=[alone]) == [alone]  # and does not wait this time
     assert caplog.text == ""
 
 
 def test_a_subset_of_several_talks_among_itself(ranks, monkeypatch):
-    monkeypatch.setenv(meeting.PARTIAL, "1")
+    monkeypatch.setenv(barrier.PARTIAL, "1")
     group = ranks(3)
 
     def talk(rank):
@@ -458,11 +444,11 @@ def test_a_subset_of_several_talks_among_itself(ranks, monkeypatch):
             group.start(rank, talk, rank)
         group.join()
         assert group.results == {1: ([1, 2], [1, 2]), 2: ([1, 2], [1, 2])}
-        monkeypatch.setattr(meeting, "PATIENCE", timedelta(seconds=100))
+        monkeypatch.setattr(barrier, "PATIENCE", timedelta(seconds=100))
 
 
 def test_a_subset_must_agree_too(ranks, monkeypatch):
-    monkeypatch.setenv(meeting.PARTIAL, "1")
+    monkeypatch.setenv(barrier.PARTIAL, "1")
     group = ranks(3)
     for rank in (0, 2):
         group.start(rank, group.meet(rank, f"/run/{rank}").begin)
@@ -525,7 +511,7 @@ def test_a_lost_store_is_an_error_that_names_the_call(ranks):
     with pytest.raises(CollectiveMisuse, match="has ended") as raised:
         gathered.begin()
     assert __file__ in str(raised.value)
-    gathered._phases = [meeting._Gathering(Broken(), "0/0", 0, [0, 1])]
+    gathered._phases = [barrier._Round(Broken(), "0/0", 0, [0, 1])]
     with pytest.raises(RuntimeError, match="key-value store has ended"):
         gathered.end(None)
 
@@ -535,9 +521,9 @@ def test_a_lost_store_is_an_error_that_names_the_call(ranks):
 
 def test_ranks_that_say_the_same_share_a_line():
     texts = {rank: "is here" if rank % 10 else "is there" for rank in range(12)}
-    assert meeting._grouped(texts) == ["rank 0, 10 is there", "rank 1-9, 11 is here"]
+    assert barrier._grouped(texts) == ["rank 0, 10 is there", "rank 1-9, 11 is here"]
 
 
 def test_a_thousand_lines_are_cut():
-    lines = meeting._grouped({rank: f"is at line {rank}" for rank in range(1000)})
+    lines = barrier._grouped({rank: f"is at line {rank}" for rank in range(1000)})
     assert len(lines) == 17 and lines[-1] == "and 984 more such lines"

@@ -1,12 +1,9 @@
-"""Where the other ranks are: a thread in each process answers the question where its training thread stands.
+"""Hang diagnosis: a daemon thread on each rank reports the stack of its training thread when another rank asks.
 
-A rank that waits for another one cannot tell whether that one is slow (it evaluates, and will come) or will never come: it
-has ended, or it waits itself, in a collective for this very rank. So each process of a run has a thread that looks for a
-question in the process group's key-value store now and then, and answers it. Nothing is done at training steps, and
-without a question the thread makes one short request to the store each half second.
-
-What tells a rank that waits for us from one that waits for somebody else are the groups' counters of collectives: each
-rank starts the same ones in the same order, so who has started more of them than we have has gone past us.
+A rank that waits cannot tell whether a missing rank is slow or will never come: because it has ended, or because it waits itself, in
+a collective for the waiting rank. The thread polls the process group's key-value store for a question, one short request each
+half second; training steps do nothing. The process groups' counters of collectives tell who waits for whom: all ranks start the
+same collectives in the same order, so a rank with a higher counter has gone past this one.
 
 Source:
     https://docs.pytorch.org/docs/stable/distributed.html#distributed-key-value-store
@@ -28,14 +25,14 @@ from dataclasses import asdict, dataclass, field
 from multiprocessing import util as multiprocessing_util
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 logger = logging.getLogger(__name__)
 
-_PREFIX = "accelerate/whereabouts"
+_PREFIX = "accelerate/hang"
 # Seconds between two looks at the store; a large run asks less often, so that its one store sees 200 requests a second.
 _INTERVAL_S = 0.5
 _PER_SECOND = 200
@@ -54,7 +51,7 @@ _WAITING_IN = ("torch.distributed", "torch.autograd", "torch.nn.parallel", "acce
 
 
 @dataclass(frozen=True)
-class Whereabouts:
+class RankStatus:
     """What one rank says about itself.
 
     Args:
@@ -245,7 +242,7 @@ class Watcher:
         self._clone: Any = None
         self._over = threading.Event()
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="accelerate-whereabouts", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="accelerate-hang-diagnosis", daemon=True)
 
     def start(self) -> None:
         """Start answering."""
@@ -336,7 +333,7 @@ class Watcher:
             frame = frames.get(self._watched.ident) or frames.get(threading.main_thread().ident)
             del frames
             if frame is None:
-                return asdict(Whereabouts(self.rank, answered=True, site="a place without Python code"))
+                return asdict(RankStatus(self.rank, answered=True, site="a place without Python code"))
             sleeps = sleeps and _sleeps(self._watched.native_id)
             positions.add(_position(frame))
             site, inside = _describe(frame)
@@ -344,7 +341,7 @@ class Watcher:
             del frame  # it keeps all that its function holds
         waits = sleeps and len(positions) == 1 and module.startswith(_WAITING_IN)
         position = positions.pop() if len(positions) == 1 else f"moving-{time.monotonic()}"
-        return asdict(Whereabouts(self.rank, True, False, None, site, inside, waits, position, counters()))
+        return asdict(RankStatus(self.rank, True, False, None, site, inside, waits, position, counters()))
 
 
 def _holds(store: Any, rank: int) -> bool:
@@ -402,14 +399,14 @@ class Question:
     def __init__(self, store: Any, ranks: Collection[int], world_size: int) -> None:
         self._store = dist.PrefixStore(_PREFIX, store)
         self._number = self._store.add("asked", 1)
-        self._answers: dict[int, Whereabouts] = {}
+        self._answers: dict[int, RankStatus] = {}
         self._open = sorted(ranks)
         self._pause = interval(world_size) / 5
         self._next = time.monotonic() + self._pause
         # A look, the samples, and as much again for a busy machine.
         self._deadline = time.monotonic() + 2 * (interval(world_size) + _SAMPLES * _SAMPLE_PAUSE_S)
 
-    def answers(self) -> dict[int, Whereabouts] | None:
+    def answers(self) -> dict[int, RankStatus] | None:
         """Return what all ranks said, or None as long as some may still answer. Does not wait."""
         now = time.monotonic()
         if now < self._next:
@@ -422,20 +419,20 @@ class Question:
                 self._open.remove(rank)
         return None if self._open else self._answers
 
-    def _read(self, rank: int) -> Whereabouts:
+    def _read(self, rank: int) -> RankStatus:
         if self._store.check([f"ended/{rank}"]):
-            return Whereabouts(rank, ended=True)
+            return RankStatus(rank, ended=True)
         if self._store.check([f"answer/{rank}"]):
             answer = json.loads(self._store.get(f"answer/{rank}"))
             if answer.pop("question") >= self._number:
-                return Whereabouts(**answer)
+                return RankStatus(**answer)
         alive = None
         if self._store.check([f"process/{rank}"]):
             alive = _exists(json.loads(self._store.get(f"process/{rank}")))
-        return Whereabouts(rank, alive=alive)
+        return RankStatus(rank, alive=alive)
 
 
-def ask(store: Any, ranks: Collection[int], world_size: int | None = None) -> dict[int, Whereabouts]:
+def ask(store: Any, ranks: Collection[int], world_size: int | None = None) -> dict[int, RankStatus]:
     """Ask ranks where they are, and wait for the answers, for a second or two. Any rank may call it.
 
     Args:
@@ -450,3 +447,131 @@ def ask(store: Any, ranks: Collection[int], world_size: int | None = None) -> di
     while (answers := question.answers()) is None:
         time.sleep(_SAMPLE_PAUSE_S)
     return answers
+
+
+# -- slow, waiting in turn, or gone ---------------------------------------------------------------------------------
+#
+# A wrong guess ends a run, so the evidence must be strong: a rank has ended or was killed; or it stands still in a collective
+# that the waiting ranks have not joined. A rank that computes, reads or sleeps is waited for.
+
+# How long a missing rank must stand still in a collective that we have not joined before it is taken for stuck,
+STILL_S = 0.9
+# ... where the group's backend does not count collectives, so that it may as well wait for a third rank,
+STILL_UNCOUNTED_S = 5.0
+# ... and where all missing ranks wait, but for nothing that we know of.
+STILL_TOGETHER_S = 15.0
+# How long a rank may leave questions unanswered if its process cannot be seen from here.
+SILENCE_S = 60.0
+
+# These backends count collectives alone; others count point-to-point operations as well, which not all ranks share.
+_EXACT_COUNTERS = ("nccl:", "xccl:")
+# So who waits in one of these has counted it, and need not wait for us.
+_POINT_TO_POINT = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list")
+
+
+class Round(Protocol):
+    """What a diagnosis knows of those who wait.
+
+    Attributes:
+        store: Where they leave notes.
+        ranks: All that are to come.
+    """
+
+    store: Any
+    ranks: list[int]
+
+    def key(self, name: Any) -> str:
+        """Return the key of something that belongs to this round."""
+        ...
+
+
+@dataclass
+class Observation:
+    """What has been seen of a missing rank."""
+
+    heard: float
+    still_since: float
+    latest: RankStatus
+
+    def add(self, now: float, latest: RankStatus) -> None:
+        """Note a new answer, or that there is none."""
+        if latest.answered:
+            self.heard = now
+        before = self.latest
+        if not latest.answered or (latest.position, latest.counters) != (before.position, before.counters):
+            self.still_since = now
+        self.latest = latest
+
+
+class Diagnosis:
+    """Finds out where missing ranks are. One of those that wait asks for all of them.
+
+    Args:
+        origin: The process group's store.
+        round: Whose ranks are missing.
+        world_size: Number of ranks of the run.
+        leads: Whether this rank is the one that asks.
+        after: Seconds until the first question.
+        again: Seconds from an answer to the next question.
+    """
+
+    def __init__(self, origin: Any, round: Round, world_size: int, leads: bool, after: float, again: float) -> None:
+        self.round, self._origin, self._world_size, self._leads = round, origin, world_size, leads
+        self.began = time.monotonic()
+        self._next = self.began + after
+        self._again = again
+        self._question: Question | None = None
+        self.observations = {rank: Observation(self.began, self.began, RankStatus(rank)) for rank in round.ranks}
+
+    def news(self) -> bool:
+        """Go on with the diagnosis; say whether there are new answers. Does not wait."""
+        now = time.monotonic()
+        if now < self._next or not self._leads:
+            return False
+        if self._question is None:
+            # All of them: to see who is ahead, one has to know where those are that wait here.
+            self._question = Question(self._origin, self.round.ranks, self._world_size)
+        answers = self._question.answers()
+        if answers is None:
+            return False
+        now = time.monotonic()
+        for rank, answer in answers.items():
+            self.observations[rank].add(now, answer)
+        self._question, self._next = None, now + self._again
+        return True
+
+    def gone(self, ranks: Collection[int]) -> list[int]:
+        """Return which of some ranks can never come, or have not been heard of for too long."""
+        now = time.monotonic()
+        found = []
+        for trace in (self.observations[rank] for rank in ranks):
+            silent = now - trace.heard > SILENCE_S and not trace.latest.alive
+            if trace.latest.gone or silent:
+                found.append(trace.latest.rank)
+        return found
+
+    def stuck(self, missing: list[int]) -> list[int]:
+        """Return which of the missing ranks wait for something that only happens if we go on."""
+        here = [trace.latest.counters for rank, trace in self.observations.items() if rank not in missing]
+        found = [rank for rank in missing if self._is_stuck(self.observations[rank], here)]
+        if not found and all(self._waits(self.observations[rank], STILL_TOGETHER_S) for rank in missing):
+            found = missing
+        return found
+
+    def _is_stuck(self, trace: Observation, here: list[dict[str, int]]) -> bool:
+        if time.monotonic() - trace.still_since < STILL_S:
+            return False
+        if any(trace.latest.ahead_of(_exact(counters)) for counters in here):
+            return True  # wherever it stands: on a GPU one waits for a collective in whatever reads its result
+        ahead = [answer for counters in here if (answer := trace.latest.ahead_of(counters)) is not None]
+        if ahead:
+            return any(ahead) and trace.latest.waits and not trace.latest.inside.endswith(_POINT_TO_POINT)
+        return self._waits(trace, STILL_UNCOUNTED_S)
+
+    @staticmethod
+    def _waits(trace: Observation, seconds: float) -> bool:
+        return trace.latest.waits and time.monotonic() - trace.still_since >= seconds
+
+
+def _exact(counters: dict[str, int]) -> dict[str, int]:
+    return {group: count for group, count in counters.items() if group.startswith(_EXACT_COUNTERS)}

@@ -1,12 +1,10 @@
-"""How ranks save and load together: they begin with the same call, tell each other what they did, and end as one.
+"""The barrier of ``save_state`` and ``load_state``: named rounds over the process group's key-value store.
 
-Barriers would do if every script called ``save_state`` on every rank with the same path. Where one does not, a collective
-meets a different one and hangs, or mixes up data. So ranks leave notes in the process group's key-value store: who is
-missing or means another folder is found out within seconds, and everybody who called raises an error that names all
-calls. A rank that is slow is waited for; `runtime.whereabouts` tells it from one that will never come.
-
-Whoever comes last sums up what all have left, so that the others have one key to look for. Nobody blocks in the store:
-its connection belongs to the whole process, and a save that goes on in the background must not hold up training.
+A collective hangs, or mixes up data, if one rank calls something else, or with another path. In a round each rank leaves a note
+in the store, and the last one to come writes the outcome that all read. A rank that is missing, or that named another folder, is
+found within seconds, and every rank that called raises an error with all call sites; `diagnostics.hang` tells a slow rank, which is
+waited for, from one that will never come. No rank blocks in the store: its connection belongs to the whole process, and a save in
+the background must not hold up training.
 
 Source:
     https://docs.pytorch.org/docs/stable/distributed.html#distributed-key-value-store
@@ -23,9 +21,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from accelerate.checkpoint.absence import Search
-from accelerate.runtime import whereabouts
-from accelerate.runtime.whereabouts import Whereabouts
+from accelerate import comm
+from accelerate.diagnostics import hang
+from accelerate.diagnostics.hang import Diagnosis, RankStatus
 from accelerate.utils.environment import parse_flag_from_env
 
 logger = logging.getLogger(__name__)
@@ -66,11 +64,11 @@ def default_store() -> Any | None:
     return dist.distributed_c10d._get_default_store()
 
 
-class Meeting:
+class SaveBarrier:
     """One ``save_state`` or ``load_state`` of all ranks: ``begin``, any number of ``exchange``, ``end``.
 
     Every rank makes one and calls these in the same order. ``begin`` belongs into the thread of the call; the rest may run
-    in another one, while no other meeting of this process begins.
+    in another one, while no other barrier of this process begins.
 
     Args:
         kind: What was called: "save_state" or "load_state".
@@ -82,7 +80,7 @@ class Meeting:
 
     Attributes:
         ranks: Those that take part, in ascending order: all, unless a subset may save; without a store, this one.
-        name: A name that no other meeting has, the same on all ranks once it has begun.
+        name: A name that no other barrier has, the same on all ranks once it has begun.
         local_rank: Given where each machine stages for itself: the number of this process on its machine.
         failed: This rank has failed: it need not wait for those that stand in a collective that it is not going to join.
     """
@@ -100,9 +98,9 @@ class Meeting:
         self._origin = store if world_size > 1 else None
         self.ranks = [rank] if self._origin is None else list(range(world_size))
         self._scope = "" if local_world_size is None else socket.gethostname()
-        self._store: Any = None if self._origin is None else dist.PrefixStore("accelerate/meeting", store)
+        self._store: Any = None if self._origin is None else dist.PrefixStore("accelerate/barrier", store)
         self._number = -1
-        self._phases: list[_Gathering] = []
+        self._phases: list[_Round] = []
         self.name = secrets.token_hex(8)
         self.local_rank: int | None = None
         self.failed = False
@@ -124,8 +122,8 @@ class Meeting:
         """
         if self._store is None:
             return
-        whereabouts.watch(self._origin, self.rank, self.world_size)
-        site = whereabouts.call_site()
+        hang.watch(self._origin, self.rank, self.world_size)
+        site = hang.call_site()
         note = {"kind": self.kind, "place": self.place, "scope": self._scope, "site": site, "name": self.name}
         if self.local_rank is not None:
             note["machine"] = [socket.gethostname(), self.local_rank]
@@ -173,11 +171,11 @@ class Meeting:
         """
         if self._store is None:
             return [note]
-        gathering = _Gathering(self._store, f"{self._number}/{len(self._phases)}", self.rank, self.ranks)
+        round = _Round(self._store, f"{self._number}/{len(self._phases)}", self.rank, self.ranks)
         former = self._phases[-1]
-        self._phases.append(gathering)
+        self._phases.append(round)
         try:
-            verdict = gathering.hold(note, lambda notes: {"notes": list(notes.values())}, self._missing_writers)
+            verdict = round.hold(note, lambda notes: {"notes": list(notes.values())}, self._missing_writers)
         except _StoreIsGone as error:
             raise RuntimeError(
                 f"{self.kind}({self.place!r}): the process that holds the ranks' key-value store has ended."
@@ -251,14 +249,14 @@ class Meeting:
         while True:
             with _store_errors():
                 self._number = int(self._store.compare_set("round", "", "0"))
-            gathering = _Gathering(self._store, f"{self._number}/0", self.rank, self.ranks, self._close_round)
-            self._phases = [gathering]
-            judge = self._subset_judge if parse_flag_from_env(PARTIAL) else self._absence_judge
-            verdict = gathering.hold(note, self._agree, judge)
+            round = _Round(self._store, f"{self._number}/0", self.rank, self.ranks, self._close_round)
+            self._phases = [round]
+            judge = self._subset_judge if parse_flag_from_env(PARTIAL) else self._judge_of_begin
+            verdict = round.hold(note, self._agree, judge)
             if self.rank in verdict["ranks"]:
                 return verdict
             # The round was closed while this rank came in.
-            gathering.forget_own()
+            round.forget_own()
 
     def _close_round(self) -> None:
         # Before anybody hears the verdict: whoever has heard it may begin the next round at once.
@@ -273,17 +271,17 @@ class Meeting:
             "machines": [notes[rank].get("machine") for rank in ranks],
         }
 
-    def _absence_judge(self, gathering: "_Gathering", come: int) -> "_Judge":
-        search = Search(self._origin, gathering, self.world_size, come == 1, ASK_AFTER_S, ASK_AGAIN_S)
-        return _Absence(self.kind, self.place, search, lambda: self._number != int(self._store.get("round")))
+    def _judge_of_begin(self, round: "_Round", come: int) -> "_Judge":
+        diagnosis = Diagnosis(self._origin, round, self.world_size, come == 1, ASK_AFTER_S, ASK_AGAIN_S)
+        return _Begin(self.kind, self.place, diagnosis, lambda: self._number != int(self._store.get("round")))
 
-    def _subset_judge(self, gathering: "_Gathering", come: int) -> "_Judge":
-        return _Subset(gathering, self._agree)
+    def _subset_judge(self, round: "_Round", come: int) -> "_Judge":
+        return _Subset(round, self._agree)
 
-    def _missing_writers(self, gathering: "_Gathering", come: int) -> "_Judge":
+    def _missing_writers(self, round: "_Round", come: int) -> "_Judge":
         after, again = (ASK_AFTER_S, ASK_AGAIN_S) if self.failed else (ASK_WRITERS_AFTER_S, ASK_WRITERS_AGAIN_S)
-        search = Search(self._origin, gathering, self.world_size, come == 1 or self.failed, after, again)
-        return _Loss(search, self.failed)
+        diagnosis = Diagnosis(self._origin, round, self.world_size, come == 1 or self.failed, after, again)
+        return _Loss(diagnosis, self.failed)
 
     def _go_on_without_the_rest(self) -> None:
         global _subset
@@ -306,16 +304,16 @@ class Meeting:
         try:
             if self._store.add(f"{self._number}/left", 1) == len(self.ranks):
                 self._phases[-1].forget_notes()
-                for gathering in self._phases:
-                    gathering.forget()
+                for round in self._phases:
+                    round.forget()
                 self._store.delete_key(f"{self._number}/left")
         except (RuntimeError, NotImplementedError) as error:  # a store that cannot delete, or is gone
-            logger.debug("Keys of meeting %d stay: %s", self._number, error)
+            logger.debug("Keys of barrier %d stay: %s", self._number, error)
 
 
 # -- notes ---------------------------------------------------------------------------------------------------------
 
-# Called between two looks: an outcome ends the gathering before all have come.
+# Called between two looks: an outcome ends the round before all have come.
 _Judge = Callable[[], dict[str, Any] | None]
 # An outcome that the others do not learn: this rank is not part of what they decided.
 _LEFT_OUT: dict[str, Any] = {"ranks": [], "problem": None}
@@ -332,7 +330,7 @@ class _store_errors:
             raise _StoreIsGone from error
 
 
-class _Gathering:
+class _Round:
     """Some ranks leave a note each, and all learn one outcome: whoever comes last, or a judge before, decides it.
 
     Args:
@@ -353,14 +351,14 @@ class _Gathering:
         self,
         note: Any,
         agree: Callable[[dict[int, Any]], dict[str, Any]],
-        make_judge: Callable[["_Gathering", int], _Judge],
+        make_judge: Callable[["_Round", int], _Judge],
     ) -> dict[str, Any]:
         """Leave a note and return the outcome.
 
         Args:
             note: This rank's.
             agree: Makes the outcome of all notes.
-            make_judge: Makes what is called while others are missing, of this gathering and the number of those that came.
+            make_judge: Makes what is called while others are missing, of this round and the number of those that came.
         """
         text = json.dumps(note)
         with _store_errors():
@@ -411,11 +409,11 @@ class _Gathering:
 
     def forget(self) -> None:
         """Remove everything but the notes."""
-        for name in ("come", "outcome", "asks"):
+        for name in ("come", "outcome"):
             self._delete(name)
 
     def key(self, name: Any) -> str:
-        """Return the key of a note or of something else that belongs to this gathering."""
+        """Return the key of a note or of something else that belongs to this round."""
         return f"{self.prefix}/{name}"
 
     def _delete(self, name: Any) -> None:
@@ -428,12 +426,12 @@ class _Gathering:
 # -- who is missing ------------------------------------------------------------------------------------------------
 
 
-class _Absence:
+class _Begin:
     """Judges whether the ranks that have not begun yet will."""
 
-    def __init__(self, kind: str, place: str, search: Search, round_is_over: Callable[[], bool]) -> None:
-        self.kind, self.place, self.search, self.round_is_over = kind, place, search, round_is_over
-        self._next_look = search.began + ASK_AFTER_S
+    def __init__(self, kind: str, place: str, diagnosis: Diagnosis, round_is_over: Callable[[], bool]) -> None:
+        self.kind, self.place, self.diagnosis, self.round_is_over = kind, place, diagnosis, round_is_over
+        self._next_look = diagnosis.began + ASK_AFTER_S
         self._was_over = False
         self._reported = False
 
@@ -446,22 +444,22 @@ class _Absence:
             if over and self._was_over:
                 return _LEFT_OUT
             self._was_over = over
-        return self._judge(now) if self.search.news() else None
+        return self._judge(now) if self.diagnosis.news() else None
 
     def _judge(self, now: float) -> dict[str, Any] | None:
-        gathering = self.search.gathering
-        present = gathering.present()
-        missing = [rank for rank in gathering.ranks if rank not in present]
-        notes = gathering.notes(present)
+        round = self.diagnosis.round
+        present = round.present()
+        missing = [rank for rank in round.ranks if rank not in present]
+        notes = round.notes(present)
         problem = disagreement(notes)
-        if problem is None and (hopeless := self.search.gone(missing) or self.search.stuck(missing)):
-            states = {rank: self.search.traces[rank].latest for rank in missing}
-            problem = _absence(notes, states, hopeless)
+        if problem is None and (hopeless := self.diagnosis.gone(missing) or self.diagnosis.stuck(missing)):
+            states = {rank: self.diagnosis.observations[rank].latest for rank in missing}
+            problem = _missing_call(notes, states, hopeless)
         if problem is not None:
             return {"ranks": present, "problem": problem}
-        if missing and not self._reported and now - self.search.began > REPORT_AFTER_S:
+        if missing and not self._reported and now - self.diagnosis.began > REPORT_AFTER_S:
             self._reported = True
-            lines = _grouped({rank: str(self.search.traces[rank].latest) for rank in missing})
+            lines = _grouped({rank: str(self.diagnosis.observations[rank].latest) for rank in missing})
             logger.warning("%s(%r) waits for other ranks: %s.", self.kind, self.place, "; ".join(lines))
         return None
 
@@ -469,40 +467,42 @@ class _Absence:
 class _Subset:
     """Lets those that have come go on without the others, where the user allows it."""
 
-    def __init__(self, gathering: _Gathering, agree: Callable[[dict[int, Any]], dict[str, Any]]) -> None:
-        self.gathering, self.agree = gathering, agree
+    def __init__(self, round: _Round, agree: Callable[[dict[int, Any]], dict[str, Any]]) -> None:
+        self.round, self.agree = round, agree
         self.deadline = time.monotonic() + PATIENCE.total_seconds()
 
     def __call__(self) -> dict[str, Any] | None:
-        if _subset is not None and self.gathering.has_come(_subset):
-            return self.agree(self.gathering.notes(self.gathering.present()))
+        if _subset is not None and self.round.has_come(_subset):
+            return self.agree(self.round.notes(self.round.present()))
         if time.monotonic() > self.deadline:
-            return self.agree(self.gathering.notes(self.gathering.present()))
+            return self.agree(self.round.notes(self.round.present()))
         return None
 
 
 class _Loss:
-    """Judges whether the ranks that others wait for in the middle of a meeting are still alive.
+    """Judges whether the ranks that others wait for in the middle of a barrier are still alive.
 
     Args:
-        search: Finds out where they are.
+        diagnosis: Finds out where they are.
         failed: Whether who waits has failed; then those are lost, too, that wait for it in a collective.
     """
 
-    def __init__(self, search: Search, failed: bool = False) -> None:
-        self.search, self.failed = search, failed
+    def __init__(self, diagnosis: Diagnosis, failed: bool = False) -> None:
+        self.diagnosis, self.failed = diagnosis, failed
 
     def __call__(self) -> dict[str, Any] | None:
-        if not self.search.news():
+        if not self.diagnosis.news():
             return None
-        present = self.search.gathering.present()
-        ranks = self.search.gathering.ranks
+        present = self.diagnosis.round.present()
+        ranks = self.diagnosis.round.ranks
         # With all notes there, whoever should have summed them up is gone.
         missing = [rank for rank in ranks if rank not in present]
-        lost = self.search.gone(missing or ranks) or (self.search.stuck(missing) if self.failed and missing else [])
+        lost = self.diagnosis.gone(missing or ranks) or (
+            self.diagnosis.stuck(missing) if self.failed and missing else []
+        )
         if not lost:
             return None
-        lines = _grouped({rank: str(self.search.traces[rank].latest) for rank in lost})
+        lines = _grouped({rank: str(self.diagnosis.observations[rank].latest) for rank in lost})
         return {"lost": f"The others wait in vain: {'; '.join(lines)}."}
 
 
@@ -513,7 +513,7 @@ def disagreement(notes: dict[int, dict[str, Any]]) -> str | None:
     """Return what is wrong with the calls of ranks, or None.
 
     Args:
-        notes: of the ranks that have called, from `Meeting.begin`.
+        notes: of the ranks that have called, from `SaveBarrier.begin`.
     """
     kinds = sorted({note["kind"] for note in notes.values()})
     if len(kinds) > 1:
@@ -526,7 +526,7 @@ def disagreement(notes: dict[int, dict[str, Any]]) -> str | None:
     return None
 
 
-def _absence(notes: dict[int, dict[str, Any]], missing: dict[int, Whereabouts], hopeless: list[int]) -> str:
+def _missing_call(notes: dict[int, dict[str, Any]], missing: dict[int, RankStatus], hopeless: list[int]) -> str:
     kind = next(iter(notes.values()))["kind"]
     title = f"{kind} was called by rank {_numbers(notes)}, but rank {_numbers(hopeless)} will not call it:"
     states = {rank: f"did not call it: it {state}" for rank, state in missing.items()}
@@ -567,3 +567,45 @@ def _numbers(ranks: Collection[int]) -> str:
         else:
             runs.append([rank])
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+# -- without a store -----------------------------------------------------------------------------------------------
+
+
+class CollectiveBarrier(SaveBarrier):
+    """As `SaveBarrier`, but whoever does not come is waited for as by any collective, and all of it belongs into the thread of the call.
+
+    Args:
+        kind, place, rank, world_size: as for `SaveBarrier`.
+    """
+
+    def __init__(self, kind: str, place: str, rank: int, world_size: int) -> None:
+        super().__init__(kind, place, rank, world_size, None)
+        self.ranks = list(range(world_size))
+
+    @property
+    def in_background(self) -> bool:
+        """Whether what comes after `begin` may run in a thread of its own."""
+        return False
+
+    def begin(self) -> None:
+        """Wait until every rank has made the same call.
+
+        Raises:
+            CollectiveMisuse: some rank called something else, or with another path; raised on all ranks.
+        """
+        site = hang.call_site()
+        note = {"kind": self.kind, "place": self.place, "scope": "", "site": site, "name": self.name}
+        notes = dict(enumerate(self.exchange(note)))
+        problem = disagreement(notes)
+        if problem is not None:
+            raise CollectiveMisuse(problem)
+        self.name = notes[0]["name"]
+
+    def exchange(self, note: Any) -> list[Any]:
+        """Return what every rank says, by rank. All ranks.
+
+        Args:
+            note: Anything that JSON can say.
+        """
+        return comm.current().gather_object(note)
