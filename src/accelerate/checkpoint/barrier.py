@@ -331,15 +331,7 @@ class _store_errors:
 
 
 class _Round:
-    """Some ranks leave a note each, and all learn one outcome: whoever comes last, or a judge before, decides it.
-
-    Args:
-        store: Where.
-        prefix: What the keys begin with.
-        rank: This rank.
-        ranks: All that are to come.
-        close: Called before an outcome becomes known.
-    """
+    """Some ranks leave a note each, and all learn one outcome, which the last one to come, or a judge before, decides."""
 
     def __init__(
         self, store: Any, prefix: str, rank: int, ranks: list[int], close: Callable[[], None] | None = None
@@ -353,13 +345,7 @@ class _Round:
         agree: Callable[[dict[int, Any]], dict[str, Any]],
         make_judge: Callable[["_Round", int], _Judge],
     ) -> dict[str, Any]:
-        """Leave a note and return the outcome.
-
-        Args:
-            note: This rank's.
-            agree: Makes the outcome of all notes.
-            make_judge: Makes what is called while others are missing, of this round and the number of those that came.
-        """
+        """Leave a note and return the outcome; `make_judge` makes what is asked while other ranks are missing."""
         text = json.dumps(note)
         with _store_errors():
             self.store.set(self.key(self.rank), text)
@@ -482,9 +468,7 @@ class _Subset:
 class _Loss:
     """Judges whether the ranks that others wait for in the middle of a barrier are still alive.
 
-    Args:
-        diagnosis: Finds out where they are.
-        failed: Whether who waits has failed; then those are lost, too, that wait for it in a collective.
+    If the rank that waits has failed, those are lost, too, that wait for it in a collective.
     """
 
     def __init__(self, diagnosis: Diagnosis, failed: bool = False) -> None:

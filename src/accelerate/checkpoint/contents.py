@@ -128,10 +128,11 @@ class Restoring:
         for index, (optimizer, state) in enumerate(contents.optimizers):
             # torch's optimizers replace the tensors of their state, so the former ones need no copy.
             replaces = _replaces_state(optimizer)
-            if replaces:
-                self._mapped.append((_inner(optimizer), formats.storages(state), _tensors_of(optimizer)))
-            else:
-                state = formats.in_memory(state)
+            with self._naming(optimizer, names.optimizer_file(index)):
+                if replaces:
+                    self._mapped.append((_inner(optimizer), formats.storages(state), _tensors_of(optimizer)))
+                else:
+                    state = formats.in_memory(state)
             self._load(optimizer, state, names.optimizer_file(index), copies=not replaces)
         positions = contents.positions
         for index, (loader, state) in enumerate(contents.dataloaders):
@@ -210,7 +211,7 @@ def _take_over(optimizer: Any, mapped: set[int], former: dict[Any, dict[str, Any
     for parameter, state in optimizer.state.items():
         replaced = former.pop(parameter, {})
         for name, value in state.items():
-            if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in mapped:
+            if type(value) is torch.Tensor and value.untyped_storage().data_ptr() in mapped:
                 before = replaced.pop(name, None)
                 alike = type(before) is type(value) and (
                     before.shape,

@@ -17,11 +17,11 @@ from typing import Any, Literal
 
 import torch
 
-from accelerate.checkpoint import dcp, formats, fsdp_files, fsdp_optimizer, fsdp_state, names
+from accelerate.checkpoint import dcp, durable, formats, fsdp_files, fsdp_optimizer, fsdp_state, names
 from accelerate.checkpoint.dcp import Position, Steps
 from accelerate.checkpoint.fsdp_files import Entries, Found, Kind
 from accelerate.checkpoint.inspect import all_files, part_of
-from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest, damaged, problems
+from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, FileEntry, Manifest, damaged, problems
 from accelerate.checkpoint.names import METADATA
 from accelerate.checkpoint.places import LocalPlace, Place, State, place_of
 from accelerate.checkpoint.readers import FolderReader, Reader
@@ -247,12 +247,7 @@ def _write_weights(
 ) -> Entries:
     """Write a model's weights as one file of safetensors, or as several with an index.
 
-    Args:
-        weights: what is written.
-        staged: the folder.
-        index: which of the models it is.
-        limit: largest size of a file in bytes.
-        with_index: write an index for one file, too: a reader that finds that of an earlier export goes by it.
+    Of an earlier export an index may be there, by which readers go: then one file has one, too.
     """
     shards: list[dict[str, torch.Tensor]] = [{}]
     filled = 0
@@ -323,8 +318,9 @@ def merge_fsdp_weights(
             entry = formats.write_safetensors(path, weights.kept, {"format": "pt"}, read=weights.read)
         else:
             entry = formats.write_torch(path, fsdp_files.merged_model(reader))
+        durable.sync_folder(target)
         if remove_checkpoint_dir:
-            if formats.describe(path) != dataclasses.replace(entry, tensors=None):
+            if durable.of_file(path) != (entry.size, entry.checksum):
                 raise OSError(f"{path} is not what was written, so no shards were deleted.")
             shutil.rmtree(source)
         logger.info("The merged weights are in %s.", path)
@@ -356,9 +352,8 @@ def reshard(
 ) -> None:
     """Write a checkpoint again in another layout. One process, alone.
 
-    What `save_state` wrote for models that every rank has whole becomes what `load_fsdp_model` and `load_fsdp_optimizer` read
-    in parts, and the other way round. The source is verified first and stays as it is; the target appears when all of it is
-    on the disk. Weights go through memory in pieces, an optimizer for the full layout as a whole.
+    The source is verified first and stays as it is; the target appears when all of it is on the disk. Weights go through memory one
+    at a time, an optimizer for the full layout as a whole.
 
     Args:
         source: a checkpoint's folder or URL.
@@ -424,9 +419,6 @@ def _limit(layout: str, shards: int, max_shard_size: int | str | None) -> int | 
     return convert_file_size_to_int(max_shard_size)
 
 
-# -- what there is -----------------------------------------------------------------------------------------------------
-
-
 def _parts_of(folder: str, manifest: Manifest | None) -> list[tuple[Kind, Found]]:
     files = all_files(LocalPlace(folder)) if manifest is None else manifest.files
     parts: list[tuple[Kind, Found]] = []
@@ -488,8 +480,9 @@ def _rest(folder: str, staged: str, parts: Sequence[tuple[Kind, Found]], old: Ma
             while data := source.read(_COPIED):
                 file.write(data)
         told = known.get(name)
-        entries[name] = file.entry() if told is None else told
-        if told is not None and file.entry().checksum != told.checksum:
+        written = FileEntry.of(file)
+        entries[name] = written if told is None else told
+        if told is not None and written.checksum != told.checksum:
             raise damaged(folder, [f"{name} changed while it was copied"])
     return entries
 
@@ -500,9 +493,6 @@ def _manifest(old: Manifest | None, entries: Entries) -> Manifest:
         return dataclasses.replace(old, files=entries, created=new.created, versions=new.versions)
     ranks = sum(re.fullmatch(r"random_states_\d+\.pkl", name) is not None for name in entries)
     return Manifest(entries, world_size=max(1, ranks))
-
-
-# -- converting --------------------------------------------------------------------------------------------------------
 
 
 def _converted(

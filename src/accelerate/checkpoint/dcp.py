@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accelerate.checkpoint import disk, durable, formats
+from accelerate.checkpoint import durable, formats
 from accelerate.checkpoint.manifest import DamagedCheckpoint, FileEntry, TensorEntry
 from accelerate.checkpoint.names import METADATA
 
@@ -138,11 +138,11 @@ def writer(folder: Path, rank: int, entries: dict[str, FileEntry], **options: An
         def create_stream(self, path: Path, mode: str) -> Iterator[Any]:
             with durable.durable(path) as file:
                 yield _Stream(file)
-            entries[FilePath(path).name] = file.entry(rank)
+            entries[FilePath(path).name] = FileEntry.of(file, rank)
 
         def rename(self, path: Path, new_path: Path) -> None:
             os.replace(path, new_path)
-            disk.sync_folder(os.path.dirname(os.fspath(new_path)))
+            durable.sync_folder(os.path.dirname(os.fspath(new_path)))
             entries[FilePath(new_path).name] = entries.pop(FilePath(path).name)
 
     class Writer(FileSystemWriter):

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from accelerate.checkpoint import checksum
-from accelerate.checkpoint.durable import durable
+from accelerate.checkpoint.durable import durable, of_file
 from accelerate.checkpoint.manifest import DamagedCheckpoint, FileEntry, TensorEntry
 from accelerate.utils.other import load
 
@@ -108,7 +107,7 @@ def write_safetensors(
         file.write(text)
         for name in order:
             file.write(bytes_of(tensors[name] if read is None else read(name)))
-    return file.entry(rank, tensors=entries, aliases=aliases or {})
+    return FileEntry.of(file, rank, tensors=entries, aliases=aliases or {})
 
 
 def check_storable(name: str, tensor: Any) -> torch.Tensor:
@@ -152,7 +151,7 @@ def write_torch(path: Path, obj: Any, rank: int = 0) -> FileEntry:
     obj = plain(obj)
     with durable(path) as file:
         torch.save(obj, file)
-    return file.entry(rank, tensors=dict(_tensors_in(obj, "")) or None)
+    return FileEntry.of(file, rank, tensors=dict(_tensors_in(obj, "")) or None)
 
 
 def plain(state: Any) -> Any:
@@ -233,7 +232,7 @@ def write_bytes(path: Path, data: bytes, rank: int = 0) -> FileEntry:
     """
     with durable(path) as file:
         file.write(data)
-    return file.entry(rank)
+    return FileEntry.of(file, rank)
 
 
 def describe(path: Path, rank: int = 0, threads: int = 1) -> FileEntry:
@@ -249,7 +248,7 @@ def describe(path: Path, rank: int = 0, threads: int = 1) -> FileEntry:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    size, digest = checksum.of_file(path, threads)
+    size, digest = of_file(path, threads)
     return FileEntry(size, digest, rank)
 
 
@@ -295,12 +294,12 @@ def in_memory(state: Any) -> Any:
 
 
 def storages(state: Any) -> set[int]:
-    """Return the addresses of the memory that the tensors of a state have.
+    """Return the addresses of the memory that the plain tensors of a state have.
 
     Args:
         state: nested containers.
     """
-    if isinstance(state, torch.Tensor):
+    if type(state) is torch.Tensor:
         return {state.untyped_storage().data_ptr()}
     children = state.values() if isinstance(state, Mapping) else state if isinstance(state, (list, tuple)) else ()
     return set().union(*map(storages, children))

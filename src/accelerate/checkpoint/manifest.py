@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
 
-from accelerate.checkpoint import checksum, names
+from accelerate.checkpoint import durable, names
 
 NAME = "accelerate_manifest.json"
 FORMAT = 1
@@ -49,7 +49,7 @@ class FileEntry:
 
     Attributes:
         size: in bytes.
-        checksum: see `checkpoint.checksum`.
+        checksum: see `checkpoint.durable`.
         rank: who wrote it.
         tensors: for a file of weights its tensors by name, else None.
         aliases: names that share the memory of another one and are not in the file, to that one's name.
@@ -60,6 +60,17 @@ class FileEntry:
     rank: int = 0
     tensors: Mapping[str, TensorEntry] | None = None
     aliases: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, file: durable.DurableFile, rank: int = 0, **told: Any) -> "FileEntry":
+        """Return what the manifest says of a file that was written just now.
+
+        Args:
+            file: it.
+            rank: who wrote it.
+            **told: ``tensors`` and ``aliases``.
+        """
+        return cls(file.checksum.size, file.checksum.hexdigest(), rank, **told)
 
     def to_json(self) -> dict[str, Any]:
         """Return what the manifest says of the file."""
@@ -142,7 +153,7 @@ class Manifest:
             "mesh": None if self.mesh is None else dict(self.mesh),
             "step": self.step,
             "iteration": self.iteration,
-            "checksum": {"algorithm": checksum.ALGORITHM, "chunk": checksum.CHUNK},
+            "checksum": {"algorithm": durable.ALGORITHM, "chunk": durable.CHUNK},
             "files": {name: self.files[name].to_json() for name in sorted(self.files)},
         }
         return laid_out(told) + "\n"
@@ -174,7 +185,7 @@ class Manifest:
         _require(_is_count(version) and version > 0, f"format {_shown(version)} is no number")
         _require(version <= FORMAT, f"format {version} is newer than {FORMAT}, which this version reads; update it")
         method = told.get("checksum")
-        expected = {"algorithm": checksum.ALGORITHM, "chunk": checksum.CHUNK}
+        expected = {"algorithm": durable.ALGORITHM, "chunk": durable.CHUNK}
         _require(method == expected, f"checksums are of the kind {_shown(method)}, not {expected}")
         files = told.get("files")
         _require(isinstance(files, dict) and bool(files), "it lists no files")
@@ -233,16 +244,8 @@ class Manifest:
         Args:
             folder: a local folder in which the files lie already.
         """
-        path = os.path.join(folder, NAME)
-        temporary = os.path.join(folder, f".{NAME}.{os.getpid()}")
-        try:
-            with open(temporary, "w", encoding="utf-8") as file:
-                file.write(self.to_json())
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:  # a descriptor does not know its file's name
-            raise OSError(error.errno, error.strerror, path) from None
-        os.replace(temporary, path)
+        with durable.durable(os.path.join(folder, NAME)) as file:
+            file.write(self.to_json().encode())
 
     @property
     def size(self) -> int:
@@ -283,7 +286,7 @@ def problems(
                 found.append(f"{name} is missing ({entry.size} bytes were written)")
             elif size != entry.size:
                 found.append(f"{name} has {size} bytes, but {entry.size} were written")
-            elif deep and (digest := checksum.of_file(path, threads, progress)[1]) != entry.checksum:
+            elif deep and (digest := durable.of_file(path, threads, progress)[1]) != entry.checksum:
                 found.append(f"{name} has changed: its checksum is {digest}, but {entry.checksum} was written")
         except OSError as error:
             found.append(f"{name} could not be read: {error}")

@@ -6,7 +6,7 @@ import os
 import shutil
 
 from accelerate.checkpoint import names
-from accelerate.checkpoint.disk import sync_folder
+from accelerate.checkpoint.durable import sync_folder
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest
 
 logger = logging.getLogger(__name__)
@@ -35,9 +35,11 @@ def users_own(folder: str) -> list[str]:
                 name = f"{below}/{entry}" if below else entry
                 if name in inner:
                     found += look(name)
-                elif below and name not in parts:
-                    found.append(name)
-                elif not (name in parts or names.is_checkpoint_file(name) or names.is_shard_file(name)):
+                elif (
+                    below
+                    and name not in parts
+                    or not (name in parts or names.is_checkpoint_file(name) or names.is_shard_file(name))
+                ):
                     found.append(name)
         return found
 

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 
 from accelerate.checkpoint import dcp, formats
+from accelerate.checkpoint.durable import each
 from accelerate.checkpoint.fsdp_state import copy_of, is_spread
 from accelerate.checkpoint.manifest import FileEntry
-from accelerate.checkpoint.memory import fresh
-from accelerate.checkpoint.threads import each
 
 # Files that are written at a time. Two keep a disk busy while one of them waits for its hash or for the interpreter.
 WRITERS = 2
@@ -159,7 +158,7 @@ class HostBuffers:
         """
         if self._free.get((size, pinned)):
             return self._free[size, pinned].pop()
-        made = torch.empty(size, dtype=torch.uint8, pin_memory=True) if pinned else fresh(size)
+        made = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
         return made.untyped_storage()
 
     def keep(self, buffers: list[tuple[tuple[int, bool], torch.UntypedStorage]]) -> None:

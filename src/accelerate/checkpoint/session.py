@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from accelerate.checkpoint import checksum, formats, manifest
+from accelerate.checkpoint import durable, formats, manifest
 from accelerate.checkpoint.barrier import CollectiveBarrier, SaveBarrier, default_store
 from accelerate.checkpoint.manifest import FileEntry, Manifest
 from accelerate.checkpoint.parcel import WRITERS, Parcel
@@ -302,5 +302,5 @@ def damage(folder: str, state_manifest: Manifest, chosen: Iterable[str]) -> list
     chosen = frozenset(chosen)
     found = manifest.problems(folder, state_manifest)
     return found or manifest.problems(
-        folder, state_manifest, deep=True, only=chosen.__contains__, threads=checksum.threads()
+        folder, state_manifest, deep=True, only=chosen.__contains__, threads=durable.threads()
     )

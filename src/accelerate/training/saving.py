@@ -18,7 +18,7 @@ from accelerate.backends.base import Backend
 from accelerate.backends.registry import resolve
 from accelerate.checkpoint import files, formats, layouts, names, rotation
 from accelerate.checkpoint.background import Background
-from accelerate.checkpoint.disk import sync_folder
+from accelerate.checkpoint.durable import sync_folder
 from accelerate.checkpoint.parcel import Parcel
 from accelerate.checkpoint.places import LocalPlace, Place, place_of
 from accelerate.checkpoint.session import Group, Save

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from accelerate.checkpoint import checksum, formats
+from accelerate.checkpoint import durable, formats
 from accelerate.checkpoint.manifest import TensorEntry
 from accelerate.utils.other import load
 
@@ -36,7 +36,7 @@ def test_safetensors(tmp_path):
     for name, tensor in TENSORS.items():
         assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape
         assert formats.bytes_of(found[name]) == formats.bytes_of(tensor), name
-    assert (entry.size, entry.checksum) == checksum.of_file(tmp_path / "f")
+    assert (entry.size, entry.checksum) == durable.of_file(tmp_path / "f")
     assert entry.rank == 3 and entry.aliases == {"x": "matrix"}
     assert entry.tensors["brain"] == TensorEntry((3,), "BF16")
     formats.write_safetensors(tmp_path / "f", {})
@@ -55,7 +55,7 @@ def test_torchs_format(tmp_path):
     entry = formats.write_torch(tmp_path / "f", obj)
     found = torch.load(tmp_path / "f", weights_only=True)
     assert torch.equal(found["state"][0]["exp_avg"], obj["state"][0]["exp_avg"]) and found["groups"] == obj["groups"]
-    assert (entry.size, entry.checksum) == checksum.of_file(tmp_path / "f")
+    assert (entry.size, entry.checksum) == durable.of_file(tmp_path / "f")
     assert entry.tensors == {"state.0.exp_avg": TensorEntry((4, 2), "F32"), "state.0.step": TensorEntry((), "F32")}
     assert formats.write_torch(tmp_path / "g", {"epoch": 1}).tensors is None
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import checkpoint_samples as samples
-from accelerate.checkpoint import checksum
+from accelerate.checkpoint import durable
 from accelerate.checkpoint.manifest import FORMAT, NAME, DamagedCheckpoint, Manifest
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -79,7 +79,7 @@ def test_constants():
     properties = SCHEMA["properties"]
     assert properties["format"]["const"] == FORMAT
     method = properties["checksum"]["properties"]
-    assert (method["algorithm"]["const"], method["chunk"]["const"]) == (checksum.ALGORITHM, checksum.CHUNK)
+    assert (method["algorithm"]["const"], method["chunk"]["const"]) == (durable.ALGORITHM, durable.CHUNK)
 
 
 def test_the_example_of_the_page():
@@ -96,7 +96,7 @@ def test_the_checksum_of_the_page(tmp_path):
     exec(example, space)
     for size in (0, 5, 16, 40):
         (tmp_path / "file").write_bytes(bytes(range(size)))
-        assert space["checksum"](tmp_path / "file") == checksum.of_file(tmp_path / "file")[1]
+        assert space["checksum"](tmp_path / "file") == durable.of_file(tmp_path / "file")[1]
 
 
 def set_at(told, path, value):

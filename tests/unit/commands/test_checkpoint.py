@@ -269,7 +269,7 @@ def test_export(accelerate, project, tmp_path):
     assert status == 2
     assert "--overwrite" in err
     assert run(accelerate, "export", folder, tmp_path / "out", "--overwrite", "--max-shard-size", "60")[0] == 0
-    assert len(list((tmp_path / "out").iterdir())) == 5
+    assert len(list((tmp_path / "out").iterdir())) == 4
 
 
 def test_export_of_what_is_damaged(accelerate, project, tmp_path):
