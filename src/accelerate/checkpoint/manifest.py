@@ -94,23 +94,25 @@ class FileEntry:
         Raises:
             DamagedCheckpoint: it is not an entry.
         """
-        _require(isinstance(told, dict), f"{where}: {_shown(told)} is no entry of a file")
-        size, digest, rank = told.get("size"), told.get("checksum"), told.get("rank", 0)
-        _require(_is_count(size), f"{where}: size {_shown(size)} is no number of bytes")
-        _require(
-            isinstance(digest, str) and _DIGEST.fullmatch(digest) is not None,
-            f"{where}: checksum {_shown(digest)} is not 32 hexadecimal digits",
+        told = _checked(
+            told, where, size=_is_count, checksum=_is_digest, rank=_is_count, tensors=_is_mapping, aliases=_is_texts
         )
-        _require(_is_count(rank), f"{where}: rank {_shown(rank)} is no rank")
-        tensors, aliases = told.get("tensors"), told.get("aliases", {})
+        tensors = told["tensors"]
         if tensors is not None:
-            _require(isinstance(tensors, dict), f"{where}: tensors are no mapping")
             tensors = {name: _tensor(entry, f"{where}: tensor {name!r}") for name, entry in tensors.items()}
-        _require(
-            isinstance(aliases, dict) and all(isinstance(name, str) for name in aliases.values()),
-            f"{where}: aliases are no mapping of names",
-        )
-        return cls(size, digest, rank, tensors, aliases)
+        return cls(told["size"], told["checksum"], told["rank"], tensors, told["aliases"] or {})
+
+    @classmethod
+    def told_by_rank(cls, told: Mapping[str, Any]) -> "FileEntry":
+        """Return the entry that `to_json` of another rank told in this very save.
+
+        Args:
+            told: what it returned.
+        """
+        tensors = told.get("tensors")
+        if tensors is not None:
+            tensors = {name: TensorEntry(tuple(entry["shape"]), entry["dtype"]) for name, entry in tensors.items()}
+        return cls(told["size"], told["checksum"], told["rank"], tensors, told.get("aliases", {}))
 
 
 @dataclass(frozen=True)
@@ -180,39 +182,43 @@ class Manifest:
 
     @classmethod
     def _parsed(cls, told: Any) -> "Manifest":
-        _require(isinstance(told, dict), f"{_shown(told)} is no mapping")
-        version = told.get("format")
-        _require(_is_count(version) and version > 0, f"format {_shown(version)} is no number")
-        _require(version <= FORMAT, f"format {version} is newer than {FORMAT}, which this version reads; update it")
-        method = told.get("checksum")
+        kinds = dict.fromkeys(("format", "world_size", "step", "iteration"), _is_count)
+        told = _checked(
+            {"world_size": 1, **told} if isinstance(told, dict) else told,
+            "",
+            **kinds,
+            files=_is_mapping,
+            mesh=_is_counts,
+            versions=_is_texts,
+        )
+        version, files = told["format"], told["files"]
         expected = {"algorithm": durable.ALGORITHM, "chunk": durable.CHUNK}
-        _require(method == expected, f"checksums are of the kind {_shown(method)}, not {expected}")
-        files = told.get("files")
-        _require(isinstance(files, dict) and bool(files), "it lists no files")
-        for name in files:
-            _require(is_inside(name), f"the file name {_shown(name)} leads out of the folder")
-        counts = {key: told.get(key, 0) for key in ("world_size", "step", "iteration")}
-        for key, value in counts.items():
-            _require(_is_count(value), f"{key} {_shown(value)} is no number")
-        _require(counts["world_size"] > 0, "world_size is 0")
-        mesh, versions = told.get("mesh"), told.get("versions", {})
-        _require(
-            mesh is None or (isinstance(mesh, dict) and all(_is_count(size) for size in mesh.values())),
-            f"mesh {_shown(mesh)} is no mapping of names and sizes",
-        )
-        _require(
-            isinstance(versions, dict) and all(isinstance(value, str) for value in versions.values()),
-            "versions are no mapping of names",
-        )
+        problem = None
+        if not version:
+            problem = f"format {version} is no number"
+        elif version > FORMAT:
+            problem = f"format {version} is newer than {FORMAT}, which this version reads; update it"
+        elif told.get("checksum") != expected:
+            problem = f"checksums are of the kind {_shown(told.get('checksum'))}, not {expected}"
+        elif not files:
+            problem = "it lists no files"
+        elif not told["world_size"]:
+            problem = "world_size is 0"
+        elif outside := [name for name in files if not is_inside(name)]:
+            problem = f"the file name {_shown(outside[0])} leads out of the folder"
+        if problem is not None:
+            raise DamagedCheckpoint(problem)
         return cls(
             files={name: FileEntry.from_json(entry, name) for name, entry in files.items()},
+            world_size=told["world_size"],
             strategy=str(told.get("strategy", "single")),
-            mesh=mesh,
+            mesh=told["mesh"],
+            step=told["step"],
+            iteration=told["iteration"],
             created=str(told.get("created", "")),
-            versions=versions,
+            versions=told["versions"] or {},
             save=str(told.get("save", "")),
             format=version,
-            **counts,
         )
 
     @classmethod
@@ -365,17 +371,18 @@ def laid_out(told: Any, depth: int = 0) -> str:
         told: plain data.
         depth: of the first line.
     """
-    if not isinstance(told, dict) or not any(isinstance(value, dict) for value in told.values()):
+    if not isinstance(told, dict) or dict not in map(type, told.values()):
         return json.dumps(told)
     pad = " " * (depth + 1)
-    lines = ",\n".join(f"{pad}{json.dumps(name)}: {laid_out(value, depth + 1)}" for name, value in told.items())
+    lines = ",\n".join([f"{pad}{json.dumps(name)}: {laid_out(value, depth + 1)}" for name, value in told.items()])
     return f"{{\n{lines}\n{pad[1:]}}}"
 
 
 def _tensor(told: Any, where: str) -> TensorEntry:
-    _require(isinstance(told, dict), f"{where} is no mapping")
-    shape, dtype = told.get("shape"), told.get("dtype")
     # There may be thousands: what is wrong is put into words only where something is.
+    if not isinstance(told, dict):
+        raise DamagedCheckpoint(f"{where} is no mapping")
+    shape, dtype = told.get("shape"), told.get("dtype")
     if not (isinstance(shape, list) and all(map(_is_count, shape))):
         raise DamagedCheckpoint(f"{where} has the shape {_shown(shape)}")
     if not isinstance(dtype, str):
@@ -383,15 +390,50 @@ def _tensor(told: Any, where: str) -> TensorEntry:
     return TensorEntry(tuple(shape), dtype)
 
 
+def _checked(told: Any, where: str, **kinds: Callable[[Any], bool]) -> dict[str, Any]:
+    """Return a mapping of a manifest whose values are of their kinds; what is not there is None, a count 0."""
+    start = f"{where}: " if where else ""
+    if not isinstance(told, dict):
+        raise DamagedCheckpoint(f"{start}{_shown(told)} is no mapping")
+    told = dict(told)
+    for key, kind in kinds.items():
+        if key not in told and key not in _REQUIRED:
+            told[key] = 0 if kind is _is_count else None
+        elif not (kind(value := told.get(key)) or (value is None and key in _NULLABLE)):
+            raise DamagedCheckpoint(f"{start}{key} {_shown(value)} is no {_KINDS[kind]}")
+    return told
+
+
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_digest(value: Any) -> bool:
+    return isinstance(value, str) and _DIGEST.fullmatch(value) is not None
+
+
+def _is_mapping(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_counts(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_is_count, value.values()))
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
+
+
+_REQUIRED, _NULLABLE = ("format", "files", "size", "checksum"), ("mesh", "tensors")
+_KINDS = {
+    _is_count: "number",
+    _is_digest: "32 hexadecimal digits",
+    _is_mapping: "mapping",
+    _is_counts: "mapping of names and sizes",
+    _is_texts: "mapping of names",
+}
 
 
 def _shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _require(condition: bool, problem: str) -> None:
-    if not condition:
-        raise DamagedCheckpoint(problem)

@@ -115,29 +115,8 @@ class Parcel(os.PathLike[str]):
             write, obj, options = self._jobs[file]
             return write(os.path.join(self.folder, file), obj, rank=self.rank, **options)
 
-        # The largest first, so that the small ones fill the gaps.
-        order = sorted(self._jobs, key=lambda file: nbytes(self._jobs[file][1]), reverse=True)
-        return {**entries, **dict(zip(order, each(one, order, writers), strict=True))}
-
-
-def nbytes(obj: Any) -> int:
-    """Return how many bytes the tensors in nested containers have.
-
-    Args:
-        obj: any value; what is in it twice counts twice, but for what contains itself.
-    """
-    return _nbytes(obj, set())
-
-
-def _nbytes(obj: Any, around: set[int]) -> int:
-    if isinstance(obj, torch.Tensor):
-        return obj.numel() * obj.element_size()
-    if not isinstance(obj, (Mapping, list, tuple)) or id(obj) in around:
-        return 0
-    around.add(id(obj))
-    size = sum(_nbytes(value, around) for value in (obj.values() if isinstance(obj, Mapping) else obj))
-    around.discard(id(obj))
-    return size
+        # In the order in which they were added: models and optimizers come first, so that the small ones fill the gaps.
+        return {**entries, **dict(zip(self._jobs, each(one, self._jobs, writers), strict=True))}
 
 
 class HostBuffers:

@@ -249,7 +249,7 @@ def merged(notes: Iterable[dict[str, Any]]) -> dict[str, FileEntry]:
     Args:
         notes: of `Save`.
     """
-    return {name: FileEntry.from_json(told, name) for note in notes for name, told in note["files"].items()}
+    return {name: FileEntry.told_by_rank(told) for note in notes for name, told in note["files"].items()}
 
 
 def unlisted(folder: str, known: Iterable[str], rank: int, threads: int = 1) -> dict[str, FileEntry]:

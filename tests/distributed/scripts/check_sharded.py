@@ -6,6 +6,7 @@ import os
 import warnings
 import weakref
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from torch.distributed.fsdp import _flat_param
 
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.checkpoint import files
+from accelerate.checkpoint.manifest import NAME
 from accelerate.parallel import shard
 from accelerate.utils import (
     FullyShardedDataParallelPlugin,
@@ -377,6 +379,49 @@ def check_layers_and_shards_of_other_seeds():
     assert not differs_between_ranks(model.scale)
 
 
+def contents(folder):
+    """The bytes of a checkpoint's files but the manifest, which has the time, and torch's metadata, which has the plan's order."""
+    return {
+        path.relative_to(folder): path.read_bytes()
+        for path in Path(folder).rglob("*")
+        if path.is_file() and path.name not in (NAME, ".metadata")
+    }
+
+
+def check_shards_are_written_in_the_background():
+    """Under a training that goes on: what is written is the state of the call, byte for byte that of a save that waits."""
+    kinds = [{"fsdp_plugin": sharding(2)}, {"fsdp_plugin": sharding(1)}]
+    kinds += [{"fsdp_plugin": sharding(2, state_dict_type=kind)} for kind in ("FULL_STATE_DICT",)]
+    if FOUR:
+        kinds = [
+            {"fsdp_plugin": sharding(2), "parallelism_config": ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)}
+        ]
+    for kind in kinds:
+        accelerator = fresh_accelerator(**kind)
+        model, _ = build()
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+
+        def steps(accelerator=accelerator, model=model, optimizer=optimizer):
+            for number in range(3):
+                accelerator.backward(model(batch(number)[1]).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+
+        steps()
+        with shared_folder() as folder:
+            accelerator.save_state(f"{folder}/waits")
+            accelerator.save_state(f"{folder}/goes_on", blocking=False)
+            steps()  # meanwhile: with collectives of its own
+            accelerator.wait_for_checkpoint()
+            accelerator.wait_for_everyone()
+            assert contents(f"{folder}/goes_on") == contents(f"{folder}/waits"), kind
+            after = weights(accelerator, model)
+            accelerator.load_state(f"{folder}/goes_on")
+            steps()
+            assert_close(weights(accelerator, model), after)
+            accelerator.wait_for_everyone()
+
+
 CHECKS = (
     check_other_seeds_train_the_weights_of_rank_zero,
     check_models_that_differ_are_refused_by_all_ranks,
@@ -393,6 +438,7 @@ CHECKS = (
     check_what_ranks_have_whole_is_written_as_the_first_has_it,
     check_a_size_that_is_none_is_refused_by_all_ranks,
     check_a_step_is_skipped_by_all_ranks,
+    check_shards_are_written_in_the_background,
 )
 if __name__ == "__main__":
     fresh_accelerator()
@@ -400,6 +446,10 @@ if __name__ == "__main__":
         *(
             CHECKS
             if not FOUR
-            else (check_other_seeds_train_the_weights_of_rank_zero, check_layers_and_shards_of_other_seeds)
+            else (
+                check_other_seeds_train_the_weights_of_rank_zero,
+                check_layers_and_shards_of_other_seeds,
+                check_shards_are_written_in_the_background,
+            )
         )
     )

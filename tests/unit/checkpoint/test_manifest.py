@@ -23,8 +23,9 @@ def changed(**changes):
 
 
 def test_there_and_back(tmp_path):
-    full().write(tmp_path)
-    assert Manifest.read(tmp_path) == full()
+    written = full()
+    written.write(tmp_path)
+    assert Manifest.read(tmp_path) == written
     assert os.listdir(tmp_path) == [NAME]
     assert full().size == 3
     assert {"accelerate", "torch", "numpy", "python"} == set(full().versions)
@@ -42,7 +43,7 @@ def entry(**changes):
         ({"format": None}, "format None is no number"),
         ({"checksum": {"algorithm": "md5", "chunk": 1}}, "md5"),
         ({"files": {}}, "lists no files"),
-        ({"files": []}, "lists no files"),
+        ({"files": []}, "files [] is no mapping"),
         ({"world_size": 0}, "world_size is 0"),
         ({"world_size": True}, "world_size True"),
         ({"step": -1}, "step -1"),
@@ -53,11 +54,11 @@ def entry(**changes):
         (entry(checksum="0"), "32 hexadecimal"),
         (entry(checksum=7), "32 hexadecimal"),
         (entry(rank="0"), "rank '0'"),
-        (entry(tensors=[]), "tensors are no mapping"),
+        (entry(tensors=[]), "tensors [] is no mapping"),
         (entry(tensors={"a": {"shape": [-1], "dtype": "F32"}}), "shape [-1]"),
         (entry(tensors={"a": {"shape": [1], "dtype": 1}}), "dtype 1"),
         (entry(aliases={"a": 1}), "aliases"),
-        ({"files": {"m": 3}}, "no entry"),
+        ({"files": {"m": 3}}, "m: 3 is no mapping"),
         *[
             ({"files": {name: ENTRY.to_json()}}, "leads out of the folder")
             for name in ("", "/etc/passwd", "../x", "a/../x", "a//x", "./x", "a\\x", "C:x", "a\0x", NAME)

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from accelerate.checkpoint import durable
-from accelerate.checkpoint.parcel import HostBuffers, Lease, Parcel, copied, nbytes
+from accelerate.checkpoint.parcel import HostBuffers, Lease, Parcel, copied
 
 
 def filled(folder) -> tuple[Parcel, dict, dict]:
@@ -115,7 +115,6 @@ def test_what_contains_itself_and_what_was_computed():
     loop["loop"] = loop
     found = copied(loop)
     assert found["loop"] is found and found is not loop
-    assert nbytes({**loop, "t": torch.ones(2)}) == 8
     computed = torch.ones(2, requires_grad=True) * 2
     holder = SimpleNamespace(loss=computed)
     assert copied({"loss": computed})["loss"].tolist() == [2, 2]
