@@ -12,7 +12,7 @@ from torch import nn
 
 from accelerate.checkpoint import files, loaders, rng
 from accelerate.checkpoint.contents import POSITIONS, read_common
-from accelerate.checkpoint.parcel import Parcel
+from accelerate.checkpoint.plan import SavePlan
 from accelerate.modules.unwrap import extract_model_from_parallel
 from accelerate.process import PartialState
 from accelerate.utils.constants import (
@@ -90,7 +90,7 @@ def save_accelerator_state(
     if scaler is not None:
         files.write_scaler(scaler, output_dir, save_on_each_node)
     generators = rng.collect()
-    if isinstance(output_dir, Parcel):
+    if isinstance(output_dir, SavePlan):
         # Beside the file that upstream reads. It also tells that a manifest belongs to the folder.
         files.write_generators(generators, output_dir, process_index)
     own = {"step": step, **generators, POSITIONS: loaders.positions(dataloaders)}

@@ -152,7 +152,7 @@ class Backend:
         Args:
             accelerator: The Accelerator.
             state: What ``model_state`` returned; empty with ``saves_shards``.
-            folder: The folder, a `checkpoint.parcel.Parcel`.
+            folder: The folder, a `checkpoint.plan.SavePlan`.
             index: Which of the prepared models it is.
             **options: ``safe_serialization``, ``save_on_each_node``, and what the user gave to ``save_state``.
         """

@@ -21,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from accelerate.checkpoint import durable
-from accelerate.checkpoint.parcel import HostBuffers
+from accelerate.checkpoint.plan import HostBuffers
 
 logger = logging.getLogger(__name__)
 

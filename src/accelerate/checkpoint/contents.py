@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from accelerate.checkpoint import files, formats, loaders, names, rng
-from accelerate.checkpoint.parcel import copied
+from accelerate.checkpoint.plan import copied
 
 # Where a rank's file keeps the positions of its loaders. Other readers of the file look only for keys they know.
 POSITIONS = "dataloader_positions"

@@ -23,8 +23,8 @@ from accelerate.checkpoint.fsdp_files import Entries, Found, Kind
 from accelerate.checkpoint.inspect import all_files, part_of
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, FileEntry, Manifest, damaged, problems
 from accelerate.checkpoint.names import METADATA
-from accelerate.checkpoint.places import LocalPlace, Place, State, place_of
 from accelerate.checkpoint.readers import FolderReader, Reader
+from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, State, storage_of
 from accelerate.checkpoint.structure import INDEX_SUFFIX
 from accelerate.process import PartialState
 from accelerate.utils.constants import (
@@ -96,7 +96,7 @@ def export(
         raise ValueError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}.")
     if max_shard_size < 1:
         raise ValueError(f"max_shard_size={max_shard_size} leaves no room for a tensor.")
-    place = place_of(source)
+    place = storage_of(source)
     there = _target(target, place, overwrite)
     state, sizes = place.state(), {}
     if state.kind == "absent":
@@ -140,9 +140,9 @@ def export(
     return Exported(files, len(plan.kept), state.manifest is not None)
 
 
-def _target(target: str | os.PathLike[str], source: Place, overwrite: bool) -> LocalPlace:
-    there = place_of(target)
-    if not isinstance(there, LocalPlace):
+def _target(target: str | os.PathLike[str], source: CheckpointStorage, overwrite: bool) -> LocalStorage:
+    there = storage_of(target)
+    if not isinstance(there, LocalStorage):
         raise ValueError(f"{there.location!r} is a URL; export to a local folder and copy it there.")
     if there == source or f"{source.location}/".startswith(f"{there.location}/"):
         raise FileExistsError(f"{there.location!r} holds the checkpoint that is to be exported; name another folder.")
@@ -160,7 +160,7 @@ def _target(target: str | os.PathLike[str], source: Place, overwrite: bool) -> L
     return there
 
 
-def _verify_weights(place: Place, folder: str, state: State, wanted: set[str], step: Progress) -> None:
+def _verify_weights(place: CheckpointStorage, folder: str, state: State, wanted: set[str], step: Progress) -> None:
     if state.manifest is None:
         logger.warning("%s has no manifest, so its files cannot be verified.", place.location)
         for name in wanted:
@@ -173,7 +173,7 @@ def _verify_weights(place: Place, folder: str, state: State, wanted: set[str], s
         logger.warning("%s is incomplete, but its weights are whole: %s.", place.location, state.reason)
 
 
-def _clear(there: LocalPlace, written: Container[str]) -> None:
+def _clear(there: LocalStorage, written: Container[str]) -> None:
     """Remove the weights of an earlier export, which were carried over with the user's own files."""
     # The index goes last: until then it names what was written now.
     for name in sorted(there.files(), key=lambda name: name == SAFE_WEIGHTS_INDEX_NAME):
@@ -373,7 +373,7 @@ def reshard(
         >>> reshard("run/checkpoints/checkpoint_7", "run/for_eight", "sharded", shards=8)  # doctest: +SKIP
     """
     limit = _limit(layout, shards, max_shard_size)
-    place, there = place_of(source), place_of(target)
+    place, there = storage_of(source), storage_of(target)
     state = place.state()
     if state.kind == "absent":
         raise FileNotFoundError(f"There is no checkpoint at {place.location!r}: {state.reason}.")
@@ -420,7 +420,7 @@ def _limit(layout: str, shards: int, max_shard_size: int | str | None) -> int | 
 
 
 def _parts_of(folder: str, manifest: Manifest | None) -> list[tuple[Kind, Found]]:
-    files = all_files(LocalPlace(folder)) if manifest is None else manifest.files
+    files = all_files(LocalStorage(folder)) if manifest is None else manifest.files
     parts: list[tuple[Kind, Found]] = []
     for kind in ("model", "optimizer"):
         index = 0

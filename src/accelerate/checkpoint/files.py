@@ -1,7 +1,7 @@
 """Reading and writing the files of a checkpoint folder, one function per kind of object.
 
 Every rank calls the write functions, and one process writes each file: the main one, or the main one of each node with
-``save_on_each_node``. Given a `Parcel` in place of a folder they put the file into it, to be written later. The read functions change nothing in memory: what they return is applied by the caller, after
+``save_on_each_node``. Given a `SavePlan` in place of a folder they put the file into it, to be written later. The read functions change nothing in memory: what they return is applied by the caller, after
 everything has been read.
 """
 
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from accelerate.checkpoint import formats, names, rng
-from accelerate.checkpoint.parcel import Parcel
+from accelerate.checkpoint.plan import SavePlan
 from accelerate.modules.named import match_names
 from accelerate.modules.tensors import clean_state_dict_for_safetensors, shared_tensor_names
 from accelerate.modules.unwrap import extract_model_from_parallel
@@ -84,7 +84,7 @@ def write_model(
         return
     state = clean_state_dict_for_safetensors(state_dict) if safe_serialization else state_dict
     file = names.model_file(index, safe_serialization)
-    if isinstance(folder, Parcel):
+    if isinstance(folder, SavePlan):
         if safe_serialization:
             folder.add_tensors(file, state, metadata={"format": "pt"}, aliases=_aliases(state_dict, state))
         else:
@@ -107,7 +107,7 @@ def _aliases(state_dict: Mapping[str, Any], written: Mapping[str, Any]) -> dict[
 
 def _put(obj: Any, folder: Path, file: str, save_on_each_node: bool) -> None:
     """Write an object that all ranks share, in torch's format."""
-    if not isinstance(folder, Parcel):
+    if not isinstance(folder, SavePlan):
         save(obj, os.path.join(folder, file), save_on_each_node=save_on_each_node)
     elif writes(save_on_each_node):
         folder.add_object(file, obj)
@@ -121,7 +121,7 @@ def put_own(obj: Any, folder: Path, file: str) -> None:
         folder: The checkpoint's folder.
         file: A name that no other rank uses.
     """
-    if isinstance(folder, Parcel):
+    if isinstance(folder, SavePlan):
         folder.add_object(file, obj)
         return
     with written_whole(os.path.join(folder, file)) as temporary:
@@ -417,16 +417,16 @@ def write_random_states(states: dict[str, Any], folder: Path, process_index: int
     put_own(states, folder, names.random_states_file(process_index))
 
 
-def write_generators(states: Mapping[str, Any], parcel: Parcel, process_index: int) -> None:
+def write_generators(states: Mapping[str, Any], plan: SavePlan, process_index: int) -> None:
     """Write the states of a rank's random generators without pickle. Every rank writes its own.
 
     Args:
         states: From `rng.collect`.
-        parcel: Takes the file.
+        plan: Takes the file.
         process_index: This rank.
     """
     tensors, metadata = rng.encode(states)
-    parcel.add_tensors(names.generators_file(process_index), tensors, metadata=metadata)
+    plan.add_tensors(names.generators_file(process_index), tensors, metadata=metadata)
 
 
 def read_generators(folder: Path, process_index: int) -> dict[str, Any] | None:

@@ -26,9 +26,9 @@ from accelerate.checkpoint.dcp import Steps
 from accelerate.checkpoint.fsdp_state import Layout, on_all, together
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, FileEntry, Manifest, damaged, is_inside, problems
 from accelerate.checkpoint.names import METADATA, model_file, optimizer_file
-from accelerate.checkpoint.parcel import Parcel
-from accelerate.checkpoint.places import LocalPlace
+from accelerate.checkpoint.plan import SavePlan
 from accelerate.checkpoint.readers import FilesReader, FolderReader, Reader
+from accelerate.checkpoint.storage import LocalStorage
 from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 
 Path = str | os.PathLike[str]
@@ -93,7 +93,7 @@ def write(
 
     Args:
         state: the state.
-        folder: the checkpoint's folder, which all ranks see, or the `Parcel` of a save.
+        folder: the checkpoint's folder, which all ranks see, or the `SavePlan` of a save.
         kind: what it is the state of.
         index: which of the models or optimizers it is, from 0.
         layout: how it is written.
@@ -105,7 +105,7 @@ def write(
     rank, size = fsdp_state.rank_and_size()
     if layout == "sharded":
         name = model_folder(index) if kind == "model" else optimizer_folder(index)
-        if isinstance(folder, Parcel):
+        if isinstance(folder, SavePlan):
             folder.add_shards(name, {kind: state})
         else:
             _publish_shards({kind: state}, os.fspath(folder), name)
@@ -117,7 +117,7 @@ def write(
     else:
         stem = local_model_stem(index, flat) if kind == "model" else optimizer_folder(index)
         state, name, owns = _parts(state), rank_file(stem, rank), True
-    if isinstance(folder, Parcel):
+    if isinstance(folder, SavePlan):
         if owns:
             folder.add_object(name, state)
         return
@@ -138,7 +138,7 @@ def write(
 def _publish_shards(state: dict[str, Any], folder: str, name: str) -> None:
     """Write shards aside, and let them take their place together."""
     rank = fsdp_state.rank_and_size()[0]
-    place = LocalPlace(os.path.join(folder, name))
+    place = LocalStorage(os.path.join(folder, name))
     staged = on_all(together(lambda: place.stage() if rank == 0 else ""))[0]
     try:
         written = dcp.save(state, staged, None, fsdp_state.is_spread)
@@ -278,7 +278,7 @@ def find(folder: Path, kind: Kind, index: int = 0, prefer: Layout | None = None)
     else:
         files, shards, stems = [optimizer_file(index)], optimizer_folder(index), [optimizer_folder(index)]
     whole = os.path.basename(
-        LocalPlace(os.path.join(folder, shards)).fetch()
+        LocalStorage(os.path.join(folder, shards)).fetch()
     )  # what a killed save has put aside counts
     found = [Found(folder, whole, "sharded", index)] if os.path.isfile(os.path.join(folder, whole, METADATA)) else []
     found += [Found(folder, file, "full", index) for file in files if os.path.isfile(os.path.join(folder, file))]

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from accelerate.checkpoint import names
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, FileEntry, Manifest, TensorEntry, problems
-from accelerate.checkpoint.places import LocalPlace, Place, State
+from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, State
 from accelerate.checkpoint.structure import (
     INDEX_SUFFIX,
     METADATA,
@@ -49,7 +49,7 @@ class Summary:
     """
 
     name: str
-    place: Place
+    place: CheckpointStorage
     state: State
     size: int
     saved: float | None
@@ -91,7 +91,7 @@ class Summary:
         }
 
 
-def summarize(place: Place, name: str | None = None) -> Summary:
+def summarize(place: CheckpointStorage, name: str | None = None) -> Summary:
     """Return what a table says of a checkpoint.
 
     Args:
@@ -105,17 +105,17 @@ def summarize(place: Place, name: str | None = None) -> Summary:
     return Summary(name, place, state, stored.size, stored.modified, _is_unread(place, state))
 
 
-def _is_unread(place: Place, state: State) -> bool:
+def _is_unread(place: CheckpointStorage, state: State) -> bool:
     if state.kind != "incomplete" or state.manifest is not None:
         return False
     files = place.files()
     if any(name.startswith(names.INCOMPLETE_MARKER) for name in files):
         return False  # of whatever was there before
     # A link, a pipe or a folder of that name is no file, and cannot be read either.
-    return NAME in files or (isinstance(place, LocalPlace) and os.path.lexists(os.path.join(place.fetch(), NAME)))
+    return NAME in files or (isinstance(place, LocalStorage) and os.path.lexists(os.path.join(place.fetch(), NAME)))
 
 
-def survey(folder: Place) -> list[Summary]:
+def survey(folder: CheckpointStorage) -> list[Summary]:
     """Return the checkpoints at a place, whole or not, newest last.
 
     Those are the place itself, if it is one, or else the ones directly inside it and inside its folder ``checkpoints``. Symbolic
@@ -139,12 +139,12 @@ def survey(folder: Place) -> list[Summary]:
     return _in_order(summaries)
 
 
-def _inside(folder: Place) -> list[Place]:
+def _inside(folder: CheckpointStorage) -> list[CheckpointStorage]:
     """The folders that lie in another one, each once: what a link leads to lies elsewhere, or is there already."""
     return [entry for entry in dict.fromkeys(folder.entries()) if entry.parent() == folder]
 
 
-def looks_like_one(place: Place) -> bool:
+def looks_like_one(place: CheckpointStorage) -> bool:
     """Say whether a folder has files of a checkpoint, ours or another library's.
 
     Args:
@@ -154,7 +154,7 @@ def looks_like_one(place: Place) -> bool:
     return any(entry == NAME or names.is_checkpoint_file(entry) for entry in entries)
 
 
-def _is_one(place: Place) -> bool:
+def _is_one(place: CheckpointStorage) -> bool:
     return names.number_of(place.name) is not None or looks_like_one(place)
 
 
@@ -165,13 +165,13 @@ def _in_order(found: list[Summary]) -> list[Summary]:
     return [one if one.number is None else next(following[one.place.parent()]) for one in by_time]
 
 
-def series_of(found: Iterable[Summary]) -> dict[Place, list[Summary]]:
+def series_of(found: Iterable[Summary]) -> dict[CheckpointStorage, list[Summary]]:
     """Return the automatically named checkpoints of each folder, by number: those of another folder are another run's.
 
     Args:
         found: checkpoints.
     """
-    series: dict[Place, list[Summary]] = {}
+    series: dict[CheckpointStorage, list[Summary]] = {}
     for one in found:
         if one.number is not None:
             series.setdefault(one.place.parent(), []).append(one)
@@ -186,7 +186,7 @@ def _created(manifest: Manifest) -> float | None:
     return (created if created.tzinfo else created.replace(tzinfo=timezone.utc)).timestamp()
 
 
-def all_files(place: Place) -> dict[str, int]:
+def all_files(place: CheckpointStorage) -> dict[str, int]:
     """Return the sizes of the files at a place and in the folders below it, by path with ``/`` between parts.
 
     Args:
@@ -194,7 +194,7 @@ def all_files(place: Place) -> dict[str, int]:
     """
     found = {name: stored.size for name, stored in place.files().items()}
     for entry in place.entries():
-        if not isinstance(entry, LocalPlace) or entry.parent() == place:  # an object store has other folders between
+        if not isinstance(entry, LocalStorage) or entry.parent() == place:  # an object store has other folders between
             found.update((f"{entry.name}/{name}", size) for name, size in all_files(entry).items())
     return found
 
@@ -311,7 +311,7 @@ class Details:
         return told
 
 
-def details(place: Place) -> Details:
+def details(place: CheckpointStorage) -> Details:
     """Return what a checkpoint consists of.
 
     Args:
@@ -358,8 +358,10 @@ def _foreign_details(summary: Summary) -> Details:
     return Details(summary, files, {}, tensors, {})
 
 
-def _tensors_in_shards(place: Place, files: Iterable[str]) -> Iterator[tuple[str, Mapping[str, TensorEntry]]]:
-    if not isinstance(place, LocalPlace):
+def _tensors_in_shards(
+    place: CheckpointStorage, files: Iterable[str]
+) -> Iterator[tuple[str, Mapping[str, TensorEntry]]]:
+    if not isinstance(place, LocalStorage):
         return  # all of the shards would have to come here
     for name in sorted(files):
         inner, _, file = name.rpartition("/")

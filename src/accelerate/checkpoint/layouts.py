@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from accelerate.checkpoint import files, fsdp_files, fsdp_optimizer, fsdp_state, names
-from accelerate.checkpoint.parcel import Parcel
+from accelerate.checkpoint.plan import SavePlan
 from accelerate.modules.unwrap import extract_model_from_parallel
 
 Path = str | os.PathLike[str]
@@ -105,14 +105,14 @@ def _by_name(
 
 
 def write_parameter_names(
-    optimizers: Iterable[torch.optim.Optimizer], models: Iterable[nn.Module], parcel: Parcel, save_on_each_node: bool
+    optimizers: Iterable[torch.optim.Optimizer], models: Iterable[nn.Module], plan: SavePlan, save_on_each_node: bool
 ) -> None:
     """Write which parameters the numbers in the optimizers' files mean. All ranks call it, one process writes.
 
     Args:
         optimizers: Those of the run, in order.
         models: The models of the run.
-        parcel: Takes the file.
+        plan: Takes the file.
         save_on_each_node: Each node has a folder of its own.
     """
     if not files.writes(save_on_each_node):
@@ -121,4 +121,4 @@ def write_parameter_names(
     told = {index: fsdp_state.names_among(optimizer, models) for index, optimizer in enumerate(optimizers)}
     told = {index: groups for index, groups in told.items() if groups is not None}
     if told:
-        parcel.add_bytes(fsdp_files.NAMES_FILE, fsdp_files.names_text(told))
+        plan.add_bytes(fsdp_files.NAMES_FILE, fsdp_files.names_text(told))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from accelerate.checkpoint import names
 from accelerate.checkpoint.inspect import Summary, series_of, survey
-from accelerate.checkpoint.places import LocalPlace, Place, Stored
+from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, Stored
 
 
 @dataclass(frozen=True)
@@ -25,14 +25,14 @@ class Pruning:
         incomplete: whether more goes than what is old.
     """
 
-    folder: Place
-    homes: list[Place]
+    folder: CheckpointStorage
+    homes: list[CheckpointStorage]
     old: list[Summary]
     unfinished: list[Summary]
     unread: list[Summary]
     left: Mapping[str, Stored]
     put_back: Mapping[str, Stored]
-    elsewhere: Place | None
+    elsewhere: CheckpointStorage | None
     incomplete: bool
 
     @property
@@ -41,7 +41,7 @@ class Pruning:
         return [*self.old, *(self.unfinished if self.incomplete else [])]
 
     @property
-    def sweeps(self) -> list[Place]:
+    def sweeps(self) -> list[CheckpointStorage]:
         """The folders from which what was left behind goes."""
         return self.homes if self.incomplete and (self.left or self.put_back) else []
 
@@ -80,7 +80,7 @@ class Pruning:
         return replace(now, old=same(self.old, now.old), unfinished=same(self.unfinished, now.unfinished))
 
 
-def plan(folder: Place, keep: int, foreign: bool = False, incomplete: bool = False) -> Pruning:
+def plan(folder: CheckpointStorage, keep: int, foreign: bool = False, incomplete: bool = False) -> Pruning:
     """Decide what is going to be removed. Nothing is changed.
 
     Args:
@@ -155,22 +155,22 @@ def unfinished(found: Iterable[Summary]) -> list[Summary]:
     return [one for one in found if one.number is not None and one.state.kind == "incomplete" and not one.unread]
 
 
-def leftovers(folder: Place) -> tuple[dict[str, Stored], dict[str, Stored]]:
+def leftovers(folder: CheckpointStorage) -> tuple[dict[str, Stored], dict[str, Stored]]:
     """Return what saves and removals left behind among the checkpoints of a folder, or are at work on, by location.
 
     Args:
         folder: where the checkpoints are.
 
     Returns:
-        What `Place.sweep` removes; and what it puts in its place, because that is the only copy there, or the newer one.
+        What `CheckpointStorage.sweep` removes; and what it puts in its place, because that is the only copy there, or the newer one.
     """
     gone, kept = {}, {}
     for path, left in folder.leftovers().items():
-        (kept if isinstance(folder, LocalPlace) and _is_put_back(folder, path) else gone)[path] = left
+        (kept if isinstance(folder, LocalStorage) and _is_put_back(folder, path) else gone)[path] = left
     return gone, kept
 
 
-def _is_put_back(folder: LocalPlace, path: str) -> bool:
+def _is_put_back(folder: LocalStorage, path: str) -> bool:
     name = os.path.basename(path)
     for prefix in (names.READY_PREFIX, names.REPLACED_PREFIX):
         if name.startswith(prefix):

@@ -3,12 +3,12 @@
 import logging
 from collections.abc import Iterable
 
-from accelerate.checkpoint.places import Place
+from accelerate.checkpoint.storage import CheckpointStorage
 
 logger = logging.getLogger(__name__)
 
 
-def newest_first(folder: Place) -> tuple[list[Place], list[str]]:
+def newest_first(folder: CheckpointStorage) -> tuple[list[CheckpointStorage], list[str]]:
     """Return the checkpoints in a folder that may be loaded, newest first, and what was passed over. Any rank, alone.
 
     Args:
@@ -33,7 +33,7 @@ def newest_first(folder: Place) -> tuple[list[Place], list[str]]:
     return found, passed
 
 
-def prune(folder: Place, limit: int | None, keep: Iterable[str | None]) -> list[str]:
+def prune(folder: CheckpointStorage, limit: int | None, keep: Iterable[str | None]) -> list[str]:
     """Remove the oldest checkpoints beyond a limit, once the newest one is in its place. One rank per file system calls it.
 
     Only complete ones count and go, and what killed saves left; a checkpoint that is damaged stays for somebody to look at.

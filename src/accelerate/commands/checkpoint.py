@@ -17,8 +17,8 @@ from typing import Any
 from accelerate.checkpoint import inspect, names, pruning
 from accelerate.checkpoint.inspect import Details, Summary
 from accelerate.checkpoint.manifest import DamagedCheckpoint
-from accelerate.checkpoint.places import Place, Stored, place_of
 from accelerate.checkpoint.pruning import Pruning
+from accelerate.checkpoint.storage import CheckpointStorage, Stored, storage_of
 from accelerate.commands.utils import PATH_ERRORS, make_parser
 from accelerate.launch.errors import LaunchError, RunError
 from accelerate.launch.tables import table
@@ -92,7 +92,7 @@ def list_command(args: argparse.Namespace) -> int:
     Returns:
         The exit status.
     """
-    folder = place_of(args.folder)
+    folder = storage_of(args.folder)
     found, now = _survey(folder), time.time()
     if args.json:
         print(json.dumps([one.to_json(now) for one in found], indent=1))
@@ -109,12 +109,12 @@ def list_command(args: argparse.Namespace) -> int:
     return 0
 
 
-def _leftovers(folder: Place) -> dict[str, Stored]:
+def _leftovers(folder: CheckpointStorage) -> dict[str, Stored]:
     homes = [folder, folder.child(names.CHECKPOINTS_FOLDER)]
     return {path: left for home in homes for path, left in home.leftovers().items()}
 
 
-def _survey(folder: Place) -> list[Summary]:
+def _survey(folder: CheckpointStorage) -> list[Summary]:
     found = inspect.survey(folder)
     if not found:
         state = folder.state()
@@ -150,7 +150,7 @@ def verify_command(args: argparse.Namespace) -> int:
     Returns:
         The exit status: 1 if there is a problem.
     """
-    place = place_of(args.checkpoint)
+    place = storage_of(args.checkpoint)
     found = _survey(place)
     if not found:
         raise FileNotFoundError(f"There is no checkpoint in {place.location!r}.")
@@ -190,7 +190,7 @@ def info_command(args: argparse.Namespace) -> int:
     Returns:
         The exit status.
     """
-    found = inspect.details(place_of(args.checkpoint))
+    found = inspect.details(storage_of(args.checkpoint))
     if args.json:
         print(json.dumps(found.to_json(args.tensors), indent=1))
         return 0
@@ -268,7 +268,7 @@ def reshard_command(args: argparse.Namespace) -> int:
     """
     from accelerate.checkpoint.convert import reshard
 
-    out = place_of(args.out)
+    out = storage_of(args.out)
     if out.files() or out.entries():
         raise FileExistsError(f"{out.location!r} is not empty; name another folder.")
     if args.shards < 1 or (args.layout == "full" and args.shards != 1):
@@ -290,7 +290,7 @@ def prune_command(args: argparse.Namespace) -> int:
     Returns:
         The exit status: 1 if something could not be removed.
     """
-    folder = place_of(args.folder)
+    folder = storage_of(args.folder)
     plan = pruning.plan(folder, args.keep, args.foreign, args.incomplete)
     print("".join(f"{line}\n" for line in _lines(plan)), end="")
     _refuse_if_busy(plan)

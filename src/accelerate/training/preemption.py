@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 
 from accelerate import comm
 from accelerate.checkpoint import names
-from accelerate.checkpoint.places import place_of
+from accelerate.checkpoint.storage import storage_of
 from accelerate.comm.base import Communicator
 from accelerate.config.exit_status import PREEMPTED
 from accelerate.data import agree, shield
@@ -335,7 +335,7 @@ def _save(accelerator: "Accelerator") -> Any:
     """Save under the next free number of the project, and wait until the checkpoint is in its place. All ranks."""
     pending_of(accelerator).settle()  # one that failed has been logged, and is no reason not to save now
     project = accelerator.project_configuration
-    place = place_of(project.project_dir).child(names.CHECKPOINTS_FOLDER)
+    place = storage_of(project.project_dir).child(names.CHECKPOINTS_FOLDER)
     taken = [number for number, _ in place.checkpoints()] if accelerator.is_main_process else []
     (following,) = comm.current().broadcast_object_list([max(taken, default=-1) + 1])
     # A run that began anew beside older checkpoints must not fail now, nor save under a number that is not the latest.

@@ -11,8 +11,8 @@ from accelerate.checkpoint import files, names, rotation
 from accelerate.checkpoint.barrier import SaveBarrier
 from accelerate.checkpoint.contents import Contents, Restoring, read_common, undoing
 from accelerate.checkpoint.manifest import damaged
-from accelerate.checkpoint.places import Place, place_of
-from accelerate.checkpoint.session import Group, damage, shares
+from accelerate.checkpoint.save import Group, damage, shares
+from accelerate.checkpoint.storage import CheckpointStorage, storage_of
 from accelerate.checkpointing import resolve_map_location
 from accelerate.training.saving import as_path, pending_of
 
@@ -120,21 +120,21 @@ class _Agreed(Exception):
         self.problem, self.nothing = problem, nothing
 
 
-def _place(accelerator: "Accelerator", input_dir: Folder | None) -> Place:
+def _place(accelerator: "Accelerator", input_dir: Folder | None) -> CheckpointStorage:
     project = accelerator.project_configuration
     if input_dir is not None:
-        return place_of(input_dir)
+        return storage_of(input_dir)
     if project.project_dir is None:
         raise ValueError(
             "load_state() got no input_dir, and the Accelerator has no project folder to look in. Pass the checkpoint, or "
             "Accelerator(project_config=ProjectConfiguration(project_dir))."
         )
-    return place_of(project.project_dir).child(names.CHECKPOINTS_FOLDER)
+    return storage_of(project.project_dir).child(names.CHECKPOINTS_FOLDER)
 
 
 def _choose(
-    accelerator: "Accelerator", barrier: SaveBarrier, group: Group, place: Place, latest: bool
-) -> tuple[Place, str, int | None]:
+    accelerator: "Accelerator", barrier: SaveBarrier, group: Group, place: CheckpointStorage, latest: bool
+) -> tuple[CheckpointStorage, str, int | None]:
     """Return the checkpoint that all ranks take, verified; this rank's local folder of it; and the next automatic number."""
     candidates, passed = [place.location], []
     if latest:
@@ -151,7 +151,7 @@ def _choose(
         if group.rank == 0:
             for line in passed:
                 logger.warning("Passed over %s", line)
-    for candidate in map(place_of, candidates):
+    for candidate in map(storage_of, candidates):
         folder, found, following = _verified(accelerator, barrier, group, candidate)
         if not found:
             return candidate, folder, following
@@ -169,7 +169,7 @@ def _choose(
 
 
 def _verified(
-    accelerator: "Accelerator", barrier: SaveBarrier, group: Group, candidate: Place
+    accelerator: "Accelerator", barrier: SaveBarrier, group: Group, candidate: CheckpointStorage
 ) -> tuple[str | None, list[str], int | None]:
     """Verify a checkpoint together: the folder to read from, what is wrong (the same on all ranks), and the next number."""
     leader = barrier.leader(group.leader)
@@ -232,7 +232,7 @@ def _distinct(lists: Any) -> list[str]:
     return list(dict.fromkeys(line for lines in lists for line in lines))
 
 
-def _refusal(candidate: Place, found: list[str]) -> Exception:
+def _refusal(candidate: CheckpointStorage, found: list[str]) -> Exception:
     if found[0].startswith(_ABSENT):
         return ValueError(f"load_state({candidate.location!r}): {found[0].removeprefix(_ABSENT)}.")
     return damaged(candidate.location, found)
@@ -331,13 +331,13 @@ def _warn_of_fewer_processes(accelerator: "Accelerator", folder: str) -> None:
         )
 
 
-def _following_number(accelerator: "Accelerator", place: Place) -> int | None:
+def _following_number(accelerator: "Accelerator", place: CheckpointStorage) -> int | None:
     """Return the number of the next automatic name, where that follows from the checkpoint that is loaded."""
     project = accelerator.project_configuration
     number = names.number_of(place.name)
     if not project.automatic_checkpoint_naming or project.project_dir is None or number is None:
         return None
-    here = place_of(project.project_dir).child(names.CHECKPOINTS_FOLDER)
+    here = storage_of(project.project_dir).child(names.CHECKPOINTS_FOLDER)
     if place.parent() != here:
         return None
     # After going back to an older one, the newer ones keep their numbers, and what comes next is the newest. Damaged ones keep

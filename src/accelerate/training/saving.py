@@ -19,9 +19,9 @@ from accelerate.backends.registry import resolve
 from accelerate.checkpoint import files, formats, layouts, names, rotation
 from accelerate.checkpoint.background import Background
 from accelerate.checkpoint.durable import sync_folder
-from accelerate.checkpoint.parcel import Parcel
-from accelerate.checkpoint.places import LocalPlace, Place, place_of
-from accelerate.checkpoint.session import Group, Save
+from accelerate.checkpoint.plan import SavePlan
+from accelerate.checkpoint.save import Group, Save
+from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, storage_of
 from accelerate.checkpointing import save_accelerator_state
 from accelerate.modules.tensors import clean_state_dict_for_safetensors
 from accelerate.optimizer import settle_scaler
@@ -83,7 +83,7 @@ def save_state(
     _warn_of_open_window(accelerator)
     project = accelerator.project_configuration
     path = _next_path(accelerator, output_dir) if project.automatic_checkpoint_naming else _given_path(output_dir)
-    place = place_of(path)
+    place = storage_of(path)
     blocking = not project.async_save if blocking is None else blocking
     save = Save(place, Group.of(accelerator, place), facts(accelerator), *_automatic(accelerator))
     if not blocking and not save.barrier.in_background:
@@ -97,10 +97,10 @@ def save_state(
         save.shards = background.process_group()
     release = None
     try:
-        parcel = save.parcel()
-        _collect(accelerator, parcel, save.group.each_node, safe_serialization, save_model_func_kwargs)
+        plan = save.plan()
+        _collect(accelerator, plan, save.group.each_node, safe_serialization, save_model_func_kwargs)
         if not blocking:
-            release = parcel.snapshot(background.buffers)
+            release = plan.snapshot(background.buffers)
     except BaseException as error:  # the other ranks must hear of it, so that they do not wait for this one
         save.fail(error)
     if blocking:
@@ -121,19 +121,19 @@ def save_state(
     return _as_given(place, path)
 
 
-def _as_given(place: Place, path: Folder) -> Path | str:
+def _as_given(place: CheckpointStorage, path: Folder) -> Path | str:
     """Return the path that a caller gave to a place, relative if it was; a URL as the place has it."""
     text = os.path.expanduser(os.fspath(path))
     return as_path(place) if "://" in text else Path(text)
 
 
-def as_path(place: Place) -> Path | str:
+def as_path(place: CheckpointStorage) -> Path | str:
     """Return a place as a path, or as the URL that it has.
 
     Args:
         place: Where a checkpoint is.
     """
-    return Path(place.location) if isinstance(place, LocalPlace) else place.location
+    return Path(place.location) if isinstance(place, LocalStorage) else place.location
 
 
 def pending_of(accelerator: "Accelerator") -> Background:
@@ -177,7 +177,9 @@ def facts(accelerator: "Accelerator") -> dict[str, Any]:
     }
 
 
-def _automatic(accelerator: "Accelerator") -> tuple[Callable[[Place], Any] | None, Callable[[Place], Any] | None]:
+def _automatic(
+    accelerator: "Accelerator",
+) -> tuple[Callable[[CheckpointStorage], Any] | None, Callable[[CheckpointStorage], Any] | None]:
     """With automatic naming: what is done before a checkpoint is staged, and once it is in its place."""
     project = accelerator.project_configuration
     if not project.automatic_checkpoint_naming:
@@ -185,11 +187,11 @@ def _automatic(accelerator: "Accelerator") -> tuple[Callable[[Place], Any] | Non
     number, limit, loaded = project.iteration, project.total_limit, accelerator.__dict__.get("_loaded_checkpoint")
     unfinished = accelerator.__dict__.get("_unfinished_save")
 
-    def refuse(place: Place) -> None:
+    def refuse(place: CheckpointStorage) -> None:
         if place.location != unfinished:
             refuse_to_overwrite(place, number)
 
-    def rotate(place: Place) -> None:
+    def rotate(place: CheckpointStorage) -> None:
         rotation.prune(place.parent(), limit, keep=[place.location, loaded])
 
     return refuse, rotate
@@ -224,12 +226,12 @@ def _next_path(accelerator: "Accelerator", output_dir: Folder | None) -> str:
     if output_dir is not None:
         warn_caller(
             f"save_state(output_dir={os.fspath(output_dir)!r}) is not used, because checkpoints are named automatically: "
-            f"{place_of(path).location!r} is. Set automatic_checkpoint_naming=False to name the folder yourself."
+            f"{storage_of(path).location!r} is. Set automatic_checkpoint_naming=False to name the folder yourself."
         )
     return path
 
 
-def refuse_to_overwrite(place: Place, number: int) -> None:
+def refuse_to_overwrite(place: CheckpointStorage, number: int) -> None:
     """Raise if an automatically named checkpoint exists. One rank per file system calls it.
 
     Args:
@@ -248,12 +250,12 @@ def refuse_to_overwrite(place: Place, number: int) -> None:
 
 def _collect(
     accelerator: "Accelerator",
-    parcel: Parcel,
+    plan: SavePlan,
     each_node: bool,
     safe_serialization: bool,
     model_options: dict[str, Any],
 ) -> None:
-    """Put everything that this rank saves into a parcel."""
+    """Put everything that this rank saves into a plan."""
     backend = resolve(accelerator.state)
     schedulers = backend.checkpointed_schedulers(accelerator)
     # Through the method, because libraries replace it. Hooks of strategies that save shards see no weights.
@@ -261,25 +263,25 @@ def _collect(
     states = [files.plain_names(accelerator.get_state_dict(model)) for model in whole]
     models = [backend.unwrap_model(model) for model in accelerator._models]
     for hook in list(accelerator._save_model_state_pre_hook.values()):
-        hook(models, states, parcel.folder)
+        hook(models, states, plan.folder)
     options = _used_options(backend, "save_model", model_options)
     for index in range(len(accelerator._models) if backend.saves_shards else len(states)):
         backend.save_model(
             accelerator,
             {} if backend.saves_shards else states[index],
-            parcel,
+            plan,
             index,
             safe_serialization=safe_serialization,
             save_on_each_node=each_node,
             **options,
         )
     for index, optimizer in enumerate(accelerator._optimizers):
-        backend.save_optimizer(accelerator, optimizer, parcel, index, save_on_each_node=each_node)
-    layouts.write_parameter_names(accelerator._optimizers, accelerator._models, parcel, each_node)
+        backend.save_optimizer(accelerator, optimizer, plan, index, save_on_each_node=each_node)
+    layouts.write_parameter_names(accelerator._optimizers, accelerator._models, plan, each_node)
     if accelerator.scaler is not None:
         settle_scaler(accelerator.scaler)
     save_accelerator_state(
-        parcel,
+        plan,
         [],
         [],
         schedulers,
@@ -291,7 +293,7 @@ def _collect(
         safe_serialization,
     )
     for index, obj in enumerate(accelerator._custom_objects):
-        files.write_custom(obj, parcel, index, each_node)
+        files.write_custom(obj, plan, index, each_node)
 
 
 def _used_options(backend: Backend, method: str, options: dict[str, Any]) -> dict[str, Any]:

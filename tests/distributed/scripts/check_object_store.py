@@ -12,7 +12,7 @@ from harness import everywhere, fresh_accelerator, raised, run
 
 from accelerate.checkpoint import formats
 from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest
-from accelerate.checkpoint.places import place_of
+from accelerate.checkpoint.storage import storage_of
 from accelerate.state import PartialState
 from accelerate.utils import ProjectConfiguration
 
@@ -52,7 +52,7 @@ def checkpoints_are_numbered_and_old_ones_removed():
         job.accelerator.save_state()
     saved = job.everything()
     job.accelerator.wait_for_everyone()
-    folder = place_of(project).child("checkpoints")
+    folder = storage_of(project).child("checkpoints")
     assert [number for number, _ in folder.checkpoints()] == [1, 2]
     job.accelerator.wait_for_everyone()
     if job.accelerator.is_main_process:
@@ -92,7 +92,7 @@ def what_is_damaged_changes_nothing():
     job = Job()
     job.accelerator.save_state(url)
     job.accelerator.wait_for_everyone()
-    place = place_of(url)
+    place = storage_of(url)
     (name,) = [name for name in place._store.below() if name.endswith("optimizer.bin")]
     whole = place._store.read(name)
     flipped = whole[:100] + bytes([whole[100] ^ 1]) + whole[101:]
@@ -119,7 +119,7 @@ def what_is_damaged_changes_nothing():
 def several_nodes_upload_into_one_checkpoint():
     """Each process stands for a node with a disk of its own."""
     state = PartialState()
-    place = place_of(f"{fresh_url()}/checkpoint")
+    place = storage_of(f"{fresh_url()}/checkpoint")
     file = f"rank_{state.process_index}.bin"
     for step in (1, 2):
         staged = place.stage()

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from accelerate.checkpoint import manifest, places, rotation, session
+from accelerate.checkpoint import manifest, rotation, save, storage
 
 PHASES = ("save", "publish", "prune", "load")
 _NUMBERS = ("begun", "saved", "loaded", "phase", "fired", "refused", "whole", *PHASES)
@@ -128,13 +128,13 @@ class Points:
         for name in (*CHANGING, *READING):
             setattr(os, name, self._watched(name, getattr(os, name)))
         os.open = self._watched("open", os.open, lambda path, flags, *rest, **more: bool(flags & os.O_CREAT))
-        for module in (manifest, places):
+        for module in (manifest, storage):
             module.open = self._watched("open", builtins.open, lambda path, mode="r", *rest, **more: "w" in mode)
-        places.exchange = self._watched("exchange", places.exchange if exchanges else lambda left, right: False)
+        storage.exchange = self._watched("exchange", storage.exchange if exchanges else lambda left, right: False)
         for owner, name, phase in (
-            (session.Save, "begin", "save"),
-            (session.Save, "finish", "save"),
-            (session.Save, "_publish", "publish"),
+            (save.Save, "begin", "save"),
+            (save.Save, "finish", "save"),
+            (save.Save, "_publish", "publish"),
             (rotation, "prune", "prune"),
         ):
             setattr(owner, name, self._phased(getattr(owner, name), phase))

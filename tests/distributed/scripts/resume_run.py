@@ -62,7 +62,7 @@ class Case:
     rng_types: tuple | None = None
 
 
-class Place:
+class CheckpointStorage:
     """The user's own counters. `register_for_checkpointing` takes them along."""
 
     def __init__(self):
@@ -115,7 +115,7 @@ class Job:
         self.model, self.optimizer, self.scheduler, self.loader, self.evaluation = self.accelerator.prepare(
             model, optimizer, scheduler, loader_of(case), evaluation
         )
-        self.place = Place()
+        self.place = CheckpointStorage()
         self.accelerator.register_for_checkpointing(self.place)
 
     def learn(self, features):

@@ -5,7 +5,7 @@ import uuid
 
 import pytest
 
-from accelerate.checkpoint import store
+from accelerate.checkpoint import bucket
 
 
 @pytest.fixture(scope="session")
@@ -64,4 +64,4 @@ def base(request):
 @pytest.fixture
 def no_pauses(monkeypatch):
     """Repetitions follow at once."""
-    monkeypatch.setattr(store, "PAUSE_S", 0.0)
+    monkeypatch.setattr(bucket, "PAUSE_S", 0.0)

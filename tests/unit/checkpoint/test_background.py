@@ -142,6 +142,6 @@ accelerator.save_state({str(tmp_path / "c")!r}, blocking=False)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (done.returncode == 0) is (end == "pass"), done.stderr
-    from accelerate.checkpoint.places import LocalPlace
+    from accelerate.checkpoint.storage import LocalStorage
 
-    assert LocalPlace(tmp_path / "c").state().kind == "complete", done.stderr
+    assert LocalStorage(tmp_path / "c").state().kind == "complete", done.stderr

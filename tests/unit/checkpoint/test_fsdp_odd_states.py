@@ -14,7 +14,7 @@ from torch import nn
 from accelerate.checkpoint import dcp, fsdp_io
 from accelerate.checkpoint.convert import reshard
 from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest
-from accelerate.checkpoint.session import unlisted
+from accelerate.checkpoint.save import unlisted
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.utils import fsdp_utils
 

@@ -8,15 +8,15 @@ import pytest
 import checkpoint_samples as samples
 from accelerate.checkpoint import inspect, names
 from accelerate.checkpoint.manifest import NAME
-from accelerate.checkpoint.places import place_of
+from accelerate.checkpoint.storage import storage_of
 
 
 def found(folder):
-    return inspect.survey(place_of(folder))
+    return inspect.survey(storage_of(folder))
 
 
 def verified(folder, **options):
-    return inspect.verify(inspect.summarize(place_of(folder)), **options)
+    return inspect.verify(inspect.summarize(storage_of(folder)), **options)
 
 
 # -- which there are ---------------------------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ def test_whole(tmp_path):
     folder = samples.write(tmp_path / "checkpoint_0")
     read = []
     assert verified(folder, progress=read.append) == []
-    assert sum(read) == inspect.bytes_to_verify(inspect.summarize(place_of(folder)))
+    assert sum(read) == inspect.bytes_to_verify(inspect.summarize(storage_of(folder)))
 
 
 def test_flipped_byte(tmp_path):
@@ -140,7 +140,7 @@ def test_details(tmp_path):
     folder = samples.write(
         tmp_path / "best", aliases={"head.weight": "embed.weight"}, mesh={"dp": 2}, versions={"torch": "9"}
     )
-    found = inspect.details(place_of(folder))
+    found = inspect.details(storage_of(folder))
     assert (found.tensor_count, found.parameters) == (5, 35 + 25 + 5 + 1)
     assert found.dtypes == {"F32": 40, "BF16": 25, "I64": 1}
     assert found.aliases == {"model.safetensors": {"head.weight": "embed.weight"}}
@@ -156,7 +156,7 @@ def test_details_of_a_foreign_one(tmp_path):
     folder = samples.foreign(tmp_path / "epoch_0")
     (folder / "sub").mkdir()
     (folder / "sub" / "part.safetensors").write_bytes(b"no such thing")
-    found = inspect.details(place_of(folder))
+    found = inspect.details(storage_of(folder))
     assert found.parameters == 66
     assert found.files["sub/part.safetensors"] == 13
     assert found.ranks == found.aliases == {}
@@ -165,9 +165,9 @@ def test_details_of_a_foreign_one(tmp_path):
 def test_details_of_no_checkpoint(tmp_path):
     samples.write(tmp_path / "checkpoint_0")
     with pytest.raises(FileNotFoundError, match="checkpoint_0: name one"):
-        inspect.details(place_of(tmp_path))
+        inspect.details(storage_of(tmp_path))
     with pytest.raises(FileNotFoundError, match="no such folder"):
-        inspect.details(place_of(tmp_path / "nowhere"))
+        inspect.details(storage_of(tmp_path / "nowhere"))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from accelerate.checkpoint import lock, names
 from accelerate.checkpoint.lock import Busy, Lock
-from accelerate.checkpoint.places import LocalPlace
+from accelerate.checkpoint.storage import LocalStorage
 
 pytestmark = pytest.mark.skipif(lock.fcntl is None, reason="this system has no such locks")
 
@@ -67,14 +67,14 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
 
 
 def test_a_save_in_progress_is_neither_swept_away_nor_joined(tmp_path):
-    place = LocalPlace(tmp_path / "checkpoint_1")
+    place = LocalStorage(tmp_path / "checkpoint_1")
     folder = place.stage("a")
     assert place.parent().sweep() == [] and os.path.isdir(folder)
     with pytest.raises(Busy, match="Two machines"):
-        LocalPlace(tmp_path / "checkpoint_1").stage("a")
+        LocalStorage(tmp_path / "checkpoint_1").stage("a")
     place.abandon()
     assert os.listdir(tmp_path) == []
-    again = LocalPlace(tmp_path / "checkpoint_1")
+    again = LocalStorage(tmp_path / "checkpoint_1")
     again.stage("b")
     again.abandon()
     (tmp_path / f"{names.LOCK_PREFIX}checkpoint_7").touch()

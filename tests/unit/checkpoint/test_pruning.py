@@ -5,11 +5,11 @@ import pytest
 import checkpoint_samples as samples
 from accelerate.checkpoint import pruning
 from accelerate.checkpoint.inspect import survey
-from accelerate.checkpoint.places import place_of
+from accelerate.checkpoint.storage import storage_of
 
 
 def found(folder):
-    return survey(place_of(folder))
+    return survey(storage_of(folder))
 
 
 def test_surplus(tmp_path):

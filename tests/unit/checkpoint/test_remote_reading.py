@@ -6,9 +6,9 @@ import os
 import pytest
 
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest, problems
-from accelerate.checkpoint.places import place_of
-from accelerate.checkpoint.remote import RemotePlace
-from unit.checkpoint.remote_places import CONTENT, FORMER, Killed, altered, fails, objects, put, read, save, write
+from accelerate.checkpoint.object_store import ObjectStore
+from accelerate.checkpoint.storage import storage_of
+from unit.checkpoint.remote_storages import CONTENT, FORMER, Killed, altered, fails, objects, put, read, save, write
 
 pytest.importorskip("fsspec")
 pytestmark = pytest.mark.usefixtures("no_pauses")
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("no_pauses")
 
 @pytest.mark.parametrize("damage", ["missing", "truncated"])
 def test_a_damaged_object(base, damage):
-    place = place_of(f"{base}/checkpoint_0")
+    place = storage_of(f"{base}/checkpoint_0")
     save(place)
     (name,) = [name for name in place._store.below() if name.endswith("optimizer.bin")]
     if damage == "missing":
@@ -40,7 +40,7 @@ def test_a_damaged_object(base, damage):
 
 
 def test_a_flipped_bit(memory):
-    place = RemotePlace("memory://run/checkpoint_0")
+    place = ObjectStore("memory://run/checkpoint_0")
     save(place)
     (name,) = [name for name in place._store.below() if name.endswith("model.safetensors")]
     put(f"{place.location}/{name}", b"W" + CONTENT["model.safetensors"][1:])
@@ -53,7 +53,7 @@ def test_a_flipped_bit(memory):
     "generation", ["..", ".", "", "g-1/../..", "/etc", 7, None, ["g"], FORMER + "\n", FORMER.upper(), "g-" + "٠" * 8]
 )
 def test_a_hostile_generation(memory, generation):
-    place = RemotePlace("memory://run/checkpoint_0")
+    place = ObjectStore("memory://run/checkpoint_0")
     save(place)
     altered(place, generation=generation)
     assert "names the generation" in place.state().reason
@@ -65,7 +65,7 @@ def test_a_hostile_generation(memory, generation):
 
 
 def test_a_hostile_name_of_a_file(memory, tmp_path):
-    place = RemotePlace("memory://run/checkpoint_0")
+    place = ObjectStore("memory://run/checkpoint_0")
     save(place)
     files = json.loads(place._store.read(NAME))["files"]
     altered(place, files={"../../escaped": files["empty.bin"]})
@@ -76,7 +76,7 @@ def test_a_hostile_name_of_a_file(memory, tmp_path):
 
 @pytest.mark.parametrize("text", [b"", b"{", b"[]", b"\xff\xfe", b"[" * 100_000, b'{"generation": "g"}'])
 def test_a_manifest_that_is_none(memory, text):
-    place = RemotePlace("memory://run/checkpoint_0")
+    place = ObjectStore("memory://run/checkpoint_0")
     put(f"{place.location}/{NAME}", text)
     assert place.state().kind == "incomplete"
     with pytest.raises(DamagedCheckpoint):
@@ -86,8 +86,8 @@ def test_a_manifest_that_is_none(memory, text):
 
 
 def test_an_oversized_manifest_is_not_read(memory, monkeypatch):
-    monkeypatch.setattr("accelerate.checkpoint.remote._LARGEST_MANIFEST", 10)
-    place = RemotePlace("memory://run/checkpoint_0")
+    monkeypatch.setattr("accelerate.checkpoint.object_store._LARGEST_MANIFEST", 10)
+    place = ObjectStore("memory://run/checkpoint_0")
     save(place)
     calls = fails(monkeypatch, memory, "cat_file", AssertionError("read"))
     assert "which no manifest has" in place.state().reason
@@ -96,7 +96,7 @@ def test_an_oversized_manifest_is_not_read(memory, monkeypatch):
 
 def test_an_object_in_the_place(base):
     put(f"{base}/checkpoint_0")
-    place = place_of(f"{base}/checkpoint_0")
+    place = storage_of(f"{base}/checkpoint_0")
     assert place.state().kind == "absent"
     assert (place.entries(), place.files()) == ([], {})
     with pytest.raises(NotADirectoryError, match="is an object"):
@@ -107,7 +107,7 @@ def test_an_object_in_the_place(base):
 
 
 def test_a_checkpoint_of_another_library(base):
-    place = place_of(f"{base}/checkpoint_0")
+    place = storage_of(f"{base}/checkpoint_0")
     put(f"{place.location}/model.safetensors", b"1")
     put(f"{place.location}/pytorch_model_fsdp_0/__0_0.distcp", b"2")
     put(f"{place.location}/notes.txt", b"3")
@@ -127,7 +127,7 @@ def test_a_checkpoint_of_another_library(base):
 
 @pytest.mark.parametrize("file", [".incomplete", ".incomplete_3", "generators_0.safetensors"])
 def test_files_that_tell_an_unfinished_checkpoint(memory, file):
-    place = RemotePlace("memory://run/checkpoint_0")
+    place = ObjectStore("memory://run/checkpoint_0")
     put(f"{place.location}/model.safetensors")
     put(f"{place.location}/{file}")
     assert place.state().kind == "incomplete"
@@ -139,7 +139,7 @@ def test_files_that_tell_an_unfinished_checkpoint(memory, file):
 
 def test_a_local_checkpoint_that_was_copied(base, tmp_path):
     write(tmp_path, step=5)
-    place = place_of(f"{base}/checkpoint_0")
+    place = storage_of(f"{base}/checkpoint_0")
     for name, data in read(tmp_path).items():
         put(f"{place.location}/{name}", data)
     assert (place.state().kind, place.state().manifest.step) == ("complete", 5)
@@ -151,7 +151,7 @@ def test_a_local_checkpoint_that_was_copied(base, tmp_path):
 
 
 def test_removing_what_has_no_generation_never_leaves_half_a_checkpoint(memory, monkeypatch):
-    place = RemotePlace("memory://run/checkpoint_0")
+    place = ObjectStore("memory://run/checkpoint_0")
     put(f"{place.location}/model.safetensors")
     put(f"{place.location}/optimizer.bin")
     with monkeypatch.context() as patch:
@@ -167,12 +167,12 @@ def test_removing_what_has_no_generation_never_leaves_half_a_checkpoint(memory, 
 
 
 def test_what_was_fetched_is_not_fetched_again(memory, monkeypatch):
-    place = RemotePlace("memory://run/checkpoint_0")
+    place = ObjectStore("memory://run/checkpoint_0")
     save(place)
     calls = fails(monkeypatch, memory, "get_file", None, times=0)
     folder = place.fetch(lambda name: name.endswith(".bin"))
     assert sorted(read(folder)) == [NAME, "empty.bin", "optimizer.bin"]
-    assert RemotePlace(place.location).fetch() == folder
+    assert ObjectStore(place.location).fetch() == folder
     assert len(calls) == len(CONTENT)
     save(place, {"model.safetensors": b"2"})
     later = place.fetch()
@@ -185,7 +185,7 @@ def test_what_was_fetched_is_not_fetched_again(memory, monkeypatch):
 
 
 def test_transient_errors_of_a_download(memory, monkeypatch):
-    place = RemotePlace("memory://run/checkpoint_0")
+    place = ObjectStore("memory://run/checkpoint_0")
     save(place)
     right, calls = memory.get_file, []
 
@@ -205,7 +205,7 @@ def test_transient_errors_of_a_download(memory, monkeypatch):
 def test_a_full_disk_is_not_met_with_patience(memory, monkeypatch):
     import errno
 
-    place = RemotePlace("memory://run/checkpoint_0")
+    place = ObjectStore("memory://run/checkpoint_0")
     save(place)
     calls = fails(monkeypatch, memory, "get_file", OSError(errno.ENOSPC, "No space left"), on="optimizer")
     with pytest.raises(OSError, match="optimizer.bin could not be downloaded.*No space left"):
@@ -215,14 +215,14 @@ def test_a_full_disk_is_not_met_with_patience(memory, monkeypatch):
 
 
 def test_a_checkpoint_that_is_replaced_while_it_is_fetched(memory, monkeypatch):
-    place = RemotePlace("memory://run/checkpoint_0")
+    place = ObjectStore("memory://run/checkpoint_0")
     save(place, {"model.safetensors": b"1", "optimizer.bin": b"1"}, step=1)
     right, done = memory.get_file, []
 
     def replacing(self, source, target, **options):
         if not done:
             done.append(source)
-            save(RemotePlace(place.location), {"model.safetensors": b"22", "optimizer.bin": b"22"}, step=2)
+            save(ObjectStore(place.location), {"model.safetensors": b"22", "optimizer.bin": b"22"}, step=2)
         return right(self, source, target, **options)
 
     monkeypatch.setattr(memory, "get_file", replacing)
@@ -232,14 +232,14 @@ def test_a_checkpoint_that_is_replaced_while_it_is_fetched(memory, monkeypatch):
 
 
 def test_a_checkpoint_that_is_replaced_while_it_is_looked_at(memory, monkeypatch):
-    place = RemotePlace("memory://run/checkpoint_0")
+    place = ObjectStore("memory://run/checkpoint_0")
     save(place, step=1)
     right, done = memory.find, []
 
     def replacing(self, path, **options):
         if not done:
             done.append(path)
-            save(RemotePlace(place.location), step=2)
+            save(ObjectStore(place.location), step=2)
         return right(self, path, **options)
 
     monkeypatch.setattr(memory, "find", replacing)
@@ -248,4 +248,4 @@ def test_a_checkpoint_that_is_replaced_while_it_is_looked_at(memory, monkeypatch
 
 def test_nothing_to_fetch(memory):
     with pytest.raises(FileNotFoundError, match="There is no checkpoint at 'memory://nowhere'"):
-        RemotePlace("memory://nowhere").fetch()
+        ObjectStore("memory://nowhere").fetch()

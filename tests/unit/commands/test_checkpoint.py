@@ -13,7 +13,7 @@ import pytest
 import checkpoint_samples as samples
 from accelerate.checkpoint import names
 from accelerate.checkpoint.manifest import NAME
-from accelerate.checkpoint.places import place_of
+from accelerate.checkpoint.storage import storage_of
 from accelerate.commands import checkpoint as module
 from accelerate.commands.utils import or_exit
 
@@ -569,12 +569,12 @@ def test_prune_looks_again_after_asking(accelerate, tmp_path, monkeypatch):
 
 
 def test_prune_says_what_it_could_not_remove(accelerate, project, monkeypatch):
-    from accelerate.checkpoint.places import LocalPlace
+    from accelerate.checkpoint.storage import LocalStorage
 
     def refuse(place):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(LocalPlace, "remove", refuse)
+    monkeypatch.setattr(LocalStorage, "remove", refuse)
     status, out, err = run(accelerate, "prune", project, "--keep", "3", "--yes")
     assert status == 1
     assert "checkpoint_0 could not be removed" in err
@@ -590,7 +590,7 @@ def store():
     memory = pytest.importorskip("fsspec").filesystem("memory")
     url = "memory://bucket/run"
     for number in range(3):
-        place = place_of(f"{url}/checkpoint_{number}")
+        place = storage_of(f"{url}/checkpoint_{number}")
         samples.write(Path(place.stage()), age=100 - number, step=number)
         place.publish()
     memory.rm(next(path for path in memory.find("/bucket/run/checkpoint_0") if path.endswith("optimizer.bin")))

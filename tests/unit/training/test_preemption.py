@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
-from accelerate.checkpoint.places import place_of
+from accelerate.checkpoint.storage import storage_of
 from accelerate.config.project import ProjectConfiguration
 from accelerate.data import agree, shield
 from accelerate.state import GradientState
@@ -208,7 +208,7 @@ def test_it_leaves_when_the_next_batch_is_asked_for(tmp_path, caplog):
     assert isinstance(ending, SystemExit) and ending.code == 75 and ending.number == signal.SIGTERM
     assert run.seen == 2 and run.accelerator.should_stop
     assert vars(pickle.loads(pickle.dumps(ending))) == vars(ending)
-    assert place_of(ending.location).state().kind == "complete"
+    assert storage_of(ending.location).state().kind == "complete"
     assert Path(ending.location) == tmp_path / "checkpoints" / "checkpoint_0"
     (line,) = [record.getMessage() for record in caplog.records if "SIGTERM came" in record.getMessage()]
     assert ending.location in line and "75" in line
@@ -338,7 +338,7 @@ def test_numbers_go_on_after_those_that_are_there(tmp_path, automatic):
 
 def test_background_saves_are_waited_for(tmp_path):
     run = Run(tmp_path, async_save=True)
-    assert place_of(run.train(told_at=1).location).state().kind == "complete"
+    assert storage_of(run.train(told_at=1).location).state().kind == "complete"
 
 
 def test_trackers_are_finished(tmp_path):

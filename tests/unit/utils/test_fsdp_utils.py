@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard, wrap
 
 from accelerate.checkpoint import convert, fsdp_io
 from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest
-from accelerate.checkpoint.session import unlisted
+from accelerate.checkpoint.save import unlisted
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.utils import fsdp_utils as utils
 from sharded_samples import net, sharding

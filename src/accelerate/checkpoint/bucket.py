@@ -16,7 +16,7 @@ from threading import BoundedSemaphore
 from typing import Any, TypeVar
 
 from accelerate.checkpoint.manifest import DamagedCheckpoint
-from accelerate.checkpoint.places import Stored
+from accelerate.checkpoint.storage import Stored
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ _PERMANENT = (
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
-class Store:
+class Bucket:
     """The objects below one URL.
 
     Args:

@@ -1,7 +1,7 @@
 """What one rank is going to write into a checkpoint: collected first, then written at once, or copied and written later.
 
-Strategies are given a `Parcel` where they expect a folder: it is path-like, so that one which writes by itself writes into the
-folder. What is put into the parcel instead is hashed while it is written, and can be written in the background.
+Strategies are given a `SavePlan` where they expect a folder: it is path-like, so that one which writes by itself writes into the
+folder. What is put into the plan instead is hashed while it is written, and can be written in the background.
 """
 
 import copy
@@ -22,7 +22,7 @@ from accelerate.checkpoint.manifest import FileEntry
 WRITERS = 2
 
 
-class Parcel(os.PathLike[str]):
+class SavePlan(os.PathLike[str]):
     """Files of one rank for the folder of a checkpoint.
 
     Args:
@@ -79,7 +79,7 @@ class Parcel(os.PathLike[str]):
         self._shards[name] = state
 
     def snapshot(self, buffers: "HostBuffers") -> Callable[[], None]:
-        """Replace all that was added by copies in host memory; what the run goes on with is not in the parcel any more.
+        """Replace all that was added by copies in host memory; what the run goes on with is not in the plan any more.
 
         Args:
             buffers: gives the memory.

@@ -4,11 +4,11 @@ import threading
 
 import pytest
 
-from accelerate.checkpoint import session
+from accelerate.checkpoint import save
 from accelerate.checkpoint.barrier import CollectiveMisuse, SaveBarrier
 from accelerate.checkpoint.manifest import Manifest
-from accelerate.checkpoint.places import place_of
-from accelerate.checkpoint.session import Group, Save
+from accelerate.checkpoint.save import Group, Save
+from accelerate.checkpoint.storage import storage_of
 
 
 @pytest.mark.parametrize(
@@ -52,16 +52,16 @@ class Exchange:
 def test_ranks_without_a_store_meet_by_collectives(tmp_path, monkeypatch, differ):
     exchange, local, ended = Exchange(2), threading.local(), {}
     monkeypatch.setattr("accelerate.checkpoint.barrier.comm.current", lambda: exchange.of(local.rank))
-    monkeypatch.setattr(session, "default_store", lambda: None)
+    monkeypatch.setattr(save, "default_store", lambda: None)
 
     def play(rank):
         local.rank = rank
-        place = place_of(tmp_path / (f"c{rank}" if differ else "c"))
+        place = storage_of(tmp_path / (f"c{rank}" if differ else "c"))
         save = Save(place, Group(rank, 2, rank, 2, False, True), {"world_size": 2})
         assert not save.barrier.in_background
         try:
             save.begin()
-            save.parcel().add_bytes(f"custom_checkpoint_{rank}.pkl", b"x" * 1000)
+            save.plan().add_bytes(f"custom_checkpoint_{rank}.pkl", b"x" * 1000)
             save.finish()
             ended[rank] = save.barrier.name
         except CollectiveMisuse as error:

@@ -6,11 +6,11 @@ import os
 
 import pytest
 
-from accelerate.checkpoint import formats, names, rotation, store
+from accelerate.checkpoint import bucket, formats, names, rotation
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest, problems
-from accelerate.checkpoint.places import place_of
-from accelerate.checkpoint.remote import RemotePlace
-from unit.checkpoint.remote_places import CONTENT, FORMER, Killed, fails, objects, put, read, save, write
+from accelerate.checkpoint.object_store import ObjectStore
+from accelerate.checkpoint.storage import storage_of
+from unit.checkpoint.remote_storages import CONTENT, FORMER, Killed, fails, objects, put, read, save, write
 
 pytest.importorskip("fsspec")
 pytestmark = pytest.mark.usefixtures("no_pauses")
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("no_pauses")
 
 
 def test_life(base):
-    place = place_of(f"{base}/checkpoint_3")
+    place = storage_of(f"{base}/checkpoint_3")
     assert place.state().kind == "absent"
     assert not place.shared
     save(place, step=1)
@@ -45,15 +45,15 @@ def test_life(base):
     assert objects(place) == [NAME, "model.safetensors", "notes.txt"]
     assert read(place.fetch())["model.safetensors"] == b"later"
 
-    assert [(number, found.location) for number, found in place_of(base).checkpoints()] == [(3, place.location)]
+    assert [(number, found.location) for number, found in storage_of(base).checkpoints()] == [(3, place.location)]
     place.remove()
     assert place.state().kind == "absent"
-    assert place_of(base).entries() == []
+    assert storage_of(base).entries() == []
     place.remove()
 
 
 def test_what_is_stored(base):
-    place = place_of(f"{base}/checkpoint")
+    place = storage_of(f"{base}/checkpoint")
     save(place)
     (generation,) = {name.split("/")[0] for name in place._store.below() if name != NAME}
     told = json.loads(place._store.read(NAME))
@@ -62,7 +62,7 @@ def test_what_is_stored(base):
 
 
 def test_rotation(base):
-    folder = place_of(f"{base}/checkpoints")
+    folder = storage_of(f"{base}/checkpoints")
     for number in (8, 9, 10):
         save(folder.child(names.numbered_folder(number)), {"model.safetensors": b"x"}, iteration=number)
     put(f"{base}/checkpoints/checkpoint_11/{FORMER}/model.safetensors")
@@ -77,8 +77,8 @@ def test_rotation(base):
 
 
 def test_names_that_look_like_patterns(base):
-    place = place_of(f"{base}/run[1]*")
-    other = place_of(f"{base}/run1")
+    place = storage_of(f"{base}/run[1]*")
+    other = storage_of(f"{base}/run1")
     save(other)
     save(place, {"model[0].bin": b"1", "model?.bin": b"2"})
     save(place, {"model[0].bin": b"3"})
@@ -93,50 +93,50 @@ def test_names_that_look_like_patterns(base):
 
 
 def test_a_killed_upload_changes_nothing_and_is_removed_by_the_next_save(memory, monkeypatch):
-    place = RemotePlace("memory://run/checkpoint_0")
+    place = ObjectStore("memory://run/checkpoint_0")
     save(place, step=1)
     with monkeypatch.context() as patch:
         fails(patch, memory, "put_file", Killed(), on="model.safetensors")
         with pytest.raises(Killed):
-            save(RemotePlace("memory://run/checkpoint_0"), step=2)
+            save(ObjectStore("memory://run/checkpoint_0"), step=2)
     assert place.state().manifest.step == 1
     assert read(place.fetch())["optimizer.bin"] == CONTENT["optimizer.bin"]
     (left,) = place.leftovers().values()
     assert left.size > 0
-    assert place_of("memory://run").leftovers() == place.leftovers()
-    save(RemotePlace("memory://run/checkpoint_0"), step=3)
+    assert storage_of("memory://run").leftovers() == place.leftovers()
+    save(ObjectStore("memory://run/checkpoint_0"), step=3)
     assert place.state().manifest.step == 3
     assert objects(place) == sorted([NAME, *CONTENT])
 
 
 def test_a_first_save_that_is_killed_is_incomplete_until_it_is_swept(memory, monkeypatch):
-    place = RemotePlace("memory://run/checkpoint_0")
+    place = ObjectStore("memory://run/checkpoint_0")
     fails(monkeypatch, memory, "pipe_file", Killed())
     with pytest.raises(Killed):
         save(place)
-    state = place_of("memory://run/checkpoint_0").state()
+    state = storage_of("memory://run/checkpoint_0").state()
     assert (state.kind, state.reason) == ("incomplete", "its saving did not come to its end")
     with pytest.raises(DamagedCheckpoint, match="did not come to its end"):
         place.fetch()
-    assert len(place_of("memory://run").sweep()) == 1
+    assert len(storage_of("memory://run").sweep()) == 1
     assert place.state().kind == "absent"
-    assert place_of("memory://run").entries() == []
+    assert storage_of("memory://run").entries() == []
 
 
 def test_killed_after_the_manifest_was_written(memory, monkeypatch):
-    place = RemotePlace("memory://run/checkpoint_0")
+    place = ObjectStore("memory://run/checkpoint_0")
     save(place, step=1)
     with monkeypatch.context() as patch:
         fails(patch, memory, "rm", Killed())
         with pytest.raises(Killed):
             save(place, {"model.safetensors": b"2"}, step=2)
     assert place.state().manifest.step == 2
-    place_of("memory://run").sweep()
+    storage_of("memory://run").sweep()
     assert objects(place) == [NAME, "model.safetensors"]
 
 
 def test_what_cannot_be_removed_is_no_reason_to_fail(memory, monkeypatch, caplog):
-    place = RemotePlace("memory://run/checkpoint_0")
+    place = ObjectStore("memory://run/checkpoint_0")
     save(place, step=1)
     with monkeypatch.context() as patch:
         fails(patch, memory, "rm", PermissionError("no"))
@@ -148,7 +148,7 @@ def test_what_cannot_be_removed_is_no_reason_to_fail(memory, monkeypatch, caplog
 
 @pytest.mark.parametrize("method", ["put_file", "pipe_file"])
 def test_a_store_that_refuses(memory, monkeypatch, method):
-    place = RemotePlace("memory://run/checkpoint_0")
+    place = ObjectStore("memory://run/checkpoint_0")
     save(place, step=1)
     with monkeypatch.context() as patch:
         calls = fails(patch, memory, method, PermissionError("no"), on="optimizer.bin" if method == "put_file" else "")
@@ -166,7 +166,7 @@ def test_a_store_that_refuses(memory, monkeypatch, method):
 
 
 def test_an_error_after_the_manifest_was_written_does_not_undo_it(memory, monkeypatch):
-    place = RemotePlace("memory://run/checkpoint_0")
+    place = ObjectStore("memory://run/checkpoint_0")
     right = memory.pipe_file
 
     def wrong(self, path, value, **options):
@@ -184,7 +184,7 @@ def test_an_error_after_the_manifest_was_written_does_not_undo_it(memory, monkey
 @pytest.mark.parametrize(("method", "on"), [("put_file", "optimizer"), ("pipe_file", NAME), ("ls", ""), ("find", "")])
 def test_transient_errors_of_a_save_are_met_with_patience(memory, monkeypatch, method, on, caplog):
     calls = fails(monkeypatch, memory, method, ConnectionResetError("reset"), on=on, times=2)
-    place = RemotePlace("memory://run/checkpoint_0")
+    place = ObjectStore("memory://run/checkpoint_0")
     save(place)
     assert len(calls) > 2
     assert "Trying again" in caplog.text
@@ -194,12 +194,12 @@ def test_transient_errors_of_a_save_are_met_with_patience(memory, monkeypatch, m
 def test_patience_ends(memory, monkeypatch):
     calls = fails(monkeypatch, memory, "put_file", ConnectionResetError("reset"), on="optimizer.bin")
     with pytest.raises(OSError, match=r"optimizer.bin could not be uploaded: ConnectionResetError: reset"):
-        save(RemotePlace("memory://run/checkpoint_0"))
-    assert len(calls) == store.TRIES
-    monkeypatch.setattr(store, "PATIENCE_S", -1.0)
+        save(ObjectStore("memory://run/checkpoint_0"))
+    assert len(calls) == bucket.TRIES
+    monkeypatch.setattr(bucket, "PATIENCE_S", -1.0)
     calls = fails(monkeypatch, memory, "ls", TimeoutError("late"))
     with pytest.raises(OSError, match="could not be listed"):
-        RemotePlace("memory://run/checkpoint_0").state()
+        ObjectStore("memory://run/checkpoint_0").state()
 
 
 def test_the_first_error_stops_what_has_not_begun():
@@ -210,7 +210,7 @@ def test_the_first_error_stops_what_has_not_begun():
         raise OSError(name)
 
     with pytest.raises(OSError, match="[0-9]+"):
-        store.concurrently(task, {str(index): 0 if index != 1 else store.LARGE + 1 for index in range(100)})
+        bucket.concurrently(task, {str(index): 0 if index != 1 else bucket.LARGE + 1 for index in range(100)})
     assert done[0] == "1"
     assert len(done) < 100
 
@@ -219,7 +219,7 @@ def test_the_first_error_stops_what_has_not_begun():
 
 
 def test_two_nodes(base):
-    nodes = [RemotePlace(f"{base}/checkpoint_0") for _ in range(2)]
+    nodes = [ObjectStore(f"{base}/checkpoint_0") for _ in range(2)]
     folders = [node.stage() for node in nodes]
     assert folders[0] != folders[1]
     entries = {}
@@ -240,7 +240,7 @@ def test_two_nodes(base):
 
 
 def test_a_node_whose_files_did_not_arrive(memory):
-    nodes = [RemotePlace("memory://run/checkpoint_0") for _ in range(2)]
+    nodes = [ObjectStore("memory://run/checkpoint_0") for _ in range(2)]
     for node in nodes:
         write(node.stage(), {"model.safetensors": b"1", "rank_1.bin": b"1"})
     os.unlink(os.path.join(nodes[0].staging(), "rank_1.bin"))
@@ -253,7 +253,7 @@ def test_a_node_whose_files_did_not_arrive(memory):
 
 
 def test_steps_out_of_order(memory):
-    place = RemotePlace("memory://run/checkpoint_0")
+    place = ObjectStore("memory://run/checkpoint_0")
     for step in (place.staging, place.upload, place.publish, lambda: place.join(FORMER)):
         with pytest.raises(RuntimeError, match="Nothing is staged"):
             step()

@@ -26,9 +26,9 @@ from datetime import datetime, timezone
 from threading import Lock
 
 from accelerate.checkpoint import names, temporary
+from accelerate.checkpoint.bucket import Bucket, concurrently
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest, damaged, is_inside, laid_out
-from accelerate.checkpoint.places import Place, State, Stored
-from accelerate.checkpoint.store import Store, concurrently
+from accelerate.checkpoint.storage import CheckpointStorage, State, Stored
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class _Published:
         return self.base.rstrip("/") or None
 
 
-class RemotePlace(Place):
+class ObjectStore(CheckpointStorage):
     """A checkpoint in an object store, or wherever else fsspec reaches.
 
     A save on one node is the same as for a local place: `stage`, write, `publish`. On several nodes, each stages for its own
@@ -89,7 +89,7 @@ class RemotePlace(Place):
         if any(part in (".", "..") for part in location.split("/")):
             raise ValueError(f"The URL of a checkpoint has no '.' and no '..' in it, unlike {location!r}.")
         super().__init__(location)
-        self._store = Store(location)
+        self._store = Bucket(location)
         self._generation: str | None = None
         self._staged: str | None = None
         self._discarded: Callable[[], object] = lambda: None
@@ -99,14 +99,14 @@ class RemotePlace(Place):
         """Other nodes do not see what one process stages: it is a local folder."""
         return False
 
-    def child(self, name: str) -> "RemotePlace":
+    def child(self, name: str) -> "ObjectStore":
         """Return the place of that name inside this one."""
-        return RemotePlace(self._store.url(name))
+        return ObjectStore(self._store.url(name))
 
-    def parent(self) -> "RemotePlace":
+    def parent(self) -> "ObjectStore":
         """Return the place that this one lies in; the root is its own."""
         protocol, _, path = self.location.partition("://")
-        return RemotePlace(f"{protocol}://{path.rpartition('/')[0]}")
+        return ObjectStore(f"{protocol}://{path.rpartition('/')[0]}")
 
     # -- looking ---------------------------------------------------------------------------------------------------
 
@@ -191,9 +191,9 @@ class RemotePlace(Place):
         except (FileNotFoundError, DamagedCheckpoint):
             return None
 
-    def entries(self) -> list[Place]:
+    def entries(self) -> list[CheckpointStorage]:
         """Return the folders that lie here, by name; hidden ones are left out. Those of the checkpoint are among them."""
-        found: dict[str, Place] = {}
+        found: dict[str, CheckpointStorage] = {}
         for base, entries in self._layers():
             found |= {name: self.child(base + name) for name, stored in entries.items() if stored is None}
         return [found[name] for name in sorted(found) if not name.startswith(".") and not _GENERATION.fullmatch(name)]
@@ -229,8 +229,8 @@ class RemotePlace(Place):
             found |= {place._store.url(name): stored for name, stored in objects.items()}
         return dict(sorted(found.items()))
 
-    def _places(self) -> list["RemotePlace"]:
-        return [self, *(entry for entry in self.entries() if isinstance(entry, RemotePlace))]
+    def _places(self) -> list["ObjectStore"]:
+        return [self, *(entry for entry in self.entries() if isinstance(entry, ObjectStore))]
 
     def size(self) -> int:
         """Return the bytes of all objects here, those of killed saves included."""

@@ -60,7 +60,7 @@ class Stored:
     modified: float | None = None
 
 
-class Place(ABC):
+class CheckpointStorage(ABC):
     """Where a checkpoint is, or will be.
 
     Args:
@@ -111,11 +111,11 @@ class Place(ABC):
         return self.location.rstrip("/").rsplit("/", 1)[-1]
 
     @abstractmethod
-    def child(self, name: str) -> "Place":
+    def child(self, name: str) -> "CheckpointStorage":
         """Return the place of that name inside this one."""
 
     @abstractmethod
-    def parent(self) -> "Place":
+    def parent(self) -> "CheckpointStorage":
         """Return the place that this one lies in."""
 
     @abstractmethod
@@ -123,7 +123,7 @@ class Place(ABC):
         """Say what lies here, without reading the files themselves. Any rank, alone."""
 
     @abstractmethod
-    def entries(self) -> list["Place"]:
+    def entries(self) -> list["CheckpointStorage"]:
         """Return the folders that lie here, by name; hidden ones are left out."""
 
     @abstractmethod
@@ -188,7 +188,7 @@ class Place(ABC):
         """Return what saves and removals in here left behind, or are at work on right now, by location."""
         return {}
 
-    def checkpoints(self) -> list[tuple[int, "Place"]]:
+    def checkpoints(self) -> list[tuple[int, "CheckpointStorage"]]:
         """Return the automatically named checkpoints here, whole or not, as pairs of number and place, oldest first."""
         found = [(names.number_of(entry.name), entry) for entry in self.entries()]
         return sorted(
@@ -197,7 +197,7 @@ class Place(ABC):
         )
 
 
-def place_of(path: Path) -> Place:
+def storage_of(path: Path) -> CheckpointStorage:
     """Return the place of a path or URL.
 
     Args:
@@ -210,13 +210,13 @@ def place_of(path: Path) -> Place:
     for scheme in ("file://", "local://"):
         text = text.removeprefix(scheme)
     if "://" in text:
-        from accelerate.checkpoint.remote import RemotePlace
+        from accelerate.checkpoint.object_store import ObjectStore
 
-        return RemotePlace(text.rstrip("/"))
-    return LocalPlace(text)
+        return ObjectStore(text.rstrip("/"))
+    return LocalStorage(text)
 
 
-class LocalPlace(Place):
+class LocalStorage(CheckpointStorage):
     """A folder of a file system that is mounted here.
 
     Args:
@@ -234,13 +234,13 @@ class LocalPlace(Place):
         """The folder's name."""
         return os.path.basename(self.location)
 
-    def child(self, name: str) -> "LocalPlace":
+    def child(self, name: str) -> "LocalStorage":
         """Return the place of that name inside this one."""
-        return LocalPlace(os.path.join(self.location, name))
+        return LocalStorage(os.path.join(self.location, name))
 
-    def parent(self) -> "LocalPlace":
+    def parent(self) -> "LocalStorage":
         """Return the place that this one lies in."""
-        return LocalPlace(os.path.dirname(self.location))
+        return LocalStorage(os.path.dirname(self.location))
 
     def _inside(self, prefix: str) -> str:
         return os.path.join(self.location, prefix)
@@ -303,7 +303,7 @@ class LocalPlace(Place):
             return State("incomplete", f"its manifest {NAME} is missing")
         return State("foreign", "it has no manifest: another library or an older version saved it")
 
-    def entries(self) -> list[Place]:
+    def entries(self) -> list[CheckpointStorage]:
         """Return the folders that lie here, by name; hidden ones are left out.
 
         Of links those count that are named as a checkpoint is; their places are where they lead to, which may be elsewhere.

@@ -10,29 +10,29 @@ import torch
 from safetensors.torch import load_file
 
 from accelerate.checkpoint import durable
-from accelerate.checkpoint.parcel import HostBuffers, Lease, Parcel, copied
+from accelerate.checkpoint.plan import HostBuffers, Lease, SavePlan, copied
 
 
-def filled(folder) -> tuple[Parcel, dict, dict]:
+def filled(folder) -> tuple[SavePlan, dict, dict]:
     weights = {"w": torch.arange(6.0).reshape(2, 3), "b": torch.arange(4.0)[1:3]}
     state = {"state": OrderedDict({0: {"m": torch.ones(3), "view": weights["w"].t()}}), "lr": [0.1, (1, "x", None)]}
-    parcel = Parcel(str(folder), rank=2)
-    parcel.add_tensors("model.safetensors", weights, metadata={"format": "pt"}, aliases={"tied": "w"})
-    parcel.add_object("optimizer.bin", state)
-    return parcel, weights, state
+    plan = SavePlan(str(folder), rank=2)
+    plan.add_tensors("model.safetensors", weights, metadata={"format": "pt"}, aliases={"tied": "w"})
+    plan.add_object("optimizer.bin", state)
+    return plan, weights, state
 
 
 @pytest.mark.parametrize("writers", [1, 2])
 @pytest.mark.parametrize("is_copied", [False, True])
 def test_written_as_it_was(tmp_path, writers, is_copied):
-    parcel, weights, state = filled(tmp_path)
+    plan, weights, state = filled(tmp_path)
     buffers = HostBuffers()
     if is_copied:
-        parcel.snapshot(buffers)
+        plan.snapshot(buffers)
         for tensor in (weights["w"], weights["b"], state["state"][0]["m"]):
             tensor.zero_()
         state["lr"][0], state["state"][0]["new"] = 7.0, 1
-    entries = parcel.write(writers)
+    entries = plan.write(writers)
     found = load_file(tmp_path / "model.safetensors")
     assert found["w"].tolist() == [[0, 1, 2], [3, 4, 5]] and found["b"].tolist() == [1, 2]
     read = torch.load(tmp_path / "optimizer.bin", weights_only=True)
@@ -47,10 +47,10 @@ def test_memory_is_used_again_and_views_share_a_copy(tmp_path):
     buffers, addresses = HostBuffers(), []
     base = torch.zeros(1000)
     for _ in range(3):
-        parcel = Parcel(str(tmp_path))
-        parcel.add_object("f", {"all": base, "part": base[10:], "other": torch.ones(50)})
-        release = parcel.snapshot(buffers)
-        found = parcel._jobs["f"][1]
+        plan = SavePlan(str(tmp_path))
+        plan.add_object("f", {"all": base, "part": base[10:], "other": torch.ones(50)})
+        release = plan.snapshot(buffers)
+        found = plan._jobs["f"][1]
         assert found["all"].untyped_storage().data_ptr() == found["part"].untyped_storage().data_ptr()
         assert found["all"].data_ptr() != base.data_ptr()
         addresses.append((found["all"].data_ptr(), found["other"].data_ptr()))
@@ -71,21 +71,21 @@ def test_what_the_last_save_did_not_use_is_let_go():
 def test_memory_belongs_to_one_save(tmp_path):
     buffers, parcels = HostBuffers(), []
     for value in (1.0, 2.0):
-        parcel = Parcel(str(tmp_path / str(value)))
-        parcel.add_object("f", {"x": torch.full((10,), value)})
-        parcels.append((parcel, parcel.snapshot(buffers)))
+        plan = SavePlan(str(tmp_path / str(value)))
+        plan.add_object("f", {"x": torch.full((10,), value)})
+        parcels.append((plan, plan.snapshot(buffers)))
     parcels[0][1]()  # the first save ends while the second is being written
-    third = Parcel(str(tmp_path / "3"))
+    third = SavePlan(str(tmp_path / "3"))
     third.add_object("f", {"x": torch.full((10,), 3.0)})
     third.snapshot(buffers)
     assert parcels[1][0]._jobs["f"][1]["x"].tolist() == [2.0] * 10
 
 
 def test_a_copy_that_fails_keeps_no_memory():
-    buffers, parcel = HostBuffers(), Parcel("folder")
-    parcel.add_object("f", {"x": torch.ones(10), "lock": threading.Lock()})
+    buffers, plan = HostBuffers(), SavePlan("folder")
+    plan.add_object("f", {"x": torch.ones(10), "lock": threading.Lock()})
     with pytest.raises(TypeError, match="lock"):
-        parcel.snapshot(buffers)
+        plan.snapshot(buffers)
     assert [len(kept) for kept in buffers._free.values()] == [1]
 
 
@@ -135,28 +135,28 @@ class Odd:
 def test_other_objects_are_copied_too():
     odd, buffers = Odd(), HostBuffers()
     sparse = torch.eye(2).to_sparse()
-    parcel = Parcel("folder")
-    parcel.add_object("f", {"odd": odd, "sparse": sparse, "conj": torch.ones(1, dtype=torch.complex64).conj()})
-    parcel.snapshot(buffers)
+    plan = SavePlan("folder")
+    plan.add_object("f", {"odd": odd, "sparse": sparse, "conj": torch.ones(1, dtype=torch.complex64).conj()})
+    plan.snapshot(buffers)
     odd.numbers.append(2)
-    copied = parcel._jobs["f"][1]
+    copied = plan._jobs["f"][1]
     assert copied["odd"].numbers == [1] and torch.equal(copied["sparse"].to_dense(), torch.eye(2))
     assert copied["conj"].is_conj()
 
 
 def test_a_parcel_is_a_path_and_refuses_at_once_what_cannot_be_stored():
-    parcel = Parcel("folder")
-    assert os.path.join(parcel, "x") == os.path.join("folder", "x")
+    plan = SavePlan("folder")
+    assert os.path.join(plan, "x") == os.path.join("folder", "x")
     with pytest.raises(TypeError, match="'odd'"):
-        parcel.add_tensors("f", {"odd": 3})
+        plan.add_tensors("f", {"odd": 3})
 
 
 def test_an_error_of_one_file_comes_out(tmp_path, monkeypatch):
-    parcel, *_ = filled(tmp_path)
+    plan, *_ = filled(tmp_path)
 
     def fail(*args, **kwargs):
         raise OSError("no space")
 
     monkeypatch.setattr(durable.DurableFile, "write", fail)
     with pytest.raises(OSError, match="no space"):
-        parcel.write()
+        plan.write()

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from accelerate.checkpoint import lock, names, places
+from accelerate.checkpoint import lock, names, storage
 from accelerate.checkpoint.formats import describe
 from accelerate.checkpoint.manifest import NAME, Manifest
-from accelerate.checkpoint.places import LocalPlace, place_of
+from accelerate.checkpoint.storage import LocalStorage, storage_of
 
 
-def write(place: LocalPlace, text: str, files: tuple[str, ...] = ("model.safetensors", "sub/more.bin")) -> str:
+def write(place: LocalStorage, text: str, files: tuple[str, ...] = ("model.safetensors", "sub/more.bin")) -> str:
     """Stage a checkpoint whose files have some text."""
     folder = place.stage()
     for name in files:
@@ -25,7 +25,7 @@ def write(place: LocalPlace, text: str, files: tuple[str, ...] = ("model.safeten
     return folder
 
 
-def content(place: LocalPlace) -> str:
+def content(place: LocalStorage) -> str:
     """The text of a whole checkpoint; fails for one that is not whole."""
     state = place.state()
     assert state.kind == "complete", state
@@ -35,15 +35,15 @@ def content(place: LocalPlace) -> str:
     return texts.pop()
 
 
-def make(path, text: str = "old", **options) -> LocalPlace:
-    place = LocalPlace(path)
+def make(path, text: str = "old", **options) -> LocalStorage:
+    place = LocalStorage(path)
     write(place, text, **options)
     place.publish()
     return place
 
 
 def test_nothing_is_there_until_it_is_published(tmp_path):
-    place = LocalPlace(tmp_path / "run" / "checkpoint_0")
+    place = LocalStorage(tmp_path / "run" / "checkpoint_0")
     write(place, "new")
     assert place.state().kind == "absent" and place.parent().entries() == []
     place.publish()
@@ -58,7 +58,7 @@ def test_the_old_one_stays_until_the_new_one_is_there_and_the_users_files_stay(t
     (tmp_path / "c" / "notes.txt").write_text("mine")
     (tmp_path / "c" / "logs").mkdir()
     if not exchanges:
-        monkeypatch.setattr(places, "exchange", lambda left, right: False)
+        monkeypatch.setattr(storage, "exchange", lambda left, right: False)
     write(place, "new")
     assert content(place) == "old"
     place.publish()
@@ -71,10 +71,10 @@ def test_the_kernel_exchanges_folders(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     (tmp_path / "a" / "x").touch()
-    if not places.exchange(str(tmp_path / "a"), str(tmp_path / "b")):
+    if not storage.exchange(str(tmp_path / "a"), str(tmp_path / "b")):
         pytest.skip("this system cannot exchange folders")
     assert os.listdir(tmp_path / "b") == ["x"] and os.listdir(tmp_path / "a") == []
-    assert not places.exchange(str(tmp_path / "a"), str(tmp_path / "missing"))
+    assert not storage.exchange(str(tmp_path / "a"), str(tmp_path / "missing"))
 
 
 _locks: "weakref.WeakSet[lock.Lock]" = weakref.WeakSet()
@@ -119,12 +119,12 @@ def kill_at(monkeypatch, number: int, exchanges: bool) -> list[str]:
 
         return step
 
-    real = places.exchange
-    monkeypatch.setattr(places.os, "rename", guarded("rename", os.rename))
-    monkeypatch.setattr(places.os, "unlink", guarded("unlink", os.unlink))
-    monkeypatch.setattr(places.os, "rmdir", guarded("rmdir", os.rmdir))
-    monkeypatch.setattr(places.shutil, "rmtree", guarded("rmtree", places.shutil.rmtree))
-    monkeypatch.setattr(places, "exchange", guarded("exchange", real if exchanges else lambda left, right: False))
+    real = storage.exchange
+    monkeypatch.setattr(storage.os, "rename", guarded("rename", os.rename))
+    monkeypatch.setattr(storage.os, "unlink", guarded("unlink", os.unlink))
+    monkeypatch.setattr(storage.os, "rmdir", guarded("rmdir", os.rmdir))
+    monkeypatch.setattr(storage.shutil, "rmtree", guarded("rmtree", storage.shutil.rmtree))
+    monkeypatch.setattr(storage, "exchange", guarded("exchange", real if exchanges else lambda left, right: False))
     return steps
 
 
@@ -133,7 +133,7 @@ def kill_at(monkeypatch, number: int, exchanges: bool) -> list[str]:
 def test_killed_at_any_step_of_publishing_a_whole_one_is_there(tmp_path, monkeypatch, exchanges, first):
     for number in range(1, 40):
         folder = tmp_path / f"{number}"
-        place = LocalPlace(folder / "c")
+        place = LocalStorage(folder / "c")
         if first == "complete":
             make(folder / "c")
         elif first == "foreign":
@@ -194,7 +194,7 @@ def test_where_the_folder_cannot_be_exchanged_it_is_filled_in_place(tmp_path, mo
     folder.mkdir()
     (folder / "notes.txt").write_text("mine")
     monkeypatch.chdir(folder)
-    place = LocalPlace(".")
+    place = LocalStorage(".")
     assert os.path.dirname(place.staging()) == str(folder)
     for text in ("first", "second"):
         write(place, text)
@@ -209,13 +209,13 @@ def test_killed_at_any_step_of_filling_in_place_a_whole_one_is_there(tmp_path, m
     def refuse(*_):
         raise OSError("this file system has no links")
 
-    monkeypatch.setattr(places.os, "link", places.os.link if links else refuse)
+    monkeypatch.setattr(storage.os, "link", storage.os.link if links else refuse)
     for number in range(1, 60):
         folder = tmp_path / str(number)
         folder.mkdir()
         monkeypatch.chdir(folder)
         (folder / "notes.txt").write_text("mine")
-        place = LocalPlace(".")
+        place = LocalStorage(".")
         write(place, "old", files=("model.safetensors", "sub/more.bin", "old_only.bin"))
         place.publish()
         write(place, "new")
@@ -226,21 +226,21 @@ def test_killed_at_any_step_of_filling_in_place_a_whole_one_is_there(tmp_path, m
                 ended = True
             except Killed:
                 ended = False
-        assert content(LocalPlace(folder)) in ("old", "new"), (number, steps)
-        assert LocalPlace(tmp_path).entries() == [
-            LocalPlace(tmp_path / str(n)) for n in sorted(range(1, number + 1), key=str)
+        assert content(LocalStorage(folder)) in ("old", "new"), (number, steps)
+        assert LocalStorage(tmp_path).entries() == [
+            LocalStorage(tmp_path / str(n)) for n in sorted(range(1, number + 1), key=str)
         ]
         # Whoever saves next need not stand in it.
         monkeypatch.chdir(tmp_path if number % 2 else folder)
         if number % 3 == 0:
             with monkeypatch.context() as patch, contextlib.suppress(Killed):
                 kill_at(patch, number // 3, True)
-                LocalPlace(folder).stage()
-            assert content(LocalPlace(folder)) in ("old", "new"), (number, steps)
-        next_place = LocalPlace(folder)
+                LocalStorage(folder).stage()
+            assert content(LocalStorage(folder)) in ("old", "new"), (number, steps)
+        next_place = LocalStorage(folder)
         write(next_place, "next")
         next_place.publish()
-        assert content(LocalPlace(folder)) == "next", (number, steps)
+        assert content(LocalStorage(folder)) == "next", (number, steps)
         assert sorted(os.listdir(folder)) == sorted(["model.safetensors", "sub", NAME, "notes.txt"]), (number, steps)
         if ended:
             break
@@ -279,7 +279,7 @@ def test_what_only_the_former_manifest_lists_is_not_taken_for_the_users_own(tmp_
                     die()
                 real(path, dir_fd=dir_fd)
 
-            patch.setattr(places.os, "unlink", unlink)
+            patch.setattr(storage.os, "unlink", unlink)
             with contextlib.suppress(Killed):
                 place.publish()
         write(place, "next", files=("model.safetensors",))
@@ -309,13 +309,13 @@ def test_kinds_of_folders(tmp_path):
     (tmp_path / "c" / names.generators_file(0)).touch()
     assert place.state().kind == "incomplete" and "manifest" in place.state().reason
     (tmp_path / "d").mkdir()
-    assert "empty" in LocalPlace(tmp_path / "d").state().reason
+    assert "empty" in LocalStorage(tmp_path / "d").state().reason
     (tmp_path / "d" / ".incomplete_1").touch()
-    assert "did not come to its end" in LocalPlace(tmp_path / "d").state().reason
+    assert "did not come to its end" in LocalStorage(tmp_path / "d").state().reason
     (tmp_path / "f").touch()
-    assert LocalPlace(tmp_path / "f").state().kind == "absent"
+    assert LocalStorage(tmp_path / "f").state().kind == "absent"
     with pytest.raises(NotADirectoryError, match="is one"):
-        LocalPlace(tmp_path / "f").stage()
+        LocalStorage(tmp_path / "f").stage()
 
 
 def test_numbered_checkpoints_in_order(tmp_path):
@@ -323,20 +323,20 @@ def test_numbered_checkpoints_in_order(tmp_path):
         make(tmp_path / f"checkpoint_{number}")
     (tmp_path / "checkpoint_x").mkdir()
     (tmp_path / ".saving_checkpoint_3").mkdir()
-    here = LocalPlace(tmp_path)
+    here = LocalStorage(tmp_path)
     assert [number for number, _ in here.checkpoints()] == [2, 9, 10]
     assert here.checkpoints()[-1][1] == here.child("checkpoint_10")
-    assert here.child("checkpoint_2").parent() == here and len({here, LocalPlace(tmp_path)}) == 1
-    assert LocalPlace(tmp_path / "none").checkpoints() == []
+    assert here.child("checkpoint_2").parent() == here and len({here, LocalStorage(tmp_path)}) == 1
+    assert LocalStorage(tmp_path / "none").checkpoints() == []
 
 
 def test_a_removal_that_is_cut_short_leaves_nothing_to_load(tmp_path, monkeypatch):
     place = make(tmp_path / "checkpoint_1")
     with monkeypatch.context() as patch:
-        patch.setattr(places.shutil, "rmtree", lambda *args, **kwargs: None)
+        patch.setattr(storage.shutil, "rmtree", lambda *args, **kwargs: None)
         place.remove()
     assert place.state().kind == "absent" and place.parent().checkpoints() == []
-    write(LocalPlace(tmp_path / "checkpoint_2"), "half")
+    write(LocalStorage(tmp_path / "checkpoint_2"), "half")
     assert len(place.parent().sweep()) == 2 and os.listdir(tmp_path) == []
 
 
@@ -366,5 +366,5 @@ def test_sweeping_completes_what_was_being_published(tmp_path, monkeypatch):
 def test_links_and_urls(tmp_path):
     real = make(tmp_path / "real")
     os.symlink(tmp_path / "real", tmp_path / "link")
-    assert place_of(tmp_path / "link") == real == place_of(f"file://{tmp_path}/real")
-    assert place_of("~/x").location == os.path.realpath(os.path.expanduser("~/x"))
+    assert storage_of(tmp_path / "link") == real == storage_of(f"file://{tmp_path}/real")
+    assert storage_of("~/x").location == os.path.realpath(os.path.expanduser("~/x"))

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from accelerate.checkpoint import durable, formats, manifest
 from accelerate.checkpoint.barrier import CollectiveBarrier, SaveBarrier, default_store
 from accelerate.checkpoint.manifest import FileEntry, Manifest
-from accelerate.checkpoint.parcel import WRITERS, Parcel
-from accelerate.checkpoint.places import Place
+from accelerate.checkpoint.plan import WRITERS, SavePlan
+from accelerate.checkpoint.storage import CheckpointStorage
 
 if TYPE_CHECKING:
     from accelerate.accelerator import Accelerator
@@ -36,7 +36,7 @@ class Group:
     shared: bool
 
     @classmethod
-    def of(cls, accelerator: "Accelerator", place: Place) -> "Group":
+    def of(cls, accelerator: "Accelerator", place: CheckpointStorage) -> "Group":
         """Return the group of an Accelerator.
 
         Args:
@@ -75,7 +75,7 @@ class Group:
         leader = leader if leader in ranks else ranks[0]
         return leader, self.rank == (leader if self.each_node else ranks[0])
 
-    def barrier(self, kind: str, place: Place) -> SaveBarrier:
+    def barrier(self, kind: str, place: CheckpointStorage) -> SaveBarrier:
         """Return the barrier of these ranks.
 
         Args:
@@ -104,11 +104,11 @@ class Save:
 
     def __init__(
         self,
-        place: Place,
+        place: CheckpointStorage,
         group: Group,
         facts: dict[str, Any],
-        refusing: Callable[[Place], Any] | None = None,
-        rotating: Callable[[Place], Any] | None = None,
+        refusing: Callable[[CheckpointStorage], Any] | None = None,
+        rotating: Callable[[CheckpointStorage], Any] | None = None,
     ) -> None:
         self.place = place
         self.group = group
@@ -118,7 +118,7 @@ class Save:
         self.shards: Any = None
         self.refusing = refusing
         self.barrier = group.barrier("save_state", place)
-        self._parcel: Parcel | None = None
+        self._parcel: SavePlan | None = None
         self._problem: BaseException | None = None
         self._leader, self._publishes = group.leader, False
 
@@ -153,13 +153,13 @@ class Save:
         if self._leads and notes[0]["generation"]:
             self.place.join(notes[0]["generation"])
         staged = dict(zip(self.barrier.ranks, notes, strict=True))[self._leader]["staged"]
-        self._parcel = Parcel(staged, self.group.rank)
+        self._parcel = SavePlan(staged, self.group.rank)
 
     @property
     def _leads(self) -> bool:
         return self._leader == self.group.rank
 
-    def parcel(self) -> Parcel:
+    def plan(self) -> SavePlan:
         """Return what takes the files of this rank."""
         return self._parcel
 
