@@ -106,6 +106,8 @@ def save_state(
     if blocking:
         # A save that fails at its very end may have left a checkpoint, which the next one of this name replaces.
         accelerator._unfinished_save = place.location
+        if resolve(accelerator.state).saves_shards:
+            save.settle()  # a rank that has nothing to write would be waited for by those that write together
         save.finish()
         accelerator._unfinished_save = None
         project.iteration += 1

@@ -422,6 +422,36 @@ def check_shards_are_written_in_the_background():
             accelerator.wait_for_everyone()
 
 
+def check_a_rank_that_cannot_collect_its_state_stops_all():
+    """The others do not wait for it where shards are written together; the next save works."""
+
+    class Counter:
+        broken = rank() == 1
+
+        def state_dict(self):
+            if self.broken:
+                raise OSError("the counter is broken")
+            return {}
+
+        def load_state_dict(self, state):
+            pass
+
+    accelerator = fresh_accelerator(fsdp_plugin=sharding(2))
+    accelerator.prepare(*build())
+    counter = Counter()
+    accelerator.register_for_checkpointing(counter)
+    with shared_folder() as folder:
+        for blocking in (True, False):
+            with raised((OSError, RuntimeError), "the counter is broken"):
+                accelerator.save_state(f"{folder}/{blocking}", blocking=blocking)
+        accelerator.wait_for_everyone()
+        assert os.listdir(folder) == []
+        accelerator.wait_for_everyone()
+        counter.broken = False
+        accelerator.save_state(f"{folder}/whole")
+        accelerator.load_state(f"{folder}/whole")
+
+
 CHECKS = (
     check_other_seeds_train_the_weights_of_rank_zero,
     check_models_that_differ_are_refused_by_all_ranks,
@@ -439,6 +469,7 @@ CHECKS = (
     check_a_size_that_is_none_is_refused_by_all_ranks,
     check_a_step_is_skipped_by_all_ranks,
     check_shards_are_written_in_the_background,
+    check_a_rank_that_cannot_collect_its_state_stops_all,
 )
 if __name__ == "__main__":
     fresh_accelerator()
