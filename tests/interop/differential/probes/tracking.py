@@ -158,14 +158,16 @@ CLASSES = {
 
 @contextlib.contextmanager
 def registry_kept() -> Iterator[None]:
-    """Put the table of trackers back."""
-    table = tracking.LOGGER_TYPE_TO_CLASS
-    before = dict(table)
+    """Put the table of trackers back, and what ours knows of their libraries."""
+    registry = sys.modules.get("accelerate.trackers.registry")
+    tables = [tracking.LOGGER_TYPE_TO_CLASS, getattr(registry, "_AVAILABLE", {})]
+    before = [dict(table) for table in tables]
     try:
         yield
     finally:
-        table.clear()
-        table.update(before)
+        for table, kept in zip(tables, before, strict=True):
+            table.clear()
+            table.update(kept)
 
 
 @probe("tracking:register_tracker_class", "tracking:GeneralTracker", "tracking:filter_trackers", kind=CLASSES)
