@@ -123,15 +123,15 @@ def write(
         return
     path = os.path.join(folder, name)
     entries = together(lambda: {name: formats.write_torch(path, state, rank)} if owns else {})
-    stale = [rank_file(stem, other) for other in range(size, 1 << 16)] if layout == "local" else []
 
-    def clear() -> None:
-        for file in stale:  # of a save on more ranks
-            if not os.path.exists(os.path.join(folder, file)):
-                return
+    def clear() -> list[str]:
+        pattern = re.compile(re.escape(stem) + r"_rank(\d+)\.bin")
+        found = [file for file in os.listdir(folder) if (match := pattern.fullmatch(file)) and int(match[1]) >= size]
+        for file in found:  # of a save on more ranks
             os.unlink(os.path.join(folder, file))
+        return found
 
-    together(lambda: clear() if rank == 0 else None)
+    stale = together(lambda: clear() if layout == "local" and rank == 0 else [])
     _list_anew(os.fspath(folder), entries, stale)
 
 
