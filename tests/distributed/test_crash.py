@@ -4,10 +4,12 @@ The experiments are in `scripts/crash_run.py`. `make test-crash` makes 200 kills
 """
 
 import os
+import random
 import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -78,3 +80,35 @@ def test_two_hundred_kills(tmp_path):
     print(output)
     phases = re.search(r"^200 kills: (\d+) in save, (\d+) in publish, (\d+) in prune, (\d+) in load", output, re.M)
     assert phases and all(int(count) >= 20 for count in phases.groups()), output
+
+
+def killed_while_it_saves(folder: Path, least: int, after_s: float) -> tuple[int, int]:
+    """Run until a moment after a save, kill all of it; return the steps that it loaded, and that it saved last."""
+    words = "-m accelerate.commands.accelerate_cli launch --cpu --num_processes 2"
+    command = [sys.executable, *words.split(), str(SCRIPTS / "shards_run.py"), str(folder), str(least)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    seen: list[str] = []
+    timer = threading.Timer(after_s, os.killpg, (process.pid, signal.SIGKILL))
+    limit = threading.Timer(LIMIT_S, os.killpg, (process.pid, signal.SIGKILL))
+    limit.start()
+    try:
+        for line in process.stdout:
+            seen += re.findall(r"(?:loaded|saved) \d+", line)
+            if line.startswith("saved") and len(seen) == 2:
+                timer.start()
+    finally:
+        limit.cancel()
+        process.wait()
+    steps = [int(line.split()[1]) for line in seen]
+    assert len(steps) >= 2, seen
+    return steps[0], steps[-1]
+
+
+@pytest.mark.slow
+def test_kills_while_shards_are_written_in_the_background(tmp_path):
+    draw, saved, total = random.Random(SEED), 0, 0
+    for _ in range(20):
+        loaded, saved = killed_while_it_saves(tmp_path, saved, draw.uniform(0.05, 2.0))
+        total += saved - loaded
+    print(f"20 kills, {total} checkpoints of shards between them: each run went on from a whole one")
+    assert total > 0
