@@ -264,8 +264,8 @@ def durable(path: Path) -> Iterator[DurableFile]:
     try:
         yield file
         file.close()
-        os.replace(aside, path)
         file.release()
+        os.replace(aside, path)
     except BaseException as error:
         file.release()
         with contextlib.suppress(OSError):
