@@ -129,7 +129,7 @@ class Restoring:
             # torch's optimizers replace the tensors of their state, so the former ones need no copy.
             replaces = _replaces_state(optimizer)
             with self._naming(optimizer, names.optimizer_file(index)):
-                if replaces:
+                if replaces and not _has_hooks(optimizer):
                     self._mapped.append((_inner(optimizer), formats.storages(state), _tensors_of(optimizer)))
                 else:
                     state = formats.in_memory(state)
@@ -141,7 +141,8 @@ class Restoring:
         for model, state in contents.models:
             if not files.loads_by_name(model):
                 self._undoing.append(undoing(model))
-                model.load_state_dict(state, **self._options)
+                # Its own code may keep what it gets.
+                model.load_state_dict(formats.in_memory(state), **self._options)
 
     def _check_options(self) -> None:
         """Refuse what the models' `load_state_dict` would refuse, before anything has changed."""
@@ -206,6 +207,11 @@ def _tensors_of(optimizer: Any) -> dict[Any, dict[str, Any]]:
     return {parameter: dict(state) for parameter, state in _inner(optimizer).state.items()}
 
 
+def _has_hooks(optimizer: Any) -> bool:
+    inner = _inner(optimizer)
+    return bool(inner._optimizer_load_state_dict_pre_hooks or inner._optimizer_load_state_dict_post_hooks)
+
+
 def _take_over(optimizer: Any, mapped: set[int], former: dict[Any, dict[str, Any]]) -> None:
     """Give an optimizer memory of its own for what is a file's: that of the tensors it had, where they are alike."""
     for parameter, state in optimizer.state.items():
@@ -213,18 +219,15 @@ def _take_over(optimizer: Any, mapped: set[int], former: dict[Any, dict[str, Any
         for name, value in state.items():
             if type(value) is torch.Tensor and value.untyped_storage().data_ptr() in mapped:
                 before = replaced.pop(name, None)
-                alike = type(before) is type(value) and (
-                    before.shape,
-                    before.dtype,
-                    before.stride(),
-                    before.device,
-                ) == (
-                    value.shape,
-                    value.dtype,
-                    value.stride(),
-                    value.device,
-                )
-                state[name] = before.copy_(value) if alike else value.clone()
+                state[name] = before.copy_(value) if _alike(before, value) else value.clone()
+
+
+def _alike(before: Any, value: torch.Tensor) -> bool:
+    return (
+        type(before) is torch.Tensor
+        and all(getattr(before, about) == getattr(value, about) for about in ("shape", "dtype", "device"))
+        and before.stride() == value.stride()
+    )
 
 
 def undoing(model: nn.Module) -> Callable[[], None]:

@@ -281,12 +281,12 @@ def mapped(path: Path) -> Any:
 
 
 def in_memory(state: Any) -> Any:
-    """Return a state with tensors of its own memory, where those of `mapped` are the file's.
+    """Return a state with plain tensors of its own memory, where those of `mapped` are the file's.
 
     Args:
         state: nested containers; they are not changed.
     """
-    if isinstance(state, torch.Tensor):
+    if type(state) in (torch.Tensor, torch.nn.Parameter):
         return state.clone()
     if type(state) in (dict, OrderedDict):
         return type(state)((key, in_memory(value)) for key, value in state.items())

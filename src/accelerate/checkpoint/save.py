@@ -118,7 +118,7 @@ class Save:
         self.shards: Any = None
         self.refusing = refusing
         self.barrier = group.barrier("save_state", place)
-        self._parcel: SavePlan | None = None
+        self._plan: SavePlan | None = None
         self._problem: BaseException | None = None
         self._leader, self._publishes = group.leader, False
 
@@ -153,7 +153,7 @@ class Save:
         if self._leads and notes[0]["generation"]:
             self.place.join(notes[0]["generation"])
         staged = dict(zip(self.barrier.ranks, notes, strict=True))[self._leader]["staged"]
-        self._parcel = SavePlan(staged, self.group.rank)
+        self._plan = SavePlan(staged, self.group.rank)
 
     @property
     def _leads(self) -> bool:
@@ -161,7 +161,7 @@ class Save:
 
     def plan(self) -> SavePlan:
         """Return what takes the files of this rank."""
-        return self._parcel
+        return self._plan
 
     def fail(self, problem: BaseException) -> None:
         """Remember that this rank could not collect its state; `finish` tells the others.
@@ -208,7 +208,7 @@ class Save:
         entries: dict[str, FileEntry] = {}
         if self._problem is None:
             try:
-                entries = self._parcel.write(writers, self.shards)
+                entries = self._plan.write(writers, self.shards)
             except BaseException as error:
                 self._problem = error
         notes = self._tell(entries)
@@ -217,9 +217,9 @@ class Save:
             mine = [note for note in notes if note["leader"] == self.group.rank]
             entries = merged(mine)
             try:
-                entries |= unlisted(self._parcel.folder, entries, self.group.rank, writers)
+                entries |= unlisted(self._plan.folder, entries, self.group.rank, writers)
                 if not self.place.shared:
-                    self.place.upload(self._parcel.folder)
+                    self.place.upload(self._plan.folder)
             except BaseException as error:
                 self._problem = error
         notes = self._tell(entries if self._leads else {})
@@ -233,7 +233,7 @@ class Save:
     def _publish(self, notes: list[dict[str, Any]]) -> None:
         if self.group.each_node:
             notes = [note for note in notes if note["leader"] == self.group.rank]
-        Manifest(merged(notes), save=self.barrier.name, **self.facts).write(self._parcel.folder)
+        Manifest(merged(notes), save=self.barrier.name, **self.facts).write(self._plan.folder)
         self.place.publish()
         if self.rotating is not None:
             self.rotating(self.place)

@@ -115,6 +115,25 @@ def test_an_optimizer_with_an_own_load_state_dict_may_keep_what_it_gets(tmp_path
     assert equal(kept[0], source[1].state[source[0][0].weight]["exp_avg"])
 
 
+def test_a_hook_and_a_model_of_ones_own_may_keep_what_they_get(tmp_path):
+    source = saved(tmp_path)
+    kept = []
+
+    class Own(nn.Sequential):
+        def load_state_dict(self, state, **options):
+            kept.append(state["0.weight"])
+            return super().load_state_dict(state, **options)
+
+    model, _ = run()
+    model = Own(*model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: kept.append(state["state"][0]["exp_avg"]))
+    contents_of(tmp_path, model, optimizer).apply()
+    assert_own_memory(tmp_path, model, optimizer)
+    moment = source[1].state[source[0][0].weight]["exp_avg"]
+    assert equal(kept[0], moment) and equal(kept[1], source[0][0].weight)
+
+
 def test_tensors_that_are_assigned(tmp_path):
     source, _ = saved(tmp_path)
     model, optimizer = run()
