@@ -9,7 +9,7 @@ from architecture import source
 LAYERS: list[str] = [
     "_lazy utils.constants utils.versions utils.imports utils.environment",
     "config parallelism_config",
-    "runtime.storage devices",
+    "runtime.storage runtime.durable devices",
     "comm utils.operations",
     "runtime.slurm runtime.failure runtime.ranks runtime.rendezvous runtime.forking diagnostics runtime.traits runtime.split "
     "process state",

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from accelerate.checkpoint import durable
 from accelerate.checkpoint.plan import HostBuffers
+from accelerate.runtime import durable
 
 logger = logging.getLogger(__name__)
 

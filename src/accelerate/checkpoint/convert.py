@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import torch
 
-from accelerate.checkpoint import dcp, durable, formats, fsdp_files, fsdp_optimizer, fsdp_state, names
+from accelerate.checkpoint import dcp, formats, fsdp_files, fsdp_optimizer, fsdp_state, names
 from accelerate.checkpoint.dcp import Position, Steps
 from accelerate.checkpoint.fsdp_files import Entries, Found, Kind
 from accelerate.checkpoint.inspect import all_files, part_of
@@ -27,6 +27,7 @@ from accelerate.checkpoint.readers import FolderReader, Reader
 from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, State, storage_of
 from accelerate.checkpoint.structure import INDEX_SUFFIX
 from accelerate.process import PartialState
+from accelerate.runtime import durable
 from accelerate.utils.constants import (
     FSDP_MODEL_NAME,
     SAFE_WEIGHTS_INDEX_NAME,

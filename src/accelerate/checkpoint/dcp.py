@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accelerate.checkpoint import durable, formats
+from accelerate.checkpoint import formats
 from accelerate.checkpoint.manifest import DamagedCheckpoint, FileEntry, TensorEntry
 from accelerate.checkpoint.names import METADATA
+from accelerate.runtime import durable
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from accelerate.checkpoint.durable import durable, of_file
 from accelerate.checkpoint.manifest import DamagedCheckpoint, FileEntry, TensorEntry
+from accelerate.runtime.durable import durable, of_file
 from accelerate.utils.other import load
 
 Path = str | os.PathLike[str]

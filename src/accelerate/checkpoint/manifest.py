@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
 
-from accelerate.checkpoint import durable, names
+from accelerate.checkpoint import names
+from accelerate.runtime import durable
 
 NAME = "accelerate_manifest.json"
 FORMAT = 1

@@ -3,6 +3,7 @@
 import os
 import re
 
+from accelerate.runtime.durable import STAGING_PREFIX
 from accelerate.utils.constants import (
     MODEL_NAME,
     OPTIMIZER_NAME,
@@ -23,7 +24,6 @@ INCOMPLETE_MARKER = ".incomplete"
 
 # What a checkpoint has in front of its name while it is written, takes its place, is replaced, and is removed: nobody takes
 # a folder of such a name for a checkpoint.
-STAGING_PREFIX = ".saving_"
 READY_PREFIX = ".ready_"
 REPLACED_PREFIX = ".replaced_"
 REMOVED_PREFIX = ".removed_"

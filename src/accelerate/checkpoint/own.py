@@ -6,8 +6,8 @@ import os
 import shutil
 
 from accelerate.checkpoint import names
-from accelerate.checkpoint.durable import sync_folder
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest
+from accelerate.runtime.durable import sync_folder
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from accelerate.checkpoint import dcp, formats
-from accelerate.checkpoint.durable import each
 from accelerate.checkpoint.fsdp_state import copy_of, is_spread
 from accelerate.checkpoint.manifest import FileEntry
+from accelerate.runtime.durable import each
 
 # Files that are written at a time. Two keep a disk busy while one of them waits for its hash or for the interpreter.
 WRITERS = 2

@@ -5,11 +5,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from accelerate.checkpoint import durable, formats, manifest
+from accelerate.checkpoint import formats, manifest
 from accelerate.checkpoint.barrier import CollectiveBarrier, SaveBarrier, default_store
 from accelerate.checkpoint.manifest import FileEntry, Manifest
 from accelerate.checkpoint.plan import WRITERS, SavePlan
 from accelerate.checkpoint.storage import CheckpointStorage
+from accelerate.runtime import durable
 
 if TYPE_CHECKING:
     from accelerate.accelerator import Accelerator

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from accelerate.checkpoint import names
-from accelerate.checkpoint.durable import exchange, sync_folder, sync_tree
 from accelerate.checkpoint.lock import Busy, Lock
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest, problems
 from accelerate.checkpoint.own import carry, clear_away, duplicate, make_folders, users_own
+from accelerate.runtime.durable import exchange, sync_folder, sync_tree
 
 logger = logging.getLogger(__name__)
 

@@ -18,13 +18,13 @@ from accelerate.backends.base import Backend
 from accelerate.backends.registry import resolve
 from accelerate.checkpoint import files, formats, layouts, names, rotation
 from accelerate.checkpoint.background import Background
-from accelerate.checkpoint.durable import sync_folder
 from accelerate.checkpoint.plan import SavePlan
 from accelerate.checkpoint.save import Group, Save
 from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, storage_of
 from accelerate.checkpointing import save_accelerator_state
 from accelerate.modules.tensors import clean_state_dict_for_safetensors
 from accelerate.optimizer import settle_scaler
+from accelerate.runtime.durable import sync_folder
 from accelerate.training.prepared import warn_caller
 from accelerate.utils import other
 from accelerate.utils.constants import (

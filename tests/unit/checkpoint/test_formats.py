@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from accelerate.checkpoint import durable, formats
+from accelerate.checkpoint import formats
 from accelerate.checkpoint.manifest import TensorEntry
+from accelerate.runtime import durable
 from accelerate.utils.other import load
 
 TENSORS = {

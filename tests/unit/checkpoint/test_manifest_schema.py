@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import checkpoint_samples as samples
-from accelerate.checkpoint import durable
 from accelerate.checkpoint.manifest import FORMAT, NAME, DamagedCheckpoint, Manifest
+from accelerate.runtime import durable
 
 DOCS = Path(__file__).parents[3] / "docs"
 SCHEMA = json.loads((DOCS / "checkpoint-manifest.schema.json").read_text("utf-8"))

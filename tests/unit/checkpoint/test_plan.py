@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from accelerate.checkpoint import durable
 from accelerate.checkpoint.plan import HostBuffers, Lease, SavePlan, copied
+from accelerate.runtime import durable
 
 
 def filled(folder) -> tuple[SavePlan, dict, dict]:

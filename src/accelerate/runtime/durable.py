@@ -20,10 +20,11 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from accelerate.checkpoint.names import STAGING_PREFIX
-
 T = TypeVar("T")
 Path = str | os.PathLike[str]
+
+# In front of the name of what is written aside.
+STAGING_PREFIX = ".saving_"
 
 ALGORITHM = "xxh3-128"
 CHUNK = 16 << 20

@@ -7,8 +7,8 @@ import threading
 import numpy as np
 import pytest
 
-from accelerate.checkpoint import durable
 from accelerate.checkpoint.manifest import FileEntry
+from accelerate.runtime import durable
 
 MB = 1 << 20
 
