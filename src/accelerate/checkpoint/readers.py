@@ -210,9 +210,9 @@ class FolderReader(Reader):
         place = self.metadata.storage_data[index]
         return place.file, place.offset
 
-    def _open(self, index: "MetadataIndex") -> "_Slice":
+    def _open(self, index: "MetadataIndex") -> "FileSlice":
         place = self.metadata.storage_data[index]
-        return _Slice(os.path.join(self.origin, *place.file.split("/")), place.offset, place.length)
+        return FileSlice(os.path.join(self.origin, *place.file.split("/")), place.offset, place.length)
 
     def _piece(self, index: "MetadataIndex") -> torch.Tensor:
         with self._open(index) as stream:
@@ -231,7 +231,7 @@ class FolderReader(Reader):
             return io.BytesIO(stream.read())
 
 
-class _Slice(io.RawIOBase):
+class FileSlice(io.RawIOBase):
     """A part of a file, as a file."""
 
     def __init__(self, path: str, start: int, length: int) -> None:
