@@ -15,7 +15,7 @@ TESTING = [
     # pytest 9.2 hides from xdist 3.8 which tests belong together, and they share expensive fixtures.
     *["pytest>=8,<9.2", "pytest-xdist", "pytest-timeout", "parameterized", "hypothesis", "scikit-learn", "torchdata"],
     *[*TRACKERS, *EXPORT, *STORES, "s3fs", "moto[server]>=5"],
-    *["argcomplete", "cloudpickle", "ipykernel", "jupyter_client", "torchao"],
+    *["argcomplete", "cloudpickle", "ipykernel", "jsonschema", "jupyter_client", "torchao"],
 ]
 EXTRAS = {
     "quality": ["ruff==0.17.5"],

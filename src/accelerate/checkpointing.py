@@ -10,9 +10,10 @@ from typing import Any
 
 from torch import nn
 
-from accelerate.checkpoint import files, loaders, rng
-from accelerate.checkpoint.contents import POSITIONS, read_common
-from accelerate.checkpoint.plan import SavePlan
+from accelerate.checkpoint import load, names
+from accelerate.checkpoint.save import SavePlan
+from accelerate.data import resume, rng
+from accelerate.data.loader import PreparedLoader
 from accelerate.modules.unwrap import extract_model_from_parallel
 from accelerate.process import PartialState
 from accelerate.utils.constants import (
@@ -80,22 +81,37 @@ def save_accelerator_state(
     """
     os.makedirs(output_dir, exist_ok=True)
     for index, state in enumerate(model_states):
-        files.write_model(state, output_dir, index, safe_serialization, save_on_each_node)
-    for index, optimizer in enumerate(optimizers):
-        files.write_optimizer(optimizer.state_dict(), output_dir, index, save_on_each_node)
-    for index, scheduler in enumerate(schedulers):
-        files.write_scheduler(scheduler, output_dir, index, save_on_each_node)
-    for index, loader in enumerate(dataloaders):
-        loaders.write(loader, output_dir, index, process_index, save_on_each_node)
+        load.write_model(state, output_dir, index, safe_serialization, save_on_each_node)
+    shared = {names.optimizer_file(index): obj.state_dict() for index, obj in enumerate(optimizers)}
+    shared |= {names.scheduler_file(index): obj.state_dict() for index, obj in enumerate(schedulers)}
     if scaler is not None:
-        files.write_scaler(scaler, output_dir, save_on_each_node)
-    generators = rng.collect()
-    if isinstance(output_dir, SavePlan):
-        # Beside the file that upstream reads. It also tells that a manifest belongs to the folder.
-        files.write_generators(generators, output_dir, process_index)
-    own = {"step": step, **generators, POSITIONS: loaders.positions(dataloaders)}
-    files.write_random_states(own, output_dir, process_index)
+        shared[names.scaler_file()] = scaler.state_dict()
+    inner = [load.unwrapped(loader) for loader in dataloaders]
+    # Ranks stand at different places of their data. Other readers look only for the keys that they know.
+    positions = [resume.capture(loader) if isinstance(loader, PreparedLoader) else None for loader in inner]
+    with load.planned(output_dir) as plan:
+        if load.writes(save_on_each_node):
+            for file, state in shared.items():
+                plan.add_object(file, state)
+        for index, loader in enumerate(inner):
+            if load.keeps_state(loader):
+                _write_loader(loader, plan, index, process_index, save_on_each_node)
+        generators = rng.collect()
+        if plan is output_dir:
+            # Beside the file that upstream reads. It also tells that a manifest belongs to the folder.
+            tensors, metadata = rng.encode(generators)
+            plan.add_tensors(names.generators_file(process_index), tensors, metadata=metadata)
+        own = {"step": step, **generators, load.POSITIONS: positions}
+        plan.add_object(names.random_states_file(process_index), own)
     return Path(output_dir)
+
+
+def _write_loader(loader: Any, plan: SavePlan, index: int, process_index: int, save_on_each_node: bool) -> None:
+    """Write what a stateful loader (torchdata's) says of itself, in the format that upstream has."""
+    state = {name: value for name, value in loader.state_dict().items() if name != resume.KEY}
+    # The writer of shared files leaves its state under the plain name, which is the only one that others read.
+    rank = None if load.writes(save_on_each_node) else process_index
+    plan.add_object(names.dataloader_file(index, rank), state)
 
 
 def load_accelerator_state(
@@ -137,9 +153,9 @@ def load_accelerator_state(
     location = resolve_map_location(map_location)
     strict = load_model_func_kwargs.get("strict", True)
     states = [
-        files.read_model(model, input_dir, index, location, strict, load_kwargs) for index, model in enumerate(models)
+        load.read_model(model, input_dir, index, location, strict, load_kwargs) for index, model in enumerate(models)
     ]
-    contents = read_common(
+    contents = load.read_common(
         os.fspath(input_dir), list(schedulers), list(dataloaders), [], scaler, process_index, load_kwargs
     )
     contents.models = [
@@ -147,10 +163,11 @@ def load_accelerator_state(
         for model, state in zip(models, states, strict=True)
     ]
     contents.optimizers = [
-        (optimizer, files.read_optimizer(input_dir, index, location, load_kwargs))
+        (optimizer, load.read_optimizer(input_dir, index, location, load_kwargs), names.optimizer_file(index))
         for index, optimizer in enumerate(optimizers)
     ]
-    return contents.apply(**load_model_func_kwargs)
+    contents.begin(**load_model_func_kwargs)
+    return contents.complete()
 
 
 def resolve_map_location(map_location: str | None) -> Any:
@@ -178,7 +195,10 @@ def save_custom_state(obj: Any, path: Folder, index: int = 0, save_on_each_node:
         index: The object's number.
         save_on_each_node: Write on the main process of each node.
     """
-    files.write_custom(obj, path, index, save_on_each_node)
+    state = obj.state_dict()
+    if load.writes(save_on_each_node):
+        with load.planned(path) as plan:
+            plan.add_object(names.custom_file(index), state)
 
 
 def load_custom_state(obj: Any, path: Folder, index: int = 0) -> None:
@@ -192,4 +212,4 @@ def load_custom_state(obj: Any, path: Folder, index: int = 0) -> None:
     Raises:
         FileNotFoundError: The folder has no state of this number.
     """
-    obj.load_state_dict(files.read_custom(path, index))
+    obj.load_state_dict(load.read_object(path, names.custom_file(index), f"registered object {index}"))

@@ -11,7 +11,7 @@ Call order, in one run:
 2. For each step ``no_sync`` while gradients accumulate, ``backward``, ``clip_grad_norm`` or ``clip_grad_value``; all
    ranks call them equally often.
 3. For a checkpoint ``model_state``, ``save_model``, ``save_optimizer`` and ``checkpointed_schedulers``; for a restore
-   ``load_model`` and ``load_optimizer``. Every rank calls them; who writes is decided in ``checkpoint.files``.
+   ``load_model`` and ``load_optimizer``. Every rank calls them; who writes is decided in ``checkpoint.load``.
 4. ``release`` when the Accelerator lets go of its objects.
 """
 
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
-from accelerate.checkpoint import files, layouts
+from accelerate.checkpoint import layouts, load, optimizers
 from accelerate.config.handlers import GradScalerKwargs
 from accelerate.modules.unwrap import extract_model_from_parallel
 from accelerate.optimizer import settle_scaler
@@ -152,11 +152,11 @@ class Backend:
         Args:
             accelerator: The Accelerator.
             state: What ``model_state`` returned; empty with ``saves_shards``.
-            folder: The folder, a `checkpoint.plan.SavePlan`.
+            folder: The folder, a `checkpoint.save.SavePlan`.
             index: Which of the prepared models it is.
             **options: ``safe_serialization``, ``save_on_each_node``, and what the user gave to ``save_state``.
         """
-        files.write_model(state, folder, index, **options)
+        load.write_model(state, folder, index, **options)
 
     def load_model(self, accelerator: "Accelerator", model: nn.Module, folder: str, index: int, **options: Any) -> Any:
         """Read a model's state from a checkpoint folder. All ranks.
@@ -165,19 +165,19 @@ class Backend:
             A state dict for the user's module; or a pair of what takes a state in its place, with ``parameters``,
             ``buffers`` and ``load_state_dict``, and the state; or None where the weights are loaded already.
         """
-        return layouts.read_model(model, folder, index, **options)
+        return layouts.read_whole_model(model, folder, index, **options)
 
     def save_optimizer(
         self, accelerator: "Accelerator", optimizer: Any, folder: str, index: int, **options: Any
     ) -> None:
         """Write an optimizer's state into a checkpoint folder. All ranks."""
-        files.write_optimizer(optimizer.state_dict(), folder, index, **options)
+        load.write_optimizer(optimizer.state_dict(), folder, index, **options)
 
     def load_optimizer(
         self, accelerator: "Accelerator", optimizer: Any, folder: str, index: int, **options: Any
     ) -> Any:
         """Read an optimizer's state from a checkpoint folder. All ranks."""
-        return layouts.read_optimizer(optimizer, accelerator._models, folder, index, **options)
+        return optimizers.read_whole_optimizer(optimizer, accelerator._models, folder, index, **options)
 
     def checkpointed_schedulers(self, accelerator: "Accelerator") -> list[Any]:
         """Return the schedulers whose state is saved with a checkpoint."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from accelerate.backends.sharded import Sharded, keeping_unsharded
-from accelerate.checkpoint.fsdp_state import is_fsdp1
+from accelerate.checkpoint.state import is_fsdp1
 from accelerate.config.handlers import GradScalerKwargs
 from accelerate.modules.compile import is_compiled_module
 from accelerate.modules.repoint import named, repoint

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from accelerate.backends.base import Backend
-from accelerate.checkpoint import fsdp_files, fsdp_io, fsdp_optimizer, fsdp_state
-from accelerate.checkpoint.fsdp_state import Layout, together
+from accelerate.checkpoint import layouts, optimizers
+from accelerate.checkpoint import state as states
+from accelerate.checkpoint.state import Layout
 from accelerate.config.handlers import GradScalerKwargs
 from accelerate.devices import row
 from accelerate.modules import norms
@@ -36,9 +37,7 @@ class ShardedModel:
         adapter_only: Whether that is the active adapter's alone.
     """
 
-    def __init__(
-        self, model: nn.Module, own: fsdp_state.ModelState, layout: Layout, adapter_only: bool = False
-    ) -> None:
+    def __init__(self, model: nn.Module, own: states.ModelState, layout: Layout, adapter_only: bool = False) -> None:
         self._model = model
         self._own = own
         self._layout = layout
@@ -63,7 +62,7 @@ class ShardedModel:
         options: dict[str, Any] = {}
         if self._adapter_only:
             options["setter"] = functools.partial(fsdp_utils._set_model_state_dict, adapter_only=True)
-        return fsdp_state.apply_model(self._model, state, self._own, layout=self._layout, strict=strict, **options)
+        return states.apply_model(self._model, state, self._own, layout=self._layout, strict=strict, **options)
 
 
 class Sharded(Backend):
@@ -162,8 +161,8 @@ class Sharded(Backend):
 
     def model_state(self, accelerator: "Accelerator", model: nn.Module, unwrap: bool) -> dict[str, Any]:
         """Return the whole state dict in host memory on rank 0, and an empty one elsewhere. All ranks."""
-        state = fsdp_state.gathered(fsdp_state.model_state(model).values)
-        return state if fsdp_state.rank_and_size()[0] == 0 else {}
+        state = states.gathered(states.model_state(model).values)
+        return state if states.rank_and_size()[0] == 0 else {}
 
     def save_model(
         self, accelerator: "Accelerator", state: dict[str, Any], folder: str, index: int, **options: Any
@@ -177,38 +176,28 @@ class Sharded(Backend):
         self, accelerator: "Accelerator", model: nn.Module, folder: str, index: int, **options: Any
     ) -> tuple[ShardedModel, dict[str, Any]]:
         """Read this rank's shards of a model, whoever wrote it, and return what takes them, and them. All ranks."""
-        found = fsdp_files.required(folder, "model", index, self.layout(accelerator, "model"))
-        stored = together(found.of_rank) if found.layout == "local" else None
-        flat = stored is not None and any(str(name).endswith("_flat_param") for name in stored)
-        layout: Layout = "local" if flat else "sharded"
-        strict, adapter_only = options.get("strict", True), options.get("adapter_only", False)
+        adapter_only = options.get("adapter_only", False)
         getter: dict[str, Any] = {}
         if adapter_only:
             getter["getter"] = functools.partial(fsdp_utils._get_model_state_dict, adapter_only=True)
-        own = fsdp_state.model_state(model, layout=layout, **getter)
-
-        def read() -> dict[str, Any]:
-            if stored is not None:
-                return fsdp_io.read_local(own.values, stored, f"{found.name} of rank {accelerator.process_index}")
-            return fsdp_io.read_model(own, found.reader(), fsdp_state.tied_names(model), strict)
-
-        return ShardedModel(model, own, layout, adapter_only), together(read)
+        prefer, strict = self.layout(accelerator, "model"), options.get("strict", True)
+        state, own, layout = layouts.read_for_model(model, folder, index, prefer, strict, **getter)
+        return ShardedModel(model, own, layout, adapter_only), state
 
     def save_optimizer(
         self, accelerator: "Accelerator", optimizer: Any, folder: str, index: int, **options: Any
     ) -> None:
         """Write the shards of an optimizer's state, by the names of parameters. All ranks."""
         model = model_of(optimizer, accelerator._models)
-        fsdp_io.save_optimizer(optimizer, model, folder, index, self.layout(accelerator, "optimizer"))
+        state = states.optimizer_state(optimizer, model)
+        layouts.write(state, folder, "optimizer", index, self.layout(accelerator, "optimizer"))
 
     def load_optimizer(
         self, accelerator: "Accelerator", optimizer: Any, folder: str, index: int, **options: Any
     ) -> Any:
         """Read this rank's shards of an optimizer's state, whoever wrote it. All ranks."""
         model = model_of(optimizer, accelerator._models)
-        found = fsdp_files.required(folder, "optimizer", index, self.layout(accelerator, "optimizer"))
-        goal = fsdp_optimizer.target(optimizer, model)
-        return fsdp_state.optimizer_to_load(optimizer, model, together(lambda: fsdp_optimizer.read(goal, found)))
+        return optimizers.read_for_optimizer(optimizer, model, folder, index, self.layout(accelerator, "optimizer"))
 
 
 @contextlib.contextmanager
@@ -249,10 +238,10 @@ def model_of(optimizer: Any, models: Sequence[nn.Module]) -> nn.Module:
     """
     for model in models:
         with contextlib.suppress(ValueError):
-            fsdp_state.parameter_names(optimizer, model)
+            states.parameter_names(optimizer, model)
             return model
     raise ValueError(
-        f"No prepared model has all parameters of the optimizer ({type(fsdp_state.inner_optimizer(optimizer)).__name__}), so its "
+        f"No prepared model has all parameters of the optimizer ({type(states.inner_optimizer(optimizer)).__name__}), so its "
         "state has no names and cannot be in a checkpoint of shards. Give each model an optimizer of its own, made from its "
         "parameters."
     )

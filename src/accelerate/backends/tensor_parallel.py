@@ -8,8 +8,8 @@ from torch import nn
 
 from accelerate.backends.base import Backend
 from accelerate.backends.sharded import Sharded
-from accelerate.checkpoint import files
-from accelerate.checkpoint.fsdp_state import Layout
+from accelerate.checkpoint import load
+from accelerate.checkpoint.state import Layout
 from accelerate.modules import norms
 
 if TYPE_CHECKING:
@@ -57,4 +57,4 @@ class TensorParallel(Sharded):
         self, accelerator: "Accelerator", state: dict[str, Any], folder: str, index: int, **options: Any
     ) -> None:
         """Write the gathered weights, from rank 0. All ranks."""
-        files.write_model(state, folder, index, **options)
+        load.write_model(state, folder, index, **options)

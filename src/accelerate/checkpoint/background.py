@@ -20,7 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from accelerate.checkpoint.plan import HostBuffers
+from accelerate.checkpoint.save import HostBuffers
 from accelerate.runtime import durable
 
 logger = logging.getLogger(__name__)

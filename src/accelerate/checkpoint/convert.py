@@ -1,7 +1,7 @@
 """Writing what a checkpoint holds again, in another layout, without the run that wrote it and without a process group.
 
-`export`, `reshard` and `merge_fsdp_weights` are one plan with different ends: find the parts of the checkpoint, verify them, open a
-reader for each, write tensor by tensor into a staged folder, publish. Memory holds one tensor at a time, but for torch's format.
+`export`, `reshard` and `merge_fsdp_weights` are one plan with different ends: find the parts of the checkpoint, verify them, open each,
+write tensor by tensor into a staged folder, publish. Memory holds one tensor at a time, but for torch's format.
 """
 
 import dataclasses
@@ -11,21 +11,17 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from accelerate.checkpoint import dcp, formats, fsdp_files, fsdp_optimizer, fsdp_state, names
-from accelerate.checkpoint.dcp import Position, Steps
-from accelerate.checkpoint.fsdp_files import Entries, Found, Kind
-from accelerate.checkpoint.inspect import all_files, part_of
+from accelerate.checkpoint import formats, layouts, names, optimizers, state
+from accelerate.checkpoint.inspect import INDEX_SUFFIX, all_files
+from accelerate.checkpoint.layouts import Found, Kind
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, FileEntry, Manifest, damaged, problems
-from accelerate.checkpoint.names import METADATA
-from accelerate.checkpoint.readers import FolderReader, Reader
 from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, State, storage_of
-from accelerate.checkpoint.structure import INDEX_SUFFIX
 from accelerate.process import PartialState
 from accelerate.runtime import durable
 from accelerate.utils.constants import (
@@ -36,11 +32,14 @@ from accelerate.utils.constants import (
     WEIGHTS_NAME,
 )
 
+if TYPE_CHECKING:
+    from accelerate.checkpoint.shards import Stored
+
 logger = logging.getLogger(__name__)
 
+Entries = dict[str, FileEntry]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_COPIED = 4 << 20  # bytes that are read at a time
-# Some may be called so since their names were taken; see `checkpoint.own`.
+# Some may be called so since their names were taken; see `checkpoint.storage`.
 _WEIGHTS = re.compile(
     r"(?:(?:model|pytorch_model)(?:-\d{5}-of-\d{5})?\.(?:safetensors|bin)"
     rf"|{re.escape(SAFE_WEIGHTS_INDEX_NAME)}|{re.escape(WEIGHTS_INDEX_NAME)})(?:\.former_\d+)?"
@@ -97,48 +96,58 @@ def export(
         raise ValueError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}.")
     if max_shard_size < 1:
         raise ValueError(f"max_shard_size={max_shard_size} leaves no room for a tensor.")
-    place = storage_of(source)
-    there = _target(target, place, overwrite)
-    state, sizes = place.state(), {}
-    if state.kind == "absent":
-        raise FileNotFoundError(f"{place.location!r}: {state.reason}.")
-    if state.manifest is not None:
-        sizes = {name: entry.size for name, entry in state.manifest.files.items()}
-    elif state.kind == "foreign":
-        sizes = all_files(place)
+    storage = storage_of(source)
+    there = _target(target, storage, overwrite)
+    found = storage.state()
+    if found.kind == "absent":
+        raise FileNotFoundError(f"{storage.location!r}: {found.reason}.")
+    if found.manifest is not None:
+        sizes = {name: entry.size for name, entry in found.manifest.files.items()}
+    elif found.kind == "foreign":
+        sizes = all_files(storage)
     else:
-        raise DamagedCheckpoint(f"The checkpoint {place.location!r} is incomplete: {state.reason}.")
-    part = part_of(sizes, "model", model, place.location)
+        raise DamagedCheckpoint(f"The checkpoint {storage.location!r} is incomplete: {found.reason}.")
+    part = _part(storage.location, sizes, "model", model)
     if part is None:
         raise FileNotFoundError(
-            f"{place.location!r} has no weights of model {model}: there is no {names.model_file(model)}, "
+            f"{storage.location!r} has no weights of model {model}: there is no {names.model_file(model)}, "
             f"{names.model_file(model, False)} or {FSDP_MODEL_NAME}_{model}. "
             f"It has {', '.join(sorted(sizes)) or 'no files'}."
         )
-    wanted = {name for name in sizes if name == part.name or name.startswith(f"{part.name}/")}
+    wanted = set(filter(part.has, sizes))
     if part.name.endswith(INDEX_SUFFIX):
-        wanted |= set(fsdp_files.indexed_files(os.path.join(place.fetch(wanted.__contains__), part.name), sizes))
+        wanted |= set(dataclasses.replace(part, folder=storage.fetch(wanted.__contains__)).files(sizes))
     step = (lambda size: None) if progress is None else progress(2 * sum(sizes[name] for name in wanted))
-    folder = place.fetch(wanted.__contains__)
-    _verify_weights(place, folder, state, wanted, step)
+    part = dataclasses.replace(part, folder=storage.fetch(wanted.__contains__))
+    _verify_weights(storage, part.folder, found, wanted, step)
     try:
-        reader = Found(folder, part.name, part.layout, model).reader()
+        stored = part.open()
     except pickle.UnpicklingError as error:
-        raise ValueError(f"{part.name} in {folder!r} holds more than weights, and is not read: {error}") from error
-    keys = {name: of_name.get((), "") for name, of_name in fsdp_files.model_specs(reader).items()}
-    plan = _Weights(reader, {_plain_name(name): key for name, key in keys.items()}, DTYPES.get(dtype or ""), step)
-    if len(plan.keys) < len(keys):
-        raise ValueError("Two tensors have one name once torch.compile's part of it, `_orig_mod.`, is left out.")
+        raise ValueError(
+            f"{part.name} in {part.folder!r} holds more than weights, and is not read: {error}"
+        ) from error
+    weights = _Weights(stored, DTYPES.get(dtype or ""), step)
     staged = there.stage()
     try:
-        entries = _write_weights(plan, staged, 0, max_shard_size, SAFE_WEIGHTS_INDEX_NAME in there.files())
+        entries = _write_weights(weights, staged, 0, max_shard_size, SAFE_WEIGHTS_INDEX_NAME in there.files())
         there.publish()
     except BaseException:
         there.abandon()
         raise
     _clear(there, entries)
     files = {name: entry.size for name, entry in entries.items() if len(entries) > 2 or not name.endswith(".json")}
-    return Exported(files, len(plan.kept), state.manifest is not None)
+    return Exported(files, len(weights.tensors), found.manifest is not None)
+
+
+def _part(folder: str, files: Collection[str], kind: Kind, index: int) -> Found | None:
+    """Return where a model or optimizer lies; raise if layouts that different runs may have written are side by side."""
+    found = [one for one in layouts.candidates(folder, files, kind, index) if one.layout != "local"]
+    if len(found) > 1:
+        raise ValueError(
+            f"{folder!r} has {kind} {index} more than once: {' and '.join(one.name for one in found)}. Nothing tells which of "
+            "them counts; move the others away."
+        )
+    return found[0] if found else None
 
 
 def _target(target: str | os.PathLike[str], source: CheckpointStorage, overwrite: bool) -> LocalStorage:
@@ -174,7 +183,7 @@ def _verify_weights(place: CheckpointStorage, folder: str, state: State, wanted:
         logger.warning("%s is incomplete, but its weights are whole: %s.", place.location, state.reason)
 
 
-def _clear(there: LocalStorage, written: Container[str]) -> None:
+def _clear(there: LocalStorage, written: Collection[str]) -> None:
     """Remove the weights of an earlier export, which were carried over with the user's own files."""
     # The index goes last: until then it names what was written now.
     for name in sorted(there.files(), key=lambda name: name == SAFE_WEIGHTS_INDEX_NAME):
@@ -182,53 +191,48 @@ def _clear(there: LocalStorage, written: Container[str]) -> None:
             os.unlink(os.path.join(there.location, name))
 
 
-def _plain_name(name: str) -> str:
-    return name.replace("_orig_mod.", "")  # torch.compile's part of a name
-
-
 class _Weights:
-    """Tensors that are read when they are written.
+    """The tensors of a stored model, read when they are written, without torch.compile's part of their names.
 
     Args:
-        reader: of a model's files.
-        keys: names, and what the reader calls them.
+        stored: the model.
         dtype: what floating-point tensors become; None leaves them as they are.
         step: called with the bytes of each tensor that was read.
+
+    Raises:
+        ValueError: safetensors cannot hold a value, or two of them get one name.
     """
 
-    def __init__(
-        self,
-        reader: Reader,
-        keys: Mapping[str, str],
-        dtype: torch.dtype | None = None,
-        step: Progress = lambda size: None,
-    ) -> None:
-        self.keys, self._reader, self._dtype, self._step = keys, reader, dtype, step
-        aliases = {_plain_name(name): _plain_name(kept) for name, kept in reader.aliases.items()}
-        self.aliases = {name: kept for name, kept in aliases.items() if name in keys and kept in keys}
-        self.kept = {name: self._like(name) for name in keys if name not in self.aliases}
+    def __init__(self, stored: "Stored", dtype: torch.dtype | None = None, step: Progress = lambda size: None) -> None:
+        self._stored, self._dtype, self._step = stored, dtype, step
+        values = layouts.model_values(stored)
+        self._values = {_plain_name(name): value for name, value in values.items()}
+        if len(self._values) < len(values):
+            raise ValueError("Two tensors have one name once torch.compile's part of it, `_orig_mod.`, is left out.")
+        self.aliases = {
+            _plain_name(name): _plain_name(kept) for name, kept in stored.aliases.items() if name in values
+        }
+        self.tensors = {name: self._like(name) for name in self._values if name not in self.aliases}
 
     def _like(self, name: str) -> torch.Tensor:
         """A tensor without values, as it is going to be written."""
-        spec = self._reader.metadata.state_dict_metadata.get(self.keys[name])
-        if not hasattr(spec, "size"):
-            raise ValueError(
-                f"{self._reader.origin!r} cannot be exported: safetensors cannot hold {name!r}, which is no tensor."
-            )
-        about = spec.properties
-        made = torch.empty(spec.size, dtype=self._dtype_of(about.dtype), layout=about.layout, device="meta")
+        value = self._values[name]
         try:
+            if not isinstance(value, torch.Tensor):
+                raise TypeError(f"safetensors cannot hold {name!r}, which is no tensor. ")
+            formats.check_storable(name, value)
+            made = torch.empty(value.shape, dtype=self._dtype_of(value.dtype), device="meta")
             return formats.check_storable(name, made)
         except TypeError as error:
-            raise ValueError(f"{self._reader.origin!r} cannot be exported: {str(error).partition('. ')[0]}.") from None
+            origin, problem = self._stored.origin, str(error).partition(". ")[0]
+            raise ValueError(f"{origin!r} cannot be exported: {problem}.") from None
 
     def _dtype_of(self, stored: torch.dtype) -> torch.dtype:
         return self._dtype if self._dtype is not None and stored.is_floating_point else stored
 
     def read(self, name: str) -> torch.Tensor:
         """Return the values of a tensor."""
-        key = self.keys[name]
-        values = self._reader.whole([key])[key]
+        values = self._stored.read(self._values[name])
         self._step(values.nbytes)
         wanted = self._dtype_of(values.dtype)
         if values.dtype is wanted:
@@ -243,6 +247,10 @@ class _Weights:
         return made
 
 
+def _plain_name(name: str) -> str:
+    return name.replace("_orig_mod.", "")
+
+
 def _write_weights(
     weights: _Weights, staged: str, index: int, limit: int | None = None, with_index: bool = False
 ) -> Entries:
@@ -252,7 +260,7 @@ def _write_weights(
     """
     shards: list[dict[str, torch.Tensor]] = [{}]
     filled = 0
-    for name, tensor in weights.kept.items():
+    for name, tensor in weights.tensors.items():
         if limit is not None and shards[-1] and filled + tensor.nbytes > limit:
             shards.append({})
             filled = 0
@@ -270,7 +278,7 @@ def _write_weights(
         )
         where.update(dict.fromkeys([*shard, *tied], file))
     if len(shards) > 1 or with_index:
-        total = sum(tensor.nbytes for tensor in weights.kept.values())
+        total = sum(tensor.nbytes for tensor in weights.tensors.values())
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2, sort_keys=True) + "\n"
         file = f"{stem}.safetensors{INDEX_SUFFIX}"
         entries[file] = formats.write_bytes(os.path.join(staged, file), text.encode())
@@ -300,7 +308,7 @@ def merge_fsdp_weights(
         DamagedCheckpoint: a shard is damaged; nothing was deleted.
         RuntimeError: the main process failed; raised on the others.
     """
-    state = PartialState()
+    process = PartialState()
     source, target = Path(checkpoint_dir).absolute(), Path(output_path)
 
     def merge() -> None:
@@ -309,16 +317,19 @@ def merge_fsdp_weights(
             raise ValueError(
                 f"output_path {target} lies in checkpoint_dir {source}, which remove_checkpoint_dir deletes."
             )
-        Found(str(source.parent), source.name, "sharded").verify()
-        reader = FolderReader(source)
+        found = Found(str(source.parent), source.name, "sharded")
+        found.verify()
+        stored = found.open()
         target.mkdir(parents=True, exist_ok=True)
         path = target / (SAFE_WEIGHTS_NAME if safe_serialization else WEIGHTS_NAME)
+        values = layouts.model_values(stored)
         if safe_serialization:
-            keys = {name: of_name[()] for name, of_name in fsdp_files.model_specs(reader).items() if () in of_name}
-            weights = _Weights(reader, keys)
-            entry = formats.write_safetensors(path, weights.kept, {"format": "pt"}, read=weights.read)
+            tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+            entry = formats.write_safetensors(
+                path, tensors, {"format": "pt"}, read=lambda name: stored.read(tensors[name])
+            )
         else:
-            entry = formats.write_torch(path, fsdp_files.merged_model(reader))
+            entry = formats.write_torch(path, stored.read(values))
         durable.sync_folder(target)
         if remove_checkpoint_dir:
             if durable.of_file(path) != (entry.size, entry.checksum):
@@ -326,12 +337,12 @@ def merge_fsdp_weights(
             shutil.rmtree(source)
         logger.info("The merged weights are in %s.", path)
 
-    fsdp_state.together(lambda: merge() if state.is_main_process else None)
-    state.wait_for_everyone()
+    state.together(lambda: merge() if process.is_main_process else None)
+    process.wait_for_everyone()
 
 
 def _check_sharded(folder: Path) -> None:
-    if (folder / METADATA).is_file():
+    if (folder / names.METADATA).is_file():
         return
     if not folder.is_dir():
         raise ValueError(f"checkpoint_dir {folder} does not exist.")
@@ -374,30 +385,30 @@ def reshard(
         >>> reshard("run/checkpoints/checkpoint_7", "run/for_eight", "sharded", shards=8)  # doctest: +SKIP
     """
     limit = _limit(layout, shards, max_shard_size)
-    place, there = storage_of(source), storage_of(target)
-    state = place.state()
-    if state.kind == "absent":
-        raise FileNotFoundError(f"There is no checkpoint at {place.location!r}: {state.reason}.")
-    if not state.loads:
-        raise DamagedCheckpoint(f"The checkpoint {place.location!r} is not complete: {state.reason}.")
-    folder = place.fetch()
+    storage, there = storage_of(source), storage_of(target)
+    found = storage.state()
+    if found.kind == "absent":
+        raise FileNotFoundError(f"There is no checkpoint at {storage.location!r}: {found.reason}.")
+    if not found.loads:
+        raise DamagedCheckpoint(f"The checkpoint {storage.location!r} is not complete: {found.reason}.")
+    folder = storage.fetch()
     try:
-        found = problems(folder, state.manifest, deep=True) if state.manifest else []
-        if found:
-            raise damaged(place.location, found)
-        parts = _parts_of(folder, state.manifest)
+        lines = problems(folder, found.manifest, deep=True) if found.manifest else []
+        if lines:
+            raise damaged(storage.location, lines)
+        parts = _parts_of(folder, found.manifest)
         staged = there.stage()
         try:
             entries = _converted(parts, staged, layout, shards, limit)
-            entries |= _rest(folder, staged, parts, state.manifest)
-            _manifest(state.manifest, entries).write(staged)
+            entries |= _rest(folder, staged, parts, found.manifest)
+            _manifest(found.manifest, entries).write(staged)
             there.upload(staged)
             there.publish()
         except BaseException:
             there.abandon()
             raise
     finally:
-        place.release()
+        storage.release()
 
 
 def _limit(layout: str, shards: int, max_shard_size: int | str | None) -> int | None:
@@ -424,15 +435,16 @@ def _parts_of(folder: str, manifest: Manifest | None) -> list[tuple[Kind, Found]
     files = all_files(LocalStorage(folder)) if manifest is None else manifest.files
     parts: list[tuple[Kind, Found]] = []
     for kind in ("model", "optimizer"):
-        index = 0
-        while (found := _find(folder, files, kind, index)) is not None:
+        # What `find` alone finds has been put aside by a killed save, or is what single ranks had.
+        while found := _part(folder, files, kind, (index := sum(kind == one for one, _ in parts))) or layouts.find(
+            folder, kind, index
+        ):
             if found.layout == "local":
                 raise ValueError(
                     f"{found.name}_rank*.bin in {folder!r} hold what each rank had, which only those ranks can put together. "
                     "Load it there, and save it with SHARDED_STATE_DICT and use_dcp=True."
                 )
             parts.append((kind, found))
-            index += 1
     if not any(kind == "model" for kind, _ in parts):
         raise FileNotFoundError(
             f"{folder!r} has no model: neither model.safetensors nor pytorch_model_fsdp_0 is there."
@@ -440,29 +452,22 @@ def _parts_of(folder: str, manifest: Manifest | None) -> list[tuple[Kind, Found]
     return parts
 
 
-def _find(folder: str, files: Iterable[str], kind: Kind, index: int) -> Found | None:
-    part = part_of(files, kind, index, folder)
-    if part is not None:
-        return Found(folder, part.name, part.layout, index)
-    return fsdp_files.find(folder, kind, index)  # what a killed save has put aside, or what single ranks had
-
-
 def _files_of(kind: Kind, found: Found) -> set[str]:
     """Return the files and folders of a part, in whatever layout: they are not taken over."""
     index = found.index
     if kind == "optimizer":
-        return {fsdp_files.optimizer_folder(index), names.optimizer_file(index)}
-    listed = {fsdp_files.model_folder(index), fsdp_files.full_model_file(index)}
+        return {names.optimizer_folder(index), names.optimizer_file(index)}
+    listed = {names.model_folder(index), names.gathered_model_file(index)}
     for whole in (names.model_file(index), names.model_file(index, False)):
         listed |= {whole, f"{whole}{INDEX_SUFFIX}"}
-        if os.path.isfile(path := os.path.join(found.folder, f"{whole}{INDEX_SUFFIX}")):
-            listed.update(fsdp_files.indexed_files(path))
+        if os.path.isfile(os.path.join(found.folder, f"{whole}{INDEX_SUFFIX}")):
+            listed.update(dataclasses.replace(found, name=f"{whole}{INDEX_SUFFIX}").files())
     return listed
 
 
 def _rest(folder: str, staged: str, parts: Sequence[tuple[Kind, Found]], old: Manifest | None) -> Entries:
     """Copy all that is not converted."""
-    left = {NAME, fsdp_files.NAMES_FILE}.union(*(_files_of(kind, found) for kind, found in parts))
+    left = {NAME, names.PARAMETER_NAMES}.union(*(_files_of(kind, found) for kind, found in parts))
     present = [
         os.path.relpath(os.path.join(parent, file), folder).replace(os.sep, "/")
         for parent, _, files in os.walk(folder)
@@ -475,15 +480,12 @@ def _rest(folder: str, staged: str, parts: Sequence[tuple[Kind, Found]], old: Ma
             continue  # what no manifest lists is the user's own, and stays where it is
         if any(part.startswith((*names.HIDDEN_PREFIXES, names.LOCK_PREFIX)) for part in name.split("/")):
             continue  # of a save that was killed, or of this one
-        there = os.path.join(staged, *name.split("/"))
-        os.makedirs(os.path.dirname(there), exist_ok=True)
-        with open(os.path.join(folder, *name.split("/")), "rb") as source, formats.durable(there) as file:
-            while data := source.read(_COPIED):
-                file.write(data)
-        told = known.get(name)
-        written = FileEntry.of(file)
-        entries[name] = written if told is None else told
-        if told is not None and written.checksum != told.checksum:
+        copy = os.path.join(staged, *name.split("/"))
+        os.makedirs(os.path.dirname(copy), exist_ok=True)
+        shutil.copyfile(os.path.join(folder, *name.split("/")), copy)
+        written = formats.describe(copy)
+        entries[name] = known.get(name, written)
+        if entries[name].checksum != written.checksum:
             raise damaged(folder, [f"{name} changed while it was copied"])
     return entries
 
@@ -502,97 +504,48 @@ def _converted(
     entries: Entries = {}
     known_names: dict[int, list[list[str]]] = {}
     for kind, found in parts:
-        reader = found.reader()
+        stored = found.open()
         if kind == "model":
-            write = _full_model if layout == "full" else _sharded_model
-            entries |= write(reader, staged, found.index, limit if layout == "full" else shards)
-            continue
-        states, groups, known = _optimizer(reader, found)
-        if layout == "full":
-            entries |= _full_optimizer(reader, states, groups, staged, found.index)
-            if known:
-                known_names[found.index] = [list(group["params"]) for group in groups]
-            continue
-        if not known:
+            values: Any = layouts.model_values(stored)
+        else:
+            values = optimizers.optimizer_values(stored)
+            if not optimizers.is_named(values):
+                order = optimizers.told_names(found.folder, found.index, values["param_groups"])
+                values = values if order is None else optimizers.named(values, order)
+        if layout == "full" and kind == "model":
+            entries |= _full_model(stored, values, staged, found.index, limit)
+        elif layout == "full":
+            if optimizers.is_named(values):
+                known_names[found.index] = [list(group["params"]) for group in values["param_groups"]]
+            entries |= _torch_file(stored, state.numbered(values), staged, names.optimizer_file(found.index))
+        elif kind == "optimizer" and not optimizers.is_named(values):
             raise ValueError(
                 f"{found.name} in {found.folder!r} numbers its parameters, and nothing tells their names, by which shards are "
-                f"kept: there is no {fsdp_files.NAMES_FILE}, and the optimizer was not made from named_parameters(). Load the "
+                f"kept: there is no {names.PARAMETER_NAMES}, and the optimizer was not made from named_parameters(). Load the "
                 "checkpoint into the model, and save it with SHARDED_STATE_DICT."
             )
-        entries |= _sharded_optimizer(reader, states, groups, staged, found.index, shards)
+        else:
+            entries |= _sharded(stored, {kind: values}, staged, found.index, shards)
     if known_names:
-        entries |= fsdp_files.write_names(known_names, staged)
+        text = optimizers.names_text(known_names)
+        entries[names.PARAMETER_NAMES] = formats.write_bytes(os.path.join(staged, names.PARAMETER_NAMES), text)
     return entries
 
 
-def _full_model(reader: Reader, staged: str, index: int, limit: int | None) -> Entries:
-    specs = fsdp_files.model_specs(reader)
-    told = reader.metadata.state_dict_metadata
-    if not all(set(keys) == {()} and hasattr(told[keys[()]], "size") for keys in specs.values()):
-        # Safetensors has no place for what is no tensor.
-        file = names.model_file(index, safe_serialization=False)
-        return {file: formats.write_torch(os.path.join(staged, file), fsdp_files.merged_model(reader))}
-    return _write_weights(_Weights(reader, {name: keys[()] for name, keys in specs.items()}), staged, index, limit)
+def _full_model(stored: "Stored", values: dict[str, Any], staged: str, index: int, limit: int | None) -> Entries:
+    if all(isinstance(value, torch.Tensor) for value in values.values()):
+        return _write_weights(_Weights(stored), staged, index, limit)
+    # Safetensors has no place for what is no tensor.
+    return _torch_file(stored, values, staged, names.model_file(index, safe_serialization=False))
 
 
-def _sharded_model(reader: Reader, staged: str, index: int, shards: int) -> Entries:
-    specs = fsdp_files.model_specs(reader)
-    items = {
-        ("model", name, *steps): dcp.Stored(reader, key) for name, keys in specs.items() for steps, key in keys.items()
-    }
-    return _write_shards(items, staged, fsdp_files.model_folder(index), shards)
+def _torch_file(stored: "Stored", values: Any, staged: str, file: str) -> Entries:
+    return {file: formats.write_torch(os.path.join(staged, file), stored.read(values))}
 
 
-def _optimizer(reader: Reader, found: Found) -> tuple[dict[Any, dict[Steps, str]], list[dict[str, Any]], bool]:
-    """Return what is stored of an optimizer, keyed by name if the names are known, and whether they are."""
-    states, groups = fsdp_optimizer.stored(reader)
-    if all(isinstance(name, str) for group in groups for name in group["params"]):
-        return states, groups, True
-    told = fsdp_optimizer.told_names(found.folder, found.index, groups)
-    if told is None:
-        return states, groups, False
-    return *fsdp_optimizer.named(states, groups, told), True
+def _sharded(stored: "Stored", values: dict[str, Any], staged: str, index: int, files: int) -> Entries:
+    from accelerate.checkpoint import shards
 
-
-def _full_optimizer(
-    reader: Reader,
-    states: Mapping[Any, Mapping[Steps, str]],
-    groups: Sequence[Mapping[str, Any]],
-    staged: str,
-    index: int,
-) -> Entries:
-    filled = reader.whole(key for values in states.values() for key in values.values())
-    order = {name: number for number, name in enumerate(name for group in groups for name in group["params"])}
-    state: dict[Any, Any] = {}
-    for name in sorted(
-        states, key=lambda name: order.get(name, len(order))
-    ):  # what belongs to no parameter comes last
-        values = {steps: filled[key] for steps, key in states[name].items()}
-        state[order.get(name, name)] = dcp.nested(values, reader.origin)
-    numbered = [{**group, "params": [order[name] for name in group["params"]]} for group in groups]
-    file = names.optimizer_file(index)
-    written = formats.write_torch(os.path.join(staged, file), {"state": state, "param_groups": numbered})
-    return {file: written}
-
-
-def _sharded_optimizer(
-    reader: Reader,
-    states: Mapping[str, Mapping[Steps, str]],
-    groups: Sequence[Mapping[str, Any]],
-    staged: str,
-    index: int,
-    shards: int,
-) -> Entries:
-    items: dict[Steps, Any] = {
-        ("optimizer", "state", name, *steps): dcp.Stored(reader, key)
-        for name, values in states.items()
-        for steps, key in values.items()
-    }
-    for number, group in enumerate(groups):
-        items |= {("optimizer", "param_groups", Position(number), key): value for key, value in group.items()}
-    return _write_shards(items, staged, fsdp_files.optimizer_folder(index), shards)
-
-
-def _write_shards(items: Mapping[Steps, Any], staged: str, name: str, shards: int) -> Entries:
-    written = dcp.write_shards(items, os.path.join(staged, name), shards)
+    name = names.model_folder(index) if "model" in values else names.optimizer_folder(index)
+    written = shards.save(values, os.path.join(staged, name), stored=stored, files=files)
     return {f"{name}/{file}": entry for file, entry in written.items()}

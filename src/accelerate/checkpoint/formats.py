@@ -4,15 +4,13 @@ Weights are written as safetensors straight from their memory, without a copy of
 as upstream does. The formats are those of the libraries, which read what is written here.
 """
 
-import copy
 import json
 import os
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 
 from accelerate.checkpoint.manifest import DamagedCheckpoint, FileEntry, TensorEntry
@@ -141,85 +139,16 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def write_torch(path: Path, obj: Any, rank: int = 0) -> FileEntry:
-    """Write an object in torch's format, durably, with its numpy scalars as `plain` numbers. One process per file.
+    """Write an object in torch's format, durably. One process per file.
 
     Args:
         path: the file.
         obj: what `torch.save` takes.
         rank: who writes.
     """
-    obj = plain(obj)
     with durable(path) as file:
         torch.save(obj, file)
-    return FileEntry.of(file, rank, tensors=dict(_tensors_in(obj, "")) or None)
-
-
-def plain(state: Any) -> Any:
-    """Return a state in which Python's own numbers stand for numpy scalars, which no reader takes that trusts nothing.
-
-    A schedule that computes with numpy makes the learning rate one. What has none in it is returned as it is.
-
-    Args:
-        state: nested containers; they are not changed.
-    """
-    return _Plain().of(state) if _has_scalars(state, set()) else state
-
-
-def _has_scalars(obj: Any, seen: set[int]) -> bool:
-    if isinstance(obj, np.generic):
-        return True
-    if not isinstance(obj, (dict, list, tuple)) or id(obj) in seen:
-        return False
-    seen.add(id(obj))
-    parts: Iterable[Any] = (*obj.keys(), *obj.values()) if isinstance(obj, dict) else obj
-    return any(_has_scalars(part, seen) for part in parts)
-
-
-class _Plain:
-    """Copies containers; what is in a state twice is one object in the copy, too."""
-
-    def __init__(self) -> None:
-        self._made: dict[int, Any] = {}
-
-    def of(self, obj: Any) -> Any:
-        if isinstance(obj, np.generic):
-            return _number(obj)
-        if not isinstance(obj, (dict, list, tuple)):
-            return obj
-        if id(obj) in self._made:
-            return self._made[id(obj)]
-        if isinstance(obj, tuple):
-            made: Any = tuple(map(self.of, obj))
-            if type(obj) is not tuple:
-                made = obj._make(made) if hasattr(obj, "_make") else obj
-            self._made[id(obj)] = made
-            return made
-        made = self._made[id(obj)] = copy.copy(obj)
-        made.clear()
-        if isinstance(obj, list):
-            made.extend(map(self.of, obj))
-        else:
-            made.update({self.of(key): self.of(value) for key, value in obj.items()})
-            if type(obj) is OrderedDict:
-                vars(made).update(self.of(vars(obj)))  # a state dict has its version there
-        return made
-
-
-def _number(scalar: np.generic) -> Any:
-    made = scalar.item()
-    if isinstance(made, np.generic):  # a long double, which Python has no number for
-        made = complex(made) if isinstance(made, np.complexfloating) else float(made)
-    return made
-
-
-def _tensors_in(obj: Any, path: str, around: tuple[int, ...] = ()) -> Iterator[tuple[str, TensorEntry]]:
-    """The tensors in nested dicts and lists, by the path that leads to them."""
-    if isinstance(obj, torch.Tensor):
-        yield path, tensor_entry(obj.shape, obj.dtype)
-    elif isinstance(obj, (Mapping, list, tuple)) and id(obj) not in around:  # it may contain itself
-        items = obj.items() if isinstance(obj, Mapping) else enumerate(obj)
-        for key, value in items:
-            yield from _tensors_in(value, f"{path}.{key}" if path else str(key), (*around, id(obj)))
+    return FileEntry.of(file, rank)
 
 
 def write_bytes(path: Path, data: bytes, rank: int = 0) -> FileEntry:

@@ -1,37 +1,37 @@
-"""Looking at checkpoints without loading them: which there are, whether they are whole, and what is in them.
+"""Looking at checkpoints without loading them: which there are, whether they are whole, what is in them, and which may go.
 
-Nothing here needs a GPU or a process group, and nothing is changed. Torch is loaded only for what another library has sharded,
-and for the list of tensors in shards.
+Nothing here needs a GPU or a process group. Nothing is changed, no file is trusted, and no code in a file runs. Torch is
+imported only for folders of shards, whose metadata is torch's, and safetensors only for files without a manifest.
 """
 
 import contextlib
+import io
+import json
 import math
 import os
+import posixpath
 import time
+import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from typing import Any, Literal
+from typing import IO, Any
 
 from accelerate.checkpoint import names
-from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, FileEntry, Manifest, TensorEntry, problems
-from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, State
-from accelerate.checkpoint.structure import (
-    INDEX_SUFFIX,
-    METADATA,
-    header_of,
-    problem_of,
-    problems_of_shards,
-    tensors_of_shards,
-)
-from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
+from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, FileEntry, TensorEntry, is_inside, problems
+from accelerate.checkpoint.names import METADATA
+from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, State, Stored
 
-# What the folder is called that was looked at, if it has files of a checkpoint, and others lie in it.
+# The name in a table of the folder itself, where it has files of a checkpoint and other checkpoints lie in it.
 ITSELF = "."
 
+INDEX_SUFFIX = ".index.json"
+_LARGEST_INDEX = 100_000_000
+_ZIP = b"PK\x03\x04"
 
-# -- which there are -----------------------------------------------------------------------------------------------
+
+# -- which there are ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -40,16 +40,16 @@ class Summary:
 
     Attributes:
         name: its path below the folder that was looked at.
-        place: where it is.
+        storage: where it is.
         state: whether it is whole.
         size: bytes of its files.
         saved: when it was saved or, if it is not whole, last written to, in seconds since 1970; None where that is not known.
-        unread: it has a manifest that cannot be read here, such as one of a later version. Its saving came to its end, for the
-            manifest is written last; whether it is whole nobody here can tell.
+        unread: it has a manifest that cannot be read here, such as one of a later version. The manifest is written last, so
+            its saving came to its end; whether it is whole is not known.
     """
 
     name: str
-    place: CheckpointStorage
+    storage: CheckpointStorage
     state: State
     size: int
     saved: float | None
@@ -57,62 +57,56 @@ class Summary:
 
     @property
     def number(self) -> int | None:
-        """The number of an automatically named checkpoint; None for the folder that was looked at, if others lie in it."""
-        return None if self.name == ITSELF else names.number_of(self.place.name)
+        """The number of an automatically named checkpoint; None for others, and for the folder that was looked at."""
+        return None if self.name == ITSELF else names.number_of(self.storage.name)
 
-    def age(self, now: float | None = None) -> float | None:
-        """Return the seconds since it was saved.
+    @property
+    def age(self) -> float | None:
+        """The seconds since it was saved."""
+        return None if self.saved is None else max(0.0, time.time() - self.saved)
 
-        Args:
-            now: seconds since 1970; the present by default.
-        """
-        return None if self.saved is None else max(0.0, (time.time() if now is None else now) - self.saved)
-
-    def to_json(self, now: float | None = None) -> dict[str, Any]:
-        """Return the summary as plain data.
-
-        Args:
-            now: what the age is counted from, in seconds since 1970.
-        """
-        manifest, age = self.state.manifest, self.age(now)
+    def to_json(self) -> dict[str, Any]:
+        """Return the summary as plain data."""
+        saved, age, manifest = self.saved, self.age, self.state.manifest
         return {
             "name": self.name,
-            "location": self.place.location,
+            "location": self.storage.location,
             "number": self.number,
             "state": self.state.kind,
             "reason": self.state.reason,
             "size": self.size,
-            "saved": None if self.saved is None else datetime.fromtimestamp(self.saved, timezone.utc).isoformat(),
+            "saved": None if saved is None else datetime.fromtimestamp(saved, timezone.utc).isoformat(),
             "age": None if age is None else round(age, 3),
-            "step": manifest and manifest.step,
-            "iteration": manifest and manifest.iteration,
-            "world_size": manifest and manifest.world_size,
-            "strategy": manifest and manifest.strategy,
+            **{key: getattr(manifest, key, None) for key in ("step", "iteration", "world_size", "strategy")},
         }
 
 
-def summarize(place: CheckpointStorage, name: str | None = None) -> Summary:
+def summarize(storage: CheckpointStorage, name: str | None = None) -> Summary:
     """Return what a table says of a checkpoint.
 
     Args:
-        place: where it is.
-        name: how it is called there; the last part of its location by default.
+        storage: where it is.
+        name: its name in the table; the last part of its location by default.
     """
-    name, state = place.name if name is None else name, place.state()
-    if state.kind == "complete" and state.manifest is not None and (saved := _created(state.manifest)) is not None:
-        return Summary(name, place, state, state.manifest.size, saved)
-    stored = place.stored()
-    return Summary(name, place, state, stored.size, stored.modified, _is_unread(place, state))
+    name, state = storage.name if name is None else name, storage.state()
+    if state.kind == "complete" and state.manifest is not None:
+        with contextlib.suppress(ValueError, OverflowError):  # the manifest's date may be any text
+            saved = datetime.fromisoformat(state.manifest.created)
+            saved = saved if saved.tzinfo else saved.replace(tzinfo=timezone.utc)
+            return Summary(name, storage, state, state.manifest.size, saved.timestamp())
+    stored = storage.stored()
+    return Summary(name, storage, state, stored.size, stored.modified, _is_unread(storage, state))
 
 
-def _is_unread(place: CheckpointStorage, state: State) -> bool:
+def _is_unread(storage: CheckpointStorage, state: State) -> bool:
     if state.kind != "incomplete" or state.manifest is not None:
         return False
-    files = place.files()
+    files = storage.files()
     if any(name.startswith(names.INCOMPLETE_MARKER) for name in files):
-        return False  # of whatever was there before
-    # A link, a pipe or a folder of that name is no file, and cannot be read either.
-    return NAME in files or (isinstance(place, LocalStorage) and os.path.lexists(os.path.join(place.fetch(), NAME)))
+        return False  # the manifest is of what was there before
+    # A link, a pipe or a folder of that name is not among the files, and cannot be read either.
+    odd = isinstance(storage, LocalStorage) and os.path.lexists(os.path.join(storage.fetch(), NAME))
+    return NAME in files or odd
 
 
 def survey(folder: CheckpointStorage) -> list[Summary]:
@@ -124,130 +118,209 @@ def survey(folder: CheckpointStorage) -> list[Summary]:
     Args:
         folder: a checkpoint, a folder of checkpoints, or a project's folder.
     """
-    if folder.state().manifest is not None or NAME in folder.files():
+    if NAME in folder.files():
         return [summarize(folder)]
-    found = [(entry.name, entry) for entry in _inside(folder) if _is_one(entry)]
     inner = folder.child(names.CHECKPOINTS_FOLDER)
-    found += [(f"{names.CHECKPOINTS_FOLDER}/{entry.name}", entry) for entry in _inside(inner) if _is_one(entry)]
-    if not found:
-        return [summarize(folder)] if looks_like_one(folder) else []
-    summaries = [summarize(place, name) for name, place in found]
-    if looks_like_one(folder):  # weights beside checkpoints, which are no part of them
-        summaries.append(
-            Summary(ITSELF, folder, folder.state(), sum(stored.size for stored in folder.files().values()), None)
-        )
-    return _in_order(summaries)
+    found = [
+        summarize(entry, prefix + entry.name)
+        for home, prefix in ((folder, ""), (inner, f"{names.CHECKPOINTS_FOLDER}/"))
+        for entry in dict.fromkeys(home.entries())
+        if entry.parent() == home and _is_one(entry)  # what a link leads to lies elsewhere, or is there already
+    ]
+    if _has_parts(folder):
+        if not found:
+            return [summarize(folder)]
+        size = sum(stored.size for stored in folder.files().values())  # without the checkpoints inside
+        found.append(Summary(ITSELF, folder, folder.state(), size, None))
+    # Oldest first; in a series, numbers count more than times, which a copy changes.
+    by_time = sorted(found, key=lambda one: (one.saved or 0.0, one.name))
+    by_number = {home: iter(members) for home, members in _series(found).items()}
+    return [one if one.number is None else next(by_number[one.storage.parent()]) for one in by_time]
 
 
-def _inside(folder: CheckpointStorage) -> list[CheckpointStorage]:
-    """The folders that lie in another one, each once: what a link leads to lies elsewhere, or is there already."""
-    return [entry for entry in dict.fromkeys(folder.entries()) if entry.parent() == folder]
+def _is_one(storage: CheckpointStorage) -> bool:
+    return names.number_of(storage.name) is not None or _has_parts(storage)
 
 
-def looks_like_one(place: CheckpointStorage) -> bool:
-    """Say whether a folder has files of a checkpoint, ours or another library's.
-
-    Args:
-        place: the folder.
-    """
-    entries = [*place.files(), *(entry.name for entry in place.entries())]
+def _has_parts(storage: CheckpointStorage) -> bool:
+    """Whether a folder has files of a checkpoint, ours or another library's."""
+    entries = [*storage.files(), *(entry.name for entry in storage.entries())]
     return any(entry == NAME or names.is_checkpoint_file(entry) for entry in entries)
 
 
-def _is_one(place: CheckpointStorage) -> bool:
-    return names.number_of(place.name) is not None or looks_like_one(place)
-
-
-def _in_order(found: list[Summary]) -> list[Summary]:
-    """Oldest first; in a series, numbers count more than times, which a copy changes."""
-    by_time = sorted(found, key=lambda one: (one.saved or 0.0, one.name))
-    following = {parent: iter(series) for parent, series in series_of(by_time).items()}
-    return [one if one.number is None else next(following[one.place.parent()]) for one in by_time]
-
-
-def series_of(found: Iterable[Summary]) -> dict[CheckpointStorage, list[Summary]]:
-    """Return the automatically named checkpoints of each folder, by number: those of another folder are another run's.
-
-    Args:
-        found: checkpoints.
-    """
+def _series(found: Iterable[Summary]) -> dict[CheckpointStorage, list[Summary]]:
+    """The automatically named checkpoints of each folder, by number; those of another folder are another run's."""
     series: dict[CheckpointStorage, list[Summary]] = {}
-    for one in found:
+    for one in sorted(found, key=lambda one: one.number or 0):
         if one.number is not None:
-            series.setdefault(one.place.parent(), []).append(one)
-    return {parent: sorted(members, key=lambda one: one.number or 0) for parent, members in series.items()}
+            series.setdefault(one.storage.parent(), []).append(one)
+    return series
 
 
-def _created(manifest: Manifest) -> float | None:
-    try:
-        created = datetime.fromisoformat(manifest.created)
-    except ValueError:
-        return None
-    return (created if created.tzinfo else created.replace(tzinfo=timezone.utc)).timestamp()
-
-
-def all_files(place: CheckpointStorage) -> dict[str, int]:
+def all_files(storage: CheckpointStorage) -> dict[str, int]:
     """Return the sizes of the files at a place and in the folders below it, by path with ``/`` between parts.
 
     Args:
-        place: a checkpoint. Folders that symbolic links lead to are left out.
+        storage: a checkpoint. Folders that symbolic links lead to are left out.
     """
-    found = {name: stored.size for name, stored in place.files().items()}
-    for entry in place.entries():
-        if not isinstance(entry, LocalStorage) or entry.parent() == place:  # an object store has other folders between
-            found.update((f"{entry.name}/{name}", size) for name, size in all_files(entry).items())
+    found = {name: stored.size for name, stored in storage.files().items()}
+    for entry in storage.entries():
+        if not isinstance(entry, LocalStorage) or entry.parent() == storage:  # an object store has folders between
+            found |= {f"{entry.name}/{name}": size for name, size in all_files(entry).items()}
     return found
 
 
-# -- whether they are whole ----------------------------------------------------------------------------------------
-
-
-def bytes_to_verify(summary: Summary) -> int:
-    """Return how many bytes `verify` is going to read.
-
-    Args:
-        summary: of the checkpoint.
-    """
-    manifest = summary.state.manifest
-    return summary.size if manifest is None else manifest.size
+# -- whether they are whole --------------------------------------------------------------------------------------------
 
 
 def verify(summary: Summary, progress: Callable[[int], None] | None = None) -> list[str]:
     """Read all files of a checkpoint and compare them with their checksums.
 
     Args:
-        summary: of the checkpoint. Without a manifest there are no checksums: then the files' own structure is looked at,
-            which tells truncated files, missing shards and, for torch's format, changed ones.
+        summary: of the checkpoint. Without a manifest there are no checksums: then the structure of the files is looked at,
+            which shows truncated files, missing shards and, for torch's format, changed ones.
         progress: called with numbers of bytes, from any thread.
 
     Returns:
         What is wrong, a line per file; nothing if it is whole.
     """
     state = summary.state
-    if state.kind == "absent" or (state.kind == "incomplete" and state.manifest is None):
+    if state.manifest is None and state.kind != "foreign":
         return [state.reason]
     try:
-        folder = summary.place.fetch()
+        folder = summary.storage.fetch()
     except (DamagedCheckpoint, OSError) as error:
         return [str(error)]
     if state.manifest is not None:
         return problems(folder, state.manifest, deep=True, progress=progress)
-    files = sorted(all_files(summary.place).items())
-    sharded = {name.rpartition("/")[0] for name, _ in files if name.rpartition("/")[2] == METADATA}
-    found = {
-        f"{inner}/{name}".lstrip("/"): problem
-        for inner in sharded
-        for name, problem in problems_of_shards(os.path.join(folder, *inner.split("/"))).items()
-    }
-    for name, size in files:
-        if name.rpartition("/")[0] not in sharded and (problem := problem_of(os.path.join(folder, *name.split("/")))):
-            found[name] = problem
+    files, found = all_files(summary.storage), {}
+    for name, size in files.items():
+        inner, file = posixpath.split(name)
+        path = os.path.join(folder, *name.split("/"))
+        try:
+            if file == METADATA:
+                shards = _problems_of_shards(os.path.dirname(path))
+                found |= {posixpath.join(inner, shard): problem for shard, problem in shards.items()}
+            elif posixpath.join(inner, METADATA) not in files and (problem := _problem_of(path)):
+                found[name] = problem
+        except (DamagedCheckpoint, OSError) as error:
+            found[name] = f"is damaged: {str(error).removeprefix(f'{path} is damaged: ')}"
         if progress is not None:
             progress(size)
     return [f"{name} {problem}" for name, problem in sorted(found.items())]
 
 
-# -- what is in them -----------------------------------------------------------------------------------------------
+def _problem_of(path: str) -> str:
+    """What is wrong with a file by its own account, or an empty text; formats without an account are fine."""
+    if path.endswith(".safetensors"):
+        header_of(path)
+        return ""
+    with open(path, "rb") as file:
+        if not path.endswith(INDEX_SUFFIX):
+            return _problem_of_archive(file)
+        named = weight_map(file.read(_LARGEST_INDEX), "it")
+    missing = [name for name in sorted(named) if not os.path.isfile(os.path.join(os.path.dirname(path), name))]
+    return f"names {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} missing" if missing else ""
+
+
+def _problem_of_archive(file: IO[bytes], required: bool = False) -> str:
+    """The same for an archive with checksums, which torch's format is since 1.6; other files are fine unless required."""
+    try:
+        # Its beginning or its end says what it is: one of them may have changed.
+        if file.read(len(_ZIP)) != _ZIP and not zipfile.is_zipfile(file):
+            return "is not in torch's format" if required else ""
+        with zipfile.ZipFile(file) as archive:
+            changed = archive.testzip()
+    except Exception as error:  # whatever damaged bytes make of it: another version, an encrypted part, ...
+        return f"is damaged: {str(error) or type(error).__name__}"
+    return "" if changed is None else f"has changed: the checksum of its part {changed} differs"
+
+
+def _problems_of_shards(folder: str) -> dict[str, str]:
+    """The same for the files of a sharded folder, by name: each piece of a tensor in them is an archive of its own."""
+    from accelerate.checkpoint.shards import read_metadata
+
+    metadata = read_metadata(folder)
+    found: dict[str, str] = {}
+    for index, piece in metadata.storage_data.items():
+        is_tensor = hasattr(metadata.state_dict_metadata.get(index.fqn), "size")
+        with open(os.path.join(folder, *piece.relative_path.split("/")), "rb") as file:
+            file.seek(piece.offset)
+            problem = _problem_of_archive(io.BytesIO(file.read(piece.length)), required=is_tensor)
+        if problem:
+            found.setdefault(piece.relative_path, f"{problem}, in what it has of {index.fqn}")
+    return found
+
+
+# -- what is in them ---------------------------------------------------------------------------------------------------
+
+
+def header_of(path: str) -> dict[str, TensorEntry]:
+    """Return the tensors of a safetensors file, by name, without reading them.
+
+    Args:
+        path: the file; nothing in it is trusted.
+
+    Raises:
+        DamagedCheckpoint: it is no safetensors file, or a truncated one.
+        OSError: it cannot be read.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        # Opened here first, because the library calls every file missing that it cannot open.
+        with open(path, "rb"), safe_open(path, framework="np") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  it is no mapping
+            return {name: TensorEntry(tuple(one.get_shape()), one.get_dtype()) for name, one in slices.items()}
+    except SafetensorError as error:
+        raise DamagedCheckpoint(" ".join(str(error).split())) from None
+
+
+def weight_map(text: bytes | str, origin: str) -> dict[str, list[str]]:
+    """Return the files that an index of shards names, with the tensors in each.
+
+    Args:
+        text: the index, as Hugging Face writes it; nothing in it is trusted.
+        origin: where it comes from, for messages.
+
+    Raises:
+        DamagedCheckpoint: it is no index.
+    """
+    files: dict[str, list[str]] = {}
+    try:
+        for name, file in json.loads(text)["weight_map"].items():
+            if not is_inside(file):
+                raise ValueError(file)
+            files.setdefault(file, []).append(name)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise DamagedCheckpoint(
+            f"{origin} is no index of shards: it has no weight_map of tensors and files in its folder"
+        ) from None
+    return files
+
+
+def tensors_of_shards(folder: str) -> dict[str, TensorEntry]:
+    """Return the tensors of a folder in torch's sharded format, by name, without reading them.
+
+    Args:
+        folder: one with a ``.metadata`` file.
+
+    Raises:
+        DamagedCheckpoint: its metadata is damaged.
+        OSError: it cannot be read.
+    """
+    from accelerate.checkpoint.formats import tensor_entry
+    from accelerate.checkpoint.shards import read_metadata
+
+    metadata = read_metadata(folder)
+    paths = {key: (metadata.planner_data or {}).get(key, (key,)) for key in metadata.state_dict_metadata}
+    # All of it may lie together under one name, such as "model".
+    together = len({path[0] for path in paths.values()}) == 1 and all(len(path) > 1 for path in paths.values())
+    return {
+        ".".join(map(str, paths[key][int(together) :])): tensor_entry(value.size, value.properties.dtype)
+        for key, value in metadata.state_dict_metadata.items()
+        if hasattr(value, "size")
+    }
 
 
 @dataclass(frozen=True)
@@ -270,22 +343,16 @@ class Details:
     aliases: Mapping[str, Mapping[str, str]]
 
     @property
-    def parameters(self) -> int:
-        """How many numbers the tensors have together."""
-        return sum(self.dtypes.values())
-
-    @property
     def tensor_count(self) -> int:
         """How many tensors there are."""
         return sum(map(len, self.tensors.values()))
 
     @property
     def dtypes(self) -> dict[str, int]:
-        """How many numbers there are of each dtype, the commonest first."""
+        """How many numbers the tensors have, by dtype, the commonest first."""
         counted: Counter[str] = Counter()
-        for entries in self.tensors.values():
-            for entry in entries.values():
-                counted[entry.dtype] += math.prod(entry.shape)
+        for entry in (entry for entries in self.tensors.values() for entry in entries.values()):
+            counted[entry.dtype] += math.prod(entry.shape)
         return dict(counted.most_common())
 
     def to_json(self, tensors: bool = False) -> dict[str, Any]:
@@ -294,126 +361,130 @@ class Details:
         Args:
             tensors: list every tensor.
         """
-        manifest = self.summary.state.manifest
+        manifest, dtypes = self.summary.state.manifest, self.dtypes
         told = {
             **self.summary.to_json(),
-            "mesh": None if manifest is None or manifest.mesh is None else dict(manifest.mesh),
-            "versions": {} if manifest is None else dict(manifest.versions),
+            "mesh": getattr(manifest, "mesh", None),
+            "versions": getattr(manifest, "versions", {}),
             "files": {name: {"size": size, "rank": self.ranks.get(name)} for name, size in self.files.items()},
-            "tensors": {"count": self.tensor_count, "parameters": self.parameters, "dtypes": self.dtypes},
-            "tied": {file: dict(tied) for file, tied in self.aliases.items()},
+            "tensors": {"count": self.tensor_count, "parameters": sum(dtypes.values()), "dtypes": dtypes},
+            "tied": self.aliases,
         }
         if tensors:
             told["tensors"]["list"] = {
-                file: {name: {"shape": list(entry.shape), "dtype": entry.dtype} for name, entry in entries.items()}
-                for file, entries in self.tensors.items()
+                file: {name: vars(entry) for name, entry in entries.items()} for file, entries in self.tensors.items()
             }
         return told
 
 
-def details(place: CheckpointStorage) -> Details:
+def details(storage: CheckpointStorage) -> Details:
     """Return what a checkpoint consists of.
 
     Args:
-        place: where it is.
+        storage: where it is.
 
     Raises:
         FileNotFoundError: there is none; the message names those that are inside.
     """
-    state = place.state()
-    if state.kind == "absent":
-        raise FileNotFoundError(f"{place.location!r}: {state.reason}.")
-    if state.manifest is None and not _is_one(place):
-        inside = [one.name for one in survey(place)]
+    summary = summarize(storage)
+    manifest = summary.state.manifest
+    if summary.state.kind == "absent":
+        raise FileNotFoundError(f"{storage.location!r}: {summary.state.reason}.")
+    if manifest is None and not _is_one(storage):
+        inside = [one.name for one in survey(storage)]
         hint = f" It holds {', '.join(inside)}: name one of them." if inside else ""
-        raise FileNotFoundError(f"{place.location!r} is no checkpoint.{hint}")
-    summary = summarize(place)
-    if summary.state.manifest is None:
-        return _foreign_details(summary)
-    entries: Mapping[str, FileEntry] = summary.state.manifest.files
-    weights = {name: entry for name, entry in entries.items() if not names.is_generators_file(name)}
+        raise FileNotFoundError(f"{storage.location!r} is no checkpoint.{hint}")
+    entries: Mapping[str, FileEntry] = {} if manifest is None else manifest.files
+    files = all_files(storage) if manifest is None else {name: entry.size for name, entry in entries.items()}
+    tensors: dict[str, Mapping[str, TensorEntry]] = {}
+    for name in sorted(files):
+        entry = entries.get(name)
+        if names.is_generators_file(name):
+            continue
+        if entry is not None and entry.tensors is not None:
+            tensors[name] = entry.tensors
+        elif isinstance(storage, LocalStorage):  # of a remote one the whole file would have to come here
+            path = os.path.join(storage.fetch(), *name.split("/"))
+            with contextlib.suppress(DamagedCheckpoint, OSError):  # `verify` says so
+                if os.path.basename(path) == METADATA:
+                    tensors[name] = tensors_of_shards(os.path.dirname(path))
+                elif name.endswith(".safetensors"):
+                    tensors[name] = header_of(path)
     return Details(
         summary,
-        files={name: entry.size for name, entry in sorted(entries.items())},
+        files=dict(sorted(files.items())),
         ranks={name: entry.rank for name, entry in entries.items()},
-        tensors={
-            **{name: entry.tensors for name, entry in weights.items() if entry.tensors is not None},
-            **dict(_tensors_in_shards(place, entries)),
-        },
-        aliases={name: entry.aliases for name, entry in weights.items() if entry.aliases},
+        tensors=tensors,
+        aliases={name: entry.aliases for name, entry in entries.items() if entry.aliases},
     )
 
 
-def _foreign_details(summary: Summary) -> Details:
-    files = dict(sorted(all_files(summary.place).items()))
-    tensors = dict(_tensors_in_shards(summary.place, files))
-    for name in files:
-        if not name.endswith(".safetensors") or names.is_generators_file(name) or "://" in summary.place.location:
-            continue  # of a remote one the whole file would have to come here
-        path = os.path.join(summary.place.fetch(), *name.split("/"))
-        try:
-            tensors[name] = {tensor: span.entry for tensor, span in header_of(path).items()}
-        except (DamagedCheckpoint, OSError):
-            continue  # `verify` says so
-    return Details(summary, files, {}, tensors, {})
-
-
-def _tensors_in_shards(
-    place: CheckpointStorage, files: Iterable[str]
-) -> Iterator[tuple[str, Mapping[str, TensorEntry]]]:
-    if not isinstance(place, LocalStorage):
-        return  # all of the shards would have to come here
-    for name in sorted(files):
-        inner, _, file = name.rpartition("/")
-        if file == METADATA:
-            with contextlib.suppress(DamagedCheckpoint, OSError):  # `verify` says so
-                yield name, tensors_of_shards(os.path.join(place.fetch(), *inner.split("/")))
-
-
-# -- where they have what ----------------------------------------------------------------------------------------------
+# -- which may go ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Part:
-    """Where a model or an optimizer lies in a checkpoint.
+class Pruning:
+    """What there is to remove, and what stays though a user may expect otherwise.
 
     Attributes:
-        name: of its file, or index of files, or folder of shards.
-        layout: whether that is whole or in shards.
+        homes: the folders in which checkpoints lie: the one that was named, and its folder ``checkpoints``.
+        elsewhere: the folder ``checkpoints`` if a link leads to it; nothing in it goes.
+        old: whole checkpoints beyond those that are kept, oldest first.
+        unfinished: checkpoints whose saving did not come to its end, or which lost a file.
+        left: what saves and removals left behind, or are at work on, by location.
+        put_back: checkpoints among that which get their names back, because they are the only copy or the newer one.
+        unread: checkpoints that cannot be read here, which stay.
     """
 
-    name: str
-    layout: Literal["full", "sharded"]
+    homes: list[CheckpointStorage]
+    elsewhere: CheckpointStorage | None
+    old: list[Summary] = field(default_factory=list)
+    unfinished: list[Summary] = field(default_factory=list)
+    left: dict[str, Stored] = field(default_factory=dict)
+    put_back: dict[str, Stored] = field(default_factory=dict)
+    unread: list[Summary] = field(default_factory=list)
 
 
-def part_of(files: Iterable[str], kind: Literal["model", "optimizer"], index: int, where: str) -> Part | None:
-    """Return where a model or an optimizer lies in a checkpoint, or None if it is not there.
-
-    Of weights in safetensors and in torch's format, as hubs keep them side by side, it is the safetensors.
+def plan_pruning(folder: CheckpointStorage, keep: int, foreign: bool = False) -> Pruning:
+    """Decide what may be removed. Nothing is changed.
 
     Args:
-        files: the paths of the checkpoint's files: those that its manifest lists, if it has one.
-        kind: what is looked for.
-        index: which of the models or optimizers it is.
-        where: the checkpoint, for messages.
+        folder: a project's folder, or a folder of checkpoints. Nothing outside of it goes.
+        keep: how many of the newest whole checkpoints stay in each folder, at least one. The newest one with a manifest
+            stays in any case.
+        foreign: count those without a manifest as whole.
 
     Raises:
-        ValueError: it is there more than once, in layouts that different runs may have written.
+        FileNotFoundError: there is no such folder.
+        ValueError: `keep` is below one, or the folder is a checkpoint.
     """
-    present = set(files)
-    if kind == "model":
-        safe, pickled = names.model_file(index), names.model_file(index, safe_serialization=False)
-        whole = [file for file in (safe, f"{safe}{INDEX_SUFFIX}") if file in present]
-        whole = whole or [file for file in (pickled, f"{pickled}{INDEX_SUFFIX}") if file in present]
-        whole += [f"{FSDP_MODEL_NAME}.bin" if index == 0 else f"{FSDP_MODEL_NAME}_{index}.bin"]
-        folder = f"{FSDP_MODEL_NAME}_{index}"
-    else:
-        whole, folder = [names.optimizer_file(index)], f"{OPTIMIZER_NAME}_{index}"
-    found = [Part(file, "full") for file in whole if file in present]
-    found += [Part(folder, "sharded")] if f"{folder}/{METADATA}" in present else []
-    if len(found) > 1:
-        raise ValueError(
-            f"{where!r} has {kind} {index} more than once: {' and '.join(part.name for part in found)}. Nothing tells which of "
-            "them counts; move the others away."
-        )
-    return found[0] if found else None
+    if keep < 1:
+        raise ValueError(f"keep={keep} would remove every checkpoint; keep at least 1.")
+    found = survey(folder)
+    if not found and (state := folder.state()).kind == "absent":
+        raise FileNotFoundError(f"{folder.location!r}: {state.reason}.")
+    if [one.storage for one in found] == [folder]:
+        raise ValueError(f"{folder.location!r} is a checkpoint; name the folder that it lies in.")
+    inner = folder.child(names.CHECKPOINTS_FOLDER)
+    plan = Pruning([folder, inner], None) if inner.parent() == folder else Pruning([folder], elsewhere=inner)
+    all_series, kinds = _series(found), ("complete", "foreign") if foreign else ("complete",)
+    for home in plan.homes:
+        series = all_series.get(home, [])
+        whole = [one for one in series if one.state.kind in kinds]
+        newest = next((one for one in reversed(whole) if one.state.kind == "complete"), None)
+        plan.old.extend(one for one in whole[:-keep] if one is not newest)
+        plan.unread.extend(one for one in series if one.unread)
+        plan.unfinished.extend(one for one in series if one.state.kind == "incomplete" and not one.unread)
+        for path, stored in home.leftovers().items():
+            (plan.put_back if _is_put_back(home, path) else plan.left)[path] = stored
+    return plan
+
+
+def _is_put_back(home: CheckpointStorage, path: str) -> bool:
+    """Whether a sweep gives a hidden folder its name back instead of removing it."""
+    name = os.path.basename(path)
+    prefix = next((one for one in (names.READY_PREFIX, names.REPLACED_PREFIX) if name.startswith(one)), None)
+    if prefix is None:
+        return False
+    newer = os.path.lexists(os.path.join(path, names.PUBLISHING_MARKER))
+    return newer or home.child(name.removeprefix(prefix)).fetch() == path

@@ -1,124 +1,391 @@
-"""Checkpoints of another layout, for strategies that keep whole models: read whole, wherever the shards lie.
+"""Layouts of models and optimizers in a checkpoint: finding them, writing them, and reading any of them into any model.
 
-What a strategy that shards has written is there as folders of shards, or as a file per rank; see `checkpoint.fsdp_files`. A whole
-model reads the whole of it. The names of parameters connect the two, as the numbers in an optimizer's state do not.
+- whole: ``model.safetensors`` or ``pytorch_model.bin``, or several files with an index; ``optimizer.bin``, which numbers its parameters.
+  FSDP gathers into ``pytorch_model_fsdp.bin`` and an ``optimizer.bin`` that names them.
+- sharded: the folders ``pytorch_model_fsdp_0`` and ``optimizer_0`` in torch's distributed format (`checkpoint.shards`).
+- local: a file per rank, ``pytorch_model_fsdp_rank0.bin``, that only the same number of ranks in the same layout can load.
+
+Parameters have the names that the user wrote (see `checkpoint.state`), so each strategy reads what any other wrote, on any number of
+ranks. Everything is read before anything changes.
 """
 
 import contextlib
+import dataclasses
 import os
-from collections.abc import Iterable, Mapping
-from typing import Any
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
-from accelerate.checkpoint import files, fsdp_files, fsdp_optimizer, fsdp_state, names
-from accelerate.checkpoint.plan import SavePlan
+from accelerate.checkpoint import formats, load, names, state
+from accelerate.checkpoint.inspect import INDEX_SUFFIX, weight_map
+from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, FileEntry, Manifest, damaged, problems
+from accelerate.checkpoint.save import SavePlan
+from accelerate.checkpoint.state import Layout, ModelState, is_spread, mapped_leaves, on_all, together
+from accelerate.checkpoint.storage import LocalStorage
+from accelerate.modules.named import match_names
 from accelerate.modules.unwrap import extract_model_from_parallel
+from accelerate.utils.constants import FSDP_MODEL_NAME
+
+if TYPE_CHECKING:
+    from accelerate.checkpoint.shards import Stored
 
 Path = str | os.PathLike[str]
+Kind = Literal["model", "optimizer"]
+
+# -- where they lie ----------------------------------------------------------------------------------------------------
 
 
-def read_model(model: nn.Module, folder: Path, index: int = 0, **options: Any) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Found:
+    """Where a model or optimizer lies in a checkpoint.
+
+    Attributes:
+        folder: the checkpoint's folder.
+        name: of the file, index of files, or folder in it; for a local layout the start of the names of the ranks' files.
+        layout: how it was written.
+        index: which of the models or optimizers it is.
+    """
+
+    folder: str
+    name: str
+    layout: Layout
+    index: int = 0
+
+    def open(self) -> "Stored":
+        """Return what it holds: for a local layout what this rank wrote. Any rank, alone."""
+        from accelerate.checkpoint.shards import Stored
+
+        if self.layout == "sharded":
+            return Stored.in_folder(os.path.join(self.folder, self.name))
+        if self.layout == "full":
+            entries = _manifest(self.folder).files if _manifest(self.folder) else {}
+            aliases = {
+                a: kept for file in self.files() if file in entries for a, kept in entries[file].aliases.items()
+            }
+            return Stored.in_files([os.path.join(self.folder, file) for file in self.files()], aliases)
+        rank, size = state.rank_and_size()
+        written = sum(map(self.has, os.listdir(self.folder)))
+        if written != size:
+            raise RuntimeError(
+                f"{self.name}_rank*.bin in {self.folder!r} were written by {written} ranks, and only as many can load them; "
+                f"there are {size}. Save with SHARDED_STATE_DICT and use_dcp=True to load on any number of ranks."
+            )
+        held = formats.mapped(os.path.join(self.folder, names.rank_file(self.name, rank)))
+        return Stored(f"{self.name} of rank {rank}", held)
+
+    def files(self, present: Collection[str] | None = None) -> list[str]:
+        """Return the files of a whole layout: itself, or those that it lists."""
+        if not self.name.endswith(INDEX_SUFFIX):
+            return [self.name]
+        path = os.path.join(self.folder, self.name)
+        with open(path, "rb") as file:
+            listed = sorted(weight_map(file.read(), path))
+        for file in listed:
+            if not (os.path.isfile(os.path.join(self.folder, file)) if present is None else file in present):
+                raise DamagedCheckpoint(f"{path} lists {file!r}, which is missing.")
+        return listed
+
+    def has(self, file: str) -> bool:
+        """Say whether a file belongs to it, beside those that an index lists."""
+        if self.layout == "local":
+            return re.fullmatch(re.escape(self.name) + r"_rank\d+\.bin", file) is not None
+        return file == self.name or (self.layout == "sharded" and file.startswith(f"{self.name}/"))
+
+    def verify(self, rank: int = 0, size: int = 1) -> None:
+        """Compare its files with what a manifest says of them, if there is one. Any rank, alone."""
+        if (manifest := _manifest(self.folder)) is None:
+            return
+        own = {names.PARAMETER_NAMES, *(self.files() if self.layout == "full" else ())}
+        chosen = [file for file in manifest.files if self.has(file) or file in own]
+        chosen = sorted(chosen, key=lambda file: (-manifest.files[file].size, file))[rank::size]
+        if lines := problems(self.folder, manifest, deep=True, only=set(chosen).__contains__):
+            raise damaged(self.folder, lines)
+
+
+def _manifest(folder: str) -> Manifest | None:
+    return Manifest.read(folder) if os.path.isfile(os.path.join(folder, NAME)) else None
+
+
+def candidates(folder: Path, files: Collection[str], kind: Kind, index: int) -> list[Found]:
+    """Return where a model or optimizer lies, in each layout that it has; the usual one first.
+
+    Of weights in safetensors and in torch's format, as hubs keep them side by side, it is the safetensors.
+
+    Args:
+        folder: the checkpoint's folder.
+        files: the paths of the checkpoint's files: those that its manifest lists, if it has one.
+        kind: what is looked for.
+        index: which of the models or optimizers it is.
+    """
+    folder, stems = os.fspath(folder), [names.optimizer_folder(index)]
+    whole = [names.optimizer_file(index)]
+    if kind == "model":
+        safe, pickled = names.model_file(index), names.model_file(index, safe_serialization=False)
+        alike = [file for file in (safe, f"{safe}{INDEX_SUFFIX}") if file in files]
+        alike = alike or [file for file in (pickled, f"{pickled}{INDEX_SUFFIX}") if file in files]
+        whole = [names.gathered_model_file(index), *alike]
+        stems = [names.model_folder(index), *([FSDP_MODEL_NAME] if index == 0 else [])]
+    found = [Found(folder, stems[0], "sharded", index)] if f"{stems[0]}/{names.METADATA}" in files else []
+    found += [Found(folder, file, "full", index) for file in whole if file in files]
+    return found + [Found(folder, stem, "local", index) for stem in stems if names.rank_file(stem, 0) in files]
+
+
+def find(folder: Path, kind: Kind, index: int = 0, prefer: Layout | None = None) -> Found | None:
+    """Return where a model or optimizer lies in a checkpoint, in whatever layout; None if it is not there. Any rank, alone.
+
+    Args:
+        folder: the checkpoint's folder.
+        kind: what is looked for.
+        index: which of the models or optimizers it is.
+        prefer: the layout to take if there are several.
+    """
+    files = set(os.listdir(folder))
+    shards = names.model_folder(index) if kind == "model" else names.optimizer_folder(index)
+    # What a killed save has put aside counts.
+    name = os.path.basename(LocalStorage(os.path.join(folder, shards)).fetch())
+    if os.path.isfile(os.path.join(folder, name, names.METADATA)):
+        files.add(f"{shards}/{names.METADATA}")
+    found = min(candidates(folder, files, kind, index), key=lambda one: one.layout != prefer, default=None)
+    return dataclasses.replace(found, name=name) if found is not None and found.layout == "sharded" else found
+
+
+def required(folder: Path, kind: Kind, index: int, prefer: Layout | None) -> Found:
+    """Return what `find` returns, verified; raise if there is nothing. All ranks.
+
+    Args:
+        folder: the checkpoint's folder, which all ranks see.
+        kind: what is looked for.
+        index: which of the models or optimizers it is.
+        prefer: the layout to take if there are several.
+
+    Raises:
+        FileNotFoundError: there is nothing; the message says what was looked for.
+        DamagedCheckpoint: a file is not what the checkpoint's manifest says of it.
+        RuntimeError: another rank failed.
+    """
+
+    def look() -> Found:
+        found = find(folder, kind, index, prefer)
+        if found is None:
+            model = kind == "model"
+            here = names.model_folder(index) if model else names.optimizer_folder(index)
+            file = names.gathered_model_file(index) if model else names.optimizer_file(index)
+            raise FileNotFoundError(
+                f"{os.fspath(folder)!r} has no {kind} {index}: neither {here} nor {file} is there. Load the folder of a "
+                "checkpoint, with the models and optimizers in the order in which they were saved."
+            )
+        return found
+
+    found = together(look)
+    together(lambda: found.verify(*state.rank_and_size()))
+    return found
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+def is_extra(name: str) -> bool:
+    """Say whether a name is that of a module's extra state, which may be anything."""
+    return name.rpartition(".")[2] == nn.modules.module._EXTRA_STATE_KEY_SUFFIX
+
+
+def model_values(stored: "Stored") -> dict[str, Any]:
+    """Return the values of a stored model by name."""
+    held = stored.state
+    if isinstance(held, Mapping) and len(held) == 1:
+        ((name, inner),) = held.items()
+        held = inner if isinstance(inner, Mapping) and not is_extra(str(name)) else held
+
+    def flat(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+        nested = isinstance(value, Mapping) and not is_extra(path)
+        for key, inner in value.items() if nested else ():
+            yield from flat(inner, f"{path}.{key}" if path else str(key))
+        if not nested:
+            yield path, value
+
+    return dict(flat(held, ""))
+
+
+@state.quietly()
+def read_model(
+    own: ModelState, stored: "Stored", ties: Sequence[Sequence[str]] = (), strict: bool = True
+) -> dict[str, Any]:
+    """Read a model's state into new memory, each rank its shards; nothing else changes. Any rank, alone."""
+    values = model_values(stored)
+    pairs = match_names(own.values, values)
+    found = {wanted: values[name] for name, wanted in pairs.items()}
+    for group in ties:
+        known = next((name for name in group if name in found), None)
+        found |= {name: found[known] for name in group if known and name in own.values and name not in found}
+    wrong = [f"{name} is missing" for name in own.values if name not in found] if strict else []
+    wrong += [f"{name} is unexpected" for name in sorted(values.keys() - pairs.keys())] if strict else []
+    read: dict[str, Any] = {}
+    for name, value in found.items():
+        if is_extra(name):  # it may be anything, and differ from what the module has now
+            read[name] = stored.whole(value)
+            continue
+        mine = own.values[name]
+        tensors = isinstance(value, torch.Tensor), isinstance(mine, torch.Tensor)
+        read[name] = like(mine, value, stored) if all(tensors) else value
+        if any(tensors) and (not all(tensors) or read[name] is None):
+            wrong.append(f"{name} is {_shape(value)} there and {_shape(mine)} in the model")
+    if wrong:
+        more = [f"and {len(wrong) - 10} more"] if len(wrong) > 10 else []
+        raise RuntimeError(
+            f"The weights in {stored.origin} do not fit the model; nothing was loaded.\n  "
+            + "\n  ".join([*wrong[:10], *more, "Build the model as it was when the checkpoint was saved."])
+        )
+    stored.fill()
+    return read
+
+
+def _shape(value: Any) -> Any:
+    return tuple(value.size()) if isinstance(value, torch.Tensor) else "no tensor"
+
+
+def like(own: torch.Tensor, value: torch.Tensor, stored: "Stored") -> torch.Tensor | None:
+    """Return a stored value with the sharding of a tensor of its shape; None if it has another shape, or other shards."""
+    if not hasattr(value, "stored_key"):  # of this rank's own file
+        return state.filled_like(own, value)
+    if value.size() != own.size():
+        return None
+    return stored.into(value, state.like(own, value.dtype)) if is_spread(own) else stored.whole(value)
+
+
+# -- saving and loading what is spread over ranks ----------------------------------------------------------------------
+
+
+def write(
+    values: dict[str, Any], folder: Path, kind: Kind, index: int = 0, layout: Layout = "sharded", flat: bool = False
+) -> None:
+    """Write what `model_state` or `optimizer_state` returned, or put it into a plan. All ranks.
+
+    Args:
+        values: the state.
+        folder: the checkpoint's folder, which all ranks see, or the `SavePlan` of a save.
+        kind: what it is the state of.
+        index: which of the models or optimizers it is, from 0.
+        layout: how it is written.
+        flat: for ``"local"``, that it holds FSDP1's flat parameters.
+
+    Raises:
+        RuntimeError: writing failed on some rank; raised on all of them.
+    """
+    rank, size = state.rank_and_size()
+    shards = names.model_folder(index) if kind == "model" else names.optimizer_folder(index)
+    if layout == "sharded":
+        if isinstance(folder, SavePlan):
+            folder.add_shards(shards, {kind: values})
+        else:
+            _list_anew(os.fspath(folder), _publish_shards({kind: values}, os.fspath(folder), shards), [f"{shards}/"])
+        return
+    stem = FSDP_MODEL_NAME if flat and index == 0 else shards
+    if layout == "full":
+        values = state.gathered(values)
+        name = names.gathered_model_file(index) if kind == "model" else names.optimizer_file(index)
+    else:
+        values, name = mapped_leaves(values, state.plain_part), names.rank_file(stem, rank)
+    owns = layout == "local" or rank == 0
+    if isinstance(folder, SavePlan):
+        if owns:
+            folder.add_object(name, values)
+        return
+    path = os.path.join(folder, name)
+    entries = together(lambda: {name: formats.write_torch(path, values, rank)} if owns else {})
+
+    def clear() -> list[str]:
+        ranks = {file: re.fullmatch(re.escape(stem) + r"_rank(\d+)\.bin", file) for file in os.listdir(folder)}
+        found = [file for file, match in ranks.items() if match and int(match[1]) >= size]  # of a save on more ranks
+        for file in found:
+            os.unlink(os.path.join(folder, file))
+        return found
+
+    _list_anew(os.fspath(folder), entries, together(lambda: clear() if layout == "local" and rank == 0 else []))
+
+
+def _publish_shards(values: dict[str, Any], folder: str, name: str) -> dict[str, FileEntry]:
+    """Write shards aside, and let them take their place together."""
+    from accelerate.checkpoint import shards
+
+    main = state.rank_and_size()[0] == 0
+    place = LocalStorage(os.path.join(folder, name))
+    staged = on_all(together(lambda: place.stage() if main else ""))[0]
+    try:
+        written = shards.save(values, staged)
+        together(lambda: place.publish() if main else None)
+    except BaseException:
+        place.abandon()
+        raise
+    return {f"{name}/{file}": entry for file, entry in written.items()}
+
+
+def _list_anew(folder: str, entries: dict[str, FileEntry], replaced: Sequence[str]) -> None:
+    """Let the manifest of a checkpoint list the entries of all ranks, if it lists them or what they replaced. All ranks."""
+    written = dict(entry for of_rank in on_all(entries) for entry in of_rank.items())
+
+    def list_anew() -> None:
+        with contextlib.suppress(DamagedCheckpoint):  # nothing is loaded by it
+            manifest = _manifest(folder) if state.rank_and_size()[0] == 0 else None
+            kept = {f: e for f, e in manifest.files.items() if not f.startswith(tuple(replaced))} if manifest else {}
+            if manifest and (len(kept) < len(manifest.files) or kept.keys() & written.keys()):
+                dataclasses.replace(manifest, files={**kept, **written}).write(folder)
+
+    together(list_anew)
+
+
+def read_for_model(
+    model: nn.Module, folder: Path, index: int = 0, prefer: Layout | None = None, strict: bool = True, **getter: Any
+) -> tuple[dict[str, Any], ModelState, Layout]:
+    """Read a model's state from a checkpoint, whatever wrote it, as `apply_model` takes it. All ranks; all could read it.
+
+    Args:
+        model: of any kind.
+        folder: the checkpoint's folder.
+        index: which of the models it is.
+        prefer: the layout to take if the folder has several.
+        strict: raise when a name is missing or unexpected.
+        **getter: of `state.model_state`.
+
+    Returns:
+        The state, the model's own, and the layout of both.
+    """
+    stored = together(required(folder, "model", index, prefer).open)
+    flat = isinstance(stored.state, Mapping) and any(str(name).endswith("_flat_param") for name in stored.state)
+    layout: Layout = "local" if flat else "sharded"
+    own = state.model_state(model, layout=layout, **getter)
+    return together(lambda: read_model(own, stored, state.tied_names(model), strict)), own, layout
+
+
+# -- reading into whole models and their optimizers --------------------------------------------------------------------
+
+
+def read_whole_model(model: nn.Module, folder: Path, index: int = 0, **options: Any) -> dict[str, Any]:
     """Read a model's weights under the names that the model has, in whatever layout they were written. Any rank, alone.
 
     Args:
-        model: The model, wrapped or not; it is not changed.
-        folder: The checkpoint's folder.
-        index: Which of the models it is, from 0.
-        **options: Of `files.read_model`.
-
-    Returns:
-        A state dict for ``load_state_dict`` of the module inside.
+        model: the model, wrapped or not; it is not changed.
+        folder: the checkpoint's folder.
+        index: which of the models it is, from 0.
+        **options: of `load.read_model`.
 
     Raises:
-        FileNotFoundError: The folder has no weights for this model.
-        RuntimeError: Names or shapes differ; the message lists them.
-        DamagedCheckpoint: The shards are damaged.
+        FileNotFoundError: the folder has no weights for this model.
+        RuntimeError: names or shapes differ; the message lists them.
+        DamagedCheckpoint: the shards are damaged.
     """
     whole = (names.model_file(index), names.model_file(index, safe_serialization=False))
-    if not any(os.path.exists(os.path.join(folder, name)) for name in whole):
-        found = fsdp_files.find(folder, "model", index)
-        if found is not None and found.layout != "local":
-            inner = extract_model_from_parallel(model, keep_torch_compile=False)
-            weights = fsdp_files.merged_model(found.reader())
-            return files.fit_to_model(inner, weights, f"{os.fspath(folder)}/{found.name}", options.get("strict", True))
-    return files.read_model(model, folder, index, **options)
-
-
-def read_optimizer(
-    optimizer: Any, models: Iterable[nn.Module], folder: Path, index: int = 0, **options: Any
-) -> Mapping[str, Any]:
-    """Read an optimizer's state with the numbers that the optimizer has, in whatever layout it was written. Any rank, alone.
-
-    Args:
-        optimizer: Wrapped or not; it is not changed.
-        models: The models of the run; one of them has the optimizer's parameters.
-        folder: The checkpoint's folder.
-        index: Which of the optimizers it is, from 0.
-        **options: Of `files.read_optimizer`.
-
-    Raises:
-        FileNotFoundError: The folder has no state for this optimizer.
-        RuntimeError: It is the state of other parameters; the message tells which.
-        DamagedCheckpoint: The shards are damaged.
-    """
-    if os.path.exists(os.path.join(folder, names.optimizer_file(index))):
-        raw = files.read_optimizer(folder, index, **options)
-        return _by_name(raw, optimizer, models, folder, index) if fsdp_optimizer.is_state(raw) else raw
-    found = fsdp_files.find(folder, "optimizer", index)
-    goal = _target(optimizer, models) if found is not None and found.layout == "sharded" else None
-    if found is not None and goal is not None:
-        return fsdp_state.numbered(fsdp_optimizer.read(goal, found))
-    return files.read_optimizer(folder, index, **options)
-
-
-def _target(optimizer: Any, models: Iterable[nn.Module]) -> fsdp_optimizer.Target | None:
-    for model in models:
-        with contextlib.suppress(ValueError):  # its parameters are another model's
-            return fsdp_optimizer.target(optimizer, model)
-    return None
-
-
-def _by_name(
-    raw: Mapping[str, Any], optimizer: Any, models: Iterable[nn.Module], folder: Path, index: int
-) -> Mapping[str, Any]:
-    """Return a whole state with the numbers that the optimizer has, by the names of parameters wherever those are known."""
-    groups = raw["param_groups"]
-    keyed = [name for group in groups for name in group["params"]]
-    named = any(isinstance(name, str) for name in keyed)
-    goal = _target(optimizer, models)
-    if goal is None:
-        if named:
-            raise RuntimeError(
-                f"{names.optimizer_file(index)} in {os.fspath(folder)!r} has the names of parameters, but no model that was "
-                "prepared has all parameters of this optimizer, so they have no names here. Prepare the model, too."
-            )
-        return raw
-    own = goal.parameters_in_groups()
-    told = None if named else fsdp_optimizer.told_names(os.fspath(folder), index, groups, own)
-    sizes = [len(group["params"]) for group in groups], [len(group) for group in goal.groups]
-    if not named and (told is None or (told == own and sizes[0] == sizes[1])):
-        return raw
-    where = os.path.join(os.fspath(folder), names.optimizer_file(index))
-    return fsdp_state.numbered(fsdp_optimizer.arranged(goal, raw, where, told))
-
-
-def write_parameter_names(
-    optimizers: Iterable[torch.optim.Optimizer], models: Iterable[nn.Module], plan: SavePlan, save_on_each_node: bool
-) -> None:
-    """Write which parameters the numbers in the optimizers' files mean. All ranks call it, one process writes.
-
-    Args:
-        optimizers: Those of the run, in order.
-        models: The models of the run.
-        plan: Takes the file.
-        save_on_each_node: Each node has a folder of its own.
-    """
-    if not files.writes(save_on_each_node):
-        return
-    models = list(models)
-    told = {index: fsdp_state.names_among(optimizer, models) for index, optimizer in enumerate(optimizers)}
-    told = {index: groups for index, groups in told.items() if groups is not None}
-    if told:
-        plan.add_bytes(fsdp_files.NAMES_FILE, fsdp_files.names_text(told))
+    found = (
+        None
+        if any(map(os.path.exists, (os.path.join(folder, name) for name in whole)))
+        else find(folder, "model", index)
+    )
+    if found is None or found.layout == "local":
+        return load.read_model(model, folder, index, **options)
+    stored = found.open()
+    inner = extract_model_from_parallel(model, keep_torch_compile=False)
+    weights = stored.read(model_values(stored))
+    return load.fit_to_model(inner, weights, os.path.join(folder, found.name), options.get("strict", True))

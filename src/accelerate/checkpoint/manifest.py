@@ -1,9 +1,10 @@
-"""The manifest of a checkpoint: what belongs to it, and how one knows that it is whole.
+"""The manifest of a checkpoint: what belongs to it, and how a reader knows that it is whole.
 
 It is JSON, is written last, and names every file of the checkpoint with its size and checksum. A folder without its manifest
-is not a checkpoint of ours; docs/reference of the format: docs/checkpoint-format.md.
+is not a checkpoint of ours. The format is described in docs/checkpoint-format.md.
 """
 
+import contextlib
 import json
 import os
 import platform
@@ -22,7 +23,6 @@ FORMAT = 1
 
 # A manifest is some kilobytes for thousands of tensors; a file beyond this is something else, and is not parsed.
 _LARGEST = 512 << 20
-_DIGEST = re.compile(r"[0-9a-f]{32}")
 
 Path = str | os.PathLike[str]
 
@@ -50,8 +50,8 @@ class FileEntry:
 
     Attributes:
         size: in bytes.
-        checksum: see `checkpoint.durable`.
-        rank: who wrote it.
+        checksum: see `accelerate.runtime.durable`.
+        rank: the one that wrote it.
         tensors: for a file of weights its tensors by name, else None.
         aliases: names that share the memory of another one and are not in the file, to that one's name.
     """
@@ -68,7 +68,7 @@ class FileEntry:
 
         Args:
             file: it.
-            rank: who wrote it.
+            rank: the one that wrote it.
             **told: ``tensors`` and ``aliases``.
         """
         return cls(file.checksum.size, file.checksum.hexdigest(), rank, **told)
@@ -77,43 +77,22 @@ class FileEntry:
         """Return what the manifest says of the file."""
         told: dict[str, Any] = {"size": self.size, "checksum": self.checksum, "rank": self.rank}
         if self.tensors is not None:
-            told["tensors"] = {
-                name: {"shape": list(entry.shape), "dtype": entry.dtype} for name, entry in self.tensors.items()
-            }
+            told["tensors"] = {name: vars(entry) for name, entry in self.tensors.items()}
         if self.aliases:
             told["aliases"] = dict(self.aliases)
         return told
 
     @classmethod
-    def from_json(cls, told: Any, where: str) -> "FileEntry":
-        """Return the entry that `to_json` told.
+    def from_json(cls, told: Mapping[str, Any]) -> "FileEntry":
+        """Return the entry that `to_json` returned on another rank, or in a manifest that has been checked.
 
         Args:
-            told: parsed JSON of any kind.
-            where: the file it speaks of, for messages.
-
-        Raises:
-            DamagedCheckpoint: it is not an entry.
-        """
-        told = _checked(
-            told, where, size=_is_count, checksum=_is_digest, rank=_is_count, tensors=_is_mapping, aliases=_is_texts
-        )
-        tensors = told["tensors"]
-        if tensors is not None:
-            tensors = {name: _tensor(entry, f"{where}: tensor {name!r}") for name, entry in tensors.items()}
-        return cls(told["size"], told["checksum"], told["rank"], tensors, told["aliases"] or {})
-
-    @classmethod
-    def told_by_rank(cls, told: Mapping[str, Any]) -> "FileEntry":
-        """Return the entry that `to_json` of another rank told in this very save.
-
-        Args:
-            told: what it returned.
+            told: parsed JSON, which is not checked here.
         """
         tensors = told.get("tensors")
         if tensors is not None:
             tensors = {name: TensorEntry(tuple(entry["shape"]), entry["dtype"]) for name, entry in tensors.items()}
-        return cls(told["size"], told["checksum"], told["rank"], tensors, told.get("aliases", {}))
+        return cls(told["size"], told["checksum"], told.get("rank", 0), tensors, told.get("aliases", {}))
 
 
 @dataclass(frozen=True)
@@ -136,30 +115,19 @@ class Manifest:
     files: Mapping[str, FileEntry]
     world_size: int = 1
     strategy: str = "single"
-    mesh: Mapping[str, int] | None = None
+    mesh: dict[str, int] | None = None
     step: int = 0
     iteration: int = 0
     created: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
-    versions: Mapping[str, str] = field(default_factory=lambda: library_versions())
+    versions: dict[str, str] = field(default_factory=lambda: library_versions())
     save: str = ""
     format: int = FORMAT
 
     def to_json(self) -> str:
         """Return the text of the manifest."""
-        told = {
-            "format": self.format,
-            "created": self.created,
-            "versions": dict(self.versions),
-            "save": self.save,
-            "world_size": self.world_size,
-            "strategy": self.strategy,
-            "mesh": None if self.mesh is None else dict(self.mesh),
-            "step": self.step,
-            "iteration": self.iteration,
-            "checksum": {"algorithm": durable.ALGORITHM, "chunk": durable.CHUNK},
-            "files": {name: self.files[name].to_json() for name in sorted(self.files)},
-        }
-        return laid_out(told) + "\n"
+        files = {name: self.files[name].to_json() for name in sorted(self.files)}
+        values = {**vars(self), "checksum": _CHECKSUM, "files": files}
+        return laid_out({key: values[key] for key in _MANIFEST}) + "\n"
 
     @classmethod
     def from_json(cls, text: str | bytes, origin: str) -> "Manifest":
@@ -172,55 +140,23 @@ class Manifest:
         Raises:
             DamagedCheckpoint: it is not a manifest, or one of a later format.
         """
+        where = f"{origin} is not a manifest of a checkpoint: "
         try:
             told = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise DamagedCheckpoint(f"{origin} is not a manifest: {error}") from None
-        try:
-            return cls._parsed(told)
-        except DamagedCheckpoint as problem:
-            raise DamagedCheckpoint(f"{origin} is not a manifest of a checkpoint: {problem}") from None
-
-    @classmethod
-    def _parsed(cls, told: Any) -> "Manifest":
-        kinds = dict.fromkeys(("format", "world_size", "step", "iteration"), _is_count)
-        told = _checked(
-            {"world_size": 1, **told} if isinstance(told, dict) else told,
-            "",
-            **kinds,
-            files=_is_mapping,
-            mesh=_is_counts,
-            versions=_is_texts,
-        )
-        version, files = told["format"], told["files"]
-        expected = {"algorithm": durable.ALGORITHM, "chunk": durable.CHUNK}
-        problem = None
-        if not version:
-            problem = f"format {version} is no number"
-        elif version > FORMAT:
-            problem = f"format {version} is newer than {FORMAT}, which this version reads; update it"
-        elif told.get("checksum") != expected:
-            problem = f"checksums are of the kind {_shown(told.get('checksum'))}, not {expected}"
-        elif not files:
-            problem = "it lists no files"
-        elif not told["world_size"]:
-            problem = "world_size is 0"
-        elif outside := [name for name in files if not is_inside(name)]:
-            problem = f"the file name {_shown(outside[0])} leads out of the folder"
-        if problem is not None:
-            raise DamagedCheckpoint(problem)
-        return cls(
-            files={name: FileEntry.from_json(entry, name) for name, entry in files.items()},
-            world_size=told["world_size"],
-            strategy=str(told.get("strategy", "single")),
-            mesh=told["mesh"],
-            step=told["step"],
-            iteration=told["iteration"],
-            created=str(told.get("created", "")),
-            versions=told["versions"] or {},
-            save=str(told.get("save", "")),
-            format=version,
-        )
+            raise DamagedCheckpoint(f"{where}{error}") from None
+        version = _checked(told, {"format": _MANIFEST["format"]}, where)["format"]
+        if version > FORMAT:
+            raise DamagedCheckpoint(f"{where}format {version} is newer than {FORMAT}; update accelerate to read it")
+        values = _checked(told, _MANIFEST, where)
+        del values["checksum"]
+        files = values.pop("files")
+        for name, entry in files.items():
+            if not is_inside(name):
+                raise DamagedCheckpoint(f"{where}the file name {name!r:.80} leads out of the folder")
+            for tensor, spec in _checked(entry, _FILE, f"{where}{name}: ")["tensors"].items():
+                _checked(spec, _TENSOR, f"{where}{name}: tensor {tensor!r}: ")
+        return cls({name: FileEntry.from_json(entry) for name, entry in files.items()}, **values)
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
@@ -235,15 +171,14 @@ class Manifest:
         """
         path = os.path.join(folder, NAME)
         if os.path.lexists(path) and not os.path.isfile(path):  # a pipe, for one, would be waited for
-            raise DamagedCheckpoint(f"{path} is no file, so nobody can read the manifest.")
+            raise DamagedCheckpoint(f"{path} is no file, so that the manifest cannot be read.")
+        if os.path.isfile(path) and os.path.getsize(path) > _LARGEST:
+            raise DamagedCheckpoint(f"{path} has more than {_LARGEST} bytes, which no manifest has.")
         try:
             with open(path, "rb") as file:
-                data = file.read(_LARGEST + 1)
-        except (IsADirectoryError, PermissionError) as error:
+                return cls.from_json(file.read(), path)
+        except PermissionError as error:
             raise DamagedCheckpoint(f"{path} could not be read: {error}") from error
-        if len(data) > _LARGEST:
-            raise DamagedCheckpoint(f"{path} has more than {_LARGEST} bytes, which no manifest has.")
-        return cls.from_json(data, path)
 
     def write(self, folder: Path) -> None:
         """Write the manifest into a folder, durably. It is there in full, or not at all.
@@ -283,10 +218,8 @@ def problems(
         A line per file, with what was expected and what is there.
     """
     found = []
-    for name in sorted(manifest.files):
-        if only is not None and not only(name):
-            continue
-        entry, path = manifest.files[name], _path(folder, name)
+    for name in filter(only, sorted(manifest.files)):
+        entry, path = manifest.files[name], os.path.join(folder, *name.split("/"))
         try:
             size = os.stat(path).st_size if os.path.isfile(path) else None
             if size is None:
@@ -298,26 +231,15 @@ def problems(
         except OSError as error:
             found.append(f"{name} could not be read: {error}")
     if only is None:
-        found += _intruders(folder, manifest)
+        # A reader would take these files for parts of the checkpoint.
+        listed = {name.split("/")[0] for name in manifest.files}
+        with contextlib.suppress(OSError):
+            found += [
+                f"{entry} is not in the manifest: something else has put it there"
+                for entry in sorted(os.listdir(folder))
+                if entry not in listed and names.is_checkpoint_file(entry)
+            ]
     return found
-
-
-def _intruders(folder: Path, manifest: Manifest) -> list[str]:
-    """Files that a reader would take for parts of the checkpoint, and that somebody else has put there."""
-    listed = {name.split("/")[0] for name in manifest.files}
-    try:
-        entries = sorted(os.listdir(folder))
-    except OSError:
-        return []
-    return [
-        f"{entry} is not in the manifest: something else has put it there"
-        for entry in entries
-        if entry not in listed and names.is_checkpoint_file(entry)
-    ]
-
-
-def _path(folder: Path, name: str) -> str:
-    return os.path.join(folder, *name.split("/"))
 
 
 def damaged(folder: Path, found: Iterable[str]) -> DamagedCheckpoint:
@@ -340,10 +262,9 @@ def library_versions() -> dict[str, str]:
     import numpy
     import torch
 
-    # Of the package that runs: another distribution of the name may lie beside it.
-    version = getattr(sys.modules[__package__.partition(".")[0]], "__version__", "unknown")
     return {
-        "accelerate": version,
+        # Of the package that runs: another distribution of the name may lie beside it.
+        "accelerate": getattr(sys.modules[__package__.partition(".")[0]], "__version__", "unknown"),
         "torch": str(torch.__version__),
         "numpy": numpy.__version__,
         "python": platform.python_version(),
@@ -356,9 +277,8 @@ def is_inside(name: Any) -> bool:
     Args:
         name: what a manifest gives as the path of a file.
     """
-    if not isinstance(name, str) or not name or "\\" in name or "\0" in name or name == NAME:
-        return False
-    if ":" in name and os.name == "nt":
+    refused = "\\\0:" if os.name == "nt" else "\\\0"
+    if not isinstance(name, str) or name == NAME or any(sign in name for sign in refused):
         return False
     return all(part not in ("", ".", "..") and part[1:2] != ":" for part in name.split("/"))
 
@@ -379,62 +299,53 @@ def laid_out(told: Any, depth: int = 0) -> str:
     return f"{{\n{lines}\n{pad[1:]}}}"
 
 
-def _tensor(told: Any, where: str) -> TensorEntry:
-    # There may be thousands: what is wrong is put into words only where something is.
-    if not isinstance(told, dict):
-        raise DamagedCheckpoint(f"{where} is no mapping")
-    shape, dtype = told.get("shape"), told.get("dtype")
-    if not (isinstance(shape, list) and all(map(_is_count, shape))):
-        raise DamagedCheckpoint(f"{where} has the shape {_shown(shape)}")
-    if not isinstance(dtype, str):
-        raise DamagedCheckpoint(f"{where} has the dtype {_shown(dtype)}")
-    return TensorEntry(tuple(shape), dtype)
-
-
-def _checked(told: Any, where: str, **kinds: Callable[[Any], bool]) -> dict[str, Any]:
-    """Return a mapping of a manifest whose values are of their kinds; what is not there is None, a count 0."""
-    start = f"{where}: " if where else ""
-    if not isinstance(told, dict):
-        raise DamagedCheckpoint(f"{start}{_shown(told)} is no mapping")
-    told = dict(told)
-    for key, kind in kinds.items():
-        if key not in told and key not in _REQUIRED:
-            told[key] = 0 if kind is _is_count else None
-        elif not (kind(value := told.get(key)) or (value is None and key in _NULLABLE)):
-            raise DamagedCheckpoint(f"{start}{key} {_shown(value)} is no {_KINDS[kind]}")
-    return told
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _is_digest(value: Any) -> bool:
-    return isinstance(value, str) and _DIGEST.fullmatch(value) is not None
-
-
-def _is_mapping(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
-def _is_counts(value: Any) -> bool:
-    return isinstance(value, dict) and all(map(_is_count, value.values()))
-
-
-def _is_texts(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
-
-
-_REQUIRED, _NULLABLE = ("format", "files", "size", "checksum"), ("mesh", "tensors")
-_KINDS = {
-    _is_count: "number",
-    _is_digest: "32 hexadecimal digits",
-    _is_mapping: "mapping",
-    _is_counts: "mapping of names and sizes",
-    _is_texts: "mapping of names",
+_CHECKSUM = {"algorithm": durable.ALGORITHM, "chunk": durable.CHUNK}
+# What a value of a manifest may be: the words of messages, and how such a value is recognized.
+_KINDS: dict[str, Callable[[Any], bool]] = {
+    "number": lambda value: type(value) is int and value >= 0,
+    "number above 0": lambda value: type(value) is int and value > 0,
+    "text": lambda value: isinstance(value, str),
+    "32 hexadecimal digits": lambda value: isinstance(value, str) and re.fullmatch("[0-9a-f]{32}", value) is not None,
+    "list of sizes": lambda value: isinstance(value, list) and all(map(_KINDS["number"], value)),
+    "mapping": lambda value: isinstance(value, dict),
+    "mapping with entries": lambda value: isinstance(value, dict) and len(value) > 0,
+    "mapping of texts": lambda value: isinstance(value, dict) and all(map(_KINDS["text"], value.values())),
+    "mapping of numbers": lambda value: isinstance(value, dict) and all(map(_KINDS["number"], value.values())),
+    "mapping of numbers, or null": lambda value: value is None or _KINDS["mapping of numbers"](value),
+    f"{_CHECKSUM}": lambda value: value == _CHECKSUM,
 }
+# The keys of each mapping, in the order of the file: the kind of the value, and what stands for a missing one. Where that is
+# not of the kind, the key is required. Other keys are ignored.
+_MANIFEST = {
+    "format": ("number above 0", None),
+    "created": ("text", ""),
+    "versions": ("mapping of texts", {}),
+    "save": ("text", ""),
+    "world_size": ("number above 0", 1),
+    "strategy": ("text", "single"),
+    "mesh": ("mapping of numbers, or null", None),
+    "step": ("number", 0),
+    "iteration": ("number", 0),
+    "checksum": (f"{_CHECKSUM}", None),
+    "files": ("mapping with entries", None),
+}
+_FILE = {
+    "size": ("number", None),
+    "checksum": ("32 hexadecimal digits", None),
+    "rank": ("number", 0),
+    "tensors": ("mapping", {}),
+    "aliases": ("mapping of texts", {}),
+}
+_TENSOR = {"shape": ("list of sizes", None), "dtype": ("text", None)}
 
 
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+def _checked(told: Any, fields: Mapping[str, tuple[str, Any]], where: str) -> dict[str, Any]:
+    """Return the values of a mapping that is not trusted, after comparing each with its kind."""
+    if not isinstance(told, dict):
+        raise DamagedCheckpoint(f"{where}{told!r:.80} is no mapping")
+    values = {}
+    for key, (kind, default) in fields.items():
+        values[key] = value = told.get(key, default)
+        if not _KINDS[kind](value):
+            raise DamagedCheckpoint(f"{where}{key} {value!r:.80} is no {kind}")
+    return values

@@ -5,6 +5,7 @@ import re
 
 from accelerate.runtime.durable import STAGING_PREFIX
 from accelerate.utils.constants import (
+    FSDP_MODEL_NAME,
     MODEL_NAME,
     OPTIMIZER_NAME,
     RNG_STATE_NAME,
@@ -36,6 +37,9 @@ LOCK_PREFIX = ".lock_"
 PUBLISHING_MARKER = ".publishing"
 
 GENERATORS_NAME = "generators"
+
+# Which parameter each number in an optimizer's file means: names by position, for each group. Torch's format does not tell.
+PARAMETER_NAMES = "parameter_names.json"
 
 # Lies in a folder of torch's distributed checkpoints.
 METADATA = ".metadata"
@@ -95,6 +99,26 @@ def marker_file(process_index: int | None = None) -> str:
         process_index: The rank that writes; None for the one that writes the shared files.
     """
     return INCOMPLETE_MARKER if process_index is None else f"{INCOMPLETE_MARKER}_{process_index}"
+
+
+def model_folder(index: int) -> str:
+    """Return the name of the folder with a model's shards."""
+    return f"{FSDP_MODEL_NAME}_{index}"
+
+
+def optimizer_folder(index: int) -> str:
+    """Return the name of the folder with the shards of an optimizer's state."""
+    return f"{OPTIMIZER_NAME}_{index}"
+
+
+def gathered_model_file(index: int) -> str:
+    """Return the name of the file with all weights of a model that was sharded."""
+    return _indexed(FSDP_MODEL_NAME, index, ".bin")
+
+
+def rank_file(stem: str, rank: int) -> str:
+    """Return the name of the file with what one rank has of a model or an optimizer, which is called `stem`."""
+    return f"{stem}_rank{rank}.bin"
 
 
 def scaler_file() -> str:

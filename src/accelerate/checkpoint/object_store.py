@@ -7,65 +7,50 @@ the generation, and the manifest beside it says which generation counts::
     s3://bucket/run/checkpoint_3/g-20260102T030405Z-0123456789abcdef/model.safetensors
     s3://bucket/run/checkpoint_3/g-20260102T030405Z-0123456789abcdef/...
 
-Replacing a checkpoint uploads another generation, writes the manifest, then removes the former generation. Whoever reads finds
-the old one or the new one. A save that is killed leaves a generation that no manifest names; the next save removes it.
+Replacing a checkpoint uploads another generation, writes the manifest, then removes the former generation. A reader finds the
+old one or the new one. A save that is killed leaves a generation that no manifest names; the next save removes it.
 
-A manifest without a generation is read, too: its files lie beside it, as when a local checkpoint was copied to the store.
+A manifest without a generation is read, too: its files lie beside it, as when a local checkpoint was copied to the store. So
+are files without a manifest, as another library saves them.
+
+Requests that fail for a moment are repeated by the packages behind fsspec.
 """
 
-import hashlib
+import contextlib
 import json
 import logging
 import os
 import re
-import secrets
-import weakref
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from datetime import datetime, timezone
-from threading import Lock
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
 
-from accelerate.checkpoint import names, temporary
-from accelerate.checkpoint.bucket import Bucket, concurrently
+from accelerate.checkpoint import names
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest, damaged, is_inside, laid_out
 from accelerate.checkpoint.storage import CheckpointStorage, State, Stored
+from accelerate.runtime.durable import each
 
 logger = logging.getLogger(__name__)
 
 # A reader begins anew when the checkpoint is replaced under its hands; that a third replaces the second meanwhile is no accident.
 _LOOKS = 3
-_LARGEST_MANIFEST = 512 << 20
+# Enough to keep a network busy.
+_AT_ONCE = 4
+# Files of this size are sent in parts of 50 MB, several at a time, all of them in memory: two such files at once are enough.
+_LARGE, _LARGE_AT_ONCE = 100 << 20, 2
+
+# The time of an object, which each file system gives in its own way.
+_TIMES = ("LastModified", "mtime", "last_modified", "created")
 
 _GENERATION = re.compile(r"g-[0-9]{8}T[0-9]{6}Z-[0-9a-f]{16}")
-
-
-@dataclass(frozen=True)
-class _Published:
-    """A checkpoint that can be fetched.
-
-    Attributes:
-        key: changes when another checkpoint takes the place.
-        base: the folder of its files below the location, with a slash at its end, or nothing.
-        sizes: its files by path, with their sizes.
-        manifest: its manifest; None if another library saved it.
-    """
-
-    key: str
-    base: str
-    sizes: Mapping[str, int]
-    manifest: Manifest | None
-
-    @property
-    def generation(self) -> str | None:
-        """The name of the folder that holds the files, if it is one of ours."""
-        return self.base.rstrip("/") or None
 
 
 class ObjectStore(CheckpointStorage):
     """A checkpoint in an object store, or wherever else fsspec reaches.
 
     A save on one node is the same as for a local place: `stage`, write, `publish`. On several nodes, each stages for its own
-    ranks (`shared` is False): when all have, each tells the others its `generation`, all of them `join` that of the rank that
+    ranks (`shared` is False): when all have, each gives the others its `generation`, all of them `join` that of the rank that
     is going to publish, and `upload` when their ranks have written. When all have uploaded, that one rank calls `publish`.
     The same object takes part from beginning to end.
 
@@ -74,34 +59,32 @@ class ObjectStore(CheckpointStorage):
     Args:
         location: a URL, such as ``s3://bucket/run``.
 
+    Attributes:
+        shared: False, because other nodes do not see the local folder in which a process stages.
+        generation: the name of the save that was staged; None before and after.
+
     Raises:
         ImportError: fsspec, or the package that it needs for this kind of URL, is not installed.
         ValueError: the URL is of no kind that fsspec knows, or is chained, or has ``.`` or ``..`` in it.
     """
 
+    shared = False
+    generation: str | None = None
+
     def __init__(self, location: str) -> None:
-        if location.endswith(
-            ":"
-        ):  # the root of a file system, whose slashes were taken for those at the end of a path
+        if location.endswith(":"):  # a root, whose slashes were taken for those at the end of a path
             location += "//"
         if "::" in location:
             raise ValueError(f"A checkpoint cannot lie behind a chained URL: {location!r}. Give its last part alone.")
         if any(part in (".", "..") for part in location.split("/")):
             raise ValueError(f"The URL of a checkpoint has no '.' and no '..' in it, unlike {location!r}.")
         super().__init__(location)
-        self._store = Bucket(location)
-        self._generation: str | None = None
-        self._staged: str | None = None
-        self._discarded: Callable[[], object] = lambda: None
-
-    @property
-    def shared(self) -> bool:
-        """Other nodes do not see what one process stages: it is a local folder."""
-        return False
+        self._objects = _Objects(location)
+        self._staged: TemporaryDirectory[str] | None = None
 
     def child(self, name: str) -> "ObjectStore":
         """Return the place of that name inside this one."""
-        return ObjectStore(self._store.url(name))
+        return ObjectStore(self._objects.url(name))
 
     def parent(self) -> "ObjectStore":
         """Return the place that this one lies in; the root is its own."""
@@ -116,125 +99,78 @@ class ObjectStore(CheckpointStorage):
         Raises:
             OSError: the store refuses, or does not answer.
         """
-        found: list[str] = []
-        manifest = None
+        try:
+            for published in self._looks():
+                if published.manifest is None:
+                    return State("foreign", "it has no manifest: another library or an older version saved it")
+                found = _differences(_sizes(published.manifest), self._objects.below(published.generation))
+                if not found:
+                    return State("complete", "", published.manifest)
+        except FileNotFoundError:
+            return State("absent", "there is nothing")
+        except NotADirectoryError:
+            return State("absent", "it is an object")
+        except DamagedCheckpoint as error:
+            return State("incomplete", str(error))
+        return State("incomplete", "; ".join(found), published.manifest)
+
+    def _looks(self) -> Iterator["_Published"]:
+        """Look what is published, and look again as long as another checkpoint takes the place meanwhile."""
+        former = None
         for _ in range(_LOOKS):
-            try:
-                published = self._published(listed=False)
-            except FileNotFoundError:
-                return State("absent", "there is nothing")
-            except NotADirectoryError:
-                return State("absent", "it is an object")
-            except DamagedCheckpoint as error:
-                return State("incomplete", str(error))
-            manifest = published.manifest
-            if manifest is None:
-                return State("foreign", "it has no manifest: another library or an older version saved it")
-            found = _differences(published.sizes, self._sizes(published.base))
-            if not found:
-                return State("complete", "", manifest)
-            if self._key() == published.key:
-                break
-        return State("incomplete", "; ".join(found), manifest)
+            published = self._published()
+            if published == former:
+                return
+            yield published
+            former = published
 
-    def _published(self, listed: bool = True) -> _Published:
-        """Read the manifest, or list what another library saved.
-
-        Args:
-            listed: whether those files are listed; there may be many.
+    def _published(self) -> "_Published":
+        """Say which files count.
 
         Raises:
             FileNotFoundError: there is nothing.
-            DamagedCheckpoint: nobody should load what is here.
+            DamagedCheckpoint: what is here must not be loaded.
         """
-        entries = self._store.entries()
-        if entries.get(NAME) is not None:
-            told = self._told(entries)
-            if told is not None:
-                if told.generation is None:
-                    _refuse_marked(entries)
-                return told
-            entries = self._store.entries()  # it has been removed just now
+        entries = self._objects.entries()
         if not entries:
             raise FileNotFoundError(f"There is no checkpoint at {self.location!r}: nothing lies there.")
-        _refuse_marked(entries)
-        if any(names.is_generators_file(entry) for entry in entries):
-            raise DamagedCheckpoint(f"its manifest {NAME} is missing")
-        if all(_GENERATION.fullmatch(entry) for entry in entries):
+        published = self._read(entries)
+        marked = any(entry.startswith(names.INCOMPLETE_MARKER) for entry in entries)
+        if not published.generation and (marked or all(_GENERATION.fullmatch(entry) for entry in entries)):
             raise DamagedCheckpoint("its saving did not come to its end")
-        found = self._sizes() if listed else {}
-        sizes = {name: size for name, size in found.items() if not _GENERATION.fullmatch(name.split("/")[0])}
-        return _Published("listed-" + _digest(json.dumps(sorted(sizes.items()))), "", sizes, None)
+        if published.manifest is None and any(names.is_generators_file(entry) for entry in entries):
+            raise DamagedCheckpoint(f"its manifest {NAME} is missing")
+        return published
 
-    def _sizes(self, base: str = "") -> dict[str, int]:
-        return {name: stored.size for name, stored in self._store.below(base).items()}
-
-    def _told(self, entries: Mapping[str, Stored | None]) -> _Published | None:
-        marker = entries[NAME]
-        if marker is not None and marker.size > _LARGEST_MANIFEST:
-            raise DamagedCheckpoint(f"{self._store.url(NAME)} has {marker.size} bytes, which no manifest has")
-        text = self._store.read(NAME)
-        if text is None:
-            return None
-        manifest = Manifest.from_json(text, self._store.url(NAME))
-        told = json.loads(text)
-        generation = told.get("generation")
-        if "generation" in told and (not isinstance(generation, str) or not _GENERATION.fullmatch(generation)):
-            shown = repr(generation)[:80]
-            raise DamagedCheckpoint(f"{self._store.url(NAME)} names the generation {shown}, which is none")
-        sizes = {name: entry.size for name, entry in manifest.files.items()}
-        return _Published(_digest(text), f"{generation}/" if generation else "", sizes, manifest)
-
-    def _key(self) -> str | None:
-        try:
-            return self._published().key
-        except (FileNotFoundError, DamagedCheckpoint):
-            return None
+    def _read(self, entries: Mapping[str, Stored | None]) -> "_Published":
+        """Return what the manifest among the entries names. Nothing in it is trusted."""
+        if entries.get(NAME) is None:
+            return _Published()
+        text, url = self._objects.read(NAME), self._objects.url(NAME)
+        manifest, generation = Manifest.from_json(text, url), json.loads(text).get("generation", "")
+        if generation != "" and not _GENERATION.fullmatch(str(generation)):
+            raise DamagedCheckpoint(f"{url} names the generation {repr(generation)[:80]}, which is none")
+        return _Published(manifest, generation, text)
 
     def entries(self) -> list[CheckpointStorage]:
         """Return the folders that lie here, by name; hidden ones are left out. Those of the checkpoint are among them."""
-        found: dict[str, CheckpointStorage] = {}
-        for base, entries in self._layers():
-            found |= {name: self.child(base + name) for name, stored in entries.items() if stored is None}
-        return [found[name] for name in sorted(found) if not name.startswith(".") and not _GENERATION.fullmatch(name)]
+        found = {os.path.basename(path): path for path, stored in self._visible().items() if stored is None}
+        shown = [name for name in sorted(found) if not name.startswith(".") and not _GENERATION.fullmatch(name)]
+        return [self.child(found[name]) for name in shown]
 
     def files(self) -> dict[str, Stored]:
         """Return the files that lie directly here, by name. Those of the checkpoint are among them."""
-        found: dict[str, Stored] = {}
-        for _, entries in self._layers():
-            found |= {name: stored for name, stored in entries.items() if stored is not None}
+        return {os.path.basename(path): stored for path, stored in self._visible().items() if stored is not None}
+
+    def _visible(self) -> dict[str, Stored | None]:
+        """Return what lies directly here, and then what lies directly in the generation that counts, by path."""
+        found: dict[str, Stored | None] = {}
+        with contextlib.suppress(NotADirectoryError, DamagedCheckpoint, FileNotFoundError):
+            found = self._objects.entries()
+            if generation := self._read(found).generation:
+                inside = self._objects.entries(generation)
+                return found | {f"{generation}/{name}": stored for name, stored in inside.items()}
         return found
-
-    def _layers(self) -> list[tuple[str, dict[str, Stored | None]]]:
-        """What lies here, and what lies in the generation that counts: with the path below the location in front of it."""
-        try:
-            layers = [("", self._store.entries())]
-            if layers[0][1].get(NAME) is not None and (told := self._told(layers[0][1])) is not None and told.base:
-                layers.append((told.base, self._store.entries(told.base)))
-        except NotADirectoryError:
-            return []
-        except DamagedCheckpoint:
-            pass
-        return layers
-
-    def leftovers(self) -> dict[str, Stored]:
-        """Return what saves left in here and in its folders, or are uploading right now, by URL."""
-        found = {}
-        for place in self._places():
-            objects, folders = place._superseded()
-            for name in folders:
-                there = place._store.below(name).values()
-                times = [stored.modified for stored in there if stored.modified is not None]
-                found[place._store.url(name)] = Stored(sum(s.size for s in there), max(times, default=None))
-            found |= {place._store.url(name): stored for name, stored in objects.items()}
-        return dict(sorted(found.items()))
-
-    def _places(self) -> list["ObjectStore"]:
-        return [self, *(entry for entry in self.entries() if isinstance(entry, ObjectStore))]
-
-    def size(self) -> int:
-        """Return the bytes of all objects here, those of killed saves included."""
-        return sum(self._sizes().values())
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -242,7 +178,7 @@ class ObjectStore(CheckpointStorage):
         """Return a temporary folder of this process with the checkpoint's files and its manifest.
 
         What was fetched before is not fetched again. The folder is removed by `release`, or when the process exits. Sizes are
-        compared here; whoever loads a file compares its checksum. Any rank, alone; one rank of a node may fetch for all.
+        compared here; the loader of a file compares its checksum. Any rank, alone; one rank of a node may fetch for all.
 
         Args:
             wanted: which files, by their path in the manifest; all by default.
@@ -252,50 +188,48 @@ class ObjectStore(CheckpointStorage):
             DamagedCheckpoint: a file is missing or has another size than the manifest says, or the save did not come to its end.
             OSError: the store or the local disk refuses.
         """
-        for look in range(_LOOKS):
-            try:
-                published = self._published()
-            except DamagedCheckpoint as error:
-                raise damaged(self.location, [str(error)]) from None
-            copy = _copy_of(self.location, published)
-            try:
-                with copy.lock:
-                    return self._download(published, copy.folder, wanted)
-            except DamagedCheckpoint as error:
-                if look == _LOOKS - 1 or self._key() in (published.key, None):
-                    raise damaged(self.location, [str(error)]) from None
-        raise AssertionError("the last look raises")
+        try:
+            for published in self._looks():
+                sizes = self._foreign() if published.manifest is None else _sizes(published.manifest)
+                key = (os.getpid(), self.location, published.text, frozenset(sizes.items()))
+                if key not in _copies:
+                    _copies[key] = _folder()
+                folder = _copies[key].name
+                chosen = {name: size for name, size in sizes.items() if wanted is None or wanted(name)}
+                self._download(published.generation, chosen, folder)
+                found = _differences(chosen, _files(folder))
+                if not found:
+                    if published.manifest is not None:
+                        published.manifest.write(folder)
+                    return folder
+        except DamagedCheckpoint as error:
+            found = [str(error)]
+        raise damaged(self.location, found)
 
-    def _download(self, published: _Published, folder: str, wanted: Callable[[str], bool] | None) -> str:
-        chosen = {name: size for name, size in published.sizes.items() if wanted is None or wanted(name)}
-        for name in chosen:
-            if not is_inside(name):
-                raise DamagedCheckpoint(f"the name of the object {name!r} leads out of the folder")
+    def _foreign(self) -> dict[str, int]:
+        """Return the sizes of what another library saved here, by path."""
+        sizes = {name: size for name, size in self._objects.below().items() if not _GENERATION.match(name)}
+        outside = [name for name in sizes if not is_inside(name)]
+        if outside:
+            raise DamagedCheckpoint(f"the name of the object {outside[0]!r} leads out of the folder")
+        return sizes
+
+    def _download(self, generation: str, sizes: Mapping[str, int], folder: str) -> None:
+        """Bring files into a folder, but for those that are there already, and those that are missing in the store."""
+        here = _files(folder)
 
         def get(name: str) -> None:
-            size, path = chosen[name], os.path.join(folder, *name.split("/"))
-            if os.path.isfile(path) and os.path.getsize(path) == size:
-                return
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            self._store.get(published.base + name, path, size)
+            with contextlib.suppress(FileNotFoundError):
+                self._objects.get(f"{generation}/{name}".lstrip("/"), os.path.join(folder, name))
 
-        concurrently(get, chosen)
-        if published.manifest is not None:
-            published.manifest.write(folder)
-        return folder
+        _move(get, {name: size for name, size in sizes.items() if here.get(name) != size})
 
     def release(self) -> None:
         """Remove what `fetch` made for this process."""
-        with _copies_lock:
-            for key in [key for key in _copies if key[:2] == (os.getpid(), self.location)]:
-                temporary.discard(_copies.pop(key).folder)
+        for key in [key for key in _copies if key[:2] == (os.getpid(), self.location)]:
+            _copies.pop(key).cleanup()
 
     # -- writing ---------------------------------------------------------------------------------------------------
-
-    @property
-    def generation(self) -> str | None:
-        """The name of the save that was staged; None before and after."""
-        return self._generation
 
     def staging(self) -> str:
         """Return the path of the local folder that `stage` made.
@@ -305,43 +239,32 @@ class ObjectStore(CheckpointStorage):
         """
         if self._staged is None:
             raise RuntimeError(f"Nothing is staged for {self.location} here: call stage() first, on the same object.")
-        return self._staged
+        return self._staged.name
 
-    def stage(self, save: str = "") -> str:
+    def stage(self) -> str:
         """Make an empty folder in ``$TMPDIR``, and remove what killed saves left in the store. One process of each node.
 
-        Args:
-            save: name of the save, the same on all machines.
+        The folder is removed by `publish` or `abandon`, or with this object: the places of the other nodes never learn that the
+        checkpoint has been published.
 
         Raises:
             NotADirectoryError: an object has the place itself.
             OSError: the store or the local disk refuses.
         """
-        if self._staged is not None:
-            self.abandon()
+        self.abandon()
         self._clear()
-        now = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
-        self._staged = temporary.make()
-        # The other nodes' places are not told when the checkpoint has been published; they are dropped.
-        self._discarded = weakref.finalize(self, temporary.discard, self._staged)
-        self._generation = f"g-{now}-{secrets.token_hex(8)}"
-        return self._staged
+        self._staged = _folder()
+        self.generation = f"g-{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}-{os.urandom(8).hex()}"
+        return self._staged.name
 
     def join(self, generation: str) -> None:
         """Upload into the save of another node. Each process that staged calls it, before any of them uploads.
 
         Args:
             generation: that of the process that is going to publish.
-
-        Raises:
-            ValueError: it is none.
         """
-        if not _GENERATION.fullmatch(generation):
-            raise ValueError(
-                f"{generation!r} is no name of a save; give the `generation` of the place that publishes."
-            )
         self.staging()
-        self._generation = generation
+        self.generation = generation
 
     def upload(self, staged: str | None = None) -> None:
         """Move what this node has written to the store, but for the manifest. The process of each node that staged calls this.
@@ -353,19 +276,12 @@ class ObjectStore(CheckpointStorage):
             OSError: an object could not be written; its name is in the message.
         """
         folder = staged or self.staging()
-        sizes: dict[str, int] = {}
-        for where, _, files in os.walk(folder):
-            for file in files:
-                path = os.path.join(where, file)
-                sizes[os.path.relpath(path, folder).replace(os.sep, "/")] = os.path.getsize(path)
-        sizes.pop(NAME, None)
 
         def put(name: str) -> None:
-            path = os.path.join(folder, *name.split("/"))
-            self._store.put(path, f"{self._generation}/{name}")
-            os.unlink(path)
+            self._objects.put(os.path.join(folder, name), f"{self.generation}/{name}")
+            os.unlink(os.path.join(folder, name))
 
-        concurrently(put, sizes)
+        _move(put, {name: size for name, size in _files(folder).items() if name != NAME})
 
     def publish(self) -> None:
         """Upload what is not there yet, and let it take this place. The process with the manifest; all others have uploaded.
@@ -374,98 +290,49 @@ class ObjectStore(CheckpointStorage):
             DamagedCheckpoint: objects that the manifest names have not arrived whole; what was here before is still here.
             OSError: the store refuses; what was here before is still here.
         """
-        folder, generation = self.staging(), str(self._generation)
-        manifest = Manifest.read(folder)
+        manifest = Manifest.read(self.staging())
         self.upload()
-        found = _differences({name: entry.size for name, entry in manifest.files.items()}, self._sizes(generation))
+        found = _differences(_sizes(manifest), self._objects.below(str(self.generation)))
         if found:
             raise DamagedCheckpoint(
                 f"The checkpoint was not published at {self.location}: {'; '.join(found[:10])}. Each node must call upload() "
                 "first, and only one run at a time may save here."
             )
-        former = self._former()
-        text = laid_out({"generation": generation, **json.loads(manifest.to_json())}) + "\n"
-        self._store.write(NAME, text.encode())
-        self._forget()
-        try:
-            self._clear(former)
-        except OSError as error:
-            logger.warning("The former checkpoint at %s could not be removed: %s", self.location, error)
-
-    def _former(self) -> _Published | None:
-        entries = self._store.entries()
-        if entries.get(NAME) is None:
-            return None
-        try:
-            return self._told(entries)
-        except DamagedCheckpoint:
-            return None
+        text = laid_out({"generation": self.generation, **json.loads(manifest.to_json())}) + "\n"
+        self._objects.write(NAME, text.encode())
+        self.abandon()  # what was staged counts from now on, and stays
 
     def abandon(self) -> None:
-        """Remove what was staged and uploaded. Whoever staged calls this; what was here before is still here."""
-        generation = self._generation
-        if generation is None:
+        """Remove what was staged, and what was uploaded without being published. The process that staged calls this."""
+        if self._staged is None:
             return
-        self._forget()
+        self._staged.cleanup()
+        self._staged = self.generation = None
         try:
-            # An error may have come after the manifest was written, and then the generation is in use.
-            marker = self._store.read(NAME)
-            if marker is None or generation.encode() not in marker:
-                self._store.remove_folder(generation)
+            self._clear()
         except OSError as error:
-            logger.warning("An abandoned save at %s could not be removed: %s", self.location, error)
-
-    def _forget(self) -> None:
-        self._discarded()
-        self._staged = self._generation = None
+            logger.warning("What does not count any more at %s could not be removed: %s", self.location, error)
 
     # -- removing --------------------------------------------------------------------------------------------------
 
-    def _superseded(self) -> tuple[dict[str, Stored], list[str]]:
-        """The objects and the folders here that do not count any more: of killed saves, or of what has been replaced."""
-        entries = self._store.entries()
-        generations = [name for name in entries if _GENERATION.fullmatch(name)]
-        parts = [name for name in entries if names.is_checkpoint_file(name)]
-        current = None
-        if entries.get(NAME) is not None:
-            if len(generations) <= 1 and not parts:
-                return {}, []  # the usual case, without another request
-            try:
-                current = self._told(entries)
-            except DamagedCheckpoint:
-                return {}, []  # somebody may still want to look at the parts
-        generation = None if current is None else current.generation
-        if generation is None:
-            parts = []
-        # What is no part of a checkpoint is the user's own.
-        objects = {name: stored for name in parts if (stored := entries[name]) is not None}
-        folders = [name for name in parts if entries[name] is None]
-        return objects, [*folders, *(name for name in generations if name != generation)]
-
-    def _clear(self, former: _Published | None = None) -> list[str]:
-        """Remove what does not count any more; return what that was.
-
-        Args:
-            former: the checkpoint that was replaced just now.
-        """
-        objects, folders = self._superseded()
-        chosen = list(objects)
-        if former is not None and former.manifest is not None and former.generation is None:
-            chosen += [name for name in former.sizes if name not in objects and name.split("/")[0] not in folders]
-        self._store.remove(chosen)
-        for folder in folders:
-            self._store.remove_folder(folder)
-        return [self._store.url(name) for name in [*chosen, *folders]]
-
     def remove(self) -> None:
-        """Remove the checkpoint with all that lies here; nobody takes a part of it for a checkpoint meanwhile."""
-        entries = self._store.entries()
-        if any(name != NAME and not _GENERATION.fullmatch(name) for name in entries):
-            self._store.write(names.INCOMPLETE_MARKER, b"")
-        self._store.remove([NAME] if NAME in entries else [])
-        self._store.remove([name for name in self._store.below() if name != names.INCOMPLETE_MARKER])
-        self._store.remove_folder()
+        """Remove the checkpoint with all that lies here; no reader takes a part of it for a checkpoint meanwhile."""
+        if any(name != NAME and not _GENERATION.fullmatch(name) for name in self._objects.entries()):
+            self._objects.write(names.INCOMPLETE_MARKER, b"")
+        self._objects.remove(NAME)
+        for name in self._objects.entries():
+            if name != names.INCOMPLETE_MARKER:
+                self._objects.remove(name)
+        self._objects.remove()
         self.release()
+
+    def leftovers(self) -> dict[str, Stored]:
+        """Return what saves left in here and in its folders, or are uploading right now, by URL."""
+        return {
+            place._objects.url(name): stored or place.child(name).stored()
+            for place in self._places()
+            for name, stored in place._superseded().items()
+        }
 
     def sweep(self) -> list[str]:
         """Remove what killed saves left in here and in its folders. Only the process that writes here calls it.
@@ -473,53 +340,186 @@ class ObjectStore(CheckpointStorage):
         Returns:
             The URLs removed.
         """
-        removed = []
-        for place in self._places():
-            if gone := place._clear():
-                removed += gone
-                if place is not self and not place._store.entries():
-                    place._store.remove_folder()  # a file system with real folders keeps the empty one
-        return removed
+        return [url for place in self._places() for url in place._clear()]
+
+    def _places(self) -> list["ObjectStore"]:
+        return [self, *(entry for entry in self.entries() if isinstance(entry, ObjectStore))]
+
+    def _superseded(self) -> dict[str, Stored | None]:
+        """Return the entries that do not count any more: of killed saves, or of what has been replaced."""
+        entries = self._objects.entries()
+        # What is no part of a checkpoint is the user's own.
+        parts = [name for name in sorted(entries) if names.is_checkpoint_file(name) or _GENERATION.fullmatch(name)]
+        if NAME in entries and len(parts) <= 1:
+            return {}  # the usual case, without another request
+        try:
+            current = self._read(entries).generation
+        except (DamagedCheckpoint, FileNotFoundError):
+            return {}  # a person may still want to look at the parts
+        if not current:  # the parts beside the generations count
+            parts = [name for name in parts if _GENERATION.fullmatch(name)]
+        return {name: entries[name] for name in parts if name != current}
+
+    def _clear(self) -> list[str]:
+        """Remove what does not count any more; return its URLs."""
+        superseded = self._superseded()
+        for name in superseded:
+            self._objects.remove(name)
+        if superseded and not self._objects.entries():
+            self._objects.remove()  # a file system with real folders keeps the empty one
+        return [self._objects.url(name) for name in superseded]
 
 
-# -- local copies ------------------------------------------------------------------------------------------------------
+class _Published(NamedTuple):
+    """The files that count.
+
+    Attributes:
+        manifest: None if another library saved them.
+        generation: the folder that holds them; empty if they lie beside the manifest.
+        text: the manifest as it was read: another one means another checkpoint.
+    """
+
+    manifest: Manifest | None = None
+    generation: str = ""
+    text: bytes = b""
 
 
-class _Copy:
-    def __init__(self) -> None:
-        self.folder = temporary.make()
-        self.lock = Lock()
+# -- the objects below a URL -------------------------------------------------------------------------------------------
 
 
-_copies: dict[tuple[int, str, str], _Copy] = {}
-_copies_lock = Lock()
+class _Objects:
+    """The objects below one URL, by their paths relative to it; errors name the object."""
+
+    def __init__(self, location: str) -> None:
+        self.location = location
+        self._system()
+
+    def _system(self) -> tuple[Any, str]:
+        """Return the file system and the path in it; fsspec keeps the instances, and makes others for a fork."""
+        try:
+            from fsspec.core import url_to_fs
+
+            return url_to_fs(self.location)
+        except ImportError as error:
+            command = 'pip install "accelerate[object-stores]", and the package of the store, such as s3fs or gcsfs'
+            raise ImportError(f"{self.location!r} needs another package: {error}. Run {command}.") from error
+
+    def url(self, name: str) -> str:
+        """Return the URL of an object."""
+        separator = "" if not name or self.location.endswith("/") else "/"
+        return f"{self.location}{separator}{name}"
+
+    @contextlib.contextmanager
+    def _at(self, name: str, done: str) -> Iterator[tuple[Any, str]]:
+        """Give the file system, without the listings that it remembers, and the path of an object or a folder in it."""
+        system, root = self._system()
+        system.invalidate_cache()
+        failure = f"{self.url(name)} could not be {done}"
+        try:
+            yield system, f"{root.rstrip('/')}/{name}" if name else root
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{failure}: {error}") from error
+        except PermissionError as error:
+            raise PermissionError(f"{failure}: {error}. Check the credentials and their rights.") from error
+        except Exception as error:  # the packages have errors of their own
+            raise OSError(f"{failure}: {type(error).__name__}: {error}") from error
+
+    def entries(self, folder: str = "") -> dict[str, Stored | None]:
+        """Return what lies directly in a folder: names of objects, and names of folders with None."""
+        infos: list[dict[str, Any]] = []
+        with contextlib.suppress(FileNotFoundError), self._at(folder, "listed") as (system, base):
+            infos = system.ls(base, detail=True)
+        found: dict[str, Stored | None] = {}
+        for info in infos:
+            name = system._strip_protocol(info["name"])[len(base) :].strip("/")
+            if name:
+                times = (info[key].timestamp() for key in _TIMES if isinstance(info.get(key), datetime))
+                stored = Stored(int(info["size"] or 0), next(times, None))
+                found[name] = None if info["type"] == "directory" else stored
+            elif info["type"] != "directory" and len(infos) == 1 and not info["name"].endswith("/"):
+                # A slash: some consoles make an empty object to show a folder.
+                raise NotADirectoryError(f"{self.location!r} is an object, so no checkpoint can be there.")
+        return found
+
+    def below(self, folder: str = "") -> dict[str, int]:
+        """Return the sizes of all objects below a folder, by their path relative to it; that of an object itself is empty."""
+        infos: dict[str, dict[str, Any]] = {}
+        with contextlib.suppress(FileNotFoundError), self._at(folder, "listed") as (system, base):
+            infos = system.find(base, detail=True)
+        return {
+            system._strip_protocol(path)[len(base) :].strip("/"): int(info["size"] or 0)
+            for path, info in infos.items()
+            if info["type"] == "file" and not path.endswith("/")
+        }
+
+    def read(self, name: str) -> bytes:
+        """Return the content of a small object."""
+        with self._at(name, "read") as (system, path):
+            return system.cat_file(path)
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a small object at once: it is there in full, or as it was before."""
+        with self._at(name, "written") as (system, path):
+            system.pipe_file(path, data)
+
+    def put(self, file: str, name: str) -> None:
+        """Upload a local file."""
+        with self._at(name, "uploaded") as (system, path):
+            system.put_file(file, path)
+
+    def get(self, name: str, file: str) -> None:
+        """Download an object; the local file is there in full, or not at all."""
+        with self._at(name, "downloaded") as (system, path):
+            os.makedirs(os.path.dirname(file), exist_ok=True)
+            system.get_file(path, f"{file}.part")
+            os.replace(f"{file}.part", file)
+
+    def remove(self, name: str = "") -> None:
+        """Remove an object, or all objects below a folder and the folder where it is one by itself; but never a bucket."""
+
+        # One by one: fsspec takes names for patterns when it removes several together.
+        def remove(file: str) -> None:
+            with contextlib.suppress(FileNotFoundError), self._at(file, "removed") as (system, path):
+                system.rm_file(path)
+
+        each(remove, [f"{name}/{inner}".strip("/") for inner in self.below(name)], _AT_ONCE)
+        with contextlib.suppress(FileNotFoundError), self._at(name, "removed") as (system, path):
+            is_pattern = any(sign in path for sign in "*?[")
+            if "/" in path.strip("/") and not is_pattern and system.isdir(path):
+                system.rm(path, recursive=True)
 
 
-def _copy_of(location: str, published: _Published) -> _Copy:
-    with _copies_lock:
-        key = (os.getpid(), location, published.key)
-        if key not in _copies or not os.path.isdir(_copies[key].folder):
-            _copies[key] = _Copy()
-        return _copies[key]
+# -- local folders -----------------------------------------------------------------------------------------------------
+
+# What this process has fetched. A fork inherits the entries, but makes folders of its own.
+_copies: dict[tuple[Hashable, ...], TemporaryDirectory[str]] = {}
 
 
-# -- helpers -----------------------------------------------------------------------------------------------------------
+def _folder() -> TemporaryDirectory[str]:
+    return TemporaryDirectory(prefix="accelerate_checkpoint_", ignore_cleanup_errors=True)
+
+
+def _files(folder: str) -> dict[str, int]:
+    """Return the sizes of the files below a local folder, by path with ``/`` between parts."""
+    paths = [os.path.join(where, file) for where, _, files in os.walk(folder) for file in files]
+    return {os.path.relpath(path, folder).replace(os.sep, "/"): os.path.getsize(path) for path in paths}
+
+
+def _move(task: Callable[[str], None], sizes: Mapping[str, int]) -> None:
+    """Call a task that moves a file with the name of each."""
+    each(task, [name for name in sizes if sizes[name] > _LARGE], _LARGE_AT_ONCE)
+    each(task, [name for name in sizes if sizes[name] <= _LARGE], _AT_ONCE)
+
+
+def _sizes(manifest: Manifest) -> dict[str, int]:
+    return {name: entry.size for name, entry in manifest.files.items()}
 
 
 def _differences(expected: Mapping[str, int], there: Mapping[str, int]) -> list[str]:
-    found = []
-    for name in sorted(expected):
-        if name not in there:
-            found.append(f"{name} is missing ({expected[name]} bytes were written)")
-        elif there[name] != expected[name]:
-            found.append(f"{name} has {there[name]} bytes, but {expected[name]} were written")
-    return found
-
-
-def _refuse_marked(entries: Mapping[str, Stored | None]) -> None:
-    if any(entry.startswith(names.INCOMPLETE_MARKER) for entry in entries):
-        raise DamagedCheckpoint("its saving did not come to its end")
-
-
-def _digest(text: str | bytes) -> str:
-    return hashlib.sha256(text.encode() if isinstance(text, str) else text).hexdigest()
+    return [
+        f"{name} has {there[name]} bytes, but {size} were written"
+        if name in there
+        else f"{name} is missing ({size} bytes were written)"
+        for name, size in sorted(expected.items())
+        if there.get(name) != size
+    ]

@@ -1,19 +1,251 @@
-"""One checkpoint and the ranks that take part in it: who stages, who writes what, who publishes, and what is verified."""
+"""Saving a checkpoint: what each rank puts into it, who stages, writes and publishes, and what is verified before a load.
 
+A rank collects its files in a `SavePlan`. It is path-like, so that strategies which write by themselves write into its folder; what is put
+into it instead is hashed while it is written, and can be copied and written in the background.
+"""
+
+import copy
+import io
 import os
-from collections.abc import Callable, Iterable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from accelerate.checkpoint import formats, manifest
 from accelerate.checkpoint.barrier import CollectiveBarrier, SaveBarrier, default_store
 from accelerate.checkpoint.manifest import FileEntry, Manifest
-from accelerate.checkpoint.plan import WRITERS, SavePlan
+from accelerate.checkpoint.state import copy_of, is_spread
 from accelerate.checkpoint.storage import CheckpointStorage
 from accelerate.runtime import durable
 
 if TYPE_CHECKING:
     from accelerate.accelerator import Accelerator
+
+# Files that are written at a time. Two keep a disk busy while one of them waits for its hash or for the interpreter.
+WRITERS = 2
+
+# -- what one rank writes ----------------------------------------------------------------------------------------------
+
+
+class SavePlan(os.PathLike[str]):
+    """Files of one rank for the folder of a checkpoint.
+
+    Args:
+        folder: the local folder in which they are written.
+        rank: this process.
+    """
+
+    def __init__(self, folder: str, rank: int = 0) -> None:
+        self.folder = folder
+        self.rank = rank
+        self._jobs: dict[str, tuple[Callable[..., FileEntry], Any, dict[str, Any]]] = {}
+        self._shards: dict[str, dict[str, Any]] = {}
+
+    def __fspath__(self) -> str:
+        return self.folder
+
+    def add_tensors(self, file: str, tensors: Mapping[str, torch.Tensor], **options: Any) -> None:
+        """Add a file of tensors in safetensors' format.
+
+        Args:
+            file: its name in the folder.
+            tensors: by name.
+            **options: ``metadata`` and ``aliases`` of `formats.write_safetensors`.
+        """
+        for name, tensor in tensors.items():
+            formats.check_storable(name, tensor)
+        self._jobs[file] = (formats.write_safetensors, dict(tensors), options)
+
+    def add_object(self, file: str, obj: Any) -> None:
+        """Add a file in torch's format.
+
+        Args:
+            file: its name in the folder.
+            obj: what `torch.save` takes.
+        """
+        self._jobs[file] = (formats.write_torch, obj, {})
+
+    def add_bytes(self, file: str, data: bytes) -> None:
+        """Add a file that is its bytes.
+
+        Args:
+            file: its name in the folder.
+            data: its content.
+        """
+        self._jobs[file] = (formats.write_bytes, data, {})
+
+    def add_shards(self, name: str, state: dict[str, Any]) -> None:
+        """Add a folder of shards, in torch's sharded format: all ranks add it, and write it together. All ranks.
+
+        Args:
+            name: of the folder.
+            state: nested dictionaries of what this rank has.
+        """
+        self._shards[name] = state
+
+    def snapshot(self, buffers: "HostBuffers") -> Callable[[], None]:
+        """Replace all that was added by copies in host memory; what the run goes on with is not in the plan any more.
+
+        Args:
+            buffers: gives the memory.
+
+        Returns:
+            What gives the memory back, once the files are written. If copying fails, that has been done.
+        """
+        taken = _Snapshot(buffers)
+        try:
+            self._jobs = {file: (write, taken.of(obj), options) for file, (write, obj, options) in self._jobs.items()}
+            self._shards = {name: taken.of(state) for name, state in self._shards.items()}
+            buffers.synchronize()
+        except BaseException:
+            buffers.release()
+            raise
+        return buffers.release
+
+    def write(self, writers: int = WRITERS, group: Any = None) -> dict[str, FileEntry]:
+        """Write the files, durably, and return what the manifest says of them. All ranks if any has shards, else any rank, alone.
+
+        Args:
+            writers: files that are written at a time. An interpreter that is about to exit starts no more threads, so what
+                may run then takes one.
+            group: the ranks that write shards, and how they talk; the default group by default.
+        """
+        entries: dict[str, FileEntry] = {}
+        for name, state in self._shards.items():
+            from accelerate.checkpoint import shards  # here: with torch's planner
+
+            written = shards.save(state, os.path.join(self.folder, name), group)
+            entries |= {f"{name}/{file}": entry for file, entry in written.items()}
+
+        def one(file: str) -> FileEntry:
+            write, obj, options = self._jobs[file]
+            return write(os.path.join(self.folder, file), obj, rank=self.rank, **options)
+
+        # In the order in which they were added: models and optimizers come first, so that the small ones fill the gaps.
+        return {**entries, **dict(zip(self._jobs, durable.each(one, self._jobs, writers), strict=True))}
+
+
+class HostBuffers:
+    """Memory of the host into which one save at a time is copied; the next one uses it again, because new memory costs more than the copy.
+
+    With an accelerator it is pinned, so that copies run beside the computation.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[int, bool], list[torch.UntypedStorage]] = {}
+        self._taken: list[tuple[tuple[int, bool], torch.UntypedStorage]] = []
+        self._devices: set[torch.device] = set()
+
+    def copy(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        """Return a copy of a storage; of an accelerator's it is complete after `synchronize`.
+
+        Args:
+            storage: of any device.
+        """
+        key = size, pinned = storage.nbytes(), storage.device.type == "cuda"
+        free = self._free.get(key)
+        buffer = free.pop() if free else torch.empty(size, dtype=torch.uint8, pin_memory=pinned).untyped_storage()
+        self._taken.append((key, buffer))
+        source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        torch.empty(0, dtype=torch.uint8).set_(buffer).copy_(source, non_blocking=pinned)
+        if pinned:
+            self._devices.add(storage.device)
+        return buffer
+
+    def synchronize(self) -> None:
+        """Wait until the copies are complete."""
+        while self._devices:
+            torch.cuda.synchronize(self._devices.pop())
+
+    def release(self) -> None:
+        """Keep the memory for the next save, once: nobody reads the copies any more. What this one did not use is let go."""
+        taken, self._taken = self._taken, []
+        if taken:
+            self._free = {}
+            for key, buffer in taken:
+                self._free.setdefault(key, []).append(buffer)
+
+
+def copied(obj: Any) -> Any:
+    """Return a copy of a state that shares no tensor, and nothing that can change, with it.
+
+    Args:
+        obj: what an object's ``state_dict`` returned.
+    """
+    return _Snapshot(HostBuffers(), keeps_devices=True).of(obj)
+
+
+class _Snapshot:
+    """Copies nested objects: tensors into host memory, views of one storage as views of one copy.
+
+    What is in the state twice is in the copy twice, and is one object there, too.
+    """
+
+    def __init__(self, buffers: HostBuffers, keeps_devices: bool = False) -> None:
+        self._buffers = buffers
+        self._keeps_devices = keeps_devices
+        self._storages: dict[tuple[str, int, int], torch.UntypedStorage] = {}
+        self._made: dict[int, tuple[Any, Any]] = {}  # with the original, so that its id stays its own
+
+    def of(self, obj: Any) -> Any:
+        if obj is None or isinstance(obj, (bool, int, float, complex, str, bytes)):
+            return obj
+        if id(obj) in self._made:
+            return self._made[id(obj)][1]
+        if isinstance(obj, torch.Tensor):
+            made = self._tensor(obj)
+        elif type(obj) in (dict, OrderedDict):
+            made = self._note(obj, type(obj)())
+            made.update((key, self.of(value)) for key, value in obj.items())
+            if type(obj) is OrderedDict:
+                vars(made).update(self.of(vars(obj)))  # a state dict has its version there
+        elif type(obj) is list:
+            made = self._note(obj, [])
+            made.extend(self.of(value) for value in obj)
+        elif type(obj) is tuple:
+            made = tuple(self.of(value) for value in obj)
+        else:
+            made = _deep(obj)
+        return self._note(obj, made)
+
+    def _note(self, obj: Any, made: Any) -> Any:
+        self._made[id(obj)] = (obj, made)
+        return made
+
+    def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.detach()
+        if is_spread(tensor):
+            return copy_of(tensor)
+        if tensor.layout is not torch.strided or type(tensor) is not torch.Tensor or tensor.is_quantized:
+            return copy.deepcopy(tensor) if self._keeps_devices else copy.deepcopy(tensor).cpu()
+        if self._keeps_devices and tensor.device.type != "cpu":
+            return tensor.clone()
+        storage = tensor.untyped_storage()
+        key = (str(tensor.device), storage.data_ptr(), storage.nbytes())
+        if key not in self._storages:
+            self._storages[key] = self._buffers.copy(storage)
+        made = torch.empty(0, dtype=tensor.dtype)
+        made.set_(self._storages[key], tensor.storage_offset(), tensor.shape, tensor.stride())
+        if tensor.is_conj():
+            made = made.conj()
+        return made._neg_view() if tensor.is_neg() else made
+
+
+def _deep(obj: Any) -> Any:
+    """A copy of an object of any kind, as what is saved would come back."""
+    try:
+        return copy.deepcopy(obj)
+    except RuntimeError:  # tensors that are results of a computation refuse, but can be saved
+        memory = io.BytesIO()
+        torch.save(obj, memory)
+        memory.seek(0)
+        return torch.load(memory, weights_only=False)  # written here a moment ago
+
+
+# -- the ranks of a checkpoint ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -37,15 +269,15 @@ class Group:
     shared: bool
 
     @classmethod
-    def of(cls, accelerator: "Accelerator", place: CheckpointStorage) -> "Group":
+    def of(cls, accelerator: "Accelerator", storage: CheckpointStorage) -> "Group":
         """Return the group of an Accelerator.
 
         Args:
             accelerator: The Accelerator.
-            place: Where the checkpoint is.
+            storage: Where the checkpoint is.
         """
-        # A place that is no file system is the same for all nodes.
-        each_node = accelerator.project_configuration.save_on_each_node and place.shared
+        # A storage that is no file system is the same for all nodes.
+        each_node = accelerator.project_configuration.save_on_each_node and storage.shared
         return cls(
             accelerator.process_index,
             accelerator.num_processes,
@@ -53,7 +285,7 @@ class Group:
             # Where no launcher tells it, each rank looks after itself.
             int(os.environ.get("LOCAL_WORLD_SIZE") or 1),
             each_node,
-            place.shared and not each_node,
+            storage.shared and not each_node,
         )
 
     @property
@@ -76,18 +308,18 @@ class Group:
         leader = leader if leader in ranks else ranks[0]
         return leader, self.rank == (leader if self.each_node else ranks[0])
 
-    def barrier(self, kind: str, place: CheckpointStorage) -> SaveBarrier:
+    def barrier(self, kind: str, storage: CheckpointStorage) -> SaveBarrier:
         """Return the barrier of these ranks.
 
         Args:
             kind: ``"save_state"`` or ``"load_state"``.
-            place: Where the checkpoint is.
+            storage: Where the checkpoint is.
         """
         store = default_store()
         if store is None and self.world_size > 1:
-            return CollectiveBarrier(kind, place.location, self.rank, self.world_size)
+            return CollectiveBarrier(kind, storage.location, self.rank, self.world_size)
         apart = self.local_world_size if self.each_node else None
-        made = SaveBarrier(kind, place.location, self.rank, self.world_size, store, apart)
+        made = SaveBarrier(kind, storage.location, self.rank, self.world_size, store, apart)
         made.local_rank = None if self.shared else self.local_rank
         return made
 
@@ -96,29 +328,29 @@ class Save:
     """The saving of one checkpoint. Each rank makes one and goes through the same steps.
 
     Args:
-        place: Where the checkpoint goes.
+        storage: Where the checkpoint goes.
         group: The ranks.
         facts: What the manifest says of the run.
-        refusing: Called with the place by the leader before it stages; raises where the place must not be taken.
-        rotating: Called with the place by the rank that published, once the checkpoint is there.
+        refusing: Called with the storage by the leader before it stages; raises where the storage must not be taken.
+        rotating: Called with the storage by the rank that published, once the checkpoint is there.
     """
 
     def __init__(
         self,
-        place: CheckpointStorage,
+        storage: CheckpointStorage,
         group: Group,
         facts: dict[str, Any],
         refusing: Callable[[CheckpointStorage], Any] | None = None,
         rotating: Callable[[CheckpointStorage], Any] | None = None,
     ) -> None:
-        self.place = place
+        self.storage = storage
         self.group = group
         self.facts = facts
         self.rotating = rotating
         # The process group of the ranks that write shards together; None for the default one.
         self.shards: Any = None
         self.refusing = refusing
-        self.barrier = group.barrier("save_state", place)
+        self.barrier = group.barrier("save_state", storage)
         self._plan: SavePlan | None = None
         self._problem: BaseException | None = None
         self._leader, self._publishes = group.leader, False
@@ -139,11 +371,11 @@ class Save:
         if self._leads and former is None:
             try:
                 if self.refusing is not None:
-                    self.refusing(self.place)
-                staged = self.place.stage(self.barrier.name)
+                    self.refusing(self.storage)
+                staged = self.storage.stage()
             except BaseException as error:  # a rank that leaves without a word is waited for
                 problem = error
-        told = {"staged": staged, "problem": _text(problem), "generation": self.place.generation}
+        told = {"staged": staged, "problem": _text(problem), "generation": self.storage.generation}
         try:
             notes = self.barrier.exchange(told)
             if any(note["problem"] for note in notes):
@@ -152,7 +384,7 @@ class Save:
             self._abandon()
             raise
         if self._leads and notes[0]["generation"]:
-            self.place.join(notes[0]["generation"])
+            self.storage.join(notes[0]["generation"])
         staged = dict(zip(self.barrier.ranks, notes, strict=True))[self._leader]["staged"]
         self._plan = SavePlan(staged, self.group.rank)
 
@@ -186,7 +418,7 @@ class Save:
 
     def _abandon(self) -> None:
         if self._leads:
-            self.place.abandon()
+            self.storage.abandon()
 
     def finish(self, writers: int = WRITERS) -> None:
         """Write this rank's files, and publish the checkpoint when every rank has. May run in a thread.
@@ -219,8 +451,8 @@ class Save:
             entries = merged(mine)
             try:
                 entries |= unlisted(self._plan.folder, entries, self.group.rank, writers)
-                if not self.place.shared:
-                    self.place.upload(self._plan.folder)
+                if not self.storage.shared:
+                    self.storage.upload(self._plan.folder)
             except BaseException as error:
                 self._problem = error
         notes = self._tell(entries if self._leads else {})
@@ -235,9 +467,9 @@ class Save:
         if self.group.each_node:
             notes = [note for note in notes if note["leader"] == self.group.rank]
         Manifest(merged(notes), save=self.barrier.name, **self.facts).write(self._plan.folder)
-        self.place.publish()
+        self.storage.publish()
         if self.rotating is not None:
-            self.rotating(self.place)
+            self.rotating(self.storage)
 
 
 def _text(problem: BaseException | None) -> str:
@@ -250,7 +482,7 @@ def merged(notes: Iterable[dict[str, Any]]) -> dict[str, FileEntry]:
     Args:
         notes: of `Save`.
     """
-    return {name: FileEntry.told_by_rank(told) for note in notes for name, told in note["files"].items()}
+    return {name: FileEntry.from_json(told) for note in notes for name, told in note["files"].items()}
 
 
 def unlisted(folder: str, known: Iterable[str], rank: int, threads: int = 1) -> dict[str, FileEntry]:

@@ -1,40 +1,43 @@
-"""Where a checkpoint lies, and how it gets there: written aside, then published in one move.
+"""Where a checkpoint lies, how it gets there in one step, and which checkpoints of a run stay.
 
-A checkpoint is written into a hidden folder beside its place. When all of it is there, the manifest too, and every byte has
-reached the disk, the hidden folder takes the place: by one rename, or, where an older checkpoint has the place, by exchanging
-the two. Whoever looks sees the old one or the new one, and never a part. A publish that is killed between two steps is
-completed, or undone, by whoever touches the place next.
+A checkpoint is written into a hidden folder beside its location. When all of it is there, the manifest too, and every byte has
+reached the disk, the hidden folder takes the location: by one rename, or, where an older checkpoint lies there, by exchanging the
+two. A reader finds the old one or the new one, and never a part. A publish that is killed between two steps is completed by the
+next process that writes to the location.
 """
 
 import contextlib
+import itertools
 import logging
 import os
 import shutil
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar, Literal
 
 from accelerate.checkpoint import names
-from accelerate.checkpoint.lock import Busy, Lock
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest, problems
-from accelerate.checkpoint.own import carry, clear_away, duplicate, make_folders, users_own
 from accelerate.runtime.durable import exchange, sync_folder, sync_tree
 
 logger = logging.getLogger(__name__)
 
-Path = str | os.PathLike[str]
+
+class Busy(RuntimeError):
+    """Another process saves to the location."""
 
 
 @dataclass(frozen=True)
 class State:
-    """What lies at a place.
+    """What lies at a location.
 
     Attributes:
         kind: ``"complete"`` with a manifest and its files; ``"foreign"`` for a folder of another library or of an older
-            version, which cannot be verified; ``"incomplete"`` for what nobody should load; ``"absent"`` for nothing.
+            version, which cannot be verified; ``"incomplete"`` for what must not be loaded; ``"absent"`` for nothing.
         reason: why it is not complete.
-        manifest: if it is complete, or if that could be read.
+        manifest: if it is complete, or if the manifest could be read.
     """
 
     kind: Literal["complete", "foreign", "incomplete", "absent"]
@@ -49,7 +52,7 @@ class State:
 
 @dataclass(frozen=True)
 class Stored:
-    """A file at a place, or a folder with all that is in it.
+    """A file, or a folder with all that is in it.
 
     Attributes:
         size: in bytes.
@@ -60,67 +63,46 @@ class Stored:
     modified: float | None = None
 
 
+@dataclass(unsafe_hash=True)
 class CheckpointStorage(ABC):
     """Where a checkpoint is, or will be.
 
     Args:
         location: absolute path or URL, without a slash at its end.
+
+    Attributes:
+        shared: whether every process that reaches the location sees what one of them stages.
+        generation: the name of what is being staged, where processes that stage apart have to agree on one.
     """
 
-    def __init__(self, location: str) -> None:
-        self.location = location
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and other.location == self.location
-
-    def __hash__(self) -> int:
-        return hash(self.location)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.location!r})"
-
-    @property
-    def shared(self) -> bool:
-        """Whether every process that reaches the place sees what one of them stages."""
-        return True
-
-    @property
-    def generation(self) -> str | None:
-        """The name of what is being staged here, where processes that stage apart have to agree on one."""
-        return None
-
-    def join(self, generation: str) -> None:
-        """Stage for the same checkpoint as another process.
-
-        Args:
-            generation: that process's.
-        """
-        return
-
-    def upload(self, staged: str) -> None:
-        """Bring what a node has staged to the place, unseen; where staging is not shared, before one rank publishes.
-
-        Args:
-            staged: path of the staged folder.
-        """
-        return
+    location: str
+    shared: ClassVar[bool] = True
+    generation: str | None = field(default=None, init=False, compare=False, repr=False)
 
     @property
     def name(self) -> str:
         """The last part of the location."""
-        return self.location.rstrip("/").rsplit("/", 1)[-1]
+        return os.path.basename(self.location.rstrip("/"))
+
+    def join(self, generation: str) -> None:
+        """Stage for the same checkpoint as the process that has this generation."""
+        return
+
+    def upload(self, staged: str) -> None:
+        """Bring a staged folder to the location, unseen; where staging is not shared, before one rank publishes."""
+        return
 
     @abstractmethod
     def child(self, name: str) -> "CheckpointStorage":
-        """Return the place of that name inside this one."""
+        """Return the storage of that name inside this one."""
 
     @abstractmethod
     def parent(self) -> "CheckpointStorage":
-        """Return the place that this one lies in."""
+        """Return the storage that this one lies in."""
 
     @abstractmethod
     def state(self) -> State:
-        """Say what lies here, without reading the files themselves. Any rank, alone."""
+        """Return what lies here, without reading the files themselves. Any rank, alone."""
 
     @abstractmethod
     def entries(self) -> list["CheckpointStorage"]:
@@ -128,23 +110,15 @@ class CheckpointStorage(ABC):
 
     @abstractmethod
     def files(self) -> dict[str, Stored]:
-        """Return the files that lie directly here, hidden ones too, by name; nothing if there is no such place."""
+        """Return the files that lie directly here, hidden ones too, by name; nothing if there is no such location."""
 
     @abstractmethod
-    def stage(self, save: str = "") -> str:
-        """Make the empty local folder in which the next checkpoint is written. One process per file system.
-
-        Args:
-            save: name of the save, the same on all machines.
-        """
-
-    @abstractmethod
-    def staging(self) -> str:
-        """Return the path of that folder; all ranks of a node see the same."""
+    def stage(self) -> str:
+        """Make the empty local folder in which the next checkpoint is written. One process per file system."""
 
     @abstractmethod
     def publish(self) -> None:
-        """Let what was staged, manifest included, take this place. The process that staged it calls this."""
+        """Let what was staged, manifest included, take the location. The process that staged it calls this."""
 
     @abstractmethod
     def abandon(self) -> None:
@@ -164,19 +138,11 @@ class CheckpointStorage(ABC):
 
     @abstractmethod
     def remove(self) -> None:
-        """Remove the checkpoint; nobody sees a part of it meanwhile."""
+        """Remove the checkpoint; no reader sees a part of it meanwhile."""
 
     def sweep(self) -> list[str]:
-        """Remove what killed runs left among the checkpoints here; only a process that writes here calls it.
-
-        Returns:
-            What was removed.
-        """
+        """Remove what killed runs left among the checkpoints here, and return it; only a process that writes here calls it."""
         return []
-
-    @abstractmethod
-    def size(self) -> int:
-        """Return the bytes of all files here."""
 
     def stored(self) -> Stored:
         """Return the bytes of all that is here, and when any of it was last written to, where that is known."""
@@ -189,16 +155,13 @@ class CheckpointStorage(ABC):
         return {}
 
     def checkpoints(self) -> list[tuple[int, "CheckpointStorage"]]:
-        """Return the automatically named checkpoints here, whole or not, as pairs of number and place, oldest first."""
-        found = [(names.number_of(entry.name), entry) for entry in self.entries()]
-        return sorted(
-            ((number, entry) for number, entry in found if number is not None),
-            key=lambda pair: (pair[0], pair[1].name),
-        )
+        """Return the automatically named checkpoints here, whole or not, with their numbers, oldest first."""
+        numbered = [(names.number_of(entry.name), entry) for entry in self.entries()]
+        return sorted((pair for pair in numbered if pair[0] is not None), key=lambda pair: pair[0])
 
 
-def storage_of(path: Path) -> CheckpointStorage:
-    """Return the place of a path or URL.
+def storage_of(path: str | os.PathLike[str]) -> CheckpointStorage:
+    """Return the storage of a path or URL.
 
     Args:
         path: a local path, a ``file://`` URL, or a URL that fsspec understands, such as ``s3://bucket/run``.
@@ -206,9 +169,7 @@ def storage_of(path: Path) -> CheckpointStorage:
     Raises:
         ImportError: the URL needs fsspec or a package that it names.
     """
-    text = os.path.expanduser(os.fspath(path))
-    for scheme in ("file://", "local://"):
-        text = text.removeprefix(scheme)
+    text = os.path.expanduser(os.fspath(path)).removeprefix("file://").removeprefix("local://")
     if "://" in text:
         from accelerate.checkpoint.object_store import ObjectStore
 
@@ -216,30 +177,91 @@ def storage_of(path: Path) -> CheckpointStorage:
     return LocalStorage(text)
 
 
+# -- a run's checkpoints -----------------------------------------------------------------------------------------------
+
+
+def newest_first(folder: CheckpointStorage) -> tuple[list[CheckpointStorage], list[str]]:
+    """Return the checkpoints in a folder that may be loaded, newest first, and what was passed over. Any rank, alone.
+
+    Args:
+        folder: where numbered checkpoints are, or a checkpoint itself.
+
+    Returns:
+        The checkpoints, and a line for each one that is not complete.
+    """
+    states = [(storage, storage.state()) for _, storage in reversed(folder.checkpoints())]
+    if all(state.kind == "absent" for _, state in states):
+        state = folder.state()
+        states = (
+            [(folder, state)] if state.kind == "complete" or (state.kind == "incomplete" and folder.files()) else []
+        )
+    found = [storage for storage, state in states if state.loads]
+    return found, [f"{storage.location}: {state.reason}" for storage, state in states if state.kind == "incomplete"]
+
+
+def prune(folder: CheckpointStorage, limit: int | None, keep: Iterable[str | None]) -> list[str]:
+    """Remove the oldest checkpoints beyond a limit, once the newest one is at its location. One rank per file system calls it.
+
+    Only complete ones count and go, and what killed saves left; a damaged checkpoint stays, so that it can be looked at.
+
+    Args:
+        folder: where the checkpoints are.
+        limit: how many complete ones stay, at least one; None keeps all.
+        keep: locations of checkpoints that stay whatever their number: the one just written, and the one the run began from.
+
+    Returns:
+        The locations removed.
+    """
+    kept = set(keep)
+    removed = folder.sweep()
+    if limit is None:
+        return removed
+    # What a link leads to is not ours to remove.
+    whole = [storage for _, storage in folder.checkpoints() if storage.parent() == folder and storage.state().loads]
+    surplus = max(0, len(whole) - max(limit, 1))
+    for storage in [storage for storage in whole if storage.location not in kept][:surplus]:
+        logger.info("Removing the checkpoint %s (total_limit=%d).", storage.location, limit)
+        try:
+            storage.remove()
+            removed.append(storage.location)
+        except OSError as error:  # the new checkpoint is whole all the same
+            logger.warning("The checkpoint %s could not be removed: %s", storage.location, error)
+    return removed
+
+
+# -- folders -----------------------------------------------------------------------------------------------------------
+
+
 class LocalStorage(CheckpointStorage):
     """A folder of a file system that is mounted here.
+
+    A checkpoint called X changes places by hidden folders beside it, in the order of a publish::
+
+        .saving_X    being written; worth nothing if its writer is gone
+        .ready_X     whole, with the file .publishing in it: the new one, about to take the location;
+                     without that file: the former one, which the new one was exchanged with
+        .replaced_X  the former one, until what is the user's own in it is in the new one
+        .removed_X   being removed
+
+    A folder that cannot be renamed is filled in place: .saving_, .ready_ and .removed_ lie in it, and .ready_ is the checkpoint
+    until all of it is in the folder, too. The file .lock_X, or .lock_ in the folder, is locked while a process saves or removes.
 
     Args:
         path: the folder; it need not exist.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         # What a link points to is replaced, not the link.
         super().__init__(os.path.realpath(path))
-        self._staged: str | None = None
-        self._lock: Lock | None = None
-
-    @property
-    def name(self) -> str:
-        """The folder's name."""
-        return os.path.basename(self.location)
+        self._staged = ""
+        self._save = contextlib.ExitStack()  # when it is closed, the staged folder goes, and then the lock
 
     def child(self, name: str) -> "LocalStorage":
-        """Return the place of that name inside this one."""
+        """Return the storage of that name inside this one."""
         return LocalStorage(os.path.join(self.location, name))
 
     def parent(self) -> "LocalStorage":
-        """Return the place that this one lies in."""
+        """Return the storage that this one lies in."""
         return LocalStorage(os.path.dirname(self.location))
 
     def _inside(self, prefix: str) -> str:
@@ -248,55 +270,40 @@ class LocalStorage(CheckpointStorage):
     def _beside(self, prefix: str) -> str:
         return os.path.join(os.path.dirname(self.location), prefix + self.name)
 
-    @property
-    def _in_place(self) -> bool:
-        """Whether the folder cannot be exchanged: it is mounted, its parent is not ours, or we stand in it."""
-        if not os.path.isdir(self.location):
-            return False
+    def _hidden(self, prefix: str) -> str:
+        """Beside the folder, or inside where it cannot be renamed: it is mounted, its parent is not ours, or the process is in it."""
+        parent = os.path.dirname(self.location)
         try:
-            here = os.path.realpath(os.getcwd())
-        except OSError:  # it is gone
-            here = ""
-        return (
-            os.path.ismount(self.location)
-            or not os.access(os.path.dirname(self.location), os.W_OK | os.X_OK)
-            or f"{here}{os.sep}".startswith(f"{self.location.rstrip(os.sep)}{os.sep}")
-        )
+            here = Path.cwd()
+        except FileNotFoundError:  # it was removed
+            here = Path(parent)
+        fixed = here.is_relative_to(self.location) or os.path.ismount(self.location)
+        fixed = fixed or not os.access(parent, os.W_OK | os.X_OK)
+        return self._inside(prefix) if fixed and os.path.isdir(self.location) else self._beside(prefix)
 
     def _readable(self) -> str:
-        """Where this checkpoint can be read: here, or where a publish that was killed between two steps left it."""
-        if os.path.isdir(inside := self._inside(names.READY_PREFIX)):
-            return inside
-        if not os.path.lexists(self.location):
-            ready, replaced = self._beside(names.READY_PREFIX), self._beside(names.REPLACED_PREFIX)
-            if os.path.isdir(ready):
-                return ready
-            if os.path.isdir(replaced):
-                return replaced
-        return self.location
-
-    # -- looking ---------------------------------------------------------------------------------------------------
+        """Where the checkpoint is: at its location, or where a publish that was killed between two steps left it."""
+        inside, ready = self._inside(names.READY_PREFIX), self._beside(names.READY_PREFIX)
+        found = filter(os.path.isdir, (inside, self.location, ready, self._beside(names.REPLACED_PREFIX)))
+        return next(found, self.location)
 
     def state(self) -> State:
-        """Say what lies here. Any rank, alone."""
+        """Return what lies here. Any rank, alone."""
         folder = self._readable()
         try:
             entries = os.listdir(folder)
+            if any(entry.startswith(names.INCOMPLETE_MARKER) for entry in entries):
+                return State("incomplete", "its saving did not come to its end")
+            manifest = Manifest.read(folder) if NAME in entries else None
         except FileNotFoundError:
             return State("absent", "there is no such folder")
         except NotADirectoryError:
             return State("absent", "it is a file")
-        if any(entry.startswith(names.INCOMPLETE_MARKER) for entry in entries):
-            return State("incomplete", "its saving did not come to its end")
-        if NAME in entries:
-            try:
-                manifest = Manifest.read(folder)
-            except DamagedCheckpoint as error:
-                return State("incomplete", str(error))
-            except FileNotFoundError:
-                return State("absent", "it was removed just now")
+        except DamagedCheckpoint as error:
+            return State("incomplete", str(error))
+        if manifest is not None:
             found = problems(folder, manifest)
-            return State("incomplete", "; ".join(found), manifest) if found else State("complete", "", manifest)
+            return State("incomplete" if found else "complete", "; ".join(found), manifest)
         if not entries:
             return State("incomplete", "the folder is empty")
         if any(names.is_generators_file(entry) for entry in entries):
@@ -306,277 +313,282 @@ class LocalStorage(CheckpointStorage):
     def entries(self) -> list[CheckpointStorage]:
         """Return the folders that lie here, by name; hidden ones are left out.
 
-        Of links those count that are named as a checkpoint is; their places are where they lead to, which may be elsewhere.
+        Of links those count that are named as a checkpoint is; their location is where they lead to, which may be elsewhere.
         """
-        found = set()
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(self.location) as entries:
-            for entry in entries:
-                if not entry.is_dir() or (entry.is_symlink() and names.number_of(entry.name) is None):
-                    continue
-                if not entry.name.startswith("."):
-                    found.add(entry.name)
-                for prefix in (names.READY_PREFIX, names.REPLACED_PREFIX):
-                    if entry.name.startswith(prefix) and entry.name != prefix:
-                        found.add(entry.name.removeprefix(prefix))
-        places = dict.fromkeys(self.child(name) for name in sorted(found))
-        return list(places)
+        folders = [entry for entry in _scan(self.location) if entry.is_dir()]
+        shown = [entry.name for entry in folders if not entry.is_symlink() or names.number_of(entry.name) is not None]
+        found = {name.removeprefix(names.READY_PREFIX).removeprefix(names.REPLACED_PREFIX) for name in shown}
+        return list(dict.fromkeys(self.child(name) for name in sorted(found) if name and not name.startswith(".")))
 
     def files(self) -> dict[str, Stored]:
         """Return the files that lie directly here, by name."""
         found = {}
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(self._readable()) as entries:
-            for entry in entries:
-                with contextlib.suppress(OSError):  # it was removed just now
-                    if entry.is_file():
-                        found[entry.name] = Stored(entry.stat().st_size, entry.stat().st_mtime)
+        for entry in _scan(self._readable()):
+            with contextlib.suppress(OSError):  # it was removed just now
+                if entry.is_file():
+                    found[entry.name] = Stored(entry.stat().st_size, entry.stat().st_mtime)
         return found
 
     def stored(self) -> Stored:
         """Return the bytes of all that is here, and when it was last written to."""
-        return _stored(self._readable())
+        size, modified = 0, 0.0
+        for path, folders, files in os.walk(self._readable()):
+            for name in (".", *folders, *files):
+                with contextlib.suppress(OSError):  # it was removed just now
+                    about = os.lstat(os.path.join(path, name))
+                    modified = max(modified, about.st_mtime)
+                    size += about.st_size if name in files else 0
+        return Stored(size, modified)
 
     def leftovers(self) -> dict[str, Stored]:
         """Return the hidden folders of saves and removals in here, by path."""
-        found = {}
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(self.location) as entries:
-            for entry in entries:
-                if entry.name.startswith(names.HIDDEN_PREFIXES) and entry.is_dir(follow_symlinks=False):
-                    found[entry.path] = _stored(entry.path)
-        return dict(sorted(found.items()))
-
-    def size(self) -> int:
-        """Return the bytes of all files here."""
-        return _stored(self._readable()).size
+        hidden = [entry.path for entry in _scan(self.location) if entry.name.startswith(names.HIDDEN_PREFIXES)]
+        return {path: LocalStorage(path).stored() for path in hidden if _is_folder(path)}
 
     def fetch(self, wanted: Callable[[str], bool] | None = None) -> str:
         """Return the folder itself."""
         return self._readable()
 
-    # -- publishing ------------------------------------------------------------------------------------------------
-    #
-    # .saving_X   being written; worth nothing if its writer is gone
-    # .ready_X    whole, about to take the place; with the file .publishing in it, it is the new one, else the former one
-    # .replaced_X the former one, about to be removed once what is the user's own has been taken out of it
-    # .removed_X  being removed
-    #
-    # In a folder that cannot be exchanged, .saving_, .ready_ and .removed_ lie in it. Its .ready_ is the checkpoint until all
-    # of that is in the folder, too.
+    # -- publishing ----------------------------------------------------------------------------------------------------
 
-    def staging(self) -> str:
-        """Return the path of the hidden folder: beside this one, or in it where this one cannot be exchanged."""
-        if self._staged is not None:  # wherever we stand by now
-            return self._staged
-        if self._in_place:
-            return self._inside(names.STAGING_PREFIX)
-        return self._beside(names.STAGING_PREFIX)
-
-    def stage(self, save: str = "") -> str:
-        """Make the hidden folder, empty. One process per file system.
-
-        Args:
-            save: name of the save, the same on all machines.
+    def stage(self) -> str:
+        """Make the hidden folder, empty, beside this one, or in it where this one cannot be renamed.
 
         Raises:
-            NotADirectoryError: a file has the place.
-            Busy: somebody else is saving here.
+            NotADirectoryError: a file has the location.
+            Busy: another process is saving here.
         """
         if os.path.exists(self.location) and not os.path.isdir(self.location):
             raise NotADirectoryError(f"A checkpoint cannot take the place of a file: {self.location!r} is one.")
-        made = make_folders(os.path.dirname(self.location))
-        self._unlock()  # of a save that was given up
-        lock = self._locking()
-        lock.take(save)
-        self._lock = lock
-        try:
-            self.recover()
-            self._staged = None
-            folder = self.staging()
-            for left in (folder, self._beside(names.REMOVED_PREFIX), *map(self._inside, names.HIDDEN_PREFIXES)):
-                if os.path.lexists(left):
-                    shutil.rmtree(left)
-            os.mkdir(folder)
-        except BaseException:
-            self._unlock()
-            raise
-        for path in made:
-            sync_folder(os.path.dirname(path))
-        self._staged = folder
-        return folder
-
-    def _locking(self) -> Lock:
-        path = self._inside(names.LOCK_PREFIX) if self._in_place else self._beside(names.LOCK_PREFIX)
-        return Lock(path, self.location)
-
-    def _unlock(self) -> None:
-        lock, self._lock = self._lock, None
-        if lock is not None:
-            lock.release()
+        _make_folder(os.path.dirname(self.location))
+        self.abandon()
+        with contextlib.ExitStack() as save:
+            save.enter_context(self._locked())
+            for hidden in (self._beside, self._inside):
+                _remove(hidden(names.STAGING_PREFIX))
+                _remove(hidden(names.REMOVED_PREFIX))
+            self._staged = self._hidden(names.STAGING_PREFIX)
+            os.mkdir(self._staged)
+            save.callback(shutil.rmtree, self._staged, ignore_errors=True)
+            self._save = save.pop_all()
+        return self._staged
 
     def abandon(self) -> None:
         """Remove what was staged."""
-        if self._staged is not None:  # what lies there otherwise is another one's
-            shutil.rmtree(self._staged, ignore_errors=True)
-            self._staged = None
-        self._unlock()
+        self._save.close()
 
     def publish(self) -> None:
-        """Let what was staged take this place.
+        """Let what was staged, whose files are on the disk, take the location. All in it but the parts of a checkpoint stays."""
+        sync_tree(self._staged)
+        if os.path.dirname(self._staged) == self.location:  # whatever the working directory is by now
+            os.rename(self._staged, self._inside(names.READY_PREFIX))
+        elif os.path.lexists(self.location):
+            with contextlib.suppress(OSError):
+                shutil.copymode(self.location, self._staged)
+            Path(self._staged, names.PUBLISHING_MARKER).touch()
+            os.rename(self._staged, self._beside(names.READY_PREFIX))
+        else:
+            os.rename(self._staged, self.location)
+        sync_folder(os.path.dirname(self._staged))
+        self._complete()
+        self._save.close()
 
-        The staged folder has its manifest, and its files have been written to the disk. What the folder here has beyond its
-        own manifest belongs to the user and is carried over.
-
-        Raises:
-            OSError: the file system refuses; what was here before is still here.
-        """
-        staged = self.staging()
-        sync_tree(staged)
-        self._take_place(staged)
-        self._staged = None
-        self._unlock()
-
-    def _take_place(self, staged: str) -> None:
-        if os.path.dirname(staged) == self.location:
-            ready = self._inside(names.READY_PREFIX)
-            os.rename(staged, ready)
-            sync_folder(self.location)
-            self._spread(ready)
-            return
-        parent = os.path.dirname(self.location)
-        if not os.path.lexists(self.location):
-            os.rename(staged, self.location)
-            sync_folder(parent)
-            return
-        with contextlib.suppress(OSError):
-            shutil.copymode(self.location, staged)
-        with open(os.path.join(staged, names.PUBLISHING_MARKER), "w"):
-            pass
-        ready = self._beside(names.READY_PREFIX)
-        os.rename(staged, ready)
-        self._replace(ready)
-
-    def _replace(self, ready: str) -> None:
-        replaced = self._beside(names.REPLACED_PREFIX)
-        if os.path.lexists(self.location):
-            if exchange(ready, self.location):
-                os.rename(ready, replaced)
-            else:
-                os.rename(self.location, replaced)
-        if os.path.lexists(ready):
-            os.rename(ready, self.location)
-        sync_folder(os.path.dirname(self.location))
-        self._finish(replaced)
-
-    def _finish(self, replaced: str) -> None:
-        """Carry over what is the user's own out of the folder that was replaced, and remove that."""
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(os.path.join(self.location, names.PUBLISHING_MARKER))
-        for name in users_own(replaced):
-            carry(os.path.join(replaced, name), os.path.join(self.location, name))
-        # One step: of half a folder nobody could tell what is the user's own.
-        self._discard(replaced, self._beside(names.REMOVED_PREFIX))
-
-    @staticmethod
-    def _discard(folder: str, hidden: str) -> None:
-        shutil.rmtree(hidden, ignore_errors=True)  # of a run that was killed just here
-        if os.path.lexists(folder):
-            os.rename(folder, hidden)
-            shutil.rmtree(hidden, ignore_errors=True)
-
-    def _spread(self, ready: str) -> None:
-        """Put a checkpoint that lies in this folder into its place file by file; it is whole where it lies meanwhile."""
-        own, new = frozenset(users_own(self.location)), os.listdir(ready)
-        parts = [
-            entry
-            for entry in os.listdir(self.location)
-            if entry not in (*own, NAME, names.READY_PREFIX, names.LOCK_PREFIX)
-        ]
-        # The manifest goes last, for it says what else belongs to the former one, and comes last.
-        for entry in dict.fromkeys([*parts, *(entry for entry in new if entry != NAME), NAME]):
-            clear_away(self.location, entry, own)
-        for entry in sorted(new, key=lambda entry: entry == NAME):
-            duplicate(os.path.join(ready, entry), os.path.join(self.location, entry))
-        sync_folder(self.location)
-        self._discard(ready, self._inside(names.REMOVED_PREFIX))
-
-    def recover(self) -> None:
-        """Complete what a process left that was killed while it published here; usually there is nothing to do.
-
-        Only the process that is going to write here calls it: to others, a publish that is going on looks the same.
-        """
+    def _complete(self) -> None:
+        """Bring a publish to its end from whichever step it has come to. Only the process that holds the lock calls it."""
         ready, replaced = self._beside(names.READY_PREFIX), self._beside(names.REPLACED_PREFIX)
-        inside = self._inside(names.READY_PREFIX)
-        if os.path.isdir(ready) or os.path.isdir(inside):
-            logger.warning("%s: a save was interrupted while it was published; completing it.", self.location)
-        if os.path.isdir(inside):
-            self._spread(inside)
-        if os.path.isdir(ready):
-            if os.path.lexists(os.path.join(ready, names.PUBLISHING_MARKER)):
-                self._replace(ready)
-            else:
-                if os.path.isdir(replaced):
-                    self._finish(replaced)
-                os.rename(ready, replaced)
-        if os.path.isdir(replaced):
+        if os.path.isdir(inside := self._inside(names.READY_PREFIX)):
+            self._fill(inside)
+        if not os.path.isdir(ready) and not os.path.isdir(replaced):
+            return
+        if os.path.lexists(os.path.join(ready, names.PUBLISHING_MARKER)):
+            if os.path.lexists(self.location) and not exchange(ready, self.location):
+                os.rename(self.location, replaced)
             if not os.path.lexists(self.location):
-                os.rename(replaced, self.location)
-            else:
-                self._finish(replaced)
+                os.rename(ready, self.location)
+        if os.path.isdir(ready):
+            os.rename(ready, replaced)
+        if not os.path.lexists(self.location):
+            os.rename(replaced, self.location)
+        sync_folder(os.path.dirname(self.location))
+        # It must be gone before the next exchange, whose two sides it tells apart.
+        Path(self.location, names.PUBLISHING_MARKER).unlink(missing_ok=True)
+        if os.path.isdir(replaced):
+            _carry_over(replaced, self.location)
+            _discard(replaced, self._beside(names.REMOVED_PREFIX))
+
+    def _fill(self, ready: str) -> None:
+        """Put a checkpoint that lies in this folder into its place file by file."""
+        for name in _parts(self.location):
+            path = os.path.join(self.location, name)
+            _remove(path)
+            with contextlib.suppress(OSError):  # something else is in it
+                os.removedirs(os.path.dirname(path))
+        _duplicate(ready, self.location)
+        _discard(ready, self._inside(names.REMOVED_PREFIX))
 
     def remove(self) -> None:
-        """Remove the checkpoint; it is out of sight before its first file goes.
-
-        Raises:
-            Busy: somebody is saving here.
-        """
-        lock = self._locking()
-        lock.take()
-        try:
-            hidden = self._beside(names.REMOVED_PREFIX)
-            shutil.rmtree(hidden, ignore_errors=True)  # of a run that was killed while it removed one of this name
-            os.rename(self.location if os.path.lexists(self.location) else self._readable(), hidden)
-            # What a killed publish left beside it would take its place now.
-            for prefix in (names.READY_PREFIX, names.REPLACED_PREFIX):
-                shutil.rmtree(self._beside(prefix), ignore_errors=True)
-            shutil.rmtree(hidden, ignore_errors=True)
-        finally:
-            lock.release()
+        """Remove the checkpoint; it is out of sight before its first file goes."""
+        with self._locked():
+            _discard(self.location, self._beside(names.REMOVED_PREFIX))
 
     def sweep(self) -> list[str]:
-        """Remove what killed runs left among the checkpoints here. Only the process that writes here calls it.
-
-        Returns:
-            The paths removed.
-        """
+        """Remove what killed runs left among the checkpoints here, and return the paths."""
         removed = []
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            for entry in sorted(os.listdir(self.location)):
-                prefixes = (*names.HIDDEN_PREFIXES, names.LOCK_PREFIX)
-                prefix = next((prefix for prefix in prefixes if entry.startswith(prefix)), None)
-                if prefix is None:
-                    continue
-                lock = self.child(entry.removeprefix(prefix))._locking()
-                try:
-                    lock.take(patience_s=0)
-                except Busy:  # it is being written
-                    continue
-                try:
-                    if prefix in (names.READY_PREFIX, names.REPLACED_PREFIX):
-                        self.child(entry.removeprefix(prefix)).recover()
-                    elif os.path.isdir(path := os.path.join(self.location, entry)):
+        hidden = (*names.HIDDEN_PREFIXES, names.LOCK_PREFIX)
+        left = [entry.name for entry in _scan(self.location) if entry.name.startswith(hidden)]
+        for name in dict.fromkeys(entry.partition("_")[2] for entry in left):
+            with contextlib.suppress(Busy), self.child(name)._locked(patience_s=0):
+                for prefix in (names.STAGING_PREFIX, names.REMOVED_PREFIX):
+                    if os.path.isdir(path := self._inside(prefix + name)):
                         shutil.rmtree(path, ignore_errors=True)
                         removed.append(path)
-                finally:
-                    lock.release()
         return removed
 
+    # -- one writer at a time ------------------------------------------------------------------------------------------
 
-def _stored(folder: str) -> Stored:
-    """The bytes in a folder, and when it or anything in it was last written."""
-    size, modified = 0, 0.0
-    for path, folders, files in os.walk(folder):
-        for name in (".", *folders, *files):
-            with contextlib.suppress(OSError):  # it was removed just now
-                about = os.lstat(os.path.join(path, name))
-                modified = max(modified, about.st_mtime)
-                size += about.st_size if name in files else 0
-    return Stored(size, modified)
+    @contextlib.contextmanager
+    def _locked(self, patience_s: float = 60.0) -> Iterator[None]:
+        """Hold the lock, which the system drops with the process, and complete what a killed one left.
+
+        A save in the background ends by itself, and a worker process of a killed run may outlive it a little: hence the patience.
+        """
+        path, owner = self._hidden(names.LOCK_PREFIX), os.getpid()
+        for tenths in itertools.count():
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            if _locks(descriptor, path):
+                break
+            os.close(descriptor)
+            if tenths == 20:
+                logger.warning("Another process is saving to %s; waiting for it.", self.location)
+            if tenths >= 10 * patience_s:
+                raise Busy(
+                    f"Another process has been saving to {self.location!r} for {tenths / 10:.0f} s: it holds {path!r}. Only one "
+                    "run at a time may save there; is a former one still running? If it is another machine of this run, leave "
+                    "save_on_each_node=True out: it is for machines with disks of their own."
+                )
+            time.sleep(0.1)
+        try:
+            if any(map(os.path.isdir, (self._beside(names.READY_PREFIX), self._inside(names.READY_PREFIX)))):
+                logger.warning("%s: a save was interrupted while it was published; completing it.", self.location)
+            self._complete()
+            del self  # which has this generator: a storage that is dropped drops its lock at once
+            yield
+        finally:
+            # A fork has the descriptor, too, and must not give up what is its parent's.
+            if os.getpid() == owner:
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+            os.close(descriptor)
+
+
+def _locks(descriptor: int, path: str) -> bool:
+    """Lock a file unless another process has; return whether this process may go on.
+
+    Source:
+        https://man7.org/linux/man-pages/man2/flock.2.html
+    """
+    try:
+        import fcntl
+
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except (BlockingIOError, PermissionError, FileNotFoundError):  # the last: the former holder has removed the file
+        return False
+    except (OSError, ImportError):  # a file system without locks, or Windows
+        return True
+
+
+# -- files and folders -------------------------------------------------------------------------------------------------
+
+
+def _scan(folder: str) -> list[os.DirEntry[str]]:
+    """The entries of a folder, by name; nothing if there is no such folder."""
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(entries, key=lambda entry: entry.name)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _is_folder(path: str) -> bool:
+    return os.path.isdir(path) and not os.path.islink(path)
+
+
+def _make_folder(path: str) -> None:
+    """Make a folder and those above it, on the disk."""
+    if not os.path.isdir(path):
+        _make_folder(os.path.dirname(path))
+        Path(path).mkdir(exist_ok=True)
+        sync_folder(os.path.dirname(path))
+
+
+def _remove(path: str) -> None:
+    """Remove a file or a folder, if it is there."""
+    if _is_folder(path):
+        shutil.rmtree(path)
+    elif os.path.lexists(path):
+        os.unlink(path)
+
+
+def _discard(folder: str, hidden: str) -> None:
+    """Remove a folder in one step for readers: a part of it would be taken for the checkpoint, or for the user's own."""
+    shutil.rmtree(hidden, ignore_errors=True)  # of a process that was killed just here
+    os.rename(folder, hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _duplicate(source: str, target: str) -> None:
+    """Give a file, or all in a folder, a second name, or make a copy on the disk where the file system has no links."""
+    if os.path.isdir(source):
+        if not _is_folder(target):
+            _remove(target)
+            os.mkdir(target)
+        for entry in sorted(os.listdir(source)):
+            _duplicate(os.path.join(source, entry), os.path.join(target, entry))
+        sync_folder(target)
+        return
+    _remove(target)
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+        with open(target, "rb+") as file:
+            os.fsync(file.fileno())
+
+
+def _parts(folder: str) -> list[str]:
+    """Paths of what belongs to the checkpoint in a folder, the manifest last; all else there is the user's own.
+
+    The parts are what the manifest lists, and in the folder itself what has a name that only files of checkpoints have.
+    """
+    listed: list[str] = []
+    with contextlib.suppress(FileNotFoundError, DamagedCheckpoint):
+        listed += Manifest.read(folder).files
+    unlisted = {*os.listdir(folder)} - {name.split("/")[0] for name in listed}
+    named = [entry for entry in sorted(unlisted) if names.is_checkpoint_file(entry) or names.is_shard_file(entry)]
+    # Without the manifest the next process could not tell the other parts from the user's own.
+    return [*listed, *named, names.PUBLISHING_MARKER, NAME]
+
+
+def _carry_over(former: str, folder: str) -> None:
+    """Move what is the user's own from the folder that was replaced to the one that replaced it, and overwrite nothing."""
+    parts = {*_parts(former), names.LOCK_PREFIX}
+    mixed = {name[:index] for name in parts for index, sign in enumerate(name) if sign == "/"}
+
+    def carry(name: str) -> None:
+        source, target = os.path.join(former, name), os.path.join(folder, name)
+        if name in parts:
+            return
+        if _is_folder(source) and (_is_folder(target) or (name in mixed and not os.path.lexists(target))):
+            for entry in os.listdir(source):
+                carry(f"{name}/{entry}".lstrip("/"))
+            return
+        if os.path.lexists(target):
+            number = next(number for number in itertools.count(1) if not os.path.lexists(f"{target}.former_{number}"))
+            message = "%s was written to while a checkpoint took its folder; what it was before is %s.former_%d."
+            logger.warning(message, target, target, number)
+            target = f"{target}.former_{number}"
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        os.rename(source, target)
+
+    carry("")

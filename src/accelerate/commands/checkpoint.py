@@ -12,12 +12,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
-from accelerate.checkpoint import inspect, names, pruning
-from accelerate.checkpoint.inspect import Details, Summary
+from accelerate.checkpoint import inspect, names
+from accelerate.checkpoint.inspect import Details, Pruning, Summary
 from accelerate.checkpoint.manifest import DamagedCheckpoint
-from accelerate.checkpoint.pruning import Pruning
 from accelerate.checkpoint.storage import CheckpointStorage, Stored, storage_of
 from accelerate.commands.utils import PATH_ERRORS, make_parser
 from accelerate.launch.errors import LaunchError, RunError
@@ -93,11 +93,11 @@ def list_command(args: argparse.Namespace) -> int:
         The exit status.
     """
     folder = storage_of(args.folder)
-    found, now = _survey(folder), time.time()
+    found = _survey(folder)
     if args.json:
-        print(json.dumps([one.to_json(now) for one in found], indent=1))
+        print(json.dumps([one.to_json() for one in found], indent=1))
         return 0
-    rows = [_row(one, now) for one in found]
+    rows = [_row(one) for one in found]
     if rows:
         print(
             table(["NAME", "STEP", "ITERATION", "SIZE", "AGE", "RANKS", "STRATEGY", "STATE"], rows, right="STEP SIZE")
@@ -123,7 +123,7 @@ def _survey(folder: CheckpointStorage) -> list[Summary]:
     return found
 
 
-def _row(one: Summary, now: float) -> list[str]:
+def _row(one: Summary) -> list[str]:
     manifest = one.state.manifest
     known = (
         ["-"] * 4
@@ -131,7 +131,7 @@ def _row(one: Summary, now: float) -> list[str]:
         else [str(manifest.step), str(manifest.iteration), str(manifest.world_size), manifest.strategy]
     )
     step, iteration, ranks, strategy = known
-    return [one.name, step, iteration, size_text(one.size), age_text(one.age(now)), ranks, strategy, _state(one)]
+    return [one.name, step, iteration, size_text(one.size), age_text(one.age), ranks, strategy, _state(one)]
 
 
 def _state(one: Summary) -> str:
@@ -156,11 +156,11 @@ def verify_command(args: argparse.Namespace) -> int:
         raise FileNotFoundError(f"There is no checkpoint in {place.location!r}.")
     damaged = 0
     with progress_bar() as begin:
-        step = begin(sum(map(inspect.bytes_to_verify, found)))
+        step = begin(sum(one.size for one in found))
         results = []
         for one in found:
             results.append((one, inspect.verify(one, step)))
-            one.place.release()
+            one.storage.release()
     for one, problems in results:
         damaged += bool(problems)
         if problems:
@@ -215,11 +215,11 @@ def info_command(args: argparse.Namespace) -> int:
 
 def _facts(found: Details) -> Iterator[tuple[str, str]]:
     one = found.summary
-    yield "Checkpoint", one.place.location
+    yield "Checkpoint", one.storage.location
     yield "State", f"{one.state.kind}: {one.state.reason}" if one.state.reason else one.state.kind
     if one.saved is not None:
         saved = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(one.saved))
-        yield "Saved", f"{saved}, {age_text(one.age())} ago"
+        yield "Saved", f"{saved}, {age_text(one.age)} ago"
     yield "Size", size_text(one.size)
     if (manifest := one.state.manifest) is not None:
         mesh = ", ".join(f"{dim}={size}" for dim, size in (manifest.mesh or {}).items())
@@ -228,7 +228,7 @@ def _facts(found: Details) -> Iterator[tuple[str, str]]:
         yield "Versions", ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
     if found.tensor_count:
         dtypes = ", ".join(f"{count:,} {dtype}" for dtype, count in found.dtypes.items())
-        yield "Tensors", f"{found.tensor_count:,} with {found.parameters:,} numbers ({dtypes})"
+        yield "Tensors", f"{found.tensor_count:,} with {sum(found.dtypes.values()):,} numbers ({dtypes})"
 
 
 # -- export and reshard --------------------------------------------------------------------------------------------------
@@ -291,29 +291,37 @@ def prune_command(args: argparse.Namespace) -> int:
         The exit status: 1 if something could not be removed.
     """
     folder = storage_of(args.folder)
-    plan = pruning.plan(folder, args.keep, args.foreign, args.incomplete)
-    print("".join(f"{line}\n" for line in _lines(plan)), end="")
-    _refuse_if_busy(plan)
-    if not plan.incomplete and (plan.unfinished or plan.left or plan.put_back):
+    plan = inspect.plan_pruning(folder, args.keep, args.foreign)
+    print("".join(f"{line}\n" for line in _lines(plan, folder)), end="")
+    if args.incomplete:
+        _refuse_if_busy(plan)
+    elif plan.unfinished or plan.left or plan.put_back:
         print("What is incomplete stays; --incomplete removes it, too.")
-    if not plan.unwanted and not plan.sweeps:
+        plan = replace(plan, unfinished=[], left={}, put_back={})
+    going = [*plan.old, *plan.unfinished, *plan.left.values()]
+    if not going and not plan.put_back:
         print("There is nothing to remove.")
         return 0
+    size = size_text(sum(one.size for one in going))
     if args.dry_run:
-        print(f"{plan.count} would be removed ({size_text(plan.size)}).")
+        print(f"{len(going)} would be removed ({size}).")
         return 0
     if not args.yes:
-        if not _agreed(f"Remove {plan.count} ({size_text(plan.size)})?"):
+        if not _agreed(f"Remove {len(going)} ({size})?"):
             print("Nothing was removed.")
             return 0
-        plan = plan.as_agreed(pruning.plan(folder, args.keep, args.foreign, args.incomplete))
-        _refuse_if_busy(plan)
+        now = inspect.plan_pruning(folder, args.keep, args.foreign)
+        if args.incomplete:
+            _refuse_if_busy(now)
+        # What has changed since the question stays.
+        old = [one for one in plan.old if one in now.old]
+        plan = replace(plan, old=old, unfinished=[one for one in plan.unfinished if one in now.unfinished])
     return _remove(plan)
 
 
-def _lines(plan: Pruning) -> Iterator[str]:
+def _lines(plan: Pruning, folder: CheckpointStorage) -> Iterator[str]:
     for one in plan.old:
-        yield f"{one.name}  {size_text(one.size)}  {age_text(one.age())} old"
+        yield f"{one.name}  {size_text(one.size)}  {age_text(one.age)} old"
     for one in plan.unfinished:
         yield f"{one.name}  {size_text(one.size)}  {_state(one)}"
     for path, left in plan.left.items():
@@ -324,13 +332,14 @@ def _lines(plan: Pruning) -> Iterator[str]:
         yield f"{one.name} stays: it was saved, and cannot be read here: {one.state.reason}"
     if plan.elsewhere is not None:
         yield (
-            f"{names.CHECKPOINTS_FOLDER} leads out of {plan.folder.location}; to prune there, name "
-            f"{plan.elsewhere.location}."
+            f"{names.CHECKPOINTS_FOLDER} leads out of {folder.location}; to prune there, name {plan.elsewhere.location}."
         )
 
 
 def _refuse_if_busy(plan: Pruning) -> None:
-    if plan.incomplete and (busy := plan.written_since(time.time() - BUSY_SECONDS)):
+    written = {one.name: one.saved for one in plan.unfinished}
+    written |= {path: left.modified for path, left in (plan.left | plan.put_back).items()}
+    if busy := [name for name, when in written.items() if when is not None and when > time.time() - BUSY_SECONDS]:
         raise LaunchError(
             f"{busy[0]} was written to within the last {BUSY_SECONDS // 60} minutes: a run may be saving. Run this again "
             "later, or without --incomplete."
@@ -345,24 +354,24 @@ def _agreed(question: str) -> bool:
 
 
 def _remove(plan: Pruning) -> int:
-    failed = removed = 0
-    for home in plan.sweeps:
-        home.sweep()
-    if plan.sweeps:
-        still = {path for home in plan.homes for path in home.leftovers()}
-        removed += len(plan.left.keys() - still)
-    for one in plan.unwanted:
+    still: set[str] = set()
+    if plan.left or plan.put_back:
+        for home in plan.homes:
+            home.sweep()
+            still |= plan.left.keys() & home.leftovers().keys()
+    removed = len(plan.left) - len(still)
+    for path in sorted(still):
+        print(f"{path} could not be removed, or is in use.", file=sys.stderr)
+    failed = len(still)
+    for one in [*plan.old, *plan.unfinished]:
         try:
-            one.place.remove()
+            one.storage.remove()
             removed += 1
         except OSError as error:
             print(f"{one.name} could not be removed: {error}", file=sys.stderr)
-            failed = 1
-    for path in sorted(plan.left.keys() & still) if plan.sweeps else ():
-        print(f"{path} could not be removed, or is in use.", file=sys.stderr)
-        failed = 1
+            failed += 1
     print(f"{removed} removed.")
-    return failed
+    return int(failed > 0)
 
 
 # -- how it looks ------------------------------------------------------------------------------------------------------

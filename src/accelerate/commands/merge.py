@@ -52,7 +52,7 @@ def _check_shards(folder: str) -> None:
         )
     if not os.path.isfile(os.path.join(folder, METADATA)):
         return  # what merges them says what is there instead
-    from accelerate.checkpoint.structure import tensors_of_shards
+    from accelerate.checkpoint.inspect import tensors_of_shards
 
     names = tensors_of_shards(folder)
     if names and all(name.partition(".")[0] in ("state", "param_groups") for name in names):

@@ -224,12 +224,17 @@ class DurableFile:
                 _rest(time.monotonic() - self._since)
                 self._since = time.monotonic()
 
+    def tell(self) -> int:
+        """Return how many bytes have been written."""
+        return self.checksum.size + len(self._held)
+
     def flush(self) -> None:
         """Do nothing: only what is closed counts."""
 
     def close(self) -> None:
         """Wait until the disk has everything."""
-        self._put(memoryview(self._held))
+        held, self._held = self._held, bytearray()  # torch's writer closes what it is given, too
+        self._put(memoryview(held))
         with self._naming():
             os.fsync(self._descriptor)
             if not os.path.samestat(os.fstat(self._descriptor), os.stat(self.path)):

@@ -2,17 +2,18 @@
 
 import logging
 import os
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accelerate.backends.registry import resolve
-from accelerate.checkpoint import files, names, rotation
+from accelerate.checkpoint import names
 from accelerate.checkpoint.barrier import SaveBarrier
-from accelerate.checkpoint.contents import Contents, Restoring, read_common, undoing
+from accelerate.checkpoint.load import Contents, read_common
 from accelerate.checkpoint.manifest import damaged
 from accelerate.checkpoint.save import Group, damage, shares
-from accelerate.checkpoint.storage import CheckpointStorage, storage_of
+from accelerate.checkpoint.storage import CheckpointStorage, newest_first, storage_of
 from accelerate.checkpointing import resolve_map_location
 from accelerate.training.saving import as_path, pending_of
 
@@ -64,11 +65,11 @@ def load_state(
     barrier = group.barrier("load_state", place)
     barrier.begin()
     barrier.check(former)  # what failed in the background on one rank alone is raised on all of them now
-    restoring, problem, chosen, following = None, None, None, None
+    contents, problem, chosen, following = None, None, None, None
     try:
         chosen, folder, following = _choose(accelerator, barrier, group, place, latest)
         contents = _read(accelerator, folder, location, load_kwargs, load_model_func_kwargs)
-        restoring = contents.begin(**load_model_func_kwargs)
+        contents.begin(**load_model_func_kwargs)
     except _Agreed as agreed:  # every rank raises this, so nobody has to be told
         barrier.end(None)
         # One that cannot be read is no reason to begin anew, and to save over it.
@@ -79,7 +80,7 @@ def load_state(
     except BaseException as error:  # a rank that leaves without a word is waited for
         problem = error
     try:
-        _complete(accelerator, barrier, restoring, problem)
+        _complete(accelerator, barrier, contents, problem)
     finally:
         if chosen is not None:
             chosen.release()
@@ -90,17 +91,17 @@ def load_state(
 
 
 def _complete(
-    accelerator: "Accelerator", barrier: SaveBarrier, restoring: Restoring | None, problem: BaseException | None
+    accelerator: "Accelerator", barrier: SaveBarrier, contents: Contents | None, problem: BaseException | None
 ) -> None:
     """Put the rest into the objects if all ranks got this far, else give back what they had."""
     try:
         barrier.check(problem)
     except BaseException:
-        if restoring is not None:
-            restoring.undo()
+        if contents is not None:
+            contents.undo()
         raise
     try:
-        for name, value in restoring.complete().items():
+        for name, value in contents.complete().items():
             setattr(accelerator, name, value)
     except BaseException as error:  # nobody must go on with a rank that has another state
         problem = error
@@ -141,7 +142,7 @@ def _choose(
         problem = ""
         if group.rank == 0:
             try:
-                found, passed = rotation.newest_first(place)
+                found, passed = newest_first(place)
                 candidates = [candidate.location for candidate in found]
             except Exception as error:  # the others wait for what was found
                 problem = f"{type(error).__name__}: {error}"
@@ -247,7 +248,8 @@ def _read(
 ) -> Contents:
     backend = resolve(accelerator.state)
     custom = accelerator._custom_objects
-    if (saved := files.custom_count(folder)) != len(custom):
+    pattern = re.compile(re.escape(names.CUSTOM_NAME) + r"_\d+\.pkl")
+    if (saved := sum(bool(pattern.fullmatch(file)) for file in os.listdir(folder))) != len(custom):
         raise RuntimeError(
             f"{folder!r} has the states of {saved} registered objects, but {len(custom)} are registered. Register the "
             "same objects in the same order with `accelerator.register_for_checkpointing` before loading."
@@ -258,7 +260,7 @@ def _read(
             accelerator, optimizer, folder, index, map_location=location, load_kwargs=load_kwargs
         )
         if state is not None:
-            optimizers.append((optimizer, state))
+            optimizers.append((optimizer, state, names.optimizer_file(index)))
     contents = read_common(
         folder,
         backend.checkpointed_schedulers(accelerator),
@@ -289,8 +291,8 @@ def _read_models(
         options["adapter_only"] = model_options["adapter_only"]
     inner = [backend.unwrap_model(model, keep_torch_compile=False) for model in accelerator._models]
     hooks = list(accelerator._load_model_state_pre_hook.values())
-    if hooks:
-        contents.undoing += [undoing(model) for model in inner]
+    for model in inner if hooks else []:
+        contents.keep(model)
     left = list(inner)
     try:
         for hook in hooks:
@@ -313,8 +315,7 @@ def _read_models(
             elif state is not None:  # None: the strategy has put the weights where they belong
                 contents.models.append((model, state))
     except BaseException:
-        for undo in contents.undoing:
-            undo()
+        contents.undo()
         raise
 
 

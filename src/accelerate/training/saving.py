@@ -16,12 +16,11 @@ from torch.utils.hooks import RemovableHandle
 
 from accelerate.backends.base import Backend
 from accelerate.backends.registry import resolve
-from accelerate.checkpoint import files, formats, layouts, names, rotation
+from accelerate.checkpoint import formats, load, names, optimizers
 from accelerate.checkpoint.background import Background
-from accelerate.checkpoint.plan import SavePlan
-from accelerate.checkpoint.save import Group, Save
-from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, storage_of
-from accelerate.checkpointing import save_accelerator_state
+from accelerate.checkpoint.save import Group, Save, SavePlan
+from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, prune, storage_of
+from accelerate.checkpointing import save_accelerator_state, save_custom_state
 from accelerate.modules.tensors import clean_state_dict_for_safetensors
 from accelerate.optimizer import settle_scaler
 from accelerate.runtime.durable import sync_folder
@@ -194,7 +193,7 @@ def _automatic(
             refuse_to_overwrite(place, number)
 
     def rotate(place: CheckpointStorage) -> None:
-        rotation.prune(place.parent(), limit, keep=[place.location, loaded])
+        prune(place.parent(), limit, keep=[place.location, loaded])
 
     return refuse, rotate
 
@@ -262,7 +261,7 @@ def _collect(
     schedulers = backend.checkpointed_schedulers(accelerator)
     # Through the method, because libraries replace it. Hooks of strategies that save shards see no weights.
     whole = [] if backend.saves_shards else accelerator._models
-    states = [files.plain_names(accelerator.get_state_dict(model)) for model in whole]
+    states = [load.plain_names(accelerator.get_state_dict(model)) for model in whole]
     models = [backend.unwrap_model(model) for model in accelerator._models]
     for hook in list(accelerator._save_model_state_pre_hook.values()):
         hook(models, states, plan.folder)
@@ -279,7 +278,9 @@ def _collect(
         )
     for index, optimizer in enumerate(accelerator._optimizers):
         backend.save_optimizer(accelerator, optimizer, plan, index, save_on_each_node=each_node)
-    layouts.write_parameter_names(accelerator._optimizers, accelerator._models, plan, each_node)
+    known = optimizers.parameter_names(accelerator._optimizers, accelerator._models)
+    if known is not None and load.writes(each_node):
+        plan.add_bytes(names.PARAMETER_NAMES, known)
     if accelerator.scaler is not None:
         settle_scaler(accelerator.scaler)
     save_accelerator_state(
@@ -295,7 +296,7 @@ def _collect(
         safe_serialization,
     )
     for index, obj in enumerate(accelerator._custom_objects):
-        files.write_custom(obj, plan, index, each_node)
+        save_custom_state(obj, plan, index, each_node)
 
 
 def _used_options(backend: Backend, method: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -400,7 +401,7 @@ def get_state_dict(
     if any(has_offloaded_params(module) or _is_hollow(module) for module in model.modules()):
         return offloaded(model)
     state = resolve(accelerator.state).model_state(accelerator, model, unwrap=unwrap)
-    return files.plain_names(state) if unwrap else state
+    return load.plain_names(state) if unwrap else state
 
 
 def _is_hollow(module: nn.Module) -> bool:
@@ -439,7 +440,7 @@ def save_model(
         raise RuntimeError(
             f"{len(meta)} weights are on the meta device and have no values, {meta[0]!r} for one. Load them before saving."
         )
-    if not files.writes(accelerator.project_configuration.save_on_each_node):
+    if not load.writes(accelerator.project_configuration.save_on_each_node):
         return
     if resolve(accelerator.state).saves_shards and not accelerator.is_main_process:
         warn_caller(

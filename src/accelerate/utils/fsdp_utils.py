@@ -1,6 +1,7 @@
 """Helpers around Fully Sharded Data Parallel: loading, wrapping policies, parameter names, state dicts, merging."""
 
 import inspect
+import itertools
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -10,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accelerate.checkpoint import fsdp_adapters, fsdp_io, fsdp_state
+from accelerate.checkpoint import formats, layouts, optimizers
+from accelerate.checkpoint import state as states
 from accelerate.checkpoint.convert import merge_fsdp_weights
 from accelerate.config.fsdp import get_module_class_from_name
 from accelerate.logging import get_logger
 from accelerate.modules.compile import is_compiled_module
 from accelerate.modules.named import canonical_name
+from accelerate.modules.unwrap import extract_model_from_parallel
 from accelerate.parallel import shard
 from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from accelerate.utils.modeling import is_peft_model
@@ -304,10 +307,10 @@ def _get_model_state_dict(
     """
     if sd_options is None:
         state = None
-    elif sd_options.full_state_dict and sd_options.cpu_offload and fsdp_state.is_fsdp1(model):
+    elif sd_options.full_state_dict and sd_options.cpu_offload and states.is_fsdp1(model):
         # Torch frees what it gathered for rank 0 before it was copied, where that is host memory, and crashes.
-        whole = fsdp_state.gathered(fsdp_state.model_state(model).values)
-        state = whole if fsdp_state.rank_and_size()[0] == 0 else {}
+        whole = states.gathered(states.model_state(model).values)
+        state = whole if states.rank_and_size()[0] == 0 else {}
     else:
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
@@ -317,8 +320,8 @@ def _get_model_state_dict(
 
         if state == {}:
             return state
-        if fsdp_state.is_fsdp1(model):
-            return fsdp_adapters.entries(model, model.state_dict() if state is None else state)
+        if states.is_fsdp1(model):
+            return _adapter_entries(model, model.state_dict() if state is None else state)
         # Gathered first: PEFT picks entries by name, and would otherwise pick this rank's shards.
         return get_peft_model_state_dict(model, state_dict=state, adapter_name=model.active_adapter)
     return model.state_dict() if state is None else state
@@ -344,8 +347,8 @@ def _set_model_state_dict(
     if adapter_only and is_peft_model(model):
         from peft import set_peft_model_state_dict
 
-        if fsdp_state.is_fsdp1(model):
-            return fsdp_adapters.load(model, state_dict)
+        if states.is_fsdp1(model):
+            return _load_adapter(model, state_dict)
         return set_peft_model_state_dict(model, state_dict, adapter_name=model.active_adapter)
     if sd_options is not None:
         from torch.distributed.checkpoint.state_dict import set_model_state_dict
@@ -354,12 +357,47 @@ def _set_model_state_dict(
     return model.load_state_dict(state_dict)
 
 
+# PEFT looks for the names of modules, and in models that FSDP1 wraps FSDP1's own are among them.
+
+
+def _adapter_entries(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of the active adapter, by the names that the user wrote. Any rank, alone.
+
+    Args:
+        model: a FullyShardedDataParallel around a PEFT model.
+        state: its state dict.
+    """
+    from peft import get_peft_model_state_dict
+
+    inner = extract_model_from_parallel(model)
+    named = itertools.chain(inner.named_parameters(), inner.named_buffers())
+    inside = {canonical_name(name): name for name, _ in named}
+    state = {inside.get(canonical_name(name), name): value for name, value in state.items()}
+    found = get_peft_model_state_dict(inner, state_dict=state, adapter_name=inner.active_adapter)
+    return {canonical_name(name): value for name, value in found.items()}
+
+
+def _load_adapter(model: nn.Module, adapter: Mapping[str, Any]) -> Any:
+    """Load an adapter together with the rest of the model as it is, because FSDP1 loads all of its parameters. All ranks.
+
+    Args:
+        model: a FullyShardedDataParallel around a PEFT model.
+        adapter: what `_adapter_entries` returned, or its like.
+
+    Returns:
+        Missing and unexpected keys.
+    """
+    whole = model.state_dict()
+    names = {id(value): name for name, value in whole.items()}
+    own = _adapter_entries(model, whole)
+    known = {names[id(value)]: adapter[name] for name, value in own.items() if name in adapter}
+    return model.load_state_dict({**whole, **known})
+
+
 # -- checkpoints -------------------------------------------------------------------------------------------------
 
 
-def _layout(
-    fsdp_plugin: "FullyShardedDataParallelPlugin", use_dcp: bool, optimizer: bool = False
-) -> fsdp_state.Layout:
+def _layout(fsdp_plugin: "FullyShardedDataParallelPlugin", use_dcp: bool, optimizer: bool = False) -> states.Layout:
     kind = fsdp_plugin.state_dict_type.name
     if kind == "FULL_STATE_DICT":
         return "full"
@@ -392,15 +430,11 @@ def save_fsdp_model(
         RuntimeError: writing failed on some rank; raised on all of them.
     """
     layout = _layout(fsdp_plugin, use_dcp)
-    options = {}
-    if layout == "local":
-        flat = fsdp_plugin.state_dict_type.name == "LOCAL_STATE_DICT" and fsdp_state.is_fsdp1(model)
-        options = {"flat": flat}
-
-    def getter(model: nn.Module, sd_options: Any = None) -> dict[str, Any]:
-        return _get_model_state_dict(model, adapter_only=adapter_only, sd_options=sd_options)
-
-    fsdp_io.save_model(model, output_dir, model_index, layout, getter=getter, **options)
+    flat = fsdp_plugin.state_dict_type.name == "LOCAL_STATE_DICT" and states.is_fsdp1(model)
+    states.together(lambda: os.makedirs(output_dir, exist_ok=True))
+    getter = partial(_get_model_state_dict, adapter_only=adapter_only)
+    own = states.model_state(model, getter, layout="local" if flat else "sharded")
+    layouts.write(own.values, output_dir, "model", model_index, layout, flat)
 
 
 def load_fsdp_model(
@@ -435,14 +469,11 @@ def load_fsdp_model(
         DamagedCheckpoint: a file is damaged; the model is as it was.
     """
 
-    def getter(model: nn.Module, sd_options: Any = None) -> dict[str, Any]:
-        return _get_model_state_dict(model, adapter_only=adapter_only, sd_options=sd_options)
-
-    def setter(model: nn.Module, state: dict[str, Any], sd_options: Any = None) -> Any:
-        return _set_model_state_dict(model, state, adapter_only=adapter_only, sd_options=sd_options)
-
+    getter = partial(_get_model_state_dict, adapter_only=adapter_only)
+    setter = partial(_set_model_state_dict, adapter_only=adapter_only)
     prefer = _layout(fsdp_plugin, use_dcp)
-    return fsdp_io.load_model(model, input_dir, model_index, prefer, getter=getter, setter=setter)
+    state, own, layout = layouts.read_for_model(model, input_dir, model_index, prefer, getter=getter)
+    return states.apply_model(model, state, own, setter, layout)
 
 
 def save_fsdp_optimizer(
@@ -471,7 +502,8 @@ def save_fsdp_optimizer(
         RuntimeError: writing failed on some rank; raised on all of them.
     """
     layout = _layout(fsdp_plugin, use_dcp, optimizer=True)
-    fsdp_io.save_optimizer(optimizer, model, output_dir, optimizer_index, layout)
+    states.together(lambda: os.makedirs(output_dir, exist_ok=True))
+    layouts.write(states.optimizer_state(optimizer, model), output_dir, "optimizer", optimizer_index, layout)
 
 
 def load_fsdp_optimizer(
@@ -505,7 +537,9 @@ def load_fsdp_optimizer(
         DamagedCheckpoint: a file is damaged; the optimizer is as it was.
     """
     prefer = _layout(fsdp_plugin, use_dcp, optimizer=True)
-    fsdp_io.load_optimizer(optimizer, model, input_dir, optimizer_index, prefer)
+    state = optimizers.read_for_optimizer(optimizer, model, input_dir, optimizer_index, prefer)
+    # What it keeps as it is may be memory of the file.
+    states.inner_optimizer(optimizer).load_state_dict(formats.in_memory(state))
 
 
 # -- sharding ----------------------------------------------------------------------------------------------------

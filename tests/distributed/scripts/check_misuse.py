@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -209,7 +208,7 @@ def saves_after_the_end_of_another():
 
 def saves_on_main_by_design():
     """A script that means it."""
-    barrier.PATIENCE = timedelta(seconds=1)
+    barrier.PATIENCE_S = 1.0
     run = Run()
     for _ in range(2):
         if run.rank == 0:

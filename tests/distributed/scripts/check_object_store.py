@@ -8,6 +8,7 @@ import sys
 import uuid
 
 from check_checkpoint import Job, differing
+from fsspec.core import url_to_fs
 from harness import everywhere, fresh_accelerator, raised, run
 
 from accelerate.checkpoint import formats
@@ -92,9 +93,9 @@ def what_is_damaged_changes_nothing():
     job = Job()
     job.accelerator.save_state(url)
     job.accelerator.wait_for_everyone()
-    place = storage_of(url)
-    (name,) = [name for name in place._store.below() if name.endswith("optimizer.bin")]
-    whole = place._store.read(name)
+    place, (store, folder) = storage_of(url), url_to_fs(url)
+    (name,) = [name for name in store.find(folder) if name.endswith("optimizer.bin")]
+    whole = store.cat_file(name)
     flipped = whole[:100] + bytes([whole[100] ^ 1]) + whole[101:]
     for data, message in (
         (whole[:-1], "optimizer.bin has"),
@@ -104,9 +105,9 @@ def what_is_damaged_changes_nothing():
         job.accelerator.wait_for_everyone()
         if job.accelerator.is_main_process:
             if data is None:
-                place._store.remove([name])
+                store.rm_file(name)
             else:
-                place._store.write(name, data)
+                store.pipe_file(name, data)
         job.accelerator.wait_for_everyone()
         before = job.everything()
         # A process does not download again what it has: another one would see what was changed since.

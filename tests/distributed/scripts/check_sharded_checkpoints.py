@@ -15,14 +15,16 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+import sharded_io
 from accelerate import PartialState
-from accelerate.checkpoint import formats, fsdp_files, fsdp_io, fsdp_state, readers
+from accelerate.checkpoint import formats, layouts, state
 from accelerate.checkpoint.convert import reshard
 from accelerate.checkpoint.manifest import DamagedCheckpoint
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
@@ -130,8 +132,8 @@ class Job:
     def whole(self):
         """Return model and optimizer as plain tensors by name, on rank 0."""
         whole = {
-            "model": fsdp_state.gathered(fsdp_state.model_state(self.model).values),
-            "optimizer": fsdp_state.gathered(fsdp_state.optimizer_state(self.optimizer, self.model)),
+            "model": state.gathered(state.model_state(self.model).values),
+            "optimizer": state.gathered(state.optimizer_state(self.optimizer, self.model)),
         }
         return copy.deepcopy(whole)  # what was not spread is no copy
 
@@ -139,17 +141,17 @@ class Job:
         if layout == "numbered":  # as strategies save that keep the model whole
             if dist.get_rank() == 0:
                 os.makedirs(folder)
-                torch.save(fsdp_state._unwrapped(self.model).state_dict(), f"{folder}/pytorch_model.bin")
+                torch.save(state._unwrapped(self.model).state_dict(), f"{folder}/pytorch_model.bin")
                 torch.save(self.optimizer.state_dict(), f"{folder}/optimizer.bin")
-                fsdp_files.write_names({0: fsdp_state.parameter_names(self.optimizer, self.model)}, folder)
+                sharded_io.write_names(self.optimizer, self.model, folder)
             dist.barrier()
             return
-        fsdp_io.save_model(self.model, folder, layout=layout)
-        fsdp_io.save_optimizer(self.optimizer, self.model, folder, layout=layout)
+        sharded_io.save_model(self.model, folder, layout=layout)
+        sharded_io.save_optimizer(self.optimizer, self.model, folder, layout=layout)
 
     def load(self, folder):
-        fsdp_io.load_model(self.model, folder)
-        fsdp_io.load_optimizer(self.optimizer, self.model, folder)
+        sharded_io.load_model(self.model, folder)
+        sharded_io.load_optimizer(self.optimizer, self.model, folder)
 
 
 def differing(mine, theirs, path=""):
@@ -268,15 +270,15 @@ def _failing(folder):
         job.save(here, "sharded")
         job.step(1)
         before = job.whole()
-        read_data, write_torch = readers.Reader.read_data, formats.write_torch
+        read_data, write_torch = FileSystemReader.read_data, formats.write_torch
         if dist.get_rank() == 1:
-            readers.Reader.read_data = lambda *_: 1 / 0
+            FileSystemReader.read_data = lambda *_: 1 / 0
         else:
             formats.write_torch = lambda *_: 1 / 0
         for work, arguments, culprit in (
-            (fsdp_io.load_model, (job.model, here), 1),
-            (fsdp_io.load_optimizer, (job.optimizer, job.model, here), 1),
-            (fsdp_io.save_model, (job.model, here, 0, "full"), 0),
+            (sharded_io.load_model, (job.model, here), 1),
+            (sharded_io.load_optimizer, (job.optimizer, job.model, here), 1),
+            (sharded_io.save_model, (job.model, here, 0, "full"), 0),
         ):
             try:
                 work(*arguments)
@@ -286,7 +288,7 @@ def _failing(folder):
                 assert dist.get_rank() != culprit and f"Rank {culprit} failed" in str(error), error
             else:
                 raise AssertionError(f"{work.__name__} returned, though a rank failed")
-        readers.Reader.read_data, formats.write_torch = read_data, write_torch
+        FileSystemReader.read_data, formats.write_torch = read_data, write_torch
         after = job.whole()
         assert not differing(before, after)
 
@@ -328,13 +330,13 @@ def _beginning(folder):
         open(f"{folder}-file", "w").close()
         mine = f"{folder}-file/checkpoint"
     for work in (
-        lambda: fsdp_io.save_model(job.model, mine),
-        lambda: fsdp_io.save_optimizer(job.optimizer, job.model, mine),
+        lambda: sharded_io.save_model(job.model, mine),
+        lambda: sharded_io.save_optimizer(job.optimizer, job.model, mine),
     ):
         raises((NotADirectoryError if rank == 1 else RuntimeError), work, "Not a directory")
 
     PartialState(cpu=True)
-    fsdp_io.save_model(job.model, folder)
+    sharded_io.save_model(job.model, folder)
     shards, merged = f"{folder}/pytorch_model_fsdp_0", f"{folder}-merged"
     file = f"{shards}/__0_0.distcp"
     if rank == 0:
@@ -380,8 +382,8 @@ def _flat_without_names(folder):
     torch.save(plain.model.state_dict(), f"{folder}/pytorch_model.bin")
     torch.save(plain.optimizer.state_dict(), f"{folder}/optimizer.bin")
     job = Job("fsdp1-flat", seed=1)
-    fsdp_io.load_model(job.model, folder)
-    raises(RuntimeError, lambda: fsdp_io.load_optimizer(job.optimizer, job.model, folder), "use_orig_params=True")
+    sharded_io.load_model(job.model, folder)
+    raises(RuntimeError, lambda: sharded_io.load_optimizer(job.optimizer, job.model, folder), "use_orig_params=True")
     assert not job.optimizer.state
     job = Job("fsdp1", seed=1)
     job.load(folder)
@@ -399,26 +401,26 @@ def _write_files_of_ranks(folder, seed):
     assert ranks == {f"{rank}.bin" for rank in range(dist.get_world_size())}
     torch.manual_seed(0)
     model = fully_shard(nn.Linear(2, 8), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    fsdp_io.save_model(model, f"{folder}-shape", layout="local")
+    sharded_io.save_model(model, f"{folder}-shape", layout="local")
     other = fully_shard(nn.Linear(1, 16), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     del other.bias, model.bias
-    fsdp_io.save_model(model, f"{folder}-shape", layout="local")
-    raises(RuntimeError, lambda: fsdp_io.load_model(other, f"{folder}-shape"), "has the shape")
+    sharded_io.save_model(model, f"{folder}-shape", layout="local")
+    raises(RuntimeError, lambda: sharded_io.load_model(other, f"{folder}-shape"), "do not fit the model")
 
 
 def _not_strict(folder):
     for strategy in ("fsdp1", "fsdp1-flat", "fsdp2"):
         job, other = Job(strategy), Job(strategy, seed=1)
-        values = fsdp_state.model_state(job.model).values
+        values = state.model_state(job.model).values
         os.makedirs(f"{folder}-{strategy}", exist_ok=True)
-        fsdp_files.write({k: v for k, v in values.items() if k != "scale"}, f"{folder}-{strategy}", "model")
+        layouts.write({k: v for k, v in values.items() if k != "scale"}, f"{folder}-{strategy}", "model")
         with torch.no_grad():
             for name, parameter in other.model.named_parameters():
                 if name.endswith("scale"):
                     parameter.fill_(7)
         before = other.whole()["model"]
-        raises(RuntimeError, partial(fsdp_io.load_model, other.model, f"{folder}-{strategy}"), "scale is missing")
-        keys = fsdp_io.load_model(other.model, f"{folder}-{strategy}", strict=False)
+        raises(RuntimeError, partial(sharded_io.load_model, other.model, f"{folder}-{strategy}"), "scale is missing")
+        keys = sharded_io.load_model(other.model, f"{folder}-{strategy}", strict=False)
         assert keys.missing_keys == ["scale"] and not keys.unexpected_keys, keys
         mine, theirs = job.whole()["model"], other.whole()["model"]
         if dist.get_rank() == 0:

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from accelerate.checkpoint import manifest, rotation, save, storage
+from accelerate.checkpoint import manifest, save, storage
+from accelerate.training import saving
 
 PHASES = ("save", "publish", "prune", "load")
 _NUMBERS = ("begun", "saved", "loaded", "phase", "fired", "refused", "whole", *PHASES)
@@ -135,7 +136,7 @@ class Points:
             (save.Save, "begin", "save"),
             (save.Save, "finish", "save"),
             (save.Save, "_publish", "publish"),
-            (rotation, "prune", "prune"),
+            (saving, "prune", "prune"),
         ):
             setattr(owner, name, self._phased(getattr(owner, name), phase))
 

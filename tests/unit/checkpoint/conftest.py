@@ -5,8 +5,6 @@ import uuid
 
 import pytest
 
-from accelerate.checkpoint import bucket
-
 
 @pytest.fixture(scope="session")
 def s3_server():
@@ -59,9 +57,3 @@ def base(request):
         return f"s3://bucket/{uuid.uuid4().hex}"
     request.getfixturevalue("memory")
     return "memory://run"
-
-
-@pytest.fixture
-def no_pauses(monkeypatch):
-    """Repetitions follow at once."""
-    monkeypatch.setattr(bucket, "PAUSE_S", 0.0)

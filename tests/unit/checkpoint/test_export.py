@@ -13,7 +13,7 @@ from accelerate.checkpoint import convert as module
 from accelerate.checkpoint import names
 from accelerate.checkpoint.convert import export
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest
-from accelerate.checkpoint.structure import weight_map
+from accelerate.checkpoint.inspect import weight_map
 
 
 def same(left, right):
@@ -187,7 +187,7 @@ def test_the_layout_that_the_manifest_lists(tmp_path):
     assert same(loaded(tmp_path / "out"), samples.tensors())
     (source / NAME).unlink()
     (source / names.generators_file(0)).unlink()
-    with pytest.raises(ValueError, match=r"model\.safetensors and pytorch_model_fsdp_0\. Nothing tells"):
+    with pytest.raises(ValueError, match=r"pytorch_model_fsdp_0 and model\.safetensors\. Nothing tells"):
         export(source, tmp_path / "out2")
     assert not (tmp_path / "out2").exists()
 

@@ -2,7 +2,7 @@
 
 import errno
 import os
-from collections import OrderedDict, defaultdict, namedtuple
+from collections import OrderedDict
 
 import numpy as np
 import pytest
@@ -57,40 +57,6 @@ def test_torchs_format(tmp_path):
     found = torch.load(tmp_path / "f", weights_only=True)
     assert torch.equal(found["state"][0]["exp_avg"], obj["state"][0]["exp_avg"]) and found["groups"] == obj["groups"]
     assert (entry.size, entry.checksum) == durable.of_file(tmp_path / "f")
-    assert entry.tensors == {"state.0.exp_avg": TensorEntry((4, 2), "F32"), "state.0.step": TensorEntry((), "F32")}
-    assert formats.write_torch(tmp_path / "g", {"epoch": 1}).tensors is None
-
-
-Pair = namedtuple("Pair", "a b")
-
-
-def test_numbers_of_numpy_become_plain(tmp_path):
-    shared = [np.float64(0.5)]
-    state = OrderedDict(
-        a=np.float32(0.5), b={np.int64(3): (np.bool_(True), None)}, c=Pair(np.uint8(1), "x"), d=shared, e=shared
-    )
-    state.f = np.longdouble(2.0)
-    state["g"] = defaultdict(list, k=np.complex64(1j))
-    state["self"] = state
-    state["array"] = array = np.arange(3.0)
-    state["tensor"] = tensor = torch.ones(2)
-    found = formats.plain(state)
-    assert found is not state and found["self"] is found and found["d"] is found["e"]
-    values = [found["a"], *found["b"], found["b"][3][0], found["c"].a, found["d"][0], found.f, found["g"]["k"]]
-    assert [type(value) for value in values] == [float, int, bool, int, float, float, complex]
-    assert values == [0.5, 3, True, 1, 0.5, 2.0, 1j]
-    assert found["array"] is array and found["tensor"] is tensor
-    assert type(found["c"]) is Pair and found["g"]["new"] == [] and "f" in vars(found)
-    assert type(state["a"]) is np.float32 and type(shared[0]) is np.float64
-    formats.write_torch(tmp_path / "f", {"lr": np.float64(0.5), "steps": [np.int64(2)]})
-    assert torch.load(tmp_path / "f", weights_only=True) == {"lr": 0.5, "steps": [2]}
-
-
-def test_what_has_no_numbers_of_numpy_is_left_alone():
-    state = {"a": [1, (2.0, "x")], "b": torch.ones(1), "c": np.ones(2)}
-    state["self"] = state
-    assert formats.plain(state) is state
-    assert formats.plain(7) == 7
 
 
 @pytest.mark.parametrize("kind", ["?", "b", "B", "h", "H", "i", "I", "l", "L", "q", "Q", "e", "f", "d", "F", "D"])

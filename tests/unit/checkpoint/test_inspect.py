@@ -1,13 +1,16 @@
-"""What is said of checkpoints that nobody loads."""
+"""What is said of checkpoints that no run loads, and which of them may go."""
 
 import json
 import os
 
 import pytest
+import torch
+from safetensors import safe_open
+from torch.distributed.checkpoint import FileSystemWriter, save
 
 import checkpoint_samples as samples
 from accelerate.checkpoint import inspect, names
-from accelerate.checkpoint.manifest import NAME
+from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, TensorEntry
 from accelerate.checkpoint.storage import storage_of
 
 
@@ -26,18 +29,17 @@ def test_a_project_folder(tmp_path):
     samples.write(tmp_path / "checkpoints" / "checkpoint_2", age=50, iteration=2)
     samples.write(tmp_path / "checkpoints" / "checkpoint_10", age=100, iteration=10)  # copied, say: its number counts
     samples.write(tmp_path / "best", age=70)
+    samples.foreign(tmp_path / "epoch_3", age=80)
+    (tmp_path / "checkpoint_1").mkdir()
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "events.1").write_text("x")
-    assert [one.name for one in found(tmp_path)] == ["checkpoints/checkpoint_2", "best", "checkpoints/checkpoint_10"]
-    assert {one.state.kind for one in found(tmp_path)} == {"complete"}
-
-
-def test_a_folder_of_checkpoints(tmp_path):
-    samples.write(tmp_path / "checkpoint_0", age=9)
-    samples.foreign(tmp_path / "epoch_3", age=5)
-    (tmp_path / "checkpoint_1").mkdir()
-    states = {one.name: one.state.kind for one in found(tmp_path)}
-    assert states == {"checkpoint_0": "complete", "epoch_3": "foreign", "checkpoint_1": "incomplete"}
+    assert [(one.name, one.state.kind) for one in found(tmp_path)] == [
+        *(("checkpoints/checkpoint_2", "complete"), ("epoch_3", "foreign"), ("best", "complete")),
+        *(("checkpoints/checkpoint_10", "complete"), ("checkpoint_1", "incomplete")),
+    ]
+    assert found(tmp_path / "logs") == found(tmp_path / "nowhere") == []
+    samples.foreign(tmp_path)  # weights beside checkpoints
+    assert [one.number for one in found(tmp_path) if one.name == "."] == [None]
 
 
 def test_one_checkpoint(tmp_path):
@@ -50,87 +52,93 @@ def test_one_checkpoint(tmp_path):
     assert json.loads(json.dumps(told)) == told
 
 
-def test_one_foreign_checkpoint(tmp_path):
-    (one,) = found(samples.foreign(tmp_path / "epoch_3", age=500))
-    assert (one.name, one.state.kind) == ("epoch_3", "foreign")
-    assert 499 < one.age() < 560
-    assert one.to_json()["step"] is None
-
-
-def test_weights_beside_checkpoints(tmp_path):
-    samples.foreign(tmp_path, age=10)
-    samples.write(tmp_path / "checkpoint_0")
-    assert [one.name for one in found(tmp_path)] == [".", "checkpoint_0"]
-
-
-def test_nothing(tmp_path):
-    assert found(tmp_path) == found(tmp_path / "nowhere") == []
-
-
-def test_a_manifest_with_a_strange_date(tmp_path):
+@pytest.mark.parametrize("date", ["yesterday", None])
+def test_where_no_manifest_says_when_it_was_saved(tmp_path, date):
     folder = samples.write(tmp_path / "checkpoint_0")
     told = json.loads((folder / NAME).read_text())
-    (folder / NAME).write_text(json.dumps({**told, "created": "yesterday"}))
-    samples.touch(folder, 100)
-    assert 99 < found(folder)[0].age() < 160
+    (folder / NAME).write_text(json.dumps({**told, "created": date}))
+    if date is None:
+        folder = samples.foreign(tmp_path / "epoch_3")
+    samples.touch(folder, 500)
+    (one,) = found(folder)
+    assert 499 < one.age < 560 and one.to_json()["step"] == (None if date is None else 0)
 
 
 # -- whether they are whole --------------------------------------------------------------------------------------------
 
 
-def test_whole(tmp_path):
+def test_verify_reads_everything_and_lists_every_problem(tmp_path):
     folder = samples.write(tmp_path / "checkpoint_0")
     read = []
     assert verified(folder, progress=read.append) == []
-    assert sum(read) == inspect.bytes_to_verify(inspect.summarize(storage_of(folder)))
-
-
-def test_flipped_byte(tmp_path):
-    folder = samples.write(tmp_path / "checkpoint_0")
-    samples.flip(folder / "model.safetensors")
-    (problem,) = verified(folder)
-    assert "model.safetensors has changed" in problem
-
-
-def test_every_problem_is_listed(tmp_path):
-    folder = samples.write(tmp_path / "checkpoint_0")
+    assert sum(read) == inspect.summarize(storage_of(folder)).size
     samples.flip(folder / "model.safetensors")
     (folder / "optimizer.bin").unlink()
-    problems = verified(folder)
-    assert len(problems) == 2
-    assert any("optimizer.bin is missing" in problem for problem in problems)
+    changed, missing = verified(folder)
+    assert "model.safetensors has changed" in changed and "optimizer.bin is missing" in missing
 
 
-@pytest.mark.parametrize("how", ["empty", "marked", "no manifest", "broken manifest"])
-def test_incomplete(tmp_path, how):
-    folder = tmp_path / "checkpoint_0"
-    if how == "empty":
-        folder.mkdir()
-    else:
-        samples.write(folder)
-    if how == "marked":
-        (folder / names.INCOMPLETE_MARKER).touch()
-    elif how == "no manifest":
-        (folder / NAME).unlink()
-    elif how == "broken manifest":
-        (folder / NAME).write_text("{")
-    assert len(verified(folder)) == 1
-
-
-def test_absent(tmp_path):
-    assert verified(tmp_path / "nowhere") == ["there is no such folder"]
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda folder: folder.rename(folder.parent / "elsewhere"),
+        lambda folder: [file.unlink() for file in folder.iterdir()],
+        lambda folder: (folder / names.INCOMPLETE_MARKER).touch(),
+        lambda folder: (folder / NAME).unlink(),
+        lambda folder: (folder / NAME).write_text("{"),
+    ],
+    ids=["absent", "empty", "marked", "no manifest", "broken manifest"],
+)
+def test_of_what_is_incomplete_verify_says_why(tmp_path, damage):
+    folder = samples.write(tmp_path / "checkpoint_0")
+    damage(folder)
+    assert verified(folder) == [storage_of(folder).state().reason]
 
 
 def test_foreign_ones_by_their_structure(tmp_path):
     folder = samples.foreign(tmp_path / "epoch_0")
-    assert verified(folder) == []
+    (folder / "notes.txt").write_text("mine")
+    (folder / "model.bin.index.json").write_text('{"weight_map": {"a": "optimizer.bin"}}')
+    read = []
+    assert verified(folder, progress=read.append) == []
+    assert sum(read) == inspect.summarize(storage_of(folder)).size
     samples.flip(folder / "optimizer.bin", 70)
     with open(folder / "model.safetensors", "r+b") as file:
         file.truncate(os.path.getsize(folder / "model.safetensors") - 1)
-    problems = verified(folder)
-    assert [problem.split()[0] for problem in problems] == ["model.safetensors", "optimizer.bin"]
+    (folder / "model.bin.index.json").write_text('{"weight_map": {"a": "a.bin", "b": "b.bin"}}')
+    index, weights, optimizer = verified(folder)
+    assert index == "model.bin.index.json names a.bin, b.bin, which are missing"
+    assert weights.startswith("model.safetensors is damaged: ")
+    assert optimizer.startswith("optimizer.bin has changed: ")
     (folder / "optimizer.bin").write_bytes((folder / "optimizer.bin").read_bytes()[:-30])
-    assert "optimizer.bin is damaged" in verified(folder)[1]
+    (folder / "model.bin.index.json").write_text("{}")
+    index, _, optimizer = verified(folder)
+    assert index.startswith("model.bin.index.json is damaged: it is no index of shards")
+    assert optimizer.startswith("optimizer.bin is damaged: ")
+
+
+@pytest.fixture
+def shards(tmp_path):
+    folder = tmp_path / "c" / "pytorch_model_fsdp_0"
+    state = {"model": {"a": torch.arange(200.0), "b": torch.ones(3, 5), "extra": "text"}}
+    save(state, storage_writer=FileSystemWriter(folder), no_dist=True)
+    return folder
+
+
+def test_every_flip_in_a_tensor_of_shards_is_seen(shards):
+    assert verified(shards.parent) == verified(shards) == []
+    (path,) = shards.glob("*.distcp")
+    data = path.read_bytes()
+    starts = [data.index(torch.arange(200.0).numpy().tobytes()), data.index(torch.ones(15).numpy().tobytes())]
+    for position in [start + step for start in starts for step in range(0, 60, 7)]:
+        path.write_bytes(data)
+        samples.flip(path, position)
+        (problem,) = verified(shards.parent)
+        assert problem.startswith(f"pytorch_model_fsdp_0/{path.name} has changed: ")
+    path.write_bytes(data.replace(b"PK", b"XX"))
+    assert "is not in torch's format, in what it has of model." in verified(shards)[0]
+    path.write_bytes(data[:-1])
+    assert verified(shards)[0].startswith(f".metadata is damaged: {path.name} has ")
 
 
 # -- what is in them ---------------------------------------------------------------------------------------------------
@@ -141,14 +149,12 @@ def test_details(tmp_path):
         tmp_path / "best", aliases={"head.weight": "embed.weight"}, mesh={"dp": 2}, versions={"torch": "9"}
     )
     found = inspect.details(storage_of(folder))
-    assert (found.tensor_count, found.parameters) == (5, 35 + 25 + 5 + 1)
-    assert found.dtypes == {"F32": 40, "BF16": 25, "I64": 1}
-    assert found.aliases == {"model.safetensors": {"head.weight": "embed.weight"}}
     assert set(found.files) == {"model.safetensors", "optimizer.bin", "generators_0.safetensors"}
-    told = found.to_json()
+    told = json.loads(json.dumps(found.to_json()))
+    assert told["tensors"] == {"count": 5, "parameters": 66, "dtypes": {"F32": 40, "BF16": 25, "I64": 1}}
     assert (told["mesh"], told["versions"]) == ({"dp": 2}, {"torch": "9"})
-    assert "list" not in told["tensors"]
-    listed = found.to_json(tensors=True)["tensors"]["list"]["model.safetensors"]
+    assert told["tied"] == {"model.safetensors": {"head.weight": "embed.weight"}}
+    listed = json.loads(json.dumps(found.to_json(tensors=True)))["tensors"]["list"]["model.safetensors"]
     assert listed["embed.weight"] == {"shape": [7, 5], "dtype": "F32"}
 
 
@@ -157,7 +163,7 @@ def test_details_of_a_foreign_one(tmp_path):
     (folder / "sub").mkdir()
     (folder / "sub" / "part.safetensors").write_bytes(b"no such thing")
     found = inspect.details(storage_of(folder))
-    assert found.parameters == 66
+    assert sum(found.dtypes.values()) == 66
     assert found.files["sub/part.safetensors"] == 13
     assert found.ranks == found.aliases == {}
 
@@ -170,43 +176,36 @@ def test_details_of_no_checkpoint(tmp_path):
         inspect.details(storage_of(tmp_path / "nowhere"))
 
 
-@pytest.mark.parametrize(
-    ("files", "name", "layout"),
-    [
-        (["model.safetensors", "pytorch_model.bin", "optimizer.bin"], "model.safetensors", "full"),
-        (["model.safetensors.index.json", "model-00001-of-00001.safetensors"], "model.safetensors.index.json", "full"),
-        (["pytorch_model.bin.index.json"], "pytorch_model.bin.index.json", "full"),
-        (["pytorch_model_fsdp.bin", "pytorch_model_fsdp_1.bin"], "pytorch_model_fsdp.bin", "full"),
-        (["pytorch_model_fsdp_0/.metadata", "pytorch_model_fsdp_0/__0_0.distcp"], "pytorch_model_fsdp_0", "sharded"),
-        (["model.safetensors", "pytorch_model_fsdp_0/__0_0.distcp"], "model.safetensors", "full"),
-    ],
-)
-def test_where_a_model_is(files, name, layout):
-    assert inspect.part_of(files, "model", 0, "here") == inspect.Part(name, layout)
+def test_headers(tmp_path, shards):
+    path = samples.write(tmp_path / "best") / "model.safetensors"
+    header = inspect.header_of(str(path))
+    with safe_open(path, "pt") as file:
+        assert {name: entry.shape for name, entry in header.items()} == {
+            name: file.get_tensor(name).shape
+            for name in file.keys()  # noqa: SIM118
+        }
+    assert inspect.tensors_of_shards(str(shards)) == {"a": TensorEntry((200,), "F32"), "b": TensorEntry((3, 5), "F32")}
+    data = path.read_bytes()
+    for damaged in (b"", data[:7], b"\xff" * 8 + data[8:], data[:8] + b"[" * (len(data) - 8), data[:-1], data + b"x"):
+        path.write_bytes(damaged)
+        with pytest.raises(DamagedCheckpoint):
+            inspect.header_of(str(path))
 
 
-def test_where_others_are():
-    assert (
-        inspect.part_of(["model_1.safetensors.index.json"], "model", 1, "here").name
-        == "model_1.safetensors.index.json"
-    )
-    assert (
-        inspect.part_of(["optimizer_1.bin", "optimizer_0/.metadata"], "optimizer", 1, "here").name == "optimizer_1.bin"
-    )
-    assert inspect.part_of(["optimizer_1.bin", "optimizer_0/.metadata"], "optimizer", 0, "here").layout == "sharded"
-    assert inspect.part_of(["optimizer.bin"], "model", 0, "here") is None
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": "../b"}}'])
+def test_damaged_indexes(text):
+    with pytest.raises(DamagedCheckpoint, match="no index"):
+        inspect.weight_map(text, "x")
 
 
-@pytest.mark.parametrize(
-    "files",
-    [
-        ["model.safetensors", "pytorch_model_fsdp_0/.metadata"],
-        ["pytorch_model_fsdp.bin", "pytorch_model_fsdp_0/.metadata"],
-        ["pytorch_model_fsdp.bin", "model.safetensors"],
-        ["model.safetensors", "model.safetensors.index.json"],
-    ],
-)
-def test_what_is_there_twice(files):
-    with pytest.raises(ValueError, match="'here' has model 0 more than once: .* and ") as caught:
-        inspect.part_of(files, "model", 0, "here")
-    assert all(name.split("/")[0] in str(caught.value) for name in files)
+# -- which may go ------------------------------------------------------------------------------------------------------
+
+
+def test_the_newest_one_that_can_be_verified_stays_whatever_is_newer(tmp_path):
+    samples.write(tmp_path / "checkpoint_0", age=100)
+    samples.foreign(tmp_path / "checkpoint_1", age=50)
+    samples.foreign(tmp_path / "checkpoint_2", age=20)
+    assert inspect.plan_pruning(storage_of(tmp_path), keep=1).old == []
+    assert [one.name for one in inspect.plan_pruning(storage_of(tmp_path), 1, foreign=True).old] == ["checkpoint_1"]
+    with pytest.raises(FileNotFoundError, match="no such folder"):
+        inspect.plan_pruning(storage_of(tmp_path / "nowhere"), 1)

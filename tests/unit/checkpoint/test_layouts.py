@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.checkpoint import fsdp_files, fsdp_io, fsdp_state, layouts
+import sharded_io
+from accelerate.checkpoint import layouts, optimizers
 from accelerate.checkpoint.convert import reshard
 
 
@@ -54,24 +55,24 @@ def written(folder, optimizer, model=None):
     folder.mkdir(exist_ok=True)
     torch.save(optimizer.state_dict(), folder / "optimizer.bin")
     if model is not None:
-        fsdp_files.write_names({0: fsdp_state.parameter_names(optimizer, model)}, folder)
+        sharded_io.write_names(optimizer, model, folder)
 
 
 def read(folder, order, models=None):
     model, optimizer = job(order, steps=0, seed=1)
     models = [model] if models is None else models
-    optimizer.load_state_dict(layouts.read_optimizer(optimizer, models, folder))
+    optimizer.load_state_dict(optimizers.read_whole_optimizer(optimizer, models, folder))
     return moments(model, optimizer), optimizer
 
 
 def keyed_by_names(folder, model, optimizer):
-    fsdp_io.save_optimizer(optimizer, model, folder, layout="full")
+    sharded_io.save_optimizer(optimizer, model, folder, layout="full")
 
 
 def made_full_by_reshard(folder, model, optimizer):
     shards = folder.with_name("shards")
-    fsdp_io.save_model(model, shards)
-    fsdp_io.save_optimizer(optimizer, model, shards)
+    sharded_io.save_model(model, shards)
+    sharded_io.save_optimizer(optimizer, model, shards)
     reshard(str(shards), str(folder), "full")
 
 
@@ -80,7 +81,7 @@ def numbered_with_names(folder, model, optimizer):
 
 
 def in_shards(folder, model, optimizer):
-    fsdp_io.save_optimizer(optimizer, model, folder)
+    sharded_io.save_optimizer(optimizer, model, folder)
 
 
 @pytest.mark.parametrize("write", [keyed_by_names, made_full_by_reshard, numbered_with_names, in_shards])
@@ -140,7 +141,7 @@ def test_states_of_another_form_are_the_optimizers_own_affair(tmp_path):
     (tmp_path / "saved").mkdir()
     torch.save({"anything": 3}, tmp_path / "saved" / "optimizer.bin")
     _, optimizer = job()
-    assert layouts.read_optimizer(optimizer, [Net()], tmp_path / "saved") == {"anything": 3}
+    assert optimizers.read_whole_optimizer(optimizer, [Net()], tmp_path / "saved") == {"anything": 3}
 
 
 def test_what_an_optimizer_keeps_beside_is_kept(tmp_path):
@@ -149,17 +150,17 @@ def test_what_an_optimizer_keeps_beside_is_kept(tmp_path):
     state["state"]["shared"] = {"count": 4}
     (tmp_path / "saved").mkdir()
     torch.save(state, tmp_path / "saved" / "optimizer.bin")
-    fsdp_files.write_names({0: fsdp_state.parameter_names(optimizer, model)}, tmp_path / "saved")
+    sharded_io.write_names(optimizer, model, tmp_path / "saved")
     other, its_optimizer = job(BACKWARD, steps=0)
-    found = layouts.read_optimizer(its_optimizer, [other], tmp_path / "saved")
+    found = optimizers.read_whole_optimizer(its_optimizer, [other], tmp_path / "saved")
     assert found["scale"] == 3.0 and found["state"]["shared"] == {"count": 4}
     assert torch.equal(found["state"][3]["exp_avg"], optimizer.state[model.first.weight]["exp_avg"])
 
 
 def test_weights_in_shards(tmp_path):
     model, _ = job()
-    fsdp_io.save_model(model, tmp_path)
+    sharded_io.save_model(model, tmp_path)
     other, _ = job(seed=1)
-    other.load_state_dict(layouts.read_model(other, tmp_path))
+    other.load_state_dict(layouts.read_whole_model(other, tmp_path))
     assert all(torch.equal(value, other.state_dict()[name]) for name, value in model.state_dict().items())
     assert os.listdir(tmp_path) == ["pytorch_model_fsdp_0"]

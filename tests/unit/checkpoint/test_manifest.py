@@ -1,25 +1,40 @@
-"""The manifest says what belongs to a checkpoint, and nothing it says is trusted."""
+"""The manifest says what belongs to a checkpoint, nothing it says is trusted, and its schema is published."""
 
 import json
 import os
+import re
+from pathlib import Path
 
+import jsonschema
 import pytest
 
-from accelerate.checkpoint import manifest
+import checkpoint_samples as samples
+from accelerate import Accelerator
 from accelerate.checkpoint.formats import write_bytes
-from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, FileEntry, Manifest, TensorEntry
+from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, FileEntry, Manifest, TensorEntry, damaged, problems
+from accelerate.runtime import durable
 
+DOCS = Path(__file__).parents[3] / "docs"
+SCHEMA = json.loads((DOCS / "checkpoint-manifest.schema.json").read_text("utf-8"))
+VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
 ENTRY = FileEntry(3, "0" * 32, 1, {"a.b": TensorEntry((2, 0), "F32")}, {"tied": "a.b"})
+GONE = object()
 
 
 def full() -> Manifest:
-    return Manifest({"m.safetensors": ENTRY, "sub/x.bin": FileEntry(0, "f" * 32)}, 2, "ddp", {"dp": 2}, 7, 3)
+    return Manifest({"m": ENTRY, "sub/x.bin": FileEntry(0, "f" * 32)}, 2, "ddp", {"dp": 2}, 7, 3)
 
 
-def changed(**changes):
-    """The JSON of a manifest with changes; a change of None removes the key."""
-    told = {**json.loads(full().to_json()), **changes}
-    return json.dumps({key: value for key, value in told.items() if value is not None or key == "mesh"})
+def changed(path, value):
+    """What a manifest says, with another value at a path."""
+    told = inner = json.loads(full().to_json())
+    *parents, last = path
+    for key in parents:
+        inner = inner[key]
+    inner[last] = value
+    if value is GONE:
+        del inner[last]
+    return told
 
 
 def test_there_and_back(tmp_path):
@@ -27,48 +42,48 @@ def test_there_and_back(tmp_path):
     written.write(tmp_path)
     assert Manifest.read(tmp_path) == written
     assert os.listdir(tmp_path) == [NAME]
-    assert full().size == 3
-    assert {"accelerate", "torch", "numpy", "python"} == set(full().versions)
+    assert written.size == 3
+    assert {"accelerate", "torch", "numpy", "python"} == set(written.versions)
 
 
-def entry(**changes):
-    return {"files": {"m": {**ENTRY.to_json(), **changes}}}
+LEADING_OUT = ("", "/a", "..", "../x", "a/../x", "a//x", "./x", "a\\x", "C:x", "a\0x", "a/", NAME)
+DAMAGE = [
+    (["format"], 2, "format 2 is newer than 1"),
+    (["format"], "1", "format '1' is no number"),
+    (["format"], GONE, "format None is no number"),
+    (["checksum"], {"algorithm": "md5", "chunk": 1}, "md5"),
+    (["checksum"], GONE, "checksum None"),
+    (["world_size"], 0, "world_size 0 is no number above 0"),
+    (["step"], -1, "step -1"),
+    (["iteration"], None, "iteration None"),
+    (["mesh"], [1], "mesh [1]"),
+    (["mesh"], {"dp": "2"}, "mesh {'dp': '2'}"),
+    (["versions"], {"torch": 2}, "versions {'torch': 2}"),
+    (["created"], 5, "created 5 is no text"),
+    (["files"], {}, "files {} is no mapping with entries"),
+    (["files"], [], "files [] is no mapping"),
+    (["files", "m"], 3, "m: 3 is no mapping"),
+    (["files", "m", "size"], -1, "m: size -1"),
+    (["files", "m", "size"], 1.5, "size 1.5"),
+    (["files", "m", "checksum"], "0", "32 hexadecimal"),
+    (["files", "m", "checksum"], "z" * 32, "32 hexadecimal"),
+    (["files", "m", "rank"], "0", "rank '0'"),
+    (["files", "m", "tensors"], [], "tensors [] is no mapping"),
+    (["files", "m", "tensors", "a.b"], [], "tensor 'a.b': [] is no mapping"),
+    (["files", "m", "tensors", "a.b", "shape"], [-1], "tensor 'a.b': shape [-1]"),
+    (["files", "m", "tensors", "a.b", "dtype"], 1, "dtype 1 is no text"),
+    (["files", "m", "aliases"], {"a": 1}, "aliases {'a': 1}"),
+    *((["files", name], {"size": 1, "checksum": "0" * 32}, "leads out of the folder") for name in LEADING_OUT),
+]
 
 
-@pytest.mark.parametrize(
-    ("changes", "fragment"),
-    [
-        ({"format": 2}, "format 2 is newer than 1"),
-        ({"format": "1"}, "format '1' is no number"),
-        ({"format": None}, "format None is no number"),
-        ({"checksum": {"algorithm": "md5", "chunk": 1}}, "md5"),
-        ({"files": {}}, "lists no files"),
-        ({"files": []}, "files [] is no mapping"),
-        ({"world_size": 0}, "world_size is 0"),
-        ({"world_size": True}, "world_size True"),
-        ({"step": -1}, "step -1"),
-        ({"mesh": [1]}, "mesh [1]"),
-        ({"versions": {"torch": 2}}, "versions"),
-        (entry(size=-1), "size -1"),
-        (entry(size=1.5), "size 1.5"),
-        (entry(checksum="0"), "32 hexadecimal"),
-        (entry(checksum=7), "32 hexadecimal"),
-        (entry(rank="0"), "rank '0'"),
-        (entry(tensors=[]), "tensors [] is no mapping"),
-        (entry(tensors={"a": {"shape": [-1], "dtype": "F32"}}), "shape [-1]"),
-        (entry(tensors={"a": {"shape": [1], "dtype": 1}}), "dtype 1"),
-        (entry(aliases={"a": 1}), "aliases"),
-        ({"files": {"m": 3}}, "m: 3 is no mapping"),
-        *[
-            ({"files": {name: ENTRY.to_json()}}, "leads out of the folder")
-            for name in ("", "/etc/passwd", "../x", "a/../x", "a//x", "./x", "a\\x", "C:x", "a\0x", NAME)
-        ],
-    ],
-)
-def test_what_is_no_manifest_is_refused(changes, fragment):
-    with pytest.raises(DamagedCheckpoint) as told:
-        Manifest.from_json(changed(**changes), "here")
-    assert fragment in str(told.value) and "here" in str(told.value)
+@pytest.mark.parametrize(("path", "value", "fragment"), DAMAGE, ids=lambda part: str(part)[:40])
+def test_schema_and_reader_refuse_the_same(path, value, fragment):
+    told = changed(path, value)
+    assert not VALIDATOR.is_valid(told)
+    with pytest.raises(DamagedCheckpoint) as refused:
+        Manifest.from_json(json.dumps(told), "here")
+    assert fragment in str(refused.value) and "here" in str(refused.value)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "3", "[" * 100_000, '{"files": ' * 3000, b"\xff\xfe"])
@@ -77,41 +92,68 @@ def test_other_texts_are_refused(text):
         Manifest.from_json(text, "here")
 
 
-def test_a_file_that_is_too_large_or_no_file_is_not_parsed(tmp_path, monkeypatch):
+def test_what_is_no_file_or_too_large_is_not_read(tmp_path):
     with pytest.raises(FileNotFoundError):
         Manifest.read(tmp_path)
-    full().write(tmp_path)
-    monkeypatch.setattr(manifest, "_LARGEST", 100)
-    with pytest.raises(DamagedCheckpoint, match="more than 100 bytes"):
+    (tmp_path / NAME).touch()
+    os.truncate(tmp_path / NAME, (512 << 20) + 1)
+    with pytest.raises(DamagedCheckpoint, match="more than 536870912 bytes"):
         Manifest.read(tmp_path)
-    (tmp_path / "d" / NAME).mkdir(parents=True)
-    with pytest.raises(DamagedCheckpoint):
-        Manifest.read(tmp_path / "d")
+    for number, make in enumerate((os.mkdir, getattr(os, "mkfifo", os.mkdir))):  # a pipe is not waited for
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        make(folder / NAME)
+        with pytest.raises(DamagedCheckpoint, match="is no file"):
+            Manifest.read(folder)
 
 
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
-def test_a_pipe_is_not_waited_for(tmp_path):
-    os.mkfifo(tmp_path / NAME)
-    with pytest.raises(DamagedCheckpoint, match="is no file"):
-        Manifest.read(tmp_path)
+def test_the_schema_knows_all_that_is_written(tmp_path):
+    VALIDATOR.check_schema(SCHEMA)
+    folder = samples.write(tmp_path / "c", aliases={"head.weight": "embed.weight"}, mesh={"dp": 2}, world_size=2)
+    told = json.loads((folder / NAME).read_text("utf-8"))
+    VALIDATOR.validate(told)
+    assert set(told) == set(SCHEMA["properties"]) - {"generation"}
+    assert set(told["files"]["model.safetensors"]) == set(SCHEMA["$defs"]["file"]["properties"])
+    Accelerator(cpu=True).save_state(str(tmp_path / "run"))
+    VALIDATOR.validate(json.loads((tmp_path / "run" / NAME).read_text("utf-8")))
+
+
+@pytest.mark.parametrize("name", ["a", "a/b.c", ".hidden/..x/y..", "ü/…", "a b"])
+def test_schema_and_reader_accept_the_same_names(name):
+    told = changed(["files", name], {"size": 1, "checksum": "0" * 32})
+    VALIDATOR.validate(told)
+    assert Manifest.from_json(json.dumps(told), "x").files[name] == FileEntry(1, "0" * 32)
+
+
+def test_the_examples_of_the_page(tmp_path):
+    text = (DOCS / "checkpoint-format.md").read_text("utf-8")
+    example = re.search(r"```json\n(.*?)```", text, re.S)[1]
+    VALIDATOR.validate(json.loads(example))
+    assert Manifest.from_json(example, "the page").world_size == 2
+    space = {}
+    exec(re.search(r"```python\n(.*?)```", text, re.S)[1], space)
+    for size in (0, 5, 16, 40):
+        (tmp_path / "file").write_bytes(bytes(range(size)))
+        assert space["checksum"](tmp_path / "file") == durable.of_file(tmp_path / "file")[1]
 
 
 def test_problems_name_file_expectation_and_finding(tmp_path):
-    files = {name: write_bytes(tmp_path / name, b"content") for name in ("a", "b", "c", "d")}
-    told = Manifest(files)
-    assert manifest.problems(tmp_path, told, deep=True) == []
+    told = Manifest({name: write_bytes(tmp_path / name, b"content") for name in ("a", "b", "c", "d")})
+    assert problems(tmp_path, told, deep=True) == []
     (tmp_path / "a").unlink()
     (tmp_path / "b").write_bytes(b"cont")
     (tmp_path / "c").write_bytes(b"cOntent")
     (tmp_path / "d").unlink()
     (tmp_path / "d").mkdir()
-    assert [line.split(":")[0] for line in manifest.problems(tmp_path, told)] == [
+    (tmp_path / "optimizer.bin").touch()
+    assert [line.split(":")[0] for line in problems(tmp_path, told)] == [
         "a is missing (7 bytes were written)",
         "b has 4 bytes, but 7 were written",
         "d is missing (7 bytes were written)",
+        "optimizer.bin is not in the manifest",
     ]
     hashed = []
-    deep = manifest.problems(tmp_path, told, deep=True, only="bc".__contains__, progress=hashed.append)
+    deep = problems(tmp_path, told, deep=True, only="bc".__contains__, progress=hashed.append)
     assert len(deep) == 2 and deep[1].startswith("c has changed: its checksum is") and sum(hashed) == 7
-    error = str(manifest.damaged(tmp_path, [f"line {number}" for number in range(12)]))
+    error = str(damaged(tmp_path, [f"line {number}" for number in range(12)]))
     assert "line 9" in error and "line 10" not in error and "and 2 more" in error and str(tmp_path) in error

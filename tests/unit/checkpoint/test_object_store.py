@@ -1,265 +1,450 @@
-"""Checkpoints in object stores, on fsspec's `memory://` and on an S3 server that runs here: saved, replaced, killed."""
+"""Checkpoints in object stores, on fsspec's `memory://` and on an S3 server: saved, replaced, killed, damaged, fetched."""
 
+import contextlib
+import errno
 import gc
 import json
 import os
+import re
+import sys
+from pathlib import Path
 
 import pytest
 
-from accelerate.checkpoint import bucket, formats, names, rotation
-from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest, problems
+from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, FileEntry, Manifest, problems
 from accelerate.checkpoint.object_store import ObjectStore
 from accelerate.checkpoint.storage import storage_of
-from unit.checkpoint.remote_storages import CONTENT, FORMER, Killed, fails, objects, put, read, save, write
+from accelerate.runtime import durable
 
-pytest.importorskip("fsspec")
-pytestmark = pytest.mark.usefixtures("no_pauses")
+core = pytest.importorskip("fsspec.core")
 
-# -- the life of a checkpoint ------------------------------------------------------------------------------------------
+CONTENT = {
+    "model.safetensors": b"weights" * 100,
+    "optimizer.bin": b"moments" * 200,
+    "pytorch_model_fsdp_0/__0_0.distcp": b"shard",
+    "empty.bin": b"",
+}
+FORMER = "g-20200101T000000Z-0123456789abcdef"
+PLACE = "memory://run/checkpoint_0"
+
+
+class Killed(BaseException):
+    """Ends a save as the death of its process would."""
+
+
+def write(folder, content=CONTENT, **facts):
+    """Write files and their manifest into a folder."""
+    entries = {}
+    for name, data in content.items():
+        path = Path(folder, name)
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(data)
+        entries[name] = FileEntry(*durable.of_file(path))
+    Manifest(entries, **facts).write(folder)
+
+
+def save(url, content=CONTENT, **facts):
+    """Save a checkpoint as one node does, and return its place."""
+    place = storage_of(url)
+    write(place.stage(), content, **facts)
+    place.publish()
+    return place
+
+
+def read(folder):
+    """Return the files of a local folder but for the manifest."""
+    files = [path for path in Path(folder).rglob("*") if path.is_file() and path.name != NAME]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+def put(url, data=b"something"):
+    """Write an object without this package."""
+    system, path = core.url_to_fs(url)
+    system.pipe_file(path, data)
+
+
+def stored(place):
+    """Return what is stored at a place, without this package: contents by path."""
+    system, root = core.url_to_fs(place.location)
+    system.invalidate_cache()
+    return {path[len(root) + 1 :]: system.cat_file(path) for path in system.find(root)}
+
+
+def objects(place):
+    """Return the names of what is stored at a place, without the generation."""
+    return sorted("/".join(part for part in path.split("/") if not part.startswith("g-")) for path in stored(place))
+
+
+def url_of(place, file):
+    """Return the URL of a file of a checkpoint."""
+    (path,) = [path for path in stored(place) if path.endswith(file)]
+    return f"{place.location}/{path}"
+
+
+def meddle(monkeypatch, system, method, meanwhile, on=""):
+    """Call a function before each call of a file system's method for paths with a text in them; return those calls."""
+    right, calls = getattr(system, method), []
+
+    def wrong(self, *arguments, **options):
+        if any(on in argument for argument in arguments if isinstance(argument, str)):
+            calls.append(arguments)
+            meanwhile()
+        return right(self, *arguments, **options)
+
+    monkeypatch.setattr(system, method, wrong)
+    return calls
+
+
+@contextlib.contextmanager
+def failing(monkeypatch, system, method, error, on=""):
+    """Let a file system's method raise for paths with a text in them."""
+
+    def fail():
+        raise error
+
+    with monkeypatch.context() as patch:
+        meddle(patch, system, method, fail, on)
+        yield
 
 
 def test_life(base):
     place = storage_of(f"{base}/checkpoint_3")
-    assert place.state().kind == "absent"
-    assert not place.shared
-    save(place, step=1)
+    assert (place.state().kind, place.shared) == ("absent", False)
+    save(place.location, step=1)
     state = place.state()
     assert (state.kind, state.manifest.step) == ("complete", 1)
     assert objects(place) == sorted([NAME, *CONTENT])
-    assert place.size() > sum(map(len, CONTENT.values()))
+    assert place.stored().size > sum(map(len, CONTENT.values()))
     assert set(place.files()) == {NAME, "model.safetensors", "optimizer.bin", "empty.bin"}
     assert place.files()["model.safetensors"].size == 700
-    assert place.files()["model.safetensors"].modified is not None
+    assert (place.files()["model.safetensors"].modified is not None) == base.startswith("s3")
     (inner,) = place.entries()
-    assert inner.name == "pytorch_model_fsdp_0"
-    assert set(inner.files()) == {"__0_0.distcp"}
-
+    assert (inner.name, set(inner.files())) == ("pytorch_model_fsdp_0", {"__0_0.distcp"})
     folder = place.fetch()
-    assert {name: data for name, data in read(folder).items() if name != NAME} == CONTENT
-    assert Manifest.read(folder) == state.manifest
-    assert problems(folder, state.manifest, deep=True) == []
+    assert (read(folder), Manifest.read(folder)) == (CONTENT, state.manifest)
 
     put(f"{base}/checkpoint_3/notes.txt")
-    save(place, {"model.safetensors": b"later"}, step=2)
+    save(place.location, {"model.safetensors": b"later"}, step=2)
     assert place.state().manifest.step == 2
     assert objects(place) == [NAME, "model.safetensors", "notes.txt"]
-    assert read(place.fetch())["model.safetensors"] == b"later"
+    assert read(place.fetch()) == {"model.safetensors": b"later"}
+    (generation,) = {path.split("/")[0] for path in stored(place)} - {NAME, "notes.txt"}
+    told = {"generation": generation, **json.loads(place.state().manifest.to_json())}
+    assert json.loads(stored(place)[NAME]) == told
 
     assert [(number, found.location) for number, found in storage_of(base).checkpoints()] == [(3, place.location)]
-    place.remove()
-    assert place.state().kind == "absent"
-    assert storage_of(base).entries() == []
-    place.remove()
-
-
-def test_what_is_stored(base):
-    place = storage_of(f"{base}/checkpoint")
-    save(place)
-    (generation,) = {name.split("/")[0] for name in place._store.below() if name != NAME}
-    told = json.loads(place._store.read(NAME))
-    assert told.pop("generation") == generation
-    assert set(told) == set(json.loads(place.state().manifest.to_json()))
-
-
-def test_rotation(base):
-    folder = storage_of(f"{base}/checkpoints")
-    for number in (8, 9, 10):
-        save(folder.child(names.numbered_folder(number)), {"model.safetensors": b"x"}, iteration=number)
-    put(f"{base}/checkpoints/checkpoint_11/{FORMER}/model.safetensors")
-    found, passed = rotation.newest_first(folder)
-    assert [place.name for place in found] == ["checkpoint_10", "checkpoint_9", "checkpoint_8"]
-    assert len(passed) == 1 and "checkpoint_11" in passed[0]
-    assert list(folder.leftovers()) == [f"{base}/checkpoints/checkpoint_11/{FORMER}"]
-    removed = rotation.prune(folder, 2, keep=[folder.child("checkpoint_10").location, None])
-    assert [url.removeprefix(folder.location) for url in removed] == [f"/checkpoint_11/{FORMER}", "/checkpoint_8"]
-    assert [number for number, _ in folder.checkpoints()] == [9, 10]
-    assert folder.leftovers() == {}
+    for _ in range(2):
+        place.remove()
+        assert (place.state().kind, storage_of(base).entries()) == ("absent", [])
 
 
 def test_names_that_look_like_patterns(base):
-    place = storage_of(f"{base}/run[1]*")
-    other = storage_of(f"{base}/run1")
-    save(other)
-    save(place, {"model[0].bin": b"1", "model?.bin": b"2"})
-    save(place, {"model[0].bin": b"3"})
+    other = save(f"{base}/run1")
+    place = save(f"{base}/run[1]*", {"model[0].bin": b"1", "model?.bin": b"2"})
+    save(place.location, {"model[0].bin": b"3"})
     assert objects(place) == [NAME, "model[0].bin"]
-    assert read(place.fetch())["model[0].bin"] == b"3"
+    assert read(place.fetch()) == {"model[0].bin": b"3"}
     place.remove()
-    assert objects(place) == []
-    assert other.state().kind == "complete"
+    assert (objects(place), other.state().kind) == ([], "complete")
 
 
-# -- saves that do not end ---------------------------------------------------------------------------------------------
-
-
-def test_a_killed_upload_changes_nothing_and_is_removed_by_the_next_save(memory, monkeypatch):
-    place = ObjectStore("memory://run/checkpoint_0")
-    save(place, step=1)
-    with monkeypatch.context() as patch:
-        fails(patch, memory, "put_file", Killed(), on="model.safetensors")
-        with pytest.raises(Killed):
-            save(ObjectStore("memory://run/checkpoint_0"), step=2)
-    assert place.state().manifest.step == 1
-    assert read(place.fetch())["optimizer.bin"] == CONTENT["optimizer.bin"]
+@pytest.mark.parametrize(
+    ("method", "on", "counts"), [("put_file", "model.safetensors", 1), ("pipe_file", NAME, 1), ("rm_file", "model", 2)]
+)
+def test_a_killed_save_leaves_the_old_checkpoint_or_the_new_one(memory, monkeypatch, method, on, counts):
+    place, folder = save(PLACE, step=1), storage_of("memory://run")
+    with failing(monkeypatch, memory, method, Killed(), on), pytest.raises(Killed):
+        save(PLACE, step=2)
+    assert (place.state().kind, place.state().manifest.step) == ("complete", counts)
+    assert read(place.fetch()) == CONTENT
     (left,) = place.leftovers().values()
     assert left.size > 0
-    assert storage_of("memory://run").leftovers() == place.leftovers()
-    save(ObjectStore("memory://run/checkpoint_0"), step=3)
-    assert place.state().manifest.step == 3
+    assert folder.leftovers() == place.leftovers()
+    if counts == 1:
+        assert save(PLACE, step=3).state().manifest.step == 3
+    else:
+        assert len(folder.sweep()) == 1
+    assert folder.leftovers() == {}
     assert objects(place) == sorted([NAME, *CONTENT])
 
 
 def test_a_first_save_that_is_killed_is_incomplete_until_it_is_swept(memory, monkeypatch):
-    place = ObjectStore("memory://run/checkpoint_0")
-    fails(monkeypatch, memory, "pipe_file", Killed())
-    with pytest.raises(Killed):
-        save(place)
-    state = storage_of("memory://run/checkpoint_0").state()
-    assert (state.kind, state.reason) == ("incomplete", "its saving did not come to its end")
+    with failing(monkeypatch, memory, "pipe_file", Killed()), pytest.raises(Killed):
+        save(PLACE)
+    place, folder = storage_of(PLACE), storage_of("memory://run")
+    assert (place.state().kind, place.state().reason) == ("incomplete", "its saving did not come to its end")
     with pytest.raises(DamagedCheckpoint, match="did not come to its end"):
         place.fetch()
-    assert len(storage_of("memory://run").sweep()) == 1
-    assert place.state().kind == "absent"
-    assert storage_of("memory://run").entries() == []
+    assert len(folder.sweep()) == 1
+    assert (place.state().kind, folder.entries()) == ("absent", [])
 
 
-def test_killed_after_the_manifest_was_written(memory, monkeypatch):
-    place = ObjectStore("memory://run/checkpoint_0")
-    save(place, step=1)
-    with monkeypatch.context() as patch:
-        fails(patch, memory, "rm", Killed())
-        with pytest.raises(Killed):
-            save(place, {"model.safetensors": b"2"}, step=2)
-    assert place.state().manifest.step == 2
-    storage_of("memory://run").sweep()
-    assert objects(place) == [NAME, "model.safetensors"]
-
-
-def test_what_cannot_be_removed_is_no_reason_to_fail(memory, monkeypatch, caplog):
-    place = ObjectStore("memory://run/checkpoint_0")
-    save(place, step=1)
-    with monkeypatch.context() as patch:
-        fails(patch, memory, "rm", PermissionError("no"))
-        save(place, step=2)
-    assert "could not be removed" in caplog.text
-    assert place.state().manifest.step == 2
-    assert place.generation is None
-
-
-@pytest.mark.parametrize("method", ["put_file", "pipe_file"])
-def test_a_store_that_refuses(memory, monkeypatch, method):
-    place = ObjectStore("memory://run/checkpoint_0")
-    save(place, step=1)
-    with monkeypatch.context() as patch:
-        calls = fails(patch, memory, method, PermissionError("no"), on="optimizer.bin" if method == "put_file" else "")
-        with pytest.raises(
-            PermissionError, match=r"memory://run/checkpoint_0/\S+ could not be \w+: no. Check the cred"
-        ):
-            save(place, step=2)
-        assert len(calls) == 1
+@pytest.mark.parametrize(
+    ("method", "on", "error", "message"),
+    [
+        ("put_file", "optim", PermissionError("no"), f"{PLACE}/.*/optimizer.bin could not be uploaded: no. Check the cred"),
+        ("put_file", "optim", ConnectionResetError("reset"), "optimizer.bin could not be uploaded: ConnectionResetError"),
+        ("pipe_file", "", PermissionError("no"), f"{PLACE}/{NAME} could not be written: no. Check the credentials"),
+        ("find", "", TimeoutError("late"), "could not be listed: TimeoutError: late"),
+    ],
+)  # fmt: skip
+def test_a_store_that_refuses(memory, monkeypatch, method, on, error, message):
+    place = save(PLACE, step=1)
+    with failing(monkeypatch, memory, method, error, on), pytest.raises(OSError, match=message):
+        write(place.stage(), step=2)
+        place.publish()
     staged = place.staging()
     place.abandon()
     assert not os.path.exists(staged)
-    assert place.state().manifest.step == 1
-    assert objects(place) == sorted([NAME, *CONTENT])
+    assert (place.state().manifest.step, objects(place)) == (1, sorted([NAME, *CONTENT]))
     place.abandon()
 
 
-def test_an_error_after_the_manifest_was_written_does_not_undo_it(memory, monkeypatch):
-    place = ObjectStore("memory://run/checkpoint_0")
-    right = memory.pipe_file
-
-    def wrong(self, path, value, **options):
-        right(self, path, value, **options)
-        raise PermissionError("after all")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(memory, "pipe_file", wrong)
-        with pytest.raises(PermissionError):
-            save(place)
-    place.abandon()
-    assert place.state().kind == "complete"
+def test_what_cannot_be_removed_is_no_reason_to_fail(memory, monkeypatch, caplog):
+    place = save(PLACE, step=1)
+    with failing(monkeypatch, memory, "rm_file", PermissionError("no")):
+        save(PLACE, step=2)
+    assert "could not be removed" in caplog.text
+    assert place.state().manifest.step == 2
 
 
-@pytest.mark.parametrize(("method", "on"), [("put_file", "optimizer"), ("pipe_file", NAME), ("ls", ""), ("find", "")])
-def test_transient_errors_of_a_save_are_met_with_patience(memory, monkeypatch, method, on, caplog):
-    calls = fails(monkeypatch, memory, method, ConnectionResetError("reset"), on=on, times=2)
-    place = ObjectStore("memory://run/checkpoint_0")
-    save(place)
-    assert len(calls) > 2
-    assert "Trying again" in caplog.text
-    assert place.state().kind == "complete"
-
-
-def test_patience_ends(memory, monkeypatch):
-    calls = fails(monkeypatch, memory, "put_file", ConnectionResetError("reset"), on="optimizer.bin")
-    with pytest.raises(OSError, match=r"optimizer.bin could not be uploaded: ConnectionResetError: reset"):
-        save(ObjectStore("memory://run/checkpoint_0"))
-    assert len(calls) == bucket.TRIES
-    monkeypatch.setattr(bucket, "PATIENCE_S", -1.0)
-    calls = fails(monkeypatch, memory, "ls", TimeoutError("late"))
-    with pytest.raises(OSError, match="could not be listed"):
-        ObjectStore("memory://run/checkpoint_0").state()
-
-
-def test_the_first_error_stops_what_has_not_begun():
-    done = []
-
-    def task(name):
-        done.append(name)
-        raise OSError(name)
-
-    with pytest.raises(OSError, match="[0-9]+"):
-        bucket.concurrently(task, {str(index): 0 if index != 1 else bucket.LARGE + 1 for index in range(100)})
-    assert done[0] == "1"
-    assert len(done) < 100
-
-
-# -- several nodes -----------------------------------------------------------------------------------------------------
-
-
-def test_two_nodes(base):
-    nodes = [ObjectStore(f"{base}/checkpoint_0") for _ in range(2)]
+def test_several_nodes(base):
+    nodes = [ObjectStore(f"{base}/checkpoint_0") for _ in range(3)]
     folders = [node.stage() for node in nodes]
-    assert folders[0] != folders[1]
-    entries = {}
-    for rank, (node, folder) in enumerate(zip(nodes, folders, strict=True)):
+    for rank, node in enumerate(nodes):
         node.join(nodes[0].generation)
-        entries[f"rank_{rank}.bin"] = formats.write_bytes(os.path.join(folder, f"rank_{rank}.bin"), b"%d" % rank, rank)
+        write(folders[rank], {f"rank_{rank}.bin": b"%d" % rank})
+    files = dict(item for folder in folders for item in Manifest.read(folder).files.items())
     for node, folder in zip(nodes, folders, strict=True):
         node.upload(folder)
-    Manifest(entries, world_size=2).write(folders[0])
+    Manifest(files, world_size=3).write(folders[0])
     nodes[0].publish()
-    found = read(nodes[1].fetch())
-    assert (found["rank_0.bin"], found["rank_1.bin"]) == (b"0", b"1")
-    assert not os.path.exists(folders[0])
+    nodes[1].abandon()  # an error that comes after the manifest was written does not undo it
+    assert read(nodes[1].fetch()) == {f"rank_{rank}.bin": b"%d" % rank for rank in range(3)}
+    assert [os.path.exists(folder) for folder in folders] == [False, False, True]
     nodes.clear()
     del node
     gc.collect()
-    assert not os.path.exists(folders[1])
+    assert not os.path.exists(folders[2])
 
 
 def test_a_node_whose_files_did_not_arrive(memory):
-    nodes = [ObjectStore("memory://run/checkpoint_0") for _ in range(2)]
+    nodes = [ObjectStore(PLACE) for _ in range(2)]
     for node in nodes:
         write(node.stage(), {"model.safetensors": b"1", "rank_1.bin": b"1"})
     os.unlink(os.path.join(nodes[0].staging(), "rank_1.bin"))
     nodes[1].upload()  # into its own generation
-    with pytest.raises(DamagedCheckpoint, match="not published.*rank_1.bin is missing"):
+    with pytest.raises(DamagedCheckpoint, match=r"not published.*rank_1.bin is missing"):
         nodes[0].publish()
     assert nodes[0].state().kind == "incomplete"
-    with pytest.raises(ValueError, match="no name of a save"):
-        nodes[1].join("../elsewhere")
 
 
 def test_steps_out_of_order(memory):
-    place = ObjectStore("memory://run/checkpoint_0")
+    place = ObjectStore(PLACE)
     for step in (place.staging, place.upload, place.publish, lambda: place.join(FORMER)):
         with pytest.raises(RuntimeError, match="Nothing is staged"):
             step()
-    place.stage()
+    first = place.stage()
     with pytest.raises(FileNotFoundError, match=NAME):
         place.publish()
-    first = place.staging()
-    assert place.stage() != first
-    assert not os.path.exists(first)
+    assert place.stage() != first and not os.path.exists(first)
+
+
+@pytest.mark.parametrize("data", [None, CONTENT["optimizer.bin"][:-1]], ids=["missing", "truncated"])
+def test_a_damaged_object(memory, data):
+    place = save(PLACE)
+    memory().rm(url_of(place, "optimizer.bin")) if data is None else put(url_of(place, "optimizer.bin"), data)
+    expected = f"optimizer.bin {'is missing .1400 bytes' if data is None else 'has 1399 bytes, but 1400'}"
+    assert place.state().kind == "incomplete" and re.match(expected, place.state().reason)
+    with pytest.raises(DamagedCheckpoint, match=expected):
+        place.fetch()
+    put(url_of(place, "model.safetensors"), b"W" + CONTENT["model.safetensors"][1:])  # sizes alone are compared
+    place.release()
+    folder = place.fetch(lambda file: file == "model.safetensors")
+    assert "model.safetensors has changed" in "".join(problems(folder, place.state().manifest, deep=True))
+
+
+@pytest.mark.parametrize(
+    "generation", ["..", ".", "g-1/../..", "/etc", 7, None, ["g"], FORMER + "\n", FORMER.upper(), "g-" + "٠" * 8]
+)
+def test_a_hostile_generation(memory, generation):
+    place = save(PLACE)
+    put(f"{PLACE}/{NAME}", json.dumps(json.loads(stored(place)[NAME]) | {"generation": generation}).encode())
+    put(f"{PLACE}/{FORMER}/model.safetensors")
+    assert (place.state().kind, list(place.files())) == ("incomplete", [NAME])
+    with pytest.raises(DamagedCheckpoint, match="names the generation"):
+        place.fetch()
+    assert place.leftovers() == {}  # it may be what was meant
+
+
+def test_hostile_names_of_files(memory):
+    place = save(PLACE)
+    told = json.loads(stored(place)[NAME])
+    put(f"{PLACE}/{NAME}", json.dumps(told | {"files": {"../../escaped": told["files"]["empty.bin"]}}).encode())
+    put("memory://run/foreign/..\\escaped")
+    for hostile in (place, storage_of("memory://run/foreign")):
+        with pytest.raises(DamagedCheckpoint, match="leads out of the folder"):
+            hostile.fetch()
+
+
+def test_nothing_and_an_object_in_the_place(base):
+    place = storage_of(f"{base}/checkpoint_0")
+    with pytest.raises(FileNotFoundError, match="There is no checkpoint at"):
+        place.fetch()
+    put(place.location)
+    assert (place.state().kind, place.entries(), place.files()) == ("absent", [], {})
+    with pytest.raises(NotADirectoryError, match="is an object"):
+        place.stage()
+
+
+def test_a_checkpoint_of_another_library(base):
+    place = storage_of(f"{base}/checkpoint_0")
+    everything = {"model.safetensors": b"1", "pytorch_model_fsdp_0/__0_0.distcp": b"2", "notes.txt": b"3"}
+    for name, data in {**everything, f"{FORMER}/model.safetensors": b"of a killed save"}.items():
+        put(f"{place.location}/{name}", data)
+    assert place.state().kind == "foreign"
+    assert read(place.fetch(lambda name: name == "notes.txt")) == {"notes.txt": b"3"}
+    assert read(place.fetch()) == everything
+    assert place.sweep() == [f"{place.location}/{FORMER}"]
+    assert objects(place) == sorted(everything)
+    put(f"{place.location}/model.safetensors", b"11")
+    assert read(place.fetch())["model.safetensors"] == b"11"
+    assert save(place.location, {"optimizer.bin": b"4"}).state().kind == "complete"
+    assert objects(place) == [NAME, "notes.txt", "optimizer.bin"]
+
+
+@pytest.mark.parametrize("name", [NAME, ".incomplete", ".incomplete_3", "generators_0.safetensors"])
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"\xff\xfe", b"[" * 100_000, b'{"generation": "g"}'], ids=range(6))
+def test_objects_that_tell_an_unfinished_checkpoint(memory, name, data):
+    place = storage_of(PLACE)
+    put(f"{PLACE}/model.safetensors")
+    put(f"{PLACE}/{name}", data)
+    assert place.state().kind == "incomplete"
+    with pytest.raises(DamagedCheckpoint):
+        place.fetch()
+    assert objects(save(PLACE, {"optimizer.bin": b"1"})) == [NAME, "optimizer.bin"]
+
+
+def test_a_local_checkpoint_that_was_copied(base, tmp_path):
+    write(tmp_path, {"model.safetensors": b"1", "pytorch_model_fsdp_0/__0_0.distcp": b"2"}, step=5)
+    place = storage_of(f"{base}/checkpoint_0")
+    for name, data in {**read(tmp_path), NAME: (tmp_path / NAME).read_bytes()}.items():
+        put(f"{place.location}/{name}", data)
+    assert (place.state().kind, place.state().manifest.step) == ("complete", 5)
+    assert (read(place.fetch()), place.leftovers()) == (read(tmp_path), {})
+    put(f"{place.location}/.incomplete")
+    assert place.state().kind == "incomplete"
+    assert objects(save(place.location, {"optimizer.bin": b"1"})) == [NAME, "optimizer.bin"]
+
+
+def test_removing_what_has_no_generation_never_leaves_half_a_checkpoint(memory, monkeypatch):
+    put(f"{PLACE}/model.safetensors")
+    put(f"{PLACE}/optimizer.bin")
+    place = storage_of(PLACE)
+    with failing(monkeypatch, memory, "rm_file", Killed(), "optimizer"), pytest.raises(Killed):
+        place.remove()
+    assert place.state().kind == "incomplete"
+
+
+def test_what_was_fetched_is_not_fetched_again(memory, monkeypatch):
+    place = save(PLACE)
+    calls = meddle(monkeypatch, memory, "get_file", lambda: None)
+    folder = place.fetch(lambda name: name.endswith(".bin"))
+    assert set(read(folder)) == {"empty.bin", "optimizer.bin"}
+    assert ObjectStore(PLACE).fetch() == folder
+    assert len(calls) == len(CONTENT)
+    save(PLACE, {"model.safetensors": b"2"})
+    later = place.fetch()
+    assert read(later) == {"model.safetensors": b"2"}
+    assert read(folder) == CONTENT  # another caller may be reading it
+    place.release()
+    assert not os.path.exists(folder) and not os.path.exists(later)
+    assert read(place.fetch()) == {"model.safetensors": b"2"}
+
+
+def test_a_download_that_fails(memory, monkeypatch):
+    place, full = save(PLACE), OSError(errno.ENOSPC, "No space left")
+    message = "optimizer.bin could not be downloaded.*No space left"
+    with failing(monkeypatch, memory, "get_file", full, "optimizer"), pytest.raises(OSError, match=message):
+        place.fetch()
+    assert read(place.fetch()) == CONTENT
+
+
+@pytest.mark.parametrize("method", ["find", "get_file"])
+def test_a_checkpoint_that_is_replaced_while_it_is_read(memory, monkeypatch, method):
+    place, later = save(PLACE, step=1), {"model.safetensors": b"22", "optimizer.bin": b"22"}
+    replacements = iter([lambda: save(PLACE, later, step=2)])
+    meddle(monkeypatch, memory, method, lambda: next(replacements, lambda: None)())
+    if method == "find":
+        assert (place.state().kind, place.state().manifest.step) == ("complete", 2)
+    folder = place.fetch()
+    assert (read(folder), Manifest.read(folder).step) == (later, 2)
+
+
+def test_locations(memory):
+    place = storage_of("memory://run/checkpoints/")
+    assert place == ObjectStore("memory://run/checkpoints")
+    assert place.child("checkpoint_1") == storage_of("memory://run/checkpoints/checkpoint_1")
+    assert place.child("checkpoint_1").parent() == place
+    root = place.parent().parent()
+    assert root.parent() == root == storage_of("memory://")
+    save("memory://run")
+    assert [found.location for found in root.entries()] == ["memory://run"]
+
+
+@pytest.mark.parametrize(
+    "url", ["simplecache::memory://run", "memory://run/../other", "memory://run/./other", "nonsense://run"]
+)
+def test_urls_that_hold_no_checkpoints(url):
+    with pytest.raises(ValueError, match="memory://run|nonsense"):
+        storage_of(url)
+
+
+def test_packages_that_are_not_installed(monkeypatch):
+    known = sys.modules["fsspec.registry"].known_implementations
+    monkeypatch.setitem(known, "lost", {"class": "no_such_package.Lost", "err": "Install lost"})
+    with pytest.raises(ImportError, match="'lost://run' needs another package: Install lost"):
+        storage_of("lost://run")
+    monkeypatch.setitem(sys.modules, "fsspec.core", None)
+    with pytest.raises(ImportError, match=r"accelerate\[object-stores\]"):
+        storage_of("s3://bucket/run")
+
+
+def test_remembered_listings_are_not_believed(s3):
+    import s3fs
+
+    place, system = save("s3://bucket/stale/checkpoint_0"), s3fs.S3FileSystem()
+    for file, expected in (("optimizer.bin", "optimizer.bin is missing"), (NAME, "did not come to its end")):
+        key = url_of(place, file).removeprefix("s3://bucket/")
+        system.ls("bucket/stale/checkpoint_0")
+        system.find("bucket/stale")
+        assert system.dircache
+        s3.delete_object(Bucket="bucket", Key=key)
+        assert expected in place.state().reason
+
+
+def test_a_bucket_is_never_made_and_never_removed(s3):
+    s3.create_bucket(Bucket="whole-bucket")
+    place = save("s3://whole-bucket")
+    place.remove()
+    assert place.state().kind == "absent"
+    s3.head_bucket(Bucket="whole-bucket")
+    assert storage_of("s3://no-such-bucket/checkpoint_0").state().kind == "absent"
+    with pytest.raises(FileNotFoundError, match="s3://no-such-bucket/checkpoint_0/.* bucket does not exist"):
+        save("s3://no-such-bucket/checkpoint_0")
+
+
+def test_objects_that_stand_for_folders(s3):
+    place = save("s3://bucket/console/checkpoint_0")
+    for key in ("console/", "console/checkpoint_0/", "console/checkpoint_0/empty/", "hollow/"):
+        s3.put_object(Bucket="bucket", Key=key, Body=b"")
+    assert [number for number, _ in place.parent().checkpoints()] == [0]
+    assert place.state().kind == "complete"
+    assert read(place.fetch()) == CONTENT
+    assert storage_of("s3://bucket/hollow").state().kind == "absent"
+
+
+@pytest.mark.slow
+def test_a_file_in_parts(s3):
+    place = save("s3://bucket/large", {"model.safetensors": os.urandom(1 << 20) * 120})
+    assert problems(place.fetch(), place.state().manifest, deep=True) == []

@@ -1,313 +1,339 @@
-"""A checkpoint takes its place in one step, whatever happens in between; what is the user's own stays."""
+"""A checkpoint takes its location in one step, whatever happens in between; the user's own files stay, and one process writes."""
 
-import contextlib
+import errno
+import itertools
 import os
-import weakref
+import shutil
+import stat
+import time
+import traceback
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
-from accelerate.checkpoint import lock, names, storage
+from accelerate import Accelerator
+from accelerate.checkpoint import names, storage
 from accelerate.checkpoint.formats import describe
 from accelerate.checkpoint.manifest import NAME, Manifest
-from accelerate.checkpoint.storage import LocalStorage, storage_of
+from accelerate.checkpoint.storage import Busy, LocalStorage, newest_first, prune, storage_of
+
+FILES = ("model.safetensors", "sub/more.bin")
+KILLED = 9
 
 
-def write(place: LocalStorage, text: str, files: tuple[str, ...] = ("model.safetensors", "sub/more.bin")) -> str:
+def write(folder, text: str, files: tuple[str, ...] = FILES) -> LocalStorage:
     """Stage a checkpoint whose files have some text."""
-    folder = place.stage()
+    made = LocalStorage(folder)
+    staged = Path(made.stage())
     for name in files:
-        path = os.path.join(folder, name)
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        with open(path, "w") as file:
-            file.write(text)
-    Manifest({name: describe(os.path.join(folder, name)) for name in files}).write(folder)
-    return folder
+        (staged / name).parent.mkdir(exist_ok=True)
+        (staged / name).write_text(text)
+    Manifest({name: describe(staged / name) for name in files}).write(staged)
+    return made
 
 
-def content(place: LocalStorage) -> str:
+def make(folder, text: str = "old", files: tuple[str, ...] = FILES) -> LocalStorage:
+    """Save a checkpoint whose files have some text."""
+    made = write(folder, text, files)
+    made.publish()
+    return made
+
+
+def content(folder) -> str:
     """The text of a whole checkpoint; fails for one that is not whole."""
-    state = place.state()
+    found = LocalStorage(folder)
+    state = found.state()
     assert state.kind == "complete", state
-    folder = place.fetch()
-    texts = {Path(folder, name).read_text() for name in state.manifest.files}
+    texts = {Path(found.fetch(), name).read_text() for name in state.manifest.files}
     assert len(texts) == 1, texts
     return texts.pop()
 
 
-def make(path, text: str = "old", **options) -> LocalStorage:
-    place = LocalStorage(path)
-    write(place, text, **options)
-    place.publish()
-    return place
+def tree(folder) -> set[str]:
+    """The paths of all files in a folder."""
+    return {path.relative_to(folder).as_posix() for path in Path(folder).rglob("*") if path.is_file()}
 
 
-def test_nothing_is_there_until_it_is_published(tmp_path):
-    place = LocalStorage(tmp_path / "run" / "checkpoint_0")
-    write(place, "new")
-    assert place.state().kind == "absent" and place.parent().entries() == []
-    place.publish()
-    assert content(place) == "new"
+def refuse(*args, **options):
+    raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+
+def killed(at: int, folder, text: str, inside: bool = False, able: bool = True) -> bool:
+    """Save in a process that is killed before its n-th change of a file system that is able to exchange and to link or not."""
+    pid = os.fork()
+    if pid == 0:
+        steps = itertools.count(1)
+
+        def counted(function):
+            def step(*args, **options):
+                if next(steps) == at:
+                    os._exit(KILLED)
+                return function(*args, **options)
+
+            return step
+
+        try:
+            if inside:
+                os.chdir(folder)
+            if not able:
+                storage.exchange, os.link = lambda left, right: False, refuse
+            for name in ("rename", "replace", "unlink", "rmdir", "mkdir", "link"):
+                setattr(os, name, counted(getattr(os, name)))
+            storage.exchange = counted(storage.exchange)
+            make(folder, text)
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert status in (0, KILLED)
+    return status == KILLED
+
+
+# -- publishing --------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_there_until_it_is_published(tmp_path, monkeypatch):
+    made = write(tmp_path / "run" / "checkpoint_0", "new")
+    assert made.state().kind == "absent" and made.parent().entries() == []
+    made.publish()
+    assert content(made.location) == "new" and made.stored().size > 6
     assert os.listdir(tmp_path / "run") == ["checkpoint_0"]
-    assert place.size() > 6
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    made.stage()
+    made.abandon()
+    assert content(made.location) == "new" and os.listdir(tmp_path / "run") == ["checkpoint_0"]
 
 
 @pytest.mark.parametrize("exchanges", [True, False])
-def test_the_old_one_stays_until_the_new_one_is_there_and_the_users_files_stay(tmp_path, monkeypatch, exchanges):
-    place = make(tmp_path / "c", files=("model.safetensors", "old_only.bin"))
-    (tmp_path / "c" / "notes.txt").write_text("mine")
+def test_the_old_one_stays_until_the_new_one_is_there(tmp_path, monkeypatch, exchanges):
+    make(tmp_path / "c", files=("model.safetensors", "old_only.bin"))
     (tmp_path / "c" / "logs").mkdir()
     if not exchanges:
         monkeypatch.setattr(storage, "exchange", lambda left, right: False)
-    write(place, "new")
-    assert content(place) == "old"
-    place.publish()
-    assert content(place) == "new"
-    assert sorted(os.listdir(tmp_path / "c")) == sorted(["model.safetensors", "sub", NAME, "notes.txt", "logs"])
+    made = write(tmp_path / "c", "new")
+    assert content(tmp_path / "c") == "old"
+    monkeypatch.chdir(tmp_path / "c")  # which folders are used was decided before
+    made.publish()
+    assert content(tmp_path / "c") == "new"
+    assert sorted(os.listdir(tmp_path / "c")) == sorted([*("model.safetensors", "sub", "logs"), NAME])
     assert os.listdir(tmp_path) == ["c"]
 
 
-def test_the_kernel_exchanges_folders(tmp_path):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    (tmp_path / "a" / "x").touch()
-    if not storage.exchange(str(tmp_path / "a"), str(tmp_path / "b")):
-        pytest.skip("this system cannot exchange folders")
-    assert os.listdir(tmp_path / "b") == ["x"] and os.listdir(tmp_path / "a") == []
-    assert not storage.exchange(str(tmp_path / "a"), str(tmp_path / "missing"))
-
-
-_locks: "weakref.WeakSet[lock.Lock]" = weakref.WeakSet()
-
-
-@pytest.fixture(autouse=True)
-def locks(monkeypatch):
-    """All locks that are made."""
-    make = lock.Lock.__init__
-
-    def noted(self, *args):
-        make(self, *args)
-        _locks.add(self)
-
-    monkeypatch.setattr(lock.Lock, "__init__", noted)
-    monkeypatch.setattr(lock, "PATIENCE_S", 1.0)
-
-
-class Killed(BaseException):
-    """The process ends here."""
-
-
-def die():
-    """The system drops the locks of a process that is killed."""
-    for held in list(_locks):
-        if held._descriptor >= 0:
-            os.close(held._descriptor)
-            held._descriptor = -1
-    raise Killed
-
-
-def kill_at(monkeypatch, number: int, exchanges: bool) -> list[str]:
-    """End before the n-th step that changes the file system; return the list of steps, which grows."""
-    steps: list[str] = []
-
-    def guarded(name, function):
-        def step(*args, **kwargs):
-            steps.append(name)
-            if len(steps) == number:
-                die()
-            return function(*args, **kwargs)
-
-        return step
-
-    real = storage.exchange
-    monkeypatch.setattr(storage.os, "rename", guarded("rename", os.rename))
-    monkeypatch.setattr(storage.os, "unlink", guarded("unlink", os.unlink))
-    monkeypatch.setattr(storage.os, "rmdir", guarded("rmdir", os.rmdir))
-    monkeypatch.setattr(storage.shutil, "rmtree", guarded("rmtree", storage.shutil.rmtree))
-    monkeypatch.setattr(storage, "exchange", guarded("exchange", real if exchanges else lambda left, right: False))
-    return steps
-
-
-@pytest.mark.parametrize("exchanges", [True, False])
-@pytest.mark.parametrize("first", ["complete", "foreign", "absent"])
-def test_killed_at_any_step_of_publishing_a_whole_one_is_there(tmp_path, monkeypatch, exchanges, first):
-    for number in range(1, 40):
-        folder = tmp_path / f"{number}"
-        place = LocalStorage(folder / "c")
-        if first == "complete":
-            make(folder / "c")
+@pytest.mark.parametrize("able", [True, False])
+@pytest.mark.parametrize("first", ["complete", "foreign", "absent", "inside"])
+def test_killed_at_any_step_a_whole_one_is_there(tmp_path, first, able):
+    inside, order = first == "inside", ["old", "new", "newer"]
+    for at in itertools.count(1):
+        folder = tmp_path / str(at) / "c"
+        mine = set() if first == "absent" else {"notes.txt", "sub/notes.txt"}
+        if first in ("complete", "inside"):
+            make(folder, files=(*FILES, "a_hook's.json", "gone/z_hook's.json"))
         elif first == "foreign":
-            os.makedirs(folder / "c")
-            (folder / "c" / "model.safetensors").write_text("old")
-        if first != "absent":
-            (folder / "c" / "notes.txt").write_text("mine")
-        write(place, "new")
-        with monkeypatch.context() as patch:
-            steps = kill_at(patch, number, exchanges)
-            try:
-                place.publish()
-                ended = True
-            except Killed:
-                ended = False
-        state = place.state()
-        if first == "absent" and state.kind == "absent":
-            assert not ended
-        elif state.kind == "foreign":
-            assert first == "foreign" and not ended
-        else:
-            assert content(place) in ("old", "new"), (number, steps)
-        # Whoever saves next goes on from there.
-        write(place, "next")
-        place.publish()
-        assert content(place) == "next", (number, steps)
-        assert (first == "absent") or (folder / "c" / "notes.txt").read_text() == "mine", (number, steps)
-        assert os.listdir(folder) == ["c"], (number, steps)
-        assert not (folder / "c" / names.PUBLISHING_MARKER).exists()
+            folder.mkdir(parents=True)
+            (folder / "model.safetensors").write_text("old")
+        for name in mine:
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text("mine")
+        least = 0
+        # The next process is killed, too, while it completes what the first one left, or later.
+        for text, step in (("new", at), ("newer", 1 + at * 7 % 19)):
+            interrupted = killed(step, folder, text, inside, able)
+            kind = LocalStorage(folder).state().kind
+            assert kind == "complete" or (kind == first and interrupted and least == 0), (at, step, kind)
+            if kind == "complete":
+                found = order.index(content(folder))
+                assert (found == order.index(text)) if not interrupted else (found >= least), (at, step)
+                least = found
+            if text == "new":
+                ended = not interrupted
+        make(folder, "next")  # by a process that does not stand in it
+        assert content(folder) == "next" and tree(folder) == {*FILES, NAME, *mine}, at
+        assert (
+            os.listdir(tmp_path / str(at)) == ["c"] and not list(folder.glob(".*")) and not (folder / "gone").exists()
+        )
         if ended:
             break
-    else:
-        pytest.fail("the publishing has more steps than were tried")
-    assert number > (1 if first == "absent" else 4)
+    assert at > 8
 
 
-@pytest.mark.parametrize("exchanges", [True, False])
-def test_killed_while_recovering(tmp_path, monkeypatch, exchanges):
-    for outer in range(1, 8):
-        for number in range(1, 12):
-            folder = tmp_path / f"{outer}.{number}"
-            place = make(folder / "c")
-            (folder / "c" / "notes.txt").write_text("mine")
-            write(place, "new")
-            for step, at in ((place.publish, outer), (place.recover, number)):
-                with monkeypatch.context() as patch:
-                    kill_at(patch, at, exchanges)
-                    with contextlib.suppress(Killed):
-                        step()
-                assert content(place) in ("old", "new")
-            write(place, "next")
-            place.publish()
-            assert content(place) == "next" and (folder / "c" / "notes.txt").exists()
-
-
-def test_where_the_folder_cannot_be_exchanged_it_is_filled_in_place(tmp_path, monkeypatch):
+def test_where_the_folder_cannot_be_renamed_it_is_filled_in_place(tmp_path, monkeypatch):
     folder = tmp_path / "here"
-    folder.mkdir()
-    (folder / "notes.txt").write_text("mine")
+    (folder / "sub").mkdir(parents=True)
+    for name in ("notes.txt", "sub/notes.txt", "sub/more.bin"):
+        (folder / name).write_text("mine")
     monkeypatch.chdir(folder)
-    place = LocalStorage(".")
-    assert os.path.dirname(place.staging()) == str(folder)
-    for text in ("first", "second"):
-        write(place, text)
-        place.publish()
-        assert content(place) == text and os.getcwd() == str(folder) and os.path.exists("notes.txt")
-    assert sorted(os.listdir(tmp_path)) == ["here"]
-    assert sorted(os.listdir()) == sorted(["model.safetensors", "sub", NAME, "notes.txt"])
+    for text, able in (("first", True), ("second", True), ("third", False)):
+        if not able:
+            monkeypatch.setattr(os, "link", refuse)
+        made = write(".", text)
+        assert made.location == str(folder) and made.stored().size > 0
+        made.publish()
+        assert content(".") == text and os.getcwd() == str(folder)
+    assert tree(folder) == {*FILES, NAME, "notes.txt", "sub/notes.txt"} and os.listdir(tmp_path) == ["here"]
 
 
-@pytest.mark.parametrize("links", [True, False])
-def test_killed_at_any_step_of_filling_in_place_a_whole_one_is_there(tmp_path, monkeypatch, links):
-    def refuse(*_):
-        raise OSError("this file system has no links")
+def test_a_removal_that_is_cut_short_leaves_nothing_to_load(tmp_path, monkeypatch):
+    made = make(tmp_path / "checkpoint_1")
+    with monkeypatch.context() as patch:
+        patch.setattr(storage.shutil, "rmtree", lambda *args, **options: None)
+        made.remove()
+    assert made.state().kind == "absent" and made.parent().checkpoints() == []
+    shutil.copytree(tmp_path / ".removed_checkpoint_1", made.location)  # the user wants it back, and then does not
+    made.remove()
+    assert killed(6, tmp_path / "checkpoint_2", "half") and len(made.parent().leftovers()) == 1
+    assert len(made.parent().sweep()) == 1 and os.listdir(tmp_path) == []
+    with pytest.raises(FileNotFoundError):
+        made.remove()
 
-    monkeypatch.setattr(storage.os, "link", storage.os.link if links else refuse)
-    for number in range(1, 60):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        monkeypatch.chdir(folder)
-        (folder / "notes.txt").write_text("mine")
-        place = LocalStorage(".")
-        write(place, "old", files=("model.safetensors", "sub/more.bin", "old_only.bin"))
-        place.publish()
-        write(place, "new")
-        with monkeypatch.context() as patch:
-            steps = kill_at(patch, number, True)
-            try:
-                place.publish()
-                ended = True
-            except Killed:
-                ended = False
-        assert content(LocalStorage(folder)) in ("old", "new"), (number, steps)
-        assert LocalStorage(tmp_path).entries() == [
-            LocalStorage(tmp_path / str(n)) for n in sorted(range(1, number + 1), key=str)
-        ]
-        # Whoever saves next need not stand in it.
-        monkeypatch.chdir(tmp_path if number % 2 else folder)
-        if number % 3 == 0:
-            with monkeypatch.context() as patch, contextlib.suppress(Killed):
-                kill_at(patch, number // 3, True)
-                LocalStorage(folder).stage()
-            assert content(LocalStorage(folder)) in ("old", "new"), (number, steps)
-        next_place = LocalStorage(folder)
-        write(next_place, "next")
-        next_place.publish()
-        assert content(LocalStorage(folder)) == "next", (number, steps)
-        assert sorted(os.listdir(folder)) == sorted(["model.safetensors", "sub", NAME, "notes.txt"]), (number, steps)
-        if ended:
+
+def test_what_a_killed_publish_left_is_completed_first(tmp_path):
+    for at in itertools.count(1):
+        made = make(tmp_path / "checkpoint_1")
+        assert killed(at, made.location, "new", able=False)
+        if not os.path.exists(made.location):  # between the two renames
             break
-    assert ended and number > 6
+    assert content(made.location) == "new" and made.parent().checkpoints() == [(1, made)]
+    assert made.parent().sweep() == [] and os.listdir(tmp_path) == ["checkpoint_1"]
+    os.rename(made.location, tmp_path / ".replaced_checkpoint_1")  # the only copy
+    assert made.parent().entries() == [made] and content(made.location) == "new"
+    made.remove()
+    assert os.listdir(tmp_path) == []
 
 
-def test_a_marker_that_a_killed_publish_left_does_not_bring_the_former_one_back(tmp_path, monkeypatch):
-    for number in range(1, 12):
-        place = make(tmp_path / str(number))
-        write(place, "new")
-        with monkeypatch.context() as patch, contextlib.suppress(Killed):
-            kill_at(patch, number, True)
-            place.publish()
-        write(place, "next")
-        for later in range(1, 12):
-            with monkeypatch.context() as patch, contextlib.suppress(Killed):
-                kill_at(patch, later, True)
-                place.publish()
-            if content(place) == "next":
-                place.recover()
-                assert content(place) == "next", (number, later)
-                break
-            write(place, "next")
+# -- what is the user's own --------------------------------------------------------------------------------------------
 
 
-def test_what_only_the_former_manifest_lists_is_not_taken_for_the_users_own(tmp_path, monkeypatch):
-    for number in range(1, 12):
-        place = make(tmp_path / str(number), files=("model.safetensors", "a_hook's.json", "z_hook's.json"))
-        write(place, "new", files=("model.safetensors",))
-        with monkeypatch.context() as patch:
-            real, removed = os.unlink, []
+@pytest.mark.parametrize("inside", [False, True])
+def test_what_is_the_users_own_stays(tmp_path, monkeypatch, inside):
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(nn.Linear(2, 2))
 
-            def unlink(path, *, dir_fd=None, removed=removed, real=real, number=number):
-                removed.append(path)
-                if len(removed) == number:
-                    die()
-                real(path, dir_fd=dir_fd)
+    def hook(models, weights, folder):
+        (Path(folder) / "tokenizer").mkdir(exist_ok=True)
+        (Path(folder) / "tokenizer" / "vocab.json").write_text("{}")
+        (Path(folder) / "log_12:30.txt").write_text("a colon is no drive")
 
-            patch.setattr(storage.os, "unlink", unlink)
-            with contextlib.suppress(Killed):
-                place.publish()
-        write(place, "next", files=("model.safetensors",))
-        place.publish()
-        assert sorted(os.listdir(tmp_path / str(number))) == sorted([NAME, "model.safetensors"]), number
+    accelerator.register_save_state_pre_hook(hook)
+    folder, mine = tmp_path / "c", ("optimizer/notes.txt", "tokenizer/notes.txt", "tokenizer/deep/more.txt")
+    (folder / "optimizer").mkdir(parents=True)
+    monkeypatch.chdir(folder if inside else tmp_path)
+    accelerator.save_state(folder)
+    (folder / "tokenizer" / "deep").mkdir()
+    for name in mine:
+        (folder / name).write_text("mine")
+    os.chmod(folder, 0o2777)
+    for _ in range(2):
+        accelerator.save_state(folder)
+        assert accelerator.load_state(folder)
+    assert [(folder / name).read_text() for name in mine] == ["mine"] * 3
+    assert stat.S_IMODE(os.stat(folder).st_mode) & 0o777 == 0o777
+    assert tree(folder) == {*LocalStorage(folder).state().manifest.files, NAME, *mine}
 
 
-def test_changing_the_working_directory_during_a_save_does_not_matter(tmp_path, monkeypatch):
-    place = make(tmp_path / "c")
-    write(place, "new")
-    monkeypatch.chdir(tmp_path / "c")
-    place.publish()
-    assert content(place) == "new"
+def test_what_is_written_while_the_folder_is_exchanged_stays_too(tmp_path, monkeypatch, caplog):
+    make(tmp_path / "c", files=("model.safetensors", "sub/more.bin", "gone/more.bin"))
+    for name in ("logs/a.txt", "logs/b.txt", "gone/mine.txt", "plain"):
+        (tmp_path / "c" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "c" / name).write_text("before")
+    real = storage.exchange
+
+    def exchange(left, right):
+        done = real(left, right)
+        (tmp_path / "c" / "logs").mkdir(exist_ok=True)
+        for name in ("logs/a.txt", "gone"):
+            (tmp_path / "c" / name).write_text("meanwhile")
+        return done
+
+    monkeypatch.setattr(storage, "exchange", exchange)
+    make(tmp_path / "c", "new")
+    found = {path.name: path.read_text() for path in (tmp_path / "c" / "logs").iterdir()}
+    assert found == {"a.txt": "meanwhile", "a.txt.former_1": "before", "b.txt": "before"}
+    assert (tmp_path / "c" / "gone.former_1" / "mine.txt").exists() and (tmp_path / "c" / "plain").exists()
+    assert "a.txt.former_1" in caplog.text and content(tmp_path / "c") == "new"
+
+
+def test_a_name_that_no_system_shares_is_refused_before_the_old_one_goes(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(2, 2))
+    accelerator.save_state(tmp_path / "c")
+    kept = model.weight.detach().clone()
+    accelerator.register_save_state_pre_hook(lambda *given: (Path(given[-1]) / "a\\b.txt").write_text("x"))
+    with torch.no_grad():
+        model.weight.fill_(3.0)
+    with pytest.raises(ValueError, match="backslash"):
+        accelerator.save_state(tmp_path / "c")
+    accelerator.load_state(tmp_path / "c")
+    assert torch.equal(model.weight, kept) and os.listdir(tmp_path) == ["c"]
+
+
+# -- one writer --------------------------------------------------------------------------------------------------------
+
+
+def test_a_second_writer_waits_and_is_refused_in_the_end(tmp_path, monkeypatch, caplog):
+    first, second, slept = LocalStorage(tmp_path / "c"), LocalStorage(tmp_path / "c"), []
+    folder = first.stage()
+    assert first.parent().sweep() == [] and os.path.isdir(folder), "a save in progress is not swept away"
+    monkeypatch.setattr(time, "sleep", slept.append)
+    with pytest.raises(Busy, match=r"c' for 60 s: .*former one still running\? .*save_on_each_node"):
+        second.stage()
+    assert sum(slept) == pytest.approx(60) and caplog.text.count("waiting for it") == 1
+    monkeypatch.setattr(time, "sleep", lambda seconds: first.abandon())
+    assert second.stage() == folder and os.path.isdir(folder)
+    second.abandon()
+    (tmp_path / f"{names.LOCK_PREFIX}checkpoint_7").touch()
+    second.parent().sweep()
+    assert os.listdir(tmp_path) == [], "a lock that no process holds means nothing"
+
+
+def test_a_fork_does_not_give_up_the_lock(tmp_path):
+    held = LocalStorage(tmp_path / "c")
+    held.stage()
+    pid = os.fork()
+    if pid == 0:
+        del held
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert LocalStorage(tmp_path).sweep() == [] and len(os.listdir(tmp_path)) == 2
+    del held  # a save that is dropped ends like one that is killed
+    assert len(LocalStorage(tmp_path).sweep()) == 1
+
+
+def test_a_file_system_without_locks_refuses_none(tmp_path, monkeypatch):
+    fcntl = pytest.importorskip("fcntl")
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    LocalStorage(tmp_path / "c").stage()
+    LocalStorage(tmp_path / "c").stage()
+
+
+def test_a_lock_whose_file_the_former_holder_removes_is_none(tmp_path, monkeypatch):
+    fcntl, path = pytest.importorskip("fcntl"), tmp_path / ".lock_c"
+    real, held = fcntl.flock, LocalStorage(tmp_path / "c")
+    monkeypatch.setattr(fcntl, "flock", lambda *given: (path.unlink(), real(*given)))
+    monkeypatch.setattr(time, "sleep", lambda seconds: monkeypatch.setattr(fcntl, "flock", real))
+    held.stage()
+    assert path.exists() and LocalStorage(tmp_path).sweep() == []
+
+
+# -- looking -----------------------------------------------------------------------------------------------------------
 
 
 def test_kinds_of_folders(tmp_path):
-    place = make(tmp_path / "c")
-    (tmp_path / "c" / "sub" / "more.bin").write_text("longer than it was")
-    state = place.state()
-    assert state.kind == "incomplete" and "sub/more.bin has 18 bytes, but 3 were written" in state.reason
-    (tmp_path / "c" / "sub" / "more.bin").unlink()
-    assert "sub/more.bin is missing" in place.state().reason
-    (tmp_path / "c" / NAME).write_text("{")
-    assert place.state().kind == "incomplete" and not place.state().loads
-    (tmp_path / "c" / NAME).unlink()
-    assert place.state().kind == "foreign" and place.state().loads
-    (tmp_path / "c" / names.generators_file(0)).touch()
-    assert place.state().kind == "incomplete" and "manifest" in place.state().reason
+    made, folder = make(tmp_path / "c"), tmp_path / "c"
+    (folder / "sub" / "more.bin").write_text("longer than it was")
+    assert "sub/more.bin has 18 bytes, but 3 were written" in made.state().reason
+    (folder / "sub" / "more.bin").unlink()
+    assert "sub/more.bin is missing" in made.state().reason
+    (folder / NAME).write_text("{")
+    assert made.state().kind == "incomplete" and not made.state().loads
+    (folder / NAME).unlink()
+    assert made.state().kind == "foreign" and made.state().loads
+    (folder / names.generators_file(0)).touch()
+    assert made.state().kind == "incomplete" and "manifest" in made.state().reason
     (tmp_path / "d").mkdir()
     assert "empty" in LocalStorage(tmp_path / "d").state().reason
     (tmp_path / "d" / ".incomplete_1").touch()
@@ -327,44 +353,78 @@ def test_numbered_checkpoints_in_order(tmp_path):
     assert [number for number, _ in here.checkpoints()] == [2, 9, 10]
     assert here.checkpoints()[-1][1] == here.child("checkpoint_10")
     assert here.child("checkpoint_2").parent() == here and len({here, LocalStorage(tmp_path)}) == 1
+    assert here.files() == {} and set(LocalStorage(tmp_path / "checkpoint_2").files()) == {"model.safetensors", NAME}
     assert LocalStorage(tmp_path / "none").checkpoints() == []
-
-
-def test_a_removal_that_is_cut_short_leaves_nothing_to_load(tmp_path, monkeypatch):
-    place = make(tmp_path / "checkpoint_1")
-    with monkeypatch.context() as patch:
-        patch.setattr(storage.shutil, "rmtree", lambda *args, **kwargs: None)
-        place.remove()
-    assert place.state().kind == "absent" and place.parent().checkpoints() == []
-    write(LocalStorage(tmp_path / "checkpoint_2"), "half")
-    assert len(place.parent().sweep()) == 2 and os.listdir(tmp_path) == []
-
-
-def test_what_a_killed_publish_left_is_removed_as_a_whole(tmp_path, monkeypatch):
-    place = make(tmp_path / "checkpoint_1")
-    write(place, "new")
-    with monkeypatch.context() as patch:
-        kill_at(patch, 4, False)  # between the two renames
-        with pytest.raises(Killed):
-            place.publish()
-    assert not os.path.exists(place.location) and content(place) == "new"
-    place.remove()
-    assert os.listdir(tmp_path) == []
-
-
-def test_sweeping_completes_what_was_being_published(tmp_path, monkeypatch):
-    place = make(tmp_path / "checkpoint_1")
-    write(place, "new")
-    with monkeypatch.context() as patch:
-        kill_at(patch, 2, True)
-        with pytest.raises(Killed):
-            place.publish()
-    place.parent().sweep()
-    assert content(place) == "new" and os.listdir(tmp_path) == ["checkpoint_1"]
 
 
 def test_links_and_urls(tmp_path):
     real = make(tmp_path / "real")
     os.symlink(tmp_path / "real", tmp_path / "link")
+    os.symlink(tmp_path / "real", tmp_path / "checkpoint_1")
     assert storage_of(tmp_path / "link") == real == storage_of(f"file://{tmp_path}/real")
+    assert LocalStorage(tmp_path).entries() == [real]
     assert storage_of("~/x").location == os.path.realpath(os.path.expanduser("~/x"))
+
+
+# -- which ones stay ---------------------------------------------------------------------------------------------------
+
+
+def numbered(folder: Path, number: int, kind: str = "complete") -> str:
+    """Make a checkpoint that is "complete", "foreign", "marked", "truncated" or "empty"; return its location."""
+    made = folder / f"checkpoint_{number}"
+    make(made)
+    if kind == "foreign":
+        (made / NAME).unlink()
+    elif kind == "truncated":
+        (made / "model.safetensors").write_text("ol")
+    elif kind == "marked":
+        (made / names.INCOMPLETE_MARKER).touch()
+    elif kind == "empty":
+        shutil.rmtree(made)
+        made.mkdir()
+    return str(made)
+
+
+def test_the_newest_come_first_and_what_is_not_whole_is_passed_over(tmp_path):
+    for number, kind in enumerate(["complete", "foreign", "complete", "marked", "truncated", "empty"], start=8):
+        numbered(tmp_path, number, kind)
+    found, passed = newest_first(LocalStorage(tmp_path))
+    assert [one.name for one in found] == ["checkpoint_10", "checkpoint_9", "checkpoint_8"]
+    reasons = ("checkpoint_13: the folder is empty", "has 2 bytes, but 3 were written", "did not come to its end")
+    assert all(reason in line for reason, line in zip(reasons, passed, strict=True)), passed
+    alone, damaged = LocalStorage(tmp_path / "checkpoint_8"), LocalStorage(tmp_path / "checkpoint_12")
+    assert newest_first(alone) == ([alone], []) and len(newest_first(damaged)[1]) == 1
+    assert newest_first(LocalStorage(tmp_path / "missing")) == newest_first(LocalStorage(tmp_path / "checkpoint_13"))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "limit", "keep", "left"),
+    [
+        (["complete"] * 3, None, [2], [0, 1, 2]),
+        (["complete"] * 3, 5, [2], [0, 1, 2]),
+        (["complete"] * 3, 2, [2], [1, 2]),
+        (["complete"] * 3, 1, [2], [2]),
+        (["complete"] * 4, 1, [0, 2], [0, 2]),  # the one just written, and the one that was loaded
+        (["complete", "truncated", "marked", "complete"], 1, [3], [1, 2, 3]),  # only whole ones count and go
+    ],
+)
+def test_the_oldest_go(tmp_path, kinds, limit, keep, left):
+    paths = [numbered(tmp_path, number, kind) for number, kind in enumerate(kinds)]
+    for prefix in (names.STAGING_PREFIX, names.REMOVED_PREFIX, ".users_own"):
+        (tmp_path / f"{prefix}checkpoint_9").mkdir()
+    removed = prune(LocalStorage(tmp_path), limit, keep=[*(paths[number] for number in keep), None])
+    assert sorted(os.listdir(tmp_path)) == [".users_owncheckpoint_9", *(f"checkpoint_{number}" for number in left)]
+    assert removed[2:] == [path for number, path in enumerate(paths) if number not in left] and len(removed[:2]) == 2
+
+
+def test_what_cannot_be_removed_is_reported_and_the_rest_goes(tmp_path, monkeypatch, caplog):
+    paths, real = [numbered(tmp_path, number) for number in (1, 2, 3)], os.rename
+
+    def rename(source, target):
+        if source == paths[0]:
+            raise PermissionError("not yours")
+        real(source, target)
+
+    monkeypatch.setattr(os, "rename", rename)
+    assert prune(LocalStorage(tmp_path), 1, keep=[paths[2]]) == [paths[1]]
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint_1", "checkpoint_3"] and "not yours" in caplog.text

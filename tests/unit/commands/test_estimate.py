@@ -209,9 +209,9 @@ def test_index_that_does_not_fit(accelerate, place):
 
 
 def test_sharded_checkpoint(accelerate, place, no_hub):
-    from accelerate.checkpoint import fsdp_io
+    import sharded_io
 
-    fsdp_io.save_model(torch.nn.Linear(8, 4), place / "c", layout="sharded")
+    sharded_io.save_model(torch.nn.Linear(8, 4), place / "c", layout="sharded")
     for name in ("c", "c/pytorch_model_fsdp_0"):
         told = answer(accelerate, name)
         assert told["parameters"] == 36

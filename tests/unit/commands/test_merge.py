@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter, save
 
-from accelerate.checkpoint import fsdp_io
+import sharded_io
 from accelerate.checkpoint.convert import reshard
 from accelerate.utils import fsdp_utils
 
@@ -28,8 +28,8 @@ def checkpoint(place, net):
     optimizer = torch.optim.AdamW(net[:1].parameters())
     net[0](torch.ones(2, 8)).sum().backward()
     optimizer.step()
-    fsdp_io.save_model(net, place / "one", layout="sharded")
-    fsdp_io.save_optimizer(optimizer, net, place / "one", layout="sharded")
+    sharded_io.save_model(net, place / "one", layout="sharded")
+    sharded_io.save_optimizer(optimizer, net, place / "one", layout="sharded")
     reshard(str(place / "one"), str(place / "three"), "sharded", 3)
     return place / "three"
 
@@ -123,8 +123,8 @@ def test_damaged_shards(accelerate, tmp_path):
 
 @pytest.mark.parametrize("option", [(), ("--remove_checkpoint_dir",)])
 def test_lost_shard(accelerate, place, shards, option):
-    (shards / "__1_0.distcp").unlink()
-    assert "__1_0.distcp is missing" in refused(accelerate, shards, "out", *option)
+    (shards / "__0_1.distcp").unlink()
+    assert "__0_1.distcp is missing" in refused(accelerate, shards, "out", *option)
     assert not (place / "out").exists() and (shards / "__0_0.distcp").is_file()
 
 

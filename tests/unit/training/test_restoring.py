@@ -12,9 +12,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
-from accelerate.checkpoint import manifest, rng
+from accelerate.checkpoint import manifest
 from accelerate.checkpoint.manifest import DamagedCheckpoint
 from accelerate.config.project import ProjectConfiguration
+from accelerate.data import resume, rng
 
 
 class Counter:
@@ -111,15 +112,13 @@ def test_one_that_refuses_its_state_leaves_all_as_they_were(saved, who, monkeypa
 
             monkeypatch.setattr(target, "load_state_dict", refuse)
         else:
-            from accelerate.checkpoint import loaders
+            real_restore = resume.restore
 
-            real_restore = loaders.restore
-
-            def refuse_after(*args):
-                real_restore(*args)
+            def refuse_after(*args, **options):
+                real_restore(*args, **options)
                 raise ValueError("this loader takes no state")
 
-            monkeypatch.setattr(loaders, "restore", refuse_after)
+            monkeypatch.setattr(resume, "restore", refuse_after)
     before = other.everything()
     with pytest.raises(ValueError, match=f"this {who} takes no state"):
         other.accelerator.load_state(folder)
@@ -211,7 +210,7 @@ def test_a_whole_model_loads_what_lies_in_shards(tmp_path, shards):
         assert in_order(state) == in_order(optimizer)
     other, loaded, state = trained(3, 1)
     before = repr([loaded.state_dict(), state.state_dict()])
-    (victim,) = (tmp_path / "sharded" / "optimizer_0").glob("__0_*.distcp")
+    victim = next((tmp_path / "sharded" / "optimizer_0").glob("__0_*.distcp"))
     data = bytearray(victim.read_bytes())
     data[len(data) // 2] ^= 1
     victim.write_bytes(data)

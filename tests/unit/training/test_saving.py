@@ -338,7 +338,7 @@ def test_the_old_checkpoint_stays_until_the_new_one_is_written(tmp_path, monkeyp
     def full(*args, **kwargs):
         raise OSError("disk full")
 
-    monkeypatch.setattr(saving.files, "write_custom", full)
+    monkeypatch.setattr(saving, "save_custom_state", full)
     with pytest.raises(OSError, match="disk full"):
         run.accelerator.save_state()
     assert listed(tmp_path) == ["checkpoint_0"]
@@ -543,7 +543,7 @@ def test_a_save_that_failed_when_its_checkpoint_was_there_can_be_tried_again(tmp
         raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(saving.rotation, "prune", fail)
+        patch.setattr(saving, "prune", fail)
         with pytest.raises(OSError, match="Input/output"):
             run.accelerator.save_state()
     assert run.accelerator.save_iteration == 0 and listed(tmp_path) == ["checkpoint_0"]

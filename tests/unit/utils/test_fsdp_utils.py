@@ -11,7 +11,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.fsdp import fully_shard, wrap
 
-from accelerate.checkpoint import convert, fsdp_io
+import sharded_io
+from accelerate.checkpoint import convert
 from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest
 from accelerate.checkpoint.save import unlisted
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
@@ -222,7 +223,7 @@ def test_merge_of_something_else(sharded, tmp_path):
 
 def test_merge_compares_with_the_manifest_and_deletes_nothing_that_is_damaged(tmp_path):
     model, folder = Tied(), tmp_path / "checkpoint"
-    fsdp_io.save_model(model, folder)
+    sharded_io.save_model(model, folder)
     Manifest(unlisted(str(folder), (), 0)).write(folder)
     file = folder / "pytorch_model_fsdp_0" / "__0_0.distcp"
     data = bytearray(file.read_bytes())

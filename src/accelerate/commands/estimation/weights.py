@@ -7,9 +7,9 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
+from accelerate.checkpoint.inspect import INDEX_SUFFIX, header_of, tensors_of_shards, weight_map
 from accelerate.checkpoint.manifest import DamagedCheckpoint, TensorEntry
 from accelerate.checkpoint.names import METADATA, is_generators_file
-from accelerate.checkpoint.structure import INDEX_SUFFIX, header_of, tensors_of_shards, weight_map
 from accelerate.commands.estimation.inventory import Inventory, of_tensors
 from accelerate.launch.errors import LaunchError
 from accelerate.utils.constants import FSDP_MODEL_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
@@ -22,7 +22,10 @@ _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
 _OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack", ".gguf", ".onnx", ".npz")
 _LARGEST_JSON = 100_000_000
 
-Tensors = dict[str, tuple[TensorEntry, int]]
+# Names of element types have the number of bits behind a letter or two: "BF16", "F8_E4M3"; only "BOOL" has none.
+_BITS = re.compile(r"[A-Z]{1,2}(\d{1,3})(?:_\w+)?")
+
+Tensors = dict[str, TensorEntry]
 
 
 def of_path(path: str) -> Inventory | None:
@@ -157,33 +160,33 @@ def _of_files(files: Mapping[str, Iterable[str]], index: str = "") -> Inventory:
     tensors: Tensors = {}
     for path, wanted in files.items():
         with _reading(path):
-            spans = header_of(path)
-        lost = sorted(set(wanted) - spans.keys())
+            found = header_of(path)
+        lost = sorted(set(wanted) - found.keys())
         if lost:
             raise LaunchError(f"{index!r} says that {lost[0]!r} is in {path!r}, and it is not.")
-        tensors.update({name: (span.entry, span.end - span.start) for name, span in spans.items()})
+        tensors |= found
     paths = list(files)
     source = f"the header of {paths[0]}" if len(paths) == 1 else f"the headers of {len(paths)} files"
     return _named(tensors, source, paths[0])
 
 
 def _of_shards(folder: str) -> Inventory:
-    from accelerate.checkpoint.formats import DTYPE_NAMES
-
-    bytes_of = {name: dtype.itemsize for dtype, name in DTYPE_NAMES.items()}
     with _reading(folder):
-        entries = tensors_of_shards(folder)
-    unknown = sorted({entry.dtype for entry in entries.values()} - bytes_of.keys())
-    if unknown:
-        raise LaunchError(f"{folder!r} has tensors of {unknown[0]}, whose size is not known here.")
-    tensors = {name: (entry, math.prod(entry.shape) * bytes_of[entry.dtype]) for name, entry in entries.items()}
+        tensors = tensors_of_shards(folder)
     return _named(tensors, f"the metadata of {folder}", folder)
 
 
 def _named(tensors: Tensors, source: str, path: str) -> Inventory:
     if not tensors:
         raise LaunchError(f"{path!r} has no tensors.")
-    return of_tensors(tensors, source)
+    return of_tensors({name: (entry, _bytes_of(entry, path)) for name, entry in tensors.items()}, source)
+
+
+def _bytes_of(entry: TensorEntry, path: str) -> int:
+    named = _BITS.fullmatch(entry.dtype.replace("BOOL", "U8"))
+    if named is None:
+        raise LaunchError(f"{path!r} has tensors of {entry.dtype}, whose size is not known here.")
+    return math.prod(entry.shape) * int(named[1]) // 8
 
 
 def _text(path: str) -> bytes:

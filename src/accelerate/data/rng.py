@@ -40,30 +40,14 @@ def sources() -> Iterator[Source]:
     yield Source("torch_manual_seed", "torch (CPU)", torch.get_rng_state, torch.set_rng_state)
     # Of the device that this run uses: asking for another one's state would start up that device.
     device = devices.row(PartialState().device.type)
-    if device.type == "xla":
-        yield Source("xm_seed", "torch (XLA)", device.get_rng_state_all, device.set_rng_state_all)
-    elif device.type not in ("cpu", "mps"):
-        yield Source(
-            f"torch_{device.type}_manual_seed",
-            f"torch ({device.type})",
-            device.get_rng_state_all,
-            device.set_rng_state_all,
-        )
+    if device.type not in ("cpu", "mps"):
+        key, name = ("xm_seed", "XLA") if device.type == "xla" else (f"torch_{device.type}_manual_seed", device.type)
+        yield Source(key, f"torch ({name})", device.get_rng_state_all, device.set_rng_state_all)
 
 
 def collect() -> dict[str, Any]:
     """Return the state of every generator of this process, by the key it has in a checkpoint. Any rank, alone."""
     return {source.key: source.get() for source in sources()}
-
-
-class Unreadable(NamedTuple):
-    """A state that could not be decoded, in place of the state.
-
-    Attributes:
-        cause: why.
-    """
-
-    cause: str
 
 
 def encode(states: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -76,83 +60,69 @@ def encode(states: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str
         Tensors by name, and metadata: under ``"generators"`` what else belongs to each state, as JSON.
     """
     tensors: dict[str, torch.Tensor] = {}
-    told: dict[str, Any] = {}
+    more: dict[str, Any] = {}
     for key, state in states.items():
         if key == "random_state":
             version, words, gauss = state
-            tensors[key], told[key] = torch.tensor(words, dtype=torch.int64), {"version": version, "gauss": gauss}
+            tensors[key], more[key] = torch.tensor(words, dtype=torch.int64), {"version": version, "gauss": gauss}
+        elif key == "numpy_random_seed" and isinstance(state, dict):  # the program has chosen another bit generator
+            more[key] = {"state": state}
         elif key == "numpy_random_seed":
-            if isinstance(state, dict):  # of a bit generator that somebody has put in the place of the usual one
-                told[key] = {"state": _plain(state)}
-                continue
             kind, words, position, has_gauss, gauss = state
             tensors[key] = torch.from_numpy(np.asarray(words).astype(np.int64))
-            told[key] = {
-                "kind": str(kind),
-                "position": int(position),
-                "has_gauss": int(has_gauss),
-                "gauss": float(gauss),
-            }
+            more[key] = {"kind": kind, "position": position, "has_gauss": has_gauss, "gauss": gauss}
         elif isinstance(state, torch.Tensor):
-            tensors[key], told[key] = state.cpu(), {}
+            tensors[key], more[key] = state.cpu(), {}
         elif isinstance(state, (list, tuple)):  # of every device
             tensors |= {f"{key}.{index}": part.cpu() for index, part in enumerate(state)}
-            told[key] = {"devices": len(state)}
+            more[key] = {"devices": len(state)}
         else:
-            told[key] = {"value": state}
-    return tensors, {"format": "pt", "generators": json.dumps(told)}
+            more[key] = {"value": state}
+    return tensors, {"format": "pt", "generators": json.dumps(more, default=_to_json)}
 
 
 def decode(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> dict[str, Any]:
-    """Return the states that ``encode`` was given; for one that cannot be read, an `Unreadable`. Any rank, alone.
+    """Return the states that ``encode`` was given; for one that cannot be read, the error. Any rank, alone.
 
     Args:
         tensors: From ``encode``.
         metadata: From ``encode``.
     """
     try:
-        told = dict(json.loads(metadata["generators"]))
+        described = dict(json.loads(metadata["generators"], object_hook=_from_json))
     except (KeyError, ValueError, TypeError) as error:
-        cause = f"the description of the generators is unreadable ({type(error).__name__}: {error})"
-        return {source.key: Unreadable(cause) for source in sources()}
+        problem = ValueError(f"the description of the generators is unreadable ({type(error).__name__}: {error})")
+        return {source.key: problem for source in sources()}
     states = {}
-    for key, more in told.items():
+    for key, more in described.items():
         try:
             states[key] = _decoded(key, more, tensors)
         except Exception as error:
-            states[key] = Unreadable(f"{type(error).__name__}: {error}")
+            states[key] = error
     return states
 
 
 def _decoded(key: str, more: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Any:
     if key == "random_state":
         return more["version"], tuple(tensors[key].tolist()), more["gauss"]
-    if key == "numpy_random_seed" and "state" in more:
-        return _arrays(more["state"])
-    if key == "numpy_random_seed":
+    if "kind" in more:
         words = tensors[key].numpy().astype(np.uint32)
         return more["kind"], words, more["position"], more["has_gauss"], more["gauss"]
     if "devices" in more:
         return [tensors[f"{key}.{index}"] for index in range(more["devices"])]
+    if "state" in more:
+        return more["state"]
     return more["value"] if "value" in more else tensors[key]
 
 
-def _plain(state: Any) -> Any:
-    """A bit generator's state as JSON has it."""
-    if isinstance(state, dict):
-        return {str(key): _plain(value) for key, value in state.items()}
-    if isinstance(state, np.ndarray):
-        return {"array": state.tolist(), "dtype": str(state.dtype)}
-    return state.item() if isinstance(state, np.generic) else state
+def _to_json(value: Any) -> Any:
+    """Return what JSON has for a value of numpy's."""
+    return {"array": value.tolist(), "dtype": str(value.dtype)} if isinstance(value, np.ndarray) else value.item()
 
 
-def _arrays(told: Any) -> Any:
-    """The state that `_plain` was given."""
-    if isinstance(told, dict):
-        if told.keys() == {"array", "dtype"}:
-            return np.array(told["array"], dtype=told["dtype"])
-        return {key: _arrays(value) for key, value in told.items()}
-    return told
+def _from_json(value: dict[str, Any]) -> Any:
+    """Return what `_to_json` was given."""
+    return np.array(value["array"], value["dtype"]) if value.keys() == {"array", "dtype"} else value
 
 
 def restore(states: dict[str, Any], origin: str) -> None:
@@ -161,7 +131,7 @@ def restore(states: dict[str, Any], origin: str) -> None:
     Any rank, alone.
 
     Args:
-        states: What ``collect`` returned.
+        states: What ``collect`` or ``decode`` returned.
         origin: Where the states come from, for messages.
     """
     for source in sources():
@@ -171,18 +141,13 @@ def restore(states: dict[str, Any], origin: str) -> None:
             )
             continue
         try:
-            state = states[source.key]
-            if isinstance(state, Unreadable):
-                raise ValueError(state.cause)
+            if isinstance(state := states[source.key], Exception):
+                raise state
             source.set(_on_cpu(state))
         except Exception as error:
             logger.warning(
-                "The random state of %s in %s could not be restored, so a resumed run draws other numbers from it: "
-                "%s: %s",
-                source.label,
-                origin,
-                type(error).__name__,
-                error,
+                f"The random state of {source.label} in {origin} could not be restored, so a resumed run draws "
+                f"other numbers from it: {type(error).__name__}: {error}"
             )
 
 
@@ -201,11 +166,8 @@ def derive(first: dict[str, Any], rank: int, reason: str) -> None:
     digest.update(str(rank).encode())
     seed = int.from_bytes(digest.digest(), "little") >> 1
     logger.warning(
-        "%s: the checkpoint was saved by fewer processes. Rank %d is new and seeds its random generators with %d, "
-        "derived from those of the first rank.",
-        reason,
-        rank,
-        seed,
+        f"{reason}: the checkpoint was saved by fewer processes. Rank {rank} is new and seeds its random generators "
+        f"with {seed}, derived from those of the first rank."
     )
     randomness.seed_all(seed)
     device = devices.row(PartialState().device.type)

@@ -94,6 +94,20 @@ def quietly() -> Iterator[None]:
         yield
 
 
+def mapped_leaves(state: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a state whose values, in nested dictionaries and lists, have been changed.
+
+    Args:
+        state: it is not changed itself.
+        change: called with each value that is neither.
+    """
+    if isinstance(state, Mapping):
+        return {name: mapped_leaves(value, change) for name, value in state.items()}
+    if isinstance(state, list):
+        return [mapped_leaves(value, change) for value in state]
+    return change(state)
+
+
 # -- kinds of models and tensors ---------------------------------------------------------------------------------------
 
 
@@ -105,19 +119,17 @@ def _dtensor() -> type:
     return DTensor
 
 
-def _sharded_tensor() -> type:
-    from torch.distributed._shard.sharded_tensor import ShardedTensor
-
-    return ShardedTensor
-
-
 def is_sharded_tensor(value: Any) -> bool:
     """Say whether a value is a ShardedTensor, the kind that FSDP1 has.
 
     Args:
         value: anything.
     """
-    return torch.distributed.is_available() and isinstance(value, _sharded_tensor())
+    if not torch.distributed.is_available():
+        return False
+    from torch.distributed._shard.sharded_tensor import ShardedTensor
+
+    return isinstance(value, ShardedTensor)
 
 
 def is_spread(value: Any) -> bool:
@@ -126,7 +138,7 @@ def is_spread(value: Any) -> bool:
     Args:
         value: anything.
     """
-    return torch.distributed.is_available() and isinstance(value, (_dtensor(), _sharded_tensor()))
+    return torch.distributed.is_available() and (isinstance(value, _dtensor()) or is_sharded_tensor(value))
 
 
 def is_fsdp1(model: nn.Module) -> bool:
@@ -287,15 +299,6 @@ def _names_in_modules(optimizer: torch.optim.Optimizer, model: nn.Module) -> lis
     return found
 
 
-def _raw_names(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, str]:
-    """Return the names that FSDP1 uses, by those of the user: it leaves what torch.compile put into them."""
-    own = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-    return {
-        canonical_name(name): ".".join(step for step in name.split(".") if step not in own)
-        for name in itertools.chain.from_iterable(_names_in_modules(optimizer, model))
-    }
-
-
 def inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     """Return torch's optimizer out of what wraps it.
 
@@ -359,20 +362,17 @@ def gathered(state: Any) -> Any:
     Args:
         state: nested dictionaries and lists. Ranks other than 0 get None for what is in them.
     """
-    return _gathered(state, rank_and_size()[0] == 0)
+    main = rank_and_size()[0] == 0
 
+    def gather(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value if main else None
+        whole = value.detach()
+        if is_spread(value):
+            whole = _gather_shards(value) if is_sharded_tensor(value) else _whole(value)
+        return _plain(whole).cpu() if main and whole is not None else None
 
-def _gathered(state: Any, main: bool) -> Any:
-    if isinstance(state, Mapping):
-        return {name: _gathered(value, main) for name, value in state.items()}
-    if isinstance(state, list):
-        return [_gathered(value, main) for value in state]
-    if not isinstance(state, torch.Tensor):
-        return state if main else None
-    value = state.detach()
-    if is_spread(state):
-        value = _gather_shards(state) if is_sharded_tensor(state) else _whole(state)
-    return _plain(value).cpu() if main and value is not None else None
+    return mapped_leaves(state, gather)
 
 
 def _plain(value: torch.Tensor) -> torch.Tensor:
@@ -421,16 +421,10 @@ def like(value: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
         dtype: of the new one, if it is another.
     """
     dtype = dtype or value.dtype
-    if isinstance(value, _dtensor()):
+    if not is_sharded_tensor(value):
         return torch.empty_like(value.detach(), dtype=dtype, device="cpu")
-    if is_spread(value):
-        made = torch.empty_like(value, dtype=dtype)
-        return made if _on_host(made) else made.cpu()
-    return torch.empty(value.shape, dtype=dtype)
-
-
-def _on_host(value: Any) -> bool:
-    return all(shard.tensor.device.type == "cpu" for shard in value.local_shards())
+    made = torch.empty_like(value, dtype=dtype)
+    return made if all(shard.tensor.device.type == "cpu" for shard in made.local_shards()) else made.cpu()
 
 
 def copy_of(value: Any) -> torch.Tensor:
@@ -457,6 +451,18 @@ def part(value: Any) -> torch.Tensor:
         shards = value.local_shards()
         return shards[0].tensor.detach() if shards else torch.empty(0, dtype=value.dtype)
     return value.detach()
+
+
+@quietly()
+def plain_part(value: Any) -> Any:
+    """Return a value as plain data: of a ShardedTensor, which is none, what this rank has of it.
+
+    Args:
+        value: anything.
+    """
+    if not isinstance(value, torch.Tensor):
+        return value
+    return part(value).cpu() if is_sharded_tensor(value) else value.detach()
 
 
 @quietly()
@@ -539,7 +545,12 @@ def optimizer_to_load(optimizer: torch.optim.Optimizer, model: nn.Module, state:
         return numbered(state)
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    names = _raw_names(optimizer, model)
+    # FSDP1's names keep what torch.compile put into them.
+    own = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+    names = {
+        canonical_name(name): ".".join(step for step in name.split(".") if step not in own)
+        for name in itertools.chain.from_iterable(_names_in_modules(optimizer, model))
+    }
     raw = {
         "state": {names.get(name, name): value for name, value in state["state"].items()},
         "param_groups": [
@@ -551,31 +562,16 @@ def optimizer_to_load(optimizer: torch.optim.Optimizer, model: nn.Module, state:
         return FullyShardedDataParallel.optim_state_dict_to_load(_unwrapped(model), inner, raw, group=_group(model))
 
 
-def apply_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Give an optimizer its state. All ranks.
-
-    Args:
-        optimizer: wrapped or not.
-        model: the model that it updates.
-        state: as `optimizer_to_load` takes it.
-    """
-    inner_optimizer(optimizer).load_state_dict(optimizer_to_load(optimizer, model, state))
-
-
 def numbered(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state keyed by names as torch's optimizers take it: keyed by numbers.
+    """Return an optimizer's state keyed by numbers, as torch's optimizers take it; what belongs to no parameter comes last.
 
     Args:
         state: keyed by names, with the optimizer's own groups of names.
     """
-    count = itertools.count()
-    groups = [{**group, "params": [next(count) for _ in group["params"]]} for group in state["param_groups"]]
     order = {name: number for number, name in enumerate(_flat(state["param_groups"]))}
-    return {
-        **state,
-        "state": {order.get(name, name): value for name, value in state["state"].items()},
-        "param_groups": groups,
-    }
+    states = sorted(state["state"].items(), key=lambda item: order.get(item[0], len(order)))
+    groups = [{**group, "params": [order[name] for name in group["params"]]} for group in state["param_groups"]]
+    return {**state, "state": {order.get(name, name): value for name, value in states}, "param_groups": groups}
 
 
 def _flat(groups: Any) -> Iterator[str]:

@@ -1,0 +1,352 @@
+"""Optimizers in a checkpoint: reading any stored state into the shards and groups of an optimizer of the same parameters.
+
+The names of parameters connect the two, as the numbers in an optimizer's state do not.
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from accelerate.checkpoint import load, names, state
+from accelerate.checkpoint.layouts import Found, Layout, Path, find, like, required
+from accelerate.checkpoint.manifest import DamagedCheckpoint
+from accelerate.checkpoint.state import is_spread, mapped_leaves, together
+from accelerate.modules.named import match_names
+
+if TYPE_CHECKING:
+    from accelerate.checkpoint.shards import Stored
+
+_REMEDY = "Make model and optimizer as they were when the checkpoint was saved."
+
+# -- names of parameters -----------------------------------------------------------------------------------------------
+
+
+def parameter_names(optimizers: Iterable[torch.optim.Optimizer], models: Iterable[nn.Module]) -> bytes | None:
+    """Return the content of the file that says which parameters the numbers in the optimizers' files mean; None without any.
+
+    Args:
+        optimizers: those of the run, in order.
+        models: the models of the run.
+    """
+    models = list(models)
+    known = {index: state.names_among(optimizer, models) for index, optimizer in enumerate(optimizers)}
+    known = {index: groups for index, groups in known.items() if groups is not None}
+    return names_text(known) if known else None
+
+
+def names_text(known: Mapping[int, Sequence[Sequence[str]]]) -> bytes:
+    """Return the content of that file; `known` has `state.parameter_names` by the index of the optimizer."""
+    text = json.dumps({str(index): [list(group) for group in groups] for index, groups in known.items()}, indent=1)
+    return text.encode() + b"\n"
+
+
+def read_names(folder: Path, index: int = 0) -> list[list[str]] | None:
+    """Return the names of an optimizer's parameters that a checkpoint has, for each group, or None. Any rank, alone."""
+    path = os.path.join(folder, names.PARAMETER_NAMES)
+    if not os.path.isfile(path):
+        return None
+    try:
+        with open(path, encoding="utf-8") as file:
+            groups = json.load(file).get(str(index))
+    except (ValueError, AttributeError) as error:
+        raise DamagedCheckpoint(f"{path} does not hold names: {error}") from None
+    lists = groups if isinstance(groups, list) else [groups]
+    if groups is not None and not all(isinstance(g, list) and all(isinstance(n, str) for n in g) for g in lists):
+        raise DamagedCheckpoint(f"{path} does not hold names for optimizer {index}.")
+    return groups
+
+
+# -- what is stored, and what is needed --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Target:
+    """What an optimizer needs.
+
+    Attributes:
+        groups: names of its parameters, for each group.
+        parameters: a tensor by name for each of them, with the shards that this rank has. It is no copy.
+        states: what the optimizer has for each name already, where it says more than the parameter does.
+        ties: names that mean one parameter.
+        flat: its parameters are FSDP1's flat ones, which have an order of their own.
+    """
+
+    groups: list[list[str]]
+    parameters: Mapping[str, Any]
+    states: Mapping[str, Mapping[str, Any]]
+    ties: Sequence[Sequence[str]]
+    flat: bool = False
+
+    @property
+    def order(self) -> list[str]:
+        """The names of all parameters, group by group."""
+        return [name for group in self.groups for name in group]
+
+    def also_called(self, name: str) -> list[str]:
+        """Return the names of a parameter, its own first."""
+        return [name, *(other for group in self.ties if name in group for other in group if other != name)]
+
+    def source(self, name: str, saved: Collection[str]) -> str:
+        """Return the name under which a parameter was saved."""
+        return next((other for other in self.also_called(name) if other in saved), name)
+
+
+def target(optimizer: torch.optim.Optimizer, model: nn.Module) -> Target:
+    """Return what an optimizer needs. All ranks."""
+    groups = state.parameter_names(optimizer, model)
+    own = [parameter for group in state.inner_optimizer(optimizer).param_groups for parameter in group["params"]]
+    if state.is_fsdp1(model):
+        flat = any(hasattr(parameter, "_fqns") for parameter in own)
+        return Target(groups, state.model_state(model).values, {}, state.tied_names(model), flat)
+    named = dict(zip((name for group in groups for name in group), own, strict=True))
+    kept = state.inner_optimizer(optimizer).state
+    states = {name: kept[parameter] for name, parameter in named.items() if parameter in kept}
+    return Target(groups, named, states, state.tied_names(model))
+
+
+def target_among(optimizer: Any, models: Iterable[nn.Module]) -> Target | None:
+    """Return what an optimizer needs, or None if no single model has all of its parameters. All ranks."""
+    for model in models:
+        with contextlib.suppress(ValueError):  # its parameters are another model's
+            return target(optimizer, model)
+    return None
+
+
+def is_state(raw: Any) -> bool:
+    """Say whether a value has the form that torch's optimizers give their states."""
+    groups = (
+        raw.get("param_groups") if isinstance(raw, Mapping) and isinstance(raw.get("state", {}), Mapping) else None
+    )
+    return isinstance(groups, list) and all(
+        isinstance(g, Mapping) and isinstance(g.get("params"), list) for g in groups
+    )
+
+
+def optimizer_values(stored: "Stored") -> dict[str, Any]:
+    """Return the state of a stored optimizer."""
+    raw = stored.state
+    raw = raw["optimizer"] if isinstance(raw, Mapping) and set(raw) == {"optimizer"} else raw
+    if not is_state(raw):
+        raise DamagedCheckpoint(f"{stored.origin} has no groups of parameters: it is no state of an optimizer.")
+    numbers = {str(number): number for group in raw["param_groups"] for number in group["params"]}
+    # Torch makes the keys of shards texts.
+    return {**raw, "state": {numbers.get(key, key): value for key, value in raw.get("state", {}).items()}}
+
+
+def told_names(
+    folder: str, index: int, groups: Sequence[Mapping[str, Any]], own: Sequence[str] | None = None
+) -> list[str] | None:
+    """Return the names of numbered parameters, if the checkpoint has them. Any rank, alone."""
+    found = read_names(folder, index)
+    if found is None and all("param_names" in group for group in groups):
+        found = [list(group["param_names"]) for group in groups]
+        if own is not None:
+            pairs = match_names(own, [name for group in found for name in group])
+            found = [[pairs[name] for name in group] for group in found if all(name in pairs for name in group)]
+    if found is None or [len(group) for group in found] != [len(group["params"]) for group in groups]:
+        return None
+    return [name for group in found for name in group]
+
+
+def is_named(raw: Mapping[str, Any]) -> bool:
+    """Say whether an optimizer's state is keyed by names."""
+    return all(isinstance(name, str) for group in raw["param_groups"] for name in group["params"])
+
+
+def named(raw: Mapping[str, Any], order: Sequence[str]) -> dict[str, Any]:
+    """Return an optimizer's state keyed by names instead of numbers."""
+    groups = raw["param_groups"]
+    known = dict(zip((number for group in groups for number in group["params"]), order, strict=True))
+    kept = [{key: value for key, value in group.items() if key != "param_names"} for group in groups]
+    kept = [{**group, "params": [known[number] for number in group["params"]]} for group in kept]
+    states = {key: value for key, value in raw["state"].items() if key in known or not isinstance(key, int)}
+    return {**raw, "state": {known.get(key, key): value for key, value in states.items()}, "param_groups": kept}
+
+
+@state.quietly()
+def read_optimizer(goal: Target, stored: "Stored", found: Found) -> dict[str, Any]:
+    """Read an optimizer's state into new memory, each rank its shards; nothing else changes. Any rank, alone.
+
+    Args:
+        goal: what the optimizer needs.
+        stored: what is stored.
+        found: where that is.
+
+    Returns:
+        The state, keyed by the optimizer's own names, in its own groups.
+
+    Raises:
+        RuntimeError: it is the state of other parameters; the message says which.
+        DamagedCheckpoint: a file is damaged.
+    """
+    raw = optimizer_values(stored)
+    if not is_named(raw):
+        raw = named(raw, _order_of_numbers(goal, found, raw["param_groups"]))
+    states = dict(raw["state"])
+    groups = _own_groups(goal, raw["param_groups"], [name for name, values in states.items() if values], stored.origin)
+    saved = {name for group in raw["param_groups"] for name in group["params"]}
+    result: dict[Any, Any] = {}
+    for name in goal.order:
+        values = states.pop(goal.source(name, saved), None)
+        if values is not None:
+            result[name] = _fitted(goal, name, values, stored)
+    result |= {name: stored.whole(values) for name, values in states.items()}  # what belongs to no parameter
+    stored.fill()
+    return {**raw, "state": result, "param_groups": groups}
+
+
+def _order_of_numbers(goal: Target, found: Found, groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the names of numbered parameters: those the checkpoint has, else the optimizer's own, as torch takes them."""
+    order = told_names(found.folder, found.index, groups, goal.order)
+    if order is not None:
+        return order
+    if goal.flat and len(goal.order) > 1:
+        raise RuntimeError(
+            f"{found.name} in {found.folder!r} numbers its parameters and nothing tells their names, and this optimizer's "
+            "parameters are flat, in an order of their own; nothing was loaded. Wrap the model with use_orig_params=True to "
+            "load it, or save it once more without FSDP: that tells the names."
+        )
+    counts = [len(group["params"]) for group in groups], [len(group) for group in goal.groups]
+    if counts[0] != counts[1]:
+        raise RuntimeError(
+            f"{found.name} in {found.folder!r} has groups of {counts[0]} parameters, and this optimizer of {counts[1]}; "
+            "nothing was loaded. Make the optimizer as it was when the checkpoint was saved."
+        )
+    return goal.order
+
+
+def _own_groups(
+    goal: Target, groups: Sequence[Mapping[str, Any]], states: Iterable[Any], origin: str
+) -> list[dict[str, Any]]:
+    """Return the optimizer's own groups with the stored options: a group has those of the parameters in it."""
+    home = {name: number for number, group in enumerate(groups) for name in group["params"]}
+    made, missing = [], []
+    for number, of_group in enumerate(goal.groups):
+        homes = {name: home.get(goal.source(name, home)) for name in of_group}
+        missing += [name for name, place in homes.items() if place is None]
+        places = sorted({place for place in homes.values() if place is not None})
+        if len(places) > 1:
+            raise RuntimeError(
+                f"Group {number} of the optimizer has parameters that are in groups {places} in {origin}; nothing was "
+                "loaded. Make the groups as they were when the checkpoint was saved."
+            )
+        source = groups[places[0] if places else min(number, len(groups) - 1)]
+        # The names which torch keeps beside the numbers are the optimizer's own.
+        options = {key: value for key, value in source.items() if key not in ("params", "param_names")}
+        made.append({**options, "params": list(of_group)})
+    known = {other for name in goal.order for other in goal.also_called(name)}
+    lost = [name for name in states if name in home and name not in known]
+    for problem, of_problem in (
+        ("no state for {} parameters of the optimizer", missing),
+        ("a state for {} parameters that the optimizer does not have", lost),
+    ):
+        if of_problem:
+            raise RuntimeError(
+                f"{origin} has {problem.format(len(of_problem))}; nothing was loaded: {', '.join(of_problem[:10])}. {_REMEDY}"
+            )
+    return made
+
+
+def _fitted(goal: Target, name: str, values: Any, stored: "Stored") -> Any:
+    """Return the state of a parameter: what has its shape is sharded like it, the rest is whole."""
+    own, present = goal.parameters[name], goal.states.get(name, {})
+
+    def fit(value: Any, key: Any = "a value") -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if not value.dim():
+            # FSDP1 writes one step count for all parameters of a unit; shared, it would be counted up once for each of them.
+            return stored.whole(value) if value.is_meta else value.clone()
+        if not is_spread(own) and not is_spread(value):
+            made = stored.whole(value) if _may_belong(value.shape, own.shape) else None
+        else:
+            made = like(own, value, stored)
+            if made is None and isinstance(present.get(key), torch.Tensor) and hasattr(value, "stored_key"):
+                made = like(present[key], value, stored)
+        if made is None:
+            here, there = (
+                tuple(one.size() if hasattr(value, "stored_key") else state.part(one).shape) for one in (own, value)
+            )
+            raise RuntimeError(
+                f"{key} of {name} has the shape {there} in {stored.origin}, and the parameter {here}; nothing was loaded. If the "
+                "optimizer keeps values of other shapes than its parameters, let it step once before loading, which shows how "
+                "they are sharded."
+            )
+        return made
+
+    if isinstance(values, Mapping):
+        return {
+            key: mapped_leaves(value, fit) if isinstance(value, (Mapping, list)) else fit(value, key)
+            for key, value in values.items()
+        }
+    return mapped_leaves(values, fit)
+
+
+def _may_belong(stored: Sequence[int], own: Sequence[int]) -> bool:
+    """Say whether a value may belong to a parameter: some optimizers keep one for each row or column, or only for all."""
+    return len(stored) != len(own) or all(count in (1, whole) for count, whole in zip(stored, own, strict=True))
+
+
+def read_for_optimizer(
+    optimizer: torch.optim.Optimizer, model: nn.Module, folder: Path, index: int = 0, prefer: Layout | None = None
+) -> dict[str, Any]:
+    """Read an optimizer's state, whatever wrote it, as its `load_state_dict` takes it. All ranks; all could read it.
+
+    Args:
+        optimizer: wrapped or not.
+        model: the model that it updates.
+        folder: the checkpoint's folder.
+        index: which of the optimizers it is.
+        prefer: the layout to take if the folder has several.
+    """
+    found = required(folder, "optimizer", index, prefer)
+    goal = target(optimizer, model)
+    return state.optimizer_to_load(optimizer, model, together(lambda: read_optimizer(goal, found.open(), found)))
+
+
+def read_whole_optimizer(
+    optimizer: Any, models: Iterable[nn.Module], folder: Path, index: int = 0, **options: Any
+) -> Mapping[str, Any]:
+    """Read an optimizer's state with the numbers that the optimizer has, in whatever layout it was written. Any rank, alone.
+
+    Args:
+        optimizer: wrapped or not; it is not changed.
+        models: the models of the run; one of them has the optimizer's parameters.
+        folder: the checkpoint's folder.
+        index: which of the optimizers it is, from 0.
+        **options: of `load.read_optimizer`.
+
+    Raises:
+        FileNotFoundError: the folder has no state for this optimizer.
+        RuntimeError: it is the state of other parameters; the message says which.
+        DamagedCheckpoint: the shards are damaged.
+    """
+    from accelerate.checkpoint.shards import Stored
+
+    found = find(folder, "optimizer", index, prefer="full")
+    goal = target_among(optimizer, models)
+    if found is not None and goal is not None and found.layout == "sharded":
+        return state.numbered(read_optimizer(goal, found.open(), found))
+    raw = load.read_optimizer(folder, index, **options)
+    if not is_state(raw):
+        return raw
+    if goal is None:
+        if not is_named(raw):
+            return raw
+        raise RuntimeError(
+            f"{found.name} in {os.fspath(folder)!r} has the names of parameters, but no model that was prepared has all "
+            "parameters of this optimizer, so they have no names here. Prepare the model, too."
+        )
+    if not is_named(raw):
+        groups = raw["param_groups"]
+        order = told_names(os.fspath(folder), index, groups, goal.order)
+        same = order == goal.order and [len(g["params"]) for g in groups] == list(map(len, goal.groups))
+        if order is None or same:
+            return raw
+    return state.numbered(read_optimizer(goal, Stored(os.path.join(folder, found.name), raw), found))

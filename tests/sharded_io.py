@@ -1,0 +1,46 @@
+"""Models and optimizers saved and loaded by the public functions, in the layout that a test names."""
+
+import os
+
+from accelerate.checkpoint import layouts, names, optimizers, state
+from accelerate.config.fsdp import FullyShardedDataParallelPlugin
+from accelerate.utils import fsdp_utils
+
+
+def _plugin(layout):
+    kind = {
+        "full": "FULL_STATE_DICT",
+        "sharded": "SHARDED_STATE_DICT",
+        "local": "LOCAL_STATE_DICT",
+        None: "SHARDED_STATE_DICT",
+    }
+    plugin = FullyShardedDataParallelPlugin(state_dict_type=kind[layout])
+    return plugin, layout != "local"
+
+
+def save_model(model, folder, index=0, layout="sharded"):
+    plugin, use_dcp = _plugin(layout)
+    fsdp_utils.save_fsdp_model(plugin, None, model, os.fspath(folder), index, use_dcp=use_dcp)
+
+
+def load_model(model, folder, index=0, prefer=None, strict=True):
+    if not strict:
+        read, own, layout = layouts.read_for_model(model, folder, index, prefer, strict)
+        return state.apply_model(model, read, own, layout=layout, strict=strict)
+    plugin, use_dcp = _plugin(prefer)
+    return fsdp_utils.load_fsdp_model(plugin, None, model, os.fspath(folder), index, use_dcp=use_dcp)
+
+
+def save_optimizer(optimizer, model, folder, index=0, layout="sharded"):
+    plugin, use_dcp = _plugin(layout)
+    fsdp_utils.save_fsdp_optimizer(plugin, None, optimizer, model, os.fspath(folder), index, use_dcp=use_dcp)
+
+
+def load_optimizer(optimizer, model, folder, index=0):
+    plugin, use_dcp = _plugin(None)
+    fsdp_utils.load_fsdp_optimizer(plugin, None, optimizer, model, os.fspath(folder), index, use_dcp=use_dcp)
+
+
+def write_names(optimizer, model, folder):
+    with open(os.path.join(folder, names.PARAMETER_NAMES), "wb") as file:
+        file.write(optimizers.parameter_names([optimizer], [model]))

@@ -1,0 +1,298 @@
+"""Files of single objects, and giving objects their state back: from the files' memory into theirs, all or nothing."""
+
+import copy
+import os
+import pickle
+from unittest.mock import Mock
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, RandomSampler
+
+from accelerate import checkpointing
+from accelerate.checkpoint import load, names
+from accelerate.checkpoint.load import Contents
+from accelerate.data.loader import DataLoaderShard
+from accelerate.data.skip import skip_first_batches
+from accelerate.process import PartialState
+
+
+def same(left, right):
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.norm = nn.Linear(2, 2), nn.Linear(2, 2), nn.BatchNorm1d(2)
+        self.b.weight = self.a.weight
+
+
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("safe", [True, False])
+def test_weights_come_back_and_reading_changes_nothing(tmp_path, safe, index):
+    net, other = Net(), Net()
+    load.write_model(Net().state_dict(), tmp_path, index, safe_serialization=not safe)
+    load.write_model(net.state_dict(), tmp_path, index, safe_serialization=safe)
+    assert os.listdir(tmp_path) == [names.model_file(index, safe)], "and the older one is gone"
+    before = copy.deepcopy(other.state_dict())
+    other.state_dict = Mock(wraps=other.state_dict)
+    assert same(load.read_model(other, tmp_path, index), net.state_dict())
+    assert other.state_dict.call_count == 1 and same(before, other.state_dict())
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
+def test_names_of_wrappers_are_understood(tmp_path, prefix):
+    net = nn.Linear(2, 2)
+    load.write_model({prefix + name: value for name, value in net.state_dict().items()}, tmp_path)
+    assert same(load.read_model(nn.Linear(2, 2), tmp_path), net.state_dict())
+    wrapped = torch.compile(nn.DataParallel(nn.Linear(2, 2)), backend="eager")
+    assert same(load.read_model(wrapped, tmp_path), net.state_dict())
+    assert load.plain_names(wrapped.state_dict())._metadata == wrapped._orig_mod.state_dict()._metadata
+    assert load.plain_names({"_orig_mod.a._orig_mod.b": 1, "module.c": 2}) == {"a.b": 1, "module.c": 2}
+
+
+def test_a_misfit_lists_what_differs(tmp_path):
+    load.write_model({"weight": torch.ones(2, 2), **{f"a{n}": torch.ones(1) for n in range(12)}}, tmp_path)
+    shapes = r"other shapes: weight has \(2, 2\) in the file and \(2, 3\) in the model"
+    for width, strict, told in [
+        (2, True, r"Linear.*missing in the file: bias\n.*unexpected in the file: a0, .* and 2 more\n.*strict=False"),
+        (3, True, rf"model\.safetensors.*{shapes}\n.*missing"),
+        (3, False, shapes),
+    ]:
+        with pytest.raises(RuntimeError, match=f"(?s){told}"):
+            load.read_model(nn.Linear(width, 2), tmp_path, strict=strict)
+    assert len(load.read_model(nn.Linear(2, 2), tmp_path, strict=False)) == 13
+
+
+class Object:
+    """A registered object, or a loader with a state of its own that was not prepared."""
+
+    def __init__(self, value=None):
+        self.value = value
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
+
+
+def test_schedulers_of_torch_load_without_trust(tmp_path):
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    rules = {"MultiStepLR": [[1, 2]], "LambdaLR": [lambda _: 1.0], "OneCycleLR": [0.1, 10], "ReduceLROnPlateau": []}
+    for kind, arguments in rules.items():
+        scheduler = getattr(torch.optim.lr_scheduler, kind)(optimizer, *arguments)
+        checkpointing.save_accelerator_state(tmp_path, [], [], [scheduler], [], 0, 0)
+        checkpointing.load_accelerator_state(tmp_path, [], [], [scheduler], [], 0)
+
+
+def test_what_is_missing_or_unreadable_is_named(tmp_path):
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters())
+    with pytest.raises(ValueError, match="safe_serialization=False"):
+        load.write_model({"weight": torch.ones(1), "_extra_state": {"a": 1}}, tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"(?i)model 1 \(Linear\).*model_1.safetensors.*pytorch_model_1.bin"):
+        load.read_model(nn.Linear(1, 1), tmp_path, 1)
+    with pytest.raises(FileNotFoundError, match="optimizer 2: optimizer_2.bin"):
+        load.read_optimizer(tmp_path, 2)
+    with pytest.raises(FileNotFoundError, match="scheduler 0: scheduler.bin"):
+        load.read_common(str(tmp_path), [optimizer], [], [], None, 0)
+    torch.save(optimizer.state_dict(), tmp_path / "scheduler.bin")
+    os.truncate(tmp_path / "scheduler.bin", 500)
+    with pytest.raises(RuntimeError, match="scheduler.bin could not be read, so it is damaged"):
+        load.read_common(str(tmp_path), [optimizer], [], [], None, 0)
+    torch.save([1], tmp_path / "random_states_0.pkl")
+    with pytest.raises(RuntimeError, match="random_states_0.pkl is damaged: it holds a list"):
+        load.read_common(str(tmp_path), [], [], [], None, 0)
+    checkpointing.save_custom_state(Object(Object(1)), tmp_path, 1)
+    with pytest.raises(pickle.UnpicklingError, match="(?s)custom_checkpoint_1.pkl.*weights_only.: False"):
+        checkpointing.load_custom_state(Object(), tmp_path, 1)
+    trusted = load.read_object(tmp_path, "custom_checkpoint_1.pkl", load_kwargs={"weights_only": False})
+    assert trusted["value"].value == 1
+
+
+def test_other_ranks_write_no_shared_file(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(PartialState, "is_main_process", False)
+    checkpointing.save_accelerator_state(tmp_path, [Net().state_dict()], [Object()], [Object()], [], 1, 0)
+    checkpointing.save_custom_state(Object(1), tmp_path)
+    load.write_optimizer({}, tmp_path)
+    assert os.listdir(tmp_path) == ["random_states_1.pkl"]
+    assert checkpointing.load_accelerator_state(tmp_path, [], [], [], [], 0) == {}
+    assert "rank 0 keeps its random states" in caplog.text
+
+
+def run(kind=torch.optim.AdamW, value=0.0, width=100):
+    """A model, and an optimizer that has been stepped."""
+    model = nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width))
+    optimizer = kind(model.parameters(), lr=0.1)
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, value)
+        parameter.grad = torch.full_like(parameter, value + 1)
+    optimizer.step(), optimizer.zero_grad()
+    return model, optimizer
+
+
+def saved(folder, kind=torch.optim.AdamW):
+    model, optimizer = run(kind, 5.0)
+    load.write_model(model.state_dict(), folder)
+    load.write_optimizer(optimizer.state_dict(), folder)
+    return model, optimizer
+
+
+def contents_of(folder, model, optimizer):
+    state = load.read_model(model, folder)
+    optimizers = [(optimizer, load.read_optimizer(folder), "optimizer.bin")]
+    return Contents(str(folder), models=[(model, state)], optimizers=optimizers)
+
+
+def restore(folder, model, optimizer, **options):
+    contents = contents_of(folder, model, optimizer)
+    contents.begin(**options)
+    contents.complete()
+
+
+def tensors(model, optimizer):
+    moments = [value for state in optimizer.state.values() for value in state.values()]
+    return [*model.state_dict().values(), *moments]
+
+
+def assert_own_memory(folder, *held):
+    """Nothing is a file's any more: it stays as it is whatever becomes of the files."""
+    before = [tensor.clone() for tensor in held]
+    for path in folder.iterdir():
+        path.write_bytes(bytes(path.stat().st_size))
+    assert all(map(torch.equal, held, before))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.Adamax])
+def test_a_state_is_read_into_the_memory_that_is_there_after_all_else_is_done(tmp_path, kind):
+    source, (model, optimizer) = saved(tmp_path, kind), run(kind)
+    held = tensors(model, optimizer)
+    before = [tensor.clone() for tensor in held]
+    contents = contents_of(tmp_path, model, optimizer)
+    contents.begin()
+    assert all(map(torch.equal, held, before))
+    contents.undo()
+    assert all(map(torch.equal, tensors(model, optimizer), before))
+    restore(tmp_path, model, optimizer)
+    assert all(map(torch.equal, tensors(model, optimizer), tensors(*source)))
+    assert [tensor.data_ptr() for tensor in tensors(model, optimizer)] == [tensor.data_ptr() for tensor in held]
+    assert_own_memory(tmp_path, *tensors(model, optimizer))
+
+
+@pytest.mark.parametrize(("dtype", "options"), [(torch.float32, {}), (torch.half, {}), (torch.half, {"assign": True})])
+def test_without_such_memory_a_state_gets_its_own(tmp_path, dtype, options):
+    source, (model, _) = saved(tmp_path), run()
+    model = model.to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    restore(tmp_path, model, optimizer, **options)
+    got = tensors(model, optimizer)
+    assert all(torch.equal(a.float(), b.to(a.dtype).float()) for a, b in zip(got, tensors(*source), strict=True))
+    assert got[-1].dtype is dtype and type(model[0].weight) is nn.Parameter
+    assert model[0].weight.dtype is (torch.float32 if options else dtype)
+    assert_own_memory(tmp_path, *got)
+
+
+def test_own_code_may_keep_what_it_gets(tmp_path):
+    (net, trained), kept = saved(tmp_path), []
+    weights = net.state_dict()
+    weights["old name"] = weights.pop("0.weight")
+    load.write_model(weights, tmp_path)
+
+    class OwnModel(nn.Sequential):
+        def _load_from_state_dict(self, state, *args):
+            kept.append(state["old name"])
+            state["0.weight"] = state.pop("old name")
+            super()._load_from_state_dict(state, *args)
+
+    class OwnOptimizer(torch.optim.AdamW):
+        def load_state_dict(self, state):
+            kept.append(state["state"][0]["exp_avg"])
+            super().load_state_dict(state)
+
+    model = OwnModel(*run()[0])
+    own, hooked = OwnOptimizer(model.parameters()), torch.optim.AdamW(model.parameters())
+    hooked.register_load_state_dict_pre_hook(lambda _, state: kept.append(state["state"][0]["exp_avg"]))
+    restore(tmp_path, model, own)
+    restore(tmp_path, model, hooked)
+    checkpointing.save_custom_state(Object(torch.ones(99)), tmp_path)
+    ((_, registered, _),) = load.read_common(str(tmp_path), [], [], [Object()], None, 0).objects
+    assert_own_memory(tmp_path, *tensors(model, own), *tensors(model, hooked), *kept, registered["value"])
+    moment = trained.state[net[0].weight]["exp_avg"]
+    assert all(map(torch.equal, kept, [moment, net[0].weight] * 2))
+
+
+def save(folder, loader, rank=0):
+    checkpointing.save_accelerator_state(folder, [], [], [], [loader], rank, 0)
+
+
+def restored(folder, loader, rank=0):
+    checkpointing.load_accelerator_state(folder, [], [], [], [loader], rank)
+    return loader
+
+
+def numbers(loader):
+    return [batch.item() for batch in loader]
+
+
+def shard(length=6, **options):
+    return DataLoaderShard(list(range(length)), batch_size=1, **options)
+
+
+def test_each_rank_finds_its_own_state_and_a_new_one_the_shared_one(tmp_path, monkeypatch):
+    for index in (0, 1):
+        monkeypatch.setattr(PartialState, "is_main_process", index == 0)
+        save(tmp_path, Object(index * 10), index)
+    assert {"dl_state_dict.bin", "rank1_dl_state_dict.bin"} < set(os.listdir(tmp_path))
+    assert [restored(tmp_path, Object(), index).value for index in (0, 1, 2)] == [0, 10, 0]
+    restored(tmp_path, DataLoader([1, 2])), restored(tmp_path, shard())  # of which the checkpoint says nothing
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_an_epoch_goes_on_and_a_loop_that_was_left_begins_anew(tmp_path, left):
+    torch.manual_seed(0)
+    loader = shard(shuffle=True)
+    reader = iter(loader)
+    begun = [next(reader).item() for _ in range(2)]
+    if left:
+        reader.close()
+    save(tmp_path, loader)
+    expected = numbers(loader if left else reader)
+    again = restored(tmp_path, shard(shuffle=True))
+    assert numbers(again) == expected
+    if not left:
+        again.continue_after_load = False
+        order = numbers(skip_first_batches(restored(tmp_path, again), 2))
+        assert sorted(begun + order) == list(range(6)), "for those who leave out by themselves"
+
+
+def test_a_stateful_loader_begins_anew_too_where_that_was_asked_for(tmp_path):
+    pytest.importorskip("torchdata.stateful_dataloader")
+    loader = shard(use_stateful_dataloader=True)
+    reader = iter(loader)
+    next(reader), next(reader)
+    save(tmp_path, loader)
+    assert numbers(restored(tmp_path, shard(use_stateful_dataloader=True))) == [2, 3, 4, 5]
+    anew = shard(7, use_stateful_dataloader=True)  # other data, which only a loader that goes on has to refuse
+    with pytest.raises(ValueError, match="Data loader 0"):
+        restored(tmp_path, anew)
+    anew.continue_after_load = False
+    assert numbers(restored(tmp_path, anew)) == list(range(7))
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+def test_loaders_stand_where_they_stood_when_a_load_is_undone(tmp_path, stateful):
+    def loader(seed):
+        sampler = RandomSampler(range(6), generator=torch.Generator().manual_seed(seed))
+        return shard(sampler=sampler, use_stateful_dataloader=stateful)
+
+    if stateful:
+        pytest.importorskip("torchdata.stateful_dataloader")
+    saved, undone, untouched = (loader(seed) for seed in (1, 2, 2))
+    next(iter(saved))
+    save(tmp_path, saved)
+    contents = load.read_common(str(tmp_path), [], [undone], [], None, 0)
+    contents.begin()
+    contents.undo()
+    assert numbers(undone) == numbers(untouched)

@@ -1,0 +1,65 @@
+"""Random states: each source by itself."""
+
+import random
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from accelerate.data import randomness, rng
+
+
+@pytest.fixture(autouse=True)
+def keep_random_states():
+    with randomness.kept():
+        yield
+
+
+def draw():
+    return random.random(), np.random.rand(), torch.rand(1).item()
+
+
+@pytest.mark.parametrize(
+    ("states", "restored", "told"),
+    [
+        ({}, [0, 1, 2], None),
+        ({"torch_cuda_manual_seed": [torch.zeros(1)]}, [0, 1, 2], None),  # of a device that is not in use
+        ({"numpy_random_seed": ("MT19937", "nonsense")}, [0, 2], "numpy in states.pkl could not be restored.*Error"),
+        ({"torch_manual_seed": None}, [0, 1], r"no random state for torch \(CPU\)"),
+    ],
+)
+def test_all_that_can_come_back_do_and_the_others_are_named(caplog, states, restored, told):
+    states = {**rng.collect(), **states}
+    expected = draw()
+    rng.restore({key: state for key, state in states.items() if state is not None}, "states.pkl")
+    got = draw()
+    assert [number for number in range(3) if got[number] == expected[number]] == restored
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == (told is not None)
+    assert told is None or re.search(told, messages[0])
+
+
+def test_a_device_in_use_is_a_source(monkeypatch):
+    states = ["state"]
+    device = SimpleNamespace(type="cuda", get_rng_state_all=states.copy, set_rng_state_all=states.extend)
+    monkeypatch.setattr(rng, "PartialState", lambda: SimpleNamespace(device=torch.device("cuda:1")))
+    monkeypatch.setattr(rng.devices, "row", lambda kind: device)
+    assert rng.collect()["torch_cuda_manual_seed"] == ["state"]
+    rng.restore({**rng.collect(), "torch_cuda_manual_seed": [torch.zeros(1)]}, "folder")
+    assert torch.equal(states[1], torch.zeros(1))
+
+
+@pytest.mark.skipif(not hasattr(np.random, "set_bit_generator"), reason="this numpy has one")
+@pytest.mark.parametrize("generator", [np.random.PCG64, np.random.SFC64, np.random.Philox, np.random.MT19937])
+def test_another_bit_generator_of_numpy(generator):
+    before = np.random.get_bit_generator()
+    try:
+        np.random.set_bit_generator(generator(3))
+        encoded = rng.encode(rng.collect())
+        drawn = np.random.rand(3).tolist()
+        rng.restore(rng.decode(*encoded), "here")
+        assert np.random.rand(3).tolist() == drawn
+    finally:
+        np.random.set_bit_generator(before)
