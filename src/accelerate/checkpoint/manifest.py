@@ -283,20 +283,16 @@ def is_inside(name: Any) -> bool:
     return all(part not in ("", ".", "..") and part[1:2] != ":" for part in name.split("/"))
 
 
-def laid_out(told: Any, depth: int = 0) -> str:
-    """Return JSON with a line for each entry of what has entries, so that people and `diff` can read it.
-
-    The encoder of the standard library does that in Python, number by number; this leaves the lines to its faster one.
+def laid_out(values: Mapping[str, Any]) -> str:
+    """Return a manifest as JSON with a line for each value and for each file, so that people and `diff` can read it.
 
     Args:
-        told: plain data.
-        depth: of the first line.
+        values: plain data.
     """
-    if not isinstance(told, dict) or dict not in map(type, told.values()):
-        return json.dumps(told)
-    pad = " " * (depth + 1)
-    lines = ",\n".join([f"{pad}{json.dumps(name)}: {laid_out(value, depth + 1)}" for name, value in told.items()])
-    return f"{{\n{lines}\n{pad[1:]}}}"
+    lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in values.items() if key != "files"]
+    files = [f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in values["files"].items()]
+    files_text = ' "files": {\n' + ",\n".join(files) + "\n }"
+    return "{\n" + ",\n".join([*lines, files_text]) + "\n}"
 
 
 _CHECKSUM = {"algorithm": durable.ALGORITHM, "chunk": durable.CHUNK}

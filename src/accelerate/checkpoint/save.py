@@ -445,28 +445,26 @@ class Save:
             except BaseException as error:
                 self._problem = error
         notes = self._tell(entries)
-        if not any(note["problem"] for note in notes) and self._leads:
+        if self._leads and not any(note["problem"] for note in notes):
             # The folder has what all ranks of this file system wrote, and what hooks and strategies wrote by themselves.
-            mine = [note for note in notes if note["leader"] == self.group.rank]
-            entries = merged(mine)
+            entries = merged([note for note in notes if note["leader"] == self.group.rank])
             try:
                 entries |= unlisted(self._plan.folder, entries, self.group.rank, writers)
                 if not self.storage.shared:
                     self.storage.upload(self._plan.folder)
             except BaseException as error:
                 self._problem = error
-        notes = self._tell(entries if self._leads else {})
-        self.barrier.end(self._problem, act=lambda: self._publish(notes), presiding=self._publishes)
+        if not self.storage.shared:  # the rank that publishes needs what all nodes have uploaded
+            entries = merged(self._tell(entries if self._leads else {}))
+        self.barrier.end(self._problem, act=lambda: self._publish(entries), presiding=self._publishes)
 
     def _tell(self, entries: dict[str, FileEntry]) -> list[dict[str, Any]]:
-        told = {name: entry.to_json() for name, entry in entries.items()}
+        listed = {name: entry.to_json() for name, entry in entries.items()}
         self.barrier.failed = self._problem is not None
-        return self.barrier.exchange({"leader": self._leader, "files": told, "problem": _text(self._problem)})
+        return self.barrier.exchange({"leader": self._leader, "files": listed, "problem": _text(self._problem)})
 
-    def _publish(self, notes: list[dict[str, Any]]) -> None:
-        if self.group.each_node:
-            notes = [note for note in notes if note["leader"] == self.group.rank]
-        Manifest(merged(notes), save=self.barrier.name, **self.facts).write(self._plan.folder)
+    def _publish(self, entries: dict[str, FileEntry]) -> None:
+        Manifest(entries, save=self.barrier.name, **self.facts).write(self._plan.folder)
         self.storage.publish()
         if self.rotating is not None:
             self.rotating(self.storage)

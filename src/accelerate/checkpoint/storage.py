@@ -24,6 +24,10 @@ from accelerate.runtime.durable import exchange, sync_folder, sync_tree
 
 logger = logging.getLogger(__name__)
 
+# How long a save waits for another process to let go of the place: a save in the background ends by itself, and a worker process of a
+# killed run may outlive it a little.
+PATIENCE_S = 60.0
+
 
 class Busy(RuntimeError):
     """Another process saves to the location."""
@@ -380,16 +384,15 @@ class LocalStorage(CheckpointStorage):
     def publish(self) -> None:
         """Let what was staged, whose files are on the disk, take the location. All in it but the parts of a checkpoint stays."""
         sync_tree(self._staged)
-        if os.path.dirname(self._staged) == self.location:  # whatever the working directory is by now
-            os.rename(self._staged, self._inside(names.READY_PREFIX))
-        elif os.path.lexists(self.location):
+        in_place = os.path.dirname(self._staged) == self.location  # whatever the working directory is by now
+        if in_place or not os.path.lexists(self.location):
+            os.rename(self._staged, self._inside(names.READY_PREFIX) if in_place else self.location)
+            sync_folder(os.path.dirname(self._staged))
+        else:
             with contextlib.suppress(OSError):
                 shutil.copymode(self.location, self._staged)
             Path(self._staged, names.PUBLISHING_MARKER).touch()
             os.rename(self._staged, self._beside(names.READY_PREFIX))
-        else:
-            os.rename(self._staged, self.location)
-        sync_folder(os.path.dirname(self._staged))
         self._complete()
         self._save.close()
 
@@ -447,11 +450,9 @@ class LocalStorage(CheckpointStorage):
     # -- one writer at a time ------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _locked(self, patience_s: float = 60.0) -> Iterator[None]:
-        """Hold the lock, which the system drops with the process, and complete what a killed one left.
-
-        A save in the background ends by itself, and a worker process of a killed run may outlive it a little: hence the patience.
-        """
+    def _locked(self, patience_s: float | None = None) -> Iterator[None]:
+        """Hold the lock, which the system drops with the process, and complete what a killed one left."""
+        patience_s = PATIENCE_S if patience_s is None else patience_s
         path, owner = self._hidden(names.LOCK_PREFIX), os.getpid()
         for tenths in itertools.count():
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)

@@ -82,9 +82,10 @@ def save_state(
     _warn_of_open_window(accelerator)
     project = accelerator.project_configuration
     path = _next_path(accelerator, output_dir) if project.automatic_checkpoint_naming else _given_path(output_dir)
-    place = storage_of(path)
+    storage = storage_of(path)
     blocking = not project.async_save if blocking is None else blocking
-    save = Save(place, Group.of(accelerator, place), facts(accelerator), *_automatic(accelerator))
+    backend = resolve(accelerator.state)
+    save = Save(storage, Group.of(accelerator, storage), _facts(accelerator, backend), *_automatic(accelerator))
     if not blocking and not save.barrier.in_background:
         warn_caller(
             "save_state(blocking=False) writes at once here: these ranks have no key-value store to meet in meanwhile."
@@ -92,25 +93,25 @@ def save_state(
         blocking = True
     # What failed on one rank alone, or was told to some ranks only, is raised on all of them now.
     save.begin(former)
-    if resolve(accelerator.state).saves_shards:
+    if backend.saves_shards:
         save.shards = background.process_group()
     release = None
     try:
         plan = save.plan()
-        _collect(accelerator, plan, save.group.each_node, safe_serialization, save_model_func_kwargs)
+        _collect(accelerator, backend, plan, save.group.each_node, safe_serialization, save_model_func_kwargs)
         if not blocking:
             release = plan.snapshot(background.buffers)
     except BaseException as error:  # the other ranks must hear of it, so that they do not wait for this one
         save.fail(error)
     if blocking:
         # A save that fails at its very end may have left a checkpoint, which the next one of this name replaces.
-        accelerator._unfinished_save = place.location
-        if resolve(accelerator.state).saves_shards:
+        accelerator._unfinished_save = storage.location
+        if backend.saves_shards:
             save.settle()  # a rank that has nothing to write would be waited for by those that write together
         save.finish()
         accelerator._unfinished_save = None
         project.iteration += 1
-        return _as_given(place, path)
+        return _as_given(storage, path)
     project.iteration += 1  # on all ranks, whatever becomes of it on one of them
     try:
         save.settle()
@@ -118,23 +119,23 @@ def save_state(
         if release is not None:
             release()
         raise
-    background.start(lambda: save.finish(writers=1), what=place.location, done=release)
-    return _as_given(place, path)
+    background.start(lambda: save.finish(writers=1), what=storage.location, done=release)
+    return _as_given(storage, path)
 
 
-def _as_given(place: CheckpointStorage, path: Folder) -> Path | str:
-    """Return the path that a caller gave to a place, relative if it was; a URL as the place has it."""
+def _as_given(storage: CheckpointStorage, path: Folder) -> Path | str:
+    """Return the path that a caller gave to a storage, relative if it was; a URL as the place has it."""
     text = os.path.expanduser(os.fspath(path))
-    return as_path(place) if "://" in text else Path(text)
+    return as_path(storage) if "://" in text else Path(text)
 
 
-def as_path(place: CheckpointStorage) -> Path | str:
-    """Return a place as a path, or as the URL that it has.
+def as_path(storage: CheckpointStorage) -> Path | str:
+    """Return a storage as a path, or as the URL that it has.
 
     Args:
-        place: Where a checkpoint is.
+        storage: Where a checkpoint is.
     """
-    return Path(place.location) if isinstance(place, LocalStorage) else place.location
+    return Path(storage.location) if isinstance(storage, LocalStorage) else storage.location
 
 
 def pending_of(accelerator: "Accelerator") -> Background:
@@ -161,17 +162,13 @@ def wait_for_checkpoint(accelerator: "Accelerator") -> None:
     pending_of(accelerator).finish()
 
 
-def facts(accelerator: "Accelerator") -> dict[str, Any]:
-    """Return what a manifest says of the run.
-
-    Args:
-        accelerator: The Accelerator.
-    """
+def _facts(accelerator: "Accelerator", backend: Backend) -> dict[str, Any]:
+    """Return what a manifest says of the run."""
     mesh = accelerator.torch_device_mesh
     sizes = None if mesh is None else dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
     return {
         "world_size": accelerator.num_processes,
-        "strategy": resolve(accelerator.state).name,
+        "strategy": backend.name,
         "mesh": sizes,
         "step": accelerator.step,
         "iteration": accelerator.project_configuration.iteration,
@@ -188,12 +185,12 @@ def _automatic(
     number, limit, loaded = project.iteration, project.total_limit, accelerator.__dict__.get("_loaded_checkpoint")
     unfinished = accelerator.__dict__.get("_unfinished_save")
 
-    def refuse(place: CheckpointStorage) -> None:
-        if place.location != unfinished:
-            refuse_to_overwrite(place, number)
+    def refuse(storage: CheckpointStorage) -> None:
+        if storage.location != unfinished:
+            refuse_to_overwrite(storage, number)
 
-    def rotate(place: CheckpointStorage) -> None:
-        prune(place.parent(), limit, keep=[place.location, loaded])
+    def rotate(storage: CheckpointStorage) -> None:
+        prune(storage.parent(), limit, keep=[storage.location, loaded])
 
     return refuse, rotate
 
@@ -232,32 +229,32 @@ def _next_path(accelerator: "Accelerator", output_dir: Folder | None) -> str:
     return path
 
 
-def refuse_to_overwrite(place: CheckpointStorage, number: int) -> None:
+def refuse_to_overwrite(storage: CheckpointStorage, number: int) -> None:
     """Raise if an automatically named checkpoint exists. One rank per file system calls it.
 
     Args:
-        place: Where the next one goes.
+        storage: Where the next one goes.
         number: Its number.
 
     Raises:
         ValueError: It exists.
     """
-    if place.state().loads:
+    if storage.state().loads:
         raise ValueError(
-            f"The checkpoint {place.location!r} exists and would be overwritten. Load it before you go on, "
+            f"The checkpoint {storage.location!r} exists and would be overwritten. Load it before you go on, "
             f"or set accelerator.project_configuration.iteration (now {number}) to a number that is free."
         )
 
 
 def _collect(
     accelerator: "Accelerator",
+    backend: Backend,
     plan: SavePlan,
     each_node: bool,
     safe_serialization: bool,
     model_options: dict[str, Any],
 ) -> None:
     """Put everything that this rank saves into a plan."""
-    backend = resolve(accelerator.state)
     schedulers = backend.checkpointed_schedulers(accelerator)
     # Through the method, because libraries replace it. Hooks of strategies that save shards see no weights.
     whole = [] if backend.saves_shards else accelerator._models

@@ -12,8 +12,8 @@ import checkpoint_samples as samples
 from accelerate.checkpoint import convert as module
 from accelerate.checkpoint import names
 from accelerate.checkpoint.convert import export
-from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest
 from accelerate.checkpoint.inspect import weight_map
+from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest
 
 
 def same(left, right):
