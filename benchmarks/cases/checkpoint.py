@@ -6,18 +6,20 @@ The state is a model in float32 and AdamW's two moments of it, in 48 tensors eac
 import argparse
 import json
 import os
-import resource
 import shutil
 import statistics
+import threading
 import time
 import warnings
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from accelerate import Accelerator
+from accelerate.utils import FullyShardedDataParallelPlugin
 
 warnings.simplefilter("ignore")
 torch.set_num_threads(1)
@@ -113,13 +115,34 @@ def load(accelerator, megabytes, folder, repeats):
 
 
 def memory(accelerator, megabytes, folder, repeats):
-    """Save and load over the state, and return what the process took at most, and beyond its libraries and the state."""
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    """Save and load over the state, and return what the process took at most, and beyond its libraries and the state.
+
+    Pages of files that are mapped count in the resident memory, though the system takes them back whenever it needs them; so the
+    anonymous memory is told apart.
+    """
+    stop, most = threading.Event(), {"RssAnon": 0, "VmRSS": 0}
+
+    def now():
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return {name: int(line.split()[1]) / 2**10 for line in lines for name in most if line.startswith(f"{name}:")}
+
+    def watch():
+        while not stop.wait(0.002):
+            for name, value in now().items():
+                most[name] = max(most[name], value)
+
+    before = now()
     accelerator.prepare(*stepped(megabytes))
+    watching = threading.Thread(target=watch)
+    watching.start()
     accelerator.save_state(str(folder))
     accelerator.load_state(str(folder))
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {"peak memory (MB)": most / 2**10, "beyond libraries and state (MB)": (most - before) / 2**10 - megabytes}
+    stop.set()
+    watching.join()
+    return {
+        "anonymous memory beyond libraries and state (MB)": most["RssAnon"] - before["RssAnon"] - megabytes,
+        "beyond libraries and state, with pages of files (MB)": most["VmRSS"] - before["VmRSS"] - megabytes,
+    }
 
 
 def background(accelerator, megabytes, folder, repeats):
@@ -161,15 +184,60 @@ def background(accelerator, megabytes, folder, repeats):
     }
 
 
+def shards(accelerator, megabytes, folder, repeats):
+    """Save and load shards beside plain torch.distributed.checkpoint and one fsync. Under torchrun, ours alone."""
+    model = blocks(megabytes, 1.0)
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    accelerator.backward(model(torch.ones(1, model[0].in_features)).square().mean())
+    optimizer.step()  # makes the moments of the shards
+    state = {"model": model.state_dict(), "optimizer": {str(k): v for k, v in optimizer.state_dict()["state"].items()}}
+    local = [value.to_local() for value in [*model.parameters(), *_moments(optimizer)]]
+    copies = [tensor.detach().clone() for tensor in local]
+    series = {}
+
+    def note(name, task):
+        settled(accelerator, folder)
+        series.setdefault(name, []).append(clock(task))
+
+    def plain():
+        dcp.save(state, checkpoint_id=str(folder / "plain"))
+        if accelerator.is_main_process:
+            sync(folder)
+
+    def copy():
+        for made, tensor in zip(copies, local, strict=True):
+            made.copy_(tensor.detach())
+
+    for number in range(repeats + 1):
+        if number == 1:
+            series.clear()  # the first one has to get the memory
+        note("plain save, and on the disk (s)", plain)
+        series.setdefault("plain load (s)", []).append(
+            clock(lambda: dcp.load(state, checkpoint_id=str(folder / "plain")))
+        )
+        note("save_state (s)", lambda: accelerator.save_state(str(folder)))
+        series.setdefault("load_state (s)", []).append(clock(lambda: accelerator.load_state(str(folder))))
+        note("one copy of the local shards (s)", copy)
+        note("save_state(blocking=False) (s)", lambda: accelerator.save_state(str(folder), blocking=False))
+        accelerator.wait_for_checkpoint()
+    return {name: statistics.median(values) for name, values in series.items()}
+
+
+def _moments(optimizer):
+    for kept in optimizer.state.values():
+        yield from (value for value in kept.values() if value.dim())
+
+
 def main():
-    phases = {task.__name__: task for task in (save, load, memory, background)}
+    phases = {task.__name__: task for task in (save, load, memory, background, shards)}
     parser = argparse.ArgumentParser()
     parser.add_argument("phase", choices=phases)
     parser.add_argument("--megabytes", type=int, required=True)
     parser.add_argument("--folder", required=True)
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
-    accelerator = Accelerator(cpu=True)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if arguments.phase == "shards" else None
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
     figures = phases[arguments.phase](accelerator, arguments.megabytes, Path(arguments.folder), arguments.repeats)
     if accelerator.is_main_process:
         print(json.dumps(figures), flush=True)

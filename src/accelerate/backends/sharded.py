@@ -43,6 +43,11 @@ class ShardedModel:
         self._layout = layout
         self._adapter_only = adapter_only
 
+    @property
+    def checked_model(self) -> nn.Module | None:
+        """The model, if names and shapes of the state have been compared with all of it."""
+        return None if self._adapter_only else self._model
+
     def parameters(self) -> Iterable[nn.Parameter]:
         """Return what this rank has of the parameters."""
         return self._model.parameters()
@@ -181,7 +186,7 @@ class Sharded(Backend):
         if adapter_only:
             getter["getter"] = functools.partial(fsdp_utils._get_model_state_dict, adapter_only=True)
         prefer, strict = self.layout(accelerator, "model"), options.get("strict", True)
-        state, own, layout = layouts.read_for_model(model, folder, index, prefer, strict, **getter)
+        state, own, layout = layouts.read_for_model(model, folder, index, prefer, strict, verify=False, **getter)
         return ShardedModel(model, own, layout, adapter_only), state
 
     def save_optimizer(
@@ -197,7 +202,8 @@ class Sharded(Backend):
     ) -> Any:
         """Read this rank's shards of an optimizer's state, whoever wrote it. All ranks."""
         model = model_of(optimizer, accelerator._models)
-        return optimizers.read_for_optimizer(optimizer, model, folder, index, self.layout(accelerator, "optimizer"))
+        prefer = self.layout(accelerator, "optimizer")
+        return optimizers.read_for_optimizer(optimizer, model, folder, index, prefer, verify=False)
 
 
 @contextlib.contextmanager

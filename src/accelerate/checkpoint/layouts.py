@@ -59,10 +59,12 @@ class Found:
         """Return what it holds: for a local layout what this rank wrote. Any rank, alone."""
         from accelerate.checkpoint.shards import Stored
 
+        manifest = _manifest(self.folder)
+        entries = {} if manifest is None else manifest.files
         if self.layout == "sharded":
-            return Stored.in_folder(os.path.join(self.folder, self.name))
+            verified = f"{self.name}/{names.METADATA}" in entries
+            return Stored.in_folder(os.path.join(self.folder, self.name), verified)
         if self.layout == "full":
-            entries = _manifest(self.folder).files if _manifest(self.folder) else {}
             aliases = {
                 a: kept for file in self.files() if file in entries for a, kept in entries[file].aliases.items()
             }
@@ -153,7 +155,7 @@ def find(folder: Path, kind: Kind, index: int = 0, prefer: Layout | None = None)
     return dataclasses.replace(found, name=name) if found is not None and found.layout == "sharded" else found
 
 
-def required(folder: Path, kind: Kind, index: int, prefer: Layout | None) -> Found:
+def required(folder: Path, kind: Kind, index: int, prefer: Layout | None, verify: bool = True) -> Found:
     """Return what `find` returns, verified; raise if there is nothing. All ranks.
 
     Args:
@@ -161,6 +163,7 @@ def required(folder: Path, kind: Kind, index: int, prefer: Layout | None) -> Fou
         kind: what is looked for.
         index: which of the models or optimizers it is.
         prefer: the layout to take if there are several.
+        verify: False if the checkpoint has been verified already.
 
     Raises:
         FileNotFoundError: there is nothing; the message says what was looked for.
@@ -181,7 +184,8 @@ def required(folder: Path, kind: Kind, index: int, prefer: Layout | None) -> Fou
         return found
 
     found = together(look)
-    together(lambda: found.verify(*state.rank_and_size()))
+    if verify:
+        together(lambda: found.verify(*state.rank_and_size()))
     return found
 
 
@@ -338,7 +342,13 @@ def _list_anew(folder: str, entries: dict[str, FileEntry], replaced: Sequence[st
 
 
 def read_for_model(
-    model: nn.Module, folder: Path, index: int = 0, prefer: Layout | None = None, strict: bool = True, **getter: Any
+    model: nn.Module,
+    folder: Path,
+    index: int = 0,
+    prefer: Layout | None = None,
+    strict: bool = True,
+    verify: bool = True,
+    **getter: Any,
 ) -> tuple[dict[str, Any], ModelState, Layout]:
     """Read a model's state from a checkpoint, whatever wrote it, as `apply_model` takes it. All ranks; all could read it.
 
@@ -348,12 +358,13 @@ def read_for_model(
         index: which of the models it is.
         prefer: the layout to take if the folder has several.
         strict: raise when a name is missing or unexpected.
+        verify: False if the checkpoint has been verified already.
         **getter: of `state.model_state`.
 
     Returns:
         The state, the model's own, and the layout of both.
     """
-    stored = together(required(folder, "model", index, prefer).open)
+    stored = together(required(folder, "model", index, prefer, verify).open)
     flat = isinstance(stored.state, Mapping) and any(str(name).endswith("_flat_param") for name in stored.state)
     layout: Layout = "local" if flat else "sharded"
     own = state.model_state(model, layout=layout, **getter)

@@ -270,14 +270,20 @@ def loads_by_name(model: Any) -> bool:
 
     Hooks and overrides may rename on the way, and they and what takes an extra state may refuse it.
     """
+    model = getattr(model, "checked_model", model)  # of what a strategy takes a state with
     return isinstance(model, nn.Module) and not any(
-        module._load_state_dict_pre_hooks
-        or module._load_state_dict_post_hooks
+        not all(map(_is_torchs, module._load_state_dict_pre_hooks.values()))
+        or not all(map(_is_torchs, module._load_state_dict_post_hooks.values()))
         or type(module).load_state_dict is not nn.Module.load_state_dict
         or type(module).set_extra_state is not nn.Module.set_extra_state
         or not type(module)._load_from_state_dict.__module__.startswith("torch.nn.")
         for module in model.modules()
     )
+
+
+def _is_torchs(hook: Any) -> bool:
+    """Whether a hook is one of torch's own, as FSDP registers them."""
+    return str(getattr(getattr(hook, "hook", hook), "__module__", "")).startswith("torch.")
 
 
 def _read_own(folder: str, process_index: int) -> dict[str, Any] | None:

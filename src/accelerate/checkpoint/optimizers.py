@@ -294,7 +294,12 @@ def _may_belong(stored: Sequence[int], own: Sequence[int]) -> bool:
 
 
 def read_for_optimizer(
-    optimizer: torch.optim.Optimizer, model: nn.Module, folder: Path, index: int = 0, prefer: Layout | None = None
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    folder: Path,
+    index: int = 0,
+    prefer: Layout | None = None,
+    verify: bool = True,
 ) -> dict[str, Any]:
     """Read an optimizer's state, whatever wrote it, as its `load_state_dict` takes it. All ranks; all could read it.
 
@@ -305,7 +310,7 @@ def read_for_optimizer(
         index: which of the optimizers it is.
         prefer: the layout to take if the folder has several.
     """
-    found = required(folder, "optimizer", index, prefer)
+    found = required(folder, "optimizer", index, prefer, verify)
     goal = target(optimizer, model)
     return state.optimizer_to_load(optimizer, model, together(lambda: read_optimizer(goal, found.open(), found)))
 

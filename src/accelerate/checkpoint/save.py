@@ -17,7 +17,7 @@ import torch
 from accelerate.checkpoint import formats, manifest
 from accelerate.checkpoint.barrier import CollectiveBarrier, SaveBarrier, default_store
 from accelerate.checkpoint.manifest import FileEntry, Manifest
-from accelerate.checkpoint.state import copy_of, is_spread
+from accelerate.checkpoint.state import is_spread, like, part, quietly
 from accelerate.checkpoint.storage import CheckpointStorage
 from accelerate.runtime import durable
 
@@ -135,9 +135,14 @@ class HostBuffers:
     """
 
     def __init__(self) -> None:
-        self._free: dict[tuple[int, bool], list[torch.UntypedStorage]] = {}
-        self._taken: list[tuple[tuple[int, bool], torch.UntypedStorage]] = []
+        self._free: dict[Any, list[Any]] = {}
+        self._taken: list[tuple[Any, Any]] = []
         self._devices: set[torch.device] = set()
+
+    def _take(self, key: Any, make: Callable[[], Any]) -> Any:
+        free = self._free.get(key)
+        self._taken.append((key, free.pop() if free else make()))
+        return self._taken[-1][1]
 
     def copy(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
         """Return a copy of a storage; of an accelerator's it is complete after `synchronize`.
@@ -145,15 +150,27 @@ class HostBuffers:
         Args:
             storage: of any device.
         """
-        key = size, pinned = storage.nbytes(), storage.device.type == "cuda"
-        free = self._free.get(key)
-        buffer = free.pop() if free else torch.empty(size, dtype=torch.uint8, pin_memory=pinned).untyped_storage()
-        self._taken.append((key, buffer))
-        source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        torch.empty(0, dtype=torch.uint8).set_(buffer).copy_(source, non_blocking=pinned)
+        size, pinned = storage.nbytes(), storage.device.type == "cuda"
+        memory = self._take((size, pinned), lambda: torch.empty(size, dtype=torch.uint8, pin_memory=pinned))
+        dtype = torch.uint8 if size % 4 else torch.int32  # torch copies single bytes slower
+        source = torch.empty(0, dtype=dtype, device=storage.device).set_(storage)
+        memory.view(dtype).copy_(source, non_blocking=pinned)
         if pinned:
             self._devices.add(storage.device)
-        return buffer
+        return memory.untyped_storage()
+
+    @quietly()
+    def copy_shards(self, value: torch.Tensor) -> torch.Tensor:
+        """Return a copy of what this rank has of a DTensor or ShardedTensor, with the same knowledge of the whole.
+
+        Args:
+            value: of any device.
+        """
+        spread = [getattr(value, name, None) for name in ("device_mesh", "placements")]
+        key = type(value), *spread, value.size(), value.dtype, part(value).shape
+        made = self._take(key, lambda: like(value))
+        part(made).copy_(part(value))
+        return made
 
     def synchronize(self) -> None:
         """Wait until the copies are complete."""
@@ -218,7 +235,7 @@ class _Snapshot:
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.detach()
         if is_spread(tensor):
-            return copy_of(tensor)
+            return self._buffers.copy_shards(tensor)
         if tensor.layout is not torch.strided or type(tensor) is not torch.Tensor or tensor.is_quantized:
             return copy.deepcopy(tensor) if self._keeps_devices else copy.deepcopy(tensor).cpu()
         if self._keeps_devices and tensor.device.type != "cpu":

@@ -427,18 +427,6 @@ def like(value: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
     return made if all(shard.tensor.device.type == "cpu" for shard in made.local_shards()) else made.cpu()
 
 
-def copy_of(value: Any) -> torch.Tensor:
-    """Return a copy of what this rank has of a tensor, in the host's memory, with the same knowledge of the whole.
-
-    Args:
-        value: a DTensor or ShardedTensor.
-    """
-    with quietly():
-        made = like(value)
-        part(made).copy_(part(value))
-    return made
-
-
 def part(value: Any) -> torch.Tensor:
     """Return what this rank has of a tensor; empty, if nothing. It is no copy.
 

@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from accelerate import ParallelismConfig
 from accelerate.backends import fsdp1
-from accelerate.checkpoint.fsdp_state import is_fsdp1, tied_names
+from accelerate.checkpoint.state import is_fsdp1, tied_names
 from accelerate.config.enums import DistributedType
 from accelerate.utils import GradientAccumulationPlugin
 from sharded_samples import Block, batch, loss, net, sharding
