@@ -34,7 +34,9 @@ def launch(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
         environment: dict[str, str] | None = None,
     ) -> subprocess.CompletedProcess:
         command = [*launch_command(processes, cpu=cpu), str(SCRIPTS / script), *arguments]
-        path = os.pathsep.join(filter(None, [str(SCRIPTS.parents[1]), os.environ.get("PYTHONPATH")]))  # tests/: what tests share
+        path = os.pathsep.join(
+            filter(None, [str(SCRIPTS.parents[1]), os.environ.get("PYTHONPATH")])
+        )  # tests/: what tests share
         variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **(environment or {})}
         done = subprocess.run(command, env=variables, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S)
         report = f"{' '.join(command)}\nexit code {done.returncode}\n{done.stdout[-6000:]}\n{done.stderr[-6000:]}"

@@ -204,7 +204,9 @@ class SaveBarrier:
                 if presiding or (presiding is None and self.rank == self.ranks[0]):
                     try:
                         act()
-                    except BaseException as error:  # the others must learn of it, so that they do not wait for this one
+                    except (
+                        BaseException
+                    ) as error:  # the others must learn of it, so that they do not wait for this one
                         problem = error
                 self._succeed_together(problem)
         finally:

@@ -372,7 +372,7 @@ def reshard(
         target: where the other one goes; what has the place is replaced.
         layout: ``"full"`` for ``model.safetensors`` and ``optimizer.bin``, whose parameters are numbered, as torch does;
             ``"sharded"`` for folders in the format of torch's distributed checkpoint, keyed by names.
-        shards: for ``"sharded"``: in how many files, as if as many ranks had written them. Any number of ranks reads them.
+        shards: for ``"sharded"``: in how many files; a tensor is whole in one of them. Any number of ranks reads them.
         max_shard_size: for ``"full"``: the largest size of a file of weights, as `save_model` takes it; more become several
             files with an index. One file by default.
 

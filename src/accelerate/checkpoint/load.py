@@ -66,12 +66,12 @@ def plain_names(state_dict: Mapping[str, Any]) -> OrderedDict[str, Any]:
     Args:
         state_dict: A model's state dict; the versions of its modules (``_metadata``) go along.
     """
-    plain = OrderedDict((name.replace("_orig_mod.", ""), value) for name, value in state_dict.items())
+    plain = OrderedDict([(name.replace("_orig_mod.", ""), value) for name, value in state_dict.items()])
     if hasattr(state_dict, "_metadata"):
         # The entry of a compiled wrapper itself gives way to that of the module inside, which follows it.
+        versions = state_dict._metadata.items()
         plain._metadata = OrderedDict(
-            (f"{name}.".replace("_orig_mod.", "").removesuffix("."), versions)
-            for name, versions in state_dict._metadata.items()
+            [(f"{name}.".replace("_orig_mod.", "").removesuffix("."), version) for name, version in versions]
         )
     return plain
 
@@ -104,6 +104,8 @@ def write_model(
             plan.add_tensors(file, state, metadata={"format": "pt"}, aliases=same_tensors(state_dict))
         else:
             plan.add_object(file, state_dict)
+    if plan is folder:
+        return
     # Of an earlier save in the other format; a reader would not know which of the two is newer.
     with contextlib.suppress(FileNotFoundError):
         os.remove(os.path.join(folder, names.model_file(index, not safe_serialization)))

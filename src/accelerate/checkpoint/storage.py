@@ -272,7 +272,8 @@ class LocalStorage(CheckpointStorage):
         return os.path.join(self.location, prefix)
 
     def _beside(self, prefix: str) -> str:
-        return os.path.join(os.path.dirname(self.location), prefix + self.name)
+        folder, name = os.path.split(self.location)
+        return os.path.join(folder, prefix + name)
 
     def _hidden(self, prefix: str) -> str:
         """Beside the folder, or inside where it cannot be renamed: it is mounted, its parent is not ours, or the process is in it."""

@@ -20,7 +20,7 @@ def canonical_name(name: str) -> str:
         >>> canonical_name("layers.0._orig_mod.weight")
         'layers.0.weight'
     """
-    return ".".join(part for part in name.split(".") if part not in INNER_ATTRIBUTES)
+    return ".".join([part for part in name.split(".") if part not in INNER_ATTRIBUTES])
 
 
 def canonical_parameters(*modules: nn.Module) -> dict[str, nn.Parameter]:

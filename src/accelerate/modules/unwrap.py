@@ -1,7 +1,7 @@
 """Taking a model out of what training put around it: parallel wrappers, compilation, a replaced forward."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -22,11 +22,9 @@ PARALLEL_WRAPPERS = (
 )
 
 
-def _loaded_wrappers() -> Iterator[type]:
-    for path, name in PARALLEL_WRAPPERS:
-        found = getattr(sys.modules.get(path), name, None)
-        if isinstance(found, type):
-            yield found
+def _loaded_wrappers() -> tuple[type, ...]:
+    found = [getattr(sys.modules.get(path), name, None) for path, name in PARALLEL_WRAPPERS]
+    return tuple([kind for kind in found if isinstance(kind, type)])
 
 
 def is_parallel_wrapper(module: nn.Module) -> bool:
@@ -35,7 +33,7 @@ def is_parallel_wrapper(module: nn.Module) -> bool:
     Args:
         module: Any module.
     """
-    return isinstance(module, tuple(_loaded_wrappers()))
+    return isinstance(module, _loaded_wrappers())
 
 
 def extract_model_from_parallel(
@@ -58,7 +56,7 @@ def extract_model_from_parallel(
         >>> extract_model_from_parallel(torch.nn.DataParallel(net)) is net
         True
     """
-    wrappers = tuple(_loaded_wrappers())
+    wrappers = _loaded_wrappers()
     inner, compiled = _peeled(model, wrappers)
     if recursive:
         _unwrap_children(inner, wrappers)

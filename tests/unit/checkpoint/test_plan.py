@@ -67,7 +67,6 @@ def test_what_the_last_save_did_not_use_is_let_go():
     assert not buffers._free.get((200, False)) and buffers._free[100, False]
 
 
-
 def test_a_copy_that_fails_keeps_no_memory():
     buffers, plan = HostBuffers(), SavePlan("folder")
     plan.add_object("f", {"x": torch.ones(10), "lock": threading.Lock()})
