@@ -10,14 +10,12 @@ Source:
 """
 
 import contextlib
-import ctypes
 import errno
 import functools
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -52,6 +50,8 @@ def each(task: Callable[[Any], T], items: Iterable[Any], threads: int) -> list[T
     items = list(items)
     if min(threads, len(items)) < 2:
         return [task(item) for item in items]
+    from concurrent.futures import ThreadPoolExecutor
+
     with ThreadPoolExecutor(min(threads, len(items)), thread_name_prefix="checkpoint") as pool:
         try:
             futures = [pool.submit(task, items[0])]
@@ -281,6 +281,27 @@ def durable(path: Path) -> Iterator[DurableFile]:
         raise
 
 
+@contextlib.contextmanager
+def written_whole(path: Path) -> Iterator[str]:
+    """Give the name of a temporary file that replaces a file when the block ends well, and is removed when it does not.
+
+    A process that dies while it writes leaves the old file, never half of the new one. Unlike `durable`, for what writes by name,
+    and for files that several processes may write at a time; the disk gets it when it likes.
+
+    Args:
+        path: the file; its folder must exist.
+    """
+    folder, name = os.path.split(os.fspath(path))
+    temporary = os.path.join(folder, f".{name}.{os.getpid()}-{threading.get_ident()}")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
 _resting = threading.local()
 
 
@@ -337,13 +358,16 @@ def sync_tree(path: str) -> None:
 
 
 @functools.cache
-def _call(name: str, *arguments: Any) -> Callable[..., int] | None:
+def _call(name: str, arguments: str) -> Callable[..., int] | None:
     """Return a function of the C library that Python does not offer; None where there is none."""
+    import ctypes
+
+    kinds = {"i": ctypes.c_int, "q": ctypes.c_int64, "I": ctypes.c_uint, "s": ctypes.c_char_p}
     try:
         function = getattr(ctypes.CDLL(None, use_errno=True), name)
     except (OSError, AttributeError, TypeError):
         return None
-    function.argtypes = arguments
+    function.argtypes = [kinds[letter] for letter in arguments]
     return function
 
 
@@ -353,7 +377,7 @@ def _start_writing(descriptor: int, start: int, size: int) -> None:
     Source:
         https://man7.org/linux/man-pages/man2/sync_file_range.2.html
     """
-    begin = _call("sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    begin = _call("sync_file_range", "iqqI")
     if begin is not None:  # where it fails, fsync does all of it, and tells what is wrong
         begin(descriptor, start, size, 2)  # SYNC_FILE_RANGE_WRITE
 
@@ -371,7 +395,7 @@ def exchange(left: str, right: str) -> bool:
     Source:
         https://man7.org/linux/man-pages/man2/rename.2.html
     """
-    rename = _call("renameat2", ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
+    rename = _call("renameat2", "isisI")
     if rename is None:
         return False
     return rename(_AT_FDCWD, os.fsencode(left), _AT_FDCWD, os.fsencode(right), _RENAME_EXCHANGE) == 0

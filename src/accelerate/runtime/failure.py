@@ -21,6 +21,8 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, TextIO
 
+from accelerate.runtime.durable import written_whole
+
 # Set by the launcher: its process id. Only its own children leave their tracebacks to it.
 LAUNCHER = "ACCELERATE_LAUNCHER_PID"
 # Set by torch's elastic launcher for each rank.
@@ -134,8 +136,6 @@ def _leave(path: str, told: Mapping[str, Any]) -> bool:
         extra = {"py_callstack": told["traceback"], "timestamp": str(int(told["time"]))}
         data = {"message": {"message": told["summary"], "extraInfo": extra}}
     # The launcher may look at any moment, and torch's reader takes no half a file.
-    scratch = f"{path}.{os.getpid()}"
-    with open(scratch, "w", encoding="utf-8") as file:
+    with written_whole(path) as scratch, open(scratch, "w", encoding="utf-8") as file:
         json.dump({**data, OURS: told}, file)
-    os.replace(scratch, path)
     return True

@@ -7,8 +7,7 @@ import os
 import platform
 import re
 import socket
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import reduce
 from typing import Any, BinaryIO
 
@@ -28,6 +27,7 @@ from accelerate.modules.compile import (
 from accelerate.modules.tensors import clean_state_dict_for_safetensors, get_model_tp_size, model_has_dtensor
 from accelerate.modules.unwrap import extract_model_from_parallel
 from accelerate.process import PartialState
+from accelerate.runtime.durable import written_whole
 from accelerate.utils.constants import FSDP_PYTORCH_VERSION
 
 __all__ = [
@@ -77,26 +77,6 @@ TORCH_SAFE_GLOBALS = [
 
 DEFAULT_PORT = 29500
 OLDEST_GOOD_KERNEL = (5, 5, 0)
-
-
-@contextlib.contextmanager
-def written_whole(path: Path) -> Iterator[str]:
-    """Give the name of a temporary file that replaces ``path`` when the block ends well, and vanishes when it does not.
-
-    A process that dies while it writes leaves the old file, never half of the new one.
-
-    Args:
-        path: The file to write. Its folder must exist.
-    """
-    folder, name = os.path.split(os.fspath(path))
-    temporary = os.path.join(folder, f".{name}.{os.getpid()}-{threading.get_ident()}")
-    try:
-        yield temporary
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
 
 
 def save(obj: Any, f: Path | BinaryIO, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:

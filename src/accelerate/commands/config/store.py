@@ -1,15 +1,14 @@
 """How configuration files are written: whole or not at all, and never over the only copy of something else."""
 
-import contextlib
 import json
 import os
 import pathlib
-import stat
-import tempfile
+import shutil
 from collections.abc import Mapping
 from typing import Any
 
 from accelerate.launch.errors import LaunchError
+from accelerate.runtime.durable import written_whole
 
 
 def as_yaml(content: Mapping[str, Any]) -> str:
@@ -60,22 +59,16 @@ def write(path: str | os.PathLike[str], text: str) -> None:
         LaunchError: it cannot be written there.
     """
     target = pathlib.Path(os.path.realpath(path))
-    temporary = None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part")
-        with open(handle, "w", encoding="utf-8", newline="\n") as stream:
+        with written_whole(target) as temporary, open(temporary, "w", encoding="utf-8", newline="\n") as stream:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
-        os.chmod(temporary, stat.S_IMODE(target.stat().st_mode) if target.exists() else _usual_mode())
-        os.replace(temporary, target)
+            if target.exists():
+                shutil.copymode(target, temporary)
     except OSError as error:
         raise LaunchError(f"{path} cannot be written: {error.strerror or error}.") from None
-    finally:
-        if temporary is not None:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary)
 
 
 def back_up(path: str | os.PathLike[str]) -> pathlib.Path:
@@ -99,16 +92,9 @@ def back_up(path: str | os.PathLike[str]) -> pathlib.Path:
             with open(copy, "xb") as stream:
                 stream.write(data)
                 os.fsync(stream.fileno())
-            os.chmod(copy, stat.S_IMODE(source.stat().st_mode))
+            shutil.copymode(source, copy)
             return copy
         except FileExistsError:
             number += 1
         except OSError as error:
             raise LaunchError(f"{copy} cannot be written: {error.strerror or error}.") from None
-
-
-def _usual_mode() -> int:
-    # The only way to read the mask is to set it.
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return 0o666 & ~mask
