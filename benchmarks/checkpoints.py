@@ -32,6 +32,10 @@ def run(interpreters, rounds, sizes, measure, ours):
             results[key] = _medians(
                 [{ours: _phase(measure, interpreters[ours], "background", **told)} for _ in range(rounds)]
             )
+        told = {"megabytes": BACKGROUND_MB, "folder": f"{scratch}/shards", "repeats": 5, "processes": 2}
+        results[f"{BACKGROUND_MB} MB, 2 processes, shards"] = _medians(
+            [{ours: _phase(measure, interpreters[ours], "shards", **told)} for _ in range(rounds)]
+        )
     return results
 
 
@@ -101,6 +105,12 @@ def table(results, packages, ours, number):
                 f"| {done} | {copy:.3f} | {stopped:.3f} | {stopped / copy:.2f} | {step * 1e3:.1f} | {meanwhile * 1e3:.1f} "
                 f"| {meanwhile / step:.2f} |"
             )
+    lines += ["", "| shards | seconds |", "|---|---:|"]
+    for done, figures in results.items():
+        if done.endswith("shards"):
+            lines += [
+                f"| {done}, {figure.removesuffix(' (s)')} | {row[ours]:.3f} |" for figure, row in figures.items()
+            ]
     return "\n".join(lines)
 
 
