@@ -1,166 +1,504 @@
-"""A whole optimizer finds its state by the names of parameters, in whatever order and layout it was written."""
+"""Files of sharded models in one process: layouts, what does not fit, and what is damaged or hostile."""
 
 import os
+import pickle
+import random
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as torch_dcp
+from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.checkpoint import filesystem, metadata
 
 import sharded_io
-from accelerate.checkpoint import layouts, optimizers
-from accelerate.checkpoint.convert import reshard
+from accelerate.checkpoint import layouts, shards, state
+from accelerate.checkpoint.manifest import DamagedCheckpoint
+from accelerate.config.fsdp import FullyShardedDataParallelPlugin
+from accelerate.utils import fsdp_utils
+
+FIXTURES = Path(__file__).parents[2] / "fixtures" / "sharded"
 
 
 class Net(nn.Module):
-    def __init__(self):
+    def __init__(self, width=4):
         super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.second = nn.Linear(4, 4)  # of the same shapes, so that nothing but the names tells them apart
+        self.embedding = nn.Embedding(7, width)
+        self.layer = nn.Linear(width, width)
+        self.head = nn.Linear(width, 7, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("count", torch.arange(3))
 
-    def forward(self, x):
-        return self.second(self.first(x))
+    def forward(self, tokens):
+        return self.head(self.layer(self.embedding(tokens)))
 
 
-FORWARD = ["first.weight", "first.bias", "second.weight", "second.bias"]
-BACKWARD = FORWARD[::-1]
-
-
-def job(order=FORWARD, steps=2, seed=0, named=False):
+def job(seed=0, steps=2, width=4, kind=torch.optim.AdamW, **options):
     torch.manual_seed(seed)
-    model = Net()
-    parameters = dict(model.named_parameters())
-    pairs = [(name, parameters[name]) for name in order]
-    optimizer = torch.optim.AdamW(pairs if named else [value for _, value in pairs], lr=0.1)
+    model = Net(width)
+    biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
+    others = [p for name, p in model.named_parameters() if not name.endswith("bias")]
+    optimizer = kind([{"params": others, "lr": 0.1}, {"params": biases, "lr": 0.2}], **options)
     for _ in range(steps):
-        model(torch.ones(2, 4)).pow(2).sum().backward()
+        model(torch.arange(7)).pow(2).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
     return model, optimizer
 
 
-def moments(model, optimizer):
-    return {name: dict(optimizer.state[value]) for name, value in model.named_parameters()}
-
-
 def same(mine, theirs):
-    return mine.keys() == theirs.keys() and all(
-        mine[name].keys() == theirs[name].keys()
-        and all(torch.equal(mine[name][k], theirs[name][k]) for k in mine[name])
-        for name in mine
+    """Say whether two nested structures are equal in every bit."""
+    if isinstance(mine, dict):
+        return mine.keys() == theirs.keys() and all(same(mine[key], theirs[key]) for key in mine)
+    if isinstance(mine, (list, tuple)):
+        return len(mine) == len(theirs) and all(map(same, mine, theirs))
+    if isinstance(mine, torch.Tensor):
+        return mine.dtype == theirs.dtype and torch.equal(mine, theirs)
+    return mine == theirs
+
+
+def state_of(model, optimizer):
+    return {
+        "model": {name: value.clone() for name, value in model.state_dict().items()},
+        "optimizer": pickle.loads(pickle.dumps(optimizer.state_dict())),
+    }
+
+
+def save(model, optimizer, folder, layout="sharded"):
+    sharded_io.save_model(model, folder, layout=layout)
+    sharded_io.save_optimizer(optimizer, model, folder, layout=layout)
+
+
+def load(model, optimizer, folder):
+    sharded_io.load_model(model, folder)
+    sharded_io.load_optimizer(optimizer, model, folder)
+
+
+# -- layouts -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["sharded", "full", "local"])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adafactor])
+def test_what_is_saved_comes_back(tmp_path, layout, kind):
+    model, optimizer = job(kind=kind)
+    save(model, optimizer, tmp_path, layout)
+    other, its_optimizer = job(seed=1, kind=kind)
+    load(other, its_optimizer, tmp_path)
+    assert same(state_of(model, optimizer), state_of(other, its_optimizer))
+    assert other.head.weight is other.embedding.weight
+
+
+@pytest.mark.parametrize(
+    ("layout", "index", "names"),
+    [
+        ("sharded", 0, {"pytorch_model_fsdp_0", "optimizer_0"}),
+        ("sharded", 1, {"pytorch_model_fsdp_1", "optimizer_1"}),
+        ("full", 0, {"pytorch_model_fsdp.bin", "optimizer.bin"}),
+        ("full", 1, {"pytorch_model_fsdp_1.bin", "optimizer_1.bin"}),
+        ("local", 0, {"pytorch_model_fsdp_0_rank0.bin", "optimizer_0_rank0.bin"}),
+    ],
+)
+def test_names_are_upstreams(tmp_path, layout, index, names):
+    model, optimizer = job()
+    sharded_io.save_model(model, tmp_path, index, layout)
+    sharded_io.save_optimizer(optimizer, model, tmp_path, index, layout)
+    assert set(os.listdir(tmp_path)) == names
+    sharded_io.load_model(model, tmp_path, index)
+    sharded_io.load_optimizer(optimizer, model, tmp_path, index)
+
+
+def test_torch_reads_the_folders(tmp_path):
+    model, optimizer = job()
+    save(model, optimizer, tmp_path)
+    found = {"model": {name: torch.zeros_like(value) for name, value in model.state_dict().items()}}
+    torch_dcp.load(found, checkpoint_id=str(tmp_path / "pytorch_model_fsdp_0"))
+    assert same(found["model"], dict(model.state_dict()))
+    inside = torch_dcp.FileSystemReader(tmp_path / "optimizer_0").read_metadata().state_dict_metadata
+    assert {"optimizer.state.layer.weight.exp_avg", "optimizer.param_groups.1.lr"} <= set(inside)
+
+
+def test_an_optimizer_that_has_not_stepped_is_left_alone(tmp_path):
+    model, optimizer = job(steps=0)
+    save(model, optimizer, tmp_path)
+    assert not optimizer.state
+    other, its_optimizer = job(seed=1, steps=0)
+    its_optimizer.param_groups[1]["lr"] = 0.7
+    load(other, its_optimizer, tmp_path)
+    assert not its_optimizer.state
+    assert its_optimizer.param_groups[1]["lr"] == 0.2
+
+
+def test_wrappers_leave_no_trace_in_names(tmp_path):
+    model, optimizer = job()
+    compiled = torch.compile(model)
+    save(compiled, optimizer, tmp_path)
+    other, its_optimizer = job(seed=1)
+    load(other, its_optimizer, tmp_path)
+    assert same(state_of(model, optimizer), state_of(other, its_optimizer))
+    load(torch.compile(other), its_optimizer, tmp_path)
+
+
+def test_what_others_wrote_is_read(tmp_path):
+    model, optimizer = job()
+    state = {name: value for name, value in model.state_dict().items() if name != "head.weight"}
+    save_file(state, tmp_path / "model.safetensors")
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.bin")
+    other, its_optimizer = job(seed=1)
+    load(other, its_optimizer, tmp_path)
+    assert same(state_of(model, optimizer), state_of(other, its_optimizer))
+
+
+@pytest.mark.parametrize("saved", sorted(FIXTURES.glob("*/*")), ids=lambda path: f"{path.parent.name}-{path.name}")
+def test_what_upstream_wrote_on_two_ranks_is_read(saved):
+    def trained(seed, steps):
+        torch.manual_seed(seed)
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+        for _ in range(steps):
+            model(torch.ones(1, 3)).pow(2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model, optimizer
+
+    model, optimizer = trained(0, 2)
+    other, its_optimizer = trained(1, 0)
+    load(other, its_optimizer, saved)
+    torch.testing.assert_close(dict(other.state_dict()), dict(model.state_dict()))
+    mine, theirs = optimizer.state_dict(), its_optimizer.state_dict()
+    torch.testing.assert_close(theirs["state"], mine["state"])
+    assert theirs["param_groups"] == mine["param_groups"]
+
+
+def test_numbers_mean_what_the_names_say(tmp_path):
+    model, optimizer = job()
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.bin")
+    sharded_io.write_names(optimizer, model, tmp_path)
+    other = Net()
+    turned = torch.optim.AdamW(
+        [{"params": [other.layer.weight, other.embedding.weight]}, {"params": [other.layer.bias]}]
     )
+    sharded_io.load_optimizer(turned, other, tmp_path)
+    for name in ("layer.weight", "embedding.weight", "layer.bias"):
+        mine, theirs = model.get_parameter(name), other.get_parameter(name)
+        assert same(dict(optimizer.state[mine]), dict(turned.state[theirs])), name
+    assert [group["lr"] for group in turned.param_groups] == [0.1, 0.2]
 
 
-def written(folder, optimizer, model=None):
-    """Write as strategies do that keep models whole; with the names of parameters, if there is a model."""
-    folder.mkdir(exist_ok=True)
-    torch.save(optimizer.state_dict(), folder / "optimizer.bin")
-    if model is not None:
-        sharded_io.write_names(optimizer, model, folder)
+def test_the_layout_that_was_asked_for_is_taken(tmp_path):
+    first, second = Net(), Net()
+    sharded_io.save_model(first, tmp_path, layout="sharded")
+    sharded_io.save_model(second, tmp_path, layout="full")
+    found = Net()
+    for layout, model in (("sharded", first), ("full", second)):
+        sharded_io.load_model(found, tmp_path, prefer=layout)
+        assert same(dict(found.state_dict()), dict(model.state_dict()))
 
 
-def read(folder, order, models=None):
-    model, optimizer = job(order, steps=0, seed=1)
-    models = [model] if models is None else models
-    optimizer.load_state_dict(optimizers.read_whole_optimizer(optimizer, models, folder))
-    return moments(model, optimizer), optimizer
-
-
-def keyed_by_names(folder, model, optimizer):
-    sharded_io.save_optimizer(optimizer, model, folder, layout="full")
-
-
-def made_full_by_reshard(folder, model, optimizer):
-    shards = folder.with_name("shards")
-    sharded_io.save_model(model, shards)
-    sharded_io.save_optimizer(optimizer, model, shards)
-    reshard(str(shards), str(folder), "full")
-
-
-def numbered_with_names(folder, model, optimizer):
-    written(folder, optimizer, model)
-
-
-def in_shards(folder, model, optimizer):
-    sharded_io.save_optimizer(optimizer, model, folder)
-
-
-@pytest.mark.parametrize("write", [keyed_by_names, made_full_by_reshard, numbered_with_names, in_shards])
-@pytest.mark.parametrize("saved", [FORWARD, BACKWARD])
-@pytest.mark.parametrize("loading", [FORWARD, BACKWARD])
-def test_the_order_of_parameters_does_not_matter(tmp_path, write, saved, loading):
-    model, optimizer = job(saved)
-    write(tmp_path / "saved", model, optimizer)
-    found, loaded = read(tmp_path / "saved", loading)
-    assert same(found, moments(model, optimizer))
-    assert loaded.param_groups[0]["lr"] == 0.1
-    assert loaded.state_dict()["param_groups"][0]["params"] == [0, 1, 2, 3]
-
-
-@pytest.mark.skipif(torch.__version__ < "2.6", reason="optimizers of this torch have no names")
-@pytest.mark.parametrize("prefix", ["", "module."])
-def test_names_that_torch_keeps(tmp_path, prefix):
-    model, optimizer = job(FORWARD, named=True)
-    group = optimizer.param_groups[0]
-    group["param_names"] = [prefix + name for name in group["param_names"]]
-    written(tmp_path / "saved", optimizer)
-    assert same(read(tmp_path / "saved", BACKWARD)[0], moments(model, optimizer))
-    # Names of the user's own tell nothing: numbers count, as torch takes them.
-    group["param_names"] = ["a", "b", "c", "d"]
-    written(tmp_path / "saved", optimizer)
-    assert same(read(tmp_path / "saved", FORWARD)[0], moments(model, optimizer))
-
-
-def test_numbers_without_names_are_positions(tmp_path):
-    model, optimizer = job()
-    written(tmp_path / "saved", optimizer)
-    assert same(read(tmp_path / "saved", FORWARD)[0], moments(model, optimizer))
-    written(tmp_path / "saved", optimizer, model)
-    assert same(read(tmp_path / "saved", FORWARD, models=[])[0], moments(model, optimizer))
-
-
-def test_names_that_nobody_has(tmp_path):
-    model, optimizer = job()
-    keyed_by_names(tmp_path / "saved", model, optimizer)
-    with pytest.raises(RuntimeError, match="Prepare the model"):
-        read(tmp_path / "saved", FORWARD, models=[Net()])
-
-
-@pytest.mark.parametrize("write", [keyed_by_names, numbered_with_names, in_shards])
-def test_other_parameters(tmp_path, write):
-    model, optimizer = job()
-    write(tmp_path / "saved", model, optimizer)
-    with pytest.raises(RuntimeError, match="state for 1 parameters that the optimizer does not have.*first.weight"):
-        read(tmp_path / "saved", FORWARD[1:])
-    model, optimizer = job(FORWARD[1:])
-    write(tmp_path / "fewer", model, optimizer)
-    with pytest.raises(RuntimeError, match="has no state for 1 parameters.*first.weight"):
-        read(tmp_path / "fewer", FORWARD)
-
-
-def test_states_of_another_form_are_the_optimizers_own_affair(tmp_path):
-    (tmp_path / "saved").mkdir()
-    torch.save({"anything": 3}, tmp_path / "saved" / "optimizer.bin")
-    _, optimizer = job()
-    assert optimizers.read_whole_optimizer(optimizer, [Net()], tmp_path / "saved") == {"anything": 3}
-
-
-def test_what_an_optimizer_keeps_beside_is_kept(tmp_path):
-    model, optimizer = job()
-    state = {**optimizer.state_dict(), "scale": 3.0}
-    state["state"]["shared"] = {"count": 4}
-    (tmp_path / "saved").mkdir()
-    torch.save(state, tmp_path / "saved" / "optimizer.bin")
-    sharded_io.write_names(optimizer, model, tmp_path / "saved")
-    other, its_optimizer = job(BACKWARD, steps=0)
-    found = optimizers.read_whole_optimizer(its_optimizer, [other], tmp_path / "saved")
-    assert found["scale"] == 3.0 and found["state"]["shared"] == {"count": 4}
-    assert torch.equal(found["state"][3]["exp_avg"], optimizer.state[model.first.weight]["exp_avg"])
-
-
-def test_weights_in_shards(tmp_path):
-    model, _ = job()
-    sharded_io.save_model(model, tmp_path)
-    other, _ = job(seed=1)
-    other.load_state_dict(layouts.read_whole_model(other, tmp_path))
-    assert all(torch.equal(value, other.state_dict()[name]) for name, value in model.state_dict().items())
+def test_a_save_replaces_the_former_one_when_it_is_there(tmp_path, monkeypatch):
+    first, second = Net(), Net()
+    sharded_io.save_model(first, tmp_path)
+    (tmp_path / "pytorch_model_fsdp_0" / "__7_0.distcp").touch()
+    monkeypatch.setattr(torch_dcp, "save", lambda *_, **options: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        sharded_io.save_model(second, tmp_path)
+    found = Net()
+    sharded_io.load_model(found, tmp_path)
+    assert same(dict(found.state_dict()), dict(first.state_dict()))
+    monkeypatch.undo()
+    sharded_io.save_model(second, tmp_path)
+    sharded_io.load_model(found, tmp_path)
+    assert same(dict(found.state_dict()), dict(second.state_dict()))
     assert os.listdir(tmp_path) == ["pytorch_model_fsdp_0"]
+    assert set(os.listdir(tmp_path / "pytorch_model_fsdp_0")) == {".metadata", "__0_0.distcp"}
+
+
+@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"])
+@pytest.mark.parametrize("use_dcp", [True, False])
+def test_public_functions(tmp_path, kind, use_dcp):
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=1, state_dict_type=kind)
+    model, optimizer = job()
+    assert fsdp_utils.save_fsdp_model(plugin, None, model, str(tmp_path), use_dcp=use_dcp) is None
+    fsdp_utils.save_fsdp_optimizer(plugin, None, optimizer, model, str(tmp_path), use_dcp=use_dcp)
+    other, its_optimizer = job(seed=1)
+    keys = fsdp_utils.load_fsdp_model(plugin, None, other, str(tmp_path), use_dcp=use_dcp)
+    assert not keys.missing_keys and not keys.unexpected_keys
+    fsdp_utils.load_fsdp_optimizer(plugin, None, its_optimizer, other, str(tmp_path), use_dcp=use_dcp)
+    assert same(state_of(model, optimizer), state_of(other, its_optimizer))
+
+
+def test_state_dicts_are_taken_and_given_where_libraries_replace_the_functions(tmp_path, monkeypatch):
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    seen = []
+    for name in ("_get_model_state_dict", "_set_model_state_dict"):
+        original = getattr(fsdp_utils, name)
+
+        def replacement(*args, original=original, name=name, **options):
+            seen.append(name)
+            return original(*args, **options)
+
+        monkeypatch.setattr(fsdp_utils, name, replacement)
+    model, _ = job()
+    fsdp_utils.save_fsdp_model(plugin, None, model, str(tmp_path))
+    fsdp_utils.load_fsdp_model(plugin, None, model, str(tmp_path))
+    assert seen == ["_get_model_state_dict", "_get_model_state_dict", "_set_model_state_dict"]
+
+
+def test_adapters(tmp_path):
+    peft = pytest.importorskip("peft")
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    config = peft.LoraConfig(target_modules=["layer"], r=2, init_lora_weights=False)
+    model, other = peft.get_peft_model(Net(), config), peft.get_peft_model(Net(), config)
+    base = other.base_model.model.embedding.weight.clone()
+    fsdp_utils.save_fsdp_model(plugin, None, model, str(tmp_path), adapter_only=True)
+    fsdp_utils.load_fsdp_model(plugin, None, other, str(tmp_path), adapter_only=True)
+    specs = layouts.model_values(shards.Stored.in_folder(tmp_path / "pytorch_model_fsdp_0"))
+    assert all("lora" in name for name in specs) and len(specs) == 2
+    mine, theirs = model.state_dict(), other.state_dict()
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine if "lora" in name)
+    assert torch.equal(other.base_model.model.embedding.weight, base)
+
+
+# -- what does not fit -------------------------------------------------------------------------------------------------
+
+
+def fails(folder, model, optimizer, kind, match, what="model"):
+    before = state_of(model, optimizer)
+    with pytest.raises(kind, match=match):
+        if what == "model":
+            sharded_io.load_model(model, folder)
+        else:
+            sharded_io.load_optimizer(optimizer, model, folder)
+    assert same(before, state_of(model, optimizer))
+
+
+@pytest.mark.parametrize("layout", ["sharded", "full", "local"])
+def test_another_model(tmp_path, layout):
+    save(*job(), tmp_path, layout)
+    wide = job(width=5)
+    fails(tmp_path, *wide, RuntimeError, "embedding.weight|elements")
+    fails(tmp_path, *wide, RuntimeError, "shape|elements", "optimizer")
+    other = nn.Sequential(nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(other.parameters())
+    fails(tmp_path, other, optimizer, RuntimeError, "0.weight")
+    fails(tmp_path, other, optimizer, RuntimeError, "0.weight|no state for", "optimizer")
+
+
+def test_names_may_differ_if_that_is_asked_for(tmp_path):
+    sharded_io.save_model(nn.Sequential(nn.Linear(2, 2)), tmp_path)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    keys = sharded_io.load_model(model, tmp_path, strict=False)
+    assert keys.missing_keys == ["1.weight", "1.bias"]
+
+
+def test_other_groups(tmp_path):
+    model, optimizer = job()
+    sharded_io.save_optimizer(optimizer, model, tmp_path)
+    one = torch.optim.AdamW(model.parameters())
+    fails(tmp_path, model, one, RuntimeError, "in groups", "optimizer")
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.bin")
+    (tmp_path / "optimizer_0" / ".metadata").unlink()
+    fails(tmp_path, model, one, RuntimeError, "groups of", "optimizer")
+
+
+def test_parameters_of_another_model(tmp_path):
+    model, optimizer = job()
+    with pytest.raises(ValueError, match="Parameter 0 of the optimizer's group 0"):
+        sharded_io.save_optimizer(optimizer, Net(), tmp_path)
+
+
+def test_whose_parameters_they_are():
+    model, optimizer = job()
+    expected = [["embedding.weight", "layer.weight"], ["layer.bias"]]
+    assert state.names_among(optimizer, [nn.Linear(1, 1), torch.compile(model)]) == expected
+    assert state.names_among(optimizer, [nn.Linear(1, 1)]) is None
+
+
+def test_nothing_there(tmp_path):
+    model, optimizer = job()
+    fails(tmp_path, model, optimizer, FileNotFoundError, "pytorch_model_fsdp_0")
+    fails(tmp_path, model, optimizer, FileNotFoundError, "optimizer_0", "optimizer")
+
+
+def test_another_number_of_ranks_for_local_files(tmp_path):
+    save(*job(), tmp_path, "local")
+    (tmp_path / "pytorch_model_fsdp_0_rank1.bin").touch()
+    fails(tmp_path, *job(), RuntimeError, "written by 2 ranks")
+
+
+# -- what is damaged ---------------------------------------------------------------------------------------------------
+
+
+class Bomb:
+    """Runs code when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    folder = tmp_path / "checkpoint"
+    save(*job(), folder)
+    return folder
+
+
+def rewritten(folder, change):
+    """Change the metadata of a folder as torch reads and writes it."""
+    path = folder / ".metadata"
+    told = pickle.loads(path.read_bytes())
+    change(told)
+    path.write_bytes(pickle.dumps(told))
+
+
+def test_metadata_runs_no_code(tmp_path, saved):
+    trap = tmp_path / "trap"
+    for bomb in (
+        Bomb(trap),
+        {"state_dict_metadata": Bomb(trap)},
+        metadata.Metadata({"a": Bomb(trap)}, None, Bomb(trap)),
+    ):
+        (saved / "pytorch_model_fsdp_0" / ".metadata").write_bytes(pickle.dumps(bomb))
+        fails(saved, *job(), DamagedCheckpoint, "not the metadata of a checkpoint.*mkdir")
+    assert not trap.exists()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\x80",
+        b"garbage",
+        pickle.dumps([1, 2, 3]),
+        pickle.dumps(metadata.Metadata({})),
+        b"r\xff\xff\xff\xff.",  # would make the memo of C's unpickler take gigabytes
+        b"ctorch.distributed.checkpoint.metadata\nMetadata\n(N(dS'x'\nI1\nstb.",  # sets attributes of the class
+        b"cbuiltins\neval\n(S'1/0'\ntR.",
+        b"ctorch\nload\n.",
+        b"cos\nsystem\n(S'true'\ntR.",
+    ],
+)
+def test_metadata_that_is_none(saved, data):
+    (saved / "pytorch_model_fsdp_0" / ".metadata").write_bytes(data)
+    fails(saved, *job(), DamagedCheckpoint, "metadata")
+    assert not hasattr(metadata.Metadata, "x")
+
+
+def storage(told):
+    return next(info for index, info in told.storage_data.items() if index.fqn == "model.layer.weight")
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda told: setattr(storage(told), "relative_path", "../../etc/passwd"), "leads out"),
+        (lambda told: setattr(storage(told), "relative_path", "/etc/passwd"), "leads out"),
+        (lambda told: setattr(storage(told), "relative_path", "__5_0.distcp"), "__5_0.distcp is missing"),
+        (lambda told: setattr(storage(told), "length", 1 << 40), "bytes, but"),
+        (lambda told: setattr(storage(told), "offset", -1), "lies at"),
+        (lambda told: setattr(storage(told), "length", 8), "in 8 bytes"),
+        (lambda told: setattr(storage(told), "transform_descriptors", ["stream.zstd"]), "is transformed"),
+        (
+            lambda told: setattr(told.state_dict_metadata["model.layer.weight"], "size", (1 << 40, 4)),
+            "of its .* elements",
+        ),
+        (lambda told: setattr(told.state_dict_metadata["model.layer.weight"], "chunks", []), "0 are in the files"),
+        (lambda told: told.storage_data.clear(), "is in no file"),
+        (lambda told: setattr(told, "planner_data", {"model.layer.weight": (1.5,)}), "is no path"),
+        (
+            lambda told: told.state_dict_metadata["model.layer.weight"].chunks[0].__dict__.update(offsets=(3, 0)),
+            "has a piece at",
+        ),
+    ],
+)
+def test_metadata_that_lies(saved, change, match):
+    rewritten(saved / "pytorch_model_fsdp_0", change)
+    fails(saved, *job(), DamagedCheckpoint, match)
+
+
+def test_values_run_no_code(tmp_path, saved):
+    trap = tmp_path / "trap"
+    folder = saved / "optimizer_0"
+
+    def change(told):
+        (index,) = [index for index in told.storage_data if index.fqn == "optimizer.param_groups.0.lr"]
+        torch.save(Bomb(trap), folder / "bomb.distcp")
+        size = (folder / "bomb.distcp").stat().st_size
+        told.storage_data[index] = filesystem._StorageInfo("bomb.distcp", 0, size)
+
+    rewritten(folder, change)
+    fails(saved, *job(), DamagedCheckpoint, "could not be read", "optimizer")
+    assert not trap.exists()
+
+
+def test_a_file_that_is_too_short(saved):
+    file = saved / "pytorch_model_fsdp_0" / "__0_0.distcp"
+    os.truncate(file, file.stat().st_size - 100)
+    fails(saved, *job(), DamagedCheckpoint, "__0_0.distcp has")
+
+
+def test_pieces_that_are_swapped(saved):
+    def change(told):
+        where = {index.fqn: index for index in told.storage_data}
+        a, b = where["model.layer.weight"], where["model.layer.bias"]
+        told.storage_data[a], told.storage_data[b] = told.storage_data[b], told.storage_data[a]
+
+    rewritten(saved / "pytorch_model_fsdp_0", change)
+    fails(saved, *job(), DamagedCheckpoint, "could not be read")
+
+
+@pytest.mark.parametrize("file", ["pytorch_model_fsdp.bin", "model.safetensors", "optimizer.bin"])
+def test_whole_files_that_are_damaged(tmp_path, file):
+    model, optimizer = job()
+    if file.endswith("safetensors"):
+        save_file({"embedding.weight": torch.zeros(7, 4)}, tmp_path / file)
+    else:
+        save(model, optimizer, tmp_path, "full")
+    data = (tmp_path / file).read_bytes()
+    (tmp_path / file).write_bytes(data[: len(data) // 3])
+    what = "optimizer" if "optimizer" in file else "model"
+    fails(tmp_path, model, optimizer, (DamagedCheckpoint, RuntimeError), file, what)
+
+
+def test_random_damage_changes_nothing(saved):
+    """Whatever is flipped or cut, loading refuses it cleanly, or it was data that only a checksum can tell."""
+    model, optimizer = job(seed=1)
+    before = state_of(model, optimizer)
+    generator = random.Random(0)
+    refused = 0
+    for _ in range(150):
+        path = generator.choice(sorted(saved.rglob("*_0/*")) + sorted(saved.rglob("*_0/.*")))
+        data = path.read_bytes()
+        hurt = bytearray(data)
+        if generator.random() < 0.2:
+            del hurt[generator.randrange(len(hurt)) :]
+        else:
+            for _ in range(generator.choice([1, 3, 20])):
+                hurt[generator.randrange(len(hurt))] ^= 1 << generator.randrange(8)
+        path.write_bytes(hurt)
+        try:
+            if "optimizer" in str(path):
+                sharded_io.load_optimizer(optimizer, model, saved)
+            else:
+                sharded_io.load_model(model, saved)
+        except (RuntimeError, FileNotFoundError):
+            refused += 1
+            assert same(before, state_of(model, optimizer))
+        else:
+            model, optimizer = job(seed=1)
+        path.write_bytes(data)
+    assert refused > 30
+
+
+def test_metadata_of_another_protocol_and_without_a_path(saved):
+    path = saved / "pytorch_model_fsdp_0" / ".metadata"
+    told = pickle.loads(path.read_bytes())
+    told.storage_meta = None
+    data = pickle.dumps(told, protocol=2)
+    path.write_bytes(data)
+    model, _ = job(seed=1)
+    sharded_io.load_model(model, saved)
+    assert same(dict(model.state_dict()), dict(job()[0].state_dict()))

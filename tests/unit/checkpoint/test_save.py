@@ -1,31 +1,155 @@
-"""Who stages for whom, and ranks that meet without a store."""
+"""What a rank collects is written as it was, also when the run has gone on meanwhile; and ranks that meet without a store."""
 
+import os
 import threading
+from collections import Counter, OrderedDict, defaultdict
+from types import SimpleNamespace
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from accelerate.checkpoint import save
-from accelerate.checkpoint.barrier import CollectiveMisuse, SaveBarrier
+from accelerate.checkpoint.barrier import CollectiveMisuse
 from accelerate.checkpoint.manifest import Manifest
-from accelerate.checkpoint.save import Group, Save
+from accelerate.checkpoint.save import Group, HostBuffers, Save, SavePlan, copied
 from accelerate.checkpoint.storage import storage_of
+from accelerate.runtime import durable
 
 
-@pytest.mark.parametrize(
-    ("machines", "leaders"),
-    [
-        ([("a", 0), ("a", 1), ("b", 0), ("b", 1)], [0, 0, 2, 2]),
-        ([("a", 0), ("b", 0), ("a", 1), ("b", 1)], [0, 1, 0, 1]),  # dealt out in turn
-        ([("a", 0), ("a", 0), ("a", 1), ("a", 0)], [0, 1, 1, 3]),  # machines that are played by one
-        ([("a", 0), ("b", 0), ("b", 1), ("b", 2)], [0, 1, 1, 1]),
-    ],
-)
-def test_leaders(machines, leaders):
-    for rank, (_, local) in enumerate(machines):
-        barrier = SaveBarrier("save_state", "x", rank, 1, None)
-        barrier.ranks = list(range(len(machines)))
-        barrier._machines = {other: [host, number] for other, (host, number) in enumerate(machines)}
-        assert barrier.leader(rank - local) == leaders[rank], rank
+def filled(folder) -> tuple[SavePlan, dict, dict]:
+    weights = {"w": torch.arange(6.0).reshape(2, 3), "b": torch.arange(4.0)[1:3]}
+    state = {"state": OrderedDict({0: {"m": torch.ones(3), "view": weights["w"].t()}}), "lr": [0.1, (1, "x", None)]}
+    plan = SavePlan(str(folder), rank=2)
+    plan.add_tensors("model.safetensors", weights, metadata={"format": "pt"}, aliases={"tied": "w"})
+    plan.add_object("optimizer.bin", state)
+    return plan, weights, state
+
+
+@pytest.mark.parametrize("writers", [1, 2])
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_written_as_it_was(tmp_path, writers, is_copied):
+    plan, weights, state = filled(tmp_path)
+    buffers = HostBuffers()
+    if is_copied:
+        plan.snapshot(buffers)
+        for tensor in (weights["w"], weights["b"], state["state"][0]["m"]):
+            tensor.zero_()
+        state["lr"][0], state["state"][0]["new"] = 7.0, 1
+    entries = plan.write(writers)
+    found = load_file(tmp_path / "model.safetensors")
+    assert found["w"].tolist() == [[0, 1, 2], [3, 4, 5]] and found["b"].tolist() == [1, 2]
+    read = torch.load(tmp_path / "optimizer.bin", weights_only=True)
+    assert read["state"][0]["m"].tolist() == [1, 1, 1] and read["lr"] == [0.1, (1, "x", None)]
+    assert read["state"][0]["view"].tolist() == [[0, 3], [1, 4], [2, 5]] and "new" not in read["state"][0]
+    assert type(read["state"]) is OrderedDict
+    assert set(entries) == set(os.listdir(tmp_path)) and entries["model.safetensors"].aliases == {"tied": "w"}
+    assert {entry.rank for entry in entries.values()} == {2}
+
+
+def test_memory_is_used_again_and_views_share_a_copy(tmp_path):
+    buffers, addresses = HostBuffers(), []
+    base = torch.zeros(1000)
+    for _ in range(3):
+        plan = SavePlan(str(tmp_path))
+        plan.add_object("f", {"all": base, "part": base[10:], "other": torch.ones(50)})
+        release = plan.snapshot(buffers)
+        found = plan._jobs["f"][1]
+        assert found["all"].untyped_storage().data_ptr() == found["part"].untyped_storage().data_ptr()
+        assert found["all"].data_ptr() != base.data_ptr()
+        addresses.append((found["all"].data_ptr(), found["other"].data_ptr()))
+        release()
+        release()  # twice does nothing
+    assert len(set(addresses)) == 1
+
+
+def test_what_the_last_save_did_not_use_is_let_go():
+    buffers = HostBuffers()
+    for size in (100, 200, 100):
+        buffers.copy(torch.zeros(size, dtype=torch.uint8).untyped_storage())
+        buffers.release()
+    assert not buffers._free.get((200, False)) and buffers._free[100, False]
+
+
+def test_a_copy_that_fails_keeps_no_memory():
+    buffers, plan = HostBuffers(), SavePlan("folder")
+    plan.add_object("f", {"x": torch.ones(10), "lock": threading.Lock()})
+    with pytest.raises(TypeError, match="lock"):
+        plan.snapshot(buffers)
+    assert [len(kept) for kept in buffers._free.values()] == [1]
+
+
+def test_containers_of_every_kind_are_copied_as_they_are():
+    versioned = OrderedDict(a=torch.ones(1))
+    versioned._metadata = OrderedDict({"": {"version": 2}})
+    many = defaultdict(list, a=[1])
+    shared = [1]
+    state = {
+        "milestones": Counter({3: 1, 6: 1}),
+        "many": many,
+        "own": Sub(a=1),
+        "versioned": versioned,
+        "twice": (shared, shared),
+    }
+    found = copied(state)
+    assert found["milestones"] == Counter({3: 1, 6: 1}) and type(found["milestones"]) is Counter
+    assert found["many"].default_factory is list and found["many"] == {"a": [1]}
+    assert type(found["own"]) is Sub and found["versioned"]._metadata == versioned._metadata
+    assert found["twice"][0] is found["twice"][1] and found["twice"][0] is not shared
+    many["a"].append(2), shared.append(2)
+    assert found["many"] == {"a": [1]} and found["twice"] == ([1], [1])
+
+
+def test_what_contains_itself_and_what_was_computed():
+    loop = {"x": [1]}
+    loop["loop"] = loop
+    found = copied(loop)
+    assert found["loop"] is found and found is not loop
+    computed = torch.ones(2, requires_grad=True) * 2
+    holder = SimpleNamespace(loss=computed)
+    assert copied({"loss": computed})["loss"].tolist() == [2, 2]
+    assert copied(holder).loss.tolist() == [2, 2] and copied(holder).loss is not computed
+
+
+class Sub(dict):
+    """A dict with a name."""
+
+
+class Odd:
+    """Something with a state of its own."""
+
+    def __init__(self):
+        self.numbers = [1]
+
+
+def test_other_objects_are_copied_too():
+    odd, buffers = Odd(), HostBuffers()
+    sparse = torch.eye(2).to_sparse()
+    plan = SavePlan("folder")
+    plan.add_object("f", {"odd": odd, "sparse": sparse, "conj": torch.ones(1, dtype=torch.complex64).conj()})
+    plan.snapshot(buffers)
+    odd.numbers.append(2)
+    copied = plan._jobs["f"][1]
+    assert copied["odd"].numbers == [1] and torch.equal(copied["sparse"].to_dense(), torch.eye(2))
+    assert copied["conj"].is_conj()
+
+
+def test_a_parcel_is_a_path_and_refuses_at_once_what_cannot_be_stored():
+    plan = SavePlan("folder")
+    assert os.path.join(plan, "x") == os.path.join("folder", "x")
+    with pytest.raises(TypeError, match="'odd'"):
+        plan.add_tensors("f", {"odd": 3})
+
+
+def test_an_error_of_one_file_comes_out(tmp_path, monkeypatch):
+    plan, *_ = filled(tmp_path)
+
+    def fail(*args, **kwargs):
+        raise OSError("no space")
+
+    monkeypatch.setattr(durable.DurableFile, "write", fail)
+    with pytest.raises(OSError, match="no space"):
+        plan.write()
 
 
 class Exchange:

@@ -1,0 +1,166 @@
+"""A whole optimizer finds its state by the names of parameters, in whatever order and layout it was written."""
+
+import os
+
+import pytest
+import torch
+from torch import nn
+
+import sharded_io
+from accelerate.checkpoint import layouts, optimizers
+from accelerate.checkpoint.convert import reshard
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)  # of the same shapes, so that nothing but the names tells them apart
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+FORWARD = ["first.weight", "first.bias", "second.weight", "second.bias"]
+BACKWARD = FORWARD[::-1]
+
+
+def job(order=FORWARD, steps=2, seed=0, named=False):
+    torch.manual_seed(seed)
+    model = Net()
+    parameters = dict(model.named_parameters())
+    pairs = [(name, parameters[name]) for name in order]
+    optimizer = torch.optim.AdamW(pairs if named else [value for _, value in pairs], lr=0.1)
+    for _ in range(steps):
+        model(torch.ones(2, 4)).pow(2).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def moments(model, optimizer):
+    return {name: dict(optimizer.state[value]) for name, value in model.named_parameters()}
+
+
+def same(mine, theirs):
+    return mine.keys() == theirs.keys() and all(
+        mine[name].keys() == theirs[name].keys()
+        and all(torch.equal(mine[name][k], theirs[name][k]) for k in mine[name])
+        for name in mine
+    )
+
+
+def written(folder, optimizer, model=None):
+    """Write as strategies do that keep models whole; with the names of parameters, if there is a model."""
+    folder.mkdir(exist_ok=True)
+    torch.save(optimizer.state_dict(), folder / "optimizer.bin")
+    if model is not None:
+        sharded_io.write_names(optimizer, model, folder)
+
+
+def read(folder, order, models=None):
+    model, optimizer = job(order, steps=0, seed=1)
+    models = [model] if models is None else models
+    optimizer.load_state_dict(optimizers.read_whole_optimizer(optimizer, models, folder))
+    return moments(model, optimizer), optimizer
+
+
+def keyed_by_names(folder, model, optimizer):
+    sharded_io.save_optimizer(optimizer, model, folder, layout="full")
+
+
+def made_full_by_reshard(folder, model, optimizer):
+    shards = folder.with_name("shards")
+    sharded_io.save_model(model, shards)
+    sharded_io.save_optimizer(optimizer, model, shards)
+    reshard(str(shards), str(folder), "full")
+
+
+def numbered_with_names(folder, model, optimizer):
+    written(folder, optimizer, model)
+
+
+def in_shards(folder, model, optimizer):
+    sharded_io.save_optimizer(optimizer, model, folder)
+
+
+@pytest.mark.parametrize("write", [keyed_by_names, made_full_by_reshard, numbered_with_names, in_shards])
+@pytest.mark.parametrize("saved", [FORWARD, BACKWARD])
+@pytest.mark.parametrize("loading", [FORWARD, BACKWARD])
+def test_the_order_of_parameters_does_not_matter(tmp_path, write, saved, loading):
+    model, optimizer = job(saved)
+    write(tmp_path / "saved", model, optimizer)
+    found, loaded = read(tmp_path / "saved", loading)
+    assert same(found, moments(model, optimizer))
+    assert loaded.param_groups[0]["lr"] == 0.1
+    assert loaded.state_dict()["param_groups"][0]["params"] == [0, 1, 2, 3]
+
+
+@pytest.mark.skipif(torch.__version__ < "2.6", reason="optimizers of this torch have no names")
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_names_that_torch_keeps(tmp_path, prefix):
+    model, optimizer = job(FORWARD, named=True)
+    group = optimizer.param_groups[0]
+    group["param_names"] = [prefix + name for name in group["param_names"]]
+    written(tmp_path / "saved", optimizer)
+    assert same(read(tmp_path / "saved", BACKWARD)[0], moments(model, optimizer))
+    # Names of the user's own tell nothing: numbers count, as torch takes them.
+    group["param_names"] = ["a", "b", "c", "d"]
+    written(tmp_path / "saved", optimizer)
+    assert same(read(tmp_path / "saved", FORWARD)[0], moments(model, optimizer))
+
+
+def test_numbers_without_names_are_positions(tmp_path):
+    model, optimizer = job()
+    written(tmp_path / "saved", optimizer)
+    assert same(read(tmp_path / "saved", FORWARD)[0], moments(model, optimizer))
+    written(tmp_path / "saved", optimizer, model)
+    assert same(read(tmp_path / "saved", FORWARD, models=[])[0], moments(model, optimizer))
+
+
+def test_names_that_nobody_has(tmp_path):
+    model, optimizer = job()
+    keyed_by_names(tmp_path / "saved", model, optimizer)
+    with pytest.raises(RuntimeError, match="Prepare the model"):
+        read(tmp_path / "saved", FORWARD, models=[Net()])
+
+
+@pytest.mark.parametrize("write", [keyed_by_names, numbered_with_names, in_shards])
+def test_other_parameters(tmp_path, write):
+    model, optimizer = job()
+    write(tmp_path / "saved", model, optimizer)
+    with pytest.raises(RuntimeError, match="state for 1 parameters that the optimizer does not have.*first.weight"):
+        read(tmp_path / "saved", FORWARD[1:])
+    model, optimizer = job(FORWARD[1:])
+    write(tmp_path / "fewer", model, optimizer)
+    with pytest.raises(RuntimeError, match="has no state for 1 parameters.*first.weight"):
+        read(tmp_path / "fewer", FORWARD)
+
+
+def test_states_of_another_form_are_the_optimizers_own_affair(tmp_path):
+    (tmp_path / "saved").mkdir()
+    torch.save({"anything": 3}, tmp_path / "saved" / "optimizer.bin")
+    _, optimizer = job()
+    assert optimizers.read_whole_optimizer(optimizer, [Net()], tmp_path / "saved") == {"anything": 3}
+
+
+def test_what_an_optimizer_keeps_beside_is_kept(tmp_path):
+    model, optimizer = job()
+    state = {**optimizer.state_dict(), "scale": 3.0}
+    state["state"]["shared"] = {"count": 4}
+    (tmp_path / "saved").mkdir()
+    torch.save(state, tmp_path / "saved" / "optimizer.bin")
+    sharded_io.write_names(optimizer, model, tmp_path / "saved")
+    other, its_optimizer = job(BACKWARD, steps=0)
+    found = optimizers.read_whole_optimizer(its_optimizer, [other], tmp_path / "saved")
+    assert found["scale"] == 3.0 and found["state"]["shared"] == {"count": 4}
+    assert torch.equal(found["state"][3]["exp_avg"], optimizer.state[model.first.weight]["exp_avg"])
+
+
+def test_weights_in_shards(tmp_path):
+    model, _ = job()
+    sharded_io.save_model(model, tmp_path)
+    other, _ = job(seed=1)
+    other.load_state_dict(layouts.read_whole_model(other, tmp_path))
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in model.state_dict().items())
+    assert os.listdir(tmp_path) == ["pytorch_model_fsdp_0"]
