@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from accelerate.checkpoint.manifest import DamagedCheckpoint, FileEntry, TensorEntry
@@ -139,7 +140,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def write_torch(path: Path, obj: Any, rank: int = 0) -> FileEntry:
-    """Write an object in torch's format, durably. One process per file.
+    """Write an object in torch's format, durably, with its numpy numbers as `plain` ones. One process per file.
 
     Args:
         path: the file.
@@ -147,7 +148,7 @@ def write_torch(path: Path, obj: Any, rank: int = 0) -> FileEntry:
         rank: who writes.
     """
     with durable(path) as file:
-        torch.save(obj, file)
+        torch.save(plain(obj), file)
     return FileEntry.of(file, rank)
 
 
@@ -209,17 +210,37 @@ def mapped(path: Path) -> Any:
         raise DamagedCheckpoint(f"{os.fspath(path)} could not be read: {error!r}") from error
 
 
+def _rebuilt(state: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a state of the same containers, whose values have been changed."""
+    if type(state) in (dict, OrderedDict):
+        made = type(state)([(key, _rebuilt(value, change)) for key, value in state.items()])
+        if type(state) is OrderedDict:
+            vars(made).update(vars(state))  # a state dict has its version there
+        return made
+    if type(state) in (list, tuple):
+        return type(state)([_rebuilt(value, change) for value in state])
+    return change(state)
+
+
+def plain(state: Any) -> Any:
+    """Return a state in which Python's numbers stand for numpy's, which readers refuse that trust nothing, upstream's among them.
+
+    A schedule that computes with numpy makes the learning rate one.
+
+    Args:
+        state: nested containers; they are not changed.
+    """
+    return _rebuilt(state, lambda value: value.item() if isinstance(value, np.generic) else value)
+
+
 def in_memory(state: Any) -> Any:
     """Return a state with plain tensors of its own memory, where those of `mapped` are the file's.
 
     Args:
         state: nested containers; they are not changed.
     """
-    if type(state) in (torch.Tensor, torch.nn.Parameter):
-        return state.clone()
-    if type(state) in (dict, OrderedDict):
-        return type(state)((key, in_memory(value)) for key, value in state.items())
-    return type(state)(map(in_memory, state)) if type(state) in (list, tuple) else state
+    plain_tensors = (torch.Tensor, torch.nn.Parameter)
+    return _rebuilt(state, lambda value: value.clone() if type(value) in plain_tensors else value)
 
 
 def storages(state: Any) -> set[int]:

@@ -352,7 +352,7 @@ def save(
         warnings.filterwarnings("ignore", message="(torch.distributed is|Detected an existing checkpoint)")
         try:
             dcp.save(
-                _keeping(state),
+                _keeping(formats.plain(state)),
                 storage_writer=_writer(folder, rank, entries, files),
                 planner=_SavePlanner(stored),
                 process_group=group,
