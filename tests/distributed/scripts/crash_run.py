@@ -353,7 +353,10 @@ class Story:
                 self.calls[phase] = max(1, *(board[phase, rank] for rank in ranks))
         notes = self.chain.target / "notes.txt"
         if self.chain.limit is None and notes.parent.is_dir() and not list(self.chain.folder.glob("**/notes.txt")):
-            notes.write_text("mine")
+            try:
+                notes.write_text("mine")
+            except OSError:  # on a disk that is full there is no room for the user's own either
+                notes.unlink(missing_ok=True)
         self.at_least = self.lab.inspect(self.chain, board, self.at_least, self.at_most, plan)
         return board, killed
 
