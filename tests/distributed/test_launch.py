@@ -235,7 +235,9 @@ def test_options_that_cannot_be_used_start_nothing(run, script, options, fragmen
 @pytest.mark.skipif(len(getattr(os, "sched_getaffinity", lambda pid: ())(0)) < 2, reason="needs two processors")
 @pytest.mark.parametrize("options", [["--numa_affinity", "exclusive"], ["--enable_cpu_affinity"]])
 def test_processes_get_processors_of_their_own(run, script, options):
-    text = "from accelerate import PartialState\nPartialState()\nimport os\nprint('on', *os.sched_getaffinity(0))"
+    # One write a process, so that the lines of two do not mix.
+    shown = "'on ' + ' '.join(map(str, os.sched_getaffinity(0))) + '\\n'"
+    text = f"from accelerate import PartialState\nPartialState()\nimport os\nprint({shown}, end='')"
     done = run("--num_processes", "2", *options, script(text))
     masks = [set(line.split()[1:]) for line in done.stdout.splitlines() if line.startswith("on ")]
     assert len(masks) == 2 and all(masks) and not masks[0] & masks[1], done.stdout + done.stderr

@@ -210,16 +210,22 @@ def mapped(path: Path) -> Any:
         raise DamagedCheckpoint(f"{os.fspath(path)} could not be read: {error!r}") from error
 
 
-def _rebuilt(state: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a state of the same containers, whose values have been changed."""
+def _rebuilt(state: Any, change: Callable[[Any], Any], known: dict[int, Any] | None = None) -> Any:
+    """Return a state of the same containers, whose values have been changed; it may contain itself."""
+    known = {} if known is None else known
+    if id(state) in known:
+        return known[id(state)]
     if type(state) in (dict, OrderedDict):
-        made = type(state)([(key, _rebuilt(value, change)) for key, value in state.items()])
+        made = known[id(state)] = type(state)()
+        made.update([(key, _rebuilt(value, change, known)) for key, value in state.items()])
         if type(state) is OrderedDict:
             vars(made).update(vars(state))  # a state dict has its version there
         return made
-    if type(state) in (list, tuple):
-        return type(state)([_rebuilt(value, change) for value in state])
-    return change(state)
+    if type(state) is list:
+        made = known[id(state)] = []
+        made.extend([_rebuilt(value, change, known) for value in state])
+        return made
+    return tuple([_rebuilt(value, change, known) for value in state]) if type(state) is tuple else change(state)
 
 
 def plain(state: Any) -> Any:
