@@ -92,15 +92,6 @@ def dataloader_file(index: int, process_index: int | None = None) -> str:
     return _indexed(stem, index, ".bin")
 
 
-def marker_file(process_index: int | None = None) -> str:
-    """Return the name of the file that marks a folder as being written.
-
-    Args:
-        process_index: The rank that writes; None for the one that writes the shared files.
-    """
-    return INCOMPLETE_MARKER if process_index is None else f"{INCOMPLETE_MARKER}_{process_index}"
-
-
 def model_folder(index: int) -> str:
     """Return the name of the folder with a model's shards."""
     return f"{FSDP_MODEL_NAME}_{index}"
@@ -158,11 +149,6 @@ def is_shard_file(name: str) -> bool:
 def custom_file(index: int) -> str:
     """Return the name of the file with the state of a registered object."""
     return f"{CUSTOM_NAME}_{index}.pkl"
-
-
-def checkpoints_folder(project_dir: str | os.PathLike[str]) -> str:
-    """Return the folder that holds the automatically named checkpoints of a project."""
-    return os.path.join(os.fspath(project_dir), CHECKPOINTS_FOLDER)
 
 
 def numbered_folder(number: int) -> str:

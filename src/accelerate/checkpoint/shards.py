@@ -17,6 +17,7 @@ import math
 import os
 import pickle
 import pickletools
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -75,6 +76,7 @@ class Stored:
         self.origin, self.state, self.aliases = origin, state, aliases or {}
         self._reader, self._metadata = reader, metadata
         self._wanted: dict[str, Any] = {}
+        self._reading = threading.Lock()
 
     @classmethod
     def in_folder(cls, folder: Path, verified: bool = False) -> "Stored":
@@ -171,13 +173,14 @@ class Stored:
         return wanted
 
     def read(self, value: Any) -> Any:
-        """Return a part of the state, read.
+        """Return a part of the state, read. Any thread: torch writes several files in as many threads.
 
         Args:
             value: as for `whole`.
         """
-        value = self.whole(value)
-        self.fill()
+        with self._reading:
+            value = self.whole(value)
+            self.fill()
         return value
 
 

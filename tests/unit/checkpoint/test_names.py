@@ -23,5 +23,4 @@ def test_files():
 )
 def test_folders(folder, number):
     assert names.number_of(folder) == number
-    assert names.checkpoints_folder("project") == "project/checkpoints"
     assert names.numbered_folder(4) == "checkpoint_4"

@@ -1,6 +1,9 @@
 """Metadata that lies about pieces of tensors, or is too large or too deep to be true."""
 
+import contextlib
 import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -9,6 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint import filesystem, metadata
 
 import sharded_io
+from accelerate.checkpoint import shards
 from accelerate.checkpoint.manifest import DamagedCheckpoint
 
 
@@ -138,3 +142,34 @@ def test_what_is_too_deep_to_be_told(saved):
         return b"\x80\x02" + record + b"X\x13\x00\x00\x00state_dict_metadata" + path.encode() + b"sb."
 
     refused(saved, change, "damaged|not the metadata")
+
+
+def test_threads_that_read_at_a_time_get_their_own(tmp_path, monkeypatch):
+    """Torch writes several files in as many threads; one read along what another had asked for, which did not wait for it."""
+    both, returned, read_data = threading.Barrier(2), threading.Event(), dcp.FileSystemReader.read_data
+
+    class Asking(shards.Stored):
+        def whole(self, value):
+            made = super().whole(value)
+            with contextlib.suppress(threading.BrokenBarrierError):
+                both.wait(0.3)
+            return made
+
+    def slow(reader, plan, planner):
+        if len(plan.items) > 1:
+            returned.wait(1)
+        return read_data(reader, plan, planner)
+
+    expected = {name: torch.full((5,), value) for name, value in (("a", 1.0), ("b", 2.0))}
+    shards.save({"model": expected}, tmp_path)
+    stored = Asking.in_folder(tmp_path)
+    monkeypatch.setattr(dcp.FileSystemReader, "read_data", slow)
+
+    def read(name):
+        value = stored.read(stored.state["model"][name]).clone()
+        returned.set()
+        return value
+
+    with ThreadPoolExecutor(2) as pool:
+        found = dict(zip("ab", pool.map(read, "ab"), strict=True))
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
