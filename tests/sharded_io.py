@@ -2,6 +2,8 @@
 
 import os
 
+import torch
+
 from accelerate.checkpoint import layouts, names, optimizers, state
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.utils import fsdp_utils
@@ -44,3 +46,14 @@ def load_optimizer(optimizer, model, folder, index=0):
 def write_names(optimizer, model, folder):
     with open(os.path.join(folder, names.PARAMETER_NAMES), "wb") as file:
         file.write(optimizers.parameter_names([optimizer], [model]))
+
+
+def same(mine, theirs):
+    """Say whether two nested structures are equal in every bit."""
+    if isinstance(mine, dict):
+        return mine.keys() == theirs.keys() and all(same(mine[key], theirs[key]) for key in mine)
+    if isinstance(mine, (list, tuple)):
+        return len(mine) == len(theirs) and all(map(same, mine, theirs))
+    if isinstance(mine, torch.Tensor):
+        return mine.dtype == theirs.dtype and torch.equal(mine, theirs)
+    return mine == theirs

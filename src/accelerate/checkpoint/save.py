@@ -178,7 +178,7 @@ class HostBuffers:
             torch.cuda.synchronize(self._devices.pop())
 
     def release(self) -> None:
-        """Keep the memory for the next save, once: nobody reads the copies any more. What this one did not use is let go."""
+        """Keep the memory for the next save, once: no thread reads the copies any more. What this save did not use is let go."""
         taken, self._taken = self._taken, []
         if taken:
             self._free = {}
@@ -392,9 +392,9 @@ class Save:
                 staged = self.storage.stage()
             except BaseException as error:  # a rank that leaves without a word is waited for
                 problem = error
-        told = {"staged": staged, "problem": _text(problem), "generation": self.storage.generation}
+        note = {"staged": staged, "problem": _text(problem), "generation": self.storage.generation}
         try:
-            notes = self.barrier.exchange(told)
+            notes = self.barrier.exchange(note)
             if any(note["problem"] for note in notes):
                 self.barrier.end(problem)
         except BaseException:
@@ -492,16 +492,16 @@ def _text(problem: BaseException | None) -> str:
 
 
 def merged(notes: Iterable[dict[str, Any]]) -> dict[str, FileEntry]:
-    """Return the files that several ranks told of.
+    """Return the files that several ranks listed.
 
     Args:
         notes: of `Save`.
     """
-    return {name: FileEntry.from_json(told) for note in notes for name, told in note["files"].items()}
+    return {name: FileEntry.from_json(entry) for note in notes for name, entry in note["files"].items()}
 
 
 def unlisted(folder: str, known: Iterable[str], rank: int, threads: int = 1) -> dict[str, FileEntry]:
-    """Return entries of the files in a folder that nobody has told of. One process per folder.
+    """Return entries of the files in a folder that no rank has listed. One process per folder.
 
     Args:
         folder: the staged folder.

@@ -53,8 +53,8 @@ def together(work: Callable[[], T], group: Any = None) -> T:
         result = work()
     except Exception as caught:
         error = caught
-    told = on_all(None if error is None else f"{type(error).__name__}: {error}", group)
-    failed = {number: text for number, text in enumerate(told) if text is not None}
+    problems = on_all(None if error is None else f"{type(error).__name__}: {error}", group)
+    failed = {number: text for number, text in enumerate(problems) if text is not None}
     if failed and error is None:
         number, text = next(iter(failed.items()))
         raise RuntimeError(f"Rank {number} failed, so rank {rank_and_size(group)[0]} stops, too. {text}")
@@ -73,15 +73,15 @@ def on_all(value: Any, group: Any = None) -> list[Any]:
     import torch.distributed as dist
 
     size = rank_and_size(group)[1]
-    told: list[Any] = [value] * size
+    gathered_values: list[Any] = [value] * size
     if size > 1:
-        dist.all_gather_object(told, value, group)
-    return told
+        dist.all_gather_object(gathered_values, value, group)
+    return gathered_values
 
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Keep back what torch says of its own use of what it deprecates; nobody here can do anything about it."""
+    """Suppress the warnings about deprecated parts of torch that torch itself uses."""
     with warnings.catch_warnings():
         for message in (
             "Please use DTensor instead",

@@ -17,6 +17,7 @@ from accelerate.checkpoint import layouts, shards, state
 from accelerate.checkpoint.manifest import DamagedCheckpoint
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.utils import fsdp_utils
+from sharded_io import same
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "sharded"
 
@@ -45,17 +46,6 @@ def job(seed=0, steps=2, width=4, kind=torch.optim.AdamW, **options):
         optimizer.step()
         optimizer.zero_grad()
     return model, optimizer
-
-
-def same(mine, theirs):
-    """Say whether two nested structures are equal in every bit."""
-    if isinstance(mine, dict):
-        return mine.keys() == theirs.keys() and all(same(mine[key], theirs[key]) for key in mine)
-    if isinstance(mine, (list, tuple)):
-        return len(mine) == len(theirs) and all(map(same, mine, theirs))
-    if isinstance(mine, torch.Tensor):
-        return mine.dtype == theirs.dtype and torch.equal(mine, theirs)
-    return mine == theirs
 
 
 def state_of(model, optimizer):

@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from accelerate.checkpoint import formats, optimizers
 from accelerate.checkpoint.convert import export, reshard
 from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest, problems
+from sharded_io import same
 
 
 class Net(nn.Module):
@@ -40,17 +41,6 @@ def job(seed=0, steps=2):
         optimizer.step()
         optimizer.zero_grad()
     return model, optimizer
-
-
-def same(mine, theirs):
-    """Say whether two nested structures are equal in every bit."""
-    if isinstance(mine, dict):
-        return mine.keys() == theirs.keys() and all(same(mine[key], theirs[key]) for key in mine)
-    if isinstance(mine, (list, tuple)):
-        return len(mine) == len(theirs) and all(map(same, mine, theirs))
-    if isinstance(mine, torch.Tensor):
-        return mine.dtype == theirs.dtype and torch.equal(mine, theirs)
-    return mine == theirs
 
 
 @pytest.fixture
