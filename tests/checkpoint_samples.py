@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from accelerate.checkpoint import formats, names
-from accelerate.checkpoint.manifest import Manifest
+from accelerate.checkpoint import formats
+from accelerate.checkpoint.manifest import Manifest, generators_file, model_file
 
 
 def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -45,14 +45,14 @@ def write(
     """
     folder.mkdir(parents=True, exist_ok=True)
     weights = tensors() if weights is None else weights
-    file = names.model_file(model, safe)
+    file = model_file(model, safe)
     if safe:
         entry = formats.write_safetensors(folder / file, weights, {"format": "pt"}, aliases=aliases)
     else:
         entry = formats.write_torch(folder / file, weights)
     files = {file: entry, "optimizer.bin": formats.write_torch(folder / "optimizer.bin", {"state": {}})}
-    files[names.generators_file(0)] = formats.write_safetensors(
-        folder / names.generators_file(0), {"torch": torch.zeros(8, dtype=torch.uint8)}
+    files[generators_file(0)] = formats.write_safetensors(
+        folder / generators_file(0), {"torch": torch.zeros(8, dtype=torch.uint8)}
     )
     created = (datetime.now(timezone.utc) - timedelta(seconds=age)).isoformat(timespec="seconds")
     Manifest(files, created=created, **told).write(folder)

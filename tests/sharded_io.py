@@ -4,7 +4,8 @@ import os
 
 import torch
 
-from accelerate.checkpoint import layouts, names, optimizers, state
+from accelerate.checkpoint import layouts, optimizers, state
+from accelerate.checkpoint.manifest import PARAMETER_NAMES
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.utils import fsdp_utils
 
@@ -27,7 +28,7 @@ def save_model(model, folder, index=0, layout="sharded"):
 
 def load_model(model, folder, index=0, prefer=None, strict=True):
     if not strict:
-        read, own, layout = layouts.read_for_model(model, folder, index, prefer, strict)
+        read, own, layout, _ = layouts.read_for_model(model, folder, index, prefer, strict)
         return state.apply_model(model, read, own, layout=layout, strict=strict)
     plugin, use_dcp = _plugin(prefer)
     return fsdp_utils.load_fsdp_model(plugin, None, model, os.fspath(folder), index, use_dcp=use_dcp)
@@ -44,7 +45,7 @@ def load_optimizer(optimizer, model, folder, index=0):
 
 
 def write_names(optimizer, model, folder):
-    with open(os.path.join(folder, names.PARAMETER_NAMES), "wb") as file:
+    with open(os.path.join(folder, PARAMETER_NAMES), "wb") as file:
         file.write(optimizers.parameter_names([optimizer], [model]))
 
 

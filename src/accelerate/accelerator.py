@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from accelerate.backends import registry as backends
+from accelerate.checkpoint.background import Background
 from accelerate.config.data import DataLoaderConfiguration
 from accelerate.config.dynamo import TorchDynamoPlugin
 from accelerate.config.enums import DistributedType, DynamoBackend, FP8BackendType, LoggerType, RNGType
@@ -252,6 +253,9 @@ class Accelerator:
         self._schedulers: list[Any] = []
         self._dataloaders: list[Any] = []
         self._custom_objects: list[Any] = []
+        self._background = Background()
+        self._loaded_checkpoint: str | None = None
+        self._unfinished_save: str | None = None
         self._registry = PreparedRegistry()
         self._load_model_state_pre_hook: OrderedDict[int, Callable] = OrderedDict()
         self._save_model_state_pre_hook: OrderedDict[int, Callable] = OrderedDict()

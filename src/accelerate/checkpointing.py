@@ -10,10 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from accelerate.checkpoint import load, names
-from accelerate.checkpoint.save import SavePlan
-from accelerate.data import resume, rng
-from accelerate.data.loader import PreparedLoader
+from accelerate.checkpoint import load
+from accelerate.checkpoint.manifest import custom_file, optimizer_file
 from accelerate.modules.unwrap import extract_model_from_parallel
 from accelerate.process import PartialState
 from accelerate.utils.constants import (
@@ -82,36 +80,11 @@ def save_accelerator_state(
     os.makedirs(output_dir, exist_ok=True)
     for index, state in enumerate(model_states):
         load.write_model(state, output_dir, index, safe_serialization, save_on_each_node)
-    shared = {names.optimizer_file(index): obj.state_dict() for index, obj in enumerate(optimizers)}
-    shared |= {names.scheduler_file(index): obj.state_dict() for index, obj in enumerate(schedulers)}
-    if scaler is not None:
-        shared[names.scaler_file()] = scaler.state_dict()
-    inner = [load.unwrapped(loader) for loader in dataloaders]
-    # Ranks stand at different places of their data. Other readers look only for the keys that they know.
-    positions = [resume.capture(loader) if isinstance(loader, PreparedLoader) else None for loader in inner]
-    with load.planned(output_dir) as plan:
-        if load.writes(save_on_each_node):
-            for file, state in shared.items():
-                plan.add_object(file, state)
-        for index, loader in enumerate(inner):
-            if load.keeps_state(loader):
-                _write_loader(loader, plan, index, process_index, save_on_each_node)
-        generators = rng.collect()
-        if plan is output_dir:
-            # Beside the file that upstream reads. It also tells that a manifest belongs to the folder.
-            tensors, metadata = rng.encode(generators)
-            plan.add_tensors(names.generators_file(process_index), tensors, metadata=metadata)
-        own = {"step": step, **generators, load.POSITIONS: positions}
-        plan.add_object(names.random_states_file(process_index), own)
+    for index, obj in enumerate(optimizers):
+        load.write_optimizer(obj.state_dict(), output_dir, index, save_on_each_node)
+    common = load.Common(schedulers, dataloaders, [], scaler, process_index, PartialState().device)
+    common.write(output_dir, step, save_on_each_node)
     return Path(output_dir)
-
-
-def _write_loader(loader: Any, plan: SavePlan, index: int, process_index: int, save_on_each_node: bool) -> None:
-    """Write what a stateful loader (torchdata's) says of itself, in the format that upstream has."""
-    state = {name: value for name, value in loader.state_dict().items() if name != resume.KEY}
-    # The writer of shared files leaves its state under the plain name, which is the only one that others read.
-    rank = None if load.writes(save_on_each_node) else process_index
-    plan.add_object(names.dataloader_file(index, rank), state)
 
 
 def load_accelerator_state(
@@ -150,40 +123,23 @@ def load_accelerator_state(
         RuntimeError: Weights do not fit their model; the message lists names and shapes.
         TypeError: ``map_location`` is something else.
     """
-    location = resolve_map_location(map_location)
+    common = load.Common(schedulers, dataloaders, [], scaler, process_index, PartialState().device)
+    location = load.tensor_device(map_location, common.device)
     strict = load_model_func_kwargs.get("strict", True)
     states = [
         load.read_model(model, input_dir, index, location, strict, load_kwargs) for index, model in enumerate(models)
     ]
-    contents = load.read_common(
-        os.fspath(input_dir), list(schedulers), list(dataloaders), [], scaler, process_index, load_kwargs
-    )
+    contents = common.read(os.fspath(input_dir), load_kwargs)
     contents.models = [
         (extract_model_from_parallel(model, keep_torch_compile=False), state)
         for model, state in zip(models, states, strict=True)
     ]
     contents.optimizers = [
-        (optimizer, load.read_optimizer(input_dir, index, location, load_kwargs), names.optimizer_file(index))
+        (optimizer, load.read_optimizer(input_dir, index, location, load_kwargs), optimizer_file(index))
         for index, optimizer in enumerate(optimizers)
     ]
     contents.begin(**load_model_func_kwargs)
     return contents.complete()
-
-
-def resolve_map_location(map_location: str | None) -> Any:
-    """Return the device that tensors are read to.
-
-    Args:
-        map_location: ``"cpu"``, ``"on_device"`` (this rank's device) or None, which is the CPU: loading copies from there.
-
-    Raises:
-        TypeError: It is something else.
-    """
-    if map_location in (None, "cpu"):
-        return "cpu"
-    if map_location == "on_device":
-        return PartialState().device
-    raise TypeError(f"map_location={map_location!r} is not supported; pass None, 'cpu' or 'on_device'.")
 
 
 def save_custom_state(obj: Any, path: Folder, index: int = 0, save_on_each_node: bool = False) -> None:
@@ -196,9 +152,9 @@ def save_custom_state(obj: Any, path: Folder, index: int = 0, save_on_each_node:
         save_on_each_node: Write on the main process of each node.
     """
     state = obj.state_dict()
-    if load.writes(save_on_each_node):
-        with load.planned(path) as plan:
-            plan.add_object(names.custom_file(index), state)
+    with load.planned(path, save_on_each_node) as plan:
+        if plan.writes_shared:
+            plan.add_object(custom_file(index), state)
 
 
 def load_custom_state(obj: Any, path: Folder, index: int = 0) -> None:
@@ -212,4 +168,4 @@ def load_custom_state(obj: Any, path: Folder, index: int = 0) -> None:
     Raises:
         FileNotFoundError: The folder has no state of this number.
     """
-    obj.load_state_dict(load.read_object(path, names.custom_file(index), f"registered object {index}"))
+    obj.load_state_dict(load.read_file(path, custom_file(index), f"registered object {index}"))

@@ -76,10 +76,12 @@ def test_a_rank_that_was_not_there_is_told(tmp_path, caplog):
     assert "random_states_3.pkl" in caplog.text and "fewer processes" in caplog.text
 
 
-def test_locations():
-    assert checkpointing.resolve_map_location(None) == checkpointing.resolve_map_location("cpu") == "cpu"
+def test_locations(tmp_path):
+    checkpointing.save_accelerator_state(tmp_path, [], [], [], [], 0, 0)
+    for location in (None, "cpu", "on_device"):
+        checkpointing.load_accelerator_state(tmp_path, [], [], [], [], 0, map_location=location)
     with pytest.raises(TypeError, match="'cuda:0'"):
-        checkpointing.resolve_map_location("cuda:0")
+        checkpointing.load_accelerator_state(tmp_path, [], [], [], [], 0, map_location="cuda:0")
 
 
 def test_custom_objects(tmp_path):

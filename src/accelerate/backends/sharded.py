@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 from accelerate.backends.base import Backend
 from accelerate.checkpoint import layouts, optimizers
 from accelerate.checkpoint import state as states
+from accelerate.checkpoint.load import keeps_values, loads_by_name
 from accelerate.checkpoint.state import Layout
 from accelerate.config.handlers import GradScalerKwargs
 from accelerate.devices import row
@@ -35,9 +36,18 @@ class ShardedModel:
         own: Its state.
         layout: Of the state that it will get.
         adapter_only: Whether that is the active adapter's alone.
+        finish: Reads the state over the model's own, if it has not been read yet.
     """
 
-    def __init__(self, model: nn.Module, own: states.ModelState, layout: Layout, adapter_only: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        own: states.ModelState,
+        layout: Layout,
+        adapter_only: bool = False,
+        finish: Callable[[], None] | None = None,
+    ) -> None:
+        self._finish = finish
         self._model = model
         self._own = own
         self._layout = layout
@@ -64,6 +74,8 @@ class ShardedModel:
             strict: Whether all names must be there.
             adapter_only: As it was said when the state was read.
         """
+        if self._finish is not None:
+            return self._finish()
         options: dict[str, Any] = {}
         if self._adapter_only:
             options["setter"] = functools.partial(fsdp_utils._set_model_state_dict, adapter_only=True)
@@ -186,8 +198,11 @@ class Sharded(Backend):
         if adapter_only:
             getter["getter"] = functools.partial(fsdp_utils._get_model_state_dict, adapter_only=True)
         prefer, strict = self.layout(accelerator, "model"), options.get("strict", True)
-        state, own, layout = layouts.read_for_model(model, folder, index, prefer, strict, verify=False, **getter)
-        return ShardedModel(model, own, layout, adapter_only), state
+        over = not adapter_only and loads_by_name(model)
+        state, own, layout, finish = layouts.read_for_model(
+            model, folder, index, prefer, strict, verify=False, over=over, **getter
+        )
+        return ShardedModel(model, own, layout, adapter_only, finish), state
 
     def save_optimizer(
         self, accelerator: "Accelerator", optimizer: Any, folder: str, index: int, **options: Any
@@ -199,11 +214,12 @@ class Sharded(Backend):
 
     def load_optimizer(
         self, accelerator: "Accelerator", optimizer: Any, folder: str, index: int, **options: Any
-    ) -> Any:
+    ) -> optimizers.Deferred:
         """Read this rank's shards of an optimizer's state, whoever wrote it. All ranks."""
         model = model_of(optimizer, accelerator._models)
         prefer = self.layout(accelerator, "optimizer")
-        return optimizers.read_for_optimizer(optimizer, model, folder, index, prefer, verify=False)
+        over = keeps_values(states.inner_optimizer(optimizer))
+        return optimizers.read_for_optimizer(optimizer, model, folder, index, prefer, verify=False, over=over)
 
 
 @contextlib.contextmanager

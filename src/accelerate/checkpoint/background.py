@@ -2,7 +2,7 @@
 
 The thread holds what it writes in host memory of its own, and meets the other ranks through the key-value store of the
 process group, so it takes part in no collective of the training. Hashing, copying and writing release the interpreter lock.
-It rests between blocks as long as nobody waits for it. Its priority is that of any other thread: one of a low priority that holds the
+It rests between blocks as long as no other thread waits for it. Its priority is that of any other thread: one of a low priority that holds the
 interpreter lock holds up the training as long as other processes keep it from running.
 """
 
@@ -13,7 +13,6 @@ import os
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from multiprocessing import util as multiprocessing_util
 from typing import Any
@@ -42,15 +41,10 @@ class Background:
         self._problem: BaseException | None = None
         self._what = ""
         self._pid = os.getpid()
-        self._hurry = threading.Event()  # somebody waits
+        self._hurry = threading.Event()  # a thread waits for the save
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Background, ()
-
-    @property
-    def busy(self) -> bool:
-        """Whether a save is being written."""
-        return self._thread is not None and self._thread.is_alive()
 
     def process_group(self) -> Any | None:
         """Return the group in which ranks write shards: apart from the training's, which goes on meanwhile. All ranks."""
@@ -77,19 +71,20 @@ class Background:
             try:
                 with durable.resting(_REST, self._hurry):
                     task()
+                _unsettled.discard(self)
             except BaseException as error:
                 self._problem = error
-                _failed.add(self)
-                # Now, too: a training that ends or fails before its next call would never tell.
+                # Now, too: a training that ends or fails before its next call would never report it.
                 logger.error("The checkpoint %s could not be saved in the background: %s", what, error)
             finally:
                 done()
 
         self._what, self._pid = what, os.getpid()
         self._hurry.clear()
+        _unsettled.add(self)
         thread = threading.Thread(target=run, name="accelerate-checkpoint", daemon=False)
         try:
-            _wait_at_exit(self)
+            _wait_at_exit()
             thread.start()
         except RuntimeError:
             self._hurry.set()
@@ -116,23 +111,18 @@ class Background:
             reason: what waits for it, for the log; None says nothing.
         """
         self._join(reason)
-        self._thread = None  # not before: whoever is interrupted while it waits has not waited
-        problem, self._problem = self._problem, None
-        _failed.discard(self)
-        if problem is None:
+        self._thread = None  # not before: a caller that is interrupted while it waits has not waited
+        cause, self._problem = self._problem, None
+        _unsettled.discard(self)
+        if cause is None:
             return None
-        told = RuntimeError(f"The checkpoint {self._what} could not be saved in the background: {problem}")
-        told.__cause__ = problem
-        return told
+        problem = RuntimeError(f"The checkpoint {self._what} could not be saved in the background: {cause}")
+        problem.__cause__ = cause
+        return problem
 
     def _join(self, reason: str | None = None) -> None:
         thread = self._thread
-        if thread is None:
-            return
-        if self._pid != os.getpid():
-            logger.warning(
-                "The checkpoint %s is being written by the process that this one was forked from.", self._what
-            )
+        if thread is None or self._pid != os.getpid():  # a fork has its parent's, which writes on
             return
         self._hurry.set()
         if reason is not None and thread.is_alive():
@@ -145,13 +135,12 @@ class Background:
 
 # -- the end of the program ----------------------------------------------------------------------------------------
 
-_used: "weakref.WeakSet[Background]" = weakref.WeakSet()
-# Those whose last save failed, and nobody has asked yet; their Accelerators may be gone.
-_failed: set[Background] = set()
+# Those that are saving, or whose last save failed and no call has reported it yet; their Accelerators may be gone.
+_unsettled: set[Background] = set()
 _registered_in: int | None = None
 
 
-def _wait_at_exit(background: Background) -> None:
+def _wait_at_exit() -> None:
     """Let the interpreter wait for a save before it closes thread pools, which writing and the network use."""
     global _registered_in
     if _registered_in != os.getpid():
@@ -160,24 +149,23 @@ def _wait_at_exit(background: Background) -> None:
 
             threading._register_atexit(_join_all)
         if multiprocessing.parent_process() is not None:
-            # Such a process leaves without a look at `atexit`, and first tells the other ranks that it ends.
+            # Such a process leaves without a look at `atexit`, and first reports to the other ranks that it ends.
             multiprocessing_util.Finalize(None, _leave, exitpriority=1000)
         _registered_in = os.getpid()
-    _used.add(background)
 
 
 def _join_all() -> None:
-    for background in list(_used):
+    for background in list(_unsettled):
         background._join()
 
 
 def _leave() -> None:
-    """End with status 1 if a save failed that nobody has asked for: whoever started the program must not take it for done.
+    """End with status 1 if a save failed that no call has reported: the program must not look as if it had succeeded.
 
-    Nobody is going to ask any more, and a line on the log is easily missed.
+    No call is going to report it any more, and a line on the log is easily missed.
     """
     _join_all()
-    if all(background._pid != os.getpid() for background in _failed):  # a fork has its parent's
+    if all(background._pid != os.getpid() for background in _unsettled):  # a fork has its parent's
         return
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):

@@ -47,9 +47,10 @@ ASK_WRITERS_AFTER_S, ASK_WRITERS_AGAIN_S = 10.0, 5.0
 # How long after its first question a rank reports which ranks it waits for.
 REPORT_AFTER_S = 10.0
 
-_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
-# Waiting ranks look at the store this often a second, all together.
-_LOOKS_PER_SECOND = 5000
+# A waiting rank looks at the store more seldom the longer it waits, so that it loses a tenth of its time at most; all
+# ranks together never look more often than this.
+_LONGEST_PAUSE_S = 0.05
+_LOOKS_PER_SECOND = 20_000
 _MOST_LINES = 16
 Note = dict[str, Any]
 # Makes the outcome of all notes. Makes one while notes are missing, or returns None to wait on.
@@ -69,41 +70,45 @@ def default_store() -> Any | None:
 
 
 class SaveBarrier:
-    """One ``save_state`` or ``load_state`` of all ranks: ``begin``, any number of ``exchange`` and ``check``, ``end``.
+    """One ``save_state`` or ``load_state`` of all ranks: ``begin``, any number of ``exchange``, ``leave``.
 
     Every rank makes one and calls these in the same order. ``begin`` belongs into the thread of the call; the rest may
-    run in another one, while no other barrier of this process begins.
+    run in another one, while no other barrier of this process begins. Several ranks without a store meet by
+    collectives: these wait for a missing rank as long as they do, and belong into the thread of the call.
 
     Args:
         kind: What was called: "save_state" or "load_state".
-        place: The path as this rank means it, absolute.
+        location: The path as this rank means it, absolute.
         rank: This process's rank.
         world_size: Number of ranks.
-        store: Where notes are left, `default_store`; None for a process that meets no other.
-        local_world_size: Given where each machine has a checkpoint of its own: paths must only agree within a machine.
+        store: Where notes are left, `default_store`; None without one.
+        local_rank: Given where each machine stages for itself: the number of this process on its machine.
+        each_machine: Whether each machine has a checkpoint of its own: paths must only agree within a machine.
 
     Attributes:
-        ranks: Those that take part, in ascending order: all, unless a subset may save; without a store, this one.
+        ranks: Those that take part, in ascending order: all, unless a subset may save.
         name: A name that no other barrier has, the same on all ranks once it has begun.
-        local_rank: Given where each machine stages for itself: the number of this process on its machine.
-        failed: This rank has failed: it need not wait for those that stand in a collective that it will not join.
         in_background: Whether what comes after `begin` may run in a thread of its own.
     """
 
-    in_background = True
-
     def __init__(
-        self, kind: str, place: str, rank: int, world_size: int, store: Any | None, local_world_size: int | None = None
+        self,
+        kind: str,
+        location: str,
+        rank: int,
+        world_size: int,
+        store: Any | None,
+        local_rank: int | None = None,
+        each_machine: bool = False,
     ) -> None:
-        self.kind, self.place, self.rank, self.world_size = kind, place, rank, world_size
+        self.kind, self.location, self.rank, self.world_size = kind, location, rank, world_size
+        self.ranks = list(range(world_size))
         self.name = secrets.token_hex(8)
-        self.local_rank: int | None = None
-        self.failed = False
-        self._origin = store if world_size > 1 else None
-        self.ranks = [rank] if self._origin is None else list(range(world_size))
-        self._scope = "" if local_world_size is None else socket.gethostname()
+        self.in_background = store is not None or world_size == 1
+        self._local_rank, self._each_machine = local_rank, each_machine
         self._machines: dict[int, list[Any] | None] = {}
-        self._site, self._reported = "", False
+        self._site, self._reported, self._failed = "", False, False
+        self._origin = store if world_size > 1 else None
         # The keys of all barriers, and from `begin` on those of this one and of the round that it is in.
         self._store: Any = None if self._origin is None else dist.PrefixStore("accelerate/barrier", store)
         self._keys = self._round = self._store
@@ -120,12 +125,14 @@ class SaveBarrier:
         """
         hang.watch(self._origin, self.rank, self.world_size)
         self._site = hang.call_site()
-        note = {"kind": self.kind, "place": self.place, "scope": self._scope, "site": self._site, "name": self.name}
-        note["machine"] = None if self.local_rank is None else [socket.gethostname(), self.local_rank]
+        machine = socket.gethostname()
+        note = {"kind": self.kind, "location": self.location, "site": self._site, "name": self.name}
+        note["scope"] = machine if self._each_machine else ""
+        note["machine"] = None if self._local_rank is None else [machine, self._local_rank]
         outcome = self._convene(note)
         self.ranks = outcome["ranks"]
         if outcome["problem"] is not None:
-            self._leave()
+            self.leave()
             raise CollectiveMisuse(outcome["problem"])
         self.name = outcome["name"]
         self._machines = dict(zip(self.ranks, outcome["machines"], strict=True))
@@ -145,92 +152,65 @@ class SaveBarrier:
         first = [rank for rank in self.ranks if self._machines[rank] == [machine[0], 0]]
         return default if default in first or not first else first[0]
 
-    def exchange(self, note: Any) -> list[Any]:
-        """Leave a note, and return what all ranks left once they have.
+    def exchange(self, note: Any, problem: BaseException | None = None) -> list[Any]:
+        """Leave a note, and return what all ranks left once they have; if any rank has failed, this is the end.
 
         Args:
             note: Anything that JSON can say.
+            problem: What went wrong on this rank.
 
         Returns:
             The notes of ``ranks``, in this order.
 
         Raises:
-            RuntimeError: A rank is gone; raised on all that wait.
+            RuntimeError: Another rank has failed, or is gone; the message says where, and what is wrong. What failed on
+                this one is raised as it is.
         """
+        self._failed = self._failed or problem is not None
+        notes = []
+        try:
+            notes = self._gather([note, None if problem is None else f"{type(problem).__name__}: {problem}"])
+        except RuntimeError:
+            if problem is None:
+                raise
+        failed = [f"Rank {rank}: {text}" for rank, (_, text) in zip(self.ranks, notes, strict=False) if text]
+        if failed:
+            self.leave()
+        if problem is not None:
+            raise problem
+        if failed:
+            raise RuntimeError(f"{self.kind}({self.location!r}) failed on other ranks. {' '.join(failed)}")
+        return [left for left, _ in notes]
+
+    def leave(self) -> None:
+        """End the barrier, after the last exchange; the last rank to leave removes its keys, which would pile up in a long run."""
         if self._store is None:
-            return [note]
-        ask = (ASK_AFTER_S, ASK_AGAIN_S) if self.failed else (ASK_WRITERS_AFTER_S, ASK_WRITERS_AGAIN_S)
+            return
+        names, rounds = [*self.ranks, "come", "outcome"], range(self._round_number + 1)
+        with contextlib.suppress(RuntimeError):  # a store that cannot delete, or whose process has ended
+            if self._keys.add("left", 1) == len(self.ranks):
+                self._remove([*(f"{number}/{name}" for number in rounds for name in names), "left"])
+
+    def _gather(self, note: Any) -> list[Any]:
+        """Return the notes of ``ranks``, which they all leave now."""
+        if self._store is None:
+            # The communicator of a single process is not asked: the run may have reset its state meanwhile.
+            return [note] if self.world_size == 1 else comm.current().gather_object(note)
+        ask = (ASK_AFTER_S, ASK_AGAIN_S) if self._failed else (ASK_WRITERS_AFTER_S, ASK_WRITERS_AGAIN_S)
         try:
             outcome = self._hold({"note": note}, lambda notes: {"notes": notes}, self._judge_exchange, *ask)
         except RuntimeError as error:
             raise RuntimeError(self._no_store()) from error
         if "lost" in outcome:
-            raise RuntimeError(f"{self.kind}({self.place!r}) did not come to its end. {outcome['lost']}")
+            raise RuntimeError(f"{self.kind}({self.location!r}) did not come to its end. {outcome['lost']}")
         return [left["note"] for left in outcome["notes"].values()]
-
-    def check(self, problem: BaseException | None) -> None:
-        """Go on if all ranks succeeded so far; else this was the end.
-
-        Args:
-            problem: What went wrong on this rank.
-
-        Raises:
-            RuntimeError: As `end`.
-        """
-        try:
-            self._succeed_together(problem)
-        except BaseException:
-            self._leave()
-            raise
-
-    def end(
-        self, problem: BaseException | None, act: Callable[[], None] | None = None, presiding: bool | None = None
-    ) -> None:
-        """Learn whether all ranks succeeded, and if so take the last step.
-
-        Args:
-            problem: What went wrong on this rank.
-            act: The last step, for the ranks that preside; not taken if anything failed on any rank. Every rank gives
-                one, or none does.
-            presiding: Whether this rank presides; the first of ``ranks`` does by default.
-
-        Raises:
-            RuntimeError: Something failed on another rank; the message says what and where. What failed on this one is
-                raised as it is.
-        """
-        try:
-            self._succeed_together(problem)
-            if act is not None:
-                if presiding or (presiding is None and self.rank == self.ranks[0]):
-                    try:
-                        act()
-                    except (
-                        BaseException
-                    ) as error:  # the others must learn of it, so that they do not wait for this one
-                        problem = error
-                self._succeed_together(problem)
-        finally:
-            self._leave()
-
-    def _succeed_together(self, problem: BaseException | None) -> None:
-        self.failed = self.failed or problem is not None
-        try:
-            notes = self.exchange(None if problem is None else f"{type(problem).__name__}: {problem}")
-        except RuntimeError:
-            if problem is None:
-                raise
-        if problem is not None:
-            raise problem
-        failed = [f"Rank {rank}: {note}" for rank, note in zip(self.ranks, notes, strict=True) if note is not None]
-        if failed:
-            raise RuntimeError(f"{self.kind}({self.place!r}) failed on other ranks. {' '.join(failed)}")
 
     # Rounds
 
     def _convene(self, note: Note) -> Note:
         """Join the barrier that is open, until there is an outcome of one that this rank is part of."""
         if self._store is None:
-            return _agreed({self.rank: note})
+            return _agreed(dict(enumerate(self._gather(note))))
         after_s = 0.0 if parse_flag_from_env(PARTIAL) else ASK_AFTER_S
         try:
             while True:
@@ -262,15 +242,16 @@ class SaveBarrier:
         come = store.add("come", 1)
         notes = self._notes() if come == len(self.ranks) else {}
         outcome = agree(notes) if len(notes) == len(self.ranks) else None
-        began, pause_s, diagnosis = time.monotonic(), _SHORTEST_PAUSE_S, None
+        shortest_s = len(self.ranks) / _LOOKS_PER_SECOND
+        began, waited_s, diagnosis = time.monotonic(), 0.0, None
         while outcome is None:
             if (known := _read(store, "outcome")) is not None:
                 return known
-            time.sleep(pause_s)
-            pause_s = min(1.5 * pause_s, max(_LONGEST_PAUSE_S, len(self.ranks) / _LOOKS_PER_SECOND))
-            if time.monotonic() - began >= after_s:
-                asks = come == 1 or self.failed
-                diagnosis = diagnosis or Diagnosis(self._origin, self, self.world_size, asks, 0.0, again_s)
+            time.sleep(max(shortest_s, min(waited_s / 10, _LONGEST_PAUSE_S)))
+            waited_s = time.monotonic() - began
+            if waited_s >= after_s:
+                asks = come == 1 or self._failed
+                diagnosis = diagnosis or Diagnosis(self._origin, self.ranks, self.world_size, asks, again_s)
                 outcome = judge(diagnosis)
         # What another rank has decided meanwhile holds.
         return json.loads(store.compare_set("outcome", "", json.dumps(outcome)))
@@ -284,26 +265,13 @@ class SaveBarrier:
             notes = [_read(self._round, key) for key in keys]
         return {rank: note for rank, note in zip(self.ranks, notes, strict=True) if note is not None}
 
-    def _leave(self) -> None:
-        """Remove keys that no rank needs any longer, so that they do not pile up in a long run."""
-        if self._store is None:
-            return
-        # All have come to the last round, so all have the outcomes before it; but some may still read its notes.
-        rounds = range(self._round_number + 1)
-        keys = [f"{number}/{self.rank}" for number in rounds[:-1]]
-        with contextlib.suppress(RuntimeError):  # a store that cannot delete, or whose process has ended
-            if self._keys.add("left", 1) == len(self.ranks):
-                keys += [f"{self._round_number}/{rank}" for rank in self.ranks]
-                keys += [f"{number}/{name}" for number in rounds for name in ("come", "outcome")] + ["left"]
-            self._remove(keys)
-
     def _remove(self, keys: list[str]) -> None:
         for key in keys:
             self._keys.delete_key(key)
 
     def _no_store(self) -> str:
         return (
-            f"{self.kind}({self.place!r}) at {self._site}: the process that holds the ranks' key-value store has ended, "
+            f"{self.kind}({self.location!r}) at {self._site}: the process that holds the ranks' key-value store has ended, "
             f"so the other ranks cannot be met. Call {self.kind} on every rank before any of them ends."
         )
 
@@ -330,7 +298,7 @@ class SaveBarrier:
             return {"ranks": list(notes), "problem": problem}
         if states and not self._reported and time.monotonic() - diagnosis.began > REPORT_AFTER_S:
             self._reported = True
-            logger.warning("%s(%r) waits for other ranks: %s.", self.kind, self.place, "; ".join(_lines(states)))
+            logger.warning("%s(%r) waits for other ranks: %s.", self.kind, self.location, "; ".join(_lines(states)))
         return None
 
     def _judge_exchange(self, diagnosis: Diagnosis) -> Note | None:
@@ -339,7 +307,7 @@ class SaveBarrier:
             return None
         missing = [rank for rank in self.ranks if not self._round.check([str(rank)])]
         # With all notes there, the rank that should have summed them up is gone.
-        lost = diagnosis.gone(missing or self.ranks) or (diagnosis.stuck(missing) if self.failed and missing else [])
+        lost = diagnosis.gone(missing or self.ranks) or (diagnosis.stuck(missing) if self._failed and missing else [])
         lines = _lines({rank: str(diagnosis.observations[rank].latest) for rank in lost})
         return {"lost": f"The others wait in vain: {'; '.join(lines)}."} if lost else None
 
@@ -376,10 +344,10 @@ def _agreed(notes: dict[int, Note]) -> Note:
 def _disagreement(notes: dict[int, Note]) -> str | None:
     """Return what is wrong with the calls of ranks, or None."""
     kinds = sorted({note["kind"] for note in notes.values()})
-    places = {(note["scope"], note["place"]) for note in notes.values()}
+    locations = {(note["scope"], note["location"]) for note in notes.values()}
     if len(kinds) > 1:
         return _message(f"Some ranks called {kinds[0]} while others called {kinds[1]}:", notes)
-    if len(places) > len({scope for scope, _ in places}):
+    if len(locations) > len({scope for scope, _ in locations}):
         return _message(f"{kinds[0]} was called with different paths:", notes)
     return None
 
@@ -393,7 +361,7 @@ def _never_called(notes: dict[int, Note], states: dict[int, str], hopeless: list
 
 
 def _message(title: str, notes: dict[int, Note], others: dict[int, str] | None = None) -> str:
-    texts = {rank: f"called {note['kind']}({note['place']!r}) at {note['site']}" for rank, note in notes.items()}
+    texts = {rank: f"called {note['kind']}({note['location']!r}) at {note['site']}" for rank, note in notes.items()}
     lines = _lines(dict(sorted((texts | (others or {})).items())))
     kind = min(note["kind"] for note in notes.values())
     reason = "" if kind == "load_state" else ": only one of them writes each file"
@@ -416,37 +384,3 @@ def _numbers(ranks: Collection[int]) -> str:
     runs = itertools.groupby(enumerate(sorted(ranks)), lambda item: item[1] - item[0])
     ends = [(run[0][1], run[-1][1]) for run in (list(run) for _, run in runs)]
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ends)
-
-
-# -- without a store -----------------------------------------------------------------------------------------------
-
-
-class CollectiveBarrier(SaveBarrier):
-    """A `SaveBarrier` by collectives: it waits for a missing rank as they do, and belongs into the thread of the call.
-
-    Args:
-        kind: What was called: "save_state" or "load_state".
-        place: The path as this rank means it, absolute.
-        rank: This process's rank.
-        world_size: Number of ranks.
-    """
-
-    in_background = False
-
-    def __init__(self, kind: str, place: str, rank: int, world_size: int) -> None:
-        super().__init__(kind, place, rank, world_size, None)
-        self.ranks = list(range(world_size))
-
-    def _convene(self, note: Note) -> Note:
-        return _agreed(dict(enumerate(self.exchange(note))))
-
-    def exchange(self, note: Any) -> list[Any]:
-        """Return what every rank says, by rank. All ranks.
-
-        Args:
-            note: Anything that JSON can say.
-
-        Returns:
-            The notes of all ranks.
-        """
-        return comm.current().gather_object(note)

@@ -20,38 +20,30 @@ from accelerate.utils.other import load
 
 Path = str | os.PathLike[str]
 
+# What safetensors calls torch's dtypes, as far as this torch has them.
 DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
+    getattr(torch, dtype): name
+    for dtype, name in {
+        "float64": "F64",
+        "float32": "F32",
+        "float16": "F16",
+        "bfloat16": "BF16",
+        "int64": "I64",
+        "int32": "I32",
+        "int16": "I16",
+        "int8": "I8",
+        "uint64": "U64",
+        "uint32": "U32",
+        "uint16": "U16",
+        "uint8": "U8",
+        "bool": "BOOL",
+        "complex64": "C64",
+        "float8_e4m3fn": "F8_E4M3",
+        "float8_e5m2": "F8_E5M2",
+        "float8_e8m0fnu": "F8_E8M0",
+    }.items()
+    if hasattr(torch, dtype)
 }
-for _dtype, _name in (
-    ("uint16", "U16"),
-    ("uint32", "U32"),
-    ("uint64", "U64"),
-    ("complex64", "C64"),
-    ("float8_e4m3fn", "F8_E4M3"),
-    ("float8_e5m2", "F8_E5M2"),
-    ("float8_e8m0fnu", "F8_E8M0"),
-):
-    if hasattr(torch, _dtype):
-        DTYPE_NAMES[getattr(torch, _dtype)] = _name
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return what safetensors calls a dtype.
-
-    Args:
-        dtype: one that `check_storable` accepts.
-    """
-    return DTYPE_NAMES[dtype]
 
 
 def tensor_entry(shape: Iterable[int], dtype: torch.dtype) -> TensorEntry:
@@ -91,14 +83,12 @@ def write_safetensors(
     # Largest elements first, so that each tensor starts where its dtype may; then by name.
     order = sorted(tensors, key=lambda name: (-check_storable(name, tensors[name]).element_size(), name))
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    entries, offset = {}, 0
-    for name in order:
-        tensor = tensors[name]
-        size = tensor.numel() * tensor.element_size()
-        dtype = DTYPE_NAMES[tensor.dtype]
-        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [offset, offset + size]}
-        entries[name] = TensorEntry(tuple(tensor.shape), dtype)
-        offset += size
+    entries = {name: tensor_entry(tensors[name].shape, tensors[name].dtype) for name in order}
+    offset = 0
+    for name, entry in entries.items():
+        end = offset + tensors[name].nbytes
+        header[name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [offset, end]}
+        offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with durable(path) as file:
@@ -166,18 +156,15 @@ def write_bytes(path: Path, data: bytes, rank: int = 0) -> FileEntry:
 
 
 def describe(path: Path, rank: int = 0, threads: int = 1) -> FileEntry:
-    """Hash a file that somebody else wrote, and see to it that the disk has it. Any rank, alone.
+    """Hash a file that other code wrote, and see to it that the disk has it. Any rank, alone.
 
     Args:
         path: the file.
         rank: who speaks for it.
         threads: how many pieces are hashed at a time.
     """
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
     size, digest = of_file(path, threads)
     return FileEntry(size, digest, rank)
 
@@ -210,22 +197,28 @@ def mapped(path: Path) -> Any:
         raise DamagedCheckpoint(f"{os.fspath(path)} could not be read: {error!r}") from error
 
 
-def _rebuilt(state: Any, change: Callable[[Any], Any], known: dict[int, Any] | None = None) -> Any:
-    """Return a state of the same containers, whose values have been changed; it may contain itself."""
+def rebuilt(state: Any, change: Callable[[Any], Any], known: dict[int, Any] | None = None) -> Any:
+    """Return a state of the same containers, whose values have been changed.
+
+    Args:
+        state: nested containers; it may contain itself.
+        change: returns what stands for a value.
+        known: what was rebuilt already, by id.
+    """
     known = {} if known is None else known
     if id(state) in known:
         return known[id(state)]
     if type(state) in (dict, OrderedDict):
         made = known[id(state)] = type(state)()
-        made.update([(key, _rebuilt(value, change, known)) for key, value in state.items()])
+        made.update([(key, rebuilt(value, change, known)) for key, value in state.items()])
         if type(state) is OrderedDict:
-            vars(made).update(vars(state))  # a state dict has its version there
+            vars(made).update(rebuilt(vars(state), change, known))  # a state dict has its version there
         return made
     if type(state) is list:
         made = known[id(state)] = []
-        made.extend([_rebuilt(value, change, known) for value in state])
+        made.extend([rebuilt(value, change, known) for value in state])
         return made
-    return tuple([_rebuilt(value, change, known) for value in state]) if type(state) is tuple else change(state)
+    return tuple([rebuilt(value, change, known) for value in state]) if type(state) is tuple else change(state)
 
 
 def plain(state: Any) -> Any:
@@ -236,7 +229,7 @@ def plain(state: Any) -> Any:
     Args:
         state: nested containers; they are not changed.
     """
-    return _rebuilt(state, lambda value: value.item() if isinstance(value, np.generic) else value)
+    return rebuilt(state, lambda value: value.item() if isinstance(value, np.generic) else value)
 
 
 def in_memory(state: Any) -> Any:
@@ -246,7 +239,7 @@ def in_memory(state: Any) -> Any:
         state: nested containers; they are not changed.
     """
     plain_tensors = (torch.Tensor, torch.nn.Parameter)
-    return _rebuilt(state, lambda value: value.clone() if type(value) in plain_tensors else value)
+    return rebuilt(state, lambda value: value.clone() if type(value) in plain_tensors else value)
 
 
 def storages(state: Any) -> set[int]:

@@ -13,14 +13,13 @@ import posixpath
 import time
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from typing import IO, Any
 
-from accelerate.checkpoint import names
-from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, FileEntry, TensorEntry, is_inside, problems
-from accelerate.checkpoint.names import METADATA
+from accelerate.checkpoint import manifest
+from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, FileEntry, TensorEntry
 from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, State, Stored
 
 # The name in a table of the folder itself, where it has files of a checkpoint and other checkpoints lie in it.
@@ -58,7 +57,7 @@ class Summary:
     @property
     def number(self) -> int | None:
         """The number of an automatically named checkpoint; None for others, and for the folder that was looked at."""
-        return None if self.name == ITSELF else names.number_of(self.storage.name)
+        return None if self.name == ITSELF else manifest.number_of(self.storage.name)
 
     @property
     def age(self) -> float | None:
@@ -67,7 +66,7 @@ class Summary:
 
     def to_json(self) -> dict[str, Any]:
         """Return the summary as plain data."""
-        saved, age, manifest = self.saved, self.age, self.state.manifest
+        saved, age, listing = self.saved, self.age, self.state.manifest
         return {
             "name": self.name,
             "location": self.storage.location,
@@ -77,7 +76,7 @@ class Summary:
             "size": self.size,
             "saved": None if saved is None else datetime.fromtimestamp(saved, timezone.utc).isoformat(),
             "age": None if age is None else round(age, 3),
-            **{key: getattr(manifest, key, None) for key in ("step", "iteration", "world_size", "strategy")},
+            **{key: getattr(listing, key, None) for key in ("step", "iteration", "world_size", "strategy")},
         }
 
 
@@ -92,21 +91,19 @@ def summarize(storage: CheckpointStorage, name: str | None = None) -> Summary:
     if state.kind == "complete" and state.manifest is not None:
         with contextlib.suppress(ValueError, OverflowError):  # the manifest's date may be any text
             saved = datetime.fromisoformat(state.manifest.created)
-            saved = saved if saved.tzinfo else saved.replace(tzinfo=timezone.utc)
+            saved = saved.replace(tzinfo=saved.tzinfo or timezone.utc)
             return Summary(name, storage, state, state.manifest.size, saved.timestamp())
     stored = storage.stored()
-    return Summary(name, storage, state, stored.size, stored.modified, _is_unread(storage, state))
+    unread = state.kind == "incomplete" and state.manifest is None and _has_manifest(storage)
+    return Summary(name, storage, state, stored.size, stored.modified, unread)
 
 
-def _is_unread(storage: CheckpointStorage, state: State) -> bool:
-    if state.kind != "incomplete" or state.manifest is not None:
-        return False
+def _has_manifest(storage: CheckpointStorage) -> bool:
+    """Whether a manifest is here, readable or not; beside a marker it is of the checkpoint that was here before."""
     files = storage.files()
-    if any(name.startswith(names.INCOMPLETE_MARKER) for name in files):
-        return False  # the manifest is of what was there before
     # A link, a pipe or a folder of that name is not among the files, and cannot be read either.
     odd = isinstance(storage, LocalStorage) and os.path.lexists(os.path.join(storage.fetch(), NAME))
-    return NAME in files or odd
+    return (odd or NAME in files) and not any(name.startswith(manifest.INCOMPLETE_MARKER) for name in files)
 
 
 def survey(folder: CheckpointStorage) -> list[Summary]:
@@ -117,44 +114,46 @@ def survey(folder: CheckpointStorage) -> list[Summary]:
 
     Args:
         folder: a checkpoint, a folder of checkpoints, or a project's folder.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
     """
     if NAME in folder.files():
         return [summarize(folder)]
-    inner = folder.child(names.CHECKPOINTS_FOLDER)
+    inner = folder.child(manifest.CHECKPOINTS_FOLDER)
     found = [
         summarize(entry, prefix + entry.name)
-        for home, prefix in ((folder, ""), (inner, f"{names.CHECKPOINTS_FOLDER}/"))
-        for entry in dict.fromkeys(home.entries())
+        for home, prefix in ((folder, ""), (inner, f"{manifest.CHECKPOINTS_FOLDER}/"))
+        for entry in home.entries()
         if entry.parent() == home and _is_one(entry)  # what a link leads to lies elsewhere, or is there already
     ]
+    if not found and (state := folder.state()).kind == "absent":
+        raise FileNotFoundError(f"{folder.location!r}: {state.reason}.")
+    if not found:
+        return [summarize(folder)] if _has_parts(folder) else []
     if _has_parts(folder):
-        if not found:
-            return [summarize(folder)]
         size = sum(stored.size for stored in folder.files().values())  # without the checkpoints inside
         found.append(Summary(ITSELF, folder, folder.state(), size, None))
     # Oldest first; in a series, numbers count more than times, which a copy changes.
     by_time = sorted(found, key=lambda one: (one.saved or 0.0, one.name))
-    by_number = {home: iter(members) for home, members in _series(found).items()}
+    by_number = {home: iter(_series(found, home)) for home in (folder, inner)}
     return [one if one.number is None else next(by_number[one.storage.parent()]) for one in by_time]
 
 
 def _is_one(storage: CheckpointStorage) -> bool:
-    return names.number_of(storage.name) is not None or _has_parts(storage)
+    return manifest.number_of(storage.name) is not None or _has_parts(storage)
 
 
 def _has_parts(storage: CheckpointStorage) -> bool:
     """Whether a folder has files of a checkpoint, ours or another library's."""
     entries = [*storage.files(), *(entry.name for entry in storage.entries())]
-    return any(entry == NAME or names.is_checkpoint_file(entry) for entry in entries)
+    return any(entry == NAME or manifest.is_checkpoint_file(entry) for entry in entries)
 
 
-def _series(found: Iterable[Summary]) -> dict[CheckpointStorage, list[Summary]]:
-    """The automatically named checkpoints of each folder, by number; those of another folder are another run's."""
-    series: dict[CheckpointStorage, list[Summary]] = {}
-    for one in sorted(found, key=lambda one: one.number or 0):
-        if one.number is not None:
-            series.setdefault(one.storage.parent(), []).append(one)
-    return series
+def _series(found: list[Summary], home: CheckpointStorage) -> list[Summary]:
+    """The automatically named checkpoints of one folder, by number; those of another folder are another run's."""
+    numbered = [one for one in found if one.number is not None and one.storage.parent() == home]
+    return sorted(numbered, key=lambda one: one.number or 0)
 
 
 def all_files(storage: CheckpointStorage) -> dict[str, int]:
@@ -192,19 +191,19 @@ def verify(summary: Summary, progress: Callable[[int], None] | None = None) -> l
     except (DamagedCheckpoint, OSError) as error:
         return [str(error)]
     if state.manifest is not None:
-        return problems(folder, state.manifest, deep=True, progress=progress)
+        return manifest.problems(folder, state.manifest, deep=True, progress=progress)
     files, found = all_files(summary.storage), {}
     for name, size in files.items():
         inner, file = posixpath.split(name)
         path = os.path.join(folder, *name.split("/"))
         try:
-            if file == METADATA:
+            if file == manifest.METADATA:
                 shards = _problems_of_shards(os.path.dirname(path))
                 found |= {posixpath.join(inner, shard): problem for shard, problem in shards.items()}
-            elif posixpath.join(inner, METADATA) not in files and (problem := _problem_of(path)):
+            elif posixpath.join(inner, manifest.METADATA) not in files and (problem := _problem_of(path)):
                 found[name] = problem
         except (DamagedCheckpoint, OSError) as error:
-            found[name] = f"is damaged: {str(error).removeprefix(f'{path} is damaged: ')}"
+            found[name] = f"is damaged: {str(error).removeprefix(f'{path} is ')}"
         if progress is not None:
             progress(size)
     return [f"{name} {problem}" for name, problem in sorted(found.items())]
@@ -224,7 +223,7 @@ def _problem_of(path: str) -> str:
 
 
 def _problem_of_archive(file: IO[bytes], required: bool = False) -> str:
-    """The same for an archive with checksums, which torch's format is since 1.6; other files are fine unless required."""
+    """What is wrong with an archive with checksums, which torch's format is since 1.6; other files are fine unless required."""
     try:
         # Its beginning or its end says what it is: one of them may have changed.
         if file.read(len(_ZIP)) != _ZIP and not zipfile.is_zipfile(file):
@@ -237,7 +236,7 @@ def _problem_of_archive(file: IO[bytes], required: bool = False) -> str:
 
 
 def _problems_of_shards(folder: str) -> dict[str, str]:
-    """The same for the files of a sharded folder, by name: each piece of a tensor in them is an archive of its own."""
+    """What is wrong with the files of a sharded folder, by name: each piece of a tensor in them is an archive of its own."""
     from accelerate.checkpoint.shards import read_metadata
 
     metadata = read_metadata(folder)
@@ -289,7 +288,7 @@ def weight_map(text: bytes | str, origin: str) -> dict[str, list[str]]:
     files: dict[str, list[str]] = {}
     try:
         for name, file in json.loads(text)["weight_map"].items():
-            if not is_inside(file):
+            if not manifest.is_inside(file):
                 raise ValueError(file)
             files.setdefault(file, []).append(name)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
@@ -329,94 +328,83 @@ class Details:
 
     Attributes:
         summary: as in a table.
-        files: sizes by path.
-        ranks: which rank wrote a file, where the manifest says so.
-        tensors: the tensors of each file of weights, as far as they are known without reading the weights; those of shards by
-            the file ``.metadata`` beside them.
-        aliases: of each file the tied names, to the name under which the tensor is in the file.
+        files: entries by path. Their tensors are there as far as they are known without reading the weights; those of shards are
+            in the entry of the file ``.metadata`` beside them. Without a manifest, checksums and ranks mean nothing.
     """
 
     summary: Summary
-    files: Mapping[str, int]
-    ranks: Mapping[str, int]
-    tensors: Mapping[str, Mapping[str, TensorEntry]]
-    aliases: Mapping[str, Mapping[str, str]]
+    files: Mapping[str, FileEntry]
 
     @property
-    def tensor_count(self) -> int:
-        """How many tensors there are."""
-        return sum(map(len, self.tensors.values()))
+    def tensors(self) -> dict[str, Mapping[str, TensorEntry]]:
+        """The tensors of each file of weights, by name."""
+        return {name: entry.tensors for name, entry in self.files.items() if entry.tensors is not None}
 
     @property
     def dtypes(self) -> dict[str, int]:
         """How many numbers the tensors have, by dtype, the commonest first."""
         counted: Counter[str] = Counter()
-        for entry in (entry for entries in self.tensors.values() for entry in entries.values()):
-            counted[entry.dtype] += math.prod(entry.shape)
+        for entries in self.tensors.values():
+            for entry in entries.values():
+                counted[entry.dtype] += math.prod(entry.shape)
         return dict(counted.most_common())
 
     def to_json(self, tensors: bool = False) -> dict[str, Any]:
-        """Return the details as plain data.
-
-        Args:
-            tensors: list every tensor.
-        """
-        manifest, dtypes = self.summary.state.manifest, self.dtypes
-        told = {
+        """Return the details as plain data, on request with a list of every tensor."""
+        listing, dtypes = self.summary.state.manifest, self.dtypes
+        ranks = {name: None if listing is None else entry.rank for name, entry in self.files.items()}
+        count = sum(map(len, self.tensors.values()))
+        values = {
             **self.summary.to_json(),
-            "mesh": getattr(manifest, "mesh", None),
-            "versions": getattr(manifest, "versions", {}),
-            "files": {name: {"size": size, "rank": self.ranks.get(name)} for name, size in self.files.items()},
-            "tensors": {"count": self.tensor_count, "parameters": sum(dtypes.values()), "dtypes": dtypes},
-            "tied": self.aliases,
+            "mesh": getattr(listing, "mesh", None),
+            "versions": getattr(listing, "versions", {}),
+            "files": {name: {"size": entry.size, "rank": ranks[name]} for name, entry in self.files.items()},
+            "tensors": {"count": count, "parameters": sum(dtypes.values()), "dtypes": dtypes},
+            "tied": {name: entry.aliases for name, entry in self.files.items() if entry.aliases},
         }
         if tensors:
-            told["tensors"]["list"] = {
+            values["tensors"]["list"] = {
                 file: {name: vars(entry) for name, entry in entries.items()} for file, entries in self.tensors.items()
             }
-        return told
+        return values
 
 
 def details(storage: CheckpointStorage) -> Details:
     """Return what a checkpoint consists of.
 
-    Args:
-        storage: where it is.
-
     Raises:
         FileNotFoundError: there is none; the message names those that are inside.
     """
     summary = summarize(storage)
-    manifest = summary.state.manifest
-    if summary.state.kind == "absent":
-        raise FileNotFoundError(f"{storage.location!r}: {summary.state.reason}.")
-    if manifest is None and not _is_one(storage):
+    state = summary.state
+    if state.kind == "absent":
+        raise FileNotFoundError(f"{storage.location!r}: {state.reason}.")
+    if state.manifest is not None:
+        found = state.manifest.files
+    elif _is_one(storage):
+        found = {name: FileEntry(size, checksum="") for name, size in all_files(storage).items()}
+    else:
         inside = [one.name for one in survey(storage)]
         hint = f" It holds {', '.join(inside)}: name one of them." if inside else ""
         raise FileNotFoundError(f"{storage.location!r} is no checkpoint.{hint}")
-    entries: Mapping[str, FileEntry] = {} if manifest is None else manifest.files
-    files = all_files(storage) if manifest is None else {name: entry.size for name, entry in entries.items()}
-    tensors: dict[str, Mapping[str, TensorEntry]] = {}
-    for name in sorted(files):
-        entry = entries.get(name)
-        if names.is_generators_file(name):
-            continue
-        if entry is not None and entry.tensors is not None:
-            tensors[name] = entry.tensors
-        elif isinstance(storage, LocalStorage):  # of a remote one the whole file would have to come here
-            path = os.path.join(storage.fetch(), *name.split("/"))
-            with contextlib.suppress(DamagedCheckpoint, OSError):  # `verify` says so
-                if os.path.basename(path) == METADATA:
-                    tensors[name] = tensors_of_shards(os.path.dirname(path))
-                elif name.endswith(".safetensors"):
-                    tensors[name] = header_of(path)
-    return Details(
-        summary,
-        files=dict(sorted(files.items())),
-        ranks={name: entry.rank for name, entry in entries.items()},
-        tensors=tensors,
-        aliases={name: entry.aliases for name, entry in entries.items() if entry.aliases},
-    )
+    files = {name: replace(entry, tensors=_tensors_of(storage, name, entry)) for name, entry in sorted(found.items())}
+    return Details(summary, files)
+
+
+def _tensors_of(storage: CheckpointStorage, name: str, entry: FileEntry) -> Mapping[str, TensorEntry] | None:
+    """The tensors of a file of weights, as far as they are known without reading it whole."""
+    if manifest.is_generators_file(name):
+        return None
+    if entry.tensors is not None or not isinstance(
+        storage, LocalStorage
+    ):  # a remote file would have to come here whole
+        return entry.tensors
+    path = os.path.join(storage.fetch(), *name.split("/"))
+    with contextlib.suppress(DamagedCheckpoint, OSError):  # `verify` reports it
+        if os.path.basename(path) == manifest.METADATA:
+            return tensors_of_shards(os.path.dirname(path))
+        return header_of(path) if name.endswith(".safetensors") else None
+    return None
 
 
 # -- which may go ------------------------------------------------------------------------------------------------------
@@ -461,15 +449,13 @@ def plan_pruning(folder: CheckpointStorage, keep: int, foreign: bool = False) ->
     if keep < 1:
         raise ValueError(f"keep={keep} would remove every checkpoint; keep at least 1.")
     found = survey(folder)
-    if not found and (state := folder.state()).kind == "absent":
-        raise FileNotFoundError(f"{folder.location!r}: {state.reason}.")
     if [one.storage for one in found] == [folder]:
         raise ValueError(f"{folder.location!r} is a checkpoint; name the folder that it lies in.")
-    inner = folder.child(names.CHECKPOINTS_FOLDER)
+    inner = folder.child(manifest.CHECKPOINTS_FOLDER)
     plan = Pruning([folder, inner], None) if inner.parent() == folder else Pruning([folder], elsewhere=inner)
-    all_series, kinds = _series(found), ("complete", "foreign") if foreign else ("complete",)
+    kinds = ("complete", "foreign") if foreign else ("complete",)
     for home in plan.homes:
-        series = all_series.get(home, [])
+        series = _series(found, home)
         whole = [one for one in series if one.state.kind in kinds]
         newest = next((one for one in reversed(whole) if one.state.kind == "complete"), None)
         plan.old.extend(one for one in whole[:-keep] if one is not newest)
@@ -482,9 +468,7 @@ def plan_pruning(folder: CheckpointStorage, keep: int, foreign: bool = False) ->
 
 def _is_put_back(home: CheckpointStorage, path: str) -> bool:
     """Whether a sweep gives a hidden folder its name back instead of removing it."""
-    name = os.path.basename(path)
-    prefix = next((one for one in (names.READY_PREFIX, names.REPLACED_PREFIX) if name.startswith(one)), None)
-    if prefix is None:
-        return False
-    newer = os.path.lexists(os.path.join(path, names.PUBLISHING_MARKER))
-    return newer or home.child(name.removeprefix(prefix)).fetch() == path
+    hidden = os.path.basename(path)
+    name = hidden.removeprefix(manifest.READY_PREFIX).removeprefix(manifest.REPLACED_PREFIX)
+    newer = os.path.lexists(os.path.join(path, manifest.PUBLISHING_MARKER))
+    return name != hidden and (newer or home.child(name).fetch() == path)

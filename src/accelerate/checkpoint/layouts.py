@@ -13,21 +13,20 @@ import contextlib
 import dataclasses
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
-from accelerate.checkpoint import formats, load, names, state
+from accelerate.checkpoint import formats, load, manifest, state
 from accelerate.checkpoint.inspect import INDEX_SUFFIX, weight_map
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, FileEntry, Manifest, damaged, problems
 from accelerate.checkpoint.save import SavePlan
 from accelerate.checkpoint.state import Layout, ModelState, is_spread, mapped_leaves, on_all, together
 from accelerate.checkpoint.storage import LocalStorage
-from accelerate.modules.named import match_names
-from accelerate.modules.unwrap import extract_model_from_parallel
+from accelerate.modules.unwrap import extract_model_from_parallel, match_names
 from accelerate.utils.constants import FSDP_MODEL_NAME
 
 if TYPE_CHECKING:
@@ -48,27 +47,31 @@ class Found:
         name: of the file, index of files, or folder in it; for a local layout the start of the names of the ranks' files.
         layout: how it was written.
         index: which of the models or optimizers it is.
+        kind: what it is.
     """
 
     folder: str
     name: str
     layout: Layout
     index: int = 0
+    kind: Kind = "model"
 
     def open(self) -> "Stored":
         """Return what it holds: for a local layout what this rank wrote. Any rank, alone."""
         from accelerate.checkpoint.shards import Stored
 
-        manifest = _manifest(self.folder)
-        entries = {} if manifest is None else manifest.files
+        listing = _manifest(self.folder)
+        entries = {} if listing is None else listing.files
         if self.layout == "sharded":
-            verified = f"{self.name}/{names.METADATA}" in entries
+            verified = f"{self.name}/{manifest.METADATA}" in entries
             return Stored.in_folder(os.path.join(self.folder, self.name), verified)
         if self.layout == "full":
-            aliases = {
-                a: kept for file in self.files() if file in entries for a, kept in entries[file].aliases.items()
-            }
-            return Stored.in_files([os.path.join(self.folder, file) for file in self.files()], aliases)
+            files = self.files()
+            listed = [entries[file] for file in files if file in entries]
+            aliases = {alias: kept for entry in listed for alias, kept in entry.aliases.items()}
+            stored = Stored.in_files([os.path.join(self.folder, file) for file in files], aliases)
+            stored.verified = len(listed) == len(files)
+            return stored
         rank, size = state.rank_and_size()
         written = sum(map(self.has, os.listdir(self.folder)))
         if written != size:
@@ -76,7 +79,7 @@ class Found:
                 f"{self.name}_rank*.bin in {self.folder!r} were written by {written} ranks, and only as many can load them; "
                 f"there are {size}. Save with SHARDED_STATE_DICT and use_dcp=True to load on any number of ranks."
             )
-        held = formats.mapped(os.path.join(self.folder, names.rank_file(self.name, rank)))
+        held = formats.mapped(os.path.join(self.folder, manifest.rank_file(self.name, rank)))
         return Stored(f"{self.name} of rank {rank}", held)
 
     def files(self, present: Collection[str] | None = None) -> list[str]:
@@ -99,17 +102,31 @@ class Found:
 
     def verify(self, rank: int = 0, size: int = 1) -> None:
         """Compare its files with what a manifest says of them, if there is one. Any rank, alone."""
-        if (manifest := _manifest(self.folder)) is None:
+        if (listing := _manifest(self.folder)) is None:
             return
-        own = {names.PARAMETER_NAMES, *(self.files() if self.layout == "full" else ())}
-        chosen = [file for file in manifest.files if self.has(file) or file in own]
-        chosen = sorted(chosen, key=lambda file: (-manifest.files[file].size, file))[rank::size]
-        if lines := problems(self.folder, manifest, deep=True, only=set(chosen).__contains__):
+        own = {manifest.PARAMETER_NAMES, *(self.files() if self.layout == "full" else ())}
+        chosen = [file for file in listing.files if self.has(file) or file in own]
+        chosen = sorted(chosen, key=lambda file: (-listing.files[file].size, file))[rank::size]
+        if lines := problems(self.folder, listing, deep=True, only=set(chosen).__contains__):
             raise damaged(self.folder, lines)
 
 
 def _manifest(folder: str) -> Manifest | None:
     return Manifest.read(folder) if os.path.isfile(os.path.join(folder, NAME)) else None
+
+
+def usual_names(kind: Kind, index: int) -> tuple[str, str]:
+    """Return the names of the folder of shards, and of the file into which they are gathered."""
+    if kind == "model":
+        return manifest.model_folder(index), manifest.gathered_model_file(index)
+    return manifest.optimizer_folder(index), manifest.optimizer_file(index)
+
+
+def whole_names(index: int) -> list[tuple[str, str]]:
+    """Return the names of a model's file of weights, and of an index instead: of safetensors, and of torch's format."""
+    return [
+        (file, f"{file}{INDEX_SUFFIX}") for file in (manifest.model_file(index), manifest.model_file(index, False))
+    ]
 
 
 def candidates(folder: Path, files: Collection[str], kind: Kind, index: int) -> list[Found]:
@@ -123,17 +140,16 @@ def candidates(folder: Path, files: Collection[str], kind: Kind, index: int) -> 
         kind: what is looked for.
         index: which of the models or optimizers it is.
     """
-    folder, stems = os.fspath(folder), [names.optimizer_folder(index)]
-    whole = [names.optimizer_file(index)]
+    files, (shards, gathered) = set(files), usual_names(kind, index)
+    whole, stems = [gathered], [shards]
     if kind == "model":
-        safe, pickled = names.model_file(index), names.model_file(index, safe_serialization=False)
-        alike = [file for file in (safe, f"{safe}{INDEX_SUFFIX}") if file in files]
-        alike = alike or [file for file in (pickled, f"{pickled}{INDEX_SUFFIX}") if file in files]
-        whole = [names.gathered_model_file(index), *alike]
-        stems = [names.model_folder(index), *([FSDP_MODEL_NAME] if index == 0 else [])]
-    found = [Found(folder, stems[0], "sharded", index)] if f"{stems[0]}/{names.METADATA}" in files else []
-    found += [Found(folder, file, "full", index) for file in whole if file in files]
-    return found + [Found(folder, stem, "local", index) for stem in stems if names.rank_file(stem, 0) in files]
+        safe, pickled = whole_names(index)
+        whole += pickled if files.isdisjoint(safe) else safe
+        stems += [FSDP_MODEL_NAME] if index == 0 else []
+    lying: list[tuple[str, Layout]] = [(shards, "sharded")] if f"{shards}/{manifest.METADATA}" in files else []
+    lying += [(file, "full") for file in whole if file in files]
+    lying += [(stem, "local") for stem in stems if manifest.rank_file(stem, 0) in files]
+    return [Found(os.fspath(folder), name, layout, index, kind) for name, layout in lying]
 
 
 def find(folder: Path, kind: Kind, index: int = 0, prefer: Layout | None = None) -> Found | None:
@@ -146,11 +162,11 @@ def find(folder: Path, kind: Kind, index: int = 0, prefer: Layout | None = None)
         prefer: the layout to take if there are several.
     """
     files = set(os.listdir(folder))
-    shards = names.model_folder(index) if kind == "model" else names.optimizer_folder(index)
+    shards, _ = usual_names(kind, index)
     # What a killed save has put aside counts.
     name = os.path.basename(LocalStorage(os.path.join(folder, shards)).fetch())
-    if os.path.isfile(os.path.join(folder, name, names.METADATA)):
-        files.add(f"{shards}/{names.METADATA}")
+    if os.path.isfile(os.path.join(folder, name, manifest.METADATA)):
+        files.add(f"{shards}/{manifest.METADATA}")
     found = min(candidates(folder, files, kind, index), key=lambda one: one.layout != prefer, default=None)
     return dataclasses.replace(found, name=name) if found is not None and found.layout == "sharded" else found
 
@@ -174,19 +190,15 @@ def required(folder: Path, kind: Kind, index: int, prefer: Layout | None, verify
     def look() -> Found:
         found = find(folder, kind, index, prefer)
         if found is None:
-            model = kind == "model"
-            here = names.model_folder(index) if model else names.optimizer_folder(index)
-            file = names.gathered_model_file(index) if model else names.optimizer_file(index)
             raise FileNotFoundError(
-                f"{os.fspath(folder)!r} has no {kind} {index}: neither {here} nor {file} is there. Load the folder of a "
-                "checkpoint, with the models and optimizers in the order in which they were saved."
+                f"{os.fspath(folder)!r} has no {kind} {index}: neither {' nor '.join(usual_names(kind, index))} is there. Load "
+                "the folder of a checkpoint, with the models and optimizers in the order in which they were saved."
             )
+        if verify:
+            found.verify(*state.rank_and_size())
         return found
 
-    found = together(look)
-    if verify:
-        together(lambda: found.verify(*state.rank_and_size()))
-    return found
+    return together(look)
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
@@ -216,9 +228,12 @@ def model_values(stored: "Stored") -> dict[str, Any]:
 
 @state.quietly()
 def read_model(
-    own: ModelState, stored: "Stored", ties: Sequence[Sequence[str]] = (), strict: bool = True
+    own: ModelState, stored: "Stored", ties: Sequence[Sequence[str]] = (), strict: bool = True, over: bool = False
 ) -> dict[str, Any]:
-    """Read a model's state into new memory, each rank its shards; nothing else changes. Any rank, alone."""
+    """Read a model's state into new memory, each rank its shards; nothing else changes. Any rank, alone.
+
+    With ``over``, `Stored.finish` reads the tensors later, over the model's own.
+    """
     values = model_values(stored)
     pairs = match_names(own.values, values)
     found = {wanted: values[name] for name, wanted in pairs.items()}
@@ -234,7 +249,7 @@ def read_model(
             continue
         mine = own.values[name]
         tensors = isinstance(value, torch.Tensor), isinstance(mine, torch.Tensor)
-        read[name] = like(mine, value, stored) if all(tensors) else value
+        read[name] = like(mine, value, stored, over) if all(tensors) else value
         if any(tensors) and (not all(tensors) or read[name] is None):
             wrong.append(f"{name} is {_shape(value)} there and {_shape(mine)} in the model")
     if wrong:
@@ -251,12 +266,17 @@ def _shape(value: Any) -> Any:
     return tuple(value.size()) if isinstance(value, torch.Tensor) else "no tensor"
 
 
-def like(own: torch.Tensor, value: torch.Tensor, stored: "Stored") -> torch.Tensor | None:
-    """Return a stored value with the sharding of a tensor of its shape; None if it has another shape, or other shards."""
+def like(own: torch.Tensor, value: torch.Tensor, stored: "Stored", over: bool = False) -> torch.Tensor | None:
+    """Return a stored value with the sharding of a tensor of its shape; None if it has another shape, or other shards.
+
+    With ``over``, that is the tensor itself, which `Stored.finish` changes.
+    """
     if not hasattr(value, "stored_key"):  # of this rank's own file
         return state.filled_like(own, value)
     if value.size() != own.size():
         return None
+    if over:
+        return stored.over(value, own)
     return stored.into(value, state.like(own, value.dtype)) if is_spread(own) else stored.whole(value)
 
 
@@ -280,7 +300,7 @@ def write(
         RuntimeError: writing failed on some rank; raised on all of them.
     """
     rank, size = state.rank_and_size()
-    shards = names.model_folder(index) if kind == "model" else names.optimizer_folder(index)
+    shards, gathered = usual_names(kind, index)
     if layout == "sharded":
         if isinstance(folder, SavePlan):
             folder.add_shards(shards, {kind: values})
@@ -289,26 +309,27 @@ def write(
         return
     stem = FSDP_MODEL_NAME if flat and index == 0 else shards
     if layout == "full":
-        values = state.gathered(values)
-        name = names.gathered_model_file(index) if kind == "model" else names.optimizer_file(index)
+        values, name = state.gathered(values), gathered
     else:
-        values, name = mapped_leaves(values, state.plain_part), names.rank_file(stem, rank)
+        values, name = mapped_leaves(values, state.plain_part), manifest.rank_file(stem, rank)
     owns = layout == "local" or rank == 0
     if isinstance(folder, SavePlan):
         if owns:
             folder.add_object(name, values)
         return
-    path = os.path.join(folder, name)
-    entries = together(lambda: {name: formats.write_torch(path, values, rank)} if owns else {})
+
+    def put() -> dict[str, FileEntry]:
+        return {name: formats.write_torch(os.path.join(folder, name), values, rank)} if owns else {}
 
     def clear() -> list[str]:
-        ranks = {file: re.fullmatch(re.escape(stem) + r"_rank(\d+)\.bin", file) for file in os.listdir(folder)}
-        found = [file for file, match in ranks.items() if match and int(match[1]) >= size]  # of a save on more ranks
-        for file in found:
+        current = {manifest.rank_file(stem, number) for number in range(size)}
+        written = filter(Found(os.fspath(folder), stem, "local").has, os.listdir(folder))
+        stale = sorted(set(written) - current) if layout == "local" and rank == 0 else []
+        for file in stale:  # of a save on more ranks
             os.unlink(os.path.join(folder, file))
-        return found
+        return stale
 
-    _list_anew(os.fspath(folder), entries, together(lambda: clear() if layout == "local" and rank == 0 else []))
+    _list_anew(os.fspath(folder), together(put), together(clear))
 
 
 def _publish_shards(values: dict[str, Any], folder: str, name: str) -> dict[str, FileEntry]:
@@ -333,10 +354,10 @@ def _list_anew(folder: str, entries: dict[str, FileEntry], replaced: Sequence[st
 
     def list_anew() -> None:
         with contextlib.suppress(DamagedCheckpoint):  # nothing is loaded by it
-            manifest = _manifest(folder) if state.rank_and_size()[0] == 0 else None
-            kept = {f: e for f, e in manifest.files.items() if not f.startswith(tuple(replaced))} if manifest else {}
-            if manifest and (len(kept) < len(manifest.files) or kept.keys() & written.keys()):
-                dataclasses.replace(manifest, files={**kept, **written}).write(folder)
+            listing = _manifest(folder) if state.rank_and_size()[0] == 0 else None
+            kept = {f: e for f, e in listing.files.items() if not f.startswith(tuple(replaced))} if listing else {}
+            if listing and (len(kept) < len(listing.files) or kept.keys() & written.keys()):
+                dataclasses.replace(listing, files={**kept, **written}).write(folder)
 
     together(list_anew)
 
@@ -348,8 +369,9 @@ def read_for_model(
     prefer: Layout | None = None,
     strict: bool = True,
     verify: bool = True,
+    over: bool = False,
     **getter: Any,
-) -> tuple[dict[str, Any], ModelState, Layout]:
+) -> tuple[dict[str, Any], ModelState, Layout, Callable[[], None] | None]:
     """Read a model's state from a checkpoint, whatever wrote it, as `apply_model` takes it. All ranks; all could read it.
 
     Args:
@@ -359,16 +381,19 @@ def read_for_model(
         prefer: the layout to take if the folder has several.
         strict: raise when a name is missing or unexpected.
         verify: False if the checkpoint has been verified already.
+        over: the caller loads a verified checkpoint, and the model cannot refuse it: read over what it has, later.
         **getter: of `state.model_state`.
 
     Returns:
-        The state, the model's own, and the layout of both.
+        The state, the model's own, the layout of both, and what reads the state over the model's own; None if it is read.
     """
     stored = together(required(folder, "model", index, prefer, verify).open)
     flat = isinstance(stored.state, Mapping) and any(str(name).endswith("_flat_param") for name in stored.state)
     layout: Layout = "local" if flat else "sharded"
     own = state.model_state(model, layout=layout, **getter)
-    return together(lambda: read_model(own, stored, state.tied_names(model), strict)), own, layout
+    over = over and stored.verified and not state.is_fsdp1(model) and all(map(state.is_memory, own.values.values()))
+    read = together(lambda: read_model(own, stored, state.tied_names(model), strict, over))
+    return read, own, layout, stored.finish if over else None
 
 
 # -- reading into whole models and their optimizers --------------------------------------------------------------------
@@ -388,12 +413,8 @@ def read_whole_model(model: nn.Module, folder: Path, index: int = 0, **options: 
         RuntimeError: names or shapes differ; the message lists them.
         DamagedCheckpoint: the shards are damaged.
     """
-    whole = (names.model_file(index), names.model_file(index, safe_serialization=False))
-    found = (
-        None
-        if any(map(os.path.exists, (os.path.join(folder, name) for name in whole)))
-        else find(folder, "model", index)
-    )
+    direct = any(os.path.exists(os.path.join(folder, file)) for file, _ in whole_names(index))
+    found = None if direct else find(folder, "model", index)
     if found is None or found.layout == "local":
         return load.read_model(model, folder, index, **options)
     stored = found.open()

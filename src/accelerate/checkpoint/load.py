@@ -14,21 +14,24 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from accelerate.checkpoint import formats, names
+from accelerate.checkpoint import formats, manifest
 from accelerate.checkpoint.save import SavePlan, copied
-from accelerate.data import lengths, resume, rng, xla
+from accelerate.data import resume, rng
 from accelerate.data.adapter import is_stateful
 from accelerate.data.loader import PreparedLoader
-from accelerate.modules.named import match_names
 from accelerate.modules.tensors import clean_state_dict_for_safetensors, same_tensors, shared_tensor_names
-from accelerate.modules.unwrap import extract_model_from_parallel
+from accelerate.modules.unwrap import extract_model_from_parallel, match_names
 from accelerate.process import PartialState
 from accelerate.utils import other
+from accelerate.utils.constants import SCALER_NAME
+
+if TYPE_CHECKING:
+    from accelerate.accelerator import Accelerator
 
 logger = logging.getLogger(__name__)
 
@@ -42,38 +45,33 @@ POSITIONS = "dataloader_positions"
 
 
 def writes(save_on_each_node: bool = False) -> bool:
-    """Say whether this process is the one that writes the shared files.
-
-    Args:
-        save_on_each_node: Each node has a folder of its own.
-    """
+    """Say whether this process writes the shared files, of the run or of its node."""
     state = PartialState()
     return state.is_local_main_process if save_on_each_node else state.is_main_process
 
 
 @contextlib.contextmanager
-def planned(folder: Path) -> Iterator[SavePlan]:
+def planned(folder: Path, save_on_each_node: bool = False) -> Iterator[SavePlan]:
     """Give the plan that takes files: the caller's, or one for a plain folder, written when the block ends."""
-    plan = folder if isinstance(folder, SavePlan) else SavePlan(os.fspath(folder))
-    yield plan
-    if plan is not folder:
+    if isinstance(folder, SavePlan):
+        yield folder
+    else:
+        plan = SavePlan(os.fspath(folder), writes_shared=writes(save_on_each_node))
+        yield plan
         plan.write()
 
 
 def plain_names(state_dict: Mapping[str, Any]) -> OrderedDict[str, Any]:
-    """Return a state dict without what torch.compile puts into names, so that it loads compiled or not.
+    """Return a state dict, and the versions of modules in it, without what torch.compile puts into names."""
 
-    Args:
-        state_dict: A model's state dict; the versions of its modules (``_metadata``) go along.
-    """
-    plain = OrderedDict([(name.replace("_orig_mod.", ""), value) for name, value in state_dict.items()])
+    def plain(name: str) -> str:
+        return f"{name}.".replace("_orig_mod.", "").removesuffix(".")
+
+    state = OrderedDict((plain(name), value) for name, value in state_dict.items())
     if hasattr(state_dict, "_metadata"):
         # The entry of a compiled wrapper itself gives way to that of the module inside, which follows it.
-        versions = state_dict._metadata.items()
-        plain._metadata = OrderedDict(
-            [(f"{name}.".replace("_orig_mod.", "").removesuffix("."), version) for name, version in versions]
-        )
-    return plain
+        state._metadata = OrderedDict((plain(name), version) for name, version in state_dict._metadata.items())
+    return state
 
 
 def write_model(
@@ -83,46 +81,31 @@ def write_model(
     safe_serialization: bool = True,
     save_on_each_node: bool = False,
 ) -> None:
-    """Write a model's weights. All ranks call it, one process writes.
-
-    Args:
-        state_dict: The model's state dict.
-        folder: The checkpoint's folder, or a plan for it.
-        index: Which of the models it is, from 0.
-        safe_serialization: Write safetensors instead of torch's pickle format.
-        save_on_each_node: Each node has a folder of its own.
+    """Write the state dict of model number `index`. All ranks call it, one process writes.
 
     Raises:
         ValueError: safetensors cannot hold a value of the state dict; the message names it.
     """
-    if not writes(save_on_each_node):
-        return
-    file = names.model_file(index, safe_serialization)
-    with planned(folder) as plan:
+    file = manifest.model_file(index, safe_serialization)
+    with planned(folder, save_on_each_node) as plan:
+        if not plan.writes_shared:
+            return
         if safe_serialization:
             state = clean_state_dict_for_safetensors(state_dict)
             plan.add_tensors(file, state, metadata={"format": "pt"}, aliases=same_tensors(state_dict))
         else:
             plan.add_object(file, state_dict)
-    if plan is folder:
-        return
-    # Of an earlier save in the other format; a reader would not know which of the two is newer.
-    with contextlib.suppress(FileNotFoundError):
-        os.remove(os.path.join(folder, names.model_file(index, not safe_serialization)))
+    if plan is not folder:
+        # Of an earlier save in the other format; a reader would not know which of the two is newer.
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(os.path.join(folder, manifest.model_file(index, not safe_serialization)))
 
 
 def write_optimizer(state: Any, folder: Path, index: int = 0, save_on_each_node: bool = False) -> None:
-    """Write an optimizer's state. All ranks call it, one process writes.
-
-    Args:
-        state: The optimizer's state dict.
-        folder: The checkpoint's folder, or a plan for it.
-        index: Which of the optimizers it is, from 0.
-        save_on_each_node: Each node has a folder of its own.
-    """
-    if writes(save_on_each_node):
-        with planned(folder) as plan:
-            plan.add_object(names.optimizer_file(index), state)
+    """Write the state of optimizer number `index`. All ranks call it, one process writes."""
+    with planned(folder, save_on_each_node) as plan:
+        if plan.writes_shared:
+            plan.add_object(manifest.optimizer_file(index), state)
 
 
 # -- reading -------------------------------------------------------------------------------------------------------
@@ -144,48 +127,49 @@ def _reported(path: str) -> Iterator[None]:
         raise RuntimeError(f"{path} could not be read, so it is damaged: {type(error).__name__}: {error}") from error
 
 
-def read_torch(path: str, map_location: Any = None, load_kwargs: Any = None, mapped: bool = False) -> Any:
-    """Read safetensors, or torch's format without running code of the file; for `mapped` see `formats.mapped`."""
-    device, safe = map_location or "cpu", path.endswith(".safetensors")
-    with _reported(path):
-        if mapped and str(device) == "cpu" and (safe or not load_kwargs):
-            return formats.mapped(path)
-        if safe:
-            from safetensors.torch import load_file
-
-            return load_file(path, device=str(device))
-        return other.load(path, map_location=device, **(load_kwargs or {}))
+def tensor_device(map_location: str | None, device: torch.device) -> Any:
+    """Return the device that tensors are read to: the CPU, from where loading copies, or that of the rank."""
+    if map_location not in (None, "cpu", "on_device"):
+        raise TypeError(f"map_location={map_location!r} is not supported; pass None, 'cpu' or 'on_device'.")
+    return device if map_location == "on_device" else "cpu"
 
 
-def read_object(folder: Path, file: str, what: str = "", **options: Any) -> Any:
-    """Read the state of `what` as `read_torch` does; where `what` is empty, a file that is not there is None."""
-    path = os.path.join(folder, file)
-    if os.path.exists(path):
-        return read_torch(path, **options)
-    if what:
+def read_file(
+    folder: Path, file: str, what: str = "", map_location: Any = None, load_kwargs: Any = None, mapped: bool = False
+) -> Any:
+    """Read safetensors, or torch's format without running code of the file. Any rank, alone.
+
+    Args:
+        folder: The checkpoint's folder.
+        file: The file in it.
+        what: Whose state it is; where that is empty, a file that is not there is None.
+        map_location: Where tensors go; the CPU by default.
+        load_kwargs: Passed to ``torch.load``.
+        mapped: The memory of tensors on the CPU may be the file's; see `formats.mapped`.
+    """
+    path, device = os.path.join(folder, file), str(map_location or "cpu")
+    if not os.path.exists(path):
+        if not what:
+            return None
         raise FileNotFoundError(
             f"{os.fspath(folder)!r} has no state for {what}: {file} is missing. Prepare what was saved, in the same "
             "order, or load another folder."
         )
-    return None
+    with _reported(path):
+        if path.endswith(".safetensors"):
+            return {name: tensor.to(device) for name, tensor in formats.mapped(path).items()}
+        if mapped and device == "cpu" and not load_kwargs:
+            return formats.mapped(path)
+        return other.load(path, map_location=device, **(load_kwargs or {}))
 
 
 def read_optimizer(
     folder: Path, index: int = 0, map_location: Any = None, load_kwargs: Mapping[str, Any] | None = None
 ) -> Any:
-    """Read an optimizer's state; the memory of its tensors may be the file's. Any rank, alone.
-
-    Args:
-        folder: The checkpoint's folder.
-        index: Which of the optimizers it is, from 0.
-        map_location: Where tensors go; the CPU by default.
-        load_kwargs: Passed to ``torch.load``.
-
-    Raises:
-        FileNotFoundError: The folder has no state for this optimizer.
-    """
-    options = {"map_location": map_location, "load_kwargs": load_kwargs, "mapped": True}
-    return read_object(folder, names.optimizer_file(index), f"optimizer {index}", **options)
+    """Read the state of optimizer number `index`; the memory of its tensors may be the file's. Any rank, alone."""
+    return read_file(
+        folder, manifest.optimizer_file(index), f"optimizer {index}", map_location, load_kwargs, mapped=True
+    )
 
 
 def read_model(
@@ -217,14 +201,15 @@ def read_model(
         RuntimeError: Names or shapes differ; the message lists them.
     """
     model = extract_model_from_parallel(model, keep_torch_compile=False)
-    paths = [os.path.join(folder, names.model_file(index, safe)) for safe in (True, False)]
-    path = next(filter(os.path.exists, paths), None)
-    if path is None:
-        raise FileNotFoundError(
-            f"Model {index} ({type(model).__name__}) has no weights: neither {paths[0]!r} nor {paths[1]!r} exists. "
-            "Prepare the models that were saved, in the same order, or load another folder."
-        )
-    return fit_to_model(model, read_torch(path, map_location, load_kwargs, mapped=True), path, strict)
+    safe, pickled = manifest.model_file(index), manifest.model_file(index, safe_serialization=False)
+    for file in (safe, pickled):
+        weights = read_file(folder, file, "", map_location, load_kwargs, mapped=True)
+        if weights is not None:
+            return fit_to_model(model, weights, os.path.join(folder, file), strict)
+    raise FileNotFoundError(
+        f"Model {index} ({type(model).__name__}) has no weights: {os.fspath(folder)!r} has neither {safe} nor {pickled}. "
+        "Prepare the models that were saved, in the same order, or load another folder."
+    )
 
 
 def fit_to_model(model: nn.Module, found: Mapping[str, Any], origin: str, strict: bool = True) -> dict[str, Any]:
@@ -249,22 +234,22 @@ def fit_to_model(model: nn.Module, found: Mapping[str, Any], origin: str, strict
         and not isinstance(own[name], nn.parameter.UninitializedTensorMixin)
         and value.shape != own[name].shape
     ]
-    lists = {"other shapes": differing, "missing in the file": missing, "unexpected in the file": unexpected}
-    problems = [_listed(title, entries) for title, entries in lists.items() if entries]
-    if problems:
-        hint = "Build the model as it was when the checkpoint was saved."
+    if differing or missing or unexpected:
+        lists = {"other shapes": differing, "missing in the file": missing, "unexpected in the file": unexpected}
+        problems = [_listed(title, entries) for title, entries in lists.items() if entries]
+        problems.append("Build the model as it was when the checkpoint was saved.")
         if missing or unexpected:
-            hint += " `load_state(..., strict=False)` accepts missing and unexpected names."
+            problems[-1] += " `load_state(..., strict=False)` accepts missing and unexpected names."
         raise RuntimeError(
             f"The weights in {origin} do not fit {type(model).__name__}; nothing was loaded.\n  "
-            + "\n  ".join([*problems, hint])
+            + "\n  ".join(problems)
         )
     return state
 
 
-def _listed(title: str, entries: list[str], limit: int = 10) -> str:
-    more = f" and {len(entries) - limit} more" if len(entries) > limit else ""
-    return f"{title}: {', '.join(entries[:limit])}{more}"
+def _listed(title: str, entries: list[str]) -> str:
+    more = f" and {len(entries) - 10} more" if len(entries) > 10 else ""
+    return f"{title}: {', '.join(entries[:10])}{more}"
 
 
 def loads_by_name(model: Any) -> bool:
@@ -290,11 +275,11 @@ def _is_torchs(hook: Any) -> bool:
 
 def _read_own(folder: str, process_index: int) -> dict[str, Any] | None:
     """What a rank keeps for itself; its generators from the file without pickle where there is one."""
-    file = names.random_states_file(process_index)
-    states = read_object(folder, file)
+    file = manifest.random_states_file(process_index)
+    states = read_file(folder, file)
     if not isinstance(states, dict | None):
         raise RuntimeError(f"{folder}/{file} is damaged: it holds a {type(states).__name__}, not a dict of states.")
-    path = os.path.join(folder, names.generators_file(process_index))
+    path = os.path.join(folder, manifest.generators_file(process_index))
     if not os.path.exists(path):
         return states
     from safetensors import safe_open
@@ -305,11 +290,6 @@ def _read_own(folder: str, process_index: int) -> dict[str, Any] | None:
 
 
 # -- loaders --------------------------------------------------------------------------------------------------------
-
-
-def unwrapped(loader: Any) -> Any:
-    """Return the loader inside torch_xla's."""
-    return xla.unwrapped(loader) if xla.is_wrapped(loader) else loader
 
 
 def keeps_state(loader: Any) -> bool:
@@ -346,17 +326,18 @@ class Contents:
 
     Attributes:
         folder: Where it was read from, for messages.
-        process_index: This rank.
+        common: The objects that every strategy saves alike, and the rank.
         models: Modules and their state dicts.
         optimizers: Optimizers, their states, and the names of the files.
         objects: Other objects with ``load_state_dict``, their states, and the names of the files.
         dataloaders: Loaders, the states of those that are stateful, and their positions.
         random: Random states and step count of this rank, or None.
         is_new: This rank has none; ``random`` has those of the first rank, if any, from which its own are derived.
+        remaining: What `complete` calls; a reader adds what reads over the tensors that are there.
     """
 
     folder: str
-    process_index: int = 0
+    common: "Common"
     models: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
     optimizers: list[tuple[Any, Any, str]] = field(default_factory=list)
     objects: list[tuple[Any, Any, str]] = field(default_factory=list)
@@ -364,14 +345,10 @@ class Contents:
     random: dict[str, Any] | None = None
     is_new: bool = False
     _undoing: list[Callable[[], Any]] = field(default_factory=list)
-    _remaining: list[Callable[[], Any]] = field(default_factory=list)
+    remaining: list[Callable[[], Any]] = field(default_factory=list)
 
     def begin(self, **load_model_kwargs: Any) -> None:
-        """Give all objects their state whose own code might refuse it; undo that if one does. Any rank, alone.
-
-        Args:
-            **load_model_kwargs: Passed to ``load_state_dict`` of the models.
-        """
+        """Give all objects their state whose own code might refuse it; undo that if one does. Any rank, alone."""
         try:
             for model, state in self.models:
                 _check_options(model, state, load_model_kwargs)
@@ -383,12 +360,15 @@ class Contents:
                 with _naming(optimizer, os.path.join(self.folder, file)):
                     self._load_optimizer(optimizer, state)
             for loader, state, position in self.dataloaders:
-                self._keep_loader(loader)
+                if isinstance(loader, PreparedLoader):
+                    self._undoing.append(resume.kept(loader))
+                if keeps_state(loader):
+                    self._undoing.append(partial(loader.load_state_dict, copy.deepcopy(loader.state_dict())))
                 _restore_loader(loader, state, position)
             for model, state in self.models:
                 if loads_by_name(model):
                     own = formats.in_memory(state) if load_model_kwargs.get("assign") else state
-                    self._remaining.append(partial(model.load_state_dict, own, **load_model_kwargs))
+                    self.remaining.append(partial(model.load_state_dict, own, **load_model_kwargs))
                 else:
                     self.keep(model)
                     # Its own code may keep what it gets.
@@ -400,7 +380,7 @@ class Contents:
     @torch.no_grad()
     def undo(self) -> None:
         """Give back what the objects had before. Any rank, alone."""
-        self._remaining.clear()
+        self.remaining.clear()
         while self._undoing:
             try:
                 self._undoing.pop()()
@@ -408,61 +388,48 @@ class Contents:
                 logger.error("A former state could not be given back: %s: %s", type(error).__name__, error)
 
     def complete(self) -> dict[str, Any]:
-        """Restore the rest: plain modules, memory of optimizers, generators. Any rank, alone.
-
-        Returns:
-            Attributes that the Accelerator takes over: ``step``, when the checkpoint has it.
-        """
+        """Restore the rest: plain modules, memory of optimizers, generators; return what the Accelerator takes over."""
         self._undoing.clear()
-        while self._remaining:
-            self._remaining.pop(0)()
-        states, file = dict(self.random or {}), names.random_states_file(self.process_index)
+        while self.remaining:
+            self.remaining.pop(0)()
+        states, rank, device = dict(self.random or {}), self.common.process_index, self.common.device
+        file = manifest.random_states_file(rank)
         attributes = {"step": states.pop("step")} if "step" in states else {}
         if self.random is None:
             logger.warning(
-                f"{self.folder} has no {file}: rank {self.process_index} keeps its random states and draws other "
-                "numbers than an uninterrupted run. The checkpoint was saved by fewer processes, or not by all."
+                f"{self.folder} has no {file}: rank {rank} keeps its random states and draws other numbers than an "
+                "uninterrupted run. The checkpoint was saved by fewer processes, or not by all."
             )
         elif self.is_new:
-            rng.derive(states, self.process_index, f"{self.folder} has no {file}")
+            rng.derive(states, rank, device, f"{self.folder} has no {file}")
         else:
-            rng.restore(states, f"{self.folder}/{file}")
+            rng.restore(states, device, f"{self.folder}/{file}")
         return attributes
 
     def keep(self, model: Any) -> None:
-        """Remember the values of a module's parameters and buffers, which `undo` gives back.
-
-        Args:
-            model: The module inside all wrappers, or what a strategy takes a state with.
-        """
+        """Remember the values of a module's parameters and buffers, which `undo` gives back."""
         for tensor in (*model.parameters(), *model.buffers()):
             self._undoing.append(partial(tensor.copy_, tensor.detach().clone()))
 
-    def _keep_loader(self, loader: Any) -> None:
-        """Remember where a loader stands, and the parts of it that decide what it yields."""
-        if isinstance(loader, PreparedLoader):
-            generator = resume.shuffling_generator(loader)
-            if generator is not None:
-                self._undoing.append(partial(generator.set_state, generator.get_state()))
-            for part in (loader, loader._progress, loader.base_dataloader, lengths.get_sampler(loader)):
-                attributes = getattr(part, "__dict__", {})
-                self._undoing.append(partial(attributes.update, dict(attributes)))
-                self._undoing.append(attributes.clear)  # the last one is run first
-        if keeps_state(loader):
-            self._undoing.append(partial(loader.load_state_dict, copy.deepcopy(loader.state_dict())))
-
     def _load_optimizer(self, optimizer: Any, state: Any) -> None:
-        inner, former = getattr(optimizer, "optimizer", optimizer), optimizer.state_dict()
-        if type(inner).load_state_dict is not torch.optim.Optimizer.load_state_dict:
-            # Its own code may keep what it gets, and change the tensors that it has.
-            state, former = formats.in_memory(state), copied(former)
-        elif inner._optimizer_load_state_dict_pre_hooks or inner._optimizer_load_state_dict_post_hooks:
-            state = formats.in_memory(state)
-        else:
+        inner = getattr(optimizer, "optimizer", optimizer)
+        if keeps_values(inner):
             tensors = {parameter: dict(values) for parameter, values in inner.state.items()}
-            self._remaining.append(partial(_take_over, inner, formats.storages(state), tensors))
-        self._undoing.append(partial(optimizer.load_state_dict, former))
+            self.remaining.append(partial(_take_over, inner, formats.storages(state), tensors))
+            # Loading the former state again would give its tensors the dtypes of the parameters.
+            former = {"state": inner.state, "param_groups": inner.param_groups}
+            self._undoing.append(partial(inner.__setstate__, former))
+        else:  # its own code, or that of a hook, may keep what it gets, and change the tensors that it has
+            state = formats.in_memory(state)
+            self._undoing.append(partial(optimizer.load_state_dict, copied(optimizer.state_dict())))
         optimizer.load_state_dict(state)
+
+
+def keeps_values(optimizer: Any) -> bool:
+    """Say whether loading puts tensors into an optimizer as they are: torch's own code does it, and no hook."""
+    return type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict and not (
+        optimizer._optimizer_load_state_dict_pre_hooks or optimizer._optimizer_load_state_dict_post_hooks
+    )
 
 
 def _check_options(model: Any, state: Any, options: dict[str, Any]) -> None:
@@ -505,56 +472,106 @@ def _kind(tensor: Any) -> Any:
     return type(tensor) is torch.Tensor and (tensor.shape, tensor.dtype, tensor.device, tensor.stride())
 
 
-def read_common(
-    folder: str,
-    schedulers: Sequence[Any],
-    dataloaders: Sequence[Any],
-    custom: Sequence[Any],
-    scaler: Any | None,
-    process_index: int,
-    load_kwargs: dict[str, Any] | None = None,
-) -> Contents:
-    """Read what every strategy saves alike: all but models and optimizers. Any rank, alone.
+@dataclass(frozen=True)
+class Common:
+    """The objects that every strategy saves alike, all but models and optimizers, in order; and the rank whose they are.
 
-    Args:
-        folder: The checkpoint's folder.
-        schedulers: In the order in which they were saved.
-        dataloaders: In the order in which they were saved.
-        custom: Registered objects, in the order in which they were saved.
+    Attributes:
+        schedulers: The learning rate schedulers.
+        dataloaders: Prepared loaders.
+        custom: Registered objects.
         scaler: The gradient scaler, or None.
         process_index: This rank.
-        load_kwargs: Passed to ``torch.load``.
-
-    Raises:
-        FileNotFoundError: The folder lacks a file; the message names it.
-        ValueError: An interrupted epoch cannot go on with its loader, because that has other data.
+        device: Its device.
     """
-    own = _read_own(folder, process_index)
-    random = own if own is not None else _read_own(folder, 0)
-    contents = Contents(folder, process_index, random=random, is_new=own is None)
-    read = partial(read_object, folder, load_kwargs=load_kwargs)
-    wanted = [(obj, names.custom_file(n), f"registered object {n}") for n, obj in enumerate(custom)]
-    wanted += [(obj, names.scheduler_file(n), f"scheduler {n}") for n, obj in enumerate(schedulers)]
-    if scaler is not None:
-        wanted.append((scaler, names.scaler_file(), ""))
-    for obj, file, what in wanted:
-        state = read(file, what)
-        if state is None and obj is scaler:
-            logger.warning(
-                f"{folder} has no {file}: it was saved without a gradient scaler, and the scale starts anew."
-            )
-        else:
-            contents.objects.append((obj, state, file))
-    # A rank that was not there when the checkpoint was saved must draw the same epoch as the others.
-    positions = (random or {}).pop(POSITIONS, None) or []
-    for index, loader in enumerate(map(unwrapped, dataloaders)):
-        state, position = None, None
-        if keeps_state(loader):
-            state = read(names.dataloader_file(index, process_index))
-            state = read(names.dataloader_file(index)) if state is None else state
-        if index < len(positions) and isinstance(loader, PreparedLoader):
-            position = positions[index]
-        if position is not None and loader.continue_after_load:
-            resume.check(loader, dict(position), f"Data loader {index} (in the order of prepare)")
-        contents.dataloaders.append((loader, state, position))
-    return contents
+
+    schedulers: Sequence[Any]
+    dataloaders: Sequence[Any]
+    custom: Sequence[Any]
+    scaler: Any | None
+    process_index: int
+    device: torch.device
+
+    @classmethod
+    def of(cls, accelerator: "Accelerator", schedulers: Sequence[Any]) -> "Common":
+        """Return those of an Accelerator, with the schedulers that its strategy saves."""
+        loaders, custom, scaler = accelerator._dataloaders, accelerator._custom_objects, accelerator.scaler
+        return cls(schedulers, loaders, custom, scaler, accelerator.process_index, accelerator.device)
+
+    def _shared(self) -> list[tuple[Any, str, str]]:
+        """Return the objects whose state one rank writes, their files, and what an error calls one that has none."""
+        found = [(obj, manifest.custom_file(n), f"registered object {n}") for n, obj in enumerate(self.custom)]
+        found += [(obj, manifest.scheduler_file(n), f"scheduler {n}") for n, obj in enumerate(self.schedulers)]
+        return found if self.scaler is None else [*found, (self.scaler, SCALER_NAME, "")]
+
+    def _loaders(self) -> list[Any]:
+        """Return the loaders, those inside torch_xla's in place of these."""
+        inner = [getattr(loader, "dataloader", None) for loader in self.dataloaders]
+        pairs = zip(inner, self.dataloaders, strict=True)
+        return [one if isinstance(one, PreparedLoader) else loader for one, loader in pairs]
+
+    def write(self, folder: Path, step: int, save_on_each_node: bool = False) -> None:
+        """Write their states. All ranks call it: one writes what is shared, and each its own.
+
+        Args:
+            folder: The checkpoint's folder, or a plan for it.
+            step: The step count.
+            save_on_each_node: Each node has a folder of its own.
+        """
+        shared = {file: obj.state_dict() for obj, file, _ in self._shared()}
+        loaders = self._loaders()
+        # Ranks stand at different places of their data.
+        positions = [resume.capture(loader) if isinstance(loader, PreparedLoader) else None for loader in loaders]
+        with planned(folder, save_on_each_node) as plan:
+            for file, state in shared.items() if plan.writes_shared else ():
+                plan.add_object(file, state)
+            # The writer of shared files leaves its states under the plain names, the only ones that others read.
+            rank = None if plan.writes_shared else self.process_index
+            for index, loader in enumerate(loaders):
+                if keeps_state(loader):
+                    state = {name: value for name, value in loader.state_dict().items() if name != resume.KEY}
+                    plan.add_object(manifest.dataloader_file(index, rank), state)
+            generators = rng.collect(self.device)
+            if plan is folder:
+                # Beside the file that upstream reads. It also tells that a manifest belongs to the folder.
+                tensors, metadata = rng.encode(generators)
+                plan.add_tensors(manifest.generators_file(self.process_index), tensors, metadata=metadata)
+            own = {"step": step, **generators, POSITIONS: positions}
+            plan.add_object(manifest.random_states_file(self.process_index), own)
+
+    def read(self, folder: str, load_kwargs: dict[str, Any] | None = None) -> Contents:
+        """Read their states. Any rank, alone.
+
+        Args:
+            folder: The checkpoint's folder.
+            load_kwargs: Passed to ``torch.load``.
+
+        Raises:
+            FileNotFoundError: The folder lacks a file; the message names it.
+            ValueError: An interrupted epoch cannot go on with its loader, because that has other data.
+        """
+        own = _read_own(folder, self.process_index)
+        random = own if own is not None else _read_own(folder, 0)
+        contents = Contents(folder, self, random=random, is_new=own is None)
+        read = partial(read_file, folder, load_kwargs=load_kwargs)
+        for obj, file, what in self._shared():
+            state = read(file, what)
+            if state is None and obj is self.scaler:
+                logger.warning(
+                    f"{folder} has no {file}: it was saved without a gradient scaler, and the scale starts anew."
+                )
+            else:
+                contents.objects.append((obj, state, file))
+        # A rank that was not there when the checkpoint was saved must draw the same epoch as the others.
+        positions = (random or {}).pop(POSITIONS, None) or []
+        for index, loader in enumerate(self._loaders()):
+            state, position = None, None
+            if keeps_state(loader):
+                state = read(manifest.dataloader_file(index, self.process_index))
+                state = read(manifest.dataloader_file(index)) if state is None else state
+            if index < len(positions) and isinstance(loader, PreparedLoader):
+                position = positions[index]
+            if position is not None and loader.continue_after_load:
+                resume.check(loader, dict(position), f"Data loader {index} (in the order of prepare)")
+            contents.dataloaders.append((loader, state, position))
+        return contents

@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: what belongs to it, and how a reader knows that it is whole.
+"""The names of a checkpoint's files, and the manifest that lists them: by it a reader knows that a checkpoint is whole.
 
-It is JSON, is written last, and names every file of the checkpoint with its size and checksum. A folder without its manifest
-is not a checkpoint of ours. The format is described in docs/checkpoint-format.md.
+The manifest is JSON, is written last, and has every file of the checkpoint with its size and checksum. A folder without one is no
+checkpoint of ours. docs/checkpoint-format.md describes the format. Nothing here imports torch, but for the versions of a new manifest.
 """
 
 import contextlib
@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
 
-from accelerate.checkpoint import names
 from accelerate.runtime import durable
+from accelerate.runtime.durable import STAGING_PREFIX, Path
 
 NAME = "accelerate_manifest.json"
 FORMAT = 1
@@ -24,7 +24,132 @@ FORMAT = 1
 # A manifest is some kilobytes for thousands of tensors; a file beyond this is something else, and is not parsed.
 _LARGEST = 512 << 20
 
-Path = str | os.PathLike[str]
+# -- names of files and folders ----------------------------------------------------------------------------------------
+
+# What upstream has as well is called as there: see `accelerate.utils.constants`.
+CUSTOM_NAME = "custom_checkpoint"
+CHECKPOINTS_FOLDER = "checkpoints"
+
+# Which parameter each number in an optimizer's file means: names by position, for each group. Torch's format does not have them.
+PARAMETER_NAMES = "parameter_names.json"
+
+# Lies in a folder of torch's distributed checkpoints.
+METADATA = ".metadata"
+
+# Lies in a folder from before its first file is written until after its last one is: the writer's of the shared files, and
+# with a number behind it that of another rank, which may come first.
+INCOMPLETE_MARKER = ".incomplete"
+
+# What a checkpoint has in front of its name while it is written, takes its place, is replaced, and is removed: no reader takes
+# a folder of such a name for a checkpoint.
+READY_PREFIX = ".ready_"
+REPLACED_PREFIX = ".replaced_"
+REMOVED_PREFIX = ".removed_"
+HIDDEN_PREFIXES = (STAGING_PREFIX, READY_PREFIX, REPLACED_PREFIX, REMOVED_PREFIX)
+
+# A file that a process holds locked while it saves to a place. One that no process holds means nothing.
+LOCK_PREFIX = ".lock_"
+
+# Lies in the newer one of two checkpoints that are being exchanged.
+PUBLISHING_MARKER = ".publishing"
+
+_PARTS = re.compile(
+    r"(?:rank\d+_)?(?:pytorch_model|model|optimizer|scheduler|dl_state_dict)(?:_\d+)?\.(?:bin|safetensors)"
+    r"|scaler\.pt|(?:random_states|custom_checkpoint)_\d+\.pkl|generators_\d+\.safetensors|parameter_names\.json"
+    # Of sharded layouts. A folder without a number is the user's own.
+    r"|(?:pytorch_model_fsdp|optimizer)_\d+|(?:pytorch_model_fsdp|optimizer)(?:_\d+)?(?:_rank\d+)?\.bin"
+    r"|\.incomplete(?:_\d+)?"
+)
+
+
+def _indexed(stem: str, index: int, extension: str) -> str:
+    """The first object of a kind has no number, so that the usual checkpoint reads plainly."""
+    return f"{stem}{extension}" if index == 0 else f"{stem}_{index}{extension}"
+
+
+def model_file(index: int, safe_serialization: bool = True) -> str:
+    """Return the name of the file with a model's weights."""
+    return _indexed("model", index, ".safetensors") if safe_serialization else _indexed("pytorch_model", index, ".bin")
+
+
+def gathered_model_file(index: int) -> str:
+    """Return the name of the file with all weights of a model that was sharded."""
+    return _indexed("pytorch_model_fsdp", index, ".bin")
+
+
+def model_folder(index: int) -> str:
+    """Return the name of the folder with a model's shards."""
+    return f"pytorch_model_fsdp_{index}"
+
+
+def optimizer_file(index: int) -> str:
+    """Return the name of the file with an optimizer's state."""
+    return _indexed("optimizer", index, ".bin")
+
+
+def optimizer_folder(index: int) -> str:
+    """Return the name of the folder with the shards of an optimizer's state."""
+    return f"optimizer_{index}"
+
+
+def rank_file(stem: str, rank: int) -> str:
+    """Return the name of the file with what one rank has of a model or an optimizer, which is called `stem`."""
+    return f"{stem}_rank{rank}.bin"
+
+
+def scheduler_file(index: int) -> str:
+    """Return the name of the file with a scheduler's state."""
+    return _indexed("scheduler", index, ".bin")
+
+
+def dataloader_file(index: int, process_index: int | None = None) -> str:
+    """Return the name of the file with a stateful loader's state: one rank's, or with None the one that all ranks can use."""
+    whose = "" if process_index is None else f"rank{process_index}_"
+    return _indexed(f"{whose}dl_state_dict", index, ".bin")
+
+
+def custom_file(index: int) -> str:
+    """Return the name of the file with the state of a registered object."""
+    return f"{CUSTOM_NAME}_{index}.pkl"
+
+
+def random_states_file(process_index: int) -> str:
+    """Return the name of the file with the random states of one rank."""
+    return f"random_states_{process_index}.pkl"
+
+
+def generators_file(process_index: int) -> str:
+    """Return the name of the file with the random generators of one rank, which only we write."""
+    return f"generators_{process_index}.safetensors"
+
+
+def numbered_folder(number: int) -> str:
+    """Return the name of an automatically named checkpoint."""
+    return f"checkpoint_{number}"
+
+
+def number_of(folder: Path) -> int | None:
+    """Return the number of an automatically named checkpoint, by its name or path, or None for another name."""
+    match = re.fullmatch(r"checkpoint_(\d+)", os.path.basename(os.path.normpath(os.fspath(folder))))
+    return int(match[1]) if match else None
+
+
+def is_generators_file(name: str) -> bool:
+    """Say whether a file has the name of a rank's random generators."""
+    return re.fullmatch(r"generators_\d+\.safetensors", name) is not None
+
+
+def is_checkpoint_file(name: str) -> bool:
+    """Say whether an entry directly in a folder has a name that a checkpoint's files have, ours or upstream's."""
+    return _PARTS.fullmatch(name) is not None
+
+
+def is_shard_file(name: str) -> bool:
+    """Say whether a file has a name that torch gives to the files of a folder of shards."""
+    return re.fullmatch(r"__\d+_\d+\.distcp|\.metadata", name) is not None
+
+
+# -- the manifest ------------------------------------------------------------------------------------------------------
 
 
 class DamagedCheckpoint(RuntimeError):
@@ -63,36 +188,37 @@ class FileEntry:
     aliases: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, file: durable.DurableFile, rank: int = 0, **told: Any) -> "FileEntry":
-        """Return what the manifest says of a file that was written just now.
-
-        Args:
-            file: it.
-            rank: the one that wrote it.
-            **told: ``tensors`` and ``aliases``.
-        """
-        return cls(file.checksum.size, file.checksum.hexdigest(), rank, **told)
+    def of(cls, file: durable.DurableFile, rank: int = 0, **more: Any) -> "FileEntry":
+        """Return the entry of a file that this rank wrote just now; `more` may have ``tensors`` and ``aliases``."""
+        return cls(file.checksum.size, file.checksum.hexdigest(), rank, **more)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what the manifest says of the file."""
-        told: dict[str, Any] = {"size": self.size, "checksum": self.checksum, "rank": self.rank}
-        if self.tensors is not None:
-            told["tensors"] = {name: vars(entry) for name, entry in self.tensors.items()}
-        if self.aliases:
-            told["aliases"] = dict(self.aliases)
-        return told
+        """Return the entry as plain data."""
+        tensors = None if self.tensors is None else {name: vars(entry) for name, entry in self.tensors.items()}
+        values = {**vars(self), "tensors": tensors, "aliases": dict(self.aliases) or None}
+        return {key: value for key, value in values.items() if value is not None}
 
     @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> "FileEntry":
-        """Return the entry that `to_json` returned on another rank, or in a manifest that has been checked.
-
-        Args:
-            told: parsed JSON, which is not checked here.
-        """
-        tensors = told.get("tensors")
+    def from_json(cls, values: Mapping[str, Any]) -> "FileEntry":
+        """Return the entry that `to_json` returned on another rank, or in a manifest that has been checked."""
+        tensors = values.get("tensors")
         if tensors is not None:
             tensors = {name: TensorEntry(tuple(entry["shape"]), entry["dtype"]) for name, entry in tensors.items()}
-        return cls(told["size"], told["checksum"], told.get("rank", 0), tensors, told.get("aliases", {}))
+        return cls(values["size"], values["checksum"], values.get("rank", 0), tensors, values.get("aliases", {}))
+
+
+def library_versions() -> dict[str, str]:
+    """Return the versions of what writes a checkpoint here."""
+    import numpy
+    import torch
+
+    return {
+        # Of the package that runs: another distribution of the name may lie beside it.
+        "accelerate": getattr(sys.modules["accelerate"], "__version__", "unknown"),
+        "torch": str(torch.__version__),
+        "numpy": numpy.__version__,
+        "python": platform.python_version(),
+    }
 
 
 @dataclass(frozen=True)
@@ -119,15 +245,25 @@ class Manifest:
     step: int = 0
     iteration: int = 0
     created: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
-    versions: dict[str, str] = field(default_factory=lambda: library_versions())
+    versions: dict[str, str] = field(default_factory=library_versions)
     save: str = ""
     format: int = FORMAT
 
-    def to_json(self) -> str:
-        """Return the text of the manifest."""
-        files = {name: self.files[name].to_json() for name in sorted(self.files)}
-        values = {**vars(self), "checksum": _CHECKSUM, "files": files}
-        return laid_out({key: values[key] for key in _MANIFEST}) + "\n"
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(entry.size for entry in self.files.values())
+
+    def to_json(self, **more: Any) -> str:
+        """Return the text of the manifest, with a line for each value and for each file, so that people and `diff` can read it.
+
+        Args:
+            more: values in front of its own.
+        """
+        values = {**more, **vars(self), "checksum": _CHECKSUM}
+        lines = [f" {json.dumps(key)}: {json.dumps(values[key])}" for key in (*more, *_MANIFEST) if key != "files"]
+        files = [f"  {json.dumps(name)}: {json.dumps(entry.to_json())}" for name, entry in sorted(self.files.items())]
+        return "{\n" + ",\n".join(lines) + ',\n "files": {\n' + ",\n".join(files) + "\n }\n}\n"
 
     @classmethod
     def from_json(cls, text: str | bytes, origin: str) -> "Manifest":
@@ -142,13 +278,13 @@ class Manifest:
         """
         where = f"{origin} is not a manifest of a checkpoint: "
         try:
-            told = json.loads(text)
+            data = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise DamagedCheckpoint(f"{where}{error}") from None
-        version = _checked(told, {"format": _MANIFEST["format"]}, where)["format"]
+        version = _checked(data, {"format": _MANIFEST["format"]}, where)["format"]
         if version > FORMAT:
             raise DamagedCheckpoint(f"{where}format {version} is newer than {FORMAT}; update accelerate to read it")
-        values = _checked(told, _MANIFEST, where)
+        values = _checked(data, _MANIFEST, where)
         del values["checksum"]
         files = values.pop("files")
         for name, entry in files.items():
@@ -160,10 +296,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
-        """Return the manifest in a folder. Any rank, alone.
-
-        Args:
-            folder: a local folder.
+        """Return the manifest in a local folder. Any rank, alone.
 
         Raises:
             FileNotFoundError: there is none.
@@ -172,27 +305,85 @@ class Manifest:
         path = os.path.join(folder, NAME)
         if os.path.lexists(path) and not os.path.isfile(path):  # a pipe, for one, would be waited for
             raise DamagedCheckpoint(f"{path} is no file, so that the manifest cannot be read.")
-        if os.path.isfile(path) and os.path.getsize(path) > _LARGEST:
-            raise DamagedCheckpoint(f"{path} has more than {_LARGEST} bytes, which no manifest has.")
         try:
+            if os.path.getsize(path) > _LARGEST:
+                raise DamagedCheckpoint(f"{path} has more than {_LARGEST} bytes, which no manifest has.")
             with open(path, "rb") as file:
                 return cls.from_json(file.read(), path)
         except PermissionError as error:
             raise DamagedCheckpoint(f"{path} could not be read: {error}") from error
 
     def write(self, folder: Path) -> None:
-        """Write the manifest into a folder, durably. It is there in full, or not at all.
-
-        Args:
-            folder: a local folder in which the files lie already.
-        """
+        """Write the manifest into a local folder with all the files, durably. It is there in full, or not at all."""
         with durable.durable(os.path.join(folder, NAME)) as file:
             file.write(self.to_json().encode())
 
-    @property
-    def size(self) -> int:
-        """Bytes of all files."""
-        return sum(entry.size for entry in self.files.values())
+
+# -- what a manifest may say -------------------------------------------------------------------------------------------
+
+
+def is_inside(name: Any) -> bool:
+    """Say whether a path that a manifest or an index gives stays within its folder, on every system."""
+    refused = "\\\0:" if os.name == "nt" else "\\\0"
+    if not isinstance(name, str) or name == NAME or any(sign in name for sign in refused):
+        return False
+    return all(part not in ("", ".", "..") and part[1:2] != ":" for part in name.split("/"))
+
+
+_CHECKSUM = {"algorithm": durable.ALGORITHM, "chunk": durable.CHUNK}
+# What a value of a manifest may be: the words of messages, and how such a value is recognized.
+_KINDS: dict[str, Callable[[Any], bool]] = {
+    "number": lambda value: type(value) is int and value >= 0,
+    "number above 0": lambda value: type(value) is int and value > 0,
+    "text": lambda value: isinstance(value, str),
+    "32 hexadecimal digits": lambda value: isinstance(value, str) and re.fullmatch("[0-9a-f]{32}", value) is not None,
+    "list of sizes": lambda value: isinstance(value, list) and all(map(_KINDS["number"], value)),
+    "mapping": lambda value: isinstance(value, dict),
+    "mapping with entries": lambda value: isinstance(value, dict) and len(value) > 0,
+    "mapping of texts": lambda value: isinstance(value, dict) and all(map(_KINDS["text"], value.values())),
+    "mapping of numbers, or null": lambda value: (
+        value is None or (isinstance(value, dict) and all(map(_KINDS["number"], value.values())))
+    ),
+    f"{_CHECKSUM}": lambda value: value == _CHECKSUM,
+}
+# The keys of each mapping, in the order of the file: the kind of the value, and what stands for a missing one. Where that is
+# not of the kind, the key is required. Other keys are ignored.
+_MANIFEST = {
+    "format": ("number above 0", None),
+    "created": ("text", ""),
+    "versions": ("mapping of texts", {}),
+    "save": ("text", ""),
+    "world_size": ("number above 0", 1),
+    "strategy": ("text", "single"),
+    "mesh": ("mapping of numbers, or null", None),
+    "step": ("number", 0),
+    "iteration": ("number", 0),
+    "checksum": (f"{_CHECKSUM}", None),
+    "files": ("mapping with entries", None),
+}
+_FILE = {
+    "size": ("number", None),
+    "checksum": ("32 hexadecimal digits", None),
+    "rank": ("number", 0),
+    "tensors": ("mapping", {}),
+    "aliases": ("mapping of texts", {}),
+}
+_TENSOR = {"shape": ("list of sizes", None), "dtype": ("text", None)}
+
+
+def _checked(data: Any, fields: Mapping[str, tuple[str, Any]], where: str) -> dict[str, Any]:
+    """Return the values of a mapping that is not trusted, after comparing each with its kind."""
+    if not isinstance(data, dict):
+        raise DamagedCheckpoint(f"{where}{data!r:.80} is no mapping")
+    values = {key: data.get(key, default) for key, (_, default) in fields.items()}
+    for key, value in values.items():
+        kind, _ = fields[key]
+        if not _KINDS[kind](value):
+            raise DamagedCheckpoint(f"{where}{key} {value!r:.80} is no {kind}")
+    return values
+
+
+# -- comparing it with the files ---------------------------------------------------------------------------------------
 
 
 def problems(
@@ -234,114 +425,16 @@ def problems(
         # A reader would take these files for parts of the checkpoint.
         listed = {name.split("/")[0] for name in manifest.files}
         with contextlib.suppress(OSError):
-            found += [
-                f"{entry} is not in the manifest: something else has put it there"
-                for entry in sorted(os.listdir(folder))
-                if entry not in listed and names.is_checkpoint_file(entry)
-            ]
+            extra = sorted(entry for entry in os.listdir(folder) if is_checkpoint_file(entry) and entry not in listed)
+            found += [f"{entry} is not in the manifest: something else has put it there" for entry in extra]
     return found
 
 
 def damaged(folder: Path, found: Iterable[str]) -> DamagedCheckpoint:
-    """Return the error for a checkpoint with problems.
-
-    Args:
-        folder: its folder or location.
-        found: what `problems` returned.
-    """
+    """Return the error for a checkpoint in a folder, or at a location, with what `problems` returned."""
     lines = list(found)
     listed = "\n  ".join(lines[:10] + ([f"and {len(lines) - 10} more"] if len(lines) > 10 else []))
     return DamagedCheckpoint(
         f"The checkpoint {os.fspath(folder)!r} is damaged; nothing was loaded.\n  {listed}\n"
         "Load another one: `accelerate checkpoint ls` lists them, `load_state(latest=True)` takes the newest whole one."
     )
-
-
-def library_versions() -> dict[str, str]:
-    """Return the versions of what writes a checkpoint here."""
-    import numpy
-    import torch
-
-    return {
-        # Of the package that runs: another distribution of the name may lie beside it.
-        "accelerate": getattr(sys.modules[__package__.partition(".")[0]], "__version__", "unknown"),
-        "torch": str(torch.__version__),
-        "numpy": numpy.__version__,
-        "python": platform.python_version(),
-    }
-
-
-def is_inside(name: Any) -> bool:
-    """Say whether a path of a manifest stays within its folder on every system.
-
-    Args:
-        name: what a manifest gives as the path of a file.
-    """
-    refused = "\\\0:" if os.name == "nt" else "\\\0"
-    if not isinstance(name, str) or name == NAME or any(sign in name for sign in refused):
-        return False
-    return all(part not in ("", ".", "..") and part[1:2] != ":" for part in name.split("/"))
-
-
-def laid_out(values: Mapping[str, Any]) -> str:
-    """Return a manifest as JSON with a line for each value and for each file, so that people and `diff` can read it.
-
-    Args:
-        values: plain data.
-    """
-    lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in values.items() if key != "files"]
-    files = [f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in values["files"].items()]
-    files_text = ' "files": {\n' + ",\n".join(files) + "\n }"
-    return "{\n" + ",\n".join([*lines, files_text]) + "\n}"
-
-
-_CHECKSUM = {"algorithm": durable.ALGORITHM, "chunk": durable.CHUNK}
-# What a value of a manifest may be: the words of messages, and how such a value is recognized.
-_KINDS: dict[str, Callable[[Any], bool]] = {
-    "number": lambda value: type(value) is int and value >= 0,
-    "number above 0": lambda value: type(value) is int and value > 0,
-    "text": lambda value: isinstance(value, str),
-    "32 hexadecimal digits": lambda value: isinstance(value, str) and re.fullmatch("[0-9a-f]{32}", value) is not None,
-    "list of sizes": lambda value: isinstance(value, list) and all(map(_KINDS["number"], value)),
-    "mapping": lambda value: isinstance(value, dict),
-    "mapping with entries": lambda value: isinstance(value, dict) and len(value) > 0,
-    "mapping of texts": lambda value: isinstance(value, dict) and all(map(_KINDS["text"], value.values())),
-    "mapping of numbers": lambda value: isinstance(value, dict) and all(map(_KINDS["number"], value.values())),
-    "mapping of numbers, or null": lambda value: value is None or _KINDS["mapping of numbers"](value),
-    f"{_CHECKSUM}": lambda value: value == _CHECKSUM,
-}
-# The keys of each mapping, in the order of the file: the kind of the value, and what stands for a missing one. Where that is
-# not of the kind, the key is required. Other keys are ignored.
-_MANIFEST = {
-    "format": ("number above 0", None),
-    "created": ("text", ""),
-    "versions": ("mapping of texts", {}),
-    "save": ("text", ""),
-    "world_size": ("number above 0", 1),
-    "strategy": ("text", "single"),
-    "mesh": ("mapping of numbers, or null", None),
-    "step": ("number", 0),
-    "iteration": ("number", 0),
-    "checksum": (f"{_CHECKSUM}", None),
-    "files": ("mapping with entries", None),
-}
-_FILE = {
-    "size": ("number", None),
-    "checksum": ("32 hexadecimal digits", None),
-    "rank": ("number", 0),
-    "tensors": ("mapping", {}),
-    "aliases": ("mapping of texts", {}),
-}
-_TENSOR = {"shape": ("list of sizes", None), "dtype": ("text", None)}
-
-
-def _checked(told: Any, fields: Mapping[str, tuple[str, Any]], where: str) -> dict[str, Any]:
-    """Return the values of a mapping that is not trusted, after comparing each with its kind."""
-    if not isinstance(told, dict):
-        raise DamagedCheckpoint(f"{where}{told!r:.80} is no mapping")
-    values = {}
-    for key, (kind, default) in fields.items():
-        values[key] = value = told.get(key, default)
-        if not _KINDS[kind](value):
-            raise DamagedCheckpoint(f"{where}{key} {value!r:.80} is no {kind}")
-    return values

@@ -20,15 +20,16 @@ import contextlib
 import json
 import logging
 import os
+import posixpath
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from datetime import datetime, timezone
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from accelerate.checkpoint import names
-from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest, damaged, is_inside, laid_out
-from accelerate.checkpoint.storage import CheckpointStorage, State, Stored
+from accelerate.checkpoint import manifest
+from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest, damaged, is_inside
+from accelerate.checkpoint.storage import CheckpointStorage, Stored, refuse_unfinished
 from accelerate.runtime.durable import each
 
 logger = logging.getLogger(__name__)
@@ -49,10 +50,10 @@ _GENERATION = re.compile(r"g-[0-9]{8}T[0-9]{6}Z-[0-9a-f]{16}")
 class ObjectStore(CheckpointStorage):
     """A checkpoint in an object store, or wherever else fsspec reaches.
 
-    A save on one node is the same as for a local place: `stage`, write, `publish`. On several nodes, each stages for its own
-    ranks (`shared` is False): when all have, each gives the others its `generation`, all of them `join` that of the rank that
-    is going to publish, and `upload` when their ranks have written. When all have uploaded, that one rank calls `publish`.
-    The same object takes part from beginning to end.
+    A save on one node is the same as for a local folder: `stage`, write, `publish`. On several nodes, one rank of each stages for
+    the ranks of its node (`shared` is False). Then they all take the `generation` of the rank that publishes, and `upload` what the
+    ranks of their nodes have written. When all have uploaded, that one rank calls `publish`. A rank uses the same object from
+    beginning to end.
 
     The credentials and the address of the store come from the environment or from fsspec's configuration.
 
@@ -60,7 +61,7 @@ class ObjectStore(CheckpointStorage):
         location: a URL, such as ``s3://bucket/run``.
 
     Attributes:
-        shared: False, because other nodes do not see the local folder in which a process stages.
+        shared: False, because other nodes do not see the local folder in which a rank stages.
         generation: the name of the save that was staged; None before and after.
 
     Raises:
@@ -69,7 +70,6 @@ class ObjectStore(CheckpointStorage):
     """
 
     shared = False
-    generation: str | None = None
 
     def __init__(self, location: str) -> None:
         if location.endswith(":"):  # a root, whose slashes were taken for those at the end of a path
@@ -82,40 +82,19 @@ class ObjectStore(CheckpointStorage):
         self._objects = _Objects(location)
         self._staged: TemporaryDirectory[str] | None = None
 
-    def child(self, name: str) -> "ObjectStore":
-        """Return the place of that name inside this one."""
-        return ObjectStore(self._objects.url(name))
-
-    def parent(self) -> "ObjectStore":
-        """Return the place that this one lies in; the root is its own."""
-        protocol, _, path = self.location.partition("://")
-        return ObjectStore(f"{protocol}://{path.rpartition('/')[0]}")
-
     # -- looking ---------------------------------------------------------------------------------------------------
 
-    def state(self) -> State:
-        """Say what lies here; no file but the manifest is read. Any rank, alone.
-
-        Raises:
-            OSError: the store refuses, or does not answer.
-        """
-        try:
-            for published in self._looks():
-                if published.manifest is None:
-                    return State("foreign", "it has no manifest: another library or an older version saved it")
+    def _verified(self) -> tuple[Manifest | None, list[str]]:
+        found: list[str] = []
+        for published in self._looks():
+            if published.manifest is not None:
                 found = _differences(_sizes(published.manifest), self._objects.below(published.generation))
-                if not found:
-                    return State("complete", "", published.manifest)
-        except FileNotFoundError:
-            return State("absent", "there is nothing")
-        except NotADirectoryError:
-            return State("absent", "it is an object")
-        except DamagedCheckpoint as error:
-            return State("incomplete", str(error))
-        return State("incomplete", "; ".join(found), published.manifest)
+            if not found:
+                break
+        return published.manifest, found
 
     def _looks(self) -> Iterator["_Published"]:
-        """Look what is published, and look again as long as another checkpoint takes the place meanwhile."""
+        """Look what is published, and look again as long as another checkpoint replaces it meanwhile."""
         former = None
         for _ in range(_LOOKS):
             published = self._published()
@@ -125,7 +104,7 @@ class ObjectStore(CheckpointStorage):
             former = published
 
     def _published(self) -> "_Published":
-        """Say which files count.
+        """Return which files count.
 
         Raises:
             FileNotFoundError: there is nothing.
@@ -135,11 +114,10 @@ class ObjectStore(CheckpointStorage):
         if not entries:
             raise FileNotFoundError(f"There is no checkpoint at {self.location!r}: nothing lies there.")
         published = self._read(entries)
-        marked = any(entry.startswith(names.INCOMPLETE_MARKER) for entry in entries)
-        if not published.generation and (marked or all(_GENERATION.fullmatch(entry) for entry in entries)):
-            raise DamagedCheckpoint("its saving did not come to its end")
-        if published.manifest is None and any(names.is_generators_file(entry) for entry in entries):
-            raise DamagedCheckpoint(f"its manifest {NAME} is missing")
+        if not published.generation:
+            refuse_unfinished([name for name, stored in entries.items() if stored is not None])
+            if all(_GENERATION.fullmatch(name) for name in entries):
+                raise DamagedCheckpoint("its saving did not come to its end")
         return published
 
     def _read(self, entries: Mapping[str, Stored | None]) -> "_Published":
@@ -147,16 +125,16 @@ class ObjectStore(CheckpointStorage):
         if entries.get(NAME) is None:
             return _Published()
         text, url = self._objects.read(NAME), self._objects.url(NAME)
-        manifest, generation = Manifest.from_json(text, url), json.loads(text).get("generation", "")
+        listing, generation = Manifest.from_json(text, url), json.loads(text).get("generation", "")
         if generation != "" and not _GENERATION.fullmatch(str(generation)):
             raise DamagedCheckpoint(f"{url} names the generation {repr(generation)[:80]}, which is none")
-        return _Published(manifest, generation, text)
+        return _Published(listing, generation, text)
 
     def entries(self) -> list[CheckpointStorage]:
         """Return the folders that lie here, by name; hidden ones are left out. Those of the checkpoint are among them."""
-        found = {os.path.basename(path): path for path, stored in self._visible().items() if stored is None}
-        shown = [name for name in sorted(found) if not name.startswith(".") and not _GENERATION.fullmatch(name)]
-        return [self.child(found[name]) for name in shown]
+        folders = {os.path.basename(path): path for path, stored in self._visible().items() if stored is None}
+        shown = [name for name in sorted(folders) if not name.startswith(".") and not _GENERATION.fullmatch(name)]
+        return [self.child(folders[name]) for name in shown]
 
     def files(self) -> dict[str, Stored]:
         """Return the files that lie directly here, by name. Those of the checkpoint are among them."""
@@ -231,24 +209,13 @@ class ObjectStore(CheckpointStorage):
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
-    def staging(self) -> str:
-        """Return the path of the local folder that `stage` made.
-
-        Raises:
-            RuntimeError: this object has staged nothing.
-        """
-        if self._staged is None:
-            raise RuntimeError(f"Nothing is staged for {self.location} here: call stage() first, on the same object.")
-        return self._staged.name
-
     def stage(self) -> str:
         """Make an empty folder in ``$TMPDIR``, and remove what killed saves left in the store. One process of each node.
 
-        The folder is removed by `publish` or `abandon`, or with this object: the places of the other nodes never learn that the
-        checkpoint has been published.
+        The folder is removed by `publish` or `abandon`, or with this object: on the other nodes neither is called.
 
         Raises:
-            NotADirectoryError: an object has the place itself.
+            NotADirectoryError: there is an object of that name.
             OSError: the store or the local disk refuses.
         """
         self.abandon()
@@ -257,48 +224,38 @@ class ObjectStore(CheckpointStorage):
         self.generation = f"g-{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}-{os.urandom(8).hex()}"
         return self._staged.name
 
-    def join(self, generation: str) -> None:
-        """Upload into the save of another node. Each process that staged calls it, before any of them uploads.
+    def upload(self, staged: str) -> None:
+        """Move what a node has written to the store, but for the manifest. The process of each node that staged calls this.
 
         Args:
-            generation: that of the process that is going to publish.
-        """
-        self.staging()
-        self.generation = generation
-
-    def upload(self, staged: str | None = None) -> None:
-        """Move what this node has written to the store, but for the manifest. The process of each node that staged calls this.
-
-        Args:
-            staged: the folder; what `stage` returned by default.
+            staged: the folder that `stage` returned.
 
         Raises:
             OSError: an object could not be written; its name is in the message.
         """
-        folder = staged or self.staging()
 
         def put(name: str) -> None:
-            self._objects.put(os.path.join(folder, name), f"{self.generation}/{name}")
-            os.unlink(os.path.join(folder, name))
+            self._objects.put(os.path.join(staged, name), f"{self.generation}/{name}")
+            os.unlink(os.path.join(staged, name))
 
-        _move(put, {name: size for name, size in _files(folder).items() if name != NAME})
+        _move(put, {name: size for name, size in _files(staged).items() if name != NAME})
 
     def publish(self) -> None:
-        """Upload what is not there yet, and let it take this place. The process with the manifest; all others have uploaded.
+        """Upload what is not there yet, and let it be the checkpoint. The process with the manifest; all others have uploaded.
 
         Raises:
             DamagedCheckpoint: objects that the manifest names have not arrived whole; what was here before is still here.
             OSError: the store refuses; what was here before is still here.
         """
-        manifest = Manifest.read(self.staging())
-        self.upload()
-        found = _differences(_sizes(manifest), self._objects.below(str(self.generation)))
+        listing = Manifest.read(self._staged.name)
+        self.upload(self._staged.name)
+        found = _differences(_sizes(listing), self._objects.below(str(self.generation)))
         if found:
             raise DamagedCheckpoint(
                 f"The checkpoint was not published at {self.location}: {'; '.join(found[:10])}. Each node must call upload() "
-                "first, and only one run at a time may save here."
+                "first, and only one run at a time may save there."
             )
-        text = laid_out({"generation": self.generation, **json.loads(manifest.to_json())}) + "\n"
+        text = listing.to_json(generation=self.generation)
         self._objects.write(NAME, text.encode())
         self.abandon()  # what was staged counts from now on, and stays
 
@@ -317,21 +274,20 @@ class ObjectStore(CheckpointStorage):
 
     def remove(self) -> None:
         """Remove the checkpoint with all that lies here; no reader takes a part of it for a checkpoint meanwhile."""
-        if any(name != NAME and not _GENERATION.fullmatch(name) for name in self._objects.entries()):
-            self._objects.write(names.INCOMPLETE_MARKER, b"")
-        self._objects.remove(NAME)
-        for name in self._objects.entries():
-            if name != names.INCOMPLETE_MARKER:
-                self._objects.remove(name)
+        entries = self._objects.entries()
+        if entries:
+            self._objects.write(manifest.INCOMPLETE_MARKER, b"")
+        for name in (NAME, *(entries.keys() - {manifest.INCOMPLETE_MARKER})):
+            self._objects.remove(name)
         self._objects.remove()
         self.release()
 
     def leftovers(self) -> dict[str, Stored]:
         """Return what saves left in here and in its folders, or are uploading right now, by URL."""
         return {
-            place._objects.url(name): stored or place.child(name).stored()
-            for place in self._places()
-            for name, stored in place._superseded().items()
+            storage._objects.url(name): stored or storage.child(name).stored()
+            for storage in (self, *self.entries())
+            for name, stored in storage._superseded().items()
         }
 
     def sweep(self) -> list[str]:
@@ -340,16 +296,13 @@ class ObjectStore(CheckpointStorage):
         Returns:
             The URLs removed.
         """
-        return [url for place in self._places() for url in place._clear()]
-
-    def _places(self) -> list["ObjectStore"]:
-        return [self, *(entry for entry in self.entries() if isinstance(entry, ObjectStore))]
+        return [url for storage in (self, *self.entries()) for url in storage._clear()]
 
     def _superseded(self) -> dict[str, Stored | None]:
         """Return the entries that do not count any more: of killed saves, or of what has been replaced."""
         entries = self._objects.entries()
         # What is no part of a checkpoint is the user's own.
-        parts = [name for name in sorted(entries) if names.is_checkpoint_file(name) or _GENERATION.fullmatch(name)]
+        parts = [name for name in sorted(entries) if manifest.is_checkpoint_file(name) or _GENERATION.fullmatch(name)]
         if NAME in entries and len(parts) <= 1:
             return {}  # the usual case, without another request
         try:
@@ -406,8 +359,7 @@ class _Objects:
 
     def url(self, name: str) -> str:
         """Return the URL of an object."""
-        separator = "" if not name or self.location.endswith("/") else "/"
-        return f"{self.location}{separator}{name}"
+        return posixpath.join(self.location, name) if name else self.location
 
     @contextlib.contextmanager
     def _at(self, name: str, done: str) -> Iterator[tuple[Any, str]]:
@@ -511,8 +463,8 @@ def _move(task: Callable[[str], None], sizes: Mapping[str, int]) -> None:
     each(task, [name for name in sizes if sizes[name] <= _LARGE], _AT_ONCE)
 
 
-def _sizes(manifest: Manifest) -> dict[str, int]:
-    return {name: entry.size for name, entry in manifest.files.items()}
+def _sizes(listing: Manifest) -> dict[str, int]:
+    return {name: entry.size for name, entry in listing.files.items()}
 
 
 def _differences(expected: Mapping[str, int], there: Mapping[str, int]) -> list[str]:

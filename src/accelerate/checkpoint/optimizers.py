@@ -4,20 +4,21 @@ The names of parameters connect the two, as the numbers in an optimizer's state 
 """
 
 import contextlib
+import dataclasses
 import json
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from accelerate.checkpoint import load, names, state
+from accelerate.checkpoint import load, state
 from accelerate.checkpoint.layouts import Found, Layout, Path, find, like, required
-from accelerate.checkpoint.manifest import DamagedCheckpoint
+from accelerate.checkpoint.manifest import PARAMETER_NAMES, DamagedCheckpoint
 from accelerate.checkpoint.state import is_spread, mapped_leaves, together
-from accelerate.modules.named import match_names
+from accelerate.modules.unwrap import match_names
 
 if TYPE_CHECKING:
     from accelerate.checkpoint.shards import Stored
@@ -48,7 +49,7 @@ def names_text(known: Mapping[int, Sequence[Sequence[str]]]) -> bytes:
 
 def read_names(folder: Path, index: int = 0) -> list[list[str]] | None:
     """Return the names of an optimizer's parameters that a checkpoint has, for each group, or None. Any rank, alone."""
-    path = os.path.join(folder, names.PARAMETER_NAMES)
+    path = os.path.join(folder, PARAMETER_NAMES)
     if not os.path.isfile(path):
         return None
     try:
@@ -75,6 +76,7 @@ class Target:
         states: what the optimizer has for each name already, where it says more than the parameter does.
         ties: names that mean one parameter.
         flat: its parameters are FSDP1's flat ones, which have an order of their own.
+        over: `Stored.finish` reads, later, over the tensors that the optimizer has.
     """
 
     groups: list[list[str]]
@@ -82,6 +84,7 @@ class Target:
     states: Mapping[str, Mapping[str, Any]]
     ties: Sequence[Sequence[str]]
     flat: bool = False
+    over: bool = False
 
     @property
     def order(self) -> list[str]:
@@ -95,6 +98,19 @@ class Target:
     def source(self, name: str, saved: Collection[str]) -> str:
         """Return the name under which a parameter was saved."""
         return next((other for other in self.also_called(name) if other in saved), name)
+
+
+@dataclass(frozen=True)
+class Deferred:
+    """A state whose tensors are those of the object that takes it, until `finish` reads over them.
+
+    Attributes:
+        state: the state.
+        finish: called once every rank has given its objects their states. Any rank, alone.
+    """
+
+    state: Any
+    finish: Callable[[], None]
 
 
 def target(optimizer: torch.optim.Optimizer, model: nn.Module) -> Target:
@@ -263,12 +279,15 @@ def _fitted(goal: Target, name: str, values: Any, stored: "Stored") -> Any:
         if not value.dim():
             # FSDP1 writes one step count for all parameters of a unit; shared, it would be counted up once for each of them.
             return stored.whole(value) if value.is_meta else value.clone()
+        before = present.get(key)
+        if goal.over and hasattr(value, "stored_key") and _takes(before, value, own):
+            return stored.over(value, before)
         if not is_spread(own) and not is_spread(value):
             made = stored.whole(value) if _may_belong(value.shape, own.shape) else None
         else:
             made = like(own, value, stored)
-            if made is None and isinstance(present.get(key), torch.Tensor) and hasattr(value, "stored_key"):
-                made = like(present[key], value, stored)
+            if made is None and isinstance(before, torch.Tensor) and hasattr(value, "stored_key"):
+                made = like(before, value, stored)
         if made is None:
             here, there = (
                 tuple(one.size() if hasattr(value, "stored_key") else state.part(one).shape) for one in (own, value)
@@ -288,6 +307,17 @@ def _fitted(goal: Target, name: str, values: Any, stored: "Stored") -> Any:
     return mapped_leaves(values, fit)
 
 
+def _takes(before: Any, value: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Say whether a value can be read over the one before; an optimizer converts what differs from the parameter."""
+    return (
+        isinstance(before, torch.Tensor)
+        and state.is_memory(before)
+        and before.size() == value.size()
+        and before.device == parameter.device
+        and before.dtype == value.dtype == parameter.dtype
+    )
+
+
 def _may_belong(stored: Sequence[int], own: Sequence[int]) -> bool:
     """Say whether a value may belong to a parameter: some optimizers keep one for each row or column, or only for all."""
     return len(stored) != len(own) or all(count in (1, whole) for count, whole in zip(stored, own, strict=True))
@@ -300,7 +330,8 @@ def read_for_optimizer(
     index: int = 0,
     prefer: Layout | None = None,
     verify: bool = True,
-) -> dict[str, Any]:
+    over: bool = False,
+) -> Deferred:
     """Read an optimizer's state, whatever wrote it, as its `load_state_dict` takes it. All ranks; all could read it.
 
     Args:
@@ -309,10 +340,18 @@ def read_for_optimizer(
         folder: the checkpoint's folder.
         index: which of the optimizers it is.
         prefer: the layout to take if the folder has several.
+        verify: False if the checkpoint has been verified already.
+        over: the caller loads a verified checkpoint, and the optimizer cannot refuse it: read over what it has, later.
+
+    Returns:
+        The state; what has to be called is to read over what the optimizer has, if that was asked for.
     """
     found = required(folder, "optimizer", index, prefer, verify)
-    goal = target(optimizer, model)
-    return state.optimizer_to_load(optimizer, model, together(lambda: read_optimizer(goal, found.open(), found)))
+    stored = together(found.open)
+    over = over and stored.verified and not state.is_fsdp1(model)
+    goal = dataclasses.replace(target(optimizer, model), over=over)
+    read = together(lambda: read_optimizer(goal, stored, found))
+    return Deferred(state.optimizer_to_load(optimizer, model, read), stored.finish)
 
 
 def read_whole_optimizer(

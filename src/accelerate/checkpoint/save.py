@@ -7,7 +7,6 @@ into it instead is hashed while it is written, and can be copied and written in 
 import copy
 import io
 import os
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accelerate.checkpoint import formats, manifest
-from accelerate.checkpoint.barrier import CollectiveBarrier, SaveBarrier, default_store
+from accelerate.checkpoint.barrier import SaveBarrier, default_store
 from accelerate.checkpoint.manifest import FileEntry, Manifest
 from accelerate.checkpoint.state import is_spread, like, part, quietly
 from accelerate.checkpoint.storage import CheckpointStorage
@@ -36,11 +35,13 @@ class SavePlan(os.PathLike[str]):
     Args:
         folder: the local folder in which they are written.
         rank: this process.
+        writes_shared: whether it writes the files of what all ranks have alike.
     """
 
-    def __init__(self, folder: str, rank: int = 0) -> None:
+    def __init__(self, folder: str, rank: int = 0, writes_shared: bool = True) -> None:
         self.folder = folder
         self.rank = rank
+        self.writes_shared = writes_shared
         self._jobs: dict[str, tuple[Callable[..., FileEntry], Any, dict[str, Any]]] = {}
         self._shards: dict[str, dict[str, Any]] = {}
 
@@ -208,29 +209,15 @@ class _Snapshot:
         self._made: dict[int, tuple[Any, Any]] = {}  # with the original, so that its id stays its own
 
     def of(self, obj: Any) -> Any:
+        return formats.rebuilt(obj, self._value)
+
+    def _value(self, obj: Any) -> Any:
         if obj is None or isinstance(obj, (bool, int, float, complex, str, bytes)):
             return obj
-        if id(obj) in self._made:
-            return self._made[id(obj)][1]
-        if isinstance(obj, torch.Tensor):
-            made = self._tensor(obj)
-        elif type(obj) in (dict, OrderedDict):
-            made = self._note(obj, type(obj)())
-            made.update((key, self.of(value)) for key, value in obj.items())
-            if type(obj) is OrderedDict:
-                vars(made).update(self.of(vars(obj)))  # a state dict has its version there
-        elif type(obj) is list:
-            made = self._note(obj, [])
-            made.extend(self.of(value) for value in obj)
-        elif type(obj) is tuple:
-            made = tuple(self.of(value) for value in obj)
-        else:
-            made = _deep(obj)
-        return self._note(obj, made)
-
-    def _note(self, obj: Any, made: Any) -> Any:
-        self._made[id(obj)] = (obj, made)
-        return made
+        if id(obj) not in self._made:
+            made = self._tensor(obj) if isinstance(obj, torch.Tensor) else _deep(obj)
+            self._made[id(obj)] = obj, made
+        return self._made[id(obj)][1]
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.detach()
@@ -310,21 +297,6 @@ class Group:
         """The rank that stages the folder that this one writes to."""
         return 0 if self.shared else self.rank - self.local_rank
 
-    @property
-    def leads(self) -> bool:
-        """Whether that is this rank."""
-        return self.rank == self.leader
-
-    def among(self, ranks: list[int], leader: int) -> tuple[int, bool]:
-        """Return the rank that stages for this one if only some ranks save, and whether this rank publishes.
-
-        Args:
-            ranks: those that save, in ascending order.
-            leader: the rank that stages for this one when all do.
-        """
-        leader = leader if leader in ranks else ranks[0]
-        return leader, self.rank == (leader if self.each_node else ranks[0])
-
     def barrier(self, kind: str, storage: CheckpointStorage) -> SaveBarrier:
         """Return the barrier of these ranks.
 
@@ -332,13 +304,9 @@ class Group:
             kind: ``"save_state"`` or ``"load_state"``.
             storage: Where the checkpoint is.
         """
+        local_rank = None if self.shared else self.local_rank
         store = default_store()
-        if store is None and self.world_size > 1:
-            return CollectiveBarrier(kind, storage.location, self.rank, self.world_size)
-        apart = self.local_world_size if self.each_node else None
-        made = SaveBarrier(kind, storage.location, self.rank, self.world_size, store, apart)
-        made.local_rank = None if self.shared else self.local_rank
-        return made
+        return SaveBarrier(kind, storage.location, self.rank, self.world_size, store, local_rank, self.each_node)
 
 
 class Save:
@@ -350,6 +318,10 @@ class Save:
         facts: What the manifest says of the run.
         refusing: Called with the storage by the leader before it stages; raises where the storage must not be taken.
         rotating: Called with the storage by the rank that published, once the checkpoint is there.
+
+    Attributes:
+        plan: What takes the files of this rank; from `begin` on.
+        problem: Why this rank cannot go on; the next step of all ranks reports it.
     """
 
     def __init__(
@@ -368,8 +340,8 @@ class Save:
         self.shards: Any = None
         self.refusing = refusing
         self.barrier = group.barrier("save_state", storage)
-        self._plan: SavePlan | None = None
-        self._problem: BaseException | None = None
+        self.plan: SavePlan | None = None
+        self.problem: BaseException | None = None
         self._leader, self._publishes = group.leader, False
 
     def begin(self, former: BaseException | None = None) -> None:
@@ -383,43 +355,21 @@ class Save:
             RuntimeError: the folder could not be made; on the rank that tried, its own error.
         """
         self.barrier.begin()
-        self._leader, self._publishes = self.group.among(self.barrier.ranks, self.barrier.leader(self.group.leader))
-        staged, problem = None, former
-        if self._leads and former is None:
-            try:
-                if self.refusing is not None:
-                    self.refusing(self.storage)
-                staged = self.storage.stage()
-            except BaseException as error:  # a rank that leaves without a word is waited for
-                problem = error
-        note = {"staged": staged, "problem": _text(problem), "generation": self.storage.generation}
-        try:
-            notes = self.barrier.exchange(note)
-            if any(note["problem"] for note in notes):
-                self.barrier.end(problem)
-        except BaseException:
-            self._abandon()
-            raise
-        if self._leads and notes[0]["generation"]:
-            self.storage.join(notes[0]["generation"])
-        staged = dict(zip(self.barrier.ranks, notes, strict=True))[self._leader]["staged"]
-        self._plan = SavePlan(staged, self.group.rank)
+        ranks, leader = self.barrier.ranks, self.barrier.leader(self.group.leader)
+        self._leader = leader if leader in ranks else ranks[0]
+        self._publishes = self.group.rank == (self._leader if self.group.each_node else ranks[0])
+        self.problem = former
+        staged = self._attempt(self._stage) if self._leads else None
+        notes = self._exchange([staged, self.storage.generation])
+        if self._leads and notes[0][1]:
+            self.storage.generation = notes[0][1]
+        staged = notes[ranks.index(self._leader)][0]
+        first = (self.group.local_rank if self.group.each_node else self.group.rank) == 0
+        self.plan = SavePlan(staged, self.group.rank, writes_shared=first)
 
     @property
     def _leads(self) -> bool:
         return self._leader == self.group.rank
-
-    def plan(self) -> SavePlan:
-        """Return what takes the files of this rank."""
-        return self._plan
-
-    def fail(self, problem: BaseException) -> None:
-        """Remember that this rank could not collect its state; `finish` tells the others.
-
-        Args:
-            problem: why.
-        """
-        self._problem = problem
 
     def settle(self) -> None:
         """Learn whether all ranks could collect their state; before the rest is done in the background. All ranks.
@@ -427,15 +377,7 @@ class Save:
         Raises:
             RuntimeError: another rank could not; this one's own error is raised as it is.
         """
-        try:
-            self.barrier.check(self._problem)
-        except BaseException:
-            self._abandon()
-            raise
-
-    def _abandon(self) -> None:
-        if self._leads:
-            self.storage.abandon()
+        self._exchange(None)
 
     def finish(self, writers: int = WRITERS) -> None:
         """Write this rank's files, and publish the checkpoint when every rank has. May run in a thread.
@@ -446,58 +388,69 @@ class Save:
         Raises:
             RuntimeError: another rank failed; this one's own error is raised as it is.
         """
+        entries = self._attempt(lambda: self.plan.write(writers, self.shards))
+        notes = self._exchange([self._leader, listed(entries)])
+        if self._leads:
+            entries = self._attempt(lambda: self._complete(notes, writers))
+        if not self.group.shared:  # several ranks lead; the one that publishes needs what all nodes have uploaded
+            entries = merged(self._exchange(listed(entries if self._leads else {})))
+        if self._publishes:
+            self._attempt(lambda: self._publish(entries))
+        self._exchange(None)
+        self.barrier.leave()
+
+    def _attempt(self, step: Callable[[], Any]) -> Any:
+        """Take a step, unless this rank has failed before; the next exchange of all ranks reports what it raises."""
         try:
-            self._finish(writers)
-        except BaseException as error:
-            self._abandon()
-            if self._problem is not None and error is not self._problem:
-                raise self._problem from error  # what comes of it tells less
+            return step() if self.problem is None else None
+        except BaseException as error:  # a rank that leaves without a word is waited for
+            self.problem = error
+
+    def _exchange(self, note: Any) -> list[Any]:
+        """Return the notes of all ranks, unless one of them has failed: then nothing is saved."""
+        try:
+            return self.barrier.exchange(note, self.problem)
+        except BaseException:
+            if self._leads:
+                self.storage.abandon()
             raise
 
-    def _finish(self, writers: int) -> None:
-        entries: dict[str, FileEntry] = {}
-        if self._problem is None:
-            try:
-                entries = self._plan.write(writers, self.shards)
-            except BaseException as error:
-                self._problem = error
-        notes = self._tell(entries)
-        if self._leads and not any(note["problem"] for note in notes):
-            # The folder has what all ranks of this file system wrote, and what hooks and strategies wrote by themselves.
-            entries = merged([note for note in notes if note["leader"] == self.group.rank])
-            try:
-                entries |= unlisted(self._plan.folder, entries, self.group.rank, writers)
-                if not self.storage.shared:
-                    self.storage.upload(self._plan.folder)
-            except BaseException as error:
-                self._problem = error
-        if not self.storage.shared:  # the rank that publishes needs what all nodes have uploaded
-            entries = merged(self._tell(entries if self._leads else {}))
-        self.barrier.end(self._problem, act=lambda: self._publish(entries), presiding=self._publishes)
+    def _stage(self) -> str:
+        if self.refusing is not None:
+            self.refusing(self.storage)
+        return self.storage.stage()
 
-    def _tell(self, entries: dict[str, FileEntry]) -> list[dict[str, Any]]:
-        listed = {name: entry.to_json() for name, entry in entries.items()}
-        self.barrier.failed = self._problem is not None
-        return self.barrier.exchange({"leader": self._leader, "files": listed, "problem": _text(self._problem)})
+    def _complete(self, notes: list[Any], threads: int) -> dict[str, FileEntry]:
+        """Return all files of the folder: what its ranks wrote, and what hooks and strategies wrote by themselves."""
+        entries = merged(files for leader, files in notes if leader == self._leader)
+        entries |= unlisted(self.plan.folder, entries, self.group.rank, threads)
+        if not self.storage.shared:
+            self.storage.upload(self.plan.folder)
+        return entries
 
     def _publish(self, entries: dict[str, FileEntry]) -> None:
-        Manifest(entries, save=self.barrier.name, **self.facts).write(self._plan.folder)
+        Manifest(entries, save=self.barrier.name, **self.facts).write(self.plan.folder)
         self.storage.publish()
         if self.rotating is not None:
             self.rotating(self.storage)
 
 
-def _text(problem: BaseException | None) -> str:
-    return "" if problem is None else f"{type(problem).__name__}: {problem}"
+def listed(entries: Mapping[str, FileEntry] | None) -> dict[str, Any]:
+    """Return entries as JSON, for the other ranks.
+
+    Args:
+        entries: by name; None where they could not be made.
+    """
+    return {name: entry.to_json() for name, entry in (entries or {}).items()}
 
 
 def merged(notes: Iterable[dict[str, Any]]) -> dict[str, FileEntry]:
-    """Return the files that several ranks listed.
+    """Return the files that several ranks `listed`.
 
     Args:
-        notes: of `Save`.
+        notes: what they listed.
     """
-    return {name: FileEntry.from_json(entry) for note in notes for name, entry in note["files"].items()}
+    return {name: FileEntry.from_json(entry) for note in notes for name, entry in note.items()}
 
 
 def unlisted(folder: str, known: Iterable[str], rank: int, threads: int = 1) -> dict[str, FileEntry]:

@@ -11,7 +11,6 @@ Source:
 """
 
 import contextlib
-import dataclasses
 import io
 import math
 import os
@@ -22,6 +21,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -36,11 +36,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import WriteItemType
 
 from accelerate.checkpoint import formats
-from accelerate.checkpoint.manifest import DamagedCheckpoint, FileEntry, is_inside
-from accelerate.checkpoint.names import METADATA
+from accelerate.checkpoint.manifest import METADATA, DamagedCheckpoint, FileEntry, is_inside
 from accelerate.checkpoint.state import is_spread, mapped_leaves
 from accelerate.modules.tensors import same_tensors
 from accelerate.runtime import durable
@@ -63,7 +61,10 @@ class Stored:
 
     Attributes:
         state: in a folder of shards, each tensor is a placeholder on the meta device; in files, it is mapped.
+        verified: the files have been compared with their checksums, so that they may be read over what is there (`over`).
     """
+
+    verified = False
 
     def __init__(
         self,
@@ -76,6 +77,7 @@ class Stored:
         self.origin, self.state, self.aliases = origin, state, aliases or {}
         self._reader, self._metadata = reader, metadata
         self._wanted: dict[str, Any] = {}
+        self._over: dict[str, list[torch.Tensor]] = {}
         self._reading = threading.Lock()
 
     @classmethod
@@ -93,6 +95,7 @@ class Stored:
         reader = dcp.FileSystemReader(folder)
         reader.set_up_storage_reader(metadata, True)
         stored = cls(os.fspath(folder), None, reader, metadata)
+        stored.verified = verified
         values: dict[str, Any] = {}
         for key, spec in metadata.state_dict_metadata.items():
             values[key] = None
@@ -152,6 +155,30 @@ class Stored:
         return mapped_leaves(
             value, lambda leaf: self.into(leaf, torch.empty_like(leaf, device="cpu")) if is_placeholder(leaf) else leaf
         )
+
+    def over(self, value: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        """Let `finish` read a tensor of the state over what memory has, and return that.
+
+        Args:
+            value: as for `into`.
+            memory: as for `into`.
+        """
+        self._over.setdefault(value.stored_key, []).append(memory)
+        return memory
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Read what `over` asked for. Any rank, alone.
+
+        Raises:
+            DamagedCheckpoint: as `fill`; some of the memory may have changed then.
+        """
+        self._wanted = {key: first for key, (first, *_) in self._over.items()}
+        self.fill()
+        for first, *others in self._over.values():
+            for memory in others:  # names of one stored tensor
+                memory.copy_(first)
+        self._over = {}
 
     def fill(self) -> dict[str, Any]:
         """Read what `into` and `whole` asked for.
@@ -288,18 +315,9 @@ class _SavePlanner(dcp.DefaultSavePlanner):
     """Torch's planner; what ranks have whole is written as the first one has it, and placeholders are read when they are written."""
 
     def __init__(self, stored: Stored | None) -> None:
-        super().__init__()
+        # By default the rank with the least to write writes it; running statistics, say, differ between ranks.
+        super().__init__(dedup_save_to_lowest_rank=True)
         self._stored = stored
-
-    def create_global_plan(self, all_plans: list[Any]) -> Any:
-        # Torch lets the rank with the least to write it; running statistics, say, differ between ranks.
-        seen: set[Any] = set()
-        thinned = []
-        for plan in all_plans:
-            own = [item for item in plan.items if item.type is WriteItemType.SHARD or item.index not in seen]
-            seen.update(item.index for item in plan.items if item.type is not WriteItemType.SHARD)
-            thinned.append(dataclasses.replace(plan, items=own))
-        return super().create_global_plan(thinned)
 
     def lookup_object(self, index: Any) -> Any:
         found = super().lookup_object(index)
@@ -401,13 +419,6 @@ class _Record:
         return self.state.get(name, default) if isinstance(self.state, dict) else default
 
 
-def _size(items: Any = ()) -> tuple[int, ...]:
-    """Stands for `torch.Size`."""
-    if type(items) not in (tuple, list) or not all(type(item) is int for item in items):
-        raise pickle.UnpicklingError("it has a size that is no list of numbers")
-    return tuple(items)
-
-
 class _Unpickler(pickle.Unpickler):
     """Reads the pickle of a ``.metadata`` file into plain data and records; whatever else it names is refused."""
 
@@ -417,7 +428,7 @@ class _Unpickler(pickle.Unpickler):
         self._classes = {
             (module, name): type(name, (_Record,), {}) for module in _RECORDS for name in _RECORDS[module]
         }
-        self._classes |= {("torch", "Size"): _size, ("collections", "OrderedDict"): dict}
+        self._classes |= {("torch", "Size"): torch.Size, ("collections", "OrderedDict"): dict}
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in self._classes:
@@ -460,16 +471,10 @@ def read_metadata(folder: Path, verified: bool = False) -> Metadata:
     try:
         if not verified:
             _refuse_traps(data)
-        record = _Unpickler(data).load()
-    except Exception as error:  # whatever a damaged pickle runs into
-        problem = error or type(error).__name__
+        return _checked(_Unpickler(data).load(), folder)
+    except Exception as error:  # whatever a damaged pickle runs into, or what lies too deep to be shown
+        problem = error if isinstance(error, DamagedCheckpoint) else f"{type(error).__name__}: {error}"
         raise DamagedCheckpoint(f"{path} is not the metadata of a checkpoint: {problem}") from None
-    try:
-        return _checked(record, folder)
-    except DamagedCheckpoint as problem:
-        raise DamagedCheckpoint(f"{path} is damaged: {problem}") from None
-    except (RecursionError, OverflowError, ValueError) as error:  # what lies too deep, or is too large, to be shown
-        raise DamagedCheckpoint(f"{path} is damaged: {type(error).__name__}: {error}") from None
 
 
 def _require(holds: bool, problem: str) -> None:
@@ -492,7 +497,7 @@ def _checked(record: Any, folder: Path) -> Metadata:
     _require(isinstance(values, dict) and isinstance(places, dict), "it has no list of tensors, or of their places")
     _require(paths is None or isinstance(paths, dict), "planner_data is no mapping")
     sizes: dict[str, int] = {}
-    storage: dict[MetadataIndex, Piece] = {}
+    storage: dict[MetadataIndex, Any] = {}
     for index, place in places.items():
         name, offset = (index.get("fqn"), index.get("offset")) if _kind(index) == "MetadataIndex" else (None, None)
         _require(isinstance(name, str) and (offset is None or _is_size(offset)), f"{index!r} is no name of a tensor")
@@ -516,17 +521,8 @@ def _checked(record: Any, folder: Path) -> Metadata:
     return Metadata(found, paths, storage)
 
 
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """Where in which file a piece of a tensor lies, as torch's reader asks for it."""
-
-    relative_path: str
-    offset: int
-    length: int
-    transform_descriptors: tuple[()] = ()
-
-
-def _piece(record: Any, name: str, folder: Path, sizes: dict[str, int]) -> Piece:
+def _piece(record: Any, name: str, folder: Path, sizes: dict[str, int]) -> SimpleNamespace:
+    """Return where in which file a piece of a tensor lies, as torch's reader asks for it."""
     _require(_kind(record) == "_StorageInfo", f"{name} has no place in a file")
     file, offset, length = (record.get(key) for key in ("relative_path", "offset", "length"))
     _require(is_inside(file), f"the file name {file!r} leads out of the folder")
@@ -541,10 +537,10 @@ def _piece(record: Any, name: str, folder: Path, sizes: dict[str, int]) -> Piece
         not record.get("transform_descriptors"),
         f"{file} is transformed, which is not read here. Save without extensions of the storage writer",
     )
-    return Piece(file, offset, length)
+    return SimpleNamespace(relative_path=file, offset=offset, length=length, transform_descriptors=())
 
 
-def _tensor(record: Any, name: str, storage: Mapping[MetadataIndex, Piece]) -> TensorStorageMetadata:
+def _tensor(record: Any, name: str, storage: Mapping[MetadataIndex, Any]) -> TensorStorageMetadata:
     _require(_kind(record) == "TensorStorageMetadata", f"{name} is neither a tensor nor bytes")
     size, chunks, properties = record.get("size"), record.get("chunks"), record.get("properties")
     _require(_is_size(size) and isinstance(chunks, list), f"{name} has the shape {size!r}")

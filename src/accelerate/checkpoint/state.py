@@ -7,17 +7,18 @@ wrote them, and that of its optimizer is keyed by them, so that they fit any oth
 
 import contextlib
 import itertools
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from accelerate.modules.named import canonical_name
-from accelerate.modules.unwrap import extract_model_from_parallel
+from accelerate.modules.unwrap import canonical_name, extract_model_from_parallel, is_compiled_module
 
 Layout = Literal["full", "sharded", "local"]
 T = TypeVar("T")
@@ -25,25 +26,18 @@ T = TypeVar("T")
 # -- ranks -------------------------------------------------------------------------------------------------------------
 
 
-def rank_and_size(group: Any = None) -> tuple[int, int]:
-    """Return this rank and the number of ranks; 0 and 1 without a process group.
-
-    Args:
-        group: the ranks that count; all by default.
-    """
-    import torch.distributed as dist
-
+def rank_and_size() -> tuple[int, int]:
+    """Return this rank and the number of ranks; 0 and 1 without a process group."""
     if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(group), dist.get_world_size(group)
+        return dist.get_rank(), dist.get_world_size()
     return 0, 1
 
 
-def together(work: Callable[[], T], group: Any = None) -> T:
+def together(work: Callable[[], T]) -> T:
     """Do something on every rank; if it fails on one of them, raise on all. All ranks.
 
     Args:
         work: contains no collectives, so that a rank which fails keeps none waiting.
-        group: the ranks that do it; all by default.
 
     Raises:
         RuntimeError: it failed on another rank. Where it failed, its own error is raised.
@@ -53,30 +47,22 @@ def together(work: Callable[[], T], group: Any = None) -> T:
         result = work()
     except Exception as caught:
         error = caught
-    problems = on_all(None if error is None else f"{type(error).__name__}: {error}", group)
-    failed = {number: text for number, text in enumerate(problems) if text is not None}
-    if failed and error is None:
-        number, text = next(iter(failed.items()))
-        raise RuntimeError(f"Rank {number} failed, so rank {rank_and_size(group)[0]} stops, too. {text}")
+    problems = on_all(None if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
         raise error
+    for number, text in enumerate(problems):
+        if text is not None:
+            raise RuntimeError(f"Rank {number} failed, so rank {rank_and_size()[0]} stops, too. {text}")
     return result  # type: ignore[return-value]
 
 
-def on_all(value: Any, group: Any = None) -> list[Any]:
-    """Return what each rank gives, in the order of ranks. All ranks.
-
-    Args:
-        value: small, and plain data.
-        group: the ranks that do it; all by default.
-    """
-    import torch.distributed as dist
-
-    size = rank_and_size(group)[1]
-    gathered_values: list[Any] = [value] * size
+def on_all(value: Any) -> list[Any]:
+    """Return what each rank gives, small and plain data, in the order of ranks. All ranks."""
+    size = rank_and_size()[1]
+    given = [value] * size
     if size > 1:
-        dist.all_gather_object(gathered_values, value, group)
-    return gathered_values
+        dist.all_gather_object(given, value)
+    return given
 
 
 @contextlib.contextmanager
@@ -88,6 +74,7 @@ def quietly() -> Iterator[None]:
             ".*_get_pg_default_device",
             "Multiple backends are registered",
             "When using ``NO_SHARD``",
+            "Gathering a tensor with zero elements",
         ):
             warnings.filterwarnings("ignore", message)
         warnings.filterwarnings("ignore", "FSDP.(optim_)?state_dict", FutureWarning)
@@ -111,60 +98,35 @@ def mapped_leaves(state: Any, change: Callable[[Any], Any]) -> Any:
 # -- kinds of models and tensors ---------------------------------------------------------------------------------------
 
 
-def _dtensor() -> type:
-    try:
-        from torch.distributed.tensor import DTensor
-    except ImportError:  # torch 2.4
-        from torch.distributed._tensor import DTensor
-    return DTensor
+def is_dtensor(value: Any) -> bool:
+    """Say whether a value is a DTensor. Asked of its abilities: importing the class takes time, and it has moved."""
+    return isinstance(value, torch.Tensor) and hasattr(value, "to_local")
 
 
 def is_sharded_tensor(value: Any) -> bool:
-    """Say whether a value is a ShardedTensor, the kind that FSDP1 has.
-
-    Args:
-        value: anything.
-    """
-    if not torch.distributed.is_available():
-        return False
-    from torch.distributed._shard.sharded_tensor import ShardedTensor
-
-    return isinstance(value, ShardedTensor)
+    """Say whether a value is a ShardedTensor, the kind that FSDP1 has."""
+    return isinstance(value, torch.Tensor) and hasattr(value, "local_shards")
 
 
 def is_spread(value: Any) -> bool:
-    """Say whether a tensor knows the whole while this rank has a part.
-
-    Args:
-        value: anything.
-    """
-    return torch.distributed.is_available() and (isinstance(value, _dtensor()) or is_sharded_tensor(value))
+    """Say whether a value is a tensor that knows the whole while this rank has a part."""
+    return is_dtensor(value) or is_sharded_tensor(value)
 
 
 def is_fsdp1(model: nn.Module) -> bool:
-    """Say whether a model is, or contains, a FullyShardedDataParallel.
-
-    Args:
-        model: any module.
-    """
-    if not torch.distributed.is_available():
-        return False
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+    """Say whether a model is, or contains, a FullyShardedDataParallel."""
+    # While the module is not imported there is no such model, and importing it is slow.
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and any(isinstance(part, fsdp.FullyShardedDataParallel) for part in model.modules())
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """Return a model out of what only changes its names: DistributedDataParallel and compilation around the whole."""
-    from torch.nn.parallel import DataParallel, DistributedDataParallel
-
-    while True:
-        if isinstance(model, (DistributedDataParallel, DataParallel)):
-            model = model.module
-        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
-            model = model._orig_mod
-        else:
-            return model if is_fsdp1(model) else extract_model_from_parallel(model, keep_torch_compile=False)
+    """Return a model out of its wrappers, but for those of FSDP1, which give and take its states."""
+    if not is_fsdp1(model):
+        return extract_model_from_parallel(model, keep_torch_compile=False)
+    while is_compiled_module(model):
+        model = model._orig_mod
+    return model
 
 
 @contextlib.contextmanager
@@ -173,22 +135,11 @@ def _fsdp1(model: nn.Module, layout: Layout) -> Iterator[None]:
     if not is_fsdp1(model):
         yield
         return
-    from torch.distributed.fsdp import (
-        FullyShardedDataParallel,
-        LocalStateDictConfig,
-        ShardedOptimStateDictConfig,
-        ShardedStateDictConfig,
-        StateDictType,
-    )
+    from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 
     # Not FULL_STATE_DICT on rank 0: torch frees the gathered memory before it was copied, where it is the host's.
-    local = layout == "local"
-    with FullyShardedDataParallel.state_dict_type(
-        model,
-        StateDictType.LOCAL_STATE_DICT if local else StateDictType.SHARDED_STATE_DICT,
-        LocalStateDictConfig() if local else ShardedStateDictConfig(),
-        None if local else ShardedOptimStateDictConfig(),
-    ):
+    kind = StateDictType.LOCAL_STATE_DICT if layout == "local" else StateDictType.SHARDED_STATE_DICT
+    with FullyShardedDataParallel.state_dict_type(model, kind):
         yield
 
 
@@ -214,14 +165,6 @@ def tied_names(model: nn.Module) -> list[list[str]]:
 # -- taking states -----------------------------------------------------------------------------------------------------
 
 
-def _default_getter(model: nn.Module, sd_options: Any = None) -> dict[str, Any]:
-    if sd_options is None:
-        return model.state_dict()
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict
-
-    return get_model_state_dict(model, options=sd_options)
-
-
 @dataclass(frozen=True)
 class ModelState:
     """A model's state, and what its names are in the model.
@@ -237,7 +180,7 @@ class ModelState:
 
 @quietly()
 def model_state(
-    model: nn.Module, getter: Callable[..., dict[str, Any]] = _default_getter, layout: Layout = "sharded"
+    model: nn.Module, getter: Callable[..., dict[str, Any]] | None = None, layout: Layout = "sharded"
 ) -> ModelState:
     """Return a model's state by the names the user wrote, each rank with its shards. It is no copy. All ranks.
 
@@ -246,10 +189,14 @@ def model_state(
         getter: takes the model and ``sd_options``, torch's options or None, and returns the state dict.
         layout: ``"local"`` for FSDP1's flat parameters.
     """
-    from torch.distributed.checkpoint.state_dict import StateDictOptions
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
+    options = None if is_fsdp1(model) else StateDictOptions()
     with _fsdp1(model, layout):
-        state = getter(model, sd_options=None if is_fsdp1(model) else StateDictOptions())
+        if getter is not None:
+            state = getter(model, sd_options=options)
+        else:
+            state = model.state_dict() if options is None else get_model_state_dict(model, options=options)
     own = {canonical_name(name): name for name in state}
     return ModelState({name: state[raw] for name, raw in own.items()}, own)
 
@@ -330,20 +277,11 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[
 
         with _fsdp1(model, "sharded"):
             raw = FullyShardedDataParallel.optim_state_dict(_unwrapped(model), inner, group=_group(model))
-        return {
-            "state": {canonical_name(name): value for name, value in raw["state"].items()},
-            "param_groups": [
-                {**group, "params": [canonical_name(name) for name in group["params"]]}
-                for group in raw["param_groups"]
-            ],
-        }
+        return _renamed(raw, canonical_name)
     raw = inner.state_dict()
     order = dict(zip(_flat(raw["param_groups"]), itertools.chain(*groups), strict=True))
-    return {
-        # Some optimizers keep what belongs to no parameter beside the parameters' states.
-        "state": {order.get(number, number): value for number, value in raw["state"].items()},
-        "param_groups": [{**group, "params": [order[n] for n in group["params"]]} for group in raw["param_groups"]],
-    }
+    # Some optimizers keep what belongs to no parameter beside the parameters' states.
+    return _renamed(raw, lambda number: order.get(number, number))
 
 
 def _group(model: nn.Module) -> Any:
@@ -365,12 +303,13 @@ def gathered(state: Any) -> Any:
     main = rank_and_size()[0] == 0
 
     def gather(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value if main else None
-        whole = value.detach()
-        if is_spread(value):
-            whole = _gather_shards(value) if is_sharded_tensor(value) else _whole(value)
-        return _plain(whole).cpu() if main and whole is not None else None
+        if is_sharded_tensor(value):
+            value = _gather_shards(value)
+        elif is_dtensor(value):
+            value = value.detach().to(value.device_mesh.device_type).full_tensor()  # one that is offloaded, too
+        if not main:
+            return None
+        return _plain(value.detach()).cpu() if isinstance(value, torch.Tensor) else value
 
     return mapped_leaves(state, gather)
 
@@ -381,32 +320,15 @@ def _plain(value: torch.Tensor) -> torch.Tensor:
     return getattr(value, parts[0]) if parts == ["_tensor"] else value
 
 
-def _whole(value: Any) -> torch.Tensor:
-    value = value.detach()
-    if value.device.type != value.device_mesh.device_type:  # offloaded; its mesh communicates on the device
-        value = value.to(value.device_mesh.device_type)
-    return value.full_tensor()
-
-
 def _gather_shards(value: Any) -> torch.Tensor | None:
-    """Return the whole of a ShardedTensor of FSDP1 on the first rank of its group: its ranks have slices of dim 0, in order."""
-    import torch.distributed as dist
-
-    group = value._process_group or dist.group.WORLD
-    world, first = dist.get_world_size(group), dist.get_rank(group) == 0
-    size = value.size()
-    rows = -(-size[0] // world) if size else 1
-    shards = [shard.tensor for shard in value.local_shards()]
-    backend = dist.get_backend(group)
-    device = shards[0].device if shards else torch.device("cpu")
-    if "nccl" in backend and device.type != "cuda":
-        device = torch.device("cuda", torch.cuda.current_device())
-    mine = torch.zeros((rows, *size[1:]), dtype=value.dtype, device=device)
-    if shards:
-        mine[: shards[0].shape[0]].copy_(shards[0])
-    pieces = [torch.empty_like(mine) for _ in range(world)] if first else None
-    dist.gather(mine, pieces, dst=dist.get_global_rank(group, 0), group=group)
-    return torch.cat(pieces)[: size[0]] if pieces is not None else None
+    """Return the whole of a ShardedTensor on rank 0; where each node has all shards, the node of rank 0 gathers them."""
+    if 0 not in dist.get_process_group_ranks(value._process_group):
+        return None
+    whole = None
+    if dist.get_rank() == 0:
+        whole = torch.empty(value.size(), dtype=value.dtype, device=value._get_preferred_device())
+    value.gather(0, whole, dtype=value.dtype)
+    return whole
 
 
 # -- giving states back ------------------------------------------------------------------------------------------------
@@ -427,13 +349,23 @@ def like(value: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
     return made if all(shard.tensor.device.type == "cpu" for shard in made.local_shards()) else made.cpu()
 
 
+def is_memory(value: Any) -> bool:
+    """Say whether a value is a tensor or DTensor whose memory on this rank is that of the object that it is the state of.
+
+    Args:
+        value: of a model's or optimizer's state.
+    """
+    tensor = value.to_local() if is_dtensor(value) else value
+    return type(tensor) in (torch.Tensor, nn.Parameter)
+
+
 def part(value: Any) -> torch.Tensor:
     """Return what this rank has of a tensor; empty, if nothing. It is no copy.
 
     Args:
         value: a tensor, DTensor or ShardedTensor.
     """
-    if isinstance(value, _dtensor()):
+    if is_dtensor(value):
         return value.detach().to_local()
     if is_spread(value):
         shards = value.local_shards()
@@ -462,21 +394,13 @@ def filled_like(value: Any, stored: torch.Tensor) -> torch.Tensor | None:
         stored: what the file of this rank has for it.
     """
     made, theirs = like(value, stored.dtype), part(stored)
-    if isinstance(stored, _dtensor()) and isinstance(value, _dtensor()):
-        if (stored.size(), stored.placements) != (value.size(), value.placements):
-            return None
+    both = is_dtensor(stored) and is_dtensor(value)
+    if both and (stored.size(), stored.placements) != (value.size(), value.placements):
+        return None
     if part(made).shape != theirs.shape:
         return None
     part(made).copy_(theirs)
     return made
-
-
-def _default_setter(model: nn.Module, state: dict[str, Any], sd_options: Any = None) -> Any:
-    if sd_options is None:
-        return model.load_state_dict(state)
-    from torch.distributed.checkpoint.state_dict import set_model_state_dict
-
-    return set_model_state_dict(model, state, options=sd_options)
 
 
 @quietly()
@@ -484,7 +408,7 @@ def apply_model(
     model: nn.Module,
     state: Mapping[str, Any],
     own: ModelState,
-    setter: Callable[..., Any] = _default_setter,
+    setter: Callable[..., Any] | None = None,
     layout: Layout = "sharded",
     strict: bool = True,
 ) -> Any:
@@ -501,23 +425,30 @@ def apply_model(
     Returns:
         What the setter returns: missing and unexpected keys.
     """
-    from torch.distributed.checkpoint.state_dict import StateDictOptions
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     if layout == "local":  # loading a state dict refuses flat parameters; those of the state dict are no copies
         for name, value in state.items():
             if isinstance(value, torch.Tensor):
                 part(own.values[name]).copy_(part(value))
         return nn.modules.module._IncompatibleKeys([], [])
-    missing: list[str] = []
-    if not strict and is_fsdp1(model):  # which takes all of its parameters, or none
-        missing = [name for name in own.values if name not in state]
-        state = {**{name: own.values[name] for name in missing}, **state}
+    options, missing = StateDictOptions(strict=strict), []
+    if is_fsdp1(model):
+        options = None
+        if not strict:  # FSDP1 takes all of its parameters, or none
+            missing = [name for name in own.values if name not in state]
+            state = {**{name: own.values[name] for name in missing}, **state}
     state = {own.own.get(name, name): value for name, value in state.items()}
     with _fsdp1(model, layout):
-        keys = setter(model, state, sd_options=None if is_fsdp1(model) else StateDictOptions(strict=strict))
-    return (
-        nn.modules.module._IncompatibleKeys([*keys.missing_keys, *missing], keys.unexpected_keys) if missing else keys
-    )
+        if setter is not None:
+            keys = setter(model, state, sd_options=options)
+        elif options is None:
+            keys = model.load_state_dict(state)
+        else:
+            keys = set_model_state_dict(model, state, options=options)
+    if missing:
+        keys = nn.modules.module._IncompatibleKeys([*keys.missing_keys, *missing], keys.unexpected_keys)
+    return keys
 
 
 @quietly()
@@ -539,12 +470,7 @@ def optimizer_to_load(optimizer: torch.optim.Optimizer, model: nn.Module, state:
         canonical_name(name): ".".join(step for step in name.split(".") if step not in own)
         for name in itertools.chain.from_iterable(_names_in_modules(optimizer, model))
     }
-    raw = {
-        "state": {names.get(name, name): value for name, value in state["state"].items()},
-        "param_groups": [
-            {**group, "params": [names[name] for name in group["params"]]} for group in state["param_groups"]
-        ],
-    }
+    raw = _renamed(state, lambda name: names.get(name, name))
     with _fsdp1(model, "sharded"):
         inner = inner_optimizer(optimizer)
         return FullyShardedDataParallel.optim_state_dict_to_load(_unwrapped(model), inner, raw, group=_group(model))
@@ -558,8 +484,13 @@ def numbered(state: Mapping[str, Any]) -> dict[str, Any]:
     """
     order = {name: number for number, name in enumerate(_flat(state["param_groups"]))}
     states = sorted(state["state"].items(), key=lambda item: order.get(item[0], len(order)))
-    groups = [{**group, "params": [order[name] for name in group["params"]]} for group in state["param_groups"]]
-    return {**state, "state": {order.get(name, name): value for name, value in states}, "param_groups": groups}
+    return {**state, **_renamed({**state, "state": dict(states)}, lambda name: order.get(name, name))}
+
+
+def _renamed(state: Mapping[str, Any], new: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return an optimizer's state keyed in another way: by names, or by numbers."""
+    groups = [{**group, "params": [new(key) for key in group["params"]]} for group in state["param_groups"]]
+    return {"state": {new(key): value for key, value in state["state"].items()}, "param_groups": groups}
 
 
 def _flat(groups: Any) -> Iterator[str]:

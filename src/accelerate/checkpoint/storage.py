@@ -10,21 +10,22 @@ import contextlib
 import itertools
 import logging
 import os
+import posixpath
 import shutil
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from accelerate.checkpoint import names
-from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest, problems
+from accelerate.checkpoint import manifest
+from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest, number_of, problems
 from accelerate.runtime.durable import exchange, sync_folder, sync_tree
 
 logger = logging.getLogger(__name__)
 
-# How long a save waits for another process to let go of the place: a save in the background ends by itself, and a worker process of a
+# How long a save waits for another process to release the lock: a save in the background ends by itself, and a worker process of a
 # killed run may outlive it a little.
 PATIENCE_S = 60.0
 
@@ -76,7 +77,7 @@ class CheckpointStorage(ABC):
 
     Attributes:
         shared: whether every process that reaches the location sees what one of them stages.
-        generation: the name of what is being staged, where processes that stage apart have to agree on one.
+        generation: the name of what is being staged, where several ranks stage apart: they all take that of the rank that publishes.
     """
 
     location: str
@@ -88,25 +89,45 @@ class CheckpointStorage(ABC):
         """The last part of the location."""
         return os.path.basename(self.location.rstrip("/"))
 
-    def join(self, generation: str) -> None:
-        """Stage for the same checkpoint as the process that has this generation."""
-        return
-
     def upload(self, staged: str) -> None:
         """Bring a staged folder to the location, unseen; where staging is not shared, before one rank publishes."""
         return
 
-    @abstractmethod
     def child(self, name: str) -> "CheckpointStorage":
         """Return the storage of that name inside this one."""
+        return type(self)(posixpath.join(self.location, name))
 
-    @abstractmethod
     def parent(self) -> "CheckpointStorage":
-        """Return the storage that this one lies in."""
+        """Return the storage that this one lies in; a root lies in itself."""
+        return type(self)(os.path.dirname(self.location))
+
+    def state(self) -> State:
+        """Return what lies here, without reading the files themselves. Any rank, alone.
+
+        Raises:
+            OSError: the disk or the store refuses, or does not answer.
+        """
+        try:
+            listing, found = self._verified()
+        except FileNotFoundError:
+            return State("absent", "there is no such folder")
+        except NotADirectoryError:
+            return State("absent", "it is a file")
+        except DamagedCheckpoint as error:
+            return State("incomplete", str(error))
+        if listing is None:
+            return State("foreign", "it has no manifest: another library or an older version saved it")
+        return State("incomplete" if found else "complete", "; ".join(found), listing)
 
     @abstractmethod
-    def state(self) -> State:
-        """Return what lies here, without reading the files themselves. Any rank, alone."""
+    def _verified(self) -> tuple[Manifest | None, list[str]]:
+        """Return the manifest, None if another library saved what is here, and what is wrong with the names and sizes of its files.
+
+        Raises:
+            FileNotFoundError: there is nothing.
+            NotADirectoryError: there is a file.
+            DamagedCheckpoint: what is here must not be loaded.
+        """
 
     @abstractmethod
     def entries(self) -> list["CheckpointStorage"]:
@@ -160,7 +181,7 @@ class CheckpointStorage(ABC):
 
     def checkpoints(self) -> list[tuple[int, "CheckpointStorage"]]:
         """Return the automatically named checkpoints here, whole or not, with their numbers, oldest first."""
-        numbered = [(names.number_of(entry.name), entry) for entry in self.entries()]
+        numbered = [(number_of(entry.name), entry) for entry in self.entries()]
         return sorted((pair for pair in numbered if pair[0] is not None), key=lambda pair: pair[0])
 
 
@@ -179,6 +200,14 @@ def storage_of(path: str | os.PathLike[str]) -> CheckpointStorage:
 
         return ObjectStore(text.rstrip("/"))
     return LocalStorage(text)
+
+
+def refuse_unfinished(entries: Collection[str]) -> None:
+    """Raise DamagedCheckpoint if the names in a folder say that it must not be loaded: a save there has not ended."""
+    if any(entry.startswith(manifest.INCOMPLETE_MARKER) for entry in entries):
+        raise DamagedCheckpoint("its saving did not come to its end")
+    if NAME not in entries and any(manifest.is_generators_file(entry) for entry in entries):
+        raise DamagedCheckpoint(f"its manifest {NAME} is missing")
 
 
 # -- a run's checkpoints -----------------------------------------------------------------------------------------------
@@ -260,14 +289,6 @@ class LocalStorage(CheckpointStorage):
         self._staged = ""
         self._save = contextlib.ExitStack()  # when it is closed, the staged folder goes, and then the lock
 
-    def child(self, name: str) -> "LocalStorage":
-        """Return the storage of that name inside this one."""
-        return LocalStorage(os.path.join(self.location, name))
-
-    def parent(self) -> "LocalStorage":
-        """Return the storage that this one lies in."""
-        return LocalStorage(os.path.dirname(self.location))
-
     def _inside(self, prefix: str) -> str:
         return os.path.join(self.location, prefix)
 
@@ -277,43 +298,27 @@ class LocalStorage(CheckpointStorage):
 
     def _hidden(self, prefix: str) -> str:
         """Beside the folder, or inside where it cannot be renamed: it is mounted, its parent is not ours, or the process is in it."""
-        parent = os.path.dirname(self.location)
-        try:
-            here = Path.cwd()
-        except FileNotFoundError:  # it was removed
-            here = Path(parent)
-        fixed = here.is_relative_to(self.location) or os.path.ismount(self.location)
-        fixed = fixed or not os.access(parent, os.W_OK | os.X_OK)
+        fixed = os.path.ismount(self.location) or not os.access(os.path.dirname(self.location), os.W_OK | os.X_OK)
+        with contextlib.suppress(FileNotFoundError):  # the working directory was removed
+            fixed = fixed or Path.cwd().is_relative_to(self.location)
         return self._inside(prefix) if fixed and os.path.isdir(self.location) else self._beside(prefix)
 
     def _readable(self) -> str:
         """Where the checkpoint is: at its location, or where a publish that was killed between two steps left it."""
-        inside, ready = self._inside(names.READY_PREFIX), self._beside(names.READY_PREFIX)
-        found = filter(os.path.isdir, (inside, self.location, ready, self._beside(names.REPLACED_PREFIX)))
+        inside, ready = self._inside(manifest.READY_PREFIX), self._beside(manifest.READY_PREFIX)
+        found = filter(os.path.isdir, (inside, self.location, ready, self._beside(manifest.REPLACED_PREFIX)))
         return next(found, self.location)
 
-    def state(self) -> State:
-        """Return what lies here. Any rank, alone."""
+    def _verified(self) -> tuple[Manifest | None, list[str]]:
         folder = self._readable()
-        try:
-            entries = os.listdir(folder)
-            if any(entry.startswith(names.INCOMPLETE_MARKER) for entry in entries):
-                return State("incomplete", "its saving did not come to its end")
-            manifest = Manifest.read(folder) if NAME in entries else None
-        except FileNotFoundError:
-            return State("absent", "there is no such folder")
-        except NotADirectoryError:
-            return State("absent", "it is a file")
-        except DamagedCheckpoint as error:
-            return State("incomplete", str(error))
-        if manifest is not None:
-            found = problems(folder, manifest)
-            return State("incomplete" if found else "complete", "; ".join(found), manifest)
+        entries = os.listdir(folder)
         if not entries:
-            return State("incomplete", "the folder is empty")
-        if any(names.is_generators_file(entry) for entry in entries):
-            return State("incomplete", f"its manifest {NAME} is missing")
-        return State("foreign", "it has no manifest: another library or an older version saved it")
+            raise DamagedCheckpoint("the folder is empty")
+        refuse_unfinished(entries)
+        if NAME not in entries:
+            return None, []
+        listing = Manifest.read(folder)
+        return listing, problems(folder, listing)
 
     def entries(self) -> list[CheckpointStorage]:
         """Return the folders that lie here, by name; hidden ones are left out.
@@ -321,8 +326,8 @@ class LocalStorage(CheckpointStorage):
         Of links those count that are named as a checkpoint is; their location is where they lead to, which may be elsewhere.
         """
         folders = [entry for entry in _scan(self.location) if entry.is_dir()]
-        shown = [entry.name for entry in folders if not entry.is_symlink() or names.number_of(entry.name) is not None]
-        found = {name.removeprefix(names.READY_PREFIX).removeprefix(names.REPLACED_PREFIX) for name in shown}
+        shown = [entry.name for entry in folders if not entry.is_symlink() or number_of(entry.name) is not None]
+        found = {name.removeprefix(manifest.READY_PREFIX).removeprefix(manifest.REPLACED_PREFIX) for name in shown}
         return list(dict.fromkeys(self.child(name) for name in sorted(found) if name and not name.startswith(".")))
 
     def files(self) -> dict[str, Stored]:
@@ -337,8 +342,8 @@ class LocalStorage(CheckpointStorage):
     def stored(self) -> Stored:
         """Return the bytes of all that is here, and when it was last written to."""
         size, modified = 0, 0.0
-        for path, folders, files in os.walk(self._readable()):
-            for name in (".", *folders, *files):
+        for path, _, files in os.walk(self._readable()):
+            for name in (".", *files):
                 with contextlib.suppress(OSError):  # it was removed just now
                     about = os.lstat(os.path.join(path, name))
                     modified = max(modified, about.st_mtime)
@@ -347,7 +352,7 @@ class LocalStorage(CheckpointStorage):
 
     def leftovers(self) -> dict[str, Stored]:
         """Return the hidden folders of saves and removals in here, by path."""
-        hidden = [entry.path for entry in _scan(self.location) if entry.name.startswith(names.HIDDEN_PREFIXES)]
+        hidden = [entry.path for entry in _scan(self.location) if entry.name.startswith(manifest.HIDDEN_PREFIXES)]
         return {path: LocalStorage(path).stored() for path in hidden if _is_folder(path)}
 
     def fetch(self, wanted: Callable[[str], bool] | None = None) -> str:
@@ -369,10 +374,7 @@ class LocalStorage(CheckpointStorage):
         self.abandon()
         with contextlib.ExitStack() as save:
             save.enter_context(self._locked())
-            for hidden in (self._beside, self._inside):
-                _remove(hidden(names.STAGING_PREFIX))
-                _remove(hidden(names.REMOVED_PREFIX))
-            self._staged = self._hidden(names.STAGING_PREFIX)
+            self._staged = self._hidden(manifest.STAGING_PREFIX)
             os.mkdir(self._staged)
             save.callback(shutil.rmtree, self._staged, ignore_errors=True)
             self._save = save.pop_all()
@@ -387,74 +389,65 @@ class LocalStorage(CheckpointStorage):
         sync_tree(self._staged)
         in_place = os.path.dirname(self._staged) == self.location  # whatever the working directory is by now
         if in_place or not os.path.lexists(self.location):
-            os.rename(self._staged, self._inside(names.READY_PREFIX) if in_place else self.location)
+            os.rename(self._staged, self._inside(manifest.READY_PREFIX) if in_place else self.location)
             sync_folder(os.path.dirname(self._staged))
         else:
             with contextlib.suppress(OSError):
                 shutil.copymode(self.location, self._staged)
-            Path(self._staged, names.PUBLISHING_MARKER).touch()
-            os.rename(self._staged, self._beside(names.READY_PREFIX))
+            Path(self._staged, manifest.PUBLISHING_MARKER).touch()
+            os.rename(self._staged, self._beside(manifest.READY_PREFIX))
         self._complete()
         self._save.close()
 
     def _complete(self) -> None:
-        """Bring a publish to its end from whichever step it has come to. Only the process that holds the lock calls it."""
-        ready, replaced = self._beside(names.READY_PREFIX), self._beside(names.REPLACED_PREFIX)
-        if os.path.isdir(inside := self._inside(names.READY_PREFIX)):
-            self._fill(inside)
+        """Bring a publish to its end from whichever step it has come to, and remove what is worth nothing. Needs the lock."""
+        for prefix in (manifest.STAGING_PREFIX, manifest.REMOVED_PREFIX):
+            shutil.rmtree(self._beside(prefix), ignore_errors=True)
+            shutil.rmtree(self._inside(prefix), ignore_errors=True)
+        ready, replaced = self._beside(manifest.READY_PREFIX), self._beside(manifest.REPLACED_PREFIX)
+        if os.path.isdir(inside := self._inside(manifest.READY_PREFIX)):
+            _remove_parts(self.location)
+            _duplicate(inside, self.location)
+            _discard(inside, self._inside(manifest.REMOVED_PREFIX))
         if not os.path.isdir(ready) and not os.path.isdir(replaced):
             return
-        if os.path.lexists(os.path.join(ready, names.PUBLISHING_MARKER)):
-            if os.path.lexists(self.location) and not exchange(ready, self.location):
+        if os.path.lexists(os.path.join(ready, manifest.PUBLISHING_MARKER)) and os.path.lexists(self.location):
+            if not exchange(ready, self.location):
                 os.rename(self.location, replaced)
-            if not os.path.lexists(self.location):
-                os.rename(ready, self.location)
+        if not os.path.lexists(self.location):
+            os.rename(ready if os.path.isdir(ready) else replaced, self.location)
         if os.path.isdir(ready):
             os.rename(ready, replaced)
-        if not os.path.lexists(self.location):
-            os.rename(replaced, self.location)
         sync_folder(os.path.dirname(self.location))
-        # It must be gone before the next exchange, whose two sides it tells apart.
-        Path(self.location, names.PUBLISHING_MARKER).unlink(missing_ok=True)
+        # It marks the newer of two folders, so it must be gone before the next exchange.
+        Path(self.location, manifest.PUBLISHING_MARKER).unlink(missing_ok=True)
         if os.path.isdir(replaced):
+            _remove(os.path.join(replaced, manifest.LOCK_PREFIX))
+            _remove_parts(replaced)
             _carry_over(replaced, self.location)
-            _discard(replaced, self._beside(names.REMOVED_PREFIX))
-
-    def _fill(self, ready: str) -> None:
-        """Put a checkpoint that lies in this folder into its place file by file."""
-        for name in _parts(self.location):
-            path = os.path.join(self.location, name)
-            _remove(path)
-            with contextlib.suppress(OSError):  # something else is in it
-                os.removedirs(os.path.dirname(path))
-        _duplicate(ready, self.location)
-        _discard(ready, self._inside(names.REMOVED_PREFIX))
+            shutil.rmtree(replaced, ignore_errors=True)
 
     def remove(self) -> None:
         """Remove the checkpoint; it is out of sight before its first file goes."""
         with self._locked():
-            _discard(self.location, self._beside(names.REMOVED_PREFIX))
+            _discard(self.location, self._beside(manifest.REMOVED_PREFIX))
 
     def sweep(self) -> list[str]:
         """Remove what killed runs left among the checkpoints here, and return the paths."""
-        removed = []
-        hidden = (*names.HIDDEN_PREFIXES, names.LOCK_PREFIX)
-        left = [entry.name for entry in _scan(self.location) if entry.name.startswith(hidden)]
+        prefixes = (*manifest.HIDDEN_PREFIXES, manifest.LOCK_PREFIX)
+        left = [entry.name for entry in _scan(self.location) if entry.name.startswith(prefixes)]
         for name in dict.fromkeys(entry.partition("_")[2] for entry in left):
-            with contextlib.suppress(Busy), self.child(name)._locked(patience_s=0):
-                for prefix in (names.STAGING_PREFIX, names.REMOVED_PREFIX):
-                    if os.path.isdir(path := self._inside(prefix + name)):
-                        shutil.rmtree(path, ignore_errors=True)
-                        removed.append(path)
-        return removed
+            with contextlib.suppress(Busy), self.child(name)._locked(waits=False):
+                pass  # it has removed what it found
+        removed = [name for name in left if name.startswith((manifest.STAGING_PREFIX, manifest.REMOVED_PREFIX))]
+        return [path for path in map(self._inside, removed) if not os.path.lexists(path)]
 
     # -- one writer at a time ------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _locked(self, patience_s: float | None = None) -> Iterator[None]:
-        """Hold the lock, which the system drops with the process, and complete what a killed one left."""
-        patience_s = PATIENCE_S if patience_s is None else patience_s
-        path, owner = self._hidden(names.LOCK_PREFIX), os.getpid()
+    def _locked(self, waits: bool = True) -> Iterator[None]:
+        """Hold the lock, which the system drops with the process; complete or remove what a killed one left."""
+        path, owner = self._hidden(manifest.LOCK_PREFIX), os.getpid()
         for tenths in itertools.count():
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
             if _locks(descriptor, path):
@@ -462,7 +455,7 @@ class LocalStorage(CheckpointStorage):
             os.close(descriptor)
             if tenths == 20:
                 logger.warning("Another process is saving to %s; waiting for it.", self.location)
-            if tenths >= 10 * patience_s:
+            if not waits or tenths >= 10 * PATIENCE_S:
                 raise Busy(
                     f"Another process has been saving to {self.location!r} for {tenths / 10:.0f} s: it holds {path!r}. Only one "
                     "run at a time may save there; is a former one still running? If it is another machine of this run, leave "
@@ -470,7 +463,7 @@ class LocalStorage(CheckpointStorage):
                 )
             time.sleep(0.1)
         try:
-            if any(map(os.path.isdir, (self._beside(names.READY_PREFIX), self._inside(names.READY_PREFIX)))):
+            if any(map(os.path.isdir, (self._beside(manifest.READY_PREFIX), self._inside(manifest.READY_PREFIX)))):
                 logger.warning("%s: a save was interrupted while it was published; completing it.", self.location)
             self._complete()
             del self  # which has this generator: a storage that is dropped drops its lock at once
@@ -505,11 +498,9 @@ def _locks(descriptor: int, path: str) -> bool:
 
 def _scan(folder: str) -> list[os.DirEntry[str]]:
     """The entries of a folder, by name; nothing if there is no such folder."""
-    try:
-        with os.scandir(folder) as entries:
-            return sorted(entries, key=lambda entry: entry.name)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
+        return sorted(entries, key=lambda entry: entry.name)
+    return []
 
 
 def _is_folder(path: str) -> bool:
@@ -533,8 +524,7 @@ def _remove(path: str) -> None:
 
 
 def _discard(folder: str, hidden: str) -> None:
-    """Remove a folder in one step for readers: a part of it would be taken for the checkpoint, or for the user's own."""
-    shutil.rmtree(hidden, ignore_errors=True)  # of a process that was killed just here
+    """Remove a folder in one step for readers: they would take a part of it for the checkpoint."""
     os.rename(folder, hidden)
     shutil.rmtree(hidden, ignore_errors=True)
 
@@ -558,39 +548,35 @@ def _duplicate(source: str, target: str) -> None:
             os.fsync(file.fileno())
 
 
-def _parts(folder: str) -> list[str]:
-    """Paths of what belongs to the checkpoint in a folder, the manifest last; all else there is the user's own.
+def _remove_parts(folder: str) -> None:
+    """Remove what belongs to the checkpoint in a folder, the manifest last; all that stays is the user's own.
 
     The parts are what the manifest lists, and in the folder itself what has a name that only files of checkpoints have.
     """
     listed: list[str] = []
     with contextlib.suppress(FileNotFoundError, DamagedCheckpoint):
         listed += Manifest.read(folder).files
-    unlisted = {*os.listdir(folder)} - {name.split("/")[0] for name in listed}
-    named = [entry for entry in sorted(unlisted) if names.is_checkpoint_file(entry) or names.is_shard_file(entry)]
+    unlisted = sorted({*os.listdir(folder)} - {name.split("/")[0] for name in listed})
+    named = [entry for entry in unlisted if manifest.is_checkpoint_file(entry) or manifest.is_shard_file(entry)]
     # Without the manifest the next process could not tell the other parts from the user's own.
-    return [*listed, *named, names.PUBLISHING_MARKER, NAME]
+    for path in (os.path.join(folder, name) for name in (*listed, *named, manifest.PUBLISHING_MARKER, NAME)):
+        inner = os.path.dirname(path)
+        if os.path.realpath(inner) == inner:  # what a link leads to is the user's own
+            _remove(path)
+            with contextlib.suppress(OSError):  # something else is in it
+                os.removedirs(inner)
 
 
 def _carry_over(former: str, folder: str) -> None:
     """Move what is the user's own from the folder that was replaced to the one that replaced it, and overwrite nothing."""
-    parts = {*_parts(former), names.LOCK_PREFIX}
-    mixed = {name[:index] for name in parts for index, sign in enumerate(name) if sign == "/"}
-
-    def carry(name: str) -> None:
-        source, target = os.path.join(former, name), os.path.join(folder, name)
-        if name in parts:
-            return
-        if _is_folder(source) and (_is_folder(target) or (name in mixed and not os.path.lexists(target))):
-            for entry in os.listdir(source):
-                carry(f"{name}/{entry}".lstrip("/"))
-            return
+    for entry in _scan(former):
+        target = os.path.join(folder, entry.name)
+        if _is_folder(entry.path) and _is_folder(target):
+            _carry_over(entry.path, target)
+            continue
         if os.path.lexists(target):
             number = next(number for number in itertools.count(1) if not os.path.lexists(f"{target}.former_{number}"))
             message = "%s was written to while a checkpoint took its folder; what it was before is %s.former_%d."
             logger.warning(message, target, target, number)
             target = f"{target}.former_{number}"
-        os.makedirs(os.path.dirname(target), exist_ok=True)
-        os.rename(source, target)
-
-    carry("")
+        os.rename(entry.path, target)

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from accelerate.checkpoint import inspect, names
+from accelerate.checkpoint import inspect
 from accelerate.checkpoint.inspect import Details, Pruning, Summary
-from accelerate.checkpoint.manifest import DamagedCheckpoint
+from accelerate.checkpoint.manifest import CHECKPOINTS_FOLDER, DamagedCheckpoint
 from accelerate.checkpoint.storage import CheckpointStorage, Stored, storage_of
 from accelerate.commands.utils import PATH_ERRORS, make_parser
 from accelerate.launch.errors import LaunchError, RunError
@@ -93,7 +93,7 @@ def list_command(args: argparse.Namespace) -> int:
         The exit status.
     """
     folder = storage_of(args.folder)
-    found = _survey(folder)
+    found = inspect.survey(folder)
     if args.json:
         print(json.dumps([one.to_json() for one in found], indent=1))
         return 0
@@ -110,17 +110,8 @@ def list_command(args: argparse.Namespace) -> int:
 
 
 def _leftovers(folder: CheckpointStorage) -> dict[str, Stored]:
-    homes = [folder, folder.child(names.CHECKPOINTS_FOLDER)]
+    homes = [folder, folder.child(CHECKPOINTS_FOLDER)]
     return {path: left for home in homes for path, left in home.leftovers().items()}
-
-
-def _survey(folder: CheckpointStorage) -> list[Summary]:
-    found = inspect.survey(folder)
-    if not found:
-        state = folder.state()
-        if state.kind == "absent":
-            raise FileNotFoundError(f"{folder.location!r}: {state.reason}.")
-    return found
 
 
 def _row(one: Summary) -> list[str]:
@@ -151,7 +142,7 @@ def verify_command(args: argparse.Namespace) -> int:
         The exit status: 1 if there is a problem.
     """
     place = storage_of(args.checkpoint)
-    found = _survey(place)
+    found = inspect.survey(place)
     if not found:
         raise FileNotFoundError(f"There is no checkpoint in {place.location!r}.")
     damaged = 0
@@ -196,11 +187,11 @@ def info_command(args: argparse.Namespace) -> int:
         return 0
     print("\n".join(f"{title:12}{text}" for title, text in _facts(found)))
     rows = []
-    for name, size in found.files.items():
-        rank, count = found.ranks.get(name), len(found.tensors.get(name, ()))
-        rows.append([name, size_text(size), "-" if rank is None else str(rank), str(count or "-")])
+    for name, entry in found.files.items():
+        rank = "-" if found.summary.state.manifest is None else str(entry.rank)
+        rows.append([name, size_text(entry.size), rank, str(len(entry.tensors or ()) or "-")])
     print("\n" + table(["FILE", "SIZE", "RANK", "TENSORS"], rows, right="SIZE"))
-    tied = [[alias, kept, file] for file, aliases in found.aliases.items() for alias, kept in aliases.items()]
+    tied = [[alias, kept, file] for file, entry in found.files.items() for alias, kept in entry.aliases.items()]
     if tied:
         print("\n" + table(["TIED", "TO", "FILE"], tied))
     if args.tensors:
@@ -226,9 +217,9 @@ def _facts(found: Details) -> Iterator[tuple[str, str]]:
         yield "Ranks", f"{manifest.world_size} ({manifest.strategy}{', mesh ' + mesh if mesh else ''})"
         yield "Step", f"{manifest.step}, iteration {manifest.iteration}"
         yield "Versions", ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
-    if found.tensor_count:
-        dtypes = ", ".join(f"{count:,} {dtype}" for dtype, count in found.dtypes.items())
-        yield "Tensors", f"{found.tensor_count:,} with {sum(found.dtypes.values()):,} numbers ({dtypes})"
+    if count := sum(map(len, found.tensors.values())):
+        dtypes = ", ".join(f"{numbers:,} {dtype}" for dtype, numbers in found.dtypes.items())
+        yield "Tensors", f"{count:,} with {sum(found.dtypes.values()):,} numbers ({dtypes})"
 
 
 # -- export and reshard --------------------------------------------------------------------------------------------------
@@ -244,10 +235,9 @@ def export_command(args: argparse.Namespace) -> int:
         The exit status.
     """
     from accelerate.checkpoint.convert import export
-    from accelerate.offload.sizes import convert_file_size_to_int
 
     size = args.max_shard_size
-    limit = convert_file_size_to_int(int(size) if size.isdigit() else size)
+    limit = int(size) if size.isdigit() else size
     with progress_bar() as begin:
         done = export(args.checkpoint, args.out, args.model, limit, args.dtype, args.overwrite, begin)
     total = size_text(sum(done.files.values()))
@@ -331,9 +321,7 @@ def _lines(plan: Pruning, folder: CheckpointStorage) -> Iterator[str]:
     for one in plan.unread:
         yield f"{one.name} stays: it was saved, and cannot be read here: {one.state.reason}"
     if plan.elsewhere is not None:
-        yield (
-            f"{names.CHECKPOINTS_FOLDER} leads out of {folder.location}; to prune there, name {plan.elsewhere.location}."
-        )
+        yield (f"{CHECKPOINTS_FOLDER} leads out of {folder.location}; to prune there, name {plan.elsewhere.location}.")
 
 
 def _refuse_if_busy(plan: Pruning) -> None:

@@ -4,7 +4,7 @@ import argparse
 import os
 from typing import Any
 
-from accelerate.checkpoint.names import METADATA
+from accelerate.checkpoint.manifest import METADATA
 from accelerate.commands.checkpoint import size_text, told_in_one_line
 from accelerate.commands.utils import make_parser, or_exit
 from accelerate.launch.errors import LaunchError

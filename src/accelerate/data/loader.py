@@ -80,7 +80,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     @property
     def dataset(self) -> Any:
         """The dataset that the loader was given, or this process's part of a stream."""
-        return seeding.original(self.base_dataloader.dataset)
+        dataset = self.base_dataloader.dataset
+        return dataset._inner if type(dataset) is seeding.SeededDataset else dataset
 
     @property
     def collate_fn(self) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -101,6 +101,23 @@ def capture(loader: PreparedLoader) -> dict[str, Any]:
         position["before_read"] = noted and [noted[step] for step in sorted(noted) if step > batches]
         position["dataset_state"] = progress.dataset_state
     return position
+
+
+def kept(loader: PreparedLoader) -> Callable[[], None]:
+    """Return what puts a loader back to where it stands now, with the parts of it that decide what it yields."""
+    generator = shuffling_generator(loader)
+    state = None if generator is None else generator.get_state()
+    parts = (loader, loader._progress, loader.base_dataloader, lengths.get_sampler(loader))
+    attributes = [(vars(part), dict(vars(part))) for part in parts if hasattr(part, "__dict__")]
+
+    def put_back() -> None:
+        for present, former in attributes:
+            present.clear()
+            present.update(former)
+        if generator is not None:
+            generator.set_state(state)
+
+    return put_back
 
 
 def plain(position: dict[str, Any]) -> dict[str, Any]:
@@ -198,7 +215,7 @@ def restore(loader: PreparedLoader, position: dict[str, Any], continuing: bool =
     """
     check(loader, position) if continuing else None
     progress = loader._progress
-    loader.iteration = position["epoch"]
+    progress.epoch = position["epoch"]
     progress.batches = progress.extra_samples = 0
     progress.at_end = False
     progress.worker_seed = position.get("worker_seed")

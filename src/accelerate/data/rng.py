@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from accelerate import devices
 from accelerate.data import randomness
-from accelerate.process import PartialState
+from accelerate.devices.table import DEVICES
 
 logger = logging.getLogger(__name__)
 
@@ -33,21 +32,28 @@ class Source(NamedTuple):
     set: Callable[[Any], None]
 
 
-def sources() -> Iterator[Source]:
-    """Yield the generators of this process; the device's own is there when a device other than the CPU is in use."""
+def sources(device: torch.device) -> Iterator[Source]:
+    """Yield the generators of this process; of the devices only that of the run: asking for another one's state would start it up.
+
+    Args:
+        device: The device of this rank.
+    """
     yield Source("random_state", "Python", random.getstate, random.setstate)
     yield Source("numpy_random_seed", "numpy", np.random.get_state, np.random.set_state)
     yield Source("torch_manual_seed", "torch (CPU)", torch.get_rng_state, torch.set_rng_state)
-    # Of the device that this run uses: asking for another one's state would start up that device.
-    device = devices.row(PartialState().device.type)
     if device.type not in ("cpu", "mps"):
+        row = DEVICES[device.type]
         key, name = ("xm_seed", "XLA") if device.type == "xla" else (f"torch_{device.type}_manual_seed", device.type)
-        yield Source(key, f"torch ({name})", device.get_rng_state_all, device.set_rng_state_all)
+        yield Source(key, f"torch ({name})", row.get_rng_state_all, row.set_rng_state_all)
 
 
-def collect() -> dict[str, Any]:
-    """Return the state of every generator of this process, by the key it has in a checkpoint. Any rank, alone."""
-    return {source.key: source.get() for source in sources()}
+def collect(device: torch.device) -> dict[str, Any]:
+    """Return the state of every generator of this process, by the key it has in a checkpoint. Any rank, alone.
+
+    Args:
+        device: The device of this rank.
+    """
+    return {source.key: source.get() for source in sources(device)}
 
 
 def encode(states: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -92,7 +98,7 @@ def decode(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> 
         described = dict(json.loads(metadata["generators"], object_hook=_from_json))
     except (KeyError, ValueError, TypeError) as error:
         problem = ValueError(f"the description of the generators is unreadable ({type(error).__name__}: {error})")
-        return {source.key: problem for source in sources()}
+        return {source.key: problem for source in sources(torch.device("cpu"))}
     states = {}
     for key, more in described.items():
         try:
@@ -125,16 +131,17 @@ def _from_json(value: dict[str, Any]) -> Any:
     return np.array(value["array"], value["dtype"]) if value.keys() == {"array", "dtype"} else value
 
 
-def restore(states: dict[str, Any], origin: str) -> None:
+def restore(states: dict[str, Any], device: torch.device, origin: str) -> None:
     """Set every generator that the states have; one that cannot be set is warned about, and the others still are.
 
     Any rank, alone.
 
     Args:
         states: What ``collect`` or ``decode`` returned.
+        device: The device of this rank.
         origin: Where the states come from, for messages.
     """
-    for source in sources():
+    for source in sources(device):
         if source.key not in states:
             logger.warning(
                 "%s has no random state for %s, so a resumed run draws other numbers from it.", origin, source.label
@@ -151,7 +158,7 @@ def restore(states: dict[str, Any], origin: str) -> None:
             )
 
 
-def derive(first: dict[str, Any], rank: int, reason: str) -> None:
+def derive(first: dict[str, Any], rank: int, device: torch.device, reason: str) -> None:
     """Seed the generators of a rank that was not there when the checkpoint was saved; equal runs seed it alike.
 
     Any rank, alone.
@@ -159,6 +166,7 @@ def derive(first: dict[str, Any], rank: int, reason: str) -> None:
     Args:
         first: Random states of the first rank, from the checkpoint.
         rank: This rank.
+        device: Its device.
         reason: Why, for the log.
     """
     states = first.get("torch_manual_seed")
@@ -170,9 +178,8 @@ def derive(first: dict[str, Any], rank: int, reason: str) -> None:
         f"with {seed}, derived from those of the first rank."
     )
     randomness.seed_all(seed)
-    device = devices.row(PartialState().device.type)
     if device.type not in ("cpu", "mps", "xla"):
-        device.manual_seed_all(seed)
+        DEVICES[device.type].manual_seed_all(seed)
 
 
 def _on_cpu(state: Any) -> Any:

@@ -79,8 +79,3 @@ def _rebuild(dataset: Any, epoch_seed: torch.Tensor) -> SeededDataset:
     made = SeededDataset.__new__(SeededDataset)
     made._inner, made._epoch_seed = dataset, epoch_seed
     return made
-
-
-def original(dataset: Any) -> Any:
-    """Return the dataset that was given to the loader."""
-    return dataset._inner if type(dataset) is SeededDataset else dataset

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field
 from multiprocessing import util as multiprocessing_util
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -469,22 +469,6 @@ _EXACT_COUNTERS = ("nccl:", "xccl:")
 _POINT_TO_POINT = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list")
 
 
-class Round(Protocol):
-    """What a diagnosis knows of those who wait.
-
-    Attributes:
-        store: Where they leave notes.
-        ranks: All that are to come.
-    """
-
-    store: Any
-    ranks: list[int]
-
-    def key(self, name: Any) -> str:
-        """Return the key of something that belongs to this round."""
-        ...
-
-
 @dataclass
 class Observation:
     """What has been seen of a missing rank."""
@@ -508,20 +492,18 @@ class Diagnosis:
 
     Args:
         origin: The process group's store.
-        round: Whose ranks are missing.
+        ranks: All that are to come.
         world_size: Number of ranks of the run.
         leads: Whether this rank is the one that asks.
-        after: Seconds until the first question.
         again: Seconds from an answer to the next question.
     """
 
-    def __init__(self, origin: Any, round: Round, world_size: int, leads: bool, after: float, again: float) -> None:
-        self.round, self._origin, self._world_size, self._leads = round, origin, world_size, leads
-        self.began = time.monotonic()
-        self._next = self.began + after
+    def __init__(self, origin: Any, ranks: list[int], world_size: int, leads: bool, again: float) -> None:
+        self._origin, self._ranks, self._world_size, self._leads = origin, ranks, world_size, leads
+        self.began = self._next = time.monotonic()
         self._again = again
         self._question: Question | None = None
-        self.observations = {rank: Observation(self.began, self.began, RankStatus(rank)) for rank in round.ranks}
+        self.observations = {rank: Observation(self.began, self.began, RankStatus(rank)) for rank in ranks}
 
     def news(self) -> bool:
         """Go on with the diagnosis; say whether there are new answers. Does not wait."""
@@ -530,7 +512,7 @@ class Diagnosis:
             return False
         if self._question is None:
             # All of them: to see who is ahead, one has to know where those are that wait here.
-            self._question = Question(self._origin, self.round.ranks, self._world_size)
+            self._question = Question(self._origin, self._ranks, self._world_size)
         answers = self._question.answers()
         if answers is None:
             return False

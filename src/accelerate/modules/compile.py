@@ -15,26 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-# Where a module compiled by regions keeps the module it was made from. Kept out of the registered submodules, so that
-# parameters are not listed twice.
-ORIGINAL = "_orig_mod"
-
-
-def is_compiled_module(module: nn.Module) -> bool:
-    """Say whether a module is the wrapper that ``torch.compile`` returns.
-
-    A module compiled in place with ``module.compile()`` is no wrapper, and neither is one compiled by regions.
-
-    Args:
-        module: Any module.
-
-    Example:
-        >>> is_compiled_module(torch.nn.Linear(2, 2))
-        False
-    """
-    # Asking for torch._dynamo imports it, which takes seconds; while it is not loaded nothing can be compiled.
-    frame = sys.modules.get("torch._dynamo.eval_frame")
-    return frame is not None and isinstance(module, frame.OptimizedModule)
+from accelerate.modules.unwrap import ORIGINAL, is_compiled_module
 
 
 def has_compiled_regions(module: nn.Module) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from accelerate.modules.named import canonical_name
+from accelerate.modules.unwrap import canonical_name
 
 # Every parameter that something took the place of, by its name: its Accelerator may be gone.
 _REPLACED = WeakTensorKeyDictionary()

@@ -1,15 +1,22 @@
-"""Taking a model out of what training put around it: parallel wrappers, compilation, a replaced forward."""
+"""Taking a model, and the names of its parameters, out of what training put around it: parallel wrappers, compilation, a replaced
+forward.
+"""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
 
-from accelerate.modules.compile import ORIGINAL, is_compiled_module
-
 # Attribute of a module in which mixed precision keeps what a pickle needs of its forward.
 AUTOCAST = "_accelerate_autocast"
+
+# Where a module compiled by regions keeps the module it was made from. Kept out of the registered submodules, so that
+# parameters are not listed twice.
+ORIGINAL = "_orig_mod"
+
+# The attribute under which each kind of wrapper keeps the module inside it, at whatever depth.
+INNER_ATTRIBUTES = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 # Module path and class of each wrapper that keeps the model under `.module`. They are looked up only among what is
 # imported: a class that nobody imported wraps nothing, and importing it (DeepSpeed, say) would take seconds.
@@ -25,6 +32,23 @@ PARALLEL_WRAPPERS = (
 def _loaded_wrappers() -> tuple[type, ...]:
     found = [getattr(sys.modules.get(path), name, None) for path, name in PARALLEL_WRAPPERS]
     return tuple([kind for kind in found if isinstance(kind, type)])
+
+
+def is_compiled_module(module: nn.Module) -> bool:
+    """Say whether a module is the wrapper that ``torch.compile`` returns.
+
+    A module compiled in place with ``module.compile()`` is no wrapper, and neither is one compiled by regions.
+
+    Args:
+        module: Any module.
+
+    Example:
+        >>> is_compiled_module(nn.Linear(2, 2))
+        False
+    """
+    # Asking for torch._dynamo imports it, which takes seconds; while it is not loaded nothing can be compiled.
+    frame = sys.modules.get("torch._dynamo.eval_frame")
+    return frame is not None and isinstance(module, frame.OptimizedModule)
 
 
 def is_parallel_wrapper(module: nn.Module) -> bool:
@@ -114,3 +138,78 @@ def restore_forward(module: nn.Module) -> None:
     # A forward that was on the instance before (a hook's, a patch) goes back there; a class's own needs no entry.
     if getattr(original, "__func__", None) is not getattr(type(module), "forward", None):
         own["forward"] = original
+
+
+# Names of parameters
+
+
+def canonical_name(name: str) -> str:
+    """Return a parameter's name without the parts that torch.compile, FSDP1 and activation checkpointing put in.
+
+    The leading ``module.`` of DistributedDataParallel stays, because a user's own attribute may have that name.
+
+    Args:
+        name: A dotted name from ``named_parameters`` or a state dict.
+
+    Example:
+        >>> canonical_name("layers.0._orig_mod.weight")
+        'layers.0.weight'
+    """
+    return ".".join([part for part in name.split(".") if part not in INNER_ATTRIBUTES])
+
+
+def canonical_parameters(*modules: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of several modules under their canonical names.
+
+    Args:
+        *modules: Their names must not collide.
+
+    Raises:
+        ValueError: Two modules have a parameter of the same name.
+    """
+    found: dict[str, nn.Parameter] = {}
+    for module in modules:
+        for name, parameter in module.named_parameters():
+            plain = canonical_name(name)
+            if plain in found and found[plain] is not parameter:
+                raise ValueError(f"Two parameters are called {plain!r}; pass one module at a time.")
+            found[plain] = parameter
+    return found
+
+
+def match_names(wanted: Iterable[str], found: Iterable[str]) -> dict[str, str]:
+    """Pair each found name with the wanted one that means the same parameter, whatever wrappers wrote the names.
+
+    Equal names pair first. The others pair when they are equal without wrapper parts and without a leading
+    ``module.``, provided that this is unambiguous.
+
+    Args:
+        wanted: Names that a model has.
+        found: Names that a file has.
+
+    Returns:
+        Found name to wanted name; names without a partner are absent.
+
+    Example:
+        >>> match_names(["weight", "bias"], ["module._orig_mod.weight", "other"])
+        {'module._orig_mod.weight': 'weight'}
+    """
+    wanted, found = list(wanted), list(found)
+    known = set(wanted)
+    pairs = {name: name for name in found if name in known}
+    open_wanted: dict[str, list[str]] = {}
+    for name in known.difference(pairs):
+        open_wanted.setdefault(_bare(name), []).append(name)
+    open_found: dict[str, list[str]] = {}
+    for name in found:
+        if name not in pairs:
+            open_found.setdefault(_bare(name), []).append(name)
+    for bare, names in open_found.items():
+        partners = open_wanted.get(bare, [])
+        if len(names) == len(partners) == 1:
+            pairs[names[0]] = partners[0]
+    return pairs
+
+
+def _bare(name: str) -> str:
+    return canonical_name(name).removeprefix("module.")

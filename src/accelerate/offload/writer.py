@@ -5,7 +5,6 @@ import errno
 import json
 import os
 import shutil
-import stat
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,6 +13,8 @@ from typing import Any
 
 import torch
 import xxhash
+
+from accelerate.runtime.durable import STAGING_PREFIX
 
 INDEX_NAME = "index.json"
 Folder = str | os.PathLike
@@ -80,7 +81,7 @@ def weight_path(folder: Folder, name: str) -> str:
     return os.path.join(folder, file)
 
 
-# Counts publications of this process, so that who has files mapped knows when to look whether they were replaced.
+# Counts publications of this process, so that a loader that has files mapped knows when to look whether they were replaced.
 class _Publications:
     count = 0
 
@@ -91,8 +92,8 @@ publications = _Publications()
 class OffloadWriter:
     """Writes weights aside in a folder; leaving the ``with`` block publishes them together with their index.
 
-    If the block raises, or a disk is full, what was written is removed, and the folder too if it was made here. A file that is
-    replaced stays readable for who has it mapped.
+    If the block raises, or a disk is full, what was written is removed, and the folder too if it was made here. A process that has
+    mapped a file that is replaced goes on reading the former one.
 
     Args:
         folder: The offload folder.
@@ -111,8 +112,8 @@ class OffloadWriter:
     def __init__(self, folder: Folder) -> None:
         self.folder = Path(folder)
         self.index: dict[str, dict[str, Any]] = {}
-        self._aside: dict[Path, str] = {}
-        self._made: Path | None = None
+        self._aside: Path | None = None
+        self._made: list[Path] = []  # folders, the innermost first
 
     def __enter__(self) -> "OffloadWriter":
         return self
@@ -122,7 +123,8 @@ class OffloadWriter:
     ) -> None:
         try:
             if kind is None and self.index:
-                self.publish()
+                self._write_index({**read_index(self.folder), **self.index})
+                self._publish()
         finally:
             self._clean()
 
@@ -139,9 +141,9 @@ class OffloadWriter:
         """
         if weight.device.type == "meta":
             raise ValueError(f"The weight {name!r} is on the meta device and has no data to offload.")
-        path = Path(weight_path(self.folder, name))
+        path = weight_path(self.folder, name)
         data = tensor_bytes(weight)
-        self._write(path, data)
+        self._write(os.path.basename(path), data)
         self.index[name] = {
             "dtype": str(weight.dtype).removeprefix("torch."),
             "shape": list(weight.shape),
@@ -164,93 +166,66 @@ class OffloadWriter:
         try:
             yield
             known = read_index(self.folder)
-            if any(name in known and known[name] != entry for name, entry in self.index.items()):
-                known.update({name: entry for name, entry in self.index.items() if name in known})
-                self._write(self.folder / INDEX_NAME, memoryview(json.dumps(known, indent=2).encode("utf-8")))
-            self._publish_files()
+            replaced = {name: entry for name, entry in self.index.items() if known.get(name, entry) != entry}
+            if replaced:
+                self._write_index({**known, **replaced})
+            self._publish()
         finally:
             self._clean()
 
-    def publish(self) -> None:
-        """Give every file its name, the index last; entries of an index that is there stay unless replaced."""
-        merged = {**read_index(self.folder), **self.index}
-        self._write(self.folder / INDEX_NAME, memoryview(json.dumps(merged, indent=2).encode("utf-8")))
-        self._publish_files()
+    def _write_index(self, index: dict[str, dict[str, Any]]) -> None:
+        self._write(INDEX_NAME, json.dumps(index, indent=2).encode("utf-8"))
 
-    def _publish_files(self) -> None:
+    def _write(self, file: str, data: memoryview | bytes) -> None:
+        with self._named(file, len(data)):
+            if self._aside is None:
+                self._made = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
+                self.folder.mkdir(parents=True, exist_ok=True)
+                # Several processes may write to one folder.
+                self._aside = Path(tempfile.mkdtemp(prefix=STAGING_PREFIX, dir=self.folder))
+            if (self.folder / file).is_dir():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            (self._aside / file).write_bytes(data)
+
+    def _publish(self) -> None:
+        """Give every file its name, the index last."""
         new = []
         try:
-            for path, aside in list(self._aside.items()):
+            for aside in sorted(self._aside.iterdir(), key=lambda path: path.name == INDEX_NAME):
+                path = self.folder / aside.name
                 there = os.path.lexists(path)
-                with self._named(path, os.path.getsize(aside)):
+                with self._named(path.name, aside.stat().st_size):
                     os.replace(aside, path)
-                del self._aside[path]
                 if not there:
                     new.append(path)
         except BaseException:
             for path in new:
                 os.unlink(path)
             raise
-        self._made = None
+        self._made = []
         publications.count += 1
 
-    def _write(self, path: Path, data: memoryview) -> None:
-        with self._named(path, len(data)):
-            self._make_folder()
-            # Raises for a name that is too long, before anything is published.
-            with contextlib.suppress(FileNotFoundError):
-                if stat.S_ISDIR(os.stat(path).st_mode):
-                    raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-            descriptor, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:16]}.")
-            self._forget(path)
-            self._aside[path] = aside
-            with os.fdopen(descriptor, "wb", buffering=0) as file:
-                written = 0
-                while written < len(data):
-                    written += file.write(data[written:])
+    def _clean(self) -> None:
+        if self._aside is not None:
+            shutil.rmtree(self._aside, ignore_errors=True)
+        with contextlib.suppress(OSError):  # another process has written there
+            for path in self._made:
+                path.rmdir()
 
     @contextlib.contextmanager
-    def _named(self, path: Path, nbytes: int) -> Iterator[None]:
+    def _named(self, file: str, nbytes: int) -> Iterator[None]:
         """Have errors say what was to be written, where to, and what to do."""
         try:
             yield
         except OSError as error:
+            free = ""
+            with contextlib.suppress(OSError):
+                free = f"{shutil.disk_usage(self.folder).free:,} bytes are free there. "
             raise type(error)(
                 error.errno or errno.EIO,
-                f"Offloading {path.name} ({nbytes:,} bytes) to {self.folder} failed: {error.strerror or error}. "
-                f"{self._free()}Nothing of it was kept; use a folder that can be written, on a larger disk",
+                f"Offloading {file} ({nbytes:,} bytes) to {self.folder} failed: {error.strerror or error}. "
+                f"{free}Nothing of it was kept; use a folder that can be written, on a larger disk",
             ) from error
-
-    def _free(self) -> str:
-        with contextlib.suppress(OSError):
-            return f"{shutil.disk_usage(self.folder).free:,} bytes are free there. "
-        return ""
-
-    def _make_folder(self) -> None:
-        if self.folder.is_dir():
-            return
-        first = self.folder
-        while not first.parent.exists():
-            first = first.parent
-        self._made = self._made or first
-        self.folder.mkdir(parents=True, exist_ok=True)
-
-    def _forget(self, path: Path) -> None:
-        aside = self._aside.pop(path, None)
-        if aside is not None:
-            os.unlink(aside)
-
-    def _clean(self) -> None:
-        for path in list(self._aside):
-            with contextlib.suppress(FileNotFoundError):
-                self._forget(path)
-        if self._made is not None:
-            # Only folders that were made here, and only while they are empty.
-            folder = self.folder
-            with contextlib.suppress(OSError):
-                while folder != self._made.parent:
-                    folder.rmdir()
-                    folder = folder.parent
 
 
 def write_index(index: Mapping[str, dict[str, Any]], folder: Folder) -> None:

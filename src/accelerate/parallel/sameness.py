@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accelerate.modules.named import canonical_name
+from accelerate.modules.unwrap import canonical_name
 from accelerate.parallel import mesh
 from accelerate.precision.master import local_part
 

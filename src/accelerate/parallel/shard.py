@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accelerate.modules.named import canonical_name
 from accelerate.modules.repoint import named, repoint
+from accelerate.modules.unwrap import canonical_name
 from accelerate.parallel import sameness
 from accelerate.parallel.mesh import shard_mesh
 from accelerate.precision import master

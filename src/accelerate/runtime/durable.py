@@ -29,8 +29,8 @@ CHUNK = 16 << 20
 
 # How much is read at a time: it is still in the processor's cache when it is hashed.
 _STEP = 1 << 20
-# How much is written at a time, before the disk is told to begin with it.
-_BLOCK = 8 << 20
+# How much is written at a time, before the disk begins with it: so little that it is nearly done when a file of some megabytes is closed.
+_BLOCK = 2 << 20
 _SMALL = 64 << 10
 
 
@@ -54,17 +54,10 @@ def each(task: Callable[[Any], T], items: Iterable[Any], threads: int) -> list[T
 
     with ThreadPoolExecutor(min(threads, len(items)), thread_name_prefix="checkpoint") as pool:
         try:
-            futures = [pool.submit(task, items[0])]
+            results = pool.map(task, items)  # which begins with all of them now
         except RuntimeError:
-            futures = []
-        else:
-            try:
-                futures += [pool.submit(task, item) for item in items[1:]]
-                return [future.result() for future in futures]
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
-    return [task(item) for item in items]
+            results = map(task, items)
+        return list(results)
 
 
 # -- checksums ----------------------------------------------------------------------------------------------------------

@@ -23,13 +23,12 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from accelerate import comm
-from accelerate.checkpoint import names
+from accelerate.checkpoint.manifest import CHECKPOINTS_FOLDER, numbered_folder
 from accelerate.checkpoint.storage import storage_of
 from accelerate.comm.base import Communicator
 from accelerate.config.exit_status import PREEMPTED
 from accelerate.data import agree, shield
 from accelerate.training import tracking
-from accelerate.training.saving import pending_of
 
 if TYPE_CHECKING:
     from accelerate.accelerator import Accelerator
@@ -333,14 +332,14 @@ class Watch:
 
 def _save(accelerator: "Accelerator") -> Any:
     """Save under the next free number of the project, and wait until the checkpoint is in its place. All ranks."""
-    pending_of(accelerator).settle()  # one that failed has been logged, and is no reason not to save now
+    accelerator._background.settle()  # one that failed has been logged, and is no reason not to save now
     project = accelerator.project_configuration
-    place = storage_of(project.project_dir).child(names.CHECKPOINTS_FOLDER)
+    place = storage_of(project.project_dir).child(CHECKPOINTS_FOLDER)
     taken = [number for number, _ in place.checkpoints()] if accelerator.is_main_process else []
     (following,) = comm.current().broadcast_object_list([max(taken, default=-1) + 1])
     # A run that began anew beside older checkpoints must not fail now, nor save under a number that is not the latest.
     project.iteration = max(project.iteration, following)
-    location = place.child(names.numbered_folder(project.iteration)).location
+    location = place.child(numbered_folder(project.iteration)).location
     accelerator.save_state(None if project.automatic_checkpoint_naming else location)
     accelerator.wait_for_checkpoint()
     return location

@@ -3,19 +3,18 @@
 import logging
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accelerate.backends.registry import resolve
-from accelerate.checkpoint import names
+from accelerate.checkpoint import manifest
 from accelerate.checkpoint.barrier import SaveBarrier
-from accelerate.checkpoint.load import Contents, read_common
+from accelerate.checkpoint.load import Common, Contents, tensor_device
 from accelerate.checkpoint.manifest import damaged
+from accelerate.checkpoint.optimizers import Deferred
 from accelerate.checkpoint.save import Group, damage, shares
-from accelerate.checkpoint.storage import CheckpointStorage, newest_first, storage_of
-from accelerate.checkpointing import resolve_map_location
-from accelerate.training.saving import as_path, pending_of
+from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, newest_first, storage_of
 
 if TYPE_CHECKING:
     from accelerate.accelerator import Accelerator
@@ -57,27 +56,28 @@ def load_state(
         RuntimeError: It does not fit the objects; the message lists the differences. Or another rank could not load it.
         CollectiveMisuse: Other ranks do something else; raised on all that called it.
     """
-    former = pending_of(accelerator).settle("load_state()")
-    location = resolve_map_location(load_model_func_kwargs.pop("map_location", None))
+    former = accelerator._background.settle("load_state()")
+    location = tensor_device(load_model_func_kwargs.pop("map_location", None), accelerator.device)
+    options = {"map_location": location, "load_kwargs": load_kwargs}
     latest = latest or input_dir is None
-    place = _place(accelerator, input_dir)
-    group = Group.of(accelerator, place)
-    barrier = group.barrier("load_state", place)
+    storage = _storage(accelerator, input_dir)
+    group = Group.of(accelerator, storage)
+    barrier = group.barrier("load_state", storage)
     barrier.begin()
-    barrier.check(former)  # what failed in the background on one rank alone is raised on all of them now
+    barrier.exchange(None, former)  # what failed in the background on one rank alone is raised on all of them now
     contents, problem, chosen, following = None, None, None, None
     try:
-        chosen, folder, following = _choose(accelerator, barrier, group, place, latest)
-        contents = _read(accelerator, folder, location, load_kwargs, load_model_func_kwargs)
+        chosen, folder, following = _choose(accelerator, barrier, group, storage, latest)
+        contents = _read(accelerator, folder, options, load_model_func_kwargs)
         contents.begin(**load_model_func_kwargs)
-    except _Agreed as agreed:  # every rank raises this, so nobody has to be told
-        barrier.end(None)
+    except _Agreed as agreed:  # every rank raises it, so no rank waits for another's
+        barrier.leave()
         # One that cannot be read is no reason to begin anew, and to save over it.
         if missing_ok and agreed.nothing:
             logger.info("%s Nothing was loaded.", agreed.problem)
             return None
         raise agreed.problem from None
-    except BaseException as error:  # a rank that leaves without a word is waited for
+    except BaseException as error:  # the other ranks would wait for a rank that leaves now
         problem = error
     try:
         _complete(accelerator, barrier, contents, problem)
@@ -87,7 +87,7 @@ def load_state(
     accelerator._loaded_checkpoint = chosen.location
     if following is not None:
         accelerator.project_configuration.iteration = following
-    return as_path(chosen)
+    return Path(chosen.location) if isinstance(chosen, LocalStorage) else chosen.location
 
 
 def _complete(
@@ -95,7 +95,7 @@ def _complete(
 ) -> None:
     """Put the rest into the objects if all ranks got this far, else give back what they had."""
     try:
-        barrier.check(problem)
+        barrier.exchange(None, problem)
     except BaseException:
         if contents is not None:
             contents.undo()
@@ -103,9 +103,10 @@ def _complete(
     try:
         for name, value in contents.complete().items():
             setattr(accelerator, name, value)
-    except BaseException as error:  # nobody must go on with a rank that has another state
+    except BaseException as error:  # no rank may go on while another has other states
         problem = error
-    barrier.end(problem)
+    barrier.exchange(None, problem)
+    barrier.leave()
 
 
 class _Agreed(Exception):
@@ -121,7 +122,7 @@ class _Agreed(Exception):
         self.problem, self.nothing = problem, nothing
 
 
-def _place(accelerator: "Accelerator", input_dir: Folder | None) -> CheckpointStorage:
+def _storage(accelerator: "Accelerator", input_dir: Folder | None) -> CheckpointStorage:
     project = accelerator.project_configuration
     if input_dir is not None:
         return storage_of(input_dir)
@@ -130,41 +131,65 @@ def _place(accelerator: "Accelerator", input_dir: Folder | None) -> CheckpointSt
             "load_state() got no input_dir, and the Accelerator has no project folder to look in. Pass the checkpoint, or "
             "Accelerator(project_config=ProjectConfiguration(project_dir))."
         )
-    return storage_of(project.project_dir).child(names.CHECKPOINTS_FOLDER)
+    return storage_of(project.project_dir).child(manifest.CHECKPOINTS_FOLDER)
+
+
+def _on_all(barrier: SaveBarrier, work: Callable[[], tuple[Any, list[str]]]) -> tuple[list[Any], list[str]]:
+    """Do something on every rank; return what each has, None where it failed, and the problems of all. All ranks.
+
+    Args:
+        barrier: The barrier of the ranks.
+        work: Returns what this rank has, and the problems that it found; an error is one, too.
+    """
+    value, found = None, []
+    try:
+        value, found = work()
+    except Exception as error:
+        found = [f"{type(error).__name__}: {error}"]
+    notes = barrier.exchange([value, found])
+    return [note[0] for note in notes], list(dict.fromkeys(line for note in notes for line in note[1]))
+
+
+# Before the problem of a checkpoint that is not there at all.
+_ABSENT = "absent: "
 
 
 def _choose(
-    accelerator: "Accelerator", barrier: SaveBarrier, group: Group, place: CheckpointStorage, latest: bool
+    accelerator: "Accelerator", barrier: SaveBarrier, group: Group, storage: CheckpointStorage, latest: bool
 ) -> tuple[CheckpointStorage, str, int | None]:
     """Return the checkpoint that all ranks take, verified; this rank's local folder of it; and the next automatic number."""
-    candidates, passed = [place.location], []
+
+    def search() -> tuple[Any, list[str]]:
+        if group.rank != 0:
+            return None, []
+        candidates, passed = newest_first(storage)
+        return [[candidate.location for candidate in candidates], passed], []
+
+    candidates, passed = [storage.location], []
     if latest:
-        problem = ""
-        if group.rank == 0:
-            try:
-                found, passed = newest_first(place)
-                candidates = [candidate.location for candidate in found]
-            except Exception as error:  # the others wait for what was found
-                problem = f"{type(error).__name__}: {error}"
-        candidates, passed, problem = barrier.exchange([candidates, passed, problem])[0]
-        if problem:
-            raise _Agreed(OSError(f"{place.location!r} could not be searched for checkpoints. {problem}"))
-        if group.rank == 0:
-            for line in passed:
-                logger.warning("Passed over %s", line)
+        notes, problems = _on_all(barrier, search)
+        if problems:
+            raise _Agreed(OSError(f"{storage.location!r} could not be searched for checkpoints. {problems[0]}"))
+        candidates, passed = notes[0]
+        for line in passed if group.rank == 0 else ():
+            logger.warning("Passed over %s", line)
     for candidate in map(storage_of, candidates):
-        folder, found, following = _verified(accelerator, barrier, group, candidate)
-        if not found:
+        folder, problems, following = _verified(accelerator, barrier, group, candidate)
+        if not problems:
             return candidate, folder, following
         candidate.release()
         if not latest:
-            raise _Agreed(_refusal(candidate, found), nothing=all(line.startswith(_ABSENT) for line in found))
-        passed.append(f"{candidate.location}: {'; '.join(found)}")
+            refusal: Exception = damaged(candidate.location, problems)
+            if problems[0].startswith(_ABSENT):
+                reason = problems[0].removeprefix(_ABSENT)
+                refusal = ValueError(f"load_state({candidate.location!r}): {reason}.")
+            raise _Agreed(refusal, nothing=all(line.startswith(_ABSENT) for line in problems))
+        passed.append(f"{candidate.location}: {'; '.join(problems)}")
         if group.rank == 0:
             logger.warning("Passed over %s", passed[-1])
     more = "".join(f"\n  passed over {line}" for line in passed)
     problem = FileNotFoundError(
-        f"There is no complete checkpoint in {place.location!r}. Save one first, or name one.{more}"
+        f"There is no complete checkpoint in {storage.location!r}. Save one first, or name one.{more}"
     )
     raise _Agreed(problem, nothing=not passed)
 
@@ -173,105 +198,68 @@ def _verified(
     accelerator: "Accelerator", barrier: SaveBarrier, group: Group, candidate: CheckpointStorage
 ) -> tuple[str | None, list[str], int | None]:
     """Verify a checkpoint together: the folder to read from, what is wrong (the same on all ranks), and the next number."""
-    leader = barrier.leader(group.leader)
-    folder, found, state, save = None, [], None, None
-    try:
+    leader, state, folder = barrier.leader(group.leader), None, None
+
+    def fetch() -> tuple[Any, list[str]]:
+        nonlocal state
         state = candidate.state()
-        save = None if state.manifest is None else state.manifest.save
         if not state.loads:
-            found = [state.reason] if state.kind != "absent" else [f"{_ABSENT}{state.reason}"]
-        elif leader == group.rank or candidate.shared:
-            folder = candidate.fetch()
-    except Exception as error:
-        found = [f"{type(error).__name__}: {error}"]
-    notes = barrier.exchange([folder, group.rank, found, save])
-    problems = _distinct(note[2] for note in notes)
-    if not problems and len({note[3] for note in notes}) > 1:
+            return None, [f"{_ABSENT}{state.reason}" if state.kind == "absent" else state.reason]
+        here = candidate.fetch() if candidate.shared or leader == group.rank else None
+        return [here, None if state.manifest is None else state.manifest.save], []
+
+    def verify() -> tuple[Any, list[str]]:
+        following, checked, problems = _following_number(accelerator, candidate), [], []
+        if state.manifest is not None:
+            checked = shares(state.manifest, group)
+            problems = damage(folder, state.manifest, checked)
+        elif group.rank == 0:
+            logger.warning("%s is loaded unverified: %s.", candidate.location, state.reason)
+        return [following, leader, checked], problems
+
+    notes, problems = _on_all(barrier, fetch)
+    if not problems and len({save for _, save in notes}) > 1:
         problems = [
             "the machines have checkpoints of different saves: not all of them had published when the run ended"
         ]
     if problems:
         return None, problems, None
-    if folder is None:
-        folder = next(note[0] for note in notes if note[1] == leader)
-    following, checked = None, []
-    try:
-        following = _following_number(accelerator, candidate)
-        if state.manifest is not None:
-            checked = shares(state.manifest, group)
-            found = damage(folder, state.manifest, checked)
-        elif group.rank == 0:
-            logger.warning("%s is loaded unverified: %s.", candidate.location, state.reason)
-    except Exception as error:
-        found = [f"{type(error).__name__}: {error}"]
-    notes = barrier.exchange([found, leader, checked, following])
-    found = _distinct(note[0] for note in notes)
-    numbers = [note[3] for note in notes if note[3] is not None]
-    if not found and state.manifest is not None:
-        unseen = _unseen(notes, state.manifest.files, group.shared)
-        if any(unseen.values()):
-            try:
-                found = damage(folder, state.manifest, unseen[leader])
-            except Exception as error:
-                found = [f"{type(error).__name__}: {error}"]
-            found = _distinct(barrier.exchange(found))
-    return folder, found, max(numbers, default=None)
+    folders = {rank: note[0] for rank, note in zip(barrier.ranks, notes, strict=True)}
+    folder = folders[group.rank] or folders[leader]
+    notes, problems = _on_all(barrier, verify)
+    following = max((note[0] for note in notes if note and note[0] is not None), default=None)
+    if not problems and state.manifest is not None:
+        # Variables of a launcher may be wrong: in a machine's copy may be files that no rank has looked at.
+        files, seen = set(state.manifest.files), {}
+        for _, of, checked in notes:
+            seen.setdefault(of, set()).update(checked)
+        if any(files - looked for looked in seen.values()):
+            _, problems = _on_all(barrier, lambda: (None, damage(folder, state.manifest, files - seen[leader])))
+    return folder, problems, following
 
 
-def _unseen(notes: Sequence[Any], files: Iterable[str], shared: bool) -> dict[int, list[str]]:
-    """Return, for the copy of each leader, the files that no rank has looked at: variables of a launcher may be wrong."""
-    seen: dict[int, set[str]] = {}
-    for _, leader, checked, _ in notes:
-        seen.setdefault(-1 if shared else leader, set()).update(checked)
-    return {leader: sorted(set(files) - seen[-1 if shared else leader]) for _, leader, _, _ in notes}
-
-
-_ABSENT = "absent: "
-
-
-def _distinct(lists: Any) -> list[str]:
-    return list(dict.fromkeys(line for lines in lists for line in lines))
-
-
-def _refusal(candidate: CheckpointStorage, found: list[str]) -> Exception:
-    if found[0].startswith(_ABSENT):
-        return ValueError(f"load_state({candidate.location!r}): {found[0].removeprefix(_ABSENT)}.")
-    return damaged(candidate.location, found)
-
-
-def _read(
-    accelerator: "Accelerator",
-    folder: str,
-    location: Any,
-    load_kwargs: dict[str, Any] | None,
-    model_options: dict[str, Any],
-) -> Contents:
+def _read(accelerator: "Accelerator", folder: str, options: dict[str, Any], model_options: dict[str, Any]) -> Contents:
     backend = resolve(accelerator.state)
     custom = accelerator._custom_objects
-    pattern = re.compile(re.escape(names.CUSTOM_NAME) + r"_\d+\.pkl")
+    pattern = re.compile(re.escape(manifest.CUSTOM_NAME) + r"_\d+\.pkl")
     if (saved := sum(bool(pattern.fullmatch(file)) for file in os.listdir(folder))) != len(custom):
         raise RuntimeError(
             f"{folder!r} has the states of {saved} registered objects, but {len(custom)} are registered. Register the "
             "same objects in the same order with `accelerator.register_for_checkpointing` before loading."
         )
-    optimizers = []
+    optimizers, remaining = [], []
     for index, optimizer in enumerate(accelerator._optimizers):
-        state = backend.load_optimizer(
-            accelerator, optimizer, folder, index, map_location=location, load_kwargs=load_kwargs
-        )
+        state = backend.load_optimizer(accelerator, optimizer, folder, index, **options)
+        if isinstance(state, Deferred):
+            remaining.append(state.finish)
+            state = state.state
         if state is not None:
-            optimizers.append((optimizer, state, names.optimizer_file(index)))
-    contents = read_common(
-        folder,
-        backend.checkpointed_schedulers(accelerator),
-        accelerator._dataloaders,
-        custom,
-        accelerator.scaler,
-        accelerator.process_index,
-        load_kwargs,
+            optimizers.append((optimizer, state, manifest.optimizer_file(index)))
+    contents = Common.of(accelerator, backend.checkpointed_schedulers(accelerator)).read(
+        folder, options["load_kwargs"]
     )
-    contents.optimizers = optimizers
-    _read_models(accelerator, contents, folder, location, load_kwargs, model_options)
+    contents.optimizers, contents.remaining = optimizers, remaining
+    _read_models(accelerator, contents, folder, options, model_options)
     _warn_of_fewer_processes(accelerator, folder)
     return contents
 
@@ -280,13 +268,12 @@ def _read_models(
     accelerator: "Accelerator",
     contents: Contents,
     folder: str,
-    location: Any,
-    load_kwargs: dict[str, Any] | None,
+    options: dict[str, Any],
     model_options: dict[str, Any],
 ) -> None:
     """Let the hooks load what they want to load, and read the other models. Hooks come last, because they change models."""
     backend = resolve(accelerator.state)
-    options = {"strict": model_options.get("strict", True)}
+    options = {**options, "strict": model_options.get("strict", True)}
     if backend.saves_shards and "adapter_only" in model_options:
         options["adapter_only"] = model_options["adapter_only"]
     inner = [backend.unwrap_model(model, keep_torch_compile=False) for model in accelerator._models]
@@ -301,15 +288,7 @@ def _read_models(
         kept = {id(model) for model in left}
         pairs = [(outer, model) for outer, model in zip(accelerator._models, inner, strict=True) if id(model) in kept]
         for index, (outer, model) in enumerate(pairs):
-            state = backend.load_model(
-                accelerator,
-                outer,
-                folder,
-                index,
-                map_location=location,
-                load_kwargs=load_kwargs,
-                **options,
-            )
+            state = backend.load_model(accelerator, outer, folder, index, **options)
             if isinstance(state, tuple):  # what takes the state, and the state
                 contents.models.append(state)
             elif state is not None:  # None: the strategy has put the weights where they belong
@@ -321,8 +300,8 @@ def _read_models(
 
 def _warn_of_fewer_processes(accelerator: "Accelerator", folder: str) -> None:
     """Ranks that are new say so themselves; for those that are gone the main process does."""
-    beyond = names.random_states_file(accelerator.num_processes)
-    if accelerator.is_main_process and os.path.exists(os.path.join(folder, beyond)):
+    beyond = manifest.random_states_file(accelerator.num_processes)
+    if accelerator.process_index == 0 and os.path.exists(os.path.join(folder, beyond)):
         logger.warning(
             "%s was saved by more processes than the %d running now (it has %s). Its weights and positions in the data "
             "load, but the ranks draw other random numbers and other samples than they would have.",
@@ -332,16 +311,16 @@ def _warn_of_fewer_processes(accelerator: "Accelerator", folder: str) -> None:
         )
 
 
-def _following_number(accelerator: "Accelerator", place: CheckpointStorage) -> int | None:
+def _following_number(accelerator: "Accelerator", storage: CheckpointStorage) -> int | None:
     """Return the number of the next automatic name, where that follows from the checkpoint that is loaded."""
     project = accelerator.project_configuration
-    number = names.number_of(place.name)
+    number = manifest.number_of(storage.name)
     if not project.automatic_checkpoint_naming or project.project_dir is None or number is None:
         return None
-    here = storage_of(project.project_dir).child(names.CHECKPOINTS_FOLDER)
-    if place.parent() != here:
+    here = storage_of(project.project_dir).child(manifest.CHECKPOINTS_FOLDER)
+    if storage.parent() != here:
         return None
     # After going back to an older one, the newer ones keep their numbers, and what comes next is the newest. Damaged ones keep
-    # theirs, too: somebody may want to look at them. Of a killed save to an object store nobody wants to see anything.
+    # theirs, too: a user may want to look at them. What a killed save leaves in an object store is of no use.
     taken = [known for known, other in here.checkpoints() if other.state().loads or other.files()]
     return max(taken, default=number) + 1

@@ -16,11 +16,10 @@ from torch.utils.hooks import RemovableHandle
 
 from accelerate.backends.base import Backend
 from accelerate.backends.registry import resolve
-from accelerate.checkpoint import formats, load, names, optimizers
-from accelerate.checkpoint.background import Background
+from accelerate.checkpoint import formats, load, optimizers
+from accelerate.checkpoint.manifest import CHECKPOINTS_FOLDER, PARAMETER_NAMES, STAGING_PREFIX, numbered_folder
 from accelerate.checkpoint.save import Group, Save, SavePlan
 from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, prune, storage_of
-from accelerate.checkpointing import save_accelerator_state, save_custom_state
 from accelerate.modules.tensors import clean_state_dict_for_safetensors
 from accelerate.optimizer import settle_scaler
 from accelerate.runtime.durable import sync_folder
@@ -77,7 +76,7 @@ def save_state(
         CollectiveMisuse: Other ranks do something else; raised on all that called it.
         RuntimeError: Another rank failed to save, or the last save in the background did.
     """
-    background = pending_of(accelerator)
+    background = accelerator._background
     former = background.settle("save_state()")
     _warn_of_open_window(accelerator)
     project = accelerator.project_configuration
@@ -97,12 +96,12 @@ def save_state(
         save.shards = background.process_group()
     release = None
     try:
-        plan = save.plan()
+        plan = save.plan
         _collect(accelerator, backend, plan, save.group.each_node, safe_serialization, save_model_func_kwargs)
         if not blocking:
             release = plan.snapshot(background.buffers)
     except BaseException as error:  # the other ranks must hear of it, so that they do not wait for this one
-        save.fail(error)
+        save.problem = error
     if blocking:
         # A save that fails at its very end may have left a checkpoint, which the next one of this name replaces.
         accelerator._unfinished_save = storage.location
@@ -126,28 +125,9 @@ def save_state(
 def _as_given(storage: CheckpointStorage, path: Folder) -> Path | str:
     """Return the path that a caller gave to a storage, relative if it was; a URL as the place has it."""
     text = os.path.expanduser(os.fspath(path))
-    return as_path(storage) if "://" in text else Path(text)
-
-
-def as_path(storage: CheckpointStorage) -> Path | str:
-    """Return a storage as a path, or as the URL that it has.
-
-    Args:
-        storage: Where a checkpoint is.
-    """
+    if "://" not in text:
+        return Path(text)
     return Path(storage.location) if isinstance(storage, LocalStorage) else storage.location
-
-
-def pending_of(accelerator: "Accelerator") -> Background:
-    """Return what an Accelerator is writing in the background.
-
-    Args:
-        accelerator: The Accelerator.
-    """
-    background = accelerator.__dict__.get("_background")
-    if background is None:
-        background = accelerator._background = Background()
-    return background
 
 
 def wait_for_checkpoint(accelerator: "Accelerator") -> None:
@@ -159,7 +139,7 @@ def wait_for_checkpoint(accelerator: "Accelerator") -> None:
     Raises:
         RuntimeError: It could not be saved.
     """
-    pending_of(accelerator).finish()
+    accelerator._background.finish()
 
 
 def _facts(accelerator: "Accelerator", backend: Backend) -> dict[str, Any]:
@@ -182,8 +162,8 @@ def _automatic(
     project = accelerator.project_configuration
     if not project.automatic_checkpoint_naming:
         return None, None
-    number, limit, loaded = project.iteration, project.total_limit, accelerator.__dict__.get("_loaded_checkpoint")
-    unfinished = accelerator.__dict__.get("_unfinished_save")
+    number, limit, loaded = project.iteration, project.total_limit, accelerator._loaded_checkpoint
+    unfinished = accelerator._unfinished_save
 
     def refuse(storage: CheckpointStorage) -> None:
         if storage.location != unfinished:
@@ -219,8 +199,8 @@ def _next_path(accelerator: "Accelerator", output_dir: Folder | None) -> str:
     project = accelerator.project_configuration
     if project.project_dir is None:
         raise ValueError("Automatic checkpoint naming needs a folder: ProjectConfiguration(project_dir=...) is None.")
-    number = names.numbered_folder(project.iteration)
-    path = os.path.join(project.project_dir, names.CHECKPOINTS_FOLDER, number)
+    number = numbered_folder(project.iteration)
+    path = os.path.join(project.project_dir, CHECKPOINTS_FOLDER, number)
     if output_dir is not None:
         warn_caller(
             f"save_state(output_dir={os.fspath(output_dir)!r}) is not used, because checkpoints are named automatically: "
@@ -276,24 +256,11 @@ def _collect(
     for index, optimizer in enumerate(accelerator._optimizers):
         backend.save_optimizer(accelerator, optimizer, plan, index, save_on_each_node=each_node)
     known = optimizers.parameter_names(accelerator._optimizers, accelerator._models)
-    if known is not None and load.writes(each_node):
-        plan.add_bytes(names.PARAMETER_NAMES, known)
+    if known is not None and plan.writes_shared:
+        plan.add_bytes(PARAMETER_NAMES, known)
     if accelerator.scaler is not None:
         settle_scaler(accelerator.scaler)
-    save_accelerator_state(
-        plan,
-        [],
-        [],
-        schedulers,
-        accelerator._dataloaders,
-        accelerator.process_index,
-        accelerator.step,
-        accelerator.scaler,
-        each_node,
-        safe_serialization,
-    )
-    for index, obj in enumerate(accelerator._custom_objects):
-        save_custom_state(obj, plan, index, each_node)
+    load.Common.of(accelerator, schedulers).write(plan, accelerator.step, each_node)
 
 
 def _used_options(backend: Backend, method: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -458,7 +425,7 @@ def _write_shards(state: dict[str, Any], folder: Folder, max_shard_size: int | s
     index_name = SAFE_WEIGHTS_INDEX_NAME if safe else WEIGHTS_INDEX_NAME
     limit = convert_file_size_to_int(max_shard_size)
     split = split_torch_state_dict_into_shards(state, filename_pattern=pattern, max_shard_size=limit)
-    aside = os.path.join(folder, f"{names.STAGING_PREFIX}model")
+    aside = os.path.join(folder, f"{STAGING_PREFIX}model")
     shutil.rmtree(aside, ignore_errors=True)  # of a process that was killed
     os.makedirs(aside)
     try:

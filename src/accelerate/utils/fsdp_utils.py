@@ -17,8 +17,7 @@ from accelerate.checkpoint.convert import merge_fsdp_weights
 from accelerate.config.fsdp import get_module_class_from_name
 from accelerate.logging import get_logger
 from accelerate.modules.compile import is_compiled_module
-from accelerate.modules.named import canonical_name
-from accelerate.modules.unwrap import extract_model_from_parallel
+from accelerate.modules.unwrap import canonical_name, extract_model_from_parallel
 from accelerate.parallel import shard
 from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from accelerate.utils.modeling import is_peft_model
@@ -472,7 +471,7 @@ def load_fsdp_model(
     getter = partial(_get_model_state_dict, adapter_only=adapter_only)
     setter = partial(_set_model_state_dict, adapter_only=adapter_only)
     prefer = _layout(fsdp_plugin, use_dcp)
-    state, own, layout = layouts.read_for_model(model, input_dir, model_index, prefer, getter=getter)
+    state, own, layout, _ = layouts.read_for_model(model, input_dir, model_index, prefer, getter=getter)
     return states.apply_model(model, state, own, setter, layout)
 
 
@@ -537,7 +536,7 @@ def load_fsdp_optimizer(
         DamagedCheckpoint: a file is damaged; the optimizer is as it was.
     """
     prefer = _layout(fsdp_plugin, use_dcp, optimizer=True)
-    state = optimizers.read_for_optimizer(optimizer, model, input_dir, optimizer_index, prefer)
+    state = optimizers.read_for_optimizer(optimizer, model, input_dir, optimizer_index, prefer).state
     # What it keeps as it is may be memory of the file.
     states.inner_optimizer(optimizer).load_state_dict(formats.in_memory(state))
 

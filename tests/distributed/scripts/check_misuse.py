@@ -35,19 +35,17 @@ class Run:
         self.accelerator.backward(self.model(torch.ones(2, 4, device=self.accelerator.device)).sum())
         assert next(self.model.parameters()).grad.sum().item() != 0
 
-    def meet(self, place="/run/first", kind="save_state"):
+    def meet(self, location="/run/first", kind="save_state"):
         """Begin a barrier."""
-        gathered = SaveBarrier(kind, place, self.rank, self.size, default_store())
+        gathered = SaveBarrier(kind, location, self.rank, self.size, default_store())
         gathered.begin()
         return gathered
 
-    def save(self, place="/run/first"):
+    def save(self):
         """Hold a whole barrier; return who took part."""
-        gathered = self.meet(place)
+        gathered = self.meet()
         assert gathered.exchange(self.rank) == gathered.ranks
-        done = []
-        gathered.end(None, lambda: done.append(self.rank))
-        assert bool(done) is (self.rank == gathered.ranks[0])
+        gathered.leave()
         return gathered.ranks
 
     def misuse(self, *fragments, **call):
@@ -133,7 +131,7 @@ def saves_to_different_paths():
     """A path with something of the rank in it."""
     run = Run()
     calls = [f"rank {rank} called save_state('/run/of-{rank}') at " for rank in range(run.size)]
-    run.misuse("with different paths", *calls, place=f"/run/of-{run.rank}")
+    run.misuse("with different paths", *calls, location=f"/run/of-{run.rank}")
     assert run.save() == list(range(run.size))
 
 

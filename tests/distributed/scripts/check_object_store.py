@@ -58,8 +58,9 @@ def checkpoints_are_numbered_and_old_ones_removed():
     job.accelerator.wait_for_everyone()
     if job.accelerator.is_main_process:
         newer = folder.child("checkpoint_3")
-        formats.write_bytes(os.path.join(newer.stage(), "model.safetensors"), b"of a killed save")
-        newer.upload()
+        staged = newer.stage()
+        formats.write_bytes(os.path.join(staged, "model.safetensors"), b"of a killed save")
+        newer.upload(staged)
     job.accelerator.wait_for_everyone()
     resumed = Job(seed=2, project_config=configuration())
     assert resumed.accelerator.load_state() == folder.child("checkpoint_2").location
@@ -124,7 +125,7 @@ def several_nodes_upload_into_one_checkpoint():
     file = f"rank_{state.process_index}.bin"
     for step in (1, 2):
         staged = place.stage()
-        place.join(everywhere(place.generation)[0])
+        place.generation = everywhere(place.generation)[0]
         entry = formats.write_bytes(os.path.join(staged, file), b"%d" % step * 1000, state.process_index)
         place.upload(staged)
         entries = dict(everywhere((file, entry)))

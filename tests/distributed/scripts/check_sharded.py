@@ -339,6 +339,63 @@ def check_what_ranks_have_whole_is_written_as_the_first_has_it():
     assert all((buffer == 10).all() for buffer in model.buffers()), [buffer.tolist() for buffer in model.buffers()]
 
 
+def check_a_load_reads_over_what_is_there():
+    """Once the checkpoint is verified and every rank takes its state; until then nothing changes, and no memory is taken twice."""
+
+    class Stubborn:
+        refuses = False
+
+        def state_dict(self):
+            return {}
+
+        def load_state_dict(self, state):
+            if self.refuses and rank() == 1:
+                raise ValueError("not this one")
+
+    def local(value):
+        return (value.to_local() if hasattr(value, "to_local") else value).detach()
+
+    for dtype in (torch.float32, torch.bfloat16):
+        accelerator = fresh_accelerator(fsdp_plugin=sharding(2))
+        model = Model()
+        model.blocks[1][0].weight = model.blocks[0][0].weight
+        model.to(dtype)
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+        stubborn = Stubborn()
+        accelerator.register_for_checkpointing(stubborn)
+
+        def steps(accelerator=accelerator, model=model, optimizer=optimizer, dtype=dtype):
+            for number in range(2):
+                accelerator.backward(model(batch(number)[1].to(dtype)).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+
+        def tensors(model=model, optimizer=optimizer):
+            kept = [value for of_one in optimizer.optimizer.state.values() for value in of_one.values()]
+            return [local(value) for value in (*model.parameters(), model.scale, *kept)]
+
+        steps()
+        if dtype == torch.bfloat16:  # torch's optimizers give their states the dtype of the parameter again
+            for of_one in optimizer.optimizer.state.values():
+                of_one["exp_avg_sq"] = of_one["exp_avg_sq"].float()
+        with shared_folder() as folder:
+            accelerator.save_state(folder)
+            saved = [tensor.to(dtype, copy=True) for tensor in tensors()]
+            steps()
+            before, places = [tensor.clone() for tensor in tensors()], [tensor.data_ptr() for tensor in tensors()]
+            stubborn.refuses = True
+            with raised((ValueError, RuntimeError), "not this one"):
+                accelerator.load_state(folder)
+            assert all(map(torch.equal, tensors(), before))
+            stubborn.refuses = False
+            accelerator.load_state(folder)
+            assert all(map(torch.equal, tensors(), saved)), dtype
+            if dtype == torch.float32:
+                after = {tensor.data_ptr() for tensor in tensors() if tensor.dim()}  # counts of steps are new
+                assert after <= set(places), "a load took new memory for what was there"
+            accelerator.wait_for_everyone()
+
+
 def check_a_size_that_is_none_is_refused_by_all_ranks():
     accelerator = fresh_accelerator(fsdp_plugin=sharding(2))
     model = accelerator.prepare(build()[0])
@@ -466,6 +523,7 @@ CHECKS = (
     check_an_optimizer_survives_a_model_that_was_refused,
     check_weights_are_written_where_they_are,
     check_what_ranks_have_whole_is_written_as_the_first_has_it,
+    check_a_load_reads_over_what_is_there,
     check_a_size_that_is_none_is_refused_by_all_ranks,
     check_a_step_is_skipped_by_all_ranks,
     check_shards_are_written_in_the_background,

@@ -31,8 +31,8 @@ import torch.distributed as dist
 from crash_points import PHASES, Board, Plan, Points, die_with_parent, mount_small_disk
 from crash_state import Chain, Run
 
-from accelerate.checkpoint import barrier, names
-from accelerate.checkpoint.manifest import DamagedCheckpoint
+from accelerate.checkpoint import barrier
+from accelerate.checkpoint.manifest import CHECKPOINTS_FOLDER, DamagedCheckpoint
 from accelerate.checkpoint.storage import storage_of
 from accelerate.state import AcceleratorState, GradientState
 
@@ -121,7 +121,7 @@ def verify(chain: Chain, board: Board, at_least: int, at_most: int) -> int:
         assert own == ["mine"] or not chain.target.exists(), f"the user's own file is {own}"
         return DONE
     former = None
-    for _, place in storage_of(chain.folder / names.CHECKPOINTS_FOLDER).checkpoints():
+    for _, place in storage_of(chain.folder / CHECKPOINTS_FOLDER).checkpoints():
         state = place.state()
         assert state.kind == "complete", (place, state)
         run.accelerator.load_state(place.location)
@@ -137,7 +137,7 @@ def check_tidy(chain: Chain) -> None:
     hidden = list(chain.folder.rglob(".*"))
     assert not hidden, f"left behind: {hidden}"
     if chain.limit is not None:
-        left = storage_of(chain.folder / names.CHECKPOINTS_FOLDER).checkpoints()
+        left = storage_of(chain.folder / CHECKPOINTS_FOLDER).checkpoints()
         assert len(left) <= chain.limit + 1, f"besides the one that was loaded there are {left}"
     if chain.limit is None:
         assert (chain.target / "notes.txt").read_text() == "mine"

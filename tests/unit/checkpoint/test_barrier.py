@@ -23,9 +23,9 @@ class Ranks:
         self.size, self.store, self.watched = 3, dist.HashStore(), False
         self.results, self.raised, self.threads, self.watchers = {}, {}, {}, {}
 
-    def barrier(self, rank, place="/run/folder", kind="save_state", **options):
+    def barrier(self, rank, location="/run/folder", kind="save_state", **options):
         """Return this rank's barrier."""
-        return SaveBarrier(kind, place, rank, self.size, self.store, **options)
+        return SaveBarrier(kind, location, rank, self.size, self.store, **options)
 
     def start(self, function, *ranks):
         """Let ranks, by default all, run a function of their number; what it returns or raises is kept."""
@@ -101,16 +101,13 @@ def save_here(gathered):
     gathered.begin()
 
 
-@pytest.mark.parametrize("rank, world_size", [(0, 1), (1, 4)])
-def test_a_process_without_a_store_acts_for_itself(rank, world_size):
-    acted = []
-    alone = SaveBarrier("save_state", "/run/folder", rank, world_size, None)
+def test_a_single_process_meets_itself():
+    alone = SaveBarrier("save_state", "/run/folder", 0, 1, None)
     alone.begin()
-    assert (alone.exchange({"a": 1}), alone.ranks, alone.leader(7)) == ([{"a": 1}], [rank], 7)
+    assert (alone.exchange({"a": 1}), alone.ranks, alone.leader(7)) == ([{"a": 1}], [0], 7)
     with pytest.raises(OSError, match="full"):
-        alone.check(OSError("full"))
-    alone.end(None, lambda: acted.append("done"))
-    assert acted == ["done"]
+        alone.exchange(None, OSError("full"))
+    alone.leave()
 
 
 @pytest.mark.parametrize("kind", ["HashStore", "FileStore", "TCPStore"])
@@ -119,7 +116,7 @@ def test_saves_of_all_ranks_leave_nothing_behind(ranks, tmp_path, kind):
         ranks.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     if kind == "FileStore":
         ranks.store = dist.FileStore(str(tmp_path / "store"), 3)
-    unused, acted = ranks.store.num_keys(), []
+    unused = ranks.store.num_keys()
 
     def save(rank):
         said, names = [], []
@@ -127,10 +124,8 @@ def test_saves_of_all_ranks_leave_nothing_behind(ranks, tmp_path, kind):
             gathered = ranks.barrier(rank)
             gathered.begin()
             said += [gathered.exchange({"rank": rank}), gathered.exchange(None if rank else number)]
-            gathered.check(None)
             # What comes after the beginning may run beside the training.
-            act, presides = (lambda n=number: acted.append((n, rank))), [None, rank > 0][number % 2]
-            last = threading.Thread(target=gathered.end, args=(None, act, presides))
+            last = threading.Thread(target=gathered.leave)
             last.start()
             last.join()
             names.append(gathered.name)
@@ -141,32 +136,19 @@ def test_saves_of_all_ranks_leave_nothing_behind(ranks, tmp_path, kind):
     said, names = ranks.results[0]
     assert said[:2] + said[-1:] == [[{"rank": 0}, {"rank": 1}, {"rank": 2}], [0, None, None], [9, None, None]]
     assert len(set(names)) == 10
-    assert sorted(acted) == [(n, rank) for n in range(10) for rank in ([1, 2] if n % 2 else [0])]
     assert ranks.store.num_keys() == unused + 1  # the number of the next barrier
 
 
-@pytest.mark.parametrize("where", ["before", "checked", "last step"])
 @pytest.mark.parametrize("failing", [0, 1])
-def test_all_ranks_fail_together(ranks, where, failing):
-    acted = []
-
+def test_all_ranks_fail_together(ranks, failing):
     def save(rank):
-        problem = OSError("disk full") if rank == failing and where != "last step" else None
-
-        def act():
-            acted.append(rank)
-            raise OSError("disk full")
-
         gathered = ranks.barrier(rank)
         gathered.begin()
         with pytest.raises(TypeError, match="JSON"):  # refused where it is left
             gathered.exchange(object())
-        if where == "checked":
-            gathered.check(problem)
-        gathered.end(problem, act, presiding=rank == failing)
+        gathered.exchange("a note", OSError("disk full") if rank == failing else None)
 
     ranks.play(save)
-    assert acted == [failing] * (where == "last step")
     assert [type(ranks.raised[rank]) is OSError for rank in range(3)] == [rank == failing for rank in range(3)]
     text = f"save_state('/run/folder') failed on other ranks. Rank {failing}: OSError: disk full"
     assert {str(ranks.raised[rank]) for rank in range(3) if rank != failing} == {text}
@@ -180,8 +162,7 @@ def test_machines_of_their_own_have_paths_and_leaders_of_their_own(ranks, monkey
 
     def save(rank):
         machine.name, local = places[rank]
-        gathered = ranks.barrier(rank, f"/scratch/{machine.name}", local_world_size=2)
-        gathered.local_rank = local
+        gathered = ranks.barrier(rank, f"/scratch/{machine.name}", local_rank=local, each_machine=True)
         gathered.begin()
         return gathered.leader(rank - local), gathered.leader(rank)
 
@@ -277,7 +258,7 @@ def test_a_subset_goes_on_where_that_is_allowed(ranks, subset, caplog, monkeypat
         gathered = ranks.barrier(rank)
         gathered.begin()
         said = gathered.exchange(rank)
-        gathered.end(None)
+        gathered.leave()
         return gathered.ranks, said
 
     for _ in range(2):
@@ -305,14 +286,14 @@ def test_a_rank_that_comes_while_its_barrier_closes_joins_the_next(ranks, monkey
             other = ranks.barrier(1)
             other.begin()
             if left:
-                other.end(None)
+                other.leave()
         return real(note)
 
     monkeypatch.setattr("json.dumps", dumps)
     late = ranks.barrier(0)
     ranks.play(lambda rank: late.begin(), 0)
     assert ranks.raised == {} and late.ranks == [0]
-    late.end(None)
+    late.leave()
     # The number of the next barrier, with whom each rank saved, and what rank 1 still needs.
     assert ranks.store.num_keys() == 3 + 3 * (not left)
 
@@ -325,7 +306,7 @@ def test_a_rank_that_ends_or_waits_for_one_that_failed_is_not_waited_for(asking,
         if rank == 1 and waits:
             stand_in_collective(closed_lock)
         elif rank != 1:
-            gathered.end(OSError("disk full") if fails and rank == 0 else None)
+            gathered.exchange(None, OSError("disk full") if fails and rank == 0 else None)
 
     asking.start(save)
     if not waits:
@@ -343,7 +324,7 @@ def test_a_lost_store_is_an_error_that_names_the_call(ranks):
     ranks.play(lambda rank: save_here(gathered[rank]), 0, 1)
     del held
     with pytest.raises(RuntimeError, match="key-value store has ended"):
-        gathered[0].end(None)
+        gathered[0].exchange(None)
     with pytest.raises(CollectiveMisuse, match="key-value store has ended") as raised:
         save_here(SaveBarrier("save_state", "/run/folder", 0, 2, stores[0]))
     assert f"{__file__}:" in str(raised.value) and "in save_here" in str(raised.value)

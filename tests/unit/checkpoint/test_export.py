@@ -7,19 +7,32 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import FileSystemWriter, save
 
 import checkpoint_samples as samples
-from accelerate.checkpoint import convert as module
-from accelerate.checkpoint import names
-from accelerate.checkpoint.convert import export
+from accelerate.checkpoint.convert import export, reshard
 from accelerate.checkpoint.inspect import weight_map
-from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest
+from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest, generators_file, model_file
+from accelerate.checkpoint.storage import LocalStorage
 
 
 def same(left, right):
     return set(left) == set(right) and all(
         left[name].dtype == right[name].dtype and torch.equal(left[name], right[name]) for name in left
     )
+
+
+def converted(weights, dtype):
+    """Weights whose floating-point tensors have a dtype; None leaves them as they are."""
+    new = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, None: None}[dtype]
+    return {name: value.to(new) if new and value.is_floating_point() else value for name, value in weights.items()}
+
+
+def foreign(folder, content, **options):
+    """A folder with a file in torch's format."""
+    folder.mkdir()
+    torch.save(content, folder / "pytorch_model.bin", **options)
+    return folder
 
 
 def loaded(folder):
@@ -38,24 +51,19 @@ def loaded(folder):
 
 
 @pytest.mark.parametrize("safe", [True, False])
-def test_one_file(tmp_path, safe):
-    source = samples.write(tmp_path / "checkpoint_0", safe=safe)
-    done = export(source, tmp_path / "new" / "out")
-    assert same(loaded(tmp_path / "new" / "out"), samples.tensors())
-    assert done.files == {"model.safetensors": os.path.getsize(tmp_path / "new" / "out" / "model.safetensors")}
+def test_one_file_and_several(tmp_path, safe):
+    source, out = samples.write(tmp_path / "checkpoint_0", safe=safe), tmp_path / "new" / "out"
+    done = export(source, out)
+    assert same(loaded(out), samples.tensors())
+    assert done.files == {"model.safetensors": os.path.getsize(out / "model.safetensors")}
     assert (done.tensors, done.verified) == (5, True)
-    with safe_open(tmp_path / "new" / "out" / "model.safetensors", "pt") as file:
+    with safe_open(out / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
     assert {path.name for path in (tmp_path / "new").iterdir()} == {"out"}
-
-
-@pytest.mark.parametrize("safe", [True, False])
-def test_shards(tmp_path, safe):
-    source = samples.write(tmp_path / "checkpoint_0", safe=safe)
-    done = export(source, tmp_path / "out", max_shard_size=60)
-    assert same(loaded(tmp_path / "out"), samples.tensors())
+    done = export(source, tmp_path / "shards", max_shard_size=60)
+    assert same(loaded(tmp_path / "shards"), samples.tensors())
     assert len(done.files) > 3
-    assert done.files == {path.name: path.stat().st_size for path in (tmp_path / "out").iterdir()}
+    assert done.files == {path.name: path.stat().st_size for path in (tmp_path / "shards").iterdir()}
 
 
 def test_huggingface_reads_it(tmp_path):
@@ -78,9 +86,7 @@ def test_huggingface_reads_it(tmp_path):
 def test_dtypes(tmp_path, dtype, safe):
     source = samples.write(tmp_path / "checkpoint_0", safe=safe)
     export(source, tmp_path / "out", dtype=dtype)
-    new = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
-    wanted = {name: value.to(new) if value.is_floating_point() else value for name, value in samples.tensors().items()}
-    assert same(loaded(tmp_path / "out"), wanted)
+    assert same(loaded(tmp_path / "out"), converted(samples.tensors(), dtype))
 
 
 def test_values_beyond_a_dtype(tmp_path):
@@ -110,10 +116,10 @@ def test_tied_weights(tmp_path):
 
 
 def test_names_of_compiled_models(tmp_path):
-    weights = {"_orig_mod.a": torch.ones(2), "b._orig_mod.c": torch.zeros(1)}
+    weights = {"_orig_mod.a": torch.ones(2), "b._orig_mod.c": torch.zeros(1), "my_orig_mod.d": torch.ones(3)}
     source = samples.write(tmp_path / "checkpoint_0", weights=weights)
     export(source, tmp_path / "out")
-    assert set(loaded(tmp_path / "out")) == {"a", "b.c"}
+    assert set(loaded(tmp_path / "out")) == {"a", "b.c", "my_orig_mod.d"}
     source = samples.write(tmp_path / "checkpoint_1", weights={**weights, "a": torch.ones(1)})
     with pytest.raises(ValueError, match="one name"):
         export(source, tmp_path / "out1")
@@ -149,27 +155,21 @@ def test_shards_of_save_model(tmp_path, safe):
 
 
 def test_sharded_format_of_torch(tmp_path):
-    from torch.distributed.checkpoint import FileSystemWriter, save
-
     folder = tmp_path / "checkpoint_0" / "pytorch_model_fsdp_0"
     save({"model": samples.tensors()}, storage_writer=FileSystemWriter(folder), no_dist=True)
     for dtype, size in ((None, 5_000), ("bf16", 60)):
         export(tmp_path / "checkpoint_0", tmp_path / f"out{size}", dtype=dtype, max_shard_size=size)
-        new = torch.bfloat16 if dtype else None
-        wanted = {name: v.to(new) if new and v.is_floating_point() else v for name, v in samples.tensors().items()}
-        assert same(loaded(tmp_path / f"out{size}"), wanted)
+        assert same(loaded(tmp_path / f"out{size}"), converted(samples.tensors(), dtype))
     save({"model": {"a": torch.ones(1), "b": "text"}}, storage_writer=FileSystemWriter(folder), no_dist=True)
     with pytest.raises(ValueError, match="cannot hold 'b'"):
         export(tmp_path / "checkpoint_0", tmp_path / "none")
 
 
 def test_shards_of_a_second_model(tmp_path):
-    from accelerate.checkpoint.convert import reshard
-
     (tmp_path / "two").mkdir()
     wanted = [{name: value + index for name, value in samples.tensors().items()} for index in (0, 1)]
     for index in (0, 1):
-        save_file(wanted[index], tmp_path / "two" / names.model_file(index))
+        save_file(wanted[index], tmp_path / "two" / model_file(index))
     reshard(str(tmp_path / "two"), str(tmp_path / "full"), "full", max_shard_size=60)
     assert (tmp_path / "full" / "model_1.safetensors.index.json").exists()
     for index in (0, 1):
@@ -178,15 +178,13 @@ def test_shards_of_a_second_model(tmp_path):
 
 
 def test_the_layout_that_the_manifest_lists(tmp_path):
-    from torch.distributed.checkpoint import FileSystemWriter, save
-
     source = samples.write(tmp_path / "checkpoint_0")
     older = {"model": {"old": torch.ones(1)}}
     save(older, storage_writer=FileSystemWriter(source / "pytorch_model_fsdp_0"), no_dist=True)
     export(source, tmp_path / "out")
     assert same(loaded(tmp_path / "out"), samples.tensors())
     (source / NAME).unlink()
-    (source / names.generators_file(0)).unlink()
+    (source / generators_file(0)).unlink()
     with pytest.raises(ValueError, match=r"pytorch_model_fsdp_0 and model\.safetensors\. Nothing tells"):
         export(source, tmp_path / "out2")
     assert not (tmp_path / "out2").exists()
@@ -201,8 +199,7 @@ def test_small_floats_become_larger_ones(tmp_path, old, dtype):
     weights = {"a": values.to(getattr(torch, old)), "b": torch.ones(2, dtype=torch.complex64), "c": torch.arange(3)}
     source = samples.write(tmp_path / "checkpoint_0", weights=weights)
     export(source, tmp_path / "out", dtype=dtype)
-    new = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
-    assert same(loaded(tmp_path / "out"), {**weights, "a": values.to(new)})
+    assert same(loaded(tmp_path / "out"), {**weights, **converted({"a": values}, dtype)})
     export(source, tmp_path / "as_it_is")
     assert loaded(tmp_path / "as_it_is")["a"].dtype is weights["a"].dtype
 
@@ -254,10 +251,8 @@ def test_incomplete_and_absent(tmp_path):
     ],
 )
 def test_what_safetensors_cannot_hold(tmp_path, content, error, message):
-    (tmp_path / "c").mkdir()
-    torch.save(content, tmp_path / "c" / "pytorch_model.bin")
     with pytest.raises(error, match=message):
-        export(tmp_path / "c", tmp_path / "out")
+        export(foreign(tmp_path / "c", content), tmp_path / "out")
 
 
 class Hostile:
@@ -268,28 +263,22 @@ class Hostile:
 @pytest.mark.parametrize("zipped", [True, False])
 def test_hostile_pickle_runs_nothing(tmp_path, monkeypatch, zipped):
     monkeypatch.setenv("TEST_HOSTILE", str(tmp_path / "ran"))
-    (tmp_path / "c").mkdir()
-    path = tmp_path / "c" / "pytorch_model.bin"
-    torch.save({"a": Hostile()}, path) if zipped else path.write_bytes(pickle.dumps({"a": Hostile()}))
-    with pytest.raises((ValueError, DamagedCheckpoint)):
-        export(tmp_path / "c", tmp_path / "out")
+    folder = foreign(tmp_path / "c", {"a": Hostile()})
+    if not zipped:
+        (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"a": Hostile()}))
+    with pytest.raises((pickle.UnpicklingError, DamagedCheckpoint)):
+        export(folder, tmp_path / "out")
     assert {entry.name for entry in tmp_path.iterdir()} == {"c"}
 
 
-def test_truncated_torch_file(tmp_path):
-    folder = samples.foreign(tmp_path / "c")
-    torch.save(samples.tensors(), folder / "pytorch_model.bin")
-    (folder / "model.safetensors").unlink()
-    (folder / "pytorch_model.bin").write_bytes((folder / "pytorch_model.bin").read_bytes()[:-100])
-    with pytest.raises(DamagedCheckpoint, match=r"pytorch_model\.bin"):
-        export(folder, tmp_path / "out")
-
-
-def test_old_format_of_torch(tmp_path):
-    (tmp_path / "c").mkdir()
-    torch.save(samples.tensors(), tmp_path / "c" / "pytorch_model.bin", _use_new_zipfile_serialization=False)
-    export(tmp_path / "c", tmp_path / "out")
+def test_old_format_of_torch_and_a_truncated_file(tmp_path):
+    folder = foreign(tmp_path / "c", samples.tensors(), _use_new_zipfile_serialization=False)
+    export(folder, tmp_path / "out")
     assert same(loaded(tmp_path / "out"), samples.tensors())
+    torch.save(samples.tensors(), folder / "pytorch_model.bin")
+    os.truncate(folder / "pytorch_model.bin", (folder / "pytorch_model.bin").stat().st_size - 100)
+    with pytest.raises(DamagedCheckpoint, match=r"pytorch_model\.bin"):
+        export(folder, tmp_path / "out2")
 
 
 def test_target_in_use(tmp_path):
@@ -335,10 +324,13 @@ def test_a_kill_after_publishing_leaves_no_mixture(tmp_path, monkeypatch, size):
     out = tmp_path / "out"
     export(first, out, max_shard_size=100)
 
-    def kill(*arguments):
+    publish = LocalStorage.publish
+
+    def killed(storage):
+        publish(storage)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, "_clear", kill)
+    monkeypatch.setattr(LocalStorage, "publish", killed)
     with pytest.raises(KeyboardInterrupt):
         export(second, out, max_shard_size=size, overwrite=True)
     # Whether a reader goes by the index or takes the single file, it finds the new weights.
@@ -360,7 +352,7 @@ def test_a_failure_leaves_the_target_as_it_was(tmp_path, monkeypatch):
     def full(*arguments, **options):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(module.formats, "write_safetensors", full)
+    monkeypatch.setattr(os, "write", full)
     with pytest.raises(OSError, match="No space"):
         export(source, tmp_path / "out", overwrite=True)
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
@@ -388,6 +380,6 @@ def test_progress(tmp_path):
     source = samples.write(tmp_path / "checkpoint_0")
     totals, steps = [], []
     export(source, tmp_path / "out", dtype="bf16", progress=lambda total: totals.append(total) or steps.append)
-    size = Manifest.read(source).files[names.model_file(0)].size
+    size = Manifest.read(source).files[model_file(0)].size
     assert totals == [2 * size]
     assert sum(steps) == size + sum(value.nbytes for value in samples.tensors().values())

@@ -9,8 +9,8 @@ from safetensors import safe_open
 from torch.distributed.checkpoint import FileSystemWriter, save
 
 import checkpoint_samples as samples
-from accelerate.checkpoint import inspect, names
-from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, TensorEntry
+from accelerate.checkpoint import inspect
+from accelerate.checkpoint.manifest import INCOMPLETE_MARKER, NAME, DamagedCheckpoint, TensorEntry
 from accelerate.checkpoint.storage import storage_of
 
 
@@ -37,7 +37,10 @@ def test_a_project_folder(tmp_path):
         *(("checkpoints/checkpoint_2", "complete"), ("epoch_3", "foreign"), ("best", "complete")),
         *(("checkpoints/checkpoint_10", "complete"), ("checkpoint_1", "incomplete")),
     ]
-    assert found(tmp_path / "logs") == found(tmp_path / "nowhere") == []
+    assert found(tmp_path / "logs") == []
+    for look in (inspect.survey, inspect.details, lambda folder: inspect.plan_pruning(folder, 1)):
+        with pytest.raises(FileNotFoundError, match="no such folder"):
+            look(storage_of(tmp_path / "nowhere"))
     samples.foreign(tmp_path)  # weights beside checkpoints
     assert [one.number for one in found(tmp_path) if one.name == "."] == [None]
 
@@ -47,16 +50,16 @@ def test_one_checkpoint(tmp_path):
     (one,) = found(folder)
     assert (one.name, one.number, one.state.kind) == ("best", None, "complete")
     assert one.size == sum(p.stat().st_size for p in folder.iterdir() if p.name != NAME)
-    told = one.to_json()
-    assert (told["step"], told["world_size"], told["strategy"], told["location"]) == (3, 2, "ddp", str(folder))
-    assert json.loads(json.dumps(told)) == told
+    values = one.to_json()
+    assert (values["step"], values["world_size"], values["strategy"], values["location"]) == (3, 2, "ddp", str(folder))
+    assert json.loads(json.dumps(values)) == values
 
 
 @pytest.mark.parametrize("date", ["yesterday", None])
 def test_where_no_manifest_says_when_it_was_saved(tmp_path, date):
     folder = samples.write(tmp_path / "checkpoint_0")
-    told = json.loads((folder / NAME).read_text())
-    (folder / NAME).write_text(json.dumps({**told, "created": date}))
+    values = json.loads((folder / NAME).read_text())
+    (folder / NAME).write_text(json.dumps({**values, "created": date}))
     if date is None:
         folder = samples.foreign(tmp_path / "epoch_3")
     samples.touch(folder, 500)
@@ -79,20 +82,21 @@ def test_verify_reads_everything_and_lists_every_problem(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "damage",
+    ("damage", "unread"),
     [
-        lambda folder: folder.rename(folder.parent / "elsewhere"),
-        lambda folder: [file.unlink() for file in folder.iterdir()],
-        lambda folder: (folder / names.INCOMPLETE_MARKER).touch(),
-        lambda folder: (folder / NAME).unlink(),
-        lambda folder: (folder / NAME).write_text("{"),
+        (lambda folder: folder.rename(folder.parent / "elsewhere"), False),
+        (lambda folder: [file.unlink() for file in folder.iterdir()], False),
+        (lambda folder: (folder / INCOMPLETE_MARKER).touch(), False),
+        (lambda folder: (folder / NAME).unlink(), False),
+        (lambda folder: (folder / NAME).write_text("{"), True),
     ],
     ids=["absent", "empty", "marked", "no manifest", "broken manifest"],
 )
-def test_of_what_is_incomplete_verify_says_why(tmp_path, damage):
+def test_of_what_is_incomplete_verify_says_why(tmp_path, damage, unread):
     folder = samples.write(tmp_path / "checkpoint_0")
     damage(folder)
     assert verified(folder) == [storage_of(folder).state().reason]
+    assert inspect.summarize(storage_of(folder)).unread == unread
 
 
 def test_foreign_ones_by_their_structure(tmp_path):
@@ -138,7 +142,8 @@ def test_every_flip_in_a_tensor_of_shards_is_seen(shards):
     path.write_bytes(data.replace(b"PK", b"XX"))
     assert "is not in torch's format, in what it has of model." in verified(shards)[0]
     path.write_bytes(data[:-1])
-    assert verified(shards)[0].startswith(f".metadata is damaged: {path.name} has ")
+    (problem,) = verified(shards)
+    assert problem.startswith(".metadata is damaged: ") and f"{path.name} has {len(data) - 1} bytes" in problem
 
 
 # -- what is in them ---------------------------------------------------------------------------------------------------
@@ -148,32 +153,25 @@ def test_details(tmp_path):
     folder = samples.write(
         tmp_path / "best", aliases={"head.weight": "embed.weight"}, mesh={"dp": 2}, versions={"torch": "9"}
     )
-    found = inspect.details(storage_of(folder))
-    assert set(found.files) == {"model.safetensors", "optimizer.bin", "generators_0.safetensors"}
-    told = json.loads(json.dumps(found.to_json()))
-    assert told["tensors"] == {"count": 5, "parameters": 66, "dtypes": {"F32": 40, "BF16": 25, "I64": 1}}
-    assert (told["mesh"], told["versions"]) == ({"dp": 2}, {"torch": "9"})
-    assert told["tied"] == {"model.safetensors": {"head.weight": "embed.weight"}}
-    listed = json.loads(json.dumps(found.to_json(tensors=True)))["tensors"]["list"]["model.safetensors"]
-    assert listed["embed.weight"] == {"shape": [7, 5], "dtype": "F32"}
+    values = json.loads(json.dumps(inspect.details(storage_of(folder)).to_json(tensors=True)))
+    assert {*values["files"]} == {"model.safetensors", "optimizer.bin", "generators_0.safetensors"}
+    listed = values["tensors"].pop("list")
+    assert listed.keys() == {"model.safetensors"}
+    assert listed["model.safetensors"]["embed.weight"] == {"shape": [7, 5], "dtype": "F32"}
+    assert values["tensors"] == {"count": 5, "parameters": 66, "dtypes": {"F32": 40, "BF16": 25, "I64": 1}}
+    assert (values["mesh"], values["versions"]) == ({"dp": 2}, {"torch": "9"})
+    assert values["tied"] == {"model.safetensors": {"head.weight": "embed.weight"}}
 
 
-def test_details_of_a_foreign_one(tmp_path):
+def test_details_without_a_manifest(tmp_path):
     folder = samples.foreign(tmp_path / "epoch_0")
     (folder / "sub").mkdir()
     (folder / "sub" / "part.safetensors").write_bytes(b"no such thing")
-    found = inspect.details(storage_of(folder))
-    assert sum(found.dtypes.values()) == 66
-    assert found.files["sub/part.safetensors"] == 13
-    assert found.ranks == found.aliases == {}
-
-
-def test_details_of_no_checkpoint(tmp_path):
-    samples.write(tmp_path / "checkpoint_0")
-    with pytest.raises(FileNotFoundError, match="checkpoint_0: name one"):
+    values = inspect.details(storage_of(folder)).to_json()
+    assert (values["tensors"]["parameters"], values["tied"]) == (66, {})
+    assert values["files"]["sub/part.safetensors"] == {"size": 13, "rank": None}
+    with pytest.raises(FileNotFoundError, match="epoch_0: name one"):
         inspect.details(storage_of(tmp_path))
-    with pytest.raises(FileNotFoundError, match="no such folder"):
-        inspect.details(storage_of(tmp_path / "nowhere"))
 
 
 def test_headers(tmp_path, shards):
@@ -207,5 +205,3 @@ def test_the_newest_one_that_can_be_verified_stays_whatever_is_newer(tmp_path):
     samples.foreign(tmp_path / "checkpoint_2", age=20)
     assert inspect.plan_pruning(storage_of(tmp_path), keep=1).old == []
     assert [one.name for one in inspect.plan_pruning(storage_of(tmp_path), 1, foreign=True).old] == ["checkpoint_1"]
-    with pytest.raises(FileNotFoundError, match="no such folder"):
-        inspect.plan_pruning(storage_of(tmp_path / "nowhere"), 1)

@@ -11,11 +11,16 @@ from torch import nn
 from torch.utils.data import DataLoader, RandomSampler
 
 from accelerate import checkpointing
-from accelerate.checkpoint import load, names
+from accelerate.checkpoint import load
 from accelerate.checkpoint.load import Contents
+from accelerate.checkpoint.manifest import model_file
 from accelerate.data.loader import DataLoaderShard
 from accelerate.data.skip import skip_first_batches
 from accelerate.process import PartialState
+
+
+def common(schedulers=(), loaders=(), custom=()):
+    return load.Common(schedulers, loaders, custom, None, 0, torch.device("cpu"))
 
 
 def same(left, right):
@@ -35,7 +40,7 @@ def test_weights_come_back_and_reading_changes_nothing(tmp_path, safe, index):
     net, other = Net(), Net()
     load.write_model(Net().state_dict(), tmp_path, index, safe_serialization=not safe)
     load.write_model(net.state_dict(), tmp_path, index, safe_serialization=safe)
-    assert os.listdir(tmp_path) == [names.model_file(index, safe)], "and the older one is gone"
+    assert os.listdir(tmp_path) == [model_file(index, safe)], "and the older one is gone"
     before = copy.deepcopy(other.state_dict())
     other.state_dict = Mock(wraps=other.state_dict)
     assert same(load.read_model(other, tmp_path, index), net.state_dict())
@@ -97,18 +102,18 @@ def test_what_is_missing_or_unreadable_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="optimizer 2: optimizer_2.bin"):
         load.read_optimizer(tmp_path, 2)
     with pytest.raises(FileNotFoundError, match="scheduler 0: scheduler.bin"):
-        load.read_common(str(tmp_path), [optimizer], [], [], None, 0)
+        common([optimizer]).read(str(tmp_path))
     torch.save(optimizer.state_dict(), tmp_path / "scheduler.bin")
     os.truncate(tmp_path / "scheduler.bin", 500)
     with pytest.raises(RuntimeError, match="scheduler.bin could not be read, so it is damaged"):
-        load.read_common(str(tmp_path), [optimizer], [], [], None, 0)
+        common([optimizer]).read(str(tmp_path))
     torch.save([1], tmp_path / "random_states_0.pkl")
     with pytest.raises(RuntimeError, match="random_states_0.pkl is damaged: it holds a list"):
-        load.read_common(str(tmp_path), [], [], [], None, 0)
+        common().read(str(tmp_path))
     checkpointing.save_custom_state(Object(Object(1)), tmp_path, 1)
     with pytest.raises(pickle.UnpicklingError, match="(?s)custom_checkpoint_1.pkl.*weights_only.: False"):
         checkpointing.load_custom_state(Object(), tmp_path, 1)
-    trusted = load.read_object(tmp_path, "custom_checkpoint_1.pkl", load_kwargs={"weights_only": False})
+    trusted = load.read_file(tmp_path, "custom_checkpoint_1.pkl", load_kwargs={"weights_only": False})
     assert trusted["value"].value == 1
 
 
@@ -143,7 +148,7 @@ def saved(folder, kind=torch.optim.AdamW):
 def contents_of(folder, model, optimizer):
     state = load.read_model(model, folder)
     optimizers = [(optimizer, load.read_optimizer(folder), "optimizer.bin")]
-    return Contents(str(folder), models=[(model, state)], optimizers=optimizers)
+    return Contents(str(folder), common(), models=[(model, state)], optimizers=optimizers)
 
 
 def restore(folder, model, optimizer, **options):
@@ -217,7 +222,7 @@ def test_own_code_may_keep_what_it_gets(tmp_path):
     restore(tmp_path, model, own)
     restore(tmp_path, model, hooked)
     checkpointing.save_custom_state(Object(torch.ones(99)), tmp_path)
-    ((_, registered, _),) = load.read_common(str(tmp_path), [], [], [Object()], None, 0).objects
+    ((_, registered, _),) = common(custom=[Object()]).read(str(tmp_path)).objects
     assert_own_memory(tmp_path, *tensors(model, own), *tensors(model, hooked), *kept, registered["value"])
     moment = trained.state[net[0].weight]["exp_avg"]
     assert all(map(torch.equal, kept, [moment, net[0].weight] * 2))
@@ -292,7 +297,7 @@ def test_loaders_stand_where_they_stood_when_a_load_is_undone(tmp_path, stateful
     saved, undone, untouched = (loader(seed) for seed in (1, 2, 2))
     next(iter(saved))
     save(tmp_path, saved)
-    contents = load.read_common(str(tmp_path), [], [undone], [], None, 0)
+    contents = common(loaders=[undone]).read(str(tmp_path))
     contents.begin()
     contents.undo()
     assert numbers(undone) == numbers(untouched)

@@ -1,8 +1,9 @@
-"""The manifest says what belongs to a checkpoint, nothing it says is trusted, and its schema is published."""
+"""How files are called, and the manifest that lists them: nothing it says is trusted, and its schema is published."""
 
 import json
 import os
 import re
+from itertools import chain
 from pathlib import Path
 
 import jsonschema
@@ -10,9 +11,11 @@ import pytest
 
 import checkpoint_samples as samples
 from accelerate import Accelerator
+from accelerate.checkpoint import manifest
 from accelerate.checkpoint.formats import write_bytes
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, FileEntry, Manifest, TensorEntry, damaged, problems
 from accelerate.runtime import durable
+from accelerate.utils.constants import SCALER_NAME
 
 DOCS = Path(__file__).parents[3] / "docs"
 SCHEMA = json.loads((DOCS / "checkpoint-manifest.schema.json").read_text("utf-8"))
@@ -21,20 +24,64 @@ ENTRY = FileEntry(3, "0" * 32, 1, {"a.b": TensorEntry((2, 0), "F32")}, {"tied": 
 GONE = "left out"
 
 
+def test_files_are_called_as_upstream_calls_them():
+    names = {
+        manifest.model_file: ("model.safetensors", "model_1.safetensors"),
+        lambda index: manifest.model_file(index, False): ("pytorch_model.bin", "pytorch_model_1.bin"),
+        manifest.gathered_model_file: ("pytorch_model_fsdp.bin", "pytorch_model_fsdp_1.bin"),
+        manifest.model_folder: ("pytorch_model_fsdp_0", "pytorch_model_fsdp_1"),
+        manifest.optimizer_file: ("optimizer.bin", "optimizer_1.bin"),
+        manifest.optimizer_folder: ("optimizer_0", "optimizer_1"),
+        lambda rank: manifest.rank_file("optimizer_0", rank): ("optimizer_0_rank0.bin", "optimizer_0_rank1.bin"),
+        manifest.scheduler_file: ("scheduler.bin", "scheduler_1.bin"),
+        manifest.dataloader_file: ("dl_state_dict.bin", "dl_state_dict_1.bin"),
+        lambda index: manifest.dataloader_file(index, 3): ("rank3_dl_state_dict.bin", "rank3_dl_state_dict_1.bin"),
+        manifest.custom_file: ("custom_checkpoint_0.pkl", "custom_checkpoint_1.pkl"),
+        manifest.random_states_file: ("random_states_0.pkl", "random_states_1.pkl"),
+        manifest.generators_file: ("generators_0.safetensors", "generators_1.safetensors"),
+        manifest.numbered_folder: ("checkpoint_0", "checkpoint_1"),
+    }
+    assert {name: (name(0), name(1)) for name in names} == names
+    files = {*chain.from_iterable(names.values())} - {"checkpoint_0", "checkpoint_1"}
+    for name in (*files, SCALER_NAME, manifest.PARAMETER_NAMES, manifest.INCOMPLETE_MARKER, ".incomplete_3"):
+        assert manifest.is_checkpoint_file(name), name
+    for name in (
+        "notes.txt",
+        "mymodel.safetensors",
+        "optimizer",
+        "pytorch_model_fsdp",
+        "model_a.bin",
+        "model.safetensors~",
+    ):
+        assert not manifest.is_checkpoint_file(name), name
+    assert [name for name in sorted(files) if manifest.is_generators_file(name)] == [*names[manifest.generators_file]]
+    assert all(map(manifest.is_shard_file, ("__0_0.distcp", "__12_3.distcp", ".metadata")))
+    assert not any(map(manifest.is_shard_file, ("__0.distcp", "metadata", *files)))
+
+
+@pytest.mark.parametrize(
+    ("folder", "number"),
+    [("checkpoint_3", 3), ("a/b/checkpoint_10/", 10)]
+    + [(name, None) for name in ("checkpoint_", "checkpoint_3_old", "best_checkpoint_3", "checkpoint_-1", "a")],
+)
+def test_numbers_of_folders(folder, number):
+    assert manifest.number_of(folder) == number
+
+
 def full() -> Manifest:
     return Manifest({"m": ENTRY, "sub/x.bin": FileEntry(0, "f" * 32)}, 2, "ddp", {"dp": 2}, 7, 3)
 
 
 def changed(path, value):
     """What a manifest says, with another value at a path."""
-    told = inner = json.loads(full().to_json())
+    values = inner = json.loads(full().to_json())
     *parents, last = path
     for key in parents:
         inner = inner[key]
     inner[last] = value
     if value is GONE:
         del inner[last]
-    return told
+    return values
 
 
 def test_there_and_back(tmp_path):
@@ -79,10 +126,10 @@ DAMAGE = [
 
 @pytest.mark.parametrize(("path", "value", "fragment"), DAMAGE, ids=lambda part: str(part)[:40])
 def test_schema_and_reader_refuse_the_same(path, value, fragment):
-    told = changed(path, value)
-    assert not VALIDATOR.is_valid(told)
+    values = changed(path, value)
+    assert not VALIDATOR.is_valid(values)
     with pytest.raises(DamagedCheckpoint) as refused:
-        Manifest.from_json(json.dumps(told), "here")
+        Manifest.from_json(json.dumps(values), "here")
     assert fragment in str(refused.value) and "here" in str(refused.value)
 
 
@@ -110,19 +157,19 @@ def test_what_is_no_file_or_too_large_is_not_read(tmp_path):
 def test_the_schema_knows_all_that_is_written(tmp_path):
     VALIDATOR.check_schema(SCHEMA)
     folder = samples.write(tmp_path / "c", aliases={"head.weight": "embed.weight"}, mesh={"dp": 2}, world_size=2)
-    told = json.loads((folder / NAME).read_text("utf-8"))
-    VALIDATOR.validate(told)
-    assert set(told) == set(SCHEMA["properties"]) - {"generation"}
-    assert set(told["files"]["model.safetensors"]) == set(SCHEMA["$defs"]["file"]["properties"])
+    values = json.loads((folder / NAME).read_text("utf-8"))
+    VALIDATOR.validate(values)
+    assert set(values) == set(SCHEMA["properties"]) - {"generation"}
+    assert set(values["files"]["model.safetensors"]) == set(SCHEMA["$defs"]["file"]["properties"])
     Accelerator(cpu=True).save_state(str(tmp_path / "run"))
     VALIDATOR.validate(json.loads((tmp_path / "run" / NAME).read_text("utf-8")))
 
 
 @pytest.mark.parametrize("name", ["a", "a/b.c", ".hidden/..x/y..", "ü/…", "a b"])
 def test_schema_and_reader_accept_the_same_names(name):
-    told = changed(["files", name], {"size": 1, "checksum": "0" * 32})
-    VALIDATOR.validate(told)
-    assert Manifest.from_json(json.dumps(told), "x").files[name] == FileEntry(1, "0" * 32)
+    values = changed(["files", name], {"size": 1, "checksum": "0" * 32})
+    VALIDATOR.validate(values)
+    assert Manifest.from_json(json.dumps(values), "x").files[name] == FileEntry(1, "0" * 32)
 
 
 def test_the_examples_of_the_page(tmp_path):
@@ -138,22 +185,22 @@ def test_the_examples_of_the_page(tmp_path):
 
 
 def test_problems_name_file_expectation_and_finding(tmp_path):
-    told = Manifest({name: write_bytes(tmp_path / name, b"content") for name in ("a", "b", "c", "d")})
-    assert problems(tmp_path, told, deep=True) == []
+    written = Manifest({name: write_bytes(tmp_path / name, b"content") for name in ("a", "b", "c", "d")})
+    assert problems(tmp_path, written, deep=True) == []
     (tmp_path / "a").unlink()
     (tmp_path / "b").write_bytes(b"cont")
     (tmp_path / "c").write_bytes(b"cOntent")
     (tmp_path / "d").unlink()
     (tmp_path / "d").mkdir()
     (tmp_path / "optimizer.bin").touch()
-    assert [line.split(":")[0] for line in problems(tmp_path, told)] == [
+    assert [line.split(":")[0] for line in problems(tmp_path, written)] == [
         "a is missing (7 bytes were written)",
         "b has 4 bytes, but 7 were written",
         "d is missing (7 bytes were written)",
         "optimizer.bin is not in the manifest",
     ]
     hashed = []
-    deep = problems(tmp_path, told, deep=True, only="bc".__contains__, progress=hashed.append)
+    deep = problems(tmp_path, written, deep=True, only="bc".__contains__, progress=hashed.append)
     assert len(deep) == 2 and deep[1].startswith("c has changed: its checksum is") and sum(hashed) == 7
     error = str(damaged(tmp_path, [f"line {number}" for number in range(12)]))
     assert "line 9" in error and "line 10" not in error and "and 2 more" in error and str(tmp_path) in error

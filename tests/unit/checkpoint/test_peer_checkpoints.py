@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from accelerate import load_checkpoint_in_model
+
 ROOT = Path(__file__).parents[3]
 FIXTURES = ROOT / "tests" / "fixtures"
 VERSIONS = sorted(path.name for path in (FIXTURES / "checkpoints").iterdir())
@@ -30,8 +32,6 @@ def test_what_the_wheels_wrote_loads_here(version, kind, caplog):
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_weights_that_the_wheels_wrote_in_shards_load_here(version):
-    from accelerate import load_checkpoint_in_model
-
     folder = FIXTURES / "checkpoints" / version
     model = peer_checkpoints.Tied()
     load_checkpoint_in_model(model, folder / "weights")
@@ -40,8 +40,6 @@ def test_weights_that_the_wheels_wrote_in_shards_load_here(version):
 
 
 def test_weights_that_we_write_in_shards_load_here(tmp_path):
-    from accelerate import load_checkpoint_in_model
-
     for safe in (True, False):
         job = peer_checkpoints.Job(seed=3)
         job.accelerator.save_model(job.first, tmp_path / f"{safe}", max_shard_size=50, safe_serialization=safe)

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
 from safetensors.torch import load_file
-from torch import nn
 
 import sharded_io
 from accelerate import Accelerator
@@ -15,32 +14,7 @@ from accelerate.checkpoint import formats, optimizers
 from accelerate.checkpoint.convert import export, reshard
 from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest, problems
 from sharded_io import same
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(7, 4)
-        self.layer = nn.Linear(4, 4)
-        self.scale = nn.Parameter(torch.tensor(2.0))
-        self.head = nn.Linear(4, 7, bias=False)
-        self.head.weight = self.embedding.weight
-        self.register_buffer("count", torch.arange(3))
-
-    def forward(self, tokens):
-        return self.head(self.layer(self.embedding(tokens)) * self.scale)
-
-
-def job(seed=0, steps=2):
-    torch.manual_seed(seed)
-    model = Net()
-    groups = [{"params": [model.layer.bias, model.scale]}, {"params": [model.layer.weight, model.embedding.weight]}]
-    optimizer = torch.optim.AdamW(groups, lr=0.1)
-    for _ in range(steps):
-        model(torch.arange(7)).pow(2).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model, optimizer
+from unit.checkpoint.tied_net import job
 
 
 @pytest.fixture
@@ -56,10 +30,9 @@ def full(tmp_path, trained):
     model, optimizer = trained
     state = {name: value for name, value in model.state_dict().items() if name != "head.weight"}
     known = optimizers.parameter_names([optimizer], [model])
+    aliases = {"head.weight": "embedding.weight"}
     entries = {
-        "model.safetensors": formats.write_safetensors(
-            folder / "model.safetensors", state, {"format": "pt"}, aliases={"head.weight": "embedding.weight"}
-        ),
+        "model.safetensors": formats.write_safetensors(folder / "model.safetensors", state, aliases=aliases),
         "optimizer.bin": formats.write_torch(folder / "optimizer.bin", optimizer.state_dict()),
         "scheduler.bin": formats.write_torch(folder / "scheduler.bin", {"last_epoch": 3}),
         "random_states_1.pkl": formats.write_torch(folder / "random_states_1.pkl", {"step": 2}, rank=1),
@@ -87,13 +60,12 @@ def whole(folder):
     return manifest
 
 
-def loads(folder, model, optimizer):
-    other, its_optimizer = job(seed=1)
-    sharded_io.load_model(other, folder)
-    sharded_io.load_optimizer(its_optimizer, other, folder)
-    return same(dict(model.state_dict()), dict(other.state_dict())) and same(
-        optimizer.state_dict(), its_optimizer.state_dict()
-    )
+def loads(folder, model, optimizer, index=0):
+    other, its_optimizer = job(seed=2)
+    sharded_io.load_model(other, folder, index)
+    sharded_io.load_optimizer(its_optimizer, other, folder, index)
+    states = dict(model.state_dict()), dict(other.state_dict())
+    return same(*states) and same(optimizer.state_dict(), its_optimizer.state_dict())
 
 
 def test_to_shards(sharded, full, trained):
@@ -169,24 +141,20 @@ def test_in_place(full, trained):
     assert (full / "notes.txt").read_text() == "of the user"
 
 
-def test_what_a_sharded_save_wrote(tmp_path, trained):
+def test_what_a_sharded_save_wrote_into_a_folder_inside_of_it(tmp_path, trained):
     model, optimizer = trained
     folder = tmp_path / "saved"
     sharded_io.save_model(model, folder)
     sharded_io.save_optimizer(optimizer, model, folder)
-    reshard(str(folder), str(tmp_path / "whole"), "full")  # it has no manifest
-    assert loads(tmp_path / "whole", *trained)
-    assert same(torch.load(tmp_path / "whole" / "optimizer.bin"), optimizer.state_dict())
-
-
-def test_into_a_folder_inside_of_what_a_sharded_save_wrote(tmp_path, trained):
-    folder = tmp_path / "saved"
-    sharded_io.save_model(trained[0], folder)
     (folder / ".saving_optimizer_0").mkdir()  # of a save that was killed
     (folder / ".saving_optimizer_0" / "__0_0.distcp").touch()
     (folder / "notes.txt").touch()
-    reshard(str(folder), str(folder / "whole"), "full")
-    assert set(whole(folder / "whole").files) == {"model.safetensors", "notes.txt"}
+    reshard(str(folder), str(folder / "whole"), "full")  # it has no manifest
+    assert set(whole(folder / "whole").files) == {
+        *("model.safetensors", "optimizer.bin", "parameter_names.json", "notes.txt")
+    }
+    assert loads(folder / "whole", *trained)
+    assert same(torch.load(folder / "whole" / "optimizer.bin"), optimizer.state_dict())
 
 
 def test_several_models_and_an_optimizer_that_has_not_stepped(tmp_path):
@@ -201,11 +169,7 @@ def test_several_models_and_an_optimizer_that_has_not_stepped(tmp_path):
         whole(tmp_path / "whole").files
     )
     for index, (model, optimizer) in enumerate(jobs):
-        other, its_optimizer = job(2, steps=0)
-        sharded_io.load_model(other, tmp_path / "whole", index)
-        sharded_io.load_optimizer(its_optimizer, other, tmp_path / "whole", index)
-        assert same(dict(model.state_dict()), dict(other.state_dict()))
-        assert same(optimizer.state_dict(), its_optimizer.state_dict())
+        assert loads(tmp_path / "whole", model, optimizer, index)
 
 
 def test_names_that_torch_keeps(tmp_path):
@@ -286,6 +250,8 @@ def test_names_that_are_none(tmp_path, full, text):
 def test_files_of_single_ranks(tmp_path, trained):
     sharded_io.save_model(trained[0], tmp_path / "local", layout="local")
     refused(tmp_path / "local", tmp_path / "new", ValueError, "what each rank had")
+    with pytest.raises(ValueError, match="what each rank had"):
+        export(tmp_path / "local", tmp_path / "exported")
 
 
 def test_nothing_there(tmp_path):

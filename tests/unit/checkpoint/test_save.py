@@ -185,7 +185,7 @@ def test_ranks_without_a_store_meet_by_collectives(tmp_path, monkeypatch, differ
         assert not save.barrier.in_background
         try:
             save.begin()
-            save.plan().add_bytes(f"custom_checkpoint_{rank}.pkl", b"x" * 1000)
+            save.plan.add_bytes(f"custom_checkpoint_{rank}.pkl", b"x" * 1000)
             save.finish()
             ended[rank] = save.barrier.name
         except CollectiveMisuse as error:

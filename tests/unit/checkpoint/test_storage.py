@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from accelerate import Accelerator
-from accelerate.checkpoint import names, storage
+from accelerate.checkpoint import manifest, storage
 from accelerate.checkpoint.formats import describe
 from accelerate.checkpoint.manifest import NAME, Manifest
 from accelerate.checkpoint.storage import Busy, LocalStorage, newest_first, prune, storage_of
@@ -23,13 +23,18 @@ FILES = ("model.safetensors", "sub/more.bin")
 KILLED = 9
 
 
+def put(folder, *files: str, text: str = "mine") -> None:
+    """Write files with some text, and the folders that they need."""
+    for name in files:
+        Path(folder, name).parent.mkdir(parents=True, exist_ok=True)
+        Path(folder, name).write_text(text)
+
+
 def write(folder, text: str, files: tuple[str, ...] = FILES) -> LocalStorage:
     """Stage a checkpoint whose files have some text."""
     made = LocalStorage(folder)
     staged = Path(made.stage())
-    for name in files:
-        (staged / name).parent.mkdir(exist_ok=True)
-        (staged / name).write_text(text)
+    put(staged, *files, text=text)
     Manifest({name: describe(staged / name) for name in files}).write(staged)
     return made
 
@@ -109,19 +114,25 @@ def test_nothing_is_there_until_it_is_published(tmp_path, monkeypatch):
     assert content(made.location) == "new" and os.listdir(tmp_path / "run") == ["checkpoint_0"]
 
 
-@pytest.mark.parametrize("exchanges", [True, False])
-def test_the_old_one_stays_until_the_new_one_is_there(tmp_path, monkeypatch, exchanges):
-    make(tmp_path / "c", files=("model.safetensors", "old_only.bin"))
-    (tmp_path / "c" / "logs").mkdir()
-    if not exchanges:
+@pytest.mark.parametrize("able", [True, False])
+@pytest.mark.parametrize("inside", [True, False])
+def test_the_old_one_stays_until_the_new_one_is_there(tmp_path, monkeypatch, inside, able):
+    folder = tmp_path / "c"
+    make(folder, files=("model.safetensors", "old_only.bin"))
+    (folder / "logs").mkdir()
+    put(folder, "sub/notes.txt", "sub/more.bin")
+    if not able:
         monkeypatch.setattr(storage, "exchange", lambda left, right: False)
-    made = write(tmp_path / "c", "new")
-    assert content(tmp_path / "c") == "old"
-    monkeypatch.chdir(tmp_path / "c")  # which folders are used was decided before
+        monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.chdir(folder if inside else tmp_path)
+    made = write("." if inside else "c", "new")
+    assert content(folder) == "old" and made.location == str(folder) and made.stored().size > 0
+    monkeypatch.chdir(folder)  # which folders are used was decided before
     made.publish()
-    assert content(tmp_path / "c") == "new"
-    assert sorted(os.listdir(tmp_path / "c")) == sorted([*("model.safetensors", "sub", "logs"), NAME])
-    assert os.listdir(tmp_path) == ["c"]
+    assert content(folder) == "new" and os.listdir(tmp_path) == ["c"] and (folder / "logs").is_dir()
+    former = set() if inside else {"sub/more.bin.former_1"}  # of the user's own that has the name of a part
+    assert tree(folder) == {*FILES, NAME, "sub/notes.txt", *former}
+    assert not inside or os.getcwd() == str(folder)
 
 
 @pytest.mark.parametrize("able", [True, False])
@@ -134,11 +145,8 @@ def test_killed_at_any_step_a_whole_one_is_there(tmp_path, first, able):
         if first in ("complete", "inside"):
             make(folder, files=(*FILES, "a_hook's.json", "gone/z_hook's.json"))
         elif first == "foreign":
-            folder.mkdir(parents=True)
-            (folder / "model.safetensors").write_text("old")
-        for name in mine:
-            (folder / name).parent.mkdir(exist_ok=True)
-            (folder / name).write_text("mine")
+            put(folder, "model.safetensors", text="old")
+        put(folder, *mine)
         least = 0
         # The next process is killed, too, while it completes what the first one left, or later.
         for text, step in (("new", at), ("newer", 1 + at * 7 % 19)):
@@ -153,28 +161,10 @@ def test_killed_at_any_step_a_whole_one_is_there(tmp_path, first, able):
                 ended = not interrupted
         make(folder, "next")  # by a process that does not stand in it
         assert content(folder) == "next" and tree(folder) == {*FILES, NAME, *mine}, at
-        assert (
-            os.listdir(tmp_path / str(at)) == ["c"] and not list(folder.glob(".*")) and not (folder / "gone").exists()
-        )
+        assert os.listdir(tmp_path / str(at)) == ["c"] and not [*folder.glob(".*"), *folder.glob("gone")]
         if ended:
             break
     assert at > 8
-
-
-def test_where_the_folder_cannot_be_renamed_it_is_filled_in_place(tmp_path, monkeypatch):
-    folder = tmp_path / "here"
-    (folder / "sub").mkdir(parents=True)
-    for name in ("notes.txt", "sub/notes.txt", "sub/more.bin"):
-        (folder / name).write_text("mine")
-    monkeypatch.chdir(folder)
-    for text, able in (("first", True), ("second", True), ("third", False)):
-        if not able:
-            monkeypatch.setattr(os, "link", refuse)
-        made = write(".", text)
-        assert made.location == str(folder) and made.stored().size > 0
-        made.publish()
-        assert content(".") == text and os.getcwd() == str(folder)
-    assert tree(folder) == {*FILES, NAME, "notes.txt", "sub/notes.txt"} and os.listdir(tmp_path) == ["here"]
 
 
 def test_a_removal_that_is_cut_short_leaves_nothing_to_load(tmp_path, monkeypatch):
@@ -223,9 +213,7 @@ def test_what_is_the_users_own_stays(tmp_path, monkeypatch, inside):
     (folder / "optimizer").mkdir(parents=True)
     monkeypatch.chdir(folder if inside else tmp_path)
     accelerator.save_state(folder)
-    (folder / "tokenizer" / "deep").mkdir()
-    for name in mine:
-        (folder / name).write_text("mine")
+    put(folder, *mine)
     os.chmod(folder, 0o2777)
     for _ in range(2):
         accelerator.save_state(folder)
@@ -235,18 +223,24 @@ def test_what_is_the_users_own_stays(tmp_path, monkeypatch, inside):
     assert tree(folder) == {*LocalStorage(folder).state().manifest.files, NAME, *mine}
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_what_a_link_in_a_checkpoint_leads_to_stays(tmp_path, monkeypatch, inside):
+    make(tmp_path / "c")
+    os.rename(tmp_path / "c" / "sub", tmp_path / "elsewhere")
+    os.symlink(tmp_path / "elsewhere", tmp_path / "c" / "sub")
+    monkeypatch.chdir(tmp_path / "c" if inside else tmp_path)
+    make(tmp_path / "c", "new")
+    assert content(tmp_path / "c") == "new" and (tmp_path / "elsewhere" / "more.bin").read_text() == "old"
+
+
 def test_what_is_written_while_the_folder_is_exchanged_stays_too(tmp_path, monkeypatch, caplog):
     make(tmp_path / "c", files=("model.safetensors", "sub/more.bin", "gone/more.bin"))
-    for name in ("logs/a.txt", "logs/b.txt", "gone/mine.txt", "plain"):
-        (tmp_path / "c" / name).parent.mkdir(exist_ok=True)
-        (tmp_path / "c" / name).write_text("before")
+    put(tmp_path / "c", "logs/a.txt", "logs/b.txt", "gone/mine.txt", "plain", text="before")
     real = storage.exchange
 
     def exchange(left, right):
         done = real(left, right)
-        (tmp_path / "c" / "logs").mkdir(exist_ok=True)
-        for name in ("logs/a.txt", "gone"):
-            (tmp_path / "c" / name).write_text("meanwhile")
+        put(tmp_path / "c", "logs/a.txt", "gone", text="meanwhile")
         return done
 
     monkeypatch.setattr(storage, "exchange", exchange)
@@ -285,7 +279,7 @@ def test_a_second_writer_waits_and_is_refused_in_the_end(tmp_path, monkeypatch, 
     monkeypatch.setattr(time, "sleep", lambda seconds: first.abandon())
     assert second.stage() == folder and os.path.isdir(folder)
     second.abandon()
-    (tmp_path / f"{names.LOCK_PREFIX}checkpoint_7").touch()
+    (tmp_path / f"{manifest.LOCK_PREFIX}checkpoint_7").touch()
     second.parent().sweep()
     assert os.listdir(tmp_path) == [], "a lock that no process holds means nothing"
 
@@ -324,20 +318,14 @@ def test_a_lock_whose_file_the_former_holder_removes_is_none(tmp_path, monkeypat
 
 def test_kinds_of_folders(tmp_path):
     made, folder = make(tmp_path / "c"), tmp_path / "c"
-    (folder / "sub" / "more.bin").write_text("longer than it was")
-    assert "sub/more.bin has 18 bytes, but 3 were written" in made.state().reason
     (folder / "sub" / "more.bin").unlink()
     assert "sub/more.bin is missing" in made.state().reason
     (folder / NAME).write_text("{")
     assert made.state().kind == "incomplete" and not made.state().loads
     (folder / NAME).unlink()
     assert made.state().kind == "foreign" and made.state().loads
-    (folder / names.generators_file(0)).touch()
+    (folder / manifest.generators_file(0)).touch()
     assert made.state().kind == "incomplete" and "manifest" in made.state().reason
-    (tmp_path / "d").mkdir()
-    assert "empty" in LocalStorage(tmp_path / "d").state().reason
-    (tmp_path / "d" / ".incomplete_1").touch()
-    assert "did not come to its end" in LocalStorage(tmp_path / "d").state().reason
     (tmp_path / "f").touch()
     assert LocalStorage(tmp_path / "f").state().kind == "absent"
     with pytest.raises(NotADirectoryError, match="is one"):
@@ -345,10 +333,8 @@ def test_kinds_of_folders(tmp_path):
 
 
 def test_numbered_checkpoints_in_order(tmp_path):
-    for number in (10, 9, 2):
-        make(tmp_path / f"checkpoint_{number}")
-    (tmp_path / "checkpoint_x").mkdir()
-    (tmp_path / ".saving_checkpoint_3").mkdir()
+    for name in ("checkpoint_10", "checkpoint_9", "checkpoint_2", "checkpoint_x", ".saving_checkpoint_3"):
+        make(tmp_path / name)
     here = LocalStorage(tmp_path)
     assert [number for number, _ in here.checkpoints()] == [2, 9, 10]
     assert here.checkpoints()[-1][1] == here.child("checkpoint_10")
@@ -378,7 +364,7 @@ def numbered(folder: Path, number: int, kind: str = "complete") -> str:
     elif kind == "truncated":
         (made / "model.safetensors").write_text("ol")
     elif kind == "marked":
-        (made / names.INCOMPLETE_MARKER).touch()
+        (made / f"{manifest.INCOMPLETE_MARKER}_1").touch()
     elif kind == "empty":
         shutil.rmtree(made)
         made.mkdir()
@@ -410,7 +396,7 @@ def test_the_newest_come_first_and_what_is_not_whole_is_passed_over(tmp_path):
 )
 def test_the_oldest_go(tmp_path, kinds, limit, keep, left):
     paths = [numbered(tmp_path, number, kind) for number, kind in enumerate(kinds)]
-    for prefix in (names.STAGING_PREFIX, names.REMOVED_PREFIX, ".users_own"):
+    for prefix in (manifest.STAGING_PREFIX, manifest.REMOVED_PREFIX, ".users_own"):
         (tmp_path / f"{prefix}checkpoint_9").mkdir()
     removed = prune(LocalStorage(tmp_path), limit, keep=[*(paths[number] for number in keep), None])
     assert sorted(os.listdir(tmp_path)) == [".users_owncheckpoint_9", *(f"checkpoint_{number}" for number in left)]

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 import checkpoint_samples as samples
-from accelerate.checkpoint import names
-from accelerate.checkpoint.manifest import NAME
+from accelerate.checkpoint.manifest import INCOMPLETE_MARKER, NAME, REMOVED_PREFIX, STAGING_PREFIX
 from accelerate.checkpoint.storage import storage_of
 from accelerate.commands import checkpoint as module
 from accelerate.commands.utils import or_exit
@@ -100,7 +99,7 @@ def test_ls_of_nothing(accelerate, tmp_path):
 
 
 def test_ls_tells_of_leftovers(accelerate, project):
-    left = project / "checkpoints" / (names.STAGING_PREFIX + "checkpoint_5")
+    left = project / "checkpoints" / (STAGING_PREFIX + "checkpoint_5")
     left.mkdir()
     (left / "model.safetensors").write_bytes(bytes(2_000_000))
     samples.write(project / "checkpoints" / "checkpoint_5")
@@ -393,7 +392,7 @@ def test_prune_asks(accelerate, project, monkeypatch):
 
 def test_prune_incomplete(accelerate, project):
     folder = project / "checkpoints"
-    for name in (names.STAGING_PREFIX + "checkpoint_7", names.REMOVED_PREFIX + "checkpoint_1"):
+    for name in (STAGING_PREFIX + "checkpoint_7", REMOVED_PREFIX + "checkpoint_1"):
         (folder / name).mkdir()
         (folder / name / "model.safetensors").write_bytes(b"part")
     status, out, err = run(accelerate, "prune", project, "--keep", "4", "--incomplete", "--yes")
@@ -411,7 +410,7 @@ def test_prune_incomplete(accelerate, project):
 
 
 def test_a_project_with_nothing_but_leftovers(accelerate, tmp_path):
-    folder = tmp_path / "checkpoints" / (names.STAGING_PREFIX + "checkpoint_0")
+    folder = tmp_path / "checkpoints" / (STAGING_PREFIX + "checkpoint_0")
     folder.mkdir(parents=True)
     samples.touch(tmp_path, 700)
     assert str(folder) in run(accelerate, "ls", tmp_path)[1]
@@ -481,7 +480,7 @@ def test_prune_never_removes_the_folder_itself(accelerate, tmp_path, how):
     """The folder of a run may be called as a checkpoint is, and have weights in it."""
     folder = samples.foreign(tmp_path / "checkpoint_0")
     if how == "--incomplete":
-        (folder / names.INCOMPLETE_MARKER).touch()
+        (folder / INCOMPLETE_MARKER).touch()
     for number in range(1, 4):
         samples.write(folder / "checkpoints" / f"checkpoint_{number}", age=100 - number)
     samples.touch(folder, 9999)

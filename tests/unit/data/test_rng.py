@@ -10,6 +10,8 @@ import torch
 
 from accelerate.data import randomness, rng
 
+CPU = torch.device("cpu")
+
 
 @pytest.fixture(autouse=True)
 def keep_random_states():
@@ -31,9 +33,9 @@ def draw():
     ],
 )
 def test_all_that_can_come_back_do_and_the_others_are_named(caplog, states, restored, told):
-    states = {**rng.collect(), **states}
+    states = {**rng.collect(CPU), **states}
     expected = draw()
-    rng.restore({key: state for key, state in states.items() if state is not None}, "states.pkl")
+    rng.restore({key: state for key, state in states.items() if state is not None}, CPU, "states.pkl")
     got = draw()
     assert [number for number in range(3) if got[number] == expected[number]] == restored
     messages = [record.getMessage() for record in caplog.records]
@@ -44,10 +46,10 @@ def test_all_that_can_come_back_do_and_the_others_are_named(caplog, states, rest
 def test_a_device_in_use_is_a_source(monkeypatch):
     states = ["state"]
     device = SimpleNamespace(type="cuda", get_rng_state_all=states.copy, set_rng_state_all=states.extend)
-    monkeypatch.setattr(rng, "PartialState", lambda: SimpleNamespace(device=torch.device("cuda:1")))
-    monkeypatch.setattr(rng.devices, "row", lambda kind: device)
-    assert rng.collect()["torch_cuda_manual_seed"] == ["state"]
-    rng.restore({**rng.collect(), "torch_cuda_manual_seed": [torch.zeros(1)]}, "folder")
+    monkeypatch.setitem(rng.DEVICES, "cuda", device)
+    cuda = torch.device("cuda:1")
+    assert rng.collect(cuda)["torch_cuda_manual_seed"] == ["state"]
+    rng.restore({**rng.collect(cuda), "torch_cuda_manual_seed": [torch.zeros(1)]}, cuda, "folder")
     assert torch.equal(states[1], torch.zeros(1))
 
 
@@ -57,9 +59,9 @@ def test_another_bit_generator_of_numpy(generator):
     before = np.random.get_bit_generator()
     try:
         np.random.set_bit_generator(generator(3))
-        encoded = rng.encode(rng.collect())
+        encoded = rng.encode(rng.collect(CPU))
         drawn = np.random.rand(3).tolist()
-        rng.restore(rng.decode(*encoded), "here")
+        rng.restore(rng.decode(*encoded), CPU, "here")
         assert np.random.rand(3).tolist() == drawn
     finally:
         np.random.set_bit_generator(before)

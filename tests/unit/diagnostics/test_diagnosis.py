@@ -7,17 +7,6 @@ from accelerate.diagnostics import hang
 from accelerate.diagnostics.hang import Diagnosis, RankStatus
 
 
-class Round:
-    """Three ranks of which some are missing."""
-
-    def __init__(self):
-        self.store, self.ranks = dist.HashStore(), [0, 1, 2]
-
-    def key(self, name):
-        """Return a key."""
-        return f"round/{name}"
-
-
 @pytest.fixture
 def clock(monkeypatch):
     now = [1000.0]
@@ -27,8 +16,7 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def diagnosis(clock):
-    round = Round()
-    return Diagnosis(round.store, round, 3, leads=True, after=2, again=1)
+    return Diagnosis(dist.HashStore(), [0, 1, 2], 3, leads=True, again=1)
 
 
 def hear(diagnosis, clock, seconds, *answers):

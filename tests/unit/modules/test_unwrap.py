@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from accelerate.modules import unwrap
 from accelerate.modules.compile import compile_regions, is_compiled_module
 from accelerate.modules.unwrap import extract_model_from_parallel, is_parallel_wrapper
 
@@ -141,3 +142,34 @@ def test_a_forward_that_nobody_replaced_stays():
     net.forward = patched = functools.partial(nn.Linear.forward, net)
     extract_model_from_parallel(net, keep_fp32_wrapper=False)
     assert net.__dict__["forward"] is patched
+
+
+def test_canonical_name():
+    assert unwrap.canonical_name("_orig_mod.layers.0._fsdp_wrapped_module.weight") == "layers.0.weight"
+    assert unwrap.canonical_name("module.weight") == "module.weight"
+
+
+def test_canonical_parameters():
+    net = nn.Sequential(nn.Linear(1, 1))
+    net[0] = torch.compile(net[0], backend="eager")
+    assert set(unwrap.canonical_parameters(net)) == {"0.weight", "0.bias"}
+    assert set(unwrap.canonical_parameters(net, net)) == {"0.weight", "0.bias"}
+    with pytest.raises(ValueError, match="0.weight"):
+        unwrap.canonical_parameters(net, nn.Sequential(nn.Linear(1, 1)))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found", "pairs"),
+    [
+        (["a"], ["a"], {"a": "a"}),
+        (["a"], ["module.a"], {"module.a": "a"}),
+        (["module.a"], ["a"], {"a": "module.a"}),
+        (["module._orig_mod.x.a"], ["_orig_mod.x._orig_mod.a"], {"_orig_mod.x._orig_mod.a": "module._orig_mod.x.a"}),
+        (["module.a"], ["module.a"], {"module.a": "module.a"}),  # a user's attribute of that name
+        (["a", "module.a"], ["a", "module.a"], {"a": "a", "module.a": "module.a"}),
+        (["a", "module.a"], ["_orig_mod.a"], {}),  # two could be meant
+        (["a"], ["b"], {}),
+    ],
+)
+def test_names_match_whoever_wrote_them(wanted, found, pairs):
+    assert unwrap.match_names(wanted, found) == pairs

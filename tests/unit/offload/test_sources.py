@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -196,19 +197,17 @@ def test_running_out_of_memory_half_way_empties_what_was_filled(checkpoint, tmp_
 
 
 def test_a_full_disk_while_loading_leaves_nothing_behind(tmp_path, monkeypatch):
-    from accelerate.offload import writer
-
     _save(tmp_path, _Net().state_dict(), "bin")
     before = sorted(os.listdir(tmp_path))
-    real, calls = writer.tempfile.mkstemp, []
+    real, calls = Path.write_bytes, []
 
-    def full(*arguments, **options):
-        calls.append(arguments)
+    def full(path, data):
+        calls.append(path)
         if len(calls) == 3:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return real(*arguments, **options)
+        return real(path, data)
 
-    monkeypatch.setattr(writer.tempfile, "mkstemp", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     with init_empty_weights():
         model = _Net()
     snapshot = _snapshot(model)

@@ -4,6 +4,7 @@ import errno
 import json
 import logging
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,31 +25,18 @@ def _listing(folder):
 def full_disk(monkeypatch):
     """Have the disk be full after so many bytes."""
 
-    real = os.fdopen
+    real = Path.write_bytes
 
     def fill(after):
         left = [after]
 
-        def opened(*arguments, **options):
-            file = real(*arguments, **options)
+        def write_bytes(path, data):
+            fits, left[0] = min(left[0], len(data)), max(0, left[0] - len(data))
+            real(path, data[:fits])
+            if fits < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-            class Full:
-                def __enter__(self):
-                    return self
-
-                def __exit__(self, *error):
-                    file.close()
-
-                def write(self, data):
-                    if left[0] <= 0:
-                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                    count = file.write(data[: left[0]])
-                    left[0] -= count
-                    return count
-
-            return Full()
-
-        monkeypatch.setattr(writer_module.os, "fdopen", opened)
+        monkeypatch.setattr(Path, "write_bytes", write_bytes)
 
     return fill
 
@@ -117,7 +105,7 @@ def test_a_damaged_index_is_named_and_kept(text, tmp_path):
     assert _listing(tmp_path) == {"index.json": text.encode()}
 
 
-def test_weights_are_written_once_and_those_of_another_model_are_told(tmp_path, caplog):
+def test_weights_are_written_once_and_those_of_another_model_are_reported(tmp_path, caplog):
     model = nn.BatchNorm1d(2)
     index = write_missing(model, [""], False, tmp_path)
     before = {name: os.stat(tmp_path / name).st_mtime_ns for name in os.listdir(tmp_path)}

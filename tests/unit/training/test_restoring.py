@@ -17,6 +17,8 @@ from accelerate.checkpoint.manifest import DamagedCheckpoint
 from accelerate.config.project import ProjectConfiguration
 from accelerate.data import resume, rng
 
+CPU = torch.device("cpu")
+
 
 class Counter:
     """A registered object that may refuse its state, after it has changed."""
@@ -323,11 +325,11 @@ def _refuse(descriptor):
 def test_generators_are_kept_without_pickle():
     random.seed(3), np.random.seed(4), torch.manual_seed(5)
     random.gauss(0, 1), np.random.randn()  # leaves a second number behind
-    states = rng.collect()
+    states = rng.collect(CPU)
     tensors, metadata = rng.encode(states)
     assert set(metadata) == {"format", "generators"} and all(isinstance(value, str) for value in metadata.values())
     expected = [random.gauss(0, 1), random.random(), np.random.randn(), np.random.rand(), torch.rand(2).tolist()]
-    rng.restore(rng.decode(tensors, metadata), "here")
+    rng.restore(rng.decode(tensors, metadata), CPU, "here")
     assert [
         random.gauss(0, 1),
         random.random(),
@@ -339,14 +341,14 @@ def test_generators_are_kept_without_pickle():
 
 def test_each_generator_is_restored_apart_and_a_failure_names_its_cause(caplog):
     random.seed(3), np.random.seed(4), torch.manual_seed(5)
-    tensors, metadata = rng.encode(rng.collect())
+    tensors, metadata = rng.encode(rng.collect(CPU))
     expected = [random.random(), torch.rand(1).item()]
     tensors["numpy_random_seed"] = tensors["numpy_random_seed"][:100]
-    rng.restore(rng.decode(tensors, metadata), "here")
+    rng.restore(rng.decode(tensors, metadata), CPU, "here")
     assert [random.random(), torch.rand(1).item()] == expected
     assert "numpy in here could not be restored" in caplog.text and "IndexError" in caplog.text
     caplog.clear()
-    rng.restore(rng.decode({}, {"generators": "no json"}), "there")
+    rng.restore(rng.decode({}, {"generators": "no json"}), CPU, "there")
     assert caplog.text.count("could not be restored") == 3 and "description of the generators" in caplog.text
     tensors, metadata = rng.encode({"torch_cuda_manual_seed": [torch.ones(2), torch.zeros(2)], "xm_seed": 7})
     decoded = rng.decode(tensors, metadata)

@@ -15,8 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
-from accelerate.checkpoint import names
-from accelerate.checkpoint.manifest import DamagedCheckpoint
+from accelerate.checkpoint.manifest import INCOMPLETE_MARKER, DamagedCheckpoint
 from accelerate.config.project import ProjectConfiguration
 from accelerate.training import saving
 
@@ -331,19 +330,19 @@ def test_names_count_up_and_the_oldest_go(tmp_path):
     assert accelerator.save_iteration == 4
 
 
-def test_the_old_checkpoint_stays_until_the_new_one_is_written(tmp_path, monkeypatch):
+def test_the_old_checkpoint_stays_until_the_new_one_is_written(tmp_path):
     run = Run(project_config=numbered(tmp_path, total_limit=1))
     run.accelerator.save_state()
 
     def full(*args, **kwargs):
         raise OSError("disk full")
 
-    monkeypatch.setattr(saving, "save_custom_state", full)
+    handle = run.accelerator.register_save_state_pre_hook(full)
     with pytest.raises(OSError, match="disk full"):
         run.accelerator.save_state()
     assert listed(tmp_path) == ["checkpoint_0"]
     assert run.accelerator.save_iteration == 1
-    monkeypatch.undo()
+    handle.remove()
     run.accelerator.save_state()
     assert listed(tmp_path) == ["checkpoint_1"]
     run.accelerator.load_state()
@@ -403,7 +402,7 @@ def test_a_killed_save_is_passed_over(tmp_path):
     run = Run(project_config=numbered(tmp_path))
     for _ in range(2):
         run.accelerator.save_state()
-    (tmp_path / "checkpoints" / "checkpoint_1" / names.INCOMPLETE_MARKER).touch()
+    (tmp_path / "checkpoints" / "checkpoint_1" / INCOMPLETE_MARKER).touch()
     run.accelerator.load_state()
     assert run.accelerator.save_iteration == 2
     assert run.accelerator.save_state().name == "checkpoint_2", "what is damaged stays for somebody to look at"

@@ -8,8 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from accelerate.checkpoint.inspect import INDEX_SUFFIX, header_of, tensors_of_shards, weight_map
-from accelerate.checkpoint.manifest import DamagedCheckpoint, TensorEntry
-from accelerate.checkpoint.names import METADATA, is_generators_file
+from accelerate.checkpoint.manifest import METADATA, DamagedCheckpoint, TensorEntry, is_generators_file
 from accelerate.commands.estimation.inventory import Inventory, of_tensors
 from accelerate.launch.errors import LaunchError
 from accelerate.utils.constants import FSDP_MODEL_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
