@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 import time
+import time
 from collections.abc import Callable
 from multiprocessing import util as multiprocessing_util
 from typing import Any
@@ -69,6 +70,7 @@ class Background:
 
         def run() -> None:
             try:
+                time.sleep(0)  # the caller goes on first
                 with durable.resting(_REST, self._hurry):
                     task()
                 _unsettled.discard(self)

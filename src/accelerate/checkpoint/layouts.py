@@ -172,10 +172,10 @@ def find(folder: Path, kind: Kind, index: int = 0, prefer: Layout | None = None)
 
 
 def required(folder: Path, kind: Kind, index: int, prefer: Layout | None, verify: bool = True) -> Found:
-    """Return what `find` returns, verified; raise if there is nothing. All ranks.
+    """Return what `find` returns; raise if there is nothing. Any rank, alone; of all ranks each verifies a part.
 
     Args:
-        folder: the checkpoint's folder, which all ranks see.
+        folder: the checkpoint's folder.
         kind: what is looked for.
         index: which of the models or optimizers it is.
         prefer: the layout to take if there are several.
@@ -184,21 +184,16 @@ def required(folder: Path, kind: Kind, index: int, prefer: Layout | None, verify
     Raises:
         FileNotFoundError: there is nothing; the message says what was looked for.
         DamagedCheckpoint: a file is not what the checkpoint's manifest says of it.
-        RuntimeError: another rank failed.
     """
-
-    def look() -> Found:
-        found = find(folder, kind, index, prefer)
-        if found is None:
-            raise FileNotFoundError(
-                f"{os.fspath(folder)!r} has no {kind} {index}: neither {' nor '.join(usual_names(kind, index))} is there. Load "
-                "the folder of a checkpoint, with the models and optimizers in the order in which they were saved."
-            )
-        if verify:
-            found.verify(*state.rank_and_size())
-        return found
-
-    return together(look)
+    found = find(folder, kind, index, prefer)
+    if found is None:
+        raise FileNotFoundError(
+            f"{os.fspath(folder)!r} has no {kind} {index}: neither {' nor '.join(usual_names(kind, index))} is there. Load "
+            "the folder of a checkpoint, with the models and optimizers in the order in which they were saved."
+        )
+    if verify:
+        found.verify(*state.rank_and_size())
+    return found
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
@@ -387,7 +382,7 @@ def read_for_model(
     Returns:
         The state, the model's own, the layout of both, and what reads the state over the model's own; None if it is read.
     """
-    stored = together(required(folder, "model", index, prefer, verify).open)
+    stored = together(lambda: required(folder, "model", index, prefer, verify).open())
     flat = isinstance(stored.state, Mapping) and any(str(name).endswith("_flat_param") for name in stored.state)
     layout: Layout = "local" if flat else "sharded"
     own = state.model_state(model, layout=layout, **getter)

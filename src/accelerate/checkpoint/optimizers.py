@@ -344,14 +344,18 @@ def read_for_optimizer(
         over: the caller loads a verified checkpoint, and the optimizer cannot refuse it: read over what it has, later.
 
     Returns:
-        The state; what has to be called is to read over what the optimizer has, if that was asked for.
+        The state; to finish it reads over what the optimizer has, if that was asked for.
     """
-    found = required(folder, "optimizer", index, prefer, verify)
-    stored = together(found.open)
-    over = over and stored.verified and not state.is_fsdp1(model)
-    goal = dataclasses.replace(target(optimizer, model), over=over)
-    read = together(lambda: read_optimizer(goal, stored, found))
-    return Deferred(state.optimizer_to_load(optimizer, model, read), stored.finish)
+    goal = target(optimizer, model)
+
+    def read() -> tuple[dict[str, Any], "Stored"]:
+        found = required(folder, "optimizer", index, prefer, verify)
+        stored = found.open()
+        takes = dataclasses.replace(goal, over=over and stored.verified and not state.is_fsdp1(model))
+        return read_optimizer(takes, stored, found), stored
+
+    values, stored = together(read)
+    return Deferred(state.optimizer_to_load(optimizer, model, values), stored.finish)
 
 
 def read_whole_optimizer(

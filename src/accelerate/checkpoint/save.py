@@ -87,6 +87,8 @@ class SavePlan(os.PathLike[str]):
         """
         self._shards[name] = state
 
+    @quietly()
+    @torch.no_grad()
     def snapshot(self, buffers: "HostBuffers") -> Callable[[], None]:
         """Replace all that was added by copies in host memory; what the run goes on with is not in the plan any more.
 
@@ -160,17 +162,15 @@ class HostBuffers:
             self._devices.add(storage.device)
         return memory.untyped_storage()
 
-    @quietly()
     def copy_shards(self, value: torch.Tensor) -> torch.Tensor:
         """Return a copy of what this rank has of a DTensor or ShardedTensor, with the same knowledge of the whole.
 
         Args:
             value: of any device.
         """
-        spread = [getattr(value, name, None) for name in ("device_mesh", "placements")]
-        key = type(value), *spread, value.size(), value.dtype, part(value).shape
-        made = self._take(key, lambda: like(value))
-        part(made).copy_(part(value))
+        mine, spread = part(value), [getattr(value, name, None) for name in ("device_mesh", "placements")]
+        made = self._take((type(value), *spread, value.size(), value.dtype, mine.shape), lambda: like(value))
+        part(made).copy_(mine)
         return made
 
     def synchronize(self) -> None:
@@ -220,9 +220,9 @@ class _Snapshot:
         return self._made[id(obj)][1]
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        tensor = tensor.detach()
         if is_spread(tensor):
             return self._buffers.copy_shards(tensor)
+        tensor = tensor.detach()
         if tensor.layout is not torch.strided or type(tensor) is not torch.Tensor or tensor.is_quantized:
             return copy.deepcopy(tensor) if self._keeps_devices else copy.deepcopy(tensor).cpu()
         if self._keeps_devices and tensor.device.type != "cpu":

@@ -366,7 +366,7 @@ def part(value: Any) -> torch.Tensor:
         value: a tensor, DTensor or ShardedTensor.
     """
     if is_dtensor(value):
-        return value.detach().to_local()
+        return value.to_local().detach()
     if is_spread(value):
         shards = value.local_shards()
         return shards[0].tensor.detach() if shards else torch.empty(0, dtype=value.dtype)
