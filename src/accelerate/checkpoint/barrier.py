@@ -107,7 +107,7 @@ class SaveBarrier:
         self.in_background = store is not None or world_size == 1
         self._local_rank, self._each_machine = local_rank, each_machine
         self._machines: dict[int, list[Any] | None] = {}
-        self._site, self._reported, self._failed = "", False, False
+        self._site, self._reported, self._failed, self._given_up = "", False, False, False
         self._origin = store if world_size > 1 else None
         # The keys of all barriers, and from `begin` on those of this one and of the round that it is in.
         self._store: Any = None if self._origin is None else dist.PrefixStore("accelerate/barrier", store)
@@ -170,9 +170,9 @@ class SaveBarrier:
         notes = []
         try:
             notes = self._gather([note, None if problem is None else f"{type(problem).__name__}: {problem}"])
-        except RuntimeError:
-            if problem is None:
-                raise
+        except RuntimeError as error:
+            if problem is None or self._given_up:  # what failed here then is that the others have left
+                raise error from problem
         failed = [f"Rank {rank}: {text}" for rank, (_, text) in zip(self.ranks, notes, strict=False) if text]
         if failed:
             self.leave()
@@ -202,6 +202,7 @@ class SaveBarrier:
         except RuntimeError as error:
             raise RuntimeError(self._no_store()) from error
         if "lost" in outcome:
+            self._given_up = self.rank in outcome["ranks"]
             raise RuntimeError(f"{self.kind}({self.location!r}) did not come to its end. {outcome['lost']}")
         return [left["note"] for left in outcome["notes"].values()]
 
@@ -309,7 +310,7 @@ class SaveBarrier:
         # With all notes there, the rank that should have summed them up is gone.
         lost = diagnosis.gone(missing or self.ranks) or (diagnosis.stuck(missing) if self._failed and missing else [])
         lines = _lines({rank: str(diagnosis.observations[rank].latest) for rank in lost})
-        return {"lost": f"The others wait in vain: {'; '.join(lines)}."} if lost else None
+        return {"lost": f"The others wait in vain: {'; '.join(lines)}.", "ranks": lost} if lost else None
 
     def _go_on_without_the_rest(self, ranks: list[int]) -> None:
         """Warn the first time, as a script that does this does it at every save, and do not wait for others again."""

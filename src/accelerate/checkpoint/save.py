@@ -392,8 +392,10 @@ class Save:
         notes = self._exchange([self._leader, listed(entries)])
         if self._leads:
             entries = self._attempt(lambda: self._complete(notes, writers))
-        if not self.group.shared:  # several ranks lead; the one that publishes needs what all nodes have uploaded
-            entries = merged(self._exchange(listed(entries if self._leads else {})))
+        if not self.group.shared:  # several ranks lead, and none publishes if one of them has failed
+            notes = self._exchange(listed(entries if self._leads else {}))
+            if not self.group.each_node:
+                entries = merged(notes)  # all nodes have uploaded their part of one checkpoint
         if self._publishes:
             self._attempt(lambda: self._publish(entries))
         self._exchange(None)

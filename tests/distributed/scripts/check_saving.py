@@ -287,7 +287,7 @@ def every_node_has_its_own():
         job.accelerator.save_state(blocking=blocking)
     job.accelerator.wait_for_checkpoint()
     here = Path(disk, "checkpoints", "checkpoint_1")
-    assert os.listdir(here.parent) == [here.name]
+    assert os.listdir(here.parent) == [here.name], os.listdir(here.parent)
     manifest = Manifest.read(here)
     assert {f"generators_{rank}.safetensors", "model.safetensors", "optimizer.bin"} <= set(manifest.files)
     assert f"generators_{1 - rank}.safetensors" not in manifest.files
