@@ -14,12 +14,7 @@ from accelerate.checkpoint.convert import export, reshard
 from accelerate.checkpoint.inspect import weight_map
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest, generators_file, model_file
 from accelerate.checkpoint.storage import LocalStorage
-
-
-def same(left, right):
-    return set(left) == set(right) and all(
-        left[name].dtype == right[name].dtype and torch.equal(left[name], right[name]) for name in left
-    )
+from sharded_io import same
 
 
 def converted(weights, dtype):

@@ -45,23 +45,27 @@ def load(model, optimizer, folder):
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adafactor])
 @pytest.mark.parametrize(
-    ("layout", "index", "names"),
+    ("layout", "use_dcp", "index", "names"),
     [
-        ("sharded", 0, {"pytorch_model_fsdp_0", "optimizer_0"}),
-        ("sharded", 1, {"pytorch_model_fsdp_1", "optimizer_1"}),
-        ("full", 0, {"pytorch_model_fsdp.bin", "optimizer.bin"}),
-        ("full", 1, {"pytorch_model_fsdp_1.bin", "optimizer_1.bin"}),
-        ("local", 0, {"pytorch_model_fsdp_0_rank0.bin", "optimizer_0_rank0.bin"}),
+        ("SHARDED", True, 0, {"pytorch_model_fsdp_0", "optimizer_0"}),
+        ("SHARDED", True, 1, {"pytorch_model_fsdp_1", "optimizer_1"}),
+        ("FULL", True, 0, {"pytorch_model_fsdp.bin", "optimizer.bin"}),
+        ("FULL", False, 1, {"pytorch_model_fsdp_1.bin", "optimizer_1.bin"}),
+        ("LOCAL", False, 0, {"pytorch_model_fsdp_0_rank0.bin", "optimizer_0_rank0.bin"}),
+        ("LOCAL", True, 0, None),
+        ("SHARDED", False, 0, None),
     ],
 )
-def test_what_is_saved_comes_back_from_files_with_upstreams_names(tmp_path, layout, index, names, kind):
+def test_what_is_saved_comes_back_from_files_with_upstreams_names(tmp_path, layout, use_dcp, index, names, kind):
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=1, state_dict_type=f"{layout}_STATE_DICT")
     model, optimizer = job(kind=kind)
-    sharded_io.save_model(model, tmp_path, index, layout)
-    sharded_io.save_optimizer(optimizer, model, tmp_path, index, layout)
-    assert set(os.listdir(tmp_path)) == names
+    assert fsdp_utils.save_fsdp_model(plugin, None, model, str(tmp_path), index, use_dcp=use_dcp) is None
+    fsdp_utils.save_fsdp_optimizer(plugin, None, optimizer, model, str(tmp_path), index, use_dcp=use_dcp)
+    assert names is None or set(os.listdir(tmp_path)) == names
     other, its_optimizer = job(seed=1, kind=kind)
-    sharded_io.load_model(other, tmp_path, index)
-    sharded_io.load_optimizer(its_optimizer, other, tmp_path, index)
+    keys = fsdp_utils.load_fsdp_model(plugin, None, other, str(tmp_path), index, use_dcp=use_dcp)
+    assert not keys.missing_keys and not keys.unexpected_keys
+    fsdp_utils.load_fsdp_optimizer(plugin, None, its_optimizer, other, str(tmp_path), index, use_dcp=use_dcp)
     assert same(state_of(model, optimizer), state_of(other, its_optimizer))
     assert other.head.weight is other.embedding.weight
 
@@ -169,20 +173,6 @@ def test_a_save_replaces_the_former_one_when_it_is_there(tmp_path, monkeypatch):
     assert set(os.listdir(tmp_path / "pytorch_model_fsdp_0")) == {".metadata", "__0_0.distcp"}
 
 
-@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"])
-@pytest.mark.parametrize("use_dcp", [True, False])
-def test_public_functions(tmp_path, kind, use_dcp):
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=1, state_dict_type=kind)
-    model, optimizer = job()
-    assert fsdp_utils.save_fsdp_model(plugin, None, model, str(tmp_path), use_dcp=use_dcp) is None
-    fsdp_utils.save_fsdp_optimizer(plugin, None, optimizer, model, str(tmp_path), use_dcp=use_dcp)
-    other, its_optimizer = job(seed=1)
-    keys = fsdp_utils.load_fsdp_model(plugin, None, other, str(tmp_path), use_dcp=use_dcp)
-    assert not keys.missing_keys and not keys.unexpected_keys
-    fsdp_utils.load_fsdp_optimizer(plugin, None, its_optimizer, other, str(tmp_path), use_dcp=use_dcp)
-    assert same(state_of(model, optimizer), state_of(other, its_optimizer))
-
-
 def test_state_dicts_are_taken_and_given_where_libraries_replace_the_functions(tmp_path, monkeypatch):
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
     seen = []
@@ -261,10 +251,6 @@ def test_parameters_of_another_model(tmp_path):
     model, optimizer = job()
     with pytest.raises(ValueError, match="Parameter 0 of the optimizer's group 0"):
         sharded_io.save_optimizer(optimizer, Net(), tmp_path)
-
-
-def test_whose_parameters_they_are():
-    model, optimizer = job()
     expected = [["layer.bias", "scale"], ["layer.weight", "embedding.weight"]]
     assert state.names_among(optimizer, [nn.Linear(1, 1), torch.compile(model)]) == expected
     assert state.names_among(optimizer, [nn.Linear(1, 1)]) is None

@@ -1,4 +1,4 @@
-"""Checkpoints pass both ways between this implementation and the wheels of upstream from 1.12.0 to 1.15.0."""
+"""Checkpoints pass both ways between this implementation and the wheels of upstream from 1.12.0 to 1.15.0; those of our own last version load."""
 
 import json
 import os
@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from accelerate import load_checkpoint_in_model
+from accelerate import Accelerator, load_checkpoint_in_model
 
 ROOT = Path(__file__).parents[3]
 FIXTURES = ROOT / "tests" / "fixtures"
@@ -62,3 +63,21 @@ def test_what_we_write_loads_in_the_wheels(tmp_path, version):
         done = subprocess.run(command, env=variables, cwd=tmp_path, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, done.stderr[-3000:]
         assert json.loads(done.stdout.partition("facts:")[2]) == truth, kind
+
+
+@pytest.mark.parametrize("kind", ["whole", "sharded"])
+def test_what_our_last_version_wrote_loads_here(kind):
+    """On two ranks, whole under DDP and sharded under FSDP2."""
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=7.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    loader = torch.utils.data.DataLoader(torch.zeros(8, 4), batch_size=2, shuffle=True)
+    accelerator.prepare(model, optimizer, scheduler, loader)
+    accelerator.load_state(FIXTURES / "last_version" / kind)
+    expected = load_file(FIXTURES / "last_version" / "whole" / "model.safetensors")
+    torch.testing.assert_close(dict(model.state_dict()), expected)  # both runs trained on the same samples
+    state = optimizer.state_dict()
+    assert state["param_groups"][0]["lr"] == 0.025
+    assert {float(kept["step"]) for kept in state["state"].values()} == {2.0}
+    assert all(kept["exp_avg"].abs().max() > 0 for kept in state["state"].values())

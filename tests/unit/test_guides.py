@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "checkpointing.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "checkpointing.md"
 
 
 def test_the_examples_run(tmp_path, monkeypatch):
