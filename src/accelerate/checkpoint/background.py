@@ -13,7 +13,6 @@ import os
 import sys
 import threading
 import time
-import time
 from collections.abc import Callable
 from multiprocessing import util as multiprocessing_util
 from typing import Any

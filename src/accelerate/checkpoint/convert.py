@@ -82,7 +82,7 @@ def _part(folder: str, files: Collection[str], kind: Kind, index: int) -> Found 
     whole = [one for one in found if one.layout != "local"]
     if len(whole) > 1:
         raise ValueError(
-            f"{folder!r} has {kind} {index} more than once: {' and '.join(one.name for one in whole)}. Nothing tells which of "
+            f"{folder!r} has {kind} {index} more than once: {' and '.join(one.name for one in whole)}. Nothing says which of "
             "them counts; move the others away."
         )
     if found and not whole:
@@ -392,7 +392,7 @@ def reshard(
 
     Args:
         source: a checkpoint's folder or URL.
-        target: where the other one goes; what has the place is replaced.
+        target: where the other one goes; what is there is replaced.
         layout: ``"full"`` for ``model.safetensors`` and ``optimizer.bin``, whose parameters are numbered, as torch does;
             ``"sharded"`` for folders in the format of torch's distributed checkpoint, keyed by names.
         shards: for ``"sharded"``: in how many files; a tensor is whole in one of them. Any number of ranks reads them.
@@ -400,7 +400,7 @@ def reshard(
             files with an index. One file by default.
 
     Raises:
-        ValueError: an argument does not fit the others, or the optimizer's parameters have numbers whose names nobody knows.
+        ValueError: an argument does not fit the others, or the optimizer's parameters have numbers whose names are not known.
         FileNotFoundError: there is no checkpoint, or it has no models.
         DamagedCheckpoint: the source is not whole.
 
@@ -481,7 +481,7 @@ def _named_if_known(found: Found, stored: "Stored") -> dict[str, Any]:
     values = optimizers.optimizer_values(stored)
     if optimizers.is_named(values):
         return values
-    order = optimizers.told_names(found.folder, found.index, values["param_groups"])
+    order = optimizers.saved_names(found.folder, found.index, values["param_groups"])
     return values if order is None else optimizers.named(values, order)
 
 
@@ -490,7 +490,7 @@ def _write_shards(found: Found, stored: "Stored", values: dict[str, Any], staged
 
     if found.kind == "optimizer" and not optimizers.is_named(values):
         raise ValueError(
-            f"{found.name} in {found.folder!r} numbers its parameters, and nothing tells their names, by which shards are "
+            f"{found.name} in {found.folder!r} numbers its parameters, and nothing says their names, by which shards are "
             f"kept: there is no {manifest.PARAMETER_NAMES}, and the optimizer was not made from named_parameters(). Load the "
             "checkpoint into the model, and save it with SHARDED_STATE_DICT."
         )

@@ -107,9 +107,9 @@ def _has_manifest(storage: CheckpointStorage) -> bool:
 
 
 def survey(folder: CheckpointStorage) -> list[Summary]:
-    """Return the checkpoints at a place, whole or not, newest last.
+    """Return the checkpoints of a folder, whole or not, newest last.
 
-    Those are the place itself, if it is one, or else the ones directly inside it and inside its folder ``checkpoints``. Symbolic
+    Those are the folder itself, if it is one, or else the ones directly inside it and inside its folder ``checkpoints``. Symbolic
     links to others are left out.
 
     Args:
@@ -157,7 +157,7 @@ def _series(found: list[Summary], home: CheckpointStorage) -> list[Summary]:
 
 
 def all_files(storage: CheckpointStorage) -> dict[str, int]:
-    """Return the sizes of the files at a place and in the folders below it, by path with ``/`` between parts.
+    """Return the sizes of the files of a checkpoint and of the folders below it, by path with ``/`` between parts.
 
     Args:
         storage: a checkpoint. Folders that symbolic links lead to are left out.

@@ -332,13 +332,13 @@ def _publish_shards(values: dict[str, Any], folder: str, name: str) -> dict[str,
     from accelerate.checkpoint import shards
 
     main = state.rank_and_size()[0] == 0
-    place = LocalStorage(os.path.join(folder, name))
-    staged = on_all(together(lambda: place.stage() if main else ""))[0]
+    storage = LocalStorage(os.path.join(folder, name))
+    staged = on_all(together(lambda: storage.stage() if main else ""))[0]
     try:
         written = shards.save(values, staged)
-        together(lambda: place.publish() if main else None)
+        together(lambda: storage.publish() if main else None)
     except BaseException:
-        place.abandon()
+        storage.abandon()
         raise
     return {f"{name}/{file}": entry for file, entry in written.items()}
 

@@ -118,7 +118,7 @@ def _reported(path: str) -> Iterator[None]:
         yield
     except pickle.UnpicklingError as error:
         raise pickle.UnpicklingError(
-            f"{path} could not be read: {error}\nIf it holds objects of your own and you trust whoever wrote it, pass "
+            f"{path} could not be read: {error}\nIf it holds objects of your own and you trust its author, pass "
             "load_kwargs={'weights_only': False} to load_state; that runs code from the file."
         ) from error
     except Exception as error:
@@ -306,7 +306,7 @@ def _restore_loader(loader: Any, state: Any | None, position: dict[str, Any] | N
     if position is None and isinstance(loader, PreparedLoader):
         extent = "only where it stood in it" if state is not None else "nor where it stood in it (skip_first_batches)"
         logger.info(
-            "The checkpoint does not tell the epoch of a data loader, %s. Call set_epoch on the loader.", extent
+            "The checkpoint does not have the epoch of a data loader, %s. Call set_epoch on the loader.", extent
         )
     if state is not None and (position is None or loader.continue_after_load):
         loader.load_state_dict(state if position is None else {**state, resume.KEY: dict(position)})
@@ -533,7 +533,7 @@ class Common:
                     plan.add_object(manifest.dataloader_file(index, rank), state)
             generators = rng.collect(self.device)
             if plan is folder:
-                # Beside the file that upstream reads. It also tells that a manifest belongs to the folder.
+                # Beside the file that upstream reads. It also shows that a manifest belongs to the folder.
                 tensors, metadata = rng.encode(generators)
                 plan.add_tensors(manifest.generators_file(self.process_index), tensors, metadata=metadata)
             own = {"step": step, **generators, POSITIONS: positions}

@@ -47,7 +47,7 @@ REPLACED_PREFIX = ".replaced_"
 REMOVED_PREFIX = ".removed_"
 HIDDEN_PREFIXES = (STAGING_PREFIX, READY_PREFIX, REPLACED_PREFIX, REMOVED_PREFIX)
 
-# A file that a process holds locked while it saves to a place. One that no process holds means nothing.
+# A file that a process holds locked while it saves there. One that no process holds means nothing.
 LOCK_PREFIX = ".lock_"
 
 # Lies in the newer one of two checkpoints that are being exchanged.

@@ -155,7 +155,7 @@ def optimizer_values(stored: "Stored") -> dict[str, Any]:
     return {**raw, "state": {numbers.get(key, key): value for key, value in raw.get("state", {}).items()}}
 
 
-def told_names(
+def saved_names(
     folder: str, index: int, groups: Sequence[Mapping[str, Any]], own: Sequence[str] | None = None
 ) -> list[str] | None:
     """Return the names of numbered parameters, if the checkpoint has them. Any rank, alone."""
@@ -219,14 +219,14 @@ def read_optimizer(goal: Target, stored: "Stored", found: Found) -> dict[str, An
 
 def _order_of_numbers(goal: Target, found: Found, groups: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the names of numbered parameters: those the checkpoint has, else the optimizer's own, as torch takes them."""
-    order = told_names(found.folder, found.index, groups, goal.order)
+    order = saved_names(found.folder, found.index, groups, goal.order)
     if order is not None:
         return order
     if goal.flat and len(goal.order) > 1:
         raise RuntimeError(
-            f"{found.name} in {found.folder!r} numbers its parameters and nothing tells their names, and this optimizer's "
+            f"{found.name} in {found.folder!r} numbers its parameters and nothing says their names, and this optimizer's "
             "parameters are flat, in an order of their own; nothing was loaded. Wrap the model with use_orig_params=True to "
-            "load it, or save it once more without FSDP: that tells the names."
+            "load it, or save it once more without FSDP: that saves the names."
         )
     counts = [len(group["params"]) for group in groups], [len(group) for group in goal.groups]
     if counts[0] != counts[1]:
@@ -245,14 +245,14 @@ def _own_groups(
     made, missing = [], []
     for number, of_group in enumerate(goal.groups):
         homes = {name: home.get(goal.source(name, home)) for name in of_group}
-        missing += [name for name, place in homes.items() if place is None]
-        places = sorted({place for place in homes.values() if place is not None})
-        if len(places) > 1:
+        missing += [name for name, home_of in homes.items() if home_of is None]
+        saved_in = sorted({home_of for home_of in homes.values() if home_of is not None})
+        if len(saved_in) > 1:
             raise RuntimeError(
-                f"Group {number} of the optimizer has parameters that are in groups {places} in {origin}; nothing was "
+                f"Group {number} of the optimizer has parameters that are in groups {saved_in} in {origin}; nothing was "
                 "loaded. Make the groups as they were when the checkpoint was saved."
             )
-        source = groups[places[0] if places else min(number, len(groups) - 1)]
+        source = groups[saved_in[0] if saved_in else min(number, len(groups) - 1)]
         # The names which torch keeps beside the numbers are the optimizer's own.
         options = {key: value for key, value in source.items() if key not in ("params", "param_names")}
         made.append({**options, "params": list(of_group)})
@@ -393,7 +393,7 @@ def read_whole_optimizer(
         )
     if not is_named(raw):
         groups = raw["param_groups"]
-        order = told_names(os.fspath(folder), index, groups, goal.order)
+        order = saved_names(os.fspath(folder), index, groups, goal.order)
         same = order == goal.order and [len(g["params"]) for g in groups] == list(map(len, goal.groups))
         if order is None or same:
             return raw

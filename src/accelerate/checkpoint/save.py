@@ -286,7 +286,7 @@ class Group:
             accelerator.process_index,
             accelerator.num_processes,
             accelerator.local_process_index,
-            # Where no launcher tells it, each rank looks after itself.
+            # Where no launcher sets it, each rank looks after itself.
             int(os.environ.get("LOCAL_WORLD_SIZE") or 1),
             each_node,
             storage.shared and not each_node,

@@ -558,7 +558,7 @@ def _remove_parts(folder: str) -> None:
         listed += Manifest.read(folder).files
     unlisted = sorted({*os.listdir(folder)} - {name.split("/")[0] for name in listed})
     named = [entry for entry in unlisted if manifest.is_checkpoint_file(entry) or manifest.is_shard_file(entry)]
-    # Without the manifest the next process could not tell the other parts from the user's own.
+    # Without the manifest the next process could not distinguish the other parts from the user's own.
     for path in (os.path.join(folder, name) for name in (*listed, *named, manifest.PUBLISHING_MARKER, NAME)):
         inner = os.path.dirname(path)
         if os.path.realpath(inner) == inner:  # what a link leads to is the user's own

@@ -2,7 +2,7 @@
 
 A rank that waits cannot tell whether a missing rank is slow or will never come: because it has ended, or because it waits itself, in
 a collective for the waiting rank. The thread polls the process group's key-value store for a question, one short request each
-half second; training steps do nothing. The process groups' counters of collectives tell who waits for whom: all ranks start the
+half second; training steps do nothing. The process groups' counters of collectives show who waits for whom: all ranks start the
 same collectives in the same order, so a rank with a higher counter has gone past this one.
 
 Source:
@@ -38,7 +38,7 @@ _INTERVAL_S = 0.5
 _PER_SECOND = 200
 # A thread that stands still stands still in all samples.
 _SAMPLES, _SAMPLE_PAUSE_S = 5, 0.03
-# Added to the number of questions when the process that holds the store ends: whoever reads it stops asking.
+# Added to the number of questions when the process that holds the store ends: a rank that reads it stops asking.
 _CLOSING = 1 << 40
 _JOIN_S = 1.0
 
@@ -189,7 +189,7 @@ def _process() -> dict[str, Any]:
 
 
 def _machine() -> str:
-    """Return a name that two processes share if they see each other's numbers; empty where nobody can tell."""
+    """Return a name that two processes share if they see each other's numbers; empty where that is not known."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
@@ -261,7 +261,7 @@ class Watcher:
             self._thread.join(_JOIN_S)
 
     def end(self) -> None:
-        """Stop answering, and tell the others that this rank's program is over.
+        """Stop answering, and report to the others that this rank's program is over.
 
         The process that holds the store waits until the others have heard of it, at most a little longer than the time
         between two of their looks: torch prints long warnings when a store goes away beneath a request.
@@ -280,7 +280,7 @@ class Watcher:
                 while left < self.world_size and time.monotonic() < deadline:
                     time.sleep(0.005)
                     left = store.add("left", 0)
-        except Exception as error:  # whoever holds the store has gone first
+        except Exception as error:  # the process that holds the store has ended first
             logger.debug("Rank %d could not leave word that it ends: %s", self.rank, error)
 
     def _reach(self) -> Any | None:
@@ -289,7 +289,7 @@ class Watcher:
         if origin is None:
             return None
         if self._clone is None:
-            # A connection of its own: one that waits in `store.wait` lets nobody else through.
+            # A connection of its own: one that waits in `store.wait` lets no other request through.
             try:
                 clone = origin.clone()
             except Exception:  # older torch, and stores written in Python, have none
@@ -305,7 +305,7 @@ class Watcher:
             answered = 0
             while not self._closed and not self._over.wait(interval(self.world_size)):
                 answered = self._answer(answered)
-        except Exception as error:  # the store is gone, and with it whoever could ask
+        except Exception as error:  # the store is gone, and with it every rank that could ask
             logger.debug("Rank %d does not answer any longer: %s", self.rank, error)
 
     def _answer(self, answered: int) -> int:
@@ -362,7 +362,7 @@ def watch(store: Any | None, rank: int, world_size: int) -> None:
     Args:
         store: The store of the default process group; None (there is no group) does nothing.
         rank: This process's rank.
-        world_size: Number of ranks; a single one has nobody to answer.
+        world_size: Number of ranks; a single one has no rank to answer.
     """
     global _watcher, _registered_in
     if store is None or world_size < 2 or (_watcher is not None and _watcher.serves(store)):

@@ -1,6 +1,6 @@
 """Bytes on the disk: hashed while they are written, there when the file is closed, and read back by several threads.
 
-Checksums tell damage (a flipped bit, a truncated or swapped file), not malice: whoever can change a file can change the manifest, too.
+Checksums find damage (a flipped bit, a truncated or swapped file), not malice: a user who can change a file can change the manifest, too.
 So a fast hash is the right one. XXH3-128 from `xxhash` hashes 14 GiB/s on one core here, where zlib's CRC-32 does 4 and SHA-256 less
 than 2. A file is hashed in pieces of `CHUNK` bytes, and its checksum is the digest of their digests: threads share the work, and a file
 that is written in one stream and read in another has the same checksum.
@@ -371,7 +371,7 @@ def _start_writing(descriptor: int, start: int, size: int) -> None:
         https://man7.org/linux/man-pages/man2/sync_file_range.2.html
     """
     begin = _call("sync_file_range", "iqqI")
-    if begin is not None:  # where it fails, fsync does all of it, and tells what is wrong
+    if begin is not None:  # where it fails, fsync does all of it, and reports what is wrong
         begin(descriptor, start, size, 2)  # SYNC_FILE_RANGE_WRITE
 
 

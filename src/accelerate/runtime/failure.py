@@ -81,7 +81,7 @@ def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType 
     # Whatever happens here, the traceback must come out: this may run when memory or the disk is full.
     left = False
     with contextlib.suppress(Exception):
-        left = _is_rank() and _leave(os.environ[ERROR_FILE], record(kind, error, trace, shown=prints))
+        left = _is_rank() and leave(os.environ[ERROR_FILE], record(kind, error, trace, shown=prints))
     if prints or not left:
         _former(kind, error, trace)
 
@@ -127,8 +127,19 @@ def _shortened(text: str, longest: int) -> str:
     return f"{text[:half]}\n... {len(text) - 2 * half} characters are left out ...\n{text[-half:]}"
 
 
-def _leave(path: str, told: Mapping[str, Any]) -> bool:
-    """Write our part of the error file. What torch's `record` wrote there stays, whatever its handler made of it."""
+def leave(path: str, told: Mapping[str, Any]) -> bool:
+    """Write our part of an error file. What torch's `record` wrote there stays, whatever its handler made of it.
+
+    Args:
+        path: the error file.
+        told: what `record` returned.
+
+    Returns:
+        True.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     data: Any = None
     with contextlib.suppress(OSError, ValueError), open(path, encoding="utf-8") as file:
         data = json.load(file)

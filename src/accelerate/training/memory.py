@@ -3,13 +3,14 @@
 import contextlib
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from accelerate.diagnostics.table import table
 from accelerate.modules.tensors import id_tensor_storage
 from accelerate.precision.master import local_part, size
 
@@ -70,7 +71,7 @@ class MemoryReport:
             )
             for row in self.rows
         ]
-        return "\n".join([f"Memory on {self.device}", *table(head, body), self.meaning])
+        return "\n".join([f"Memory on {self.device}", table(head, body, right=head, rule=True), self.meaning])
 
 
 def memory_report(accelerator: "Accelerator") -> MemoryReport:
@@ -244,22 +245,3 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from tensors_in(item)
-
-
-def table(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table; columns of numbers are set to the right.
-
-    Args:
-        head: What the columns are called.
-        body: The cells, line by line.
-    """
-    widths = [max(len(line[index]) for line in (head, *body)) for index in range(len(head))]
-    words = [index for index in range(len(head)) if not any(line[index][:1].isdigit() for line in body)]
-    lines = []
-    for line in (head, ["-" * width for width in widths], *body):
-        cells = [
-            text.ljust(width) if index in words else text.rjust(width)
-            for index, (text, width) in enumerate(zip(line, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return lines

@@ -1,7 +1,7 @@
-"""A run that is told by a signal to stop: all ranks agree on a step, save after it, and leave.
+"""A run that a signal asks to stop: all ranks agree on a step, save after it, and leave.
 
 Three things happen at three places. A signal handler raises a flag in the process that got the signal. Each step of a prepared
-optimizer starts a vote on these flags and reads the result of the vote before it, so that nobody waits and all ranks see the
+optimizer starts a vote on these flags and reads the result of the vote before it, so that no rank waits and all ranks see the
 same at the same step. A prepared loader that is asked for the next batch after such a step saves and leaves: the step is over
 by then, with the scheduler, and with whatever else the loop does in it.
 """
@@ -44,7 +44,7 @@ _UNSUITABLE = {"SIGKILL", "SIGSTOP", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "S
 class Preempted(SystemExit):
     """Raised by a prepared loader when the run has saved itself after a signal; the process ends with status 75.
 
-    It is no `Exception`, so that only `finally` blocks and whoever asks for it see it.
+    It is no `Exception`, so that only `finally` blocks and a handler that names it see it.
 
     Args:
         code: The exit status.
@@ -86,7 +86,7 @@ def install(accelerator: "Accelerator") -> None:
         )
     received = 0
     if _installed is not None and not _installed.closed:
-        # A run that builds a new Accelerator has not done yet what it was told.
+        # A run that builds a new Accelerator has not done yet what it was asked to.
         received = 0 if _installed.leaving else _installed.received
         _installed.close()
     _installed = Watch(accelerator, numbers, received)
@@ -313,7 +313,7 @@ class Watch:
         if accelerator is None:
             raise RuntimeError("The Accelerator is gone, so there is nothing to save.")
         location = str(_save(accelerator))
-        # From here on the process is ending; the launcher may still pass on what it was told.
+        # From here on the process is ending; the launcher may still pass on what it was asked to.
         self.leaving = True
         if accelerator.is_main_process:
             logger.warning(
@@ -334,12 +334,12 @@ def _save(accelerator: "Accelerator") -> Any:
     """Save under the next free number of the project, and wait until the checkpoint is in its place. All ranks."""
     accelerator._background.settle()  # one that failed has been logged, and is no reason not to save now
     project = accelerator.project_configuration
-    place = storage_of(project.project_dir).child(CHECKPOINTS_FOLDER)
-    taken = [number for number, _ in place.checkpoints()] if accelerator.is_main_process else []
+    storage = storage_of(project.project_dir).child(CHECKPOINTS_FOLDER)
+    taken = [number for number, _ in storage.checkpoints()] if accelerator.is_main_process else []
     (following,) = comm.current().broadcast_object_list([max(taken, default=-1) + 1])
     # A run that began anew beside older checkpoints must not fail now, nor save under a number that is not the latest.
     project.iteration = max(project.iteration, following)
-    location = place.child(numbered_folder(project.iteration)).location
+    location = storage.child(numbered_folder(project.iteration)).location
     accelerator.save_state(None if project.automatic_checkpoint_naming else location)
     accelerator.wait_for_checkpoint()
     return location
@@ -365,7 +365,7 @@ def _ballot(communicator: Communicator) -> Callable[[int], Callable[[], int]]:
             except RuntimeError as error:
                 raise RuntimeError(
                     "A process was lost while all agreed on whether a signal came. The output of the process that ended "
-                    "first tells the cause."
+                    "first names the cause."
                 ) from error
             return int(vote)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from accelerate.diagnostics.table import table
 from accelerate.modules.unwrap import extract_model_from_parallel
 from accelerate.precision import footprint
 from accelerate.precision.amp import autocast_of
@@ -18,7 +19,6 @@ from accelerate.training.memory import (
     MemoryRow,
     measure_activations,
     memory_report,
-    table,
     tensors_in,
 )
 
@@ -107,7 +107,7 @@ class PrecisionReport:
         title = f"{self.model}: strategy {self.strategy}, mixed_precision={self.mixed_precision!r}"
         marks = ["warning" if index < self.warnings else "note" for index in range(len(self.notes))]
         notes = [f"{mark}: {note}" for mark, note in zip(marks, self.notes, strict=True)]
-        return "\n".join([title, *table(head, body), *notes])
+        return "\n".join([title, table(head, body, right=head[3:], rule=True), *notes])
 
 
 def precision_report(accelerator: "Accelerator", model: nn.Module) -> PrecisionReport:

@@ -90,7 +90,7 @@ def save_state(
             "save_state(blocking=False) writes at once here: these ranks have no key-value store to meet in meanwhile."
         )
         blocking = True
-    # What failed on one rank alone, or was told to some ranks only, is raised on all of them now.
+    # What failed on one rank alone, or is known to some ranks only, is raised on all of them now.
     save.begin(former)
     if backend.saves_shards:
         save.shards = background.process_group()
@@ -123,7 +123,7 @@ def save_state(
 
 
 def _as_given(storage: CheckpointStorage, path: Folder) -> Path | str:
-    """Return the path that a caller gave to a storage, relative if it was; a URL as the place has it."""
+    """Return the path that a caller gave to a storage, relative if it was; a URL as the storage has it."""
     text = os.path.expanduser(os.fspath(path))
     if "://" not in text:
         return Path(text)

@@ -180,7 +180,7 @@ def test_the_layout_that_the_manifest_lists(tmp_path):
     assert same(loaded(tmp_path / "out"), samples.tensors())
     (source / NAME).unlink()
     (source / generators_file(0)).unlink()
-    with pytest.raises(ValueError, match=r"pytorch_model_fsdp_0 and model\.safetensors\. Nothing tells"):
+    with pytest.raises(ValueError, match=r"pytorch_model_fsdp_0 and model\.safetensors\. Nothing says"):
         export(source, tmp_path / "out2")
     assert not (tmp_path / "out2").exists()
 
