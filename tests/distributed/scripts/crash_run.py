@@ -106,7 +106,7 @@ def train(chain: Chain, plan: Plan, board: Board, rank: int, tell: Callable[[], 
     return DONE
 
 
-def verify(chain: Chain, board: Board, at_least: int, at_most: int) -> int:
+def verify(chain: Chain, board: Board, at_least: int, at_most: int, own: list[str]) -> int:
     """Load what is there as a fresh process, and compare. Returns the exit status."""
     run = Run(chain)
     if not run.load(missing_ok=at_least == 0):
@@ -117,8 +117,8 @@ def verify(chain: Chain, board: Board, at_least: int, at_most: int) -> int:
     board["loaded", 0], board["whole", 0] = step, 1
     run.advance(chain.world)
     if chain.limit is None:
-        own = [path.read_text() for path in chain.folder.glob("**/notes.txt")]
-        assert own == ["mine"] or not chain.target.exists(), f"the user's own file is {own}"
+        found = [path.read_text() for path in chain.folder.glob("**/notes.txt")]
+        assert found == own, f"the user's own file is {found}"
         return DONE
     former = None
     for _, place in storage_of(chain.folder / CHECKPOINTS_FOLDER).checkpoints():
@@ -277,11 +277,11 @@ class Lab:
         os.close(reading)
         return killed
 
-    def inspect(self, chain: Chain, board: Board, at_least: int, at_most: int, about: object) -> int:
+    def inspect(self, chain: Chain, own: list[str], at_least: int, at_most: int, about: object) -> int:
         """Load what is there in a fresh process; returns the step that was found."""
         seen = Board()
         log = self.folder / f"look_{next(self._rounds)}.log"
-        pid = self.fork(lambda: verify(chain, seen, at_least, at_most), log)
+        pid = self.fork(lambda: verify(chain, seen, at_least, at_most, own), log)
         running = [pid]
         with self.limit(running, str(chain), log):
             _, status = os.waitpid(pid, 0)
@@ -319,6 +319,7 @@ class Story:
         self.lab, self.chain = lab, chain
         chain.folder.mkdir(parents=True, exist_ok=True)
         self.at_least = self.at_most = 0
+        self.own: list[str] = []  # what the user has put into the folder
         self.calls = {"save": 150, "publish": 30, "prune": 20, "load": 30}
         self.seconds = 0.4
 
@@ -352,12 +353,13 @@ class Story:
             for phase in PHASES:
                 self.calls[phase] = max(1, *(board[phase, rank] for rank in ranks))
         notes = self.chain.target / "notes.txt"
-        if self.chain.limit is None and notes.parent.is_dir() and not list(self.chain.folder.glob("**/notes.txt")):
+        if self.chain.limit is None and notes.parent.is_dir() and not self.own:
             try:
                 notes.write_text("mine")
+                self.own = ["mine"]
             except OSError:  # on a disk that is full there is no room for the user's own either
                 notes.unlink(missing_ok=True)
-        self.at_least = self.lab.inspect(self.chain, board, self.at_least, self.at_most, plan)
+        self.at_least = self.lab.inspect(self.chain, self.own, self.at_least, self.at_most, plan)
         return board, killed
 
     def kill(self, phase: str) -> bool:
