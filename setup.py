@@ -11,11 +11,12 @@ VERSION = re.search(r'^__version__ = "(.+)"$', (HERE / "src/accelerate/__init__.
 TRACKERS = ["tensorboard"]
 EXPORT = ["libcst>=1.1"]
 STORES = ["fsspec"]
+MENUS = ["questionary>=2"]
 TESTING = [
     # pytest 9.2 hides from xdist 3.8 which tests belong together, and they share expensive fixtures.
     *["pytest>=8,<9.2", "pytest-xdist", "pytest-timeout", "parameterized", "hypothesis", "scikit-learn", "torchdata"],
     *[*TRACKERS, *EXPORT, *STORES, "s3fs", "moto[server]>=5"],
-    *["argcomplete", "cloudpickle", "ipykernel", "jsonschema", "jupyter_client", "torchao"],
+    *["argcomplete", "cloudpickle", "ipykernel", "jsonschema", "jupyter_client", *MENUS, "torchao"],
 ]
 EXTRAS = {
     "quality": ["ruff==0.17.5"],
@@ -40,6 +41,7 @@ EXTRAS = {
     "sagemaker": ["sagemaker>=2,<3", "boto3"],
     "rich": ["rich"],
     "completion": ["argcomplete"],
+    "menus": MENUS,
 }
 EXTRAS["dev"] = sorted({*EXTRAS["quality"], *EXTRAS["testing"]})
 

@@ -1,18 +1,19 @@
 """Start a training function in several processes from a notebook, a console or a test."""
 
+import importlib.util
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from accelerate.launch import notebook
 from accelerate.launch.errors import NotAvailableError
-from accelerate.launch.notebook import first_use, local, place, shipping, xla
-from accelerate.launch.notebook.failures import WorkerError, WorkerFailure
-from accelerate.launch.notebook.local import MeetingError
-from accelerate.launch.notebook.request import Request, check
+from accelerate.launch.failures import WorkerFailure
+from accelerate.launch.notebook import MeetingError, Request, WorkerError, check
 from accelerate.utils.constants import ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION
+from accelerate.utils.environment import is_colab
 
 __all__ = [
     "ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION",
@@ -24,8 +25,8 @@ __all__ = [
     "test_launch",
 ]
 
-# From here on it is known who uses a GPU first: afterwards this process cannot be forked.
-first_use.watch()
+# After its first use of a GPU this process cannot be forked; from here on that use is recorded.
+notebook.watch()
 
 
 def test_launch() -> None:
@@ -112,7 +113,7 @@ def notebook_launcher(
     # fmt: on
     check(request)
     _refuse_nesting("notebook_launcher", request.num_nodes == 1 and num_processes == 1)
-    if place.lacks_torch_xla():
+    if _lacks_torch_xla():
         raise NotAvailableError(
             "This notebook has a TPU (TPU_NAME is set), and torch_xla, which uses it, is not installed. Install it, in the release of "
             f"torch {torch.__version__}, and restart; or choose a machine without a TPU."
@@ -128,15 +129,15 @@ def notebook_launcher(
         return
     count = _count(request, device)
     if count == 1 and num_nodes == 1:
-        print(f"Launching training on one {_name(device.type)}.")
+        print(f"Launching training on {_counted(1, device.type)}.")
         _run_here(request, variables)
         return
     _refuse_state()
     if device.type == "cpu":
         variables["ACCELERATE_USE_CPU"] = "true"
-    shipment = _ship(request, device)
+    request, method = _prepared(request, device)
     _announce(request, count, device.type)
-    local.run(request, shipment, local.environment_of(**variables), count)
+    notebook.run(request, method, _environment(variables), count)
 
 
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
@@ -161,19 +162,39 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
     check(request)
     _refuse_nesting("debug_launcher")
     _refuse_group()
-    ship = shipping.fork if hasattr(os, "fork") else shipping.spawn
-    environment = local.environment_of(ACCELERATE_MIXED_PRECISION="no", ACCELERATE_USE_CPU="true")
-    local.run(request, ship(function, args), environment, num_processes)
+    environment = _environment({"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_CPU": "true"})
+    if hasattr(os, "fork"):
+        notebook.run(request, notebook.FORK, environment, num_processes)
+        return
+    from accelerate.launch.notebook_worker import sendable
+
+    notebook.run(sendable(request), notebook.SPAWN, environment, num_processes)
+
+
+def _lacks_torch_xla() -> bool:
+    """Return whether a hosted notebook has a TPU that torch cannot use."""
+    hosted = is_colab() or any(name.startswith("KAGGLE") for name in os.environ)
+    return hosted and "TPU_NAME" in os.environ and importlib.util.find_spec("torch_xla") is None
+
+
+def _environment(changes: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of the processes: those of this one, with changes."""
+    environment = {**os.environ, **changes}
+    # Tokenizers refuses to use its threads in a forked process, and prints so each time unless this is set.
+    if "tokenizers" in sys.modules:
+        environment.setdefault("TOKENIZERS_PARALLELISM", "false")
+    return environment
 
 
 def _count(request: Request, device: Any) -> int:
     """Return how many processes to start on this machine."""
     devices = device.count() if device.type != "cpu" else 0
     asked = request.num_processes
-    if place.is_colab() and asked is not None and asked > (devices or 1) and "ACCELERATE_USE_CPU" not in os.environ:
+    if is_colab() and asked is not None and asked > (devices or 1) and "ACCELERATE_USE_CPU" not in os.environ:
         # Notebooks that were written for a larger machine are opened there.
-        print(f"Colab has one {_name(device.type)} here; num_processes={asked} is not used.")
-        return devices or 1
+        found = devices or 1
+        print(f"Colab has {_counted(found, device.type)} here; num_processes={asked} is not used.")
+        return found
     if devices and asked is not None and asked > devices:
         raise ValueError(
             f"num_processes is {asked}, and there are {devices} {device.type} devices. Ask for at most {devices}, or "
@@ -182,23 +203,25 @@ def _count(request: Request, device: Any) -> int:
     return asked or devices or 1
 
 
-def _ship(request: Request, device: Any) -> shipping.Shipment:
+def _prepared(request: Request, device: Any) -> tuple[Request, str]:
     """Prepare the function for forked processes, or for fresh ones where a fork would not work."""
-    if hasattr(os, "fork") and first_use.survives_fork(device):
-        return shipping.fork(request.function, request.args)
-    if not first_use.is_used(device):
-        reason = "this process cannot be forked" if not hasattr(os, "fork") else "this process has counted the GPUs"
+    if notebook.survives_fork(device):
+        return request, notebook.FORK
+    if notebook.is_used(device):
+        reason = f"the {device.type} device is in use in this process already. {notebook.culprit(device.type)}"
     else:
-        reason = f"the {device.type} device is in use in this process already. {first_use.culprit(device.type)}"
+        reason = "this process has counted the GPUs" if hasattr(os, "fork") else "this process cannot be forked"
+    from accelerate.launch import notebook_worker
+
     try:
-        shipment = shipping.spawn(request.function, request.args)
-    except shipping.CannotSendError as error:
+        request = notebook_worker.sendable(request)
+    except notebook_worker.CannotSendError as error:
         raise RuntimeError(
             f"The processes cannot be forked: {reason.rstrip('.')}. And {error} Or restart the notebook, and use the device only "
             "inside the training function."
         ) from None
     print(f"Starting fresh processes, as {reason.rstrip('.')}.")
-    return shipment
+    return request, notebook.SPAWN
 
 
 def _launch_xla(request: Request, variables: Mapping[str, str]) -> None:
@@ -206,58 +229,39 @@ def _launch_xla(request: Request, variables: Mapping[str, str]) -> None:
         _refuse_state()
     cores = "one TPU core" if request.num_processes == 1 else f"{request.num_processes or 'all'} TPU cores"
     print(f"Launching training on {cores}.")
-    xla.run(request, local.environment_of(**variables))
+    notebook.run_on_tpu(request, _environment(variables))
 
 
 def _announce(request: Request, count: int, device_type: str) -> None:
-    total = count * request.num_nodes
-    print(f"Launching training on {total} {_name(device_type)}{'s' if total > 1 else ''}.")
+    print(f"Launching training on {_counted(count * request.num_nodes, device_type)}.")
     if request.num_nodes == 1:
         return
     who = f"Number {request.node_rank}" if request.rdzv_backend == "static" else "One"
     print(
         f"{who} of {request.num_nodes} machines waits at {request.endpoint} for the others, up to "
-        f"{local.patience_s(request):g} s."
+        f"{request.join_timeout:g} s."
     )
 
 
-# The states that functions have left behind which ran right here. Processes that are started later do without them.
+# The states that functions leave behind which run right here. Processes that are started later do without them.
 _left_behind: list[Mapping[str, Any]] = []
 
 
 def _run_here(request: Request, variables: Mapping[str, str]) -> None:
     from accelerate.runtime import storage
 
-    slots = [slot for slot in (storage.accelerator, storage.process) if not slot.current]
+    slots = (storage.accelerator, storage.process)
+    empty = [slot for slot in slots if not slot.current]
     try:
-        with _set(variables):
+        with notebook.variables(variables):
             request.function(*request.args)
     finally:
-        _left_behind[:] = [*(left for left in _left_behind if _is_current(left)), *(slot.current for slot in slots)]
-
-
-def _is_current(state: Mapping[str, Any]) -> bool:
-    from accelerate.runtime import storage
-
-    return any(slot.current is state for slot in (storage.accelerator, storage.process))
-
-
-@contextmanager
-def _set(variables: Mapping[str, str]) -> Any:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        still = [left for left in _left_behind if any(slot.current is left for slot in slots)]
+        _left_behind[:] = [*still, *(slot.current for slot in empty)]
 
 
 def _refuse_nesting(launcher: str, harmless: bool = False) -> None:
-    if shipping.is_importing_main():
+    if notebook.is_importing_main():
         raise ValueError(
             f"{launcher} is called while a fresh process imports the script, which would start processes without end. Put the "
             'call behind `if __name__ == "__main__":`.'
@@ -293,5 +297,6 @@ def _refuse_group() -> None:
         )
 
 
-def _name(device_type: str) -> str:
-    return {"cuda": "GPU", "cpu": "CPU"}.get(device_type, device_type.upper())
+def _counted(count: int, device_type: str) -> str:
+    name = {"cuda": "GPU", "cpu": "CPU"}.get(device_type, device_type.upper())
+    return f"one {name}" if count == 1 else f"{count} {name}s"

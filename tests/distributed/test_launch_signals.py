@@ -27,6 +27,14 @@ train()
 """
 
 
+@pytest.fixture(autouse=True)
+def interruptible():
+    """Let the launchers be interruptible where the suite itself ignores SIGINT, as in a background shell."""
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, former)
+
+
 class Job:
     """A launch whose ranks are up."""
 

@@ -32,6 +32,14 @@ print("done\\n", end="")
 """
 
 
+@pytest.fixture(autouse=True)
+def interruptible():
+    """Let the launchers be interruptible where the suite itself ignores SIGINT, as in a background shell."""
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, former)
+
+
 class Job:
     """Launchers of one run, one a machine."""
 
@@ -131,7 +139,7 @@ def test_machines_that_disagree(job):
         assert status == 2 and "do not agree on processes of each machine" in err and "rank" not in out, err
 
 
-@pytest.mark.slow  # waits until machine 0 has waited long enough; tests/unit/launch/test_meeting.py tries it in threads
+@pytest.mark.slow  # waits until machine 0 has waited long enough; tests/unit/launch/test_machine_rendezvous.py tries it in threads
 def test_two_machines_with_one_number(job):
     port = free_port()
     for launcher, machine in enumerate((0, 1, 1)):
@@ -249,7 +257,7 @@ def test_a_signal_ends_a_launcher_that_waits_for_a_restart(running):
 def test_a_quiet_launcher_says_what_nobody_else_can_say(job):
     job.start(1, "--quiet", *at(free_port(), 1, join_timeout=1), "script.py")
     status, _, err = job.end(1)
-    assert status == 1 and err.startswith("accelerate launch: Nobody has answered at 127.0.0.1"), err
+    assert status == 1 and err.startswith("accelerate launch: Nothing has answered at 127.0.0.1"), err
 
 
 # -- two network namespaces ------------------------------------------------------------------------------------------

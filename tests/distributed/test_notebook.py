@@ -169,8 +169,8 @@ def test_a_run_that_has_saved_itself_ends_with_its_status(run):
 def test_a_script_without_a_guard_starts_no_processes_without_end(tmp_path, notes):
     script = tmp_path / "bare.py"
     script.write_text(
-        "from accelerate import notebook_launcher\nfrom accelerate.launch.notebook import first_use\n"
-        "first_use.survives_fork = lambda device: False\n"
+        "from accelerate import notebook_launcher\nfrom accelerate.launch import notebook\n"
+        "notebook.survives_fork = lambda device: False\n"
         "def train():\n    pass\n"
         "notebook_launcher(train, num_processes=2)\n"
     )
@@ -382,8 +382,8 @@ def test_a_function_of_a_cell_goes_to_fresh_processes(kernel):
     out, error = kernel.run("""
         import os
         from accelerate import PartialState, notebook_launcher
-        from accelerate.launch.notebook import first_use
-        first_use.survives_fork = lambda device: False
+        from accelerate.launch import notebook
+        notebook.survives_fork = lambda device: False
         def helper(state):
             return state.num_processes
         def train(fails):

@@ -2,12 +2,14 @@
 
 import os
 import sys
+import threading
 import types
 
 import pytest
 import torch
 
 from accelerate import launchers
+from accelerate.launch import notebook
 from accelerate.launch.errors import LaunchError, NotAvailableError
 from accelerate.launchers import debug_launcher, notebook_launcher
 from accelerate.launchers import test_launch as join_only
@@ -52,10 +54,10 @@ def started(monkeypatch):
     """Start nothing; list what would be."""
     calls = []
 
-    def run(request, shipment, environment, num_processes):
+    def run(request, method, environment, num_processes):
         calls.append(types.SimpleNamespace(**{k: v for k, v in locals().items() if k != "calls"}))
 
-    monkeypatch.setattr(launchers.local, "run", run)
+    monkeypatch.setattr(notebook, "run", run)
     return calls
 
 
@@ -137,7 +139,7 @@ def test_a_process_of_a_run_starts_no_other(monkeypatch, started):
 
 
 def test_a_script_that_is_being_imported_by_its_own_process(monkeypatch, started):
-    monkeypatch.setattr(launchers.shipping, "is_importing_main", lambda: True)
+    monkeypatch.setattr(notebook, "is_importing_main", lambda: True)
     for start in (debug_launcher, notebook_launcher):
         with pytest.raises(ValueError, match="__main__"):
             start(train, num_processes=2)
@@ -153,7 +155,7 @@ def test_one_process_per_device_by_default(device, started, capsys):
     device(Device(count=3))
     notebook_launcher(train, use_port="29501")
     (call,) = started
-    assert (call.num_processes, call.request.chosen_port, call.shipment.method) == (3, 29501, "fork")
+    assert (call.num_processes, call.request.chosen_port, call.method) == (3, 29501, "fork")
     assert "ACCELERATE_USE_CPU" not in call.environment
     assert capsys.readouterr().out == "Launching training on 3 GPUs.\n"
 
@@ -177,9 +179,9 @@ def test_an_apple_gpu_is_one(device, started, capsys):
 
 def test_a_device_in_use_means_fresh_processes(device, started, capsys, monkeypatch):
     device(Device(in_use=True))
-    monkeypatch.setattr(launchers.first_use, "culprit", lambda name: f"Somebody used {name}.")
+    monkeypatch.setattr(notebook, "culprit", lambda name: f"Somebody used {name}.")
     notebook_launcher(join_only, num_processes=2)
-    assert started[0].shipment.method == "spawn"
+    assert started[0].method == "spawn"
     assert (
         "Starting fresh processes, as the cuda device is in use in this process already. Somebody used cuda."
         in capsys.readouterr().out
@@ -189,22 +191,19 @@ def test_a_device_in_use_means_fresh_processes(device, started, capsys, monkeypa
 def test_a_device_that_was_only_counted(device, started, capsys):
     device(Device(spoiled=True))
     notebook_launcher(join_only, num_processes=2)
-    assert started[0].shipment.method == "spawn"
+    assert started[0].method == "spawn"
     assert "has counted the GPUs" in capsys.readouterr().out
 
 
-def test_a_function_that_cannot_be_sent_is_refused_with_who_and_what(device, started, monkeypatch):
+def test_a_function_that_cannot_be_sent_is_refused_with_the_first_use_and_the_obstacle(device, started, monkeypatch):
+    pytest.importorskip("cloudpickle")
     device(Device(in_use=True))
-    monkeypatch.setattr(launchers.first_use, "culprit", lambda name: "greedy/core.py did it.")
-
-    def refuse(function, args):
-        raise launchers.shipping.CannotSendError("train cannot be sent.")
-
-    monkeypatch.setattr(launchers.shipping, "spawn", refuse)
+    monkeypatch.setattr(notebook, "culprit", lambda name: "greedy/core.py did it.")
+    lock = threading.Lock()
     with pytest.raises(
-        RuntimeError, match=r"(?s)cannot be forked.*greedy/core.py did it.*train cannot be sent.*restart the notebook"
+        RuntimeError, match=r"cannot be forked.*greedy/core.py did it.*<lambda> cannot be sent.*restart the notebook"
     ):
-        notebook_launcher(train, num_processes=2)
+        notebook_launcher(lambda: lock.acquire(), num_processes=2)
     assert started == []
 
 
@@ -212,7 +211,7 @@ def test_a_function_that_cannot_be_sent_is_refused_with_who_and_what(device, sta
 def test_systems_without_fork(monkeypatch, started, start):
     monkeypatch.delattr(os, "fork")
     start(join_only, num_processes=2)
-    assert started[0].shipment.method == "spawn"
+    assert started[0].method == "spawn"
 
 
 @pytest.mark.parametrize(("gpus", "asked", "count"), [(1, 8, None), (2, 8, 2), (2, 2, 2), (2, None, 2)])
@@ -236,8 +235,15 @@ def test_colab_on_the_processor(started, monkeypatch, capsys):
     assert started[0].num_processes == 2
 
 
-def test_a_hosted_tpu_without_its_library(monkeypatch):
-    monkeypatch.setattr(launchers.place, "lacks_torch_xla", lambda: True)
+@pytest.mark.parametrize("variable", ["KAGGLE_KERNEL_RUN_TYPE", "COLAB_RELEASE_TAG", None])
+def test_a_hosted_tpu_without_its_library(monkeypatch, variable):
+    monkeypatch.setenv("TPU_NAME", "local")
+    monkeypatch.setitem(sys.modules, "torch_xla", None)
+    monkeypatch.setattr(launchers.importlib.util, "find_spec", lambda name: None)
+    if variable is None:
+        notebook_launcher(train)
+        return
+    monkeypatch.setenv(variable, "x")
     with pytest.raises(NotAvailableError, match="torch_xla.*is not installed"):
         notebook_launcher(train)
 
@@ -246,7 +252,7 @@ def test_a_hosted_tpu_without_its_library(monkeypatch):
 def test_tpus(device, monkeypatch, capsys, asked, words):
     device(types.SimpleNamespace(type="xla"))
     calls = []
-    monkeypatch.setattr(launchers.xla, "run", lambda request, environment: calls.append((request, environment)))
+    monkeypatch.setattr(notebook, "run_on_tpu", lambda request, environment: calls.append((request, environment)))
     notebook_launcher(train, num_processes=asked, mixed_precision="bf16")
     ((request, environment),) = calls
     assert request.num_processes == asked
@@ -272,7 +278,7 @@ def test_several_machines(started, capsys):
 
 
 def test_all_arguments_arrive(started):
-    notebook_launcher(
+    given = (
         train,
         (),
         2,
@@ -289,18 +295,8 @@ def test_all_arguments_arrive(started):
         0.5,
         "[${rank}] ",
     )
-    request = started[0].request
-    assert (request.rdzv_backend, request.rdzv_id, request.max_restarts, request.monitor_interval) == (
-        "c10d",
-        "mine",
-        4,
-        0.5,
-    )
-    assert (request.chosen_port, request.rdzv_conf, request.log_line_prefix_template) == (
-        29502,
-        {"timeout": 3},
-        "[${rank}] ",
-    )
+    notebook_launcher(*given)
+    assert tuple(vars(started[0].request).values()) == given
 
 
 def test_bad_arguments_start_nothing(started):
@@ -333,4 +329,4 @@ def test_the_launch_test_joins():
 
 
 def test_the_first_use_of_a_gpu_is_watched():
-    assert "cuda" in launchers.first_use._watched or not hasattr(torch.cuda, "_lazy_call")
+    assert "cuda" in notebook._watched or not hasattr(torch.cuda, "_lazy_call")

@@ -51,7 +51,7 @@ def main() -> None:
     """
     with as_program("accelerate"):
         if COMPLETING in os.environ:
-            from accelerate.commands import completion  # nobody else needs it
+            from accelerate.commands import completion  # only a shell needs it
 
             completion.answer(completion.parser_of_all(COMMANDS))
         name, *rest = sys.argv[1:] or [None]

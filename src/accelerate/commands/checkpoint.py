@@ -17,17 +17,14 @@ from typing import Any
 
 from accelerate.checkpoint import inspect
 from accelerate.checkpoint.inspect import Details, Pruning, Summary
-from accelerate.checkpoint.manifest import CHECKPOINTS_FOLDER, DamagedCheckpoint
-from accelerate.checkpoint.storage import CheckpointStorage, Stored, storage_of
-from accelerate.commands.utils import PATH_ERRORS, make_parser
+from accelerate.checkpoint.manifest import CHECKPOINTS_FOLDER
+from accelerate.checkpoint.storage import CheckpointStorage, storage_of
+from accelerate.commands.utils import brief, make_parser
+from accelerate.diagnostics.table import table
 from accelerate.launch.errors import LaunchError, RunError
-from accelerate.launch.tables import table
 
 # What was written to within this time may belong to a run that is saving right now.
 BUSY_SECONDS = 600
-
-_LAYOUTS = ["full", "sharded"]
-_DTYPES = ["bf16", "fp16", "fp32"]
 
 
 def checkpoint_command(args: argparse.Namespace) -> None:
@@ -40,44 +37,32 @@ def checkpoint_command(args: argparse.Namespace) -> None:
         LaunchError: it could not be done; the message says why.
         SystemExit: with status 1 if `verify` found a problem, or something could not be removed.
     """
-    with told_in_one_line():
+    with one_line_errors():
         status = args.run(args)
     if status:
         raise SystemExit(status)
 
 
 @contextlib.contextmanager
-def told_in_one_line() -> Iterator[None]:
-    """Turn what damaged or unusual files run into, within the block, into an error that the command line tells in a line.
+def one_line_errors() -> Iterator[None]:
+    """Turn what damaged or unusual files run into, within the block, into an error that the command line prints in a line.
 
     Raises:
-        LaunchError: instead of that.
-        RunError: instead of what the system refused on the way, such as a full disk.
+        LaunchError: instead of that. Errors of the system, such as a full disk, are left as they are.
     """
     try:
         yield
-    except LaunchError:
+    except (LaunchError, RunError, OSError):
         raise
-    except OSError as error:
-        kind = LaunchError if isinstance(error, PATH_ERRORS) else RunError
-        raise kind(" ".join(str(error).split())) from error
-    except (DamagedCheckpoint, ImportError, ValueError) as error:
-        raise LaunchError(" ".join(str(error).split())) from error
     except pickle.UnpicklingError as error:
-        # The rest of torch's message tells how to run it all the same.
+        # The rest of torch's message says how to run it all the same.
         named = re.search(r"unsupported (?:global|operand|class)\S*[^.\n]*", str(error), re.IGNORECASE)
-        reason = f": {_brief(named[0])}" if named else ""
+        reason = f": {named[0]}" if named else ""
         raise LaunchError(f"A file holds objects that are no plain data, and is not run{reason}.") from error
-    except RuntimeError as error:
-        raise LaunchError(_brief(str(error) or repr(error))) from error
+    except (ImportError, ValueError, RuntimeError) as error:
+        raise LaunchError(brief(error)) from error
     except (TypeError, LookupError, ArithmeticError, MemoryError) as error:
-        raise LaunchError(f"{type(error).__name__}: {_brief(str(error))}") from error
-
-
-def _brief(text: str) -> str:
-    """The first line of a message; those of torch go on with how it was built."""
-    first = next(iter(text.strip().splitlines()), "")
-    return first if len(first) <= 400 else f"{first[:400]}..."
+        raise LaunchError(f"{type(error).__name__}: {brief(error)}") from error
 
 
 # -- ls ----------------------------------------------------------------------------------------------------------------
@@ -97,32 +82,24 @@ def list_command(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps([one.to_json() for one in found], indent=1))
         return 0
-    rows = [_row(one) for one in found]
-    if rows:
-        print(
-            table(["NAME", "STEP", "ITERATION", "SIZE", "AGE", "RANKS", "STRATEGY", "STATE"], rows, right="STEP SIZE")
-        )
+    if found:
+        headings = ["NAME", "STEP", "ITERATION", "SIZE", "AGE", "RANKS", "STRATEGY", "STATE"]
+        print(table(headings, [_row(one) for one in found], right=["STEP", "SIZE"]))
     else:
         print(f"There is no checkpoint in {folder.location}.")
-    for path, left in _leftovers(folder).items():
-        print(f"Also there: {path} ({size_text(left.size)}), of a save or a removal that did not end, or is going on.")
+    for home in (folder, folder.child(CHECKPOINTS_FOLDER)):
+        for path, left in home.leftovers().items():
+            print(f"Also there: {path} ({size_text(left.size)}), of a save or a removal that has not ended.")
     return 0
 
 
-def _leftovers(folder: CheckpointStorage) -> dict[str, Stored]:
-    homes = [folder, folder.child(CHECKPOINTS_FOLDER)]
-    return {path: left for home in homes for path, left in home.leftovers().items()}
-
-
 def _row(one: Summary) -> list[str]:
-    manifest = one.state.manifest
-    known = (
-        ["-"] * 4
-        if manifest is None
-        else [str(manifest.step), str(manifest.iteration), str(manifest.world_size), manifest.strategy]
+    known = one.state.manifest
+    step, iteration, ranks, strategy = (
+        ("-",) * 4 if known is None else (known.step, known.iteration, known.world_size, known.strategy)
     )
-    step, iteration, ranks, strategy = known
-    return [one.name, step, iteration, size_text(one.size), age_text(one.age), ranks, strategy, _state(one)]
+    size, age = size_text(one.size), age_text(one.age)
+    return [one.name, str(step), str(iteration), size, age, str(ranks), strategy, _state(one)]
 
 
 def _state(one: Summary) -> str:
@@ -141,22 +118,20 @@ def verify_command(args: argparse.Namespace) -> int:
     Returns:
         The exit status: 1 if there is a problem.
     """
-    place = storage_of(args.checkpoint)
-    found = inspect.survey(place)
+    folder = storage_of(args.checkpoint)
+    found = inspect.survey(folder)
     if not found:
-        raise FileNotFoundError(f"There is no checkpoint in {place.location!r}.")
-    damaged = 0
+        raise FileNotFoundError(f"There is no checkpoint in {folder.location!r}.")
+    results = []
     with progress_bar() as begin:
         step = begin(sum(one.size for one in found))
-        results = []
         for one in found:
-            results.append((one, inspect.verify(one, step)))
+            results.append(inspect.verify(one, step))
             one.storage.release()
-    for one, problems in results:
-        damaged += bool(problems)
+    for one, problems in zip(found, results, strict=True):
         if problems:
             print(f"{one.name}: {len(problems)} problem{'s' if len(problems) > 1 else ''}")
-            print("".join(f"  {problem}\n" for problem in problems), end="")
+            print("\n".join(f"  {problem}" for problem in problems))
         elif one.state.kind == "foreign":
             print(
                 f"{one.name}: nothing wrong was found, but without a manifest there are no checksums to compare with"
@@ -165,8 +140,8 @@ def verify_command(args: argparse.Namespace) -> int:
             files = len(one.state.manifest.files) if one.state.manifest else 0
             print(f"{one.name}: whole ({files} files, {size_text(one.size)})")
     if len(found) > 1:
-        print(f"{len(found) - damaged} of {len(found)} checkpoints are whole.")
-    return int(damaged > 0)
+        print(f"{results.count([])} of {len(found)} checkpoints are whole.")
+    return int(any(results))
 
 
 # -- info --------------------------------------------------------------------------------------------------------------
@@ -190,7 +165,7 @@ def info_command(args: argparse.Namespace) -> int:
     for name, entry in found.files.items():
         rank = "-" if found.summary.state.manifest is None else str(entry.rank)
         rows.append([name, size_text(entry.size), rank, str(len(entry.tensors or ()) or "-")])
-    print("\n" + table(["FILE", "SIZE", "RANK", "TENSORS"], rows, right="SIZE"))
+    print("\n" + table(["FILE", "SIZE", "RANK", "TENSORS"], rows, right=["SIZE"]))
     tied = [[alias, kept, file] for file, entry in found.files.items() for alias, kept in entry.aliases.items()]
     if tied:
         print("\n" + table(["TIED", "TO", "FILE"], tied))
@@ -236,8 +211,7 @@ def export_command(args: argparse.Namespace) -> int:
     """
     from accelerate.checkpoint.convert import export
 
-    size = args.max_shard_size
-    limit = int(size) if size.isdigit() else size
+    limit = int(args.max_shard_size) if args.max_shard_size.isdigit() else args.max_shard_size
     with progress_bar() as begin:
         done = export(args.checkpoint, args.out, args.model, limit, args.dtype, args.overwrite, begin)
     total = size_text(sum(done.files.values()))
@@ -261,8 +235,6 @@ def reshard_command(args: argparse.Namespace) -> int:
     out = storage_of(args.out)
     if out.files() or out.entries():
         raise FileExistsError(f"{out.location!r} is not empty; name another folder.")
-    if args.shards < 1 or (args.layout == "full" and args.shards != 1):
-        raise ValueError(f"--shards {args.shards} does not go with --layout {args.layout}; `sharded` takes 1 or more.")
     reshard(args.checkpoint, args.out, args.layout, args.shards)
     print(f"{args.out}: {args.layout}{f', {args.shards} shards' if args.layout == 'sharded' else ''}")
     return 0
@@ -282,28 +254,32 @@ def prune_command(args: argparse.Namespace) -> int:
     """
     folder = storage_of(args.folder)
     plan = inspect.plan_pruning(folder, args.keep, args.foreign)
-    print("".join(f"{line}\n" for line in _lines(plan, folder)), end="")
+    for line in _lines(plan, folder):
+        print(line)
     if args.incomplete:
         _refuse_if_busy(plan)
     elif plan.unfinished or plan.left or plan.put_back:
         print("What is incomplete stays; --incomplete removes it, too.")
         plan = replace(plan, unfinished=[], left={}, put_back={})
     going = [*plan.old, *plan.unfinished, *plan.left.values()]
+    size = size_text(sum(one.size for one in going))
     if not going and not plan.put_back:
         print("There is nothing to remove.")
         return 0
-    size = size_text(sum(one.size for one in going))
     if args.dry_run:
         print(f"{len(going)} would be removed ({size}).")
         return 0
     if not args.yes:
-        if not _agreed(f"Remove {len(going)} ({size})?"):
+        if not sys.stdin.isatty():
+            raise LaunchError("There is no terminal to ask on; --yes removes without asking, --dry_run only reports.")
+        print(f"Remove {len(going)} ({size})? [y/N] ", end="", flush=True)
+        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             print("Nothing was removed.")
             return 0
+        # What has changed since the question stays.
         now = inspect.plan_pruning(folder, args.keep, args.foreign)
         if args.incomplete:
             _refuse_if_busy(now)
-        # What has changed since the question stays.
         old = [one for one in plan.old if one in now.old]
         plan = replace(plan, old=old, unfinished=[one for one in plan.unfinished if one in now.unfinished])
     return _remove(plan)
@@ -334,32 +310,22 @@ def _refuse_if_busy(plan: Pruning) -> None:
         )
 
 
-def _agreed(question: str) -> bool:
-    if not sys.stdin.isatty():
-        raise LaunchError("There is no terminal to ask on; --yes removes without asking, --dry_run only tells.")
-    print(f"{question} [y/N] ", end="", flush=True)
-    return sys.stdin.readline().strip().lower() in ("y", "yes")
-
-
 def _remove(plan: Pruning) -> int:
-    still: set[str] = set()
+    problems = []
     if plan.left or plan.put_back:
         for home in plan.homes:
             home.sweep()
-            still |= plan.left.keys() & home.leftovers().keys()
-    removed = len(plan.left) - len(still)
-    for path in sorted(still):
-        print(f"{path} could not be removed, or is in use.", file=sys.stderr)
-    failed = len(still)
+            still = sorted(plan.left.keys() & home.leftovers().keys())
+            problems += [f"{path} could not be removed, or is in use." for path in still]
     for one in [*plan.old, *plan.unfinished]:
         try:
             one.storage.remove()
-            removed += 1
         except OSError as error:
-            print(f"{one.name} could not be removed: {error}", file=sys.stderr)
-            failed += 1
-    print(f"{removed} removed.")
-    return int(failed > 0)
+            problems.append(f"{one.name} could not be removed: {error}")
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    print(f"{len(plan.left) + len(plan.old) + len(plan.unfinished) - len(problems)} removed.")
+    return int(bool(problems))
 
 
 # -- how it looks ------------------------------------------------------------------------------------------------------
@@ -408,28 +374,21 @@ def progress_bar() -> Iterator[Callable[[int], Callable[[int], None]]]:
     Yields:
         A function: it takes the number of all bytes, and returns another one, which takes the bytes of each step.
     """
-    if not sys.stderr.isatty():
-        yield lambda total: lambda size: None
-        return
     from tqdm import tqdm
 
-    bars, lock = [], threading.Lock()
+    lock = threading.Lock()
+    with contextlib.ExitStack() as bars:
 
-    def begin(total: int) -> Callable[[int], None]:
-        bar = tqdm(total=total, unit="B", unit_scale=True, file=sys.stderr, leave=False)
-        bars.append(bar)
+        def begin(total: int) -> Callable[[int], None]:
+            bar = bars.enter_context(tqdm(total=total, unit="B", unit_scale=True, leave=False, disable=None))
 
-        def step(size: int) -> None:
-            with lock:  # files are hashed by several threads
-                bar.update(size)
+            def step(size: int) -> None:
+                with lock:  # files are hashed by several threads
+                    bar.update(size)
 
-        return step
+            return step
 
-    try:
         yield begin
-    finally:
-        for bar in bars:
-            bar.close()
 
 
 # -- the command line --------------------------------------------------------------------------------------------------
@@ -469,7 +428,7 @@ def checkpoint_command_parser(subparsers: Any = None) -> argparse.ArgumentParser
     made = add("reshard", reshard_command, "Write a checkpoint of a sharded model again in another layout.")
     made.add_argument("checkpoint", help="A checkpoint.")
     made.add_argument("out", help="The folder to write; it must be empty or missing.")
-    made.add_argument("--layout", choices=_LAYOUTS, required=True, help="Whole state dicts, or shards.")
+    made.add_argument("--layout", choices=["full", "sharded"], required=True, help="Whole state dicts, or shards.")
     made.add_argument("--shards", type=int, default=1, help="How many shards (with --layout sharded).")
 
     made = add("export", export_command, "Write a model's weights as Hugging Face safetensors.")
@@ -477,7 +436,9 @@ def checkpoint_command_parser(subparsers: Any = None) -> argparse.ArgumentParser
     made.add_argument("out", help="The folder to write; it must be empty or missing.")
     made.add_argument("--model", type=int, default=0, help="Which model, in the order in which they were prepared.")
     made.add_argument("--max_shard_size", default="5GB", help="Largest size of a file: bytes, or as in 500MB.")
-    made.add_argument("--dtype", choices=_DTYPES, help="What floating-point tensors become; as they are by default.")
+    made.add_argument(
+        "--dtype", choices=["bf16", "fp16", "fp32"], help="What floating-point tensors become; as they are by default."
+    )
     made.add_argument("--overwrite", action="store_true", help="Replace the weights in OUT; its other files stay.")
 
     made = add("prune", prune_command, "Remove the oldest automatically named checkpoints.")

@@ -5,35 +5,29 @@ variable is in the environment; nothing here is imported otherwise.
 """
 
 import argparse
+import contextlib
+import glob
 import importlib
+import io
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from accelerate.commands.utils import CustomArgumentParser
 from accelerate.utils import constants
 
-# What the values of an argument without choices look like, by its name: endings of files, or words.
-_SCRIPTS, _CONFIGS, _ANY, _FOLDERS = (".py",), (".yaml", ".yml", ".json"), ("",), ()
+if TYPE_CHECKING:
+    from accelerate.commands.accelerate_cli import Command
+
+# What the values of an argument without choices look like, by its name: endings of files (folders in any case), or words.
+_CONFIGS = (".yaml", ".yml", ".json")
 _FILES: dict[str, tuple[str, ...]] = {
-    "training_script": _SCRIPTS,
-    "training_script_args": _ANY,
-    "config_file": _CONFIGS,
-    "save_location": _CONFIGS,
-    "output_file": _CONFIGS,
-    "file": _CONFIGS,
+    "training_script": (".py",),
     "deepspeed_config_file": (".json",),
-    "deepspeed_hostfile": _ANY,
-    "mpirun_hostfile": _ANY,
-    "command_file": _ANY,
-    "log_dir": _FOLDERS,
-    "checkpoint_directory": _FOLDERS,
-    "output_path": _FOLDERS,
-    "folder": _FOLDERS,
-    "checkpoint": _FOLDERS,
-    "model_name": _FOLDERS,
-    "offload_optimizer_nvme_path": _FOLDERS,
-    "offload_param_nvme_path": _FOLDERS,
+    **dict.fromkeys(("config_file", "save_location", "output_file", "file"), _CONFIGS),
+    **dict.fromkeys(("training_script_args", "deepspeed_hostfile", "mpirun_hostfile", "command_file"), ("",)),
+    **dict.fromkeys(("log_dir", "checkpoint_directory", "output_path", "folder", "checkpoint", "model_name"), ()),
+    **dict.fromkeys(("offload_optimizer_nvme_path", "offload_param_nvme_path"), ()),
 }
 _WORDS: dict[str, Iterable[str]] = {
     "rdzv_backend": ("static", "c10d"),
@@ -52,16 +46,8 @@ _WORDS: dict[str, Iterable[str]] = {
 }
 
 
-class Row(Protocol):
-    """What is known about a command: see `accelerate.commands.accelerate_cli.Command`."""
-
-    module: str
-    parser: str
-    help: str
-
-
 def answer(parser: argparse.ArgumentParser) -> None:
-    """Tell the shell how the word under the cursor may go on, and end the process.
+    """Answer the shell how the word under the cursor may go on, and end the process.
 
     Args:
         parser: the parser of the program that is being typed.
@@ -80,7 +66,7 @@ def answer(parser: argparse.ArgumentParser) -> None:
     argcomplete.autocomplete(parser, always_complete_options=False, exclude=unwanted)
 
 
-def parser_of_all(commands: Mapping[str, Row]) -> argparse.ArgumentParser:
+def parser_of_all(commands: "Mapping[str, Command]") -> argparse.ArgumentParser:
     """Return the parser of `accelerate`, where only the command that stands on the line has its arguments.
 
     Args:
@@ -125,20 +111,13 @@ def _completer(action: argparse.Action) -> Callable[..., Iterable[str]]:
 
 def _paths(prefix: str, endings: tuple[str, ...]) -> Iterator[str]:
     """Yield the folders, and the files with one of the endings, whose paths begin with what was typed."""
-    typed, _, beginning = prefix.rpartition("/")
-    folder = typed + "/" if typed or prefix.startswith("/") else ""
-    try:
-        entries = sorted(os.scandir(os.path.expanduser(folder) or "."), key=lambda entry: entry.name)
-    except OSError:
-        return
-    for entry in entries:
-        hidden = entry.name.startswith(".") and not beginning.startswith(".")
-        if hidden or not entry.name.startswith(beginning):
-            continue
-        if entry.is_dir():
-            yield f"{folder}{entry.name}/"
-        elif endings and entry.name.endswith(endings):
-            yield folder + entry.name
+    start = os.path.expanduser(prefix)
+    for path in sorted(glob.glob(f"{glob.escape(start)}*")):
+        word = prefix + path.removeprefix(start)
+        if os.path.isdir(path):
+            yield f"{word}/"
+        elif endings and path.endswith(endings):
+            yield word
 
 
 def _unwanted(parser: argparse.ArgumentParser, words: list[str], word: str) -> Iterator[str]:
@@ -148,29 +127,24 @@ def _unwanted(parser: argparse.ArgumentParser, words: list[str], word: str) -> I
     line already: what follows is for the script.
     """
     unwanted, wanted = ("_", "-") if "-" in word[2:] else ("-", "_")
-    over = _script_is_there(parser, words)
+    over = _has_script(parser, words)
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for name, inner in action.choices.items():
                 yield from _unwanted(inner, words[words.index(name) + 1 :] if name in words else [], word)
         for flag in action.option_strings:
-            name = flag[2:]
-            twin = flag[:2] + name.replace(unwanted, wanted)
-            if over or (unwanted in name and twin in action.option_strings):
+            twin = flag[:2] + flag[2:].replace(unwanted, wanted)
+            if over or (twin != flag and twin in action.option_strings):
                 yield flag
 
 
-def _script_is_there(parser: argparse.ArgumentParser, words: list[str]) -> bool:
-    """Tell whether the words hold the script of a launch: the first one that is neither an option nor its value."""
+def _has_script(parser: argparse.ArgumentParser, words: list[str]) -> bool:
+    """Whether the words hold the script of a launch."""
     if not any(action.nargs == argparse.REMAINDER for action in parser._actions):
         return False
-    values = 0
-    for word in words:
-        if values:
-            values -= 1
-        elif not word.startswith("-"):
-            return True
-        elif "=" not in word:
-            action = parser._option_string_actions.get(word)
-            values = 1 if action is not None and action.nargs is None else 0
-    return False
+    with contextlib.redirect_stderr(io.StringIO()):
+        try:
+            parser.parse_known_args(words)
+        except SystemExit:  # it is missing
+            return False
+    return True

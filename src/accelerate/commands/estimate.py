@@ -1,6 +1,7 @@
-"""`accelerate estimate-memory`: how much memory a model needs, found out without its weights."""
+"""`accelerate estimate-memory`: how much memory a model needs, without loading its weights."""
 
 import argparse
+import importlib
 import json
 import math
 import os
@@ -8,16 +9,42 @@ import re
 import sys
 from typing import Any
 
-from accelerate.commands.estimation import arithmetic, libraries, weights
-from accelerate.commands.estimation.inventory import Inventory, of_model
-from accelerate.commands.utils import make_parser, or_exit
-from accelerate.launch.errors import LaunchError
+from accelerate.commands import model_memory
+from accelerate.commands.model_memory import COMPUTE_BYTES, CONFIG, INFERENCE_FACTOR, STRATEGIES, Inventory
+from accelerate.commands.utils import brief, make_parser, or_exit
+from accelerate.diagnostics.table import table
+from accelerate.launch.errors import LaunchError, MissingPackageError
 
 # How many bytes of an fp32 model one byte of it becomes.
 _SHRINKS = {"float32": 1, "float16": 2, "bfloat16": 2, "int8": 4, "int4": 8}
 _DTYPES = ["float32", "float16", "int8", "int4"]
-_COLUMNS = ["dtype", "Largest Layer", "Total Size", "Inference", "Training using Adam"]
-_TRAINING_COLUMNS = ["strategy", "dtype", "Weights", "Gradients", "Optimizer", "Working", "Total"]
+# The columns of the two tables: keys of the JSON, and headings.
+_SIZES = {
+    "dtype": "dtype",
+    "largest_layer": "Largest Layer",
+    "total_size": "Total Size",
+    "inference": "Inference",
+    "training": "Training using Adam",
+}
+_PARTS = ("weights", "gradients", "optimizer", "working", "total")
+_TRAINING = {"strategy": "strategy", "dtype": "dtype", **{part: part.capitalize() for part in _PARTS}}
+_LIBRARIES = ("timm", "transformers")
+
+
+class MissingLibraryError(MissingPackageError):
+    """A library is needed that is not installed: the same request succeeds elsewhere."""
+
+    status = 1
+
+
+class HubError(LaunchError, OSError):
+    """The Hub does not have what is needed."""
+
+
+class UnreachableError(HubError):
+    """The Hub has it, or may have it, and does not answer, or not without a token: the same request may succeed later."""
+
+    status = 1
 
 
 def verify_on_hub(repo: str, token: str | None = None) -> Any:
@@ -56,11 +83,8 @@ def check_has_model(error: BaseException) -> str:
     text = str(error).lower()
     if isinstance(error, RuntimeError) and "unknown model" in text:
         return "timm"
-    if isinstance(error, (OSError, ValueError)) and (
-        "does not appear to have a file named" in text or "model type" in text
-    ):
-        return "transformers"
-    return "unknown"
+    absent = "does not appear to have a file named" in text or "model type" in text
+    return "transformers" if isinstance(error, (OSError, ValueError)) and absent else "unknown"
 
 
 def add_timm_hub_prefix(model_name: str) -> str:
@@ -100,38 +124,53 @@ def create_empty_model(
         Traceback (most recent call last):
         accelerate.launch.errors.LaunchError: Models of the library 'keras' cannot be built; ...
     """
-    if library_name not in (None, "transformers", "timm"):
-        raise _unknown(library_name)
+    library, offline = library_name, False
     if os.path.exists(model_name):
-        if (library_name or libraries.library_of_config(model_name)) == "timm":
-            return libraries.timm_model(model_name)
-        return libraries.transformers_model(model_name, trust_remote_code, access_token, local=True)
-    if library_name == "timm" and "/" not in model_name:
-        return libraries.timm_model(model_name)  # of timm itself, which needs no Hub
-    library, local = _on_hub(model_name, library_name, access_token)
-    if library == "timm":
-        return libraries.timm_model(add_timm_hub_prefix(model_name))
-    if library != "transformers":
-        raise _unknown(library)
+        library = library or _library_of(model_name)
+    elif library in (None, "transformers") or (library == "timm" and "/" in model_name):  # timm has models of its own
+        library, offline = _on_hub(model_name, library, access_token)
+    if library not in _LIBRARIES:
+        raise LaunchError(
+            f"Models of the library {library!r} cannot be built; --library_name takes {' or '.join(_LIBRARIES)}."
+        )
     try:
-        return libraries.transformers_model(model_name, trust_remote_code, access_token, local)
-    except libraries.HubError:
-        if local:
-            raise libraries.UnreachableError(
-                f"The Hub cannot be reached to look up {model_name!r}, and its configuration is not in the cache. Name a local "
-                "config.json, a folder or a .safetensors file instead."
-            ) from None
-        raise
+        package = importlib.import_module(library)
+    except Exception as error:  # such as compiled parts for another version of torch
+        absent = isinstance(error, ModuleNotFoundError) and error.name == library
+        why = "is not installed" if absent else f"cannot be imported ({brief(error)})"
+        raise MissingLibraryError(
+            f"{library} {why}, and its models cannot be built without it. Install it, or name a .safetensors file or its index."
+        ) from error
+    if library == "timm":
+        return _timm_model(package, model_name)
+    return _transformers_model(package, model_name, trust_remote_code, access_token, offline)
 
 
-def _unknown(library: str | None) -> LaunchError:
-    return LaunchError(
-        f"Models of the library {library!r} cannot be built; --library_name takes timm or transformers."
+def _library_of(path: str) -> str:
+    content = _configuration(path)
+    if "model_type" in content or "auto_map" in content:
+        return "transformers"
+    if isinstance(content.get("architecture"), str):
+        return "timm"
+    raise LaunchError(
+        f"{path!r} does not say which model it is for: it has neither model_type (transformers) nor architecture (timm). "
+        "Name the model's .safetensors file, or add the entry."
     )
 
 
+def _configuration(path: str) -> dict[str, Any]:
+    file = os.path.join(path, CONFIG) if os.path.isdir(path) else path
+    try:
+        content = json.loads(model_memory.read_file(file))
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise LaunchError(f"{file!r} is no JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise LaunchError(f"{file!r} holds {type(content).__name__}; a configuration holds keys and values.")
+    return content
+
+
 def _on_hub(model_name: str, library: str | None, access_token: str | None) -> tuple[str, bool]:
-    """The library of a model on the Hub, and whether only what is cached can be had."""
+    """The library of a model on the Hub, and whether the Hub is out of reach, so that only what is cached can be had."""
     name = model_name.removeprefix("hf-hub:")
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or name.startswith("."):
         raise LaunchError(
@@ -139,11 +178,11 @@ def _on_hub(model_name: str, library: str | None, access_token: str | None) -> t
         )
     info = verify_on_hub(name, access_token)
     if info == "gated":
-        raise libraries.UnreachableError(
+        raise UnreachableError(
             f"{model_name!r} is gated: agree to its terms on the Hub, and log in with `hf auth login` or HF_TOKEN."
         )
     if info == "repo":
-        raise libraries.HubError(
+        raise HubError(
             f"The Hub has no model {model_name!r}, or only for those who may see it, and there is no such file or folder. "
             "Correct the name, or log in with `hf auth login`."
         )
@@ -153,15 +192,64 @@ def _on_hub(model_name: str, library: str | None, access_token: str | None) -> t
     return library, info is False
 
 
+def _transformers_model(
+    transformers: Any, name: str, trust_remote_code: bool, token: str | None, offline: bool
+) -> Any:
+    from accelerate.big_modeling import init_empty_weights
+
+    local = offline or os.path.exists(name)
+    try:
+        config = transformers.AutoConfig.from_pretrained(
+            name, trust_remote_code=trust_remote_code, token=token, local_files_only=local
+        )
+    except Exception as error:  # of the network, the file system, the JSON, the model's own checks
+        if not offline:
+            raise HubError(f"The configuration of {name!r} cannot be loaded: {brief(error)}") from error
+        raise UnreachableError(
+            f"The Hub cannot be reached to look up {name!r}, and its configuration is not in the cache. Name a local "
+            "config.json, a folder or a .safetensors file instead."
+        ) from error
+    # The class that the checkpoint was saved from, where it says so: a bare AutoModel would lack the head.
+    classes = [name for name in getattr(config, "architectures", None) or () if hasattr(transformers, str(name))]
+    # A repository with code of its own may have no bare model.
+    autos = [key for key in getattr(config, "auto_map", None) or () if key.startswith("AutoModel")]
+    auto = next((key for key in autos if key != "AutoModel" and hasattr(transformers, key)), "AutoModel")
+    try:
+        with init_empty_weights():
+            if classes:
+                return getattr(transformers, classes[0])(config).float()
+            return getattr(transformers, auto).from_config(config, trust_remote_code=trust_remote_code).float()
+    except Exception as error:
+        raise LaunchError(f"{name!r} cannot be built from its configuration: {brief(error)}") from error
+
+
+def _timm_model(timm: Any, name: str) -> Any:
+    from accelerate.big_modeling import init_empty_weights
+
+    model, options = add_timm_hub_prefix(name), {}
+    if os.path.exists(name):
+        content = _configuration(name)
+        model, options = content.get("architecture"), dict(content.get("model_args") or {})
+        if isinstance(content.get("num_classes"), int):
+            options.setdefault("num_classes", content["num_classes"])
+    try:
+        with init_empty_weights():
+            return timm.create_model(model, pretrained=False, **options)
+    except Exception as error:
+        raise LaunchError(f"timm cannot build {name!r}: {brief(error)}") from error
+
+
 def _inventory(args: argparse.Namespace) -> Inventory:
     """What the model consists of: by its weights, where they lie here, or else by its configuration."""
     name = os.path.expanduser(args.model_name)
-    if not args.model_name:
+    if not name:
         raise LaunchError("model_name is empty; name a model on the Hub, a file or a folder.")
-    if os.path.lexists(name) and args.library_name is None and (found := weights.of_path(name)) is not None:
-        return found
+    if os.path.lexists(name) and args.library_name is None:
+        found = model_memory.of_path(name)
+        if found is not None:
+            return found
     model = create_empty_model(name, args.library_name, args.trust_remote_code)
-    return of_model(model, f"the configuration ({type(model).__name__})")
+    return model_memory.of_model(model, f"the configuration ({type(model).__name__})")
 
 
 # -- sizes -------------------------------------------------------------------------------------------------------------
@@ -171,7 +259,7 @@ def estimate_training_usage(bytes: int, mixed_precision: str, msamp_config: str 
     """Return the four sizes that the recorded interface has for training with Adam.
 
     Its sum for mixed precision leaves weights and gradients in fp32 out, so `accelerate estimate-memory` does not show it; see
-    `accelerate.commands.estimation.arithmetic.training`.
+    `accelerate.commands.model_memory.training`.
 
     Args:
         bytes: the size of the weights in fp32.
@@ -206,25 +294,48 @@ def gather_data(args: argparse.Namespace) -> list[list[Any]]:
         raise LaunchError(
             f"{args.model_name!r} has packed weights ({inventory.stored}), of which only the size in their files is known."
         )
-    return _sizes(inventory, args.dtypes)
+    return [_row(inventory, dtype) for dtype in args.dtypes]
 
 
-def _sizes(inventory: Inventory, dtypes: list[str]) -> list[list[Any]]:
-    def shrunk(size: int, dtype: str) -> int | float:
-        return size if _SHRINKS[dtype] == 1 else size / _SHRINKS[dtype]
+def _row(inventory: Inventory, dtype: str) -> list[Any]:
+    sizes = [inventory.largest(), inventory.size()]
+    shrunk = sizes if dtype == "float32" else [size / _SHRINKS[dtype] for size in sizes]
+    return [dtype, *shrunk, estimate_training_usage(inventory.size(), dtype)]
 
-    largest, total = inventory.largest, inventory.size()
-    return [
-        [dtype, shrunk(largest, dtype), shrunk(total, dtype), estimate_training_usage(total, dtype)]
-        for dtype in dtypes
-    ]
+
+def _facts(inventory: Inventory, args: argparse.Namespace) -> dict[str, Any]:
+    """Everything that is reported of a model, in bytes."""
+    dtypes = [] if inventory.packed else list(dict.fromkeys(args.dtypes))
+    trainable = [dtype for dtype in dtypes if dtype in COMPUTE_BYTES]
+    rows = []
+    if inventory.stored:
+        size = inventory.size(None)
+        running = math.ceil(INFERENCE_FACTOR * size)
+        rows.append([f"as stored ({inventory.stored})", inventory.largest(None), size, running, None])
+    for dtype in dtypes:
+        _, largest, total, _ = _row(inventory, dtype)
+        running = model_memory.inference(inventory, dtype)
+        needed = model_memory.training(inventory, dtype)["total"] if dtype in trainable else None
+        rows.append([dtype, math.ceil(largest), math.ceil(total), running, needed])
+    strategies = args.strategy or (["ddp"] if args.num_processes == 1 else STRATEGIES)
+    return {
+        "model": args.model_name,
+        "source": inventory.source,
+        "parameters": None if inventory.packed else sum(item.elements for item in inventory.parameters),
+        "sizes": [dict(zip(_SIZES, row, strict=True)) for row in rows],
+        "training": [
+            model_memory.training(inventory, dtype, strategy, args.num_processes)
+            for strategy in dict.fromkeys(strategies)
+            for dtype in trainable
+        ],
+    }
 
 
 # -- what is shown -----------------------------------------------------------------------------------------------------
 
 
 def create_ascii_table(headers: list[str], rows: list[list[Any]], title: str) -> str:
-    """Draw a table with box characters.
+    """Draw a table with box characters, for callers of the recorded interface.
 
     Args:
         headers: the headings of the columns.
@@ -235,62 +346,15 @@ def create_ascii_table(headers: list[str], rows: list[list[Any]], title: str) ->
         The lines, without a final line break.
     """
     cells = [[str(cell) for cell in row] for row in (headers, *rows)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(headers))]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     # A long title widens the last column.
     widths[-1] += max(0, len(title) - sum(widths) - len(widths) + 1)
     bars = ["─" * width for width in widths]
-
-    def line(row: list[str]) -> str:
-        return "│" + "│".join(cell.center(width) for cell, width in zip(row, widths, strict=True)) + "│"
-
-    return "\n".join(
-        [
-            f"┌{'─'.join(bars)}┐",
-            f"│{title.center(sum(widths) + len(widths) - 1)}│",
-            f"├{'┬'.join(bars)}┤",
-            line(cells[0]),
-            f"├{'┼'.join(bars)}┤",
-            *map(line, cells[1:]),
-            f"└{'┴'.join(bars)}┘",
-        ]
-    )
-
-
-def _facts(inventory: Inventory, args: argparse.Namespace) -> dict[str, Any]:
-    """Everything that is told of a model, in bytes."""
-    rows = []
-    if inventory.stored:
-        size = inventory.size_stored
-        rows.append(
-            {
-                "dtype": f"as stored ({inventory.stored})",
-                "largest_layer": inventory.largest_stored,
-                "total_size": size,
-                "inference": math.ceil(arithmetic.INFERENCE_FACTOR * size),
-                "training": None,
-            }
-        )
-    dtypes = [] if inventory.packed else list(dict.fromkeys(args.dtypes))
-    for dtype, largest, total, _ in _sizes(inventory, dtypes):
-        trains = dtype in arithmetic.COMPUTE_BYTES
-        rows.append(
-            {
-                "dtype": dtype,
-                "largest_layer": math.ceil(largest),
-                "total_size": math.ceil(total),
-                "inference": arithmetic.inference(inventory, dtype),
-                "training": arithmetic.training(inventory, dtype).total if trains else None,
-            }
-        )
-    strategies = args.strategy or (["ddp"] if args.num_processes == 1 else arithmetic.STRATEGIES)
-    each = arithmetic.table_of_training(inventory, dtypes, list(dict.fromkeys(strategies)), args.num_processes)
-    return {
-        "model": args.model_name,
-        "source": inventory.source,
-        "parameters": None if inventory.packed else sum(item.elements for item in inventory.parameters),
-        "sizes": rows,
-        "training": [one.to_json() for one in each],
-    }
+    lines = [
+        "│" + "│".join(cell.center(width) for cell, width in zip(row, widths, strict=True)) + "│" for row in cells
+    ]
+    top = [f"┌{'─'.join(bars)}┐", f"│{title.center(sum(widths) + len(widths) - 1)}│", f"├{'┬'.join(bars)}┤"]
+    return "\n".join([*top, lines[0], f"├{'┼'.join(bars)}┤", *lines[1:], f"└{'┴'.join(bars)}┘"])
 
 
 def estimate_command(args: argparse.Namespace) -> None:
@@ -307,46 +371,37 @@ def estimate_command(args: argparse.Namespace) -> None:
         raise LaunchError(f"--num_processes is {args.num_processes}; it is the number of ranks, at least 1.")
     inventory = _inventory(args)
     facts = _facts(inventory, args)
-    print(json.dumps(facts, indent=1) if args.json else _for_terminal(_text(facts), sys.stdout.encoding))
+    if args.json:
+        print(json.dumps(facts, indent=1))
+    else:
+        _print(facts, args.num_processes)
     if inventory.packed:
         print(
-            f"The weights are packed ({inventory.stored}), so nobody can tell their size in other types. "
+            f"The weights are packed ({inventory.stored}), so their size in other types is unknown. "
             "With --library_name transformers they are counted by config.json.",
             file=sys.stderr,
         )
 
 
-def _text(facts: dict[str, Any]) -> str:
+def _print(facts: dict[str, Any], ranks: int) -> None:
+    print(_table(f"Memory Usage for loading `{facts['model']}`", _SIZES, facts["sizes"]))
+    if facts["training"]:
+        where = "one process" if ranks == 1 else f"each of {ranks} processes"
+        print(_table(f"Training with Adam, {where}, without activations", _TRAINING, facts["training"]))
+    count = "" if facts["parameters"] is None else f"{facts['parameters']:,} parameters, "
+    print(f"{count}counted by {facts['source']}.")
+
+
+def _table(title: str, columns: dict[str, str], rows: list[dict[str, Any]]) -> str:
     from accelerate.utils.other import convert_bytes
 
-    def size(count: int | None) -> str:
-        return "N/A" if count is None else convert_bytes(count)
-
-    keys = ("largest_layer", "total_size", "inference", "training")
-    rows = [[row["dtype"], *(size(row[key]) for key in keys)] for row in facts["sizes"]]
-    parts = [create_ascii_table(_COLUMNS, rows, f"Memory Usage for loading `{facts['model']}`")]
-    if facts["training"]:
-        ranks = facts["training"][0]["processes"]
-        keys = ("weights", "gradients", "optimizer", "working", "total")
-        rows = [
-            [one["strategy"] if ranks > 1 else "-", one["dtype"], *(size(one[key]) for key in keys)]
-            for one in facts["training"]
-        ]
-        where = "one process" if ranks == 1 else f"each of {ranks} processes"
-        parts.append(create_ascii_table(_TRAINING_COLUMNS, rows, f"Training with Adam, {where}, without activations"))
-    count = "" if facts["parameters"] is None else f"{facts['parameters']:,} parameters, "
-    return "\n".join([*parts, f"{count}counted by {facts['source']}."])
-
-
-def _for_terminal(text: str, encoding: str | None) -> str:
-    """The text with plain lines, where those of the table cannot be written, as on pipes of Windows."""
-    encoding = encoding or "utf-8"
-    try:
-        text.encode(encoding)
-    except UnicodeEncodeError:
-        text = text.translate({ord("─"): "-", ord("│"): "|", **dict.fromkeys(map(ord, "┌┐└┘├┤┬┴┼"), "+")})
-        text = text.encode(encoding, "backslashreplace").decode(encoding)
-    return text
+    cells = []
+    for row in rows:
+        sizes = ["N/A" if value is None else value for value in map(row.get, columns)]
+        cells.append([convert_bytes(size) if isinstance(size, int) else size for size in sizes])
+    headings = list(columns.values())
+    right = [heading for heading in headings if heading not in ("strategy", "dtype")]
+    return f"{title}\n{table(headings, cells, right, rule=True)}\n"
 
 
 # -- the command line --------------------------------------------------------------------------------------------------
@@ -371,7 +426,7 @@ def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--library_name",
-        choices=["timm", "transformers"],
+        choices=list(_LIBRARIES),
         help="Build the model with this library; by default the one that the Hub or the configuration names.",
     )
     parser.add_argument(
@@ -385,39 +440,20 @@ def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         help="How many ranks share the training; shows what each of them needs.",
     )
     parser.add_argument(
-        "--strategy",
-        nargs="+",
-        choices=arithmetic.STRATEGIES,
-        help="How they share it; all strategies by default.",
+        "--strategy", nargs="+", choices=STRATEGIES, help="How they share it; all strategies by default."
     )
     parser.add_argument("--json", action="store_true", help="Print JSON, with all sizes in bytes.")
     return parser
-
-
-def console(args: argparse.Namespace) -> None:
-    """Run the command for the console.
-
-    Args:
-        args: what `estimate_command_parser` parsed.
-
-    Raises:
-        SystemExit: with status 1 if a library is not installed, or the Hub does not answer or wants a token: the request is fine,
-            and may succeed later, or elsewhere.
-    """
-    try:
-        estimate_command(args)
-    except (libraries.MissingLibraryError, libraries.UnreachableError) as error:
-        print(f"accelerate estimate-memory: error: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
 
 
 def main() -> None:
     """Run the console script `accelerate-estimate-memory`.
 
     Raises:
-        SystemExit: with status 2 if the model cannot be found, or as in `console`.
+        SystemExit: with status 2 for a request that cannot be answered; 1 if a library is not installed, or the Hub does not
+            answer or wants a token: the request is fine, and may succeed later, or elsewhere.
     """
-    or_exit("accelerate estimate-memory", console, estimate_command_parser().parse_args())
+    or_exit("accelerate estimate-memory", estimate_command, estimate_command_parser().parse_args())
 
 
 if __name__ == "__main__":

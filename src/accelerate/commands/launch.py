@@ -6,11 +6,11 @@ import sys
 import threading
 import traceback
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 from accelerate.commands.utils import CustomArgumentParser, OneSpelling, make_parser, or_exit
 from accelerate.config.options import BY_NAME, DYNAMO_WORDS, FEATURES
-from accelerate.launch import config_file, report, runners
+from accelerate.launch import config_file, runners
 from accelerate.launch.errors import LaunchError, RunError
 from accelerate.launch.option import add_options
 from accelerate.launch.plan import LaunchPlan, Source
@@ -108,47 +108,50 @@ def launch_command(args: argparse.Namespace) -> None:
     """
     plan = resolve(args)
     if plan["dry_run"]:
-        print(report.describe(plan))
+        _print(plan)
     else:
         runners.run(plan)
 
 
-def console(args: argparse.Namespace) -> None:
+def console(args: argparse.Namespace, replace: bool | None = None) -> None:
     """Run `accelerate launch` for the console: errors become one line and an exit status.
 
     Args:
         args: what `launch_command_parser` parsed.
+        replace: whether one process may take the place of this one; by default where this one is the console script.
 
     Raises:
         SystemExit: status 2 if nothing was started, else the status of the process that failed first.
     """
     plan = or_exit("accelerate launch", resolve, args)
     if plan["dry_run"]:
-        print(report.describe(plan))
+        _print(plan)
         return
     try:
-        runners.run(plan, replace=_owns_process())
-    except BaseException as error:
-        _exit(plan, error)
-
-
-def _exit(plan: LaunchPlan, error: BaseException) -> NoReturn:
-    if isinstance(
-        error, LaunchError
-    ):  # what only the runner can see: a program that is not installed, machines that disagree
+        runners.run(plan, replace=_owns_process() if replace is None else replace)
+    except LaunchError as error:
+        # What only the runner can see: a program that is not installed, machines that disagree.
         print(f"accelerate launch: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    known = isinstance(error, RunError)
-    status, line = (error.status, str(error)) if known else runners.failure_of(error)
-    if plan["debug"]:
-        traceback.print_exception(error)
-    # A process that failed has said why; of a machine that is lost nobody else speaks.
-    runners.tell(plan, line, always=known)
-    raise SystemExit(status) from None
+    except BaseException as error:
+        known = isinstance(error, RunError)
+        status, line = (error.status, str(error)) if known else runners.failure_of(error)
+        if plan["debug"]:
+            traceback.print_exception(error)
+        # A process that failed has said why; of a machine that is lost only the launcher can report.
+        runners.tell(plan, line, always=known)
+        raise SystemExit(status) from None
+
+
+def _print(plan: LaunchPlan) -> None:
+    """Print what a plan would start."""
+    from accelerate.launch import report  # only --dry-run needs it
+
+    print(report.describe(plan))
 
 
 def _owns_process() -> bool:
-    """Tell whether this process is the console script and nothing else, so that it may be replaced."""
+    """Whether this process is the console script and nothing else, so that it may be replaced."""
     script = sys.modules["__main__"]
     spec = getattr(script, "__spec__", None)
     name = spec.name if spec else (getattr(script, "__file__", None) or "").replace("\\", "/").rpartition("/")[2]

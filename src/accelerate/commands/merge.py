@@ -5,7 +5,7 @@ import os
 from typing import Any
 
 from accelerate.checkpoint.manifest import METADATA
-from accelerate.commands.checkpoint import size_text, told_in_one_line
+from accelerate.commands.checkpoint import one_line_errors, size_text
 from accelerate.commands.utils import make_parser, or_exit
 from accelerate.launch.errors import LaunchError
 from accelerate.utils.constants import (
@@ -32,29 +32,23 @@ def merge_command(args: argparse.Namespace) -> None:
 
     safe = not args.unsafe_serialization
     _check_output(args.output_path, safe, getattr(args, "overwrite", False))
-    try:
-        with told_in_one_line():
-            _check_shards(args.checkpoint_directory)
-            merge_fsdp_weights(args.checkpoint_directory, args.output_path, safe, args.remove_checkpoint_dir)
-    except LaunchError as error:
-        if isinstance(error.__cause__, OSError):
-            raise error.__cause__ from None  # of the system, which a corrected request does not help
-        raise
+    with one_line_errors():
+        _check_shards(args.checkpoint_directory)
+        merge_fsdp_weights(args.checkpoint_directory, args.output_path, safe, args.remove_checkpoint_dir)
     written = os.path.join(args.output_path, SAFE_WEIGHTS_NAME if safe else WEIGHTS_NAME)
     if os.path.isfile(written):
         print(f"{written}: {size_text(os.path.getsize(written))}")
 
 
 def _check_shards(folder: str) -> None:
+    from accelerate.checkpoint.inspect import tensors_of_shards
+
     if os.path.isfile(folder):
         raise LaunchError(
             f"checkpoint_directory {folder!r} is a file; name the folder of shards, with its {METADATA}."
         )
-    if not os.path.isfile(os.path.join(folder, METADATA)):
-        return  # what merges them says what is there instead
-    from accelerate.checkpoint.inspect import tensors_of_shards
-
-    names = tensors_of_shards(folder)
+    # Without metadata, the function that merges them reports what is there instead.
+    names = tensors_of_shards(folder) if os.path.isfile(os.path.join(folder, METADATA)) else {}
     if names and all(name.partition(".")[0] in ("state", "param_groups") for name in names):
         raise LaunchError(
             f"checkpoint_directory {folder!r} holds the state of an optimizer, not the weights of a model."
@@ -73,10 +67,9 @@ def _check_output(folder: str, safe: bool, overwrite: bool) -> None:
             f"output_path {folder!r} has weights already: {', '.join(there)}. Name another folder, or add --overwrite to "
             f"replace {written}."
         )
-    others = [name for name in there if name != written]
-    if others:
+    if set(there) - {written}:
         raise LaunchError(
-            f"output_path {folder!r} has other weights beside {written}: {', '.join(others)}. A library would load one or the "
+            f"output_path {folder!r} has other weights beside {written}: {', '.join(there)}. A library would load one or the "
             "other; move them away."
         )
 

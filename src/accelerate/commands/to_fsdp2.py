@@ -20,6 +20,7 @@ class ConversionStatus(enum.Enum):
     REMOVED = -1
 
 
+# The strategies of FSDP 1: whether parameters are freed between forward and backward.
 _RESHARDS = {
     "FULL_SHARD": True,
     "SHARD_GRAD_OP": False,
@@ -27,40 +28,36 @@ _RESHARDS = {
     "HYBRID_SHARD_ZERO2": False,
     "NO_SHARD": False,
 }
+# FSDP 1 also takes a strategy as the number of torch's enumeration.
+_STRATEGY_NUMBERS = {
+    "1": "FULL_SHARD",
+    "2": "SHARD_GRAD_OP",
+    "3": "NO_SHARD",
+    "4": "HYBRID_SHARD",
+    "5": "HYBRID_SHARD_ZERO2",
+}
 _KEPT = (
-    "fsdp_version",
-    "fsdp_reshard_after_forward",
-    "fsdp_auto_wrap_policy",
-    "fsdp_cpu_ram_efficient_loading",
-    "fsdp_offload_params",
-    "fsdp_state_dict_type",
-    "fsdp_transformer_layer_cls_to_wrap",
-    "fsdp_min_num_params",
-    "fsdp_activation_checkpointing",
+    "fsdp_version fsdp_reshard_after_forward fsdp_auto_wrap_policy fsdp_cpu_ram_efficient_loading fsdp_offload_params "
+    "fsdp_state_dict_type fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params fsdp_activation_checkpointing"
 )
-
+# Why a setting is dropped.
+_DROPPED = {
+    "fsdp_backward_prefetch": "does not exist in FSDP 2: it always fetches the next weights during the backward pass",
+    "fsdp_forward_prefetch": "is not possible yet with FSDP 2: it has no such switch",
+    "fsdp_sync_module_states": "does not exist in FSDP 2: it needs no switch to give all processes the same weights",
+    "fsdp_use_orig_params": "does not exist in FSDP 2: it always keeps the original parameters",
+}
 # A key of FSDP 1 to the key of FSDP 2, or to why there is none.
 ARGUMENT_KEY_MAPPING: dict[str, str | ConversionStatus] = {
-    **{key: key for key in _KEPT},
+    **{key: key for key in _KEPT.split()},
+    **dict.fromkeys(_DROPPED, ConversionStatus.REMOVED),
     "fsdp_sharding_strategy": "fsdp_reshard_after_forward",
-    "fsdp_backward_prefetch": ConversionStatus.REMOVED,
     "fsdp_forward_prefetch": ConversionStatus.NOT_YET_IMPLEMENTED,
-    "fsdp_sync_module_states": ConversionStatus.REMOVED,
-    "fsdp_use_orig_params": ConversionStatus.REMOVED,
 }
 # The values of a key of FSDP 1 that read differently in FSDP 2.
 ARGUMENT_VALUE_MAPPING: dict[str, dict[str, bool]] = {
     "fsdp_sharding_strategy": dict(_RESHARDS),
     "fsdp_reshard_after_forward": dict(_RESHARDS),
-}
-# FSDP 1 also takes a strategy as the number of torch's enumeration.
-_STRATEGY_NUMBERS = {1: "FULL_SHARD", 2: "SHARD_GRAD_OP", 3: "NO_SHARD", 4: "HYBRID_SHARD", 5: "HYBRID_SHARD_ZERO2"}
-# Why a setting is dropped.
-_REASONS = {
-    "fsdp_backward_prefetch": "it always fetches the next weights during the backward pass",
-    "fsdp_forward_prefetch": "it has no such switch",
-    "fsdp_sync_module_states": "it needs no switch to give all processes the same weights",
-    "fsdp_use_orig_params": "it always keeps the original parameters",
 }
 
 
@@ -94,7 +91,7 @@ def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
         The new content.
 
     Raises:
-        LaunchError: a value means nothing to FSDP 1, so that nobody can tell what it should become.
+        LaunchError: a value means nothing to FSDP 1, so that it has no successor.
 
     Example:
         >>> convert_config_to_fsdp2({"fsdp_config": {"fsdp_sharding_strategy": "FULL_SHARD"}})
@@ -107,39 +104,35 @@ def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
         logger.info("There is no fsdp_config, so nothing is converted.")
         return config
     old = _by_full_name(old)
-    version = str(old.get("fsdp_version") or 1)
+    version = str(old.pop("fsdp_version", None) or 1)
     if version == "2":
         logger.warning("The file says fsdp_version: 2 already and stays as it is. Write 1 there to convert its keys.")
         return config
     if version != "1":
-        raise LaunchError(f"fsdp_version is {old['fsdp_version']!r}; there are 1 and 2.")
+        raise LaunchError(f"fsdp_version is {version}; there are 1 and 2.")
+    if old.get("fsdp_sharding_strategy") is not None:
+        old.pop("fsdp_reshard_after_forward", None)  # FSDP 1 reads the other name
     new: dict[str, Any] = {"fsdp_version": 2}
     for key, value in old.items():
-        if key == "fsdp_version":
-            continue
         target = ARGUMENT_KEY_MAPPING.get(key, key)
         if isinstance(target, ConversionStatus):
-            _tell_dropped(key, target)
-        elif key in ARGUMENT_VALUE_MAPPING:
-            if key == "fsdp_reshard_after_forward" and old.get("fsdp_sharding_strategy") is not None:
-                continue  # FSDP 1 listens to the other name
-            if value is not None:
-                new[target] = _reshards(key, value, config)
-        elif key == "fsdp_state_dict_type" and str(value).upper() in ("LOCAL_STATE_DICT", "2"):
-            logger.warning(
-                "fsdp_state_dict_type: LOCAL_STATE_DICT does not exist in FSDP 2; it becomes SHARDED_STATE_DICT. Checkpoints that "
-                "were saved in the old form cannot be read in the new one."
-            )
-            new[target] = "SHARDED_STATE_DICT"
-        else:
-            if key not in ARGUMENT_KEY_MAPPING and not _is_known(key):
-                logger.warning("fsdp_config.%s is unknown; it stays as it is.", key)
+            logger.warning("%s %s. It is dropped.", key, _DROPPED[key])
+        elif key not in ARGUMENT_VALUE_MAPPING:
             new[target] = value
-    if new.get("fsdp_state_dict_type") is None:
+        elif value is not None:
+            new[target] = _reshards(key, value, config)
+    kind = new.get("fsdp_state_dict_type")
+    if kind is None:
         logger.warning(
             "fsdp_state_dict_type is not set: checkpoints were FULL_STATE_DICT, and FSDP 2 makes them SHARDED_STATE_DICT. Set it "
             "to choose."
         )
+    elif str(kind).upper() in ("LOCAL_STATE_DICT", "2"):
+        logger.warning(
+            "fsdp_state_dict_type: LOCAL_STATE_DICT does not exist in FSDP 2; it becomes SHARDED_STATE_DICT. Checkpoints that "
+            "were saved in the old form cannot be read in the new one."
+        )
+        new["fsdp_state_dict_type"] = "SHARDED_STATE_DICT"
     return {**config, "fsdp_config": new}
 
 
@@ -150,26 +143,18 @@ def _by_full_name(section: Mapping[str, Any]) -> dict[str, Any]:
     named = {}
     for key, value in modernise({"fsdp_config": dict(section)})["fsdp_config"].items():
         option = of_section("fsdp_config", key)
+        if option is None:
+            logger.warning("fsdp_config.%s is unknown; it stays as it is.", key)
         named[str(key) if option is None else option.file_key or option.name] = value
     return named
 
 
-def _is_known(key: str) -> bool:
-    from accelerate.launch.config_file import of_section
-
-    return of_section("fsdp_config", key) is not None
-
-
-def _tell_dropped(key: str, status: ConversionStatus) -> None:
-    how = "does not exist in" if status is ConversionStatus.REMOVED else "is not possible yet with"
-    logger.warning("%s %s FSDP 2: %s. It is dropped.", key, how, _REASONS.get(key, "it works without"))
-
-
 def _reshards(key: str, value: Any, config: Mapping[str, Any]) -> bool:
     """Say whether parameters are freed between forward and backward, and what else of a strategy gets lost."""
-    name = _strategy(value)
+    name = str(value).strip().upper()
     if name in ("TRUE", "FALSE"):
         return name == "TRUE"
+    name = _STRATEGY_NUMBERS.get(name, name)
     if name not in _RESHARDS:
         raise LaunchError(f"fsdp_config.{key} is {value!r}; FSDP 1 knows {', '.join(_RESHARDS)}.")
     if name == "NO_SHARD":
@@ -179,29 +164,20 @@ def _reshards(key: str, value: Any, config: Mapping[str, Any]) -> bool:
             key,
         )
     elif name.startswith("HYBRID"):
+        machines, processes = config.get("num_machines"), config.get("num_processes")
+        replicas, shards = "<number of machines>", "<processes of a machine>"
+        if isinstance(machines, int) and isinstance(processes, int) and machines > 0 and processes % machines == 0:
+            replicas, shards = str(machines), str(processes // machines)
         logger.warning(
             "%s: %s does not exist in FSDP 2 by this name: the new file shards over all processes. For copies of the model that "
-            "are sharded within a machine, add parallelism_config with %s.",
+            "are sharded within a machine, add parallelism_config with parallelism_config_dp_replicate_size: %s and "
+            "parallelism_config_dp_shard_size: %s.",
             key,
             name,
-            _mesh(config),
+            replicas,
+            shards,
         )
     return _RESHARDS[name]
-
-
-def _mesh(config: Mapping[str, Any]) -> str:
-    machines, processes = config.get("num_machines"), config.get("num_processes")
-    replicas, shards = "<number of machines>", "<processes of a machine>"
-    if isinstance(machines, int) and isinstance(processes, int) and machines > 0 and processes % machines == 0:
-        replicas, shards = str(machines), str(processes // machines)
-    return f"parallelism_config_dp_replicate_size: {replicas} and parallelism_config_dp_shard_size: {shards}"
-
-
-def _strategy(value: Any) -> str:
-    text = str(value).strip()
-    if not isinstance(value, bool) and text.isdecimal():
-        return _STRATEGY_NUMBERS.get(int(text), text)
-    return text.upper()
 
 
 def to_fsdp2_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
@@ -242,7 +218,7 @@ def to_fsdp2_command(args: argparse.Namespace) -> None:
     from accelerate.commands.config import store  # not for --help
 
     store.check_writable(target)
-    store.write(target, store.as_json(converted) if target.suffix == ".json" else store.as_yaml(converted))
+    store.write(target, converted)
     print(f"accelerate configuration saved at {target}")
 
 

@@ -12,7 +12,7 @@ from accelerate.commands.utils import make_parser, or_exit
 from accelerate.launch import config_file
 from accelerate.launch.errors import LaunchError
 from accelerate.launch.runners import program
-from accelerate.launch.runners.tpu_pod import gcloud_ssh
+from accelerate.launch.runners.tpu import gcloud_ssh
 
 
 def tpu_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
@@ -55,12 +55,13 @@ def tpu_command_launcher(args: argparse.Namespace) -> None:
         FileNotFoundError: the configuration file that was named does not exist.
         subprocess.CalledProcessError: a command failed.
     """
-    command = _gcloud(args, _configuration(args))
+    path = config_file.find(args.config_file, os.environ)
+    command = _gcloud(args, config_file.load_mapping(path) if path else {})
     if args.debug:
         print(f"Running {shlex.join(command)}")
         return
     program.find("gcloud", os.environ, "Install the Google Cloud CLI, or print the command with --debug.")
-    program.start(command, os.environ, replace=False)
+    program.start(command, os.environ)
     print("The commands ran on all machines of the pod.")
 
 
@@ -80,11 +81,6 @@ def console(args: argparse.Namespace) -> None:
         raise SystemExit(error.returncode if error.returncode > 0 else 128 - error.returncode) from None
 
 
-def _configuration(args: argparse.Namespace) -> dict[str, Any]:
-    path = config_file.find(args.config_file, os.environ)
-    return config_file.load_mapping(path) if path else {}
-
-
 def _gcloud(args: argparse.Namespace, config: dict[str, Any]) -> list[str]:
     name = args.tpu_name or config.get("tpu_name")
     zone = args.tpu_zone or config.get("tpu_zone")
@@ -92,34 +88,35 @@ def _gcloud(args: argparse.Namespace, config: dict[str, Any]) -> list[str]:
         raise LaunchError(
             "Which pod? Give --tpu_name and --tpu_zone, or put tpu_name and tpu_zone in the configuration file."
         )
-    lines = ["cd /usr/share"]
-    if args.install_accelerate:
-        lines.append(f"pip install {_requirement(args.accelerate_version)}")
-    commands = _commands(args, config)
-    if not commands and not args.install_accelerate:
+    installs = [f"pip install {_requirement(args.accelerate_version)}"] if args.install_accelerate else []
+    commands = [*installs, *_commands(args, config)]
+    if not commands:
         raise LaunchError("What shall run? Give --command or --command_file, or --install_accelerate.")
-    return gcloud_ssh(str(name), str(zone), "; ".join([*lines, *commands]), alpha=args.use_alpha)
+    return gcloud_ssh(str(name), str(zone), "; ".join(["cd /usr/share", *commands]), alpha=args.use_alpha)
 
 
 def _requirement(version: str) -> str:
-    from packaging.version import InvalidVersion, Version  # nobody else here needs it
+    from packaging.version import InvalidVersion, Version  # only for a version
 
     if version == "latest":
         return "accelerate -U"
-    if version == "dev":
-        raise LaunchError(
-            "--accelerate_version dev is not available: what is released is. What works: latest, or a number such as 1.2.0."
-        )
     try:
         # A shell of the pod reads it.
         return f"accelerate=={Version(version)}"
     except InvalidVersion:
-        raise LaunchError(f"--accelerate_version is {version!r}; write latest, or a number such as 1.2.0.") from None
+        raise LaunchError(
+            f"--accelerate_version is {version!r}; write latest, or the number of a release such as 1.2.0."
+        ) from None
 
 
 def _commands(args: argparse.Namespace, config: dict[str, Any]) -> list[str]:
     if args.command:
-        return [command for words in args.command for command in _of_one_option(words)]
+        found = []
+        for words in args.command:
+            words = [words] if isinstance(words, str) else words
+            # `--command "echo a" "echo b"` are two commands; `--command echo a` is one that was not quoted.
+            found += words if any(" " in word for word in words) else [" ".join(words)]
+        return found
     file = args.command_file or config.get("command_file")
     if file:
         try:
@@ -132,13 +129,6 @@ def _commands(args: argparse.Namespace, config: dict[str, Any]) -> list[str]:
         return [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
     commands = config.get("commands") or []
     return [commands] if isinstance(commands, str) else [str(command) for command in commands]
-
-
-def _of_one_option(words: str | list[str]) -> list[str]:
-    if isinstance(words, str):
-        return [words]
-    # `--command "echo a" "echo b"` are two commands; `--command echo a` is one that was not quoted.
-    return words if any(" " in word for word in words) else [" ".join(words)]
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from accelerate.launch.errors import RunError
+from accelerate.launch.errors import LaunchError, RunError
 from accelerate.launch.option import ArgumentGroup, Parser
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ class CustomArgumentParser(Parser):
     ) -> argparse.Namespace:
         """Parse the command line, or answer a shell that asks how a word of it goes on."""
         if args is None and COMPLETING in os.environ:
-            from accelerate.commands import completion  # nobody else needs it
+            from accelerate.commands import completion  # only a shell needs it
 
             completion.answer(self)
         return super().parse_args(args, namespace)
@@ -114,7 +114,7 @@ def as_program(prog: str) -> Iterator[None]:
 
 
 def _reader_is_gone() -> bool:
-    """Tell whether nobody reads our output, and let nothing be written there again: not by Python's own exit either."""
+    """Whether the reader of our output is gone; then nothing is written there again, by Python's own exit either."""
     try:
         output = sys.stdout.fileno()
     except (OSError, ValueError, AttributeError):  # replaced by something that is no file
@@ -150,8 +150,19 @@ def or_exit(prog: str, func: Callable[..., T], *args: Any) -> T:
                 if isinstance(broken, BrokenPipeError):
                     raise broken from None
             print(f"{prog}: error: {_in_words(error)}", file=sys.stderr)
-            usage = isinstance(error, (ValueError, NotImplementedError, *PATH_ERRORS))
-            raise SystemExit(2 if usage else 1) from None
+            status = 2 if isinstance(error, (ValueError, NotImplementedError, *PATH_ERRORS)) else 1
+            ours = isinstance(error, (LaunchError, RunError))
+            raise SystemExit(getattr(error, "status", status) if ours else status) from None
+
+
+def brief(error: BaseException) -> str:
+    """Return what an error says, in one line of moderate length.
+
+    Args:
+        error: as a library raised it; theirs go on for paragraphs.
+    """
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else f"{text[:300]}..."
 
 
 def _in_words(error: Exception) -> str:

@@ -9,6 +9,8 @@ from typing import Any
 
 from accelerate.config.options import BY_NAME, FEATURES, OPTIONS, Option, of_feature
 
+_VARIABLES = {variable: option for option in OPTIONS for variable in (option.env, *option.env_names) if variable}
+
 
 def given(name: str, environ: Mapping[str, str] | None = None) -> Any:
     """Return what the environment says about an option, or None where it says nothing.
@@ -80,7 +82,8 @@ def read_all(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
         ValueError: as in `given`.
     """
     found = {}
-    for option in OPTIONS:
+    for variable in [name for name in _VARIABLES if name in environ]:
+        option = _VARIABLES[variable]
         value = _read(option, environ)
         if value is not None:
             found[option.name] = (value, option.env or option.env_names[0])

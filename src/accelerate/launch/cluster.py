@@ -5,7 +5,7 @@ it. Where it has started several on a machine, each launch is one process of the
 
 Asked in this order, the first one that speaks of several processes or machines answers:
 
-1. torchrun's variables (RANK and WORLD_SIZE): then nobody else is asked; the worker reads them.
+1. torchrun's variables (RANK and WORLD_SIZE): then nothing else is asked; the worker reads them.
 2. jsrun, Open MPI, MPICH and Intel MPI, MVAPICH. Before the schedulers, because they start their helpers through these and pass
    on the variables of the helper.
 3. Slurm, in a step of `srun`.
@@ -26,6 +26,8 @@ from accelerate.runtime.ranks import Ranks
 _LOCAL = "127.0.0.1"
 # A list of hosts has a line for each core; the largest machines have some millions of them.
 _MOST_BYTES = 1 << 26
+# Where none of these is set, no launcher and no scheduler has anything to say.
+_SPEAKERS = (*[names[0] for _, names in ranks.SCHEMES[1:]], "SLURM_STEP_ID", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,8 @@ class Cluster:
     Attributes:
         source: who says it: "Slurm", "Open MPI", "MPI", "MVAPICH", "PBS", "LSF" or "jsrun".
         machines: how many machines take part.
-        machine_rank: which of them this is, from 0; None for a task where nobody says.
-        address: name or address of machine 0, or of the process with rank 0; None where nobody says.
+        machine_rank: which of them this is, from 0; None for a task where no variable says.
+        address: name or address of machine 0, or of the process with rank 0; None where no variable says.
         port: a port that all of them compute alike from the number of the job; None without such a number.
         task: which process this is, where each process has been started by itself: the launcher starts that one only.
         detail: the variables that said so.
@@ -57,6 +59,26 @@ class Cluster:
     no_address: str = ""
 
 
+@dataclass(frozen=True)
+class _Job:
+    """The hosts that a scheduler has given to a job.
+
+    Attributes:
+        source: the scheduler.
+        slots: the hosts as the scheduler lists them: one entry for each process it reckons with.
+        variable: what holds them.
+    """
+
+    source: str
+    slots: tuple[str, ...]
+    variable: str
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The hosts, each once, in the scheduler's order."""
+        return tuple(dict.fromkeys(self.slots))
+
+
 def find(environ: Mapping[str, str], hostname: str | None = None) -> Cluster | None:
     """Return what a scheduler says about the machines of a run.
 
@@ -65,7 +87,7 @@ def find(environ: Mapping[str, str], hostname: str | None = None) -> Cluster | N
         hostname: the name of this machine; None asks the system.
 
     Returns:
-        None where nobody speaks of more than this one process. A single machine with notes where a job has more machines than
+        None where nothing speaks of more than this one process. A single machine with notes where a job has more machines than
         this launch will use.
 
     Raises:
@@ -77,43 +99,41 @@ def find(environ: Mapping[str, str], hostname: str | None = None) -> Cluster | N
         >>> found.machines, found.machine_rank, found.address, found.port
         (2, 1, 'gpu03', 20007)
     """
-    if environ.get("RANK", "").strip() and environ.get("WORLD_SIZE", "").strip():
+    by_torchrun = environ.get("RANK", "").strip() and environ.get("WORLD_SIZE", "").strip()
+    if by_torchrun or not any(name in environ for name in _SPEAKERS):
         return None
+    hostname = hostname or socket.gethostname()
     try:
-        told = ranks.resolve({name: value for name, value in environ.items() if name not in ("RANK", "WORLD_SIZE")})
-        if told is None:
-            found = _allocation(environ, hostname or socket.gethostname())
+        task = ranks.resolve({name: value for name, value in environ.items() if name not in ("RANK", "WORLD_SIZE")})
+        if task is None:
+            found = _slurm_alone(environ) if environ.get("SLURM_JOB_ID", "").strip() else _by_host(environ, hostname)
         else:
             ranks.resolve(environ)  # a WORLD_SIZE by hand must agree
-            found = _srun(environ, told) if told.source == "Slurm" else _mpi(environ, told, hostname)
-        return found and _by_hand(environ, found)
+            found = _srun(environ, task) if task.source == "Slurm" else _mpi(environ, task, hostname)
+        return found and _with_address_by_hand(environ, found)
     except LaunchError:
         raise
     except ValueError as error:
         raise LaunchError(str(error)) from None
 
 
-def _by_hand(environ: Mapping[str, str], found: Cluster) -> Cluster:
+def _with_address_by_hand(environ: Mapping[str, str], found: Cluster) -> Cluster:
     """Let MASTER_ADDR and MASTER_PORT say where the machines meet: many scripts of jobs set them."""
     host, port = environ.get("MASTER_ADDR", "").strip(), slurm.integer(environ, "MASTER_PORT")
     if found.machines == 1 and found.task is None:
         return found
     if port is not None and not 0 < port < 65536:
         raise LaunchError(f"MASTER_PORT is {port}; ports go from 1 to 65535. Correct or unset it.")
-    names = _named(environ, "MASTER_ADDR", "MASTER_PORT")
-    return replace(
-        found,
-        address=host or found.address,
-        port=found.port if port is None else port,
-        detail=", ".join(filter(None, (found.detail, names))),
-        no_address="" if host else found.no_address,
-    )
+    detail = ", ".join(filter(None, [found.detail, _named(environ, "MASTER_ADDR", "MASTER_PORT")]))
+    found = replace(found, port=found.port if port is None else port, detail=detail)
+    return replace(found, address=host, no_address="") if host else found
 
 
 # Slurm
 
 
-def _srun(environ: Mapping[str, str], told: Ranks) -> Cluster:
+def _srun(environ: Mapping[str, str], task: Ranks) -> Cluster:
+    """A launch, or a process, in a step of srun."""
     step = slurm.step(environ)
     if not 0 <= step.node < step.nodes:
         raise LaunchError(
@@ -121,41 +141,30 @@ def _srun(environ: Mapping[str, str], told: Ranks) -> Cluster:
             "with srun, without changing its variables."
         )
     one_each = step.size == step.nodes
-    address, why = (_LOCAL, "") if step.nodes == 1 else _slurm_address(environ, step, one_each)
-    return Cluster(
-        source="Slurm",
-        machines=step.nodes,
-        machine_rank=step.node,
-        address=address,
-        port=slurm.port(environ),
-        task=None if one_each else told,
-        detail=_named(
-            environ,
-            *("SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
-            *(("SLURM_NODEID",) if one_each else ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_PROCID")),
-        ),
-        cpus_per_task=slurm.integer(environ, "SLURM_CPUS_PER_TASK"),
-        no_address=why,
-    )
-
-
-def _slurm_address(environ: Mapping[str, str], step: slurm.Step, one_each: bool) -> tuple[str | None, str]:
-    """Return the node where the others find rank 0, or why nobody knows."""
-    first, own = slurm.first_node(environ), environ.get("SLURMD_NODENAME")
-    if not one_each and environ.get("SLURM_DISTRIBUTION", "").startswith("arbitrary"):
-        return None, "With srun --distribution=arbitrary no variable says which node has task 0."
-    leads = step.node == 0 if one_each else step.rank == 0
-    if leads and first and own and own != first:
-        return None, _elsewhere(own, f"{slurm.node_list(environ)[1]} begins with {first}")
-    return first, ""
+    address, why = slurm.first_node(environ), ""
+    own, leads = environ.get("SLURMD_NODENAME"), (step.node if one_each else step.rank) == 0
+    if step.nodes == 1:
+        address = _LOCAL
+    elif not one_each and environ.get("SLURM_DISTRIBUTION", "").startswith("arbitrary"):
+        address, why = None, "With srun --distribution=arbitrary no variable says which node has task 0."
+    elif leads and address and own and own != address:
+        address, why = None, _elsewhere(own, f"{slurm.node_list(environ)[1]} begins with {address}")
+    names = ["SLURM_NODEID"] if one_each else ["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_PROCID"]
+    detail = _named(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", *names)
+    port, cpus = slurm.port(environ), slurm.integer(environ, "SLURM_CPUS_PER_TASK")
+    process = None if one_each else task
+    return Cluster("Slurm", step.nodes, step.node, address, port, process, detail, cpus_per_task=cpus, no_address=why)
 
 
 def _slurm_alone(environ: Mapping[str, str]) -> Cluster | None:
-    """Say that a launch in a batch script, or in an interactive shell, uses one node of an allocation of several."""
+    """A launch in a batch script, or in an interactive shell: it uses one node, perhaps of several."""
     tasks = slurm.integer(environ, "SLURM_STEP_NUM_TASKS") or 1
     if slurm.in_step(environ) and tasks == 1:
         return None  # many such steps share an allocation, each with a run of its own
-    nodes = _allocated_nodes(environ)
+    components = range(min(slurm.integer(environ, "SLURM_HET_SIZE") or 0, len(environ)))
+    sizes = [slurm.integer(environ, f"SLURM_JOB_NUM_NODES_HET_GROUP_{number}") or 0 for number in components]
+    whole = slurm.integer(environ, "SLURM_JOB_NUM_NODES") or slurm.integer(environ, "SLURM_NNODES") or 1
+    nodes = max(whole, sum(sizes))
     if slurm.in_step(environ) and slurm.is_terminal(environ):
         what = f"this is the terminal of an srun with {tasks} tasks"
     elif nodes > 1:
@@ -169,157 +178,106 @@ def _slurm_alone(environ: Mapping[str, str]) -> Cluster | None:
     return _alone("Slurm", _named(environ, "SLURM_JOB_NUM_NODES", "SLURM_NNODES", "SLURM_PTY_PORT"), note)
 
 
-def _allocated_nodes(environ: Mapping[str, str]) -> int:
-    components = [
-        slurm.integer(environ, f"SLURM_JOB_NUM_NODES_HET_GROUP_{number}") or 0
-        for number in range(min(slurm.integer(environ, "SLURM_HET_SIZE") or 0, len(environ)))
-    ]
-    whole = slurm.integer(environ, "SLURM_JOB_NUM_NODES") or slurm.integer(environ, "SLURM_NNODES") or 1
-    return max(whole, sum(components))
-
-
 # MPI launchers
 
 
-def _mpi(environ: Mapping[str, str], told: Ranks, hostname: str | None) -> Cluster:
-    size, here = told.world_size, told.local_world_size
-    names = [_scheme(told.source)[1], _scheme(told.source)[0 if here == 1 else 3]]
+def _mpi(environ: Mapping[str, str], task: Ranks, hostname: str) -> Cluster:
+    """A launch, or a process, that mpirun or jsrun has started."""
+    size, here, port = task.world_size, task.local_world_size, ranks.mpi_port(environ)
+    scheme = dict(ranks.SCHEMES)[task.source]
+    names = [scheme[1], scheme[0 if here == 1 else 3]]
     if here == size:
-        return Cluster(told.source, 1, 0, _LOCAL, ranks.mpi_port(environ), told, _named(environ, *names))
-    job = _job(environ, told.source)
-    counted = slurm.integer(environ, "OMPI_MCA_orte_num_nodes") if told.source == "Open MPI" else None
-    # Where nobody has counted the machines, the others are taken to be like this one.
+        return Cluster(task.source, 1, 0, _LOCAL, port, task, _named(environ, *names))
+    job = _job(environ)
+    hosts = _without_launch_node(job) if job and (task.source, job.source) == ("jsrun", "LSF") else job and job.hosts
+    counted = slurm.integer(environ, "OMPI_MCA_orte_num_nodes") if task.source == "Open MPI" else None
+    # Where nothing has counted the machines, the others are taken to be like this one.
     machines = counted or -(-size // here if here else -1)
     # Fewer hosts than launches: another machine has several.
-    one_each = here == 1 and machines == size and not (job and len(job.hosts) < size)
-    if job:
-        address, by, why = _first_of(job, environ, told, hostname)
+    one_each = here == 1 and machines == size and not (hosts and len(hosts) < size)
+    if hosts:
+        address, by, evidence = hosts[0], job.variable, f"{job.variable} begins with {hosts[0]}"
+        own = environ.get("SLURMD_NODENAME") if job.source == "Slurm" else hostname
+        away = bool(own) and _position(hosts, own) not in (0, None)
+        machines = machines if one_each else min(machines, len(hosts))
     else:
-        address, by, why = _first_of_mpirun(environ, told, hostname)
-    return Cluster(
-        source=told.source,
-        machines=machines if one_each or not job else min(machines, len(job.hosts)),
-        machine_rank=told.rank if one_each else None,
-        address=address,
-        port=ranks.mpi_port(environ),
-        task=None if one_each else told,
-        detail=_named(environ, *names, *((by,) if address else ())),
-        no_address=why,
-    )
+        address, by, away = _mpirun_host(environ, hostname)
+        own, evidence = hostname, f"mpirun runs on {address}"
+    machine_rank, process = (task.rank, None) if one_each else (None, task)
+    if task.rank == 0 and away:
+        why = _elsewhere(own, evidence)
+        return Cluster(
+            task.source, machines, machine_rank, None, port, process, _named(environ, *names), no_address=why
+        )
+    return Cluster(task.source, machines, machine_rank, address, port, process, _named(environ, *names, by))
 
 
-def _first_of(
-    job: "_Job", environ: Mapping[str, str], told: Ranks, hostname: str | None
-) -> tuple[str | None, str, str]:
-    """Return the first host of a job, unless rank 0 turns out to run on another one; its variable, and why not."""
-    first = job.hosts[0]
-    own = environ.get("SLURMD_NODENAME") if job.source == "Slurm" else _own_name(hostname)
-    if told.rank == 0 and own and _position(job.hosts, own) not in (0, None):
-        return None, job.variable, _elsewhere(own, f"{job.variable} begins with {first}")
-    return first, job.variable, ""
-
-
-def _first_of_mpirun(environ: Mapping[str, str], told: Ranks, hostname: str | None) -> tuple[str | None, str, str]:
-    """Return the machine of Open MPI's mpirun, which takes rank 0 if it takes any; the variable, and why not."""
+def _mpirun_host(environ: Mapping[str, str], hostname: str) -> tuple[str | None, str, bool]:
+    """Return the machine of Open MPI's mpirun, which takes rank 0 if it takes any; the variable, and whether this is another."""
     uri = environ.get("OMPI_MCA_orte_hnp_uri", "")
     if match := re.search(r"tcp://([0-9.]+)[,:]|tcp6://\[([0-9A-Fa-f:.]+)[],]", uri):
-        found, by = match[1] or match[2], "OMPI_MCA_orte_hnp_uri"
-        away = environ.get("OMPI_MCA_orte_local_daemon_uri", uri) != uri
-    elif match := re.fullmatch(r"prterun-(.+)-[0-9]+@[0-9]+", environ.get("PMIX_NAMESPACE", "")):
-        found, by = match[1], "PMIX_NAMESPACE"
-        away = not _same_host(found, environ.get("PMIX_HOSTNAME") or _own_name(hostname))
-    else:
-        return None, "", ""
-    if told.rank == 0 and away:
-        return None, by, _elsewhere(_own_name(hostname), f"mpirun runs on {found}")
-    return found, by, ""
+        return match[1] or match[2], "OMPI_MCA_orte_hnp_uri", environ.get("OMPI_MCA_orte_local_daemon_uri", uri) != uri
+    if match := re.fullmatch(r"prterun-(.+)-[0-9]+@[0-9]+", environ.get("PMIX_NAMESPACE", "")):
+        return match[1], "PMIX_NAMESPACE", not _same_host(match[1], environ.get("PMIX_HOSTNAME") or hostname)
+    return None, "", False
 
 
-def _elsewhere(own: str, contrary: str) -> str:
-    return f"This launch has number 0 and runs on {own}, but {contrary}."
-
-
-def _scheme(source: str) -> tuple[str, ...]:
-    return dict(ranks.SCHEMES)[source]
+def _without_launch_node(job: _Job) -> tuple[str, ...]:
+    """Leave out the node that jsrun itself runs on: LSF puts it first, with one slot, where it is none of those that compute."""
+    first, rest = job.hosts[0], job.hosts[1:]
+    leads = rest and job.slots.count(first) == 1 and all(job.slots.count(host) > 1 for host in rest[:64])
+    return rest if leads else job.hosts
 
 
 # The hosts of a job
 
 
-@dataclass(frozen=True)
-class _Job:
-    """The hosts that a scheduler has given to a job.
-
-    Attributes:
-        source: the scheduler.
-        hosts: their names, each once, in its order.
-        slots: the hosts as the scheduler lists them: one entry for each process it reckons with.
-        variable: who says so.
-    """
-
-    source: str
-    hosts: tuple[str, ...]
-    slots: tuple[str, ...]
-    variable: str
+def _job(environ: Mapping[str, str]) -> _Job | None:
+    readers = {"SLURM_JOB_ID": _slurm_job, "PBS_JOBID": _pbs_job, "LSB_JOBID": _lsf_job}
+    jobs = [read(environ) for number, read in readers.items() if environ.get(number, "").strip()]
+    return next((job for job in jobs if job.slots), None)
 
 
-def _job(environ: Mapping[str, str], launcher: str | None = None) -> _Job | None:
-    for reader in (_slurm_job, _pbs_job, _lsf_job):
-        job = reader(environ)
-        if job is not None and job.hosts:
-            if launcher == "jsrun" and job.source == "LSF":
-                job = _without_launch_node(job)
-            return job
-    return None
-
-
-def _slurm_job(environ: Mapping[str, str]) -> _Job | None:
+def _slurm_job(environ: Mapping[str, str]) -> _Job:
     name = "SLURM_JOB_NODELIST" if environ.get("SLURM_JOB_NODELIST") else "SLURM_NODELIST"
-    if not environ.get("SLURM_JOB_ID", "").strip() or not environ.get(name):
-        return None
-    hosts = tuple(slurm.some_hosts(environ[name], name))
-    return _Job("Slurm", hosts, hosts, name)
+    return _Job("Slurm", tuple(slurm.some_hosts(environ[name], name)) if environ.get(name) else (), name)
 
 
-def _pbs_job(environ: Mapping[str, str]) -> _Job | None:
-    if not environ.get("PBS_JOBID", "").strip() or not environ.get("PBS_NODEFILE", "").strip():
-        return None
+def _pbs_job(environ: Mapping[str, str]) -> _Job:
     slots = _read_hosts(environ, "PBS_NODEFILE")
-    if slots is None:
-        if slurm.integer(environ, "PBS_NODENUM"):
-            raise LaunchError(
-                f"PBS_NODEFILE is {environ['PBS_NODEFILE']!r}, which cannot be read on this machine, and PBS_NODENUM is "
-                f"{environ['PBS_NODENUM']}: the job has other machines. Copy the file to this one, or unset PBS_NODEFILE and give "
-                "--num_machines, --machine_rank and --main_process_ip."
-            )
-        return None
-    return _Job("PBS", tuple(dict.fromkeys(slots)), slots, "PBS_NODEFILE")
+    if slots is None and slurm.integer(environ, "PBS_NODENUM"):
+        raise LaunchError(
+            f"PBS_NODEFILE is {environ['PBS_NODEFILE']!r}, which cannot be read on this machine, and PBS_NODENUM is "
+            f"{environ['PBS_NODENUM']}: the job has other machines. Copy the file to this one, or unset PBS_NODEFILE and give "
+            "--num_machines, --machine_rank and --main_process_ip."
+        )
+    return _Job("PBS", slots or (), "PBS_NODEFILE")
 
 
-def _lsf_job(environ: Mapping[str, str]) -> _Job | None:
-    if not environ.get("LSB_JOBID", "").strip():
-        return None
-    if environ.get("LSB_DJOB_HOSTFILE", "").strip():
-        slots = _read_hosts(environ, "LSB_DJOB_HOSTFILE")
-        if slots:
-            return _Job("LSF", tuple(dict.fromkeys(slots)), slots, "LSB_DJOB_HOSTFILE")
-    if pairs := environ.get("LSB_MCPU_HOSTS", "").split():
-        counts = pairs[1::2]
-        if len(pairs) % 2 or not all(count.isdecimal() and len(count) < 8 for count in counts):
-            raise LaunchError(
-                f"LSB_MCPU_HOSTS is {environ['LSB_MCPU_HOSTS'][:200]!r}; LSF writes a host and its number of slots in turn, such as "
-                "'host1 4 host2 4'. Correct or unset it."
-            )
-        # Whether a host has one slot or more is all that anybody asks.
-        slots = tuple(host for host, count in zip(pairs[::2], counts, strict=True) for _ in range(min(int(count), 2)))
-        return _Job("LSF", tuple(dict.fromkeys(pairs[::2])), slots, "LSB_MCPU_HOSTS")
-    slots = tuple(environ.get("LSB_HOSTS", "").split())
-    return _Job("LSF", tuple(dict.fromkeys(slots)), slots, "LSB_HOSTS")
+def _lsf_job(environ: Mapping[str, str]) -> _Job:
+    if slots := _read_hosts(environ, "LSB_DJOB_HOSTFILE"):
+        return _Job("LSF", slots, "LSB_DJOB_HOSTFILE")
+    pairs = environ.get("LSB_MCPU_HOSTS", "").split()
+    if not pairs:
+        return _Job("LSF", tuple(environ.get("LSB_HOSTS", "").split()), "LSB_HOSTS")
+    counts = pairs[1::2]
+    if len(pairs) % 2 or not all(count.isdecimal() and len(count) < 8 for count in counts):
+        raise LaunchError(
+            f"LSB_MCPU_HOSTS is {environ['LSB_MCPU_HOSTS'][:200]!r}; LSF writes a host and its number of slots in turn, such as "
+            "'host1 4 host2 4'. Correct or unset it."
+        )
+    # Whether a host has one slot or more is all that matters here.
+    listed: list[str] = []
+    for host, count in zip(pairs[::2], counts, strict=True):
+        listed += [host] * min(int(count), 2)
+    return _Job("LSF", tuple(listed), "LSB_MCPU_HOSTS")
 
 
 def _read_hosts(environ: Mapping[str, str], name: str) -> tuple[str, ...] | None:
-    """Read a file with a host in each line; None if it cannot be read here."""
-    path = environ[name].strip()
+    """Read the file that a variable names, with a host in each line; () without one, None if it cannot be read here."""
+    path = environ.get(name, "").strip()
+    if not path:
+        return ()
     try:
         with open(path, "rb") as file:
             data = file.read(_MOST_BYTES + 1)
@@ -327,104 +285,75 @@ def _read_hosts(environ: Mapping[str, str], name: str) -> tuple[str, ...] | None
         return None
     if len(data) > _MOST_BYTES:
         raise LaunchError(f"{name} is {path!r}, a file of more than {_MOST_BYTES} bytes, which is no list of hosts.")
-    lines = (line.split() for line in data.decode("utf-8", "replace").splitlines())
+    lines = [line.split() for line in data.decode("utf-8", "replace").splitlines()]
     return tuple(words[0] for words in lines if words and not words[0].startswith("#"))
 
 
-def _without_launch_node(job: _Job) -> _Job:
-    """Leave out the node that jsrun itself runs on: LSF puts it first, with one slot, where it is none of those that compute."""
-    first, rest = job.hosts[0], job.hosts[1:]
-    if rest and job.slots.count(first) == 1 and all(job.slots.count(host) > 1 for host in rest[:64]):
-        return _Job(job.source, rest, job.slots[1:], job.variable)
-    return job
+# Launches on the hosts of PBS and LSF
 
 
-# Launches that no MPI launcher and no srun has started
-
-
-def _allocation(environ: Mapping[str, str], hostname: str) -> Cluster | None:
-    if environ.get("SLURM_JOB_ID", "").strip():
-        return _slurm_alone(environ)
+def _by_host(environ: Mapping[str, str], hostname: str) -> Cluster | None:
+    """Tell a launch on each host of a job from the job's script, which runs on the first one only."""
     job = _job(environ)
-    return None if job is None or len(job.hosts) < 2 else _by_name(environ, job, hostname)
-
-
-def _by_name(environ: Mapping[str, str], job: _Job, hostname: str) -> Cluster:
-    """Tell a launch on each host of PBS or LSF from the job's script, which runs on the first one only."""
+    if job is None or len(job.hosts) < 2:
+        return None
     if job.source == "PBS":
-        started, number = _pbs_started(environ, job)
+        number, is_script = "PBS_JOBID", _is_pbs_script(environ, job)
         how = "`pbsdsh -- accelerate launch ...` (Torque: `pbsdsh -u accelerate launch ...`)"
     else:
-        started, number = _lsf_started(environ, job)
+        number, is_script = "LSB_JOBID", _is_lsf_script(environ, job)
         how = '`blaunch -z "HOST1 HOST2 ..." accelerate launch ...`'
-    position = _position(job.hosts, hostname)
-    if position is None and number is not None:
-        position = number
+    position, node = _position(job.hosts, hostname), slurm.integer(environ, "PBS_NODENUM")
+    if position is None and job.source == "PBS" and node is not None and 0 < node < len(job.hosts):
+        position = node
+    has = f"{job.source}: the job has {len(job.hosts)} hosts"
     if position is None:
+        some = ", ".join([*job.hosts[:4], *(["..."] if len(job.hosts) > 4 else [])])
         note = (
-            f"{job.source}: the job has {len(job.hosts)} hosts ({_some(job.hosts)}), and {hostname} is none of them: this launch "
-            "uses one machine. For several, give --num_machines, --machine_rank and --main_process_ip."
+            f"{has} ({some}), and {hostname} is none of them: this launch uses one machine. For several, give --num_machines, "
+            "--machine_rank and --main_process_ip."
         )
         return _alone(job.source, job.variable, note)
-    if position == 0 and not started:
-        note = (
-            f"{job.source}: the job has {len(job.hosts)} hosts, and this launch uses one of them; start it on each with {how} to "
-            "use all of them."
-        )
+    if position == 0 and is_script:
+        note = f"{has}, and this launch uses one of them; start it on each with {how} to use all of them."
         return _alone(job.source, job.variable, note)
-    return Cluster(
-        source=job.source,
-        machines=len(job.hosts),
-        machine_rank=position,
-        address=job.hosts[0],
-        port=ranks.job_port(environ, ("PBS_JOBID" if job.source == "PBS" else "LSB_JOBID",)),
-        task=None,
-        detail=f"{job.variable}, host {hostname}",
-    )
+    port, detail = ranks.job_port(environ, (number,)), f"{job.variable}, host {hostname}"
+    return Cluster(job.source, len(job.hosts), position, job.hosts[0], port, None, detail)
 
 
-def _pbs_started(environ: Mapping[str, str], job: _Job) -> tuple[bool, int | None]:
-    """Say whether pbsdsh has started this launch, or ssh on each host; and the number of the host, if PBS tells it."""
-    task, node = (slurm.integer(environ, name) for name in ("PBS_TASKNUM", "PBS_NODENUM"))
-    slot = slurm.integer(environ, "PBS_VNODENUM")
+def _is_pbs_script(environ: Mapping[str, str], job: _Job) -> bool:
+    """Say whether this launch runs in the job's script; otherwise pbsdsh has started it, or ssh."""
+    task, slot = slurm.integer(environ, "PBS_TASKNUM"), slurm.integer(environ, "PBS_VNODENUM")
     if slot is not None and 0 <= slot < len(job.slots) and job.slots[slot] in job.slots[:slot]:
         raise LaunchError(
             f"PBS_VNODENUM is {slot}: pbsdsh has started several launches on {job.slots[slot]}. Start one on each host, with "
             "`pbsdsh -u`; each starts the processes of its host."
         )
-    # The job's script is task 1 of its host. Through ssh come only the variables that somebody passes on by hand.
-    started = task > 1 if task is not None else not environ.get("PBS_ENVIRONMENT")
-    return started, node if node is not None and 0 < node < len(job.hosts) else None
+    # The job's script is task 1 of its host. ssh passes on no variables but those that its user names.
+    return bool(environ.get("PBS_ENVIRONMENT")) if task is None else task <= 1
 
 
-def _lsf_started(environ: Mapping[str, str], job: _Job) -> tuple[bool, int | None]:
-    """Say whether blaunch has started this launch."""
+def _is_lsf_script(environ: Mapping[str, str], job: _Job) -> bool:
+    """Say whether this launch runs in the job's script; otherwise blaunch has started it."""
     task = slurm.integer(environ, "LSF_PM_TASKID")
     if task is not None and task > len(job.hosts):
         raise LaunchError(
             f"LSF_PM_TASKID is {task} and the job has {len(job.hosts)} hosts ({job.variable}): blaunch has started several "
             'launches on a host. Start one on each, with `blaunch -z "HOST1 HOST2 ..."`; each starts the processes of its host.'
         )
-    return task is not None, None
-
-
-# Small things
+    return task is None
 
 
 def _alone(source: str, detail: str, note: str) -> Cluster:
     return Cluster(source, 1, 0, None, None, None, detail, (note,))
 
 
+def _elsewhere(own: str, contrary: str) -> str:
+    return f"This launch has number 0 and runs on {own}, but {contrary}."
+
+
 def _named(environ: Mapping[str, str], *names: str) -> str:
     return ", ".join(dict.fromkeys(name for name in names if environ.get(name, "").strip()))
-
-
-def _some(hosts: tuple[str, ...]) -> str:
-    return ", ".join(hosts[:4]) + (", ..." if len(hosts) > 4 else "")
-
-
-def _own_name(hostname: str | None) -> str:
-    return hostname or socket.gethostname()
 
 
 def _position(hosts: tuple[str, ...], own: str) -> int | None:

@@ -1,8 +1,8 @@
 """Ends what a launcher had started when the launcher itself was killed, and cannot do it any more.
 
-A small process of its own reads a pipe from the launcher. Its end without a farewell means that the launcher is gone. The
-processes are asked to end then, as by a scheduler, and killed some time later. This module is also that process's program, so
-it imports nothing of the package.
+A small process of its own reads lines from the launcher: the process groups to end. When the pipe ends, the launcher is gone; the
+last groups are asked to end then, as by a scheduler, and killed some time later. An empty line dismisses the guard. This module is
+also that process's program, so it imports nothing of the package.
 """
 
 import contextlib
@@ -11,24 +11,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
-FAREWELL = "end"
-FORGET = "forget"
-# How long processes have after SIGTERM; what torch's elastic launcher gives them.
-GRACE_S = 30.0
 _LOOK_S = 0.02
 # A scheduler that signals every process of a job must not take the guard away.
-_IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
+_IGNORED = [
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
+    if hasattr(signal, name)
+]
 
 
 def end_groups(groups: Iterable[int], grace: float) -> None:
-    """End process groups: ask with SIGTERM, wait, kill what is left.
-
-    Args:
-        groups: their numbers; those without processes are passed over.
-        grace: for how long to wait, in seconds.
-    """
+    """End process groups: ask with SIGTERM, wait `grace` seconds, kill what is left."""
     left = [group for group in groups if _signal(group, signal.SIGTERM)]
     deadline = time.monotonic() + grace
     while left and time.monotonic() < deadline:
@@ -55,63 +50,50 @@ class Guard:
         grace: how long the processes have to end by themselves, in seconds.
     """
 
-    def __init__(self, grace: float = GRACE_S) -> None:
+    def __init__(self, grace: float = 30.0) -> None:
         self._process: subprocess.Popen | None = None
-        if hasattr(os, "killpg"):
-            # Outputs closed: who reads those of the launcher must see their end when the launcher ends. A session of its own:
-            # what the terminal sends to the launcher is not for it.
-            with _blocked():  # it inherits that, and so ignores signals from its first moment
-                self._process = subprocess.Popen(
-                    [sys.executable, "-I", "-S", __file__, str(grace)],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    start_new_session=True,
-                )
+        if not hasattr(os, "killpg"):
+            return
+        # The guard inherits what is blocked, and so ignores signals from its first moment.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
+        try:
+            # Outputs closed: a reader of the launcher's output must see its end when the launcher ends. A session of its own: what
+            # the terminal sends to the launcher is not for it.
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", __file__, str(grace)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def watch(self, groups: Iterable[int]) -> None:
-        """Name the process groups to end instead of those named before."""
-        self._say(FORGET, *map(str, groups))
+        """Name the process groups to end instead of those named before; none dismisses the guard."""
+        if self._process is not None:
+            # A guard that was killed protects nothing, and is no reason to fail.
+            with contextlib.suppress(OSError, ValueError):
+                self._process.stdin.write(f"{' '.join(map(str, groups))}\n".encode())
+                self._process.stdin.flush()
 
     def close(self) -> None:
         """Dismiss the guard: the processes have ended, or may go on."""
         if self._process is not None:
-            self._say(FAREWELL)
+            self.watch([])
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
             self._process.wait()
             self._process = None
 
-    def _say(self, *words: str) -> None:
-        if self._process is not None:
-            # A guard that somebody has killed protects nobody, and is no reason to fail.
-            with contextlib.suppress(OSError, ValueError):
-                self._process.stdin.write("".join(f"{word}\n" for word in words).encode())
-                self._process.stdin.flush()
-
-
-@contextlib.contextmanager
-def _blocked() -> Iterator[None]:
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [getattr(signal, name) for name in _IGNORED])
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
 
 def main() -> None:
-    """Read what the launcher says until it ends, and end its processes unless it said farewell."""
-    for name in _IGNORED:
-        signal.signal(getattr(signal, name), signal.SIG_IGN)
+    """Read what the launcher says until it ends, and end the groups that it named last."""
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
     groups: list[int] = []
     for line in sys.stdin:
-        word = line.strip()
-        if word == FAREWELL:
-            return
-        if word == FORGET:
-            groups = []
-        else:
-            groups.append(int(word))
+        groups = [int(word) for word in line.split()]
     end_groups(groups, float(sys.argv[1]))
 
 

@@ -19,6 +19,8 @@ _PLUGINS = (
     "torch_neuronx",
     "intel_extension_for_pytorch",
 )
+_SIBLINGS = pathlib.Path("/sys/devices/system/cpu/cpu0/topology/thread_siblings_list")
+_QUOTA = pathlib.Path("/sys/fs/cgroup/cpu.max")
 
 
 @dataclass(frozen=True)
@@ -47,63 +49,48 @@ def detect(environ: Mapping[str, str]) -> Hardware:
     Args:
         environ: the variables; `CUDA_VISIBLE_DEVICES` is honoured.
     """
-    if "torch" in sys.modules or any(importlib.util.find_spec(name) for name in _PLUGINS):
+    if "torch" in sys.modules or any(map(importlib.util.find_spec, _PLUGINS)):
         return _ask_torch()
-    build = _torch_build()
-    if build.get("hip") or build.get("xpu"):
+    kinds = _torch_build()
+    if sys.platform == "darwin" or not kinds <= {"cuda"}:
         return _ask_torch()
-    if build.get("cuda"):
-        count = _nvidia_gpus(environ)
-        return _ask_torch() if count is None else _cuda(count)
-    if sys.platform == "darwin":
+    count = _nvidia_gpus(environ) if kinds else 0
+    if count is None:
         return _ask_torch()
-    return Hardware("cpu", 0)
+    return Hardware("cuda", count, "CUDA_VISIBLE_DEVICES") if count else Hardware("cpu", 0)
 
 
 def usable_cores() -> int:
     """Return how many physical cores this process may use (its affinity mask and container limits count)."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
-        siblings = pathlib.Path("/sys/devices/system/cpu/cpu0/topology/thread_siblings_list").read_text()
-        per_core = sum(
-            int(last or first) - int(first) + 1 for first, last in re.findall(r"(\d+)(?:-(\d+))?", siblings)
-        )
+        ranges = re.findall(r"(\d+)(?:-(\d+))?", _SIBLINGS.read_text())
+        allowed //= sum([int(last or first) - int(first) + 1 for first, last in ranges]) or 1
     except OSError:
-        per_core = 1
-    return max(1, min(allowed // max(1, per_core), _container_limit()))
+        pass
+    try:
+        quota, period = _QUOTA.read_text().split()
+        allowed = allowed if quota == "max" else min(allowed, int(quota) // int(period))
+    except (OSError, ValueError):
+        pass
+    return max(1, allowed)
 
 
 def is_bound() -> bool:
-    """Tell whether somebody has bound this process to some of the machine's cores."""
+    """Tell whether this process is bound to some of the machine's cores."""
     return hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) < (os.cpu_count() or 1)
 
 
-def _container_limit() -> int:
-    try:
-        quota, period = pathlib.Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return sys.maxsize if quota == "max" else max(1, int(quota) // int(period))
-    except (OSError, ValueError):
-        return sys.maxsize
-
-
-def _cuda(count: int) -> Hardware:
-    return Hardware("cuda", count, "CUDA_VISIBLE_DEVICES") if count else Hardware("cpu", 0)
-
-
-def _torch_build() -> dict[str, str | None]:
-    """Read what torch was built for from its version file, which importing torch would cost a second for."""
+def _torch_build() -> set[str]:
+    """Read what torch was built for from its version file, since importing torch would cost a second."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.origin:
-        return {}
+        return set()
     try:
         text = (pathlib.Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
     except OSError:
-        return {"hip": "unknown"}
-    return {
-        kind: value
-        for kind, value in re.findall(r"^(cuda|hip|xpu)\b[^=\n]*=\s*['\"]([^'\"]*)['\"]", text, re.M)
-        if value
-    }
+        return {"unknown"}
+    return set(re.findall(r"^(cuda|hip|xpu)\b[^=\n]*=\s*['\"][^'\"]", text, re.M))
 
 
 def _nvidia_gpus(environ: Mapping[str, str]) -> int | None:
@@ -148,13 +135,13 @@ def visible(selection: str | None, count: int) -> int:
     """
     if selection is None:
         return count
-    kept: list[str] = []
-    for entry in (part.strip() for part in selection.split(",")):
-        if not (entry.startswith(("GPU-", "MIG-")) or (entry.isdigit() and int(entry) < count)):
+    kept: set[str] = set()
+    for entry in map(str.strip, selection.split(",")):
+        if not entry.startswith(("GPU-", "MIG-")) and not (entry.isdigit() and int(entry) < count):
             break
         if entry in kept:
             return 0
-        kept.append(entry)
+        kept.add(entry)
     return len(kept)
 
 

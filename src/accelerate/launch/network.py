@@ -5,22 +5,22 @@ import ipaddress
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from accelerate.launch.errors import RunError
 
-# Addresses that are set aside for documentation (RFC 5737, RFC 3849): nobody has them, so the way to them is the way out.
-_OUTSIDE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
+# Addresses that are set aside for documentation (RFC 5737, RFC 3849): no machine has them, so the way to them is the way out.
+_OUTSIDE = ((socket.AF_INET, ("192.0.2.1", 9)), (socket.AF_INET6, ("2001:db8::1", 9)))
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _CONNECT_S = 5.0
 _PAUSE_S = 0.25
 # A machine that is merely a moment later than this one is not worth a line.
-_FIRST_TELL_S = 2.0
-_TELL_S = 10.0
+_FIRST_LINE_S = 2.0
+_NEXT_LINE_S = 10.0
 
 
 class NoAnswerError(RunError, TimeoutError):
-    """Nobody has listened at an address in time."""
+    """Nothing has listened at an address in time."""
 
 
 def local_address(towards: str, port: int) -> str:
@@ -47,58 +47,16 @@ def local_address(towards: str, port: int) -> str:
         raise RunError(
             f"The address {towards!r} cannot be looked up on this machine: {_reason(error)}. Check the name (--main_process_ip)."
         ) from None
-    found, last = [], None
-    for family, target in targets:
-        try:
-            found.append(_source(family, target))
-        except OSError as error:
-            last = error
+    found, reason = _sources(targets)
     if not found:
         raise RunError(
-            f"There is no way from this machine to {towards!r}: {_reason(last)}. Check the address (--main_process_ip) and the "
-            "network."
+            f"There is no way from this machine to {towards!r}: {reason}. Check the address (--main_process_ip) and the network."
         )
-    best = next((address for address in found if not _is_loopback(address)), None)
-    if best is None and not (_is_loopback(towards) or towards.lower().rstrip(".").endswith("localhost")):
-        best = _outward_address()
-    return best or found[0]
-
-
-def _addresses(host: str, port: int) -> list[tuple[int, tuple]]:
-    """Look a name up; each address once."""
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
-    except UnicodeError as error:  # a label of more than 63 characters
-        raise OSError(str(error)) from None
-    return list(dict.fromkeys((family, target) for family, _, _, _, target in found))
-
-
-def _source(family: int, target: tuple) -> str:
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(target)
-        address, *rest = probe.getsockname()
-    if family == socket.AF_INET6 and rest[-1] and "%" not in address:
-        address = f"{address}%{socket.if_indextoname(rest[-1])}"
-    return address
-
-
-def _outward_address() -> str | None:
-    for family, outside in _OUTSIDE:
-        with contextlib.suppress(OSError):
-            return _source(family, (outside, 9))
-    return None
-
-
-def _parsed(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    try:
-        return ipaddress.ip_address(address.partition("%")[0].strip("[]"))
-    except ValueError:
-        return None
-
-
-def _is_loopback(address: str) -> bool:
-    parsed = _parsed(address)
-    return parsed is not None and parsed.is_loopback
+    wanted_inside = _is_loopback(towards) or towards.lower().rstrip(".").endswith("localhost")
+    outward = [address for address in found if not _is_loopback(address)]
+    if not outward and not wanted_inside:
+        outward, _ = _sources(_OUTSIDE)
+    return [*outward, *found][0]
 
 
 def interface_of(address: str) -> str | None:
@@ -107,13 +65,11 @@ def interface_of(address: str) -> str | None:
     Args:
         address: an IPv4 or IPv6 address.
     """
-    wanted = _parsed(address)
-    if wanted is None:
-        return None
     import psutil
 
+    wanted = _parsed(address)
     for name, entries in psutil.net_if_addrs().items():
-        if any(_parsed(entry.address) == wanted for entry in entries):
+        if wanted is not None and wanted in [_parsed(entry.address) for entry in entries]:
             return name
     return None
 
@@ -138,11 +94,11 @@ def gloo_variables(address: str, environ: Mapping[str, str] | None = None) -> di
         return {}
     name = interface_of(address)
     # NCCL takes a name for a prefix, unless it begins with an equals sign.
-    return {} if name is None else {_INTERFACES[0]: name, _INTERFACES[1]: name, _INTERFACES[2]: f"={name}"}
+    return {} if name is None else dict(zip(_INTERFACES, (name, name, f"={name}"), strict=True))
 
 
 def wait_for(host: str, port: int, seconds: float, tell: Callable[[str], None]) -> None:
-    """Wait until somebody listens at an address. Names are looked up anew each time, as theirs may come late too.
+    """Wait until a program listens at an address. Names are looked up anew each time, as theirs may come late too.
 
     Args:
         host: name or address.
@@ -152,44 +108,27 @@ def wait_for(host: str, port: int, seconds: float, tell: Callable[[str], None]) 
         tell: is called with a line for the user soon, and every ten seconds.
 
     Raises:
-        NoAnswerError: nobody listened in time.
+        NoAnswerError: nothing listened in time.
     """
-    started, told = time.monotonic(), None
-    where = f"{host}, port {port}"
+    started, next_line, where = time.monotonic(), _FIRST_LINE_S, f"{host}, port {port}"
     while True:
+        left = seconds - (time.monotonic() - started)
         try:
-            _connect(host, port, min(_CONNECT_S, max(seconds - (time.monotonic() - started), _PAUSE_S)))
+            socket.create_connection((host, port), timeout=min(_CONNECT_S, max(left, _PAUSE_S))).close()
             return
-        except OSError as error:
-            last = error
+        except (OSError, UnicodeError, OverflowError) as error:  # the last two: no name, no port
+            reason = _reason(error)
         waited = time.monotonic() - started
         if waited >= seconds:
             raise NoAnswerError(
-                f"Nobody has answered at {where}, within {seconds:g} s: {_reason(last)}. Check that machine 0 has been started and is "
+                f"Nothing has answered at {where}, within {seconds:g} s: {reason}. Check that machine 0 has been started and is "
                 "still running, that --main_process_ip and --main_process_port are the same on all machines, and that no firewall is "
                 "between them."
             )
-        if waited >= (_FIRST_TELL_S if told is None else told + _TELL_S):
-            tell(f"waiting for machine 0 at {where}: {_reason(last)} ({waited:.0f} of {seconds:g} s)")
-            told = waited
+        if waited >= next_line:
+            tell(f"waiting for machine 0 at {where}: {reason} ({waited:.0f} of {seconds:g} s)")
+            next_line = waited + _NEXT_LINE_S
         time.sleep(min(_PAUSE_S, seconds - waited))
-
-
-def _connect(host: str, port: int, seconds: float) -> None:
-    try:
-        socket.create_connection((host, port), timeout=seconds).close()
-    except (
-        UnicodeError,
-        OverflowError,
-    ) as error:  # no name, no port: time does not help, but the message says what it is
-        raise OSError(str(error)) from None
-
-
-def _reason(error: OSError | None) -> str:
-    """Return an error of the system without its number."""
-    if isinstance(error, TimeoutError) and not error.strerror:
-        return "no reply"
-    return (error.strerror if error is not None and error.strerror else str(error)).rstrip(".")
 
 
 def is_this_machine(host: str) -> bool:
@@ -198,21 +137,56 @@ def is_this_machine(host: str) -> bool:
     Args:
         host: name or address.
     """
-    return any(_is_own(family, target) for family, target in _lookup(host))
+    with contextlib.suppress(OSError):
+        for family, target in _addresses(host, 0):
+            # A socket can be bound to addresses of this machine only.
+            with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.bind(target)
+                return True
+    return False
 
 
-def _lookup(host: str) -> Iterator[tuple[int, tuple]]:
+def _addresses(host: str, port: int) -> list[tuple[int, tuple]]:
+    """Look a name up; each address once."""
     try:
-        yield from _addresses(host, 0)
-    except OSError:
-        return
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+    except UnicodeError as error:  # a label of more than 63 characters
+        raise OSError(str(error)) from None
+    return list(dict.fromkeys((family, target) for family, _, _, _, target in found))
 
 
-def _is_own(family: int, target: tuple) -> bool:
-    # A socket can be bound to addresses of this machine only.
+def _sources(targets: Iterable[tuple[int, tuple]]) -> tuple[list[str], str]:
+    """Return the own address from which each target is reached, and why the last of the others is not."""
+    found, reason = [], ""
+    for family, target in targets:
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(target)
+                address, *rest = probe.getsockname()
+        except OSError as error:
+            reason = _reason(error)
+            continue
+        if family == socket.AF_INET6 and rest[-1] and "%" not in address:
+            address = f"{address}%{socket.if_indextoname(rest[-1])}"
+        found.append(address)
+    return found, reason
+
+
+def _parsed(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.bind(target)
-    except OSError:
-        return False
-    return True
+        return ipaddress.ip_address(address.partition("%")[0].strip("[]"))
+    except ValueError:
+        return None
+
+
+def _is_loopback(address: str) -> bool:
+    parsed = _parsed(address)
+    return parsed is not None and parsed.is_loopback
+
+
+def _reason(error: Exception) -> str:
+    """Return an error of the system without its number."""
+    words = getattr(error, "strerror", None)
+    if isinstance(error, TimeoutError) and not words:
+        return "no reply"
+    return (words or str(error)).rstrip(".")

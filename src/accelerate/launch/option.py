@@ -1,77 +1,56 @@
 """Rows of the option table as arguments of a parser, and answers to options that are in no row."""
 
 import argparse
+import functools
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from accelerate.config.options import OPTIONS, Option
-from accelerate.config.options.schema import hyphenated
-
-# argparse already has this heading.
-_PLAIN_HEADING = "options"
+from accelerate.config.options.schema import both_spellings
 
 # What torchrun and older launchers call things, and what to write here.
 _ELSEWHERE = {
     "nproc_per_node": "--num_processes, the number over all machines",
-    "nproc": "--num_processes",
-    "num_gpus": "--num_processes",
-    "nnodes": "--num_machines",
-    "num_nodes": "--num_machines",
+    "rdzv_endpoint": "--main_process_ip and --main_process_port",
+    "standalone": "nothing: on one machine the launcher takes a free port",
+    "hostfile": "--deepspeed_hostfile or --mpirun_hostfile",
+    **dict.fromkeys(["nproc", "num_gpus"], "--num_processes"),
+    **dict.fromkeys(["nnodes", "num_nodes"], "--num_machines"),
+    **dict.fromkeys(["no_cuda", "use_cpu"], "--cpu"),
+    **{precision: f"--mixed_precision {precision}" for precision in ("fp16", "bf16", "fp8")},
     "node_rank": "--machine_rank",
     "master_addr": "--main_process_ip",
     "master_port": "--main_process_port",
-    "rdzv_endpoint": "--main_process_ip and --main_process_port",
-    "standalone": "nothing: on one machine the launcher takes a free port",
-    "fp16": "--mixed_precision fp16",
-    "bf16": "--mixed_precision bf16",
-    "fp8": "--mixed_precision fp8",
     "fsdp": "--use_fsdp",
     "deepspeed": "--use_deepspeed",
     "megatron": "--use_megatron_lm",
-    "no_cuda": "--cpu",
-    "use_cpu": "--cpu",
-    "hostfile": "--deepspeed_hostfile or --mpirun_hostfile",
 }
 # Options that mean nothing to a script, so that one behind the script's name was meant for the launcher.
-_LAUNCHER_ONLY = frozenset(
-    [
-        "multi_gpu",
-        "num_processes",
-        "num_machines",
-        "machine_rank",
-        "main_process_ip",
-        "main_process_port",
-        "same_network",
-        "gpu_ids",
-        "enable_cpu_affinity",
-        "rdzv_backend",
-        "rdzv_conf",
-        "max_restarts",
-        "monitor_interval",
-        "use_fsdp",
-        "use_deepspeed",
-        "use_megatron_lm",
-        "use_parallelism_config",
-        "num_cpu_threads_per_process",
-        "dry_run",
-    ]
+_LAUNCHER_ONLY = (
+    "multi_gpu num_processes num_machines machine_rank main_process_ip main_process_port same_network gpu_ids "
+    "enable_cpu_affinity rdzv_backend rdzv_conf max_restarts monitor_interval use_fsdp use_deepspeed use_megatron_lm "
+    "use_parallelism_config num_cpu_threads_per_process dry_run"
 )
 # A script larger than this is data.
 _LARGEST_SCRIPT = 1 << 20
+# Stands for an argument that was not given. A list, because argparse appends repeated arguments to a copy of it.
+_NOT_GIVEN: list[Any] = []
 
 
-class ArgumentGroup(argparse._ArgumentGroup):
-    """A heading of a `Parser`."""
-
+class _SpelledTwice(argparse._ActionsContainer):
     def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
-        """Add an argument under both spellings of its long flags."""
+        """Add an argument under both spellings of its long flags; see `argparse.ArgumentParser.add_argument`."""
         return super().add_argument(*both_spellings(args), **kwargs)
 
 
-class Parser(argparse.ArgumentParser):
+class ArgumentGroup(_SpelledTwice, argparse._ArgumentGroup):
+    """A heading of a `Parser`."""
+
+
+class Parser(_SpelledTwice, argparse.ArgumentParser):
     """A parser that accepts `--like_this` and `--like-this`, and remembers what was given.
 
     Parsed arguments carry `nondefault`, the names of all arguments that stood on the command line, so that resolution
@@ -83,10 +62,6 @@ class Parser(argparse.ArgumentParser):
     group_class = ArgumentGroup
     # What is being parsed, for errors.
     _words: Sequence[str] = ()
-
-    def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
-        """Add an argument under both spellings of its long flags; see `argparse.ArgumentParser.add_argument`."""
-        return super().add_argument(*both_spellings(args), **kwargs)
 
     def add_argument_group(self, *args: Any, **kwargs: Any) -> ArgumentGroup:
         """Add a heading whose arguments are spelled both ways too."""
@@ -109,6 +84,28 @@ class Parser(argparse.ArgumentParser):
             parser.error(parser.unknown(unknown))
         return parsed
 
+    def parse_known_args(
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse what is known, and note in `nondefault` which arguments were given."""
+        self._words = sys.argv[1:] if args is None else list(args)
+        if namespace is not None:
+            return super().parse_known_args(args, namespace)
+        # argparse assigns a default only to a missing attribute: what still holds the mark afterwards was not given.
+        actions = {action.dest: action for action in self._actions}
+        marked = [name for name, action in actions.items() if action.default is not argparse.SUPPRESS]
+        parsed, rest = super().parse_known_args(args, argparse.Namespace(**dict.fromkeys(marked, _NOT_GIVEN)))
+        given = {name for name in actions if getattr(parsed, name, _NOT_GIVEN) is not _NOT_GIVEN}
+        for name in set(marked) - given:
+            action, default = actions[name], actions[name].default
+            is_row = isinstance(action.type, functools.partial)  # the defaults of the table are values, not text
+            if isinstance(default, str) and not is_row:
+                default = self._get_value(action, default)
+            setattr(parsed, name, default)
+        # The parser of a sub-command has noted its own.
+        parsed.nondefault = given | set(getattr(parsed, "nondefault", ()))
+        return parsed, rest
+
     def unknown(self, words: Sequence[str]) -> str:
         """Return one line about words that no argument takes: each unknown option with the nearest one that exists.
 
@@ -128,9 +125,8 @@ class Parser(argparse.ArgumentParser):
                 reason.
         """
         if "required" in message:
-            given = (word.partition("=")[0] for word in self._words)
-            known = self._option_string_actions
-            strangers = [flag for flag in given if flag[:2] == "--" and flag[2:] and flag not in known]
+            given = [word.partition("=")[0] for word in self._words if word.startswith("--") and word != "--"]
+            strangers = [flag for flag in given if flag not in self._option_string_actions]
             for action in self._actions:
                 if action.nargs == argparse.REMAINDER:  # may be empty, whatever argparse says
                     message = message.replace(f", {action.dest}", "")
@@ -151,31 +147,6 @@ class Parser(argparse.ArgumentParser):
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(status)
-
-    def parse_known_args(
-        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
-    ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse what is known, and note in `nondefault` which arguments were given."""
-        self._words = sys.argv[1:] if args is None else list(args)
-        if namespace is not None:
-            return super().parse_known_args(args, namespace)
-        # argparse assigns a default only to a missing attribute: what still holds the mark afterwards was not given.
-        marked = argparse.Namespace(
-            **{action.dest: _NOT_GIVEN for action in self._actions if action.default is not argparse.SUPPRESS}
-        )
-        parsed, rest = super().parse_known_args(args, marked)
-        missing = {name for name, value in vars(parsed).items() if value is _NOT_GIVEN}
-        given = {action.dest for action in self._actions if hasattr(parsed, action.dest)} - missing
-        for action in self._actions:
-            if action.dest in missing:
-                default = action.default
-                setattr(parsed, action.dest, self._get_value(action, default) if isinstance(default, str) else default)
-        for name in given:
-            if isinstance(getattr(parsed, name), _NotGiven):
-                setattr(parsed, name, list(getattr(parsed, name)))
-        # A sub-command has its own parser, which has noted its own.
-        parsed.nondefault = given | set(getattr(parsed, "nondefault", ()))
-        return parsed, rest
 
     def _innermost(self, words: Sequence[str]) -> "Parser":
         """Return the parser of the subcommand that was chosen, or this one."""
@@ -201,13 +172,6 @@ class Parser(argparse.ArgumentParser):
         if not near:
             return f"{flag} is unknown; `{self.prog} --help` lists the options."
         return f"{flag} is unknown; did you mean {' or '.join(known[name] for name in near)}?"
-
-
-class _NotGiven(list):
-    """Stands for an argument that was not given. A list, because repeatable arguments are appended to a copy of it."""
-
-
-_NOT_GIVEN = _NotGiven()
 
 
 def _near_choice(message: str) -> str:
@@ -237,17 +201,10 @@ def strayed(script: str, script_args: Sequence[str], given: Iterable[str] = ()) 
         script_args: its arguments.
         given: names of the options that stood before the script.
     """
-    names = {
-        option.name: word
-        for word in script_args
-        for option in OPTIONS
-        if option.name in _LAUNCHER_ONLY and word.partition("=")[0] in option.spellings
-    }
-    names = {name: word for name, word in names.items() if name not in set(given)}
-    if not names:
-        return []
+    names = {_plain(word.partition("=")[0]): word for word in script_args if word.startswith("--")}
+    names = {name: word for name, word in names.items() if name in _LAUNCHER_ONLY.split() and name not in given}
     try:
-        if not os.path.isfile(script) or os.path.getsize(script) > _LARGEST_SCRIPT:
+        if not names or not os.path.isfile(script) or os.path.getsize(script) > _LARGEST_SCRIPT:
             return []
         with open(script, encoding="utf-8", errors="replace") as file:
             text = file.read()
@@ -260,11 +217,6 @@ def strayed(script: str, script_args: Sequence[str], given: Iterable[str] = ()) 
     ]
 
 
-def both_spellings(flags: Iterable[str]) -> tuple[str, ...]:
-    """Return the flags with the hyphenated spelling of each long one beside it."""
-    return tuple(dict.fromkeys(spelling for flag in flags for spelling in (flag, hyphenated(flag))))
-
-
 def add_options(parser: Parser, options: Iterable[Option] = OPTIONS) -> None:
     """Add rows of the option table to a parser, each under its heading.
 
@@ -274,43 +226,33 @@ def add_options(parser: Parser, options: Iterable[Option] = OPTIONS) -> None:
         parser: the parser; it is changed in place.
         options: the rows, in the order of `--help`.
     """
-    headings: dict[str, Any] = {_PLAIN_HEADING: parser}
+    headings = {heading.title: heading for heading in parser._action_groups}
     for option in options:
         if not option.spellings:
             continue
-        if option.group not in headings:
-            headings[option.group] = parser.add_argument_group(option.group)
-        heading = headings[option.group]
-        heading.add_argument(*option.spellings, **_keywords(option))
+        heading = headings.get(option.group)
+        if heading is None:
+            # argparse's own heading, because the table spells its flags both ways already.
+            heading = headings[option.group] = argparse.ArgumentParser.add_argument_group(parser, option.group)
+        common = {"dest": option.name, "default": option.default}
+        kind: dict[str, Any] = {"type": functools.partial(_read, option), "choices": option.choices}
+        if option.switch:
+            kind = {"action": "store_true"}
+        elif option.type == "strs":
+            kind = {"action": "append"}
+        heading.add_argument(*option.spellings, help=option.help.replace("%", "%%"), **common, **kind)
         if option.negation:
-            heading.add_argument(
-                option.negation,
-                dest=option.name,
-                action="store_false",
-                default=option.default,
-                help=f"The opposite of {option.spellings[0]}.",
-            )
+            opposite = f"The opposite of {option.spellings[0]}."
+            heading.add_argument(*both_spellings([option.negation]), action="store_false", help=opposite, **common)
 
 
-def _keywords(option: Option) -> dict[str, Any]:
-    common = {"dest": option.name, "default": option.default, "help": option.help.replace("%", "%%")}
-    if option.switch:
-        return {**common, "action": "store_true"}
-    if option.type == "strs":
-        return {**common, "action": "append", "type": str}
-    return {**common, "type": _reader(option), "choices": option.choices}
-
-
-def _reader(option: Option) -> Callable[[str], Any]:
-    def read(text: str) -> Any:
-        if text.lower() in option.unset:  # it could not undo what a lower layer sets
-            raise argparse.ArgumentTypeError(f"{option.name} is {text!r}; leave the option out for that.")
-        try:
-            return option.parse(text)
-        except ValueError as error:
-            if option.choices is not None:
-                return text  # argparse lists the choices
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    read.__name__ = option.type
-    return read
+def _read(option: Option, text: str) -> Any:
+    """Read the value of a flag; argparse calls it."""
+    if text.lower() in option.unset:  # it could not undo what a lower layer sets
+        raise argparse.ArgumentTypeError(f"{option.name} is {text!r}; leave the option out for that.")
+    try:
+        return option.parse(text)
+    except ValueError as error:
+        if option.choices is not None:
+            return text  # argparse lists the choices
+        raise argparse.ArgumentTypeError(str(error)) from None

@@ -1,11 +1,12 @@
-"""The outcome of resolution: what will be started, and where each setting comes from."""
+"""The outcome of resolution: what will be started, where each setting comes from, and the environment of a worker."""
 
 import enum
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from accelerate.config.options import FEATURES, OPTIONS, Option, of_feature
 from accelerate.launch.hardware import Hardware
 
 
@@ -17,6 +18,9 @@ class Source(enum.IntEnum):
     FILE = 2
     ENVIRONMENT = 3
     COMMAND_LINE = 4
+
+
+_WORDS = {Source.DEFAULT: "default", Source.COMMAND_LINE: "command line"}
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ class Resolved:
     @property
     def origin(self) -> str:
         """The source in words."""
-        return self.detail or {Source.DEFAULT: "default", Source.COMMAND_LINE: "command line"}.get(self.source, "")
+        return self.detail or _WORDS.get(self.source, "")
 
 
 @dataclass(frozen=True)
@@ -45,8 +49,8 @@ class Rendezvous:
 
     Attributes:
         backend: "static" (a store of the launcher) or "c10d" (torch's rendezvous).
-        host: where they meet.
-        port: at which port; 0 lets the system choose a free one when the run starts.
+        host: the name or address of machine 0.
+        port: the port there; 0 lets the system choose a free one when the run starts.
         settings: further settings of the method.
     """
 
@@ -67,8 +71,8 @@ class Machines:
 
     Attributes:
         count: how many take part.
-        rank: the number of this one, from 0; None where it is given one when they meet.
-        source: who said so: a scheduler's name, or None for the options.
+        rank: the number of this one, from 0; None where the rendezvous numbers them.
+        source: the scheduler that gave the number, or None for the options.
     """
 
     count: int = 1
@@ -128,3 +132,63 @@ class LaunchPlan:
         # Several processes share a terminal: unbuffered, their lines come out whole and in time.
         python = [sys.executable, "-u"] if self.elastic else [sys.executable]
         return [*python, *(["-m"] if self["module"] else []), self.script, *self.script_args]
+
+
+def features_on(settings: Mapping[str, Resolved]) -> set[str]:
+    """Return the features that the settings ask for.
+
+    Args:
+        settings: option name to resolved value.
+    """
+    return {name for name, feature in FEATURES.items() if feature.is_on(settings[feature.switch].value)}
+
+
+def worker_environment(plan: LaunchPlan, base: Mapping[str, str]) -> dict[str, str]:
+    """Return the full environment of the processes of a plan.
+
+    Args:
+        plan: what is started.
+        base: the environment they inherit.
+    """
+    environment = {**base, **exports(plan.settings), **plan.extra}
+    selected = plan["gpu_ids"]
+    if selected not in (None, "all") and plan.hardware.visible_env and not plan.on_cpu:
+        environment[plan.hardware.visible_env] = ",".join(part.strip() for part in str(selected).split(","))
+    return environment
+
+
+def exports(settings: Mapping[str, Resolved]) -> dict[str, str]:
+    """Return the variables that carry settings to a worker; options of features that are off are left out.
+
+    Args:
+        settings: option name to resolved value.
+
+    Example:
+        >>> from accelerate.commands.launch import launch_command_parser
+        >>> from accelerate.launch.resolve import resolve
+        >>> plan = resolve(launch_command_parser().parse_args(["--mixed_precision", "bf16", "-m", "timeit"]))
+        >>> exports(plan.settings)["ACCELERATE_MIXED_PRECISION"]
+        'bf16'
+    """
+    wanted = {None, *features_on(settings)}
+    return _variables([option for option in OPTIONS if option.feature in wanted], settings)
+
+
+def feature_exports(feature: str, settings: Mapping[str, Resolved]) -> dict[str, str]:
+    """Return the variables of the options that only one feature reads, whether or not it is on.
+
+    Args:
+        feature: a key of `accelerate.config.options.FEATURES`.
+        settings: option name to resolved value.
+    """
+    return _variables(of_feature(feature), settings)
+
+
+def _variables(options: Iterable[Option], settings: Mapping[str, Resolved]) -> dict[str, str]:
+    variables: dict[str, str] = {}
+    for option in options:
+        value = settings[option.name].value
+        is_needed = option.above_one is None or (settings[option.above_one].value or 1) > 1
+        if value is not None and is_needed:
+            variables.update(option.encode(value))
+    return variables

@@ -5,10 +5,10 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 
 from accelerate.config.options import BY_NAME
+from accelerate.diagnostics.table import table
 from accelerate.launch import runners, secrets
 from accelerate.launch.plan import LaunchPlan, Source
 from accelerate.launch.secrets import masked
-from accelerate.launch.tables import table
 
 
 def describe(plan: LaunchPlan, environ: Mapping[str, str] | None = None) -> str:
@@ -60,35 +60,26 @@ def _meeting(plan: LaunchPlan) -> list[str]:
 
 
 def _settings(plan: LaunchPlan) -> list[tuple[str, str, str]]:
-    """Return the settings that somebody has set, and those that every worker is told."""
+    """Return the settings that are not defaults, and those that every rank receives."""
     rows = []
     for name, resolved in plan.settings.items():
         option = BY_NAME[name]
-        told = option.feature is None and option.encode(resolved.value)
-        if resolved.source is not Source.DEFAULT or told:
+        received = option.feature is None and option.encode(resolved.value)
+        if resolved.source is not Source.DEFAULT or received:
             value = masked(resolved.value, name)
             rows.append((name, "yes" if value is True else "no" if value is False else str(value), resolved.origin))
     return rows
 
 
 def _processes(plan: LaunchPlan, started: Sequence[runners.Process], environ: Mapping[str, str]) -> list[str]:
-    own = [
-        {name: value for name, value in process.environment.items() if environ.get(name) != value}
-        for process in started
-    ]
-    common = (
-        {name: value for name, value in own[0].items() if all(other.get(name) == value for other in own)}
-        if own
-        else {}
-    )
+    own = [set(process.environment.items()) - set(environ.items()) for process in started]
+    common = set.intersection(*own) if len(own) > 1 else set()
     lines = []
-    if len(started) > 1 and common:
+    if common:
         lines += ["Each of them gets these variables, and those of this shell:", *_variables(common), ""]
     for process, variables in zip(started, own, strict=True):
         lines.append(f"{process.label}: {_written(plan, process.command)}")
-        lines += _variables(
-            variables if len(started) == 1 else {k: v for k, v in variables.items() if k not in common}
-        )
+        lines += _variables(variables - common)
         gone = [] if plan.runner == "sagemaker" else sorted(set(environ) - set(process.environment))
         lines += [f"  without {', '.join(gone)}"] if gone else []
     return lines
@@ -100,5 +91,5 @@ def _written(plan: LaunchPlan, words: Sequence[str]) -> str:
     return shlex.join(secrets.command(words))
 
 
-def _variables(variables: Mapping[str, str]) -> Iterable[str]:
-    return [f"  {name}={shlex.quote(str(masked(value, name)))}" for name, value in sorted(variables.items())]
+def _variables(variables: Iterable[tuple[str, str]]) -> list[str]:
+    return [f"  {name}={shlex.quote(str(masked(value, name)))}" for name, value in sorted(variables)]

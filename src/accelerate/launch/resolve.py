@@ -1,30 +1,60 @@
-"""From flags, environment, configuration file and hardware to one frozen plan.
+"""From flags, environment, configuration file, scheduler and hardware to one frozen plan.
 
-Every setting is decided here, by one rule: command line, then environment, then configuration file, then default.
+Every setting is decided here, by one rule: command line, then environment (a scheduler is part of it), then configuration file,
+then what the hardware suggests, then default.
 """
 
 import argparse
 import importlib.util
+import math
 import os
 import shutil
 import socket
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.machinery import PathFinder
 from types import MappingProxyType
 
 from accelerate.config import env
 from accelerate.config.options import BY_NAME, FEATURES, NEEDS_DEVICES, OPTIONS, PARADIGMS, SECTIONS
-from accelerate.launch import cluster, config_file, hardware, layout, machines
+from accelerate.launch import cluster, config_file, hardware
+from accelerate.launch.config_file import FileSettings
 from accelerate.launch.errors import LaunchError, NotAvailableError
 from accelerate.launch.option import strayed
-from accelerate.launch.plan import LaunchPlan, Machines, Rendezvous, Resolved, Source
+from accelerate.launch.plan import LaunchPlan, Machines, Rendezvous, Resolved, Source, features_on
 from accelerate.runtime.ranks import DEFAULT_PORT, Ranks
+
+# What a scheduler can know, and the field of `Cluster` that holds it.
+_FROM_SCHEDULER = {
+    "num_machines": "machines",
+    "machine_rank": "machine_rank",
+    "main_process_ip": "address",
+    "main_process_port": "port",
+}
+_BACKENDS = ("static", "c10d")
+# What `--rdzv_conf` can say about several machines, in seconds.
+_SECONDS = ("timeout", "join_timeout", "heartbeat_timeout")
+# Runners that start processes on machines of which the launcher knows neither the cores nor the devices.
+_REMOTE = ("sagemaker", "tpu_pod")
+_AXES = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
+# Options that only one version of FSDP reads, and what the other has in their place.
+_OF_ONE_VERSION = {
+    "fsdp_sharding_strategy": ("1", "--fsdp_reshard_after_forward says whether gathered parameters are freed"),
+    "fsdp_forward_prefetch": ("1", "version 2 has no such switch"),
+    "fsdp_backward_prefetch": ("1", "version 2 always prefetches"),
+    "fsdp_use_orig_params": ("1", "version 2 always keeps the original parameters"),
+    "fsdp_sync_module_states": ("1", "--fsdp_cpu_ram_efficient_loading sends the weights of the first process"),
+    "fsdp_reshard_after_forward": ("2", "--fsdp_sharding_strategy says what is sharded"),
+}
+
+Values = dict[str, Resolved]
+Environ = Mapping[str, str]
 
 
 @dataclass(frozen=True)
 class Settings:
-    """All options after the layers are merged, before hardware is looked at.
+    """All options after the layers are merged, before scheduler and hardware are looked at.
 
     Attributes:
         values: option name to resolved value.
@@ -33,7 +63,7 @@ class Settings:
     """
 
     values: Mapping[str, Resolved]
-    file: config_file.FileSettings | None
+    file: FileSettings | None
     notes: tuple[str, ...]
 
 
@@ -61,65 +91,61 @@ def resolve(
         (2, 'command line')
     """
     environ = os.environ if environ is None else environ
-    merged = merge(args, environ)
-    values = dict(merged.values)
+    settings = merge(args, environ)
+    values, notes = dict(settings.values), list(settings.notes)
     choose_paradigm(values)
-    notes = list(merged.notes)
-    _require_available(values, notes)
     scheduler = cluster.find(environ)
-    found = machines.ask_cluster(values, scheduler, notes)
-    notes += _without_effect(values, merged.file)
-    if needs_script:
-        _check_script(args, values)
-    if not (values["module"].value or values["no_python"].value):
-        notes += strayed(args.training_script, args.training_script_args or (), getattr(args, "nondefault", ()))
-    task = found.task if found else None
-    elsewhere = _elsewhere(values, found)
-    place = Machines() if elsewhere or task else machines.settle(values, found)
-    machine, count = _devices(values, environ)
-    if elsewhere:
-        num_processes = _count_elsewhere(values, elsewhere, count)
+    job = _ask_scheduler(values, scheduler, notes)
+    on = features_on(values)
+    _check_available(values, on, notes)
+    _drop_without_effect(values, on, settings.file, notes)
+    _check_script(args, values, needs_script, notes)
+
+    other = _other_launcher(values, on, job)
+    task = job.task if job and not other else None
+    machines = Machines() if other or task else _machines(values, job)
+    devices, usable = _devices(values, environ)
+    if other:
+        several = values["num_machines"].value or 1
+        count = _count(values, usable, several, f"as {other} finds them")
+        local = max(count // several, 1)
     elif task:
-        num_processes = _count_tasks(values, task, found.source, notes)
+        count, local = _count_tasks(values, task, job.source, notes), task.local_world_size or 1
     else:
-        num_processes = _count_processes(values, machine, count, place.count, notes)
-    if elsewhere not in ("sagemaker", "tpu_pod"):  # nobody here knows how many processes those start
-        notes += layout.check(values, num_processes)
-    hosts = values["num_machines"].value or 1 if elsewhere else place.count
-    local = task.local_world_size or 1 if task else max(num_processes // hosts, 1)
-    runner = elsewhere or _runner(values, num_processes, place, task)
-    if elsewhere not in ("sagemaker", "tpu_pod"):
-        _share_cores(values, local, found if task else None, notes)
-    if found and not task and not elsewhere and place.count == 1:
-        notes += found.notes
-    if task:
-        notes += _without_effect_on_tasks(values, found.source)
+        count = _count_by_devices(values, devices, usable, machines.count, notes)
+        local = count // machines.count
+
+    runner = other or _own_runner(values, count, machines, task)
+    if runner not in _REMOTE:
+        _check_layout(values, on, count, notes)
+        _share_cores(values, local, job if task else None, notes)
+    if job and runner in ("single", "local") and not task:
+        notes += job.notes
     if runner == "single" and not task and environ.get("WORLD_SIZE", "1") not in ("", "1"):
         notes.append(
             f"RANK={environ.get('RANK')} and WORLD_SIZE={environ['WORLD_SIZE']} are set: the script joins the processes of "
             "another launcher. Unset them for a run of its own."
         )
-    supervised = runner in ("local", "machines")
-    rendezvous = machines.rendezvous(values, place, notes) if supervised else Rendezvous()
-    if runner == "local":
-        _check_port(values)
+    is_alone = bool(runner == "single" and not task and scheduler and scheduler.task)
     return LaunchPlan(
         settings=MappingProxyType(values),
         script=args.training_script,
         script_args=tuple(args.training_script_args or ()),
-        num_processes=num_processes,
-        hardware=machine,
-        on_cpu=bool(values["cpu"].value) or machine.device == "cpu",
+        num_processes=count,
+        hardware=devices,
+        on_cpu=bool(values["cpu"].value) or devices.device == "cpu",
         runner=runner,
-        machines=place,
-        rendezvous=rendezvous,
-        extra=MappingProxyType(_extra(values, environ, runner, found, scheduler)),
-        # They would be told once by each task.
-        notes=() if task and task.rank else tuple(notes),
+        machines=machines,
+        rendezvous=_rendezvous(values, machines, notes) if runner in ("local", "machines") else Rendezvous(),
+        extra=MappingProxyType(_extra(values, environ, job if task else None, is_alone)),
+        notes=() if task and task.rank else tuple(notes),  # the first task prints them for all
     )
 
 
-def merge(args: argparse.Namespace, environ: Mapping[str, str]) -> Settings:
+# The layers
+
+
+def merge(args: argparse.Namespace, environ: Environ) -> Settings:
     """Merge the layers: command line over environment over configuration file over default.
 
     Args:
@@ -130,17 +156,17 @@ def merge(args: argparse.Namespace, environ: Mapping[str, str]) -> Settings:
         LaunchError: a variable or the configuration file holds something that is no value of its option.
         FileNotFoundError: the configuration file does not exist.
     """
-    path = config_file.find(getattr(args, "config_file", None), environ)
+    given, nondefault = vars(args), getattr(args, "nondefault", ())
+    path = config_file.find(given.get("config_file"), environ)
     file = config_file.read(path) if path else None
     try:
         from_environment = env.read_all(environ)
     except ValueError as error:
         raise LaunchError(str(error)) from None
-    values: dict[str, Resolved] = {}
+    values: Values = {}
     for option in OPTIONS:
-        name = option.name
-        value = getattr(args, name, None)
-        if value is not None and (name in getattr(args, "nondefault", ()) or value != option.default):
+        name, value = option.name, given.get(option.name)
+        if value is not None and (name in nondefault or value != option.default):
             values[name] = Resolved(value, Source.COMMAND_LINE)
         elif name in from_environment:
             value, variable = from_environment[name]
@@ -149,14 +175,14 @@ def merge(args: argparse.Namespace, environ: Mapping[str, str]) -> Settings:
             values[name] = Resolved(file.values[name], Source.FILE, f"configuration file {file.path}")
         else:
             values[name] = Resolved(option.default)
-    # The worker is always told these two, so they need a value even where nobody cares.
+    # The worker always reads these two, so they need a value even where nothing sets them.
     for name in ("mixed_precision", "dynamo_backend"):
         if values[name].value is None:
             values[name] = Resolved("no")
     return Settings(values, file, file.unused if file else ())
 
 
-def choose_paradigm(values: dict[str, Resolved]) -> None:
+def choose_paradigm(values: Values) -> None:
     """Keep the paradigm of the highest layer; two in one layer contradict each other.
 
     Args:
@@ -167,160 +193,353 @@ def choose_paradigm(values: dict[str, Resolved]) -> None:
     """
     for names in (PARADIGMS, ("cpu", *NEEDS_DEVICES)):
         wanted = [name for name in names if values[name].value]
-        if not wanted:
-            continue
-        top = max(values[name].source for name in wanted)
+        top = max([values[name].source for name in wanted], default=None)
         chosen = [name for name in wanted if values[name].source is top]
         if len(chosen) > 1:
-            flags = " and ".join(f"--{name}" for name in chosen)
+            flags = " and ".join([f"--{name}" for name in chosen])
             raise LaunchError(f"{flags} exclude each other ({values[chosen[0]].origin}). Choose one.")
         for name in wanted:
             if name != chosen[0]:
                 values[name] = Resolved(False, top, f"--{chosen[0]} was chosen")
 
 
-def _require_available(values: Mapping[str, Resolved], notes: list[str]) -> None:
-    for feature in FEATURES.values():
-        switch = values[feature.switch]
-        if not feature.ready and feature.is_on(switch.value):
-            line = (
-                f"{feature.title} ({feature.request}, from the {switch.origin}) is not available in this version yet. "
-                f"What works: {feature.instead}."
+def _ask_scheduler(values: Values, found: cluster.Cluster | None, notes: list[str]) -> cluster.Cluster | None:
+    """Let a scheduler fill in what the command line leaves open; None where the command line asks for something else."""
+    if found is None:
+        return None
+    asked = values["num_machines"]
+    if asked.source is Source.COMMAND_LINE and asked.value != found.machines:
+        notes.append(
+            f"--num_machines is {asked.value} on the command line, and {found.source} speaks of {found.machines}: "
+            f"{found.source} is not asked for ranks and addresses."
+        )
+        return None
+    if found.machines == 1 and found.task is None:
+        return found
+    for name, field in _FROM_SCHEDULER.items():
+        offered, former = getattr(found, field), values[name]
+        if offered is None or former.source >= Source.ENVIRONMENT:
+            continue
+        values[name] = Resolved(offered, Source.ENVIRONMENT, f"{found.source} ({found.detail})")
+        if former.source is Source.FILE and former.value != offered:
+            notes.append(
+                f"{name} is {offered!r} (from {found.source}), not {former.value!r} (from the {former.origin})."
             )
-            if not values["dry_run"].value:
-                raise NotAvailableError(line)
-            notes.append(line)
+    return found
 
 
-def _without_effect(values: dict[str, Resolved], file: config_file.FileSettings | None) -> list[str]:
+def _check_available(values: Values, on: set[str], notes: list[str]) -> None:
+    for feature in [FEATURES[name] for name in FEATURES if name in on and not FEATURES[name].ready]:
+        line = (
+            f"{feature.title} ({feature.request}, from the {values[feature.switch].origin}) is not available in this version yet. "
+            f"What works: {feature.instead}."
+        )
+        if not values["dry_run"].value:
+            raise NotAvailableError(line)
+        notes.append(line)
+
+
+def _drop_without_effect(values: Values, on: set[str], file: FileSettings | None, notes: list[str]) -> None:
     """Report settings of features that are off, and drop what their sections of the file set."""
-    off = {name for name, feature in FEATURES.items() if not feature.is_on(values[feature.switch].value)}
-    switches = {feature.switch for feature in FEATURES.values()}
-    notes = [
-        f"{option.spellings[0]} has no effect without {FEATURES[option.feature].request}."
-        for option in OPTIONS
-        if option.feature in off
-        and values[option.name].source is Source.COMMAND_LINE
-        and values[option.name].value not in (option.default, 0)  # machine 0 of one machine is right
-    ]
-    for section, feature in SECTIONS.items():
-        if feature not in off or file is None:
+    for option in OPTIONS:
+        value, source = values[option.name].value, values[option.name].source
+        is_off = option.feature is not None and option.feature not in on
+        if is_off and source is Source.COMMAND_LINE and value not in (option.default, 0):  # machine 0 of one is right
+            notes.append(f"{option.spellings[0]} has no effect without {FEATURES[option.feature].request}.")
+    switches = [feature.switch for feature in FEATURES.values()]
+    for section, needed in SECTIONS.items():
+        if needed is None or needed in on or file is None:
             continue
         names = [name for name in file.values if BY_NAME[name].section == section and name not in switches]
         for name in names:
             if values[name].source is Source.FILE:
                 values[name] = Resolved(BY_NAME[name].default)
         if names:
-            notes.append(f"{section} in {file.path} has no effect without {FEATURES[feature].request}.")
-    return notes
+            notes.append(f"{section} in {file.path} has no effect without {FEATURES[needed].request}.")
 
 
-def _check_script(args: argparse.Namespace, values: Mapping[str, Resolved]) -> None:
-    script = args.training_script
-    if values["module"].value and values["no_python"].value:
-        raise LaunchError("--module and --no_python exclude each other. Choose one.")
-    if values["no_python"].value:
-        if shutil.which(script) is None:
+def _check_script(args: argparse.Namespace, values: Values, needs_script: bool, notes: list[str]) -> None:
+    script, is_module, is_program = args.training_script, values["module"].value, values["no_python"].value
+    if needs_script:
+        if is_module and is_program:
+            raise LaunchError("--module and --no_python exclude each other. Choose one.")
+        if is_program and shutil.which(script) is None:
             raise LaunchError(f"{script!r} is no program: it is neither on the PATH nor an executable file.")
-    elif values["module"].value:
-        if not _is_module(script.partition(".")[0]):
+        if is_module and not _is_module(script.partition(".")[0]):
             raise LaunchError(f"There is no module {script!r}, neither installed nor in {os.getcwd()}.")
-    elif not os.path.exists(script):
-        hint = " It looks like an option: options of the launcher come before the script." if script[:1] == "-" else ""
-        raise LaunchError(f"There is no script {script!r} (looked in {os.getcwd()}).{hint}")
+        if not (is_module or is_program or os.path.exists(script)):
+            hint = "It looks like an option: options of the launcher come before the script."
+            missing = f"There is no script {script!r} (looked in {os.getcwd()})."
+            raise LaunchError(f"{missing} {hint}" if script.startswith("-") else missing)
+    if not (is_module or is_program):
+        notes += strayed(script, args.training_script_args or (), getattr(args, "nondefault", ()))
 
 
 def _is_module(name: str) -> bool:
     # `python -m` looks in the working directory first, which is not on the path of a console script.
-    here = os.path.join(os.getcwd(), name)
-    if os.path.isdir(here) or os.path.isfile(f"{here}.py"):
-        return True
-    try:
-        return importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):
-        return name in sys.modules
+    here = PathFinder.find_spec(name, [os.getcwd()]) if name else None
+    return bool(here or name in sys.modules or (name and importlib.util.find_spec(name)))
 
 
-def _devices(values: Mapping[str, Resolved], environ: Mapping[str, str]) -> tuple[hardware.Hardware, int]:
-    """Find the devices of the run and how many of them it may use."""
-    if values["cpu"].value:
-        return hardware.Hardware("cpu", 0), 0
-    machine = hardware.detect(environ)
-    selected = values["gpu_ids"].value
-    if selected in (None, "all") or machine.device == "cpu":
-        return machine, machine.count
-    ids = [part.strip() for part in str(selected).split(",") if part.strip()]
-    if not ids:
-        raise LaunchError(f"--gpu_ids is {selected!r}; write numbers separated by commas, or all.")
-    return machine, len(ids)
+# Who starts the processes, and on which machines and devices
 
 
-def _elsewhere(values: Mapping[str, Resolved], found: cluster.Cluster | None) -> str | None:
+def _other_launcher(values: Values, on: set[str], job: cluster.Cluster | None) -> str | None:
     """Return the runner that starts the processes by another program, or None."""
-    on = {name for name, feature in FEATURES.items() if feature.is_on(values[feature.switch].value)}
-    if "deepspeed" in on and values["deepspeed_multinode_launcher"].value is not None:
+    own = values["deepspeed_multinode_launcher"].value if "deepspeed" in on else None
+    if own is not None:
         from accelerate.launch.runners import deepspeed  # only where it is asked for
 
-        deepspeed.check_launcher(values["deepspeed_multinode_launcher"].value)
+        deepspeed.check_launcher(own)
     if "sagemaker" in on:
         return "sagemaker"
     if "tpu" in on:
         return "tpu_pod" if values["tpu_use_cluster"].value else "tpu"
     if "mpi" in on:
         return "mpi"
-    # Under a scheduler that has started this launch on every machine, nobody needs to log in to the others.
-    own = values["deepspeed_multinode_launcher"].value
-    several = (values["num_machines"].value or 1) > 1
-    if "deepspeed" in on and several and own != "standard" and not (own is None and found):
+    # A scheduler that has started this launch on every machine leaves DeepSpeed nothing to log in to.
+    if "deepspeed" in on and "machines" in on and own != "standard" and not (own is None and job):
         return "deepspeed"
     return None
 
 
-def _runner(values: Mapping[str, Resolved], num_processes: int, place: Machines, task: Ranks | None) -> str:
+def _own_runner(values: Values, count: int, machines: Machines, task: Ranks | None) -> str:
     if task:
         return "single"
-    if place.count > 1:
+    if machines.count > 1:
         return "machines"
-    return "local" if num_processes > 1 or values["max_restarts"].value or _logs(values) else "single"
+    logs = values["log_dir"].value is not None or values["tee"].value != "0"
+    return "local" if count > 1 or values["max_restarts"].value or logs else "single"
 
 
-def _count_elsewhere(values: dict[str, Resolved], runner: str, count: int) -> int:
-    """Settle the number of processes that another program starts; only that program knows the devices of other machines."""
-    asked = values["num_processes"]
-    if asked.value is None:
-        several = values["num_machines"].value or 1
-        asked = values["num_processes"] = Resolved((count or 1) * several, Source.MACHINE, f"as {runner} finds them")
-    if asked.value < 1:
-        raise LaunchError(f"--num_processes is {asked.value} ({asked.origin}); it must be at least 1.")
-    return asked.value
-
-
-def _count_tasks(values: dict[str, Resolved], task: Ranks, scheduler: str, notes: list[str]) -> int:
-    """Each task that a scheduler has started is one process."""
-    asked = values["num_processes"]
-    if asked.source is Source.COMMAND_LINE and asked.value != task.world_size:
+def _machines(values: Values, job: cluster.Cluster | None) -> Machines:
+    """Return the machines of a run that torch's elastic launcher starts."""
+    if values["num_machines"].value is None:
+        values["num_machines"] = replace(values["num_machines"], value=1)
+    count, rank = values["num_machines"].value, values["machine_rank"]
+    if count < 1:
+        raise LaunchError(f"{_shown(values, 'num_machines')}; it must be at least 1.")
+    if count == 1:
+        return Machines()
+    if rank.value is not None and not 0 <= rank.value < count:
         raise LaunchError(
-            f"--num_processes is {asked.value}, and {scheduler} has started {task.world_size} tasks, each of which is one process "
-            "of the run. Leave the option out, or let the scheduler start one task on each machine."
+            f"{_shown(values, 'machine_rank')}, and {_shown(values, 'num_machines')}: machines are numbered from 0 to {count - 1}."
         )
-    if asked.source is Source.FILE and asked.value != task.world_size:
-        notes.append(f"num_processes is {task.world_size} ({scheduler}'s tasks), not {asked.value} ({asked.origin}).")
-    values["num_processes"] = Resolved(task.world_size, Source.ENVIRONMENT, f"{scheduler}'s tasks")
-    return task.world_size
+    if rank.value is None and values["rdzv_backend"].value == "static":
+        raise LaunchError(
+            f"{_shown(values, 'num_machines')}, and nothing says which machine this is. Give --machine_rank, from 0 to "
+            f"{count - 1}, another one on each machine; or --rdzv_backend c10d, which numbers them itself."
+        )
+    if not values["main_process_ip"].value:
+        raise LaunchError(
+            f"{_shown(values, 'num_machines')}, and nothing says where the machines meet. Give --main_process_ip, the address of "
+            f"machine 0, on each of them. {job.no_address if job else ''}".rstrip()
+        )
+    port = values["main_process_port"]
+    if port.value is None:
+        values["main_process_port"] = Resolved(DEFAULT_PORT, Source.DEFAULT, "torch's default")
+    elif port.value == 0 and port.source > Source.DEFAULT:
+        raise LaunchError(
+            f"{_shown(values, 'main_process_port')}: several machines must all know the port. Give one, on each of them."
+        )
+    elif not 0 < port.value < 65536:
+        raise LaunchError(f"{_shown(values, 'main_process_port')}; ports go from 1 to 65535.")
+    return Machines(count, rank.value, job.source if job and rank.detail.startswith(job.source) else None)
 
 
-def _extra(
-    values: Mapping[str, Resolved],
-    environ: Mapping[str, str],
-    runner: str,
-    found: cluster.Cluster | None,
-    scheduler: cluster.Cluster | None,
-) -> dict[str, str]:
+def _devices(values: Values, environ: Environ) -> tuple[hardware.Hardware, int]:
+    """Find the devices of the run and how many of them it may use."""
+    if values["cpu"].value:
+        return hardware.Hardware("cpu", 0), 0
+    devices, selected = hardware.detect(environ), values["gpu_ids"].value
+    if selected in (None, "all") or devices.device == "cpu":
+        return devices, devices.count
+    ids = [part for part in str(selected).split(",") if part.strip()]
+    if not ids:
+        raise LaunchError(f"--gpu_ids is {selected!r}; write numbers separated by commas, or all.")
+    return devices, len(ids)
+
+
+# How many processes
+
+
+def _count(values: Values, usable: int, machines: int, why: str) -> int:
+    """Return the number of processes on all machines together; where nothing sets it, one for each device."""
+    if values["num_processes"].value is None:
+        values["num_processes"] = Resolved((usable or 1) * machines, Source.MACHINE, why)
+    if values["num_processes"].value < 1:
+        raise LaunchError(f"{_shown(values, 'num_processes')}; it must be at least 1.")
+    return values["num_processes"].value
+
+
+def _count_tasks(values: Values, task: Ranks, scheduler: str, notes: list[str]) -> int:
+    """Each task that a scheduler has started is one process."""
+    asked, count = values["num_processes"], task.world_size
+    if asked.source is Source.COMMAND_LINE and asked.value != count:
+        raise LaunchError(
+            f"--num_processes is {asked.value}, and {scheduler} has started {count} tasks, each of which is one process of the "
+            "run. Leave the option out, or let the scheduler start one task on each machine."
+        )
+    if asked.source is Source.FILE and asked.value != count:
+        notes.append(f"num_processes is {count} ({scheduler}'s tasks), not {asked.value} ({asked.origin}).")
+    values["num_processes"] = Resolved(count, Source.ENVIRONMENT, f"{scheduler}'s tasks")
+    for name in ("max_restarts", "log_dir", "tee"):
+        if values[name].source is Source.COMMAND_LINE:
+            notes.append(
+                f"--{name} has no effect: {scheduler} has started each process by itself, and watches over it."
+            )
+    return count
+
+
+def _count_by_devices(values: Values, devices: hardware.Hardware, usable: int, machines: int, notes: list[str]) -> int:
+    """Return the number of processes, and check that machines and devices can hold them."""
+    why = f"one for each {devices.device} device" if usable else "one, without a GPU"
+    why += f", on each of {machines} machines" if machines > 1 else ""
+    count = _count(values, usable, machines, why)
+    here, multi_gpu, asked = count // machines, values["multi_gpu"], _shown(values, "num_processes")
+    if count % machines:
+        raise LaunchError(
+            f"{asked}, over all machines, and cannot be shared evenly by {machines} machines ({values['num_machines'].origin}). "
+            f"Ask for {here * machines or machines}, say."
+        )
+    if multi_gpu.value and devices.device == "cpu":
+        raise LaunchError(
+            f"--multi_gpu (from the {multi_gpu.origin}) needs GPUs, and this machine shows none. Add --cpu to "
+            "run the processes on the CPU."
+        )
+    if multi_gpu.value and multi_gpu.source is Source.COMMAND_LINE and count < 2:
+        raise LaunchError(f"--multi_gpu needs at least two processes, and {asked}.")
+    if usable and here > usable and not devices.shareable:
+        each = f", {here} for each of {machines} machines" if machines > 1 else ""
+        raise LaunchError(
+            f"{asked}{each}, and there are {usable} {devices.device} devices to use. Ask for at most {usable * machines}, or add "
+            "--cpu to run on the CPU."
+        )
+    if count > 1 and devices.device == "cpu" and not values["cpu"].value:
+        values["cpu"] = Resolved(True, Source.MACHINE, "there is no GPU")
+        notes.append(f"There is no GPU: {count} processes run on the CPU (gloo). --cpu says that this is meant.")
+    return count
+
+
+# What the settings say together
+
+
+def _check_layout(values: Values, on: set[str], count: int, notes: list[str]) -> None:
+    """Refuse sizes of parallel dimensions that do not fit the processes; note settings that this version of FSDP ignores."""
+    version = values["fsdp_version"].value
+    if "parallelism" in on:
+        _check_sizes(values, count, sharded="fsdp" in on and version == "2")
+    for name, (owner, instead) in _OF_ONE_VERSION.items():
+        is_set = values[name].source is not Source.DEFAULT and values[name].value not in (None, BY_NAME[name].default)
+        if "fsdp" in on and is_set and version != owner:
+            notes.append(f"--{name} ({values[name].origin}) has no effect with --fsdp_version {version}: {instead}.")
+
+
+def _check_sizes(values: Values, count: int, sharded: bool) -> None:
+    sizes = {}
+    for axis in _AXES:
+        option = f"parallelism_config_{axis}_size"
+        size = values[option].value
+        sizes[f"{axis}_size"] = 1 if size is None else size
+        if sizes[f"{axis}_size"] < 1:
+            raise LaunchError(f"{_shown(values, option)}; it must be at least 1.")
+    total, processes = math.prod(sizes.values()), _shown(values, "num_processes")
+    if total == 1:
+        if sharded and count > 1:
+            raise LaunchError(
+                f"{processes}, and with --use_parallelism_config and --fsdp_version 2 nothing says over how many of them "
+                f"parameters are sharded. Add --parallelism_config_dp_shard_size {count}, or leave out --use_parallelism_config."
+            )
+        return  # the worker takes all processes for copies
+    # Beside DeepSpeed's sequence parallelism, the processes left over are its data parallelism.
+    by_deepspeed = sizes["sp_size"] > 1 and values["parallelism_config_sp_backend"].value == "deepspeed"
+    if count == total or (by_deepspeed and count % total == 0):
+        return
+    factors = [f"{name}={size}" for name, size in sizes.items() if size > 1]
+    product = f"{' x '.join(factors)} = {total}" if len(factors) > 1 else factors[0]
+    raise LaunchError(
+        f"The sizes of --use_parallelism_config are for {product} processes, and {processes}. Launch {total} processes, or change "
+        "the --parallelism_config_*_size options so that they multiply to the number of processes."
+    )
+
+
+def _share_cores(values: Values, local: int, tasks: cluster.Cluster | None, notes: list[str]) -> None:
+    """Give each of several processes its part of the cores; a single one keeps torch's own choice."""
+    if values["num_cpu_threads_per_process"].value is not None or local == 1:
+        return
+    cores = hardware.usable_cores()
+    if tasks and (tasks.cpus_per_task or hardware.is_bound()):  # the scheduler has shared them already
+        threads, why = min(tasks.cpus_per_task or cores, cores), f"cores of this task ({tasks.source})"
+    else:
+        threads, why = max(1, cores // local), f"{cores} cores"
+        notes.append(
+            f"OMP_NUM_THREADS={threads} for each of {local} processes ({why}); --num_cpu_threads_per_process changes it."
+        )
+    values["num_cpu_threads_per_process"] = Resolved(threads, Source.MACHINE, why)
+
+
+# How the processes find each other
+
+
+def _rendezvous(values: Values, machines: Machines, notes: list[str]) -> Rendezvous:
+    backend, port = values["rdzv_backend"].value, values["main_process_port"].value or 0
+    if backend not in _BACKENDS:
+        hint = " etcd is not offered; c10d does the same without a server." if str(backend).startswith("etcd") else ""
+        raise LaunchError(
+            f"--rdzv_backend is {backend!r} ({values['rdzv_backend'].origin}); choose one of {', '.join(_BACKENDS)}.{hint}"
+        )
+    found = Rendezvous(backend, port=port, settings=_rendezvous_settings(values))
+    if machines.count == 1:
+        if port:
+            _check_port(values)
+        return found
+    notes += [
+        f"--rdzv_conf {key}={value} has no effect on several machines; {', '.join(_SECONDS)} have."
+        for key, value in found.settings.items()
+        if key not in _SECONDS
+    ]
+    if backend == "static" and values["max_restarts"].value:
+        backend = "c10d"
+        notes.append(
+            "--max_restarts on several machines needs a rendezvous that machines can come back to: c10d is used, at the same address."
+        )
+    return replace(found, backend=backend, host=str(values["main_process_ip"].value))
+
+
+def _rendezvous_settings(values: Values) -> dict[str, str]:
+    settings = {}
+    for part in str(values["rdzv_conf"].value or "").split(","):
+        key, equals, value = part.partition("=")
+        if part and not equals:
+            raise LaunchError(f"--rdzv_conf holds {part!r}; write key=value,key=value.")
+        if part:
+            settings[key.strip()] = value.strip()
+    for key in _SECONDS:
+        try:
+            is_right = key not in settings or 0 < float(settings[key]) < math.inf
+        except ValueError:
+            is_right = False
+        if not is_right:
+            raise LaunchError(f"--rdzv_conf holds {key}={settings[key]}; it takes a number of seconds above 0.")
+    return settings
+
+
+def _check_port(values: Values) -> None:
+    try:
+        # It sets SO_REUSEADDR, as torch's store does: a port whose last connections are merely closing down is free.
+        socket.create_server(("", values["main_process_port"].value)).close()
+    except OverflowError:
+        raise LaunchError(f"{_shown(values, 'main_process_port')}; ports end at 65535.") from None
+    except OSError:
+        raise LaunchError(
+            f"{_shown(values, 'main_process_port')}, and something already listens there. Leave the option out to get a free port."
+        ) from None
+
+
+def _extra(values: Values, environ: Environ, tasks: cluster.Cluster | None, is_alone: bool) -> dict[str, str]:
     """Return the variables of the processes that no option carries."""
-    extra = {}
-    if found and found.task:
-        extra = _rank_variables(found, values, environ)
-    elif runner == "single" and scheduler and scheduler.task:
+    extra = _rank_variables(values, environ, tasks) if tasks else {}
+    if is_alone:
         extra = {"RANK": "0", "WORLD_SIZE": "1"}  # or the worker would read the scheduler's variables, and join
     if values["use_deepspeed"].value:
         from accelerate.launch.runners import deepspeed  # only where it is asked for
@@ -329,17 +548,15 @@ def _extra(
     return extra
 
 
-def _rank_variables(
-    found: cluster.Cluster, values: Mapping[str, Resolved], environ: Mapping[str, str]
-) -> dict[str, str]:
+def _rank_variables(values: Values, environ: Environ, tasks: cluster.Cluster) -> dict[str, str]:
     """Return the variables of one process that a scheduler has started, in torchrun's words."""
-    task = found.task
-    alone = task.local_world_size in (None, task.world_size) and values["num_machines"].value in (None, 1)
+    task, machines = tasks.task, values["num_machines"].value
+    alone = task.local_world_size in (None, task.world_size) and machines in (None, 1)
     address = values["main_process_ip"].value or environ.get("MASTER_ADDR") or ("127.0.0.1" if alone else None)
     if address is None:
         raise LaunchError(
-            f"{found.source} has started tasks on {values['num_machines'].value} machines, and does not say where they meet. Give "
-            f"--main_process_ip, the address of the machine of rank 0, to all of them. {found.no_address}".rstrip()
+            f"{tasks.source} has started tasks on {machines} machines, and does not say where they meet. Give --main_process_ip, "
+            f"the address of the machine of rank 0, to all of them. {tasks.no_address}".rstrip()
         )
     known = {
         "RANK": task.rank,
@@ -352,98 +569,9 @@ def _rank_variables(
     return {name: str(value) for name, value in known.items() if value is not None}
 
 
-def _count_processes(
-    values: dict[str, Resolved], machine: hardware.Hardware, count: int, num_machines: int, notes: list[str]
-) -> int:
-    """Settle the number of processes, over all machines, and whether they run on the CPU."""
-    asked = values["num_processes"]
-    if asked.value is None:
-        why = f"one for each {machine.device} device" if count else "one, without a GPU"
-        why += f", on each of {num_machines} machines" if num_machines > 1 else ""
-        asked = values["num_processes"] = Resolved((count or 1) * num_machines, Source.MACHINE, why)
-    if asked.value < 1:
-        raise LaunchError(f"--num_processes is {asked.value} ({asked.origin}); it must be at least 1.")
-    if asked.value % num_machines:
-        raise LaunchError(
-            f"--num_processes is {asked.value} ({asked.origin}), over all machines, and cannot be shared evenly by {num_machines} "
-            f"machines ({values['num_machines'].origin}). Ask for {asked.value // num_machines * num_machines or num_machines}, say."
-        )
-    here = asked.value // num_machines
-    if values["multi_gpu"].value and machine.device == "cpu":
-        raise LaunchError(
-            f"--multi_gpu (from the {values['multi_gpu'].origin}) needs GPUs, and this machine shows none. Add --cpu to "
-            "run the processes on the CPU."
-        )
-    if values["multi_gpu"].source is Source.COMMAND_LINE and values["multi_gpu"].value and asked.value < 2:
-        raise LaunchError(
-            f"--multi_gpu needs at least two processes, and --num_processes is {asked.value} ({asked.origin})."
-        )
-    if count and here > count and not machine.shareable:
-        each = f", {here} for each of {num_machines} machines" if num_machines > 1 else ""
-        raise LaunchError(
-            f"--num_processes is {asked.value} ({asked.origin}){each}, and there are {count} {machine.device} devices to use. "
-            f"Ask for at most {count * num_machines}, or add --cpu to run on the CPU."
-        )
-    if asked.value > 1 and machine.device == "cpu" and not values["cpu"].value:
-        values["cpu"] = Resolved(True, Source.MACHINE, "there is no GPU")
-        notes.append(f"There is no GPU: {asked.value} processes run on the CPU (gloo). --cpu says that this is meant.")
-    return asked.value
-
-
-def _logs(values: Mapping[str, Resolved]) -> bool:
-    return values["log_dir"].value is not None or values["tee"].value != "0"
-
-
-def _without_effect_on_tasks(values: Mapping[str, Resolved], scheduler: str) -> list[str]:
-    return [
-        f"--{name} has no effect: {scheduler} has started each process by itself, and watches over it."
-        for name in ("max_restarts", "log_dir", "tee")
-        if values[name].source is Source.COMMAND_LINE
-    ]
-
-
-def _share_cores(
-    values: dict[str, Resolved], num_processes: int, tasks: cluster.Cluster | None, notes: list[str]
-) -> None:
-    """Give each of several processes its part of the cores; a single one keeps torch's own choice."""
-    if values["num_cpu_threads_per_process"].value is not None or num_processes == 1:
-        return
-    cores = hardware.usable_cores()
-    if tasks and (tasks.cpus_per_task or hardware.is_bound()):
-        # The scheduler has done that already.
-        threads = min(tasks.cpus_per_task or cores, cores)
-        values["num_cpu_threads_per_process"] = Resolved(
-            threads, Source.MACHINE, f"cores of this task ({tasks.source})"
-        )
-        return
-    threads = max(1, cores // num_processes)
-    values["num_cpu_threads_per_process"] = Resolved(threads, Source.MACHINE, f"{cores} cores")
-    notes.append(
-        f"OMP_NUM_THREADS={threads} for each of {num_processes} processes ({cores} cores); "
-        "--num_cpu_threads_per_process changes it."
-    )
-
-
-def _check_port(values: Mapping[str, Resolved]) -> None:
-    port = values["main_process_port"].value or 0
-    if port and not _is_free(port):
-        raise LaunchError(
-            f"--main_process_port is {port} ({values['main_process_port'].origin}), and something already listens there. "
-            "Leave the option out to get a free port."
-        )
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        # As torch's store does: a port whose last connections are merely closing down is free.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OverflowError:
-            raise LaunchError(f"--main_process_port is {port}; ports end at 65535.") from None
-        except OSError:
-            return False
-    return True
+def _shown(values: Mapping[str, Resolved], name: str) -> str:
+    """Return an option with its value and who set it, for a message."""
+    return f"--{name} is {values[name].value} ({values[name].origin})"
 
 
 def fill(args: argparse.Namespace, plan: LaunchPlan) -> argparse.Namespace:

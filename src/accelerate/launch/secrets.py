@@ -4,10 +4,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-# A word of a name that is one of these, or that ends so; "MONKEY" is neither.
-_WORDS = ("KEY", "TOKEN")
-_ENDINGS = ("APIKEY", "ACCESSKEY", "SECRETKEY", "PRIVATEKEY", "TOKEN")
-_ANYWHERE = ("SECRET", "PASSWORD", "PASSWD", "PASSPHRASE", "CREDENTIAL")
+# In a name, words are apart by underscores: "MONKEY" and "TOKENIZERS" are harmless.
+_SECRET = re.compile(r"((^|_|API|ACCESS|PRIVATE)KEY|TOKEN)(_|$)|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL")
 # The path of a file.
 _HARMLESS = frozenset(["GOOGLE_APPLICATION_CREDENTIALS"])
 # No secret consists of these, whatever it is called: `calculate_per_token_loss` is a switch.
@@ -22,7 +20,7 @@ _LOGIN = re.compile(r"://[^/@\s]+@")
 
 
 def is_secret(name: str) -> bool:
-    """Tell whether a variable or an option of this name holds a secret.
+    """Say whether a variable or an option of this name holds a secret.
 
     Args:
         name: in any case, with underscores or hyphens.
@@ -32,10 +30,7 @@ def is_secret(name: str) -> bool:
         [True, True, True, False, False]
     """
     plain = name.upper().replace("-", "_")
-    return plain not in _HARMLESS and any(
-        word in _WORDS or word.endswith(_ENDINGS) or any(part in word for part in _ANYWHERE)
-        for word in plain.split("_")
-    )
+    return plain not in _HARMLESS and _SECRET.search(plain) is not None
 
 
 def shown(name: str, value: str) -> str:
@@ -55,7 +50,7 @@ def shown(name: str, value: str) -> str:
 def masked(value: Any, name: str = "") -> Any:
     """Return a value without what must not be published, in itself or anywhere within it.
 
-    In a text all that follows the name of a secret is hidden: only a shell could tell where the secret ends.
+    In a text all that follows the name of a secret is hidden: only a shell knows where the secret ends.
 
     Args:
         value: text, a number, or containers of these; truth values stay as they are.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from accelerate.diagnostics.table import table
 from accelerate.offload.placement import Device, as_device
 from accelerate.offload.sizes import format_bytes
 from accelerate.offload.sources import listed
@@ -15,12 +16,6 @@ if TYPE_CHECKING:
     from accelerate.offload.planner import DeviceUse, Refusal
 
 _MOST_LINES = 30
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows))
-    return [line.rstrip() for line in lines]
 
 
 def placement_table(devices: "Sequence[DeviceUse]", refusals: "Sequence[Refusal]") -> str:
@@ -37,7 +32,7 @@ def placement_table(devices: "Sequence[DeviceUse]", refusals: "Sequence[Refusal]
             budget, free = format_bytes(use.budget), format_bytes(use.budget - use.used)
         reserve = f"{format_bytes(use.reserve)} ({use.layer})" if use.layer else "-"
         rows.append([str(use.device), budget, reserve, format_bytes(use.used), free, str(use.modules)])
-    lines = _table(["device", "budget", "kept free for the largest layer", "used", "free", "modules"], rows)
+    lines = [table(["device", "budget", "kept free for the largest layer", "used", "free", "modules"], rows)]
     if refusals:
         lines += ["", "What did not fit:"]
     for refusal in refusals[:_MOST_LINES]:
@@ -104,7 +99,7 @@ class DeviceMapReport:
 
     def __str__(self) -> str:
         head = ["device", "parameters", "buffers", "modules", "kept between forwards", "runs on", "largest visitor"]
-        lines = _table(head, [place._row() for place in self.places])
+        lines = [table(head, [place._row() for place in self.places])]
         if self.without_data:
             lines += ["", f"Without data (on meta, and no hook has them): {listed(self.without_data, _MOST_LINES)}"]
         return "\n".join(lines)
@@ -250,8 +245,8 @@ def _full_name(device: Device) -> str:
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    for table, is_buffer in ((module._parameters, False), (module._buffers, True)):
-        for name, tensor in table.items():
+    for own, is_buffer in ((module._parameters, False), (module._buffers, True)):
+        for name, tensor in own.items():
             if tensor is not None:
                 yield name, tensor, is_buffer
 

@@ -9,11 +9,10 @@ from typing import Any
 
 from accelerate.config.enums import DistributedType
 from accelerate.config.options import BY_NAME
-from accelerate.launch.env import exports, feature_exports
 from accelerate.launch.errors import LaunchError, MissingAccountError
-from accelerate.launch.plan import Resolved
+from accelerate.launch.plan import Resolved, exports, feature_exports
 from accelerate.launch.resolve import merge
-from accelerate.launch.runners import deepspeed, sagemaker, tpu, tpu_pod
+from accelerate.launch.runners import deepspeed, sagemaker, tpu
 from accelerate.runtime.ranks import DEFAULT_PORT
 from accelerate.utils.constants import DEEPSPEED_MULTINODE_LAUNCHERS
 from accelerate.utils.other import get_free_port, is_port_in_use
@@ -50,7 +49,6 @@ def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str]
         >>> command[1:]  # after the path of this Python
         ['-m', 'my.train']
     """
-    _refuse_module_without_python(args)
     command = [] if args.no_python else [sys.executable, *(["-m"] if args.module else [])]
     environment = _environment(args)
     if (args.num_processes or 1) > 1:
@@ -74,7 +72,6 @@ def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
         LaunchError: a setting is malformed, `--module` and `--no_python` are both given, or the processes do not divide evenly
             over the machines.
     """
-    _refuse_module_without_python(args)
     machines = args.num_machines or 1
     processes = args.num_processes or 1
     if processes % machines:
@@ -180,14 +177,12 @@ def prepare_tpu(
         ) from None
     settings = _settings(args)
     options = {name: resolved.value for name, resolved in settings.items()}
-    worker = tpu_pod.remote_launch(
-        options, args.num_processes or 1, args.training_script, args.training_script_args or ()
-    )
+    worker = tpu.remote_launch(options, args.num_processes or 1, args.training_script, args.training_script_args or ())
     pod_args = _filter_args(args, xla_dist.get_args_parser(), ["--tpu", str(options["tpu_name"] or ""), "--", "true"])
     pod_args.positional = worker
     pod_args.tpu = options["tpu_name"]
     pod_args.vm = options["vm"]
-    pod_args.env = [f"{name}={value}" for name, value in tpu_pod.pod_variables(options["env"] or ()).items()]
+    pod_args.env = tpu.pod_variables(options["env"] or ())
     pod_args.restart_tpuvm_pod_server = True
     return pod_args, current_env
 
@@ -268,11 +263,6 @@ def _convert_nargs_to_dict(nargs: Sequence[str]) -> dict[str, Any]:
     return sagemaker.hyperparameters(nargs)
 
 
-def _refuse_module_without_python(args: argparse.Namespace) -> None:
-    if args.module and args.no_python:
-        raise LaunchError("--module and --no_python exclude each other. Choose one.")
-
-
 def _settings(args: argparse.Namespace) -> dict[str, Resolved]:
     return {
         name: Resolved(getattr(args, name)) if getattr(args, name, None) is not None else resolved
@@ -282,6 +272,8 @@ def _settings(args: argparse.Namespace) -> dict[str, Resolved]:
 
 
 def _environment(args: argparse.Namespace) -> dict[str, str]:
+    if args.module and args.no_python:
+        raise LaunchError("--module and --no_python exclude each other. Choose one.")
     environment = {**os.environ, **exports(_settings(args))}
     if args.gpu_ids and args.gpu_ids != "all":
         environment["CUDA_VISIBLE_DEVICES"] = str(args.gpu_ids)
@@ -312,18 +304,14 @@ class PrepareForLaunch:
         from accelerate.runtime import traits
 
         if self.debug:
-            self._meet(index)
+            import torch.distributed as dist
+
+            world_size = int(os.environ["WORLD_SIZE"])
+            store = dist.FileStore(os.environ["ACCELERATE_DEBUG_RDV_FILE"], world_size)
+            dist.init_process_group("gloo", rank=index, world_size=world_size, store=store)
         elif traits.of(self.distributed_type).torch_distributed:
             per_machine = int(os.environ.get("NPROC", 1))
             os.environ["LOCAL_RANK"] = str(index)
             os.environ["RANK"] = str(int(os.environ.get("NODE_RANK", 0)) * per_machine + index)
         os.environ["FORK_LAUNCHED"] = "1"
         self.launcher(*args)
-
-    @staticmethod
-    def _meet(index: int) -> None:
-        import torch.distributed as dist
-
-        world_size = int(os.environ["WORLD_SIZE"])
-        store = dist.FileStore(os.environ["ACCELERATE_DEBUG_RDV_FILE"], world_size)
-        dist.init_process_group("gloo", rank=index, world_size=world_size, store=store)

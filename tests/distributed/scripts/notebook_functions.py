@@ -144,9 +144,9 @@ def main() -> None:
         function()
         return
     if keywords.pop("fresh", False):  # as if a GPU had been used here
-        from accelerate.launch.notebook import first_use
+        from accelerate.launch import notebook
 
-        first_use.survives_fork = lambda device: False
+        notebook.survives_fork = lambda device: False
     try:
         notebook_launcher(function, **{"num_processes": 2, **keywords})
     except KeyboardInterrupt:

@@ -28,24 +28,27 @@ def parsers_of(name):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_parsers_join_another_parser(name):
-    command = COMMANDS[name]
-    make = getattr(importlib.import_module(f"accelerate.commands.{command.module}"), command.parser)
-    parser = argparse.ArgumentParser()
-    assert make(parser.add_subparsers()) is not None
-    assert name in parser.format_help()
-
-
-def test_without_a_command(accelerate):
-    status, out, _ = accelerate()
-    assert status == 1
-    assert all(name in out for name in COMMANDS)
+def test_parser_of_every_command(accelerate, name):
+    for words, parser in parsers_of(name):
+        assert parser.description, words
+        for action in parser._actions:
+            explained = action.help and action.help.rstrip().endswith((".", "exit"))
+            assert explained or isinstance(action, argparse._SubParsersAction), (words, action.dest, action.help)
+        status, out, err = accelerate(*words, "--help")  # a stray % would fail here
+        assert (status, err) == (0, "")
+        assert out.startswith(f"usage: accelerate {' '.join(words)}")
+    other = argparse.ArgumentParser()
+    make = getattr(importlib.import_module(f"accelerate.commands.{COMMANDS[name].module}"), COMMANDS[name].parser)
+    assert make(other.add_subparsers()) is not None
+    assert name in other.format_help()
 
 
 def test_help(accelerate):
-    status, out, _ = accelerate("--help")
-    assert status == 0
-    assert "Start a training script" in out
+    status, out, _ = accelerate()
+    assert status == 1 and all(name in out for name in COMMANDS)
+    assert accelerate("--help") == (0, out, "") and "Start a training script" in out
+    out = accelerate("launch", "--help")[1]
+    assert "--num_processes" in out and "--num-processes" not in out
 
 
 @pytest.mark.parametrize("flag", ["--version", "-V"])
@@ -114,7 +117,7 @@ def test_unknown_option_is_answered_with_the_nearest(accelerate, words, flag, va
         ("checkpoint ls --folder x", "--folder is unknown"),
     ],
 )
-def test_usage_errors_are_told_without_a_traceback(accelerate, words, problem):
+def test_usage_errors_have_no_traceback(accelerate, words, problem):
     status, _, err = accelerate(*words.split())
     assert status == 2
     assert problem in err
@@ -129,31 +132,6 @@ def test_an_interrupt_ends_with_its_status(accelerate, monkeypatch):
     status, _, err = accelerate("env")
     assert status == 130
     assert "Traceback" not in err
-
-
-def test_help_of_a_command(accelerate):
-    status, out, _ = accelerate("launch", "--help")
-    assert status == 0
-    assert "--num_processes" in out
-    assert "--num-processes" not in out
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_argument_is_explained(name):
-    for words, parser in parsers_of(name):
-        assert parser.description, words
-        parser.format_help()  # a stray % would fail here
-        for action in parser._actions:
-            explained = action.help and action.help.rstrip().endswith((".", "exit"))
-            assert explained or isinstance(action, argparse._SubParsersAction), (words, action.dest, action.help)
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_help_of_every_command(accelerate, name):
-    for words, _ in list(parsers_of(name)):
-        status, out, err = accelerate(*words, "--help")
-        assert (status, err) == (0, "")
-        assert out.startswith(f"usage: accelerate {' '.join(words)}")
 
 
 @pytest.mark.parametrize("words", [[], *([name] for name in COMMANDS), ["config", "default"]], ids=" ".join)

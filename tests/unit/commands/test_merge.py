@@ -13,7 +13,6 @@ from torch.distributed.checkpoint import FileSystemWriter, save
 
 import sharded_io
 from accelerate.checkpoint.convert import reshard
-from accelerate.utils import fsdp_utils
 
 
 @pytest.fixture
@@ -78,14 +77,6 @@ def test_result_inside_of_what_is_removed(accelerate, shards):
     assert len(list(shards.glob("*.distcp"))) == 3
 
 
-def test_arguments_arrive(accelerate, monkeypatch):
-    calls = []
-    monkeypatch.setattr(fsdp_utils, "merge_fsdp_weights", lambda *args: calls.append(args))
-    assert accelerate("merge-weights", "in", "out")[0] == 0
-    assert accelerate("merge-weights", "in", "out", "--unsafe-serialization", "--remove_checkpoint_dir")[0] == 0
-    assert calls == [("in", "out", True, False), ("in", "out", False, True)]
-
-
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
@@ -105,8 +96,8 @@ def test_output_exists(accelerate, place, shards, net):
     assert "'file' is a file; name a folder" in refused(accelerate, shards, "file")
     (place / "out").mkdir()
     (place / "out" / "model.safetensors").write_text("mine")
-    told = refused(accelerate, shards, "out", "--remove_checkpoint_dir")
-    assert "has weights already: model.safetensors" in told and "--overwrite" in told
+    error = refused(accelerate, shards, "out", "--remove_checkpoint_dir")
+    assert "has weights already: model.safetensors" in error and "--overwrite" in error
     assert (place / "out" / "model.safetensors").read_text() == "mine" and shards.is_dir()
     assert "model.safetensors" in refused(accelerate, shards, "out", "--unsafe_serialization", "--overwrite")
     assert accelerate("merge-weights", str(shards), "out", "--overwrite")[0] == 0

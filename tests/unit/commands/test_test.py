@@ -1,93 +1,64 @@
-"""The self check is launched as a user's script is, and its launch is left to clean up after itself."""
+"""The self check is launched as a user's script is, by a launch that cleans up after itself."""
 
 import signal
 import subprocess
+import sys
+import time
 
 import pytest
 
 from accelerate.commands import test as command
+from accelerate.launch import runners
+
+SCRIPT = "accelerate.test_utils.scripts.test_script"
 
 
-class Launch:
-    """Stands for the process of a launch."""
+@pytest.mark.parametrize("status", [0, 1, 3, -15, None], ids=str)
+def test_status_is_kept(accelerate, place, monkeypatch, status):
+    """With None, the check is interrupted."""
+    (place / "c.yaml").write_text("distributed_type: NO\nuse_cpu: true\n")
+    plans = []
 
-    def __init__(self, words, status):
-        self.words, self.status, self.terminated = words, status, False
+    def run(plan, replace):
+        plans.append((plan.script, plan["module"], replace))
+        if status is None:
+            raise KeyboardInterrupt
+        if status:
+            raise subprocess.CalledProcessError(status, ["x"])
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        pass
-
-    def wait(self, timeout=None):
-        if isinstance(self.status, list):
-            status = self.status.pop(0)
-            if isinstance(status, BaseException):
-                raise status
-            return status
-        return self.status
-
-    def terminate(self):
-        self.terminated = True
-
-
-@pytest.fixture
-def launches(monkeypatch):
-    def answer(status):
-        calls = []
-        monkeypatch.setattr(subprocess, "Popen", lambda words: calls.append(Launch(words, status)) or calls[-1])
-        return calls
-
-    return answer
-
-
-@pytest.mark.parametrize(("status", "exit_status"), [(0, 0), (1, 1), (2, 2), (3, 3), (-15, 143)])
-def test_status_is_kept(accelerate, launches, status, exit_status):
-    calls = launches(status)
+    monkeypatch.setattr(runners, "run", run)
     got, out, err = accelerate("test", "--config_file", "c.yaml")
-    assert got == exit_status
-    assert calls[0].words[1:] == [
-        "-m",
-        "accelerate.commands.launch",
-        "--config_file",
-        "c.yaml",
-        "--module",
-        "accelerate.test_utils.scripts.test_script",
-    ]
+    assert plans == [(SCRIPT, True, False)], "nothing takes the place of the process that reports the outcome"
+    assert got == {-15: 143, None: 130}.get(status, status)
+    assert f"accelerate launch --config_file c.yaml --module {SCRIPT}" in out
     assert ("passed" in out) is (status == 0)
-    assert ("failed" in err) is (status not in (0, 2))
-    assert ("could not be started" in err) is (status == 2)
+    assert ("The self check failed" in err) is (status != 0)
 
 
-def test_an_interrupted_launch_stops_its_workers_itself(accelerate, launches):
-    calls = launches([KeyboardInterrupt(), 130])
-    assert accelerate("test")[0] == 130
-    assert not calls[0].terminated
+def test_a_check_that_cannot_start(accelerate):
+    status, out, err = accelerate("test", "--config_file", "none.yaml")
+    assert status == 2
+    assert "none.yaml" in err and "The self check could not be started." in err
+    assert "passed" not in out
 
 
-@pytest.mark.parametrize(
-    "second", [KeyboardInterrupt(), subprocess.TimeoutExpired("launch", 10)], ids=["again", "late"]
-)
-def test_an_interrupted_launch_that_goes_on_is_stopped(accelerate, launches, second):
-    calls = launches([KeyboardInterrupt(), second])
-    assert accelerate("test")[0] == 130
-    assert calls[0].terminated
-
-
-def test_a_request_to_end_reaches_the_launch(accelerate, monkeypatch):
-    before = signal.getsignal(signal.SIGTERM)
-    calls = []
-
-    class Ends(Launch):
-        def wait(self, timeout=None):
-            signal.raise_signal(signal.SIGTERM)
-            return -15
-
-    monkeypatch.setattr(subprocess, "Popen", lambda words: calls.append(Ends(words, 0)) or calls[-1])
-    assert accelerate("test")[0] == 143
-    assert calls[0].terminated
-    assert signal.getsignal(signal.SIGTERM) is before
+@pytest.mark.skipif(sys.platform != "linux", reason="signals and /proc")
+def test_a_request_to_end_reaches_the_check(place):
+    """A child that sleeps stands for the check."""
+    program = (
+        "import sys, accelerate.commands.test as command, accelerate.commands.launch as launch\n"
+        "parse = launch.CustomArgumentParser.parse_args\n"
+        "launch.CustomArgumentParser.parse_args = lambda self, words=None: parse(self, words and ['--cpu', 'sleeps.py'])\n"
+        "sys.argv = ['accelerate-test']\ncommand.main()"
+    )
+    (place / "sleeps.py").write_text("import pathlib, time\npathlib.Path('began').touch()\ntime.sleep(60)\n")
+    with subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 30
+        while not (place / "began").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 143
+        assert "The self check failed" in process.stderr.read()
 
 
 def test_pytest_leaves_the_command_alone():

@@ -16,10 +16,7 @@ OURS += ("SLURM_", "OMPI_", "PMI", "MV2_", "PBS_", "LSB_", "JSM_", "MASTER_")
 @pytest.fixture(autouse=True)
 def place(tmp_path, monkeypatch):
     for name in list(os.environ):
-        if name.startswith(OURS) or name in (
-            "RANK",
-            "WORLD_SIZE",
-        ):
+        if name.startswith(OURS) or name in ("RANK", "WORLD_SIZE"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
@@ -47,3 +44,13 @@ def parse():
 @pytest.fixture
 def plan(parse):
     return lambda line, environ=None: resolve(parse(f"{line} train.py"), environ)
+
+
+@pytest.fixture
+def file(place):
+    def write(text):
+        folder = place / "home" / "accelerate"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "default_config.yaml").write_text(text)
+
+    return write

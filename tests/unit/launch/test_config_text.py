@@ -3,6 +3,7 @@
 import json
 import os
 import tracemalloc
+from unittest.mock import Mock
 
 import pytest
 
@@ -22,10 +23,8 @@ def load(place):
 @pytest.mark.parametrize(
     ("name", "data", "message"),
     [
-        ("a.yaml", "", "a.yaml is empty"),
-        ("a.json", "", "a.json is empty"),
-        ("a.yaml", " \n\n", "a.yaml is empty"),
-        ("a.yaml", "# nothing\n", "is empty: it holds nothing but comments"),
+        ("a.yaml", "", "a.yaml is empty. Write it with `accelerate config --config_file "),
+        ("a.yaml", "# nothing\n", "a.yaml is empty"),
         ("a.yaml", "- 1", "holds a list"),
         ("a.yaml", "hello", "holds a text"),
         ("a.json", "3", "holds a number"),
@@ -36,7 +35,7 @@ def load(place):
         ("a.json", "a: 1", "cannot be read"),
         ("a.yaml", b"\x00\x01\x02", "cannot be read"),
         ("a.yaml", b"\x89PNG\r\n\x1a\n", "is no text: byte 0 is not UTF-8"),
-        ("a.yaml", "a: 1\n---\nb: 2", "several documents"),
+        ("a.yaml", "a: 1\n---\nb: 2", "line 2, column 1: expected a single document in the stream"),
         ("a.yaml", "a: *nobody", "cannot be read"),
         ("a.yaml", "? [1, 2]\n: 3", None),
         ("a.yaml", "{[]: 1}", None),
@@ -58,71 +57,52 @@ def test_one_line_of_error(load, name, data, message):
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "a: !!python/object/apply:os.system ['touch owned']",
-        "!!python/object/new:os.system ['touch owned']",
-        "a: !!python/name:os.system",
-        "a: !!python/module:antigravity",
-    ],
+    "tag", ["object/apply:os.system", "object/new:os.system", "name:os.system", "module:antigravity"]
 )
-def test_nothing_is_built_or_run(load, place, text):
-    with pytest.raises(LaunchError, match="cannot be read"):
-        load(text)
+def test_nothing_is_built_or_run(load, place, tag):
+    with pytest.raises(LaunchError, match="cannot be read: line 1, .*could not determine a constructor"):
+        load(f"a: !!python/{tag} ['touch owned']")
     assert not (place / "owned").exists()
 
 
-def bomb(levels, of="[{}]"):
-    lines = ["a0: &a0 x"]
-    lines += [f"a{n}: &a{n} {of.format(', '.join([f'*a{n - 1}'] * 10))}" for n in range(1, levels)]
-    return "\n".join(lines)
+def bomb(value):
+    levels = [f"a{n}: &a{n} {value.format(', '.join([f'*a{n - 1}'] * 10))}" for n in range(1, 12)]
+    return "\n".join(["a0: &a0 {a: 1, b: 2}", *levels])
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "message"),
     [
-        bomb(12),
-        "m0: &m0 {a: 1, b: 2}\n" + "\n".join(f"m{n}: &m{n}\n  <<: [{', '.join([f'*m{n - 1}'] * 10)}]" for n in range(1, 12)),
-        "[" * 100_000,
-        "{a: " * 50_000,
-        "- " * 1000 + "x",
-        "a: " + "[1, " * 30 + "1" + "]" * 30,
-        "a: &a [*a]",
-        "a: &a\n  b: *a",
-        "a: [" + "1," * 20_000 + "1]",
-        "x: y\n" * 60_000,
+        (bomb("[{}]"), "aliases that stand for so many"),
+        (bomb("{{<<: [{}]}}"), "aliases that stand for so many"),
+        ("[" * 100_000, "nested more than 20 levels"),
+        ("{a: " * 50_000, "nested more than 20 levels"),
+        ('{"a": ' * 40_000, "nested more than 20 levels"),
+        ("- " * 1000 + "x", "in line 1, it is nested more than 20 levels"),
+        ("a: " + "[" * 20 + "1" + "]" * 20, "nested more than 20 levels"),
+        ("a: &a [*a]", "a contains itself"),
+        ("a: &a\n  b: *a", "in line 2, a contains itself"),
+        ("a: [" + "1," * 20_000 + "1]", "more than 10000 values"),
+        (json.dumps(dict.fromkeys(map(str, range(8_000)))), "more than 10000 values"),
+        ("x: y\n" * 60_000, "more than 256 KiB"),
     ],
-    ids=["billion laughs", "merge bomb", "open lists", "open mappings", "sequence", "deep", "self", "self mapping", "long",
-         "large"],
-)  # fmt: skip
-def test_bounded_in_memory(load, text):
+    ids=lambda text: text[:20],
+)
+def test_bounded_in_memory(load, text, message):
     tracemalloc.start()
     try:
-        with pytest.raises(LaunchError):
-            load(text)
+        with pytest.raises(LaunchError, match=message):
+            load(text, "a.json" if text.startswith('{"') else "a.yaml")
         assert tracemalloc.get_traced_memory()[1] < 64 * 2**20
     finally:
         tracemalloc.stop()
 
 
-def test_deep_json(load):
-    for text in ("[" * 200_000, '{"a": ' * 40_000, f'{{"fsdp_config": {"[" * 400}{"]" * 400}}}'):
-        with pytest.raises(LaunchError, match="cannot be read|nested"):
-            load(text, "a.json")
-    with pytest.raises(LaunchError, match="more than 10000 values"):
-        load(json.dumps({str(n): 0 for n in range(20_000)}), "a.json")
-
-
-def test_many_unknown_keys_are_answered_quickly(load, place):
-    from accelerate.launch import config_file
-
-    load("\n".join(f"unknown_key_{n}: 1" for n in range(4_000)))
-    with pytest.raises(LaunchError, match="And 3995 more"):
-        config_file.read(place / "a.yaml")
-
-
-def test_anchors_that_are_meant_well(load):
+def test_what_is_meant_well(load):
     assert load("a: &a {b: 1}\nc: *a\nd: {<<: *a, e: 2}").content["d"] == {"b": 1, "e": 2}
+    assert load("a: " + "[" * 19 + "1" + "]" * 19)
+    strange = {"a\x7f": "\u2028\ufeff"}  # YAML does not have all of that
+    assert load(json.dumps(strange, ensure_ascii=False, indent="\t"), "a.json").content == strange
 
 
 def test_what_windows_writes(load):
@@ -133,16 +113,19 @@ def test_what_windows_writes(load):
         load(b"\xff\xfea")
 
 
-def test_json_knows_lines_and_repetitions(load):
-    text = load('{\n "a": 1,\n "s": {\n  "b": 2},\n "a": 3}', "a.json")
+@pytest.mark.parametrize("name", ["a.json", "a.yaml"])
+def test_lines(load, name):
+    text = load('{\n "a": 1,\n "s": {\n  "b": 2},\n "a": 3}', name)
     assert text.content == {"a": 3, "s": {"b": 2}}
-    assert text.lines == {("a",): 2, ("s",): 3, ("s", "b"): 4}
-    assert text.repeated == {("a",): (2, 5)}
+    assert text.lines == {("a",): [2, 5], ("s",): [3], ("s", "b"): [4]}
 
 
 def test_what_is_no_file(place):
     (place / "folder").mkdir()
     with pytest.raises(LaunchError, match="is a folder; name the file in it"):
+        config_text.load(place / "folder")
+    (place / "folder" / "default_config.yaml").touch()
+    with pytest.raises(LaunchError, match="is a folder; did you mean .*folder.default_config.yaml"):
         config_text.load(place / "folder")
     with pytest.raises(LaunchError, match="cannot be opened: No such file"):
         config_text.load(place / "nowhere")
@@ -154,10 +137,6 @@ def test_what_is_no_file(place):
 
 def test_a_file_that_may_not_be_read(place, monkeypatch):
     (place / "a.yaml").write_text("a: 1")
-
-    def refuse(*args, **kwargs):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr("builtins.open", refuse)
+    monkeypatch.setattr("builtins.open", Mock(side_effect=PermissionError(13, "Permission denied")))
     with pytest.raises(LaunchError, match=r"a.yaml cannot be opened: Permission denied\."):
         config_text.load(place / "a.yaml")

@@ -1,65 +1,227 @@
-"""Torch's elastic launcher: its settings, and the environment of a run."""
+"""Torch's elastic launcher with our agent: real processes, small ones that do not import torch."""
 
+import json
 import os
 import signal
+import sys
+import time
 
 import pytest
-from torch.distributed.elastic.multiprocessing import Std
+from torch.distributed.elastic.multiprocessing import SignalException, Std
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig
 
+from accelerate.config.exit_status import PREEMPTED
 from accelerate.launch import elastic
-from accelerate.launch.one_machine import ONE_MACHINE
+from accelerate.launch.failures import endings_of
 from accelerate.launch.plan import Rendezvous
 from accelerate.runtime import failure
 
+posix = pytest.mark.skipif(os.name != "posix", reason="signals are those of POSIX")
+PRELUDE = f"""
+import json, os, signal, sys, time
+rank, attempt, launcher = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"]), os.getppid()
+def leave(**record):
+    with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
+        json.dump({{"message": "x", {failure.OURS!r}: {{"rank": rank, "traceback": "Error", **record}}}}, file)
+def both_up():
+    open(f"up{{rank}}", "w").close()
+    while not (os.path.exists("up0") and os.path.exists("up1")):
+        time.sleep(0.01)
+"""
+LOST = "RuntimeError: Connection closed by peer"
 
-@pytest.mark.parametrize(("backend", "name"), [("static", ONE_MACHINE), ("c10d", "c10d")])
-def test_config(tmp_path, backend, name):
+
+class Recorder:
+    """A reporter that remembers its calls; `during` is called with the name of each."""
+
+    def __init__(self, during):
+        self.calls, self.during = [], during
+
+    def __getattr__(self, name):
+        def called(*args):
+            self.calls.append((name, *args))
+            self.during(name)
+
+        return called
+
+    def of(self, name):
+        return [args for called, *args in self.calls if called == name]
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Return a function that runs a program in two processes; it returns the reporter and the exception."""
+    monkeypatch.chdir(tmp_path)
+    # As in a background shell, where SIGINT is ignored, the launcher handles it all the same.
+    former = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    monkeypatch.setattr(elastic, "_hangups_are_ignored", False)
+
+    def run(program, during=lambda name: None, **rest):
+        reporter = Recorder(during)
+        config = elastic.make_config(2, Rendezvous(), str(tmp_path / "logs"), monitor_interval=0.02, **rest)
+        try:
+            elastic.start(config, sys.executable, ("-c", PRELUDE + program), os.environ, reporter=reporter)
+        except (ChildFailedError, SignalException) as error:
+            return reporter, error
+        return reporter, None
+
+    yield run
+    signal.signal(signal.SIGINT, former)
+
+
+# -- settings ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+def test_config(tmp_path, backend):
     config = elastic.make_config(2, Rendezvous(backend, settings={"timeout": "5"}), str(tmp_path), max_restarts=1)
-    assert (config.nproc_per_node, config.rdzv_backend, config.max_restarts) == (2, name, 1)
-    assert config.rdzv_configs["timeout"] == "5"
-    assert config.rdzv_endpoint == "127.0.0.1:0"
-
-
-def test_log_directory():
-    with elastic.log_directory("given") as directory:
-        assert directory == "given"
-    with elastic.log_directory(None) as directory:
-        assert os.path.isdir(directory)
-    assert not os.path.exists(directory)
-
-
-def test_variables_are_those_of_the_run_and_come_back(monkeypatch):
-    monkeypatch.setenv("BEFORE", "1")
-    seen = {}
-    monkeypatch.setattr(elastic, "elastic_launch", lambda config, entry: lambda *args: seen.update(os.environ))
-    elastic.start(None, "x", (), {"DURING": "2"})
-    assert seen == {"DURING": "2", failure.LAUNCHER: str(os.getpid())}
-    assert os.environ["BEFORE"] == "1"
-    assert "DURING" not in os.environ
-
-
-def test_a_program_is_told_who_launched_it_and_a_function_is_not(monkeypatch):
-    seen = []
-    monkeypatch.setattr(elastic, "elastic_launch", lambda config, entry: lambda *args: seen.append(dict(os.environ)))
-    elastic.start(None, "x", (), {})
-    elastic.start(None, lambda: None, (), {})
-    assert seen == [{failure.LAUNCHER: str(os.getpid())}, {}]
+    assert (config.nproc_per_node, config.rdzv_backend, config.max_restarts) == (2, backend, 1)
+    assert config.rdzv_configs["timeout"] == "5" and config.rdzv_endpoint == "127.0.0.1:0"
 
 
 def test_streams_by_rank(tmp_path):
-    assert elastic.logs_specs(str(tmp_path), "1:3")._tee == {1: Std.ALL}
-    assert elastic.logs_specs(str(tmp_path), {0: 0, 10: 2})._tee == {0: Std.NONE, 10: Std.ERR}
+    config = elastic.make_config(2, Rendezvous(), str(tmp_path), tee={0: 0, 10: 2})
+    assert config.logs_specs._tee == {0: Std.NONE, 10: Std.ERR}
 
 
-def test_older_versions_of_torch_cannot_be_told_about_signals(monkeypatch):
-    kept = {name: field for name, field in LaunchConfig.__dataclass_fields__.items() if name != "signals_to_handle"}
-    if "signals_to_handle" in LaunchConfig.__dataclass_fields__:
-        assert elastic.own_signals() == {"signals_to_handle": "SIGQUIT"}
-    monkeypatch.setattr(LaunchConfig, "__dataclass_fields__", kept)
+def test_torch_keeps_its_hands_off_our_signals(monkeypatch):
+    assert elastic.own_signals() == {"signals_to_handle": "SIGQUIT"}
+    monkeypatch.delattr(signal, "SIGQUIT")
+    assert elastic.own_signals() == {"signals_to_handle": "SIGBREAK"}
+    monkeypatch.delitem(LaunchConfig.__dataclass_fields__, "signals_to_handle")  # older versions of torch
     assert elastic.own_signals() == {}
 
 
-def test_windows_has_another_signal_for_torch(monkeypatch):
-    monkeypatch.delattr(signal, "SIGQUIT")
-    assert elastic.own_signals().get("signals_to_handle", "SIGBREAK") == "SIGBREAK"
+@pytest.mark.parametrize(
+    ("platform", "variable", "without"),
+    [("linux", None, False), ("win32", None, True), ("win32", "1", False), ("linux", "0", True)],
+)
+def test_torch_for_windows_has_no_libuv(monkeypatch, platform, variable, without):
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.delenv("USE_LIBUV", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("USE_LIBUV", variable)
+    assert elastic.without_libuv() == ({"use_libuv": False} if without else {})
+
+
+@pytest.mark.parametrize("libuv", ["0", "1"])
+def test_each_restart_has_a_store_of_its_own(monkeypatch, libuv):
+    """Torch leaves the addresses of dead peers in a store."""
+    monkeypatch.setenv("USE_LIBUV", libuv)
+    rendezvous = elastic.StoreRendezvous("127.0.0.1", 0, 0, 1, "run", 30)
+    first, second = rendezvous.next_rendezvous(), rendezvous.next_rendezvous()
+    first.store.set("key", "value")
+    assert first.store.get("key") == b"value" and not second.store.check(["key"])
+    ports = [info.bootstrap_store_info.master_port for info in (first, second)]
+    assert all(ports) and ports[0] != ports[1] and (first.rank, first.world_size) == (0, 1)
+
+
+# -- a run -------------------------------------------------------------------------------------------------------------
+
+
+def _variables_of_a_function(path):
+    with open(path, "w") as file:
+        json.dump(dict(os.environ), file)
+
+
+def test_variables_are_those_of_the_run_and_come_back(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("BEFORE", "1")
+    assert run("json.dump(dict(os.environ), open(f'program{rank}', 'w'))")[1] is None
+    config = elastic.make_config(1, Rendezvous(), str(tmp_path / "logs"), start_method="fork")
+    elastic.start(config, _variables_of_a_function, (str(tmp_path / "function"),), {"DURING": "2"})
+    program, function = [json.loads((tmp_path / name).read_text()) for name in ("program0", "function")]
+    assert program[failure.LAUNCHER] == str(os.getpid()) and program["BEFORE"] == "1"
+    assert function["DURING"] == "2" and not {failure.LAUNCHER, "BEFORE"}.intersection(function)
+    assert os.environ["BEFORE"] == "1" and not {"DURING", failure.LAUNCHER}.intersection(os.environ)
+
+
+def test_restarts_and_failures_are_reported(run):
+    reporter, error = run("both_up(); time.sleep(60 * (rank == 1)); sys.exit(3)", max_restarts=1)
+    assert [args[:2] for args in reporter.of("started")] == [[1, 2], [2, 2]]
+    assert [args[1:] for args in reporter.of("failed")] == [[1, 2], [2, 2]]
+    first, other = endings_of(error.failures)
+    assert (first.rank, first.status, first.stopped, other.stopped) == (0, 3, False, True)
+
+
+def test_a_failure_that_follows_is_not_the_first(run):
+    """The rank that closed the connection ends some time after the rank that lost it."""
+    _, error = run(f"both_up()\nif rank: leave(traceback={LOST!r}); sys.exit(1)\ntime.sleep(0.5); sys.exit(3)")
+    assert [(ending.rank, ending.status) for ending in endings_of(error.failures)] == [(0, 3), (1, 1)]
+
+
+def test_a_rank_that_has_failed_and_does_not_end_is_shown(run, monkeypatch):
+    monkeypatch.setattr(elastic, "_LINGERING_S", 0.1)
+    reporter, error = run("leave() if rank else None; both_up(); time.sleep(1)")
+    assert error is None and {args[0] for args in reporter.of("lingers")} == {1}
+
+
+@pytest.mark.parametrize("text", ['{"message": "x"}', '{"message": "x", "accelerate": 3}'])
+def test_error_files_of_other_writers(run, text):
+    _, error = run(f"open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w').write({text!r}); sys.exit(4)")
+    assert endings_of(error.failures)[0].status == 4
+
+
+@pytest.mark.parametrize(("patience", "last"), [(60.0, PREEMPTED), (0.1, -signal.SIGTERM)])
+def test_other_ranks_may_save_the_run_and_it_is_not_restarted(run, monkeypatch, patience, last):
+    monkeypatch.setattr(elastic, "ENDING_S", patience)
+    reporter, error = run(f"both_up(); time.sleep(rank); sys.exit({PREEMPTED})", max_restarts=2)
+    assert [error.failures[rank].exitcode for rank in (0, 1)] == [PREEMPTED, last]
+    assert len(reporter.of("started")) == 1
+
+
+# -- signals -----------------------------------------------------------------------------------------------------------
+
+SAVES = """
+came = []
+signal.signal(signal.SIGTERM, lambda *_: came.append(1))
+both_up()
+if rank == 0:
+    for _ in range(2): os.kill(launcher, signal.SIGTERM); time.sleep(0.1)
+while not came: time.sleep(0.01)
+time.sleep(0.5)
+sys.exit(len(came) - 1)
+"""
+
+
+@posix
+def test_a_signal_is_forwarded_once(run):
+    """A scheduler may send it to all processes of a job more than once."""
+    assert run(SAVES)[1] is None
+
+
+@posix
+def test_a_signal_that_comes_again_later_ends_the_run(run, monkeypatch):
+    monkeypatch.setattr(elastic, "_REPEAT_S", 0.05)
+    _, error = run(SAVES.replace("time.sleep(0.5)", "signal.signal(signal.SIGTERM, signal.SIG_DFL); time.sleep(60)"))
+    assert error.sigval == signal.SIGTERM
+
+
+@posix
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("when", ["start", "run"])
+def test_a_signal_ends_the_run_and_the_handlers_come_back(run, number, when):
+    """Also one that comes while torch starts the processes: they are known to the launcher before it acts."""
+    former = {number: signal.getsignal(number) for number in (*elastic.FORWARDED, *elastic.STOPPING)}
+    sends = f"os.kill(launcher, {int(number)})" if when == "run" else ""
+    program = f"both_up()\nif rank == 0: {sends or 'pass'}\ntime.sleep(60)"
+    during = lambda name: name == "started" and when == "start" and signal.raise_signal(number)  # noqa: E731
+    started = time.monotonic()
+    reporter, error = run(program, during)
+    assert error.sigval == number and time.monotonic() - started < 25
+    assert bool(reporter.of("stopping")) is (number in elastic.STOPPING)
+    assert bool(reporter.of("interrupted")) is (number == signal.SIGINT)
+    assert {number: signal.getsignal(number) for number in former} == former
+
+
+def _ends_itself():
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+
+
+@posix
+def test_a_forked_process_has_no_processes_to_forward_signals_to(tmp_path):
+    config = elastic.make_config(1, Rendezvous(), str(tmp_path), start_method="fork")
+    with pytest.raises(ChildFailedError) as caught:
+        elastic.start(config, _ends_itself, (), os.environ)
+    assert caught.value.failures[0].exitcode == -signal.SIGTERM

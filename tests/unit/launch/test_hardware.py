@@ -1,7 +1,9 @@
 """What the machine offers, without torch."""
 
 import ctypes
+import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,24 +11,8 @@ from accelerate.launch import hardware
 
 DETECT = hardware.detect  # before the fixture of this folder replaces it
 USABLE_CORES = hardware.usable_cores
-
-
-@pytest.mark.parametrize(
-    ("selection", "count", "left"),
-    [
-        (None, 4, 4),
-        ("", 4, 0),
-        ("0", 4, 1),
-        ("1, 0", 4, 2),
-        ("1,0,9,2", 4, 2),
-        ("-1", 4, 0),
-        ("0,0", 4, 0),
-        ("GPU-1,GPU-2", 4, 2),
-        ("MIG-1", 4, 1),
-    ],
-)
-def test_visible(selection, count, left):
-    assert hardware.visible(selection, count) == left
+NONE = hardware.Hardware("cpu", 0)
+BY_TORCH = hardware.Hardware("npu", 3, "ASCEND_RT_VISIBLE_DEVICES", True)
 
 
 class Driver:
@@ -54,13 +40,19 @@ class Driver:
 
 
 @pytest.fixture
-def machine(monkeypatch):
+def machine(monkeypatch, tmp_path):
+    """A machine with a torch that was built for something, and NVIDIA's driver or none."""
+    device = SimpleNamespace(type="npu", count=lambda: 3, visible_env=BY_TORCH.visible_env, shareable=True)
+    monkeypatch.setattr("accelerate.devices.probe.detect", lambda: device)
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").touch()
+    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "platform", "linux")
+
     def have(driver, **build):
-        monkeypatch.delitem(sys.modules, "torch", raising=False)
-        monkeypatch.setattr(hardware, "_PLUGINS", ())
-        monkeypatch.setattr(hardware, "_torch_build", lambda: build)
-        monkeypatch.setattr(hardware, "_ask_torch", lambda: "torch")
-        monkeypatch.setattr(sys, "platform", "linux")
+        lines = [f"{kind}: str | None = {build.get(kind)!r}" for kind in ("cuda", "hip", "xpu")]
+        (tmp_path / "torch" / "version.py").write_text("\n".join(["__version__ = '2.9'", *lines]))
 
         def load(name):
             if driver is None:
@@ -68,51 +60,67 @@ def machine(monkeypatch):
             return driver
 
         monkeypatch.setattr(ctypes, "CDLL", load)
+        return tmp_path
 
     return have
 
 
-def test_cuda(machine):
+@pytest.mark.parametrize(
+    ("selection", "left"),
+    [
+        (None, 4),
+        ("", 0),
+        ("0", 1),
+        ("1, 0", 2),
+        ("1,0,9,2", 2),
+        ("-1", 0),
+        ("0,0", 0),
+        ("GPU-1,GPU-2", 2),
+        ("MIG-1", 1),
+    ],
+)
+def test_selected_gpus(machine, selection, left):
     machine(Driver(4), cuda="12.8")
-    assert DETECT({}) == hardware.Hardware("cuda", 4, "CUDA_VISIBLE_DEVICES")
-    assert DETECT({"CUDA_VISIBLE_DEVICES": "1"}).count == 1
-    assert DETECT({"CUDA_VISIBLE_DEVICES": ""}) == hardware.Hardware("cpu", 0)
+    found = DETECT({} if selection is None else {"CUDA_VISIBLE_DEVICES": selection})
+    assert found == (hardware.Hardware("cuda", left, "CUDA_VISIBLE_DEVICES") if left else NONE)
 
 
-@pytest.mark.parametrize("driver", [None, Driver(4, works=False), Driver(0)])
-def test_cuda_build_without_gpu(machine, driver):
-    machine(driver, cuda="12.8")
-    assert DETECT({}) == hardware.Hardware("cpu", 0)
+@pytest.mark.parametrize(
+    ("driver", "build", "found"),
+    [
+        (None, {"cuda": "12.8"}, NONE),
+        (Driver(4, works=False), {"cuda": "12.8"}, NONE),
+        (Driver(0), {"cuda": "12.8"}, NONE),
+        (Driver(4), {}, NONE),
+        (Driver(1, split=True), {"cuda": "12.8"}, BY_TORCH),
+        (Driver(4), {"hip": "6"}, BY_TORCH),
+        (Driver(4), {"xpu": "1"}, BY_TORCH),
+    ],
+)
+def test_who_counts_the_devices(machine, driver, build, found):
+    machine(driver, **build)
+    assert DETECT({}) == found
 
 
-def test_split_gpu_is_for_torch_to_count(machine):
-    machine(Driver(1, split=True), cuda="12.8")
-    assert DETECT({}) == "torch"
-
-
-@pytest.mark.parametrize("build", [{"hip": "6"}, {"xpu": "1"}])
-def test_other_builds_are_for_torch(machine, build):
-    machine(Driver(4), **build)
-    assert DETECT({}) == "torch"
-
-
-def test_cpu_build(machine):
-    machine(Driver(4))
-    assert DETECT({}) == hardware.Hardware("cpu", 0)
-
-
-def test_a_vendor_plugin_is_for_torch(machine, monkeypatch):
+def test_a_vendor_plugin_and_a_build_that_says_nothing_are_for_torch(machine):
+    folder = machine(None)
+    (folder / "torch" / "version.py").unlink()
+    assert DETECT({}) == BY_TORCH
     machine(None)
-    monkeypatch.setattr(hardware, "_PLUGINS", ("json",))
-    assert DETECT({}) == "torch"
+    assert DETECT({}) == NONE
+    (folder / "torch_musa.py").touch()
+    assert DETECT({}) == BY_TORCH
 
 
-def test_build_is_read_from_the_version_file():
+def test_the_real_torch_agrees():
     import torch
 
-    build = hardware._torch_build()
-    assert build.get("cuda") == torch.version.cuda
-    assert build.get("hip") == torch.version.hip
+    program = (
+        "import sys; from accelerate.launch.hardware import detect; print(detect({}).count, 'torch' in sys.modules)"
+    )
+    count, imported = subprocess.check_output([sys.executable, "-c", program], text=True, timeout=60).split()
+    assert int(count) == torch.cuda.device_count()
+    assert imported == "False" or torch.version.cuda is None or int(count)
 
 
 def test_usable_cores():

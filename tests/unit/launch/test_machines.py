@@ -2,40 +2,34 @@
 
 import pytest
 
-from accelerate.launch import cluster
-from accelerate.launch.cluster import Cluster
 from accelerate.launch.errors import LaunchError
 from accelerate.launch.plan import Machines, Rendezvous, Source
-from accelerate.runtime.ranks import Ranks
 
+MEET = "--machine_rank 0 --main_process_ip a"
 TWO = "--cpu --num_machines 2 --num_processes 4 --main_process_ip 10.0.0.1 --main_process_port 29501"
 
 
 @pytest.fixture
-def scheduler(monkeypatch):
-    def says(**fields):
-        known = {
-            "machines": 2,
-            "machine_rank": 1,
-            "address": "node1",
-            "port": 23456,
-            "task": None,
-            "detail": "SLURM_NNODES",
+def srun(monkeypatch):
+    """Be a task of a step of srun on the nodes n1, n2, ...; one on each node is a machine, several are processes."""
+
+    def be(rank, node, tasks_per_node, **more):
+        counts = [int(count) for count in tasks_per_node.split(",")]
+        variables = {
+            "SLURM_JOB_ID": 7,
+            "SLURM_STEP_ID": 0,
+            "SLURM_STEP_NUM_TASKS": sum(counts),
+            "SLURM_STEP_NUM_NODES": len(counts),
+            "SLURM_STEP_TASKS_PER_NODE": tasks_per_node,
+            "SLURM_STEP_NODELIST": f"n[1-{len(counts)}]",
+            "SLURM_PROCID": rank,
+            "SLURM_LOCALID": rank - sum(counts[:node]),
+            "SLURM_NODEID": node,
         }
-        found = Cluster(source="Slurm", **{**known, **fields})
-        monkeypatch.setattr(cluster, "find", lambda environ, hostname=None: found)
+        for name, value in {**variables, **more}.items():
+            monkeypatch.setenv(name, str(value))
 
-    return says
-
-
-@pytest.fixture
-def file(place):
-    def write(text):
-        folder = place / "home" / "accelerate"
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "default_config.yaml").write_text(text)
-
-    return write
+    return be
 
 
 def test_two_machines(plan):
@@ -43,23 +37,20 @@ def test_two_machines(plan):
     assert result.runner == "machines" and result.elastic
     assert result.machines == Machines(2, 1) and result.local_processes == 2
     assert result.rendezvous == Rendezvous("static", "10.0.0.1", 29501)
-    assert result.settings["num_cpu_threads_per_process"].value == 4, "8 cores, two processes here"
-
-
-def test_one_process_each(plan):
+    assert result["num_cpu_threads_per_process"] == 4, "8 cores, two processes here"
     assert plan(f"{TWO} --machine_rank 0 --num_processes 2").local_processes == 1
+    assert plan(f"{TWO} --rdzv_backend c10d").machines == Machines(2, None), "the rendezvous numbers them"
 
 
-def test_the_number_of_processes_follows_the_devices(plan, gpus):
-    gpus(4)
-    result = plan("--num_machines 2 --machine_rank 0 --main_process_ip a")
-    assert result.num_processes == 8 and "on each of 2 machines" in result.settings["num_processes"].origin
-    assert plan("--cpu --num_machines 3 --machine_rank 0 --main_process_ip a").num_processes == 3
-
-
-def test_the_port_has_a_default_that_all_know(plan):
-    result = plan("--cpu --num_machines 2 --machine_rank 0 --main_process_ip a")
+def test_what_is_not_given(plan, gpus):
+    result = plan(f"--cpu --num_machines 3 {MEET}")
+    assert result.num_processes == 3
     assert result.rendezvous.port == 29500 and result.settings["main_process_port"].origin == "torch's default"
+    gpus(4)
+    result = plan(f"--num_machines 2 {MEET}")
+    assert result.num_processes == 8 and "on each of 2 machines" in result.settings["num_processes"].origin
+    with pytest.raises(LaunchError, match="5 for each of 2 machines, and there are 4 cuda devices.*at most 8"):
+        plan(f"--num_machines 2 --num_processes 10 {MEET}")
 
 
 @pytest.mark.parametrize(
@@ -70,14 +61,14 @@ def test_the_port_has_a_default_that_all_know(plan):
         ("--num_machines 2 --machine_rank 2 --main_process_ip a", "numbered from 0 to 1"),
         ("--num_machines 2 --machine_rank -1 --main_process_ip a", "numbered from 0 to 1"),
         ("--num_machines 0", "at least 1"),
-        ("--num_machines 2 --machine_rank 0 --main_process_ip a --main_process_port 0", "must all know the port"),
-        ("--num_machines 2 --machine_rank 0 --main_process_ip a --main_process_port 70000", "1 to 65535"),
-        ("--num_machines 2 --machine_rank 0 --main_process_ip a --num_processes 3", "shared evenly by 2"),
-        ("--num_machines 2 --machine_rank 0 --main_process_ip a --num_processes 1", "Ask for 2"),
-        ("--num_machines 2 --machine_rank 0 --main_process_ip a --rdzv_backend zeus", "static, c10d"),
-        ("--num_machines 2 --machine_rank 0 --main_process_ip a --rdzv_conf timeout", "key=value"),
-        ("--num_machines 2 --machine_rank 0 --main_process_ip a --rdzv_conf join_timeout=soon", "seconds above 0"),
-        ("--num_machines 2 --machine_rank 0 --main_process_ip a --rdzv_conf heartbeat_timeout=0", "seconds above 0"),
+        (f"--num_machines 2 {MEET} --main_process_port 0", "must all know the port"),
+        (f"--num_machines 2 {MEET} --main_process_port 70000", "1 to 65535"),
+        (f"--num_machines 2 {MEET} --num_processes 3", "shared evenly by 2"),
+        (f"--num_machines 2 {MEET} --num_processes 1", "Ask for 2"),
+        (f"--num_machines 2 {MEET} --rdzv_backend zeus", "static, c10d"),
+        (f"--num_machines 2 {MEET} --rdzv_conf timeout", "key=value"),
+        (f"--num_machines 2 {MEET} --rdzv_conf join_timeout=soon", "seconds above 0"),
+        (f"--num_machines 2 {MEET} --rdzv_conf heartbeat_timeout=0", "seconds above 0"),
         ("--num_processes 2 --rdzv_backend etcd", "c10d does the same"),
     ],
 )
@@ -86,97 +77,78 @@ def test_what_does_not_fit(plan, line, fragment):
         plan(f"--cpu {line}")
 
 
-def test_too_many_for_the_devices_of_each(plan, gpus):
-    gpus(4)
-    with pytest.raises(LaunchError, match="5 for each of 2 machines, and there are 4 cuda devices.*at most 8"):
-        plan("--num_machines 2 --num_processes 10 --machine_rank 0 --main_process_ip a")
-
-
-def test_numbers_are_given_by_the_rendezvous(plan):
-    assert plan(f"{TWO} --rdzv_backend c10d").machines == Machines(2, None)
-
-
-def test_settings_that_mean_nothing_here_are_named(plan):
+def test_settings_of_the_rendezvous(plan):
     notes = plan(f"{TWO} --machine_rank 0 --rdzv_conf join_timeout=5,last_call_timeout=3").notes
     assert any("last_call_timeout=3 has no effect" in note for note in notes) and len(notes) == 2
-
-
-def test_restarts_need_a_rendezvous_to_come_back_to(plan):
-    result = plan(f"{TWO} --machine_rank 0 --max_restarts 2")
+    result = plan(f"{TWO} --machine_rank 0 --max_restarts 2")  # machines can come back to c10d
     assert result.rendezvous.backend == "c10d" and any("--max_restarts" in note for note in result.notes)
-    assert (
-        plan(f"{TWO} --machine_rank 0 --max_restarts 2 --rdzv_backend c10d").notes
-        == plan(f"{TWO} --machine_rank 0").notes
-    )
+    notes = plan(f"{TWO} --machine_rank 0 --max_restarts 2 --rdzv_backend c10d").notes
+    assert notes == plan(f"{TWO} --machine_rank 0").notes
 
 
-# -- a scheduler -----------------------------------------------------------------------------------------------------
+# A scheduler
 
 
-def test_a_scheduler_fills_in(plan, scheduler):
-    scheduler()
+def test_a_scheduler_fills_in(plan, srun):
+    srun(1, 1, "1,1")
     result = plan("--cpu --num_processes 4")
     assert result.machines == Machines(2, 1, "Slurm") and result.local_processes == 2
-    assert (result.rendezvous.host, result.rendezvous.port) == ("node1", 23456)
-    assert result.settings["num_machines"].source is Source.ENVIRONMENT
-    assert result.settings["num_machines"].origin == "Slurm (SLURM_NNODES)"
+    assert result.rendezvous == Rendezvous("static", "n1", 20007)
+    resolved = result.settings["num_machines"]
+    assert (resolved.source, resolved.origin) == (Source.ENVIRONMENT, "Slurm (SLURM_STEP_NUM_NODES, SLURM_NODEID)")
 
 
-def test_the_command_line_wins_over_a_scheduler(plan, scheduler):
-    scheduler()
+def test_the_command_line_wins_over_a_scheduler(plan, srun):
+    srun(1, 1, "1,1")
     result = plan(f"{TWO} --machine_rank 0")
     assert result.machines == Machines(2, 0) and result.rendezvous.host == "10.0.0.1"
     result = plan("--cpu --num_machines 1")
     assert result.machines == Machines() and "Slurm is not asked" in result.notes[0]
 
 
-def test_a_scheduler_wins_over_a_file(plan, scheduler, file):
-    scheduler()
+def test_a_scheduler_wins_over_a_file(plan, srun, file):
+    srun(1, 1, "1,1")
     file("{distributed_type: NO, num_machines: 1, machine_rank: 0, num_processes: 2, main_process_ip: old}")
     result = plan("--cpu")
-    assert result.machines == Machines(2, 1, "Slurm") and result.rendezvous.host == "node1"
-    assert any("main_process_ip is 'node1' (from Slurm), not 'old'" in note for note in result.notes)
+    assert result.machines == Machines(2, 1, "Slurm") and result.rendezvous.host == "n1"
+    assert any("main_process_ip is 'n1' (from Slurm), not 'old'" in note for note in result.notes)
 
 
-def test_each_task_of_a_scheduler_is_a_process(plan, scheduler):
-    scheduler(task=Ranks(3, 4, 1, 2, "Slurm"))
-    result = plan("--cpu")
-    assert result.runner == "single" and result.num_processes == 4
-    assert dict(result.extra) == {
-        "RANK": "3",
-        "WORLD_SIZE": "4",
-        "LOCAL_RANK": "1",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "node1",
-        "MASTER_PORT": "23456",
-    }
+def test_each_task_of_a_scheduler_is_a_process(plan, srun):
+    srun(3, 1, "2,2")
+    result = plan("--cpu --tee 3")
+    assert result.runner == "single" and result.num_processes == 4 and result.notes == (), "the first task prints them"
+    numbers = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    assert dict(result.extra) == {**numbers, "MASTER_ADDR": "n1", "MASTER_PORT": "20007"}
     assert result["num_cpu_threads_per_process"] == 4, "two tasks share the 8 cores"
     with pytest.raises(LaunchError, match="Slurm has started 4 tasks"):
         plan("--cpu --num_processes 8")
     assert plan("--cpu --num_processes 4").num_processes == 4
+    srun(0, 0, "2,2")
+    notes = plan("--cpu --tee 3").notes
+    assert any("OMP_NUM_THREADS" in note for note in notes) and any("--tee has no effect" in note for note in notes)
 
 
-def test_tasks_of_one_machine_meet_there(plan, scheduler):
-    scheduler(machines=1, machine_rank=0, address=None, port=None, task=Ranks(1, 2, 1, 2, "Open MPI"))
-    result = plan("--cpu")
-    assert result.extra["MASTER_ADDR"] == "127.0.0.1" and result.extra["MASTER_PORT"] == "29500"
-
-
-def test_only_the_first_task_tells_notes(plan, scheduler):
-    scheduler(machines=1, machine_rank=0, task=Ranks(0, 2, 0, 2, "MPI"))
-    assert any("OMP_NUM_THREADS" in note for note in plan("--cpu").notes)
-    scheduler(machines=1, machine_rank=0, task=Ranks(1, 2, 1, 2, "MPI"))
-    assert plan("--cpu").notes == ()
-
-
-def test_tasks_of_several_machines_need_an_address(plan, scheduler):
-    scheduler(address=None, port=None, task=Ranks(1, 4, 1, 2, "Open MPI"))
-    with pytest.raises(LaunchError, match="--main_process_ip"):
+def test_where_tasks_meet(plan, srun):
+    srun(1, 0, "2")
+    assert plan("--cpu").extra["MASTER_ADDR"] == "127.0.0.1"
+    srun(1, 0, "2,2", SLURM_DISTRIBUTION="arbitrary")
+    with pytest.raises(LaunchError, match=r"--main_process_ip.*--distribution=arbitrary"):
         plan("--cpu")
     assert plan("--cpu --main_process_ip a").extra["MASTER_ADDR"] == "a"
 
 
-def test_notes_of_a_scheduler_are_passed_on(plan, scheduler):
-    scheduler(machines=1, machine_rank=0, notes=("the allocation has 4 nodes",))
+def test_a_launch_that_leaves_the_tasks_joins_none_of_them(plan, srun):
+    srun(1, 0, "2")
+    result = plan("--cpu --num_machines 2 --num_processes 2 --machine_rank 0 --main_process_ip a")
+    assert result.machines == Machines(2, 0) and dict(result.extra) == {}
+    srun(1, 0, "2,2")
+    result = plan("--cpu --num_machines 1")
+    assert result.runner == "single" and dict(result.extra) == {"RANK": "0", "WORLD_SIZE": "1"}
+
+
+def test_notes_of_a_scheduler_are_passed_on(plan, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_NNODES", "4")
     result = plan("--cpu")
-    assert result.notes[0] == "the allocation has 4 nodes" and result.machines == Machines()
+    assert "the allocation has 4 nodes" in result.notes[0] and result.machines == Machines()

@@ -1,4 +1,7 @@
+"""Ways to other machines, and waiting for them."""
+
 import collections
+import datetime
 import socket
 import subprocess
 import sys
@@ -9,11 +12,12 @@ from accelerate.launch import network
 from accelerate.launch.errors import RunError
 
 LOOPBACK, OUTWARD = "127.0.1.1", "10.0.0.5"
+NAMES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 @pytest.fixture
 def names(monkeypatch):
-    """A resolver that knows what a test tells it, and nothing else."""
+    """A resolver that knows what a test says, and nothing else."""
     known = {}
 
     def look_up(host, port, *args, **kwargs):
@@ -30,18 +34,22 @@ def routes(monkeypatch):
     """Ways to other machines: from which own address one reaches an address."""
     known = {}
 
-    def source(family, target):
-        if target[0] not in known:
-            raise OSError(101, "Network is unreachable")
-        return known[target[0]]
+    class Probe(socket.socket):
+        def connect(self, target):
+            if target[0] not in known:
+                raise OSError(101, "Network is unreachable")
+            self.own = known[target[0]]
 
-    monkeypatch.setattr(network, "_source", source)
+        def getsockname(self):
+            return self.own, 0
+
+    monkeypatch.setattr(socket, "socket", Probe)
     return known
 
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Time that passes when somebody sleeps."""
+    """Time that passes when the process waits."""
     now = [100.0]
     monkeypatch.setattr(network.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(network.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
@@ -58,7 +66,7 @@ def interfaces(monkeypatch):
         "eth1": [entry(OUTWARD), entry("fe80::1%eth1"), entry("aa:bb:cc:dd:ee:ff")],
     }
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: known)
-    for name in network._INTERFACES:
+    for name in NAMES:
         monkeypatch.delenv(name, raising=False)
 
 
@@ -73,34 +81,26 @@ def test_an_address_of_this_machine_is_its_own_way(address):
     assert network.is_this_machine(address)
 
 
-def test_the_way_to_another_machine(names, routes):
-    names["node0"] = ["10.0.0.1"]
-    routes["10.0.0.1"] = OUTWARD
-    assert network.local_address("node0", 1) == OUTWARD
-
-
-def test_a_name_of_this_machine_that_stands_for_a_loopback_address_is_of_no_use_to_others(names, routes):
-    # Debian writes the machine's own name as 127.0.1.1 into /etc/hosts.
-    names |= {
-        "node0": [LOOPBACK],
-        "localhost": ["127.0.0.1"],
-        "127.0.0.1": ["127.0.0.1"],
-        "both": [LOOPBACK, "10.0.0.1"],
-    }
+def test_ways_to_other_machines(names, routes):
+    # Debian writes the machine's own name as 127.0.1.1 into /etc/hosts, which is of no use to others.
+    names |= {"node0": [LOOPBACK], "both": [LOOPBACK, "10.0.0.1"], "far": ["10.9.9.9"]}
+    names |= {name: ["127.0.0.1"] for name in ("localhost", "127.0.0.1")}
     routes |= {LOOPBACK: "127.0.0.1", "127.0.0.1": "127.0.0.1", "10.0.0.1": "10.0.0.9"}
     assert network.local_address("node0", 1) == "127.0.0.1"  # nothing else is there
-    routes[network._OUTSIDE[0][1]] = OUTWARD
+    routes["192.0.2.1"] = OUTWARD  # set aside for documentation: no machine has it
     assert network.local_address("node0", 1) == OUTWARD
     assert network.local_address("both", 1) == "10.0.0.9"
     assert network.local_address("localhost", 1) == network.local_address("127.0.0.1", 1) == "127.0.0.1"
-
-
-def test_a_name_that_nobody_knows_and_an_address_without_a_way(names, routes):
     with pytest.raises(RunError, match=r"'nowhere' cannot be looked up.*Name or service not known.*--main_process_ip"):
         network.local_address("nowhere", 1)
-    names["far"] = ["10.9.9.9"]
     with pytest.raises(RunError, match=r"no way from this machine to 'far': Network is unreachable"):
         network.local_address("far", 1)
+
+
+def test_names_of_this_machine(names):
+    names |= {"me": ["127.0.0.1"], "other": ["192.0.2.200", "198.51.100.7"], "two": ["198.51.100.7", "127.0.0.1"]}
+    assert network.is_this_machine("me") and network.is_this_machine("two")
+    assert not network.is_this_machine("other") and not network.is_this_machine("unknown")
 
 
 def test_a_name_that_cannot_be_one():
@@ -109,36 +109,26 @@ def test_a_name_that_cannot_be_one():
     assert not network.is_this_machine("a" * 70)
 
 
-def test_interfaces(interfaces):
+def test_the_interface_of_an_address(interfaces):
     assert network.interface_of(OUTWARD) == "eth1" and network.interface_of("127.0.0.1") == "lo"
     assert network.interface_of("fe80::1%eth1") == network.interface_of("fe80:0::1") == "eth1"
     assert network.interface_of("10.1.1.1") is None and network.interface_of("no address") is None
-
-
-def test_variables_of_the_interface(interfaces):
-    assert network.gloo_variables(OUTWARD, {}) == {
-        "GLOO_SOCKET_IFNAME": "eth1",
-        "TP_SOCKET_IFNAME": "eth1",
-        "NCCL_SOCKET_IFNAME": "=eth1",
-    }
-    assert network.gloo_variables(OUTWARD) == network.gloo_variables(OUTWARD, {})
+    assert network.gloo_variables(OUTWARD) == dict(zip(NAMES, ("eth1", "eth1", "=eth1"), strict=True))
     assert network.gloo_variables(OUTWARD, {"NCCL_SOCKET_IFNAME": "ib0"}) == {}
-    assert network.gloo_variables("127.0.0.1", {}) == network.gloo_variables("::1", {}) == {}
-    assert network.gloo_variables("10.1.1.1", {}) == {}
-
-
-def test_somebody_listens():
-    lines = []
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        network.wait_for("127.0.0.1", server.getsockname()[1], 30, lines.append)
-    assert lines == []
+    for address in ("127.0.0.1", "::1", "10.1.1.1"):
+        assert network.gloo_variables(address, {}) == {}
 
 
 def test_names_and_listeners_that_come_late(monkeypatch, clock):
-    outcomes = [socket.gaierror(-2, "Name or service not known")] * 60 + [
-        ConnectionRefusedError(111, "Connection refused")
-    ]
-    monkeypatch.setattr(network, "_connect", lambda *_: outcomes and (_ for _ in ()).throw(outcomes.pop(0)))
+    outcomes = [socket.gaierror(-2, "Name or service not known")] * 60
+    outcomes.append(ConnectionRefusedError(111, "Connection refused"))
+
+    def connect(address, timeout):
+        if outcomes:
+            raise outcomes.pop(0)
+        return socket.socket()
+
+    monkeypatch.setattr(socket, "create_connection", connect)
     lines = []
     network.wait_for("node0", 29500, 600, lines.append)
     assert not outcomes and len(lines) == 2
@@ -154,15 +144,15 @@ def test_names_and_listeners_that_come_late(monkeypatch, clock):
         (OSError("label too long"), "label too long"),
     ],
 )
-def test_nobody_comes(monkeypatch, clock, error, reason):
+def test_no_answer(monkeypatch, clock, error, reason):
     limits = []
 
-    def connect(host, port, seconds):
-        limits.append(seconds)
-        clock[0] += seconds
+    def connect(address, timeout):
+        limits.append(timeout)
+        clock[0] += timeout
         raise error
 
-    monkeypatch.setattr(network, "_connect", connect)
+    monkeypatch.setattr(socket, "create_connection", connect)
     with pytest.raises(TimeoutError, match=f"at 10.0.0.1, port 29500, within 7 s: {reason}. Check") as caught:
         network.wait_for("10.0.0.1", 29500, 7, lambda line: None)
     assert isinstance(caught.value, RunError)
@@ -175,26 +165,15 @@ def test_an_impossible_port_is_no_traceback(port):
         network.wait_for("127.0.0.1", port, 0, lambda line: None)
 
 
-def test_names_of_this_machine(names):
-    names |= {
-        socket.gethostname(): ["127.0.0.1"],
-        "other": ["192.0.2.200", "198.51.100.7"],
-        "two": ["198.51.100.7", "127.0.0.1"],
-    }
-    assert network.is_this_machine(socket.gethostname()) and network.is_this_machine("two")
-    assert not network.is_this_machine("other") and not network.is_this_machine("unknown")
-
-
-def test_the_store_of_torch_does_not_mind_who_only_looks(tmp_path):
-    from datetime import timedelta
-
+def test_the_store_of_torch_does_not_mind_a_connection_that_only_looks():
     from torch.distributed import TCPStore
 
-    server = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=30), wait_for_workers=False)
-    network.wait_for("127.0.0.1", server.port, 30, print)
-    client = TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=30), wait_for_workers=False)
+    lines, limit = [], datetime.timedelta(seconds=30)
+    server = TCPStore("127.0.0.1", 0, is_master=True, timeout=limit, wait_for_workers=False)
+    network.wait_for("127.0.0.1", server.port, 30, lines.append)
+    client = TCPStore("127.0.0.1", server.port, is_master=False, timeout=limit, wait_for_workers=False)
     client.set("key", "value")
-    assert server.get("key") == b"value"
+    assert server.get("key") == b"value" and lines == []
 
 
 def test_importing_loads_no_psutil():

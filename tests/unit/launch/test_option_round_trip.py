@@ -13,7 +13,7 @@ from accelerate.commands.launch import launch_command_parser
 from accelerate.config import env as worker
 from accelerate.config.options import BY_NAME, OPTIONS
 from accelerate.config.options.schema import ON, ONE
-from accelerate.launch import env as launcher
+from accelerate.launch import plan as launcher
 from accelerate.launch.plan import Resolved, Source
 from accelerate.launch.resolve import merge
 
@@ -69,8 +69,8 @@ def text_of(value):
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def on_command_line(option, value):
-    flag = next(flag for flag in option.spellings if flag.startswith("--"))
+def on_command_line(option, value, flag=None):
+    flag = flag or next(flag for flag in option.spellings if flag.startswith("--"))
     if option.switch:
         return [flag if value else option.negation]
     return [f"{flag}={text_of(item)}" for item in (value if isinstance(value, list) else [value])]
@@ -158,13 +158,8 @@ def three_values(option):
 @by_name
 def test_precedence(place, option):
     values = dict(zip(DOORS, three_values(option), strict=True))
-    can = {
-        Source.COMMAND_LINE: bool(option.spellings),
-        Source.ENVIRONMENT: bool(option.env or option.env_names),
-        Source.FILE: bool(option.file_key),
-    }
-    open_doors = [door for door in DOORS if can[door]]
-    assert open_doors, "nobody can set it"
+    open_doors = doors_of(option, values[Source.COMMAND_LINE])
+    assert open_doors, "nothing can set it"
     for count in range(len(open_doors) + 1):
         for layers in itertools.combinations(open_doors, count):
             resolved = merged(place, option, {door: values[door] for door in layers})[option.name]
@@ -175,18 +170,11 @@ def test_precedence(place, option):
 
 
 @by_name
-def test_both_spellings_of_every_flag(option):
+def test_every_spelling_of_every_flag(option):
     value = three_values(option)[0]
-    for flag in option.spellings:
-        if flag.startswith("--"):
-            words = (
-                [flag]
-                if option.switch
-                else [f"{flag}={text_of(item)}" for item in (value if isinstance(value, list) else [value])]
-            )
-            args = PARSER.parse_args([*words, "train.py"])
-            assert getattr(args, option.name) == value
-            assert option.name in args.nondefault
+    for flag in [flag for flag in option.spellings if flag.startswith("--")]:
+        args = PARSER.parse_args([*on_command_line(option, value, flag), "train.py"])
+        assert getattr(args, option.name) == value and option.name in args.nondefault
 
 
 def test_every_option_knows_where_it_came_from(place):

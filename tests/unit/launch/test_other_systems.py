@@ -115,15 +115,15 @@ for words in (["--help"], ["launch", "--help"], ["launch", "--cpu", "--num_proce
 def test_agents_and_guards_without_process_groups():
     """What several processes need there: a store without libuv, a signal that exists, and no guard."""
     program = """
-from accelerate.launch import elastic, guard, one_machine
-from accelerate.launch.agent import FORWARDED, STOPPING
+from accelerate.launch import elastic, guard
+from accelerate.launch.elastic import FORWARDED, STOPPING
 from accelerate.launch.plan import Rendezvous
 assert [int(number) for number in (*FORWARDED, *STOPPING)] == [15, 2]
 config = elastic.make_config(2, Rendezvous(), tempfile.mkdtemp())
 assert config.rdzv_configs["use_libuv"] is False and config.signals_to_handle == "SIGBREAK", config
 guard.Guard().close()
 guard.end_groups([], 1.0)
-from accelerate.launch.runners import failures
+from accelerate.launch import failures
 import types
 one = types.SimpleNamespace(pid=1, exitcode=3221225477, error_file_data={}, timestamp=1)
 assert "failed with exit status 3221225477" in failures.failure_of(type("E", (Exception,), {"failures": {0: one}})())[1]

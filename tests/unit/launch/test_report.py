@@ -3,7 +3,6 @@
 import pytest
 
 from accelerate.launch import report
-from accelerate.launch.tables import table
 
 
 @pytest.fixture
@@ -36,17 +35,23 @@ def test_each_process_has_its_command_and_its_variables(lines):
     assert "  WORLD_SIZE=2" in told[: ranks[0]]
 
 
-def test_one_process_has_no_ranks(lines):
-    told = lines("--cpu", {})
-    assert told[0] == "1 process on the CPU would be started in place of the launcher."
-    assert not any("RANK" in line for line in told)
-
-
-def test_a_task_of_a_scheduler_is_one_process_of_several(lines):
-    task = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
-    told = lines("--cpu", task)
-    assert told[0] == "1 of 2 processes on the CPU would be started in place of the launcher."
-    assert any(line.startswith("rank 1: ") for line in told)
+@pytest.mark.parametrize(
+    ("words", "variables", "first", "label"),
+    [
+        ("--cpu", {}, "1 process on the CPU would be started in place of the launcher.", "the process: "),
+        (
+            "--cpu",
+            {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
+            "1 of 2 processes on the CPU would be started in place of the launcher.",
+            "rank 1: ",
+        ),
+        ("--tpu", {}, "1 process on TPU cores would be started by torch_xla on this machine.", ""),
+    ],
+)
+def test_one_process(lines, words, variables, first, label):
+    told = lines(words, variables)
+    assert told[0] == first
+    assert any(line.startswith(label) for line in told)
 
 
 def test_machines_are_said(lines):
@@ -70,23 +75,16 @@ def test_arguments_are_quoted_and_secrets_hidden(parse, place, monkeypatch):
     assert "hf_very_secret" not in told and "HF_TOKEN='(hidden)'" in told
 
 
-def test_secrets_within_settings_are_hidden(lines, place):
+def test_secrets_within_settings_are_hidden_and_switches_with_such_names_are_not(lines, place):
     (place / "c.yaml").write_text(
         "distributed_type: 'NO'\ntpu_env: [HF_TOKEN=hunter2, A=1]\ncommands: ['git clone https://me:hunter2@host/x']\n"
     )
-    told = "\n".join(lines("--cpu --config_file c.yaml", {}))
-    assert "hunter" not in told
-    assert "['HF_TOKEN=(hidden)', 'A=1']" in told
-
-
-def test_a_switch_with_the_name_of_a_secret_is_shown(lines):
+    text = "\n".join(lines("--cpu --config_file c.yaml", {}))
+    assert "hunter" not in text and "['HF_TOKEN=(hidden)', 'A=1']" in text
     told = lines("--dry_run --use_megatron_lm --megatron_lm_calculate_per_token_loss true", {})
     assert row(told, "megatron_lm_calculate_per_token_loss") == ["true", "command line"]
     assert "  MEGATRON_LM_CALCULATE_PER_TOKEN_LOSS=true" in told
-
-
-def test_devices_of_other_runners_are_not_taken_for_the_cpu(lines):
-    assert lines("--tpu", {})[0] == "1 process on TPU cores would be started by torch_xla on this machine."
+    assert any("Megatron-LM" in line and "not available" in line for line in told if line.startswith("note: "))
 
 
 def test_a_job_is_a_call_that_inherits_nothing(lines, place):
@@ -96,14 +94,5 @@ def test_a_job_is_a_call_that_inherits_nothing(lines, place):
     told = lines("--config_file c.yaml", {"HOME": "/root"})
     assert told[0] == "The processes would be started by a job of Amazon SageMaker."
     job = next(line for line in told if line.startswith("SageMaker job: "))
-    assert "HuggingFace(entry_point='train.py', " in job and job.endswith(")")
+    assert "HuggingFace(" in job and "entry_point='train.py'" in job and job.endswith(")")
     assert not any("without HOME" in line for line in told)
-
-
-def test_what_cannot_run_yet_can_be_looked_at(lines):
-    told = lines("--dry_run --use_megatron_lm --cpu", {})
-    assert any("Megatron-LM" in line and "not available" in line for line in told if line.startswith("note: "))
-
-
-def test_columns():
-    assert table(["A", "BB"], [("xx", "y"), ("z", "wwww")], right="BB") == "A     BB\nxx     y\nz   wwww"

@@ -7,19 +7,9 @@ import sys
 
 import pytest
 
-from accelerate.launch.env import worker_environment
 from accelerate.launch.errors import LaunchError, NotAvailableError
 from accelerate.launch.plan import Source
 from accelerate.launch.resolve import fill, resolve
-
-
-@pytest.fixture
-def file(place):
-    def write(text):
-        (place / "home" / "accelerate").mkdir(parents=True, exist_ok=True)
-        (place / "home" / "accelerate" / "default_config.yaml").write_text(text)
-
-    return write
 
 
 def test_nothing_given_is_one_process(plan):
@@ -57,65 +47,68 @@ def test_arguments_without_a_record_count_when_they_differ(parse):
 
 
 @pytest.mark.parametrize("line", ["--cpu --num_processes 2", "--num_processes 2"])
-def test_two_processes_on_the_cpu(plan, line):
+def test_two_processes_on_the_cpu(plan, line, monkeypatch):
     result = plan(line)
     assert (result.num_processes, result.on_cpu, result.elastic, result["cpu"]) == (2, True, True, True)
     assert result.command == [sys.executable, "-u", "train.py"]
-    assert result["num_cpu_threads_per_process"] == 4
+    assert result["num_cpu_threads_per_process"] == 4 and result.rendezvous.port == 0
     assert any("OMP_NUM_THREADS=4" in note for note in result.notes)
     assert any("no GPU" in note for note in result.notes) is ("--cpu" not in line)
-    assert result.rendezvous.port == 0
-
-
-def test_threads_of_the_user_are_kept(plan, monkeypatch):
+    assert plan(f"{line} --num_cpu_threads_per_process 2")["num_cpu_threads_per_process"] == 2
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert plan("--cpu --num_processes 2").notes == ()
-    assert plan("--cpu --num_processes 2 --num_cpu_threads_per_process 2")["num_cpu_threads_per_process"] == 2
+    assert not any("OMP_NUM_THREADS" in note for note in plan(line).notes)
 
 
-def test_one_process_per_gpu(plan, gpus):
+@pytest.mark.parametrize(
+    ("line", "count", "runner", "on_cpu"),
+    [
+        ("", 4, "local", False),
+        ("--gpu_ids 1,3", 2, "local", False),
+        ("--num_processes 1", 1, "single", False),
+        ("--cpu", 1, "single", True),
+        ("--cpu --num_processes 6", 6, "local", True),
+        ("--multi_gpu", 4, "local", False),
+    ],
+)
+def test_processes_and_gpus(plan, gpus, line, count, runner, on_cpu):
     gpus(4)
-    assert (plan("").num_processes, plan("").on_cpu) == (4, False)
-    assert plan("--gpu_ids 1,3").num_processes == 2
-    assert plan("--num_processes 1").elastic is False
-    assert (plan("--cpu").num_processes, plan("--cpu").on_cpu) == (1, True)
+    result = plan(line)
+    assert (result.num_processes, result.runner, result.on_cpu) == (count, runner, on_cpu)
 
 
-def test_more_processes_than_gpus(plan, gpus):
-    gpus(1)
-    with pytest.raises(LaunchError, match="--num_processes is 2 .*there are 1 cuda devices.*--cpu"):
-        plan("--num_processes 2")
-    assert plan("--num_processes 2 --cpu").num_processes == 2
-    with pytest.raises(LaunchError, match="--gpu_ids is ','"):
-        plan("--gpu_ids ,")
+@pytest.mark.parametrize(
+    ("count", "line", "message"),
+    [
+        (1, "--num_processes 2", "--num_processes is 2 .*there are 1 cuda devices.*--cpu"),
+        (1, "--gpu_ids ,", "--gpu_ids is ','"),
+        (0, "--num_processes 0", "--num_processes is 0 "),
+        (0, "--num_processes -1", "--num_processes is -1 "),
+        (0, "--multi_gpu --num_processes 2", "--multi_gpu .*needs GPUs"),
+        (2, "--multi_gpu --num_processes 1", "at least two processes"),
+        (2, "--cpu --multi_gpu", "--cpu and --multi_gpu exclude each other"),
+        (0, "--use_fsdp --use_deepspeed", "--use_deepspeed and --use_fsdp exclude each other"),
+        (0, "--num_processes 2 --rdzv_conf x", "--rdzv_conf holds 'x'"),
+        (0, "--num_processes 2 --main_process_port 70000", "65535"),
+    ],
+)
+def test_what_does_not_fit(plan, gpus, count, line, message):
+    if count:
+        gpus(count)
+    with pytest.raises(LaunchError, match=message):
+        plan(line)
 
 
-def test_multi_gpu(plan, gpus, file):
-    with pytest.raises(LaunchError, match="--multi_gpu .*needs GPUs"):
-        plan("--multi_gpu --num_processes 2")
+def test_a_file_that_asks_for_gpus(plan, gpus, file):
     gpus(2)
-    assert plan("--multi_gpu").num_processes == 2
-    with pytest.raises(LaunchError, match="at least two processes"):
-        plan("--multi_gpu --num_processes 1")
-    with pytest.raises(LaunchError, match="--cpu and --multi_gpu exclude each other"):
-        plan("--cpu --multi_gpu")
     file("distributed_type: MULTI_GPU\nnum_processes: 2")
     assert plan("--num_processes 1").num_processes == 1
     assert plan("--cpu")["multi_gpu"] is False
 
 
-@pytest.mark.parametrize("count", [0, -1])
-def test_impossible_number_of_processes(plan, count):
-    with pytest.raises(LaunchError, match=f"--num_processes is {count} "):
-        plan(f"--num_processes {count}")
-
-
-def test_what_cannot_run_yet_is_an_error(plan):
+def test_what_cannot_run_yet_is_an_error_wherever_it_comes_from(plan, file):
     with pytest.raises(NotAvailableError, match="Megatron-LM.*not available in this version yet.*What works"):
         plan("--use_megatron_lm")
-
-
-def test_what_cannot_run_yet_is_an_error_wherever_it_comes_from(plan, file):
+    assert any("not available" in note for note in plan("--use_megatron_lm --dry_run").notes)
     file("distributed_type: MEGATRON_LM")
     with pytest.raises(NotAvailableError, match=r"Megatron-LM .*default_config\.yaml"):
         plan("")
@@ -126,25 +119,15 @@ def test_what_cannot_run_yet_is_an_error_wherever_it_comes_from(plan, file):
 
 
 @pytest.mark.parametrize(
-    ("line", "variable"),
-    [
-        ("--use_fsdp", "ACCELERATE_USE_FSDP"),
-        ("--use_parallelism_config", "ACCELERATE_USE_PARALLELISM_CONFIG"),
-        ("--mixed_precision fp8", "ACCELERATE_MIXED_PRECISION"),
-    ],
-)
-def test_sharding_and_fp8_start(plan, line, variable):
-    result = plan(f"--cpu --num_processes 2 {line}")
-    assert (result.runner, result.num_processes) == ("local", 2)
-    assert worker_environment(result, {})[variable] in ("true", "fp8")
-
-
-@pytest.mark.parametrize(
     ("line", "runner"),
     [
         ("--cpu", "single"),
         ("--cpu --num_processes 2", "local"),
+        ("--cpu --num_processes 2 --use_fsdp --mixed_precision fp8", "local"),
+        ("--cpu --num_processes 2 --use_parallelism_config", "local"),
         ("--cpu --max_restarts 1", "local"),
+        ("--tee 3", "local"),
+        ("--log_dir logs", "local"),
         ("--cpu --num_machines 2 --machine_rank 0 --main_process_ip a", "machines"),
         ("--cpu --mpirun_hostfile hosts", "mpi"),
         ("--cpu --use_deepspeed --num_processes 2", "local"),
@@ -156,22 +139,13 @@ def test_sharding_and_fp8_start(plan, line, variable):
         ),
         ("--tpu", "tpu"),
         ("--tpu --tpu_cluster", "tpu_pod"),
+        ("--config_file sagemaker.yaml", "sagemaker"),
     ],
 )
-def test_who_starts_the_processes(plan, line, runner):
+def test_who_starts_the_processes(plan, place, line, runner):
+    content = "{distributed_type: NO, ec2_instance_type: ml.m5.large, iam_role_name: role}"
+    (place / "sagemaker.yaml").write_text(content[:1] + "compute_environment: AMAZON_SAGEMAKER, " + content[1:])
     assert plan(line).runner == runner
-
-
-def test_sagemaker_starts_a_job(plan, file):
-    file(
-        "compute_environment: AMAZON_SAGEMAKER\ndistributed_type: NO\nec2_instance_type: ml.m5.large\niam_role_name: role"
-    )
-    assert plan("").runner == "sagemaker"
-
-
-def test_two_paradigms(plan):
-    with pytest.raises(LaunchError, match="--use_deepspeed and --use_fsdp exclude each other"):
-        plan("--use_fsdp --use_deepspeed")
 
 
 def test_settings_without_effect_are_said(plan, file):
@@ -190,46 +164,42 @@ def test_variables_are_checked(plan):
         plan("", {"ACCELERATE_MIXED_PRECISION": "x"})
 
 
-def test_script(plan, parse, place, monkeypatch):
-    with pytest.raises(LaunchError, match=r"There is no script 'none\.py'"):
-        resolve(parse("none.py"))
+@pytest.mark.parametrize(
+    ("line", "end"),
+    [
+        ("-m json.tool a", [sys.executable, "-m", "json.tool", "a"]),
+        ("-m train", [sys.executable, "-m", "train"]),
+        ("--no_python true x", ["true", "x"]),
+        ("none.py", r"There is no script 'none\.py'"),
+        ("-m no.such", r"There is no module 'no\.such'"),
+        ("-m .train", r"There is no module '\.train'"),
+        ("--no_python no_such_program", "'no_such_program' is no program"),
+        ("-m --no_python true", "--module and --no_python"),
+    ],
+)
+def test_script(parse, line, end):
+    if isinstance(end, list):
+        assert resolve(parse(line)).command == end
+        return
+    with pytest.raises(LaunchError, match=end):
+        resolve(parse(line))
+
+
+def test_an_option_in_place_of_the_script(parse):
     with pytest.raises(LaunchError, match="options of the launcher come before"):
         resolve(argparse.Namespace(**{**vars(parse("x")), "training_script": "--cpu"}))
-    assert resolve(parse("-m json.tool a")).command == [sys.executable, "-m", "json.tool", "a"]
-    assert resolve(parse("-m train")).command[-1] == "train"
-    with pytest.raises(LaunchError, match=r"There is no module 'no\.such'"):
-        resolve(parse("-m no.such"))
-    assert resolve(parse("--no_python true x")).command == ["true", "x"]
-    with pytest.raises(LaunchError, match="'no_such_program' is no program"):
-        resolve(parse("--no_python no_such_program"))
-    with pytest.raises(LaunchError, match="--module and --no_python"):
-        resolve(parse("-m --no_python true"))
 
 
-def test_ports(plan):
-    assert plan("--cpu --num_processes 2 --main_process_port 0").rendezvous.port == 0
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen()
+def test_ports_and_settings_of_the_rendezvous(plan):
+    line = "--cpu --num_processes 2"
+    assert plan(f"{line} --main_process_port 0").rendezvous.port == 0
+    with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(LaunchError, match=f"--main_process_port is {port} .*already listens"):
-            plan(f"--cpu --num_processes 2 --main_process_port {port}")
-    assert plan(f"--cpu --num_processes 2 --main_process_port {port}").rendezvous.endpoint == f"127.0.0.1:{port}"
-    with pytest.raises(LaunchError, match="65535"):
-        plan("--cpu --num_processes 2 --main_process_port 70000")
-
-
-def test_rendezvous_settings(plan):
-    rendezvous = plan("--cpu --num_processes 2 --rdzv_backend c10d --rdzv_conf timeout=5,x=y").rendezvous
+            plan(f"{line} --main_process_port {port}")
+    assert plan(f"{line} --main_process_port {port}").rendezvous.endpoint == f"127.0.0.1:{port}"
+    rendezvous = plan(f"{line} --rdzv_backend c10d --rdzv_conf timeout=5,x=y").rendezvous
     assert (rendezvous.backend, rendezvous.settings) == ("c10d", {"timeout": "5", "x": "y"})
-    with pytest.raises(LaunchError, match="--rdzv_conf holds 'x'"):
-        plan("--cpu --num_processes 2 --rdzv_conf x")
-
-
-@pytest.mark.parametrize("line", ["--max_restarts 1", "--tee 3", "--log_dir logs"])
-def test_one_process_is_supervised_where_that_is_asked_for(plan, line):
-    assert plan(line).elastic
-    assert plan(line).num_processes == 1
 
 
 def test_inside_another_launch(plan, monkeypatch):
@@ -250,3 +220,82 @@ def test_fill_writes_the_outcome(parse):
     args = parse("--num_processes 2 train.py")
     assert fill(args, resolve(args)) is args
     assert (args.cpu, args.use_cpu, args.mixed_precision, args.dynamo_backend) == (True, True, "no", "no")
+
+
+# Parallel dimensions, and the versions of FSDP
+
+
+def sizes(**given):
+    return " ".join(f"--parallelism_config_{axis}_size {size}" for axis, size in given.items())
+
+
+@pytest.mark.parametrize(
+    ("processes", "given"),
+    [
+        (4, {"dp_replicate": 2, "dp_shard": 2}),
+        (4, {"dp_shard": 2, "tp": 2}),
+        (2, {"cp": 2}),
+        (2, {}),  # all of them are copies
+        (1, {}),
+        (4, {"sp": 2}),  # DeepSpeed takes the other factor for data parallelism
+    ],
+)
+def test_sizes_that_fit(plan, processes, given):
+    plan(f"--cpu --num_processes {processes} --use_parallelism_config {sizes(**given)}")
+
+
+@pytest.mark.parametrize(
+    ("processes", "given", "message"),
+    [
+        (3, {"dp_shard": 2, "tp": 2}, "dp_shard_size=2 x tp_size=2 = 4 processes, and --num_processes is 3"),
+        (2, {"tp": 4}, "are for tp_size=4 processes.*Launch 4 processes"),
+        (1, {"cp": 2}, "are for cp_size=2 processes, and --num_processes is 1"),
+        (3, {"sp": 2}, "sp_size=2 processes, and --num_processes is 3"),
+        (2, {"dp_shard": 0}, "--parallelism_config_dp_shard_size is 0 .*at least 1"),
+    ],
+)
+def test_sizes_that_do_not(plan, processes, given, message):
+    line = f"--cpu --num_processes {processes} --use_parallelism_config {sizes(**given)}"
+    with pytest.raises(LaunchError, match=message):
+        plan(line)
+    plan(line.replace("--use_parallelism_config ", ""))  # they have no effect then, which a note says
+
+
+def test_torch_takes_all_processes_for_sequence_parallelism(plan):
+    line = "--cpu --num_processes 4 --use_parallelism_config --parallelism_config_sp_backend torch " + sizes(sp=2)
+    with pytest.raises(LaunchError, match="sp_size=2 processes, and --num_processes is 4"):
+        plan(line)
+    assert plan(f"{line} {sizes(dp_shard=2)}").num_processes == 4
+
+
+def test_sharding_needs_a_dimension(plan):
+    line = "--cpu --num_processes 2 --use_fsdp --fsdp_version 2"
+    assert plan(line).num_processes == 2  # without a configuration of dimensions all of them are shards
+    with pytest.raises(LaunchError, match="Add --parallelism_config_dp_shard_size 2"):
+        plan(f"{line} --use_parallelism_config")
+
+
+def test_sizes_of_a_file_are_checked_too(plan, place):
+    (place / "c.yaml").write_text(
+        "distributed_type: NO\nnum_processes: 2\nuse_cpu: true\nparallelism_config: {parallelism_config_tp_size: 3}"
+    )
+    with pytest.raises(LaunchError, match="tp_size=3 processes, and --num_processes is 2 .*configuration file"):
+        plan("--config_file c.yaml")
+
+
+@pytest.mark.parametrize(
+    ("line", "notes"),
+    [
+        ("--fsdp_version 2 --fsdp_sharding_strategy SHARD_GRAD_OP", ["--fsdp_sharding_strategy"]),
+        ("--fsdp_version 2 --fsdp_use_orig_params false --fsdp_forward_prefetch true", ["_prefetch", "_orig_params"]),
+        ("--fsdp_version 2 --fsdp_backward_prefetch BACKWARD_POST", ["--fsdp_backward_prefetch"]),
+        ("--fsdp_version 1 --fsdp_reshard_after_forward false", ["--fsdp_reshard_after_forward"]),
+        ("--fsdp_version 2 --fsdp_reshard_after_forward false", []),
+        ("--fsdp_version 1 --fsdp_sharding_strategy NO_SHARD", []),
+        ("--fsdp_version 2 --fsdp_sharding_strategy FULL_SHARD", []),  # what version 2 does
+    ],
+)
+def test_settings_of_the_other_version_are_said(plan, line, notes):
+    told = [note for note in plan(f"--use_fsdp {line}").notes if "has no effect with --fsdp_version" in note]
+    assert len(told) == len(notes)
+    assert all(fragment in note for fragment, note in zip(notes, told, strict=True))

@@ -4,25 +4,18 @@ import pytest
 
 from accelerate.launch.secrets import command, is_secret, masked, shown
 
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("HF_TOKEN", "hf-token", "hfToken", "WANDB_API_KEY", "WANDB_APIKEY", "aws_secret_access_key", "AccessKey"),
-        *("aws_access_key_id", "DB_PASSWORD1", "PASSPHRASE", "SLURM_CREDENTIALS", "TORCH_SECRET_NAME"),
-    ],
-)
-def test_names_of_secrets(name):
-    assert is_secret(name)
-    assert shown(name, "hunter2") == "(hidden)"
+SECRET = "HF_TOKEN hf-token hfToken WANDB_API_KEY WANDB_APIKEY aws_secret_access_key AccessKey aws_access_key_id DB_PASSWORD1 PASSPHRASE"
+HARMLESS = "MONKEY KEYBOARD TOKENIZERS_PARALLELISM max_new_tokens GOOGLE_APPLICATION_CREDENTIALS"
 
 
 @pytest.mark.parametrize(
-    "name", ["MONKEY", "KEYBOARD", "TOKENIZERS_PARALLELISM", "max_new_tokens", "GOOGLE_APPLICATION_CREDENTIALS", ""]
+    ("name", "secret"),
+    [(name, True) for name in (*SECRET.split(), "SLURM_CREDENTIALS", "TORCH_SECRET_NAME", "private-key", "KEY")]
+    + [(name, False) for name in (*HARMLESS.split(), "")],
 )
-def test_other_names(name):
-    assert not is_secret(name)
-    assert shown(name, "hunter2") == "hunter2"
+def test_names(name, secret):
+    assert is_secret(name) is secret
+    assert shown(name, "hunter2") == ("(hidden)" if secret else "hunter2")
 
 
 def test_truths_are_no_secrets():
@@ -64,6 +57,6 @@ def test_command_lines():
         "1",
         "HF_TOKEN=hunter2",
     ]
-    told = command(words)
-    assert "hunter" not in " ".join(told)
-    assert (told[0], told[4:7]) == ("train.py", ["--use_token", "--lr", "1"])
+    printed = command(words)
+    assert "hunter" not in " ".join(printed)
+    assert (printed[0], printed[4:7]) == ("train.py", ["--use_token", "--lr", "1"])

@@ -1,18 +1,17 @@
-"""The questions about machines of one's own, and the words they accept."""
+"""The interview about machines of one's own."""
 
 import math
 import os
-import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from accelerate.commands.config import cluster_steps as steps
-from accelerate.commands.config.ask import Asker
 from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.commands.config.config_utils import DYNAMO_BACKENDS
-from accelerate.commands.config.interview import Interview, Step, at_least, content
-from accelerate.config.enums import ComputeEnvironment
+from accelerate.commands.config.interview import Asker, Interview
+from accelerate.commands.config.rules import parallel_size
+from accelerate.config.options import OPTIONS, Option
+from accelerate.config.options.chapters import CHAPTERS
 from accelerate.launch import hardware
 from accelerate.utils.constants import (
     DEEPSPEED_MULTINODE_LAUNCHERS,
@@ -37,14 +36,9 @@ __all__ = [
     "get_cluster_input",
 ]
 
-_PLAIN, _FSDP, _DEEPSPEED, _MEGATRON = "plain", "fsdp", "deepspeed", "megatron"
-_ENGINES = {
-    _PLAIN: ("Plain data parallelism: a whole model in every process", None),
-    _FSDP: ("FSDP: the model is sharded over the processes", "FSDP"),
-    _DEEPSPEED: ("DeepSpeed", "DEEPSPEED"),
-    _MEGATRON: ("Megatron-LM", "MEGATRON_LM"),
-}
-_STATIC_PORT = 29500
+# How the processes share the model: the word of `distributed_type`, None for that of the kind, and the line of the menu.
+_PLAIN = ((None, "Plain data parallelism: a whole model in every process"),)
+_SHARDED = (*_PLAIN, ("FSDP", "FSDP: the model is sharded over the processes"), ("DEEPSPEED", "DeepSpeed"))
 
 
 @dataclass(frozen=True)
@@ -63,24 +57,23 @@ class Kind:
     word: str
     device: str | None = None
     unit: str = "process"
-    engines: tuple[str, ...] = (_PLAIN,)
+    engines: tuple[tuple[str | None, str], ...] = _SHARDED
 
 
-_SHARDED = (_PLAIN, _FSDP, _DEEPSPEED)
 KINDS: tuple[Kind, ...] = (
-    Kind("No distributed training: one process", "NO"),
-    Kind("Several processes on CPUs", "MULTI_CPU", engines=_SHARDED),
-    Kind("XPUs of Intel", "MULTI_XPU", "xpu", "XPU", _SHARDED),
-    Kind("Gaudi processors of Intel (HPU)", "MULTI_HPU", "hpu", "HPU", _SHARDED),
-    Kind("GPUs of NVIDIA or AMD", "MULTI_GPU", "cuda", "GPU", (*_SHARDED, _MEGATRON)),
-    Kind("NPUs of Ascend", "MULTI_NPU", "npu", "NPU", _SHARDED),
-    Kind("MLUs of Cambricon", "MULTI_MLU", "mlu", "MLU", _SHARDED),
-    Kind("SDAA devices of Tecorigin", "MULTI_SDAA", "sdaa", "device", _SHARDED),
-    Kind("MUSA GPUs of Moore Threads", "MULTI_MUSA", "musa", "GPU", _SHARDED),
-    Kind("Trainium and Inferentia cores of AWS (Neuron)", "MULTI_NEURON", "neuron", "core", _SHARDED),
-    Kind("TPUs of Google", "XLA", "xla", "core"),
+    Kind("No distributed training: one process", "NO", engines=_PLAIN),
+    Kind("Several processes on CPUs", "MULTI_CPU"),
+    Kind("XPUs of Intel", "MULTI_XPU", "xpu", "XPU"),
+    Kind("Gaudi processors of Intel (HPU)", "MULTI_HPU", "hpu", "HPU"),
+    Kind("GPUs of NVIDIA or AMD", "MULTI_GPU", "cuda", "GPU", (*_SHARDED, ("MEGATRON_LM", "Megatron-LM"))),
+    Kind("NPUs of Ascend", "MULTI_NPU", "npu", "NPU"),
+    Kind("MLUs of Cambricon", "MULTI_MLU", "mlu", "MLU"),
+    Kind("SDAA devices of Tecorigin", "MULTI_SDAA", "sdaa", "device"),
+    Kind("MUSA GPUs of Moore Threads", "MULTI_MUSA", "musa", "GPU"),
+    Kind("Trainium and Inferentia cores of AWS (Neuron)", "MULTI_NEURON", "neuron", "core"),
+    Kind("TPUs of Google", "XLA", "xla", "core", _PLAIN),
 )
-_BY_WORD = {kind.word: kind for kind in KINDS}
+_ALONE, _CPUS, _TPUS = KINDS[0], KINDS[1], KINDS[-1]
 
 
 def get_cluster_input() -> ClusterConfig:
@@ -93,56 +86,50 @@ def get_cluster_input() -> ClusterConfig:
     return ask_cluster(Asker())
 
 
-def ask_cluster(asker: Asker, previous: Mapping[str, Any] | None = None, was: str | None = None) -> ClusterConfig:
+def ask_cluster(
+    asker: Asker,
+    previous: Mapping[str, Any] | None = None,
+    was: str | None = None,
+    options: Sequence[Option] = OPTIONS,
+) -> ClusterConfig:
     """Ask for the settings of machines of one's own.
 
     Args:
         asker: asks.
         previous: option name to value, of the file that is replaced; they become the defaults.
         was: its `distributed_type`.
+        options: the option table.
 
     Raises:
         EOFError: the input ended before the last answer.
         KeyboardInterrupt: Ctrl-C was pressed.
     """
-    talk = Interview(asker, hardware.detect(os.environ), previous or {})
+    talk = Interview(asker, hardware.detect(os.environ), previous or {}, options, _note)
     kind = _ask_kind(talk, was)
-    alone, tpu = kind is _BY_WORD["NO"], kind is _BY_WORD["XLA"]
-    if alone:
-        talk.ask("cpu")
+    talk.facts.update(kind=kind.word, distributed_type=kind.word)
+    talk.values["compute_environment"] = "LOCAL_MACHINE"
+    # Where the kind leaves no choice, it is the answer.
+    if kind is _ALONE:
+        talk.values.update(num_machines=1, num_processes=1, debug=False)
     else:
-        talk.values["cpu"] = kind is _BY_WORD["MULTI_CPU"]
-        _ask_machines(talk, tpu)
-    engine = _ask_engine(talk, kind, was)
-    _ask_compilation(talk)
-    _ask_engine_settings(talk, engine)
-    if kind is _BY_WORD["MULTI_CPU"]:
-        _ask_mpi(talk)
-    if tpu:
-        _ask_tpu(talk)
-    if alone:
-        talk.values["num_processes"] = 1
-        if kind.device is None and not talk.values["cpu"] and talk.machine.count > 1:
-            talk.ask(Step("gpu_ids", "all", check=_check_ids))
-    else:
-        _ask_processes(talk, kind)
-    _ask_precision(talk, tpu)
-    if not alone:
-        talk.ask("debug")
-    found = content(talk.values)
-    return ClusterConfig(
-        **{
-            "compute_environment": ComputeEnvironment.LOCAL_MACHINE,
-            "distributed_type": _ENGINES[engine][1] or kind.word,
-            "debug": False,
-            **found,
-        }
-    )
+        talk.values["cpu"] = kind is _CPUS
+    if kind is _TPUS:
+        talk.values["num_machines"] = 1
+    for chapter in CHAPTERS:
+        if chapter.name == "engine":
+            talk.facts["distributed_type"] = _ask_engine(talk, kind, was)
+        if chapter.name == "processes":
+            _ask_processes(talk, kind)
+        talk.hold(chapter)
+    if talk.values.get("numa_affinity") == "node":
+        # What is meant without the key, which other readers of such files do not know.
+        del talk.values["numa_affinity"]
+    return ClusterConfig(**{"debug": False, "distributed_type": talk.facts["distributed_type"], **talk.content()})
 
 
 def _ask_kind(talk: Interview, was: str | None) -> Kind:
-    here = next((kind for kind in KINDS if kind.device == talk.machine.device and talk.machine.count), KINDS[0])
-    default = _BY_WORD.get(was or "", here)
+    here = [kind for kind in KINDS if talk.machine.count and kind.device == talk.machine.device]
+    default = next((kind for kind in KINDS if kind.word == was), here[0] if here else _ALONE)
     kind = KINDS[talk.asker.choose("On what should the training run?", [k.title for k in KINDS], KINDS.index(default))]
     if kind.device is not None and kind.device != talk.machine.device:
         talk.asker.say(
@@ -152,85 +139,28 @@ def _ask_kind(talk: Interview, was: str | None) -> Kind:
     return kind
 
 
-def _ask_machines(talk: Interview, tpu: bool) -> None:
-    if tpu:
-        talk.values["num_machines"] = 1
-        return
-    count = talk.ask(Step("num_machines", 1, check=at_least(1)))
-    if count == 1:
-        return
-    talk.ask(Step("machine_rank", 0, check=_check_rank))
-    address = talk.ask(Step("main_process_ip", check=_check_address))
-    if address == "localhost" or address.startswith("127."):
-        talk.asker.say(f"  Note: {address} is this machine alone; the other machines cannot reach it under that name.")
-    talk.ask(Step("main_process_port", _STATIC_PORT, check=_check_port))
-    talk.ask(Step("same_network", True))
-    talk.ask("rdzv_backend")
-
-
 def _ask_engine(talk: Interview, kind: Kind, was: str | None) -> str:
     if len(kind.engines) == 1:
-        return kind.engines[0]
-    titles = [_ENGINES[engine][0] for engine in kind.engines]
-    default = next((at for at, engine in enumerate(kind.engines) if _ENGINES[engine][1] == was and was), 0)
-    return kind.engines[talk.asker.choose("How should the processes share the model?", titles, default)]
-
-
-def _ask_compilation(talk: Interview) -> None:
-    before = talk.previous.get("dynamo_backend") not in (None, "no")
-    if not talk.yes("Should the model be compiled with torch.compile?", before):
-        return
-    backends = [word.lower() for word in DYNAMO_BACKENDS if word != "TORHCHXLA_TRACE_ONCE"]
-    talk.ask(Step("dynamo_backend", "inductor", choices=tuple(backends)))
-    if talk.yes("Should its settings be changed?"):
-        talk.all(steps.DYNAMO_MORE)
-
-
-def _ask_engine_settings(talk: Interview, engine: str) -> None:
-    if engine == _DEEPSPEED:
-        if talk.yes("Do you have a configuration file of DeepSpeed?", was="deepspeed_config_file"):
-            talk.all(steps.DEEPSPEED_FILE)
-        else:
-            talk.all(steps.DEEPSPEED)
-        talk.all(steps.DEEPSPEED_MACHINES)
-    elif engine == _FSDP:
-        talk.all(steps.FSDP)
-    elif engine == _MEGATRON:
-        talk.all(steps.MEGATRON)
-        if talk.yes("Should further settings of Megatron-LM be made?"):
-            talk.all(steps.MEGATRON_MORE)
-    further = {
-        _DEEPSPEED: steps.PARALLELISM_DEEPSPEED,
-        _FSDP: steps.PARALLELISM_FSDP if talk.values.get("fsdp_version") == "2" else (),
-    }.get(engine)
-    question = "Should several kinds of parallelism be combined (ParallelismConfig)?"
-    if further and talk.yes(question, was="use_parallelism_config"):
-        talk.all(further)
-
-
-def _ask_mpi(talk: Interview) -> None:
-    if talk.yes("Should mpirun start the processes?", was="mpirun_hostfile"):
-        talk.ask(Step("mpirun_hostfile", check=steps.is_file))
-        talk.ask(Step("mpirun_ccl", "1", check=_check_workers))
-
-
-def _ask_tpu(talk: Interview) -> None:
-    talk.ask(Step("main_training_function", "main", check=_check_name))
-    if talk.ask("tpu_use_cluster"):
-        talk.all(steps.TPU_POD)
+        return kind.word
+    words = [word for word, _ in kind.engines]
+    at = words.index(was) if was in words else 0
+    chosen = talk.asker.choose("How should the processes share the model?", [line for _, line in kind.engines], at)
+    return words[chosen] or kind.word
 
 
 def _ask_processes(talk: Interview, kind: Kind) -> None:
+    """Ask how many processes are started, until this machine can run them or the file is for another one."""
     machines = talk.values["num_machines"]
-    product = math.prod(
-        value for name, value in talk.values.items() if name.startswith("parallelism_config") and "size" in name
-    )
     here = talk.machine.count if kind.device == talk.machine.device else 0
+    if kind is _ALONE:
+        talk.facts["picks_devices"] = talk.machine.count > 1 and not talk.values["cpu"]
+        return
+    talk.facts["picks_devices"] = kind.device == "cuda" and machines == 1
     offered = max(here, {"MULTI_CPU": 2, "XLA": 8}.get(kind.word, 1)) * machines
-    share = math.lcm(machines, product)
+    share = math.lcm(machines, parallel_size(talk.values))
     offered = share * -(-offered // share)
     while True:
-        count = talk.ask(Step("num_processes", offered, check=_check_share(machines, product)))
+        count = talk.ask("num_processes", offered)
         if not (here and machines == 1 and count > here and not talk.machine.shareable):
             break
         talk.asker.say(
@@ -238,83 +168,20 @@ def _ask_processes(talk: Interview, kind: Kind) -> None:
             f"`accelerate launch` will refuse {count} processes here."
         )
         # Sizes of the parallelism that ask for more were answered before: only another machine can have them.
-        if here % share or talk.yes("Is the file for another machine?"):
+        if here % share or talk.asker.yes("Is the file for another machine?"):
             break
         talk.previous = {**talk.previous, "num_processes": here}
-    if kind.device == "cuda":
-        if machines == 1:
-            talk.ask(Step("gpu_ids", "all", check=_check_ids))
-        if talk.ask("enable_cpu_affinity"):
-            # What is meant without the key, which other readers of such files do not know.
-            if talk.ask(Step("numa_affinity", "node", choices=("node", "socket", "exclusive"))) == "node":
-                del talk.values["numa_affinity"]
-            else:
-                talk.asker.say(
-                    "  Note: other packages that read such files know no numa_affinity, and refuse the file."
-                )
 
 
-def _ask_precision(talk: Interview, tpu: bool) -> None:
-    choices = ("no", "bf16") if tpu else ("no", "fp16", "bf16", "fp8")
-    precision = talk.ask(Step("mixed_precision", "no", choices=choices))
-    if precision == "fp8":
-        if talk.machine.device != "cuda":
-            talk.asker.say(
-                "  Note: FP8 needs a GPU of NVIDIA's Hopper generation or later, which this machine does not show."
-            )
-        talk.all(steps.FP8)
-    if precision == "fp16" and talk.values["cpu"]:
-        talk.asker.say(
-            "  Note: CPUs compute fp16 slowly, and not every operation has it; bf16 is the better choice there."
-        )
-    if tpu and precision == "bf16":
-        talk.ask("downcast_bf16")
-
-
-def _check_workers(value: str, values: Mapping[str, Any]) -> None:
-    if not (value.isascii() and value.isdecimal()):
-        raise ValueError(f"The answer is {value!r}; it must be a whole number.")
-
-
-def _check_rank(value: int, values: Mapping[str, Any]) -> None:
-    if not 0 <= value < values["num_machines"]:
-        count = values["num_machines"]
-        raise ValueError(f"The answer is {value}; {count} machines have the numbers from 0 to {count - 1}.")
-
-
-def _check_address(value: str, values: Mapping[str, Any]) -> None:
-    if not re.fullmatch(r"[\w.:%\[\]-]+", value):
-        raise ValueError(f"The answer is {value!r}; write a name or an address alone, such as 10.0.0.1.")
-    if re.fullmatch(r"[^:]+:\d+", value):
-        raise ValueError(f"The answer is {value!r}; the port is the next question.")
-
-
-def _check_port(value: int, values: Mapping[str, Any]) -> None:
-    if not 1 <= value <= 65535:
-        raise ValueError(f"The answer is {value}; ports of several machines are numbers from 1 to 65535.")
-
-
-def _check_name(value: str, values: Mapping[str, Any]) -> None:
-    if not value.isidentifier():
-        raise ValueError(f"The answer is {value!r}; that is no name of a function.")
-
-
-def _check_ids(value: str, values: Mapping[str, Any]) -> None:
-    ids = [part.strip() for part in value.split(",")]
-    if value != "all" and not (all(part.isdecimal() for part in ids) and len(set(ids)) == len(ids)):
-        raise ValueError(f"The answer is {value!r}; write different numbers separated by commas, such as 0,1, or all.")
-    if value != "all" and len(ids) < values.get("num_processes", 1):
-        raise ValueError(
-            f"The answer names {len(ids)}, and {values['num_processes']} processes need one each. Name as many, or all."
-        )
-
-
-def _check_share(machines: int, product: int) -> Any:
-    def check(value: int, values: Mapping[str, Any]) -> None:
-        at_least(1)(value, values)
-        if value % machines:
-            raise ValueError(f"{value} processes cannot be shared evenly by {machines} machines.")
-        if value % product:
-            raise ValueError(f"The sizes of the parallelism need {product} processes, or a multiple; {value} is none.")
-
-    return check
+def _note(talk: Interview, name: str) -> str | None:
+    """Return what a person should know about an answer that is allowed."""
+    value = talk.values[name]
+    if name == "main_process_ip" and (value == "localhost" or value.startswith("127.")):
+        return f"Note: {value} is this machine alone; the other machines cannot reach it under that name."
+    if name == "numa_affinity" and value != "node":
+        return "Note: other packages that read such files know no numa_affinity, and refuse the file."
+    if name == "mixed_precision" and value == "fp8" and talk.machine.device != "cuda":
+        return "Note: FP8 needs a GPU of NVIDIA's Hopper generation or later, which this machine does not show."
+    if name == "mixed_precision" and value == "fp16" and talk.values["cpu"]:
+        return "Note: CPUs compute fp16 slowly, and not every operation has it; bf16 is the better choice there."
+    return None

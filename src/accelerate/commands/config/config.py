@@ -1,4 +1,4 @@
-"""`accelerate config` without a subcommand: the questionnaire."""
+"""`accelerate config` without a subcommand: the interview."""
 
 import argparse
 import os
@@ -27,7 +27,7 @@ def get_user_input() -> Any:
 
 
 def _ask_all(before: files.Inspection | None) -> Any:
-    from accelerate.commands.config.ask import Asker  # not for --help
+    from accelerate.commands.config.interview import Asker  # not for --help
 
     asker = Asker()
     content = before.content if before else {}
@@ -108,7 +108,7 @@ def _previous(path: str) -> files.Inspection | None:
 
 
 def main() -> None:
-    """Run the questionnaire as a program of its own.
+    """Hold the interview as a program of its own.
 
     Raises:
         SystemExit: as in `accelerate.commands.config.main`.

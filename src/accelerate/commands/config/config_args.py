@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import pathlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -25,8 +26,6 @@ default_yaml_config_file = os.path.join(cache_dir, "default_config.yaml")
 # For a new file; where only an old JSON file exists, that one.
 default_config_file = files.default_path()
 
-_HERE = (ComputeEnvironment.LOCAL_MACHINE, ComputeEnvironment.LOCAL_MACHINE.value)
-
 
 def load_config_from_file(config_file: str | os.PathLike[str] | None) -> "BaseConfig":
     """Load a configuration file, YAML or JSON by its ending.
@@ -48,13 +47,20 @@ def load_config_from_file(config_file: str | os.PathLike[str] | None) -> "BaseCo
         ...     load_config_from_file(file.name).num_processes
         2
     """
-    path = files.default_path() if config_file is None else config_file
-    if not os.path.isfile(path):
-        raise FileNotFoundError(
-            f"There is no configuration file {str(path)!r}. Write one with `accelerate config default`, or name another "
-            "with --config_file."
-        )
-    content = files.load_mapping(path)
+    path = files.find_required(config_file)
+    return config_of(files.load_mapping(path), path)
+
+
+def config_of(content: Mapping[str, Any], path: str | os.PathLike[str]) -> "BaseConfig":
+    """Return the content of a configuration file as a `ClusterConfig`, or a `SageMakerConfig` where it says so.
+
+    Args:
+        content: what the file holds.
+        path: the file, for errors.
+
+    Raises:
+        LaunchError: as in `load_config_from_file`.
+    """
     environment = content.get("compute_environment") or ComputeEnvironment.LOCAL_MACHINE
     sagemaker = _member(ComputeEnvironment, environment) is ComputeEnvironment.AMAZON_SAGEMAKER
     return (SageMakerConfig if sagemaker else ClusterConfig)._from_mapping(content, path)
@@ -80,8 +86,9 @@ class BaseConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return what is set, in plain types."""
-        plain = ((key, _plain(value)) for key, value in dataclasses.asdict(self).items())
-        return {key: value for key, value in plain if value is not None and value != {}}
+        content = dataclasses.asdict(self)
+        plain = {key: value.value if isinstance(value, Enum) else value for key, value in content.items()}
+        return {key: value for key, value in plain.items() if value is not None and value != {}}
 
     @staticmethod
     def process_config(config_dict: dict[str, Any]) -> dict[str, Any]:
@@ -96,15 +103,17 @@ class BaseConfig:
         Raises:
             LaunchError: `distributed_type` is missing.
         """
-        content = files.modernise(config_dict)
+        defaults = {
+            "compute_environment": ComputeEnvironment.LOCAL_MACHINE,
+            "mixed_precision": None,
+            "use_cpu": False,
+            "debug": False,
+            "enable_cpu_affinity": False,
+        }
+        content = defaults | files.modernise(config_dict)
         if "distributed_type" not in content:
             raise LaunchError("The configuration file lacks `distributed_type`; NO is the plain choice.")
-        content.setdefault("compute_environment", ComputeEnvironment.LOCAL_MACHINE)
-        content.setdefault("mixed_precision", None)
-        content.setdefault("use_cpu", False)
-        content.setdefault("debug", False)
-        content.setdefault("enable_cpu_affinity", False)
-        if content["distributed_type"] == "NO" and content["compute_environment"] in _HERE:
+        if content["distributed_type"] == "NO" and content["compute_environment"] == ComputeEnvironment.LOCAL_MACHINE:
             content.setdefault("num_processes", 1)
         return content
 
@@ -118,7 +127,7 @@ class BaseConfig:
         Raises:
             LaunchError: as in `load_config_from_file`.
         """
-        path = files.default_path() if json_file is None else json_file
+        path = files.find_required(json_file)
         return cls._from_mapping(files.load_mapping(path), path)
 
     @classmethod
@@ -131,7 +140,7 @@ class BaseConfig:
         Raises:
             LaunchError: as in `load_config_from_file`.
         """
-        path = files.default_path() if yaml_file is None else yaml_file
+        path = files.find_required(yaml_file)
         return cls._from_mapping(files.load_mapping(path), path)
 
     def to_json_file(self, json_file: str | os.PathLike[str]) -> None:
@@ -140,7 +149,7 @@ class BaseConfig:
         Args:
             json_file: the file; it is replaced.
         """
-        store.write(json_file, store.as_json(self.to_dict()))
+        store.write(json_file, self.to_dict(), as_json=True)
 
     def to_yaml_file(self, yaml_file: str | os.PathLike[str]) -> None:
         """Write a YAML file, whole or not at all.
@@ -148,7 +157,7 @@ class BaseConfig:
         Args:
             yaml_file: the file; it is replaced.
         """
-        store.write(yaml_file, store.as_yaml(self.to_dict()))
+        store.write(yaml_file, self.to_dict(), as_json=False)
 
     def save(self, path: str | os.PathLike[str]) -> pathlib.Path:
         """Write a file, JSON if its name ends so, else YAML; its folder is made.
@@ -162,24 +171,19 @@ class BaseConfig:
         Raises:
             LaunchError: it cannot be written there.
         """
-        path = pathlib.Path(path)
-        content = self.to_dict()
-        store.write(path, store.as_json(content) if path.suffix == ".json" else store.as_yaml(content))
-        return path
+        store.write(path, self.to_dict())
+        return pathlib.Path(path)
 
     @classmethod
-    def _from_mapping(cls, content: dict[str, Any], path: str | os.PathLike[str]) -> "BaseConfig":
-        content = cls.process_config(content)
-        names = {field.name for field in dataclasses.fields(cls)}
-        unknown = sorted(str(key) for key in content if key not in names)
+    def _from_mapping(cls, content: Mapping[str, Any], path: str | os.PathLike[str]) -> "BaseConfig":
+        content = cls.process_config(dict(content))
+        fields = {field.name: field for field in dataclasses.fields(cls)}
+        unknown = sorted(str(key) for key in content if key not in fields)
         if unknown:
-            said = " ".join(files.unknown_key(key, sorted(names)) for key in unknown[:5])
+            said = " ".join(files.unknown_key(key, sorted(fields)) for key in unknown[:5])
             raise LaunchError(f"The configuration file {path} has unknown keys: {said}")
-        lacking = sorted(
-            field.name
-            for field in dataclasses.fields(cls)
-            if field.default is dataclasses.MISSING and field.name not in content
-        )
+        required = [name for name, field in fields.items() if field.default is dataclasses.MISSING]
+        lacking = [name for name in required if name not in content]
         if lacking:
             raise LaunchError(f"The configuration file {path} lacks {', '.join(lacking)}.")
         return cls(**content)
@@ -187,9 +191,8 @@ class BaseConfig:
     def __post_init__(self) -> None:
         self.compute_environment = _member(ComputeEnvironment, self.compute_environment)
         sagemaker = self.compute_environment is ComputeEnvironment.AMAZON_SAGEMAKER
-        self.distributed_type = _member(
-            SageMakerDistributedType if sagemaker else DistributedType, self.distributed_type
-        )
+        kinds = SageMakerDistributedType if sagemaker else DistributedType
+        self.distributed_type = _member(kinds, self.distributed_type)
         for section in SECTIONS:
             if getattr(self, section, self) is None:
                 setattr(self, section, {})
@@ -262,7 +265,3 @@ def _member(kind: type[Enum], value: Any) -> Any:
         return kind(value)
     except ValueError as error:
         raise LaunchError(f"In the configuration file: {error}") from None
-
-
-def _plain(value: Any) -> Any:
-    return value.value if isinstance(value, Enum) else value

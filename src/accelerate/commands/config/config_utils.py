@@ -2,10 +2,10 @@
 
 import argparse
 from collections.abc import Callable, Sequence
-from enum import Enum
 from typing import Any, TypeVar
 
-from accelerate.commands.config.ask import Asker
+from accelerate.commands.config.interview import Asker
+from accelerate.commands.utils import CustomArgumentParser, make_parser
 from accelerate.config.enums import (
     ComputeEnvironment,
     DistributedType,
@@ -34,13 +34,23 @@ class SubcommandHelpFormatter(argparse.RawDescriptionHelpFormatter):
         return super()._format_usage(usage, actions, groups, prefix).replace("<command> [<args>] ", "")
 
 
+def add_command(
+    commands: Any, parents: list[argparse.ArgumentParser], name: str, description: str, func: Callable[..., Any]
+) -> CustomArgumentParser:
+    """Add a subcommand of `accelerate config` to what `ArgumentParser.add_subparsers` returned."""
+    return make_parser(name, description, commands, func, parents=parents, formatter_class=SubcommandHelpFormatter)
+
+
+# The questions of other packages use what follows.
+
+
 def _ask_field(
     input_text: str,
     convert_value: Callable[[str], T] | None = None,
     default: T | None = None,
     error_message: str | None = None,
 ) -> T | str | None:
-    """Ask for a line of text until it can be converted; the questions of other packages use this."""
+    """Ask for a line of text until it can be converted."""
 
     def parse(text: str) -> Any:
         try:
@@ -55,7 +65,7 @@ def _ask_field(
 def _ask_options(
     input_text: str, options: Sequence[Any] = (), convert_value: Callable[[int], T] | None = None, default: int = 0
 ) -> T | int:
-    """Ask for one of several lines; the questions of other packages use this."""
+    """Ask for one of several lines."""
     at = Asker().choose(input_text.strip(), [str(option) for option in options], default)
     return at if convert_value is None else convert_value(at)
 
@@ -64,30 +74,15 @@ def _convert_yes_no_to_bool(value: str) -> bool:
     return to_bool(value, "The answer")
 
 
-def _member(kind: type[Enum], value: Any) -> Any:
-    """Return the member of that number, in the order in which they are offered."""
-    return list(kind)[int(value)]
+def _by_number(members: Sequence[T]) -> Callable[[Any], T]:
+    """Return a function from an answer, a number, to the member of that number."""
+    return lambda value: members[int(value)]
 
 
-def _convert_compute_environment(value: Any) -> ComputeEnvironment:
-    return _member(ComputeEnvironment, value)
-
-
-def _convert_distributed_mode(value: Any) -> DistributedType:
-    return DistributedType(KIND_WORDS[int(value)])
-
-
-def _convert_dynamo_backend(value: Any) -> str:
-    return DynamoBackend(DYNAMO_BACKENDS[int(value)].replace("TORHCHXLA", "TORCHXLA")).value
-
-
-def _convert_mixed_precision(value: Any) -> PrecisionType:
-    return PrecisionType(("no", "fp16", "bf16", "fp8")[int(value)])
-
-
-def _convert_sagemaker_distributed_mode(value: Any) -> SageMakerDistributedType:
-    return _member(SageMakerDistributedType, value)
-
-
-def _convert_fp8_backend(value: Any) -> FP8BackendType:
-    return FP8BackendType(("AO", "TE", "MSAMP")[int(value)])
+_BACKENDS = [DynamoBackend(word.replace("TORHCHXLA", "TORCHXLA")).value for word in DYNAMO_BACKENDS]
+_convert_compute_environment = _by_number(list(ComputeEnvironment))
+_convert_distributed_mode = _by_number([DistributedType(word) for word in KIND_WORDS])
+_convert_dynamo_backend = _by_number(_BACKENDS)
+_convert_mixed_precision = _by_number([PrecisionType(word) for word in ("no", "fp16", "bf16", "fp8")])
+_convert_sagemaker_distributed_mode = _by_number(list(SageMakerDistributedType))
+_convert_fp8_backend = _by_number([FP8BackendType(word) for word in ("AO", "TE", "MSAMP")])

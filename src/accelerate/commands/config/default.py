@@ -7,13 +7,13 @@ from typing import Any, Literal
 
 from accelerate.commands.config import store
 from accelerate.commands.config.config_args import ClusterConfig, default_json_config_file
-from accelerate.commands.config.config_utils import SubcommandHelpFormatter
-from accelerate.commands.utils import make_parser
+from accelerate.commands.config.config_utils import add_command
 from accelerate.config.enums import ComputeEnvironment, DistributedType
+from accelerate.config.options import BY_NAME
 from accelerate.launch import hardware
 from accelerate.launch.errors import LaunchError
 
-_PRECISIONS = ("no", "fp16", "bf16", "fp8")
+_PRECISIONS = BY_NAME["mixed_precision"].choices or ()
 
 
 def write_basic_config(
@@ -41,23 +41,17 @@ def write_basic_config(
         True
     """
     path = pathlib.Path(save_location)
-    if not os.fspath(save_location) or path.is_dir():
-        store.check_writable(save_location)
-    if path.exists():
+    if path.is_file():
         print(f"There is a configuration at {path} already; it stays as it is. Remove it, or name another place.")
         return False
+    store.check_writable(save_location)
     precision = str(mixed_precision).lower()
     if precision not in _PRECISIONS:
         raise LaunchError(f"mixed_precision is {mixed_precision!r}; choose one of {', '.join(_PRECISIONS)}.")
     machine = hardware.detect(os.environ)
-    config = ClusterConfig(
-        compute_environment=ComputeEnvironment.LOCAL_MACHINE,
-        distributed_type=_distributed_type(machine),
-        mixed_precision=precision,
-        use_cpu=machine.count == 0,
-        debug=False,
-        num_processes=max(1, machine.count),
-    )
+    kind = _distributed_type(machine)
+    config = ClusterConfig(ComputeEnvironment.LOCAL_MACHINE, kind, precision, use_cpu=machine.count == 0, debug=False)
+    config.num_processes = max(1, machine.count)
     return config.save(path)
 
 
@@ -78,14 +72,8 @@ def default_command_parser(parser: Any, parents: list[argparse.ArgumentParser]) 
         parser: what `ArgumentParser.add_subparsers` returned.
         parents: parsers whose arguments it shares.
     """
-    command = make_parser(
-        "default",
-        "Write a configuration file for this machine, without questions.",
-        parser,
-        default_config_command,
-        parents=parents,
-        formatter_class=SubcommandHelpFormatter,
-    )
+    text = "Write a configuration file for this machine, without questions."
+    command = add_command(parser, parents, "default", text, default_config_command)
     command.add_argument(
         "--config_file",
         dest="save_location",

@@ -1,39 +1,169 @@
-"""An interview: questions of the option table, their answers, and these as the content of a configuration file."""
+"""The interview: questions of the option table, their answers, and these as the content of a configuration file."""
 
+import getpass
+import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-from accelerate.commands.config import words
-from accelerate.commands.config.ask import Asker
-from accelerate.config.options import BY_NAME, Option
+from accelerate.commands.config.rules import contradictions
+from accelerate.config.options import OPTIONS, Option
+from accelerate.config.options.chapters import Chapter
+from accelerate.config.options.schema import TRUE_OR_FALSE, agree
 from accelerate.launch.hardware import Hardware
 
-Values = dict[str, Any]
-TRUE_OR_FALSE = ("true", "false")
-# Raises ValueError with the reason if a value cannot be used beside the answers so far.
-Check = Callable[[Any, Mapping[str, Any]], None]
+T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Step:
-    """A question about one option.
+class Asker:
+    """Asks one question until the answer can be used: with `questionary` in a terminal that has it, else line by line.
 
-    Attributes:
-        name: the option.
-        default: offered where neither an earlier file nor the table has one.
-        when: tells from the answers so far whether the question is asked.
-        check: refuses a value.
-        optional: an empty line leaves the option out.
-        choices: the words offered, instead of those of the option.
+    An answer is checked at once; one that cannot be used is answered with the reason and asked for again. Enter alone takes the
+    default, which is shown, and `?` explains the question.
+
+    All methods raise `EOFError` when the input ends, and `KeyboardInterrupt` for Ctrl-C.
     """
 
-    name: str
-    default: Any = None
-    when: Callable[[Mapping[str, Any]], bool] | None = None
-    check: Check | None = None
-    optional: bool = False
-    choices: tuple[str, ...] | None = None
+    def say(self, text: str) -> None:
+        """Print a line between two questions."""
+        print(text)
+
+    def text(
+        self,
+        question: str,
+        parse: Callable[[str], T],
+        default: T | None = None,
+        *,
+        explanation: str = "",
+        optional: bool = False,
+    ) -> T | None:
+        """Ask for a line of text.
+
+        Args:
+            question: ends with a question mark or a colon.
+            parse: turns the text into the answer; raises `ValueError` with the reason if it cannot.
+            default: the answer to an empty line.
+            explanation: what `?` prints.
+            optional: an empty line without a default is an answer, None.
+        """
+        shown = f" [{_shown(default)}]" if default is not None else " [none]" if optional else ""
+        return self._answered(f"{question}{shown} ", parse, default, explanation, optional)
+
+    def yes(self, question: str, default: bool = False, *, explanation: str = "") -> bool:
+        """Ask a question that is answered with yes or no.
+
+        Args:
+            question: the question.
+            default: the answer to an empty line.
+            explanation: what `?` prints.
+        """
+
+        def parse(answer: str) -> bool:
+            if answer.lower() in ("y", "yes", "true", "t", "1", "on"):
+                return True
+            if answer.lower() in ("n", "no", "false", "f", "0", "off"):
+                return False
+            raise ValueError(f"{answer[:80]!r} is neither yes nor no.")
+
+        return self._answered(f"{question} [{'YES/no' if default else 'yes/NO'}] ", parse, default, explanation)
+
+    def choose(self, question: str, choices: Sequence[str], default: int = 0, *, explanation: str = "") -> int:
+        """Ask for one of several lines.
+
+        Args:
+            question: the question.
+            choices: the lines.
+            default: the index of the line that Enter takes.
+            explanation: what `?` prints where one answers by number.
+
+        Returns:
+            The index of the chosen line.
+        """
+        questionary = _questionary()
+        if questionary is not None:
+            lines = [questionary.Choice(choice, value=at) for at, choice in enumerate(choices)]
+            return questionary.select(question, lines, default=lines[default], use_shortcuts=True).unsafe_ask()
+        self.say(question)
+        for number, choice in enumerate(choices, 1):
+            self.say(f"  {number}. {choice}")
+
+        def parse(answer: str) -> int:
+            words = [choice.lower() for choice in choices]
+            if answer.lower() in words:
+                return words.index(answer.lower()) + 1
+            if answer.isascii() and answer.isdecimal() and len(answer) < 5 and 1 <= int(answer) <= len(choices):
+                return int(answer)
+            raise ValueError(f"{answer[:80]!r} is none of them; type a number from 1 to {len(choices)}.")
+
+        number = self.text("Number:", parse, default + 1, explanation=explanation)
+        return number - 1
+
+    def secret(self, question: str) -> str:
+        """Ask for something that must not be seen; it is not shown while it is typed.
+
+        Args:
+            question: the question.
+        """
+        if sys.stdin is not None and sys.stdin.isatty():
+            return getpass.getpass(f"{question} ").strip()
+        return self._line(f"{question} ").strip()
+
+    def _answered(
+        self,
+        prompt: str,
+        parse: Callable[[str], T],
+        default: T | None,
+        explanation: str,
+        optional: bool = False,
+    ) -> T | None:
+        """Ask until an answer can be parsed, or is Enter where there is a default."""
+        while True:
+            answer = self._line(prompt).strip()
+            if answer == "?":
+                self.say(f"  {explanation or 'There is no more to say about it.'}")
+            elif answer:
+                try:
+                    return parse(answer)
+                except ValueError as error:
+                    self.say(f"  {error}")
+            elif default is not None or optional:
+                return default
+            else:
+                self.say("  There is no default; please type an answer.")
+
+    def _line(self, prompt: str) -> str:
+        if sys.stdin is None or sys.stdout is None:  # closed before this process began
+            raise EOFError
+        if _questionary() is not None:
+            # What is typed ahead of a menu is with its library, which `input` does not ask.
+            from prompt_toolkit import prompt as ask
+
+            return ask(prompt)
+        print(prompt, end="", flush=True)
+        return input()
+
+
+def _questionary() -> Any:
+    """Return the library for menus; None without a terminal whose cursor moves, or if it is not installed."""
+    try:
+        if not (sys.stdin.isatty() and sys.stdout.isatty()):
+            return None
+    except (AttributeError, ValueError):  # replaced or closed
+        return None
+    if os.name != "nt" and os.environ.get("TERM", "") in ("", "dumb"):
+        return None
+    try:
+        import questionary
+    except ImportError:
+        return None
+    return questionary
+
+
+def _shown(default: Any) -> str:
+    if isinstance(default, (list, tuple)):
+        return ",".join(map(_shown, default))
+    return str(default).lower() if isinstance(default, bool) else str(default)
 
 
 @dataclass
@@ -44,85 +174,109 @@ class Interview:
         asker: asks.
         machine: the devices of this machine.
         previous: option name to value, of the file that is replaced: the defaults.
-        values: option name to answer.
+        options: the rows whose questions are asked.
+        note: returns what a person should know about an answer, by the option's name.
+        values: option name to answer; an option that is in here already is not asked about.
+        facts: what else the conditions of questions may ask for, such as the answers about whole chapters.
     """
 
     asker: Asker
     machine: Hardware = Hardware("cpu", 0)
     previous: Mapping[str, Any] = field(default_factory=dict)
-    values: Values = field(default_factory=dict)
+    options: Sequence[Option] = OPTIONS
+    note: Callable[["Interview", str], str | None] = lambda talk, name: None
+    values: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
 
-    def yes(self, question: str, default: bool = False, *, was: str | None = None) -> bool:
-        """Ask whether a group of questions matters.
+    def hold(self, chapter: Chapter) -> None:
+        """Ask the questions of a chapter, each if it matters."""
+        if not agree(self._answers, chapter.when):
+            return
+        if chapter.question is not None:
+            default = self.previous.get(chapter.was or "") not in (None, False, "", "no")
+            self.facts[chapter.name] = self.asker.yes(chapter.question, default)
+            if not self.facts[chapter.name]:
+                return
+        for option in _in_order([option for option in self.options if option.chapter == chapter.name]):
+            if not option.question or option.name in self.values:
+                continue
+            answers = self._answers
+            if agree(answers, option.when) and len(option.offered(answers)) != 1:  # a single word leaves no choice
+                self.ask(option.name)
 
-        Args:
-            question: the question.
-            default: the answer to an empty line.
-            was: an option; if the earlier file sets it, the default is yes.
-        """
-        return self.asker.yes(question, default or (was is not None and bool(self.previous.get(was))))
-
-    def all(self, steps: Sequence[Step]) -> None:
-        """Ask several questions, each if it matters."""
-        for step in steps:
-            if step.when is None or step.when(self.values):
-                self.ask(step)
-
-    def ask(self, step: Step | str) -> Any:
+    def ask(self, name: str, offer: Any = None) -> Any:
         """Ask about one option and keep the answer.
 
         Args:
-            step: the question; a name stands for a plain one.
+            name: the option.
+            offer: the default where the earlier file has none, instead of the table's.
 
         Returns:
             The answer, None if the option is left out.
         """
-        step = Step(step) if isinstance(step, str) else step
-        option = BY_NAME[step.name]
-        own = option.default if step.default is None else step.default
-        default = next((value for value in (self.previous.get(step.name), own) if self._fits(step, value)), None)
-        value = self._answer(step, option, default)
+        option = next(option for option in self.options if option.name == name)
+        offers = (self.previous.get(name), offer, option.offer, option.default)
+        default = next((value for value in offers if value is not None and not self._fault(option, value)), None)
+        value = self._answer(option, default)
         if value is not None:
-            self.values[step.name] = value
+            self.values[name] = value
+            note = self.note(self, name)
+            if note:
+                self.asker.say(f"  {note}")
         return value
 
-    def _answer(self, step: Step, option: Option, default: Any) -> Any:
+    def content(self) -> dict[str, Any]:
+        """Return the answers as the content of a configuration file, under the keys and sections of the table."""
+        found: dict[str, Any] = {}
+        for option in self.options:
+            value = self.values.get(option.name)
+            if value is None or option.file_key is None:
+                continue
+            place = found.setdefault(option.section, {}) if option.section else found
+            place[option.file_key] = _as_written(option.name, value)
+        return found
+
+    @property
+    def _answers(self) -> dict[str, Any]:
+        return {**self.facts, **self.values}
+
+    def _answer(self, option: Option, default: Any) -> Any:
         question = option.question or option.help
-        if words.is_truth(step.name) or step.choices == TRUE_OR_FALSE:
-            truth = str(default).lower() == "true"
-            return option.parse(self.asker.yes(question, truth, explanation=option.help))
-        choices = step.choices or words.accepted(step.name)
-        if choices:
-            lowered = [word.lower() for word in choices]
+        words = option.offered(self._answers)
+        if option.is_truth:
+            return option.parse(self.asker.yes(question, str(default).lower() == "true", explanation=option.help))
+        if words:
+            lowered = [word.lower() for word in words]
             at = lowered.index(str(default).lower()) if str(default).lower() in lowered else 0
-            return option.parse(choices[self.asker.choose(question, choices, at, explanation=option.help)])
+            return option.parse(words[self.asker.choose(question, words, at, explanation=option.help)])
         if option.type == "strs":
             return self._several(question, option, default)
 
         def parse(text: str) -> Any:
             value = option.parse(text, "The answer")
-            if step.check is not None:
-                step.check(value, self.values)
+            fault = self._fault(option, value)
+            if fault:
+                raise ValueError(fault)
             return value
 
-        return self.asker.text(question, parse, default, explanation=option.help, optional=step.optional)
+        return self.asker.text(question, parse, default, explanation=option.help, optional=option.optional)
 
-    def _fits(self, step: Step, default: Any) -> bool:
-        """Say whether a default can be offered: what was right in an earlier file need not fit today's answers."""
-        if default is None:
-            return False
+    def _fault(self, option: Option, value: Any) -> str | None:
+        """Say why a value cannot be used beside the answers so far; None if it can."""
         try:
-            if step.check is not None:
-                step.check(default, self.values)
-        except (ValueError, TypeError):
-            return False
-        return True
+            fault = option.check(value) if option.check is not None else None
+            if fault:
+                return f"The answer is {repr(value)[:80]}; {fault}."
+            ruled_out = contradictions({**self.values, option.name: value})
+            return next((text for name, text in ruled_out if name == option.name), None)
+        except TypeError as error:  # an earlier file may hold anything
+            return str(error)
 
     def _several(self, question: str, option: Option, default: Sequence[str] | None) -> list[str] | None:
         kept = [item for item in default or () if item]
-        found: list[str] = []
         if kept and self.asker.yes(f"Keep {', '.join(kept)} for {option.file_key}?", True):
             return kept
+        found: list[str] = []
         while True:
             answer = self.asker.text(question, str, explanation=option.help, optional=True)
             if answer is None:
@@ -131,24 +285,16 @@ class Interview:
             question = "And another one?"
 
 
-def content(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return answers as the content of a configuration file, under the keys and sections of the option table.
+def _in_order(options: Sequence[Option]) -> list[Option]:
+    """Return options in the order of their questions: that of the table, but behind the one that `after` names."""
+    position = {option.name: (at,) for at, option in enumerate(options)}
+    after = {option.name: option.after for option in options}
 
-    Args:
-        values: option name to value.
+    def place(name: str) -> tuple[int, ...]:
+        above = after[name]
+        return position[name] if above is None else place(above) + position[name]
 
-    Example:
-        >>> content({"num_processes": 2, "dynamo_backend": "inductor"})
-        {'num_processes': 2, 'dynamo_config': {'dynamo_backend': 'INDUCTOR'}}
-    """
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        option = BY_NAME[name]
-        if value is None or option.file_key is None:
-            continue
-        place = found.setdefault(option.section, {}) if option.section else found
-        place[option.file_key] = _as_written(name, value)
-    return found
+    return sorted(options, key=lambda option: place(option.name))
 
 
 def _as_written(name: str, value: Any) -> Any:
@@ -160,31 +306,3 @@ def _as_written(name: str, value: Any) -> Any:
     if name in ("dynamo_backend", "fp8_backend"):
         return value.upper()
     return list(value) if isinstance(value, tuple) else value
-
-
-def at_least(least: int) -> Check:
-    """Return a check that refuses numbers below `least`."""
-
-    def check(value: Any, values: Mapping[str, Any]) -> None:
-        if value < least:
-            raise ValueError(f"The answer is {value}; it must be at least {least}.")
-
-    return check
-
-
-def positive(value: Any, values: Mapping[str, Any]) -> None:
-    """Refuse numbers that are not above zero."""
-    if not value > 0:
-        raise ValueError(f"The answer is {value}; it must be above 0.")
-
-
-def fraction(value: Any, values: Mapping[str, Any]) -> None:
-    """Refuse what is no part of one."""
-    if not 0 <= value < 1:
-        raise ValueError(f"The answer is {value}; it must be between 0 and 1.")
-
-
-def whole(value: Any, values: Mapping[str, Any]) -> None:
-    """Refuse a text that is no number of at least 1."""
-    if not (value.isascii() and value.isdecimal() and int(value)):
-        raise ValueError(f"The answer is {value!r}; it must be a whole number of at least 1.")

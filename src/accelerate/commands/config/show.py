@@ -3,10 +3,10 @@
 import argparse
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from accelerate.commands.utils import CustomArgumentParser, OneSpelling, make_parser
+from accelerate.commands.utils import OneSpelling, make_parser
 from accelerate.launch.option import add_options
 from accelerate.launch.secrets import masked
 
@@ -20,17 +20,6 @@ class _OwnOptions(OneSpelling):
     def add_argument(self, action: argparse.Action) -> None:
         if action.dest in _OWN:
             super().add_argument(action)
-
-
-class _LaunchLike(CustomArgumentParser):
-    """Keeps what was given here from the parser above, which knows of its own arguments only."""
-
-    def parse_known_args(
-        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
-    ) -> tuple[argparse.Namespace, list[str]]:
-        parsed, rest = super().parse_known_args(args, namespace)
-        parsed.given_here = getattr(parsed, "nondefault", set())
-        return parsed, rest
 
 
 def show_command_parser(parser: Any, parents: list[argparse.ArgumentParser]) -> argparse.ArgumentParser:
@@ -51,9 +40,8 @@ def show_command_parser(parser: Any, parents: list[argparse.ArgumentParser]) -> 
         "accepted, so a command line can be tried before it is run; `accelerate launch --dry_run` shows the processes too.",
         formatter_class=_OwnOptions,
     )
-    command.__class__ = _LaunchLike
     add_options(command)
-    command.add_argument("--all", action="store_true", help="Settings that nobody has set, too.")
+    command.add_argument("--all", action="store_true", help="Settings that have their defaults, too.")
     command.add_argument("--json", action="store_true", help="As JSON, for programs.")
     return command
 
@@ -68,10 +56,10 @@ def show_command(args: argparse.Namespace) -> None:
         LaunchError: a layer holds something that is no value of its option, or two options exclude each other.
         FileNotFoundError: the configuration file does not exist.
     """
+    from accelerate.diagnostics.table import table  # not for --help
     from accelerate.launch import resolve
-    from accelerate.launch.config_file import default_path  # not for --help
+    from accelerate.launch.config_file import default_path
 
-    args.nondefault = getattr(args, "given_here", set())
     merged = resolve.merge(args, os.environ)
     values = dict(merged.values)
     resolve.choose_paradigm(values)  # what a higher layer rules out is not what a launch would use
@@ -82,49 +70,43 @@ def show_command(args: argparse.Namespace) -> None:
         return
     print(f"configuration file: {path or f'none ({default_path()} does not exist)'}")
     if rows:
-        _table(rows)
+        cells = []
+        for row in rows:
+            effect = f"({row['effect']})" if row["effect"] else ""
+            cells.append((row["name"], _plain(row["value"]), row["where"] or row["source"], effect))
+        print(table(["setting", "value", "from", ""], cells))
     else:
         print("Nothing is set: every setting has its default. `--all` lists them.")
     for note in merged.notes:
         print(f"note: {note}")
 
 
-def _rows(values: Mapping[str, Any], file: Any) -> Iterator[dict[str, Any]]:
+def _rows(values: Mapping[str, Any], file: Any) -> list[dict[str, Any]]:
     from accelerate.config.options import BY_NAME, FEATURES
     from accelerate.launch.plan import Source
 
+    rows = []
     for name, resolved in values.items():
         option = BY_NAME[name]
         feature = FEATURES.get(option.feature or "")
         off = feature is not None and not feature.is_on(values[feature.switch].value)
         line = file.lines.get(name) if file and resolved.source is Source.FILE else None
-        yield {
-            "name": name,
-            "value": masked(resolved.value, name),
-            "source": resolved.source.name.lower().replace("_", " "),
-            "where": f"{file.path}:{line}" if line else resolved.detail,
-            "effect": f"none without {feature.request}" if off and feature else "",
-            "section": option.section or option.group,
-        }
-
-
-def _table(rows: list[dict[str, Any]]) -> None:
-    cells = [
-        (
-            row["name"],
-            "-" if row["value"] is None else _plain(row["value"]),
-            row["where"] or row["source"],
-            f"({row['effect']})" if row["effect"] else "",
+        rows.append(
+            {
+                "name": name,
+                "value": masked(resolved.value, name),
+                "source": resolved.source.name.lower().replace("_", " "),
+                "where": f"{file.path}:{line}" if line else resolved.detail,
+                "effect": f"none without {feature.request}" if off else "",
+                "section": option.section or option.group,
+            }
         )
-        for row in rows
-    ]
-    cells.insert(0, ("setting", "value", "from", ""))
-    widths = [min(60, max(len(cell[column]) for cell in cells)) for column in range(3)]
-    for cell in cells:
-        print("  ".join([*(text.ljust(width) for text, width in zip(cell, widths, strict=False)), cell[3]]).rstrip())
+    return rows
 
 
 def _plain(value: Any) -> str:
+    if value is None:
+        return "-"
     if isinstance(value, bool):
         return str(value).lower()
     return ",".join(map(_plain, value)) if isinstance(value, (list, tuple)) else str(value)

@@ -1,5 +1,6 @@
 """How configuration files are written: whole or not at all, and never over the only copy of something else."""
 
+import itertools
 import json
 import os
 import pathlib
@@ -10,20 +11,10 @@ from typing import Any
 from accelerate.launch.errors import LaunchError
 from accelerate.runtime.durable import written_whole
 
-
-def as_yaml(content: Mapping[str, Any]) -> str:
-    """Return content as YAML, with sorted keys."""
-    import yaml  # not for commands that write no file
-
-    return yaml.safe_dump(dict(content), allow_unicode=True)
+Path = str | os.PathLike[str]
 
 
-def as_json(content: Mapping[str, Any]) -> str:
-    """Return content as JSON, with sorted keys."""
-    return json.dumps(content, indent=2, sort_keys=True) + "\n"
-
-
-def check_writable(path: str | os.PathLike[str]) -> None:
+def check_writable(path: Path) -> None:
     """Refuse a place that cannot be written to, before questions are asked for it.
 
     Args:
@@ -39,25 +30,30 @@ def check_writable(path: str | os.PathLike[str]) -> None:
         raise LaunchError(f"{path} is a folder; name a file in it, such as {path / 'default_config.yaml'}.")
     if path.exists() and not path.is_file():
         raise LaunchError(f"{path} is a pipe or a device; it must be a file.")
-    above = path.absolute().parent
-    while not above.exists():
-        above = above.parent
+    above = next(folder for folder in path.absolute().parents if folder.exists())
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
         raise LaunchError(f"{path} cannot be written: {above} is no folder that you may write to.")
 
 
-def write(path: str | os.PathLike[str], text: str) -> None:
+def write(path: Path, content: Mapping[str, Any], as_json: bool | None = None) -> None:
     """Replace a file, or make it and its folder: a reader sees the old content or the new one, never a part.
 
     A link stays a link, and an existing file keeps its permissions.
 
     Args:
         path: the file.
-        text: its content.
+        content: its keys and values; they are sorted.
+        as_json: whether it is JSON rather than YAML; None asks the ending `.json`.
 
     Raises:
         LaunchError: it cannot be written there.
     """
+    if str(path).endswith(".json") if as_json is None else as_json:
+        text = json.dumps(content, indent=2, sort_keys=True) + "\n"
+    else:
+        import yaml  # not for commands that write no file
+
+        text = yaml.safe_dump(dict(content), allow_unicode=True)
     target = pathlib.Path(os.path.realpath(path))
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -71,7 +67,7 @@ def write(path: str | os.PathLike[str], text: str) -> None:
         raise LaunchError(f"{path} cannot be written: {error.strerror or error}.") from None
 
 
-def back_up(path: str | os.PathLike[str]) -> pathlib.Path:
+def back_up(path: Path) -> pathlib.Path:
     """Copy a file to `FILE.bak`, or `FILE.bak2` and so on: a backup that exists is left alone.
 
     Args:
@@ -84,17 +80,13 @@ def back_up(path: str | os.PathLike[str]) -> pathlib.Path:
         LaunchError: it cannot be written.
     """
     source = pathlib.Path(os.path.realpath(path))
-    number = 1
-    while True:
-        copy = source.with_name(f"{source.name}.bak{'' if number == 1 else number}")
-        try:
-            data = source.read_bytes()
-            with open(copy, "xb") as stream:
-                stream.write(data)
-                os.fsync(stream.fileno())
-            shutil.copymode(source, copy)
-            return copy
-        except FileExistsError:
-            number += 1
-        except OSError as error:
-            raise LaunchError(f"{copy} cannot be written: {error.strerror or error}.") from None
+    names = itertools.chain([f"{source.name}.bak"], (f"{source.name}.bak{number}" for number in itertools.count(2)))
+    copy = next(copy for copy in map(source.with_name, names) if not os.path.lexists(copy))
+    try:
+        with open(copy, "xb") as stream:
+            stream.write(source.read_bytes())
+            os.fsync(stream.fileno())
+        shutil.copymode(source, copy)
+    except OSError as error:
+        raise LaunchError(f"{copy} cannot be written: {error.strerror or error}.") from None
+    return copy

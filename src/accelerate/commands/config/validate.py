@@ -1,12 +1,10 @@
 """`accelerate config validate`: everything that is wrong with a configuration file."""
 
 import argparse
-import pathlib
 import sys
 from typing import Any
 
-from accelerate.commands.config.config_utils import SubcommandHelpFormatter
-from accelerate.commands.utils import make_parser
+from accelerate.commands.config.config_utils import add_command
 from accelerate.launch import config_file as files
 from accelerate.launch.errors import LaunchError
 
@@ -18,14 +16,8 @@ def validate_command_parser(parser: Any, parents: list[argparse.ArgumentParser])
         parser: what `ArgumentParser.add_subparsers` returned.
         parents: parsers whose arguments it shares.
     """
-    command = make_parser(
-        "validate",
-        "Say everything that is wrong with a configuration file, with line numbers; the exit status is 2 if anything is.",
-        parser,
-        validate_command,
-        parents=parents,
-        formatter_class=SubcommandHelpFormatter,
-    )
+    text = "Say everything that is wrong with a configuration file, with line numbers; the exit status is 2 if anything is."
+    command = add_command(parser, parents, "validate", text, validate_command)
     command.add_argument("file", nargs="?", help="The file; by default the one that `accelerate launch` reads.")
     command.add_argument("--config_file", help="Another way to name it.")
     return command
@@ -44,15 +36,10 @@ def validate_command(args: argparse.Namespace) -> None:
     """
     from accelerate.commands.config import rules  # not for --help
 
-    named = [name for name in (args.file, args.config_file) if name is not None]
-    if len(named) > 1:
+    if args.file is not None and args.config_file is not None:
         raise LaunchError("Name one file: either FILE or --config_file FILE.")
-    path = pathlib.Path(*named or [files.default_path()])
-    if "" in named or not path.exists():
-        shown = "" if "" in named else str(path)
-        raise FileNotFoundError(f"There is no configuration file {shown!r}. Write one with `accelerate config`.")
-    found = files.inspect(path)
-    problems, notes = rules.check(found)
+    path = files.find_required(args.config_file if args.file is None else args.file)
+    problems, notes = rules.check(files.inspect(path))
     for problem in problems:
         place = f"{path}:{problem.line}" if problem.line else str(path)
         print(f"{place}: {problem.text}", file=sys.stderr)

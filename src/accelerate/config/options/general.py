@@ -2,7 +2,8 @@
 
 from functools import partial
 
-from accelerate.config.options.schema import ON, ONE, UPPER, Option
+from accelerate.config.options.checks import at_least, matching, port
+from accelerate.config.options.schema import ON, ONE, SEVERAL, UPPER, Option
 
 GENERAL = "options"
 HARDWARE = "Hardware Selection Arguments"
@@ -20,9 +21,9 @@ MORE_DYNAMO_WORDS = ("torchxla_trace_once", "hpu_backend", "neuron")
 _general = partial(Option, group=GENERAL, key="")
 _hardware = partial(Option, group=HARDWARE, type="bool", default=False, switch=True)
 _resource = partial(Option, group=RESOURCES)
-_dynamo = partial(Option, group=RESOURCES, section="dynamo_config")
+_dynamo = partial(Option, group=RESOURCES, section="dynamo_config", chapter="compilation details")
 _paradigm = partial(Option, group=PARADIGM, type="bool", default=False, switch=True, key="", style=ON)
-_distributed = partial(Option, group=DISTRIBUTED)
+_distributed = partial(Option, group=DISTRIBUTED, chapter="machines", when={"num_machines": SEVERAL})
 _runner = partial(Option, group=DISTRIBUTED, key="")
 
 OPTIONS: tuple[Option, ...] = (
@@ -40,6 +41,7 @@ OPTIONS: tuple[Option, ...] = (
         env="ACCELERATE_USE_CPU",
         help="Run on the CPU even where there is a GPU. With --num_processes N: N processes that talk through gloo.",
         question="Do you want to run your training on CPU only?",
+        chapter="machines",
     ),
     _hardware(name="multi_gpu", key="", help="Insist on one process per GPU, and fail where there are not enough."),
     _hardware(name="tpu", key="", help="Run on TPUs."),
@@ -49,18 +51,24 @@ OPTIONS: tuple[Option, ...] = (
         env="ACCELERATE_MIXED_PRECISION",
         help="Number format of the forward and backward pass; the weights stay as they are.",
         question="Which precision should the model compute in?",
+        chapter="precision",
+        special_words=({"kind": ("XLA",)}, ("no", "bf16")),
     ),
     _resource(
         name="num_processes",
         type="int",
         help="How many processes to start, over all machines. By default one for each GPU, or one.",
         question="How many processes should be started in total?",
+        chapter="processes",
+        check=at_least(1),
     ),
     _resource(
         name="num_machines",
         type="int",
         help="How many machines take part.",
         question="How many machines take part?",
+        chapter="machines",
+        offer=1,
     ),
     _resource(
         name="num_cpu_threads_per_process",
@@ -78,6 +86,8 @@ OPTIONS: tuple[Option, ...] = (
         style=ONE,
         help="Bind each process to the CPU cores next to its GPU (NVIDIA); on the CPU, to cores of its own.",
         question="Should each process be bound to the CPU cores next to its GPU?",
+        chapter="processes",
+        when={"kind": ("MULTI_GPU",)},
     ),
     _resource(
         name="numa_affinity",
@@ -88,6 +98,9 @@ OPTIONS: tuple[Option, ...] = (
             "the node's that no other process gets. On the CPU the processes are spread over the nodes."
         ),
         question="To which CPU cores should each process be bound?",
+        words=("node", "socket", "exclusive"),
+        chapter="processes",
+        when={"enable_cpu_affinity": (True,)},
     ),
     _dynamo(
         name="dynamo_backend",
@@ -97,6 +110,9 @@ OPTIONS: tuple[Option, ...] = (
         style=UPPER,
         help="Compile the model with torch.compile and this backend.",
         question="Which torch.compile backend should the model be compiled with?",
+        words=tuple(word for word in DYNAMO_WORDS.split() if word not in ("no", "torhchxla_trace_once")),
+        chapter="compilation",
+        offer="inductor",
     ),
     _dynamo(
         name="dynamo_mode",
@@ -145,6 +161,11 @@ OPTIONS: tuple[Option, ...] = (
         name="gpu_ids",
         help="Which GPUs of this machine to use: their numbers, separated by commas, or 'all'.",
         question="Which GPUs (by number) should be used, or all?",
+        after="num_processes",
+        chapter="processes",
+        when={"picks_devices": (True,)},
+        offer="all",
+        check=matching(r"all|\d+(\s*,\s*\d+)*", "write numbers separated by commas, such as 0,1, or all"),
     ),
     _distributed(
         name="same_network",
@@ -154,6 +175,8 @@ OPTIONS: tuple[Option, ...] = (
         feature="machines",
         help="All machines are in one local network.",
         question="Are all machines in one local network?",
+        after="main_process_port",
+        offer=True,
     ),
     _distributed(
         name="machine_rank",
@@ -161,18 +184,22 @@ OPTIONS: tuple[Option, ...] = (
         feature="machines",
         help="The number of this machine, from 0.",
         question="What is the number of this machine (from 0)?",
+        offer=0,
     ),
     _distributed(
         name="main_process_ip",
         feature="machines",
         help="Address of machine 0.",
         question="What is the address of machine 0?",
+        check=matching(r"(?![^:]+:\d+$)[\w.:%\[\]-]+", "write a name or an address without a port, such as 10.0.0.1"),
     ),
     _distributed(
         name="main_process_port",
         type="int",
         help="Port at which the processes meet. By default (or 0) a free one, so that two jobs never clash.",
         question="At which port of machine 0 should the processes meet?",
+        offer=29500,
+        check=port,
     ),
     _runner(
         name="tee",
@@ -187,6 +214,8 @@ OPTIONS: tuple[Option, ...] = (
         default="static",
         help="How the processes find each other: static or c10d.",
         question="How should the processes find each other?",
+        words=("static", "c10d"),
+        open=True,
     ),
     _runner(name="rdzv_conf", default="", help="Settings of that method: key=value,key=value."),
     _runner(name="max_restarts", type="int", default=0, help="How often to restart all processes after a failure."),

@@ -1,10 +1,26 @@
 """The shape of a row in the option table, and how its values turn from text to Python and back."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from accelerate.config.options.checks import Check
 from accelerate.config.values import to_bool, to_int
+
+
+class _Several:
+    """Contains every number above one."""
+
+    def __contains__(self, value: Any) -> bool:
+        return value is not None and value > 1
+
+
+# Which answers a question of the interview needs: name to the values of which it is one; None stands for no answer.
+Answers = Mapping[str, Container[Any]]
+NOT_GIVEN = (None,)
+SEVERAL = _Several()
+# Words of an option that is true or false, but kept as a text.
+TRUE_OR_FALSE = ("true", "false")
 
 # How `encode` spells a value in the environment of a worker.
 PLAIN = "plain"  # str(value), so a bool is "True" or "False"
@@ -39,7 +55,18 @@ class Option:
         section: the mapping in the configuration file that holds the key; None is the top level.
         key: the key in the configuration file; an empty string means that a file cannot set it.
         feature: the feature (see `accelerate.config.options.features`) without which it has no effect.
+        words: the words that `accelerate config` offers and `config validate` knows, where a command line takes any text.
+        open: other words than these may be right as well.
+        special_words: answers, and the words that are offered beside them instead of `words` or `choices`.
         question: what `accelerate config` asks; None if it does not ask.
+        chapter: where in the interview it asks; see `accelerate.config.options.chapters`.
+        after: the option of the same chapter behind whose question this one comes; None means the order of the table.
+        when: the answers without which it does not ask.
+        offer: the value that Enter takes in the interview; None means `default`.
+        optional: Enter leaves the option out of the file.
+        check: says what is wrong with an answer.
+        spellings: the flags as argparse takes them: each with underscores first, then with hyphens if that differs.
+        file_key: the key in a configuration file, or None if a file cannot set the option.
     """
 
     name: str
@@ -60,18 +87,39 @@ class Option:
     section: str | None = None
     key: str | None = None
     feature: str | None = None
+    words: tuple[str, ...] = ()
+    open: bool = False
+    special_words: tuple[Answers, tuple[str, ...]] | None = None
     question: str | None = None
+    chapter: str = "other"
+    after: str | None = None
+    when: Answers = field(default_factory=dict)
+    offer: Any = None
+    optional: bool = False
+    check: Check | None = None
+    # Derived once a row, since the parser and the reader of files ask each row for them.
+    spellings: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    file_key: str | None = field(init=False, repr=False, compare=False)
 
-    @property
-    def spellings(self) -> tuple[str, ...]:
-        """The flags as argparse takes them: each with underscores first, then with hyphens if that differs."""
+    def __post_init__(self) -> None:
+        """Derive the two spellings of each flag, and the key in a file."""
         flags = (f"--{self.name}",) if self.flags is None else self.flags
-        return tuple(both for flag in flags for both in dict.fromkeys((flag, hyphenated(flag))))
+        object.__setattr__(self, "spellings", both_spellings(flags))
+        object.__setattr__(self, "file_key", (self.name if self.key is None else self.key) or None)
 
     @property
-    def file_key(self) -> str | None:
-        """The key in a configuration file, or None if a file cannot set the option."""
-        return (self.name if self.key is None else self.key) or None
+    def is_truth(self) -> bool:
+        """Whether the option is true or false, even if it is kept as a text."""
+        return self.type == "bool" or self.words == TRUE_OR_FALSE
+
+    def offered(self, answers: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the words that the interview offers beside these answers; none if any text is an answer.
+
+        Words that stand for others are not offered.
+        """
+        if self.special_words is not None and agree(answers, self.special_words[0]):
+            return self.special_words[1]
+        return tuple(word for word in self.words or self.choices or () if word not in self.corrections)
 
     def parse(self, raw: Any, source: str | None = None) -> Any:
         """Turn what a flag, a variable or a configuration file holds into the option's value.
@@ -125,9 +173,19 @@ class Option:
         return {self.env: text}
 
 
-def hyphenated(flag: str) -> str:
-    """Return the other spelling of a long flag: `--num_processes` is `--num-processes`."""
-    return "--" + flag[2:].replace("_", "-") if flag.startswith("--") else flag
+def both_spellings(flags: Iterable[str]) -> tuple[str, ...]:
+    """Return the flags with the hyphenated spelling of each long one behind it: `--a_b` is `--a-b` as well."""
+    spelled: dict[str, None] = {}
+    for flag in flags:
+        spelled[flag] = None
+        if flag.startswith("--"):
+            spelled["--" + flag[2:].replace("_", "-")] = None
+    return tuple(spelled)
+
+
+def agree(answers: Mapping[str, Any], wanted: Answers) -> bool:
+    """Say whether each answer that is wanted has been given."""
+    return all(answers.get(name) in accepted for name, accepted in wanted.items())
 
 
 def _text(raw: Any, source: str) -> str:

@@ -1,19 +1,27 @@
-"""Start what a plan says. One module a way of starting; `base` says what each offers."""
+"""Start what a plan says. One module a way of starting.
+
+A runner is a module of this folder with two functions:
+
+- `processes(plan, environment)` returns what would be started, and starts nothing: `--dry-run` prints it.
+- `run(plan, environment, replace)` starts it and waits for its end. A failure is raised; `failures.failure_of` turns it into an
+  exit status and a line. `replace` becomes the process that is started, where that is possible.
+
+`environment` is what `accelerate.launch.plan.worker_environment` made of the plan: all variables, those of the launcher included.
+Both raise `LaunchError` where the request cannot be run as written.
+"""
 
 import importlib
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass
 from types import ModuleType
 
-from accelerate.launch.env import worker_environment
-from accelerate.launch.plan import LaunchPlan
-from accelerate.launch.runners.base import Process
-from accelerate.launch.runners.failures import failure_of, to_stderr
+from accelerate.launch.failures import PREFIX, failure_of, to_stderr
+from accelerate.launch.plan import LaunchPlan, worker_environment
 
 __all__ = ["PREFIX", "RUNNERS", "Process", "failure_of", "of", "processes", "run", "tell"]
 
-PREFIX = "accelerate launch: "
-
-# What a plan's `runner` is called -> who starts the processes, for people. Each is a module of this folder, imported when it is needed.
+# What a plan's `runner` is called -> who starts the processes, for people.
 RUNNERS = {
     "single": "in place of the launcher",
     "local": "by torch's elastic launcher on this machine",
@@ -24,15 +32,28 @@ RUNNERS = {
     "tpu_pod": "by the machines of a TPU pod",
     "sagemaker": "by a job of Amazon SageMaker",
 }
+# Those whose module is called otherwise.
+_MODULES = {"single": "local", "tpu_pod": "tpu"}
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process that a plan would start.
+
+    Attributes:
+        label: what it is to the run, such as "rank 3", "launcher on host b", "job".
+        command: program and arguments.
+        environment: all its variables.
+    """
+
+    label: str
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
 
 
 def of(plan: LaunchPlan) -> ModuleType:
-    """Return the runner of a plan.
-
-    Args:
-        plan: what is started.
-    """
-    return importlib.import_module(f"accelerate.launch.runners.{plan.runner}")
+    """Return the runner of a plan; it is imported when it is needed."""
+    return importlib.import_module(f"accelerate.launch.runners.{_MODULES.get(plan.runner, plan.runner)}")
 
 
 def run(plan: LaunchPlan, replace: bool = False) -> None:
@@ -55,21 +76,17 @@ def run(plan: LaunchPlan, replace: bool = False) -> None:
 
 
 def processes(plan: LaunchPlan) -> list[Process]:
-    """Return the processes that a plan would start on this machine, or the commands that start them elsewhere.
-
-    Args:
-        plan: what would be started.
-    """
+    """Return the processes that a plan would start on this machine, or the commands that start them elsewhere."""
     return of(plan).processes(plan, worker_environment(plan, os.environ))
 
 
 def tell(plan: LaunchPlan, *lines: str, always: bool = False) -> None:
-    """Print lines of information, unless the plan is quiet.
+    """Print lines of information, without a prefix here, unless the plan is quiet.
 
     Args:
         plan: what is started.
-        lines: the lines, without a prefix.
-        always: even then.
+        lines: the lines.
+        always: print them for a quiet plan, too.
     """
     if always or not plan["quiet"]:
         for line in lines:

@@ -13,83 +13,83 @@ import pathlib
 import re
 import shlex
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from accelerate.config.options import BY_NAME
-from accelerate.launch import config_file
+from accelerate.launch import config_file, runners
 from accelerate.launch.errors import LaunchError
 from accelerate.launch.plan import LaunchPlan, Resolved, Source
-from accelerate.launch.runners import hostfile, program
-from accelerate.launch.runners.base import Process
+from accelerate.launch.runners import Process, mpi, program
 from accelerate.runtime.ranks import DEFAULT_PORT
 from accelerate.utils.constants import DEEPSPEED_MULTINODE_LAUNCHERS
 
 _OPTION = "--deepspeed_hostfile"
-# Where DeepSpeed looks when nobody names a file.
+# Where DeepSpeed looks when no option names a file.
 _DEFAULT_HOSTFILE = "/job/hostfile"
-# They start one process for each slot of the host file, and refuse to be given fewer.
-_BY_SLOTS = ("openmpi", "mpich", "mvapich")
-# The program whose presence DeepSpeed asks for.
-_PROGRAMS = {"pdsh": "pdsh", "openmpi": "ompi_info", "mpich": "mpirun", "mvapich": "mpiname", "slurm": "sinfo"}
 # Variables that DeepSpeed hands on by itself, with values of its own.
 _OF_DEEPSPEED = ("MLFLOW", "PYTHON", "MV2", "UCX")
 # What DeepSpeed puts between quotes.
 _QUOTED = re.compile(r"[^\w@%+=:,./-]")
 
 
+# Which program DeepSpeed asks for.
+_PROGRAMS = {"pdsh": "pdsh", "openmpi": "ompi_info", "mpich": "mpirun", "mvapich": "mpiname", "slurm": "sinfo"}
+# They start one process for each slot of the host file, and refuse a number or a filter.
+_BY_SLOTS = ("openmpi", "mpich", "mvapich")
+# Their processes find each other by variables; DeepSpeed does not hand its --master_addr on to them.
+_BY_VARIABLES = ("openmpi", "mvapich", "slurm")
+
+
 def processes(plan: LaunchPlan, environment: Mapping[str, str]) -> list[Process]:
-    """Return the call of DeepSpeed's launcher that `run` makes.
-
-    Args:
-        plan: what is started.
-        environment: the variables that all processes share.
-
-    Raises:
-        LaunchError: DeepSpeed or the program that it needs is missing, or the host file or a filter is wrong.
-    """
-    launcher = plan["deepspeed_multinode_launcher"] or "pdsh"
-    check_launcher(launcher)
+    """Return the call of DeepSpeed's launcher that `run` makes, once what it needs is checked."""
     program.refuse_elastic(plan, "DeepSpeed's launcher")
+    name, path = plan["deepspeed_multinode_launcher"] or "pdsh", plan["deepspeed_hostfile"]
+    if not path:
+        if not os.path.isfile(_DEFAULT_HOSTFILE):  # DeepSpeed itself would go on with this machine alone
+            raise LaunchError(
+                f"--num_machines is {plan['num_machines']}, and no host file names the machines. Give {_OPTION}, a file of lines such "
+                "as `node1 slots=8`; or --deepspeed_multinode_launcher standard, and launch on every machine."
+            )
+        path = _DEFAULT_HOSTFILE
     options = {name: resolved.value for name, resolved in plan.settings.items()}
-    options["num_processes"] = plan.num_processes
-    options["deepspeed_hostfile"] = _hostfile(options)
-    variables = program.own({**environment, **exports(plan.settings, environment)})
-    if launcher in ("openmpi", "mvapich", "slurm"):
-        variables |= _meeting_point(options)  # DeepSpeed tells these nothing of its --master_addr
-    arguments = _for_remote_shell(plan.script_args) if launcher == "pdsh" else plan.script_args
-    words = command(options, plan.script, arguments, _launcher_arguments(launcher, variables))
-    _check_machines(options, launcher)
-    _check_installed(launcher, variables)
+    options |= {"num_processes": plan.num_processes, "deepspeed_hostfile": path}
+    hosts, style = mpi.read_hosts(path, _OPTION, repeats=False)
+    variables = program.own(environment)
+    if name in _BY_VARIABLES:
+        variables["MASTER_ADDR"] = str(plan["main_process_ip"] or hosts[0].address)
+        variables["MASTER_PORT"] = str(plan["main_process_port"] or DEFAULT_PORT)
+    # Open MPI hands on what is named; the others hand on all, or read a file.
+    handed_on = program.handed_on(variables) if name == "openmpi" else []
+    exported = [word for variable in handed_on if not variable.startswith(_OF_DEEPSPEED) for word in ("-x", variable)]
+    arguments = _for_remote_shell(plan.script_args) if name == "pdsh" else plan.script_args
+    words = command(options, plan.script, arguments, exported)
+    _check_hosts(hosts, style, options, name)
+    _check_options(options, name)
+    if importlib.util.find_spec("deepspeed") is None:
+        raise LaunchError("DeepSpeed is not installed: pip install 'accelerate[deepspeed]', on every machine.")
+    program.find("deepspeed", variables, "It comes with DeepSpeed; is the environment's bin folder missing there?")
+    if name in _PROGRAMS:
+        otherwise = f"--deepspeed_multinode_launcher {name} needs it; install it, or choose another."
+        program.find(_PROGRAMS[name], variables, otherwise)
     return [Process("DeepSpeed's launcher", tuple(words), variables)]
 
 
 def run(plan: LaunchPlan, environment: Mapping[str, str], replace: bool = False) -> None:
-    """Let DeepSpeed's launcher run the processes of a plan.
-
-    Args:
-        plan: what is started.
-        environment: the variables that all processes share.
-        replace: become the launcher, where the system can do that and nothing is left to tidy up.
-
-    Raises:
-        LaunchError: as `processes`.
-        subprocess.CalledProcessError: it failed.
-    """
+    """Let DeepSpeed's launcher run the processes; this one becomes it where nothing is left to tidy up."""
     (process,) = processes(plan, environment)
     if (plan["deepspeed_multinode_launcher"] or "pdsh") != "pdsh":
         program.start(process.command, process.environment, replace)
         return
-    with variables_file(process.environment) as (path, held_back):
+    with _variables_file(process.environment) as (path, held_back):
         if held_back:
-            from accelerate.launch.runners import tell
-
-            tell(
+            runners.tell(
                 plan,
                 f"not handed on to the other machines: {', '.join(held_back)}. pdsh would show their values to every user there, or "
                 "cannot carry them; set them there, or in ~/.deepspeed_env.",
             )
-        program.start(process.command, {**process.environment, "DS_ENV_FILE": path}, replace=False)
+        program.start(process.command, {**process.environment, "DS_ENV_FILE": path})
 
 
 def command(
@@ -106,28 +106,26 @@ def command(
     Raises:
         LaunchError: the launcher is unknown, two filters contradict each other, or the processes do not divide evenly.
     """
-    launcher = options.get("deepspeed_multinode_launcher") or "pdsh"
-    check_launcher(launcher)
+    name = options.get("deepspeed_multinode_launcher") or "pdsh"
+    check_launcher(name)
     machines, count = options.get("num_machines") or 1, options.get("num_processes") or 1
     if count % machines:
         raise LaunchError(f"--num_processes is {count}; it must be a multiple of --num_machines, {machines}.")
-    words = ["deepspeed"]
-    if options.get("deepspeed_hostfile"):
-        words += ["--hostfile", str(options["deepspeed_hostfile"])]
-    if launcher == "nossh":
-        words += ["--node_rank", str(options.get("machine_rank") or 0), "--no_ssh", "--no_local_rank"]
-    else:
-        words += ["--no_local_rank", "--launcher", launcher]
     include, exclude = options.get("deepspeed_inclusion_filter"), options.get("deepspeed_exclusion_filter")
     if include and exclude:
         raise LaunchError(
             "--deepspeed_inclusion_filter and --deepspeed_exclusion_filter exclude each other. Choose one."
         )
-    if exclude:
-        words += ["--exclude", str(exclude)]
-    elif include:
-        words += ["--include", str(include)]
-    elif launcher not in _BY_SLOTS:
+    words = ["deepspeed"]
+    if options.get("deepspeed_hostfile"):
+        words += ["--hostfile", str(options["deepspeed_hostfile"])]
+    if name == "nossh":
+        words += ["--node_rank", str(options.get("machine_rank") or 0), "--no_ssh", "--no_local_rank"]
+    else:
+        words += ["--no_local_rank", "--launcher", name]
+    if include or exclude:
+        words += ["--include" if include else "--exclude", str(include or exclude)]
+    elif name not in _BY_SLOTS:
         words += ["--num_gpus", str(count // machines)]
     if options.get("main_process_ip"):
         words += ["--master_addr", str(options["main_process_ip"])]
@@ -142,14 +140,7 @@ def command(
 
 
 def check_launcher(name: str) -> None:
-    """Refuse a launcher that DeepSpeed does not have.
-
-    Args:
-        name: the value of `--deepspeed_multinode_launcher`.
-
-    Raises:
-        LaunchError: it is unknown; the message suggests the nearest one.
-    """
+    """Refuse a value of `--deepspeed_multinode_launcher` that DeepSpeed does not have; the error suggests the nearest one."""
     if name not in DEEPSPEED_MULTINODE_LAUNCHERS:
         near = config_file.nearest(name, DEEPSPEED_MULTINODE_LAUNCHERS)
         hint = f"did you mean {near}?" if near else f"choose one of {', '.join(DEEPSPEED_MULTINODE_LAUNCHERS)}."
@@ -157,7 +148,7 @@ def check_launcher(name: str) -> None:
 
 
 def exports(settings: Mapping[str, Resolved], environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that a run with DeepSpeed needs beside those of the options, whoever starts it.
+    """Return the variables that a run with DeepSpeed needs beside those of the options, whatever starts it.
 
     Args:
         settings: option name to resolved value.
@@ -175,42 +166,37 @@ def exports(settings: Mapping[str, Resolved], environment: Mapping[str, str]) ->
 
 
 @contextlib.contextmanager
-def variables_file(environment: Mapping[str, str]) -> Iterator[tuple[str, list[str]]]:
+def _variables_file(environment: Mapping[str, str]) -> Iterator[tuple[str, list[str]]]:
     """Write the file from which DeepSpeed hands variables on to other machines, and remove it afterwards.
 
-    It lies in a private folder, and the user's own `.deepspeed_env` files, in the home and the working directory, are read
-    into it and stay as they are.
-
-    Args:
-        environment: the variables of the run.
+    It lies in a private folder. The user's own `.deepspeed_env` files, in the home and the working directory, are read into it
+    and stay as they are.
 
     Yields:
         The path of the file, for `DS_ENV_FILE`, and the names of the variables that are not in it: secrets, which would
-        stand on a command line, and values of several lines.
+        stand on a command line, and values that are no plain line.
     """
     lines, held_back = [], []
     for name in program.handed_on(environment):
         value = environment[name]
-        if not program.may_be_shown(name, value) or "\n" in value or "\r" in value or value != value.strip():
+        if not program.may_be_shown(name, value) or value.splitlines() not in ([], [value]) or value != value.strip():
             held_back.append(name)
         elif not name.startswith(_OF_DEEPSPEED) and name != "DS_ENV_FILE":
             lines.append(f"{name}={_for_export(value)}")
-    own_name = environment.get("DS_ENV_FILE") or ".deepspeed_env"
-    given = set()
     for folder in dict.fromkeys((os.path.expanduser("~"), os.getcwd())):
-        path = pathlib.Path(folder, own_name)
-        if path.is_file():
-            mine = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-            for line in mine:
-                if "=" not in line:
-                    raise LaunchError(f"{path} holds {line[:50]!r}; DeepSpeed reads lines such as NAME=value from it.")
-            given |= {line.partition("=")[0].strip() for line in mine}
-            lines += mine
-    with tempfile.TemporaryDirectory(prefix="accelerate_deepspeed_", ignore_cleanup_errors=True) as place:
-        path = pathlib.Path(place, "variables")
+        path = pathlib.Path(folder, environment.get("DS_ENV_FILE") or ".deepspeed_env")
+        given = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        for line in filter(str.strip, given):
+            name, equals, _ = line.partition("=")
+            if not equals:
+                raise LaunchError(f"{path} holds {line[:50]!r}; DeepSpeed reads lines such as NAME=value from it.")
+            held_back = [other for other in held_back if other != name.strip()]
+            lines.append(line)
+    with tempfile.TemporaryDirectory(prefix="accelerate_deepspeed_", ignore_cleanup_errors=True) as private:
+        path = pathlib.Path(private, "variables")
         path.touch(mode=0o600)
         path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-        yield str(path), [name for name in held_back if name not in given]
+        yield str(path), held_back
 
 
 def _for_export(value: str) -> str:
@@ -227,117 +213,64 @@ def _for_remote_shell(arguments: Sequence[str]) -> tuple[str, ...]:
     return tuple(word.replace("%", "%%") for word in quoted)
 
 
-def _launcher_arguments(launcher: str, environment: Mapping[str, str]) -> list[str]:
-    """Return how Open MPI learns which variables to hand on; the other programs hand on all, or read a file."""
-    if launcher != "openmpi":
-        return []
-    names = [name for name in program.handed_on(environment) if not name.startswith(_OF_DEEPSPEED)]
-    return [word for name in names for word in ("-x", name)]
-
-
-def _meeting_point(options: Mapping[str, Any]) -> dict[str, str]:
-    first = hostfile.read(options["deepspeed_hostfile"], _OPTION, repeats=False).hosts[0].address
-    port = options.get("main_process_port") or DEFAULT_PORT
-    return {"MASTER_ADDR": str(options.get("main_process_ip") or first), "MASTER_PORT": str(port)}
-
-
-def _hostfile(options: Mapping[str, Any]) -> str:
-    path = options.get("deepspeed_hostfile")
-    if path:
-        return str(path)
-    if os.path.isfile(_DEFAULT_HOSTFILE):
-        return _DEFAULT_HOSTFILE
-    # DeepSpeed itself would go on with this machine alone.
-    raise LaunchError(
-        f"--num_machines is {options['num_machines']}, and nobody names the machines. Give {_OPTION}, a file of lines such as "
-        "`node1 slots=8`; or --deepspeed_multinode_launcher standard, and launch on every machine."
-    )
-
-
-def _check_machines(options: Mapping[str, Any], launcher: str) -> None:
-    file = hostfile.read(options["deepspeed_hostfile"], _OPTION, repeats=False)
-    for host in file.hosts:
-        if host.slots is None or file.style != "slots":
+def _check_hosts(hosts: Sequence[mpi.Host], style: str, options: Mapping[str, Any], launcher: str) -> None:
+    """Refuse a host file, filters and numbers that do not agree; DeepSpeed would start other processes than were asked for."""
+    count, machines, path = options["num_processes"], options["num_machines"] or 1, options["deepspeed_hostfile"]
+    for host in hosts:
+        if host.slots is None or style != "slots":
             raise LaunchError(
-                f"{host.name} in {file.path} ({_OPTION}) has no slots. DeepSpeed wants `{host.name} slots=N`."
+                f"{host.name} in {path} ({_OPTION}) has no slots. DeepSpeed wants `{host.name} slots=N`."
             )
-    count, machines = options["num_processes"], options["num_machines"] or 1
-    include, exclude = options.get("deepspeed_inclusion_filter"), options.get("deepspeed_exclusion_filter")
-    active = {host.name: list(range(host.slots or 0)) for host in file.hosts}
+    slots = {(host.name, str(slot)) for host in hosts for slot in range(host.slots)}
+    each, by_slots = count // machines, launcher in _BY_SLOTS
+    include, exclude = options["deepspeed_inclusion_filter"], options["deepspeed_exclusion_filter"]
+    if by_slots and (include or exclude):
+        raise LaunchError(
+            f"--deepspeed_multinode_launcher {launcher} takes all slots of the host file: filters do not work with it. Write a host "
+            "file of what is to be used."
+        )
     if include or exclude:
-        if launcher in _BY_SLOTS:
-            raise LaunchError(
-                f"--deepspeed_multinode_launcher {launcher} takes all slots of the host file: filters do not work with it. Write a "
-                "host file of what is to be used."
-            )
-        active = _filtered(active, str(include or exclude), bool(include))
-        if (have := sum(map(len, active.values()))) != count:
-            raise LaunchError(f"--num_processes is {count}, and the filter leaves {have} slots. Make them agree.")
-    if len(active) != machines:
+        named = _named(slots, str(include or exclude))
+        slots = named if include else slots - named
+    left = Counter(host for host, _ in sorted(slots))
+    started = left.values() if include or exclude or by_slots else [min(number, each) for number in left.values()]
+    if len(left) != machines or sum(started) != count or (by_slots and {*started} != {each}):
         raise LaunchError(
-            f"--num_machines is {machines}, and {len(active)} machines are left of {file.path} ({_OPTION}). Make them agree."
+            f"--num_processes is {count} and --num_machines is {machines}, and DeepSpeed gets these slots of {path} ({_OPTION}): "
+            f"{', '.join(f'{host} has {number}' for host, number in left.items()) or 'none'}. Make them agree."
         )
-    if not (include or exclude):
-        _check_slots(active, count // machines, launcher, file.path)
-    if launcher == "nossh" and not options.get("main_process_ip"):
-        raise LaunchError("--deepspeed_multinode_launcher nossh needs --main_process_ip, the address of machine 0.")
-    if launcher == "nossh" and not 0 <= (options.get("machine_rank") or 0) < machines:
-        raise LaunchError(f"--machine_rank is {options['machine_rank']}; it goes from 0 to {machines - 1}.")
-    if launcher != "nossh" and options.get("machine_rank"):
-        raise LaunchError(
-            f"--machine_rank is {options['machine_rank']}: {launcher} starts the processes of all machines. Launch on machine 0 "
-            "only; or choose standard or nossh, and launch on every machine."
-        )
-    if launcher == "slurm" and (options.get("module") or options.get("no_python")):
-        raise LaunchError("--deepspeed_multinode_launcher slurm starts scripts only, not --module or --no_python.")
 
 
-def _check_slots(active: Mapping[str, list[int]], each: int, launcher: str, path: str) -> None:
-    for name, slots in active.items():
-        if len(slots) < each or (launcher in _BY_SLOTS and len(slots) != each):
-            raise LaunchError(
-                f"{name} has {len(slots)} slots in {path} ({_OPTION}), and each machine gets {each} processes (--num_processes by "
-                "--num_machines). Make them agree."
-            )
-
-
-def _filtered(active: Mapping[str, list[int]], text: str, include: bool) -> dict[str, list[int]]:
-    named: dict[str, set[int]] = {}
+def _named(slots: set[tuple[str, str]], text: str) -> set[tuple[str, str]]:
+    """Return the machines and slots that a filter names."""
+    named = set()
     for part in text.split("@"):
-        name, colon, slots = part.partition(":")
-        if name not in active:
+        host, colon, numbers = part.partition(":")
+        found = {slot for slot in slots if slot[0] == host}
+        if colon:
+            found = {(host, number) for number in numbers.split(",")}
+        if not found or not found <= slots:
             raise LaunchError(
-                f"The filter {text!r} names {name!r}, which is not in {_OPTION}. It is written host[:slot,slot]@host."
+                f"The filter {text!r} holds {part!r}, which is no machine or slot of {_OPTION}. Write host or host:0,1, and @ "
+                "between two of them."
             )
-        try:
-            chosen = [int(slot) for slot in slots.split(",")] if colon else active[name]
-        except ValueError:
-            raise LaunchError(f"The filter {text!r} holds {part!r}; write host:0,1 or host.") from None
-        if unknown := sorted(set(chosen) - set(active[name])):
-            raise LaunchError(
-                f"The filter {text!r} names slot {unknown[0]} of {name}, which has {len(active[name])} slots."
-            )
-        named.setdefault(name, set()).update(chosen)
-    left = {
-        name: [slot for slot in slots if (slot in named.get(name, ())) is include] for name, slots in active.items()
-    }
-    return {name: slots for name, slots in left.items() if slots}
+        named |= found
+    return named
 
 
-def _check_installed(launcher: str, environment: Mapping[str, str]) -> None:
-    spec = importlib.util.find_spec("deepspeed")
-    if spec is None or not spec.submodule_search_locations:
-        raise LaunchError("DeepSpeed is not installed: pip install 'accelerate[deepspeed]', on every machine.")
-    program.find("deepspeed", environment, "It comes with DeepSpeed; is the environment's bin folder missing there?")
-    if launcher in _PROGRAMS:
-        program.find(
-            _PROGRAMS[launcher],
-            environment,
-            f"--deepspeed_multinode_launcher {launcher} needs it; install it, or choose another.",
+def _check_options(options: Mapping[str, Any], launcher: str) -> None:
+    rank, machines = options["machine_rank"] or 0, options["num_machines"] or 1
+    if launcher == "nossh":
+        if not options["main_process_ip"]:
+            raise LaunchError(
+                "--deepspeed_multinode_launcher nossh needs --main_process_ip, the address of machine 0."
+            )
+        if not 0 <= rank < machines:
+            raise LaunchError(f"--machine_rank is {rank}; it goes from 0 to {machines - 1}.")
+    elif rank:
+        raise LaunchError(
+            f"--machine_rank is {rank}: {launcher} starts the processes of all machines. Launch on machine 0 only; or choose "
+            "standard or nossh, and launch on every machine."
         )
-    if launcher == "pdsh":
-        source = pathlib.Path(next(iter(spec.submodule_search_locations)), "launcher", "runner.py")
-        if source.is_file() and "DS_ENV_FILE" not in source.read_text(encoding="utf-8"):
-            raise LaunchError(
-                "This DeepSpeed is too old for --deepspeed_multinode_launcher pdsh; pip install -U deepspeed."
-            )
+    if launcher == "slurm" and (options["module"] or options["no_python"]):
+        raise LaunchError("--deepspeed_multinode_launcher slurm starts scripts only, not --module or --no_python.")

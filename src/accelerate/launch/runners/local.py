@@ -1,24 +1,23 @@
-"""Several processes of one machine, under torch's elastic launcher."""
+"""Processes of this machine: one, in place of the launcher or as its child, or several under torch's elastic launcher."""
 
 import contextlib
 import gc
 import signal
 import threading
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from accelerate.launch import logs
+from accelerate.launch.failures import Reporter
 from accelerate.launch.plan import LaunchPlan
-from accelerate.launch.runners.base import Process
-from accelerate.launch.runners.failures import Reporter
+from accelerate.launch.runners import Process, program
 
 
 def processes(plan: LaunchPlan, environment: Mapping[str, str]) -> list[Process]:
-    """Return what `run` starts.
-
-    Args:
-        plan: what is started.
-        environment: the variables that all processes share.
-    """
+    """Return what `run` starts."""
+    if plan.runner == "single":
+        label = f"rank {plan.extra['RANK']}" if plan.num_processes > 1 and "RANK" in plan.extra else "the process"
+        return [Process(label, tuple(plan.command), environment)]
     logs.check(plan)
     count, meet, started = plan.local_processes, plan.rendezvous, []
     shared = {
@@ -42,36 +41,34 @@ def processes(plan: LaunchPlan, environment: Mapping[str, str]) -> list[Process]
 
 
 def run(plan: LaunchPlan, environment: Mapping[str, str], replace: bool = False) -> None:
-    """Run the processes of a plan under torch's elastic launcher.
-
-    Args:
-        plan: what is started.
-        environment: the variables that all processes share.
-        replace: has no effect; the launcher watches over its processes.
-
-    Raises:
-        LaunchError: the options about watching and logging cannot be used; nothing was started.
-        torch.distributed.elastic.multiprocessing.errors.ChildFailedError: a process failed.
-        torch.distributed.elastic.multiprocessing.api.SignalException: a signal stopped them.
-    """
+    """Run the processes; the one process may replace the launcher, which watches over several."""
+    if plan.runner == "single":
+        program.start(plan.command, environment, replace)
+        return
     logs.check(plan)
     with in_one_go():
         from accelerate.launch import elastic
+    supervise(plan, plan.rendezvous, environment, elastic.Agent)
 
-    program, *arguments = plan.command
+
+def supervise(plan: LaunchPlan, rendezvous: Any, environment: Mapping[str, str], agent: type) -> None:
+    """Run the processes of this machine under torch's elastic launcher.
+
+    Args:
+        plan: what is started.
+        rendezvous: the settings of one machine, or the rendezvous of several.
+        environment: the variables that all processes share.
+        agent: the class of the agent that watches them.
+    """
+    from accelerate.launch import elastic
+
+    script, *arguments = plan.command
     tee = logs.streams(plan)
+    options = {name: plan[name] for name in ("role", "max_restarts", "monitor_interval")}
     with logs.directory(plan["log_dir"]) as directory, logs.lines_at_once(tee):
-        config = elastic.make_config(
-            plan.num_processes,
-            plan.rendezvous,
-            directory,
-            tee=tee,
-            role=plan["role"],
-            max_restarts=plan["max_restarts"],
-            monitor_interval=plan["monitor_interval"],
-        )
+        config = elastic.make_config(plan.local_processes, rendezvous, directory, tee=tee, **options)
         reporter = Reporter(quiet=bool(plan["quiet"]), keeps_logs=plan["log_dir"] is not None)
-        elastic.start(config, program, tuple(arguments), environment, verbose=bool(plan["debug"]), reporter=reporter)
+        elastic.start(config, script, tuple(arguments), environment, bool(plan["debug"]), agent, reporter)
 
 
 @contextlib.contextmanager

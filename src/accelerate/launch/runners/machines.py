@@ -7,9 +7,7 @@ from collections.abc import Iterator, Mapping
 from accelerate.launch import logs, network, runners
 from accelerate.launch.errors import RunError
 from accelerate.launch.plan import LaunchPlan
-from accelerate.launch.runners import local
-from accelerate.launch.runners.base import Process
-from accelerate.launch.runners.failures import Reporter
+from accelerate.launch.runners import Process, local
 
 
 def processes(plan: LaunchPlan, environment: Mapping[str, str]) -> list[Process]:
@@ -46,38 +44,23 @@ def run(plan: LaunchPlan, environment: Mapping[str, str], replace: bool = False)
     """
     logs.check(plan)
     with local.in_one_go(), _terse_torch():
-        from accelerate.launch import elastic_machines
-        from accelerate.launch.meeting import Meeting
+        from accelerate.launch.machine_rendezvous import MachineAgent, MachineRendezvous
 
     meet, settings = plan.rendezvous, plan.rendezvous.settings
-    address = network.local_address(meet.host, meet.port)
-    meeting = Meeting(
+    rendezvous = MachineRendezvous(
         meet.host,
         meet.port,
         plan.machines.count,
         plan.machines.rank,
         plan.local_processes,
         join_timeout=float(settings.get("join_timeout", settings.get("timeout", 600))),
-        beat_timeout=float(settings.get("heartbeat_timeout", 30)),
-        tell=lambda line: runners.tell(plan, line),
+        heartbeat_timeout=float(settings.get("heartbeat_timeout", 30)),
+        report=lambda line: runners.tell(plan, line),
         restarts=plan["max_restarts"],
         role=str(plan["role"]),
     )
-    program, *arguments = plan.command
-    tee = logs.streams(plan)
-    with logs.directory(plan["log_dir"]) as directory, logs.lines_at_once(tee):
-        config = elastic_machines.make_config(
-            meeting,
-            address,
-            directory,
-            tee=tee,
-            role=plan["role"],
-            max_restarts=plan["max_restarts"],
-            monitor_interval=plan["monitor_interval"],
-        )
-        variables = {**network.gloo_variables(address), **environment}
-        reporter = Reporter(quiet=bool(plan["quiet"]), keeps_logs=plan["log_dir"] is not None)
-        elastic_machines.start(config, program, tuple(arguments), variables, bool(plan["debug"]), reporter)
+    variables = {**network.gloo_variables(network.local_address(meet.host, meet.port)), **environment}
+    local.supervise(plan, rendezvous, variables, MachineAgent)
 
 
 @contextlib.contextmanager

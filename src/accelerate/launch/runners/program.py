@@ -1,115 +1,121 @@
-"""What the runners share that leave the start of the processes to another program."""
+"""Programs that this process starts or becomes, and which of its variables may reach other machines."""
 
+import contextlib
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+import signal
+import subprocess
+import sys
+import threading
+import types
+from collections.abc import Iterator, Mapping, Sequence
 
 from accelerate.launch.errors import LaunchError
 from accelerate.launch.plan import LaunchPlan, Source
-from accelerate.launch.runners import single
 from accelerate.launch.secrets import is_secret
 from accelerate.runtime.ranks import SCHEMES
 
 # Variables that describe a machine, a login or a terminal; on another machine they would be wrong.
-_OF_THIS_MACHINE = frozenset(
-    (
-        *(
-            "HOME",
-            "USER",
-            "LOGNAME",
-            "SHELL",
-            "PWD",
-            "OLDPWD",
-            "SHLVL",
-            "_",
-            "HOST",
-            "HOSTNAME",
-            "MAIL",
-            "TMPDIR",
-            "TMP",
-            "TEMP",
-        ),
-        *(
-            "TERM",
-            "TERMCAP",
-            "DISPLAY",
-            "WAYLAND_DISPLAY",
-            "XAUTHORITY",
-            "COLUMNS",
-            "LINES",
-            "LS_COLORS",
-            "STY",
-            "TMUX",
-        ),
-        *("TMUX_PANE", "EDITOR", "PAGER", "PS1", "GPG_AGENT_INFO"),
-    )
+_OF_THIS_MACHINE = re.compile(
+    r"_|HOME|USER|LOGNAME|SHELL|PWD|OLDPWD|SHLVL|HOST|HOSTNAME|MAIL|TMPDIR|TMP|TEMP|TERM|TERMCAP|DISPLAY|WAYLAND_DISPLAY"
+    r"|XAUTHORITY|COLUMNS|LINES|LS_COLORS|STY|TMUX|TMUX_PANE|EDITOR|PAGER|PS1|GPG_AGENT_INFO"
+    r"|(SSH_|DBUS_|SUDO_|XDG_RUNTIME|XDG_SESSION|XDG_SEAT|XDG_VTNR|VSCODE_|OMPI_).*"
 )
-_PREFIXES_OF_THIS_MACHINE = ("SSH_", "DBUS_", "SUDO_", "XDG_RUNTIME", "XDG_SESSION", "XDG_SEAT", "XDG_VTNR", "VSCODE_")
-# What launchers tell the processes that they start. Those of this run get their own.
-_OF_LAUNCHERS = (
-    "OMPI_COMM_",
-    "PMIX_",
-    "PMI_",
-    "MPI_LOCAL",
-    "MV2_COMM_",
-    "HYDI_",
-    "HYDRA_PROXY",
-    "TORCHELASTIC_",
-    "GROUP_",
-)
-_RANKS = frozenset((*SCHEMES[0][1], "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"))
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _LOGIN_IN_ADDRESS = re.compile(r"://[^/\s@]*:[^/\s@]*@")
-# Of torch's elastic launcher alone.
+# What launchers write for the processes that they start. Those of this run get their own.
+_RANKS = frozenset((*SCHEMES[0][1], "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"))
+_OF_LAUNCHERS = (
+    *("OMPI_COMM_", "PMIX_", "PMI_", "MPI_LOCAL", "MV2_COMM_", "HYDI_", "HYDRA_PROXY"),
+    *("TORCHELASTIC_", "GROUP_"),
+)
+# Options of torch's elastic launcher alone.
 _ELASTIC = ("max_restarts", "log_dir", "tee", "rdzv_conf")
+# What ends a program that does nothing about it, and what the launcher passes on.
+_STOPPING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+_PASSED_ON = [*_STOPPING, *(getattr(signal, name) for name in ("SIGUSR1", "SIGUSR2") if hasattr(signal, name))]
 
 
-def find(program: str, environment: Mapping[str, str], otherwise: str) -> str:
-    """Return the path of a program.
-
-    Args:
-        program: its name.
-        environment: the variables with the PATH to look in.
-        otherwise: what to do if it is not there, as a sentence.
-
-    Raises:
-        LaunchError: it is not on the PATH.
-    """
-    path = shutil.which(program, path=environment.get("PATH"))
-    if path is None:
+def find(program: str, environment: Mapping[str, str], otherwise: str) -> None:
+    """Refuse to go on without a program on the PATH; `otherwise` says in a sentence what to do."""
+    if shutil.which(program, path=environment.get("PATH")) is None:
         raise LaunchError(f"{program} is not on the PATH. {otherwise}")
-    return path
 
 
-def start(command: Iterable[str], environment: Mapping[str, str], replace: bool) -> None:
+def start(
+    command: Sequence[str], environment: Mapping[str, str], replace: bool = False, stopped_is_failed: bool = False
+) -> None:
     """Run a program to its end, or become it.
 
     Args:
-        command: program and arguments.
+        command: program and arguments; the program is looked up on the PATH.
         environment: all its variables.
-        replace: become it, where the system can do that.
+        replace: become it, where the system can do that: on Windows the shell would take the launcher for ended.
+        stopped_is_failed: do not believe a program that was stopped and then ends with status 0; the signal is its status
+            then.
 
     Raises:
         subprocess.CalledProcessError: it failed.
     """
-    words = list(command)
-    if replace and os.name == "posix":
-        single.become(words, environment)
-    else:
-        single.run_child(words, environment)
+    if replace and sys.platform != "win32":
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # a daemon's may be closed, or None
+                stream.flush()
+        os.execvpe(command[0], list(command), dict(environment))
+    process = subprocess.Popen(list(command), env=dict(environment))
+    with _signals_passed_on(process) as came:
+        try:
+            status = process.wait()
+        except KeyboardInterrupt:
+            # The terminal has interrupted the child as well; let it finish what it does then. Once more kills it.
+            if not _in_foreground():
+                process.send_signal(getattr(signal, "CTRL_C_EVENT", signal.SIGINT))
+            with contextlib.suppress(KeyboardInterrupt):
+                process.wait()
+            process.kill()
+            process.wait()
+            raise
+    if not status and stopped_is_failed:
+        status = next((-number for number in came if number in _STOPPING), 0)
+    if status:
+        raise subprocess.CalledProcessError(status, list(command))
+
+
+def _in_foreground() -> bool:
+    """Return whether Ctrl-C in the terminal reaches this process and its child alike."""
+    if os.name != "posix":
+        return True  # a console of Windows reaches all its processes
+    try:
+        with open(os.ctermid(), "rb", buffering=0) as terminal:
+            return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def _signals_passed_on(process: subprocess.Popen) -> Iterator[list[int]]:
+    """Send the child what stops this process, or what its user sends; yield the list of what came."""
+    came: list[int] = []
+
+    def pass_on(number: int, frame: types.FrameType | None) -> None:
+        came.append(number)
+        process.send_signal(number)
+
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        # What is ignored (as `nohup` does with SIGHUP), the child ignores as well.
+        heard = [number for number in _PASSED_ON if signal.getsignal(number) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, pass_on) for number in heard}
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def refuse_elastic(plan: LaunchPlan, title: str) -> None:
-    """Refuse options that only torch's elastic launcher understands.
-
-    Args:
-        plan: what is started.
-        title: the program that starts the processes instead.
-
-    Raises:
-        LaunchError: such an option was given.
-    """
+    """Refuse options that only torch's elastic launcher understands, where `title` starts the processes instead."""
     for name in _ELASTIC:
         if plan.settings[name].source > Source.DEFAULT and plan[name] not in (None, 0, "0", ""):
             raise LaunchError(
@@ -118,11 +124,7 @@ def refuse_elastic(plan: LaunchPlan, title: str) -> None:
 
 
 def own(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without what another launcher has told this process about its rank.
-
-    Args:
-        environment: the variables.
-    """
+    """Return an environment without what another launcher has written about the rank of this process."""
     return {
         name: value for name, value in environment.items() if name not in _RANKS and not name.startswith(_OF_LAUNCHERS)
     }
@@ -131,36 +133,18 @@ def own(environment: Mapping[str, str]) -> dict[str, str]:
 def handed_on(environment: Mapping[str, str]) -> list[str]:
     """Return which variables processes on other machines should get: all but those that belong to this machine.
 
-    Args:
-        environment: the variables.
-
     Example:
         >>> handed_on({"HOME": "/root", "ACCELERATE_MIXED_PRECISION": "bf16", "HF_TOKEN": "x", "BASH_FUNC_f%%": "y"})
         ['ACCELERATE_MIXED_PRECISION', 'HF_TOKEN']
     """
-    return sorted(
-        name
-        for name in environment
-        if _IDENTIFIER.fullmatch(name)
-        and name not in _OF_THIS_MACHINE
-        and not name.startswith((*_PREFIXES_OF_THIS_MACHINE, "OMPI_"))
-    )
+    return sorted(n for n in environment if _IDENTIFIER.fullmatch(n) and not _OF_THIS_MACHINE.fullmatch(n))
 
 
 def may_be_shown(name: str, value: str) -> bool:
-    """Tell whether a variable may stand on a command line, where every user of a machine can read it.
-
-    Args:
-        name: the variable.
-        value: its value; one with a login in an address may not.
+    """Return whether a variable may stand on a command line, where every user of a machine can read it.
 
     Example:
         >>> may_be_shown("HF_TOKEN", "x"), may_be_shown("http_proxy", "http://me:pw@proxy"), may_be_shown("LANG", "C")
         (False, False, True)
     """
     return not is_secret(name) and not _LOGIN_IN_ADDRESS.search(value)
-
-
-def is_root() -> bool:
-    """Tell whether this process may do everything on its machine."""
-    return hasattr(os, "geteuid") and os.geteuid() == 0

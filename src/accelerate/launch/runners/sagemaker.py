@@ -1,37 +1,59 @@
 """A script as a training job of Amazon SageMaker, through the `sagemaker` SDK (version 2) and its Hugging Face containers.
 
-Source: https://sagemaker.readthedocs.io/en/stable/frameworks/huggingface/sagemaker.huggingface.html
+The SDK and boto3 are imported only when a job is started or a role is created.
+
+Sources: https://sagemaker.readthedocs.io/en/stable/frameworks/huggingface/sagemaker.huggingface.html and
+https://docs.aws.amazon.com/sagemaker/latest/dg/sagemaker-roles.html
 """
 
 import argparse
+import contextlib
 import importlib
+import json
 import os
 import pathlib
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 from accelerate.config.enums import SageMakerDistributedType
 from accelerate.launch import config_file
-from accelerate.launch.env import exports
 from accelerate.launch.errors import LaunchError, MissingPackageError
-from accelerate.launch.plan import LaunchPlan, Resolved
+from accelerate.launch.plan import LaunchPlan, Resolved, exports
 from accelerate.launch.resolve import merge
-from accelerate.launch.runners import aws_role, program
-from accelerate.launch.runners.base import Process
+from accelerate.launch.runners import Process, program
 from accelerate.launch.secrets import shown
-from accelerate.utils.constants import (
-    SAGEMAKER_PARALLEL_EC2_INSTANCES,
-    SAGEMAKER_PYTHON_VERSION,
-    SAGEMAKER_PYTORCH_VERSION,
-    SAGEMAKER_TRANSFORMERS_VERSION,
-)
+from accelerate.utils import constants
 
-# All machines that SageMaker's own parallelism runs on have as many.
-_GPUS_OF_PARALLEL_INSTANCES = 8
+_TRUST = {"Effect": "Allow", "Principal": {"Service": "sagemaker.amazonaws.com"}, "Action": "sts:AssumeRole"}
+# What a training job itself needs: its image, its data, its logs and metrics. It starts no jobs of its own.
+_PERMISSIONS = {
+    "Effect": "Allow",
+    "Action": [
+        "cloudwatch:PutMetricData",
+        *("ecr:BatchCheckLayerAvailability", "ecr:BatchGetImage", "ecr:GetAuthorizationToken"),
+        "ecr:GetDownloadUrlForLayer",
+        *("logs:CreateLogGroup", "logs:CreateLogStream", "logs:DescribeLogStreams", "logs:PutLogEvents"),
+        *("s3:GetBucketLocation", "s3:GetObject", "s3:ListBucket", "s3:PutObject"),
+    ],
+    "Resource": "*",
+}
+# The `distribution` of an estimator. All machines that SageMaker's own parallelism runs on have eight GPUs.
+_DISTRIBUTIONS: Mapping[SageMakerDistributedType, dict[str, Any]] = {
+    SageMakerDistributedType.DATA_PARALLEL: {"smdistributed": {"dataparallel": {"enabled": True}}},
+    SageMakerDistributedType.MODEL_PARALLEL: {
+        "smdistributed": {"modelparallel": {"enabled": True}},
+        "mpi": {"enabled": True, "processes_per_host": 8},
+    },
+}
+
+# Further arguments of an estimator that are called as the keys of the configuration file are.
+_SAME_NAME = ("transformers_version", "pytorch_version", "py_version", "base_job_name")
+_Account = tuple[str | None, str | None]
+_Inputs = dict[str, str] | None
 
 
 @dataclass(frozen=True)
@@ -62,55 +84,35 @@ class Job:
     num_machines: int = 1
     base_job_name: str = "accelerate-sagemaker-1"
     image_uri: str | None = None
-    transformers_version: str = SAGEMAKER_TRANSFORMERS_VERSION
-    pytorch_version: str = SAGEMAKER_PYTORCH_VERSION
-    py_version: str = SAGEMAKER_PYTHON_VERSION
+    transformers_version: str = constants.SAGEMAKER_TRANSFORMERS_VERSION
+    pytorch_version: str = constants.SAGEMAKER_PYTORCH_VERSION
+    py_version: str = constants.SAGEMAKER_PYTHON_VERSION
     distributed_type: SageMakerDistributedType = SageMakerDistributedType.NO
     sagemaker_inputs_file: str | None = None
     sagemaker_metrics_file: str | None = None
-    additional_args: Mapping[str, Any] | None = field(default=None)
+    additional_args: Mapping[str, Any] | None = None
 
 
 def processes(plan: LaunchPlan, environment: Mapping[str, str]) -> list[Process]:
-    """Return the job that would be started, as the arguments of its estimator and the variables of its container.
-
-    Args:
-        plan: what is started.
-        environment: the variables that all processes share.
-
-    Raises:
-        LaunchError: the configuration file, the script or its arguments cannot make a job.
-    """
-    arguments, inputs = _arguments(plan, environment)
-    job_environment = arguments.pop("environment")
-    arguments["hyperparameters"] = {
-        name: shown(name, str(value)) if shown(name, str(value)) != str(value) else value
-        for name, value in arguments["hyperparameters"].items()
-    }
+    """Return the job that would be started, as the arguments of its estimator and the variables of its container."""
+    _, arguments, inputs = _described(plan)
+    variables, given = arguments.pop("environment"), arguments["hyperparameters"]
+    hidden = {name: shown(name, str(value)) for name, value in given.items()}
+    arguments["hyperparameters"] = {n: v if hidden[n] == str(v) else hidden[n] for n, v in given.items()}
     keywords = [f"{name}={value!r}" for name, value in arguments.items() if value is not None]
     words = ("sagemaker.huggingface.HuggingFace", *keywords, *([f"inputs={inputs!r}"] if inputs else []))
-    return [Process("SageMaker job", words, job_environment)]
+    return [Process("SageMaker job", words, variables)]
 
 
 def run(plan: LaunchPlan, environment: Mapping[str, str], replace: bool = False) -> None:
-    """Start the job and wait for its end; its log is printed.
-
-    Args:
-        plan: what is started.
-        environment: the variables that all processes share.
-        replace: has no effect: the SDK runs in this process.
+    """Start the job and wait for its end in this process; its log is printed.
 
     Raises:
-        LaunchError: the SDK is missing, AWS refused, or as in `processes`.
+        LaunchError: the SDK is missing, AWS refused, or the file, the script or its arguments cannot make a job.
         subprocess.CalledProcessError: the job failed.
     """
-    arguments, inputs = _arguments(plan, environment)
-    _start(
-        read_job(plan),
-        {name: plan[name] for name in ("aws_access_key_id", "aws_secret_access_key")},
-        arguments,
-        inputs,
-    )
+    job, arguments, inputs = _described(plan)
+    _start(job, keys(plan["aws_access_key_id"], plan["aws_secret_access_key"]), arguments, inputs)
 
 
 def run_job(job: Any, args: argparse.Namespace) -> None:
@@ -118,70 +120,120 @@ def run_job(job: Any, args: argparse.Namespace) -> None:
 
     Args:
         job: an `accelerate.commands.config.config_args.SageMakerConfig`, or a `Job`.
-        args: what `accelerate.commands.launch.launch_command_parser` parsed; `mixed_precision` and the options of
-            torch.compile are told to the script.
+        args: what `accelerate.commands.launch.launch_command_parser` parsed; the script gets `mixed_precision` and the options of
+            torch.compile.
 
     Raises:
         LaunchError, subprocess.CalledProcessError: as in `run`.
     """
-    arguments, inputs = estimator_arguments(
-        job, args.training_script, args.training_script_args or (), job_variables(merge(args, os.environ).values)
-    )
-    _start(job, vars(args), arguments, inputs)
+    variables = job_variables(merge(args, os.environ).values)
+    arguments, inputs = estimator_arguments(job, args.training_script, args.training_script_args or (), variables)
+    _start(job, keys(args.aws_access_key_id, args.aws_secret_access_key), arguments, inputs)
 
 
-def _start(job: Any, options: Mapping[str, Any], arguments: dict[str, Any], inputs: Mapping[str, str] | None) -> None:
-    given = keys(options.get("aws_access_key_id"), options.get("aws_secret_access_key"))
-    estimators, sdk = _sdk()
-    boto_session = aws_role.session(job.profile, job.region, *given)
-    with aws_role.refusals("start the SageMaker job"):
+def _start(job: Any, account: _Account, arguments: dict[str, Any], inputs: _Inputs) -> None:
+    try:
+        sdk, estimators = (importlib.import_module(name) for name in ("sagemaker", "sagemaker.huggingface"))
+    except ImportError:
+        raise MissingPackageError(
+            "Amazon SageMaker needs version 2 of its SDK, which is not installed: pip install 'sagemaker<3'."
+        ) from None
+    with _refusals("start the SageMaker job") as boto3:
+        key_id, secret = (None, None) if job.profile else account
+        session = boto3.Session(key_id, secret, region_name=job.region, profile_name=job.profile)
         try:
-            arguments.setdefault("sagemaker_session", sdk.Session(boto_session=boto_session))
+            arguments.setdefault("sagemaker_session", sdk.Session(boto_session=session))
             estimator = estimators.HuggingFace(**arguments)
         except (TypeError, ValueError) as error:
             raise LaunchError(f"The SageMaker SDK refuses this job: {error}") from None
-        _fit(sdk, estimator, inputs, str(arguments["entry_point"]))
+        try:
+            estimator.fit(inputs=inputs)
+        except sdk.exceptions.UnexpectedStatusException as error:
+            print(f"accelerate launch: SageMaker: {error}", file=sys.stderr, flush=True)
+            raise subprocess.CalledProcessError(1, [arguments["entry_point"]]) from error
+        except KeyboardInterrupt:
+            name = getattr(getattr(estimator, "latest_training_job", None), "name", None)
+            if name:
+                end = f"`aws sagemaker stop-training-job --training-job-name {name}` ends it."
+                print(f"accelerate launch: the job goes on. {end}", file=sys.stderr, flush=True)
+            raise
 
 
-def _fit(sdk: ModuleType, estimator: Any, inputs: Mapping[str, str] | None, script: str) -> None:
-    failed = getattr(getattr(sdk, "exceptions", None), "UnexpectedStatusException", ())
+def create_role(name: str, profile: str | None = None, region: str | None = None) -> bool:
+    """Create a role that training jobs can run under, with the permissions that such a job needs and no others.
+
+    Args:
+        name: the role.
+        profile: a profile of the AWS credentials file; None takes what AWS's own tools would take.
+        region: such as "us-east-1".
+
+    Returns:
+        False if a role of that name was there already; it stays as it is.
+
+    Raises:
+        LaunchError: boto3 is not installed, or AWS refused; no half-made role stays behind.
+    """
+    with _refusals(f"create the IAM role {name!r}") as boto3:
+        client = boto3.Session(profile_name=profile, region_name=region).client("iam")
+        try:
+            client.create_role(RoleName=name, AssumeRolePolicyDocument=_policy(_TRUST))
+        except client.exceptions.EntityAlreadyExistsException:
+            return False
+        try:
+            policy = f"{name}_policy_permission"
+            client.put_role_policy(RoleName=name, PolicyName=policy, PolicyDocument=_policy(_PERMISSIONS))
+        except BaseException:
+            # A role without permissions would be taken for a finished one the next time.
+            with contextlib.suppress(Exception):
+                client.delete_role(RoleName=name)
+            raise
+    return True
+
+
+def _policy(statement: Mapping[str, Any]) -> str:
+    return json.dumps({"Version": "2012-10-17", "Statement": [statement]})
+
+
+@contextlib.contextmanager
+def _refusals(doing: str) -> Iterator[ModuleType]:
+    """Yield boto3, and turn refusals of AWS into one line with AWS's own words, which hold no keys."""
     try:
-        estimator.fit(inputs=inputs)
-    except failed as error:
-        print(f"accelerate launch: SageMaker: {error}", file=sys.stderr, flush=True)
-        raise subprocess.CalledProcessError(1, [script]) from error
-    except KeyboardInterrupt:
-        name = getattr(getattr(estimator, "latest_training_job", None), "name", None)
-        if name:
-            print(
-                f"accelerate launch: the job goes on. `aws sagemaker stop-training-job --training-job-name {name}` ends it.",
-                file=sys.stderr,
-                flush=True,
-            )
-        raise
+        import boto3
+        from botocore.exceptions import BotoCoreError, ClientError, ProfileNotFound
+    except ImportError:
+        raise MissingPackageError(
+            "Amazon SageMaker needs boto3, which is not installed: pip install 'accelerate[sagemaker]'."
+        ) from None
+    try:
+        yield boto3
+    except ProfileNotFound as error:
+        raise LaunchError(f"{error}. Make it with `aws configure --profile NAME`, or name another.") from None
+    except (BotoCoreError, ClientError) as error:
+        raise LaunchError(f"AWS did not let us {doing}: {error}") from None
 
 
 def job_variables(settings: Mapping[str, Resolved]) -> dict[str, str]:
-    """Return the variables that carry settings into the container of a job.
-
-    Args:
-        settings: option name to resolved value.
-    """
+    """Return the variables that carry settings, by option name, into the container of a job."""
     variables = {name: value for name, value in exports(settings).items() if name.startswith("ACCELERATE_")}
     # The container has its own devices.
     variables.pop("ACCELERATE_USE_CPU", None)
     return variables
 
 
-def read_job(plan: LaunchPlan) -> Job:
-    """Read what the configuration file of a plan says about the job.
+def _described(plan: LaunchPlan) -> tuple[Job, dict[str, Any], _Inputs]:
+    """Return the job of a plan, the arguments of its estimator and its inputs."""
+    program.refuse_elastic(plan, "SageMaker")
+    for name in ("module", "no_python"):
+        if plan[name]:
+            raise LaunchError(
+                f"--{name} does not go with SageMaker, which starts a Python file. Name a script ending in .py."
+            )
+    job = _read_job(plan)
+    return job, *estimator_arguments(job, plan.script, plan.script_args, job_variables(plan.settings))
 
-    Args:
-        plan: what is started.
 
-    Raises:
-        LaunchError: there is no file, or it lacks the kind of machine or the role.
-    """
+def _read_job(plan: LaunchPlan) -> Job:
+    """Read what the configuration file of a plan says about the job."""
     path = config_file.find(plan["config_file"], os.environ)
     if path is None:
         raise LaunchError("A SageMaker job needs a configuration file. Write one with `accelerate config`.")
@@ -192,23 +244,16 @@ def read_job(plan: LaunchPlan) -> Job:
             raise LaunchError(f"The configuration file {path} lacks {name}. Add it, or run `accelerate config` again.")
     if not isinstance(known.get("additional_args", {}), dict):
         raise LaunchError(f"additional_args in {path} must hold keys and values, such as `volume_size: 100`.")
-    for name in ("num_machines",):
-        if not isinstance(known.get(name, 1), int) or known.get(name, 1) < 1:
-            raise LaunchError(f"{name} in {path} is {known[name]!r}; it must be a number from 1.")
-    try:
-        known["distributed_type"] = SageMakerDistributedType(str(known.get("distributed_type", "NO")))
-    except ValueError:
-        choices = ", ".join(member.value for member in SageMakerDistributedType)
-        raise LaunchError(
-            f"distributed_type in {path} is {known['distributed_type']!r}; for SageMaker choose one of {choices}."
-        ) from None
-    # A flag or a variable may say it as well; where nobody does, the plan has the value of the file.
-    return Job(**{**known, **({"num_machines": plan["num_machines"]} if plan["num_machines"] else {})})
+    # A flag or a variable may name the number as well; where neither does, the plan has the value of the file.
+    known["num_machines"] = 1 if plan["num_machines"] is None else plan["num_machines"]
+    if known["num_machines"] < 1:
+        raise LaunchError(f"num_machines is {known['num_machines']}; it must be a number from 1.")
+    return Job(**known)
 
 
 def estimator_arguments(
     job: Any, script: str, script_args: Sequence[str], environment: Mapping[str, str]
-) -> tuple[dict[str, Any], dict[str, str] | None]:
+) -> tuple[dict[str, Any], _Inputs]:
     """Return the arguments of the SDK's `HuggingFace` estimator, and the inputs of its `fit`.
 
     Args:
@@ -225,45 +270,42 @@ def estimator_arguments(
             f"{script!r} is no Python file, which is what a SageMaker job starts. Name a script ending in .py."
         )
     kind = SageMakerDistributedType(job.distributed_type)
-    inputs = _table(job.sagemaker_inputs_file, "sagemaker_inputs_file")
-    metrics = _table(job.sagemaker_metrics_file, "sagemaker_metrics_file")
     given = dict(job.additional_args or {})
+    machine = job.ec2_instance_type
+    parallel = kind is SageMakerDistributedType.MODEL_PARALLEL and "distribution" not in given
+    if parallel and machine not in constants.SAGEMAKER_PARALLEL_EC2_INSTANCES:
+        raise LaunchError(
+            f"distributed_type MODEL_PARALLEL on {machine}: how many GPUs that has is not known here. Choose one of "
+            f"{', '.join(constants.SAGEMAKER_PARALLEL_EC2_INSTANCES)}, or write `distribution` under additional_args."
+        )
+    inputs = dict(_table(job.sagemaker_inputs_file, "sagemaker_inputs_file")) or None
+    metrics = _table(job.sagemaker_metrics_file, "sagemaker_metrics_file")
+    variables = {
+        "ACCELERATE_USE_SAGEMAKER": "true",
+        **environment,
+        "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": kind.value,
+    }
+    if isinstance(given.get("environment"), dict):
+        given["environment"] = {**variables, **given["environment"]}
     arguments = {
         "image_uri": job.image_uri,
         "entry_point": os.path.basename(script),
         "source_dir": os.path.dirname(script) or ".",
         "role": job.iam_role_name,
-        "transformers_version": job.transformers_version,
-        "pytorch_version": job.pytorch_version,
-        "py_version": job.py_version,
-        "base_job_name": job.base_job_name,
+        **{name: getattr(job, name) for name in _SAME_NAME},
         "instance_count": job.num_machines,
-        "instance_type": job.ec2_instance_type,
+        "instance_type": machine,
         "debugger_hook_config": False,
-        "distribution": None if "distribution" in given else _distribution(kind, job.ec2_instance_type),
+        "distribution": _DISTRIBUTIONS.get(kind),
         "hyperparameters": hyperparameters(script_args),
-        "environment": {
-            "ACCELERATE_USE_SAGEMAKER": "true",
-            **environment,
-            "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": kind.value,
-        },
-        "metric_definitions": [{"Name": name, "Regex": regex} for name, regex in metrics] if metrics else None,
+        "environment": variables,
+        "metric_definitions": [{"Name": name, "Regex": regex} for name, regex in metrics] or None,
     }
-    if isinstance(given.get("environment"), dict):
-        given["environment"] = {**arguments["environment"], **given["environment"]}
-    return {**arguments, **given}, dict(inputs) if inputs else None
+    return {**arguments, **given}, inputs
 
 
-def keys(access_key_id: str | None, secret_access_key: str | None) -> tuple[str | None, str | None]:
-    """Return the two keys of an AWS account, or two times None.
-
-    Args:
-        access_key_id: the value of `--aws_access_key_id`.
-        secret_access_key: the value of `--aws_secret_access_key`.
-
-    Raises:
-        LaunchError: only one of them was given.
-    """
+def keys(access_key_id: str | None, secret_access_key: str | None) -> _Account:
+    """Return the two keys of an AWS account, or two times None; one alone is refused."""
     if bool(access_key_id) != bool(secret_access_key):
         lacking = "--aws_secret_access_key" if access_key_id else "--aws_access_key_id"
         raise LaunchError(
@@ -273,10 +315,7 @@ def keys(access_key_id: str | None, secret_access_key: str | None) -> tuple[str 
 
 
 def hyperparameters(arguments: Sequence[str]) -> dict[str, Any]:
-    """Turn the arguments of a script into typed values by name: SageMaker knows no others.
-
-    Args:
-        arguments: pairs `--name value`, or `--name=value`.
+    """Turn the arguments of a script, `--name value` or `--name=value`, into typed values by name: SageMaker knows no others.
 
     Raises:
         LaunchError: a flag has no value, or a value no flag.
@@ -289,7 +328,7 @@ def hyperparameters(arguments: Sequence[str]) -> dict[str, Any]:
     words = list(arguments)
     while words:
         flag, equals, text = words.pop(0).partition("=")
-        if not equals and words and (not words[0].startswith("-") or _is_number(words[0])):
+        if not equals and words and (not words[0].startswith("-") or not isinstance(_typed(words[0]), str)):
             text, equals = words.pop(0), "="
         if not flag.startswith("-") or not flag.strip("-") or not equals:
             raise LaunchError(
@@ -303,42 +342,9 @@ def _typed(text: str) -> Any:
     if text in ("True", "False"):  # in other letters it is a text to the script as well
         return text == "True"
     for kind in (int, float):
-        try:
+        with contextlib.suppress(ValueError):
             return text if "_" in text else kind(text)
-        except ValueError:
-            continue
     return text
-
-
-def _is_number(text: str) -> bool:
-    return isinstance(_typed(text), (int, float))
-
-
-def _arguments(plan: LaunchPlan, environment: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str] | None]:
-    program.refuse_elastic(plan, "SageMaker")
-    for name in ("module", "no_python"):
-        if plan[name]:
-            raise LaunchError(
-                f"--{name} does not go with SageMaker, which starts a Python file. Name a script ending in .py."
-            )
-    variables = job_variables(plan.settings)
-    return estimator_arguments(read_job(plan), plan.script, plan.script_args, variables)
-
-
-def _distribution(kind: SageMakerDistributedType, instance: str) -> dict[str, Any] | None:
-    if kind is SageMakerDistributedType.DATA_PARALLEL:
-        return {"smdistributed": {"dataparallel": {"enabled": True}}}
-    if kind is SageMakerDistributedType.MODEL_PARALLEL:
-        if instance not in SAGEMAKER_PARALLEL_EC2_INSTANCES:
-            raise LaunchError(
-                f"distributed_type MODEL_PARALLEL on {instance}: how many GPUs that has is not known here. Choose one of "
-                f"{', '.join(SAGEMAKER_PARALLEL_EC2_INSTANCES)}, or write `distribution` under additional_args."
-            )
-        return {
-            "smdistributed": {"modelparallel": {"enabled": True}},
-            "mpi": {"enabled": True, "processes_per_host": _GPUS_OF_PARALLEL_INSTANCES},
-        }
-    return None
 
 
 def _table(path: str | None, key: str) -> list[tuple[str, str]]:
@@ -348,31 +354,13 @@ def _table(path: str | None, key: str) -> list[tuple[str, str]]:
     try:
         lines = pathlib.Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise LaunchError(
-            f"{key} is {path!r}, and it cannot be read: {getattr(error, 'strerror', None) or error}."
-        ) from None
+        reason = getattr(error, "strerror", None) or error
+        raise LaunchError(f"{key} is {path!r}, and it cannot be read: {reason}.") from None
     rows = []
     for number, line in enumerate(lines[1:], start=2):
-        if not line.strip():
-            continue
-        name, tab, value = line.partition("\t")
-        if not tab or not name.strip() or not value.strip():
+        name, _, value = (part.strip() for part in line.partition("\t"))
+        if name and value:
+            rows.append((name, value))
+        elif line.strip():
             raise LaunchError(f"Line {number} of {path} ({key}) is {line[:80]!r}; write a name, a tab and a value.")
-        rows.append((name.strip(), value.strip()))
     return rows
-
-
-def _sdk() -> tuple[ModuleType, ModuleType]:
-    try:
-        sdk = importlib.import_module("sagemaker")
-    except ImportError:
-        raise MissingPackageError(
-            "Amazon SageMaker needs its SDK, which is not installed: pip install 'sagemaker<3'."
-        ) from None
-    try:
-        return importlib.import_module("sagemaker.huggingface"), sdk
-    except ImportError:
-        version = getattr(sdk, "__version__", "of another generation")
-        raise LaunchError(
-            f"The SageMaker SDK {version} has no estimators, which the jobs are made with: pip install 'sagemaker<3'."
-        ) from None

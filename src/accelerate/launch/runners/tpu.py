@@ -1,9 +1,11 @@
-"""A function of a script on each TPU core of this machine, through torch_xla.
+"""TPUs: a function of the script on each core of this machine, or the same launch on every machine of a pod.
 
-`run` starts this very module as a program (`python -m accelerate.launch.runners.tpu`): it imports the script and lets torch_xla
-start a process for each core. So the launcher itself needs neither torch nor torch_xla.
+On one machine torch_xla starts a process for each core. `run` starts this very module as a program
+(`python -m accelerate.launch.runners.tpu`), which imports the script; so the launcher itself needs neither torch nor torch_xla.
+The machines of a pod are reached through gcloud.
 
-Source: https://docs.pytorch.org/xla/master/learn/api-guide.html
+Sources: https://docs.pytorch.org/xla/master/learn/api-guide.html and
+https://cloud.google.com/sdk/gcloud/reference/compute/tpus/tpu-vm/ssh
 """
 
 import argparse
@@ -11,34 +13,30 @@ import functools
 import importlib
 import importlib.util
 import os
+import re
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from accelerate.launch.errors import LaunchError, MissingPackageError
 from accelerate.launch.plan import LaunchPlan
-from accelerate.launch.runners import program
-from accelerate.launch.runners.base import Process
+from accelerate.launch.runners import Process, program
 
-DEFAULT_FUNCTION = "main"
 _MODULE = "accelerate.launch.runners.tpu"
+_FUNCTION = "main"
+_ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 
 
 def processes(plan: LaunchPlan, environment: Mapping[str, str]) -> list[Process]:
-    """Return the program that starts the processes of all cores.
-
-    Args:
-        plan: what is started.
-        environment: the variables that all processes share.
-
-    Raises:
-        LaunchError: an option does not go with TPUs.
-    """
+    """Return the program that starts the processes of all cores, or the command that reaches the machines of the pod."""
+    if plan.runner == "tpu_pod":
+        return [_pod(plan, environment)]
     program.refuse_elastic(plan, "torch_xla")
     if plan["no_python"]:
         raise LaunchError("--no_python does not go with --tpu: torch_xla calls a function of a Python script.")
     variables = {**environment, **precision_variables(plan["mixed_precision"], plan["downcast_bf16"])}
-    words = [sys.executable, "-m", _MODULE, "--function", plan["main_training_function"] or DEFAULT_FUNCTION]
+    words = [sys.executable, "-m", _MODULE, "--function", plan["main_training_function"] or _FUNCTION]
     # torch_xla takes one core or all of them.
     words += ["--cores", "1"] if plan.num_processes == 1 else []
     words += ["--module"] if plan["module"] else []
@@ -46,20 +44,11 @@ def processes(plan: LaunchPlan, environment: Mapping[str, str]) -> list[Process]
 
 
 def run(plan: LaunchPlan, environment: Mapping[str, str], replace: bool = False) -> None:
-    """Run the function on the cores of this machine.
-
-    Args:
-        plan: what is started.
-        environment: the variables that all processes share.
-        replace: become the program that starts the processes, where the system can do that.
-
-    Raises:
-        MissingPackageError: torch_xla is not installed.
-        LaunchError: an option does not go with TPUs.
-        subprocess.CalledProcessError: a process failed.
-    """
+    """Start that program; the launcher may become it."""
     (process,) = processes(plan, environment)
-    if importlib.util.find_spec("torch_xla") is None:
+    if process.command[0] == "gcloud":
+        program.find("gcloud", environment, "Install the Google Cloud CLI; --dry_run prints the command.")
+    elif importlib.util.find_spec("torch_xla") is None:
         raise MissingPackageError(
             "--tpu needs torch_xla, which is not installed: pip install torch_xla, on a machine with a TPU."
         )
@@ -67,83 +56,140 @@ def run(plan: LaunchPlan, environment: Mapping[str, str], replace: bool = False)
 
 
 def precision_variables(mixed_precision: str | None, downcast: Any) -> dict[str, str]:
-    """Return the variables with which torch_xla computes in bfloat16.
-
-    Args:
-        mixed_precision: the precision that was asked for.
-        downcast: turn float64 into float32 rather than bfloat16; true or a word for it.
-    """
+    """Return the variables with which torch_xla computes in bfloat16; `downcast` turns float64 into float32 beside it."""
     if mixed_precision != "bf16":
         return {}
-    return {"XLA_DOWNCAST_BF16" if downcast and str(downcast).lower() not in ("no", "false") else "XLA_USE_BF16": "1"}
+    return {"XLA_DOWNCAST_BF16" if _is_on(downcast) else "XLA_USE_BF16": "1"}
 
 
-def load(script: str, module: bool, function: str) -> Callable[..., Any]:
-    """Import a script and return a function of it.
+def _is_on(value: object) -> bool:
+    return bool(value) and str(value).lower() not in ("no", "false")
+
+
+def _pod(plan: LaunchPlan, environment: Mapping[str, str]) -> Process:
+    program.refuse_elastic(plan, "the launcher on each machine of the pod")
+    options = {name: resolved.value for name, resolved in plan.settings.items()}
+    assignments = pod_variables(plan["env"] or ())
+    worker = remote_launch(options, plan.num_processes, plan.script, plan.script_args)
+    machines = plan["vm"] or ()
+    for name in machines:
+        if not name.isdigit():
+            raise LaunchError(
+                f"--vm is {name!r}: gcloud knows the machines of a pod by their numbers, such as --vm 0 --vm 1. Leave the option "
+                "out for all of them."
+            )
+    sudo, launch = (["sudo"], worker[1:]) if worker[0] == "sudo" else ([], worker)
+    remote = shlex.join([*sudo, "env", *assignments, *launch])
+    command = gcloud_ssh(plan["tpu_name"], plan["tpu_zone"], remote, workers=",".join(machines) or "all")
+    return Process("gcloud", tuple(command), environment)
+
+
+def remote_launch(
+    options: Mapping[str, object], num_processes: int, script: str, script_args: Sequence[str]
+) -> list[str]:
+    """Return the command that each machine of a pod runs.
 
     Args:
-        script: a file, or the name of a module.
-        module: it is the name of a module.
-        function: the name of the function.
+        options: the value of each option, by name.
+        num_processes: the processes of one machine.
+        script: the script.
+        script_args: its arguments.
+    """
+    words = ["sudo"] if options.get("tpu_use_sudo") else []
+    words += ["accelerate-launch", "--tpu", "--no_tpu_cluster", "--num_machines", "1"]
+    words += ["--mixed_precision", str(options.get("mixed_precision") or "no")]
+    words += ["--dynamo_backend", str(options.get("dynamo_backend") or "no").lower()]
+    words += ["--num_processes", str(num_processes)]
+    words += ["--main_training_function", str(options.get("main_training_function") or _FUNCTION)]
+    words += [f"--{name}" for name in ("downcast_bf16", "debug", "module") if _is_on(options.get(name))]
+    return [*words, script, *script_args]
+
+
+def pod_variables(assignments: Sequence[str]) -> list[str]:
+    """Return the variables that are set on the machines of a pod, as NAME=VALUE; of one that comes twice the last.
+
+    Args:
+        assignments: the values of `--env`.
 
     Raises:
-        LaunchError: there is no such function.
+        LaunchError: one is no NAME=VALUE, or would put a secret on a command line.
+
+    Example:
+        >>> pod_variables(["A=1"])
+        ['ACCELERATE_IN_TPU_POD=1', 'A=1']
     """
-    if module:
-        sys.path.insert(0, os.getcwd())
-        name = script
-    else:
-        folder, name = os.path.split(os.path.abspath(script))
-        sys.path.insert(0, folder)
-        name = os.path.splitext(name)[0]
-    loaded = importlib.import_module(name)
-    found = getattr(loaded, function, None)
-    if not callable(found):
-        raise LaunchError(
-            f"{script} has no function {function!r} to run on each core. Define it, or name another with --main_training_function."
-        )
-    return found
+    variables = {"ACCELERATE_IN_TPU_POD": "1"}
+    for text in assignments:
+        match = _ASSIGNMENT.fullmatch(text)
+        if match is None:
+            raise LaunchError(f"--env is {text.partition('=')[0][:50]!r}; write NAME=VALUE.")
+        if not program.may_be_shown(match[1], match[2]):
+            raise LaunchError(
+                f"--env {match[1]} holds a secret, which would stand on command lines that every user of these machines can read. "
+                "Log in on the pod instead, or set it there."
+            )
+        variables[match[1]] = match[2]
+    return [f"{name}={value}" for name, value in variables.items()]
+
+
+def gcloud_ssh(
+    name: str | None, zone: str | None, command: str, workers: str = "all", alpha: bool = False
+) -> list[str]:
+    """Return the call of gcloud that runs a command on the machines of a TPU.
+
+    Args:
+        name: the TPU.
+        zone: its zone; None leaves it to the configuration of gcloud.
+        command: one text, which a shell of each machine reads.
+        workers: "all", or numbers separated by commas.
+        alpha: use `gcloud alpha`.
+
+    Raises:
+        LaunchError: there is no name, or the name or the zone is an option of gcloud.
+    """
+    if not name:
+        raise LaunchError("Which pod? Put tpu_name and tpu_zone into the configuration file (`accelerate config`).")
+    for what, text in (("TPU", name), ("zone", zone or "")):
+        if text.startswith("-"):
+            raise LaunchError(f"{text!r} is no name of a {what}.")
+    words = ["gcloud", *(["alpha"] if alpha else []), "compute", "tpus", "tpu-vm", "ssh", name]
+    words += ["--zone", zone] if zone else []
+    return [*words, "--command", command, "--worker", workers]
 
 
 def on_core(function: Callable[..., Any], index: int, *args: Any) -> None:
-    """Run the function of a script as the process of one core.
-
-    Args:
-        function: the function.
-        index: the number of the core.
-        args: the arguments of the function.
-    """
+    """Run a function with its arguments as the process of one core, the one of number `index`."""
     os.environ["FORK_LAUNCHED"] = "1"
     function(*args)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Import a script and run one of its functions on the cores of this machine.
-
-    Args:
-        arguments: the command line; that of this process by default.
-    """
+def main() -> None:
+    """Import a script and run one of its functions on the cores of this machine, as the command line says."""
     parser = argparse.ArgumentParser(_MODULE, allow_abbrev=False)
     parser.add_argument("--function", required=True)
     parser.add_argument("--cores", type=int, choices=(1,))
     parser.add_argument("--module", action="store_true")
     parser.add_argument("script")
     parser.add_argument("script_args", nargs=argparse.REMAINDER)
-    given = parser.parse_args(arguments)
-    before = sys.argv
+    given = parser.parse_args()
     sys.argv = [given.script, *given.script_args]
-    try:
-        try:
-            function = load(given.script, given.module, given.function)
-        except LaunchError as error:
-            parser.exit(2, f"accelerate launch: error: {error}\n")
-        multiprocessing = importlib.import_module("torch_xla.distributed.xla_multiprocessing")
-        some = {} if given.cores is None else {"nprocs": given.cores}
-        # By the name that other processes import it under: here this module is `__main__`.
-        wrapper = importlib.import_module(_MODULE).on_core
-        multiprocessing.spawn(functools.partial(wrapper, function), args=(), **some)
-    finally:
-        sys.argv = before
+    folder, name = os.getcwd(), given.script
+    if not given.module:
+        folder, file = os.path.split(os.path.abspath(given.script))
+        name = os.path.splitext(file)[0]
+    sys.path.insert(0, folder)
+    function = getattr(importlib.import_module(name), given.function, None)
+    if not callable(function):
+        parser.exit(
+            2,
+            f"accelerate launch: error: {given.script} has no function {given.function!r} to run on each core. Define it, or name "
+            "another with --main_training_function.\n",
+        )
+    multiprocessing = importlib.import_module("torch_xla.distributed.xla_multiprocessing")
+    cores = {} if given.cores is None else {"nprocs": given.cores}
+    # By the name that other processes import it under: here this module is `__main__`.
+    wrapper = importlib.import_module(_MODULE).on_core
+    multiprocessing.spawn(functools.partial(wrapper, function), args=(), **cores)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Somebody who answers: from a list, or at random."""
+"""Answers for an interview: from a list, or at random."""
 
 import random
 
 import pytest
 
-from accelerate.commands.config.ask import Asker
+from accelerate.commands.config.interview import Asker
 from accelerate.launch import hardware
 from accelerate.launch.hardware import Hardware
 

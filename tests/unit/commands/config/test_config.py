@@ -33,23 +33,6 @@ def test_a_file_in_the_default_place(accelerate, type_lines, place):
     assert f"Wrote {path}. `accelerate launch SCRIPT` runs with it." in out
 
 
-def test_an_old_file_gives_the_defaults(accelerate, type_lines, place):
-    (place / "c.yaml").write_text(
-        "distributed_type: MULTI_CPU\nnum_processes: 7\nmixed_precision: bf16\nuse_cpu: true\n"
-    )
-    type_lines(*[""] * 9)
-    status, out, _ = accelerate("config", "--config_file", "c.yaml")
-    assert status == 0
-    assert "its settings are the defaults" in out
-    content = yaml.safe_load((place / "c.yaml").read_text())
-    assert (content["distributed_type"], content["num_processes"], content["mixed_precision"]) == (
-        "MULTI_CPU",
-        7,
-        "bf16",
-    )
-    assert not (place / "c.yaml.bak").exists()
-
-
 @pytest.mark.parametrize("text", ["a: [", "num_proceses: 3\ndistributed_type: NO\n"])
 def test_a_faulty_file_is_kept(accelerate, type_lines, place, text):
     (place / "c.yaml").write_text(text)
@@ -58,14 +41,6 @@ def test_a_faulty_file_is_kept(accelerate, type_lines, place, text):
     assert status == 0
     assert (place / "c.yaml.bak").read_text() == text
     assert "kept at" in out
-
-
-def test_sagemaker(accelerate, type_lines, place):
-    type_lines("2", "", "", "", "", "role", *[""] * 20)
-    assert accelerate("config", "--config_file", "c.json")[0] == 0
-    type_lines(*[""] * 30)
-    assert accelerate("config", "--config_file", "c.json")[0] == 0
-    assert yaml.safe_load((place / "c.json").read_text())["iam_role_name"] == "role"
 
 
 def test_a_place_that_cannot_be_written_is_told_first(accelerate, type_lines, place):
@@ -85,14 +60,15 @@ def test_the_input_ends(accelerate, type_lines, place):
 
 
 def test_ctrl_c(monkeypatch, capsys, place):
-    def stop(before):
+    def stop():
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(config, "_ask_all", stop)
+    monkeypatch.setattr("builtins.input", stop)
     with pytest.raises(SystemExit) as caught:
         config.config_command(argparse.Namespace(config_file="c.yaml"))
     assert caught.value.code == 130
     assert "nothing was written" in capsys.readouterr().err
+    assert os.listdir(place) == []
 
 
 def test_in_process(type_lines):

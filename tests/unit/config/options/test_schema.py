@@ -2,7 +2,7 @@
 
 import pytest
 
-from accelerate.config.options.schema import BIT, LOWER, ON, ONE, UPPER, Option, hyphenated
+from accelerate.config.options.schema import BIT, LOWER, ON, ONE, UPPER, Option, both_spellings
 
 
 def option(**rest):
@@ -13,7 +13,7 @@ def test_spellings():
     assert option().spellings == ("--some_name", "--some-name")
     assert option(flags=("-t", "--tee")).spellings == ("-t", "--tee")
     assert option(flags=()).spellings == ()
-    assert hyphenated("-a_b") == "-a_b"
+    assert both_spellings(["-a_b", "--c_d", "--e"]) == ("-a_b", "--c_d", "--c-d", "--e")
 
 
 def test_file_key():

@@ -10,27 +10,31 @@ import pytest
 from accelerate.launch import runners
 from accelerate.launch.errors import LaunchError
 from accelerate.launch.plan import Resolved, Source
+from accelerate.launch.resolve import resolve
 from accelerate.launch.runners import deepspeed
 
-HOSTS = "node1 slots=2\nnode2 slots=2\n"
 BASE = "--use_deepspeed --quiet --num_processes 4 --num_machines 2 --deepspeed_hostfile hosts"
+BY = "--deepspeed_multinode_launcher"
 
 
 @pytest.fixture(autouse=True)
 def installed(programs, fake_package, written, monkeypatch):
-    fake_package("deepspeed", launcher__of__runner="DS_ENV_FILE = 1")
+    fake_package("deepspeed")
     for name in ("deepspeed", "pdsh", "ompi_info", "mpirun", "mpiname", "sinfo"):
         programs.add(name)
-    written("hosts", HOSTS)
+    written("hosts", "node1 slots=2\nnode2 slots=2\n")
+    written("train.py.py", "")  # for --module
     monkeypatch.setenv("HOME", str(programs.folder.parent / "home"))
     for name in ("PYTHONPATH", "DS_ENV_FILE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture
-def called(programs, plan):
-    def call(line):
-        runners.run(plan(f"{BASE} {line}"))
+def called(programs, parse):
+    def call(line, *arguments):
+        args = parse(f"{BASE} {line} train.py")
+        args.training_script_args = list(arguments)
+        runners.run(resolve(args))
         (entry,) = programs.calls()
         programs.record.unlink()
         assert entry["name"] == "deepspeed"
@@ -39,48 +43,38 @@ def called(programs, plan):
     return call
 
 
-TAIL = ["train.py"]
-PORT = ["--master_port", "29500"]
-
-
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("", ["--no_local_rank", "--launcher", "pdsh", "--num_gpus", "2", *PORT]),
-        ("--deepspeed_multinode_launcher slurm", ["--no_local_rank", "--launcher", "slurm", "--num_gpus", "2", *PORT]),
-        # These refuse to be told a number.
-        ("--deepspeed_multinode_launcher mpich", ["--no_local_rank", "--launcher", "mpich", *PORT]),
-        ("--deepspeed_multinode_launcher mvapich", ["--no_local_rank", "--launcher", "mvapich", *PORT]),
+        ("", "--no_local_rank --launcher pdsh --num_gpus 2 --master_port 29500"),
+        (f"{BY} slurm", "--no_local_rank --launcher slurm --num_gpus 2 --master_port 29500"),
+        # These refuse a number.
+        (f"{BY} mpich", "--no_local_rank --launcher mpich --master_port 29500"),
+        (f"{BY} mvapich", "--no_local_rank --launcher mvapich --master_port 29500"),
         (
-            "--deepspeed_multinode_launcher nossh --machine_rank 1 --main_process_ip 10.0.0.1 --main_process_port 1234",
-            [
-                *("--node_rank", "1", "--no_ssh", "--no_local_rank", "--num_gpus", "2"),
-                *("--master_addr", "10.0.0.1", "--master_port", "1234"),
-            ],
+            f"{BY} nossh --machine_rank 1 --main_process_ip 10.0.0.1 --main_process_port 1234",
+            "--node_rank 1 --no_ssh --no_local_rank --num_gpus 2 --master_addr 10.0.0.1 --master_port 1234",
         ),
         (
             "--deepspeed_inclusion_filter node1:0,1@node2:0,1",
-            ["--no_local_rank", "--launcher", "pdsh", "--include", "node1:0,1@node2:0,1", *PORT],
+            "--no_local_rank --launcher pdsh --include node1:0,1@node2:0,1 --master_port 29500",
         ),
+        ("--module", "--no_local_rank --launcher pdsh --num_gpus 2 --master_port 29500 --module"),
     ],
 )
 def test_commands(called, line, expected):
-    assert called(line)["arguments"] == ["--hostfile", "hosts", *expected, *TAIL]
+    assert called(line)["arguments"] == ["--hostfile", "hosts", *expected.split(), "train.py"]
 
 
-def test_exclusion(called, written):
-    written("hosts", "node1 slots=2\nnode2 slots=2\nnode3 slots=8")
-    assert "node3" in called("--deepspeed_exclusion_filter node3")["arguments"]
-
-
-def test_modules(called, written):
-    written("train.py.py", "")
-    assert called("--module")["arguments"][-2:] == ["--module", "train.py"]
+@pytest.mark.parametrize("left_out", ["node3", "node2:2,3@node3"])
+def test_exclusion(called, written, left_out):
+    written("hosts", f"node1 slots=2\nnode2 slots={4 if ':' in left_out else 2}\nnode3 slots=8")
+    assert left_out in called(f"--deepspeed_exclusion_filter {left_out}")["arguments"]
 
 
 def test_open_mpi_hears_the_names_of_variables(called, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "very secret")
-    entry = called("--deepspeed_multinode_launcher openmpi --zero_stage 3")
+    entry = called(f"{BY} openmpi --zero_stage 3")
     text = entry["arguments"][entry["arguments"].index("--launcher_args") + 1]
     names = text.split()[1::2]
     assert text.split()[::2] == ["-x"] * len(names)
@@ -91,7 +85,7 @@ def test_open_mpi_hears_the_names_of_variables(called, monkeypatch):
 
 
 def test_variables_of_the_engine(called):
-    environment = called("--zero_stage 2 --deepspeed_multinode_launcher slurm")["environment"]
+    environment = called(f"--zero_stage 2 {BY} slurm")["environment"]
     assert environment["ACCELERATE_USE_DEEPSPEED"] == "true" and environment["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "2"
     assert environment["PYTHONPATH"] == os.getcwd()
     settings = {
@@ -109,11 +103,9 @@ def test_pdsh_gets_a_private_file_and_users_files_stay(called, programs, written
     home.mkdir(exist_ok=True)
     (home / ".deepspeed_env").write_text("MINE=from home\n\nWANDB_API_KEY=given\n")
     written(".deepspeed_env", "MINE=from here")
-    monkeypatch.setenv("HF_TOKEN", "very secret")
-    monkeypatch.setenv("WANDB_API_KEY", "other")
-    monkeypatch.setenv("SEVERAL_LINES", "a\nb")
-    monkeypatch.setenv("ODD", 'a "b" $HOME `x` \\n 50%h')
-    monkeypatch.setenv("PLAIN", "1%h")
+    variables = {"HF_TOKEN": "very secret", "WANDB_API_KEY": "other", "SEVERAL_LINES": "a\nb", "PLAIN": "1%h"}
+    for name, value in {**variables, "ODD": 'a "b" $HOME `x` \\n 50%h'}.items():
+        monkeypatch.setenv(name, value)
     entry = called("--mixed_precision bf16")
     lines = entry["extra"].splitlines()
     assert "ACCELERATE_MIXED_PRECISION=bf16" in lines and "PLAIN=1%%h" in lines
@@ -125,93 +117,67 @@ def test_pdsh_gets_a_private_file_and_users_files_stay(called, programs, written
     assert pathlib.Path(".deepspeed_env").read_text() == "MINE=from here"
 
 
-def test_what_was_held_back_is_said(programs, plan, monkeypatch, capsys):
+def test_what_was_held_back_is_said_and_the_file_is_gone_after_a_failure(programs, plan, monkeypatch, capsys):
     monkeypatch.setenv("HF_TOKEN", "very secret")
-    runners.run(plan(BASE.replace("--quiet", "")))
-    said = capsys.readouterr().err
-    assert "not handed on to the other machines: HF_TOKEN" in said and "very secret" not in said
-
-
-def test_file_is_gone_after_a_failure(programs, plan, monkeypatch):
     monkeypatch.setenv("FAKE_STATUS", "5")
     with pytest.raises(subprocess.CalledProcessError) as caught:
-        runners.run(plan(BASE))
+        runners.run(plan(BASE.replace("--quiet", "")))
+    said = capsys.readouterr().err
+    assert "not handed on to the other machines: HF_TOKEN" in said and "very secret" not in said
     assert caught.value.returncode == 5
     assert not os.path.exists(programs.calls()[0]["environment"]["DS_ENV_FILE"])
 
 
-def test_malformed_file_of_the_user(plan, written):
-    written(".deepspeed_env", "export A")
-    with pytest.raises(LaunchError, match=r"\.deepspeed_env holds 'export A'"):
-        runners.run(plan(BASE))
-
-
-def test_what_the_remote_shell_and_pdsh_would_read_is_quoted(called, plan, programs, parse):
-    from accelerate.launch.resolve import resolve
-
-    arguments = ["--a", "b c $x", "d;e", "%h", "plain", 'f "g']
-    runners.run(resolve(_with_arguments(parse, arguments)))
-    assert programs.calls()[0]["arguments"][-6:] == ["--a", "b c \\$x", "'d;e'", "%%h", "plain", 'f "g']
-
-
-def _with_arguments(parse, arguments):
-    args = parse(f"{BASE} train.py")
-    args.training_script_args = arguments
-    return args
+def test_what_the_remote_shell_and_pdsh_would_read_is_quoted(called):
+    arguments = called("", "--a", "b c $x", "d;e", "%h", "plain", 'f "g')["arguments"]
+    assert arguments[-6:] == ["--a", "b c \\$x", "'d;e'", "%%h", "plain", 'f "g']
 
 
 @pytest.mark.parametrize(
     ("line", "fragment"),
     [
-        ("--deepspeed_multinode_launcher pdhs", "did you mean pdsh?"),
-        ("--deepspeed_multinode_launcher zzz", "choose one of pdsh, standard"),
+        (f"{BY} pdhs", "did you mean pdsh?"),
+        (f"{BY} zzz", "choose one of pdsh, standard"),
         ("--deepspeed_inclusion_filter node1 --deepspeed_exclusion_filter node2", "exclude each other"),
-        ("--deepspeed_inclusion_filter node7", "names 'node7'"),
-        ("--deepspeed_inclusion_filter node1:0,5@node2", "names slot 5 of node1"),
-        ("--deepspeed_inclusion_filter node1:x@node2", "write host:0,1"),
-        ("--deepspeed_inclusion_filter node1:0@node2", "the filter leaves 3 slots"),
-        ("--deepspeed_inclusion_filter node1@node2 --deepspeed_multinode_launcher mpich", "filters do not work"),
-        ("--num_machines 3 --num_processes 6", "--num_machines is 3, and 2 machines are left"),
+        ("--deepspeed_inclusion_filter node7", "holds 'node7', which is no machine"),
+        ("--deepspeed_inclusion_filter node1:0,5@node2", "holds 'node1:0,5', which is no machine or slot"),
+        ("--deepspeed_inclusion_filter node1:x@node2", "Write host or host:0,1"),
+        ("--deepspeed_inclusion_filter node1:0@node2", "node1 has 1, node2 has 2"),
+        (f"--deepspeed_inclusion_filter node1@node2 {BY} mpich", "filters do not work"),
+        ("--num_machines 3 --num_processes 6", "--num_machines is 3, and"),
         ("--num_processes 3", "multiple of --num_machines"),
-        ("--num_processes 6", "node1 has 2 slots"),
-        ("--num_processes 2 --deepspeed_multinode_launcher openmpi", "node1 has 2 slots"),
+        ("--num_processes 6", "node1 has 2, node2 has 2"),
+        (f"--num_processes 2 {BY} openmpi", "node1 has 2, node2 has 2"),
+        (f"--num_processes 4 {BY} mpich --deepspeed_hostfile uneven", "node1 has 1, node2 has 3"),
+        ("--deepspeed_exclusion_filter node1@node2", "(--deepspeed_hostfile): none."),
         ("--deepspeed_hostfile none", "there is no such file"),
         ("--deepspeed_hostfile plain", "has no slots"),
         ("--deepspeed_hostfile twice", "stands twice"),
-        ("--deepspeed_multinode_launcher nossh", "needs --main_process_ip"),
-        ("--deepspeed_multinode_launcher nossh --main_process_ip 1.2.3.4 --machine_rank 2", "it goes from 0 to 1"),
+        ("--deepspeed_hostfile=", "no host file names the machines"),
+        (f"{BY} nossh", "needs --main_process_ip"),
+        (f"{BY} nossh --main_process_ip 1.2.3.4 --machine_rank 2", "it goes from 0 to 1"),
         ("--machine_rank 1", "Launch on machine 0 only"),
-        ("--deepspeed_multinode_launcher slurm --module", "scripts only"),
+        (f"{BY} slurm --module", "scripts only"),
         ("--max_restarts 2", "--max_restarts is an option of torch's"),
+        ("--mixed_precision bf16", ".deepspeed_env holds 'export A'"),
     ],
 )
-def test_refusals(plan, programs, written, line, fragment):
+def test_refusals(called, programs, written, line, fragment):
     written("plain", "node1\nnode2")
+    written("uneven", "node1 slots=1\nnode2 slots=3")
     written("twice", "node1 slots=2\nnode1 slots=2")
-    written("train.py.py", "")
+    written(".deepspeed_env", "export A")
     with pytest.raises(LaunchError) as caught:
-        runners.run(plan(f"{BASE} {line}"))
+        called(line)
     assert fragment in str(caught.value)
     assert programs.calls() == []
 
 
-def test_nobody_names_the_machines(plan):
-    with pytest.raises(LaunchError, match="nobody names the machines"):
-        runners.processes(plan(BASE.replace("--deepspeed_hostfile hosts", "")))
-
-
-def test_what_is_not_installed(plan, programs, monkeypatch, tmp_path):
-    (programs.folder / "pdsh").unlink()
-    with pytest.raises(LaunchError, match="pdsh is not on the PATH"):
-        runners.processes(plan(BASE))
-    (programs.folder / "deepspeed").unlink()
-    with pytest.raises(LaunchError, match="deepspeed is not on the PATH"):
-        runners.processes(plan(BASE))
-    (tmp_path / "packages" / "deepspeed" / "launcher" / "runner.py").write_text("older")
+def test_what_is_not_installed(plan, programs, monkeypatch):
     for name in ("pdsh", "deepspeed"):
-        programs.add(name)
-    with pytest.raises(LaunchError, match="too old"):
-        runners.processes(plan(BASE))
+        (programs.folder / name).unlink()
+        with pytest.raises(LaunchError, match=f"{name} is not on the PATH"):
+            runners.processes(plan(BASE))
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     with pytest.raises(LaunchError, match=r"accelerate\[deepspeed\]"):
         runners.processes(plan(BASE))
@@ -219,5 +185,5 @@ def test_what_is_not_installed(plan, programs, monkeypatch, tmp_path):
 
 def test_one_machine_and_standard_stay_with_torch(plan):
     assert plan("--use_deepspeed --cpu --num_processes 2").runner == "local"
-    line = f"{BASE} --deepspeed_multinode_launcher standard --main_process_ip 127.0.0.1 --machine_rank 0"
+    line = f"{BASE} {BY} standard --main_process_ip 127.0.0.1 --machine_rank 0"
     assert plan(line).runner == "machines"

@@ -1,4 +1,4 @@
-"""The call of mpirun, for each that there is; real ones run in tests/distributed/test_mpi.py."""
+"""The call of mpirun, for each that there is, and the host files; real ones run in tests/distributed/test_mpi.py."""
 
 import os
 import socket
@@ -10,6 +10,8 @@ import pytest
 from accelerate.launch import runners
 from accelerate.launch.errors import LaunchError
 from accelerate.launch.plan import Source
+from accelerate.launch.runners import mpi
+from accelerate.launch.runners.mpi import Host
 
 VERSIONS = {
     "openmpi": "mpirun (Open MPI) 4.1.4",
@@ -29,6 +31,12 @@ def alone(monkeypatch):
 
 
 @pytest.fixture
+def hosts(written):
+    """Write a host file and return the option that names it."""
+    return lambda text: f"--mpirun_hostfile {written('hosts', text)}"
+
+
+@pytest.fixture
 def called(programs, plan):
     """Launch with a fake mpirun, and return how it was called."""
 
@@ -42,116 +50,105 @@ def called(programs, plan):
     return call
 
 
-def words(text):
-    return text.split()
+@pytest.mark.parametrize(
+    ("makers", "text", "count", "words"),
+    [
+        (
+            "openmpi openmpi3",
+            "localhost slots=2",
+            2,
+            "--hostfile hosts -n 2 --bind-to socket:overload-allowed",
+        ),
+        ("openmpi", "localhost:2", 2, "--host localhost:2 -n 2"),
+        ("openmpi", "192.0.2.1\n192.0.2.2", 4, "--host 192.0.2.1:2,192.0.2.2:2 --map-by ppr:2:node -n 4"),
+        ("openmpi", "192.0.2.1 slots=2\n192.0.2.2 slots=1", 3, "--host 192.0.2.1:2,192.0.2.2:1 -n 3"),
+        ("mpich intel mvapich", "localhost:2", 2, "-f hosts -n 2"),
+        ("mpich", "localhost slots=2", 2, "-hosts localhost -n 2"),
+        ("mpich", "192.0.2.1 slots=2\n192.0.2.2 slots=2", 4, "-hosts 192.0.2.1,192.0.2.2 -ppn 2 -n 4"),
+        ("mpich", "192.0.2.1 slots=2\n192.0.2.2 slots=1", 3, "-hosts 192.0.2.1:2,192.0.2.2:1 -n 3"),
+    ],
+)
+def test_each_mpirun_is_called_in_its_words(called, hosts, makers, text, count, words):
+    """A host file of another style is translated."""
+    for maker in makers.split():
+        arguments, _ = called(f"--num_processes {count} {hosts(text)}", maker)
+        assert arguments[: len(words.split())] == words.split()
+        assert arguments[-3:] == [sys.executable, "-u", "train.py"]
 
 
-@pytest.mark.parametrize("maker", ["openmpi", "openmpi3"])
-def test_open_mpi(called, written, maker):
-    arguments, _ = called(f"--num_processes 2 --mpirun_hostfile {written('hosts', 'localhost slots=2')}", maker)
-    assert arguments[:8] == words("--hostfile hosts --map-by ppr:2:node -n 2 --bind-to socket:overload-allowed")
-    assert arguments[8:] == [sys.executable, "-u", "train.py"]
+def test_modules(called, hosts, written):
+    written("train.py.py", "")
+    line = f"--num_processes 1 {hosts('localhost slots=1')} --module"
+    assert called(line)[0][-4:] == [sys.executable, "-u", "-m", "train.py"]
 
 
-@pytest.mark.parametrize("maker", ["mpich", "intel", "mvapich"])
-def test_hydra(called, written, maker):
-    arguments, _ = called(f"--num_processes 2 --mpirun_hostfile {written('hosts', 'localhost:2')}", maker)
-    assert arguments[:6] == words("-f hosts -ppn 2 -n 2") and arguments[-1] == "train.py"
-
-
-def test_a_host_file_of_another_style_is_translated(called, written):
-    mpich = called(f"--num_processes 2 --mpirun_hostfile {written('hosts', 'localhost slots=2')}", "mpich")[0]
-    assert mpich[:6] == words("-hosts localhost -ppn 2 -n 2")
-    ours = called(f"--num_processes 2 --mpirun_hostfile {written('hosts', 'localhost:2')}", "openmpi")[0]
-    assert ours[:2] == ["--host", "localhost:2"]
-
-
-def test_uneven_machines(called, written):
-    name = written("hosts", "10.0.0.1 slots=2\n10.0.0.2 slots=1")
-    line = f"--num_processes 3 --main_process_ip 10.0.0.1 --mpirun_hostfile {name}"
-    assert called(line, "openmpi")[0][:4] == words("--host 10.0.0.1:2,10.0.0.2:1 -n 3")
-    assert called(line, "mpich")[0][:4] == words("-hosts 10.0.0.1:2,10.0.0.2:1 -n 3")
-
-
-def test_variables_reach_other_machines_by_their_names_alone(called, written, monkeypatch):
+def test_variables_reach_other_machines_by_their_names_alone(called, hosts, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "very secret")
     monkeypatch.setenv("MY_DATA", "here; there")
-    name = written("hosts", "10.0.0.1\n10.0.0.2")
-    line = f"--num_processes 4 --mixed_precision bf16 --main_process_ip 10.0.0.1 --mpirun_hostfile {name}"
+    two = hosts("10.0.0.1\n10.0.0.2")
+    line = f"--num_processes 4 --mixed_precision bf16 --main_process_ip 10.0.0.1 {two}"
     arguments, environment = called(line, "openmpi")
-    given = [arguments[i + 1] for i, word in enumerate(arguments) if word == "-x"]
-    assert {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "MY_DATA", "PATH"} <= {
-        *given
-    }
-    assert not {"HOME", "PWD", "HOSTNAME", "OMPI_ALLOW_RUN_AS_ROOT"} & {*given}
+    given = {arguments[i + 1] for i, word in enumerate(arguments) if word == "-x"}
+    ours = {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "MY_DATA", "PATH"}
+    assert ours <= given and not {"HOME", "PWD", "HOSTNAME", "OMPI_ALLOW_RUN_AS_ROOT"} & given
     assert "very secret" not in " ".join(arguments) and environment["HF_TOKEN"] == "very secret"
     arguments, _ = called(line, "mpich")
     listed = arguments[arguments.index("-genvlist") + 1].split(",")
-    assert {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"} <= {*listed} and "HOME" not in listed
-    assert "-genvlist" not in called(f"--num_processes 1 --mpirun_hostfile {written('one', 'localhost')}", "mpich")[0]
+    assert ours <= {*listed} and "HOME" not in listed
+    assert "-genvlist" not in called(f"--num_processes 1 {hosts('localhost')}", "mpich")[0]
 
 
-def test_meeting_point(called, written):
-    arguments, environment = called(f"--num_processes 2 --mpirun_hostfile {written('hosts', 'localhost slots=2')}")
+def test_address_and_port(called, hosts):
+    environment = called(f"--num_processes 2 {hosts('localhost slots=2')}")[1]
     assert environment["MASTER_ADDR"] == "127.0.0.1" and 0 < int(environment["MASTER_PORT"]) <= 65535
-    name = written("hosts", "localhost\n192.0.2.7")
-    assert called(f"--num_processes 2 --mpirun_hostfile {name}")[1]["MASTER_ADDR"] == socket.gethostname()
-    name = written("hosts", "me@192.0.2.7\nlocalhost")
-    environment = called(f"--num_processes 2 --mpirun_hostfile {name}")[1]
-    assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == ("192.0.2.7", "29500")
-    line = f"--num_processes 2 --main_process_ip 10.9.8.7 --main_process_port 1234 --mpirun_hostfile {name}"
-    environment = called(line)[1]
-    assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == ("10.9.8.7", "1234")
+    environment = called("--num_processes 2 " + hosts("localhost\n192.0.2.7"))[1]
+    assert environment["MASTER_ADDR"] == socket.gethostname()
+    for options, expected in (
+        ("", ("192.0.2.7", "29500")),
+        ("--main_process_ip 10.9.8.7 --main_process_port 1234", ("10.9.8.7", "1234")),
+    ):
+        environment = called(f"--num_processes 2 {options} " + hosts("me@192.0.2.7\nlocalhost"))[1]
+        assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == expected
 
 
-def test_workers_hear_mpirun_alone(called, written, monkeypatch):
-    for name in ("RANK", "LOCAL_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK"):
+def test_workers_hear_mpirun_alone(called, hosts, monkeypatch):
+    names = {"RANK", "LOCAL_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK"}
+    for name in names:
         monkeypatch.setenv(name, "0")
-    environment = called(f"--num_processes 2 --mpirun_hostfile {written('hosts', 'localhost slots=2')}")[1]
-    assert not {"RANK", "LOCAL_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "WORLD_SIZE"} & {*environment}
+    environment = called(f"--num_processes 2 {hosts('localhost slots=2')}")[1]
+    assert not {*names, "WORLD_SIZE"} & {*environment}
 
 
-def test_threads_and_settings_of_intel(called, written, monkeypatch):
+def test_threads_and_settings_of_intel(called, hosts, written, monkeypatch):
     monkeypatch.setenv("KMP_BLOCKTIME", "7")
-    hosts = written("hosts", "localhost\n192.0.2.7")
-    config = "distributed_type: MULTI_CPU\nmpirun_config: {mpirun_ccl: 3, mpirun_hostfile: hosts}\n"
-    written("c.yaml", config)
+    option = hosts("localhost\n192.0.2.7")
+    written("c.yaml", "distributed_type: MULTI_CPU\nmpirun_config: {mpirun_ccl: 3, mpirun_hostfile: hosts}\n")
     environment = called("--num_processes 4 --config_file c.yaml")[1]
     assert environment["CCL_WORKER_COUNT"] == "3" and environment["KMP_BLOCKTIME"] == "7"
     assert environment["KMP_AFFINITY"] == "granularity=fine,compact,1,0"
-    # eight cores, and two processes on each machine
-    assert environment["OMP_NUM_THREADS"] == "4"
-    line = f"--num_processes 4 --num_cpu_threads_per_process 3 --mpirun_hostfile {hosts}"
+    assert environment["OMP_NUM_THREADS"] == "4"  # eight cores, and two processes on each machine
+    line = f"--num_processes 4 --num_cpu_threads_per_process 3 {option}"
     assert called(line)[1]["OMP_NUM_THREADS"] == "3"
 
 
-def test_modules_and_programs(called, written):
-    line = f"--num_processes 1 --mpirun_hostfile {written('hosts', 'localhost slots=1')}"
-    written("train.py.py", "")
-    assert called(f"{line} --module")[0][-4:] == [sys.executable, "-u", "-m", "train.py"]
-
-
-def test_exit_status_is_kept(programs, plan, written, monkeypatch):
+def test_exit_status_is_kept(programs, plan, hosts, monkeypatch):
     programs.add("mpirun", VERSIONS["openmpi"])
     monkeypatch.setenv("FAKE_STATUS", "7")
     with pytest.raises(subprocess.CalledProcessError) as caught:
-        runners.run(plan(f"--cpu --quiet --num_processes 1 --mpirun_hostfile {written('hosts', 'localhost')}"))
+        runners.run(plan(f"--cpu --quiet --num_processes 1 {hosts('localhost')}"))
     assert runners.failure_of(caught.value)[0] == 7
 
 
-def test_root_must_be_allowed(programs, plan, written, monkeypatch):
-    programs.add("mpirun", VERSIONS["openmpi"])
+def test_root_must_be_allowed(called, programs, hosts, monkeypatch):
     monkeypatch.delenv("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
-    line = f"--cpu --quiet --num_processes 1 --mpirun_hostfile {written('hosts', 'localhost')}"
+    line = f"--num_processes 1 {hosts('localhost')}"
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     with pytest.raises(LaunchError, match="OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"):
-        runners.run(plan(line))
+        called(line)
+    assert programs.calls() == []
+    called(line, "mpich")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    runners.run(plan(line))
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    programs.add("mpirun", VERSIONS["mpich"])
-    runners.run(plan(line))
-    assert len(programs.calls()) == 2
+    called(line)
 
 
 @pytest.mark.parametrize(
@@ -165,26 +162,98 @@ def test_root_must_be_allowed(programs, plan, written, monkeypatch):
         ("--num_processes 2", "", "names no machine"),
     ],
 )
-def test_refusals(programs, plan, written, line, text, fragment):
-    programs.add("mpirun", VERSIONS["openmpi"])
+def test_refusals(called, programs, hosts, line, text, fragment):
     with pytest.raises(LaunchError) as caught:
-        runners.run(plan(f"--cpu --quiet {line} --mpirun_hostfile {written('hosts', text)}"))
+        called(f"{line} {hosts(text)}")
     assert fragment in str(caught.value)
     assert programs.calls() == []
 
 
-def test_no_mpirun_and_an_unknown_one(programs, plan, written):
-    request = plan(f"--cpu --num_processes 1 --mpirun_hostfile {written('hosts', 'localhost')}")
+def test_dry_run_starts_nothing_and_needs_a_known_mpirun(programs, plan, hosts):
+    request = plan(f"--cpu --num_processes 1 {hosts('localhost slots=1')}")
     with pytest.raises(LaunchError, match="mpirun is not on the PATH"):
         runners.processes(request)
     programs.add("mpirun", "something else 1.0")
     with pytest.raises(LaunchError, match="'something else 1.0'"):
         runners.processes(request)
-
-
-def test_dry_run_starts_nothing(programs, plan, written):
     programs.add("mpirun", VERSIONS["openmpi"])
-    request = plan(f"--cpu --num_processes 1 --mpirun_hostfile {written('hosts', 'localhost slots=1')}")
     (process,) = runners.processes(request)
     assert process.command[0] == "mpirun" and programs.calls() == []
     assert request.runner == "mpi" and request.settings["num_machines"].source <= Source.DEFAULT
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "style"),
+    [
+        ("a\nb\n", [("a", None), ("b", None)], "plain"),
+        ("a slots=2\nme@b.c slots=3 max_slots=4\n", [("a", 2), ("me@b.c", 3)], "slots"),
+        ("a:2\nb:1 # comment\n\n# all\n", [("a", 2), ("b", 1)], "colon"),
+        ("a slots=2\nb\n", [("a", 2), ("b", None)], "mixed"),
+        ("a\na\na\n", [("a", 3)], "mixed"),
+        ("10.0.0.1 slots=1\nfe80::1\n[::1]", [("10.0.0.1", 1), ("fe80::1", None), ("[::1]", None)], "mixed"),
+        ("\ta  slots=2\r\n", [("a", 2)], "slots"),
+    ],
+)
+def test_styles_of_host_files(written, text, expected, style):
+    found, kind = mpi.read_hosts(written("hosts", text), "--x")
+    assert [(host.name, host.slots) for host in found] == expected and kind == style
+
+
+@pytest.mark.parametrize(
+    ("content", "fragment"),
+    [
+        (b"", "names no machine"),
+        (b"# only a comment\n\n", "names no machine"),
+        (b"a slots=two", "line 1 of hosts (--x) says 'two' slots"),
+        (b"a\nb slots=0", "line 2"),
+        (b"a:", "says '' slots"),
+        (b"a slots=-1", "'-1' slots"),
+        (b"a slots=99999999999999999999", "that must be a number from 1"),
+        (b"a slots = 2", "write slots=N or nothing"),
+        (b"a:2 slots=2", "holds the slots twice"),
+        (b"-oProxyCommand=evil", "which is no name"),
+        (b"me@-a", "which is no name"),
+        (b"a;rm", "which is no name"),
+        (b"$(id) slots=1", "which is no name"),
+        (b"a slots=2\na slots=2", "a stands twice in hosts"),
+        (b"\xff\xfe\x00", "cannot be read"),
+        (None, "--x is 'hosts': there is no such file"),
+    ],
+)
+def test_malformed_host_files(tmp_path, content, fragment):
+    if content is not None:
+        (tmp_path / "hosts").write_bytes(content)
+    with pytest.raises(LaunchError) as caught:
+        mpi.read_hosts("hosts", "--x", repeats=False)
+    assert fragment in str(caught.value)
+    with pytest.raises(LaunchError, match="that is a folder"):
+        mpi.read_hosts(str(tmp_path), "--x")
+
+
+@pytest.mark.parametrize(
+    ("hosts", "count", "machines", "expected"),
+    [
+        ([("a", 2), ("b", 2)], 2, None, [("a", 2)]),
+        ([("a", 2), ("b", 2)], 4, None, [("a", 2), ("b", 2)]),
+        ([("a", 2), ("b", 2)], 2, 2, [("a", 1), ("b", 1)]),
+        ([("a", 2), ("b", 2)], 3, None, [("a", 2), ("b", 1)]),
+        ([("a", 4), ("b", 2)], 6, None, [("a", 4), ("b", 2)]),
+        ([("a", 4), ("b", 2)], 4, 2, [("a", 2), ("b", 2)]),
+        ([("a", 4), ("b", 2), ("c", 9)], 4, 3, [("a", 4)]),
+        ([("a", None), ("b", None)], 4, None, [("a", 2), ("b", 2)]),
+        ([("a", None), ("b", None)], 1, None, [("a", 1)]),
+        ([("a", None), ("b", None)], 3, 1, [("a", 3)]),
+        ([("a", 2)], 2, 2, "--num_machines is 2, and --mpirun_hostfile names 1"),
+        ([("a", 2), ("b", 1)], 4, None, "has 3 slots on 2 machines"),
+        ([("a", 2), ("b", 9)], 4, 1, "has 2 slots on 1 machines"),
+        ([("a", None), ("b", None)], 3, None, "does not divide evenly over the 2 machines"),
+    ],
+)
+def test_layout(hosts, count, machines, expected):
+    hosts = [Host(*host) for host in hosts]
+    if isinstance(expected, str):
+        with pytest.raises(LaunchError) as caught:
+            mpi.layout(hosts, count, machines)
+        assert expected in str(caught.value)
+    else:
+        assert [(host.name, number) for host, number in mpi.layout(hosts, count, machines)] == expected

@@ -7,9 +7,9 @@ import torch
 
 from accelerate.devices import probe
 from accelerate.launch import hardware, runners
-from accelerate.launch.env import worker_environment
 from accelerate.launch.errors import LaunchError
 from accelerate.launch.hardware import Hardware
+from accelerate.launch.plan import worker_environment
 from accelerate.utils import imports
 
 detect = hardware.detect

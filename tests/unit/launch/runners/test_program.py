@@ -1,35 +1,115 @@
-"""What may leave this machine, and what stays."""
+"""Programs that the launcher starts or becomes, and which variables may leave this machine."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
 
 from accelerate.launch.runners import program
 
+posix = pytest.mark.skipif(os.name != "posix", reason="signals and replaced processes are those of POSIX")
+
+
+def start(text, **options):
+    """Start a Python program of this text, which finds the options in upper case among its variables."""
+    variables = {name.upper(): str(value) for name, value in options.items() if name != "stopped_is_failed"}
+    believed = {"stopped_is_failed": options.get("stopped_is_failed", False)}
+    program.start([sys.executable, "-c", text], {**os.environ, **variables}, **believed)
+
+
+def test_a_child_gets_its_variables_and_its_failure_is_raised(tmp_path):
+    start("import os, pathlib; pathlib.Path(os.environ['OUT']).write_text('done')", out=tmp_path / "out")
+    assert (tmp_path / "out").read_text() == "done"
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        start("raise SystemExit(4)")
+    assert caught.value.returncode == 4
+
+
+@posix
+@pytest.mark.parametrize("streams", ["", "sys.stdout = sys.stderr = None; "])  # a daemon has none
+def test_the_launcher_becomes_the_program(streams):
+    text = "import os, sys; from accelerate.launch.runners import program; " + streams
+    text += "program.start([sys.executable, '-c', 'import os; print(os.getpid())'], os.environ, replace=True)"
+    launcher = subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True)
+    assert int(launcher.communicate(timeout=60)[0]) == launcher.pid and launcher.returncode == 0
+
+
+ENDS_BY_ITSELF = "import os, signal; os.kill(os.getppid(), int(os.environ['NUMBER'])); signal.pause()"
+ENDS_WITH_0 = f"import signal, sys\nsignal.signal(int(__import__('os').environ['NUMBER']), lambda *_: sys.exit(0))\n{ENDS_BY_ITSELF}"
+
+
+@posix
+@pytest.mark.parametrize(
+    ("text", "name", "stopped_is_failed", "fails"),
+    [
+        *((ENDS_BY_ITSELF, name, False, True) for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")),
+        (ENDS_WITH_0, "SIGTERM", False, False),
+        (ENDS_WITH_0, "SIGTERM", True, True),  # MPICH's mpirun does that now and then
+        (ENDS_WITH_0, "SIGUSR1", True, False),  # that stops nothing, so 0 is believed after it
+    ],
+)
+def test_signals_reach_the_child(text, name, stopped_is_failed, fails):
+    number = getattr(signal, name)
+    before = signal.signal(number, signal.SIG_DFL)  # `nohup` may have started the tests
+    try:
+        if fails:
+            with pytest.raises(subprocess.CalledProcessError) as caught:
+                start(text, number=int(number), stopped_is_failed=stopped_is_failed)
+            assert caught.value.returncode == -number
+        else:
+            start(text, number=int(number), stopped_is_failed=stopped_is_failed)
+        assert signal.getsignal(number) == signal.SIG_DFL
+    finally:
+        signal.signal(number, before)
+
+
+@posix
+def test_what_the_launcher_ignores_the_child_ignores():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        start(
+            "import os, signal; os.kill(os.getppid(), signal.SIGHUP)\n"
+            "raise SystemExit(0 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else 9)"
+        )
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@posix
+def test_an_interrupt_that_no_terminal_sends_reaches_the_child(tmp_path):
+    """It comes to the launcher alone then, which must not wait for a child that knows nothing."""
+    child = (
+        "import os, pathlib, signal, time\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "try:\n    os.kill(os.getppid(), signal.SIGINT); time.sleep(300)\n"
+        "except KeyboardInterrupt:\n    pathlib.Path(os.environ['OUT']).write_text('interrupted')"
+    )
+    text = (
+        "import os, signal, sys; from accelerate.launch.runners import program\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "try:\n    program.start([sys.executable, '-c', sys.argv[1]], os.environ)\n"
+        "except KeyboardInterrupt:\n    sys.exit(5)"
+    )
+    variables = {**os.environ, "OUT": str(tmp_path / "out")}
+    command = [sys.executable, "-c", text, child]
+    # A session of its own has no terminal.
+    done = subprocess.run(command, env=variables, start_new_session=True, check=False, timeout=60)
+    assert done.returncode == 5 and (tmp_path / "out").read_text() == "interrupted"
+
 
 def test_variables_of_this_machine_stay():
-    given = {
-        "PATH": "/bin",
-        "HOME": "/root",
-        "SSH_AUTH_SOCK": "x",
-        "OMPI_MCA_btl": "tcp",
-        "BASH_FUNC_a%%": "x",
-        "A-B": "1",
-    }
-    assert program.handed_on(given) == ["PATH"]
+    given = ("PATH", "HOME", "XDG_SEAT", "SSH_AUTH_SOCK", "OMPI_MCA_btl", "_", "BASH_FUNC_a%%", "A-B", "HOME_OF_MINE")
+    assert program.handed_on(dict.fromkeys(given, "x")) == ["HOME_OF_MINE", "PATH"]
 
 
 def test_ranks_of_another_launcher_are_dropped():
-    given = {
-        "RANK": "0",
-        "WORLD_SIZE": "2",
-        "PMI_RANK": "1",
-        "OMPI_COMM_WORLD_SIZE": "2",
-        "TORCHELASTIC_RUN_ID": "x",
-        "A": "1",
-    }
-    assert program.own(given) == {"A": "1"}
+    given = ("RANK", "WORLD_SIZE", "PMI_RANK", "OMPI_COMM_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "A")
+    assert program.own(dict.fromkeys(given, "0")) == {"A": "0"}
 
 
 def test_secrets_and_logins_are_not_shown():
     shown = {"A": "http://proxy:80", "B": "http://me:pw@proxy", "HF_TOKEN": "x", "TOKENIZERS_PARALLELISM": "true"}
-    assert [name for name, value in shown.items() if program.may_be_shown(name, value)] == [
-        "A",
-        "TOKENIZERS_PARALLELISM",
-    ]
+    assert [n for n, value in shown.items() if program.may_be_shown(n, value)] == ["A", "TOKENIZERS_PARALLELISM"]

@@ -1,5 +1,6 @@
-"""Jobs of Amazon SageMaker, with an SDK that records what it is told."""
+"""Jobs of Amazon SageMaker, with an SDK that records its calls, and their role, in an AWS that moto plays."""
 
+import pathlib
 import subprocess
 import sys
 import types
@@ -10,7 +11,7 @@ from accelerate.launch import runners
 from accelerate.launch.errors import LaunchError
 from accelerate.launch.runners import sagemaker
 
-pytest.importorskip("boto3")
+boto3 = pytest.importorskip("boto3")
 
 CONFIG = """
 compute_environment: AMAZON_SAGEMAKER
@@ -69,12 +70,11 @@ def launch(plan, written):
     return run
 
 
+KEYS = "--aws_access_key_id AKID --aws_secret_access_key verysecret"
+
+
 def test_a_job(sdk, launch):
-    runners.run(
-        launch(
-            "--aws_access_key_id AKID --aws_secret_access_key verysecret", arguments=("--lr", "1e-3", "--x", "True")
-        )
-    )
+    runners.run(launch(KEYS, arguments=("--lr", "1e-3", "--x", "True")))
     (arguments,), (inputs,) = sdk.calls, sdk.fits
     session = arguments.pop("sagemaker_session").boto_session
     credentials = session.get_credentials()
@@ -84,32 +84,21 @@ def test_a_job(sdk, launch):
     assert environment["ACCELERATE_USE_SAGEMAKER"] == "true" and environment["ACCELERATE_MIXED_PRECISION"] == "bf16"
     assert environment["ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE"] == "NO"
     assert environment["ACCELERATE_DYNAMO_BACKEND"] == "NO" and "ACCELERATE_USE_CPU" not in environment
-    assert arguments == {
-        "image_uri": None,
-        "entry_point": "train.py",
-        "source_dir": ".",
-        "role": "trainer",
-        "transformers_version": "4.17.0",
-        "pytorch_version": "1.10.2",
-        "py_version": "py38",
-        "base_job_name": "accelerate-sagemaker-1",
-        "instance_count": 1,
-        "instance_type": "ml.g5.xlarge",
-        "debugger_hook_config": False,
-        "distribution": None,
-        "hyperparameters": {"lr": 0.001, "x": True},
-        "metric_definitions": None,
-    }
+    nothing = dict.fromkeys(("image_uri", "distribution", "metric_definitions"))
+    versions = {"transformers_version": "4.17.0", "pytorch_version": "1.10.2", "py_version": "py38"}
+    machines = {"instance_count": 1, "instance_type": "ml.g5.xlarge", "base_job_name": "accelerate-sagemaker-1"}
+    script = {"entry_point": "train.py", "source_dir": ".", "hyperparameters": {"lr": 0.001, "x": True}}
+    rest = {"role": "trainer", "debugger_hook_config": False}
+    assert arguments == {**nothing, **versions, **machines, **script, **rest}
 
 
 def test_profile_machines_and_further_arguments(sdk, launch, written, tmp_path):
     (tmp_path / "credentials").write_text("[mine]\naws_access_key_id = a\naws_secret_access_key = b\n")
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "job.py").touch()
-    more = (
-        "profile: mine\nnum_machines: 2\nimage_uri: 1.dkr/x\nadditional_args: {volume_size: 9, environment: {A: b}}\n"
-    )
-    runners.run(launch("src/job.py", CONFIG + more))
+    more = "profile: mine\nnum_machines: 2\nimage_uri: 1.dkr/x\n"
+    more += "additional_args: {volume_size: 9, environment: {A: b}}\n"
+    runners.run(launch(f"{KEYS} src/job.py", CONFIG + more))  # a profile comes before keys
     (arguments,) = sdk.calls
     assert arguments["sagemaker_session"].boto_session.profile_name == "mine"
     assert (arguments["instance_count"], arguments["image_uri"], arguments["volume_size"]) == (2, "1.dkr/x", 9)
@@ -117,21 +106,21 @@ def test_profile_machines_and_further_arguments(sdk, launch, written, tmp_path):
     assert arguments["environment"]["A"] == "b" and arguments["environment"]["ACCELERATE_USE_SAGEMAKER"] == "true"
     runners.run(launch("--num_machines 3 src/job.py", CONFIG + more))
     assert sdk.calls[1]["instance_count"] == 3
+    assert arguments["sagemaker_session"].boto_session.get_credentials().access_key == "a"
 
 
 @pytest.mark.parametrize(
-    ("kind", "instance", "expected"),
+    ("kind", "expected"),
     [
-        ("DATA_PARALLEL", "ml.p3.16xlarge", {"smdistributed": {"dataparallel": {"enabled": True}}}),
+        ("DATA_PARALLEL", {"smdistributed": {"dataparallel": {"enabled": True}}}),
         (
             "MODEL_PARALLEL",
-            "ml.p3.16xlarge",
             {"smdistributed": {"modelparallel": {"enabled": True}}, "mpi": {"enabled": True, "processes_per_host": 8}},
         ),
     ],
 )
-def test_parallelism(sdk, launch, kind, instance, expected):
-    runners.run(launch(config=CONFIG.replace('"NO"', kind).replace("ml.g5.xlarge", instance)))
+def test_parallelism(sdk, launch, kind, expected):
+    runners.run(launch(config=CONFIG.replace('"NO"', kind).replace("ml.g5.xlarge", "ml.p3.16xlarge")))
     assert sdk.calls[0]["distribution"] == expected
     assert sdk.calls[0]["environment"]["ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE"] == kind
 
@@ -153,11 +142,7 @@ def test_inputs_and_metrics(sdk, launch, written):
 
 
 def test_dry_run_starts_nothing_and_hides_secrets(sdk, launch):
-    plan = launch(
-        "--aws_access_key_id AKID --aws_secret_access_key verysecret",
-        arguments=("--hf_token", "alsosecret", "--lr", "1"),
-    )
-    (process,) = runners.processes(plan)
+    (process,) = runners.processes(launch(KEYS, arguments=("--hf_token", "alsosecret", "--lr", "1")))
     text = repr(process)
     assert "secret" not in text and "AKID" not in text and "'lr': 1" in text
     assert process.label == "SageMaker job" and sdk.calls == []
@@ -190,27 +175,12 @@ def test_a_job_of_a_configuration_object(sdk, place):
     job = SageMakerConfig(
         "AMAZON_SAGEMAKER", "NO", **common, ec2_instance_type="ml.g5.xlarge", iam_role_name="trainer"
     )
-    line = [
-        "--mixed_precision",
-        "bf16",
-        "--aws_access_key_id",
-        "a",
-        "--aws_secret_access_key",
-        "b",
-        "train.py",
-        "--lr",
-        "1",
-    ]
+    line = f"--mixed_precision bf16 {KEYS} train.py --lr 1".split()
     sagemaker_launcher(job, launch_command_parser().parse_args(line))
     (arguments,) = sdk.calls
     assert arguments["hyperparameters"] == {"lr": 1} and arguments["role"] == "trainer"
     assert arguments["environment"]["ACCELERATE_MIXED_PRECISION"] == "bf16"
-    assert arguments["sagemaker_session"].boto_session.get_credentials().access_key == "a"
-
-
-def test_the_sdk_refuses(sdk, launch):
-    with pytest.raises(LaunchError, match="The SageMaker SDK refuses this job: no such version"):
-        runners.run(launch(config=CONFIG + "py_version: py1\n"))
+    assert arguments["sagemaker_session"].boto_session.get_credentials().access_key == "AKID"
 
 
 @pytest.mark.parametrize(
@@ -226,7 +196,9 @@ def test_the_sdk_refuses(sdk, launch):
         ("", CONFIG + "sagemaker_inputs_file: none.tsv\n", (), "No such file"),
         ("", CONFIG + "sagemaker_inputs_file: bad.tsv\n", (), "Line 2 of bad.tsv (sagemaker_inputs_file)"),
         ("--aws_access_key_id AKID", CONFIG, (), "--aws_secret_access_key is missing"),
-        ("", CONFIG + "profile: nobody\n", (), "no AWS profile 'nobody'"),
+        ("", CONFIG + "profile: nobody\n", (), "The config profile (nobody) could not be found"),
+        ("", CONFIG + "num_machines: 0\n", (), "num_machines is 0"),
+        ("", CONFIG + "py_version: py1\n", (), "The SageMaker SDK refuses this job: no such version"),
         ("--max_restarts 1", CONFIG, (), "--max_restarts"),
     ],
 )
@@ -241,23 +213,81 @@ def test_refusals(sdk, launch, written, tmp_path, line, config, arguments, fragm
 
 def test_no_sdk_and_a_newer_one(launch, fake_package, monkeypatch):
     fake_package("sagemaker", __init__="__version__ = '3.27.0'")
-    with pytest.raises(LaunchError, match=r"SDK 3\.27\.0 has no estimators.*sagemaker<3"):
-        runners.run(launch())
-    monkeypatch.setitem(sys.modules, "sagemaker", None)
-    with pytest.raises(ImportError, match="not installed"):
-        runners.run(launch())
+    for _ in range(2):
+        with pytest.raises(ImportError, match="version 2 of its SDK, which is not installed.*sagemaker<3"):
+            runners.run(launch())
+        monkeypatch.setitem(sys.modules, "sagemaker", None)
 
 
 @pytest.mark.parametrize(
-    ("words", "values"),
+    ("line", "values"),
     [
-        (
-            ["--a", "1", "--b", "x", "--c", "1.5", "-d", "False", "--e", "-3"],
-            {"a": 1, "b": "x", "c": 1.5, "d": False, "e": -3},
-        ),
-        (["--with-dash=v=w", "--empty", ""], {"with-dash": "v=w", "empty": ""}),
-        (["--id", "1_000", "--none", "None"], {"id": "1_000", "none": "None"}),
+        ("--a 1 --b x --c 1.5 -d False --e -3", {"a": 1, "b": "x", "c": 1.5, "d": False, "e": -3}),
+        ("--with-dash=v=w --empty=", {"with-dash": "v=w", "empty": ""}),
+        ("--id 1_000 --none None", {"id": "1_000", "none": "None"}),
     ],
 )
-def test_hyperparameters(words, values):
-    assert sagemaker.hyperparameters(words) == values
+def test_hyperparameters(line, values):
+    assert sagemaker.hyperparameters(line.split()) == values
+
+
+@pytest.fixture
+def iam(monkeypatch):
+    """The roles of an account."""
+    moto = pytest.importorskip("moto")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "testing")
+    with moto.mock_aws():
+        yield boto3.client("iam")
+
+
+def test_a_role_is_created_once_with_what_a_job_needs(iam):
+    assert sagemaker.create_role("trainer", region="us-east-1") is True
+    assert sagemaker.create_role("trainer") is False
+    trust = iam.get_role(RoleName="trainer")["Role"]["AssumeRolePolicyDocument"]["Statement"]
+    assert [statement["Principal"] for statement in trust] == [{"Service": "sagemaker.amazonaws.com"}]
+    # Policies of Amazon's, such as AmazonSageMakerFullAccess, allow far more.
+    assert iam.list_attached_role_policies(RoleName="trainer")["AttachedPolicies"] == []
+    (name,) = iam.list_role_policies(RoleName="trainer")["PolicyNames"]
+    (allowed,) = iam.get_role_policy(RoleName="trainer", PolicyName=name)["PolicyDocument"]["Statement"]
+    assert {"s3:GetObject", "s3:PutObject", "logs:PutLogEvents", "ecr:BatchGetImage"} <= {*allowed["Action"]}
+    assert not [action for action in allowed["Action"] if "*" in action]
+    assert {action.partition(":")[0] for action in allowed["Action"]} == {"cloudwatch", "ecr", "logs", "s3"}
+
+
+def test_no_code_attaches_a_policy_of_amazons():
+    package = pathlib.Path(sagemaker.__file__).parents[2]
+    texts = [file.read_text("utf-8") for file in package.rglob("*.py")]
+    assert len(texts) > 100
+    assert not [text for text in texts if "FullAccess" in text or "attach_role_policy" in text]
+
+
+def test_a_half_made_role_is_taken_back(monkeypatch):
+    from botocore.exceptions import ClientError
+
+    calls = []
+
+    class Iam:
+        exceptions = types.SimpleNamespace(EntityAlreadyExistsException=KeyError)
+
+        def __getattr__(self, name):
+            def call(**arguments):
+                calls.append((name, arguments["RoleName"]))
+                if name == "put_role_policy":
+                    raise ClientError({"Error": {"Code": "LimitExceeded", "Message": "no more"}}, name)
+
+            return call
+
+    monkeypatch.setattr(boto3, "Session", lambda **options: types.SimpleNamespace(client=lambda service: Iam()))
+    with pytest.raises(LaunchError, match="AWS did not let us create the IAM role 'trainer': .*no more"):
+        sagemaker.create_role("trainer")
+    assert calls == [(name, "trainer") for name in ("create_role", "put_role_policy", "delete_role")]
+
+
+def test_no_account_and_no_boto3(monkeypatch):
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    with pytest.raises(LaunchError, match="AWS did not let us create the IAM role 'trainer'"):
+        sagemaker.create_role("trainer", region="us-east-1")
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    with pytest.raises(LaunchError, match=r"accelerate\[sagemaker\]"):
+        sagemaker.create_role("trainer")

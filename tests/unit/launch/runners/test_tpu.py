@@ -1,6 +1,7 @@
-"""Processes of the cores of a TPU, with a torch_xla that records what it is told."""
+"""TPUs: the processes of the cores, with a torch_xla that records its calls, and what reaches the machines of a pod."""
 
 import json
+import shlex
 import subprocess
 import sys
 
@@ -8,6 +9,7 @@ import pytest
 
 from accelerate.launch import runners
 from accelerate.launch.errors import LaunchError
+from accelerate.launch.resolve import resolve
 from accelerate.launch.runners import tpu
 
 SPAWN = """
@@ -34,6 +36,19 @@ def other():
     sys.exit(7)
 number = 3
 """
+CONFIG = """
+distributed_type: XLA
+num_processes: 8
+tpu_use_cluster: true
+tpu_name: pod
+tpu_zone: zone-a
+tpu_env: [A=1]
+main_training_function: run
+"""
+WORKER = (
+    "accelerate-launch --tpu --no_tpu_cluster --num_machines 1 --mixed_precision bf16 --dynamo_backend no --num_processes 8 "
+    "--main_training_function run"
+)
 
 
 @pytest.fixture
@@ -46,44 +61,33 @@ def xla(fake_package, place, monkeypatch):
 
 def test_the_function_runs_on_each_core(xla, plan):
     runners.run(plan("--tpu --quiet --num_processes 8 --mixed_precision bf16"))
-    assert (
-        xla() == [["train", ["train.py"], {"XLA_USE_BF16": "1", "XLA_DOWNCAST_BF16": None, "FORK_LAUNCHED": "1"}]] * 2
-    )
+    seen = {"XLA_USE_BF16": "1", "XLA_DOWNCAST_BF16": None, "FORK_LAUNCHED": "1"}
+    assert xla() == [["train", ["train.py"], seen]] * 2
 
 
 def test_one_core_a_module_and_arguments(xla, parse):
-    from accelerate.launch.resolve import resolve
-
     line = "--tpu --quiet --num_processes 1 --mixed_precision bf16 --downcast_bf16 -m train --lr 1 -- -x"
     runners.run(resolve(parse(line)))
     ((name, argv, seen),) = xla()
     assert (name, argv[1:], seen["XLA_DOWNCAST_BF16"]) == ("train", ["--lr", "1", "--", "-x"], "1")
 
 
-def test_status_of_a_failure(xla, plan):
+@pytest.mark.parametrize(
+    ("function", "status", "words"),
+    [
+        ("other", 7, ""),
+        ("nothing", 2, "train.py has no function 'nothing'"),
+        ("number", 2, "train.py has no function 'number'"),
+    ],
+)
+def test_a_function_that_fails_or_is_none(xla, plan, function, status, words, capfd):
     with pytest.raises(subprocess.CalledProcessError) as caught:
-        runners.run(plan("--tpu --quiet --num_processes 8 --main_training_function other"))
-    assert caught.value.returncode == 7
-
-
-@pytest.mark.parametrize("name", ["nothing", "number"])
-def test_no_such_function(xla, plan, name, capfd):
-    with pytest.raises(subprocess.CalledProcessError) as caught:
-        runners.run(plan(f"--tpu --quiet --num_processes 8 --main_training_function {name}"))
-    assert caught.value.returncode == 2
+        runners.run(plan(f"--tpu --quiet --num_processes 8 --main_training_function {function}"))
     said = capfd.readouterr().err
-    assert f"train.py has no function '{name}'" in said and "Traceback" not in said
+    assert caught.value.returncode == status and words in said and "Traceback" not in said
 
 
-def test_what_would_be_started(plan):
-    (process,) = runners.processes(plan("--tpu --num_processes 8 --main_training_function f"))
-    assert process.command == (
-        *(sys.executable, "-m", "accelerate.launch.runners.tpu", "--function", "f", "--", "train.py"),
-    )
-    assert "--cores" in runners.processes(plan("--tpu --num_processes 1"))[0].command
-
-
-def test_refusals(plan, monkeypatch):
+def test_refusals_on_one_machine(plan, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch_xla", None)
     with pytest.raises(ImportError, match="needs torch_xla"):
         runners.run(plan("--tpu --quiet --num_processes 8"))
@@ -93,13 +97,69 @@ def test_refusals(plan, monkeypatch):
 
 @pytest.mark.parametrize(
     ("precision", "downcast", "expected"),
-    [
-        ("bf16", False, {"XLA_USE_BF16": "1"}),
-        ("bf16", "no", {"XLA_USE_BF16": "1"}),
-        ("bf16", True, {"XLA_DOWNCAST_BF16": "1"}),
-        ("no", True, {}),
-        (None, False, {}),
-    ],
+    [("bf16", False, "XLA_USE_BF16"), ("bf16", "no", "XLA_USE_BF16"), ("no", True, None), (None, False, None)],
 )
 def test_precision(precision, downcast, expected):
-    assert tpu.precision_variables(precision, downcast) == expected
+    assert tpu.precision_variables(precision, downcast) == ({expected: "1"} if expected else {})
+
+
+@pytest.fixture
+def pod(parse, written, programs):
+    """Return a plan for a pod; gcloud records its calls."""
+    programs.add("gcloud")
+
+    def make(line="", arguments=(), config=CONFIG):
+        written("c.yaml", config)
+        args = parse(f"--config_file c.yaml --quiet --mixed_precision bf16 {line} train.py")
+        args.training_script_args = list(arguments)
+        return resolve(args)
+
+    return make
+
+
+def test_gcloud(programs, pod):
+    arguments = ("--text", "a; b $(c)", "it's")
+    runners.run(pod("--env B=x --env C=y", arguments))
+    words = programs.calls()[0]["arguments"]
+    assert words[:-4] == ["compute", "tpus", "tpu-vm", "ssh", "pod", "--zone", "zone-a"]
+    assert words[-4] == "--command" and words[-2:] == ["--worker", "all"]
+    # A shell of each machine reads it.
+    environment = ["env", "ACCELERATE_IN_TPU_POD=1", "B=x", "C=y"]
+    assert shlex.split(words[-3]) == [*environment, *WORKER.split(), "train.py", *arguments]
+
+
+def test_sudo_machines_options_and_status(programs, pod, monkeypatch):
+    monkeypatch.setenv("FAKE_STATUS", "4")
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        runners.run(pod("--tpu_use_sudo --vm 0 --vm 2 --downcast_bf16 --debug"))
+    words = programs.calls()[0]["arguments"]
+    assert caught.value.returncode == 4 and words[-1] == "0,2"
+    remote = shlex.split(words[-3])
+    assert remote[:5] == ["sudo", "env", "ACCELERATE_IN_TPU_POD=1", "A=1", "accelerate-launch"]
+    assert remote[-3:] == ["--downcast_bf16", "--debug", "train.py"]
+
+
+@pytest.mark.parametrize(
+    ("line", "config", "fragment"),
+    [
+        ("--vm v1", CONFIG, "--vm is 'v1': gcloud knows the machines"),
+        ("--env A", CONFIG, "--env is 'A'; write NAME=VALUE"),
+        ("--env 1A=2", CONFIG, "--env is '1A'"),
+        ("--env HF_TOKEN=verysecret", CONFIG, "--env HF_TOKEN holds a secret"),
+        ("", CONFIG.replace("tpu_name: pod", ""), "Which pod?"),
+        ("", CONFIG.replace("tpu_name: pod", "tpu_name: --command=evil"), "is no name of a TPU"),
+        ("--max_restarts 1", CONFIG, "--max_restarts"),
+    ],
+)
+def test_refusals_on_a_pod(programs, pod, line, config, fragment):
+    with pytest.raises(LaunchError) as caught:
+        runners.run(pod(line, config=config))
+    assert fragment in str(caught.value) and "verysecret" not in str(caught.value)
+    assert programs.calls() == []
+
+
+def test_a_dry_run_needs_no_gcloud(programs, pod):
+    (programs.folder / "gcloud").unlink()
+    with pytest.raises(LaunchError, match="gcloud is not on the PATH"):
+        runners.run(pod())
+    assert runners.processes(pod())[0].command[0] == "gcloud"

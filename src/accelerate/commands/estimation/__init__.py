@@ -1,1 +1,0 @@
-"""What `accelerate estimate-memory` is made of: what a model consists of, how that is found out, and the arithmetic."""

@@ -1,0 +1,264 @@
+"""Whose traceback is shown, what is said about the others, and the exit status; real launches are in tests/distributed."""
+
+import signal
+import subprocess
+import sys
+import types
+
+import pytest
+
+from accelerate.launch import failures
+from accelerate.launch.failures import Reporter, Seen, endings_of, failure_of, killer, kills
+
+CLOSED = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
+
+
+class ChildError(Exception):
+    def __init__(self, **ended):
+        self.failures = {int(name[1:]): failure for name, failure in ended.items()}
+
+
+class SignalError(Exception):
+    sigval = 15
+
+
+def ended(code, summary=None, time=0.0, *, stopped=False, fault="", **told):
+    """A stand-in for torch's ProcessFailure, with what our agent has seen."""
+    data = {"message": "x"}
+    if summary is not None:
+        record = {
+            "summary": summary,
+            "traceback": f"Traceback of {summary}\n{summary}\n",
+            "where": "train.py:3 in main",
+        }
+        data["accelerate"] = {**record, "time": time, "host": "here", **told}
+    seen = Seen(time, stopped, fault)
+    return types.SimpleNamespace(pid=7, exitcode=code, error_file_data=data, seen=seen, timestamp=99)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "fragment"),
+    [
+        (ChildError(r1=ended(3)), 3, "rank 1 (pid 7) failed with exit status 3; its own messages stand above"),
+        (ChildError(r1=ended(1, "E")), 1, "rank 1 (pid 7) failed with exit status 1; its traceback stands above"),
+        (ChildError(r0=ended(-9)), 137, "was killed by SIGKILL"),
+        (ChildError(r0=ended(-200)), 328, "signal 200"),
+        (SignalError(), 143, "stopped by SIGTERM"),
+        (subprocess.CalledProcessError(5, ["x"]), 5, "exit status 5"),
+        (subprocess.CalledProcessError(-15, ["x"]), 143, "SIGTERM"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        # A rank that the launcher stopped while it was on its way out has failed by itself.
+        (
+            ChildError(r0=ended(-15, "ValueError: x", 1.0, stopped=True), r1=ended(1, CLOSED, 1.1)),
+            1,
+            "rank 0 (pid 7) failed with exit status 1",
+        ),
+        (ChildError(r0=ended(75, time=1.0), r1=ended(-15, stopped=True)), 75, "it has saved itself"),
+        (subprocess.CalledProcessError(75, ["x"]), 75, "it has saved itself"),
+    ],
+)
+def test_failures_become_a_status_and_a_line(error, status, fragment):
+    assert failure_of(error)[0] == status
+    assert fragment in failure_of(error)[1]
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError(), type("E", (Exception,), {"failures": (1, 2)})()])
+def test_foreign_errors_stay_errors(error):
+    with pytest.raises(type(error)):
+        failure_of(error)
+
+
+@pytest.mark.parametrize(
+    ("first", "ranks"),
+    [
+        # The clock decides between two of the same kind.
+        (1, {"r0": ended(1, "A", 2.0), "r1": ended(1, "B", 1.5)}),
+        # One that was killed leaves no time; the other's connection broke because of it, whatever the clock says.
+        (1, {"r0": ended(1, CLOSED, 1.0), "r1": ended(-9, time=1.1)}),
+        (1, {"r0": ended(1, CLOSED, 1.0), "r1": ended(1, "ValueError: x", 1.1)}),
+        # Whom the launcher stopped did not fail, whoever that was.
+        (1, {"r0": ended(-15, time=1.0, stopped=True), "r1": ended(3, time=2.0)}),
+        # But one that had left its traceback before that had failed.
+        (0, {"r0": ended(-15, "ValueError: x", 1.0, stopped=True), "r1": ended(1, CLOSED, 1.1)}),
+        # Where all of them lost somebody, the first one stands for them.
+        (1, {"r0": ended(1, CLOSED, 2.0), "r1": ended(1, CLOSED, 1.0)}),
+    ],
+)
+def test_who_failed_first(first, ranks):
+    assert endings_of(ChildError(**ranks).failures)[0].rank == first
+
+
+def test_without_our_agent_torch_decides():
+    plain = types.SimpleNamespace(pid=1, exitcode=2, error_file_data={"message": "<NONE>"}, timestamp=5)
+    earlier = types.SimpleNamespace(pid=1, exitcode=3, error_file_data={"accelerate": "no mapping"}, timestamp=4)
+    assert failure_of(ChildError(r0=plain, r1=earlier))[0] == 3
+
+
+@pytest.fixture
+def report(monkeypatch):
+    monkeypatch.setattr(failures, "kills", dict)
+    written = []
+
+    def report(quiet=False, attempt=1, attempts=1, **ranks):
+        Reporter(quiet, written.append).failed(ChildError(**ranks).failures, attempt, attempts)
+        return "".join(written)
+
+    return report
+
+
+def test_one_traceback_and_a_line_for_each_other(report):
+    text = report(
+        r0=ended(1, "ValueError: x", 2.0),
+        r1=ended(1, "ValueError: x", 1.0),
+        r2=ended(1, "ValueError: x", 3.0),
+        r3=ended(1, "ValueError: x", 3.0),
+        r4=ended(1, "KeyError: 'y'", 3.0),
+        r5=ended(1, CLOSED, 3.0),
+        r6=ended(4, time=3.0),
+        r7=ended(-15, time=3.0, stopped=True),
+        r8=ended(-9, time=3.0, stopped=True),
+    )
+    assert text == (
+        "accelerate launch: rank 1 on here failed:\n"
+        "Traceback of ValueError: x\nValueError: x\n"
+        "accelerate launch: ranks 0, 2-3 failed with the same error.\n"
+        "accelerate launch: rank 4 failed as well, with another error: KeyError: 'y' (train.py:3 in main)\n"
+        "accelerate launch: rank 6 failed with exit status 4.\n"
+        f"accelerate launch: rank 5 failed because another rank had gone: {CLOSED}\n"
+        "accelerate launch: ranks 7-8 ended because the launcher stopped the run.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("how", "ranks", "text"),
+    [
+        (
+            {"quiet": True},
+            {"r0": ended(1, "ValueError: x", 1.0), "r1": ended(1, "ValueError: x", 2.0)},
+            "Traceback of ValueError: x\nValueError: x\n",
+        ),
+        (  # a hook of the program has printed it
+            {},
+            {"r0": ended(1, "ValueError: x", 1.0, shown=True), "r1": ended(1, "ValueError: x", 2.0, shown=True)},
+            "rank 1 failed with the same error.\n",
+        ),
+        (
+            {},
+            {"r0": ended(-11, time=1.0, fault="Fatal Python error: Segmentation fault\n")},
+            "rank 0 failed:\nFatal Python error: Segmentation fault\n"
+            "rank 0 was killed by SIGSEGV: that is a fault in machine code, of a library and not of the script.\n",
+        ),
+        ({}, {"r0": ended(-9)}, "rank 0 was killed by SIGKILL: memory ran out.\n"),
+        (
+            {"attempts": 3},
+            {"r0": ended(1, "E", 1.0)},
+            "rank 0 on here failed in attempt 1 of 3:\nTraceback of E\nE\nrank 0 (pid 7) failed with exit status 1.\n",
+        ),
+        ({}, {"r0": ended(75, time=1.0), "r1": ended(75, time=1.0)}, ""),
+    ],
+)
+def test_other_endings(report, monkeypatch, how, ranks, text):
+    monkeypatch.setattr(failures, "killer", lambda before: "memory ran out")
+    assert report(**how, **ranks).replace("accelerate launch: ", "") == text
+
+
+def test_a_process_that_does_not_end_is_shown_once(monkeypatch):
+    written = []
+    reporter = Reporter(write=written.append)
+    told = ended(1, "ValueError: x", 1.0).error_file_data["accelerate"]
+    reporter.lingers(2, told)
+    reporter.lingers(2, told)
+    reporter.failed({2: ended(1, "ValueError: x", 1.0)}, 1, 1)
+    text = "".join(written)
+    assert text.count("Traceback of") == 1 and "rank 2 on here has failed, and does not end:" in text
+    reporter.started(2, 2, None)  # the next attempt is another matter
+    reporter.failed({2: ended(1, "ValueError: x", 1.0)}, 2, 2)
+    assert "".join(written).count("Traceback of") == 2
+
+
+def test_the_course_of_a_run():
+    written = []
+    Reporter(write=written.append, keeps_logs=False).started(1, 1, "a folder that goes with the run")
+    reporter = Reporter(write=written.append)
+    reporter.started(1, 3, None)
+    reporter.started(2, 3, "logs/run/attempt_1")
+    reporter.stopping(signal.SIGINT, 30)
+    reporter.stopping(signal.SIGTERM, 30.0)
+    reporter.interrupted(
+        {0: {"where": "a.py:1 in f"}, 2: {"where": ""}, 1: {"where": "a.py:1 in f"}, 3: {"where": "b"}}
+    )
+    assert "".join(written).replace("accelerate launch: ", "").splitlines() == [
+        "all processes start again: attempt 2 of 3.",
+        "the output of local rank N is copied to logs/run/attempt_1, folder N.",
+        "SIGINT came: the processes have 30 s to end; Ctrl-C again kills them.",
+        "SIGTERM came: the processes have 30 s to end.",
+        "ranks 0-1 stood at a.py:1 in f.",
+        "rank 3 stood at b.",
+    ]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ValueError("I/O operation on closed file")])
+def test_standard_error_that_takes_nothing_ends_no_run(monkeypatch, error):
+    def fail(text):
+        raise error
+
+    monkeypatch.setattr(sys, "stderr", types.SimpleNamespace(write=fail, flush=lambda: None))
+    Reporter().tell("x")
+    monkeypatch.setattr(sys, "stderr", None)
+    Reporter().tell("x")
+
+
+# -- whether the kernel has killed a process because memory ran out; with files of the tests ------------------------------
+
+GROUP = "sys/fs/cgroup/job/7/"
+OLD_GROUP = "sys/fs/cgroup/memory/job/"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        ({}, {}, "the launcher did not do that"),
+        ({}, {"proc/vmstat": "oom_kill 3\n"}, "the memory of this machine ran out"),
+        (
+            {
+                "proc/self/cgroup": "0::/job/7\n",
+                f"{GROUP}memory.events": "low 0\noom 1\noom_kill 0\noom_group_kill 0\n",
+                f"{GROUP}memory.max": f"{8 << 30}\n",
+            },
+            {f"{GROUP}memory.events": "low 0\noom 2\noom_kill 1\n", "proc/vmstat": "oom_kill 3\n"},
+            "its control group ran out (limit 8.0 GiB)",
+        ),
+        *(  # control groups of the first version, without a limit
+            (
+                {
+                    "proc/self/cgroup": "5:cpu:/x\n4:memory:/job\n",
+                    f"{OLD_GROUP}memory.oom_control": "under_oom 0\noom_kill 0\n",
+                    f"{OLD_GROUP}memory.limit_in_bytes": limit,
+                },
+                {f"{OLD_GROUP}memory.oom_control": "under_oom 0\noom_kill 4\n"},
+                "its control group ran out, and",
+            )
+            for limit in ("max", "9223372036854771712")
+        ),
+        (  # a container that sees its own root alone
+            {"proc/self/cgroup": "0::/../elsewhere\n", "sys/fs/cgroup/memory.events": "oom_kill 0\n"},
+            {"sys/fs/cgroup/memory.events": "oom_kill 1\n"},
+            "its control group ran out",
+        ),
+    ],
+)
+def test_why_a_process_was_killed(tmp_path, before, after, words):
+    def write(files):
+        for path, text in files.items():
+            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / path).write_text(text)
+
+    write({"proc/vmstat": "nr_free_pages 5\noom_kill 2\n", **before})
+    counts = kills(tmp_path)
+    write(after)
+    assert words in killer(counts, tmp_path)
+
+
+def test_other_systems_say_nothing(tmp_path):
+    assert kills(tmp_path) == {}
+    assert "the launcher did not do that" in killer({}, tmp_path)

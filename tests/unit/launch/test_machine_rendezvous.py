@@ -1,0 +1,282 @@
+"""Launchers of several machines that join rounds at a store, in threads of one process."""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from accelerate.config.exit_status import PREEMPTED
+from accelerate.launch import heartbeat, machine_rendezvous
+from accelerate.launch.errors import LaunchError, RunError
+from accelerate.launch.machine_rendezvous import FailedElsewhere, MachineRendezvous
+from accelerate.utils.other import get_free_port
+
+SAVED = f"ended with exit status {PREEMPTED}"
+
+
+@pytest.fixture
+def at():
+    """Return a function that makes the rendezvous of one machine at one port."""
+    port = get_free_port()
+
+    def at(machine: int | None, machines: int = 2, processes: int = 1, **rest: Any) -> MachineRendezvous:
+        settings = {"join_timeout": 20.0, "heartbeat_timeout": 20.0, "report": lambda line: None, **rest}
+        return MachineRendezvous("127.0.0.1", port, machines, machine, processes, **settings)
+
+    return at
+
+
+def together(*calls: Callable[[], Any]) -> list[Any]:
+    """Call functions at the same time; return what they returned or raised."""
+    results: list[Any] = [None] * len(calls)
+
+    def call(index: int) -> None:
+        try:
+            results[index] = calls[index]()
+        except Exception as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=call, args=(index,)) for index in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return results
+
+
+@pytest.fixture
+def join():
+    """Return a function that lets machines join a round; they leave at the end of the test."""
+    joined: list[MachineRendezvous] = []
+
+    def join(*machines: MachineRendezvous) -> list[Any]:
+        joined.extend(machine for machine in machines if machine not in joined)
+        return together(*(machine.next_rendezvous for machine in machines))
+
+    yield join
+    for machine in reversed(joined):
+        machine.leave()
+
+
+@pytest.fixture
+def pair(at, join):
+    """Return a function that makes two machines in round 0."""
+
+    def pair(**first: Any) -> list[MachineRendezvous]:
+        machines = [at(0, **first), at(1)]
+        all_well(join(*machines))
+        return machines
+
+    return pair
+
+
+def all_well(results: list[Any]) -> None:
+    assert not any(isinstance(result, Exception) for result in results), results
+
+
+def until(found: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        if result := found():
+            return result
+        time.sleep(0.02)
+    raise AssertionError("waited in vain")
+
+
+def beats(machine: MachineRendezvous, count: int) -> None:
+    """Wait until a machine has published its state some more times."""
+    before = machine.heartbeat._own["beat"]
+    until(lambda: machine.heartbeat._own["beat"] >= before + count)
+
+
+# -- joining -----------------------------------------------------------------------------------------------------------
+
+
+def test_all_machines_have_the_same_members_and_store(at, join):
+    three = [at(machine, machines=3) for machine in (2, 0, 1)]
+    infos = join(*three)
+    all_well(infos)
+    assert [info.rank for info in infos] == [2, 0, 1] and {info.world_size for info in infos} == {3}
+    assert {machine.round for machine in three} == {0} and three[0].members == three[1].members
+    infos[0].store.set("key", "value")
+    assert infos[1].store.get("key") == b"value"
+
+
+def test_numbers_are_given(at, join, monkeypatch):
+    host = at(0, machines=3)
+    # On one host all have the address of machine 0; on several, only machine 0.
+    monkeypatch.setattr(machine_rendezvous.network, "is_this_machine", lambda host: False)
+    others = [at(None, machines=3) for _ in range(2)]
+    all_well(join(host, *others))
+    assert sorted(other.machine for other in others) == [1, 2]
+
+
+def test_a_restart_is_followed(pair):
+    first, second = pair()
+    follow = lambda: until(second.num_nodes_waiting) and second.next_rendezvous()  # noqa: E731
+    infos = together(first.next_rendezvous, follow)
+    all_well(infos)
+    assert (first.round, second.round) == (1, 1) and not first.num_nodes_waiting()
+    # Torch leaves addresses in a store: the processes of another round have another one.
+    assert infos[0].bootstrap_store_info.master_port != first.port
+
+
+def test_both_machines_may_ask_for_the_restart(pair, join):
+    first, second = pair()
+    for number in (1, 2):
+        all_well(join(first, second))
+        assert (first.round, second.round) == (number, number)
+
+
+def test_a_late_launcher_does_not_disturb(at, pair, join):
+    first, _ = pair()
+    (error,) = join(at(1, join_timeout=1.0))
+    assert isinstance(error, RunError) and "goes on without this machine" in str(error)
+    assert not first.num_nodes_waiting() and first.heartbeat.lost() is None
+
+
+def test_a_new_launcher_takes_the_number_of_a_lost_one(at, pair, join):
+    first, second = pair(heartbeat_timeout=1.0)
+    former = second.members[1].identity
+    second._stop_heartbeat()  # without a word, as if it was killed
+    lost = str(until(first.heartbeat.lost))
+    assert "machine 1 (" in lost and "has not answered" in lost
+    new = at(1)
+    all_well(join(first, new))
+    assert (first.round, new.round) == (1, 1) and first.members[1].identity != former
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "words"),
+    [
+        ({"processes": 2}, {"processes": 4}, ["processes of each machine", "2 on machine", "4 on machine"]),
+        ({"restarts": 2}, {}, ["--max_restarts"]),
+    ],
+)
+def test_machines_must_agree(at, join, here, there, words):
+    for error in join(at(0, **here), at(1, **there)):
+        assert isinstance(error, LaunchError) and all(word in str(error) for word in words)
+
+
+def test_two_machines_with_one_number(at, join, monkeypatch):
+    monkeypatch.setattr(machine_rendezvous, "_STALE_S", 0.5)
+    results = join(*[at(machine, machines=3, join_timeout=2.0) for machine in (0, 1, 1)])
+    assert sum(isinstance(error, LaunchError) and "number of its own" in str(error) for error in results) == 1, results
+
+
+def test_a_machine_that_does_not_come_is_named(at, join):
+    (error,) = join(at(0, machines=3, join_timeout=0.5))
+    assert isinstance(error, RunError) and "machine 1, 2 of 3" in str(error) and "port" in str(error)
+
+
+def test_no_answer(at, join):
+    (error,) = join(at(1, join_timeout=0.5))
+    assert isinstance(error, RunError) and "127.0.0.1" in str(error)
+
+
+def test_the_port_is_taken(at, join):
+    join(at(0, machines=1))
+    (error,) = join(at(0, machines=1))
+    assert isinstance(error, RunError) and "cannot listen" in str(error) and "--main_process_port" in str(error)
+
+
+def test_the_port_is_free_afterwards(at):
+    for _ in range(2):
+        first, second = at(0), at(1)
+        all_well(together(first.next_rendezvous, second.next_rendezvous))
+        second.leave()
+        first.leave()
+        del first, second
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_machine_that_stops_waiting_frees_its_number(at, join, monkeypatch, killed):
+    """By a word when it gives up; when it is killed, because its record stands still."""
+    monkeypatch.setattr(machine_rendezvous, "_STALE_S", 0.5)
+    host, gone, again = at(0, machines=3), at(1, machines=3, join_timeout=0.5), at(1, machines=3)
+    infos: list[Any] = []
+    waiting = threading.Thread(target=lambda: infos.extend(join(host)))
+    waiting.start()
+    if killed:
+        monkeypatch.setattr(gone, "_withdraw", lambda: None)
+    (error,) = together(gone.next_rendezvous)
+    assert isinstance(error, RunError) and "did not come" in str(error)
+    takes_over = threading.Thread(target=lambda: infos.extend(join(again)))
+    takes_over.start()
+    until(lambda: again._written)
+    infos += join(at(2, machines=3))
+    for thread in (waiting, takes_over):
+        thread.join(60)
+    all_well(infos)
+    assert host.members[1].identity == again.members[1].identity != gone._record["identity"]
+
+
+# -- while the processes run -------------------------------------------------------------------------------------------
+
+
+def test_a_machine_that_is_done_need_not_answer(pair):
+    first, second = pair(heartbeat_timeout=1.0)
+    second.heartbeat.report_done()
+    second.leave()
+    until(lambda: first.heartbeat.machines_that("done"))
+    first.heartbeat.report_done()
+    assert until(first.heartbeat.all_done) and first.heartbeat.lost() is None
+
+
+def test_the_first_failure_counts(pair):
+    first, second = pair()
+    second.heartbeat.report_failure("rank 1 ended with exit status 9")
+    assert "machine 1 (" in until(lambda: first.heartbeat.failure) and "status 9" in first.heartbeat.failure
+    first.heartbeat.report_failure("rank 0 ended with exit status 1")
+    beats(first, 2)
+    assert "status 9" in first.heartbeat.failure
+
+
+@pytest.mark.parametrize("words", ["was stopped by SIGINT", None])
+def test_a_launcher_that_leaves_says_so(pair, words):
+    first, second = pair()
+    if words:
+        second.heartbeat.report_end(words)
+    second.leave()
+    lost = str(until(first.heartbeat.lost))
+    assert "machine 1 (" in lost and f"{words or 'has left the run'}. The processes" in lost
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.05)
+
+
+def test_a_machine_that_has_failed_and_left_is_not_missed(pair, quick):
+    first, second = pair(heartbeat_timeout=0.5)
+    second.heartbeat.report_failure(f"rank 1 {SAVED}")
+    second.leave()
+    until(lambda: first.heartbeat.failure)
+    time.sleep(1.0)
+    beats(first, 1)
+    assert first.heartbeat.lost() is None
+
+
+def test_machine_0_stays_while_others_save(pair, quick):
+    first, second = pair()
+    first.heartbeat.report_failure(f"rank 0 {SAVED}")
+    leaving = threading.Thread(target=first.leave, args=(60.0,))
+    leaving.start()
+    until(lambda: second.heartbeat.failure)
+    beats(second, 10)
+    assert leaving.is_alive() and second.heartbeat.lost() is None
+    assert FailedElsewhere(second.heartbeat.failure).status == PREEMPTED
+    second.heartbeat.report_failure(f"rank 1 {SAVED}")
+    second.leave()
+    leaving.join(20)
+    assert not leaving.is_alive()
+
+
+def test_machine_0_does_not_stay_for_machines_that_have_the_news(pair, quick):
+    first, _ = pair()
+    first.heartbeat.report_failure("rank 0 ended with exit status 7")
+    started = time.monotonic()
+    first.leave(60.0)
+    assert time.monotonic() - started < 20 and FailedElsewhere("rank 0 ended with exit status 7").status == 1
