@@ -139,7 +139,7 @@ def find_required(given: str | os.PathLike[str] | None) -> pathlib.Path:
         given: as in `find`.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: there is no such file, or it is a folder.
     """
     path = find(given)
     if path is None:
@@ -147,7 +147,16 @@ def find_required(given: str | os.PathLike[str] | None) -> pathlib.Path:
             f"There is no configuration file {default_path()!r}. Write one with `accelerate config default`, or name another "
             "with --config_file."
         )
+    if path.is_dir():
+        raise FileNotFoundError(is_a_folder(path))
     return path
+
+
+def is_a_folder(path: pathlib.Path) -> str:
+    """Return the message for a folder where a file has to be."""
+    inside = path / "default_config.yaml"
+    hint = f"did you mean {inside}?" if inside.is_file() else "name the file in it."
+    return f"The configuration file {path} is a folder; {hint}"
 
 
 def load_mapping(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from accelerate.launch.config_file import is_a_folder
 from accelerate.launch.errors import LaunchError
 
 # Real files have fewer than 100 lines; these leave room for long lists of commands.
@@ -82,9 +83,7 @@ def _text(path: pathlib.Path) -> str:
     try:
         mode = path.stat().st_mode
         if stat.S_ISDIR(mode):
-            inside = path / "default_config.yaml"
-            hint = f"did you mean {inside}?" if inside.is_file() else "name the file in it."
-            raise LaunchError(f"The configuration file {path} is a folder; {hint}")
+            raise LaunchError(is_a_folder(path))
         if not stat.S_ISREG(mode):  # a pipe would wait for its writer, and could be read once only
             raise LaunchError(f"The configuration file {path} is a pipe or a device; it must be a file.")
         with open(path, "rb") as stream:

@@ -23,9 +23,13 @@ def update_config(args: argparse.Namespace) -> str:
         The file.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        LaunchError: it holds an unknown key, or a value that is none; it is left alone.
+        LaunchError: there is no such file, or it holds an unknown key, or a value that is none; it is left alone.
+        FileNotFoundError: it is a folder.
     """
+    try:
+        files.find(args.config_file)
+    except FileNotFoundError as error:
+        raise LaunchError(str(error)) from None
     path = files.find_required(args.config_file)
     _update(path)
     return str(path)
