@@ -86,7 +86,9 @@ def table(results, packages, ours, number):
                 ratio = f"{row[ours] / row[peer]:.2f}" if row[peer] > 0 else ""
                 cells = " | ".join(number(row[name]) for name in packages)
                 lines.append(f"| {done} | {figure} | {cells} | {ratio} |")
-        if "save_state, and on the disk (s)" in figures:  # each with what is asked of it: ours is on the disk, the peer's is not
+        if (
+            "save_state, and on the disk (s)" in figures
+        ):  # each with what is asked of it: ours is on the disk, the peer's is not
             durable = figures["save_state, and on the disk (s)"]
             lines.append(
                 f"| {done} | on the disk / the peer's, not on the disk | | | {durable[ours] / figures['save_state (s)'][peer]:.2f} |"
