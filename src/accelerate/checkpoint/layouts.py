@@ -386,7 +386,7 @@ def read_for_model(
     flat = isinstance(stored.state, Mapping) and any(str(name).endswith("_flat_param") for name in stored.state)
     layout: Layout = "local" if flat else "sharded"
     own = state.model_state(model, layout=layout, **getter)
-    over = over and stored.verified and not state.is_fsdp1(model) and all(map(state.is_memory, own.values.values()))
+    over = over and stored.verified and state.is_models_memory(own, model)
     read = together(lambda: read_model(own, stored, state.tied_names(model), strict, over))
     return read, own, layout, stored.finish if over else None
 

@@ -350,13 +350,27 @@ def like(value: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
 
 
 def is_memory(value: Any) -> bool:
-    """Say whether a value is a tensor or DTensor whose memory on this rank is that of the object that it is the state of.
+    """Say whether a value is a tensor or DTensor whose part on this rank is plain memory.
 
     Args:
         value: of a model's or optimizer's state.
     """
     tensor = value.to_local() if is_dtensor(value) else value
     return type(tensor) in (torch.Tensor, nn.Parameter)
+
+
+def is_models_memory(state: ModelState, model: nn.Module) -> bool:
+    """Say whether the values of a model's state are the model's own memory: hooks may return copies, and FSDP1 does.
+
+    Args:
+        state: what `model_state` returned.
+        model: of any kind.
+    """
+    values, own = list(state.values.values()), (*model.parameters(), *model.buffers())
+    if is_fsdp1(model) or not all(map(is_memory, (*values, *own))):
+        return False
+    held = {part(tensor).untyped_storage().data_ptr() for tensor in own}
+    return all(part(value).untyped_storage().data_ptr() in held for value in values)
 
 
 def part(value: Any) -> torch.Tensor:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from accelerate.commands.utils import CustomArgumentParser
-from accelerate.utils import constants
+from accelerate.config.options import BY_NAME
 
 if TYPE_CHECKING:
     from accelerate.commands.accelerate_cli import Command
@@ -29,19 +29,10 @@ _FILES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("log_dir", "checkpoint_directory", "output_path", "folder", "checkpoint", "model_name"), ()),
     **dict.fromkeys(("offload_optimizer_nvme_path", "offload_param_nvme_path"), ()),
 }
+# Beside the words of the option table.
 _WORDS: dict[str, Iterable[str]] = {
-    "rdzv_backend": ("static", "c10d"),
     "tee": ("0", "1", "2", "3"),
     "gpu_ids": ("all",),
-    "deepspeed_multinode_launcher": constants.DEEPSPEED_MULTINODE_LAUNCHERS,
-    "offload_optimizer_device": ("none", "cpu", "nvme"),
-    "offload_param_device": ("none", "cpu", "nvme"),
-    "zero_stage": ("0", "1", "2", "3"),
-    "fsdp_sharding_strategy": constants.FSDP_SHARDING_STRATEGY,
-    "fsdp_auto_wrap_policy": constants.FSDP_AUTO_WRAP_POLICY,
-    "fsdp_backward_prefetch": constants.FSDP_BACKWARD_PREFETCH,
-    "fsdp_state_dict_type": constants.FSDP_STATE_DICT_TYPE,
-    "parallelism_config_cp_comm_strategy": ("allgather", "alltoall"),
     "parallelism_config_sp_attn_implementation": ("eager", "flash_attention_2", "flash_attention_3", "sdpa"),
 }
 
@@ -100,8 +91,9 @@ def describe_values(parser: argparse.ArgumentParser) -> None:
 
 
 def _completer(action: argparse.Action) -> Callable[..., Iterable[str]]:
-    if action.dest in _WORDS:
-        return lambda prefix, **_: _WORDS[action.dest]
+    words = _WORDS.get(action.dest) or getattr(BY_NAME.get(action.dest), "words", None)
+    if words:
+        return lambda prefix, **_: words
     if action.dest in _FILES:
         return lambda prefix, **_: list(_paths(prefix, _FILES[action.dest]))
     if "true or false" in (action.help or "") or str(action.default) in ("true", "false"):

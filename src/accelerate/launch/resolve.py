@@ -106,6 +106,11 @@ def resolve(
     machines = Machines() if other or task else _machines(values, job)
     devices, usable = _devices(values, environ)
     if other:
+        if job and job.task:
+            notes.append(
+                f"{job.source} has started {job.task.world_size} of these launches, and each of them starts a whole run by {other}. "
+                "Start one."
+            )
         several = values["num_machines"].value or 1
         count = _count(values, usable, several, f"as {other} finds them")
         local = max(count // several, 1)

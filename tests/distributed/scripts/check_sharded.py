@@ -396,6 +396,27 @@ def check_a_load_reads_over_what_is_there():
             accelerator.wait_for_everyone()
 
 
+def check_a_model_whose_state_is_a_copy_is_loaded():
+    """Reading over such a state would change the copy alone, and the load would be lost without an error."""
+
+    def copies(module, state, prefix, metadata):
+        for name in list(state):
+            state[name] = state[name].clone()
+
+    accelerator = fresh_accelerator(fsdp_plugin=sharding(2))
+    model = accelerator.prepare(build()[0])
+    model._register_state_dict_hook(copies)
+    before = weights(accelerator, model)
+    with shared_folder() as folder:
+        accelerator.save_state(folder)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        accelerator.load_state(folder)
+        accelerator.wait_for_everyone()
+    assert_close(weights(accelerator, model), before)
+
+
 def check_a_size_that_is_none_is_refused_by_all_ranks():
     accelerator = fresh_accelerator(fsdp_plugin=sharding(2))
     model = accelerator.prepare(build()[0])
@@ -524,6 +545,7 @@ CHECKS = (
     check_weights_are_written_where_they_are,
     check_what_ranks_have_whole_is_written_as_the_first_has_it,
     check_a_load_reads_over_what_is_there,
+    check_a_model_whose_state_is_a_copy_is_loaded,
     check_a_size_that_is_none_is_refused_by_all_ranks,
     check_a_step_is_skipped_by_all_ranks,
     check_shards_are_written_in_the_background,

@@ -23,7 +23,7 @@ def processes(plan: LaunchPlan, environment: Mapping[str, str]) -> list[Process]
         environment = {**network.gloo_variables(address), **environment}
     if plan.machines.rank is not None:
         return local.processes(plan, {**environment, **meet})
-    # Nobody knows the ranks before the machines have met.
+    # The ranks are not known before the machines have met.
     own = [{"LOCAL_RANK": str(local), **meet} for local in range(plan.local_processes)]
     return [Process(f"local rank {one['LOCAL_RANK']}", tuple(plan.command), {**environment, **one}) for one in own]
 
