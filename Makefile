@@ -29,7 +29,7 @@ export TOKENIZERS_PARALLELISM ?= false
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo quality style test test-slow test-gpu test-interop test-transformers \
+.PHONY: help setup demo quality style test test-fast coverage test-slow test-gpu test-interop test-transformers \
 	test-upstream test-crash bench bench-peer docs reference size interface clean
 .DELETE_ON_ERROR:
 # Stamps made by pattern rules are no intermediate files: without them every environment would be made again.
@@ -85,9 +85,10 @@ setup: $(VENV)/.ready ## make .venv with the package (editable) and the developm
 demo: $(VENV)/.ready-transformers ## both faults and a training on real data, two processes, with a table at the end
 	$(BIN)/python examples/demo.py
 
-quality: $(VENV)/.ready ## lint, format check, links of the documentation
+quality: $(VENV)/.ready ## lint, format check, dead code, links of the documentation
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python tools/dead_code.py
 	$(BIN)/python tools/check_links.py
 
 style: $(VENV)/.ready ## let the linter and the formatter repair what they can
@@ -96,6 +97,15 @@ style: $(VENV)/.ready ## let the linter and the formatter repair what they can
 
 test: $(VENV)/.ready-interop $(PEER)/.ready ## unit, architecture, distributed and interop tests
 	$(PYTEST) -n $(WORKERS) --dist loadgroup --timeout $(LIMIT_S) -m 'not slow and not gpu' tests $(ARGS)
+
+test-fast: $(VENV)/.ready ## unit and architecture tests alone
+	$(PYTEST) -n $(WORKERS) --dist loadgroup --timeout $(LIMIT_S) -m 'not slow and not gpu' tests/unit tests/architecture $(ARGS)
+
+coverage: $(VENV)/.ready-interop $(PEER)/.ready ## the same tests as `make test`, and which branches of src/ no test and no child process takes
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest -n $(WORKERS) --dist loadgroup --timeout $(LIMIT_S) -m 'not slow and not gpu' tests $(ARGS)
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report
 
 test-slow: $(VENV)/.ready-interop $(PEER)/.ready ## the tests marked slow
 	$(PYTEST) -m 'slow and not gpu' tests $(ARGS)

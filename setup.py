@@ -14,12 +14,12 @@ STORES = ["fsspec"]
 MENUS = ["questionary>=2"]
 TESTING = [
     # pytest 9.2 hides from xdist 3.8 which tests belong together, and they share expensive fixtures.
-    *["pytest>=8,<9.2", "pytest-xdist", "pytest-timeout", "parameterized", "hypothesis", "scikit-learn", "torchdata"],
+    *["pytest>=8,<9.2", "pytest-xdist", "pytest-timeout", "coverage>=7.10", "parameterized", "hypothesis", "scikit-learn", "torchdata"],
     *[*TRACKERS, *EXPORT, *STORES, "s3fs", "moto[server]>=5"],
     *["argcomplete", "cloudpickle", "ipykernel", "jsonschema", "jupyter_client", *MENUS, "torchao"],
 ]
 EXTRAS = {
-    "quality": ["ruff==0.17.5"],
+    "quality": ["ruff==0.17.5", "vulture>=2.14"],
     "testing": TESTING,
     "test_trackers": TRACKERS,
     "docs": ["mkdocs-material", "mkdocstrings[python]"],
