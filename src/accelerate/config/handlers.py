@@ -1,48 +1,14 @@
 """Keyword handlers: small dataclasses whose changed fields become the keyword arguments of a torch object."""
 
 import copy
-import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
 
-from accelerate.config.enums import DDPCommunicationHookType, at_public_path
-
-_environment: ContextVar[Mapping[str, str] | None] = ContextVar("environment_of_handlers", default=None)
-
-
-def from_environment(variable: str, default: Any, convert: Callable[[str, str], Any] | None = None) -> Any:
-    """Return what an environment variable says about a field that was left at None.
-
-    Args:
-        variable: its name.
-        default: the value where it is not set or empty, and in the handler that `to_kwargs` compares with.
-        convert: turns the text and the name of the variable into the value.
-    """
-    chosen = _environment.get()
-    text = (os.environ if chosen is None else chosen).get(variable, "")
-    if not text.strip():
-        return default
-    return text if convert is None else convert(text, variable)
-
-
-def is_reference() -> bool:
-    """Tell whether the handler under construction only serves `to_kwargs` to compare with, so that it must not warn."""
-    return _environment.get() is not None
-
-
-@contextmanager
-def _without_environment() -> Iterator[None]:
-    # Emptying os.environ instead would race with the C code of other threads, which may call getenv at any time.
-    token = _environment.set({})
-    try:
-        yield
-    finally:
-        _environment.reset(token)
+from accelerate.config import env
+from accelerate.config.enums import DDPCommunicationHookType, DynamoBackend, at_public_path
 
 
 @at_public_path
@@ -60,7 +26,7 @@ class KwargsHandler:
 
     def to_kwargs(self) -> dict[str, Any]:
         """Return the attributes that differ from those of a handler built without arguments or environment variables."""
-        with _without_environment():
+        with env.without_variables():
             usual = type(self)().to_dict()
         return {name: value for name, value in self.to_dict().items() if name not in usual or usual[name] != value}
 
@@ -349,3 +315,63 @@ class GradientAccumulationPlugin(KwargsHandler):
                 "exact=True scales windows that the end of a data loader cuts short, but sync_with_dataloader=False "
                 "lets windows run across it. Set sync_with_dataloader=True or drop exact."
             )
+
+
+@at_public_path
+@dataclass
+class TorchDynamoPlugin(KwargsHandler):
+    """What `torch.compile` is told when `Accelerator.prepare` compiles a model.
+
+    Each field left at None is read from the environment variable in brackets, which the launcher sets.
+
+    Args:
+        backend: the compiler, as a `DynamoBackend` or its name in any case; "no" compiles nothing
+            (ACCELERATE_DYNAMO_BACKEND).
+        mode: "default", "reduce-overhead" or "max-autotune" (ACCELERATE_DYNAMO_MODE).
+        fullgraph: fail where the model does not compile as one graph (ACCELERATE_DYNAMO_USE_FULLGRAPH).
+        dynamic: compile for any shape; None lets torch find out (ACCELERATE_DYNAMO_USE_DYNAMIC).
+        options: what the backend itself is told; torch takes no `mode` then.
+        disable: make `torch.compile` return the model unchanged.
+        use_regional_compilation: compile the repeated blocks of the model one by one, which starts much faster
+            (ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION).
+
+    Raises:
+        ValueError: `backend` is unknown.
+
+    Example:
+        >>> from accelerate import Accelerator
+        >>> accelerator = Accelerator(dynamo_plugin=TorchDynamoPlugin(backend="inductor", mode="reduce-overhead"))
+
+    Source: https://pytorch.org/docs/stable/generated/torch.compile.html
+    """
+
+    backend: DynamoBackend | None = None
+    mode: str | None = None
+    fullgraph: bool | None = None
+    dynamic: bool | None = None
+    options: Any = None
+    disable: bool = False
+    use_regional_compilation: bool | None = None
+
+    def __post_init__(self) -> None:
+        env.fill(
+            self,
+            {
+                "backend": ("dynamo_backend", "no"),
+                "mode": ("dynamo_mode", "default"),
+                "fullgraph": ("dynamo_use_fullgraph", False),
+                "dynamic": ("dynamo_use_dynamic", None),
+                "use_regional_compilation": ("dynamo_use_regional_compilation", False),
+            },
+        )
+        self.backend = DynamoBackend(str(self.backend).upper())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all attributes, deep-copied, with the backend written as `torch.compile` reads it."""
+        return super().to_dict() | {"backend": self.backend.value.lower()}
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """Return the arguments for `torch.compile` that differ from a plugin built without arguments or variables."""
+        kwargs = super().to_kwargs()
+        kwargs.pop("use_regional_compilation", None)  # for us, not for torch
+        return kwargs
