@@ -5,7 +5,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from accelerate.commands.config import store
+from accelerate.commands.config import config_utils as store
 from accelerate.launch.errors import LaunchError
 
 
