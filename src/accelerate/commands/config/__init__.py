@@ -28,7 +28,7 @@ class _Commands(argparse._SubParsersAction):
         above = getattr(namespace, "config_file", None)
         super().__call__(parser, namespace, values, option_string)
         name = "save_location" if namespace.subcommand == "default" else "config_file"
-        if above is not None and name not in namespace.nondefault:
+        if isinstance(above, str) and name not in namespace.nondefault:  # anything else says that it was not given
             setattr(namespace, name, above)
 
 

@@ -19,7 +19,9 @@ from accelerate.utils.constants import (
     SAGEMAKER_TRANSFORMERS_VERSION,
 )
 
-default_json_config_file = default_yaml_config_file = os.path.join(files.cache_dir(), "default_config.yaml")
+cache_dir = files.cache_dir()
+hf_cache_home = os.path.dirname(cache_dir)
+default_json_config_file = default_yaml_config_file = os.path.join(cache_dir, "default_config.yaml")
 # For a new file; where only an old JSON file exists, that one.
 default_config_file = files.default_path()
 
