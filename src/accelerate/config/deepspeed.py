@@ -70,9 +70,7 @@ def read_deepspeed_config(source: Any) -> dict[str, Any]:
                 return decoded
         except (binascii.Error, ValueError):  # bad base64, or no text, or no JSON: the error below covers them all
             pass
-    raise ValueError(
-        f"hf_ds_config is {source!r}; it must be a dictionary, the path of an existing JSON file, or a base64 string of JSON."
-    )
+    raise ValueError(f"hf_ds_config is {source!r}; give a dictionary, an existing JSON file, or JSON in base64.")
 
 
 class HfDeepSpeedConfig:
@@ -258,16 +256,11 @@ class DeepSpeedPlugin:
         ignored = os.environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
         ignored = [name for name in ignored if name in _NOT_WITH_A_FILE]
         if ignored:
-            raise ValueError(
-                f"The launcher sets {', '.join(ignored)}, which a DeepSpeed config file overrides. Set them in that file and "
-                "remove them from the accelerate config file or the command line."
-            )
+            raise ValueError(f"The launcher sets {', '.join(ignored)}; set them in the DeepSpeed config file instead.")
         self.hf_ds_config = source if isinstance(source, HfDeepSpeedConfig) else HfDeepSpeedConfig(source)
         self.deepspeed_config = self.hf_ds_config.config
         if "zero_optimization" not in self.deepspeed_config:
-            raise ValueError(
-                "The DeepSpeed config has no zero_optimization; add it, with a stage of 0 to train without ZeRO."
-            )
+            raise ValueError("The DeepSpeed config has no zero_optimization; add it (stage 0 is no ZeRO).")
         if "gradient_accumulation_steps" not in self.deepspeed_config:
             steps = self.gradient_accumulation_steps if steps_given else 1
             self.deepspeed_config["gradient_accumulation_steps"] = 1 if steps == "auto" else steps
@@ -283,8 +276,7 @@ class DeepSpeedPlugin:
         self.zero3_init_flag = env.setting(self.zero3_init_flag, "zero3_init_flag", self.zero_stage == 3)
         if self.zero3_init_flag and self.zero_stage != 3:
             warnings.warn(
-                f"zero3_init_flag=True is ignored: the ZeRO stage is {self.zero_stage}, not 3.",
-                stacklevel=4,
+                f"zero3_init_flag=True is ignored: the ZeRO stage is {self.zero_stage}, not 3.", stacklevel=4
             )
             self.zero3_init_flag = False
 
@@ -331,8 +323,7 @@ class DeepSpeedPlugin:
         if value == "auto":
             if ds_key_long not in kwargs:
                 raise ValueError(
-                    f"`{ds_key_long}` is 'auto' in the DeepSpeed config and nothing here determines it. Write its value into "
-                    "the config, or pass it as a keyword argument."
+                    f"`{ds_key_long}` is 'auto' in the DeepSpeed config, and nothing determines it; set it there."
                 )
             node[key] = kwargs[ds_key_long]
         elif must_match and value is not None and mismatches is not None:
@@ -367,10 +358,7 @@ class DeepSpeedPlugin:
                 self.fill_match(prefix + key, mismatches, must_match=must_match, **kwargs)
         if mismatches and not prefix:
             report = "\n".join(mismatches)
-            raise ValueError(
-                f"The DeepSpeed config disagrees with the objects and arguments of this run:\n{report}\nCorrect the config; "
-                "'auto' takes the run's value."
-            )
+            raise ValueError(f"The DeepSpeed config disagrees with this run; 'auto' takes the run's values:\n{report}")
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
         """Write the Accelerator's precision into the configuration, where that leaves it open.
@@ -398,9 +386,7 @@ class DeepSpeedPlugin:
                     "'auto' or false there, or change mixed_precision."
                 )
             if half == wanted and not section["enabled"]:
-                logger.warning(
-                    "mixed_precision=%s is ignored: the DeepSpeed config disables %s.", mixed_precision, half
-                )
+                logger.warning("mixed_precision=%s is ignored: the config disables %s.", mixed_precision, half)
 
     # -- transformers' view of the configuration -----------------------------------------------------------------
 
@@ -443,10 +429,7 @@ class DeepSpeedPlugin:
         if not self.zero3_init_flag:
             return
         if not is_transformers_available():
-            raise ImportError(
-                "zero3_init_flag=True shards models while transformers builds them, but transformers is not installed. Install "
-                "it, or set zero3_init_flag=False."
-            )
+            raise ImportError("zero3_init_flag=True needs transformers, which builds the models; install it.")
         from transformers.integrations import HfDeepSpeedConfig as Registered
 
         config = copy.deepcopy(self.deepspeed_config)
@@ -511,12 +494,10 @@ class DeepSpeedPlugin:
             raise ImportError("transformer_moe_cls_names needs DeepSpeed 0.14.0 or newer; install `deepspeed`.")
         from deepspeed.utils import set_z3_leaf_modules
 
-        classes = []
-        for name in to_names(names):
-            cls = get_module_class_from_name(model, name)
-            if cls is None:
-                raise ValueError(
-                    f"transformer_moe_cls_names has {name!r}, which does not occur in {type(model).__name__}."
-                )
-            classes.append(cls)
-        set_z3_leaf_modules(model, classes)
+        classes = {name: get_module_class_from_name(model, name) for name in to_names(names)}
+        missing = [name for name, cls in classes.items() if cls is None]
+        if missing:
+            raise ValueError(
+                f"transformer_moe_cls_names has {missing}, which {type(model).__name__} does not contain."
+            )
+        set_z3_leaf_modules(model, list(classes.values()))

@@ -66,9 +66,7 @@ class AORecipeKwargs(KwargsHandler):
             raise ImportError("AORecipeKwargs needs torchao 0.6.1 or later. Install it with `pip install torchao`.")
         if self.config is not None:
             if self.pad_inner_dim is not None or self.enable_fsdp_float8_all_gather is not None:
-                warnings.warn(
-                    "pad_inner_dim and enable_fsdp_float8_all_gather have no effect beside config; set them in config."
-                )
+                warnings.warn("pad_inner_dim and enable_fsdp_float8_all_gather have no effect beside config.")
             return
         names = ("pad_inner_dim", "enable_fsdp_float8_all_gather")
         env.fill(self, {name: (f"fp8_{name}", True) for name in names})
@@ -114,10 +112,8 @@ class TERecipeKwargs(KwargsHandler):
 
     def __post_init__(self) -> None:
         if not is_transformer_engine_available():
-            raise ImportError(
-                f"{type(self).__name__} needs Transformer Engine. Install it with "
-                "`pip install transformer-engine[pytorch]`, or use another recipe, such as AORecipeKwargs."
-            )
+            install = "`pip install transformer-engine[pytorch]`"
+            raise ImportError(f"{type(self).__name__} needs Transformer Engine: {install}, or use AORecipeKwargs.")
         self._fill_scaling_fields()
 
     def _fill_scaling_fields(self) -> None:
@@ -169,9 +165,7 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
 
     def __post_init__(self) -> None:
         if env.environment():  # empty for the recipe that `to_kwargs` compares with
-            warnings.warn(
-                "FP8RecipeKwargs is deprecated; use TERecipeKwargs or MSAMPRecipeKwargs instead.", FutureWarning
-            )
+            warnings.warn("FP8RecipeKwargs is deprecated; use TERecipeKwargs or MSAMPRecipeKwargs.", FutureWarning)
         env.fill(self, {"backend": ("fp8_backend", "MSAMP" if is_msamp_available() else "TE")})
         self.backend = _choose("backend", str(self.backend).upper(), ("MSAMP", "TE"))
         if self.backend == "TE":

@@ -169,9 +169,7 @@ class FullyShardedDataParallelPlugin:
         if self.fsdp_version not in (1, 2):
             raise ValueError(f"fsdp_version is {self.fsdp_version}; torch has versions 1 and 2.")
         if self.fsdp_version == 2 and is_torch_version("<", FSDP2_PYTORCH_VERSION):
-            raise ValueError(
-                f"fsdp_version=2 needs torch {FSDP2_PYTORCH_VERSION} or newer. Upgrade torch or set fsdp_version=1."
-            )
+            raise ValueError(f"fsdp_version=2 needs torch {FSDP2_PYTORCH_VERSION}; upgrade it, or set fsdp_version=1.")
 
     def _resolve_sharding(self) -> None:
         from torch.distributed.fsdp import ShardingStrategy
@@ -179,21 +177,15 @@ class FullyShardedDataParallelPlugin:
         aliases = {"HYBRID_SHARD_ZERO2": ShardingStrategy._HYBRID_SHARD_ZERO2}
         same = self.reshard_after_forward
         if isinstance(same, bool):
-            raise ValueError(
-                f"reshard_after_forward is {same}, but fsdp_version=1 shards by a strategy. Set sharding_strategy, or "
-                "fsdp_version=2."
-            )
+            raise ValueError(f"reshard_after_forward is {same}; with fsdp_version=1 set sharding_strategy instead.")
         if same is not None:
             same = self.reshard_after_forward = to_enum(ShardingStrategy, same, "reshard_after_forward", aliases)
             self.sharding_strategy = same if self.sharding_strategy is None else self.sharding_strategy
         chosen = self._said("sharding_strategy", "FULL_SHARD")
         self.sharding_strategy = to_enum(ShardingStrategy, chosen, "sharding_strategy", aliases)
         if same not in (None, self.sharding_strategy):
-            warnings.warn(
-                f"sharding_strategy={self.sharding_strategy.name} is used; reshard_after_forward={same.name} disagrees "
-                "with it and is ignored.",
-                stacklevel=4,
-            )
+            used = f"sharding_strategy={self.sharding_strategy.name} is used"
+            warnings.warn(f"{used}; reshard_after_forward={same.name} disagrees and is ignored.", stacklevel=4)
 
     def _resolve_resharding(self) -> None:
         if self.sharding_strategy is not None and self.reshard_after_forward is None:
@@ -205,10 +197,7 @@ class FullyShardedDataParallelPlugin:
                     "false; replicas of shards come from ParallelismConfig(dp_replicate_size=..., dp_shard_size=...)."
                 )
             self.reshard_after_forward = means[name]
-            logger.warning(
-                "sharding_strategy belongs to FSDP version 1; reshard_after_forward=%s says the same in version 2.",
-                means[name],
-            )
+            logger.warning("sharding_strategy is now reshard_after_forward=%s (FSDP version 2).", means[name])
         given = self.reshard_after_forward
         if given is not None and not isinstance(given, (bool, str)):
             raise ValueError(f"reshard_after_forward is {given!r}; with fsdp_version=2 it must be true or false.")
@@ -254,10 +243,9 @@ class FullyShardedDataParallelPlugin:
         if self.min_num_params is not None:
             self.min_num_params = to_int(self.min_num_params, "min_num_params")
         if policy is None and (self.transformer_cls_names_to_wrap or self.min_num_params):
+            given = (self.transformer_cls_names_to_wrap, self.min_num_params)
             logger.warning(
-                "transformer_cls_names_to_wrap=%s and min_num_params=%s are ignored without an auto_wrap_policy.",
-                self.transformer_cls_names_to_wrap,
-                self.min_num_params,
+                "transformer_cls_names_to_wrap=%s, min_num_params=%s: ignored without auto_wrap_policy.", *given
             )
 
     def _resolve_flags(self) -> None:
@@ -276,24 +264,16 @@ class FullyShardedDataParallelPlugin:
             self._resolve_loading()
             return
         if self.forward_prefetch is not None:
-            raise ValueError(
-                f"forward_prefetch is {self.forward_prefetch}, but fsdp_version=2 has no such switch. Leave it out, or "
-                "set fsdp_version=1."
-            )
-        for name, why in (
-            ("use_orig_params", "it always uses the original parameters"),
-            ("sync_module_states", "it loads weights without it"),
-        ):
+            raise ValueError(f"forward_prefetch is {self.forward_prefetch}; fsdp_version=2 has none: leave it out.")
+        for name in ("use_orig_params", "sync_module_states"):
             if getattr(self, name) is not None:
-                logger.warning("%s=%s is ignored by FSDP version 2: %s.", name, getattr(self, name), why)
+                logger.warning("%s=%s is ignored: FSDP version 2 needs none.", name, getattr(self, name))
                 setattr(self, name, None)
 
     def _resolve_loading(self) -> None:
         if self.cpu_ram_efficient_loading and not self.sync_module_states:
-            warnings.warn(
-                "cpu_ram_efficient_loading leaves the weights on rank 0 only, so sync_module_states is set to True.",
-                stacklevel=5,
-            )
+            why = "cpu_ram_efficient_loading leaves the weights on rank 0 only"
+            warnings.warn(f"{why}, so sync_module_states is set to True.", stacklevel=5)
             self.sync_module_states = True
         if self.sync_module_states and self.param_init_fn is None:
             self.param_init_fn = _materialize
@@ -317,9 +297,7 @@ class FullyShardedDataParallelPlugin:
         usual = kind.FULL_STATE_DICT if self.fsdp_version == 1 else kind.SHARDED_STATE_DICT
         chosen = to_enum(kind, env.setting(chosen, "fsdp_state_dict_type", usual), "state_dict_type")
         if self.fsdp_version == 2 and chosen is kind.LOCAL_STATE_DICT:
-            raise ValueError(
-                "state_dict_type=LOCAL_STATE_DICT does not exist with fsdp_version=2; use SHARDED_STATE_DICT."
-            )
+            raise ValueError("fsdp_version=2 has no state_dict_type=LOCAL_STATE_DICT; use SHARDED_STATE_DICT.")
         self.state_dict_type = chosen
         expected = {
             kind.FULL_STATE_DICT: (fsdp.FullStateDictConfig, fsdp.FullOptimStateDictConfig),
@@ -354,13 +332,10 @@ class FullyShardedDataParallelPlugin:
             classes = self._layer_classes(model)
             self.auto_wrap_policy = functools.partial(wrap.transformer_auto_wrap_policy, transformer_layer_cls=classes)
         elif self.auto_wrap_policy is wrap.size_based_auto_wrap_policy:
-            if self.min_num_params:
-                self.auto_wrap_policy = functools.partial(
-                    wrap.size_based_auto_wrap_policy, min_num_params=self.min_num_params
-                )
-            else:
+            size, policy = self.min_num_params, self.auto_wrap_policy
+            if not size:
                 logger.warning("min_num_params is not set, so size_based_wrap makes the whole model one shard.")
-                self.auto_wrap_policy = None
+            self.auto_wrap_policy = functools.partial(policy, min_num_params=size) if size else None
 
     def _layer_classes(self, model: "nn.Module") -> "set[type[nn.Module]]":
         if self.transformer_cls_names_to_wrap is None:
@@ -373,14 +348,11 @@ class FullyShardedDataParallelPlugin:
         if missing:
             present = sorted({type(part).__name__ for part in model.modules()})
             raise ValueError(
-                f"transformer_cls_names_to_wrap holds {', '.join(missing)}, which the model does not contain. It contains: "
-                f"{', '.join(present)}."
+                f"transformer_cls_names_to_wrap holds {', '.join(missing)}; the model contains {', '.join(present)}."
             )
         if not found:
             logger.warning(
-                "transformer_cls_names_to_wrap is empty and %s declares no _no_split_modules, so the whole model is one "
-                "shard. Name the class of its repeated layer.",
-                type(model).__name__,
+                "The model declares no _no_split_modules: name transformer_cls_names_to_wrap, or it is one shard."
             )
         return {cls for cls in found.values() if cls is not None}
 
@@ -456,7 +428,5 @@ class FullyShardedDataParallelPlugin:
     def _expect(self, name: str, expected: type) -> None:
         value = getattr(self, name)
         if not isinstance(value, expected):
-            raise ValueError(
-                f"{name} is {value!r}; with fsdp_version={self.fsdp_version} it must be a "
-                f"torch.distributed.fsdp.{expected.__name__}."
-            )
+            wanted = f"torch.distributed.fsdp.{expected.__name__}"
+            raise ValueError(f"{name} is {value!r}; with fsdp_version={self.fsdp_version} it must be a {wanted}.")

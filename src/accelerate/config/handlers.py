@@ -10,6 +10,10 @@ from typing import Any, Literal
 from accelerate.config import env
 from accelerate.config.enums import DDPCommunicationHookType, DynamoBackend, at_public_path
 
+_POWER_SGD = (DDPCommunicationHookType.POWER_SGD, DDPCommunicationHookType.BATCHED_POWER_SGD)
+_OF_PROFILER = ("on_trace_ready", "record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules")
+_COMMUNICATION = ("comm_hook", "comm_wrapper", "comm_state_option")
+
 
 @at_public_path
 class KwargsHandler:
@@ -101,16 +105,12 @@ class DistributedDataParallelKwargs(KwargsHandler):
         if wrapper not in (kind.NO, kind.FP16, kind.BF16):
             raise ValueError(f"comm_wrapper is {wrapper}, which wraps no hook. Choose one of: no, fp16, bf16.")
         if hook is kind.NO and wrapper is not kind.NO:
-            warnings.warn(
-                f"comm_wrapper={wrapper} has no effect without a comm_hook; set comm_hook={wrapper} instead."
-            )
-        if self.comm_state_option and hook not in (kind.POWER_SGD, kind.BATCHED_POWER_SGD):
+            warnings.warn(f"comm_wrapper={wrapper} has no effect without a comm_hook; set comm_hook={wrapper}.")
+        if self.comm_state_option and hook not in _POWER_SGD:
             warnings.warn(f"comm_state_option has no effect with comm_hook={hook}; only the PowerSGD hooks read it.")
         return hook, wrapper
 
-    def to_dict(
-        self, ignore_keys: tuple[str, ...] = ("comm_hook", "comm_wrapper", "comm_state_option")
-    ) -> dict[str, Any]:
+    def to_dict(self, ignore_keys: tuple[str, ...] = _COMMUNICATION) -> dict[str, Any]:
         """Return the attributes that torch's constructor takes, deep-copied.
 
         Args:
@@ -129,24 +129,20 @@ class DistributedDataParallelKwargs(KwargsHandler):
         Raises:
             ValueError: `comm_hook` or `comm_wrapper` was set to something unknown.
         """
-        kind, (chosen, wrapper) = DDPCommunicationHookType, self._communication()
-        if chosen is kind.NO:
+        chosen, wrapper = self._communication()
+        if chosen is DDPCommunicationHookType.NO:
             return
 
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-        hook = {
-            kind.FP16: default_hooks.fp16_compress_hook,
-            kind.BF16: default_hooks.bf16_compress_hook,
-            kind.POWER_SGD: powerSGD_hook.powerSGD_hook,
-            kind.BATCHED_POWER_SGD: powerSGD_hook.batched_powerSGD_hook,
-        }[chosen]
-        if wrapper is kind.FP16:
-            hook = default_hooks.fp16_compress_wrapper(hook)
-        elif wrapper is kind.BF16:
-            hook = default_hooks.bf16_compress_wrapper(hook)
-        keeps_state = chosen in (kind.POWER_SGD, kind.BATCHED_POWER_SGD)
-        state = powerSGD_hook.PowerSGDState(None, **self.comm_state_option) if keeps_state else None
+        state = None
+        if chosen in _POWER_SGD:
+            hook = getattr(powerSGD_hook, f"{chosen}_hook".replace("power_sgd", "powerSGD"))
+            state = powerSGD_hook.PowerSGDState(None, **self.comm_state_option)
+        else:
+            hook = getattr(default_hooks, f"{chosen}_compress_hook")
+        if wrapper is not DDPCommunicationHookType.NO:
+            hook = getattr(default_hooks, f"{wrapper}_compress_wrapper")(hook)
         model.register_comm_hook(state=state, hook=hook)
 
 
@@ -264,17 +260,10 @@ class ProfileKwargs(KwargsHandler):
         """
         import torch
 
-        schedule = None if self.schedule_option is None else torch.profiler.schedule(**self.schedule_option)
-        return torch.profiler.profile(
-            activities=self._activities(),
-            schedule=schedule,
-            on_trace_ready=self.on_trace_ready,
-            record_shapes=self.record_shapes,
-            profile_memory=self.profile_memory,
-            with_stack=self.with_stack,
-            with_flops=self.with_flops,
-            with_modules=self.with_modules,
-        )
+        options = {name: value for name, value in vars(self).items() if name in _OF_PROFILER}
+        if self.schedule_option is not None:
+            options["schedule"] = torch.profiler.schedule(**self.schedule_option)
+        return torch.profiler.profile(activities=self._activities(), **options)
 
 
 @at_public_path
@@ -312,8 +301,7 @@ class GradientAccumulationPlugin(KwargsHandler):
             raise ValueError(f"num_steps is {self.num_steps}; accumulate over at least 1 batch.")
         if self.exact and not self.sync_with_dataloader:
             raise ValueError(
-                "exact=True scales windows that the end of a data loader cuts short, but sync_with_dataloader=False "
-                "lets windows run across it. Set sync_with_dataloader=True or drop exact."
+                "exact=True weighs windows that a data loader's end closes; set sync_with_dataloader=True."
             )
 
 
@@ -354,16 +342,9 @@ class TorchDynamoPlugin(KwargsHandler):
     use_regional_compilation: bool | None = None
 
     def __post_init__(self) -> None:
-        env.fill(
-            self,
-            {
-                "backend": ("dynamo_backend", "no"),
-                "mode": ("dynamo_mode", "default"),
-                "fullgraph": ("dynamo_use_fullgraph", False),
-                "dynamic": ("dynamo_use_dynamic", None),
-                "use_regional_compilation": ("dynamo_use_regional_compilation", False),
-            },
-        )
+        env.fill(self, {"backend": ("dynamo_backend", "no"), "mode": ("dynamo_mode", "default")})
+        env.fill(self, {"fullgraph": ("dynamo_use_fullgraph", False), "dynamic": ("dynamo_use_dynamic", None)})
+        env.fill(self, {"use_regional_compilation": ("dynamo_use_regional_compilation", False)})
         self.backend = DynamoBackend(str(self.backend).upper())
 
     def to_dict(self) -> dict[str, Any]:

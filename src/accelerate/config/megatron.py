@@ -53,10 +53,9 @@ def find_parser(model_type: str) -> Parser:
     wanted = model_type.lower()
     fitting = [name for name in MODEL_CONFIGS_TO_MEGATRON_PARSERS if name in wanted]
     if not fitting:
+        known = ", ".join(sorted(MODEL_CONFIGS_TO_MEGATRON_PARSERS))
         raise ValueError(
-            f"model_type is {model_type!r}; Megatron-LM's arguments are known for "
-            f"{', '.join(sorted(MODEL_CONFIGS_TO_MEGATRON_PARSERS))}. Register a parser for it with "
-            "`accelerate.utils.add_model_config_to_megatron_parser`."
+            f"model_type is {model_type!r}; known are {known}. `add_model_config_to_megatron_parser` registers another."
         )
     return MODEL_CONFIGS_TO_MEGATRON_PARSERS[max(fitting, key=len)]
 
@@ -419,10 +418,10 @@ class MegatronLMPlugin:
         } | {name: getattr(self, name) for name in _SAME_NAME}
         if self.tensorboard_dir is not None:
             self.megatron_lm_default_args["tensorboard_dir"] = self.tensorboard_dir
-            if self.set_all_logging_options:
-                self.set_tensorboard_logging_options()
-        elif self.set_all_logging_options:
+        if self.set_all_logging_options and self.tensorboard_dir is None:
             warnings.warn("set_all_logging_options=True is ignored without a tensorboard_dir.", stacklevel=3)
+        elif self.set_all_logging_options:
+            self.set_tensorboard_logging_options()
         self.megatron_lm_default_args.update(self.other_megatron_args or {})
 
     def _resolve_recomputation(self) -> None:
@@ -512,25 +511,22 @@ class MegatronLMPlugin:
         if self.train_iters is None:
             self.train_iters = self._per_replica(scheduler.total_num_steps, "total_num_steps")
             if self.train_samples is not None:
-                warnings.warn(
-                    f"train_samples={self.train_samples} is ignored; the scheduler's total_num_steps give "
-                    f"train_iters={self.train_iters}.",
-                    stacklevel=2,
-                )
-                self.train_samples = None
+                self._ignore("train_samples", None)
         if self.lr_warmup_iters is None and self.lr_warmup_fraction is not None:
             self.lr_warmup_iters = self.lr_warmup_samples = 0  # Megatron-LM accepts one of the three
         elif self.lr_warmup_iters is None:
             self.lr_warmup_iters = self._per_replica(scheduler.warmup_num_steps, "warmup_num_steps")
             if self.lr_warmup_samples:
-                warnings.warn(
-                    f"lr_warmup_samples={self.lr_warmup_samples} is ignored; the scheduler's warmup_num_steps give "
-                    f"lr_warmup_iters={self.lr_warmup_iters}.",
-                    stacklevel=2,
-                )
+                self._ignore("lr_warmup_samples", 0)
             self.lr_warmup_samples = 0
         for name in _OF_SCHEDULE:
             self.megatron_lm_default_args[name] = getattr(self, name)
+
+    def _ignore(self, name: str, instead: int | None) -> None:
+        warnings.warn(
+            f"{name}={getattr(self, name)} is ignored: the scheduler's numbers of steps count.", stacklevel=3
+        )
+        setattr(self, name, instead)
 
     def _per_replica(self, steps: int | None, name: str) -> int:
         if steps is None:
@@ -546,10 +542,7 @@ class MegatronLMPlugin:
             ImportError: Megatron-LM is not installed.
         """
         if not is_megatron_lm_available():
-            raise ImportError(
-                "set_all_logging_options reads the list of options from Megatron-LM, which is not installed. Install it or name "
-                "the options in other_megatron_args."
-            )
+            raise ImportError("set_all_logging_options needs Megatron-LM; install it, or use other_megatron_args.")
         from megatron.training.arguments import _add_logging_args
 
         parser = argparse.ArgumentParser(add_help=False)

@@ -124,16 +124,16 @@ class DeepSpeedSequenceParallelConfig:
 
     def __post_init__(self) -> None:
         prefix = "parallelism_config_"
+        variable = "PARALLELISM_CONFIG_SP_SEQ_LENGTH"
         env.fill(self, {"sp_seq_length_is_variable": (f"{prefix}sp_seq_length_is_variable", True)})
         env.fill(self, {"sp_attn_implementation": (f"{prefix}sp_attn_implementation", None)})
         if not self.sp_seq_length_is_variable:
             env.fill(self, {"sp_seq_length": (f"{prefix}sp_seq_length", None)})
             if self.sp_seq_length is None:
                 raise ValueError(
-                    "sp_seq_length_is_variable=False needs the common length: pass sp_seq_length or set "
-                    f"the environment variable {prefix.upper()}SP_SEQ_LENGTH."
+                    f"sp_seq_length_is_variable=False needs the common length: sp_seq_length or {variable}."
                 )
-            self.sp_seq_length = to_int(self.sp_seq_length, f"{prefix.upper()}SP_SEQ_LENGTH")
+            self.sp_seq_length = to_int(self.sp_seq_length, variable)
         chosen, known = self.sp_attn_implementation, ("flash_attention_2", "flash_attention_3", "sdpa")
         if chosen is None or chosen in known or ("/" in chosen and "flash-attn" in chosen):
             return
