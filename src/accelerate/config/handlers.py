@@ -301,7 +301,7 @@ class GradientAccumulationPlugin(KwargsHandler):
             raise ValueError(f"num_steps is {self.num_steps}; accumulate over at least 1 batch.")
         if self.exact and not self.sync_with_dataloader:
             raise ValueError(
-                "exact=True weighs windows that a data loader's end closes; set sync_with_dataloader=True."
+                "exact=True needs sync_with_dataloader=True: it weighs windows that a loader's end closes."
             )
 
 
