@@ -51,19 +51,13 @@ def test_a_place_that_cannot_be_written_is_told_first(accelerate, type_lines, pl
     assert out == ""
 
 
-def test_the_input_ends(accelerate, type_lines, place):
-    type_lines("1")
-    status, _, err = accelerate("config", "--config_file", "c.yaml")
-    assert status == 2
-    assert "nothing was written" in err
-    assert os.listdir(place) == []
-
-
-def test_ctrl_c(accelerate, monkeypatch, place):
-    monkeypatch.setattr("builtins.input", Mock(side_effect=KeyboardInterrupt))
-    status, _, err = accelerate("config", "--config_file", "c.yaml")
-    assert status == 130
-    assert "interrupted" in err
+@pytest.mark.parametrize(
+    ("end", "status", "said"), [(EOFError, 2, "nothing was written"), (KeyboardInterrupt, 130, "interrupted")]
+)
+def test_an_early_end_writes_nothing(accelerate, monkeypatch, place, end, status, said):
+    monkeypatch.setattr("builtins.input", Mock(side_effect=end))
+    ended, _, err = accelerate("config", "--config_file", "c.yaml")
+    assert (ended, said in err) == (status, True)
     assert os.listdir(place) == []
 
 
