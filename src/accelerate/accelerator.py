@@ -18,11 +18,15 @@ from torch.utils.hooks import RemovableHandle
 
 from accelerate.backends import registry as backends
 from accelerate.checkpoint.background import Background
-from accelerate.config.data import DataLoaderConfiguration
-from accelerate.config.dynamo import TorchDynamoPlugin
 from accelerate.config.enums import DistributedType, DynamoBackend, FP8BackendType, LoggerType, RNGType
-from accelerate.config.handlers import AutocastKwargs, GradientAccumulationPlugin, KwargsHandler, ProfileKwargs
-from accelerate.config.project import ProjectConfiguration
+from accelerate.config.handlers import (
+    AutocastKwargs,
+    GradientAccumulationPlugin,
+    KwargsHandler,
+    ProfileKwargs,
+    TorchDynamoPlugin,
+)
+from accelerate.config.project import DataLoaderConfiguration, ProjectConfiguration
 from accelerate.data import planner
 from accelerate.data.build import prepare_data_loader
 from accelerate.data.plan import DataPlan

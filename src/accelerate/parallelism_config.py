@@ -4,12 +4,12 @@ import math
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from accelerate.config import env
 from accelerate.config.parallel import (
     DeepSpeedSequenceParallelConfig,
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
 )
-from accelerate.config.values import setting, to_int
 from accelerate.utils.constants import (
     BETA_CP_AVAILABLE_PYTORCH_VERSION,
     BETA_TP_AVAILABLE_PYTORCH_VERSION,
@@ -72,10 +72,7 @@ class ParallelismConfig:
     def __post_init__(self) -> None:
         for axis in _AXES:
             name = f"{axis}_size"
-            given = getattr(self, name)
-            if given is None:
-                given = setting(None, f"PARALLELISM_CONFIG_{name.upper()}", 1)
-            size = to_int(given, name)
+            size = env.setting(getattr(self, name), f"parallelism_config_{name}", 1, name)
             if size < 1:
                 raise ValueError(f"{name} is {size}; it must be at least 1.")
             setattr(self, name, size)
@@ -86,8 +83,7 @@ class ParallelismConfig:
         self._resolve_handlers()
 
     def _resolve_backend(self, name: str, known: tuple[str, ...]) -> None:
-        value = getattr(self, name)
-        value = setting(None, f"PARALLELISM_CONFIG_{name.upper()}", known[0]) if value is None else value
+        value = env.setting(getattr(self, name), f"parallelism_config_{name}", known[0])
         if value not in known:
             raise ValueError(f"{name} is {value!r}; choose {' or '.join(map(repr, known))}.")
         setattr(self, name, value)

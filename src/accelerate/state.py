@@ -206,7 +206,7 @@ class AcceleratorState(ProcessView):
 
     def _set_compiler(self, plugin: Any) -> None:
         if plugin is None:
-            from accelerate.config.dynamo import TorchDynamoPlugin
+            from accelerate.config.handlers import TorchDynamoPlugin
 
             plugin = TorchDynamoPlugin()
         self.dynamo_plugin = plugin

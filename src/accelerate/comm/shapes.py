@@ -1,12 +1,27 @@
 """What can be done with nested tensors without talking to other processes: moving, measuring, cutting, filling up."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from accelerate.comm.nested import honor_type, leaves, like_mapping, recursively_apply
-from accelerate.config.tensors import TensorInformation
+from accelerate.config.enums import at_public_path
+
+
+@at_public_path
+@dataclass
+class TensorInformation:
+    """The shape and dtype of a tensor, which one process sends ahead so that others can make room for it.
+
+    Args:
+        shape: its size.
+        dtype: its element type.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
 
 
 def is_tensor_information(tensor_info: Any) -> bool:

@@ -215,10 +215,10 @@ def to_fsdp2_command(args: argparse.Namespace) -> None:
         raise FileExistsError(f"{target} exists already. Name another --output_file, or add --overwrite.")
     config = load_config(args.config_file)
     converted = convert_config_to_fsdp2(config)
-    from accelerate.commands.config import store  # not for --help
+    from accelerate.commands.config import config_utils  # not for --help
 
-    store.check_writable(target)
-    store.write(target, converted)
+    config_utils.check_writable(target)
+    config_utils.write(target, converted)
     print(f"accelerate configuration saved at {target}")
 
 

@@ -1,6 +1,9 @@
 """The settings of DeepSpeed: from arguments and environment variables to the dictionary that its engine takes."""
 
+import base64
+import binascii
 import copy
+import json
 import logging
 import math
 import os
@@ -11,10 +14,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from accelerate.config.deepspeed_config import HfDeepSpeedConfig
+from accelerate.config import env
 from accelerate.config.enums import at_public_path
 from accelerate.config.fsdp import get_module_class_from_name
-from accelerate.config.values import setting, to_bool, to_int, to_names
+from accelerate.config.values import to_names
 from accelerate.utils.imports import is_deepspeed_available, is_transformers_available
 
 if TYPE_CHECKING:
@@ -33,22 +36,127 @@ _FIELD_OF_KEY = {
     "zero_optimization.offload_optimizer.nvme_path": "offload_optimizer_nvme_path",
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": "zero3_save_16bit_model",
 }
+# Fields that stand for options of the same name, with their defaults.
+_FROM_ENVIRONMENT = {
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "zero_stage": 2,
+    "offload_optimizer_device": "none",
+    "offload_param_device": "none",
+    "offload_optimizer_nvme_path": "none",
+    "offload_param_nvme_path": "none",
+    "zero3_save_16bit_model": False,
+}
 # Settings of the launcher that have no effect next to a configuration file.
 _NOT_WITH_A_FILE = (*_FIELD_OF_KEY.values(), "mixed_precision")
 _TRANSFORMERS_MODULE = "transformers.integrations.deepspeed"
 
 
-def _auto_or_int(value: Any, name: str) -> Any:
-    return value if value == "auto" else to_int(value, name)
+def read_deepspeed_config(source: Any) -> dict[str, Any]:
+    """Return the configuration in a dictionary (as a deep copy), a JSON file, or a base64 string of JSON.
+
+    Raises:
+        ValueError: `source` is none of these.
+    """
+    if isinstance(source, dict):
+        return copy.deepcopy(source)
+    if isinstance(source, os.PathLike) or (isinstance(source, str) and os.path.exists(source)):
+        with open(source, encoding="utf-8") as file:
+            return json.load(file)
+    if isinstance(source, str):
+        try:
+            decoded = json.loads(base64.urlsafe_b64decode(source))
+            if isinstance(decoded, dict):
+                return decoded
+        except (binascii.Error, ValueError):  # bad base64, or no text, or no JSON: the error below covers them all
+            pass
+    raise ValueError(f"hf_ds_config is {source!r}; give a dictionary, an existing JSON file, or JSON in base64.")
 
 
-def _auto_or_float(value: Any, name: str) -> Any:
-    if value == "auto" or isinstance(value, (int, float)):
-        return value
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise ValueError(f"{name} is {value!r}; it must be a number or 'auto'.") from None
+class HfDeepSpeedConfig:
+    """A DeepSpeed configuration that answers questions about itself.
+
+    Keys are written as dotted paths: `"zero_optimization.offload_param.device"`. Subclasses and callers may change
+    `config` at will.
+
+    Args:
+        config_file_or_dict: a dictionary (it is copied), the path of a JSON file, or a base64 string of JSON.
+
+    Raises:
+        ValueError: it is none of these.
+
+    Example:
+        >>> config = HfDeepSpeedConfig({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}})
+        >>> config.is_zero3(), config.is_offload(), config.get_value("zero_optimization.stage")
+        (True, True, 3)
+
+    Source: https://www.deepspeed.ai/docs/config-json/
+    """
+
+    config: dict[str, Any]
+
+    def __init__(self, config_file_or_dict: Any) -> None:
+        self.config = read_deepspeed_config(config_file_or_dict)
+        self.set_stage_and_offload()
+
+    def set_stage_and_offload(self) -> None:
+        """Note the ZeRO stage and whether anything is offloaded, as they are now, for `is_zero2`, `is_zero3`, `is_offload`."""
+        self._stage = self.get_value("zero_optimization.stage", -1)
+        devices = [self.get_value(f"zero_optimization.offload_{what}.device") for what in ("optimizer", "param")]
+        self._offload = self._stage in (2, 3) and ("cpu" in devices or "nvme" in devices)
+
+    def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
+        """Return the dictionary that would hold a key, and the last part of the key.
+
+        Returns:
+            The dictionary (None when the path to it does not exist) and the last part of the path.
+        """
+        *path, key = ds_key_long.split(".")
+        node: Any = self.config
+        for part in path:
+            node = node.get(part) if isinstance(node, dict) else None
+        return (node if isinstance(node, dict) else None), key
+
+    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+        """Return the value at a path, or `default` where there is none."""
+        node, key = self.find_config_node(ds_key_long)
+        return default if node is None else node.get(key, default)
+
+    def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
+        """Delete a key and everything below it.
+
+        Raises:
+            ValueError: there is no such key, and `must_exist` is set.
+        """
+        node, key = self.find_config_node(ds_key_long)
+        if node is not None and key in node:
+            del node[key]
+        elif must_exist:
+            raise ValueError(f"{ds_key_long} is not in the DeepSpeed config, whose keys are {sorted(self.config)}.")
+
+    def is_true(self, ds_key_long: str) -> bool:
+        """Whether the value at a path is set and true."""
+        return bool(self.get_value(ds_key_long))
+
+    def is_false(self, ds_key_long: str) -> bool:
+        """Whether the value at a path is set and false; a missing value is neither true nor false."""
+        value = self.get_value(ds_key_long)
+        return value is not None and not value
+
+    def is_zero2(self) -> bool:
+        """Whether ZeRO stage 2 was set when the configuration was read."""
+        return self._stage == 2
+
+    def is_zero3(self) -> bool:
+        """Whether ZeRO stage 3 was set when the configuration was read."""
+        return self._stage == 3
+
+    def is_offload(self) -> bool:
+        """Whether ZeRO stage 2 or 3 offloaded parameters or optimizer states when the configuration was read."""
+        return self._offload
+
+
+HfDeepSpeedConfig.__module__ = "accelerate.utils.deepspeed"  # where pickles and users look for it
 
 
 @at_public_path
@@ -109,11 +217,11 @@ class DeepSpeedPlugin:
     def __post_init__(self) -> None:
         self._selected = False
         steps_given = self.gradient_accumulation_steps is not None
-        self._read_environment()
-        source = setting(self.hf_ds_config, "ACCELERATE_DEEPSPEED_CONFIG_FILE", None)
+        for name, default in _FROM_ENVIRONMENT.items():
+            setattr(self, name, env.setting(getattr(self, name), name, default))
+        source = env.setting(self.hf_ds_config, "deepspeed_config_file")
         if source is None or (isinstance(source, str) and source == "none"):
-            self.deepspeed_config = self._default_config()
-            self.hf_ds_config = HfDeepSpeedConfig(self.deepspeed_config)
+            self.hf_ds_config = HfDeepSpeedConfig(self._default_config())
             self.deepspeed_config = self.hf_ds_config.config
         else:
             self._read_config(source, steps_given)
@@ -122,29 +230,6 @@ class DeepSpeedPlugin:
         self._resolve_msamp()
 
     # -- one step of construction each ---------------------------------------------------------------------------
-
-    def _read_environment(self) -> None:
-        prefix = "ACCELERATE_DEEPSPEED_"
-        self.gradient_accumulation_steps = setting(
-            self.gradient_accumulation_steps, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto", _auto_or_int
-        )
-        self.gradient_clipping = setting(
-            self.gradient_clipping, "ACCELERATE_GRADIENT_CLIPPING", "auto", _auto_or_float
-        )
-        self.zero_stage = setting(self.zero_stage, f"{prefix}ZERO_STAGE", 2, to_int)
-        for name in (
-            "offload_optimizer_device",
-            "offload_param_device",
-            "offload_optimizer_nvme_path",
-            "offload_param_nvme_path",
-        ):
-            setattr(self, name, setting(getattr(self, name), prefix + name.upper(), "none"))
-        self.zero3_save_16bit_model = setting(
-            self.zero3_save_16bit_model, f"{prefix}ZERO3_SAVE_16BIT_MODEL", False, to_bool
-        )
-        if self.enable_msamp is None:
-            self.enable_msamp = os.environ.get("ACCELERATE_FP8_BACKEND") == "MSAMP"
-        self.msamp_opt_level = setting(self.msamp_opt_level, "ACCELERATE_FP8_OPT_LEVEL", "O1")
 
     def _default_config(self) -> dict[str, Any]:
         def offload(what: str) -> dict[str, Any]:
@@ -171,16 +256,11 @@ class DeepSpeedPlugin:
         ignored = os.environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
         ignored = [name for name in ignored if name in _NOT_WITH_A_FILE]
         if ignored:
-            raise ValueError(
-                f"The launcher sets {', '.join(ignored)}, which a DeepSpeed config file overrides. Set them in that file and "
-                "remove them from the accelerate config file or the command line."
-            )
+            raise ValueError(f"The launcher sets {', '.join(ignored)}; set them in the DeepSpeed config file instead.")
         self.hf_ds_config = source if isinstance(source, HfDeepSpeedConfig) else HfDeepSpeedConfig(source)
         self.deepspeed_config = self.hf_ds_config.config
         if "zero_optimization" not in self.deepspeed_config:
-            raise ValueError(
-                "The DeepSpeed config has no zero_optimization; add it, with a stage of 0 to train without ZeRO."
-            )
+            raise ValueError("The DeepSpeed config has no zero_optimization; add it (stage 0 is no ZeRO).")
         if "gradient_accumulation_steps" not in self.deepspeed_config:
             steps = self.gradient_accumulation_steps if steps_given else 1
             self.deepspeed_config["gradient_accumulation_steps"] = 1 if steps == "auto" else steps
@@ -193,17 +273,17 @@ class DeepSpeedPlugin:
         self.hf_ds_config.set_stage_and_offload()
 
     def _resolve_zero3_init(self) -> None:
-        self.zero3_init_flag = setting(
-            self.zero3_init_flag, "ACCELERATE_DEEPSPEED_ZERO3_INIT", self.zero_stage == 3, to_bool
-        )
+        self.zero3_init_flag = env.setting(self.zero3_init_flag, "zero3_init_flag", self.zero_stage == 3)
         if self.zero3_init_flag and self.zero_stage != 3:
             warnings.warn(
-                f"zero3_init_flag=True is ignored: the ZeRO stage is {self.zero_stage}, not 3.",
-                stacklevel=4,
+                f"zero3_init_flag=True is ignored: the ZeRO stage is {self.zero_stage}, not 3.", stacklevel=4
             )
             self.zero3_init_flag = False
 
     def _resolve_msamp(self) -> None:
+        env.fill(self, {"msamp_opt_level": ("fp8_opt_level", "O1")})
+        if self.enable_msamp is None:
+            self.enable_msamp = env.setting(None, "fp8_backend") == "MSAMP"
         if not self.enable_msamp:
             return
         if self.zero_stage == 3:
@@ -243,8 +323,7 @@ class DeepSpeedPlugin:
         if value == "auto":
             if ds_key_long not in kwargs:
                 raise ValueError(
-                    f"`{ds_key_long}` is 'auto' in the DeepSpeed config and nothing here determines it. Write its value into "
-                    "the config, or pass it as a keyword argument."
+                    f"`{ds_key_long}` is 'auto' in the DeepSpeed config, and nothing determines it; set it there."
                 )
             node[key] = kwargs[ds_key_long]
         elif must_match and value is not None and mismatches is not None:
@@ -279,10 +358,7 @@ class DeepSpeedPlugin:
                 self.fill_match(prefix + key, mismatches, must_match=must_match, **kwargs)
         if mismatches and not prefix:
             report = "\n".join(mismatches)
-            raise ValueError(
-                f"The DeepSpeed config disagrees with the objects and arguments of this run:\n{report}\nCorrect the config; "
-                "'auto' takes the run's value."
-            )
+            raise ValueError(f"The DeepSpeed config disagrees with this run; 'auto' takes the run's values:\n{report}")
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
         """Write the Accelerator's precision into the configuration, where that leaves it open.
@@ -310,9 +386,7 @@ class DeepSpeedPlugin:
                     "'auto' or false there, or change mixed_precision."
                 )
             if half == wanted and not section["enabled"]:
-                logger.warning(
-                    "mixed_precision=%s is ignored: the DeepSpeed config disables %s.", mixed_precision, half
-                )
+                logger.warning("mixed_precision=%s is ignored: the config disables %s.", mixed_precision, half)
 
     # -- transformers' view of the configuration -----------------------------------------------------------------
 
@@ -355,10 +429,7 @@ class DeepSpeedPlugin:
         if not self.zero3_init_flag:
             return
         if not is_transformers_available():
-            raise ImportError(
-                "zero3_init_flag=True shards models while transformers builds them, but transformers is not installed. Install "
-                "it, or set zero3_init_flag=False."
-            )
+            raise ImportError("zero3_init_flag=True needs transformers, which builds the models; install it.")
         from transformers.integrations import HfDeepSpeedConfig as Registered
 
         config = copy.deepcopy(self.deepspeed_config)
@@ -415,7 +486,7 @@ class DeepSpeedPlugin:
             ImportError: DeepSpeed is not installed.
             ValueError: a class does not occur in the model.
         """
-        names = setting(self.transformer_moe_cls_names, "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES", None)
+        names = env.setting(self.transformer_moe_cls_names, "deepspeed_moe_layer_cls_names")
         if names is None:
             return
         self.transformer_moe_cls_names = names
@@ -423,12 +494,10 @@ class DeepSpeedPlugin:
             raise ImportError("transformer_moe_cls_names needs DeepSpeed 0.14.0 or newer; install `deepspeed`.")
         from deepspeed.utils import set_z3_leaf_modules
 
-        classes = []
-        for name in to_names(names):
-            cls = get_module_class_from_name(model, name)
-            if cls is None:
-                raise ValueError(
-                    f"transformer_moe_cls_names has {name!r}, which does not occur in {type(model).__name__}."
-                )
-            classes.append(cls)
-        set_z3_leaf_modules(model, classes)
+        classes = {name: get_module_class_from_name(model, name) for name in to_names(names)}
+        missing = [name for name, cls in classes.items() if cls is None]
+        if missing:
+            raise ValueError(
+                f"transformer_moe_cls_names has {missing}, which {type(model).__name__} does not contain."
+            )
+        set_z3_leaf_modules(model, list(classes.values()))

@@ -8,12 +8,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from accelerate.config import env
 from accelerate.config.enums import at_public_path
-from accelerate.config.handlers import KwargsHandler, from_environment, is_reference
-from accelerate.config.values import to_bool, to_int
+from accelerate.config.handlers import KwargsHandler
+from accelerate.config.values import to_bool
 from accelerate.utils.imports import is_msamp_available, is_torchao_available, is_transformer_engine_available
 
-PREFIX = "ACCELERATE_FP8_"
+# Fields of `TERecipeKwargs`, the options that stand for them, and their defaults.
+_TE_FIELDS = {
+    "use_autocast_during_eval": ("fp8_use_autocast_during_eval", False),
+    "margin": ("fp8_margin", 0),
+    "interval": ("fp8_interval", 1),
+    "fp8_format": ("fp8_format", "HYBRID"),
+    "amax_history_len": ("fp8_amax_history_len", 1024),
+    "amax_compute_algo": ("fp8_amax_compute_algo", "most_recent"),
+    "override_linear_precision": ("fp8_override_linear_precision", (False, False, False)),
+}
 
 
 def _choose(name: str, value: Any, choices: tuple[str, ...]) -> Any:
@@ -56,15 +66,10 @@ class AORecipeKwargs(KwargsHandler):
             raise ImportError("AORecipeKwargs needs torchao 0.6.1 or later. Install it with `pip install torchao`.")
         if self.config is not None:
             if self.pad_inner_dim is not None or self.enable_fsdp_float8_all_gather is not None:
-                warnings.warn(
-                    "pad_inner_dim and enable_fsdp_float8_all_gather have no effect beside config; set them in config."
-                )
+                warnings.warn("pad_inner_dim and enable_fsdp_float8_all_gather have no effect beside config.")
             return
-        if self.pad_inner_dim is None:
-            self.pad_inner_dim = from_environment(PREFIX + "PAD_INNER_DIM", True, to_bool)
-        if self.enable_fsdp_float8_all_gather is None:
-            variable = PREFIX + "ENABLE_FSDP_FLOAT8_ALL_GATHER"
-            self.enable_fsdp_float8_all_gather = from_environment(variable, True, to_bool)
+        names = ("pad_inner_dim", "enable_fsdp_float8_all_gather")
+        env.fill(self, {name: (f"fp8_{name}", True) for name in names})
 
         from torchao.float8 import Float8LinearConfig
 
@@ -107,31 +112,15 @@ class TERecipeKwargs(KwargsHandler):
 
     def __post_init__(self) -> None:
         if not is_transformer_engine_available():
-            raise ImportError(
-                f"{type(self).__name__} needs Transformer Engine. Install it with "
-                "`pip install transformer-engine[pytorch]`, or use another recipe, such as AORecipeKwargs."
-            )
+            install = "`pip install transformer-engine[pytorch]`"
+            raise ImportError(f"{type(self).__name__} needs Transformer Engine: {install}, or use AORecipeKwargs.")
         self._fill_scaling_fields()
 
     def _fill_scaling_fields(self) -> None:
-        usual = {
-            "use_autocast_during_eval": (False, to_bool),
-            "margin": (0, to_int),
-            "interval": (1, to_int),
-            "amax_history_len": (1024, to_int),
-            "amax_compute_algo": ("most_recent", None),
-            "use_mxfp8_block_scaling": (False, to_bool),
-        }
-        for name, (default, convert) in usual.items():
-            if getattr(self, name) is None:
-                setattr(self, name, from_environment(PREFIX + name.upper(), default, convert))
-        if self.fp8_format is None:
-            self.fp8_format = from_environment(PREFIX + "FORMAT", "HYBRID")
-        if self.override_linear_precision is None:
-            passes = ("FPROP", "DGRAD", "WGRAD")
-            self.override_linear_precision = tuple(
-                from_environment(f"{PREFIX}OVERRIDE_{name}", False, to_bool) for name in passes
-            )
+        env.fill(self, _TE_FIELDS)
+        if self.use_mxfp8_block_scaling is None:  # no option of the launcher
+            variable = "ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING"
+            self.use_mxfp8_block_scaling = to_bool(env.environment().get(variable, "").strip() or "false", variable)
         self.fp8_format = _choose("fp8_format", str(self.fp8_format).upper(), ("HYBRID", "E4M3", "E5M2"))
         _choose("amax_compute_algo", self.amax_compute_algo, ("max", "most_recent"))
 
@@ -154,8 +143,7 @@ class MSAMPRecipeKwargs(KwargsHandler):
     opt_level: Literal["O1", "O2"] | None = None
 
     def __post_init__(self) -> None:
-        if self.opt_level is None:
-            self.opt_level = from_environment(PREFIX + "OPT_LEVEL", "O2")
+        env.fill(self, {"opt_level": ("fp8_opt_level", "O2")})
         _choose("opt_level", self.opt_level, ("O1", "O2"))
 
 
@@ -176,12 +164,9 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
     backend: Literal["MSAMP", "TE"] | None = None
 
     def __post_init__(self) -> None:
-        if not is_reference():
-            warnings.warn(
-                "FP8RecipeKwargs is deprecated; use TERecipeKwargs or MSAMPRecipeKwargs instead.", FutureWarning
-            )
-        if self.backend is None:
-            self.backend = from_environment(PREFIX + "BACKEND", "MSAMP" if is_msamp_available() else "TE")
+        if env.environment():  # empty for the recipe that `to_kwargs` compares with
+            warnings.warn("FP8RecipeKwargs is deprecated; use TERecipeKwargs or MSAMPRecipeKwargs.", FutureWarning)
+        env.fill(self, {"backend": ("fp8_backend", "MSAMP" if is_msamp_available() else "TE")})
         self.backend = _choose("backend", str(self.backend).upper(), ("MSAMP", "TE"))
         if self.backend == "TE":
             TERecipeKwargs.__post_init__(self)

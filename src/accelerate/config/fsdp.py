@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from accelerate.config import env
 from accelerate.config.enums import at_public_path
-from accelerate.config.values import setting, to_bool, to_enum, to_int, to_names
+from accelerate.config.values import to_bool, to_enum, to_int, to_names
 from accelerate.utils.constants import FSDP2_PYTORCH_VERSION, FSDP_AUTO_WRAP_POLICY
 from accelerate.utils.versions import is_torch_version
 
@@ -44,15 +45,15 @@ def _materialize(module: "nn.Module") -> None:
     """Give a module on the meta device uninitialised storage where this process trains; rank 0 broadcasts into it."""
     import torch
 
-    accelerator = None
-    if not setting(None, "ACCELERATE_USE_CPU", False, to_bool):
+    device = None
+    if not env.value_of("cpu"):
         if hasattr(torch, "accelerator"):
-            accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+            device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         elif torch.cuda.is_available():
-            accelerator = torch.device("cuda")
-    if accelerator is None or accelerator.type == "mps":
-        accelerator = torch.device("cpu")
-    module.to_empty(device=accelerator, recurse=False)
+            device = torch.device("cuda")
+    if device is None or device.type == "mps":
+        device = torch.device("cpu")
+    module.to_empty(device=device, recurse=False)
 
 
 def _to_dtype(value: Any, name: str) -> "torch.dtype | None":
@@ -140,61 +141,51 @@ class FullyShardedDataParallelPlugin:
 
     def __post_init__(self) -> None:
         self._resolve_version()
-        self._resolve_sharding()
+        if self.fsdp_version == 1:
+            self._resolve_sharding()
+        else:
+            self._resolve_resharding()
         self._resolve_prefetch()
-        self.cpu_offload = setting(self.cpu_offload, "FSDP_OFFLOAD_PARAMS", False, _offload_value)
         self.set_cpu_offload()
         self.validate_cpu_offload()
         self.set_state_dict_type()
         self._resolve_wrapping()
         self._resolve_flags()
-        self._resolve_loading()
         if isinstance(self.mixed_precision_policy, (str, dict)):
             self.set_mixed_precision(self.mixed_precision_policy, override=True)
         if self.mixed_precision_policy is not None:
             self.validate_mixed_precision_policy()
-        self.ignored_modules = setting(self.ignored_modules, "FSDP_IGNORED_MODULES", None)
+        if self.ignored_modules is None:  # no option of the launcher
+            self.ignored_modules = os.environ.get("FSDP_IGNORED_MODULES", "").strip() or None
 
     # -- one step of construction each ---------------------------------------------------------------------------
 
+    def _said(self, field: str, default: Any = None) -> Any:
+        """Return a field's argument, else what the environment says about its option."""
+        return env.setting(getattr(self, field), f"fsdp_{field}", default, field)
+
     def _resolve_version(self) -> None:
-        self.fsdp_version = setting(self.fsdp_version, "FSDP_VERSION", 1, to_int)
+        self.fsdp_version = to_int(env.setting(self.fsdp_version, "fsdp_version", 1), "fsdp_version")
         if self.fsdp_version not in (1, 2):
             raise ValueError(f"fsdp_version is {self.fsdp_version}; torch has versions 1 and 2.")
         if self.fsdp_version == 2 and is_torch_version("<", FSDP2_PYTORCH_VERSION):
-            raise ValueError(
-                f"fsdp_version=2 needs torch {FSDP2_PYTORCH_VERSION} or newer. Upgrade torch or set fsdp_version=1."
-            )
+            raise ValueError(f"fsdp_version=2 needs torch {FSDP2_PYTORCH_VERSION}; upgrade it, or set fsdp_version=1.")
 
     def _resolve_sharding(self) -> None:
-        if self.fsdp_version == 2:
-            self._resolve_resharding()
-            return
         from torch.distributed.fsdp import ShardingStrategy
 
         aliases = {"HYBRID_SHARD_ZERO2": ShardingStrategy._HYBRID_SHARD_ZERO2}
         same = self.reshard_after_forward
         if isinstance(same, bool):
-            raise ValueError(
-                f"reshard_after_forward is {same}, but fsdp_version=1 shards by a strategy. Set sharding_strategy, or "
-                "fsdp_version=2."
-            )
+            raise ValueError(f"reshard_after_forward is {same}; with fsdp_version=1 set sharding_strategy instead.")
         if same is not None:
-            self.reshard_after_forward = to_enum(ShardingStrategy, same, "reshard_after_forward", aliases)
-            if self.sharding_strategy is None:
-                self.sharding_strategy = self.reshard_after_forward
-        self.sharding_strategy = setting(
-            self.sharding_strategy,
-            "FSDP_SHARDING_STRATEGY",
-            ShardingStrategy.FULL_SHARD,
-            lambda value, name: to_enum(ShardingStrategy, value, "sharding_strategy", aliases),
-        )
-        if same is not None and self.reshard_after_forward != self.sharding_strategy:
-            warnings.warn(
-                f"sharding_strategy={self.sharding_strategy.name} is used; reshard_after_forward="
-                f"{self.reshard_after_forward.name} disagrees with it and is ignored.",
-                stacklevel=4,
-            )
+            same = self.reshard_after_forward = to_enum(ShardingStrategy, same, "reshard_after_forward", aliases)
+            self.sharding_strategy = same if self.sharding_strategy is None else self.sharding_strategy
+        chosen = self._said("sharding_strategy", "FULL_SHARD")
+        self.sharding_strategy = to_enum(ShardingStrategy, chosen, "sharding_strategy", aliases)
+        if same not in (None, self.sharding_strategy):
+            used = f"sharding_strategy={self.sharding_strategy.name} is used"
+            warnings.warn(f"{used}; reshard_after_forward={same.name} disagrees and is ignored.", stacklevel=4)
 
     def _resolve_resharding(self) -> None:
         if self.sharding_strategy is not None and self.reshard_after_forward is None:
@@ -206,30 +197,25 @@ class FullyShardedDataParallelPlugin:
                     "false; replicas of shards come from ParallelismConfig(dp_replicate_size=..., dp_shard_size=...)."
                 )
             self.reshard_after_forward = means[name]
-            logger.warning(
-                "sharding_strategy belongs to FSDP version 1; reshard_after_forward=%s says the same in version 2.",
-                means[name],
-            )
+            logger.warning("sharding_strategy is now reshard_after_forward=%s (FSDP version 2).", means[name])
         given = self.reshard_after_forward
         if given is not None and not isinstance(given, (bool, str)):
             raise ValueError(f"reshard_after_forward is {given!r}; with fsdp_version=2 it must be true or false.")
         self.sharding_strategy = None
-        self.reshard_after_forward = setting(
-            given, "FSDP_RESHARD_AFTER_FORWARD", True, lambda value, name: to_bool(value, "reshard_after_forward")
-        )
+        self.reshard_after_forward = self._said("reshard_after_forward", True)
 
     def _resolve_prefetch(self) -> None:
-        chosen = setting(self.backward_prefetch, "FSDP_BACKWARD_PREFETCH", None)
+        chosen = self._said("backward_prefetch", "NO_PREFETCH")
         self.backward_prefetch = None
-        if chosen is None or str(chosen).upper() == "NO_PREFETCH":
+        if str(chosen).upper() == "NO_PREFETCH":
             return
         from torch.distributed.fsdp import BackwardPrefetch
 
         prefetch = to_enum(BackwardPrefetch, chosen, "backward_prefetch")
-        if self.fsdp_version == 2:
+        if self.fsdp_version == 1:
+            self.backward_prefetch = prefetch
+        else:
             logger.warning("backward_prefetch=%s is ignored: FSDP version 2 always prefetches in backward.", chosen)
-            return
-        self.backward_prefetch = prefetch
 
     def _resolve_wrapping(self) -> None:
         from torch.distributed.fsdp import wrap
@@ -239,34 +225,27 @@ class FullyShardedDataParallelPlugin:
             "SIZE_BASED_WRAP": wrap.size_based_auto_wrap_policy,
             "NO_WRAP": None,
         }
-        policy = setting(self.auto_wrap_policy, "FSDP_AUTO_WRAP_POLICY", "NO_WRAP")
-        if isinstance(policy, str):
-            if policy.upper() not in FSDP_AUTO_WRAP_POLICY:
-                raise ValueError(
-                    f"auto_wrap_policy is {policy!r}; choose one of {FSDP_AUTO_WRAP_POLICY} or a callable."
-                )
-            policy = policies[policy.upper()]
-        elif not callable(policy) and not isinstance(policy, wrap._Policy):
+        policy = self._said("auto_wrap_policy", "NO_WRAP")
+        known = isinstance(policy, str) and policy.upper() in policies
+        if not known and not callable(policy) and not isinstance(policy, wrap._Policy):
             raise ValueError(
-                f"auto_wrap_policy is {policy!r}; it must be a name, a callable or one of torch's policies."
+                f"auto_wrap_policy is {policy!r}; choose one of {FSDP_AUTO_WRAP_POLICY}, a callable or one of torch's policies."
             )
-        self.auto_wrap_policy = policy
+        self.auto_wrap_policy = policy = policies[policy.upper()] if known else policy
 
         if policy is wrap.transformer_auto_wrap_policy:
-            self.transformer_cls_names_to_wrap = setting(
-                self.transformer_cls_names_to_wrap, "FSDP_TRANSFORMER_CLS_TO_WRAP", None
-            )
+            named = env.setting(self.transformer_cls_names_to_wrap, "fsdp_transformer_layer_cls_to_wrap")
+            self.transformer_cls_names_to_wrap = named
         elif policy is wrap.size_based_auto_wrap_policy:
-            self.min_num_params = setting(self.min_num_params, "FSDP_MIN_NUM_PARAMS", 0)
+            self.min_num_params = self._said("min_num_params", 0)
         if self.transformer_cls_names_to_wrap is not None:
             self.transformer_cls_names_to_wrap = to_names(self.transformer_cls_names_to_wrap)
         if self.min_num_params is not None:
             self.min_num_params = to_int(self.min_num_params, "min_num_params")
         if policy is None and (self.transformer_cls_names_to_wrap or self.min_num_params):
+            given = (self.transformer_cls_names_to_wrap, self.min_num_params)
             logger.warning(
-                "transformer_cls_names_to_wrap=%s and min_num_params=%s are ignored without an auto_wrap_policy.",
-                self.transformer_cls_names_to_wrap,
-                self.min_num_params,
+                "transformer_cls_names_to_wrap=%s, min_num_params=%s: ignored without auto_wrap_policy.", *given
             )
 
     def _resolve_flags(self) -> None:
@@ -275,35 +254,26 @@ class FullyShardedDataParallelPlugin:
             loads_on_one = to_bool(self.cpu_ram_efficient_loading, "cpu_ram_efficient_loading")
             os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = str(loads_on_one)
         for name in ("activation_checkpointing", "activation_checkpointing_offload", "cpu_ram_efficient_loading"):
-            setattr(self, name, setting(getattr(self, name), f"FSDP_{name.upper()}", False, to_bool))
+            setattr(self, name, self._said(name, False))
         if self.activation_checkpointing_offload and not self.activation_checkpointing:
             raise ValueError("activation_checkpointing_offload=True needs activation_checkpointing=True as well.")
         self.limit_all_gathers = to_bool(self.limit_all_gathers, "limit_all_gathers")
         if self.fsdp_version == 1:
             for name in ("use_orig_params", "sync_module_states", "forward_prefetch"):
-                setattr(self, name, setting(getattr(self, name), f"FSDP_{name.upper()}", False, to_bool))
+                setattr(self, name, self._said(name, False))
+            self._resolve_loading()
             return
         if self.forward_prefetch is not None:
-            raise ValueError(
-                f"forward_prefetch is {self.forward_prefetch}, but fsdp_version=2 has no such switch. Leave it out, or "
-                "set fsdp_version=1."
-            )
-        for name, why in (
-            ("use_orig_params", "it always uses the original parameters"),
-            ("sync_module_states", "it loads weights without it"),
-        ):
+            raise ValueError(f"forward_prefetch is {self.forward_prefetch}; fsdp_version=2 has none: leave it out.")
+        for name in ("use_orig_params", "sync_module_states"):
             if getattr(self, name) is not None:
-                logger.warning("%s=%s is ignored by FSDP version 2: %s.", name, getattr(self, name), why)
+                logger.warning("%s=%s is ignored: FSDP version 2 needs none.", name, getattr(self, name))
                 setattr(self, name, None)
 
     def _resolve_loading(self) -> None:
-        if self.fsdp_version != 1:
-            return
         if self.cpu_ram_efficient_loading and not self.sync_module_states:
-            warnings.warn(
-                "cpu_ram_efficient_loading leaves the weights on rank 0 only, so sync_module_states is set to True.",
-                stacklevel=4,
-            )
+            why = "cpu_ram_efficient_loading leaves the weights on rank 0 only"
+            warnings.warn(f"{why}, so sync_module_states is set to True.", stacklevel=5)
             self.sync_module_states = True
         if self.sync_module_states and self.param_init_fn is None:
             self.param_init_fn = _materialize
@@ -323,15 +293,11 @@ class FullyShardedDataParallelPlugin:
         from torch.distributed import fsdp
 
         kind = fsdp.StateDictType
-        usual = kind.FULL_STATE_DICT if self.fsdp_version == 1 else kind.SHARDED_STATE_DICT
         chosen = state_dict_type if state_dict_type is not None else self.state_dict_type
-        chosen = setting(
-            chosen, "FSDP_STATE_DICT_TYPE", usual, lambda value, name: to_enum(kind, value, "state_dict_type")
-        )
+        usual = kind.FULL_STATE_DICT if self.fsdp_version == 1 else kind.SHARDED_STATE_DICT
+        chosen = to_enum(kind, env.setting(chosen, "fsdp_state_dict_type", usual), "state_dict_type")
         if self.fsdp_version == 2 and chosen is kind.LOCAL_STATE_DICT:
-            raise ValueError(
-                "state_dict_type=LOCAL_STATE_DICT does not exist with fsdp_version=2; use SHARDED_STATE_DICT."
-            )
+            raise ValueError("fsdp_version=2 has no state_dict_type=LOCAL_STATE_DICT; use SHARDED_STATE_DICT.")
         self.state_dict_type = chosen
         expected = {
             kind.FULL_STATE_DICT: (fsdp.FullStateDictConfig, fsdp.FullOptimStateDictConfig),
@@ -366,13 +332,10 @@ class FullyShardedDataParallelPlugin:
             classes = self._layer_classes(model)
             self.auto_wrap_policy = functools.partial(wrap.transformer_auto_wrap_policy, transformer_layer_cls=classes)
         elif self.auto_wrap_policy is wrap.size_based_auto_wrap_policy:
-            if self.min_num_params:
-                self.auto_wrap_policy = functools.partial(
-                    wrap.size_based_auto_wrap_policy, min_num_params=self.min_num_params
-                )
-            else:
+            size, policy = self.min_num_params, self.auto_wrap_policy
+            if not size:
                 logger.warning("min_num_params is not set, so size_based_wrap makes the whole model one shard.")
-                self.auto_wrap_policy = None
+            self.auto_wrap_policy = functools.partial(policy, min_num_params=size) if size else None
 
     def _layer_classes(self, model: "nn.Module") -> "set[type[nn.Module]]":
         if self.transformer_cls_names_to_wrap is None:
@@ -385,14 +348,11 @@ class FullyShardedDataParallelPlugin:
         if missing:
             present = sorted({type(part).__name__ for part in model.modules()})
             raise ValueError(
-                f"transformer_cls_names_to_wrap holds {', '.join(missing)}, which the model does not contain. It contains: "
-                f"{', '.join(present)}."
+                f"transformer_cls_names_to_wrap holds {', '.join(missing)}; the model contains {', '.join(present)}."
             )
         if not found:
             logger.warning(
-                "transformer_cls_names_to_wrap is empty and %s declares no _no_split_modules, so the whole model is one "
-                "shard. Name the class of its repeated layer.",
-                type(model).__name__,
+                "The model declares no _no_split_modules: name transformer_cls_names_to_wrap, or it is one shard."
             )
         return {cls for cls in found.values() if cls is not None}
 
@@ -411,26 +371,25 @@ class FullyShardedDataParallelPlugin:
         import torch
         from torch.distributed import fsdp
 
-        third = "buffer_dtype" if self.fsdp_version == 1 else "output_dtype"
-        keys = ("param_dtype", "reduce_dtype", third)
+        first = self.fsdp_version == 1
+        keys = ["param_dtype", "reduce_dtype", "buffer_dtype" if first else "output_dtype"]
         if isinstance(mixed_precision, dict):
-            extra = {} if self.fsdp_version == 1 else {"cast_forward_inputs"}
-            unknown = sorted(set(mixed_precision) - set(keys) - set(extra))
+            others = () if first else ("cast_forward_inputs",)
+            unknown = sorted(set(mixed_precision) - {*keys, *others})
             if unknown:
                 raise ValueError(
                     f"mixed_precision_policy has {', '.join(map(repr, unknown))}; with fsdp_version={self.fsdp_version} "
                     f"its keys are {', '.join(keys)}."
                 )
-            dtypes = {key: _to_dtype(value, key) for key, value in mixed_precision.items() if key in keys}
-            dtypes |= {key: value for key, value in mixed_precision.items() if key not in keys}
+            dtypes = {key: _to_dtype(value, key) if key in keys else value for key, value in mixed_precision.items()}
         elif isinstance(mixed_precision, str) and mixed_precision not in _PRECISIONS:
             raise ValueError(f"mixed_precision is {mixed_precision!r}; choose one of {sorted(_PRECISIONS)}.")
         else:
             dtypes = dict.fromkeys(keys, _to_dtype(mixed_precision, "mixed_precision"))
-            if buffer_autocast and self.fsdp_version == 1:
+            if buffer_autocast and first:
                 dtypes["buffer_dtype"] = torch.float32
         if self.mixed_precision_policy is None or override:
-            policy = fsdp.MixedPrecision if self.fsdp_version == 1 else fsdp.MixedPrecisionPolicy
+            policy = fsdp.MixedPrecision if first else fsdp.MixedPrecisionPolicy
             self.mixed_precision_policy = policy(**dtypes)
 
     def validate_mixed_precision_policy(self) -> None:
@@ -448,14 +407,13 @@ class FullyShardedDataParallelPlugin:
         """Replace a truth value in `cpu_offload` by torch's object for this version of FSDP."""
         from torch.distributed import fsdp
 
-        if isinstance(self.cpu_offload, str):
-            self.cpu_offload = to_bool(self.cpu_offload, "cpu_offload")
-        if not isinstance(self.cpu_offload, bool):
+        if not isinstance(self.cpu_offload, (bool, int, str, type(None))):
             return
+        offloads = env.setting(self.cpu_offload, "fsdp_offload_params", False, "cpu_offload")
         if self.fsdp_version == 1:
-            self.cpu_offload = fsdp.CPUOffload(offload_params=self.cpu_offload)
+            self.cpu_offload = fsdp.CPUOffload(offload_params=offloads)
         else:
-            self.cpu_offload = fsdp.CPUOffloadPolicy() if self.cpu_offload else fsdp.OffloadPolicy()
+            self.cpu_offload = fsdp.CPUOffloadPolicy() if offloads else fsdp.OffloadPolicy()
 
     def validate_cpu_offload(self) -> None:
         """Check that `cpu_offload` is of the class that this version of FSDP takes.
@@ -470,11 +428,5 @@ class FullyShardedDataParallelPlugin:
     def _expect(self, name: str, expected: type) -> None:
         value = getattr(self, name)
         if not isinstance(value, expected):
-            raise ValueError(
-                f"{name} is {value!r}; with fsdp_version={self.fsdp_version} it must be a "
-                f"torch.distributed.fsdp.{expected.__name__}."
-            )
-
-
-def _offload_value(value: Any, name: str) -> Any:
-    return to_bool(value, name) if isinstance(value, (str, bool, int)) else value
+            wanted = f"torch.distributed.fsdp.{expected.__name__}"
+            raise ValueError(f"{name} is {value!r}; with fsdp_version={self.fsdp_version} it must be a {wanted}.")

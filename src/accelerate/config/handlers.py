@@ -1,48 +1,18 @@
 """Keyword handlers: small dataclasses whose changed fields become the keyword arguments of a torch object."""
 
 import copy
-import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
 
-from accelerate.config.enums import DDPCommunicationHookType, at_public_path
+from accelerate.config import env
+from accelerate.config.enums import DDPCommunicationHookType, DynamoBackend, at_public_path
 
-_environment: ContextVar[Mapping[str, str] | None] = ContextVar("environment_of_handlers", default=None)
-
-
-def from_environment(variable: str, default: Any, convert: Callable[[str, str], Any] | None = None) -> Any:
-    """Return what an environment variable says about a field that was left at None.
-
-    Args:
-        variable: its name.
-        default: the value where it is not set or empty, and in the handler that `to_kwargs` compares with.
-        convert: turns the text and the name of the variable into the value.
-    """
-    chosen = _environment.get()
-    text = (os.environ if chosen is None else chosen).get(variable, "")
-    if not text.strip():
-        return default
-    return text if convert is None else convert(text, variable)
-
-
-def is_reference() -> bool:
-    """Tell whether the handler under construction only serves `to_kwargs` to compare with, so that it must not warn."""
-    return _environment.get() is not None
-
-
-@contextmanager
-def _without_environment() -> Iterator[None]:
-    # Emptying os.environ instead would race with the C code of other threads, which may call getenv at any time.
-    token = _environment.set({})
-    try:
-        yield
-    finally:
-        _environment.reset(token)
+_POWER_SGD = (DDPCommunicationHookType.POWER_SGD, DDPCommunicationHookType.BATCHED_POWER_SGD)
+_OF_PROFILER = ("on_trace_ready", "record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules")
+_COMMUNICATION = ("comm_hook", "comm_wrapper", "comm_state_option")
 
 
 @at_public_path
@@ -60,7 +30,7 @@ class KwargsHandler:
 
     def to_kwargs(self) -> dict[str, Any]:
         """Return the attributes that differ from those of a handler built without arguments or environment variables."""
-        with _without_environment():
+        with env.without_variables():
             usual = type(self)().to_dict()
         return {name: value for name, value in self.to_dict().items() if name not in usual or usual[name] != value}
 
@@ -135,16 +105,12 @@ class DistributedDataParallelKwargs(KwargsHandler):
         if wrapper not in (kind.NO, kind.FP16, kind.BF16):
             raise ValueError(f"comm_wrapper is {wrapper}, which wraps no hook. Choose one of: no, fp16, bf16.")
         if hook is kind.NO and wrapper is not kind.NO:
-            warnings.warn(
-                f"comm_wrapper={wrapper} has no effect without a comm_hook; set comm_hook={wrapper} instead."
-            )
-        if self.comm_state_option and hook not in (kind.POWER_SGD, kind.BATCHED_POWER_SGD):
+            warnings.warn(f"comm_wrapper={wrapper} has no effect without a comm_hook; set comm_hook={wrapper}.")
+        if self.comm_state_option and hook not in _POWER_SGD:
             warnings.warn(f"comm_state_option has no effect with comm_hook={hook}; only the PowerSGD hooks read it.")
         return hook, wrapper
 
-    def to_dict(
-        self, ignore_keys: tuple[str, ...] = ("comm_hook", "comm_wrapper", "comm_state_option")
-    ) -> dict[str, Any]:
+    def to_dict(self, ignore_keys: tuple[str, ...] = _COMMUNICATION) -> dict[str, Any]:
         """Return the attributes that torch's constructor takes, deep-copied.
 
         Args:
@@ -163,24 +129,20 @@ class DistributedDataParallelKwargs(KwargsHandler):
         Raises:
             ValueError: `comm_hook` or `comm_wrapper` was set to something unknown.
         """
-        kind, (chosen, wrapper) = DDPCommunicationHookType, self._communication()
-        if chosen is kind.NO:
+        chosen, wrapper = self._communication()
+        if chosen is DDPCommunicationHookType.NO:
             return
 
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-        hook = {
-            kind.FP16: default_hooks.fp16_compress_hook,
-            kind.BF16: default_hooks.bf16_compress_hook,
-            kind.POWER_SGD: powerSGD_hook.powerSGD_hook,
-            kind.BATCHED_POWER_SGD: powerSGD_hook.batched_powerSGD_hook,
-        }[chosen]
-        if wrapper is kind.FP16:
-            hook = default_hooks.fp16_compress_wrapper(hook)
-        elif wrapper is kind.BF16:
-            hook = default_hooks.bf16_compress_wrapper(hook)
-        keeps_state = chosen in (kind.POWER_SGD, kind.BATCHED_POWER_SGD)
-        state = powerSGD_hook.PowerSGDState(None, **self.comm_state_option) if keeps_state else None
+        state = None
+        if chosen in _POWER_SGD:
+            hook = getattr(powerSGD_hook, f"{chosen}_hook".replace("power_sgd", "powerSGD"))
+            state = powerSGD_hook.PowerSGDState(None, **self.comm_state_option)
+        else:
+            hook = getattr(default_hooks, f"{chosen}_compress_hook")
+        if wrapper is not DDPCommunicationHookType.NO:
+            hook = getattr(default_hooks, f"{wrapper}_compress_wrapper")(hook)
         model.register_comm_hook(state=state, hook=hook)
 
 
@@ -298,17 +260,10 @@ class ProfileKwargs(KwargsHandler):
         """
         import torch
 
-        schedule = None if self.schedule_option is None else torch.profiler.schedule(**self.schedule_option)
-        return torch.profiler.profile(
-            activities=self._activities(),
-            schedule=schedule,
-            on_trace_ready=self.on_trace_ready,
-            record_shapes=self.record_shapes,
-            profile_memory=self.profile_memory,
-            with_stack=self.with_stack,
-            with_flops=self.with_flops,
-            with_modules=self.with_modules,
-        )
+        options = {name: value for name, value in vars(self).items() if name in _OF_PROFILER}
+        if self.schedule_option is not None:
+            options["schedule"] = torch.profiler.schedule(**self.schedule_option)
+        return torch.profiler.profile(activities=self._activities(), **options)
 
 
 @at_public_path
@@ -346,6 +301,58 @@ class GradientAccumulationPlugin(KwargsHandler):
             raise ValueError(f"num_steps is {self.num_steps}; accumulate over at least 1 batch.")
         if self.exact and not self.sync_with_dataloader:
             raise ValueError(
-                "exact=True scales windows that the end of a data loader cuts short, but sync_with_dataloader=False "
-                "lets windows run across it. Set sync_with_dataloader=True or drop exact."
+                "exact=True needs sync_with_dataloader=True: it weighs windows that a loader's end closes."
             )
+
+
+@at_public_path
+@dataclass
+class TorchDynamoPlugin(KwargsHandler):
+    """What `torch.compile` is told when `Accelerator.prepare` compiles a model.
+
+    Each field left at None is read from the environment variable in brackets, which the launcher sets.
+
+    Args:
+        backend: the compiler, as a `DynamoBackend` or its name in any case; "no" compiles nothing
+            (ACCELERATE_DYNAMO_BACKEND).
+        mode: "default", "reduce-overhead" or "max-autotune" (ACCELERATE_DYNAMO_MODE).
+        fullgraph: fail where the model does not compile as one graph (ACCELERATE_DYNAMO_USE_FULLGRAPH).
+        dynamic: compile for any shape; None lets torch find out (ACCELERATE_DYNAMO_USE_DYNAMIC).
+        options: what the backend itself is told; torch takes no `mode` then.
+        disable: make `torch.compile` return the model unchanged.
+        use_regional_compilation: compile the repeated blocks of the model one by one, which starts much faster
+            (ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION).
+
+    Raises:
+        ValueError: `backend` is unknown.
+
+    Example:
+        >>> from accelerate import Accelerator
+        >>> accelerator = Accelerator(dynamo_plugin=TorchDynamoPlugin(backend="inductor", mode="reduce-overhead"))
+
+    Source: https://pytorch.org/docs/stable/generated/torch.compile.html
+    """
+
+    backend: DynamoBackend | None = None
+    mode: str | None = None
+    fullgraph: bool | None = None
+    dynamic: bool | None = None
+    options: Any = None
+    disable: bool = False
+    use_regional_compilation: bool | None = None
+
+    def __post_init__(self) -> None:
+        env.fill(self, {"backend": ("dynamo_backend", "no"), "mode": ("dynamo_mode", "default")})
+        env.fill(self, {"fullgraph": ("dynamo_use_fullgraph", False), "dynamic": ("dynamo_use_dynamic", None)})
+        env.fill(self, {"use_regional_compilation": ("dynamo_use_regional_compilation", False)})
+        self.backend = DynamoBackend(str(self.backend).upper())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all attributes, deep-copied, with the backend written as `torch.compile` reads it."""
+        return super().to_dict() | {"backend": self.backend.value.lower()}
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """Return the arguments for `torch.compile` that differ from a plugin built without arguments or variables."""
+        kwargs = super().to_kwargs()
+        kwargs.pop("use_regional_compilation", None)  # for us, not for torch
+        return kwargs

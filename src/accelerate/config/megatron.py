@@ -6,72 +6,272 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from accelerate.config import env
 from accelerate.config.enums import at_public_path
-from accelerate.config.megatron_parsers import (
-    MODEL_CONFIGS_TO_MEGATRON_PARSERS,
-    add_model_config_to_megatron_parser,
-    find_parser,
-    parse_bert_config,
-    parse_glm4_moe_config,
-    parse_gpt2_config,
-    parse_llama_config,
-    parse_t5_config,
-)
-from accelerate.config.values import setting, to_bool, to_int
+from accelerate.config.options import of_feature
+from accelerate.config.values import to_bool
 from accelerate.utils.imports import is_megatron_lm_available
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-__all__ = [
-    "MODEL_CONFIGS_TO_MEGATRON_PARSERS",
-    "MegatronLMPlugin",
-    "add_model_config_to_megatron_parser",
-    "parse_bert_config",
-    "parse_glm4_moe_config",
-    "parse_gpt2_config",
-    "parse_llama_config",
-    "parse_t5_config",
-]
+Parser = Callable[["MegatronLMPlugin", Any, Mapping[str, Any] | None], None]
+
+MODEL_CONFIGS_TO_MEGATRON_PARSERS: dict[str, Parser] = {}
 
 
-def _to_float(value: Any, name: str) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise ValueError(f"{name} is {value!r}; it must be a number.") from None
+def add_model_config_to_megatron_parser(model_type: str) -> Callable[[Parser], Parser]:
+    """Register a function that reads the network's sizes for Megatron-LM; for use as a decorator.
+
+    Args:
+        model_type: the `model_type` of the model's configuration, or a part of it.
+
+    Returns:
+        A decorator for a function of the plugin, the model and a batch (or None). It writes into the plugin's
+        `megatron_lm_default_args`.
+
+    Example:
+        >>> @add_model_config_to_megatron_parser("tiny")
+        ... def parse_tiny(plugin, model, batch_data):
+        ...     plugin.megatron_lm_default_args["num_layers"] = model.config.depth
+    """
+
+    def register(parser: Parser) -> Parser:
+        MODEL_CONFIGS_TO_MEGATRON_PARSERS[model_type] = parser
+        return parser
+
+    return register
 
 
-# Fields that MEGATRON_LM_<FIELD> stands in for: the default, and how to read the text.
-_FROM_ENVIRONMENT: dict[str, tuple[Any, Callable[[Any, str], Any] | None]] = {
-    "tp_degree": (1, to_int),
-    "pp_degree": (1, to_int),
-    "num_micro_batches": (1, to_int),
-    "context_parallel_size": (1, to_int),
-    "expert_model_parallel_size": (1, to_int),
-    "expert_tensor_parallel_size": (1, to_int),
-    "decoder_last_pipeline_num_layers": (None, to_int),
-    "gradient_clipping": (1.0, _to_float),
-    "attention_dropout": (0.0, _to_float),
-    "hidden_dropout": (0.0, _to_float),
-    "use_custom_fsdp": (False, to_bool),
-    "overlap_cpu_optimizer_d2h_h2d": (False, to_bool),
-    "no_load_optim": (False, to_bool),
-    "no_save_optim": (False, to_bool),
-    "eod_mask_loss": (False, to_bool),
-    "optimizer_cpu_offload": (False, to_bool),
-    "use_precision_aware_optimizer": (False, to_bool),
-    "recompute_activations": (False, to_bool),
-    "use_distributed_optimizer": (False, to_bool),
-    "sequence_parallelism": (False, to_bool),
-    "attention_backend": (True, to_bool),
-    "attention_softmax_in_fp32": (True, to_bool),
-    "calculate_per_token_loss": (True, to_bool),
-    "use_rotary_position_embeddings": (True, to_bool),
-    "recompute_granularity": (None, None),
-    "recompute_method": (None, None),
-    "recompute_num_layers": (None, to_int),
+def find_parser(model_type: str) -> Parser:
+    """Return the parser for a model type: its own, else the one with the longest name that it contains.
+
+    Raises:
+        ValueError: there is none; the message lists the types that have one.
+    """
+    wanted = model_type.lower()
+    fitting = [name for name in MODEL_CONFIGS_TO_MEGATRON_PARSERS if name in wanted]
+    if not fitting:
+        known = ", ".join(sorted(MODEL_CONFIGS_TO_MEGATRON_PARSERS))
+        raise ValueError(
+            f"model_type is {model_type!r}; known are {known}. `add_model_config_to_megatron_parser` registers another."
+        )
+    return MODEL_CONFIGS_TO_MEGATRON_PARSERS[max(fitting, key=len)]
+
+
+# What Megatron-LM calls the sizes of a network, and what the configurations of models call them.
+_SIZES = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
+_USUAL_NAMES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
+_NAMES_OF_GPT2 = ("n_layer", "n_embd", "n_head", "n_positions")
+_NAMES_OF_T5 = ("num_layers", "d_model", "num_heads", "n_positions")
+
+
+def _set(
+    plugin: "MegatronLMPlugin",
+    config: Any,
+    model_type_name: str,
+    names: Sequence[str] = _USUAL_NAMES,
+    **particular: Any,
+) -> None:
+    """Write the arguments that every type of model has, and those that are particular to one."""
+    plugin.megatron_lm_default_args.update(
+        {size: getattr(config, name) for size, name in zip(_SIZES, names, strict=True)},
+        orig_vocab_size=config.vocab_size,
+        model_return_dict=config.return_dict,
+        model_type_name=model_type_name,
+        pretraining_flag=True,
+    )
+    plugin.megatron_lm_default_args.update(particular)
+
+
+def _columns(batch_data: Mapping[str, Any] | None, key: str = "input_ids") -> int | None:
+    """Return the length of the sequences in a batch's (batch, sequence) tensor."""
+    return None if batch_data is None else batch_data[key].shape[1]
+
+
+def _first(*lengths: int | None) -> int | None:
+    return next((length for length in lengths if length is not None), None)
+
+
+def _one_length(plugin: "MegatronLMPlugin", preferred: str, batch_data: Mapping[str, Any] | None, limit: int) -> int:
+    """Resolve `plugin.seq_length` where a more specific length may be set too."""
+    specific = getattr(plugin, preferred)
+    if specific is not None and plugin.seq_length is not None:
+        warnings.warn(
+            f"seq_length={plugin.seq_length} is ignored, because {preferred}={specific} is set.", stacklevel=4
+        )
+    plugin.seq_length = _first(specific, plugin.seq_length, _columns(batch_data), limit)
+    return plugin.seq_length
+
+
+def _long_context(plugin: "MegatronLMPlugin", config: Any, batch_data: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Resolve `plugin.seq_length` for decoders whose position limit is far above what they train on."""
+    if plugin.seq_length is None:
+        given = _first(plugin.decoder_seq_length, getattr(config, "max_sequence_length", None))
+        plugin.seq_length = _first(given, _columns(batch_data), config.max_position_embeddings)
+    return {"seq_length": plugin.seq_length, "return_logits": plugin.return_logits}
+
+
+@add_model_config_to_megatron_parser("megatron-bert")
+def parse_bert_config(
+    megatron_lm_plugin: "MegatronLMPlugin", model: Any, batch_data: Mapping[str, Any] | None
+) -> None:
+    """Read the sizes of a BERT. A class whose name contains MaskedLM is pretrained, any other is fine-tuned.
+
+    Args:
+        megatron_lm_plugin: receives the arguments.
+        model: the transformers model.
+        batch_data: a batch with `input_ids` of shape (batch, sequence), or None.
+    """
+    plugin, config = megatron_lm_plugin, model.config
+    _set(
+        plugin,
+        config,
+        "bert",
+        seq_length=_one_length(plugin, "encoder_seq_length", batch_data, config.max_position_embeddings),
+        pretraining_flag="maskedlm" in type(model).__name__.lower(),
+        num_labels=config.num_labels,
+    )
+
+
+@add_model_config_to_megatron_parser("gpt2")
+def parse_gpt2_config(
+    megatron_lm_plugin: "MegatronLMPlugin", model: Any, batch_data: Mapping[str, Any] | None
+) -> None:
+    """Read the sizes of a GPT-2.
+
+    Args:
+        megatron_lm_plugin: receives the arguments.
+        model: the transformers model.
+        batch_data: a batch with `input_ids` of shape (batch, sequence), or None.
+    """
+    plugin, config = megatron_lm_plugin, model.config
+    length = _one_length(plugin, "decoder_seq_length", batch_data, config.n_positions)
+    _set(
+        plugin,
+        config,
+        "gpt",
+        _NAMES_OF_GPT2,
+        seq_length=length,
+        return_logits=plugin.return_logits,
+        tokenizer_type="GPT2BPETokenizer",
+    )
+
+
+@add_model_config_to_megatron_parser("t5")
+def parse_t5_config(megatron_lm_plugin: "MegatronLMPlugin", model: Any, batch_data: Mapping[str, Any] | None) -> None:
+    """Read the sizes of a T5.
+
+    Args:
+        megatron_lm_plugin: receives the arguments.
+        model: the transformers model.
+        batch_data: a batch with `input_ids` and `labels` of shape (batch, sequence), or None.
+    """
+    plugin, config = megatron_lm_plugin, model.config
+    for name, key in (("encoder_seq_length", "input_ids"), ("decoder_seq_length", "labels")):
+        if getattr(plugin, name) is None:
+            setattr(plugin, name, _first(_columns(batch_data, key), config.n_positions))
+    lengths = {"encoder_seq_length": plugin.encoder_seq_length, "decoder_seq_length": plugin.decoder_seq_length}
+    _set(plugin, config, "t5", _NAMES_OF_T5, **lengths)
+
+
+@add_model_config_to_megatron_parser("llama")
+def parse_llama_config(
+    megatron_lm_plugin: "MegatronLMPlugin", model: Any, batch_data: Mapping[str, Any] | None
+) -> None:
+    """Read the sizes of a Llama.
+
+    Args:
+        megatron_lm_plugin: receives the arguments.
+        model: the transformers model.
+        batch_data: a batch with `input_ids` of shape (batch, sequence), or None.
+    """
+    plugin, config = megatron_lm_plugin, model.config
+    length = _long_context(plugin, config, batch_data)
+    _set(plugin, config, "gpt", tokenizer_type="Llama2Tokenizer", **length)
+
+
+@add_model_config_to_megatron_parser("glm4_moe")
+def parse_glm4_moe_config(
+    megatron_lm_plugin: "MegatronLMPlugin", model: Any, batch_data: Mapping[str, Any] | None
+) -> None:
+    """Read the sizes of a GLM-4.5 mixture of experts.
+
+    Args:
+        megatron_lm_plugin: receives the arguments.
+        model: the transformers model.
+        batch_data: a batch with `input_ids` of shape (batch, sequence), or None.
+
+    Source: https://arxiv.org/abs/2508.06471
+    """
+    plugin, config = megatron_lm_plugin, model.config
+    head_size = config.hidden_size // config.num_attention_heads
+    _set(
+        plugin,
+        config,
+        "gpt",
+        tokenizer_type="HuggingFaceTokenizer",
+        original_model_type=config.model_type,
+        pretraining_flag=False,
+        ffn_hidden_size=config.intermediate_size,
+        kv_channels=getattr(config, "head_dim", head_size),
+        group_query_attention=True,
+        num_query_groups=config.num_key_value_heads,
+        qk_layernorm=getattr(config, "use_qk_norm", False),
+        add_bias_linear=False,
+        add_qkv_bias=getattr(config, "attention_bias", True),
+        normalization="RMSNorm",
+        norm_epsilon=getattr(config, "rms_norm_eps", 1e-5),
+        swiglu=True,
+        use_flash_attn=True,
+        position_embedding_type="rope",
+        rope_type="rope",
+        rotary_base=config.rope_theta,
+        rotary_percent=getattr(config, "partial_rotary_factor", 0.5),
+        untie_embeddings_and_output_weights=not getattr(config, "tie_word_embeddings", False),
+        **_long_context(plugin, config, batch_data),
+        **_glm4_experts(config),
+        **_present(config, "eos_token_id", "bf16"),
+        **(_present(config, "fp8", "fp8_param", "fp8_param_gather", "fp8_recipe") if hasattr(config, "fp8") else {}),
+    )
+
+
+def _glm4_experts(config: Any) -> dict[str, Any]:
+    dense = config.first_k_dense_replace
+    return {
+        "num_experts": config.n_routed_experts,
+        "moe_layer_freq": [int(layer >= dense) for layer in range(config.num_hidden_layers)],
+        "moe_ffn_hidden_size": config.moe_intermediate_size,
+        "moe_shared_expert_intermediate_size": config.moe_intermediate_size * getattr(config, "n_shared_experts", 1),
+        "moe_router_topk": config.num_experts_per_tok,
+        "moe_router_topk_scaling_factor": config.routed_scaling_factor,
+        "moe_router_pre_softmax": True,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0,
+        "moe_router_load_balancing_type": "seq_aux_loss",
+        "moe_router_dtype": "fp32",
+        "moe_aux_loss_coeff": 0,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": True,
+        "moe_permute_fusion": True,
+    }
+
+
+def _present(config: Any, *names: str) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in names if hasattr(config, name)}
+
+
+# Fields that options stand for, and the defaults that the option table does not have.
+_FROM_ENVIRONMENT = {option.name.removeprefix("megatron_lm_"): option for option in of_feature("megatron")}
+_DEFAULTS = {
+    **dict.fromkeys(("num_micro_batches", "context_parallel_size"), 1),
+    **dict.fromkeys(("expert_model_parallel_size", "expert_tensor_parallel_size"), 1),
+    **dict.fromkeys(("attention_dropout", "hidden_dropout"), 0.0),
+    **dict.fromkeys(("recompute_activations", "use_distributed_optimizer", "sequence_parallelism"), False),
+    **dict.fromkeys(("attention_backend", "attention_softmax_in_fp32"), True),
+    **dict.fromkeys(("calculate_per_token_loss", "use_rotary_position_embeddings"), True),
 }
 # Fields that Megatron-LM knows under another name.
 _RENAMED = {
@@ -80,54 +280,17 @@ _RENAMED = {
     "sequence_parallel": "sequence_parallelism",
     "clip_grad": "gradient_clipping",
 }
-_SAME_NAME = [
-    "pipeline_model_parallel_split_rank",
-    "num_layers_per_virtual_pipeline_stage",
-    "DDP_impl",
-    "use_distributed_optimizer",
-    "num_micro_batches",
-    "consumed_samples",
-    "no_wd_decay_cond",
-    "scale_lr_cond",
-    "lr_mult",
-    "megatron_dataset_flag",
-    "eval_iters",
-    "eval_interval",
-    "use_custom_fsdp",
-    "no_load_optim",
-    "eod_mask_loss",
-    "no_save_optim",
-    "optimizer_cpu_offload",
-    "overlap_cpu_optimizer_d2h_h2d",
-    "use_precision_aware_optimizer",
-    "decoder_last_pipeline_num_layers",
-    "recompute_granularity",
-    "recompute_method",
-    "recompute_num_layers",
-    "attention_backend",
-    "expert_model_parallel_size",
-    "context_parallel_size",
-    "attention_dropout",
-    "hidden_dropout",
-    "attention_softmax_in_fp32",
-    "expert_tensor_parallel_size",
-    "calculate_per_token_loss",
-    "use_rotary_position_embeddings",
-]
-_OF_SCHEDULE = [
-    "train_iters",
-    "train_samples",
-    "lr_warmup_iters",
-    "lr_warmup_samples",
-    "lr_warmup_fraction",
-    "lr_decay_iters",
-    "lr_decay_samples",
-    "lr_decay_style",
-    "weight_decay_incr_style",
-    "start_weight_decay",
-    "end_weight_decay",
-    "min_lr",
-]
+_NOT_FOR_MEGATRON = {*_RENAMED.values(), "recompute_activations"}
+_SAME_NAME = (
+    *(name for name in _FROM_ENVIRONMENT if name not in _NOT_FOR_MEGATRON),
+    *("pipeline_model_parallel_split_rank", "num_layers_per_virtual_pipeline_stage", "DDP_impl", "consumed_samples"),
+    *("no_wd_decay_cond", "scale_lr_cond", "lr_mult", "megatron_dataset_flag", "eval_iters", "eval_interval"),
+)
+_OF_SCHEDULE = (
+    *("train_iters", "train_samples", "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction"),
+    *("lr_decay_iters", "lr_decay_samples", "lr_decay_style", "min_lr"),
+    *("weight_decay_incr_style", "start_weight_decay", "end_weight_decay"),
+)
 
 
 @at_public_path
@@ -242,8 +405,10 @@ class MegatronLMPlugin:
     other_megatron_args: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        for name, (default, convert) in _FROM_ENVIRONMENT.items():
-            setattr(self, name, setting(getattr(self, name), f"MEGATRON_LM_{name.upper()}", default, convert))
+        for field, option in _FROM_ENVIRONMENT.items():
+            default = _DEFAULTS.get(field, option.default)
+            setattr(self, field, env.setting(getattr(self, field), option.name, default, field))
+        self.attention_backend = to_bool(self.attention_backend, "attention_backend")
         self._resolve_recomputation()
         self._complete_consumed_samples()
         # Pipelines and sharded optimizers keep gradients in one buffer, which only Megatron-LM's own wrapper has.
@@ -253,10 +418,10 @@ class MegatronLMPlugin:
         } | {name: getattr(self, name) for name in _SAME_NAME}
         if self.tensorboard_dir is not None:
             self.megatron_lm_default_args["tensorboard_dir"] = self.tensorboard_dir
-            if self.set_all_logging_options:
-                self.set_tensorboard_logging_options()
-        elif self.set_all_logging_options:
+        if self.set_all_logging_options and self.tensorboard_dir is None:
             warnings.warn("set_all_logging_options=True is ignored without a tensorboard_dir.", stacklevel=3)
+        elif self.set_all_logging_options:
+            self.set_tensorboard_logging_options()
         self.megatron_lm_default_args.update(self.other_megatron_args or {})
 
     def _resolve_recomputation(self) -> None:
@@ -346,25 +511,22 @@ class MegatronLMPlugin:
         if self.train_iters is None:
             self.train_iters = self._per_replica(scheduler.total_num_steps, "total_num_steps")
             if self.train_samples is not None:
-                warnings.warn(
-                    f"train_samples={self.train_samples} is ignored; the scheduler's total_num_steps give "
-                    f"train_iters={self.train_iters}.",
-                    stacklevel=2,
-                )
-                self.train_samples = None
+                self._ignore("train_samples", None)
         if self.lr_warmup_iters is None and self.lr_warmup_fraction is not None:
             self.lr_warmup_iters = self.lr_warmup_samples = 0  # Megatron-LM accepts one of the three
         elif self.lr_warmup_iters is None:
             self.lr_warmup_iters = self._per_replica(scheduler.warmup_num_steps, "warmup_num_steps")
             if self.lr_warmup_samples:
-                warnings.warn(
-                    f"lr_warmup_samples={self.lr_warmup_samples} is ignored; the scheduler's warmup_num_steps give "
-                    f"lr_warmup_iters={self.lr_warmup_iters}.",
-                    stacklevel=2,
-                )
+                self._ignore("lr_warmup_samples", 0)
             self.lr_warmup_samples = 0
         for name in _OF_SCHEDULE:
             self.megatron_lm_default_args[name] = getattr(self, name)
+
+    def _ignore(self, name: str, instead: int | None) -> None:
+        warnings.warn(
+            f"{name}={getattr(self, name)} is ignored: the scheduler's numbers of steps count.", stacklevel=3
+        )
+        setattr(self, name, instead)
 
     def _per_replica(self, steps: int | None, name: str) -> int:
         if steps is None:
@@ -380,10 +542,7 @@ class MegatronLMPlugin:
             ImportError: Megatron-LM is not installed.
         """
         if not is_megatron_lm_available():
-            raise ImportError(
-                "set_all_logging_options reads the list of options from Megatron-LM, which is not installed. Install it or name "
-                "the options in other_megatron_args."
-            )
+            raise ImportError("set_all_logging_options needs Megatron-LM; install it, or use other_megatron_args.")
         from megatron.training.arguments import _add_logging_args
 
         parser = argparse.ArgumentParser(add_help=False)

@@ -4,13 +4,12 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
+from accelerate.config import env
 from accelerate.config.enums import at_public_path
-from accelerate.config.values import setting, to_bool, to_int
+from accelerate.config.values import to_int
 from accelerate.utils.constants import BETA_TP_AVAILABLE_TRANSFORMERS_VERSION
 from accelerate.utils.imports import is_transformers_available
 from accelerate.utils.versions import compare_versions
-
-PREFIX = "PARALLELISM_CONFIG_"
 
 
 @at_public_path
@@ -31,8 +30,7 @@ class TorchContextParallelConfig:
     cp_comm_strategy: str | None = None
 
     def __post_init__(self) -> None:
-        if self.cp_comm_strategy is None:
-            self.cp_comm_strategy = setting(None, PREFIX + "CP_COMM_STRATEGY", "allgather")
+        env.fill(self, {"cp_comm_strategy": ("parallelism_config_cp_comm_strategy", "allgather")})
         if self.cp_comm_strategy not in ("allgather", "alltoall"):
             raise ValueError(f"Invalid cp_comm_strategy: {self.cp_comm_strategy!r}. Use 'allgather' or 'alltoall'.")
 
@@ -125,22 +123,17 @@ class DeepSpeedSequenceParallelConfig:
     sp_attn_implementation: str | None = None
 
     def __post_init__(self) -> None:
-        if self.sp_seq_length_is_variable is None:
-            variable = PREFIX + "SP_SEQ_LENGTH_IS_VARIABLE"
-            self.sp_seq_length_is_variable = setting(None, variable, True, to_bool)
-        if self.sp_seq_length is None and not self.sp_seq_length_is_variable:
-            variable = PREFIX + "SP_SEQ_LENGTH"
-            self.sp_seq_length = setting(None, variable, None, to_int)
+        prefix = "parallelism_config_"
+        variable = "PARALLELISM_CONFIG_SP_SEQ_LENGTH"
+        env.fill(self, {"sp_seq_length_is_variable": (f"{prefix}sp_seq_length_is_variable", True)})
+        env.fill(self, {"sp_attn_implementation": (f"{prefix}sp_attn_implementation", None)})
+        if not self.sp_seq_length_is_variable:
+            env.fill(self, {"sp_seq_length": (f"{prefix}sp_seq_length", None)})
             if self.sp_seq_length is None:
                 raise ValueError(
-                    "sp_seq_length_is_variable=False needs the common length: pass sp_seq_length or set "
-                    f"the environment variable {variable}."
+                    f"sp_seq_length_is_variable=False needs the common length: sp_seq_length or {variable}."
                 )
-        if self.sp_attn_implementation is None:
-            self.sp_attn_implementation = setting(None, PREFIX + "SP_ATTN_IMPLEMENTATION", None)
-        self._check_attention()
-
-    def _check_attention(self) -> None:
+            self.sp_seq_length = to_int(self.sp_seq_length, variable)
         chosen, known = self.sp_attn_implementation, ("flash_attention_2", "flash_attention_3", "sdpa")
         if chosen is None or chosen in known or ("/" in chosen and "flash-attn" in chosen):
             return

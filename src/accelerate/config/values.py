@@ -1,8 +1,7 @@
 """Turn what users write (strings, environment variables, YAML scalars) into the values that plugins work with."""
 
 import enum
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 E = TypeVar("E", bound=enum.Enum)
@@ -66,31 +65,6 @@ def to_enum(kind: type[E], value: Any, name: str, aliases: Mapping[str, E] | Non
     if word in by_value:
         return by_value[word]
     raise ValueError(f"{name} is {value!r}; choose one of {', '.join(sorted(named))}.")
-
-
-def setting(given: Any, variable: str, default: Any, convert: Callable[[Any, str], Any] | None = None) -> Any:
-    """Return an argument, else its environment variable, else its default.
-
-    Args:
-        given: the argument; None means that it was not given.
-        variable: the environment variable that stands in for it.
-        default: the value where neither is set.
-        convert: applied to an argument or variable that is set, together with the name to blame.
-
-    Example:
-        >>> setting(None, "SURELY_NOT_SET", 3, to_int), setting("7", "SURELY_NOT_SET", 3, to_int)
-        (3, 7)
-    """
-    name = variable
-    if given is None:
-        given = os.environ.get(variable)
-        if given is not None and not given.strip():
-            given = None  # an empty variable says nothing, as in a shell
-    else:
-        name = f"the argument of {variable}"
-    if given is None:
-        return default
-    return convert(given, name) if convert is not None else given
 
 
 def to_names(value: Any) -> list[str]:

@@ -7,9 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from accelerate.config.data import DataLoaderConfiguration
 from accelerate.config.deepspeed import DeepSpeedPlugin
-from accelerate.config.dynamo import TorchDynamoPlugin
 from accelerate.config.enums import DynamoBackend, RNGType
 from accelerate.config.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
@@ -21,9 +19,10 @@ from accelerate.config.handlers import (
     InitProcessGroupKwargs,
     KwargsHandler,
     ProfileKwargs,
+    TorchDynamoPlugin,
 )
 from accelerate.config.megatron import MegatronLMPlugin
-from accelerate.config.project import ProjectConfiguration
+from accelerate.config.project import DataLoaderConfiguration, ProjectConfiguration
 from accelerate.config.values import to_int
 from accelerate.runtime import storage
 from accelerate.state import asked_for

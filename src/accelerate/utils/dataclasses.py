@@ -2,10 +2,9 @@
 
 from typing import TYPE_CHECKING
 
+from accelerate.comm.shapes import TensorInformation
 from accelerate.config.bnb import BnbQuantizationConfig
-from accelerate.config.data import DataLoaderConfiguration
 from accelerate.config.deepspeed import DeepSpeedPlugin
-from accelerate.config.dynamo import TorchDynamoPlugin
 from accelerate.config.enums import (
     BaseEnum,
     ComputeEnvironment,
@@ -30,6 +29,7 @@ from accelerate.config.handlers import (
     InitProcessGroupKwargs,
     KwargsHandler,
     ProfileKwargs,
+    TorchDynamoPlugin,
 )
 from accelerate.config.megatron import (
     MODEL_CONFIGS_TO_MEGATRON_PARSERS,
@@ -47,8 +47,7 @@ from accelerate.config.parallel import (
     TorchTensorParallelConfig,
     TorchTensorParallelPlugin,
 )
-from accelerate.config.project import ProjectConfiguration
-from accelerate.config.tensors import TensorInformation
+from accelerate.config.project import DataLoaderConfiguration, ProjectConfiguration
 from accelerate.utils.constants import (
     BETA_CP_AVAILABLE_PYTORCH_VERSION,
     BETA_TP_AVAILABLE_PYTORCH_VERSION,

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accelerate.config.deepspeed_config import HfDeepSpeedConfig
+from accelerate.config.deepspeed import HfDeepSpeedConfig
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils.imports import is_deepspeed_available

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-from accelerate.config.enums import DDPCommunicationHookType
+from accelerate.config import env
+from accelerate.config.enums import DDPCommunicationHookType, DynamoBackend
 from accelerate.config.handlers import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
@@ -19,8 +20,7 @@ from accelerate.config.handlers import (
     InitProcessGroupKwargs,
     KwargsHandler,
     ProfileKwargs,
-    from_environment,
-    is_reference,
+    TorchDynamoPlugin,
 )
 
 Hook = DDPCommunicationHookType
@@ -31,12 +31,9 @@ class Sample(KwargsHandler):
     number: int = 1
     words: list = field(default_factory=list)
     read: str | None = None
-    references = []
 
     def __post_init__(self):
-        if is_reference():
-            Sample.references.append(self)
-        self.read = self.read or from_environment("SAMPLE_READ", "usual")
+        env.fill(self, {"read": ("dynamo_mode", "usual")})
 
 
 def test_to_dict_copies_deeply():
@@ -54,21 +51,12 @@ def test_to_kwargs_holds_changed_and_added_attributes_only():
 
 
 def test_to_kwargs_holds_what_the_environment_said(monkeypatch):
-    monkeypatch.setenv("SAMPLE_READ", "usual")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "usual")
     assert Sample().to_kwargs() == {}
-    monkeypatch.setenv("SAMPLE_READ", "other")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "other")
     before = dict(os.environ)
-    Sample.references.clear()
     assert Sample().to_kwargs() == {"read": "other"}
-    assert [reference.read for reference in Sample.references] == ["usual"]
     assert dict(os.environ) == before
-    assert not is_reference()
-
-
-def test_from_environment_converts_with_the_name_at_hand(monkeypatch):
-    monkeypatch.setenv("SAMPLE_READ", "12")
-    assert from_environment("SAMPLE_READ", 0, lambda text, name: (int(text), name)) == (12, "SAMPLE_READ")
-    assert from_environment("SAMPLE_MISSING", 0, lambda text, name: 1 / 0) == 0
 
 
 def test_autocast():
@@ -226,5 +214,65 @@ def test_gradient_accumulation():
 def test_gradient_accumulation_refuses_nonsense():
     with pytest.raises(ValueError, match="num_steps is 0"):
         GradientAccumulationPlugin(num_steps=0)
-    with pytest.raises(ValueError, match="exact=True.*sync_with_dataloader=False"):
+    with pytest.raises(ValueError, match="exact=True needs sync_with_dataloader=True"):
         GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=False, exact=True)
+
+
+# torch.compile
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch):
+    for name in ("BACKEND", "MODE", "USE_FULLGRAPH", "USE_DYNAMIC", "USE_REGIONAL_COMPILATION"):
+        monkeypatch.delenv(f"ACCELERATE_DYNAMO_{name}", raising=False)
+
+
+def test_compilation_defaults():
+    plugin = TorchDynamoPlugin()
+    assert plugin.backend is DynamoBackend.NO
+    assert (plugin.mode, plugin.fullgraph, plugin.dynamic) == ("default", False, None)
+    assert (plugin.options, plugin.disable, plugin.use_regional_compilation) == (None, False, False)
+    assert plugin.to_kwargs() == {}
+    assert plugin.to_dict()["backend"] == "no"
+
+
+def test_variables_fill_what_was_not_given(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "eager")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "max-autotune")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_FULLGRAPH", "true")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_DYNAMIC", "0")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "yes")
+    plugin = TorchDynamoPlugin()
+    assert plugin.use_regional_compilation is True
+    assert plugin.to_kwargs() == {"backend": "eager", "mode": "max-autotune", "fullgraph": True, "dynamic": False}
+    given = TorchDynamoPlugin(
+        backend="inductor", mode="default", fullgraph=False, dynamic=True, use_regional_compilation=False
+    )
+    assert given.to_kwargs() == {"backend": "inductor", "dynamic": True}
+    assert given.use_regional_compilation is False
+
+
+@pytest.mark.parametrize("backend", ["inductor", "INDUCTOR", DynamoBackend.INDUCTOR])
+def test_a_backend_may_be_written_in_any_case(backend):
+    assert TorchDynamoPlugin(backend=backend).backend is DynamoBackend.INDUCTOR
+
+
+def test_an_unknown_backend_lists_the_known_ones(monkeypatch):
+    with pytest.raises(ValueError, match="'GCC' is not a valid DynamoBackend.*'INDUCTOR'"):
+        TorchDynamoPlugin(backend="gcc")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_DYNAMIC", "perhaps")
+    with pytest.raises(ValueError, match="ACCELERATE_DYNAMO_USE_DYNAMIC is 'perhaps'"):
+        TorchDynamoPlugin()
+
+
+def test_the_arguments_are_those_of_torch_compile():
+    plugin = TorchDynamoPlugin(backend="eager", fullgraph=True, dynamic=False)
+    compiled = torch.compile(torch.nn.Linear(2, 2), **plugin.to_kwargs())
+    assert compiled(torch.ones(1, 2)).shape == (1, 2)
+
+
+def test_disable_and_options_reach_torch():
+    options = {"a": [1]}
+    kwargs = TorchDynamoPlugin(backend="inductor", options=options, disable=True).to_kwargs()
+    assert kwargs == {"backend": "inductor", "options": {"a": [1]}, "disable": True}
+    assert kwargs["options"] is not options

@@ -5,12 +5,12 @@ import pytest
 import torch
 
 from accelerate.config import megatron
-from accelerate.config.megatron import MegatronLMPlugin as Plugin
-from accelerate.config.megatron_parsers import (
+from accelerate.config.megatron import (
     MODEL_CONFIGS_TO_MEGATRON_PARSERS,
     add_model_config_to_megatron_parser,
     find_parser,
 )
+from accelerate.config.megatron import MegatronLMPlugin as Plugin
 
 BATCH = {"input_ids": torch.ones(2, 9, dtype=torch.long), "labels": torch.ones(2, 5, dtype=torch.long)}
 GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 4, "n_positions": 16, "vocab_size": 50}
@@ -252,7 +252,7 @@ def test_mixture_of_experts():
 
 
 def test_own_parser(monkeypatch):
-    monkeypatch.setattr("accelerate.config.megatron_parsers.MODEL_CONFIGS_TO_MEGATRON_PARSERS", {})
+    monkeypatch.setattr("accelerate.config.megatron.MODEL_CONFIGS_TO_MEGATRON_PARSERS", {})
     with pytest.raises(ValueError, match="model_type is 'tiny'"):
         find_parser("tiny")
 

@@ -2,7 +2,7 @@ import enum
 
 import pytest
 
-from accelerate.config.values import setting, to_bool, to_enum, to_int, to_names
+from accelerate.config.values import to_bool, to_enum, to_int, to_names
 
 
 class Colour(enum.Enum):
@@ -44,20 +44,6 @@ def test_members_by_member_name_value_and_alias(value):
 def test_unknown_member_lists_the_known():
     with pytest.raises(ValueError, match="colour is 'green'; choose one of BLUE, RED"):
         to_enum(Colour, "green", "colour")
-
-
-def test_argument_beats_environment_beats_default(monkeypatch):
-    monkeypatch.setenv("SOME_SIZE", "4")
-    assert setting(2, "SOME_SIZE", 1, to_int) == 2
-    assert setting(None, "SOME_SIZE", 1, to_int) == 4
-    monkeypatch.setenv("SOME_SIZE", "")
-    assert setting(None, "SOME_SIZE", 1, to_int) == 1
-
-
-def test_a_bad_variable_is_named(monkeypatch):
-    monkeypatch.setenv("SOME_SIZE", "four")
-    with pytest.raises(ValueError, match="SOME_SIZE is 'four'"):
-        setting(None, "SOME_SIZE", 1, to_int)
 
 
 @pytest.mark.parametrize("value", ["A, B", ["A", "B"], ("A", "B"), "A,B,"])

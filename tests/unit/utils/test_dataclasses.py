@@ -13,17 +13,14 @@ from accelerate.utils import dataclasses as front
 
 HOMES = {
     "bnb": "BnbQuantizationConfig",
-    "data": "DataLoaderConfiguration",
     "deepspeed": "DeepSpeedPlugin",
-    "dynamo": "TorchDynamoPlugin",
     "enums": "BaseEnum DistributedType PrecisionType LoggerType RNGType DynamoBackend",
     "fp8": "AORecipeKwargs FP8RecipeKwargs MSAMPRecipeKwargs TERecipeKwargs",
     "fsdp": "FullyShardedDataParallelPlugin get_module_class_from_name",
-    "handlers": "KwargsHandler AutocastKwargs GradScalerKwargs InitProcessGroupKwargs ProfileKwargs",
+    "handlers": "KwargsHandler AutocastKwargs GradScalerKwargs InitProcessGroupKwargs ProfileKwargs TorchDynamoPlugin",
     "megatron": "MegatronLMPlugin add_model_config_to_megatron_parser parse_t5_config",
     "parallel": "TorchContextParallelConfig TorchTensorParallelPlugin DeepSpeedSequenceParallelConfig",
-    "project": "ProjectConfiguration",
-    "tensors": "TensorInformation",
+    "project": "DataLoaderConfiguration ProjectConfiguration",
 }
 
 
@@ -70,7 +67,7 @@ def test_type_hints_can_be_resolved():
 
 
 def test_a_replaced_method_takes_effect_everywhere(monkeypatch):
-    from accelerate.config.dynamo import TorchDynamoPlugin
+    from accelerate.config.handlers import TorchDynamoPlugin
 
     monkeypatch.setattr(front.TorchDynamoPlugin, "to_kwargs", lambda self: {"replaced": True})
     assert TorchDynamoPlugin().to_kwargs() == {"replaced": True}

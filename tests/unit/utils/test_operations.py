@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from accelerate.comm.shapes import TensorInformation
 from accelerate.comm.single import Single
-from accelerate.config.tensors import TensorInformation
 from accelerate.process import PartialState
 from accelerate.runtime import storage
 from accelerate.utils import operations as ops

@@ -6,9 +6,8 @@ from typing import Any
 from accelerate.commands.config.config import config_command_parser
 from accelerate.commands.config.config_args import default_config_file, load_config_from_file
 from accelerate.commands.config.default import default_command_parser
-from accelerate.commands.config.show import show_command_parser
+from accelerate.commands.config.show import show_command_parser, validate_command_parser
 from accelerate.commands.config.update import update_command_parser
-from accelerate.commands.config.validate import validate_command_parser
 from accelerate.commands.utils import or_exit
 
 __all__ = [
@@ -25,23 +24,12 @@ __all__ = [
 class _Commands(argparse._SubParsersAction):
     """Hands `--config_file`, given before a subcommand, on to it; otherwise the subcommand's own default would replace it."""
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         above = getattr(namespace, "config_file", None)
         super().__call__(parser, namespace, values, option_string)
-        if not isinstance(above, str):  # it was not given
-            return
         name = "save_location" if namespace.subcommand == "default" else "config_file"
-        if name in getattr(namespace, "nondefault", ()) and getattr(namespace, name) != above:
-            parser.error(
-                f"--config_file is {above!r}, and {getattr(namespace, name)!r} after the subcommand; keep one."
-            )
-        setattr(namespace, name, above)
+        if isinstance(above, str) and name not in namespace.nondefault:  # anything else says that it was not given
+            setattr(namespace, name, above)
 
 
 def get_config_parser(subparsers: Any = None) -> argparse.ArgumentParser:
@@ -54,10 +42,8 @@ def get_config_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         title="subcommands", dest="subcommand", metavar="{default,update,show,validate}", action=_Commands
     )
-    default_command_parser(commands, parents=[])
-    update_command_parser(commands, parents=[])
-    show_command_parser(commands, parents=[])
-    validate_command_parser(commands, parents=[])
+    for add in (default_command_parser, update_command_parser, show_command_parser, validate_command_parser):
+        add(commands, parents=[])
     return parser
 
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from accelerate.commands.config.config_args import ClusterConfig
-from accelerate.commands.config.config_utils import DYNAMO_BACKENDS
+from accelerate.commands.config.config_utils import DYNAMO_BACKENDS  # noqa: F401
 from accelerate.commands.config.interview import Asker, Interview
 from accelerate.commands.config.rules import parallel_size
 from accelerate.config.options import OPTIONS, Option
 from accelerate.config.options.chapters import CHAPTERS
 from accelerate.launch import hardware
-from accelerate.utils.constants import (
+from accelerate.utils.constants import (  # noqa: F401, words that the recorded interface has here
     DEEPSPEED_MULTINODE_LAUNCHERS,
     FSDP2_STATE_DICT_TYPE,
     FSDP_AUTO_WRAP_POLICY,
@@ -22,19 +22,6 @@ from accelerate.utils.constants import (
     FSDP_STATE_DICT_TYPE,
     TORCH_DYNAMO_MODES,
 )
-
-__all__ = [
-    "DEEPSPEED_MULTINODE_LAUNCHERS",
-    "DYNAMO_BACKENDS",
-    "FSDP2_STATE_DICT_TYPE",
-    "FSDP_AUTO_WRAP_POLICY",
-    "FSDP_BACKWARD_PREFETCH",
-    "FSDP_SHARDING_STRATEGY",
-    "FSDP_STATE_DICT_TYPE",
-    "TORCH_DYNAMO_MODES",
-    "ask_cluster",
-    "get_cluster_input",
-]
 
 # How the processes share the model: the word of `distributed_type`, None for that of the kind, and the line of the menu.
 _PLAIN = ((None, "Plain data parallelism: a whole model in every process"),)
@@ -180,8 +167,6 @@ def _note(talk: Interview, name: str) -> str | None:
         return f"Note: {value} is this machine alone; the other machines cannot reach it under that name."
     if name == "numa_affinity" and value != "node":
         return "Note: other packages that read such files know no numa_affinity, and refuse the file."
-    if name == "mixed_precision" and value == "fp8" and talk.machine.device != "cuda":
-        return "Note: FP8 needs a GPU of NVIDIA's Hopper generation or later, which this machine does not show."
     if name == "mixed_precision" and value == "fp16" and talk.values["cpu"]:
         return "Note: CPUs compute fp16 slowly, and not every operation has it; bf16 is the better choice there."
     return None

@@ -3,14 +3,14 @@
 import argparse
 import os
 import sys
+from collections.abc import Mapping
 from typing import Any
 
+from accelerate.commands.config import config_utils
+from accelerate.commands.config.interview import Asker
 from accelerate.commands.utils import make_parser, or_exit
 from accelerate.launch import config_file as files
 from accelerate.launch.errors import LaunchError
-
-# What a shell reports for a process that Ctrl-C has ended.
-INTERRUPTED = 130
 
 
 def get_user_input() -> Any:
@@ -23,24 +23,21 @@ def get_user_input() -> Any:
         EOFError: the input ended before the last answer.
         KeyboardInterrupt: Ctrl-C was pressed.
     """
-    return _ask_all(None)
+    return _ask({}, {})
 
 
-def _ask_all(before: files.Inspection | None) -> Any:
-    from accelerate.commands.config.interview import Asker  # not for --help
-
+def _ask(content: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
+    """Ask for all settings; those of the file that is replaced are the defaults."""
     asker = Asker()
-    content = before.content if before else {}
-    was = str(content.get("compute_environment", "")) == "AMAZON_SAGEMAKER"
-    values = dict(before.settings.values) if before else {}
-    if asker.choose("Where should the training run?", ["Machines of your own", "Amazon SageMaker"], int(was)) == 0:
-        from accelerate.commands.config.cluster import ask_cluster
+    was = str(content.get("compute_environment")) == "AMAZON_SAGEMAKER"
+    if asker.choose("Where should the training run?", ["Machines of your own", "Amazon SageMaker"], int(was)) == 1:
+        from accelerate.commands.config.sagemaker import ask_sagemaker
 
-        return ask_cluster(asker, {} if was else values, None if was else content.get("distributed_type"))
-    from accelerate.commands.config.sagemaker import ask_sagemaker
+        plain = {key: value for key, value in content.items() if not isinstance(value, dict)}
+        return ask_sagemaker(asker, {**plain, **values} if was else {})
+    from accelerate.commands.config.cluster import ask_cluster
 
-    plain = {key: value for key, value in content.items() if not isinstance(value, dict)}
-    return ask_sagemaker(asker, {**plain, **values} if was else {})
+    return ask_cluster(asker, {} if was else values, None if was else content.get("distributed_type"))
 
 
 def config_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
@@ -49,17 +46,10 @@ def config_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     Args:
         subparsers: what `ArgumentParser.add_subparsers` returned, or None for a parser of its own.
     """
-    parser = make_parser(
-        "config",
-        "Write a configuration file for `accelerate launch` by answering questions.",
-        subparsers,
-        config_command,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--config_file",
-        help="The file to write; by default the one that `accelerate launch` looks for. If it exists, it gives the defaults.",
-    )
+    text = "Write a configuration file for `accelerate launch` by answering questions."
+    parser = make_parser("config", text, subparsers, config_command, allow_abbrev=False)
+    text = "The file to write; by default the one that `accelerate launch` looks for. If it exists, it gives the defaults."
+    parser.add_argument("--config_file", help=text)
     return parser
 
 
@@ -71,31 +61,25 @@ def config_command(args: argparse.Namespace) -> None:
 
     Raises:
         LaunchError: the file cannot be written, or the input ended too early.
-        SystemExit: with status 130 after Ctrl-C.
+        KeyboardInterrupt: Ctrl-C was pressed.
     """
-    from accelerate.commands.config import store  # not for --help
-
-    path = files.default_path() if args.config_file is None else args.config_file
-    store.check_writable(path)
-    before = _previous(path)
+    default = files.default_path()
+    path = default if args.config_file is None else args.config_file
+    config_utils.check_writable(path)
+    before = _previous(path) if os.path.exists(path) else None
     try:
-        config = _ask_all(before)
-    except KeyboardInterrupt:
-        print("\naccelerate config: stopped; nothing was written.", file=sys.stderr)
-        raise SystemExit(INTERRUPTED) from None
+        config = _ask(before.content, before.settings.values) if before else _ask({}, {})
     except EOFError:
         print(file=sys.stderr)
         raise LaunchError("The input ended before the last question was answered; nothing was written.") from None
     if os.path.exists(path) and (before is None or before.problems):
-        print(f"The old file is kept at {store.back_up(path)}.")
+        print(f"The old file is kept at {config_utils.back_up(path)}.")
     config.save(path)
-    shown = "" if os.path.abspath(path) == os.path.abspath(files.default_path()) else f"--config_file {path} "
+    shown = "" if os.path.abspath(path) == os.path.abspath(default) else f"--config_file {path} "
     print(f"Wrote {path}. `accelerate launch {shown}SCRIPT` runs with it.")
 
 
 def _previous(path: str) -> files.Inspection | None:
-    if not os.path.exists(path):
-        return None
     try:
         found = files.inspect(path)
     except LaunchError as error:

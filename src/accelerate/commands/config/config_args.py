@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from accelerate.commands.config import store
+from accelerate.commands.config import config_utils
 from accelerate.config.enums import ComputeEnvironment, DistributedType, SageMakerDistributedType
 from accelerate.config.options import SECTIONS
 from accelerate.launch import config_file as files
@@ -21,8 +21,7 @@ from accelerate.utils.constants import (
 
 cache_dir = files.cache_dir()
 hf_cache_home = os.path.dirname(cache_dir)
-default_json_config_file = os.path.join(cache_dir, "default_config.yaml")
-default_yaml_config_file = os.path.join(cache_dir, "default_config.yaml")
+default_json_config_file = default_yaml_config_file = os.path.join(cache_dir, "default_config.yaml")
 # For a new file; where only an old JSON file exists, that one.
 default_config_file = files.default_path()
 
@@ -127,8 +126,7 @@ class BaseConfig:
         Raises:
             LaunchError: as in `load_config_from_file`.
         """
-        path = files.find_required(json_file)
-        return cls._from_mapping(files.load_mapping(path), path)
+        return cls.from_yaml_file(json_file)  # the ending decides
 
     @classmethod
     def from_yaml_file(cls, yaml_file: str | None = None) -> "BaseConfig":
@@ -149,7 +147,7 @@ class BaseConfig:
         Args:
             json_file: the file; it is replaced.
         """
-        store.write(json_file, self.to_dict(), as_json=True)
+        config_utils.write(json_file, self.to_dict(), as_json=True)
 
     def to_yaml_file(self, yaml_file: str | os.PathLike[str]) -> None:
         """Write a YAML file, whole or not at all.
@@ -157,7 +155,7 @@ class BaseConfig:
         Args:
             yaml_file: the file; it is replaced.
         """
-        store.write(yaml_file, self.to_dict(), as_json=False)
+        config_utils.write(yaml_file, self.to_dict(), as_json=False)
 
     def save(self, path: str | os.PathLike[str]) -> pathlib.Path:
         """Write a file, JSON if its name ends so, else YAML; its folder is made.
@@ -171,7 +169,7 @@ class BaseConfig:
         Raises:
             LaunchError: it cannot be written there.
         """
-        store.write(path, self.to_dict())
+        config_utils.write(path, self.to_dict())
         return pathlib.Path(path)
 
     @classmethod
@@ -182,9 +180,8 @@ class BaseConfig:
         if unknown:
             said = " ".join(files.unknown_key(key, sorted(fields)) for key in unknown[:5])
             raise LaunchError(f"The configuration file {path} has unknown keys: {said}")
-        required = [name for name, field in fields.items() if field.default is dataclasses.MISSING]
-        lacking = [name for name in required if name not in content]
-        if lacking:
+        required = {name for name, field in fields.items() if field.default is dataclasses.MISSING}
+        if lacking := sorted(required - content.keys()):
             raise LaunchError(f"The configuration file {path} lacks {', '.join(lacking)}.")
         return cls(**content)
 

@@ -5,10 +5,8 @@ import os
 import pathlib
 from typing import Any, Literal
 
-from accelerate.commands.config import store
+from accelerate.commands.config import config_utils
 from accelerate.commands.config.config_args import ClusterConfig, default_json_config_file
-from accelerate.commands.config.config_utils import add_command
-from accelerate.config.enums import ComputeEnvironment, DistributedType
 from accelerate.config.options import BY_NAME
 from accelerate.launch import hardware
 from accelerate.launch.errors import LaunchError
@@ -44,25 +42,18 @@ def write_basic_config(
     if path.is_file():
         print(f"There is a configuration at {path} already; it stays as it is. Remove it, or name another place.")
         return False
-    store.check_writable(save_location)
+    config_utils.check_writable(save_location)
     precision = str(mixed_precision).lower()
     if precision not in _PRECISIONS:
         raise LaunchError(f"mixed_precision is {mixed_precision!r}; choose one of {', '.join(_PRECISIONS)}.")
+    from accelerate.commands.config.cluster import KINDS  # not for --help
+
     machine = hardware.detect(os.environ)
-    kind = _distributed_type(machine)
-    config = ClusterConfig(ComputeEnvironment.LOCAL_MACHINE, kind, precision, use_cpu=machine.count == 0, debug=False)
+    device = machine.device if machine.count > 1 else None
+    kind = next(kind.word for kind in KINDS if kind.device == device)
+    config = ClusterConfig("LOCAL_MACHINE", kind, precision, use_cpu=machine.count == 0, debug=False)
     config.num_processes = max(1, machine.count)
     return config.save(path)
-
-
-def _distributed_type(machine: hardware.Hardware) -> DistributedType:
-    if machine.count < 2:
-        return DistributedType.NO
-    if machine.device == "cuda":
-        return DistributedType.MULTI_GPU
-    from accelerate import devices  # for hardware that only torch knows, torch is loaded already
-
-    return devices.row(machine.device).distributed_type
 
 
 def default_command_parser(parser: Any, parents: list[argparse.ArgumentParser]) -> argparse.ArgumentParser:
@@ -73,16 +64,11 @@ def default_command_parser(parser: Any, parents: list[argparse.ArgumentParser]) 
         parents: parsers whose arguments it shares.
     """
     text = "Write a configuration file for this machine, without questions."
-    command = add_command(parser, parents, "default", text, default_config_command)
-    command.add_argument(
-        "--config_file",
-        dest="save_location",
-        default=default_json_config_file,
-        help="The file to write; by default the one that `accelerate launch` looks for.",
-    )
-    command.add_argument(
-        "--mixed_precision", choices=["no", "fp16", "bf16"], default="no", help="Precision of the computation."
-    )
+    command = config_utils.add_command(parser, parents, "default", text, default_config_command)
+    text = "The file to write; by default the one that `accelerate launch` looks for."
+    command.add_argument("--config_file", dest="save_location", default=default_json_config_file, help=text)
+    text = "Precision of the computation."
+    command.add_argument("--mixed_precision", choices=["no", "fp16", "bf16"], default="no", help=text)
     return command
 
 

@@ -11,6 +11,7 @@ from accelerate.commands.config.rules import contradictions
 from accelerate.config.options import OPTIONS, Option
 from accelerate.config.options.chapters import Chapter
 from accelerate.config.options.schema import TRUE_OR_FALSE, agree
+from accelerate.config.values import to_bool
 from accelerate.launch.hardware import Hardware
 
 T = TypeVar("T")
@@ -35,8 +36,9 @@ class Asker:
         parse: Callable[[str], T],
         default: T | None = None,
         *,
-        explanation: str = "",
+        explanation: str = "There is no more to say about it.",
         optional: bool = False,
+        shown: str | None = None,
     ) -> T | None:
         """Ask for a line of text.
 
@@ -46,36 +48,48 @@ class Asker:
             default: the answer to an empty line.
             explanation: what `?` prints.
             optional: an empty line without a default is an answer, None.
+            shown: how the default is shown.
         """
-        shown = f" [{_shown(default)}]" if default is not None else " [none]" if optional else ""
-        return self._answered(f"{question}{shown} ", parse, default, explanation, optional)
+        shown = shown or (_shown(default) if default is not None else "none" if optional else "")
+        while True:
+            answer = self._line(f"{question} [{shown}] " if shown else f"{question} ").strip()
+            if answer == "?":
+                self.say(f"  {explanation}")
+            elif answer:
+                try:
+                    return parse(answer)
+                except ValueError as error:
+                    self.say(f"  {error}")
+            elif default is not None or optional:
+                return default
+            else:
+                self.say("  There is no default; please type an answer.")
 
-    def yes(self, question: str, default: bool = False, *, explanation: str = "") -> bool:
+    def yes(self, question: str, default: bool = False, **rest: Any) -> bool:
         """Ask a question that is answered with yes or no.
 
         Args:
             question: the question.
             default: the answer to an empty line.
-            explanation: what `?` prints.
+            rest: as in `text`.
         """
 
         def parse(answer: str) -> bool:
-            if answer.lower() in ("y", "yes", "true", "t", "1", "on"):
-                return True
-            if answer.lower() in ("n", "no", "false", "f", "0", "off"):
-                return False
-            raise ValueError(f"{answer[:80]!r} is neither yes nor no.")
+            try:
+                return to_bool(answer, question)
+            except ValueError:
+                raise ValueError(f"{answer[:80]!r} is neither yes nor no.") from None
 
-        return self._answered(f"{question} [{'YES/no' if default else 'yes/NO'}] ", parse, default, explanation)
+        return self.text(question, parse, default, shown="YES/no" if default else "yes/NO", **rest)
 
-    def choose(self, question: str, choices: Sequence[str], default: int = 0, *, explanation: str = "") -> int:
+    def choose(self, question: str, choices: Sequence[str], default: int = 0, **rest: Any) -> int:
         """Ask for one of several lines.
 
         Args:
             question: the question.
             choices: the lines.
             default: the index of the line that Enter takes.
-            explanation: what `?` prints where one answers by number.
+            rest: as in `text`, where one answers by number.
 
         Returns:
             The index of the chosen line.
@@ -92,12 +106,11 @@ class Asker:
             words = [choice.lower() for choice in choices]
             if answer.lower() in words:
                 return words.index(answer.lower()) + 1
-            if answer.isascii() and answer.isdecimal() and len(answer) < 5 and 1 <= int(answer) <= len(choices):
+            if answer in map(str, range(1, len(choices) + 1)):
                 return int(answer)
             raise ValueError(f"{answer[:80]!r} is none of them; type a number from 1 to {len(choices)}.")
 
-        number = self.text("Number:", parse, default + 1, explanation=explanation)
-        return number - 1
+        return self.text("Number:", parse, default + 1, **rest) - 1
 
     def secret(self, question: str) -> str:
         """Ask for something that must not be seen; it is not shown while it is typed.
@@ -108,29 +121,6 @@ class Asker:
         if sys.stdin is not None and sys.stdin.isatty():
             return getpass.getpass(f"{question} ").strip()
         return self._line(f"{question} ").strip()
-
-    def _answered(
-        self,
-        prompt: str,
-        parse: Callable[[str], T],
-        default: T | None,
-        explanation: str,
-        optional: bool = False,
-    ) -> T | None:
-        """Ask until an answer can be parsed, or is Enter where there is a default."""
-        while True:
-            answer = self._line(prompt).strip()
-            if answer == "?":
-                self.say(f"  {explanation or 'There is no more to say about it.'}")
-            elif answer:
-                try:
-                    return parse(answer)
-                except ValueError as error:
-                    self.say(f"  {error}")
-            elif default is not None or optional:
-                return default
-            else:
-                self.say("  There is no default; please type an answer.")
 
     def _line(self, prompt: str) -> str:
         if sys.stdin is None or sys.stdout is None:  # closed before this process began
@@ -197,11 +187,10 @@ class Interview:
             self.facts[chapter.name] = self.asker.yes(chapter.question, default)
             if not self.facts[chapter.name]:
                 return
-        for option in _in_order([option for option in self.options if option.chapter == chapter.name]):
-            if not option.question or option.name in self.values:
-                continue
-            answers = self._answers
-            if agree(answers, option.when) and len(option.offered(answers)) != 1:  # a single word leaves no choice
+        asked = [option for option in self.options if option.chapter == chapter.name and option.question]
+        for option in _in_order(asked):
+            matters = option.name not in self.values and agree(self._answers, option.when)
+            if matters and len(option.offered(self._answers)) != 1:  # a single word leaves no choice
                 self.ask(option.name)
 
     def ask(self, name: str, offer: Any = None) -> Any:
@@ -220,8 +209,7 @@ class Interview:
         value = self._answer(option, default)
         if value is not None:
             self.values[name] = value
-            note = self.note(self, name)
-            if note:
+            if note := self.note(self, name):
                 self.asker.say(f"  {note}")
         return value
 
@@ -254,8 +242,7 @@ class Interview:
 
         def parse(text: str) -> Any:
             value = option.parse(text, "The answer")
-            fault = self._fault(option, value)
-            if fault:
+            if fault := self._fault(option, value):
                 raise ValueError(fault)
             return value
 
@@ -264,37 +251,31 @@ class Interview:
     def _fault(self, option: Option, value: Any) -> str | None:
         """Say why a value cannot be used beside the answers so far; None if it can."""
         try:
-            fault = option.check(value) if option.check is not None else None
-            if fault:
+            if option.check is not None and (fault := option.check(value)):
                 return f"The answer is {repr(value)[:80]}; {fault}."
-            ruled_out = contradictions({**self.values, option.name: value})
-            return next((text for name, text in ruled_out if name == option.name), None)
+            ruled_out = dict(contradictions({**self.values, option.name: value}))
+            return ruled_out.get(option.name)
         except TypeError as error:  # an earlier file may hold anything
             return str(error)
 
     def _several(self, question: str, option: Option, default: Sequence[str] | None) -> list[str] | None:
-        kept = [item for item in default or () if item]
-        if kept and self.asker.yes(f"Keep {', '.join(kept)} for {option.file_key}?", True):
-            return kept
+        if default and self.asker.yes(f"Keep {', '.join(default)} for {option.file_key}?", True):
+            return list(default)
         found: list[str] = []
-        while True:
-            answer = self.asker.text(question, str, explanation=option.help, optional=True)
-            if answer is None:
-                return found or None
+        while answer := self.asker.text(question, str, explanation=option.help, optional=True):
             found.append(answer)
             question = "And another one?"
+        return found or None
 
 
 def _in_order(options: Sequence[Option]) -> list[Option]:
     """Return options in the order of their questions: that of the table, but behind the one that `after` names."""
-    position = {option.name: (at,) for at, option in enumerate(options)}
-    after = {option.name: option.after for option in options}
+    followers = {option.name: [other for other in options if other.after == option.name] for option in options}
 
-    def place(name: str) -> tuple[int, ...]:
-        above = after[name]
-        return position[name] if above is None else place(above) + position[name]
+    def with_followers(option: Option) -> list[Option]:
+        return [option, *(later for other in followers[option.name] for later in with_followers(other))]
 
-    return sorted(options, key=lambda option: place(option.name))
+    return [found for option in options if option.after is None for found in with_followers(option)]
 
 
 def _as_written(name: str, value: Any) -> Any:

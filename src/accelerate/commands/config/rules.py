@@ -76,11 +76,11 @@ def _faults_of_values(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         value = values.get(option.name)
         if value in (None, ""):
             continue
-        fault = _fault_of_word(option, str(value))
-        if option.check in (existing_file, json_file):
-            fault = option.check(value)
+        opens = option.check in (existing_file, json_file)
+        fault = option.check(value) if opens else _fault_of_word(option, str(value))
         if fault:
-            yield option.name, f"{_key(option)} is {str(value)[:80]!r}; {fault}"
+            key = f"{option.section}.{option.file_key}" if option.section else option.file_key
+            yield option.name, f"{key} is {str(value)[:80]!r}; {fault}"
 
 
 def _fault_of_word(option: Option, value: str) -> str | None:
@@ -103,7 +103,3 @@ def _without_effect(settings: FileSettings) -> Iterator[str]:
             continue
         if any(BY_NAME[name].section == section for name in settings.values):
             yield f"{section} has no effect without {FEATURES[feature].request}, or the distributed_type that says so."
-
-
-def _key(option: Option) -> str:
-    return f"{option.section}.{option.file_key}" if option.section else str(option.file_key)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from accelerate.commands.config.config_args import SageMakerConfig
-from accelerate.commands.config.config_utils import DYNAMO_BACKENDS
+from accelerate.commands.config.config_utils import DYNAMO_BACKENDS  # noqa: F401
 from accelerate.commands.config.interview import Asker, Interview
 from accelerate.config.enums import ComputeEnvironment
 from accelerate.config.options import OPTIONS, Option
@@ -16,15 +16,7 @@ from accelerate.config.options.chapters import CHAPTERS
 from accelerate.config.options.checks import matching
 from accelerate.launch.errors import LaunchError
 from accelerate.launch.runners.sagemaker import create_role
-from accelerate.utils.constants import SAGEMAKER_PARALLEL_EC2_INSTANCES, TORCH_DYNAMO_MODES
-
-__all__ = [
-    "DYNAMO_BACKENDS",
-    "SAGEMAKER_PARALLEL_EC2_INSTANCES",
-    "TORCH_DYNAMO_MODES",
-    "ask_sagemaker",
-    "get_sagemaker_input",
-]
+from accelerate.utils.constants import SAGEMAKER_PARALLEL_EC2_INSTANCES, TORCH_DYNAMO_MODES  # noqa: F401
 
 ROLE_NAME = "accelerate_sagemaker_execution_role"
 _KINDS = {
@@ -34,46 +26,36 @@ _KINDS = {
 }
 
 
-def _row(name: str, question: str, pattern: str, example: str, **rest: Any) -> Option:
+def _row(name: str, pattern: str, example: str, question: str, **rest: Any) -> Option:
     check = matching(pattern, f"an example of the right form is {example}")
     return Option(name, "Amazon SageMaker", "", question=question, check=check, **rest)
 
 
+def _file(of: str, columns: str) -> Option:
+    question = f"Which file lists the {of} (columns: {columns}, separated by a tabulator)?"
+    return _row(f"sagemaker_{of}_file", ".+", f"{of}.tsv", question, optional=True)
+
+
+_INSTANCE, _JOB = "ml.p3.2xlarge", "accelerate-sagemaker-1"
+_TYPES = ({"distributed_type": ("DATA_PARALLEL", "MODEL_PARALLEL")}, tuple(SAGEMAKER_PARALLEL_EC2_INSTANCES))
+_TYPE_FORM, _JOB_FORM = r"ml\.[\w-]+\.[\w-]+", r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}"
 # Keys that only a file for SageMaker has, so that they are no options of `accelerate launch`.
 _OPTIONS: tuple[Option, ...] = (
-    _row("profile", "What is the name of the profile?", r"\S+", "default", offer="default"),
-    _row("region", "In which region of AWS should the jobs run?", r"[a-z]{2}(-[a-z]+)+-\d+", "us-east-1"),
-    _row("iam_role_name", "What is the name of the role?", r"[\w+=,.@/:-]{1,256}", ROLE_NAME),
-    _row("image_uri", "What is the address of the image?", r"\S+", "registry/name:tag"),
-    _row(
-        "sagemaker_inputs_file",
-        "Which file lists the inputs (columns: name, address, separated by a tabulator)?",
-        ".+",
-        "inputs.tsv",
-        optional=True,
-    ),
-    _row(
-        "sagemaker_metrics_file",
-        "Which file lists the metrics (columns: name, expression, separated by a tabulator)?",
-        ".+",
-        "metrics.tsv",
-        optional=True,
-    ),
+    _row("profile", r"\S+", "default", "What is the name of the profile?", offer="default"),
+    _row("region", r"[a-z]{2}(-[a-z]+)+-\d+", "us-east-1", "In which region of AWS should the jobs run?"),
+    _row("iam_role_name", r"[\w+=,.@/:-]{1,256}", ROLE_NAME, "What is the name of the role?"),
+    _row("image_uri", r"\S+", "registry/name:tag", "What is the address of the image?"),
+    _file("inputs", "name, address"),
+    _file("metrics", "name, expression"),
     _row(
         "ec2_instance_type",
+        _TYPE_FORM,
+        _INSTANCE,
         "On which type of instance should the jobs run?",
-        r"ml\.[\w-]+\.[\w-]+",
-        "ml.p3.2xlarge",
-        offer="ml.p3.2xlarge",
-        special_words=({"distributed_type": tuple(_KINDS)[1:]}, tuple(SAGEMAKER_PARALLEL_EC2_INSTANCES)),
+        offer=_INSTANCE,
+        special_words=_TYPES,
     ),
-    _row(
-        "base_job_name",
-        "With what should the names of the jobs begin?",
-        r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}",
-        "accelerate-sagemaker-1",
-        offer="accelerate-sagemaker-1",
-    ),
+    _row("base_job_name", _JOB_FORM, _JOB, "With what should the names of the jobs begin?", offer=_JOB),
 )
 
 
@@ -117,13 +99,7 @@ def ask_sagemaker(asker: Asker, previous: Mapping[str, Any] | None = None) -> Sa
     for name in ("ec2_instance_type", "num_machines", "mixed_precision", "debug", "base_job_name"):
         talk.ask(name)
     kept = {key: was[key] for key in ("pytorch_version", "transformers_version", "py_version") if key in was}
-    return SageMakerConfig(
-        compute_environment=ComputeEnvironment.AMAZON_SAGEMAKER,
-        distributed_type=kind,
-        use_cpu=False,
-        **kept,
-        **talk.content(),
-    )
+    return SageMakerConfig(ComputeEnvironment.AMAZON_SAGEMAKER, kind, use_cpu=False, **kept, **talk.content())
 
 
 def _ask_account(talk: Interview) -> None:

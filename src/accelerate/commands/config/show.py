@@ -1,12 +1,16 @@
-"""`accelerate config show`: the settings that a launch would use, and where each comes from."""
+"""`accelerate config show`: the settings of a launch and their sources; `validate`: what is wrong with a file."""
 
 import argparse
 import json
 import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
+from accelerate.commands.config.config_utils import add_command
 from accelerate.commands.utils import OneSpelling, make_parser
+from accelerate.launch import config_file as files
+from accelerate.launch.errors import LaunchError
 from accelerate.launch.option import add_options
 from accelerate.launch.secrets import masked
 
@@ -58,7 +62,6 @@ def show_command(args: argparse.Namespace) -> None:
     """
     from accelerate.diagnostics.table import table  # not for --help
     from accelerate.launch import resolve
-    from accelerate.launch.config_file import default_path
 
     merged = resolve.merge(args, os.environ)
     values = dict(merged.values)
@@ -68,15 +71,15 @@ def show_command(args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps({"config_file": path, "settings": rows, "notes": list(merged.notes)}, indent=2, default=str))
         return
-    print(f"configuration file: {path or f'none ({default_path()} does not exist)'}")
-    if rows:
+    print(f"configuration file: {path or f'none ({files.default_path()} does not exist)'}")
+    if not rows:
+        print("Nothing is set: every setting has its default. `--all` lists them.")
+    else:
         cells = []
         for row in rows:
             effect = f"({row['effect']})" if row["effect"] else ""
             cells.append((row["name"], _plain(row["value"]), row["where"] or row["source"], effect))
         print(table(["setting", "value", "from", ""], cells))
-    else:
-        print("Nothing is set: every setting has its default. `--all` lists them.")
     for note in merged.notes:
         print(f"note: {note}")
 
@@ -98,7 +101,6 @@ def _rows(values: Mapping[str, Any], file: Any) -> list[dict[str, Any]]:
                 "source": resolved.source.name.lower().replace("_", " "),
                 "where": f"{file.path}:{line}" if line else resolved.detail,
                 "effect": f"none without {feature.request}" if off else "",
-                "section": option.section or option.group,
             }
         )
     return rows
@@ -110,3 +112,46 @@ def _plain(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return ",".join(map(_plain, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+def validate_command_parser(parser: Any, parents: list[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    """Add the parser of `accelerate config validate`.
+
+    Args:
+        parser: what `ArgumentParser.add_subparsers` returned.
+        parents: parsers whose arguments it shares.
+    """
+    text = "Say everything that is wrong with a configuration file, with line numbers; the exit status is 2 if anything is."
+    command = add_command(parser, parents, "validate", text, validate_command)
+    command.add_argument("file", nargs="?", help="The file; by default the one that `accelerate launch` reads.")
+    command.add_argument("--config_file", help="Another way to name it.")
+    return command
+
+
+def validate_command(args: argparse.Namespace) -> None:
+    """Run `accelerate config validate`.
+
+    Args:
+        args: what `validate_command_parser` parsed.
+
+    Raises:
+        LaunchError: the file cannot be read at all, or two were named.
+        FileNotFoundError: there is no such file.
+        SystemExit: with status 2 if something is wrong with it.
+    """
+    from accelerate.commands.config import rules  # not for --help
+
+    if args.file is not None and args.config_file is not None:
+        raise LaunchError("Name one file: either FILE or --config_file FILE.")
+    path = files.find_required(args.config_file if args.file is None else args.file)
+    problems, notes = rules.check(files.inspect(path))
+    for problem in problems:
+        place = f"{path}:{problem.line}" if problem.line else str(path)
+        print(f"{place}: {problem.text}", file=sys.stderr)
+    for note in notes:
+        print(f"{path}: note: {note}")
+    if problems:
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        print(f"{path}: {count} found.", file=sys.stderr)
+        raise SystemExit(2)
+    print(f"{path}: no problem found.")

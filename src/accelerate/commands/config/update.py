@@ -4,9 +4,8 @@ import argparse
 import pathlib
 from typing import Any
 
-from accelerate.commands.config import store
+from accelerate.commands.config import config_utils
 from accelerate.commands.config.config_args import config_of
-from accelerate.commands.config.config_utils import add_command
 from accelerate.launch import config_file as files
 from accelerate.launch.errors import LaunchError
 
@@ -44,7 +43,7 @@ def _update(path: pathlib.Path) -> tuple[pathlib.Path | None, tuple[str, ...]]:
     config = config_of(found.content, path)
     if config.to_dict() == files.load_mapping(path):
         return None, ()
-    backup = store.back_up(path)
+    backup = config_utils.back_up(path)
     config.save(path)
     return backup, (*found.notes, *(problem.text for problem in found.problems))
 
@@ -57,10 +56,9 @@ def update_command_parser(parser: Any, parents: list[argparse.ArgumentParser]) -
         parents: parsers whose arguments it shares.
     """
     text = "Bring a configuration file into today's shape; the old one is kept as FILE.bak."
-    command = add_command(parser, parents, "update", text, update_config_command)
-    command.add_argument(
-        "--config_file", help="The file to rewrite; by default the one that `accelerate launch` reads."
-    )
+    command = config_utils.add_command(parser, parents, "update", text, update_config_command)
+    text = "The file to rewrite; by default the one that `accelerate launch` reads."
+    command.add_argument("--config_file", help=text)
     return command
 
 

@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from accelerate.accelerator import Accelerator
-from accelerate.config.data import DataLoaderConfiguration
+from accelerate.config.project import DataLoaderConfiguration
 from accelerate.data_loader import skip_first_batches
 from accelerate.utils.operations import gather_object
 

@@ -39,22 +39,8 @@ class AtRandom(Asker):
         self.said.append(text)
 
     def text(self, question, parse, default=None, *, explanation="", optional=False):
-        guesses = [
-            "1",
-            "2",
-            "4",
-            "8",
-            "16",
-            "0.5",
-            "29500",
-            "10.0.0.7",
-            "main",
-            "all",
-            "0,1",
-            "true,false,true",
-            self.path,
-        ]
-        guesses += ["ml.p3.2xlarge", "eu-west-1", "word"]
+        words = "1 2 4 8 16 0.5 29500 10.0.0.7 main all 0,1 true,false,true ml.p3.2xlarge eu-west-1 word"
+        guesses = [*words.split(), self.path]
         for _ in range(500):
             if self.random.random() < 0.3 and (default is not None or optional):
                 return default

@@ -1,15 +1,15 @@
 """`accelerate config`, without a terminal."""
 
-import argparse
 import io
 import os
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 import yaml
 
-from accelerate.commands.config import config, config_utils
+from accelerate.commands.config import config_utils
 from accelerate.commands.config.config import get_user_input
 from accelerate.config.enums import DistributedType, FP8BackendType, PrecisionType
 
@@ -51,23 +51,13 @@ def test_a_place_that_cannot_be_written_is_told_first(accelerate, type_lines, pl
     assert out == ""
 
 
-def test_the_input_ends(accelerate, type_lines, place):
-    type_lines("1")
-    status, _, err = accelerate("config", "--config_file", "c.yaml")
-    assert status == 2
-    assert "nothing was written" in err
-    assert os.listdir(place) == []
-
-
-def test_ctrl_c(monkeypatch, capsys, place):
-    def stop():
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("builtins.input", stop)
-    with pytest.raises(SystemExit) as caught:
-        config.config_command(argparse.Namespace(config_file="c.yaml"))
-    assert caught.value.code == 130
-    assert "nothing was written" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("end", "status", "said"), [(EOFError, 2, "nothing was written"), (KeyboardInterrupt, 130, "interrupted")]
+)
+def test_an_early_end_writes_nothing(accelerate, monkeypatch, place, end, status, said):
+    monkeypatch.setattr("builtins.input", Mock(side_effect=end))
+    ended, _, err = accelerate("config", "--config_file", "c.yaml")
+    assert (ended, said in err) == (status, True)
     assert os.listdir(place) == []
 
 
@@ -92,12 +82,11 @@ def test_subcommands(accelerate):
 
 
 def test_what_other_questionnaires_use(type_lines, capsys):
-    type_lines("x", "3", "", "", "2", "no")
+    type_lines("x", "3", "", "", "no")
     assert config_utils._ask_field("How many? ", int, error_message="A number, please.") == 3
     assert "A number, please." in capsys.readouterr().out
     assert config_utils._ask_field("How many? ", int, default=5) == 5
     assert config_utils._ask_field("Which name? ") == ""
-    assert config_utils._ask_options("Which?", ["a", "b"], lambda at: "ab"[at]) == "b"
     assert config_utils._ask_field("Really?", config_utils._convert_yes_no_to_bool, default=True) is False
     assert config_utils._convert_distributed_mode(4) is DistributedType.MULTI_GPU
     assert config_utils._convert_fp8_backend(1) is FP8BackendType.TE
@@ -114,7 +103,7 @@ def test_what_other_questionnaires_use(type_lines, capsys):
         (["show"], "configuration file: c.yaml"),
         (["update"], "Updated c.yaml"),
         (["validate"], "c.yaml: no problem found"),
-        (["show", "--config_file", "c.yaml"], "configuration file: c.yaml"),
+        (["show", "--config_file", "d.yaml"], "configuration file: d.yaml"),
     ],
 )
 def test_a_file_before_the_subcommand_is_meant(accelerate, place, machine, words, what):
@@ -122,19 +111,13 @@ def test_a_file_before_the_subcommand_is_meant(accelerate, place, machine, words
     default = place / "home" / "accelerate" / "default_config.yaml"
     default.parent.mkdir(parents=True)
     default.write_text("fp16: true\n")
+    (place / "d.yaml").write_text("distributed_type: 'NO'\n")
     if words != ["default"]:
         (place / "c.yaml").write_text("distributed_type: 'NO'\n")
     status, out, err = accelerate("config", "--config_file", "c.yaml", *words)
     assert (status, err) == (0, "")
     assert what in out
     assert default.read_text() == "fp16: true\n"
-
-
-@pytest.mark.parametrize("words", [["default"], ["show"], ["update"]], ids=str)
-def test_two_files_are_refused(accelerate, words):
-    status, _, err = accelerate("config", "--config_file", "a.yaml", *words, "--config_file", "b.yaml")
-    assert status == 2
-    assert "keep one" in err
 
 
 @pytest.mark.parametrize("words", [[], ["default"], ["show"], ["update"], ["validate"]], ids=str)

@@ -146,10 +146,9 @@ def test_text(scripted):
     assert asker.asked == ["Which? [true,false]"]
 
 
-@pytest.mark.parametrize(("typed", "answer"), [("", True), ("y", True), ("NO", False), ("0", False), ("on", True)])
-def test_yes_or_no(scripted, typed, answer):
-    asker = scripted("perhaps", "?", typed)
-    assert asker.yes("Really?", True, explanation="So.") is answer
+def test_yes_or_no(scripted):
+    asker = scripted("perhaps", "?", "0", "", "on")
+    assert [asker.yes("Really?", True, explanation="So.") for _ in range(3)] == [False, True, True]
     assert asker.said == ["  'perhaps' is neither yes nor no.", "  So."]
 
 

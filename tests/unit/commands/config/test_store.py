@@ -5,18 +5,16 @@ from unittest.mock import Mock
 
 import pytest
 
-from accelerate.commands.config import store
+from accelerate.commands.config import config_utils as store
 from accelerate.launch.errors import LaunchError
 
 
 @pytest.mark.parametrize(
     ("name", "as_json", "text"),
     [
-        ("c.yaml", None, "a: 1\nb: é\n"),
         ("c", None, "a: 1\nb: é\n"),
         ("c.json", None, '{\n  "a": 1,\n  "b": "\\u00e9"\n}\n'),
         ("c.json", False, "a: 1\nb: é\n"),
-        ("c", True, '{\n  "a": 1,\n  "b": "\\u00e9"\n}\n'),
     ],
 )
 def test_text_in_folders_that_are_made(place, name, as_json, text):

@@ -126,10 +126,6 @@ def no_menus(place):
     return {"PYTHONPATH": str(place / "hidden")}
 
 
-def left_behind(place):
-    return sorted(path.name for path in place.iterdir() if path.is_file())
-
-
 def test_menus_and_lines(terminal, place, menus):
     window = terminal()
     window.answer(
@@ -154,42 +150,32 @@ def test_menus_and_lines(terminal, place, menus):
     assert content["fsdp_config"]["fsdp_version"] == 2
     assert content["fsdp_config"]["fsdp_reshard_after_forward"] is False
     assert content["fsdp_config"]["fsdp_auto_wrap_policy"] == "NO_WRAP"
-    assert left_behind(place) == ["c.yaml"]
     assert termios.tcgetattr(window.worker) == window.before
 
 
-def at_a_line(window):
-    window.answer("Where should the training run?", ENTER, "On what should", "2" + ENTER)
-    window.until("How many machines take part? [1]")
-
-
-@pytest.mark.parametrize("at", ["menu", "line"])
-def test_ctrl_c_leaves_nothing(terminal, place, menus, at):
+@pytest.mark.parametrize(
+    ("key", "at", "status", "said"),
+    [
+        ("\x03", "menu", 130, "interrupted"),
+        ("\x03", "line", 130, "interrupted"),
+        ("\x04", "line", 2, "The input ended before the last question was answered; nothing was written."),
+    ],
+)
+def test_an_end_of_the_questions_leaves_nothing(terminal, place, menus, key, at, status, said):
     (place / "c.yaml").write_text("distributed_type: 'NO'\n")
     window = terminal()
+    window.until("Where should the training run?")
     if at == "line":
-        at_a_line(window)
-    else:
-        window.until("Where should the training run?")
-    window.type("\x03")
-    status, rest = window.end()
-    assert status == 130
-    assert "stopped; nothing was written" in rest
+        window.type(ENTER)
+        window.answer("On what should", "2" + ENTER)
+        window.until("How many machines take part? [1]")
+    window.type(key)
+    ended, rest = window.end()
+    assert (ended, said in rest) == (status, True)
     assert "Traceback" not in window.output
     assert (place / "c.yaml").read_text() == "distributed_type: 'NO'\n"
-    assert left_behind(place) == ["c.yaml"]
+    assert sorted(path.name for path in place.iterdir() if path.is_file()) == ["c.yaml"]
     assert termios.tcgetattr(window.worker) == window.before
-
-
-def test_ctrl_d_is_the_end_of_the_input(terminal, place, menus):
-    window = terminal()
-    at_a_line(window)
-    window.type("\x04")
-    status, rest = window.end()
-    assert status == 2
-    assert "The input ended before the last question was answered; nothing was written." in rest
-    assert "Traceback" not in window.output
-    assert left_behind(place) == []
 
 
 @pytest.mark.parametrize("library", [True, False])
@@ -211,23 +197,3 @@ def test_numbers_where_there_are_no_menus(terminal, request, why):
     window.type("\x03")
     assert window.end()[0] == 130
     assert "\x1b" not in window.output
-
-
-def test_a_terminal_that_goes_away(terminal, place):
-    window = terminal()
-    window.until("training run?")
-    window.process.send_signal(signal.SIGHUP)
-    assert window.end()[0] == -signal.SIGHUP
-    assert left_behind(place) == []
-
-
-def test_answers_through_a_pipe(place):
-    command = [sys.executable, "-c", PROGRAM, "config", "--config_file", str(place / "c.yaml")]
-    typed = "1\n2\n1\n1\nno\nno\n3\n3\nno\n"
-    (place / "questionary.py").write_text("raise SystemExit('a pipe needs no library for menus')")
-    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(place)}
-    done = subprocess.run(command, input=typed, capture_output=True, text=True, env=environ, timeout=60, cwd=place)
-    assert done.returncode == 0, done.stderr
-    assert "\x1b" not in done.stdout
-    content = yaml.safe_load((place / "c.yaml").read_text())
-    assert (content["num_processes"], content["mixed_precision"]) == (3, "bf16")

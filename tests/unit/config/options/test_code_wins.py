@@ -4,9 +4,8 @@ import pytest
 
 from accelerate import Accelerator
 from accelerate.config.deepspeed import DeepSpeedPlugin
-from accelerate.config.dynamo import TorchDynamoPlugin
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
-from accelerate.config.handlers import GradientAccumulationPlugin
+from accelerate.config.handlers import GradientAccumulationPlugin, TorchDynamoPlugin
 from accelerate.config.megatron import MegatronLMPlugin
 from accelerate.config.options import BY_NAME
 from accelerate.parallelism_config import ParallelismConfig

@@ -1,10 +1,10 @@
-"""What can be said about a tensor."""
+"""The shape and dtype of a tensor, sent ahead of it."""
 
 import pickle
 
 import torch
 
-from accelerate.config.tensors import TensorInformation
+from accelerate.comm.shapes import TensorInformation
 
 
 def test_information_travels():
