@@ -124,23 +124,23 @@ def verify_command(args: argparse.Namespace) -> int:
         raise FileNotFoundError(f"There is no checkpoint in {folder.location!r}.")
     results = []
     with progress_bar() as begin:
-        step = begin(sum(one.size for one in found))
+        step = begin(sum(one.size for one in found if one.state.manifest is not None))
         for one in found:
             results.append(inspect.verify(one, step))
             one.storage.release()
+    whole = 0
     for one, problems in zip(found, results, strict=True):
         if problems:
             print(f"{one.name}: {len(problems)} problem{'s' if len(problems) > 1 else ''}")
             print("\n".join(f"  {problem}" for problem in problems))
-        elif one.state.kind == "foreign":
-            print(
-                f"{one.name}: nothing wrong was found, but without a manifest there are no checksums to compare with"
-            )
+        elif one.state.manifest is None:
+            print(f"{one.name} has no manifest; nothing to verify by. It has:")
+            print("\n".join(f"  {name}  {size_text(size)}" for name, size in inspect.all_files(one.storage).items()))
         else:
-            files = len(one.state.manifest.files) if one.state.manifest else 0
-            print(f"{one.name}: whole ({files} files, {size_text(one.size)})")
+            whole += 1
+            print(f"{one.name}: whole ({len(one.state.manifest.files)} files, {size_text(one.size)})")
     if len(found) > 1:
-        print(f"{results.count([])} of {len(found)} checkpoints are whole.")
+        print(f"{whole} of {len(found)} checkpoints are whole.")
     return int(any(results))
 
 
