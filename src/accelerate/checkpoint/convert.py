@@ -21,9 +21,17 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from accelerate.checkpoint import formats, layouts, manifest, optimizers, state
-from accelerate.checkpoint.inspect import INDEX_SUFFIX, all_files
+from accelerate.checkpoint.inspect import all_files
 from accelerate.checkpoint.layouts import Found, Kind
-from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, FileEntry, Manifest, damaged, problems
+from accelerate.checkpoint.manifest import (
+    INDEX_SUFFIX,
+    NAME,
+    DamagedCheckpoint,
+    FileEntry,
+    Manifest,
+    damaged,
+    problems,
+)
 from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, State, storage_of
 from accelerate.modules.unwrap import canonical_name
 from accelerate.offload.sizes import convert_file_size_to_int

@@ -22,8 +22,6 @@ from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, State
 # The name in a table of the folder itself, where it has files of a checkpoint and other checkpoints lie in it.
 ITSELF = "."
 
-INDEX_SUFFIX = ".index.json"
-
 
 # -- which there are ---------------------------------------------------------------------------------------------------
 
@@ -299,7 +297,8 @@ class Details:
         }
         if tensors:
             values["tensors"]["list"] = {
-                file: {name: vars(entry) for name, entry in entries.items()} for file, entries in self.tensors.items()
+                file: {name: entry.to_json() for name, entry in entries.items()}
+                for file, entries in self.tensors.items()
             }
         return values
 

@@ -21,8 +21,16 @@ import torch
 from torch import nn
 
 from accelerate.checkpoint import formats, load, manifest, state
-from accelerate.checkpoint.inspect import INDEX_SUFFIX, weight_map
-from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, FileEntry, Manifest, damaged, problems
+from accelerate.checkpoint.inspect import weight_map
+from accelerate.checkpoint.manifest import (
+    INDEX_SUFFIX,
+    NAME,
+    DamagedCheckpoint,
+    FileEntry,
+    Manifest,
+    damaged,
+    problems,
+)
 from accelerate.checkpoint.save import SavePlan
 from accelerate.checkpoint.state import Layout, ModelState, is_spread, mapped_leaves, on_all, together
 from accelerate.checkpoint.storage import LocalStorage
@@ -118,8 +126,8 @@ def _manifest(folder: str) -> Manifest | None:
 def usual_names(kind: Kind, index: int) -> tuple[str, str]:
     """Return the names of the folder of shards, and of the file into which they are gathered."""
     if kind == "model":
-        return manifest.model_folder(index), manifest.gathered_model_file(index)
-    return manifest.optimizer_folder(index), manifest.optimizer_file(index)
+        return f"{FSDP_MODEL_NAME}_{index}", manifest.indexed(FSDP_MODEL_NAME, index, ".bin")
+    return f"optimizer_{index}", manifest.optimizer_file(index)
 
 
 def whole_names(index: int) -> list[tuple[str, str]]:
