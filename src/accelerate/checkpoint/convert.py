@@ -5,22 +5,20 @@ tensor into a staged folder, publish. `merge_fsdp_weights` writes one file besid
 time, but for torch's format.
 """
 
-import contextlib
 import dataclasses
 import itertools
-import json
 import logging
 import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from accelerate.checkpoint import formats, layouts, manifest, optimizers, state
+from accelerate.checkpoint import formats, layouts, manifest, optimizers, state, weights
 from accelerate.checkpoint.inspect import all_files
 from accelerate.checkpoint.layouts import Found, Kind
 from accelerate.checkpoint.manifest import (
@@ -39,9 +37,7 @@ from accelerate.process import PartialState
 from accelerate.runtime import durable
 from accelerate.utils.constants import (
     FSDP_MODEL_NAME,
-    SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
-    WEIGHTS_INDEX_NAME,
     WEIGHTS_NAME,
 )
 
@@ -51,20 +47,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Entries = dict[str, FileEntry]
-Progress = Callable[[int], None]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # In front of the names of what a save that was killed left, and of its lock.
 _OF_SAVES = (*manifest.HIDDEN_PREFIXES, manifest.LOCK_PREFIX)
-# Some may be called so since their names were taken; see `checkpoint.storage`.
-_WEIGHTS = re.compile(
-    r"(?:(?:model|pytorch_model)(?:-\d{5}-of-\d{5})?\.(?:safetensors|bin)"
-    rf"|{re.escape(SAFE_WEIGHTS_INDEX_NAME)}|{re.escape(WEIGHTS_INDEX_NAME)})(?:\.former_\d+)*"
-)
-
-
-def _ignore(size: int) -> None:
-    """Be the progress of a caller that asks for none."""
-
 
 # -- the source and the target -----------------------------------------------------------------------------------------
 
@@ -101,27 +86,10 @@ def _part(folder: str, files: Collection[str], kind: Kind, index: int) -> Found 
     return whole[0] if whole else None
 
 
-def _verify(
-    location: str, folder: str, listing: Manifest | None, only: Collection[str] | None = None, step: Progress = _ignore
-) -> None:
+def _verify(location: str, folder: str, listing: Manifest | None, only: Callable[[str], bool] | None = None) -> None:
     """Compare the files in the folder of a location, or in a copy of it, with what the manifest says, if there is one."""
-    chosen = None if only is None else only.__contains__
-    lines = problems(folder, listing, deep=True, only=chosen, progress=step) if listing else []
-    if lines:
+    if listing and (lines := problems(folder, listing, deep=True, only=only)):
         raise damaged(location, lines)
-
-
-@contextlib.contextmanager
-def _staged(target: CheckpointStorage) -> Iterator[str]:
-    """Give a folder that takes the target's place, complete and on the disk, when the block ends well, and else is removed."""
-    staged = target.stage()
-    try:
-        yield staged
-        target.upload(staged)
-        target.publish()
-    except BaseException:
-        target.abandon()
-        raise
 
 
 # -- a model's weights as safetensors ----------------------------------------------------------------------------------
@@ -133,7 +101,6 @@ class _Weights:
     Args:
         stored: the model.
         dtype: what floating-point tensors become; None leaves them as they are.
-        step: called with the bytes of each tensor that was read.
 
     Attributes:
         tensors: without values, as they are going to be written.
@@ -143,8 +110,8 @@ class _Weights:
         ValueError: safetensors cannot hold a value, or two of them get one name.
     """
 
-    def __init__(self, stored: "Stored", dtype: torch.dtype | None = None, step: Progress = _ignore) -> None:
-        self._stored, self._dtype, self._step = stored, dtype, step
+    def __init__(self, stored: "Stored", dtype: torch.dtype | None = None) -> None:
+        self._stored, self._dtype = stored, dtype
         values = layouts.model_values(stored)
         self._values = {canonical_name(name): value for name, value in values.items()}
         if len(self._values) < len(values):
@@ -166,7 +133,6 @@ class _Weights:
     def read(self, name: str) -> torch.Tensor:
         """Return the values of a tensor."""
         values = self._stored.read(self._values[name])
-        self._step(values.nbytes)
         wanted = self._dtype_of(values)
         if values.dtype is wanted:
             return values
@@ -178,36 +144,6 @@ class _Weights:
                 f"{name!r} has values that {formats.DTYPE_NAMES[wanted]} cannot hold; export it in another dtype."
             )
         return made
-
-
-def _write_weights(
-    weights: _Weights, staged: str, index: int, limit: float = math.inf, with_index: bool = False
-) -> Entries:
-    """Write a model's weights as one file of safetensors, with an index if `with_index` says so, or as several with an index."""
-    shards: list[dict[str, torch.Tensor]] = [{}]
-    filled = 0
-    for name, tensor in weights.tensors.items():
-        if shards[-1] and filled + tensor.nbytes > limit:
-            shards.append({})
-            filled = 0
-        shards[-1][name] = tensor
-        filled += tensor.nbytes
-    stem = manifest.model_file(index).removesuffix(".safetensors")
-    entries: Entries = {}
-    where: dict[str, str] = {}
-    for number, shard in enumerate(shards, 1):
-        file = f"{stem}.safetensors" if len(shards) == 1 else f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors"
-        tied = {name: kept for name, kept in weights.aliases.items() if kept in shard}
-        # Tied names stand in the metadata, where huggingface_hub looks for them.
-        metadata, path = {"format": "pt", **tied}, os.path.join(staged, file)
-        entries[file] = formats.write_safetensors(path, shard, metadata, aliases=tied, read=weights.read)
-        where.update(dict.fromkeys([*shard, *tied], file))
-    if len(shards) > 1 or with_index:
-        total = sum(tensor.nbytes for tensor in weights.tensors.values())
-        text = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2, sort_keys=True) + "\n"
-        file = f"{stem}.safetensors{INDEX_SUFFIX}"
-        entries[file] = formats.write_bytes(os.path.join(staged, file), text.encode())
-    return entries
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,7 +168,6 @@ def export(
     max_shard_size: int | str = 5_000_000_000,
     dtype: str | None = None,
     overwrite: bool = False,
-    progress: Callable[[int], Progress] | None = None,
 ) -> Exported:
     """Write the weights of a model in a checkpoint as Hugging Face safetensors. One process.
 
@@ -243,8 +178,6 @@ def export(
         max_shard_size: largest size of a file, as `save_model` takes it; a larger tensor has a file for itself.
         dtype: what floating-point tensors become, a key of `DTYPES`; None leaves them as they are.
         overwrite: replace the weights in `target`. What else is there stays.
-        progress: called with the number of bytes that are going to be read; what it returns is called with the bytes
-            of each step.
 
     Raises:
         FileNotFoundError: there is no such checkpoint, or no such model in it.
@@ -271,49 +204,42 @@ def export(
     wanted = set(filter(part.has, sizes))
     if part.name.endswith(INDEX_SUFFIX):
         wanted |= set(dataclasses.replace(part, folder=storage.fetch(wanted.__contains__)).files(sizes))
-    size = sum(sizes[name] for name in wanted)
-    step = _ignore if progress is None else progress(2 * size)
     part = dataclasses.replace(part, folder=storage.fetch(wanted.__contains__))
-    _verify(storage.location, part.folder, found.manifest, wanted, step)
+    _verify(storage.location, part.folder, found.manifest, wanted.__contains__)
     if found.manifest is None:
         logger.warning("%s has no manifest, so its files cannot be verified.", storage.location)
-        step(size)
     elif found.kind != "complete":
         logger.warning("%s is incomplete, but its weights are whole: %s.", storage.location, found.reason)
-    weights = _Weights(part.open(), DTYPES.get(dtype or ""), step)
-    with _staged(there) as staged:
-        # Readers may go by an index of an earlier export, until `_clear` has removed it: then one file has one, too.
-        entries = _write_weights(weights, staged, 0, limit, SAFE_WEIGHTS_INDEX_NAME in there.files())
-    files = {name: entry.size for name, entry in entries.items() if len(entries) > 2 or not name.endswith(".json")}
-    _clear(there, files)
-    return Exported(files, len(weights.tensors), found.manifest is not None)
+    held = _Weights(part.open(), DTYPES.get(dtype or ""))
+    entries = weights.replace(there, held.tensors, _pattern(0), limit, aliases=held.aliases, read=held.read)
+    files = {name: entry.size for name, entry in entries.items()}
+    return Exported(files, len(held.tensors), found.manifest is not None)
 
 
-def _export_target(target: str | os.PathLike[str], source: CheckpointStorage, overwrite: bool) -> LocalStorage:
+def _pattern(index: int) -> str:
+    return manifest.model_file(index).replace(".", "{suffix}.")
+
+
+def _export_target(target: str | os.PathLike[str], source: CheckpointStorage, overwrite: bool) -> str:
+    """Return the folder to export to."""
     there = storage_of(target)
     if not isinstance(there, LocalStorage):
         raise ValueError(f"{there.location!r} is a URL; export to a local folder and copy it there.")
-    found = [*there.files(), *(entry.name for entry in there.entries())]
+    folder = there.location
+    found = os.listdir(folder) if os.path.isdir(folder) else []
+    of_checkpoints = {NAME, *filter(manifest.is_checkpoint_file, found)} - {SAFE_WEIGHTS_NAME, WEIGHTS_NAME}
     problem = ""
-    if f"{source.location}/".startswith(f"{there.location}/"):
+    if f"{source.location}/".startswith(f"{folder}/"):
         problem = "holds the checkpoint that is to be exported; name another folder"
-    elif os.path.exists(there.location) and not os.path.isdir(there.location):
+    elif os.path.exists(folder) and not os.path.isdir(folder):
         problem = "is a file; name a folder"
-    elif any(name == NAME or (manifest.is_checkpoint_file(name) and not _WEIGHTS.fullmatch(name)) for name in found):
+    elif not of_checkpoints.isdisjoint(found):
         problem = "is a checkpoint, which an export never replaces; name another folder"
     elif found and not overwrite:
         problem = "is not empty. Name another folder, or replace its weights: --overwrite"
     if problem:
-        raise FileExistsError(f"{there.location!r} {problem}.")
-    return there
-
-
-def _clear(there: LocalStorage, written: Collection[str]) -> None:
-    """Remove the weights of an earlier export, which were carried over with the user's own files."""
-    # The index goes last: until then it names what was written now.
-    for name in sorted(there.files(), key=lambda name: name == SAFE_WEIGHTS_INDEX_NAME):
-        if _WEIGHTS.fullmatch(name) and name not in written:
-            os.unlink(os.path.join(there.location, name))
+        raise FileExistsError(f"{folder!r} {problem}.")
+    return folder
 
 
 # -- shards as one file of weights -------------------------------------------------------------------------------------
@@ -423,10 +349,15 @@ def reshard(
         _verify(storage.location, folder, found.manifest)
         files = _sizes(LocalStorage(folder), found.manifest)
         parts = _parts_of(folder, files)
-        with _staged(there) as staged:
-            entries = _converted(parts, staged, layout, shards, limit)
-            entries |= _copied(folder, staged, files, parts, found.manifest)
-            _manifest(found.manifest, entries).write(staged)
+        staged = there.stage()
+        entries = _converted(parts, staged, layout, shards, limit)
+        entries |= _copied(folder, staged, files, parts, found.manifest)
+        _manifest(found.manifest, entries).write(staged)
+        there.upload(staged)
+        there.publish()
+    except BaseException:
+        there.abandon()
+        raise
     finally:
         storage.release()
 
@@ -476,7 +407,8 @@ def _converted(parts: Collection[Found], staged: str, layout: str, shards: int, 
                 known_names[found.index] = [list(group["params"]) for group in values["param_groups"]]
             write(manifest.optimizer_file(found.index), formats.write_torch, stored.read(state.numbered(values)))
         elif all(isinstance(value, torch.Tensor) for value in values.values()):
-            entries |= _write_weights(_Weights(stored), staged, found.index, limit)
+            held = _Weights(stored)
+            entries |= weights.write(staged, held.tensors, _pattern(found.index), limit, held.aliases, held.read)
         else:  # safetensors has no place for what is no tensor
             write(manifest.model_file(found.index, False), formats.write_torch, stored.read(values))
     if known_names:

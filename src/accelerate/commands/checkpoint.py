@@ -212,8 +212,7 @@ def export_command(args: argparse.Namespace) -> int:
     from accelerate.checkpoint.convert import export
 
     limit = int(args.max_shard_size) if args.max_shard_size.isdigit() else args.max_shard_size
-    with progress_bar() as begin:
-        done = export(args.checkpoint, args.out, args.model, limit, args.dtype, args.overwrite, begin)
+    done = export(args.checkpoint, args.out, args.model, limit, args.dtype, args.overwrite)
     total = size_text(sum(done.files.values()))
     print(f"{args.out}: {done.tensors} tensors in {len(done.files)} file{'s' * (len(done.files) > 1)} ({total})")
     if not done.verified:

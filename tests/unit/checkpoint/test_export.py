@@ -1,5 +1,8 @@
 """Weights of checkpoints as folders that Hugging Face's libraries read."""
 
+import contextlib
+import functools
+import itertools
 import os
 import pickle
 
@@ -12,8 +15,7 @@ from torch.distributed.checkpoint import FileSystemWriter, save
 import checkpoint_samples as samples
 from accelerate.checkpoint.convert import export, reshard
 from accelerate.checkpoint.inspect import weight_map
-from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest, generators_file, model_file
-from accelerate.checkpoint.storage import LocalStorage
+from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, generators_file, model_file
 from sharded_io import same
 
 
@@ -313,30 +315,37 @@ def test_overwrite_leaves_no_stale_weights_and_keeps_other_files(tmp_path):
 
 
 @pytest.mark.parametrize("size", [10_000, 60])
-def test_a_kill_after_publishing_leaves_no_mixture(tmp_path, monkeypatch, size):
-    first = samples.write(tmp_path / "checkpoint_0", weights={"old": torch.ones(50), "older": torch.ones(50)})
+def test_a_kill_at_any_step_leaves_no_mixture(tmp_path, monkeypatch, size):
+    old, new = {"old": torch.ones(50), "older": torch.ones(50)}, samples.tensors()
+    first = samples.write(tmp_path / "checkpoint_0", weights=old)
     second = samples.write(tmp_path / "checkpoint_1")
-    out = tmp_path / "out"
-    export(first, out, max_shard_size=100)
+    steps = {name: getattr(os, name) for name in ("replace", "unlink", "remove")}
+    for step in range(14):
+        out, counted = tmp_path / f"out{step}", itertools.count()
+        export(first, out, max_shard_size=100)
 
-    publish = LocalStorage.publish
+        def killed(*paths, counted=counted, step=step, name="", **options):
+            if next(counted) == step:
+                raise KeyboardInterrupt
+            steps[name](*paths, **options)
 
-    def killed(storage):
-        publish(storage)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(LocalStorage, "publish", killed)
-    with pytest.raises(KeyboardInterrupt):
+        with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            for name in steps:
+                patch.setattr(os, name, functools.partial(killed, name=name))
+            export(second, out, max_shard_size=size, overwrite=True)
+        # A reader takes the single file, or goes by the index; where it finds neither, it has no model.
+        read, index = {}, out / "model.safetensors.index.json"
+        if (out / "model.safetensors").exists():
+            read = load_file(out / "model.safetensors")
+        elif index.exists():
+            read = {
+                name: value
+                for file in weight_map(index.read_text(), "x")
+                for name, value in load_file(out / file).items()
+            }
+        assert not read or same(read, old) or same(read, new), step
         export(second, out, max_shard_size=size, overwrite=True)
-    # Whether a reader goes by the index or takes the single file, it finds the new weights.
-    read = {}
-    for file in weight_map((out / "model.safetensors.index.json").read_text(), "index"):
-        read |= load_file(out / file)
-    assert same(read, samples.tensors())
-    assert (out / "model.safetensors").exists() == (size > 60)
-    monkeypatch.undo()
-    export(second, out, max_shard_size=size, overwrite=True)
-    assert same(loaded(out), samples.tensors())
+        assert same(loaded(out), new)
 
 
 def test_a_failure_leaves_the_target_as_it_was(tmp_path, monkeypatch):
@@ -369,12 +378,3 @@ def test_a_name_in_two_shards(tmp_path):
     (folder / "model.safetensors.index.json").write_text(index)
     with pytest.raises(DamagedCheckpoint, match="two values of the name 'x'"):
         export(folder, tmp_path / "out")
-
-
-def test_progress(tmp_path):
-    source = samples.write(tmp_path / "checkpoint_0")
-    totals, steps = [], []
-    export(source, tmp_path / "out", dtype="bf16", progress=lambda total: totals.append(total) or steps.append)
-    size = Manifest.read(source).files[model_file(0)].size
-    assert totals == [2 * size]
-    assert sum(steps) == size + sum(value.nbytes for value in samples.tensors().values())

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint import filesystem, metadata
 
 import sharded_io
+from accelerate import Accelerator
 from accelerate.checkpoint import layouts, shards, state
 from accelerate.checkpoint.manifest import DamagedCheckpoint
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
@@ -171,6 +172,16 @@ def test_a_save_replaces_the_former_one_when_it_is_there(tmp_path, monkeypatch):
     assert same(dict(found.state_dict()), dict(second.state_dict()))
     assert os.listdir(tmp_path) == ["pytorch_model_fsdp_0"]
     assert set(os.listdir(tmp_path / "pytorch_model_fsdp_0")) == {".metadata", "__0_0.distcp"}
+
+
+def test_a_checkpoint_with_a_manifest_is_not_saved_into(tmp_path):
+    Accelerator(cpu=True).save_state(str(tmp_path))
+    before = os.listdir(tmp_path)
+    model, optimizer = job()
+    for layout in ("sharded", "full", "local"):
+        with pytest.raises(ValueError, match="Save to another folder"):
+            save(model, optimizer, tmp_path, layout)
+    assert os.listdir(tmp_path) == before
 
 
 def test_state_dicts_are_taken_and_given_where_libraries_replace_the_functions(tmp_path, monkeypatch):

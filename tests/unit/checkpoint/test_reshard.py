@@ -215,8 +215,8 @@ def refused(source, target, kind, match, layout="sharded", **options):
 def test_two_layouts_at_once(tmp_path, full):
     """As in a folder that two programs have saved to; `export` refuses it in the same words."""
     older, _ = job(1)
-    sharded_io.save_model(older, full, layout="sharded")
     (full / "accelerate_manifest.json").unlink()
+    sharded_io.save_model(older, full, layout="sharded")
     refused(full, tmp_path / "new", ValueError, "model 0 more than once: pytorch_model_fsdp_0 and model.safetensors")
     with pytest.raises(ValueError, match="model 0 more than once"):
         export(full, tmp_path / "exported")
