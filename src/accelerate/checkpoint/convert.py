@@ -10,7 +10,6 @@ import itertools
 import logging
 import math
 import os
-import re
 import shutil
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -35,11 +34,7 @@ from accelerate.modules.unwrap import canonical_name
 from accelerate.offload.sizes import convert_file_size_to_int
 from accelerate.process import PartialState
 from accelerate.runtime import durable
-from accelerate.utils.constants import (
-    FSDP_MODEL_NAME,
-    SAFE_WEIGHTS_NAME,
-    WEIGHTS_NAME,
-)
+from accelerate.utils.constants import FSDP_MODEL_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 
 if TYPE_CHECKING:
     from accelerate.checkpoint.shards import Stored
@@ -55,7 +50,7 @@ _OF_SAVES = (*manifest.HIDDEN_PREFIXES, manifest.LOCK_PREFIX)
 
 
 def _state_of(storage: CheckpointStorage, partly: bool = False) -> State:
-    """Return what lies at the source; raise if that does not load. With `partly`, a manifest is enough: a file may be missing."""
+    """Return what lies at the source; raise if that does not load. With `partly`, files other than weights may be missing."""
     found = storage.state()
     if found.kind == "absent":
         raise FileNotFoundError(f"There is no checkpoint at {storage.location!r}: {found.reason}.")
@@ -64,9 +59,9 @@ def _state_of(storage: CheckpointStorage, partly: bool = False) -> State:
     return found
 
 
-def _sizes(storage: CheckpointStorage, listing: Manifest | None) -> dict[str, int]:
+def _names(storage: CheckpointStorage, listing: Manifest | None) -> Collection[str]:
     """Return the checkpoint's files: those that its manifest lists, if it has one."""
-    return all_files(storage) if listing is None else {name: entry.size for name, entry in listing.files.items()}
+    return (all_files(storage) if listing is None else listing.files).keys()
 
 
 def _part(folder: str, files: Collection[str], kind: Kind, index: int) -> Found | None:
@@ -84,12 +79,6 @@ def _part(folder: str, files: Collection[str], kind: Kind, index: int) -> Found 
             "Load it there, and save it with SHARDED_STATE_DICT and use_dcp=True."
         )
     return whole[0] if whole else None
-
-
-def _verify(location: str, folder: str, listing: Manifest | None, only: Callable[[str], bool] | None = None) -> None:
-    """Compare the files in the folder of a location, or in a copy of it, with what the manifest says, if there is one."""
-    if listing and (lines := problems(folder, listing, deep=True, only=only)):
-        raise damaged(location, lines)
 
 
 # -- a model's weights as safetensors ----------------------------------------------------------------------------------
@@ -186,31 +175,27 @@ def export(
         UnpicklingError: a file holds objects that are not plain data; no code of it ran.
         ValueError: the weights cannot be written like that, or are there more than once.
     """
-    if dtype is not None and dtype not in DTYPES:
-        raise ValueError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}.")
-    if (limit := convert_file_size_to_int(max_shard_size)) < 1:
-        raise ValueError(f"max_shard_size={max_shard_size} leaves no room for a tensor.")
+    limit = convert_file_size_to_int(max_shard_size)
     storage = storage_of(source)
     there = _export_target(target, storage, overwrite)
     found = _state_of(storage, partly=True)
-    sizes = _sizes(storage, found.manifest)
-    part = _part(storage.location, sizes, "model", model)
+    names = _names(storage, found.manifest)
+    part = _part(storage.location, names, "model", model)
     if part is None:
         raise FileNotFoundError(
             f"{storage.location!r} has no weights of model {model}: there is no {manifest.model_file(model)}, "
             f"{manifest.model_file(model, False)} or {FSDP_MODEL_NAME}_{model}. "
-            f"It has {', '.join(sorted(sizes)) or 'no files'}."
+            f"It has {', '.join(sorted(names)) or 'no files'}."
         )
-    wanted = set(filter(part.has, sizes))
-    if part.name.endswith(INDEX_SUFFIX):
-        wanted |= set(dataclasses.replace(part, folder=storage.fetch(wanted.__contains__)).files(sizes))
-    part = dataclasses.replace(part, folder=storage.fetch(wanted.__contains__))
-    _verify(storage.location, part.folder, found.manifest, wanted.__contains__)
+    # The files that an index lists are known when it is here.
+    folder = storage.fetch(None if part.name.endswith(INDEX_SUFFIX) else part.has)
+    part = dataclasses.replace(part, folder=folder)
+    part.verify()
     if found.manifest is None:
         logger.warning("%s has no manifest, so its files cannot be verified.", storage.location)
     elif found.kind != "complete":
         logger.warning("%s is incomplete, but its weights are whole: %s.", storage.location, found.reason)
-    held = _Weights(part.open(), DTYPES.get(dtype or ""))
+    held = _Weights(part.open(), DTYPES[dtype] if dtype else None)
     entries = weights.replace(there, held.tensors, _pattern(0), limit, aliases=held.aliases, read=held.read)
     files = {name: entry.size for name, entry in entries.items()}
     return Exported(files, len(held.tensors), found.manifest is not None)
@@ -312,13 +297,7 @@ def _check_sharded(folder: Path) -> None:
 # -- a whole checkpoint -------------------------------------------------------------------------------------------------
 
 
-def reshard(
-    source: str,
-    target: str,
-    layout: Literal["full", "sharded"],
-    shards: int = 1,
-    max_shard_size: int | str | None = None,
-) -> None:
+def reshard(source: str, target: str, layout: Literal["full", "sharded"], shards: int = 1) -> None:
     """Write a checkpoint again in another layout. One process, alone.
 
     The source is verified first and stays as it is; the target appears when all of it is on the disk. Weights go through memory one
@@ -330,8 +309,6 @@ def reshard(
         layout: ``"full"`` for ``model.safetensors`` and ``optimizer.bin``, whose parameters are numbered, as torch does;
             ``"sharded"`` for folders in the format of torch's distributed checkpoint, keyed by names.
         shards: for ``"sharded"``: in how many files; a tensor is whole in one of them. Any number of ranks reads them.
-        max_shard_size: for ``"full"``: the largest size of a file of weights, as `save_model` takes it; more become several
-            files with an index. One file by default.
 
     Raises:
         ValueError: an argument does not fit the others, or the optimizer's parameters have numbers whose names are not known.
@@ -341,18 +318,23 @@ def reshard(
     Example:
         >>> reshard("run/checkpoints/checkpoint_7", "run/for_eight", "sharded", shards=8)  # doctest: +SKIP
     """
-    limit = _limit(layout, shards, max_shard_size)
+    if shards < 1 or (layout == "full" and shards != 1):
+        raise ValueError(f"shards is {shards}; it is the number of files of layout='sharded', at least 1.")
     storage, there = storage_of(source), storage_of(target)
     found = _state_of(storage)
     folder = storage.fetch()
     try:
-        _verify(storage.location, folder, found.manifest)
-        files = _sizes(LocalStorage(folder), found.manifest)
+        if found.manifest and (lines := problems(folder, found.manifest, deep=True)):
+            raise damaged(storage.location, lines)
+        files = _names(LocalStorage(folder), found.manifest)
         parts = _parts_of(folder, files)
         staged = there.stage()
-        entries = _converted(parts, staged, layout, shards, limit)
+        entries = _converted(parts, staged, layout, shards)
         entries |= _copied(folder, staged, files, parts, found.manifest)
-        _manifest(found.manifest, entries).write(staged)
+        made = Manifest(entries)
+        if found.manifest is not None:
+            made = dataclasses.replace(found.manifest, files=entries, created=made.created, versions=made.versions)
+        made.write(staged)
         there.upload(staged)
         there.publish()
     except BaseException:
@@ -362,26 +344,12 @@ def reshard(
         storage.release()
 
 
-def _limit(layout: str, shards: int, max_shard_size: int | str | None) -> float:
-    if layout not in ("full", "sharded"):
-        raise ValueError(f"layout is {layout!r}; choose 'full' or 'sharded'.")
-    if type(shards) is not int or shards < 1:
-        raise ValueError(f"shards is {shards!r}; it is the number of files, at least 1.")
-    if layout == "full" and shards != 1:
-        raise ValueError(f"shards is {shards}, but layout='full' has none; max_shard_size splits files of weights.")
-    if layout == "sharded" and max_shard_size is not None:
-        raise ValueError(f"max_shard_size is {max_shard_size!r}, but layout='sharded' takes the number of shards.")
-    return math.inf if max_shard_size is None else convert_file_size_to_int(max_shard_size)
-
-
 def _parts_of(folder: str, files: Collection[str]) -> list[Found]:
     """Return where the models and the optimizers lie."""
     parts: list[Found] = []
     for kind in ("model", "optimizer"):
         for index in itertools.count():
-            # What `find` alone finds has been put aside by a killed save.
-            found = _part(folder, files, kind, index) or layouts.find(folder, kind, index)
-            if found is None:
+            if (found := _part(folder, files, kind, index)) is None:
                 break
             parts.append(found)
     if not any(found.kind == "model" for found in parts):
@@ -389,7 +357,7 @@ def _parts_of(folder: str, files: Collection[str]) -> list[Found]:
     return parts
 
 
-def _converted(parts: Collection[Found], staged: str, layout: str, shards: int, limit: float) -> Entries:
+def _converted(parts: Collection[Found], staged: str, layout: str, shards: int) -> Entries:
     """Write the models and optimizers in the other layout."""
     entries: Entries = {}
     known_names: dict[int, list[list[str]]] = {}
@@ -408,7 +376,7 @@ def _converted(parts: Collection[Found], staged: str, layout: str, shards: int, 
             write(manifest.optimizer_file(found.index), formats.write_torch, stored.read(state.numbered(values)))
         elif all(isinstance(value, torch.Tensor) for value in values.values()):
             held = _Weights(stored)
-            entries |= weights.write(staged, held.tensors, _pattern(found.index), limit, held.aliases, held.read)
+            entries |= weights.write(staged, held.tensors, _pattern(found.index), math.inf, held.aliases, held.read)
         else:  # safetensors has no place for what is no tensor
             write(manifest.model_file(found.index, False), formats.write_torch, stored.read(values))
     if known_names:
@@ -454,8 +422,6 @@ def _copied(
         shutil.copyfile(os.path.join(folder, *steps), copy)
         written = formats.describe(copy)
         entries[name] = written if listing is None else listing.files[name]
-        if entries[name].checksum != written.checksum:
-            raise damaged(folder, [f"{name} changed while it was copied"])
     return entries
 
 
@@ -467,9 +433,3 @@ def _files_of(found: Found) -> set[str]:
         if os.path.isfile(os.path.join(found.folder, index)):
             listed.update(dataclasses.replace(found, name=index).files())
     return listed
-
-
-def _manifest(old: Manifest | None, entries: Entries) -> Manifest:
-    ranks = sum(re.fullmatch(r"random_states_\d+\.pkl", name) is not None for name in entries)
-    made = Manifest(entries, world_size=max(1, ranks))
-    return dataclasses.replace(old, files=entries, created=made.created, versions=made.versions) if old else made

@@ -81,7 +81,7 @@ class Found:
         held = formats.mapped(os.path.join(self.folder, manifest.rank_file(self.name, rank)))
         return Stored(f"{self.name} of rank {rank}", held)
 
-    def files(self, present: Collection[str] | None = None) -> list[str]:
+    def files(self) -> list[str]:
         """Return the files of a whole layout: itself, or those that it lists."""
         if not self.name.endswith(INDEX_SUFFIX):
             return [self.name]
@@ -89,7 +89,7 @@ class Found:
         with open(path, "rb") as file:
             listed = sorted(weight_map(file.read(), path))
         for file in listed:
-            if not (os.path.isfile(os.path.join(self.folder, file)) if present is None else file in present):
+            if not os.path.isfile(os.path.join(self.folder, file)):
                 raise DamagedCheckpoint(f"{path} lists {file!r}, which is missing.")
         return listed
 
@@ -103,7 +103,8 @@ class Found:
         """Compare its files with what a manifest says of them, if there is one. Any rank, alone."""
         if (listing := _manifest(self.folder)) is None:
             return
-        own = {manifest.PARAMETER_NAMES, *(self.files() if self.layout == "full" else ())}
+        own = [*(self.files() if self.layout == "full" else ())]
+        own += [manifest.PARAMETER_NAMES] if self.kind == "optimizer" else []
         chosen = [file for file in listing.files if self.has(file) or file in own]
         chosen = sorted(chosen, key=lambda file: (-listing.files[file].size, file))[rank::size]
         if lines := problems(self.folder, listing, deep=True, only=set(chosen).__contains__):

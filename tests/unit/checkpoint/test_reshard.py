@@ -1,6 +1,5 @@
 """Resharding without a process group: what comes out loads, says what went in, and the rest of the checkpoint is there."""
 
-import json
 import os
 
 import pytest
@@ -109,21 +108,6 @@ def test_to_another_number_of_shards(tmp_path, sharded, trained, shards):
     reshard(str(sharded), str(tmp_path / "other"), "sharded", shards)
     whole(tmp_path / "other")
     assert loads(tmp_path / "other", *trained)
-
-
-def test_files_of_a_largest_size(tmp_path, sharded, trained):
-    model, _ = trained
-    reshard(str(sharded), str(tmp_path / "files"), "full", max_shard_size=128)
-    manifest = whole(tmp_path / "files")
-    weights = sorted(name for name in manifest.files if name.endswith(".safetensors"))
-    assert len(weights) == 4 and weights[0] == "model-00001-of-00004.safetensors"
-    index = json.loads((tmp_path / "files" / "model.safetensors.index.json").read_text())
-    assert set(index["weight_map"]) == set(model.state_dict())
-    assert all(name in manifest.files[file].tensors for name, file in index["weight_map"].items())
-    assert loads(tmp_path / "files", *trained)
-    reshard(str(tmp_path / "files"), str(tmp_path / "one"), "full", max_shard_size="1GB")
-    assert "model.safetensors" in whole(tmp_path / "one").files
-    assert loads(tmp_path / "one", *trained)
 
 
 def test_ties_stay_ties(tmp_path, full, trained):
@@ -264,11 +248,8 @@ def test_nothing_there(tmp_path):
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"layout": "half"}, "layout is 'half'"),
         ({"shards": 0}, "shards is 0"),
         ({"layout": "full", "shards": 2}, "shards is 2"),
-        ({"max_shard_size": 10}, "max_shard_size is 10"),
-        ({"layout": "full", "max_shard_size": "much"}, "not a size"),
     ],
 )
 def test_arguments(tmp_path, full, options, match):
