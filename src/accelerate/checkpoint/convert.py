@@ -8,7 +8,6 @@ time, but for torch's format.
 import dataclasses
 import itertools
 import logging
-import math
 import os
 import shutil
 from collections.abc import Callable, Collection, Mapping
@@ -84,55 +83,47 @@ def _part(folder: str, files: Collection[str], kind: Kind, index: int) -> Found 
 # -- a model's weights as safetensors ----------------------------------------------------------------------------------
 
 
-class _Weights:
-    """The tensors of a stored model under the names that the user wrote, read when they are written.
+def _storable(stored: "Stored", dtype: torch.dtype | None = None) -> dict[str, Any]:
+    """Return a model's tensors under the names that the user wrote, as `weights.write` takes them: read when they are written.
 
     Args:
         stored: the model.
         dtype: what floating-point tensors become; None leaves them as they are.
 
-    Attributes:
-        tensors: without values, as they are going to be written.
-        aliases: further names of tensors, to the names that they have among those.
-
     Raises:
         ValueError: safetensors cannot hold a value, or two of them get one name.
     """
+    found = layouts.model_values(stored)
+    values = {canonical_name(name): value for name, value in found.items()}
+    if len(values) < len(found):
+        raise ValueError("Two tensors have one name without what wrappers put into it, such as `_orig_mod.`.")
+    aliases = {canonical_name(name): canonical_name(kept) for name, kept in stored.aliases.items() if name in found}
 
-    def __init__(self, stored: "Stored", dtype: torch.dtype | None = None) -> None:
-        self._stored, self._dtype = stored, dtype
-        values = layouts.model_values(stored)
-        self._values = {canonical_name(name): value for name, value in values.items()}
-        if len(self._values) < len(values):
-            raise ValueError("Two tensors have one name without what wrappers put into it, such as `_orig_mod.`.")
-        aliases = {name: kept for name, kept in stored.aliases.items() if name in values}
-        self.aliases = {canonical_name(name): canonical_name(kept) for name, kept in aliases.items()}
-        self.tensors = {}
-        try:
-            for name in (name for name in self._values if name not in self.aliases):
-                value = formats.check_storable(name, self._values[name])
-                self.tensors[name] = torch.empty(value.shape, dtype=self._dtype_of(value), device="meta")
-        except TypeError as error:
-            problem = str(error).partition(". ")[0]
-            raise ValueError(f"{stored.origin!r} cannot be exported: {problem}.") from None
+    def dtype_of(value: torch.Tensor) -> torch.dtype:
+        return dtype if dtype is not None and value.is_floating_point() else value.dtype
 
-    def _dtype_of(self, value: torch.Tensor) -> torch.dtype:
-        return self._dtype if self._dtype is not None and value.is_floating_point() else value.dtype
-
-    def read(self, name: str) -> torch.Tensor:
-        """Return the values of a tensor."""
-        values = self._stored.read(self._values[name])
-        wanted = self._dtype_of(values)
-        if values.dtype is wanted:
-            return values
-        if values.dtype.itemsize == 1:  # torch can do little else with these
-            values = values.float()
-        made = values.to(wanted)
-        if not torch.equal(torch.isinf(made), torch.isinf(values)):
+    def read(name: str) -> torch.Tensor:
+        value = stored.read(values[name])
+        if value.dtype is dtype_of(value):
+            return value
+        if value.dtype.itemsize == 1:  # torch can do little else with these
+            value = value.float()
+        made = value.to(dtype)
+        if not torch.equal(torch.isinf(made), torch.isinf(value)):
             raise ValueError(
-                f"{name!r} has values that {formats.DTYPE_NAMES[wanted]} cannot hold; export it in another dtype."
+                f"{name!r} has values that {formats.DTYPE_NAMES[dtype]} cannot hold; export it in another dtype."
             )
         return made
+
+    tensors = {}
+    try:
+        for name in (name for name in values if name not in aliases):
+            value = formats.check_storable(name, values[name])
+            tensors[name] = torch.empty(value.shape, dtype=dtype_of(value), device="meta")
+    except TypeError as error:
+        problem = str(error).partition(". ")[0]
+        raise ValueError(f"{stored.origin!r} cannot be exported: {problem}.") from None
+    return {"tensors": tensors, "aliases": aliases, "read": read}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,10 +186,10 @@ def export(
         logger.warning("%s has no manifest, so its files cannot be verified.", storage.location)
     elif found.kind != "complete":
         logger.warning("%s is incomplete, but its weights are whole: %s.", storage.location, found.reason)
-    held = _Weights(part.open(), DTYPES[dtype] if dtype else None)
-    entries = weights.replace(there, held.tensors, _pattern(0), limit, aliases=held.aliases, read=held.read)
+    held = _storable(part.open(), DTYPES[dtype] if dtype else None)
+    entries = weights.replace(there, pattern=_pattern(0), limit=limit, **held)
     files = {name: entry.size for name, entry in entries.items()}
-    return Exported(files, len(held.tensors), found.manifest is not None)
+    return Exported(files, len(held["tensors"]), found.manifest is not None)
 
 
 def _pattern(index: int) -> str:
@@ -375,8 +366,7 @@ def _converted(parts: Collection[Found], staged: str, layout: str, shards: int) 
                 known_names[found.index] = [list(group["params"]) for group in values["param_groups"]]
             write(manifest.optimizer_file(found.index), formats.write_torch, stored.read(state.numbered(values)))
         elif all(isinstance(value, torch.Tensor) for value in values.values()):
-            held = _Weights(stored)
-            entries |= weights.write(staged, held.tensors, _pattern(found.index), math.inf, held.aliases, held.read)
+            entries |= weights.write(staged, pattern=_pattern(found.index), **_storable(stored))
         else:  # safetensors has no place for what is no tensor
             write(manifest.model_file(found.index, False), formats.write_torch, stored.read(values))
     if known_names:

@@ -127,10 +127,7 @@ def survey(folder: CheckpointStorage) -> list[Summary]:
     if _has_parts(folder):
         size = sum(stored.size for stored in folder.files().values())  # without the checkpoints inside
         found.append(Summary(ITSELF, folder, folder.state(), size, None))
-    # Oldest first; in a series, numbers count more than times, which a copy changes.
-    by_time = sorted(found, key=lambda one: (one.saved or 0.0, one.name))
-    by_number = {home: iter(_series(found, home)) for home in (folder, inner)}
-    return [one if one.number is None else next(by_number[one.storage.parent()]) for one in by_time]
+    return sorted(found, key=lambda one: (one.saved or 0.0, one.name))
 
 
 def _is_one(storage: CheckpointStorage) -> bool:

@@ -23,6 +23,7 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -103,7 +104,8 @@ class Stored:
                 else:
                     stored._wanted[key] = None
             values.update(stored.fill())
-            stored.state = _nested(values, metadata.planner_data)
+            paths = {key: metadata.planner_data.get(key, (key,)) for key in values}
+            stored.state = unflatten_state_dict(values, paths)
         return stored
 
     @classmethod
@@ -251,33 +253,6 @@ class _WholeTensors:
             target = planner.resolve_tensor(item).detach()
             target.copy_(part)
             planner.commit_tensor(item, target)
-
-
-class _Inner(dict):
-    """A dictionary that torch's planner took apart, unlike one that is a value."""
-
-
-def _nested(values: Mapping[str, Any], paths: Mapping[str, Sequence[Any]]) -> Any:
-    """Return the nested state that torch's planner took apart; a number in a path is a position in a list."""
-    made = _Inner()
-    for key, value in values.items():
-        steps = paths.get(key, (key,))
-        target: Any = made
-        for step in steps[:-1]:
-            target = target.setdefault(step, _Inner()) if isinstance(target, _Inner) else None
-        if not isinstance(target, _Inner) or steps[-1] in target:
-            raise ValueError(f"{key} lies inside of another value")
-        target[steps[-1]] = value
-    return _with_lists(made)
-
-
-def _with_lists(value: Any) -> Any:
-    if not isinstance(value, _Inner):
-        return value
-    made = {key: _with_lists(child) for key, child in value.items()}
-    if made and all(type(key) is int for key in made) and sorted(made) == list(range(len(made))):
-        return [made[number] for number in range(len(made))]
-    return made
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------

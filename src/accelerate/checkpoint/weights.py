@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import re
 import shutil
@@ -19,7 +20,7 @@ def write(
     folder: Path,
     tensors: Mapping[str, torch.Tensor],
     pattern: str,
-    limit: float,
+    limit: float = math.inf,
     aliases: Mapping[str, str] | None = None,
     read: Callable[[str], torch.Tensor] | None = None,
 ) -> dict[str, FileEntry]:
@@ -29,7 +30,7 @@ def write(
         folder: where to.
         tensors: by name.
         pattern: of the names of files, such as ``model{suffix}.safetensors``; those of another extension are in torch's format.
-        limit: the largest size of a file; a larger tensor has a file for itself.
+        limit: the largest size of a file; a larger tensor has a file for itself. One file by default.
         aliases: as `formats.write_safetensors` takes them.
         read: as `formats.write_safetensors` takes it.
     """

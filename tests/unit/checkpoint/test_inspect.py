@@ -27,14 +27,14 @@ def verified(folder, **options):
 
 def test_a_project_folder(tmp_path):
     samples.write(tmp_path / "checkpoints" / "checkpoint_2", age=50, iteration=2)
-    samples.write(tmp_path / "checkpoints" / "checkpoint_10", age=100, iteration=10)  # copied, say: its number counts
+    samples.write(tmp_path / "checkpoints" / "checkpoint_10", age=40, iteration=10)
     samples.write(tmp_path / "best", age=70)
     samples.foreign(tmp_path / "epoch_3", age=80)
     (tmp_path / "checkpoint_1").mkdir()
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "events.1").write_text("x")
     assert [(one.name, one.state.kind) for one in found(tmp_path)] == [
-        *(("checkpoints/checkpoint_2", "complete"), ("epoch_3", "foreign"), ("best", "complete")),
+        *(("epoch_3", "foreign"), ("best", "complete"), ("checkpoints/checkpoint_2", "complete")),
         *(("checkpoints/checkpoint_10", "complete"), ("checkpoint_1", "incomplete")),
     ]
     assert found(tmp_path / "logs") == []
