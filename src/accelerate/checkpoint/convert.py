@@ -10,7 +10,7 @@ import itertools
 import logging
 import os
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -126,21 +126,6 @@ def _storable(stored: "Stored", dtype: torch.dtype | None = None) -> dict[str, A
     return {"tensors": tensors, "aliases": aliases, "read": read}
 
 
-@dataclasses.dataclass(frozen=True)
-class Exported:
-    """What `export` wrote.
-
-    Attributes:
-        files: names and sizes.
-        tensors: how many.
-        verified: whether the files that were read had checksums.
-    """
-
-    files: Mapping[str, int]
-    tensors: int
-    verified: bool
-
-
 def export(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
@@ -148,8 +133,8 @@ def export(
     max_shard_size: int | str = 5_000_000_000,
     dtype: str | None = None,
     overwrite: bool = False,
-) -> Exported:
-    """Write the weights of a model in a checkpoint as Hugging Face safetensors. One process.
+) -> Entries:
+    """Write the weights of a model in a checkpoint as Hugging Face safetensors; return what was written. One process.
 
     Args:
         source: the checkpoint, a folder or a URL.
@@ -186,10 +171,8 @@ def export(
         logger.warning("%s has no manifest, so its files cannot be verified.", storage.location)
     elif found.kind != "complete":
         logger.warning("%s is incomplete, but its weights are whole: %s.", storage.location, found.reason)
-    held = _storable(part.open(), DTYPES[dtype] if dtype else None)
-    entries = weights.replace(there, pattern=_pattern(0), limit=limit, **held)
-    files = {name: entry.size for name, entry in entries.items()}
-    return Exported(files, len(held["tensors"]), found.manifest is not None)
+    content = _storable(part.open(), DTYPES[dtype] if dtype else None)
+    return weights.replace(there, pattern=_pattern(0), limit=limit, **content)
 
 
 def _pattern(index: int) -> str:

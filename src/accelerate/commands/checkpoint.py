@@ -212,11 +212,10 @@ def export_command(args: argparse.Namespace) -> int:
     from accelerate.checkpoint.convert import export
 
     limit = int(args.max_shard_size) if args.max_shard_size.isdigit() else args.max_shard_size
-    done = export(args.checkpoint, args.out, args.model, limit, args.dtype, args.overwrite)
-    total = size_text(sum(done.files.values()))
-    print(f"{args.out}: {done.tensors} tensors in {len(done.files)} file{'s' * (len(done.files) > 1)} ({total})")
-    if not done.verified:
-        print(f"{args.checkpoint} has no manifest, so what was read could not be verified.", file=sys.stderr)
+    written = export(args.checkpoint, args.out, args.model, limit, args.dtype, args.overwrite)
+    total = size_text(sum(entry.size for entry in written.values()))
+    tensors = sum(len(entry.tensors or ()) for entry in written.values())
+    print(f"{args.out}: {tensors} tensors in {len(written)} file{'s' * (len(written) > 1)} ({total})")
     return 0
 
 

@@ -51,17 +51,17 @@ def loaded(folder):
 @pytest.mark.parametrize("safe", [True, False])
 def test_one_file_and_several(tmp_path, safe):
     source, out = samples.write(tmp_path / "checkpoint_0", safe=safe), tmp_path / "new" / "out"
-    done = export(source, out)
+    (entry,) = export(source, out).values()
     assert same(loaded(out), samples.tensors())
-    assert done.files == {"model.safetensors": os.path.getsize(out / "model.safetensors")}
-    assert (done.tensors, done.verified) == (5, True)
+    assert (entry.size, len(entry.tensors)) == (os.path.getsize(out / "model.safetensors"), 5)
     with safe_open(out / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
     assert {path.name for path in (tmp_path / "new").iterdir()} == {"out"}
-    done = export(source, tmp_path / "shards", max_shard_size=60)
+    entries = export(source, tmp_path / "shards", max_shard_size=60)
     assert same(loaded(tmp_path / "shards"), samples.tensors())
-    assert len(done.files) > 3
-    assert done.files == {path.name: path.stat().st_size for path in (tmp_path / "shards").iterdir()}
+    assert len(entries) > 3
+    sizes = {path.name: path.stat().st_size for path in (tmp_path / "shards").iterdir()}
+    assert {name: entry.size for name, entry in entries.items()} == sizes
 
 
 def test_huggingface_reads_it(tmp_path):
@@ -132,8 +132,7 @@ def test_second_model(tmp_path):
 
 
 def test_foreign_checkpoint(tmp_path, caplog):
-    done = export(samples.foreign(tmp_path / "epoch_0"), tmp_path / "out")
-    assert not done.verified
+    export(samples.foreign(tmp_path / "epoch_0"), tmp_path / "out")
     assert "cannot be verified" in caplog.text
     assert same(loaded(tmp_path / "out"), samples.tensors())
 
