@@ -447,9 +447,10 @@ def _problem_of_pieces(values: Mapping[str, Any]) -> str:
     """Say which tensor lacks a piece, which torch's reader would leave as its memory was; an empty text if none does."""
     for name, value in values.items():
         if isinstance(value, TensorStorageMetadata):
-            pieces = {
-                (piece.offsets, piece.sizes) for piece in value.chunks
-            }  # ranks that have the same may both list it
+            if not isinstance(value.properties.dtype, torch.dtype):
+                return f"{name} has the dtype {value.properties.dtype!r}"
+            # Ranks that have the same piece may both list it.
+            pieces = {(piece.offsets, piece.sizes) for piece in value.chunks}
             elements, stored = math.prod(value.size), sum(math.prod(sizes) for _, sizes in pieces)
             if stored != elements:
                 return f"{name} of shape {tuple(value.size)} is not whole: of its {elements} elements {stored} are in the files"

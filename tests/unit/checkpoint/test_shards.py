@@ -69,6 +69,11 @@ def moved(told, offsets, sizes):
         (lambda told: moved(told, (32, 0), (16, 4)), "of its 256 elements 192 are"),
         (lambda told: told.planner_data.update({"model.weight": ()}), "could not be read"),
         (lambda told: setattr(told.state_dict_metadata["model.weight"], "size", (1 << 70, 4)), "is not whole"),
+        (lambda told: setattr(told.state_dict_metadata["model.weight"], "properties", None), "could not be read"),
+        (
+            lambda told: setattr(told.state_dict_metadata["model.weight"].properties, "dtype", "F32"),
+            "has the dtype 'F32'",
+        ),
     ],
 )
 def test_pieces_that_lie(saved, change, match):
