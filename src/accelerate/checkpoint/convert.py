@@ -5,37 +5,35 @@ tensor into a staged folder, publish. `merge_fsdp_weights` writes one file besid
 time, but for torch's format.
 """
 
-import contextlib
 import dataclasses
 import itertools
-import json
 import logging
-import math
 import os
-import re
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from accelerate.checkpoint import formats, layouts, manifest, optimizers, state
-from accelerate.checkpoint.inspect import INDEX_SUFFIX, all_files
+from accelerate.checkpoint import formats, layouts, manifest, optimizers, state, weights
+from accelerate.checkpoint.inspect import all_files
 from accelerate.checkpoint.layouts import Found, Kind
-from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, FileEntry, Manifest, damaged, problems
+from accelerate.checkpoint.manifest import (
+    INDEX_SUFFIX,
+    NAME,
+    DamagedCheckpoint,
+    FileEntry,
+    Manifest,
+    damaged,
+    problems,
+)
 from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, State, storage_of
 from accelerate.modules.unwrap import canonical_name
 from accelerate.offload.sizes import convert_file_size_to_int
 from accelerate.process import PartialState
 from accelerate.runtime import durable
-from accelerate.utils.constants import (
-    FSDP_MODEL_NAME,
-    SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_NAME,
-    WEIGHTS_INDEX_NAME,
-    WEIGHTS_NAME,
-)
+from accelerate.utils.constants import FSDP_MODEL_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 
 if TYPE_CHECKING:
     from accelerate.checkpoint.shards import Stored
@@ -43,26 +41,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Entries = dict[str, FileEntry]
-Progress = Callable[[int], None]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # In front of the names of what a save that was killed left, and of its lock.
 _OF_SAVES = (*manifest.HIDDEN_PREFIXES, manifest.LOCK_PREFIX)
-# Some may be called so since their names were taken; see `checkpoint.storage`.
-_WEIGHTS = re.compile(
-    r"(?:(?:model|pytorch_model)(?:-\d{5}-of-\d{5})?\.(?:safetensors|bin)"
-    rf"|{re.escape(SAFE_WEIGHTS_INDEX_NAME)}|{re.escape(WEIGHTS_INDEX_NAME)})(?:\.former_\d+)*"
-)
-
-
-def _ignore(size: int) -> None:
-    """Be the progress of a caller that asks for none."""
-
 
 # -- the source and the target -----------------------------------------------------------------------------------------
 
 
 def _state_of(storage: CheckpointStorage, partly: bool = False) -> State:
-    """Return what lies at the source; raise if that does not load. With `partly`, a manifest is enough: a file may be missing."""
+    """Return what lies at the source; raise if that does not load. With `partly`, files other than weights may be missing."""
     found = storage.state()
     if found.kind == "absent":
         raise FileNotFoundError(f"There is no checkpoint at {storage.location!r}: {found.reason}.")
@@ -71,9 +58,9 @@ def _state_of(storage: CheckpointStorage, partly: bool = False) -> State:
     return found
 
 
-def _sizes(storage: CheckpointStorage, listing: Manifest | None) -> dict[str, int]:
+def _names(storage: CheckpointStorage, listing: Manifest | None) -> Collection[str]:
     """Return the checkpoint's files: those that its manifest lists, if it has one."""
-    return all_files(storage) if listing is None else {name: entry.size for name, entry in listing.files.items()}
+    return (all_files(storage) if listing is None else listing.files).keys()
 
 
 def _part(folder: str, files: Collection[str], kind: Kind, index: int) -> Found | None:
@@ -93,128 +80,50 @@ def _part(folder: str, files: Collection[str], kind: Kind, index: int) -> Found 
     return whole[0] if whole else None
 
 
-def _verify(
-    location: str, folder: str, listing: Manifest | None, only: Collection[str] | None = None, step: Progress = _ignore
-) -> None:
-    """Compare the files in the folder of a location, or in a copy of it, with what the manifest says, if there is one."""
-    chosen = None if only is None else only.__contains__
-    lines = problems(folder, listing, deep=True, only=chosen, progress=step) if listing else []
-    if lines:
-        raise damaged(location, lines)
-
-
-@contextlib.contextmanager
-def _staged(target: CheckpointStorage) -> Iterator[str]:
-    """Give a folder that takes the target's place, complete and on the disk, when the block ends well, and else is removed."""
-    staged = target.stage()
-    try:
-        yield staged
-        target.upload(staged)
-        target.publish()
-    except BaseException:
-        target.abandon()
-        raise
-
-
 # -- a model's weights as safetensors ----------------------------------------------------------------------------------
 
 
-class _Weights:
-    """The tensors of a stored model under the names that the user wrote, read when they are written.
+def _storable(stored: "Stored", dtype: torch.dtype | None = None) -> dict[str, Any]:
+    """Return a model's tensors under the names that the user wrote, as `weights.write` takes them: read when they are written.
 
     Args:
         stored: the model.
         dtype: what floating-point tensors become; None leaves them as they are.
-        step: called with the bytes of each tensor that was read.
-
-    Attributes:
-        tensors: without values, as they are going to be written.
-        aliases: further names of tensors, to the names that they have among those.
 
     Raises:
         ValueError: safetensors cannot hold a value, or two of them get one name.
     """
+    found = layouts.model_values(stored)
+    values = {canonical_name(name): value for name, value in found.items()}
+    if len(values) < len(found):
+        raise ValueError("Two tensors have one name without what wrappers put into it, such as `_orig_mod.`.")
+    aliases = {canonical_name(name): canonical_name(kept) for name, kept in stored.aliases.items() if name in found}
 
-    def __init__(self, stored: "Stored", dtype: torch.dtype | None = None, step: Progress = _ignore) -> None:
-        self._stored, self._dtype, self._step = stored, dtype, step
-        values = layouts.model_values(stored)
-        self._values = {canonical_name(name): value for name, value in values.items()}
-        if len(self._values) < len(values):
-            raise ValueError("Two tensors have one name without what wrappers put into it, such as `_orig_mod.`.")
-        aliases = {name: kept for name, kept in stored.aliases.items() if name in values}
-        self.aliases = {canonical_name(name): canonical_name(kept) for name, kept in aliases.items()}
-        self.tensors = {}
-        try:
-            for name in (name for name in self._values if name not in self.aliases):
-                value = formats.check_storable(name, self._values[name])
-                self.tensors[name] = torch.empty(value.shape, dtype=self._dtype_of(value), device="meta")
-        except TypeError as error:
-            problem = str(error).partition(". ")[0]
-            raise ValueError(f"{stored.origin!r} cannot be exported: {problem}.") from None
+    def dtype_of(value: torch.Tensor) -> torch.dtype:
+        return dtype if dtype is not None and value.is_floating_point() else value.dtype
 
-    def _dtype_of(self, value: torch.Tensor) -> torch.dtype:
-        return self._dtype if self._dtype is not None and value.is_floating_point() else value.dtype
-
-    def read(self, name: str) -> torch.Tensor:
-        """Return the values of a tensor."""
-        values = self._stored.read(self._values[name])
-        self._step(values.nbytes)
-        wanted = self._dtype_of(values)
-        if values.dtype is wanted:
-            return values
-        if values.dtype.itemsize == 1:  # torch can do little else with these
-            values = values.float()
-        made = values.to(wanted)
-        if not torch.equal(torch.isinf(made), torch.isinf(values)):
+    def read(name: str) -> torch.Tensor:
+        value = stored.read(values[name])
+        if value.dtype is dtype_of(value):
+            return value
+        if value.dtype.itemsize == 1:  # torch can do little else with these
+            value = value.float()
+        made = value.to(dtype)
+        if not torch.equal(torch.isinf(made), torch.isinf(value)):
             raise ValueError(
-                f"{name!r} has values that {formats.DTYPE_NAMES[wanted]} cannot hold; export it in another dtype."
+                f"{name!r} has values that {formats.DTYPE_NAMES[dtype]} cannot hold; export it in another dtype."
             )
         return made
 
-
-def _write_weights(
-    weights: _Weights, staged: str, index: int, limit: float = math.inf, with_index: bool = False
-) -> Entries:
-    """Write a model's weights as one file of safetensors, with an index if `with_index` says so, or as several with an index."""
-    shards: list[dict[str, torch.Tensor]] = [{}]
-    filled = 0
-    for name, tensor in weights.tensors.items():
-        if shards[-1] and filled + tensor.nbytes > limit:
-            shards.append({})
-            filled = 0
-        shards[-1][name] = tensor
-        filled += tensor.nbytes
-    stem = manifest.model_file(index).removesuffix(".safetensors")
-    entries: Entries = {}
-    where: dict[str, str] = {}
-    for number, shard in enumerate(shards, 1):
-        file = f"{stem}.safetensors" if len(shards) == 1 else f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors"
-        tied = {name: kept for name, kept in weights.aliases.items() if kept in shard}
-        # Tied names stand in the metadata, where huggingface_hub looks for them.
-        metadata, path = {"format": "pt", **tied}, os.path.join(staged, file)
-        entries[file] = formats.write_safetensors(path, shard, metadata, aliases=tied, read=weights.read)
-        where.update(dict.fromkeys([*shard, *tied], file))
-    if len(shards) > 1 or with_index:
-        total = sum(tensor.nbytes for tensor in weights.tensors.values())
-        text = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2, sort_keys=True) + "\n"
-        file = f"{stem}.safetensors{INDEX_SUFFIX}"
-        entries[file] = formats.write_bytes(os.path.join(staged, file), text.encode())
-    return entries
-
-
-@dataclasses.dataclass(frozen=True)
-class Exported:
-    """What `export` wrote.
-
-    Attributes:
-        files: names and sizes.
-        tensors: how many.
-        verified: whether the files that were read had checksums.
-    """
-
-    files: Mapping[str, int]
-    tensors: int
-    verified: bool
+    tensors = {}
+    try:
+        for name in (name for name in values if name not in aliases):
+            value = formats.check_storable(name, values[name])
+            tensors[name] = torch.empty(value.shape, dtype=dtype_of(value), device="meta")
+    except TypeError as error:
+        problem = str(error).partition(". ")[0]
+        raise ValueError(f"{stored.origin!r} cannot be exported: {problem}.") from None
+    return {"tensors": tensors, "aliases": aliases, "read": read}
 
 
 def export(
@@ -224,9 +133,8 @@ def export(
     max_shard_size: int | str = 5_000_000_000,
     dtype: str | None = None,
     overwrite: bool = False,
-    progress: Callable[[int], Progress] | None = None,
-) -> Exported:
-    """Write the weights of a model in a checkpoint as Hugging Face safetensors. One process.
+) -> Entries:
+    """Write the weights of a model in a checkpoint as Hugging Face safetensors; return what was written. One process.
 
     Args:
         source: the checkpoint, a folder or a URL.
@@ -235,8 +143,6 @@ def export(
         max_shard_size: largest size of a file, as `save_model` takes it; a larger tensor has a file for itself.
         dtype: what floating-point tensors become, a key of `DTYPES`; None leaves them as they are.
         overwrite: replace the weights in `target`. What else is there stays.
-        progress: called with the number of bytes that are going to be read; what it returns is called with the bytes
-            of each step.
 
     Raises:
         FileNotFoundError: there is no such checkpoint, or no such model in it.
@@ -245,67 +151,54 @@ def export(
         UnpicklingError: a file holds objects that are not plain data; no code of it ran.
         ValueError: the weights cannot be written like that, or are there more than once.
     """
-    if dtype is not None and dtype not in DTYPES:
-        raise ValueError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}.")
-    if (limit := convert_file_size_to_int(max_shard_size)) < 1:
-        raise ValueError(f"max_shard_size={max_shard_size} leaves no room for a tensor.")
+    limit = convert_file_size_to_int(max_shard_size)
     storage = storage_of(source)
     there = _export_target(target, storage, overwrite)
     found = _state_of(storage, partly=True)
-    sizes = _sizes(storage, found.manifest)
-    part = _part(storage.location, sizes, "model", model)
+    names = _names(storage, found.manifest)
+    part = _part(storage.location, names, "model", model)
     if part is None:
         raise FileNotFoundError(
             f"{storage.location!r} has no weights of model {model}: there is no {manifest.model_file(model)}, "
             f"{manifest.model_file(model, False)} or {FSDP_MODEL_NAME}_{model}. "
-            f"It has {', '.join(sorted(sizes)) or 'no files'}."
+            f"It has {', '.join(sorted(names)) or 'no files'}."
         )
-    wanted = set(filter(part.has, sizes))
-    if part.name.endswith(INDEX_SUFFIX):
-        wanted |= set(dataclasses.replace(part, folder=storage.fetch(wanted.__contains__)).files(sizes))
-    size = sum(sizes[name] for name in wanted)
-    step = _ignore if progress is None else progress(2 * size)
-    part = dataclasses.replace(part, folder=storage.fetch(wanted.__contains__))
-    _verify(storage.location, part.folder, found.manifest, wanted, step)
+    # The files that an index lists are known when it is here.
+    folder = storage.fetch(None if part.name.endswith(INDEX_SUFFIX) else part.has)
+    part = dataclasses.replace(part, folder=folder)
+    part.verify()
     if found.manifest is None:
         logger.warning("%s has no manifest, so its files cannot be verified.", storage.location)
-        step(size)
     elif found.kind != "complete":
         logger.warning("%s is incomplete, but its weights are whole: %s.", storage.location, found.reason)
-    weights = _Weights(part.open(), DTYPES.get(dtype or ""), step)
-    with _staged(there) as staged:
-        # Readers may go by an index of an earlier export, until `_clear` has removed it: then one file has one, too.
-        entries = _write_weights(weights, staged, 0, limit, SAFE_WEIGHTS_INDEX_NAME in there.files())
-    files = {name: entry.size for name, entry in entries.items() if len(entries) > 2 or not name.endswith(".json")}
-    _clear(there, files)
-    return Exported(files, len(weights.tensors), found.manifest is not None)
+    content = _storable(part.open(), DTYPES[dtype] if dtype else None)
+    return weights.replace(there, pattern=_pattern(0), limit=limit, **content)
 
 
-def _export_target(target: str | os.PathLike[str], source: CheckpointStorage, overwrite: bool) -> LocalStorage:
+def _pattern(index: int) -> str:
+    return manifest.model_file(index).replace(".", "{suffix}.")
+
+
+def _export_target(target: str | os.PathLike[str], source: CheckpointStorage, overwrite: bool) -> str:
+    """Return the folder to export to."""
     there = storage_of(target)
     if not isinstance(there, LocalStorage):
         raise ValueError(f"{there.location!r} is a URL; export to a local folder and copy it there.")
-    found = [*there.files(), *(entry.name for entry in there.entries())]
+    folder = there.location
+    found = os.listdir(folder) if os.path.isdir(folder) else []
+    of_checkpoints = {NAME, *filter(manifest.is_checkpoint_file, found)} - {SAFE_WEIGHTS_NAME, WEIGHTS_NAME}
     problem = ""
-    if f"{source.location}/".startswith(f"{there.location}/"):
+    if f"{source.location}/".startswith(f"{folder}/"):
         problem = "holds the checkpoint that is to be exported; name another folder"
-    elif os.path.exists(there.location) and not os.path.isdir(there.location):
+    elif os.path.exists(folder) and not os.path.isdir(folder):
         problem = "is a file; name a folder"
-    elif any(name == NAME or (manifest.is_checkpoint_file(name) and not _WEIGHTS.fullmatch(name)) for name in found):
+    elif not of_checkpoints.isdisjoint(found):
         problem = "is a checkpoint, which an export never replaces; name another folder"
     elif found and not overwrite:
         problem = "is not empty. Name another folder, or replace its weights: --overwrite"
     if problem:
-        raise FileExistsError(f"{there.location!r} {problem}.")
-    return there
-
-
-def _clear(there: LocalStorage, written: Collection[str]) -> None:
-    """Remove the weights of an earlier export, which were carried over with the user's own files."""
-    # The index goes last: until then it names what was written now.
-    for name in sorted(there.files(), key=lambda name: name == SAFE_WEIGHTS_INDEX_NAME):
-        if _WEIGHTS.fullmatch(name) and name not in written:
-            os.unlink(os.path.join(there.location, name))
+        raise FileExistsError(f"{folder!r} {problem}.")
+    return folder
 
 
 # -- shards as one file of weights -------------------------------------------------------------------------------------
@@ -378,13 +271,7 @@ def _check_sharded(folder: Path) -> None:
 # -- a whole checkpoint -------------------------------------------------------------------------------------------------
 
 
-def reshard(
-    source: str,
-    target: str,
-    layout: Literal["full", "sharded"],
-    shards: int = 1,
-    max_shard_size: int | str | None = None,
-) -> None:
+def reshard(source: str, target: str, layout: Literal["full", "sharded"], shards: int = 1) -> None:
     """Write a checkpoint again in another layout. One process, alone.
 
     The source is verified first and stays as it is; the target appears when all of it is on the disk. Weights go through memory one
@@ -396,8 +283,6 @@ def reshard(
         layout: ``"full"`` for ``model.safetensors`` and ``optimizer.bin``, whose parameters are numbered, as torch does;
             ``"sharded"`` for folders in the format of torch's distributed checkpoint, keyed by names.
         shards: for ``"sharded"``: in how many files; a tensor is whole in one of them. Any number of ranks reads them.
-        max_shard_size: for ``"full"``: the largest size of a file of weights, as `save_model` takes it; more become several
-            files with an index. One file by default.
 
     Raises:
         ValueError: an argument does not fit the others, or the optimizer's parameters have numbers whose names are not known.
@@ -407,32 +292,30 @@ def reshard(
     Example:
         >>> reshard("run/checkpoints/checkpoint_7", "run/for_eight", "sharded", shards=8)  # doctest: +SKIP
     """
-    limit = _limit(layout, shards, max_shard_size)
+    if shards < 1 or (layout == "full" and shards != 1):
+        raise ValueError(f"shards is {shards}; it is the number of files of layout='sharded', at least 1.")
     storage, there = storage_of(source), storage_of(target)
     found = _state_of(storage)
     folder = storage.fetch()
     try:
-        _verify(storage.location, folder, found.manifest)
-        files = _sizes(LocalStorage(folder), found.manifest)
+        if found.manifest and (lines := problems(folder, found.manifest, deep=True)):
+            raise damaged(storage.location, lines)
+        files = _names(LocalStorage(folder), found.manifest)
         parts = _parts_of(folder, files)
-        with _staged(there) as staged:
-            entries = _converted(parts, staged, layout, shards, limit)
-            entries |= _copied(folder, staged, files, parts, found.manifest)
-            _manifest(found.manifest, entries).write(staged)
+        staged = there.stage()
+        entries = _converted(parts, staged, layout, shards)
+        entries |= _copied(folder, staged, files, parts, found.manifest)
+        made = Manifest(entries)
+        if found.manifest is not None:
+            made = dataclasses.replace(found.manifest, files=entries, created=made.created, versions=made.versions)
+        made.write(staged)
+        there.upload(staged)
+        there.publish()
+    except BaseException:
+        there.abandon()
+        raise
     finally:
         storage.release()
-
-
-def _limit(layout: str, shards: int, max_shard_size: int | str | None) -> float:
-    if layout not in ("full", "sharded"):
-        raise ValueError(f"layout is {layout!r}; choose 'full' or 'sharded'.")
-    if type(shards) is not int or shards < 1:
-        raise ValueError(f"shards is {shards!r}; it is the number of files, at least 1.")
-    if layout == "full" and shards != 1:
-        raise ValueError(f"shards is {shards}, but layout='full' has none; max_shard_size splits files of weights.")
-    if layout == "sharded" and max_shard_size is not None:
-        raise ValueError(f"max_shard_size is {max_shard_size!r}, but layout='sharded' takes the number of shards.")
-    return math.inf if max_shard_size is None else convert_file_size_to_int(max_shard_size)
 
 
 def _parts_of(folder: str, files: Collection[str]) -> list[Found]:
@@ -440,9 +323,7 @@ def _parts_of(folder: str, files: Collection[str]) -> list[Found]:
     parts: list[Found] = []
     for kind in ("model", "optimizer"):
         for index in itertools.count():
-            # What `find` alone finds has been put aside by a killed save.
-            found = _part(folder, files, kind, index) or layouts.find(folder, kind, index)
-            if found is None:
+            if (found := _part(folder, files, kind, index)) is None:
                 break
             parts.append(found)
     if not any(found.kind == "model" for found in parts):
@@ -450,7 +331,7 @@ def _parts_of(folder: str, files: Collection[str]) -> list[Found]:
     return parts
 
 
-def _converted(parts: Collection[Found], staged: str, layout: str, shards: int, limit: float) -> Entries:
+def _converted(parts: Collection[Found], staged: str, layout: str, shards: int) -> Entries:
     """Write the models and optimizers in the other layout."""
     entries: Entries = {}
     known_names: dict[int, list[list[str]]] = {}
@@ -468,7 +349,7 @@ def _converted(parts: Collection[Found], staged: str, layout: str, shards: int, 
                 known_names[found.index] = [list(group["params"]) for group in values["param_groups"]]
             write(manifest.optimizer_file(found.index), formats.write_torch, stored.read(state.numbered(values)))
         elif all(isinstance(value, torch.Tensor) for value in values.values()):
-            entries |= _write_weights(_Weights(stored), staged, found.index, limit)
+            entries |= weights.write(staged, pattern=_pattern(found.index), **_storable(stored))
         else:  # safetensors has no place for what is no tensor
             write(manifest.model_file(found.index, False), formats.write_torch, stored.read(values))
     if known_names:
@@ -514,8 +395,6 @@ def _copied(
         shutil.copyfile(os.path.join(folder, *steps), copy)
         written = formats.describe(copy)
         entries[name] = written if listing is None else listing.files[name]
-        if entries[name].checksum != written.checksum:
-            raise damaged(folder, [f"{name} changed while it was copied"])
     return entries
 
 
@@ -527,9 +406,3 @@ def _files_of(found: Found) -> set[str]:
         if os.path.isfile(os.path.join(found.folder, index)):
             listed.update(dataclasses.replace(found, name=index).files())
     return listed
-
-
-def _manifest(old: Manifest | None, entries: Entries) -> Manifest:
-    ranks = sum(re.fullmatch(r"random_states_\d+\.pkl", name) is not None for name in entries)
-    made = Manifest(entries, world_size=max(1, ranks))
-    return dataclasses.replace(old, files=entries, created=made.created, versions=made.versions) if old else made

@@ -185,11 +185,12 @@ def mapped(path: Path) -> Any:
 
             with safe_open(path, framework="pt") as file:
                 return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  no mapping
-        with open(path, "rb") as file:
-            archive = file.read(2) == b"PK"
         try:
-            return load(path, "cpu", mmap=archive)  # before 1.6 it was no archive
-        except NotImplementedError:  # of tensors that have no plain memory
+            return load(path, "cpu", mmap=True)
+        except (
+            NotImplementedError,
+            RuntimeError,
+        ):  # tensors that have no plain memory, and files from before torch 1.6
             return load(path, "cpu")
     except (pickle.UnpicklingError, OSError):
         raise

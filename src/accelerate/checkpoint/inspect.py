@@ -5,18 +5,15 @@ imported only for folders of shards, whose metadata is torch's, and safetensors 
 """
 
 import contextlib
-import io
 import json
 import math
 import os
-import posixpath
 import time
-import zipfile
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
-from typing import IO, Any
+from typing import Any
 
 from accelerate.checkpoint import manifest
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, FileEntry, TensorEntry
@@ -24,10 +21,6 @@ from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, State
 
 # The name in a table of the folder itself, where it has files of a checkpoint and other checkpoints lie in it.
 ITSELF = "."
-
-INDEX_SUFFIX = ".index.json"
-_LARGEST_INDEX = 100_000_000
-_ZIP = b"PK\x03\x04"
 
 
 # -- which there are ---------------------------------------------------------------------------------------------------
@@ -134,10 +127,7 @@ def survey(folder: CheckpointStorage) -> list[Summary]:
     if _has_parts(folder):
         size = sum(stored.size for stored in folder.files().values())  # without the checkpoints inside
         found.append(Summary(ITSELF, folder, folder.state(), size, None))
-    # Oldest first; in a series, numbers count more than times, which a copy changes.
-    by_time = sorted(found, key=lambda one: (one.saved or 0.0, one.name))
-    by_number = {home: iter(_series(found, home)) for home in (folder, inner)}
-    return [one if one.number is None else next(by_number[one.storage.parent()]) for one in by_time]
+    return sorted(found, key=lambda one: (one.saved or 0.0, one.name))
 
 
 def _is_one(storage: CheckpointStorage) -> bool:
@@ -176,79 +166,19 @@ def verify(summary: Summary, progress: Callable[[int], None] | None = None) -> l
     """Read all files of a checkpoint and compare them with their checksums.
 
     Args:
-        summary: of the checkpoint. Without a manifest there are no checksums: then the structure of the files is looked at,
-            which shows truncated files, missing shards and, for torch's format, changed ones.
+        summary: of the checkpoint. Without a manifest there is nothing to compare it with.
         progress: called with numbers of bytes, from any thread.
 
     Returns:
-        What is wrong, a line per file; nothing if it is whole.
+        What is wrong, a line per file; nothing if it is whole, or foreign.
     """
     state = summary.state
-    if state.manifest is None and state.kind != "foreign":
-        return [state.reason]
+    if state.manifest is None:
+        return [] if state.kind == "foreign" else [state.reason]
     try:
-        folder = summary.storage.fetch()
+        return manifest.problems(summary.storage.fetch(), state.manifest, deep=True, progress=progress)
     except (DamagedCheckpoint, OSError) as error:
         return [str(error)]
-    if state.manifest is not None:
-        return manifest.problems(folder, state.manifest, deep=True, progress=progress)
-    files, found = all_files(summary.storage), {}
-    for name, size in files.items():
-        inner, file = posixpath.split(name)
-        path = os.path.join(folder, *name.split("/"))
-        try:
-            if file == manifest.METADATA:
-                shards = _problems_of_shards(os.path.dirname(path))
-                found |= {posixpath.join(inner, shard): problem for shard, problem in shards.items()}
-            elif posixpath.join(inner, manifest.METADATA) not in files and (problem := _problem_of(path)):
-                found[name] = problem
-        except (DamagedCheckpoint, OSError) as error:
-            found[name] = f"is damaged: {str(error).removeprefix(f'{path} is ')}"
-        if progress is not None:
-            progress(size)
-    return [f"{name} {problem}" for name, problem in sorted(found.items())]
-
-
-def _problem_of(path: str) -> str:
-    """What is wrong with a file by its own account, or an empty text; formats without an account are fine."""
-    if path.endswith(".safetensors"):
-        header_of(path)
-        return ""
-    with open(path, "rb") as file:
-        if not path.endswith(INDEX_SUFFIX):
-            return _problem_of_archive(file)
-        named = weight_map(file.read(_LARGEST_INDEX), "it")
-    missing = [name for name in sorted(named) if not os.path.isfile(os.path.join(os.path.dirname(path), name))]
-    return f"names {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} missing" if missing else ""
-
-
-def _problem_of_archive(file: IO[bytes], required: bool = False) -> str:
-    """What is wrong with an archive with checksums, which torch's format is since 1.6; other files are fine unless required."""
-    try:
-        # Its beginning or its end says what it is: one of them may have changed.
-        if file.read(len(_ZIP)) != _ZIP and not zipfile.is_zipfile(file):
-            return "is not in torch's format" if required else ""
-        with zipfile.ZipFile(file) as archive:
-            changed = archive.testzip()
-    except Exception as error:  # whatever damaged bytes make of it: another version, an encrypted part, ...
-        return f"is damaged: {str(error) or type(error).__name__}"
-    return "" if changed is None else f"has changed: the checksum of its part {changed} differs"
-
-
-def _problems_of_shards(folder: str) -> dict[str, str]:
-    """What is wrong with the files of a sharded folder, by name: each piece of a tensor in them is an archive of its own."""
-    from accelerate.checkpoint.shards import read_metadata
-
-    metadata = read_metadata(folder)
-    found: dict[str, str] = {}
-    for index, piece in metadata.storage_data.items():
-        is_tensor = hasattr(metadata.state_dict_metadata.get(index.fqn), "size")
-        with open(os.path.join(folder, *piece.relative_path.split("/")), "rb") as file:
-            file.seek(piece.offset)
-            problem = _problem_of_archive(io.BytesIO(file.read(piece.length)), required=is_tensor)
-        if problem:
-            found.setdefault(piece.relative_path, f"{problem}, in what it has of {index.fqn}")
-    return found
 
 
 # -- what is in them ---------------------------------------------------------------------------------------------------
@@ -312,7 +242,7 @@ def tensors_of_shards(folder: str) -> dict[str, TensorEntry]:
     from accelerate.checkpoint.shards import read_metadata
 
     metadata = read_metadata(folder)
-    paths = {key: (metadata.planner_data or {}).get(key, (key,)) for key in metadata.state_dict_metadata}
+    paths = {key: metadata.planner_data.get(key, (key,)) for key in metadata.state_dict_metadata}
     # All of it may lie together under one name, such as "model".
     together = len({path[0] for path in paths.values()}) == 1 and all(len(path) > 1 for path in paths.values())
     return {
@@ -364,7 +294,8 @@ class Details:
         }
         if tensors:
             values["tensors"]["list"] = {
-                file: {name: vars(entry) for name, entry in entries.items()} for file, entries in self.tensors.items()
+                file: {name: entry.to_json() for name, entry in entries.items()}
+                for file, entries in self.tensors.items()
             }
         return values
 
@@ -395,10 +326,8 @@ def _tensors_of(storage: CheckpointStorage, name: str, entry: FileEntry) -> Mapp
     """The tensors of a file of weights, as far as they are known without reading it whole."""
     if manifest.is_generators_file(name):
         return None
-    if entry.tensors is not None or not isinstance(
-        storage, LocalStorage
-    ):  # a remote file would have to come here whole
-        return entry.tensors
+    if entry.tensors is not None or not isinstance(storage, LocalStorage):
+        return entry.tensors  # a remote file would have to come here whole
     path = os.path.join(storage.fetch(), *name.split("/"))
     with contextlib.suppress(DamagedCheckpoint, OSError):  # `verify` reports it
         if os.path.basename(path) == manifest.METADATA:

@@ -9,7 +9,6 @@ Parameters have the names that the user wrote (see `checkpoint.state`), so each 
 ranks. Everything is read before anything changes.
 """
 
-import contextlib
 import dataclasses
 import os
 import re
@@ -21,8 +20,8 @@ import torch
 from torch import nn
 
 from accelerate.checkpoint import formats, load, manifest, state
-from accelerate.checkpoint.inspect import INDEX_SUFFIX, weight_map
-from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, FileEntry, Manifest, damaged, problems
+from accelerate.checkpoint.inspect import weight_map
+from accelerate.checkpoint.manifest import INDEX_SUFFIX, NAME, DamagedCheckpoint, Manifest, damaged, problems
 from accelerate.checkpoint.save import SavePlan
 from accelerate.checkpoint.state import Layout, ModelState, is_spread, mapped_leaves, on_all, together
 from accelerate.checkpoint.storage import LocalStorage
@@ -82,7 +81,7 @@ class Found:
         held = formats.mapped(os.path.join(self.folder, manifest.rank_file(self.name, rank)))
         return Stored(f"{self.name} of rank {rank}", held)
 
-    def files(self, present: Collection[str] | None = None) -> list[str]:
+    def files(self) -> list[str]:
         """Return the files of a whole layout: itself, or those that it lists."""
         if not self.name.endswith(INDEX_SUFFIX):
             return [self.name]
@@ -90,7 +89,7 @@ class Found:
         with open(path, "rb") as file:
             listed = sorted(weight_map(file.read(), path))
         for file in listed:
-            if not (os.path.isfile(os.path.join(self.folder, file)) if present is None else file in present):
+            if not os.path.isfile(os.path.join(self.folder, file)):
                 raise DamagedCheckpoint(f"{path} lists {file!r}, which is missing.")
         return listed
 
@@ -104,7 +103,8 @@ class Found:
         """Compare its files with what a manifest says of them, if there is one. Any rank, alone."""
         if (listing := _manifest(self.folder)) is None:
             return
-        own = {manifest.PARAMETER_NAMES, *(self.files() if self.layout == "full" else ())}
+        own = [*(self.files() if self.layout == "full" else ())]
+        own += [manifest.PARAMETER_NAMES] if self.kind == "optimizer" else []
         chosen = [file for file in listing.files if self.has(file) or file in own]
         chosen = sorted(chosen, key=lambda file: (-listing.files[file].size, file))[rank::size]
         if lines := problems(self.folder, listing, deep=True, only=set(chosen).__contains__):
@@ -118,8 +118,8 @@ def _manifest(folder: str) -> Manifest | None:
 def usual_names(kind: Kind, index: int) -> tuple[str, str]:
     """Return the names of the folder of shards, and of the file into which they are gathered."""
     if kind == "model":
-        return manifest.model_folder(index), manifest.gathered_model_file(index)
-    return manifest.optimizer_folder(index), manifest.optimizer_file(index)
+        return f"{FSDP_MODEL_NAME}_{index}", manifest.indexed(FSDP_MODEL_NAME, index, ".bin")
+    return f"optimizer_{index}", manifest.optimizer_file(index)
 
 
 def whole_names(index: int) -> list[tuple[str, str]]:
@@ -292,69 +292,57 @@ def write(
         flat: for ``"local"``, that it holds FSDP1's flat parameters.
 
     Raises:
+        ValueError: the folder has a manifest, which lists what the save of the whole checkpoint wrote.
         RuntimeError: writing failed on some rank; raised on all of them.
     """
     rank, size = state.rank_and_size()
-    shards, gathered = usual_names(kind, index)
-    if layout == "sharded":
-        if isinstance(folder, SavePlan):
-            folder.add_shards(shards, {kind: values})
-        else:
-            _list_anew(os.fspath(folder), _publish_shards({kind: values}, os.fspath(folder), shards), [f"{shards}/"])
-        return
+    shards, name = usual_names(kind, index)
     stem = FSDP_MODEL_NAME if flat and index == 0 else shards
     if layout == "full":
-        values, name = state.gathered(values), gathered
-    else:
+        values = state.gathered(values)
+    elif layout == "local":
         values, name = mapped_leaves(values, state.plain_part), manifest.rank_file(stem, rank)
     owns = layout == "local" or rank == 0
     if isinstance(folder, SavePlan):
-        if owns:
+        if layout == "sharded":
+            folder.add_shards(shards, {kind: values})
+        elif owns:
             folder.add_object(name, values)
         return
 
-    def put() -> dict[str, FileEntry]:
-        return {name: formats.write_torch(os.path.join(folder, name), values, rank)} if owns else {}
+    def put() -> None:
+        if os.path.exists(os.path.join(folder, NAME)):
+            raise ValueError(
+                f"{os.fspath(folder)!r} is a checkpoint of save_state, with a manifest. Save to another folder."
+            )
+        if owns and layout != "sharded":
+            formats.write_torch(os.path.join(folder, name), values, rank)
 
-    def clear() -> list[str]:
-        current = {manifest.rank_file(stem, number) for number in range(size)}
-        written = filter(Found(os.fspath(folder), stem, "local").has, os.listdir(folder))
-        stale = sorted(set(written) - current) if layout == "local" and rank == 0 else []
-        for file in stale:  # of a save on more ranks
-            os.unlink(os.path.join(folder, file))
-        return stale
+    def clear() -> None:
+        for file in filter(Found(os.fspath(folder), stem, "local").has, os.listdir(folder)):
+            if file not in [manifest.rank_file(stem, number) for number in range(size)]:
+                os.unlink(os.path.join(folder, file))  # of a save on more ranks
 
-    _list_anew(os.fspath(folder), together(put), together(clear))
+    together(put)
+    if layout == "sharded":
+        _publish_shards({kind: values}, os.path.join(folder, shards))
+    elif layout == "local":
+        together(lambda: clear() if rank == 0 else None)
 
 
-def _publish_shards(values: dict[str, Any], folder: str, name: str) -> dict[str, FileEntry]:
+def _publish_shards(values: dict[str, Any], folder: str) -> None:
     """Write shards aside, and let them take their place together."""
     from accelerate.checkpoint import shards
 
     main = state.rank_and_size()[0] == 0
-    storage = LocalStorage(os.path.join(folder, name))
+    storage = LocalStorage(folder)
     staged = on_all(together(lambda: storage.stage() if main else ""))[0]
     try:
-        written = shards.save(values, staged)
+        shards.save(values, staged)
         together(lambda: storage.publish() if main else None)
     except BaseException:
         storage.abandon()
         raise
-    return {f"{name}/{file}": entry for file, entry in written.items()}
-
-
-def _list_anew(folder: str, entries: dict[str, FileEntry], replaced: Sequence[str]) -> None:
-    """Let the manifest of a checkpoint list the entries of all ranks, if it lists them or what they replaced. All ranks."""
-    written = dict(entry for of_rank in on_all(entries) for entry in of_rank.items())
-
-    def list_anew() -> None:
-        with contextlib.suppress(DamagedCheckpoint):  # nothing is loaded by it
-            listing = _manifest(folder) if state.rank_and_size()[0] == 0 else None
-            kept = {f: e for f, e in listing.files.items() if not f.startswith(tuple(replaced))} if listing else {}
-            if listing and (len(kept) < len(listing.files) or kept.keys() & written.keys()):
-                dataclasses.replace(listing, files={**kept, **written}).write(folder)
-
-    together(list_anew)
 
 
 def read_for_model(

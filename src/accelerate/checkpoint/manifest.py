@@ -13,16 +13,13 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from accelerate.runtime import durable
 from accelerate.runtime.durable import STAGING_PREFIX, Path
 
 NAME = "accelerate_manifest.json"
 FORMAT = 1
-
-# A manifest is some kilobytes for thousands of tensors; a file beyond this is something else, and is not parsed.
-_LARGEST = 512 << 20
 
 # -- names of files and folders ----------------------------------------------------------------------------------------
 
@@ -32,6 +29,9 @@ CHECKPOINTS_FOLDER = "checkpoints"
 
 # Which parameter each number in an optimizer's file means: names by position, for each group. Torch's format does not have them.
 PARAMETER_NAMES = "parameter_names.json"
+
+# What the index of several files of weights has behind the name that one file would have.
+INDEX_SUFFIX = ".index.json"
 
 # Lies in a folder of torch's distributed checkpoints.
 METADATA = ".metadata"
@@ -62,34 +62,19 @@ _PARTS = re.compile(
 )
 
 
-def _indexed(stem: str, index: int, extension: str) -> str:
-    """The first object of a kind has no number, so that the usual checkpoint reads plainly."""
+def indexed(stem: str, index: int, extension: str) -> str:
+    """Return the name of a file; the first object of a kind has no number, so that the usual checkpoint reads plainly."""
     return f"{stem}{extension}" if index == 0 else f"{stem}_{index}{extension}"
 
 
 def model_file(index: int, safe_serialization: bool = True) -> str:
     """Return the name of the file with a model's weights."""
-    return _indexed("model", index, ".safetensors") if safe_serialization else _indexed("pytorch_model", index, ".bin")
-
-
-def gathered_model_file(index: int) -> str:
-    """Return the name of the file with all weights of a model that was sharded."""
-    return _indexed("pytorch_model_fsdp", index, ".bin")
-
-
-def model_folder(index: int) -> str:
-    """Return the name of the folder with a model's shards."""
-    return f"pytorch_model_fsdp_{index}"
+    return indexed("model", index, ".safetensors") if safe_serialization else indexed("pytorch_model", index, ".bin")
 
 
 def optimizer_file(index: int) -> str:
     """Return the name of the file with an optimizer's state."""
-    return _indexed("optimizer", index, ".bin")
-
-
-def optimizer_folder(index: int) -> str:
-    """Return the name of the folder with the shards of an optimizer's state."""
-    return f"optimizer_{index}"
+    return indexed("optimizer", index, ".bin")
 
 
 def rank_file(stem: str, rank: int) -> str:
@@ -99,13 +84,13 @@ def rank_file(stem: str, rank: int) -> str:
 
 def scheduler_file(index: int) -> str:
     """Return the name of the file with a scheduler's state."""
-    return _indexed("scheduler", index, ".bin")
+    return indexed("scheduler", index, ".bin")
 
 
 def dataloader_file(index: int, process_index: int | None = None) -> str:
     """Return the name of the file with a stateful loader's state: one rank's, or with None the one that all ranks can use."""
     whose = "" if process_index is None else f"rank{process_index}_"
-    return _indexed(f"{whose}dl_state_dict", index, ".bin")
+    return indexed(f"{whose}dl_state_dict", index, ".bin")
 
 
 def custom_file(index: int) -> str:
@@ -168,6 +153,10 @@ class TensorEntry:
     shape: tuple[int, ...]
     dtype: str
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the entry as plain data."""
+        return {"shape": list(self.shape), "dtype": self.dtype}
+
 
 @dataclass(frozen=True)
 class FileEntry:
@@ -194,17 +183,27 @@ class FileEntry:
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry as plain data."""
-        tensors = None if self.tensors is None else {name: vars(entry) for name, entry in self.tensors.items()}
-        values = {**vars(self), "tensors": tensors, "aliases": dict(self.aliases) or None}
+        values = {**vars(self), "aliases": dict(self.aliases) or None}
+        if self.tensors is not None:
+            values["tensors"] = {name: entry.to_json() for name, entry in self.tensors.items()}
         return {key: value for key, value in values.items() if value is not None}
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "FileEntry":
-        """Return the entry that `to_json` returned on another rank, or in a manifest that has been checked."""
-        tensors = values.get("tensors")
-        if tensors is not None:
-            tensors = {name: TensorEntry(tuple(entry["shape"]), entry["dtype"]) for name, entry in tensors.items()}
-        return cls(values["size"], values["checksum"], values.get("rank", 0), tensors, values.get("aliases", {}))
+    def from_json(cls, values: Any, where: str = "") -> "FileEntry":
+        """Return the entry that `to_json` returned, in a manifest or on another rank; nothing in it is trusted.
+
+        Args:
+            values: plain data.
+            where: what is in front of the message of an error.
+
+        Raises:
+            ValueError: a value is missing, or of another type.
+        """
+        entry = _checked(values, _FILE, ("size", "checksum"), where)
+        if "tensors" in entry:
+            tensors = {name: _checked(one, _TENSOR, _TENSOR, where) for name, one in entry["tensors"].items()}
+            entry["tensors"] = {name: TensorEntry(tuple(one["shape"]), one["dtype"]) for name, one in tensors.items()}
+        return cls(**entry)
 
 
 def library_versions() -> dict[str, str]:
@@ -276,23 +275,18 @@ class Manifest:
         Raises:
             DamagedCheckpoint: it is not a manifest, or one of a later format.
         """
-        where = f"{origin} is not a manifest of a checkpoint: "
         try:
-            data = json.loads(text)
+            values = _checked(json.loads(text), _MANIFEST, ("format", "checksum", "files"))
+            if values["format"] > FORMAT:
+                raise ValueError(f"format {values['format']} is newer than {FORMAT}; update accelerate to read it")
+            if values.pop("checksum") != _CHECKSUM or values.get("world_size") == 0:
+                raise ValueError(f"its checksums are not {_CHECKSUM}, or its world_size is 0")
+            if outside := [name for name in values["files"] if not is_inside(name)]:
+                raise ValueError(f"the file name {outside[0]!r:.80} leads out of the folder")
+            values["files"] = {name: FileEntry.from_json(one, f"{name}: ") for name, one in values["files"].items()}
+            return cls(**{"created": "", "versions": {}, **values})
         except (ValueError, RecursionError) as error:
-            raise DamagedCheckpoint(f"{where}{error}") from None
-        version = _checked(data, {"format": _MANIFEST["format"]}, where)["format"]
-        if version > FORMAT:
-            raise DamagedCheckpoint(f"{where}format {version} is newer than {FORMAT}; update accelerate to read it")
-        values = _checked(data, _MANIFEST, where)
-        del values["checksum"]
-        files = values.pop("files")
-        for name, entry in files.items():
-            if not is_inside(name):
-                raise DamagedCheckpoint(f"{where}the file name {name!r:.80} leads out of the folder")
-            for tensor, spec in _checked(entry, _FILE, f"{where}{name}: ")["tensors"].items():
-                _checked(spec, _TENSOR, f"{where}{name}: tensor {tensor!r}: ")
-        return cls({name: FileEntry.from_json(entry) for name, entry in files.items()}, **values)
+            raise DamagedCheckpoint(f"{origin} is not a manifest of a checkpoint: {error}") from None
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
@@ -306,8 +300,6 @@ class Manifest:
         if os.path.lexists(path) and not os.path.isfile(path):  # a pipe, for one, would be waited for
             raise DamagedCheckpoint(f"{path} is no file, so that the manifest cannot be read.")
         try:
-            if os.path.getsize(path) > _LARGEST:
-                raise DamagedCheckpoint(f"{path} has more than {_LARGEST} bytes, which no manifest has.")
             with open(path, "rb") as file:
                 return cls.from_json(file.read(), path)
         except PermissionError as error:
@@ -331,56 +323,47 @@ def is_inside(name: Any) -> bool:
 
 
 _CHECKSUM = {"algorithm": durable.ALGORITHM, "chunk": durable.CHUNK}
-# What a value of a manifest may be: the words of messages, and how such a value is recognized.
-_KINDS: dict[str, Callable[[Any], bool]] = {
-    "number": lambda value: type(value) is int and value >= 0,
-    "number above 0": lambda value: type(value) is int and value > 0,
-    "text": lambda value: isinstance(value, str),
-    "32 hexadecimal digits": lambda value: isinstance(value, str) and re.fullmatch("[0-9a-f]{32}", value) is not None,
-    "list of sizes": lambda value: isinstance(value, list) and all(map(_KINDS["number"], value)),
-    "mapping": lambda value: isinstance(value, dict),
-    "mapping with entries": lambda value: isinstance(value, dict) and len(value) > 0,
-    "mapping of texts": lambda value: isinstance(value, dict) and all(map(_KINDS["text"], value.values())),
-    "mapping of numbers, or null": lambda value: (
-        value is None or (isinstance(value, dict) and all(map(_KINDS["number"], value.values())))
-    ),
-    f"{_CHECKSUM}": lambda value: value == _CHECKSUM,
-}
-# The keys of each mapping, in the order of the file: the kind of the value, and what stands for a missing one. Where that is
-# not of the kind, the key is required. Other keys are ignored.
+# The keys of each mapping, in the order of the file, and the types of their values. Other keys are ignored.
 _MANIFEST = {
-    "format": ("number above 0", None),
-    "created": ("text", ""),
-    "versions": ("mapping of texts", {}),
-    "save": ("text", ""),
-    "world_size": ("number above 0", 1),
-    "strategy": ("text", "single"),
-    "mesh": ("mapping of numbers, or null", None),
-    "step": ("number", 0),
-    "iteration": ("number", 0),
-    "checksum": (f"{_CHECKSUM}", None),
-    "files": ("mapping with entries", None),
+    "format": int,
+    "created": str,
+    "versions": dict[str, str],
+    "save": str,
+    "world_size": int,
+    "strategy": str,
+    "mesh": dict[str, int],
+    "step": int,
+    "iteration": int,
+    "checksum": dict[str, Any],
+    "files": dict[str, Any],
 }
-_FILE = {
-    "size": ("number", None),
-    "checksum": ("32 hexadecimal digits", None),
-    "rank": ("number", 0),
-    "tensors": ("mapping", {}),
-    "aliases": ("mapping of texts", {}),
-}
-_TENSOR = {"shape": ("list of sizes", None), "dtype": ("text", None)}
+_FILE = {"size": int, "checksum": str, "rank": int, "tensors": dict[str, Any], "aliases": dict[str, str]}
+_TENSOR = {"shape": list[int], "dtype": str}
 
 
-def _checked(data: Any, fields: Mapping[str, tuple[str, Any]], where: str) -> dict[str, Any]:
-    """Return the values of a mapping that is not trusted, after comparing each with its kind."""
+def _checked(data: Any, types: Mapping[str, Any], required: Iterable[str], where: str = "") -> dict[str, Any]:
+    """Return the known values of a mapping that is not trusted, after comparing each with its type; null is no value."""
     if not isinstance(data, dict):
-        raise DamagedCheckpoint(f"{where}{data!r:.80} is no mapping")
-    values = {key: data.get(key, default) for key, (_, default) in fields.items()}
+        raise ValueError(f"{where}{data!r:.80} is no mapping")
+    values = {key: data[key] for key in types if data.get(key) is not None}
+    if missing := [key for key in required if key not in values]:
+        raise ValueError(f"{where}there is no {missing[0]}")
     for key, value in values.items():
-        kind, _ = fields[key]
-        if not _KINDS[kind](value):
-            raise DamagedCheckpoint(f"{where}{key} {value!r:.80} is no {kind}")
+        if not _is(value, types[key]):
+            raise ValueError(f"{where}{key} cannot be {value!r:.80}")
     return values
+
+
+def _is(value: Any, kind: Any) -> bool:
+    """Say whether a value of JSON has a type, with all that is in it; no number is below zero."""
+    if kind is Any:
+        return True
+    if kind is int:
+        return type(value) is int and value >= 0
+    if not isinstance(value, get_origin(kind) or kind):
+        return False
+    inner = value.values() if isinstance(value, dict) else value
+    return kind is str or all(_is(one, get_args(kind)[-1]) for one in inner)
 
 
 # -- comparing it with the files ---------------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ class ObjectStore(CheckpointStorage):
 
     Raises:
         ImportError: fsspec, or the package that it needs for this kind of URL, is not installed.
-        ValueError: the URL is of no kind that fsspec knows, or is chained, or has ``.`` or ``..`` in it.
+        ValueError: the URL is of no kind that fsspec knows, or is chained.
     """
 
     shared = False
@@ -76,8 +76,6 @@ class ObjectStore(CheckpointStorage):
             location += "//"
         if "::" in location:
             raise ValueError(f"A checkpoint cannot lie behind a chained URL: {location!r}. Give its last part alone.")
-        if any(part in (".", "..") for part in location.split("/")):
-            raise ValueError(f"The URL of a checkpoint has no '.' and no '..' in it, unlike {location!r}.")
         super().__init__(location)
         self._objects = _Objects(location)
         self._staged: TemporaryDirectory[str] | None = None
@@ -143,7 +141,7 @@ class ObjectStore(CheckpointStorage):
     def _visible(self) -> dict[str, Stored | None]:
         """Return what lies directly here, and then what lies directly in the generation that counts, by path."""
         found: dict[str, Stored | None] = {}
-        with contextlib.suppress(NotADirectoryError, DamagedCheckpoint, FileNotFoundError):
+        with contextlib.suppress(DamagedCheckpoint, FileNotFoundError):
             found = self._objects.entries()
             if generation := self._read(found).generation:
                 inside = self._objects.entries(generation)
@@ -215,7 +213,6 @@ class ObjectStore(CheckpointStorage):
         The folder is removed by `publish` or `abandon`, or with this object: on the other nodes neither is called.
 
         Raises:
-            NotADirectoryError: there is an object of that name.
             OSError: the store or the local disk refuses.
         """
         self.abandon()
@@ -384,13 +381,10 @@ class _Objects:
         found: dict[str, Stored | None] = {}
         for info in infos:
             name = system._strip_protocol(info["name"])[len(base) :].strip("/")
-            if name:
+            if name:  # some consoles make an empty object without a name to show a folder
                 times = (info[key].timestamp() for key in _TIMES if isinstance(info.get(key), datetime))
                 stored = Stored(int(info["size"] or 0), next(times, None))
                 found[name] = None if info["type"] == "directory" else stored
-            elif info["type"] != "directory" and len(infos) == 1 and not info["name"].endswith("/"):
-                # A slash: some consoles make an empty object to show a folder.
-                raise NotADirectoryError(f"{self.location!r} is an object, so no checkpoint can be there.")
         return found
 
     def below(self, folder: str = "") -> dict[str, int]:

@@ -1,7 +1,7 @@
 """Torch's distributed checkpoint format (DCP): written by torch's planner into durable files, and read by torch's reader.
 
 A folder has ``.distcp`` files, which hold pieces of tensors, and ``.metadata``, a pickle that says which piece lies where. Torch would
-run what is in that pickle: here it is read into plain records, compared with the files, and made into torch's objects afterwards.
+run what is in that pickle: here it may name torch's records only, and is compared with the files.
 
 Files of whole tensors are read through the same class, so that a shard takes its part of them. Reading needs no process group. This
 module imports torch's planner, so others import it when they need it.
@@ -15,24 +15,22 @@ import io
 import math
 import os
 import pickle
-import pickletools
 import threading
 import warnings
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import product
-from types import SimpleNamespace
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -91,21 +89,23 @@ class Stored:
         Raises:
             DamagedCheckpoint: see `read_metadata`.
         """
-        metadata = read_metadata(folder, verified)
+        metadata = read_metadata(folder)
         reader = dcp.FileSystemReader(folder)
         reader.set_up_storage_reader(metadata, True)
         stored = cls(os.fspath(folder), None, reader, metadata)
         stored.verified = verified
-        values: dict[str, Any] = {}
-        for key, spec in metadata.state_dict_metadata.items():
-            values[key] = None
-            if isinstance(spec, TensorStorageMetadata):
-                values[key] = torch.empty(spec.size, dtype=spec.properties.dtype, device="meta")
-                values[key].stored_key = key
-            else:
-                stored._wanted[key] = None
-        values.update(stored.fill())
-        stored.state = _nested(values, metadata.planner_data or {}, stored.origin)
+        with _damage_named(stored.origin):
+            values: dict[str, Any] = {}
+            for key, spec in metadata.state_dict_metadata.items():
+                values[key] = None
+                if isinstance(spec, TensorStorageMetadata):
+                    values[key] = torch.empty(spec.size, dtype=spec.properties.dtype, device="meta")
+                    values[key].stored_key = key
+                else:
+                    stored._wanted[key] = None
+            values.update(stored.fill())
+            paths = {key: metadata.planner_data.get(key, (key,)) for key in values}
+            stored.state = unflatten_state_dict(values, paths)
         return stored
 
     @classmethod
@@ -152,9 +152,12 @@ class Stored:
         Args:
             value: a tensor, or nested dictionaries and lists.
         """
-        return mapped_leaves(
-            value, lambda leaf: self.into(leaf, torch.empty_like(leaf, device="cpu")) if is_placeholder(leaf) else leaf
-        )
+
+        def in_memory(leaf: Any) -> Any:
+            is_placeholder = isinstance(leaf, torch.Tensor) and leaf.is_meta
+            return self.into(leaf, torch.empty_like(leaf, device="cpu")) if is_placeholder else leaf
+
+        return mapped_leaves(value, in_memory)
 
     def over(self, value: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
         """Let `finish` read a tensor of the state over what memory has, and return that.
@@ -190,13 +193,10 @@ class Stored:
         if not wanted:
             return {}
         planner = _LoadPlanner(flatten_state_dict=False)
-        try:
-            with torch.no_grad():
-                planner.set_up_planner(wanted, self._metadata, True)
-                plan = planner.finish_plan(planner.create_global_plan([planner.create_local_plan()])[0])
-                self._reader.read_data(plan, planner)
-        except Exception as error:  # whatever a damaged file runs into
-            raise DamagedCheckpoint(f"{self.origin} could not be read: {error!r}") from error
+        with _damage_named(self.origin), torch.no_grad():
+            planner.set_up_planner(wanted, self._metadata, True)
+            plan = planner.finish_plan(planner.create_global_plan([planner.create_local_plan()])[0])
+            self._reader.read_data(plan, planner)
         return wanted
 
     def read(self, value: Any) -> Any:
@@ -211,13 +211,15 @@ class Stored:
         return value
 
 
-def is_placeholder(value: Any) -> bool:
-    """Say whether a value of a stored state is a tensor that has not been read.
-
-    Args:
-        value: anything.
-    """
-    return isinstance(value, torch.Tensor) and value.is_meta
+@contextlib.contextmanager
+def _damage_named(origin: str) -> Iterator[None]:
+    """Turn whatever damaged bytes run into within the block into one error."""
+    try:
+        yield
+    except DamagedCheckpoint:
+        raise
+    except Exception as error:
+        raise DamagedCheckpoint(f"{origin} could not be read: {error!r}") from error
 
 
 class _LoadPlanner(dcp.DefaultLoadPlanner):
@@ -251,33 +253,6 @@ class _WholeTensors:
             target = planner.resolve_tensor(item).detach()
             target.copy_(part)
             planner.commit_tensor(item, target)
-
-
-class _Inner(dict):
-    """A dictionary that torch's planner took apart, unlike one that is a value."""
-
-
-def _nested(values: Mapping[str, Any], paths: Mapping[str, Sequence[Any]], origin: str) -> Any:
-    """Return the nested state that torch's planner took apart; a number in a path is a position in a list."""
-    made = _Inner()
-    for key, value in values.items():
-        steps = paths.get(key, (key,))
-        target: Any = made
-        for step in steps[:-1]:
-            target = target.setdefault(step, _Inner()) if isinstance(target, _Inner) else None
-        if not isinstance(target, _Inner) or steps[-1] in target:
-            raise DamagedCheckpoint(f"{origin} has values inside of other values: {key}.")
-        target[steps[-1]] = value
-    return _with_lists(made)
-
-
-def _with_lists(value: Any) -> Any:
-    if not isinstance(value, _Inner):
-        return value
-    made = {key: _with_lists(child) for key, child in value.items()}
-    if made and all(type(key) is int for key in made) and sorted(made) == list(range(len(made))):
-        return [made[number] for number in range(len(made))]
-    return made
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -387,204 +362,96 @@ def save(
 
 # -- metadata ----------------------------------------------------------------------------------------------------------
 
-# No tensor has more bytes; torch counts them in 64 bits.
-_LARGEST_SIZE = (1 << 63) - 1
-_MOST_DIMS = 64
-# A tensor is cut along two dims, by sharding and by tensor parallelism, or along three.
-_MOST_CUTS = 8
 
-_PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
-_RECORDS = {
-    "torch.distributed.checkpoint.metadata": (
-        *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties"),
-        *("MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
-    ),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-    "torch.serialization": ("_get_layout",),
-    "pathlib": _PATHS,
-    "pathlib._local": _PATHS,
-}
-
-
-class _Record:
-    """Stands for an object of one of torch's classes while its pickle is read: it keeps what it is given, and does nothing."""
-
-    def __init__(self, *arguments: Any) -> None:
-        self.state: Any = arguments
+class _Properties(TensorProperties):
+    """A tensor's dtype; the rest of its properties differs between versions of torch, and is not read."""
 
     def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return self.state.get(name, default) if isinstance(self.state, dict) else default
+        self.dtype = state["dtype"] if isinstance(state, dict) else state[0]  # older versions wrote a dictionary
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads the pickle of a ``.metadata`` file into plain data and records; whatever else it names is refused."""
+    """Reads the pickle of a ``.metadata`` file; whatever it names beside torch's plain records is refused."""
 
-    def __init__(self, data: bytes) -> None:
-        super().__init__(io.BytesIO(data))
-        # New ones for each pickle, so that one which meddles with classes spoils only its own.
-        self._classes = {
-            (module, name): type(name, (_Record,), {}) for module in _RECORDS for name in _RECORDS[module]
-        }
-        self._classes |= {("torch", "Size"): torch.Size, ("collections", "OrderedDict"): dict}
+    _RECORDS = (
+        Metadata,
+        StorageMeta,
+        MetadataIndex,
+        TensorStorageMetadata,
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+    )
+    _PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+    _UNUSED = {"_MEM_FORMAT_ENCODING", "_get_layout", *_PATHS}  # functions that return nothing stand for these
+
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__(file)
+        # Subclasses for each pickle, so that one which sets attributes of a class spoils only its own.
+        records = {record.__name__: record for record in (*self._RECORDS, _StorageInfo)}
+        records["TensorProperties"] = _Properties
+        self._classes = {name: type(name, (record,), {}) for name, record in records.items()}
+        self._classes |= {"Size": torch.Size, "OrderedDict": dict}
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in self._classes:
-            return self._classes[module, name]
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
+        if module.partition(".")[0] in ("torch", "collections", "pathlib"):
+            if name in self._classes:
+                return self._classes[name]
+            if name in self._UNUSED:
+                return lambda *arguments: None
+            if isinstance(getattr(torch, name, None), torch.dtype):
+                return getattr(torch, name)
         raise pickle.UnpicklingError(f"it names {module}.{name}, which has no place in metadata")
 
 
-def _refuse_traps(data: bytes) -> None:
-    """Refuse a pickle that costs more than it holds: memory for places that it only names, or a stack for tuples in tuples."""
-    tuples = 0
-    for code, argument, _ in pickletools.genops(data):
-        if "PUT" in code.name and argument is not None and argument > len(data):
-            raise pickle.UnpicklingError(f"it names place {argument} of {len(data)} bytes")
-        # A key is hashed, and C's stack has no room for very many tuples in tuples.
-        if code.name in ("SETITEM", "SETITEMS", "APPEND", "APPENDS", "BUILD", "REDUCE", "NEWOBJ"):
-            tuples = 0
-        tuples += code.name.startswith("TUPLE")
-        if tuples > 5000:  # a pickle has at most 1,000 items between two of the above
-            raise pickle.UnpicklingError("it has more tuples in tuples than metadata has")
-
-
-def read_metadata(folder: Path, verified: bool = False) -> Metadata:
+def read_metadata(folder: Path) -> Metadata:
     """Return what a sharded checkpoint says of its tensors, after comparing that with the files. Any rank, alone.
 
-    No code of the file runs: it is read into plain data, checked, and made into torch's objects afterwards.
+    No code of the file runs.
 
     Args:
         folder: a local folder with a ``.metadata`` file.
-        verified: the file has been compared with its checksum, so that no damage makes it a trap.
 
     Raises:
         FileNotFoundError: it has none.
         DamagedCheckpoint: it is not metadata, or a file with tensors is missing or too short.
     """
     path = os.path.join(folder, METADATA)
-    with open(path, "rb") as file:
-        data = file.read()
-    try:
-        if not verified:
-            _refuse_traps(data)
-        return _checked(_Unpickler(data).load(), folder)
-    except Exception as error:  # whatever a damaged pickle runs into, or what lies too deep to be shown
-        problem = error if isinstance(error, DamagedCheckpoint) else f"{type(error).__name__}: {error}"
-        raise DamagedCheckpoint(f"{path} is not the metadata of a checkpoint: {problem}") from None
+    with open(path, "rb") as file, _damage_named(path):
+        found = _Unpickler(file).load()
+        places = {MetadataIndex(index.fqn, index.offset): place for index, place in found.storage_data.items()}
+        paths = {name: tuple(path) for name, path in (found.planner_data or {}).items()}
+        problem = _problem_of_files(places, folder) or _problem_of_pieces(found.state_dict_metadata)
+        if problem:
+            raise DamagedCheckpoint(f"{path} is damaged: {problem}.")
+        return Metadata(found.state_dict_metadata, paths, places)
 
 
-def _require(holds: bool, problem: str) -> None:
-    if not holds:
-        raise DamagedCheckpoint(problem)
-
-
-def _kind(value: Any) -> str:
-    return type(value).__name__ if isinstance(value, _Record) else ""
-
-
-def _is_size(value: Any) -> bool:
-    counts = isinstance(value, (tuple, list)) and len(value) <= _MOST_DIMS
-    return counts and all(type(item) is int and 0 <= item <= _LARGEST_SIZE for item in value)
-
-
-def _checked(record: Any, folder: Path) -> Metadata:
-    _require(_kind(record) == "Metadata", f"it holds {type(record).__name__}")
-    values, places, paths = (record.get(name) for name in ("state_dict_metadata", "storage_data", "planner_data"))
-    _require(isinstance(values, dict) and isinstance(places, dict), "it has no list of tensors, or of their places")
-    _require(paths is None or isinstance(paths, dict), "planner_data is no mapping")
+def _problem_of_files(places: Mapping[MetadataIndex, _StorageInfo], folder: Path) -> str:
+    """Say which file does not have what it should; an empty text if all have."""
     sizes: dict[str, int] = {}
-    storage: dict[MetadataIndex, Any] = {}
     for index, place in places.items():
-        name, offset = (index.get("fqn"), index.get("offset")) if _kind(index) == "MetadataIndex" else (None, None)
-        _require(isinstance(name, str) and (offset is None or _is_size(offset)), f"{index!r} is no name of a tensor")
-        storage[MetadataIndex(name, offset)] = _piece(place, name, folder, sizes)
-    ends: dict[str, tuple[int, str]] = {}
-    for index, piece in sorted(storage.items(), key=lambda one: (one[1].relative_path, one[1].offset)):
-        end, former = ends.get(piece.relative_path, (0, ""))  # of two pieces that share bytes one is wrong
-        _require(piece.offset >= end, f"{index.fqn} and {former} lie in one place of {piece.relative_path}")
-        ends[piece.relative_path] = max(end, piece.offset + piece.length), index.fqn
-    found: dict[str, Any] = {}
+        file, end = place.relative_path, place.offset + place.length
+        if not is_inside(file):
+            return f"the file name {file!r} leads out of the folder"
+        if file not in sizes:
+            path = os.path.join(folder, *file.split("/"))
+            if not os.path.isfile(path):
+                return f"{file} is missing"
+            sizes[file] = os.stat(path).st_size
+        if end > sizes[file]:
+            return f"{file} has {sizes[file]} bytes, but {index.fqn} ends at {end}"
+    return ""
+
+
+def _problem_of_pieces(values: Mapping[str, Any]) -> str:
+    """Say which tensor lacks a piece, which torch's reader would leave as its memory was; an empty text if none does."""
     for name, value in values.items():
-        _require(isinstance(name, str), f"{name!r} is no name of a tensor")
-        if _kind(value) == "BytesStorageMetadata":
-            _require(MetadataIndex(name) in storage, f"{name} is in no file")
-            found[name] = BytesStorageMetadata()
-        else:
-            found[name] = _tensor(value, name, storage)
-    for name, steps in (paths or {}).items():
-        plain = isinstance(steps, (tuple, list)) and all(type(step) in (str, int) for step in steps)
-        _require(isinstance(name, str) and plain and len(steps) > 0, f"planner_data of {name!r} is no path")
-    return Metadata(found, paths, storage)
-
-
-def _piece(record: Any, name: str, folder: Path, sizes: dict[str, int]) -> SimpleNamespace:
-    """Return where in which file a piece of a tensor lies, as torch's reader asks for it."""
-    _require(_kind(record) == "_StorageInfo", f"{name} has no place in a file")
-    file, offset, length = (record.get(key) for key in ("relative_path", "offset", "length"))
-    _require(is_inside(file), f"the file name {file!r} leads out of the folder")
-    _require(_is_size((offset, length)), f"{name} lies at {offset!r}, {length!r} in {file}")
-    if file not in sizes:
-        path = os.path.join(folder, *file.split("/"))
-        _require(os.path.isfile(path), f"{file} is missing")
-        sizes[file] = os.stat(path).st_size
-    end = offset + length
-    _require(end <= sizes[file], f"{file} has {sizes[file]} bytes, but {name} ends at {end}")
-    _require(
-        not record.get("transform_descriptors"),
-        f"{file} is transformed, which is not read here. Save without extensions of the storage writer",
-    )
-    return SimpleNamespace(relative_path=file, offset=offset, length=length, transform_descriptors=())
-
-
-def _tensor(record: Any, name: str, storage: Mapping[MetadataIndex, Any]) -> TensorStorageMetadata:
-    _require(_kind(record) == "TensorStorageMetadata", f"{name} is neither a tensor nor bytes")
-    size, chunks, properties = record.get("size"), record.get("chunks"), record.get("properties")
-    _require(_is_size(size) and isinstance(chunks, list), f"{name} has the shape {size!r}")
-    # Its class writes a tuple, an older version wrote a dictionary.
-    state = properties.state if _kind(properties) == "TensorProperties" else None
-    dtype = state[0] if isinstance(state, tuple) and state else state.get("dtype") if isinstance(state, dict) else None
-    _require(isinstance(dtype, torch.dtype), f"{name} has the dtype {dtype!r}")
-    _require(math.prod(size) * dtype.itemsize <= _LARGEST_SIZE, f"{name} has the shape {tuple(size)}")
-    pieces: dict[tuple[Any, ...], ChunkStorageMetadata] = {}
-    for chunk in chunks:
-        is_chunk = _kind(chunk) == "ChunkStorageMetadata"
-        offsets, lengths = (chunk.get("offsets"), chunk.get("sizes")) if is_chunk else (None, None)
-        fits = _is_size(offsets) and _is_size(lengths) and len(offsets) == len(lengths) == len(size)
-        fits = fits and all(start + count <= whole for start, count, whole in zip(offsets, lengths, size, strict=True))
-        _require(fits, f"{name} of shape {tuple(size)} has a piece at {offsets!r} of shape {lengths!r}")
-        place = storage.get(MetadataIndex(name, torch.Size(offsets)))
-        _require(place is not None, f"the piece of {name} at {tuple(offsets)} is in no file")
-        count = math.prod(lengths)
-        # Memory is allocated for what metadata says, so it must not say more than there is.
-        holds = count * dtype.itemsize <= place.length
-        _require(holds, f"{name} has {count} elements of {dtype} in {place.length} bytes")
-        piece = ChunkStorageMetadata(torch.Size(offsets), torch.Size(lengths))
-        pieces[piece.offsets, piece.sizes] = piece  # ranks that have the same may both list it
-    problem = _uncovered(size, list(pieces))
-    _require(problem is None, f"{name} of shape {tuple(size)} is not whole: {problem}")
-    return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(size), list(pieces.values()))
-
-
-def _uncovered(size: Sequence[int], pieces: Sequence[tuple[Sequence[int], Sequence[int]]]) -> str | None:
-    """Say what keeps pieces from being all of a tensor, each part of it once; None if nothing does.
-
-    Boxes fill a larger box exactly if their corners are its corners: each corner counts 1 or -1, in turn from one end of an edge
-    to the other, and all but the corners of the whole come to 0.
-    """
-    elements = sum(math.prod(lengths) for _, lengths in pieces)
-    if elements != math.prod(size):
-        return f"of its {math.prod(size)} elements {elements} are in the files"
-    pieces = [(offsets, lengths) for offsets, lengths in pieces if math.prod(lengths)]
-    cut = [dim for dim, whole in enumerate(size) if any(lengths[dim] != whole for _, lengths in pieces)]
-    if len(cut) > _MOST_CUTS:
-        return f"it is cut along {len(cut)} dims"
-    corners: Counter[tuple[int, ...]] = Counter()
-    for sign, (offsets, lengths) in ((-1, ([0] * len(size), size)), *((1, piece) for piece in pieces)):
-        for ends in product((0, 1), repeat=len(cut)):
-            corner = tuple(offsets[dim] + end * lengths[dim] for dim, end in zip(cut, ends, strict=True))
-            corners[corner] += -sign if sum(ends) % 2 else sign
-    return "its pieces overlap, and leave a hole" if math.prod(size) and any(corners.values()) else None
+        if isinstance(value, TensorStorageMetadata):
+            if not isinstance(value.properties.dtype, torch.dtype):
+                return f"{name} has the dtype {value.properties.dtype!r}"
+            # Ranks that have the same piece may both list it.
+            pieces = {(piece.offsets, piece.sizes) for piece in value.chunks}
+            elements, stored = math.prod(value.size), sum(math.prod(sizes) for _, sizes in pieces)
+            if stored != elements:
+                return f"{name} of shape {tuple(value.size)} is not whole: of its {elements} elements {stored} are in the files"
+    return ""

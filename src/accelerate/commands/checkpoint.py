@@ -124,23 +124,23 @@ def verify_command(args: argparse.Namespace) -> int:
         raise FileNotFoundError(f"There is no checkpoint in {folder.location!r}.")
     results = []
     with progress_bar() as begin:
-        step = begin(sum(one.size for one in found))
+        step = begin(sum(one.size for one in found if one.state.manifest is not None))
         for one in found:
             results.append(inspect.verify(one, step))
             one.storage.release()
+    whole = 0
     for one, problems in zip(found, results, strict=True):
         if problems:
             print(f"{one.name}: {len(problems)} problem{'s' if len(problems) > 1 else ''}")
             print("\n".join(f"  {problem}" for problem in problems))
-        elif one.state.kind == "foreign":
-            print(
-                f"{one.name}: nothing wrong was found, but without a manifest there are no checksums to compare with"
-            )
+        elif one.state.manifest is None:
+            print(f"{one.name} has no manifest; nothing to verify by. It has:")
+            print("\n".join(f"  {name}  {size_text(size)}" for name, size in inspect.all_files(one.storage).items()))
         else:
-            files = len(one.state.manifest.files) if one.state.manifest else 0
-            print(f"{one.name}: whole ({files} files, {size_text(one.size)})")
+            whole += 1
+            print(f"{one.name}: whole ({len(one.state.manifest.files)} files, {size_text(one.size)})")
     if len(found) > 1:
-        print(f"{results.count([])} of {len(found)} checkpoints are whole.")
+        print(f"{whole} of {len(found)} checkpoints are whole.")
     return int(any(results))
 
 
@@ -212,12 +212,10 @@ def export_command(args: argparse.Namespace) -> int:
     from accelerate.checkpoint.convert import export
 
     limit = int(args.max_shard_size) if args.max_shard_size.isdigit() else args.max_shard_size
-    with progress_bar() as begin:
-        done = export(args.checkpoint, args.out, args.model, limit, args.dtype, args.overwrite, begin)
-    total = size_text(sum(done.files.values()))
-    print(f"{args.out}: {done.tensors} tensors in {len(done.files)} file{'s' * (len(done.files) > 1)} ({total})")
-    if not done.verified:
-        print(f"{args.checkpoint} has no manifest, so what was read could not be verified.", file=sys.stderr)
+    written = export(args.checkpoint, args.out, args.model, limit, args.dtype, args.overwrite)
+    total = size_text(sum(entry.size for entry in written.values()))
+    tensors = sum(len(entry.tensors or ()) for entry in written.values())
+    print(f"{args.out}: {tensors} tensors in {len(written)} file{'s' * (len(written) > 1)} ({total})")
     return 0
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from accelerate.checkpoint.inspect import INDEX_SUFFIX, header_of, tensors_of_shards, weight_map
-from accelerate.checkpoint.manifest import METADATA, DamagedCheckpoint, TensorEntry, is_generators_file
+from accelerate.checkpoint.inspect import header_of, tensors_of_shards, weight_map
+from accelerate.checkpoint.manifest import INDEX_SUFFIX, METADATA, DamagedCheckpoint, TensorEntry, is_generators_file
 from accelerate.launch.errors import LaunchError
 from accelerate.utils.constants import FSDP_MODEL_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 

@@ -1,10 +1,7 @@
 """What an Accelerator saves and loads: checkpoints of a run, weights of a model, single objects."""
 
-import json
 import logging
 import os
-import re
-import shutil
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -16,19 +13,19 @@ from torch.utils.hooks import RemovableHandle
 
 from accelerate.backends.base import Backend
 from accelerate.backends.registry import resolve
-from accelerate.checkpoint import formats, load, optimizers
-from accelerate.checkpoint.manifest import CHECKPOINTS_FOLDER, PARAMETER_NAMES, STAGING_PREFIX, numbered_folder
+from accelerate.checkpoint import load, optimizers, weights
+from accelerate.checkpoint.manifest import CHECKPOINTS_FOLDER, PARAMETER_NAMES, numbered_folder
 from accelerate.checkpoint.save import Group, Save, SavePlan
 from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, prune, storage_of
 from accelerate.modules.tensors import clean_state_dict_for_safetensors
 from accelerate.optimizer import settle_scaler
-from accelerate.runtime.durable import sync_folder
 from accelerate.training.prepared import warn_caller
 from accelerate.utils import other
 from accelerate.utils.constants import (
     SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
     SAFE_WEIGHTS_PATTERN_NAME,
-    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
     WEIGHTS_PATTERN_NAME,
 )
 from accelerate.utils.modeling import (
@@ -412,56 +409,13 @@ def save_model(
             f"process. Copy {os.fspath(save_directory)!r} from there if other nodes need it."
         )
         return
-    _write_shards(state, save_directory, max_shard_size, safe_serialization)
-
-
-def _write_shards(state: dict[str, Any], folder: Folder, max_shard_size: int | str, safe: bool) -> None:
-    from huggingface_hub import split_torch_state_dict_into_shards
-
-    os.makedirs(folder, exist_ok=True)
-    if safe:
+    if safe_serialization:
         state = clean_state_dict_for_safetensors(state)
-    pattern = SAFE_WEIGHTS_PATTERN_NAME if safe else WEIGHTS_PATTERN_NAME
-    index_name = SAFE_WEIGHTS_INDEX_NAME if safe else WEIGHTS_INDEX_NAME
-    limit = convert_file_size_to_int(max_shard_size)
-    split = split_torch_state_dict_into_shards(state, filename_pattern=pattern, max_shard_size=limit)
-    aside = os.path.join(folder, f"{STAGING_PREFIX}model")
-    shutil.rmtree(aside, ignore_errors=True)  # of a process that was killed
-    os.makedirs(aside)
-    try:
-        for file, entries in split.filename_to_tensors.items():
-            shard = {name: state[name] for name in entries}
-            if safe:
-                formats.write_safetensors(os.path.join(aside, file), shard, {"format": "pt"})
-            else:
-                formats.write_torch(os.path.join(aside, file), shard)
-        if split.is_sharded:
-            index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-            text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-            formats.write_bytes(os.path.join(aside, index_name), text.encode())
-        _put_weights(aside, folder, pattern, index_name)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-    readers_first = os.path.join(folder, SAFE_WEIGHTS_PATTERN_NAME.format(suffix=""))
-    if not safe and (os.path.exists(readers_first) or os.path.exists(os.path.join(folder, SAFE_WEIGHTS_INDEX_NAME))):
+    pattern = SAFE_WEIGHTS_PATTERN_NAME if safe_serialization else WEIGHTS_PATTERN_NAME
+    weights.replace(save_directory, state, pattern, convert_file_size_to_int(max_shard_size))
+    readers_first = [os.path.join(save_directory, name) for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)]
+    if not safe_serialization and any(map(os.path.exists, readers_first)):
         warn_caller(
-            f"save_model wrote {pattern.format(suffix='')}, but {os.fspath(folder)!r} also has safetensors of an earlier save, which "
+            f"save_model wrote {WEIGHTS_NAME}, but {os.fspath(save_directory)!r} also has safetensors of an earlier save, which "
             "readers prefer. Remove them, or save with safe_serialization=True."
         )
-
-
-def _put_weights(aside: str, folder: Folder, pattern: str, index_name: str) -> None:
-    """Move weights that are complete into their folder; at no moment are old ones and new ones taken for one model."""
-    new = sorted(os.listdir(aside), key=lambda name: name == index_name)
-    index = os.path.join(folder, index_name)
-    if index_name in new and os.path.exists(index):
-        os.unlink(index)  # without it the shards are nothing that anybody reads
-    for name in new:
-        os.replace(os.path.join(aside, name), os.path.join(folder, name))
-    # Of an earlier save with another number of shards.
-    stem, _, extension = pattern.partition("{suffix}")
-    ours = re.compile(rf"{re.escape(stem)}(-\d{{5}}-of-\d{{5}})?{re.escape(extension)}")
-    for entry in sorted(os.listdir(folder), key=lambda name: name != index_name):
-        if entry not in new and (ours.fullmatch(entry) or entry == index_name):
-            os.remove(os.path.join(folder, entry))
-    sync_folder(os.fspath(folder))

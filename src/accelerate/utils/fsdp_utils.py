@@ -426,6 +426,7 @@ def save_fsdp_model(
         use_dcp: False writes a file per rank for SHARDED_STATE_DICT, which only the same number of ranks can load.
 
     Raises:
+        ValueError: `output_dir` is a checkpoint of `save_state`, whose manifest lists its files.
         RuntimeError: writing failed on some rank; raised on all of them.
     """
     layout = _layout(fsdp_plugin, use_dcp)
@@ -497,7 +498,7 @@ def save_fsdp_optimizer(
         use_dcp: False writes a file per rank instead of the folder, which only the same number of ranks can load.
 
     Raises:
-        ValueError: the optimizer has a parameter that the model does not have.
+        ValueError: the optimizer has a parameter that the model does not have, or `output_dir` is a checkpoint of `save_state`.
         RuntimeError: writing failed on some rank; raised on all of them.
     """
     layout = _layout(fsdp_plugin, use_dcp, optimizer=True)

@@ -27,14 +27,14 @@ def verified(folder, **options):
 
 def test_a_project_folder(tmp_path):
     samples.write(tmp_path / "checkpoints" / "checkpoint_2", age=50, iteration=2)
-    samples.write(tmp_path / "checkpoints" / "checkpoint_10", age=100, iteration=10)  # copied, say: its number counts
+    samples.write(tmp_path / "checkpoints" / "checkpoint_10", age=40, iteration=10)
     samples.write(tmp_path / "best", age=70)
     samples.foreign(tmp_path / "epoch_3", age=80)
     (tmp_path / "checkpoint_1").mkdir()
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "events.1").write_text("x")
     assert [(one.name, one.state.kind) for one in found(tmp_path)] == [
-        *(("checkpoints/checkpoint_2", "complete"), ("epoch_3", "foreign"), ("best", "complete")),
+        *(("epoch_3", "foreign"), ("best", "complete"), ("checkpoints/checkpoint_2", "complete")),
         *(("checkpoints/checkpoint_10", "complete"), ("checkpoint_1", "incomplete")),
     ]
     assert found(tmp_path / "logs") == []
@@ -99,26 +99,11 @@ def test_of_what_is_incomplete_verify_says_why(tmp_path, damage, unread):
     assert inspect.summarize(storage_of(folder)).unread == unread
 
 
-def test_foreign_ones_by_their_structure(tmp_path):
+def test_a_foreign_one_has_nothing_to_verify_by(tmp_path):
     folder = samples.foreign(tmp_path / "epoch_0")
-    (folder / "notes.txt").write_text("mine")
-    (folder / "model.bin.index.json").write_text('{"weight_map": {"a": "optimizer.bin"}}')
+    os.truncate(folder / "model.safetensors", 10)
     read = []
-    assert verified(folder, progress=read.append) == []
-    assert sum(read) == inspect.summarize(storage_of(folder)).size
-    samples.flip(folder / "optimizer.bin", 70)
-    with open(folder / "model.safetensors", "r+b") as file:
-        file.truncate(os.path.getsize(folder / "model.safetensors") - 1)
-    (folder / "model.bin.index.json").write_text('{"weight_map": {"a": "a.bin", "b": "b.bin"}}')
-    index, weights, optimizer = verified(folder)
-    assert index == "model.bin.index.json names a.bin, b.bin, which are missing"
-    assert weights.startswith("model.safetensors is damaged: ")
-    assert optimizer.startswith("optimizer.bin has changed: ")
-    (folder / "optimizer.bin").write_bytes((folder / "optimizer.bin").read_bytes()[:-30])
-    (folder / "model.bin.index.json").write_text("{}")
-    index, _, optimizer = verified(folder)
-    assert index.startswith("model.bin.index.json is damaged: it is no index of shards")
-    assert optimizer.startswith("optimizer.bin is damaged: ")
+    assert (verified(folder, progress=read.append), read) == ([], [])
 
 
 @pytest.fixture
@@ -127,23 +112,6 @@ def shards(tmp_path):
     state = {"model": {"a": torch.arange(200.0), "b": torch.ones(3, 5), "extra": "text"}}
     save(state, storage_writer=FileSystemWriter(folder), no_dist=True)
     return folder
-
-
-def test_every_flip_in_a_tensor_of_shards_is_seen(shards):
-    assert verified(shards.parent) == verified(shards) == []
-    (path,) = shards.glob("*.distcp")
-    data = path.read_bytes()
-    starts = [data.index(torch.arange(200.0).numpy().tobytes()), data.index(torch.ones(15).numpy().tobytes())]
-    for position in [start + step for start in starts for step in range(0, 60, 7)]:
-        path.write_bytes(data)
-        samples.flip(path, position)
-        (problem,) = verified(shards.parent)
-        assert problem.startswith(f"pytorch_model_fsdp_0/{path.name} has changed: ")
-    path.write_bytes(data.replace(b"PK", b"XX"))
-    assert "is not in torch's format, in what it has of model." in verified(shards)[0]
-    path.write_bytes(data[:-1])
-    (problem,) = verified(shards)
-    assert problem.startswith(".metadata is damaged: ") and f"{path.name} has {len(data) - 1} bytes" in problem
 
 
 # -- what is in them ---------------------------------------------------------------------------------------------------

@@ -140,8 +140,6 @@ def test_life(base):
         assert (storage.state().kind, storage_of(base).entries()) == ("absent", [])
     put(storage.location)
     assert (storage.state().kind, storage.entries(), storage.files()) == ("absent", [], {})
-    with pytest.raises(NotADirectoryError, match="is an object"):
-        storage.stage()
 
 
 def test_names_that_look_like_patterns(base):
@@ -378,7 +376,7 @@ def test_urls(memory):
     assert root.parent() == root == storage_of("memory://")
     save("memory://run")
     assert [found.location for found in root.entries()] == ["memory://run"]
-    for url in ("simplecache::memory://run", "memory://run/../other", "memory://run/./other", "nonsense://run"):
+    for url in ("simplecache::memory://run", "nonsense://run"):
         with pytest.raises(ValueError, match="memory://run|nonsense"):
             storage_of(url)
 

@@ -9,13 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
-from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import sharded_io
-from accelerate.checkpoint import shards
+from accelerate.checkpoint import shards, weights
 from accelerate.checkpoint.convert import reshard
 from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest
 from accelerate.checkpoint.save import unlisted
@@ -218,9 +217,9 @@ def test_what_a_manifest_says_is_compared(tmp_path, layout):
 
 def test_files_that_an_index_lists_are_compared(tmp_path):
     model, _ = job()
-    save_file(dict(model.state_dict()), tmp_path / "model.safetensors")
-    reshard(str(tmp_path), str(tmp_path / "parts"), "full", max_shard_size=40)
-    sharded_io.load_model(model, tmp_path / "parts")
-    flip(tmp_path / "parts" / "model-00002-of-00002.safetensors")
-    with pytest.raises(DamagedCheckpoint, match="model-00002-of-00002.safetensors has changed"):
-        sharded_io.load_model(model, tmp_path / "parts")
+    Manifest(weights.write(tmp_path, model.state_dict(), "model{suffix}.safetensors", 40)).write(tmp_path)
+    sharded_io.load_model(model, tmp_path)
+    file = sorted(tmp_path.glob("model-00002-*.safetensors"))[0]
+    flip(file)
+    with pytest.raises(DamagedCheckpoint, match=f"{file.name} has changed"):
+        sharded_io.load_model(model, tmp_path)
