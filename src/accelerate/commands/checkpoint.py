@@ -210,14 +210,14 @@ def reshard_command(args: argparse.Namespace) -> int:
 def prune_command(args: argparse.Namespace) -> int:
     """Remove the oldest automatically named checkpoints; return 1 if one could not be removed."""
     folder = storage_of(args.folder)
-    plan = inspect.plan_pruning(folder, args.keep, args.foreign)
-    for line in _lines(plan, folder):
+    found = plan = inspect.plan_pruning(folder, args.keep, args.foreign)
+    for line in _lines(found, folder):
         print(line)
     if args.incomplete:
-        _refuse_if_busy(plan)
-    elif plan.unfinished or plan.left or plan.put_back:
+        _refuse_if_busy(found)
+    elif found.unfinished or found.left or found.put_back:
         print("What is incomplete stays; --incomplete removes it, too.")
-        plan = replace(plan, unfinished=[], left={}, put_back={})
+        plan = replace(found, unfinished=[], left={}, put_back={})
     going = [*plan.old, *plan.unfinished, *plan.left.values()]
     size = size_text(sum(one.size for one in going))
     if not going and not plan.put_back:
@@ -233,12 +233,8 @@ def prune_command(args: argparse.Namespace) -> int:
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             print("Nothing was removed.")
             return 0
-        # What has changed since the question stays.
-        now = inspect.plan_pruning(folder, args.keep, args.foreign)
-        if args.incomplete:
-            _refuse_if_busy(now)
-        old = [one for one in plan.old if one in now.old]
-        plan = replace(plan, old=old, unfinished=[one for one in plan.unfinished if one in now.unfinished])
+        if inspect.plan_pruning(folder, args.keep, args.foreign) != found:
+            raise LaunchError("What is there has changed since the question, so nothing was removed. Run this again.")
     return _remove(plan)
 
 
@@ -331,9 +327,8 @@ def checkpoint_command_parser(subparsers: Any = None) -> argparse.ArgumentParser
     Args:
         subparsers: what `ArgumentParser.add_subparsers` returned, or None for a parser of its own.
     """
-    parser = make_parser(
-        "checkpoint", "List, verify, inspect, convert and prune checkpoints.", subparsers, checkpoint_command
-    )
+    description = "List, verify, inspect, convert and prune checkpoints."
+    parser = make_parser("checkpoint", description, subparsers, checkpoint_command)
     commands = parser.add_subparsers(title="subcommands", required=True)
 
     def add(name: str, run: Callable[[argparse.Namespace], int], description: str) -> argparse.ArgumentParser:
@@ -365,16 +360,14 @@ def checkpoint_command_parser(subparsers: Any = None) -> argparse.ArgumentParser
     made.add_argument("out", help="The folder to write; it must be empty or missing.")
     made.add_argument("--model", type=int, default=0, help="Which model, in the order in which they were prepared.")
     made.add_argument("--max_shard_size", default="5GB", help="Largest size of a file: bytes, or as in 500MB.")
-    made.add_argument(
-        "--dtype", choices=["bf16", "fp16", "fp32"], help="What floating-point tensors become; as they are by default."
-    )
+    dtypes = "What floating-point tensors become; as they are by default."
+    made.add_argument("--dtype", choices=["bf16", "fp16", "fp32"], help=dtypes)
     made.add_argument("--overwrite", action="store_true", help="Replace the weights in OUT; its other files stay.")
 
     made = add("prune", prune_command, "Remove the oldest automatically named checkpoints.")
     made.add_argument("folder", help=f"A project's folder, or a folder of checkpoints. {where}")
-    made.add_argument(
-        "--keep", type=int, required=True, help="How many of the newest complete ones stay in each folder, at least 1."
-    )
+    keep = "How many of the newest complete ones stay in each folder, at least 1."
+    made.add_argument("--keep", type=int, required=True, help=keep)
     made.add_argument("--dry_run", action="store_true", help="Only say what would be removed.")
     made.add_argument("--yes", action="store_true", help="Do not ask.")
     made.add_argument("--incomplete", action="store_true", help="Remove incomplete ones, too, and what saves left.")

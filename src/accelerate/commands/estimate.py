@@ -245,10 +245,10 @@ def gather_data(args: argparse.Namespace) -> list[list[Any]]:
     inventory = _inventory(args)
     rows = []
     for dtype in args.dtypes:
-        sizes = [inventory.largest(), inventory.size()]
+        sizes = [inventory.largest, inventory.size]
         if dtype != "float32":
             sizes = [size / _SHRINKS[dtype] for size in sizes]
-        rows.append([dtype, *sizes, estimate_training_usage(inventory.size(), dtype)])
+        rows.append([dtype, *sizes, estimate_training_usage(inventory.size, dtype)])
     return rows
 
 
@@ -257,13 +257,11 @@ def _facts(inventory: Inventory, args: argparse.Namespace) -> dict[str, Any]:
     dtypes = list(dict.fromkeys(args.dtypes))
     trainable = [dtype for dtype in dtypes if dtype in COMPUTE_BYTES]
     rows = []
-    if inventory.stored:
-        rows.append(_sizes(f"as stored ({inventory.stored})", inventory.largest("stored"), inventory.size("stored")))
     for dtype in dtypes:
-        row = _sizes(dtype, inventory.largest() / _SHRINKS[dtype], inventory.size() / _SHRINKS[dtype])
-        rows.append(row)
-        if dtype in trainable:
-            row["training"] = model_memory.training(inventory, dtype)["total"]
+        largest, total = inventory.largest / _SHRINKS[dtype], inventory.size / _SHRINKS[dtype]
+        sizes = [math.ceil(size) for size in (largest, total, _INFERENCE_FACTOR * total)]
+        needed = model_memory.training(inventory, dtype)["total"] if dtype in trainable else None
+        rows.append(dict(zip(_SIZES, [dtype, *sizes, needed], strict=True)))
     strategies = args.strategy or (["ddp"] if args.num_processes == 1 else STRATEGIES)
     return {
         "model": args.model_name,
@@ -276,11 +274,6 @@ def _facts(inventory: Inventory, args: argparse.Namespace) -> dict[str, Any]:
             for dtype in trainable
         ],
     }
-
-
-def _sizes(label: str, largest: float, total: float) -> dict[str, Any]:
-    sizes = [math.ceil(size) for size in (largest, total, _INFERENCE_FACTOR * total)]
-    return dict(zip(_SIZES, [label, *sizes, None], strict=True))
 
 
 # -- what is shown -----------------------------------------------------------------------------------------------------
@@ -353,26 +346,18 @@ def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     Args:
         subparsers: what `ArgumentParser.add_subparsers` returned, or None for a parser of its own.
     """
-    parser = make_parser(
-        "estimate-memory",
-        "Estimate how much memory a model needs, without loading its weights.",
-        subparsers,
-        estimate_command,
-    )
+    description = "Estimate how much memory a model needs, without loading its weights."
+    parser = make_parser("estimate-memory", description, subparsers, estimate_command)
     parser.add_argument(
         "model_name",
         help="A model on the Hugging Face Hub, a config.json, a .safetensors file, an index of several, or a folder with one of "
         "them. Weights on this machine are counted exactly, by their headers.",
     )
-    parser.add_argument(
-        "--library_name",
-        choices=list(_LIBRARIES),
-        help="Build the model with this library; by default the one that the Hub or the configuration names.",
-    )
+    library = "Build the model with this library; by default the one that the Hub or the configuration names."
+    parser.add_argument("--library_name", choices=list(_LIBRARIES), help=library)
     dtypes = ["float32", "float16", "int8", "int4"]
-    parser.add_argument(
-        "--dtypes", nargs="+", default=dtypes, choices=list(_SHRINKS), help="The element types to show."
-    )
+    shown = "The element types to show."
+    parser.add_argument("--dtypes", nargs="+", default=dtypes, choices=list(_SHRINKS), help=shown)
     parser.add_argument("--trust_remote_code", action="store_true", help="Let the model's own code run.")
     ranks = "How many ranks share the training; shows what each of them needs."
     parser.add_argument("--num_processes", type=int, default=1, help=ranks)

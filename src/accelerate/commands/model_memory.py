@@ -37,16 +37,14 @@ class Item:
 
     Attributes:
         shape: its shape.
-        fp32: its bytes with floating-point numbers in fp32; integers stay as they are.
-        stored: its bytes as they are.
+        size: its bytes with floating-point numbers in fp32; integers stay as they are.
         parameter: whether training changes it.
         block: the block that it belongs to, which FSDP gathers at once; empty for what lies outside of all blocks.
         layer: the layer that it belongs to, which has to be on a device at once.
     """
 
     shape: tuple[int, ...]
-    fp32: int
-    stored: int
+    size: int
     parameter: bool
     block: str
     layer: str
@@ -64,22 +62,22 @@ class Inventory:
     Attributes:
         source: where its tensors are listed, for people.
         items: its tensors; those that share memory once.
-        stored: the element types in its files, such as "BF16"; empty where there are no files of weights.
     """
 
     source: str
     items: tuple[Item, ...]
-    stored: str = ""
 
-    def size(self, form: str = "fp32") -> int:
-        """The bytes of all tensors in one of the two forms of an `Item`."""
-        return sum(getattr(item, form) for item in self.items)
+    @property
+    def size(self) -> int:
+        """The bytes of all tensors, in fp32."""
+        return sum(item.size for item in self.items)
 
-    def largest(self, form: str = "fp32") -> int:
-        """The bytes of the largest layer, as `size` counts them."""
+    @property
+    def largest(self) -> int:
+        """The bytes of the largest layer, in fp32."""
         layers: Counter[str] = Counter()
         for item in self.items:
-            layers[item.layer] += getattr(item, form)
+            layers[item.layer] += item.size
         return max(layers.values(), default=0)
 
     @property
@@ -103,7 +101,7 @@ def of_model(model: "nn.Module", source: str) -> Inventory:
         block = next((block for block in blocks if name.startswith(f"{block}.")), "")
         unit = block if blocks else _block(name)
         layer = block or name.rpartition(".")[0]
-        items.append(Item(tuple(tensor.shape), size, size, floating and name in parameters, unit, layer))
+        items.append(Item(tuple(tensor.shape), size, floating and name in parameters, unit, layer))
     return Inventory(source, tuple(items))
 
 
@@ -138,22 +136,20 @@ def of_path(path: str) -> Inventory | None:
         raise LaunchError(f"{path!r} is damaged: {error}") from error
     if not files:
         return None
-    items, kinds, integers = [], Counter[str](), 0
+    items = []
+    stored: Counter[bool] = Counter()  # bytes of floating-point numbers, and of integers
     for name, entry in tensors.items():
         bits = int(re.search(r"\d+", entry.dtype.replace("BOOL", "U8"))[0])  # "BF16", "F8_E4M3"
-        count = math.prod(entry.shape)
-        size, floating, block = count * bits // 8, "F" in entry.dtype, _block(name)
-        kinds[entry.dtype] += size
-        integers += 0 if floating else size
-        layer = block or name.rpartition(".")[0]
-        items.append(Item(entry.shape, 4 * count if floating else size, size, floating, block, layer))
-    stored = ", ".join(kind for kind, _ in kinds.most_common())
-    if 2 * integers > sum(kinds.values()):
+        count, floating, block = math.prod(entry.shape), "F" in entry.dtype, _block(name)
+        stored[floating] += count * bits // 8
+        size = 4 * count if floating else count * bits // 8
+        items.append(Item(entry.shape, size, floating, block, block or name.rpartition(".")[0]))
+    if stored[False] > stored[True]:
         raise LaunchError(
-            f"{path!r} has weights that are packed into integers ({stored}, {sum(kinds.values()):,} bytes), so their size in other "
-            "types is unknown. With --library_name transformers they are counted by config.json."
+            f"{path!r} has weights that are packed into integers ({stored.total():,} bytes), so their size in other types is "
+            "unknown. With --library_name transformers they are counted by config.json."
         )
-    return Inventory(files[0] if len(files) == 1 else f"{len(files)} files of weights", tuple(items), stored)
+    return Inventory(files[0] if len(files) == 1 else f"{len(files)} files of weights", tuple(items))
 
 
 def _files_of(path: str) -> list[str]:
@@ -210,7 +206,7 @@ def training(model: Inventory, dtype: str, strategy: str = "ddp", processes: int
     """
     compute = COMPUTE_BYTES[dtype]
     trained = sum(item.elements for item in model.parameters)
-    buffers = model.size() - 4 * trained
+    buffers = model.size - 4 * trained
     alone = processes == 1
     if strategy == "ddp":
         weights, gradients, optimizer = 4 * trained, 4 * trained, 8 * trained
@@ -229,7 +225,7 @@ def training(model: Inventory, dtype: str, strategy: str = "ddp", processes: int
         weights = compute * (part if stage == 3 else trained)
         gradients = compute * (part if stage >= 2 else trained)
         optimizer = 12 * part
-        exchanged = 2 * (model.largest() // 4) if stage == 3 else min(trained, _ZERO_BUCKET)
+        exchanged = 2 * (model.largest // 4) if stage == 3 else min(trained, _ZERO_BUCKET)
         working = 0 if alone else compute * exchanged
     sizes = {"weights": weights + buffers, "gradients": gradients, "optimizer": optimizer, "working": working}
     arguments = {"strategy": strategy, "dtype": dtype, "processes": processes}

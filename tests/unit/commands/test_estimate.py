@@ -127,10 +127,7 @@ def test_file_of_weights(accelerate, place, no_hub):
     for name in ("x.safetensors", place / "x.safetensors", place):
         report = answer(accelerate, name)
         assert report["parameters"] == 4 * 8 + 8 + 16
-        stored, float32, float16, *_ = report["sizes"]
-        assert stored["dtype"] == "as stored (BF16, F32, I64)"
-        assert stored["total_size"] == 2 * 40 + 4 * 16 + 8
-        assert stored["largest_layer"] == 2 * 40
+        float32, float16, *_ = report["sizes"]
         assert (float32["total_size"], float32["largest_layer"]) == (4 * 56 + 8, 4 * 40)
         assert float16["training"] == 16 * 56 + 8 + 2 * 56
 
@@ -177,7 +174,7 @@ def test_packed_weights(accelerate, place):
         place / "gptq.safetensors",
     )
     error = refused(accelerate, "gptq.safetensors")
-    assert "packed into integers (I32, F16, 2,064 bytes)" in error and "--library_name transformers" in error
+    assert "packed into integers (2,064 bytes)" in error and "--library_name transformers" in error
 
 
 @pytest.mark.parametrize(
