@@ -117,7 +117,8 @@ def create_empty_model(
     library, content = library_name, {}
     if os.path.exists(model_name):
         content = _configuration(model_name)
-        library = library or ("transformers" if content.keys() & {"model_type", "auto_map"} else "timm")
+        named = "transformers" if content.keys() & {"model_type", "auto_map"} else "timm"
+        library = named if library is None else library
     elif library is None:
         library = _library_on_hub(model_name, access_token)
     if library not in _LIBRARIES:
