@@ -29,6 +29,18 @@ _RESHARDS = {
     "HYBRID_SHARD_ZERO2": False,
     "NO_SHARD": False,
 }
+# What a strategy without a successor becomes.
+_COPIES = (
+    " by this name: the new file shards over all processes. For copies of the model that are sharded within a machine, set "
+    "parallelism_config_dp_replicate_size to the number of machines and parallelism_config_dp_shard_size to the processes of a "
+    "machine, in parallelism_config."
+)
+_LOST = {
+    "NO_SHARD": ", which always shards: the new file says SHARD_GRAD_OP's settings. To keep the whole model on every process, remove "
+    "fsdp_config and set distributed_type to MULTI_GPU instead.",
+    "HYBRID_SHARD": _COPIES,
+    "HYBRID_SHARD_ZERO2": _COPIES,
+}
 _KEPT = (
     "fsdp_version fsdp_reshard_after_forward fsdp_auto_wrap_policy fsdp_cpu_ram_efficient_loading fsdp_offload_params "
     "fsdp_state_dict_type fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params fsdp_activation_checkpointing"
@@ -151,20 +163,8 @@ def _reshards(key: str, value: Any) -> bool:
     name = numbered.get(name, name)
     if name not in _RESHARDS:
         raise LaunchError(f"fsdp_config.{key} is {value!r}; FSDP 1 knows {', '.join(_RESHARDS)}.")
-    if name == "NO_SHARD":
-        logger.warning(
-            "%s: NO_SHARD does not exist in FSDP 2, which always shards: the new file says SHARD_GRAD_OP's settings. To keep the "
-            "whole model on every process, remove fsdp_config and set distributed_type to MULTI_GPU instead.",
-            key,
-        )
-    elif name.startswith("HYBRID"):
-        logger.warning(
-            "%s: %s does not exist in FSDP 2 by this name: the new file shards over all processes. For copies of the model that "
-            "are sharded within a machine, set parallelism_config_dp_replicate_size to the number of machines and "
-            "parallelism_config_dp_shard_size to the processes of a machine, in parallelism_config.",
-            key,
-            name,
-        )
+    if name in _LOST:
+        logger.warning("%s: %s does not exist in FSDP 2%s", key, name, _LOST[name])
     return _RESHARDS[name]
 
 

@@ -223,3 +223,8 @@ def test_killed_before_it_is_written(place):
     ended = subprocess.run([sys.executable, "-c", PROGRAM, *words], capture_output=True, text=True, timeout=60)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     assert (place / "old.yaml").read_text() == before
+
+
+def test_a_file_that_is_not_there():
+    with pytest.raises(FileNotFoundError, match="none.yaml"):
+        to_fsdp2.load_config("none.yaml")
