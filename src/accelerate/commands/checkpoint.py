@@ -104,20 +104,23 @@ def verify_command(args: argparse.Namespace) -> int:
     if not found:
         raise FileNotFoundError(f"There is no checkpoint in {folder.location!r}.")
     results = []
-    with _progress_bar(sum(one.size for one in found)) as bar:
+    with _progress_bar(sum(one.size for one in found if one.state.manifest is not None)) as bar:
         for one in found:
             results.append(inspect.verify(one, bar.update))
             one.storage.release()
+    whole = 0
     for one, problems in zip(found, results, strict=True):
         if problems:
             lines = [f"{one.name}: {len(problems)} problem{'s' * (len(problems) > 1)}", *problems]
             print("\n  ".join(lines))
         elif one.state.manifest is None:
-            print(f"{one.name}: it has no manifest, so there are no checksums to compare with")
+            print(f"{one.name} has no manifest; nothing to verify by. It has:")
+            print("\n".join(f"  {name}  {size_text(size)}" for name, size in inspect.all_files(one.storage).items()))
         else:
+            whole += 1
             print(f"{one.name}: whole ({len(one.state.manifest.files)} files, {size_text(one.size)})")
     if len(found) > 1:
-        print(f"{results.count([])} of {len(found)} checkpoints are whole.")
+        print(f"{whole} of {len(found)} checkpoints are whole.")
     return int(any(results))
 
 

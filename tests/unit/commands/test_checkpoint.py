@@ -117,8 +117,9 @@ def test_verify(accelerate, project, tmp_path):
     out = run(accelerate, "verify", project, status=1)
     assert "  model.safetensors has changed" in out
     assert "  optimizer.bin is missing" in out
-    assert "no manifest" in out
-    assert "4 of 6 checkpoints are whole." in out
+    assert "epoch_1 has no manifest; nothing to verify by. It has:\n  " in out
+    assert [line.split()[0] for line in out.splitlines()[-3:-1]] == ["model.safetensors", "optimizer.bin"]
+    assert "3 of 6 checkpoints are whole." in out
     for nothing in (tmp_path, tmp_path / "nowhere"):
         assert len(run(accelerate, "verify", nothing, status=2).splitlines()) == 1
 
