@@ -12,10 +12,8 @@ from accelerate.trackers.registry import (
     get_available_trackers,
     register_tracker_class,
 )
-from accelerate.trackers.swanlab import SwanLabTracker
+from accelerate.trackers.runs import SwanLabTracker, TrackioTracker, WandBTracker
 from accelerate.trackers.tensorboard import TensorBoardTracker
-from accelerate.trackers.trackio import TrackioTracker
-from accelerate.trackers.wandb import WandBTracker
 
 __all__ = [
     "LOGGER_TYPE_TO_CLASS",

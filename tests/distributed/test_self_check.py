@@ -30,17 +30,11 @@ def test_the_self_check_passes_on_two_processes(tmp_path):
 
 
 @pytest.mark.parametrize("broken", [(0,), (1,), (0, 1, 2)], ids=str)
-def test_a_failure_names_the_check_and_the_ranks(launch, broken):
+def test_a_failure_names_the_check_and_the_rank(launch, broken):
+    """Ranks that wait for the broken one in a collective do not keep the run."""
     done = launch("failing_checks.py", *map(str, broken), processes=3, succeeds=False)
     assert done.returncode == 1
     assert "[1/3] first ... ok" in done.stdout
-    assert "[3/3]" not in done.stdout
-    ranks = f"rank{'s' if len(broken) > 1 else ''} {', '.join(map(str, broken))}"
-    assert done.stderr.count("The check 'second' failed on") == 1
-    assert f"The check 'second' failed on {ranks} of 3." in done.stderr
-    for rank in range(3):
-        told = (
-            f"rank {rank}: ValueError: rank {rank} is broken" if rank in broken else f"rank {rank}: still in the check"
-        )
-        assert f"\n  {told}" in done.stderr
-    assert ("[2/3] second ... FAILED" in done.stdout) is (0 in broken)
+    assert "second ... ok" not in done.stdout and "[3/3]" not in done.stdout
+    told = [f"The check 'second' failed on rank {rank} of 3: ValueError: rank {rank} is broken" for rank in broken]
+    assert any(line in done.stderr for line in told)

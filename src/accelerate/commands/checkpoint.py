@@ -7,13 +7,11 @@ import argparse
 import contextlib
 import json
 import pickle
-import re
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate.checkpoint import inspect
 from accelerate.checkpoint.inspect import Details, Pruning, Summary
@@ -22,6 +20,9 @@ from accelerate.checkpoint.storage import CheckpointStorage, storage_of
 from accelerate.commands.utils import brief, make_parser
 from accelerate.diagnostics.table import table
 from accelerate.launch.errors import LaunchError, RunError
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 # What was written to within this time may belong to a run that is saving right now.
 BUSY_SECONDS = 600
@@ -54,11 +55,8 @@ def one_line_errors() -> Iterator[None]:
         yield
     except (LaunchError, RunError, OSError):
         raise
-    except pickle.UnpicklingError as error:
-        # The rest of torch's message says how to run it all the same.
-        named = re.search(r"unsupported (?:global|operand|class)\S*[^.\n]*", str(error), re.IGNORECASE)
-        reason = f": {named[0]}" if named else ""
-        raise LaunchError(f"A file holds objects that are no plain data, and is not run{reason}.") from error
+    except pickle.UnpicklingError as error:  # torch's message says how to run it all the same
+        raise LaunchError("A file holds objects that are no plain data, and is not run.") from error
     except (ImportError, ValueError, RuntimeError) as error:
         raise LaunchError(brief(error)) from error
     except (TypeError, LookupError, ArithmeticError, MemoryError) as error:
@@ -69,14 +67,7 @@ def one_line_errors() -> Iterator[None]:
 
 
 def list_command(args: argparse.Namespace) -> int:
-    """Print the checkpoints in a folder, newest last.
-
-    Args:
-        args: `folder` and `json`.
-
-    Returns:
-        The exit status.
-    """
+    """Print the checkpoints in a folder, newest last, and what saves left; return the exit status."""
     folder = storage_of(args.folder)
     found = inspect.survey(folder)
     if args.json:
@@ -94,12 +85,9 @@ def list_command(args: argparse.Namespace) -> int:
 
 
 def _row(one: Summary) -> list[str]:
-    known = one.state.manifest
-    step, iteration, ranks, strategy = (
-        ("-",) * 4 if known is None else (known.step, known.iteration, known.world_size, known.strategy)
-    )
-    size, age = size_text(one.size), age_text(one.age)
-    return [one.name, str(step), str(iteration), size, age, str(ranks), strategy, _state(one)]
+    keys = ("step", "iteration", "world_size", "strategy")
+    step, iteration, ranks, strategy = (str(getattr(one.state.manifest, key, "-")) for key in keys)
+    return [one.name, step, iteration, size_text(one.size), age_text(one.age), ranks, strategy, _state(one)]
 
 
 def _state(one: Summary) -> str:
@@ -110,29 +98,21 @@ def _state(one: Summary) -> str:
 
 
 def verify_command(args: argparse.Namespace) -> int:
-    """Read every file of one or more checkpoints and compare it with its checksum.
-
-    Args:
-        args: `checkpoint`, which may also be a folder of checkpoints.
-
-    Returns:
-        The exit status: 1 if there is a problem.
-    """
+    """Compare every file of a checkpoint, or of each in a folder, with its checksum; return 1 if there is a problem."""
     folder = storage_of(args.checkpoint)
     found = inspect.survey(folder)
     if not found:
         raise FileNotFoundError(f"There is no checkpoint in {folder.location!r}.")
     results = []
-    with progress_bar() as begin:
-        step = begin(sum(one.size for one in found if one.state.manifest is not None))
+    with _progress_bar(sum(one.size for one in found if one.state.manifest is not None)) as bar:
         for one in found:
-            results.append(inspect.verify(one, step))
+            results.append(inspect.verify(one, bar.update))
             one.storage.release()
     whole = 0
     for one, problems in zip(found, results, strict=True):
         if problems:
-            print(f"{one.name}: {len(problems)} problem{'s' if len(problems) > 1 else ''}")
-            print("\n".join(f"  {problem}" for problem in problems))
+            lines = [f"{one.name}: {len(problems)} problem{'s' * (len(problems) > 1)}", *problems]
+            print("\n  ".join(lines))
         elif one.state.manifest is None:
             print(f"{one.name} has no manifest; nothing to verify by. It has:")
             print("\n".join(f"  {name}  {size_text(size)}" for name, size in inspect.all_files(one.storage).items()))
@@ -144,18 +124,18 @@ def verify_command(args: argparse.Namespace) -> int:
     return int(any(results))
 
 
+def _progress_bar(total: int) -> "tqdm":
+    """Return a bar of bytes on stderr, which shows only on a terminal."""
+    from tqdm import tqdm
+
+    return tqdm(total=total, unit="B", unit_scale=True, leave=False, disable=None)
+
+
 # -- info --------------------------------------------------------------------------------------------------------------
 
 
 def info_command(args: argparse.Namespace) -> int:
-    """Print what a checkpoint consists of.
-
-    Args:
-        args: `checkpoint`, `tensors` and `json`.
-
-    Returns:
-        The exit status.
-    """
+    """Print what a checkpoint consists of; return the exit status."""
     found = inspect.details(storage_of(args.checkpoint))
     if args.json:
         print(json.dumps(found.to_json(args.tensors), indent=1))
@@ -182,7 +162,7 @@ def info_command(args: argparse.Namespace) -> int:
 def _facts(found: Details) -> Iterator[tuple[str, str]]:
     one = found.summary
     yield "Checkpoint", one.storage.location
-    yield "State", f"{one.state.kind}: {one.state.reason}" if one.state.reason else one.state.kind
+    yield "State", _state(one)
     if one.saved is not None:
         saved = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(one.saved))
         yield "Saved", f"{saved}, {age_text(one.age)} ago"
@@ -201,14 +181,7 @@ def _facts(found: Details) -> Iterator[tuple[str, str]]:
 
 
 def export_command(args: argparse.Namespace) -> int:
-    """Write a model's weights as Hugging Face safetensors.
-
-    Args:
-        args: `checkpoint`, `out`, `model`, `max_shard_size`, `dtype` and `overwrite`.
-
-    Returns:
-        The exit status.
-    """
+    """Write a model's weights as Hugging Face safetensors; return the exit status."""
     from accelerate.checkpoint.convert import export
 
     limit = int(args.max_shard_size) if args.max_shard_size.isdigit() else args.max_shard_size
@@ -220,14 +193,7 @@ def export_command(args: argparse.Namespace) -> int:
 
 
 def reshard_command(args: argparse.Namespace) -> int:
-    """Write a checkpoint again, for another number of ranks or in another layout.
-
-    Args:
-        args: `checkpoint`, `out`, `layout` and `shards`.
-
-    Returns:
-        The exit status.
-    """
+    """Write a checkpoint again, for another number of ranks or in another layout; return the exit status."""
     from accelerate.checkpoint.convert import reshard
 
     out = storage_of(args.out)
@@ -242,23 +208,16 @@ def reshard_command(args: argparse.Namespace) -> int:
 
 
 def prune_command(args: argparse.Namespace) -> int:
-    """Remove the oldest automatically named checkpoints.
-
-    Args:
-        args: `folder`, `keep`, `dry_run`, `yes`, `incomplete` and `foreign`.
-
-    Returns:
-        The exit status: 1 if something could not be removed.
-    """
+    """Remove the oldest automatically named checkpoints; return 1 if one could not be removed."""
     folder = storage_of(args.folder)
-    plan = inspect.plan_pruning(folder, args.keep, args.foreign)
-    for line in _lines(plan, folder):
+    found = plan = inspect.plan_pruning(folder, args.keep, args.foreign)
+    for line in _lines(found, folder):
         print(line)
     if args.incomplete:
-        _refuse_if_busy(plan)
-    elif plan.unfinished or plan.left or plan.put_back:
+        _refuse_if_busy(found)
+    elif found.unfinished or found.left or found.put_back:
         print("What is incomplete stays; --incomplete removes it, too.")
-        plan = replace(plan, unfinished=[], left={}, put_back={})
+        plan = replace(found, unfinished=[], left={}, put_back={})
     going = [*plan.old, *plan.unfinished, *plan.left.values()]
     size = size_text(sum(one.size for one in going))
     if not going and not plan.put_back:
@@ -274,20 +233,14 @@ def prune_command(args: argparse.Namespace) -> int:
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             print("Nothing was removed.")
             return 0
-        # What has changed since the question stays.
-        now = inspect.plan_pruning(folder, args.keep, args.foreign)
-        if args.incomplete:
-            _refuse_if_busy(now)
-        old = [one for one in plan.old if one in now.old]
-        plan = replace(plan, old=old, unfinished=[one for one in plan.unfinished if one in now.unfinished])
+        if inspect.plan_pruning(folder, args.keep, args.foreign) != found:
+            raise LaunchError("What is there has changed since the question, so nothing was removed. Run this again.")
     return _remove(plan)
 
 
 def _lines(plan: Pruning, folder: CheckpointStorage) -> Iterator[str]:
-    for one in plan.old:
-        yield f"{one.name}  {size_text(one.size)}  {age_text(one.age)} old"
-    for one in plan.unfinished:
-        yield f"{one.name}  {size_text(one.size)}  {_state(one)}"
+    for one in [*plan.old, *plan.unfinished]:
+        yield f"{one.name}  {size_text(one.size)}  {age_text(one.age)} old, {_state(one)}"
     for path, left in plan.left.items():
         yield f"{path}  {size_text(left.size)}  left behind by a save or a removal"
     for path, left in plan.put_back.items():
@@ -295,7 +248,7 @@ def _lines(plan: Pruning, folder: CheckpointStorage) -> Iterator[str]:
     for one in plan.unread:
         yield f"{one.name} stays: it was saved, and cannot be read here: {one.state.reason}"
     if plan.elsewhere is not None:
-        yield (f"{CHECKPOINTS_FOLDER} leads out of {folder.location}; to prune there, name {plan.elsewhere.location}.")
+        yield f"{CHECKPOINTS_FOLDER} leads out of {folder.location}; to prune there, name {plan.elsewhere.location}."
 
 
 def _refuse_if_busy(plan: Pruning) -> None:
@@ -365,30 +318,6 @@ def age_text(seconds: float | None) -> str:
     return f"{int(seconds // 86400)} days"
 
 
-@contextlib.contextmanager
-def progress_bar() -> Iterator[Callable[[int], Callable[[int], None]]]:
-    """Show a bar on stderr while the block runs, if that is a terminal.
-
-    Yields:
-        A function: it takes the number of all bytes, and returns another one, which takes the bytes of each step.
-    """
-    from tqdm import tqdm
-
-    lock = threading.Lock()
-    with contextlib.ExitStack() as bars:
-
-        def begin(total: int) -> Callable[[int], None]:
-            bar = bars.enter_context(tqdm(total=total, unit="B", unit_scale=True, leave=False, disable=None))
-
-            def step(size: int) -> None:
-                with lock:  # files are hashed by several threads
-                    bar.update(size)
-
-            return step
-
-        yield begin
-
-
 # -- the command line --------------------------------------------------------------------------------------------------
 
 
@@ -398,12 +327,9 @@ def checkpoint_command_parser(subparsers: Any = None) -> argparse.ArgumentParser
     Args:
         subparsers: what `ArgumentParser.add_subparsers` returned, or None for a parser of its own.
     """
-    parser = make_parser(
-        "checkpoint", "List, verify, inspect, convert and prune checkpoints.", subparsers, checkpoint_command
-    )
-    commands = parser.add_subparsers(
-        title="subcommands", required=True, metavar="{ls,verify,info,reshard,export,prune}"
-    )
+    description = "List, verify, inspect, convert and prune checkpoints."
+    parser = make_parser("checkpoint", description, subparsers, checkpoint_command)
+    commands = parser.add_subparsers(title="subcommands", required=True)
 
     def add(name: str, run: Callable[[argparse.Namespace], int], description: str) -> argparse.ArgumentParser:
         made = make_parser(name, description, commands, checkpoint_command)
@@ -434,16 +360,14 @@ def checkpoint_command_parser(subparsers: Any = None) -> argparse.ArgumentParser
     made.add_argument("out", help="The folder to write; it must be empty or missing.")
     made.add_argument("--model", type=int, default=0, help="Which model, in the order in which they were prepared.")
     made.add_argument("--max_shard_size", default="5GB", help="Largest size of a file: bytes, or as in 500MB.")
-    made.add_argument(
-        "--dtype", choices=["bf16", "fp16", "fp32"], help="What floating-point tensors become; as they are by default."
-    )
+    dtypes = "What floating-point tensors become; as they are by default."
+    made.add_argument("--dtype", choices=["bf16", "fp16", "fp32"], help=dtypes)
     made.add_argument("--overwrite", action="store_true", help="Replace the weights in OUT; its other files stay.")
 
     made = add("prune", prune_command, "Remove the oldest automatically named checkpoints.")
     made.add_argument("folder", help=f"A project's folder, or a folder of checkpoints. {where}")
-    made.add_argument(
-        "--keep", type=int, required=True, help="How many of the newest complete ones stay in each folder, at least 1."
-    )
+    keep = "How many of the newest complete ones stay in each folder, at least 1."
+    made.add_argument("--keep", type=int, required=True, help=keep)
     made.add_argument("--dry_run", action="store_true", help="Only say what would be removed.")
     made.add_argument("--yes", action="store_true", help="Do not ask.")
     made.add_argument("--incomplete", action="store_true", help="Remove incomplete ones, too, and what saves left.")

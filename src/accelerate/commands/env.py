@@ -1,6 +1,7 @@
 """`accelerate env`: versions, devices, configuration and what a launch would make of them, for a bug report."""
 
 import argparse
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -23,11 +24,10 @@ _OF_A_RUN = re.compile(
     "|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|NODE_RANK|MASTER_ADDR|MASTER_PORT|PJRT_DEVICE"
 )
 _COMPANIONS = (
-    "transformers peft trl diffusers datasets evaluate sentence-transformers timm kernels huggingface_hub safetensors torchdata "
-    "torchvision torchaudio triton fsspec transformers_patch deepspeed megatron-core transformer-engine torchao msamp "
-    "bitsandbytes flash-attn xformers torch_xla torch_npu torch_mlu torch_musa torch_sdaa torch_neuronx optimum-neuron "
-    "intel_extension_for_pytorch oneccl_bind_pt habana-torch-plugin mpi4py pynvml nvidia-ml-py wandb tensorboard mlflow comet_ml "
-    "aim clearml dvclive swanlab trackio sagemaker boto3 argcomplete lightning torchft-nightly s3fs"
+    "transformers peft trl diffusers datasets huggingface_hub safetensors torchdata torchvision triton fsspec deepspeed "
+    "megatron-core transformer-engine torchao msamp bitsandbytes flash-attn torch_xla torch_npu torch_mlu torch_musa torch_sdaa "
+    "torch_neuronx intel_extension_for_pytorch habana-torch-plugin mpi4py nvidia-ml-py wandb tensorboard mlflow comet_ml aim "
+    "clearml dvclive swanlab trackio sagemaker"
 )
 # Any module that exists; what would run is not the question.
 _SOME_MODULE = "accelerate.test_utils.scripts.test_cli"
@@ -39,23 +39,17 @@ def env_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     Args:
         subparsers: what `ArgumentParser.add_subparsers` returned, or None for a parser of its own.
     """
-    parser = make_parser(
-        "env",
-        "Print versions, devices and configuration, for a bug report.",
-        subparsers,
-        env_command,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--config_file", help="The configuration file to show; by default the one that a launch reads."
-    )
+    description = "Print versions, devices and configuration, for a bug report."
+    parser = make_parser("env", description, subparsers, env_command, allow_abbrev=False)
+    which = "The configuration file to show; by default the one that a launch reads."
+    parser.add_argument("--config_file", help=which)
     return parser
 
 
 def env_command(args: argparse.Namespace) -> dict[str, Any]:
     """Print the report, ready to be pasted into an issue. Values of secrets are not in it.
 
-    A configuration file or a variable that makes no sense is a line of the report.
+    A configuration file or a variable that a launch refuses is a line of the report.
 
     Args:
         args: what `env_command_parser` parsed.
@@ -67,27 +61,26 @@ def env_command(args: argparse.Namespace) -> dict[str, Any]:
         FileNotFoundError: `--config_file` names no file.
     """
     path = config_file.find(args.config_file, os.environ)
-    content = _content(path)
-    options, problem = _options(args)
-    would = _launch(args)
     facts = _system()
-    facts["Variables"] = _variables() or "none set"
+    of_options = {name for option in OPTIONS for name in (option.env, *option.env_names)}
+    names = sorted(name for name in os.environ if name in of_options or _OF_A_RUN.fullmatch(name))
+    facts["Variables"] = {name: masked(os.environ[name], name) for name in names} or "none set"
     facts["Configuration file"] = path or f"none ({config_file.default_path()} does not exist)"
-    if problem:
-        facts["Problem of the configuration"] = problem
-        would = would.replace(problem, "see the problem above")
-    else:
-        facts["Options that are set"] = options or "none; all have their defaults"
-    facts["`accelerate launch` without arguments"] = would
-    print("\nCopy the lines below into your issue.\n")
-    for name, value in {**facts, **({"`Accelerate` config": content} if content else {})}.items():
-        print(f"- {name}:{_list(value)}" if isinstance(value, dict) else f"- {name}: {value}")
+    facts["`accelerate launch` without arguments"] = _launch(args)
+    content = {}
+    with contextlib.suppress(ValueError, OSError):  # the line about a launch says what is wrong with the file
+        content = {} if path is None else masked(config_file.load_mapping(path))
     facts["`Accelerate` configs"] = content
+    print("\nCopy the lines below into your issue.\n")
+    for name, value in facts.items():
+        print(f"- {name}:{_list(value)}" if value and isinstance(value, dict) else f"- {name}: {value}")
     return facts
 
 
 def _system() -> dict[str, Any]:
     """Versions, devices and memory."""
+    import psutil  # not for --help
+
     facts: dict[str, Any] = {
         "`Accelerate` version": __version__,
         "Platform": platform.platform(),
@@ -100,12 +93,7 @@ def _system() -> dict[str, Any]:
         facts |= _torch()
     except Exception as error:  # a torch that does not load is what many reports are about
         facts["PyTorch version"] = f"{_version('torch') or 'not installed'}; {_brief(error)}"
-    try:
-        import psutil
-
-        facts["System RAM"] = f"{psutil.virtual_memory().total / 1024**3:.2f} GB"
-    except ImportError as error:
-        facts["System RAM"] = f"unknown ({error})"
+    facts["System RAM"] = f"{psutil.virtual_memory().total / 1024**3:.2f} GB"
     facts["CPU cores"] = os.cpu_count()
     versions = {name: _version(name) for name in _COMPANIONS.split()}
     facts["Libraries"] = {name: version for name, version in versions.items() if version} or "none"
@@ -124,51 +112,15 @@ def _torch() -> dict[str, Any]:
         name_of = getattr(device.namespace(), "get_device_name", lambda index: device.type)
         names = dict.fromkeys(name_of(index) for index in range(device.count()))
         devices = f"{device.count()} ({', '.join(names)})"
-    backends: list[str] = []
-    if dist.is_available():
-        # Each has a test of its own; a vendor's plug-in registers its backend when it is loaded.
-        tests = {name: getattr(dist, f"is_{name}_available", None) for name in ("gloo", "nccl", "mpi", "ucc", "xccl")}
-        backends = [name for name, test in tests.items() if test is not None and test()]
-        unusual = set(dist.Backend.backend_list) - {*tests, "undefined", "fake", "threaded"}
-        backends += sorted(unusual)
+    # A backend without a test of its own is a vendor's, or torch's for its own tests.
+    theirs = set(dist.Backend.backend_list) - {"undefined", "fake", "threaded"} if dist.is_available() else set()
+    backends = [name for name in sorted(theirs) if getattr(dist, f"is_{name}_available", lambda: True)()]
     return {
         "PyTorch version": torch.__version__,
         "PyTorch accelerator": device.type.upper() if device.type != "cpu" else "none",
         "Devices": devices,
         "Process group backends": ", ".join(backends) or "none; torch was built without torch.distributed",
     }
-
-
-def _content(path: os.PathLike[str] | None) -> dict[str, Any]:
-    """Return what the configuration file holds, as far as it can be read; `_options` reports what is wrong with it."""
-    try:
-        return {} if path is None else masked(config_file.load_mapping(path))
-    except (ValueError, OSError):
-        return {}
-
-
-def _variables() -> dict[str, str]:
-    """Return the variables that decide a run, by name."""
-    of_options = {name for option in OPTIONS for name in (option.env, *option.env_names)}
-    names = sorted(name for name in os.environ if name in of_options or _OF_A_RUN.fullmatch(name))
-    return {name: masked(os.environ[name], name) for name in names}
-
-
-def _options(args: argparse.Namespace) -> tuple[dict[str, str], str]:
-    """Return the options that are set (value and source, by name), or what keeps a launch from reading them."""
-    from accelerate.launch.plan import Source
-    from accelerate.launch.resolve import merge
-
-    try:
-        merged = merge(argparse.Namespace(config_file=args.config_file), os.environ)
-    except (ValueError, OSError) as error:
-        return {}, _brief(error)
-    rows = {
-        name: f"{masked(resolved.value, name)} ({resolved.origin})"
-        for name, resolved in merged.values.items()
-        if resolved.source is not Source.DEFAULT and name != "config_file"
-    }
-    return rows | {f"note {number}": masked(note) for number, note in enumerate(merged.notes, 1)}, ""
 
 
 def _launch(args: argparse.Namespace) -> str:
@@ -181,10 +133,8 @@ def _launch(args: argparse.Namespace) -> str:
     config = [] if args.config_file is None else ["--config_file", args.config_file]
     try:
         plan = resolve(launch_command_parser().parse_args([*config, "--module", _SOME_MODULE]))
-    except (ValueError, OSError) as error:
+    except Exception as error:  # a fault of this package belongs into the report as well
         return f"would not start: {_brief(error)}"
-    except Exception as error:  # a fault of ours belongs into the report as well
-        return f"would not start: {type(error).__name__}: {_brief(error)}"
     started = f"{summary(plan)}, started {RUNNERS[plan.runner]} (runner: {plan.runner})"
     return "; ".join([started, *map(masked, plan.notes)])
 

@@ -67,11 +67,6 @@ def _check_output(folder: str, safe: bool, overwrite: bool) -> None:
             f"output_path {folder!r} has weights already: {', '.join(there)}. Name another folder, or add --overwrite to "
             f"replace {written}."
         )
-    if set(there) - {written}:
-        raise LaunchError(
-            f"output_path {folder!r} has other weights beside {written}: {', '.join(there)}. A library would load one or the "
-            "other; move them away."
-        )
 
 
 def merge_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
@@ -80,17 +75,12 @@ def merge_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     Args:
         subparsers: what `ArgumentParser.add_subparsers` returned, or None for a parser of its own.
     """
-    parser = make_parser(
-        "merge-weights",
-        "Merge the shards of an FSDP checkpoint (SHARDED_STATE_DICT) into one set of weights.",
-        subparsers,
-        merge_command,
-    )
+    description = "Merge the shards of an FSDP checkpoint (SHARDED_STATE_DICT) into one set of weights."
+    parser = make_parser("merge-weights", description, subparsers, merge_command)
     parser.add_argument("checkpoint_directory", help="The directory of the shards.")
     parser.add_argument("output_path", help="The directory to write to; it is created if it does not exist.")
-    parser.add_argument(
-        "--unsafe_serialization", action="store_true", help="Write `.bin` (pickle) instead of `.safetensors`."
-    )
+    pickled = "Write `.bin` (pickle) instead of `.safetensors`."
+    parser.add_argument("--unsafe_serialization", action="store_true", help=pickled)
     parser.add_argument("--remove_checkpoint_dir", action="store_true", help="Remove the shards afterwards.")
     parser.add_argument("--overwrite", action="store_true", help="Replace the file of weights, if it is there.")
     return parser

@@ -14,12 +14,10 @@ def test_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     Args:
         subparsers: what `ArgumentParser.add_subparsers` returned, or None for a parser of its own.
     """
-    parser = make_parser(
-        "test", "Check that training works on this machine.", subparsers, test_command, allow_abbrev=False
-    )
-    parser.add_argument(
-        "--config_file", help="The configuration file to test; by default the one that a launch reads."
-    )
+    description = "Check that training works on this machine."
+    parser = make_parser("test", description, subparsers, test_command, allow_abbrev=False)
+    which = "The configuration file to test; by default the one that a launch reads."
+    parser.add_argument("--config_file", help=which)
     return parser
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from accelerate.commands.utils import make_parser, or_exit
 from accelerate.launch.errors import LaunchError
+from accelerate.utils.constants import FSDP_SHARDING_STRATEGY
 
 logger = logging.getLogger(__name__)
 
@@ -28,13 +29,17 @@ _RESHARDS = {
     "HYBRID_SHARD_ZERO2": False,
     "NO_SHARD": False,
 }
-# FSDP 1 also takes a strategy as the number of torch's enumeration.
-_STRATEGY_NUMBERS = {
-    "1": "FULL_SHARD",
-    "2": "SHARD_GRAD_OP",
-    "3": "NO_SHARD",
-    "4": "HYBRID_SHARD",
-    "5": "HYBRID_SHARD_ZERO2",
+# What a strategy without a successor becomes.
+_COPIES = (
+    " by this name: the new file shards over all processes. For copies of the model that are sharded within a machine, set "
+    "parallelism_config_dp_replicate_size to the number of machines and parallelism_config_dp_shard_size to the processes of a "
+    "machine, in parallelism_config."
+)
+_LOST = {
+    "NO_SHARD": ", which always shards: the new file says SHARD_GRAD_OP's settings. To keep the whole model on every process, remove "
+    "fsdp_config and set distributed_type to MULTI_GPU instead.",
+    "HYBRID_SHARD": _COPIES,
+    "HYBRID_SHARD_ZERO2": _COPIES,
 }
 _KEPT = (
     "fsdp_version fsdp_reshard_after_forward fsdp_auto_wrap_policy fsdp_cpu_ram_efficient_loading fsdp_offload_params "
@@ -101,7 +106,6 @@ def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(old, Mapping):
         raise LaunchError(f"fsdp_config is {old!r}; it must hold keys and values.")
     if not old:
-        logger.info("There is no fsdp_config, so nothing is converted.")
         return config
     old = _by_full_name(old)
     version = str(old.pop("fsdp_version", None) or 1)
@@ -120,7 +124,7 @@ def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
         elif key not in ARGUMENT_VALUE_MAPPING:
             new[target] = value
         elif value is not None:
-            new[target] = _reshards(key, value, config)
+            new[target] = _reshards(key, value)
     kind = new.get("fsdp_state_dict_type")
     if kind is None:
         logger.warning(
@@ -149,34 +153,18 @@ def _by_full_name(section: Mapping[str, Any]) -> dict[str, Any]:
     return named
 
 
-def _reshards(key: str, value: Any, config: Mapping[str, Any]) -> bool:
+def _reshards(key: str, value: Any) -> bool:
     """Say whether parameters are freed between forward and backward, and what else of a strategy gets lost."""
     name = str(value).strip().upper()
     if name in ("TRUE", "FALSE"):
         return name == "TRUE"
-    name = _STRATEGY_NUMBERS.get(name, name)
+    # FSDP 1 also takes a strategy as the number of torch's enumeration.
+    numbered = {str(number): strategy for number, strategy in enumerate(FSDP_SHARDING_STRATEGY, 1)}
+    name = numbered.get(name, name)
     if name not in _RESHARDS:
         raise LaunchError(f"fsdp_config.{key} is {value!r}; FSDP 1 knows {', '.join(_RESHARDS)}.")
-    if name == "NO_SHARD":
-        logger.warning(
-            "%s: NO_SHARD does not exist in FSDP 2, which always shards: the new file says SHARD_GRAD_OP's settings. To keep the "
-            "whole model on every process, remove fsdp_config and set distributed_type to MULTI_GPU instead.",
-            key,
-        )
-    elif name.startswith("HYBRID"):
-        machines, processes = config.get("num_machines"), config.get("num_processes")
-        replicas, shards = "<number of machines>", "<processes of a machine>"
-        if isinstance(machines, int) and isinstance(processes, int) and machines > 0 and processes % machines == 0:
-            replicas, shards = str(machines), str(processes // machines)
-        logger.warning(
-            "%s: %s does not exist in FSDP 2 by this name: the new file shards over all processes. For copies of the model that "
-            "are sharded within a machine, add parallelism_config with parallelism_config_dp_replicate_size: %s and "
-            "parallelism_config_dp_shard_size: %s.",
-            key,
-            name,
-            replicas,
-            shards,
-        )
+    if name in _LOST:
+        logger.warning("%s: %s does not exist in FSDP 2%s", key, name, _LOST[name])
     return _RESHARDS[name]
 
 
@@ -186,9 +174,8 @@ def to_fsdp2_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     Args:
         subparsers: what `ArgumentParser.add_subparsers` returned, or None for a parser of its own.
     """
-    parser = make_parser(
-        "to-fsdp2", "Turn a configuration file for FSDP 1 into one for FSDP 2.", subparsers, to_fsdp2_command
-    )
+    description = "Turn a configuration file for FSDP 1 into one for FSDP 2."
+    parser = make_parser("to-fsdp2", description, subparsers, to_fsdp2_command)
     parser.add_argument("--config_file", required=True, help="The file to convert.")
     parser.add_argument("--overwrite", action="store_true", help="Replace that file, or --output_file.")
     parser.add_argument("--output_file", help="The file to write instead; without --overwrite it must not exist.")
@@ -208,13 +195,10 @@ def to_fsdp2_command(args: argparse.Namespace) -> None:
     """
     if not args.overwrite and args.output_file is None:
         raise LaunchError("Say where the result goes: --output_file FILE, or --overwrite.")
-    if not pathlib.Path(args.config_file).exists():
-        raise FileNotFoundError(f"There is no configuration file {args.config_file!r}.")
     target = pathlib.Path(args.config_file if args.output_file is None else args.output_file)
     if target.exists() and not args.overwrite:
         raise FileExistsError(f"{target} exists already. Name another --output_file, or add --overwrite.")
-    config = load_config(args.config_file)
-    converted = convert_config_to_fsdp2(config)
+    converted = convert_config_to_fsdp2(load_config(args.config_file))
     from accelerate.commands.config import config_utils  # not for --help
 
     config_utils.check_writable(target)

@@ -21,13 +21,8 @@ def tpu_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     Args:
         subparsers: what `ArgumentParser.add_subparsers` returned, or None for a parser of its own.
     """
-    parser = make_parser(
-        "tpu-config",
-        "Run commands on all machines of a TPU pod.",
-        subparsers,
-        tpu_command_launcher,
-        allow_abbrev=False,
-    )
+    description = "Run commands on all machines of a TPU pod."
+    parser = make_parser("tpu-config", description, subparsers, tpu_command_launcher, allow_abbrev=False)
     parser.add_argument("--config_file", type=str, help="Configuration file that names the pod and the commands.")
     parser.add_argument("--tpu_name", help="Name of the TPU; by default that of the configuration file.")
     parser.add_argument("--tpu_zone", help="Its zone; by default that of the configuration file.")

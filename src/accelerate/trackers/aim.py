@@ -3,11 +3,12 @@
 import os
 from typing import Any
 
-from accelerate.trackers.base import PUBLIC_PATH, GeneralTracker, on_main_process
+from accelerate.trackers.base import LibraryTracker, built_in
 from accelerate.trackers.scalars import mention
 
 
-class AimTracker(GeneralTracker):
+@built_in
+class AimTracker(LibraryTracker):
     """Logs to an Aim repository.
 
     Args:
@@ -19,24 +20,13 @@ class AimTracker(GeneralTracker):
         https://aimstack.readthedocs.io/en/latest/refs/sdk.html
     """
 
-    __module__ = PUBLIC_PATH
-
     name = "aim"
     requires_logging_directory = True
 
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str] | None = ".", **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name = run_name
+        super().__init__(run_name, **kwargs)
         self.aim_repo_path = logging_dir
-        self.init_kwargs = kwargs
-        self.writer: Any = None
 
-    @property
-    def tracker(self) -> Any:
-        """The ``aim.Run``."""
-        return self.writer
-
-    @on_main_process
     def start(self) -> None:
         """Start the run."""
         from aim import Run
@@ -44,7 +34,6 @@ class AimTracker(GeneralTracker):
         self.writer = Run(repo=self.aim_repo_path, **self.init_kwargs)
         self.writer.name = self.run_name
 
-    @on_main_process
     def store_init_configuration(self, values: dict) -> None:
         """Store the configuration with the run.
 
@@ -53,7 +42,6 @@ class AimTracker(GeneralTracker):
         """
         self.writer["hparams"] = values
 
-    @on_main_process
     def log(self, values: dict, step: int | None = None, **kwargs: Any) -> None:
         """Log values.
 
@@ -68,7 +56,6 @@ class AimTracker(GeneralTracker):
             except (TypeError, ValueError):
                 mention("Aim", name, value)
 
-    @on_main_process
     def log_images(self, values: dict, step: int | None = None, kwargs: dict[str, dict] | None = None) -> None:
         """Log images.
 
@@ -85,7 +72,6 @@ class AimTracker(GeneralTracker):
             picture = Image(image, caption=caption, **options.get("aim_image", {}))
             self.writer.track(picture, name=name, step=step, **options.get("track", {}))
 
-    @on_main_process
     def finish(self) -> None:
         """End the run."""
         self.writer.close()

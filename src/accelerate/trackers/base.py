@@ -1,6 +1,7 @@
-"""The contract of a tracker."""
+"""The contract of a tracker, and the base of the built-in ones."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -8,6 +9,7 @@ from accelerate.process import PartialState
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T", bound=type)
 
 PUBLIC_PATH = "accelerate.tracking"
 
@@ -101,3 +103,38 @@ class GeneralTracker:
 
     def finish(self) -> None:
         """End the run, after everything logged is written."""
+
+
+def built_in(tracker_class: T) -> T:
+    """Give a class its public path, and make its public methods run where the tracker wants: a decorator of built-in trackers."""
+    tracker_class.__module__ = PUBLIC_PATH
+    for name, member in list(vars(tracker_class).items()):
+        if inspect.isfunction(member) and not name.startswith("_"):
+            setattr(tracker_class, name, on_main_process(member))
+    return tracker_class
+
+
+class LibraryTracker(GeneralTracker):
+    """The base of built-in trackers.
+
+    Attributes:
+        handle: The name of the attribute that holds the library's object; it is None until the tracker has started.
+
+    Args:
+        run_name: Name of the run, or of its project.
+        **kwargs: For the library, when the run starts.
+    """
+
+    requires_logging_directory = False
+    handle = "writer"
+
+    def __init__(self, run_name: str | None, **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name = run_name
+        self.init_kwargs = kwargs
+        setattr(self, self.handle, None)
+
+    @property
+    def tracker(self) -> Any:
+        """The library's own object of the run."""
+        return getattr(self, self.handle)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from accelerate.trackers.base import PUBLIC_PATH, GeneralTracker, on_main_process
+from accelerate.trackers.base import LibraryTracker, built_in
 from accelerate.trackers.scalars import as_number, mention
 
 # A metric's prefix chooses the series of its chart, so that training and evaluation are drawn together.
@@ -14,7 +14,8 @@ def _title_and_series(name: str) -> tuple[str, str]:
     return (rest, prefix) if separator and prefix in _SERIES else (name, "train")
 
 
-class ClearMLTracker(GeneralTracker):
+@built_in
+class ClearMLTracker(LibraryTracker):
     """Logs to ClearML, to the current task if there is one.
 
     Args:
@@ -25,24 +26,14 @@ class ClearMLTracker(GeneralTracker):
         https://clear.ml/docs/latest/docs/references/sdk/task
     """
 
-    __module__ = PUBLIC_PATH
-
     name = "clearml"
-    requires_logging_directory = False
+    handle = "task"
 
     def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
-        super().__init__()
+        super().__init__(run_name, **kwargs)
         self.user_provided_run_name = run_name
-        self.init_kwargs = kwargs
-        self.task: Any = None
         self._owns_task = False
 
-    @property
-    def tracker(self) -> Any:
-        """The task."""
-        return self.task
-
-    @on_main_process
     def start(self) -> None:
         """Join the current task, or start one."""
         from clearml import Task
@@ -50,12 +41,9 @@ class ClearMLTracker(GeneralTracker):
         self.task = Task.current_task()
         self._owns_task = self.task is None
         if self._owns_task:
-            options = dict(self.init_kwargs)
-            options.setdefault("project_name", self.user_provided_run_name)
-            options.setdefault("task_name", self.user_provided_run_name)
-            self.task = Task.init(**options)
+            names = {"project_name": self.run_name, "task_name": self.run_name}
+            self.task = Task.init(**{**names, **self.init_kwargs})
 
-    @on_main_process
     def store_init_configuration(self, values: dict) -> None:
         """Connect the configuration to the task.
 
@@ -65,7 +53,6 @@ class ClearMLTracker(GeneralTracker):
         # A copy: ClearML may write values set in its web page back into what it was given.
         self.task.connect_configuration(dict(values))
 
-    @on_main_process
     def log(self, values: dict, step: int | None = None, **kwargs: Any) -> None:
         """Log numbers: with a step as points of a chart, without one as single values.
 
@@ -85,7 +72,6 @@ class ClearMLTracker(GeneralTracker):
                 title, series = _title_and_series(name)
                 logger.report_scalar(title=title, series=series, value=number, iteration=step, **kwargs)
 
-    @on_main_process
     def log_images(self, values: dict, step: int | None = None, **kwargs: Any) -> None:
         """Log images.
 
@@ -99,7 +85,6 @@ class ClearMLTracker(GeneralTracker):
             title, series = _title_and_series(name)
             logger.report_image(title=title, series=series, iteration=step, image=image, **kwargs)
 
-    @on_main_process
     def log_table(
         self,
         table_name: str,
@@ -128,7 +113,6 @@ class ClearMLTracker(GeneralTracker):
         title, series = _title_and_series(table_name)
         self.task.get_logger().report_table(title=title, series=series, table_plot=rows, iteration=step, **kwargs)
 
-    @on_main_process
     def finish(self) -> None:
         """Close the task, unless somebody else started it."""
         if self.task is not None and self._owns_task:

@@ -5,14 +5,15 @@ from typing import Any
 
 from packaging.version import parse
 
-from accelerate.trackers.base import PUBLIC_PATH, GeneralTracker, on_main_process
+from accelerate.trackers.base import LibraryTracker, built_in
 from accelerate.trackers.scalars import as_number, mention
 
 # The version from which an experiment is started by a function that also finds one that is running.
 _HAS_START = parse("3.41.0")
 
 
-class CometMLTracker(GeneralTracker):
+@built_in
+class CometMLTracker(LibraryTracker):
     """Logs to Comet.
 
     Args:
@@ -23,23 +24,8 @@ class CometMLTracker(GeneralTracker):
         https://www.comet.com/docs/v2/api-and-sdk/python-sdk/start/
     """
 
-    __module__ = PUBLIC_PATH
-
     name = "comet_ml"
-    requires_logging_directory = False
 
-    def __init__(self, run_name: str, **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name = run_name
-        self.init_kwargs = kwargs
-        self.writer: Any = None
-
-    @property
-    def tracker(self) -> Any:
-        """The experiment."""
-        return self.writer
-
-    @on_main_process
     def start(self) -> None:
         """Start the experiment."""
         import comet_ml
@@ -47,7 +33,6 @@ class CometMLTracker(GeneralTracker):
         begin = comet_ml.start if parse(comet_ml.__version__) >= _HAS_START else comet_ml.Experiment
         self.writer = begin(project_name=self.run_name, **self.init_kwargs)
 
-    @on_main_process
     def store_init_configuration(self, values: dict) -> None:
         """Store the configuration as parameters.
 
@@ -56,7 +41,6 @@ class CometMLTracker(GeneralTracker):
         """
         self.writer.log_parameters(values)
 
-    @on_main_process
     def log(self, values: dict, step: int | None = None, **kwargs: Any) -> None:
         """Log numbers and dicts of numbers as metrics, text as other information.
 
@@ -78,7 +62,6 @@ class CometMLTracker(GeneralTracker):
             else:
                 mention("Comet", name, value)
 
-    @on_main_process
     def finish(self) -> None:
         """End the experiment."""
         self.writer.end()

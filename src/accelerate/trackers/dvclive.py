@@ -2,11 +2,12 @@
 
 from typing import Any
 
-from accelerate.trackers.base import PUBLIC_PATH, GeneralTracker, on_main_process
+from accelerate.trackers.base import LibraryTracker, built_in
 from accelerate.trackers.scalars import mention
 
 
-class DVCLiveTracker(GeneralTracker):
+@built_in
+class DVCLiveTracker(LibraryTracker):
     """Logs to DVCLive.
 
     Args:
@@ -18,22 +19,13 @@ class DVCLiveTracker(GeneralTracker):
         https://dvc.org/doc/dvclive/live
     """
 
-    __module__ = PUBLIC_PATH
-
     name = "dvclive"
-    requires_logging_directory = False
+    handle = "live"
 
     def __init__(self, run_name: str | None = None, live: Any = None, **kwargs: Any) -> None:
-        super().__init__()
+        super().__init__(run_name, **kwargs)
         self.live = live
-        self.init_kwargs = kwargs
 
-    @property
-    def tracker(self) -> Any:
-        """The ``dvclive.Live``."""
-        return self.live
-
-    @on_main_process
     def start(self) -> None:
         """Start logging."""
         if self.live is None:
@@ -41,7 +33,6 @@ class DVCLiveTracker(GeneralTracker):
 
             self.live = Live(**self.init_kwargs)
 
-    @on_main_process
     def store_init_configuration(self, values: dict) -> None:
         """Store the configuration as parameters.
 
@@ -50,7 +41,6 @@ class DVCLiveTracker(GeneralTracker):
         """
         self.live.log_params(values)
 
-    @on_main_process
     def log(self, values: dict, step: int | None = None, **kwargs: Any) -> None:
         """Log what DVCLive can log as metrics, and go on to its next step.
 
@@ -70,7 +60,6 @@ class DVCLiveTracker(GeneralTracker):
                 mention("DVCLive", name, value)
         self.live.next_step()
 
-    @on_main_process
     def finish(self) -> None:
         """End logging."""
         self.live.end()

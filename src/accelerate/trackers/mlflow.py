@@ -6,7 +6,7 @@ import os
 from itertools import islice
 from typing import Any
 
-from accelerate.trackers.base import PUBLIC_PATH, GeneralTracker, on_main_process
+from accelerate.trackers.base import LibraryTracker, built_in
 from accelerate.trackers.scalars import numbers_of
 
 logger = logging.getLogger(__name__)
@@ -14,7 +14,8 @@ logger = logging.getLogger(__name__)
 _TRUE = ("1", "t", "true", "y", "yes", "on")
 
 
-class MLflowTracker(GeneralTracker):
+@built_in
+class MLflowTracker(LibraryTracker):
     """Logs to MLflow.
 
     The environment variables MLFLOW_EXPERIMENT_NAME, MLFLOW_RUN_ID, MLFLOW_TAGS (JSON) and MLFLOW_NESTED_RUN win over
@@ -33,10 +34,8 @@ class MLflowTracker(GeneralTracker):
         https://mlflow.org/docs/latest/api_reference/python_api/mlflow.html
     """
 
-    __module__ = PUBLIC_PATH
-
     name = "mlflow"
-    requires_logging_directory = False
+    handle = "active_run"
 
     def __init__(
         self,
@@ -48,7 +47,7 @@ class MLflowTracker(GeneralTracker):
         run_name: str | None = None,
         description: str | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(run_name)
         nested = os.environ.get("MLFLOW_NESTED_RUN")
         tags = os.environ.get("MLFLOW_TAGS", tags)
         self.experiment_name = os.environ.get("MLFLOW_EXPERIMENT_NAME", experiment_name)
@@ -56,16 +55,8 @@ class MLflowTracker(GeneralTracker):
         self.run_id = os.environ.get("MLFLOW_RUN_ID", run_id)
         self.tags = _tags(tags) if isinstance(tags, str) else tags
         self.nested_run = bool(nested_run) if nested is None else nested.lower() in _TRUE
-        self.run_name = run_name
         self.description = description
-        self.active_run: Any = None
 
-    @property
-    def tracker(self) -> Any:
-        """The active run."""
-        return self.active_run
-
-    @on_main_process
     def start(self) -> None:
         """Find or make the experiment and start the run."""
         import mlflow
@@ -94,7 +85,6 @@ class MLflowTracker(GeneralTracker):
             tags=self.tags,
         )
 
-    @on_main_process
     def store_init_configuration(self, values: dict) -> None:
         """Store the configuration as parameters; those longer than MLflow takes are left out, with a warning.
 
@@ -118,7 +108,6 @@ class MLflowTracker(GeneralTracker):
         while batch := dict(islice(items, limits.MAX_PARAMS_TAGS_PER_BATCH)):
             mlflow.log_params(batch)
 
-    @on_main_process
     def log(self, values: dict, step: int | None = None, **kwargs: Any) -> None:
         """Log numbers as metrics.
 
@@ -131,7 +120,6 @@ class MLflowTracker(GeneralTracker):
 
         mlflow.log_metrics(numbers_of(values, "MLflow"), step=step, **kwargs)
 
-    @on_main_process
     def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
         """Log a figure as an artifact.
 
@@ -144,7 +132,6 @@ class MLflowTracker(GeneralTracker):
 
         mlflow.log_figure(figure=figure, artifact_file=artifact_file, **save_kwargs)
 
-    @on_main_process
     def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
         """Log a file as an artifact.
 
@@ -156,7 +143,6 @@ class MLflowTracker(GeneralTracker):
 
         mlflow.log_artifact(local_path=local_path, artifact_path=artifact_path)
 
-    @on_main_process
     def log_artifacts(self, local_dir: str, artifact_path: str | None = None) -> None:
         """Log the files of a folder as artifacts.
 
@@ -168,7 +154,6 @@ class MLflowTracker(GeneralTracker):
 
         mlflow.log_artifacts(local_dir=local_dir, artifact_path=artifact_path)
 
-    @on_main_process
     def finish(self) -> None:
         """End the run."""
         import mlflow

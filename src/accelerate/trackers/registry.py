@@ -13,10 +13,8 @@ from accelerate.trackers.clearml import ClearMLTracker
 from accelerate.trackers.comet import CometMLTracker
 from accelerate.trackers.dvclive import DVCLiveTracker
 from accelerate.trackers.mlflow import MLflowTracker
-from accelerate.trackers.swanlab import SwanLabTracker
+from accelerate.trackers.runs import SwanLabTracker, TrackioTracker, WandBTracker
 from accelerate.trackers.tensorboard import TensorBoardTracker
-from accelerate.trackers.trackio import TrackioTracker
-from accelerate.trackers.wandb import WandBTracker
 from accelerate.utils import imports
 
 logger = logging.getLogger(__name__)
@@ -38,15 +36,8 @@ LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {
 
 # Whether the library of each built-in tracker is installed, in the order of "all"; a registered tracker answers for itself.
 _AVAILABLE: dict[str, Callable[[], bool]] = {
-    LoggerType.TENSORBOARD.value: imports.is_tensorboard_available,
-    LoggerType.WANDB.value: imports.is_wandb_available,
-    LoggerType.COMETML.value: imports.is_comet_ml_available,
-    LoggerType.AIM.value: imports.is_aim_available,
-    LoggerType.MLFLOW.value: imports.is_mlflow_available,
-    LoggerType.CLEARML.value: imports.is_clearml_available,
-    LoggerType.DVCLIVE.value: imports.is_dvclive_available,
-    LoggerType.SWANLAB.value: imports.is_swanlab_available,
-    LoggerType.TRACKIO.value: imports.is_trackio_available,
+    name: getattr(imports, f"is_{name}_available")
+    for name in ["tensorboard", "wandb", "comet_ml", "aim", "mlflow", "clearml", "dvclive", "swanlab", "trackio"]
 }
 
 Choice = str | LoggerType | GeneralTracker
@@ -79,15 +70,6 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
     _AVAILABLE.pop(name, None)
 
 
-def is_tracker_available(name: str) -> bool:
-    """Say whether a tracker's library is installed.
-
-    Args:
-        name: A key of ``LOGGER_TYPE_TO_CLASS``.
-    """
-    return _AVAILABLE.get(name, lambda: True)()
-
-
 def get_available_trackers() -> list[LoggerType]:
     """Return the built-in trackers whose library is installed."""
     return [LoggerType(name) for name, available in _AVAILABLE.items() if available()]
@@ -116,20 +98,20 @@ def filter_trackers(
     if log_with is None:
         return []
     chosen: dict[str | int, Any] = {}
-    everything = False
+    everything: list[str] = []
     for item in log_with if isinstance(log_with, (list, tuple)) else [log_with]:
         if isinstance(item, GeneralTracker):
             chosen.setdefault(id(item), item)
             continue
         name = item.value if isinstance(item, LoggerType) else item
         if name == LoggerType.ALL.value:
-            everything = True
+            everything = [member.value for member in get_available_trackers()]
         elif not isinstance(name, str) or name not in LOGGER_TYPE_TO_CLASS:
             known = [LoggerType.ALL.value, *LOGGER_TYPE_TO_CLASS]
             raise ValueError(
                 f"log_with got {item!r}; choose among {known}, or pass an object of a `GeneralTracker` class."
             )
-        elif not is_tracker_available(name):
+        elif not _AVAILABLE.get(name, lambda: True)():
             logger.warning("log_with asks for %r, but its library is not installed; nothing is logged there.", name)
         elif LOGGER_TYPE_TO_CLASS[name].requires_logging_directory and logging_dir is None:
             raise ValueError(
@@ -137,25 +119,11 @@ def filter_trackers(
                 "logging_dir, to the Accelerator."
             )
         else:
-            chosen.setdefault(name, _public(name))
-    if everything:
-        usable = _all_usable(logging_dir)
-        return [*(item for name, item in chosen.items() if name not in usable), *map(_public, usable)]
-    return list(chosen.values())
-
-
-def _all_usable(logging_dir: str | os.PathLike[str] | None) -> list[str]:
-    usable = []
-    for member in get_available_trackers():
-        if LOGGER_TYPE_TO_CLASS[member.value].requires_logging_directory and logging_dir is None:
-            logger.warning("log_with='all' leaves out %r, which needs a logging_dir.", member.value)
+            chosen.setdefault(name, LoggerType(name) if name in LoggerType else name)
+    for name in everything:  # after those of the caller, in an order of their own
+        chosen.pop(name, None)
+        if LOGGER_TYPE_TO_CLASS[name].requires_logging_directory and logging_dir is None:
+            logger.warning("log_with='all' leaves out %r, which needs a logging_dir.", name)
         else:
-            usable.append(member.value)
-    return usable
-
-
-def _public(name: str) -> LoggerType | str:
-    try:
-        return LoggerType(name)
-    except ValueError:
-        return name
+            chosen[name] = LoggerType(name)
+    return list(chosen.values())

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from accelerate.trackers.base import PUBLIC_PATH, GeneralTracker, on_main_process
+from accelerate.trackers.base import LibraryTracker, built_in
 from accelerate.trackers.scalars import as_number, mention, numbers_of
 
 _HPARAM_TYPES = (int, float, str, bool, torch.Tensor)
@@ -24,7 +24,8 @@ def _plain(value: Any) -> Any:
     return str(value)
 
 
-class TensorBoardTracker(GeneralTracker):
+@built_in
+class TensorBoardTracker(LibraryTracker):
     """Logs to TensorBoard's event files.
 
     Args:
@@ -43,24 +44,13 @@ class TensorBoardTracker(GeneralTracker):
         https://docs.pytorch.org/docs/stable/tensorboard.html
     """
 
-    __module__ = PUBLIC_PATH
-
     name = "tensorboard"
     requires_logging_directory = True
 
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name = run_name
+        super().__init__(run_name, **kwargs)
         self.logging_dir = os.path.join(logging_dir, run_name)
-        self.init_kwargs = kwargs
-        self.writer: Any = None
 
-    @property
-    def tracker(self) -> Any:
-        """The ``SummaryWriter``."""
-        return self.writer
-
-    @on_main_process
     def start(self) -> None:
         """Open the event file."""
         try:
@@ -69,7 +59,6 @@ class TensorBoardTracker(GeneralTracker):
             from tensorboardX import SummaryWriter
         self.writer = SummaryWriter(self.logging_dir, **self.init_kwargs)
 
-    @on_main_process
     def store_init_configuration(self, values: dict) -> None:
         """Write the configuration as hyperparameters, and as ``hparams.yml`` in a folder named after the time.
 
@@ -86,7 +75,6 @@ class TensorBoardTracker(GeneralTracker):
         with open(os.path.join(folder, "hparams.yml"), "w", encoding="utf-8") as file:
             yaml.safe_dump(_plain(values), file)
 
-    @on_main_process
     def log(self, values: dict, step: int | None = None, **kwargs: Any) -> None:
         """Log numbers as scalars, text as text, and dicts of numbers as scalars in one chart.
 
@@ -107,7 +95,6 @@ class TensorBoardTracker(GeneralTracker):
                 mention("TensorBoard", name, value)
         self.writer.flush()
 
-    @on_main_process
     def log_images(self, values: dict, step: int | None = None, **kwargs: Any) -> None:
         """Log images.
 
@@ -119,7 +106,6 @@ class TensorBoardTracker(GeneralTracker):
         for name, images in values.items():
             self.writer.add_images(name, images, global_step=step, **kwargs)
 
-    @on_main_process
     def finish(self) -> None:
         """Close the event file."""
         self.writer.close()

@@ -124,15 +124,6 @@ def test_verify(accelerate, project, tmp_path):
         assert len(run(accelerate, "verify", nothing, status=2).splitlines()) == 1
 
 
-def test_progress_bar_on_a_terminal(project, monkeypatch):
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    with module.progress_bar() as begin:
-        step = begin(2_000_000)
-        step(2_000_000)
-    assert "0.00/2.00M" in terminal.getvalue()
-
-
 @pytest.fixture
 def sharded(tmp_path):
     """A sharded checkpoint of another library, with one file of two pieces."""
@@ -255,7 +246,7 @@ def test_what_cannot_be_converted_is_one_line(accelerate, tmp_path, monkeypatch)
             return os.mkdir, (str(tmp_path / "ran"),)
 
     kinds = {
-        "objects": ({"a": Hostile()}, "is not run: unsupported GLOBAL"),
+        "objects": ({"a": Hostile()}, "and is not run."),
         "complex": ({"a": torch.ones(2, dtype=torch.complex128)}, "'a'"),
         "sparse": ({"a": torch.ones(2, 3).to_sparse()}, ""),
     }
@@ -324,21 +315,15 @@ def test_prune_asks(accelerate, project, monkeypatch):
 
 def test_prune_looks_again_after_asking(accelerate, tmp_path, monkeypatch):
     numbered(tmp_path)
-    for number in (7, 8, 9):
-        (tmp_path / f"checkpoint_{number}").mkdir()
-    samples.touch(tmp_path, 5000)
 
     class Answer(Terminal):
         def readline(self):
-            samples.write(tmp_path / "checkpoint_7", age=5)  # a run goes on there
-            samples.write(tmp_path / "checkpoint_0", age=5)
-            samples.touch(tmp_path / "checkpoint_9", 4000)
+            samples.write(tmp_path / "checkpoint_0", age=5)  # a run goes on there
             return "y\n"
 
     monkeypatch.setattr(sys, "stdin", Answer())
-    out = run(accelerate, "prune", tmp_path, "--keep", "1", "--incomplete")
-    assert out.endswith("2 removed.\n")  # checkpoint_1 and checkpoint_8
-    assert sorted(os.listdir(tmp_path)) == ["checkpoint_0", "checkpoint_2", "checkpoint_7", "checkpoint_9"]
+    assert "has changed since the question" in run(accelerate, "prune", tmp_path, "--keep", "1", status=2)
+    assert len(os.listdir(tmp_path)) == 3
 
 
 def test_prune_incomplete(accelerate, project):

@@ -22,9 +22,7 @@ def test_report(accelerate, place, monkeypatch):
     assert "\t- ACCELERATE_MIXED_PRECISION: bf16" in out
     assert "Configuration file: c.yaml" in out
     assert "\t\t- fsdp_version: 2" in out
-    assert "\t- mixed_precision: bf16 (environment variable ACCELERATE_MIXED_PRECISION)" in out
-    assert "\t- num_processes: 2 (configuration file c.yaml)" in out
-    assert "debug:" not in out  # a default
+    assert "\t- num_processes: 2" in out
     assert "- `accelerate launch` without arguments: 2 processes on the CPU" in out and "(runner: local)" in out
     line = next(line for line in out.splitlines() if "Process group backends" in line)
     assert ("gloo" in line) is torch.distributed.is_gloo_available()
@@ -82,9 +80,8 @@ def test_a_broken_configuration_is_a_line_of_the_report(accelerate, place, monke
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     status, out, err = accelerate("env", "--config_file", "c.yaml")
     assert (status, err) == (0, "")
-    line = next(line for line in out.splitlines() if line.startswith("- Problem of the configuration: "))
-    assert problem in line
-    assert "- `accelerate launch` without arguments: would not start: see the problem above" in out
+    begin = "- `accelerate launch` without arguments: would not start: "
+    assert problem in next(line for line in out.splitlines() if line.startswith(begin))
     assert "\t- ACCELERATE_MIXED_PRECISION: bf16" in out
 
 

@@ -83,7 +83,7 @@ def test_ranks_and_strategies(accelerate, model):
 
 def test_data_is_as_recorded(model):
     """The shape that callers of `gather_data` know: whole numbers for fp32, and the four parts of training."""
-    args = argparse_of("some-model")
+    args = estimate.estimate_command_parser().parse_args(["some-model"])
     del args.num_processes, args.strategy, args.json
     rows = estimate.gather_data(args)
     assert [row[:3] for row in rows] == [
@@ -95,10 +95,6 @@ def test_data_is_as_recorded(model):
     assert isinstance(rows[0][1], int)
     assert rows[0][3] == {"model": 96, "optimizer": 192, "gradients": 96, "step": 384}
     estimate.estimate_command(args)
-
-
-def argparse_of(*words):
-    return estimate.estimate_command_parser().parse_args(words)
 
 
 def test_training_usage():
@@ -131,10 +127,7 @@ def test_file_of_weights(accelerate, place, no_hub):
     for name in ("x.safetensors", place / "x.safetensors", place):
         report = answer(accelerate, name)
         assert report["parameters"] == 4 * 8 + 8 + 16
-        stored, float32, float16, *_ = report["sizes"]
-        assert stored["dtype"] == "as stored (BF16, F32, I64)"
-        assert stored["total_size"] == 2 * 40 + 4 * 16 + 8
-        assert stored["largest_layer"] == 2 * 40
+        float32, float16, *_ = report["sizes"]
         assert (float32["total_size"], float32["largest_layer"]) == (4 * 56 + 8, 4 * 40)
         assert float16["training"] == 16 * 56 + 8 + 2 * 56
 
@@ -153,28 +146,16 @@ def shards(folder, names=("a", "b")):
 
 def test_index_of_weights(accelerate, place, no_hub):
     index = shards(place / "m")
-    for name in (index, place / "m"):
-        assert answer(accelerate, name)["sizes"][0]["total_size"] == 24
     save_file({"z": torch.zeros(9)}, place / "m" / "consolidated.safetensors")
-    assert answer(accelerate, place / "m")["sizes"][0]["total_size"] == 24, "what libraries load counts"
-    index.unlink()
-    (place / "m" / "consolidated.safetensors").unlink()
-    assert answer(accelerate, place / "m")["sizes"][0]["total_size"] == 24, "the numbers in the names say as much"
+    for name in (index, place / "m"):
+        assert answer(accelerate, name)["sizes"][0]["total_size"] == 24, "what libraries load counts"
     (place / "m" / "model-00002-of-00002.safetensors").unlink()
-    assert "1 of 2 files are there" in refused(accelerate, place / "m")
-
-
-def test_index_that_does_not_fit(accelerate, place):
-    index = shards(place / "m")
-    (place / "m" / "model-00002-of-00002.safetensors").unlink()
-    assert "model-00002-of-00002.safetensors, which is not there" in refused(accelerate, index)
-    save_file({"other": torch.zeros(3)}, place / "m" / "model-00002-of-00002.safetensors")
-    assert "says that 'b' is in" in refused(accelerate, index)
+    assert "model-00002-of-00002.safetensors': No such file" in refused(accelerate, index)
     index.write_text('{"weight_map": {"a": "../../etc/passwd"}}')
     assert "is no index of shards" in refused(accelerate, index)
-    index.write_text('{"weight_map": {"a": "x.bin"}}')
-    (place / "m" / "x.bin").write_bytes(b"")
-    assert "no safetensors" in refused(accelerate, index)
+    index.unlink()
+    found = "several files of weights: consolidated.safetensors, model-00001-of-00002.safetensors. Name one"
+    assert found in refused(accelerate, place / "m")
 
 
 def test_sharded_checkpoint(accelerate, place, no_hub):
@@ -192,12 +173,8 @@ def test_packed_weights(accelerate, place):
         {"l.qweight": torch.zeros(64, 8, dtype=torch.int32), "l.scales": torch.zeros(8, dtype=torch.float16)},
         place / "gptq.safetensors",
     )
-    status, out, err = accelerate("estimate-memory", "gptq.safetensors")
-    assert status == 0
-    assert "as stored (I32, F16)" in out and "float32" not in out
-    assert "The weights are packed" in err
-    with pytest.raises(LaunchError, match="packed weights"):
-        estimate.gather_data(argparse_of("gptq.safetensors"))
+    error = refused(accelerate, "gptq.safetensors")
+    assert "packed into integers (2,064 bytes)" in error and "--library_name transformers" in error
 
 
 @pytest.mark.parametrize(
@@ -220,47 +197,25 @@ def test_damaged_header(accelerate, place, damage):
 # -- folders and files that are no model -------------------------------------------------------------------------------
 
 
-def test_several_models(accelerate, place):
-    for name in ("one", "two", "generators_0", "unet/x", "vae/x"):
-        (place / name).parent.mkdir(exist_ok=True)
-        save_file({"a": torch.zeros(3)}, place / f"{name}.safetensors")
-    assert "several models: one.safetensors, two.safetensors. Name one" in refused(accelerate, ".")
-    (place / "one.safetensors").rename("model.safetensors")
-    (place / "two.safetensors").rename("model_1.safetensors")
-    assert "several models: model.safetensors, model_1.safetensors" in refused(accelerate, ".")
-    for name in ("model", "model_1"):
-        (place / f"{name}.safetensors").unlink()
-    assert "several models: unet, vae" in refused(accelerate, ".")
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("x.bin", b"", "without loading it"),
         ("config.json", b"{", "is no JSON"),
-        ("config.json", b"[1]", "holds list"),
+        ("config.json", b"[1]", "neither model_type"),
         ("config.json", b"{}", "neither model_type"),
         ("config.json", b"\xff\xfe", "is no JSON"),
+        ("folder/pytorch_model.bin", b"", "neither a .safetensors file nor a config.json, but pytorch_model.bin"),
     ],
 )
-def test_files_without_a_model(accelerate, place, name, content, message):
+def test_places_without_a_model(accelerate, place, name, content, message):
+    (place / "folder").mkdir()
     (place / name).write_bytes(content)
-    assert message in refused(accelerate, name)
+    assert message in refused(accelerate, name.partition("/")[0])
+    assert "has no model" in refused(accelerate, "folder")
 
 
-def test_places_without_a_model(accelerate, place):
-    assert "is empty" in refused(accelerate, "")
-    save_file({}, place / "x.safetensors")
-    assert "has no tensors" in refused(accelerate, "x.safetensors")
-    (place / "empty").mkdir()
-    assert "has no model" in refused(accelerate, "empty")
-    (place / "empty" / "pytorch_model.bin").write_bytes(b"")
-    assert "pytorch_model.bin cannot be listed" in refused(accelerate, "empty")
-    (place / "gone").symlink_to(place / "nowhere")
-    assert "neither a regular file nor a folder" in refused(accelerate, "gone")
-
-
-@pytest.mark.parametrize("name", ["./nothing", "/a/b/c", "a/b/c", "x y", "~/none/of/it", "a\\b"])
+@pytest.mark.parametrize("name", ["", "./nothing", "/a/b/c", "a/b/c", "x y", "~/none/of/it", "a\\b"])
 def test_no_such_path(accelerate, no_hub, name):
     assert "There is no file or folder" in refused(accelerate, name)
 
@@ -358,42 +313,45 @@ def test_check_has_model(error, kind):
 
 
 @pytest.mark.parametrize(
-    ("answer", "kind", "message", "status"),
+    ("answer", "kind", "message"),
     [
-        ("gated", OSError, "is gated: agree to its terms", 1),
-        ("repo", OSError, "has no model", 2),
-        (False, OSError, "cannot be reached", 1),
-        (types.SimpleNamespace(library_name=None), ValueError, "give --library_name", 2),
-        (types.SimpleNamespace(library_name="keras"), ValueError, "'keras'", 2),
+        ("gated", OSError, "is gated: agree to its terms"),
+        ("repo", OSError, "is not there, or private"),
+        (False, OSError, "The Hub cannot be reached"),
+        (types.SimpleNamespace(library_name=None), ValueError, "give --library_name"),
+        (types.SimpleNamespace(library_name="keras"), ValueError, "'keras'"),
     ],
 )
-def test_models_that_cannot_be_built(accelerate, monkeypatch, answer, kind, message, status):
-    pytest.importorskip("transformers")
+def test_models_that_cannot_be_built(accelerate, monkeypatch, answer, kind, message):
     monkeypatch.setattr(estimate, "verify_on_hub", lambda repo, token=None: answer)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(kind, match=message) as caught:
         estimate.create_empty_model("owner/name", None)
     assert isinstance(caught.value, LaunchError)
-    assert message in refused(accelerate, "owner/name", status=status)
+    assert message in refused(accelerate, "owner/name")
 
 
-@pytest.mark.parametrize("library", ["transformers", "timm"])
-def test_library_that_is_not_installed(accelerate, monkeypatch, library):
-    monkeypatch.setitem(sys.modules, library, None)
-    monkeypatch.setattr(estimate, "verify_on_hub", lambda *args: types.SimpleNamespace(library_name=library))
-    with pytest.raises(ImportError, match=f"{library} is not installed"):
-        estimate.create_empty_model("x", library)
-    assert "is not installed" in refused(accelerate, "x", "--library_name", library, status=1)
+def test_errors_of_the_library_are_one_line(accelerate, monkeypatch, no_hub):
+    """Where the library is named, it looks for the model itself, in its cache too."""
+
+    def fail(*args, **options):
+        raise OSError("no connection,\nand not in the cache")
+
+    fake = types.SimpleNamespace(AutoConfig=types.SimpleNamespace(from_pretrained=fail))
+    monkeypatch.setitem(sys.modules, "transformers", fake)
+    error = refused(accelerate, "owner/name", "--library_name", "transformers")
+    assert "The configuration of 'owner/name' cannot be loaded: no connection, and not in the cache" in error
 
 
-def test_library_that_is_broken(accelerate, place, monkeypatch):
-    """As one with compiled parts for another version of torch."""
+def test_library_that_cannot_be_imported(accelerate, place, monkeypatch):
+    """It is not installed, or broken, as one with compiled parts for another version of torch."""
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.setattr(estimate, "verify_on_hub", lambda *args: types.SimpleNamespace(library_name="transformers"))
+    with pytest.raises(ImportError, match="transformers cannot be imported"):
+        estimate.create_empty_model("x", None)
     (place / "timm.py").write_text("raise RuntimeError('operator x::y does not exist')")
     monkeypatch.delitem(sys.modules, "timm", raising=False)
     monkeypatch.syspath_prepend(place)
-    assert "timm cannot be imported (operator x::y" in refused(accelerate, "x", "--library_name", "timm", status=1)
-    (place / "timm.py").write_text("import no_such_vision_library")
-    assert "No module named 'no_such_vision_library'" in refused(accelerate, "x", "--library_name", "timm", status=1)
+    assert "timm cannot be imported: operator x::y" in refused(accelerate, "x", "--library_name", "timm")
 
 
 # -- against what places models, and what torch allocates ----------------------------------------------------------------

@@ -67,7 +67,7 @@ def test_strategies(key, strategy, reshards, caplog):
 @pytest.mark.parametrize(
     ("section", "expected", "warning"),
     [
-        ({"sharding_strategy": "HYBRID_SHARD"}, {"reshard_after_forward": True}, "replicate_size: 2 and parallelism_config_dp_shard_size: 8"),
+        ({"sharding_strategy": "HYBRID_SHARD"}, {"reshard_after_forward": True}, "replicate_size to the number of machines"),
         ({"sharding_strategy": 5}, {"reshard_after_forward": False}, "HYBRID_SHARD_ZERO2 does not exist"),
         ({"sharding_strategy": "no_shard"}, {"reshard_after_forward": False}, "set distributed_type to MULTI_GPU"),
         ({"state_dict_type": "LOCAL_STATE_DICT"}, {"state_dict_type": "SHARDED_STATE_DICT"}, "cannot be read in the new one"),
@@ -85,11 +85,6 @@ def test_what_becomes_something_else(section, expected, warning, caplog):
     assert new == {**config, "fsdp_config": {f"fsdp_{key}": value for key, value in expected.items()}}
     assert warning in caplog.text
     assert config["fsdp_config"] == old
-
-
-def test_copies_of_shards_on_unknown_machines(caplog):
-    converted(fsdp_sharding_strategy="HYBRID_SHARD")
-    assert "dp_replicate_size: <number of machines>" in caplog.text
 
 
 def test_two_names_of_the_strategy():
@@ -228,3 +223,8 @@ def test_killed_before_it_is_written(place):
     ended = subprocess.run([sys.executable, "-c", PROGRAM, *words], capture_output=True, text=True, timeout=60)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     assert (place / "old.yaml").read_text() == before
+
+
+def test_a_file_that_is_not_there():
+    with pytest.raises(FileNotFoundError, match="none.yaml"):
+        to_fsdp2.load_config("none.yaml")

@@ -6,7 +6,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.config.handlers import GradientAccumulationPlugin
 from accelerate.state import AcceleratorState
-from accelerate.test_utils.scripts import check_collectives, check_loaders, check_training, checking, test_script
+from accelerate.test_utils.scripts import check_collectives, check_loaders, check_training, test_script
 from accelerate.test_utils.scripts.checking import Check, Skipped, run_checks
 
 CHECKS = {check.name: check for check in test_script.CHECKS}
@@ -27,13 +27,10 @@ def test_a_failure_ends_the_run(capsys):
         raise RuntimeError("what\nwent wrong")
 
     checks = [Check("first", lambda accelerator: None), Check("second", fail), Check("third", fail)]
-    with pytest.raises(SystemExit, match="1"):
+    with pytest.raises(RuntimeError, match="The check 'second' failed on rank 0 of 1: RuntimeError: what went wrong"):
         run_checks(checks, Accelerator(cpu=True))
-    out, err = capsys.readouterr()
-    assert out.splitlines()[1] == "[2/3] second ... FAILED"
-    assert "third" not in out
-    assert "The check 'second' failed on rank 0 of 1.\n  rank 0: RuntimeError: what went wrong\n" in err
-    assert "test_self_check.py" in err  # where
+    out = capsys.readouterr().out
+    assert "[1/3] first ... ok" in out and "third" not in out
 
 
 def test_what_a_setup_cannot_do_is_skipped(capsys):
@@ -154,7 +151,3 @@ def test_checks_of_methods_notice(monkeypatch, check, method):
 def test_every_check_is_broken_here_once():
     noticed = {case[0] for case in BROKEN} | {"loader: every sample once", "trigger"}
     assert set(CHECKS) - noticed == {"fp16"}  # as bf16
-
-
-def test_the_grace_is_short():
-    assert checking.GRACE_S <= 10

@@ -10,7 +10,7 @@ import torch
 from accelerate import test_utils
 from accelerate.accelerator import Accelerator
 from accelerate.state import PartialState
-from accelerate.test_utils import processes, requirements, testing
+from accelerate.test_utils import requirements, testing
 
 PYTHON = [sys.executable, "-c"]
 
@@ -41,7 +41,7 @@ def test_front():
     assert "require_cuda" in dir(test_utils)
 
 
-@pytest.mark.parametrize("name", [name for name in testing.__all__ if name.startswith("require_")])
+@pytest.mark.parametrize("name", [name for name in requirements.__all__ if name.startswith("require_")])
 def test_every_requirement_decides(name):
     if name == "require_torch_min_version":
         return
@@ -195,11 +195,11 @@ def test_temporary_directory():
 def test_mocks_end_with_the_test():
     class Case(testing.MockingTestCase):
         def test(self):
-            self.add_mocks([mock.patch.object(processes, "DEFAULT_LAUNCH_COMMAND", "replaced")])
-            assert processes.DEFAULT_LAUNCH_COMMAND == "replaced"
+            self.add_mocks([mock.patch.object(testing, "DEFAULT_LAUNCH_COMMAND", "replaced")])
+            assert testing.DEFAULT_LAUNCH_COMMAND == "replaced"
 
     run_case(Case)
-    assert processes.DEFAULT_LAUNCH_COMMAND != "replaced"
+    assert testing.DEFAULT_LAUNCH_COMMAND != "replaced"
 
 
 def test_same_tensors_on_one_process():

@@ -67,3 +67,13 @@ def test_methods_run_where_the_tracker_wants(monkeypatch, main_only, is_main, ru
 
 def test_public_path():
     assert GeneralTracker.__module__ == "accelerate.tracking"
+
+
+def test_built_in_trackers_are_guarded(monkeypatch):
+    """On other ranks than the main one, nothing is called, not even the library's import."""
+    from accelerate import tracking
+
+    monkeypatch.setattr(base, "PartialState", lambda: type("State", (), {"is_main_process": False})())
+    tracker = tracking.CometMLTracker("project")
+    assert tracker.start() is tracker.log({"loss": 1}) is tracker.store_init_configuration({}) is tracker.finish()
+    assert tracker.tracker is None

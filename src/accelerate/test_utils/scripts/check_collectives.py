@@ -4,7 +4,7 @@ import torch
 
 from accelerate.accelerator import Accelerator
 from accelerate.state import PartialState
-from accelerate.test_utils.cases import are_the_same_tensors
+from accelerate.test_utils.testing import are_the_same_tensors
 from accelerate.utils.operations import (
     broadcast,
     broadcast_object_list,

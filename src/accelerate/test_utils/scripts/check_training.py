@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from accelerate.accelerator import Accelerator
 from accelerate.config.handlers import GradientAccumulationPlugin
 from accelerate.state import AcceleratorState
-from accelerate.test_utils.cases import are_the_same_tensors
 from accelerate.test_utils.scripts.checking import Skipped
+from accelerate.test_utils.testing import are_the_same_tensors
 from accelerate.utils.operations import broadcast_object_list
 from accelerate.utils.random import set_seed
 
