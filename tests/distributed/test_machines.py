@@ -248,7 +248,7 @@ def test_a_signal_ends_a_launcher_that_waits_for_a_restart(running):
     job = running(options=("--max_restarts", "1"), heartbeat_timeout=3)
     job.launchers[1].send_signal(signal.SIGINT)
     job.end(1)
-    wait_for(lambda: "waiting up to 60 s" in job.said(0), "machine 0 to wait")
+    wait_for(lambda: "Waiting up to 60 s" in job.said(0), "machine 0 to wait")
     job.launchers[0].send_signal(signal.SIGTERM)
     status, _, err = job.end(0)
     assert status == 143 and "did not come" not in err, err

@@ -115,19 +115,19 @@ for words in (["--help"], ["launch", "--help"], ["launch", "--cpu", "--num_proce
 def test_agents_and_guards_without_process_groups():
     """What several processes need there: a store without libuv, a signal that exists, and no guard."""
     program = """
-from accelerate.launch import elastic, guard
-from accelerate.launch.elastic import FORWARDED, STOPPING
-from accelerate.launch.plan import Rendezvous
-assert [int(number) for number in (*FORWARDED, *STOPPING)] == [15, 2]
-config = elastic.make_config(2, Rendezvous(), tempfile.mkdtemp())
-assert config.rdzv_configs["use_libuv"] is False and config.signals_to_handle == "SIGBREAK", config
-guard.Guard().close()
+from accelerate.launch import elastic, errors, guard
+assert [int(number) for number in (*elastic.FORWARDED, *elastic.STOPPING)] == [15, 2]
+assert elastic._SIGNAL_OF_TORCH == "SIGBREAK"
+elastic.TCPStore = lambda *args, **settings: settings
+assert elastic.serve("127.0.0.1", 0, None)["use_libuv"] is False
+watching = guard.Guard()
+watching.watch([1])
+watching.close()
 guard.end_groups([], 1.0)
-from accelerate.launch import failures
 import types
 one = types.SimpleNamespace(pid=1, exitcode=3221225477, error_file_data={}, timestamp=1)
-assert "failed with exit status 3221225477" in failures.failure_of(type("E", (Exception,), {"failures": {0: one}})())[1]
-failures.Reporter(write=lambda text: None).failed({0: one}, 1, 1)
+assert "failed with exit status 3221225477" in errors.failure_of(type("E", (Exception,), {"failures": {0: one}})())[1]
+errors.Reporter(write=lambda text: None).failed({0: one}, 1, 1)
 """
     done = run(WINDOWS, program, torch=True)
     assert done.returncode == 0, done.stderr[-3000:]
