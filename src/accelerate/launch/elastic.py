@@ -265,9 +265,8 @@ class Agent(OpenAgent):
         if self._is_ending(statuses) or self._waits_for_cause(statuses):
             return RunResult(state=WorkerState.HEALTHY)
         result = super()._monitor_workers(worker_group)
-        for number in self._forwarded:
-            if any(failed.exitcode == -number for failed in result.failures.values()):
-                raise stopped_by(number)  # the processes have no handler for it
+        for number in self._forwarded.intersection(-failed.exitcode for failed in result.failures.values()):
+            raise stopped_by(number)  # the processes have no handler for it
         if result.failures and self.reporter is not None:
             self._report(result)
         return result
@@ -332,12 +331,9 @@ class Agent(OpenAgent):
         end_groups(groups, 0.0 if killed else _ORPHANS_S)
 
     def close(self) -> None:
-        """Dismiss the guard, report where an interrupted run stood, and remove empty files."""
+        """Dismiss the guard, and remove empty files."""
         if self.guard is not None:
             self.guard.close()
-        if self.reporter is not None and self._stopping == signal.SIGINT:
-            records = [_read(path) for path in self.error_files.values()]
-            self.reporter.interrupted({record["rank"]: record for record in records if record})
         for path in map(failure.fault_file, self.error_files.values()):
             with contextlib.suppress(OSError):
                 if os.path.getsize(path) == 0:

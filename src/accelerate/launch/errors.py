@@ -27,10 +27,6 @@ _LEFT_ALONE = re.compile(
     r"DistNetworkError|remote process exited|ncclRemoteError|rank \d+ (has ended|was killed)",
     re.I,
 )
-_CAUSES = {
-    "SIGBUS": "a full /dev/shm does that; give the container more shared memory, or data loaders fewer workers",
-    "SIGSEGV": "that is a fault in machine code, of a library and not of the script",
-}
 _KERNEL = Path("/proc/vmstat")
 
 
@@ -210,11 +206,8 @@ class Reporter:
         keeps_logs: the files of the processes' output stay when the run is over.
     """
 
-    def __init__(
-        self, quiet: bool = False, write: Callable[[str], Any] | None = None, keeps_logs: bool = True
-    ) -> None:
-        self._keeps_logs = keeps_logs
-        self._quiet, self._write = quiet, write or to_stderr
+    def __init__(self, quiet: bool = False, write: Callable | None = None, keeps_logs: bool = True) -> None:
+        self._quiet, self._write, self._keeps_logs = quiet, write or to_stderr, keeps_logs
         self._kills = _kills()
         self._shown: set[int] = set()
 
@@ -263,28 +256,17 @@ class Reporter:
         for ending in others:
             groups.setdefault(_beside(first, ending), []).append(ending.rank)
         lines = [f"{_ranks(ranks)} {words}" for words, ranks in groups.items()]
-        cause = _CAUSES.get(first.signal)
         if first.signal == "SIGKILL":
             cause = "the launcher did not do that: another program did, or the kernel because memory ran out"
             if _kills() > self._kills:
                 cause = "memory ran out, and the kernel killed it or another process"
-        if cause:
-            lines.append(f"rank {first.rank} {first.words}: {cause}.")
+            lines.append(f"rank {first.rank} was killed by SIGKILL: {cause}.")
         return lines
 
     def stopping(self, number: int, grace: float) -> None:
         """Report a signal that ends the run, and how many seconds the processes have."""
         again = "; Ctrl-C again kills them" if number == signal.SIGINT else ""
         self.tell(f"{_signal(number)} came: the processes have {grace:g} s to end{again}.")
-
-    def interrupted(self, records: Mapping[int, Mapping[str, Any]]) -> None:
-        """Report where the ranks stood when Ctrl-C came, from the records in their error files."""
-        ranks: dict[str, list[int]] = {}
-        for rank, record in sorted(records.items()):
-            if record.get("where"):
-                ranks.setdefault(record["where"], []).append(rank)
-        for where, stood in ranks.items():
-            self.tell(f"{_ranks(stood)} stood at {where}.")
 
     def _show(self, ending: WorkerFailure, how: str) -> None:
         """Print the traceback of a rank, once."""

@@ -146,8 +146,7 @@ def test_one_traceback_and_a_line_for_each_other(report):
         (
             {},
             {"r0": ended(-11, time=1.0, fault="Fatal Python error: Segmentation fault\n")},
-            "rank 0 failed:\nFatal Python error: Segmentation fault\n"
-            "rank 0 was killed by SIGSEGV: that is a fault in machine code, of a library and not of the script.\n",
+            "rank 0 failed:\nFatal Python error: Segmentation fault\n",
         ),
         (
             {"attempts": 3},
@@ -183,16 +182,11 @@ def test_the_course_of_a_run():
     reporter.started(2, 3, "logs/run/attempt_1")
     reporter.stopping(signal.SIGINT, 30)
     reporter.stopping(signal.SIGTERM, 30.0)
-    reporter.interrupted(
-        {0: {"where": "a.py:1 in f"}, 2: {"where": ""}, 1: {"where": "a.py:1 in f"}, 3: {"where": "b"}}
-    )
     assert "".join(written).replace("accelerate launch: ", "").splitlines() == [
         "all processes start again: attempt 2 of 3.",
         "the output of local rank N is copied to logs/run/attempt_1, folder N.",
         "SIGINT came: the processes have 30 s to end; Ctrl-C again kills them.",
         "SIGTERM came: the processes have 30 s to end.",
-        "ranks 0-1 stood at a.py:1 in f.",
-        "rank 3 stood at b.",
     ]
 
 

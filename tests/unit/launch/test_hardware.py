@@ -118,9 +118,8 @@ def test_a_vendor_plugin_and_a_build_that_says_nothing_are_for_torch(machine):
 def test_the_real_torch_agrees():
     import torch
 
-    program = (
-        "import sys; from accelerate.launch.hardware import detect; print(detect({}).count, 'torch' in sys.modules)"
-    )
+    program = "import sys; from accelerate.launch.hardware import detect\nassert not {'psutil', 'torch'} & set(sys.modules)\n"
+    program += "print(detect({}).count, 'torch' in sys.modules)"
     count, imported = subprocess.check_output([sys.executable, "-c", program], text=True, timeout=60).split()
     assert int(count) == torch.cuda.device_count()
     assert imported == "False" or torch.version.cuda is None or int(count)
@@ -259,7 +258,7 @@ def test_names_and_listeners_that_come_late(monkeypatch, clock):
     [
         (ConnectionRefusedError(111, "Connection refused"), "Connection refused"),
         (TimeoutError("timed out"), "no reply"),
-        (OSError("label too long"), "label too long"),
+        (OverflowError("port must be 0-65535"), "port must be 0-65535"),
     ],
 )
 def test_no_answer(monkeypatch, clock, error, reason):
@@ -274,9 +273,3 @@ def test_no_answer(monkeypatch, clock, error, reason):
     with pytest.raises(RunError, match=f"at 10.0.0.1, port 29500, within 7 s: {reason}. Check"):
         hardware.wait_for("10.0.0.1", 29500, 7, lambda line: None)
     assert clock[0] - 100 == pytest.approx(7, abs=0.5) and all(0 < limit <= 5 for limit in limits)
-
-
-@pytest.mark.parametrize("port", [1 << 20, -1])
-def test_an_impossible_port_is_no_traceback(port):
-    with pytest.raises(RunError, match=f"port {port}"):
-        hardware.wait_for("127.0.0.1", port, 0, lambda line: None)
