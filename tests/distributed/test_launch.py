@@ -251,10 +251,3 @@ def test_what_is_started_is_what_was_planned(run, script, tmp_path, environment,
 def test_module_and_program(run):
     assert "usage" in run("-m", "json.tool", "--help").stdout
     assert run("--no_python", "echo", "hello").stdout == "hello\n"
-
-
-@pytest.mark.parametrize("processes", ["1", "2"])
-def test_self_check(run, processes):
-    done = run("--num_processes", processes, "-m", "accelerate.test_utils.scripts.test_script")
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "All checks passed." in done.stdout

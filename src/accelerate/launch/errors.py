@@ -7,7 +7,6 @@ status.
 import contextlib
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.config.exit_status import PREEMPTED
-from accelerate.runtime.failure import OURS
 
 PREFIX = "accelerate launch: "
 _SAVED = (
@@ -153,6 +151,8 @@ def endings_of(failures: Mapping[int, Any]) -> list[WorkerFailure]:
     Args:
         failures: by rank, torch's `ProcessFailure`; the agent has added what it saw (`Seen`).
     """
+    from accelerate.runtime.failure import OURS  # the help of every command imports this module
+
     found = []
     for rank, failure in failures.items():
         seen = getattr(failure, "seen", None) or Seen(float(failure.timestamp or 0))
@@ -177,10 +177,8 @@ def failure_of(error: BaseException) -> tuple[int, str]:
     Raises:
         BaseException: the error itself, if it does not come from a process that was started.
     """
-    if isinstance(error, subprocess.CalledProcessError):
-        if error.returncode == PREEMPTED:
-            return PREEMPTED, _SAVED
-        return _status(error.returncode), f"the script {_ending(error.returncode)}."
+    if (code := getattr(error, "returncode", None)) is not None:  # a subprocess.CalledProcessError
+        return (PREEMPTED, _SAVED) if code == PREEMPTED else (_status(code), f"the script {_ending(code)}.")
     if isinstance(error, KeyboardInterrupt):
         return 128 + signal.SIGINT, "interrupted."
     if (number := getattr(error, "sigval", None)) is not None:

@@ -169,11 +169,6 @@ def test_a_machine_that_does_not_come_is_named(at, join):
     assert isinstance(error, RunError) and "machine 1, 2 of 3" in str(error) and "port" in str(error)
 
 
-def test_no_answer(at, join):
-    (error,) = join(at(1, join_timeout=0.5))
-    assert isinstance(error, RunError) and "127.0.0.1" in str(error)
-
-
 def test_the_port_is_taken(at, join):
     join(at(0, machines=1))
     (error,) = join(at(0, machines=1))
