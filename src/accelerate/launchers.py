@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from accelerate.launch import notebook
-from accelerate.launch.errors import NotAvailableError
-from accelerate.launch.failures import WorkerFailure
+from accelerate.launch.errors import NotAvailableError, WorkerFailure
 from accelerate.launch.notebook import MeetingError, Request, WorkerError, check
 from accelerate.utils.constants import ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION
 from accelerate.utils.environment import is_colab

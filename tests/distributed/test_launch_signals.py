@@ -21,9 +21,7 @@ for name in {ignored!r}:
     signal.signal(getattr(signal, name), signal.SIG_IGN)
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
 print("up", os.getpid(), child.pid, flush=True)
-def train():
-    time.sleep(300)
-train()
+time.sleep(300)
 """
 
 
@@ -77,9 +75,7 @@ def test_a_signal_leaves_no_orphans(tmp_path, number):
     errors = job.end()
     assert job.process.returncode == 128 + number, errors
     assert f"stopped by {number.name}" in errors and "death signal" not in errors
-    assert 'script.py", line' not in errors  # where the ranks stood is told in a line, not in a traceback each
-    if number == signal.SIGINT:
-        assert "stood at " in errors and "in train." in errors
+    assert 'script.py", line' not in errors  # no traceback of each rank
 
 
 def test_a_second_interrupt_kills(tmp_path):
@@ -101,7 +97,7 @@ def test_a_killed_launcher_leaves_no_orphans(tmp_path):
 
 
 def test_what_a_failed_rank_has_started_ends_too(tmp_path):
-    text = RANK.replace("time.sleep(300)\ntrain()", "raise ValueError('x')\ntrain()")
+    text = RANK.replace("flush=True)\ntime.sleep(300)", "flush=True)\nraise ValueError('x')")
     job = Job(tmp_path, text=text)
     errors = job.end()
     assert job.process.returncode == 1 and errors.count("ValueError: x") == 1

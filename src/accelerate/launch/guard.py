@@ -15,11 +15,8 @@ from collections.abc import Iterable
 
 _LOOK_S = 0.02
 # A scheduler that signals every process of a job must not take the guard away.
-_IGNORED = [
-    getattr(signal, name)
-    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
-    if hasattr(signal, name)
-]
+_NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
+_BLOCKED = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
 
 
 def end_groups(groups: Iterable[int], grace: float) -> None:
@@ -54,17 +51,15 @@ class Guard:
         self._process: subprocess.Popen | None = None
         if not hasattr(os, "killpg"):
             return
-        # The guard inherits what is blocked, and so ignores signals from its first moment.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
+        # The guard inherits what is blocked.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
         try:
             # Outputs closed: a reader of the launcher's output must see its end when the launcher ends. A session of its own: what
             # the terminal sends to the launcher is not for it.
+            command = [sys.executable, "-I", "-S", __file__, str(grace)]
+            out = subprocess.DEVNULL
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", __file__, str(grace)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
+                command, stdin=subprocess.PIPE, stdout=out, stderr=out, start_new_session=True
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -73,7 +68,7 @@ class Guard:
         """Name the process groups to end instead of those named before; none dismisses the guard."""
         if self._process is not None:
             # A guard that was killed protects nothing, and is no reason to fail.
-            with contextlib.suppress(OSError, ValueError):
+            with contextlib.suppress(OSError):
                 self._process.stdin.write(f"{' '.join(map(str, groups))}\n".encode())
                 self._process.stdin.flush()
 
@@ -87,15 +82,8 @@ class Guard:
             self._process = None
 
 
-def main() -> None:
-    """Read what the launcher says until it ends, and end the groups that it named last."""
-    for number in _IGNORED:
-        signal.signal(number, signal.SIG_IGN)
-    groups: list[int] = []
-    for line in sys.stdin:
-        groups = [int(word) for word in line.split()]
-    end_groups(groups, float(sys.argv[1]))
-
-
 if __name__ == "__main__":
-    main()
+    _groups: list[int] = []
+    for _line in sys.stdin:
+        _groups = [int(_word) for _word in _line.split()]
+    end_groups(_groups, float(sys.argv[1]))

@@ -1,26 +1,35 @@
-"""What this machine offers, found out without importing torch where that is possible."""
+"""What this machine offers: devices, cores, and addresses that other machines reach. Nothing here imports torch at once."""
 
+import contextlib
 import ctypes
 import importlib.util
+import ipaddress
 import os
 import pathlib
 import re
+import socket
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+from accelerate.launch.errors import RunError
+
 # Packages that bring a device torch does not know by itself; only torch can then say what is there.
-_PLUGINS = (
-    "torch_npu",
-    "torch_mlu",
-    "torch_sdaa",
-    "torch_musa",
-    "habana_frameworks",
-    "torch_neuronx",
-    "intel_extension_for_pytorch",
-)
+_PLUGINS = "torch_npu torch_mlu torch_sdaa torch_musa habana_frameworks torch_neuronx intel_extension_for_pytorch"
 _SIBLINGS = pathlib.Path("/sys/devices/system/cpu/cpu0/topology/thread_siblings_list")
 _QUOTA = pathlib.Path("/sys/fs/cgroup/cpu.max")
+# Addresses that are set aside for documentation (RFC 5737, RFC 3849): no machine has them, so the way to them is the way out.
+_OUTSIDE = ((socket.AF_INET, ("192.0.2.1", 9)), (socket.AF_INET6, ("2001:db8::1", 9)))
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_CONNECT_S = 5.0
+_PAUSE_S = 0.25
+# A machine that is merely a moment later than this one is not worth a line.
+_FIRST_LINE_S = 2.0
+_NEXT_LINE_S = 10.0
+
+
+# -- devices and cores -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -49,36 +58,13 @@ def detect(environ: Mapping[str, str]) -> Hardware:
     Args:
         environ: the variables; `CUDA_VISIBLE_DEVICES` is honoured.
     """
-    if "torch" in sys.modules or any(map(importlib.util.find_spec, _PLUGINS)):
+    if "torch" in sys.modules or sys.platform == "darwin" or any(map(importlib.util.find_spec, _PLUGINS.split())):
         return _ask_torch()
     kinds = _torch_build()
-    if sys.platform == "darwin" or not kinds <= {"cuda"}:
-        return _ask_torch()
-    count = _nvidia_gpus(environ) if kinds else 0
-    if count is None:
+    count = _nvidia_gpus(environ) if kinds == {"cuda"} else 0
+    if kinds - {"cuda"} or count is None:
         return _ask_torch()
     return Hardware("cuda", count, "CUDA_VISIBLE_DEVICES") if count else Hardware("cpu", 0)
-
-
-def usable_cores() -> int:
-    """Return how many physical cores this process may use (its affinity mask and container limits count)."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        ranges = re.findall(r"(\d+)(?:-(\d+))?", _SIBLINGS.read_text())
-        allowed //= sum([int(last or first) - int(first) + 1 for first, last in ranges]) or 1
-    except OSError:
-        pass
-    try:
-        quota, period = _QUOTA.read_text().split()
-        allowed = allowed if quota == "max" else min(allowed, int(quota) // int(period))
-    except (OSError, ValueError):
-        pass
-    return max(1, allowed)
-
-
-def is_bound() -> bool:
-    """Tell whether this process is bound to some of the machine's cores."""
-    return hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) < (os.cpu_count() or 1)
 
 
 def _torch_build() -> set[str]:
@@ -94,7 +80,7 @@ def _torch_build() -> set[str]:
 
 
 def _nvidia_gpus(environ: Mapping[str, str]) -> int | None:
-    """Count the visible NVIDIA GPUs; None if only torch can tell."""
+    """Count the visible NVIDIA GPUs; None if only torch can do so."""
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1" if os.name == "posix" else "nvml.dll")
     except OSError:
@@ -107,7 +93,7 @@ def _nvidia_gpus(environ: Mapping[str, str]) -> int | None:
             return None
         if any(_is_split(library, index) for index in range(count.value)):
             return None
-        return visible(environ.get("CUDA_VISIBLE_DEVICES"), count.value)
+        return _visible(environ.get("CUDA_VISIBLE_DEVICES"), count.value)
     finally:
         library.nvmlShutdown()
 
@@ -120,29 +106,19 @@ def _is_split(library: ctypes.CDLL, index: int) -> bool:
     return failed == 0 and now.value == 1
 
 
-def visible(selection: str | None, count: int) -> int:
-    """Count the devices that a list such as `CUDA_VISIBLE_DEVICES` leaves.
+def _visible(selection: str | None, count: int) -> int:
+    """Count the devices that `CUDA_VISIBLE_DEVICES` leaves.
 
     The driver stops at the first entry that names no device, and a repeated entry hides everything.
-
-    Args:
-        selection: the value of the variable; None selects all.
-        count: how many devices there are.
-
-    Example:
-        >>> visible("1,0,9,2", 4), visible(None, 4), visible("", 4)
-        (2, 4, 0)
     """
-    if selection is None:
-        return count
     kept: set[str] = set()
-    for entry in map(str.strip, selection.split(",")):
+    for entry in map(str.strip, (selection or "").split(",")):
         if not entry.startswith(("GPU-", "MIG-")) and not (entry.isdigit() and int(entry) < count):
             break
         if entry in kept:
             return 0
         kept.add(entry)
-    return len(kept)
+    return count if selection is None else len(kept)
 
 
 def _ask_torch() -> Hardware:
@@ -152,3 +128,161 @@ def _ask_torch() -> Hardware:
     if device.type == "cpu":
         return Hardware("cpu", 0)
     return Hardware(device.type, device.count(), device.visible_env, device.shareable)
+
+
+def usable_cores() -> int:
+    """Return how many physical cores this process may use (its affinity mask and container limits count)."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with contextlib.suppress(OSError):
+        ranges = re.findall(r"(\d+)(?:-(\d+))?", _SIBLINGS.read_text())
+        allowed //= sum(int(last or first) - int(first) + 1 for first, last in ranges) or 1
+    with contextlib.suppress(OSError, ValueError):  # a quota of "max" is no number
+        quota, period = _QUOTA.read_text().split()
+        allowed = min(allowed, int(quota) // int(period))
+    return max(1, allowed)
+
+
+def is_bound() -> bool:
+    """Return whether this process is bound to some of the machine's cores."""
+    return hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) < (os.cpu_count() or 1)
+
+
+# -- addresses ---------------------------------------------------------------------------------------------------------
+
+
+def local_address(towards: str, port: int) -> str:
+    """Return the address of this machine that another one sees when this one talks to it. Nothing is sent.
+
+    Args:
+        towards: name or address of the other one, or of this one.
+        port: a port of it.
+
+    Returns:
+        An address that other machines may use as well, where `towards` is a name of this machine that the system takes for a
+        loopback address, as Debian does.
+
+    Raises:
+        RunError: there is no such name, or no way there.
+
+    Example:
+        >>> local_address("127.0.0.1", 29500)
+        '127.0.0.1'
+    """
+    try:
+        found = _sources(_addresses(towards, port))
+    except OSError as error:
+        raise RunError(
+            f"The address {towards!r} cannot be looked up on this machine: {_reason(error)}. Check the name (--main_process_ip)."
+        ) from None
+    if not found:
+        raise RunError(
+            f"There is no way from this machine to {towards!r}. Check the address (--main_process_ip) and the network."
+        )
+    outward = [address for address in found if not _is_loopback(address)]
+    if not outward and not _is_loopback(towards) and not towards.lower().rstrip(".").endswith("localhost"):
+        outward = _sources(_OUTSIDE)
+    return [*outward, *found][0]
+
+
+def gloo_variables(address: str, environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the variables that make gloo, tensorpipe and NCCL talk through the interface of an address.
+
+    Left alone, gloo and tensorpipe listen at whatever address the machine's own name stands for, which Debian and others write
+    down as 127.0.1.1: no other machine reaches that. NCCL takes the first interface that is up, which may be one of a container
+    engine.
+
+    Args:
+        address: the address that the other machines reach this one by, as `local_address` returns it.
+        environ: the variables; None takes those of this process.
+
+    Returns:
+        Nothing where one of the variables is set, since its user knows better; nor for a loopback address, since all processes are
+        on this machine then; nor where no interface has the address.
+    """
+    environ = os.environ if environ is None else environ
+    if any(environ.get(name) for name in _INTERFACES) or _is_loopback(address):
+        return {}
+    import psutil
+
+    for name, entries in psutil.net_if_addrs().items():
+        if address in [entry.address for entry in entries]:
+            # NCCL takes a name for a prefix, unless it begins with an equals sign.
+            return dict(zip(_INTERFACES, (name, name, f"={name}"), strict=True))
+    return {}
+
+
+def wait_for(host: str, port: int, seconds: float, report: Callable[[str], None]) -> None:
+    """Wait until a program listens at an address. Names are looked up anew each time, as theirs may come late too.
+
+    Args:
+        host: name or address.
+        port: the port.
+        seconds: how long to wait at most; a connection is tried at least once.
+        report: is called with a line for the user soon, and every ten seconds.
+
+    Raises:
+        RunError: nothing listened in time.
+    """
+    started, next_line, where = time.monotonic(), _FIRST_LINE_S, f"{host}, port {port}"
+    while True:
+        left = seconds - (time.monotonic() - started)
+        try:
+            socket.create_connection((host, port), timeout=min(_CONNECT_S, max(left, _PAUSE_S))).close()
+            return
+        except (OSError, UnicodeError, OverflowError) as error:  # the last two: no name, no port
+            reason = _reason(error)
+        waited = time.monotonic() - started
+        if waited >= seconds:
+            raise RunError(
+                f"Nothing has answered at {where}, within {seconds:g} s: {reason}. Check that machine 0 has been started and is "
+                "still running, that --main_process_ip and --main_process_port are the same on all machines, and that no firewall is "
+                "between them."
+            )
+        if waited >= next_line:
+            report(f"waiting for machine 0 at {where}: {reason} ({waited:.0f} of {seconds:g} s)")
+            next_line = waited + _NEXT_LINE_S
+        time.sleep(min(_PAUSE_S, seconds - waited))
+
+
+def is_this_machine(host: str) -> bool:
+    """Return whether a name or address is one of this machine."""
+    with contextlib.suppress(OSError):
+        for family, target in _addresses(host, 0):
+            # A socket can be bound to addresses of this machine only.
+            with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.bind(target)
+                return True
+    return False
+
+
+def _addresses(host: str, port: int) -> list[tuple[int, tuple]]:
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+    except UnicodeError as error:  # a label of more than 63 characters
+        raise OSError(str(error)) from None
+    return [(family, target) for family, _, _, _, target in found]
+
+
+def _sources(targets: Iterable[tuple[int, tuple]]) -> list[str]:
+    """Return the own addresses from which the targets are reached."""
+    found = []
+    for family, target in targets:
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)
+            found.append(probe.getsockname()[0])
+    return found
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def _reason(error: Exception) -> str:
+    """Return an error of the system without its number."""
+    words = getattr(error, "strerror", None)
+    if isinstance(error, TimeoutError) and not words:
+        return "no reply"
+    return (words or str(error)).rstrip(".")

@@ -4,26 +4,27 @@ Torch's own rendezvous names neither a machine that is cut off (its peers wait u
 and lets machines count restarts differently. So machine 0's launcher holds a store (torch's `TCPStore`) at the main address and
 port; every other launcher is a client of it, and so are the processes. All of it is polled, so that a signal is answered meanwhile.
 
-- A *round* is one start of all processes. Its number is how often the run has been restarted.
-- Before a round, each machine writes its record under its number, again and again. When all records are there, the round begins. A
-  record that stands still belongs to a launcher that is gone, and its number is free.
-- A machine that wants a restart opens the next round; the others see that, stop their processes and join it.
-- The processes of a round use the same store, or, after a restart, another one of machine 0's.
-- Every launcher counts up a key once a second. A machine whose key stands still is lost: a cut link sends no message.
+- A *round* is one start of all processes: "RUN/0", "RUN/1", ... A machine that wants a restart opens the next round; the others see
+  that, stop their processes and join it.
+- Each machine writes its record under its number, again and again. When the records of all machines are there and agree, machine 0
+  begins the round: it writes down who takes part and at which port the processes meet. A record that stands still belongs to a
+  launcher that is gone, and its number is free.
+- While the processes run, every launcher publishes a heartbeat. A machine whose heartbeat stands still is lost: a cut link sends no
+  message.
 
 Importing this module imports torch.
 
 Source: https://docs.pytorch.org/docs/stable/elastic/customization.html
 """
 
-import contextlib
 import json
-import os
 import signal
 import socket
+import threading
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -34,27 +35,53 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStore
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from accelerate.config.exit_status import PREEMPTED
-from accelerate.launch import elastic, heartbeat, network
-from accelerate.launch.errors import LaunchError, RunError
-from accelerate.launch.failures import endings_of
-from accelerate.launch.heartbeat import Heartbeat, MachineLost, Member, line_of
+from accelerate.launch import elastic, hardware
+from accelerate.launch.errors import LaunchError, RunError, endings_of
 
 # How often a launcher looks for the others, and how often it reports that it waits.
 _LOOK_S = 0.1
 _REPORT_S = 15.0
 # How long one request to the store may take while the machines join.
-_ANSWER_S = 30.0
-# After how long a record that stands still is taken over.
+_ANSWER_S = timedelta(seconds=30)
+# For how long a record may stand still and its machine is there; after how long it is taken over.
+_FRESH_S = 1.0
 _STALE_S = 5.0
-# How long a launcher that gives up tries to withdraw its record.
-_WITHDRAW_S = 2.0
 # How long the processes of this machine have to end by themselves when those of another one have failed.
 _FOLLOWING_S = 5.0
-_WITHDRAWN = "withdrawn"
+# How often a launcher publishes its heartbeat.
+_BEAT_S = 1.0
+# What all machines must say alike, and the option that says it.
+_CHECKS = {"machines": "--num_machines", "processes": "processes of each machine", "restarts": "--max_restarts"}
+
+
+@dataclass(frozen=True)
+class Member:
+    """What a machine says of itself.
+
+    Attributes:
+        identity: differs from launcher to launcher.
+        beat: counts up while the machine waits.
+    """
+
+    machine: int
+    host: str
+    address: str
+    machines: int
+    processes: int
+    restarts: int
+    identity: str
+    beat: int
+
+    def __str__(self) -> str:
+        return f"machine {self.machine} ({self.host}, {self.address})"
+
+
+class MachineLost(RunError):
+    """A machine does not answer any more."""
 
 
 class FailedElsewhere(RunError):
-    """Processes of another machine have failed, or saved their run; `what` is `Heartbeat.failure`."""
+    """Processes of another machine have failed, or saved their run; `what` is what `Heartbeat.failure` returned."""
 
     def __init__(self, what: str) -> None:
         super().__init__(f"{what}. Its messages are there; the processes of this machine were stopped.")
@@ -62,9 +89,12 @@ class FailedElsewhere(RunError):
             self.status = PREEMPTED
 
 
-def is_preempted(what: str) -> bool:
+def is_preempted(what: str | None) -> bool:
     """Return whether a machine's line about its failed processes says that they have saved their run."""
-    return what.endswith(f"exit status {PREEMPTED}")
+    return what is not None and what.endswith(f"exit status {PREEMPTED}")
+
+
+# -- joining -----------------------------------------------------------------------------------------------------------
 
 
 class MachineRendezvous(StaticTCPRendezvous):
@@ -80,7 +110,6 @@ class MachineRendezvous(StaticTCPRendezvous):
         heartbeat_timeout: after how many seconds of silence a machine is lost.
         report: prints a line for the user.
         restarts: how often the run may be restarted.
-        role: the role of the processes of this machine.
     """
 
     def __init__(
@@ -94,26 +123,20 @@ class MachineRendezvous(StaticTCPRendezvous):
         heartbeat_timeout: float = 30.0,
         report: Callable[[str], None] = print,
         restarts: int = 0,
-        role: str = "default_role",
     ) -> None:
         super().__init__(host, port, machine or 0, machines, "accelerate_machines", join_timeout)
         self.host, self.port, self.machines, self.machine = host, port, machines, machine
         self.join_timeout, self.heartbeat_timeout, self.report = join_timeout, heartbeat_timeout, report
-        self.is_host = machine == 0 or (machine is None and network.is_this_machine(host))
+        self.is_host = machine == 0 or (machine is None and hardware.is_this_machine(host))
         self._numbers = [0] if self.is_host else [machine] if machine is not None else list(range(1, machines))
-        identity = f"{socket.gethostname()}/{os.getpid()}/{uuid.uuid4().hex[:12]}"
-        self._record = {"machines": machines, "processes": processes, "restarts": restarts, "role": role}
-        self._record |= {"host": socket.gethostname(), "identity": identity}
-        self.round, self.members, self.heartbeat = -1, [], None
+        self._record = {"machines": machines, "processes": processes, "restarts": restarts, "beat": 0}
+        self._record |= {"host": socket.gethostname(), "identity": uuid.uuid4().hex}
+        self.name, self.round, self.members, self.heartbeat = "", -1, [], None
         self._server: TCPStore | None = None
         self._round_server: TCPStore | None = None
         self._client: TCPStore | None = None
-        self._run = ""  # whose store it is: machine 0 may be started anew, with an empty one
-        self._written: tuple[int, str, str] | None = None  # the round, the key and the record of this machine
-        self._seen: dict[str, tuple[str, float]] = {}  # records of other machines under wanted numbers, and since when
-        self._beat, self._next_report = 0, 0.0
-
-    # -- joining -----------------------------------------------------------------------------------------------------
+        self._seen: dict[str, tuple[str, float]] = {}  # the records, and since when they stand still
+        self._connected = self._next_report = 0.0
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Join the next round and wait until all machines have.
@@ -124,198 +147,162 @@ class MachineRendezvous(StaticTCPRendezvous):
         """
         self._stop_heartbeat()
         # After a machine was lost, the former connection may hang.
-        self._client, self._written, self._seen = None, None, {}
-        deadline, self._next_report = time.monotonic() + self.join_timeout, time.monotonic() + _REPORT_S
-        try:
-            while not self._join(deadline):
-                time.sleep(_LOOK_S)
-            port = self._open_store(deadline)
-        except BaseException:
-            self._withdraw()
-            raise
+        self._client, self._seen = None, {}
+        started = time.monotonic()
+        self._next_report = started + _REPORT_S
+        while (port := self._join(started + self.join_timeout)) is None:
+            time.sleep(_LOOK_S)
         self.heartbeat = Heartbeat(self)
         self.heartbeat.start()
         store = PrefixStore(f"round/{self.round}", self._client)
         return RendezvousInfo(store, self.machine, self.machines, RendezvousStoreInfo(self.host, port))
 
-    def _join(self, deadline: float) -> bool:
-        """Take one step towards the next round; return whether it has begun with this machine."""
+    def _join(self, deadline: float) -> int | None:
+        """Take one step towards the next round; return the port of its processes if it has begun with this machine."""
         try:
             if self._client is None:
                 self._connect(deadline)
             return self._step(self._client, deadline)
-        except (
-            RuntimeError,
-            ConnectionError,
-            TimeoutError,
-        ) as error:  # torch's own errors of a store are RuntimeErrors
-            if isinstance(error, RunError):
-                raise
+        except RunError:
+            raise
+        except (RuntimeError, ConnectionError, TimeoutError) as error:  # torch's own are RuntimeErrors
             self._client = None
             if self.is_host or time.monotonic() > deadline:
                 raise RunError(
-                    f"The store at {self.host}, port {self.port}, cannot be used: {line_of(error)}"
+                    f"The store at {self.host}, port {self.port}, cannot be used: {_line_of(error)}"
                 ) from error
-            return False
+            return None
 
     def _connect(self, deadline: float) -> None:
-        limit = timedelta(seconds=_ANSWER_S)
-        if self.is_host:
-            if self._server is None:
-                self._server = self._serve()
-                self._server.set("run", self._record["identity"])
-            self._client = self._server
-        else:
-            network.wait_for(self.host, self.port, round(max(deadline - time.monotonic(), 0.0), 1), self.report)
-            self._client = TCPStore(self.host, self.port, is_master=False, timeout=limit, wait_for_workers=False)
-        self._record["address"] = network.local_address(self.host, self.port)
-        run = self._client.get("run").decode()
-        if run != self._run:
-            self._run, self.round = run, -1
+        if not self.is_host:
+            left = round(max(deadline - time.monotonic(), 0.0), 1)
+            hardware.wait_for(self.host, self.port, left, self.report)
+            self._client = TCPStore(self.host, self.port, is_master=False, timeout=_ANSWER_S, wait_for_workers=False)
+        elif self._server is None:
+            try:
+                self._server = elastic.serve(self.host, self.port, _ANSWER_S)
+            except (RuntimeError, ValueError) as error:
+                raise RunError(
+                    f"Machine 0 cannot listen at {self.host}, port {self.port}: {_line_of(error)}. Choose a free --main_process_port, on "
+                    "all machines, and let --main_process_ip be an address of machine 0."
+                ) from error
+            # A new launcher of machine 0 begins a new run, with an empty store.
+            self._server.set("round", f"{self._record['identity']}/0")
+        self._client = self._client or self._server
+        self._record["address"] = hardware.local_address(self.host, self.port)
+        self._connected = time.monotonic()
 
-    def _serve(self) -> TCPStore:
-        try:
-            return _server(self.host, self.port)
-        except (RuntimeError, ValueError) as error:
-            raise RunError(
-                f"Machine 0 cannot listen at {self.host}, port {self.port}: {line_of(error)}. Choose a free --main_process_port, on all "
-                "machines, and let --main_process_ip be an address of machine 0."
-            ) from error
-
-    def _step(self, store: Store, deadline: float) -> bool:
-        number = int(store.compare_set("round", "", "0"))
-        if number == self.round:  # a machine of the last round opens the next one
-            number = int(store.compare_set("round", str(number), str(number + 1)))
-        keys = [f"member/{number}/{machine}" for machine in range(self.machines)]
-        if not store.check([f"begun/{number}"]):
-            self._write_record(store, number)
-            if not store.check(keys):
-                self._wait(store, keys, deadline)
-                return False
-        records = [text.decode() for text in store.multi_get(keys)]
-        if _WITHDRAWN in records:
-            self._wait(store, keys, deadline)
-            return False
-        members = [Member(**json.loads(text)) for text in records]
+    def _step(self, store: Store, deadline: float) -> int | None:
+        name, place = store.get("round").decode(), f"{self.host}, port {self.port},"
+        if name == self.name:  # a machine of the last round opens the next one
+            run, _, number = name.partition("/")
+            name = store.compare_set("round", name, f"{run}/{int(number) + 1}").decode()
+        begun = _value(store, f"begun/{name}")
+        if begun is None:
+            self._write_record(store, name)
+            here = self._waiting(store, name)
+            self._check_agreement(here)
+            missing = ", ".join(str(machine) for machine in range(self.machines) if machine not in here)
+            if not missing and self.is_host:
+                self._begin(store, name, here)
+            elif missing:
+                line = f"machine {missing} of {self.machines} (numbered from 0)"
+                in_vain = f"{line} did not come to {place} within {self.join_timeout:g} s. Start the same command there, with its own "
+                in_vain += "--machine_rank; --rdzv_conf join_timeout=SECONDS waits longer."
+                self._wait(f"waiting for {line} to come to {place}", in_vain, deadline)
+            return None
+        begun = json.loads(begun)
+        members = [Member(**record) for record in begun["members"]]
         if self._record["identity"] not in [member.identity for member in members]:
             # This launcher is new, the run is not. Only the machines in it may end a round: this one may be one too many.
-            self._wait_for_restart(deadline)
-            return False
-        store.set(f"begun/{number}", "1")
-        self.round, self.members, self._written = number, members, None
-        self._check_agreement()
-        return True
+            late = f"the run at {place} has begun without this machine, and lets it in when it restarts"
+            self._wait(late, f"{late}, which it has not done within {self.join_timeout:g} s.", deadline)
+            return None
+        self.name, self.round, self.members = name, int(name.rpartition("/")[2]), members
+        return begun["port"]
 
-    def _write_record(self, store: Store, number: int) -> None:
+    def _write_record(self, store: Store, name: str) -> None:
         """Write the record of this machine under its number in the round, or a free one; again, to show that it waits."""
-        self._beat += 1
-        now, held = time.monotonic(), []
+        self._record["beat"] += 1
+        holders = []
         for machine in sorted(self._numbers, key=lambda machine: machine != self.machine):
-            key = f"member/{number}/{machine}"
-            text = json.dumps({**self._record, "machine": machine, "beat": self._beat})
+            key = f"member/{name}/{machine}"
+            text = json.dumps({**self._record, "machine": machine})
             found = store.compare_set(key, "", text).decode()
-            holder = None if found == _WITHDRAWN else Member(**json.loads(found))
-            first, since = self._seen.setdefault(key, (found, now))
-            stale = found == first and now - since > _STALE_S
-            if holder is None or holder.identity == self._record["identity"] or stale:
-                found = found if found == text else store.compare_set(key, found, text).decode()
-                if found == text:
-                    self.machine, self._written = machine, (number, key, text)
-                    store.set(f"state/{number}/{machine}", "{}")
-                    return
-            elif now - since > _STALE_S:
-                held.append(holder)
-        if len(held) < len(self._numbers):
-            return
+            holder = Member(**json.loads(found))
+            if holder.identity == self._record["identity"] or self._stands_still(key, found) > _STALE_S:
+                found = store.compare_set(key, found, text).decode()
+            if found == text:
+                self.machine = machine
+                return
+            holders.append(holder)
+        if time.monotonic() - self._connected < 2 * _STALE_S:
+            return  # it may be the record of a launcher that has just ended
         if len(self._numbers) > 1 or self.machine is None:
             raise LaunchError(
                 f"There are {self.machines} machines already; this one is one too many. Correct --num_machines."
             )
         raise LaunchError(
-            f"--machine_rank is {self.machine} on this machine ({socket.gethostname()}) and on {held[0].host} ({held[0].address}) too. "
-            "Give each machine a number of its own."
+            f"--machine_rank is {self.machine} on this machine ({socket.gethostname()}) and on {holders[0].host} "
+            f"({holders[0].address}) too. Give each machine a number of its own."
         )
 
-    def _wait(self, store: Store, keys: list[str], deadline: float) -> None:
-        """Report which machines have not come; an error after the deadline."""
+    def _stands_still(self, key: str, text: str) -> float:
+        """Return for how long a record has not changed, in seconds."""
         now = time.monotonic()
-        if now <= min(deadline, self._next_report):
-            return
-        missing = [
-            str(machine)
-            for machine, key in enumerate(keys)
-            if not store.check([key]) or store.get(key).decode() == _WITHDRAWN
-        ]
-        line = f"machine {', '.join(missing)} of {self.machines} (numbered from 0)"
-        if now > deadline:
-            raise RunError(
-                f"{line} did not come to {self.host}, port {self.port}, within {self.join_timeout:g} s. Start the same command there, "
-                "with its own --machine_rank; --rdzv_conf join_timeout=SECONDS waits longer."
-            )
-        self.report(f"waiting for {line} to come to {self.host}, port {self.port}")
-        self._next_report = now + _REPORT_S
+        if self._seen.get(key, ("",))[0] != text:
+            self._seen[key] = text, now
+        return now - self._seen[key][1]
 
-    def _wait_for_restart(self, deadline: float) -> None:
-        if self._next_report != float("inf"):
-            self.report("the run has begun without this machine, and lets it in when it restarts")
-            self._next_report = float("inf")
-        if time.monotonic() > deadline:
-            raise RunError(
-                f"The run at {self.host}, port {self.port}, goes on without this machine, and has not restarted within "
-                f"{self.join_timeout:g} s. Is another launcher of it running here?"
-            )
+    def _waiting(self, store: Store, name: str) -> dict[int, Member]:
+        """Return the machines that wait for the round to begin."""
+        found = {}
+        for machine in range(self.machines):
+            key = f"member/{name}/{machine}"
+            text = _value(store, key)
+            if text is not None and (machine == self.machine or self._stands_still(key, text) < _FRESH_S):
+                found[machine] = Member(**json.loads(text))
+        return found
 
-    def _check_agreement(self) -> None:
-        mine = self.members[self.machine]
-        for other in self.members:
-            for flag, name in (
-                ("--num_machines", "machines"),
-                ("processes of each machine", "processes"),
-                ("--max_restarts", "restarts"),
-            ):
-                here, there = getattr(mine, name), getattr(other, name)
-                if here != there:
-                    if self.is_host:
-                        time.sleep(
-                            3 * _LOOK_S
-                        )  # the store ends with this launcher; the others must read the records first
+    def _check_agreement(self, here: dict[int, Member]) -> None:
+        mine = here.get(self.machine)
+        for other in here.values() if mine is not None else ():
+            for name, option in _CHECKS.items():
+                if getattr(mine, name) != getattr(other, name):
+                    if self.is_host:  # the store ends with this launcher; the others must read the records first
+                        time.sleep(3 * _LOOK_S)
                     raise LaunchError(
-                        f"The machines do not agree on {flag}: {here} on {mine}, {there} on {other}. Give all of them the same "
-                        f"--num_machines, --num_processes and --max_restarts ({name} differ)."
+                        f"The machines do not agree on {option}: {getattr(mine, name)} on {mine}, {getattr(other, name)} on {other}. Give "
+                        "all of them the same --num_machines, --num_processes and --max_restarts."
                     )
 
-    def _open_store(self, deadline: float) -> int:
-        """Return the port of the store that the processes of this round use.
+    def _begin(self, store: Store, name: str, here: dict[int, Member]) -> None:
+        """Begin a round: let the machines know who takes part, and at which port the processes meet."""
+        # Torch leaves the addresses of the last round in a store, so each round but the first one has a store of its own.
+        first = name.endswith("/0")
+        self._round_server = self._server if first else elastic.serve(self.host, 0, _ANSWER_S)
+        for machine in here:
+            store.set(f"state/{name}/{machine}", "{}")
+        members = [vars(here[machine]) for machine in sorted(here)]
+        store.set(f"begun/{name}", json.dumps({"members": members, "port": self._round_server.port}))
 
-        Torch leaves the addresses of the last round in a store, so each round but the first one has a store of its own.
-        """
-        key = f"port/{self.round}"
-        if self.is_host:
-            self._round_server = _server(self.host, 0) if self.round else self._server
-            self._client.set(key, str(self._round_server.port))
-        while not self._client.check([key]):  # a request that waits would leave signals unanswered
-            if time.monotonic() > deadline:
-                raise RunError(f"Machine 0 at {self.host}, port {self.port}, has not opened the round in time.")
-            time.sleep(_LOOK_S)
-        return int(self._client.get(key))
-
-    def _withdraw(self) -> None:
-        """Free the number of this machine, so that the round does not begin without it."""
-        if self._written is None or self.is_host or self._client is None:
-            return
-        _, key, text = self._written
-        with contextlib.suppress(RuntimeError):
-            self._client.set_timeout(timedelta(seconds=_WITHDRAW_S))
-            self._client.compare_set(key, text, _WITHDRAWN)
+    def _wait(self, waiting: str, in_vain: str, deadline: float) -> None:
+        """Report what this machine waits for; an error after the deadline."""
+        now = time.monotonic()
+        if now > deadline:
+            raise RunError(in_vain)
+        if now > self._next_report:
+            self.report(waiting)
+            self._next_report = now + _REPORT_S
 
     # -- while the processes run -------------------------------------------------------------------------------------
 
     def num_nodes_waiting(self) -> int:
         """Return 1 when another machine has opened the next round: torch restarts the processes then."""
-        return int(self.heartbeat is not None and self.heartbeat.round > self.round)
+        return int(self.heartbeat is not None and self.heartbeat.current != self.name)
 
     def leave(self, saving: float = 0.0) -> None:
-        """End the rendezvous for this launcher. The store ends with machine 0's, so that one waits until the others have the news.
+        """End the rendezvous for this launcher. The store ends with machine 0's, so that one waits until the others have left.
 
         Args:
             saving: how long machine 0 waits for machines whose processes save their run, in seconds.
@@ -323,16 +310,12 @@ class MachineRendezvous(StaticTCPRendezvous):
         beat = self.heartbeat
         if beat is None:
             return
-        if not beat.has_reported:
-            beat.report_end("has left the run")
+        beat.publish_end("has left the run")
         beat.publish(left=True)
-        others = set(range(self.machines)) - {self.machine}
         started = time.monotonic()
-        while self.is_host and not others <= beat.machines_that("left"):
-            saves = saving and not beat.notice and beat.failure is not None and is_preempted(beat.failure)
-            if not saves and others <= beat.machines_that("heard") | beat.machines_that("left"):
-                break
-            if time.monotonic() - started > (saving if saves else 3 * heartbeat.BEAT_S):
+        while self.is_host and len(beat.said("left").keys() | {self.machine}) < self.machines:
+            saves = saving and not beat.said("lost") and is_preempted(beat.failure())
+            if time.monotonic() - started > (saving if saves else 3 * _BEAT_S):
                 break
             time.sleep(_LOOK_S)
         self._stop_heartbeat()
@@ -343,15 +326,126 @@ class MachineRendezvous(StaticTCPRendezvous):
             self.heartbeat = None
 
 
-def _server(host: str, port: int) -> TCPStore:
-    limit = timedelta(seconds=_ANSWER_S)
-    return TCPStore(host, port, None, True, limit, wait_for_workers=False, **elastic.without_libuv())
+def _value(store: Store, key: str) -> str | None:
+    return store.get(key).decode() if store.check([key]) else None
+
+
+def _line_of(error: BaseException) -> str:
+    """Return an error of the store in one line; torch may add where in its code it happened."""
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+# -- the heartbeat -----------------------------------------------------------------------------------------------------
+
+
+class Heartbeat(threading.Thread):
+    """Publishes the state of this machine in a round once a second, and reads those of the others.
+
+    It has a connection of its own. A request to a store behind a cut link does not return, so no other thread waits for this one.
+
+    A state is a count that goes up, and words: a machine is `done` or has `left`, its processes have `failed`, a machine is `lost`.
+    The last two are lines for the user.
+
+    Attributes:
+        own: this machine.
+        current: the name of the round that is open.
+    """
+
+    def __init__(self, rendezvous: MachineRendezvous) -> None:
+        super().__init__(name="accelerate-heartbeat", daemon=True)
+        self._members, self.own = rendezvous.members, rendezvous.members[rendezvous.machine]
+        self._host, self._port, self._timeout = rendezvous.host, rendezvous.port, rendezvous.heartbeat_timeout
+        self._round = self.current = rendezvous.name
+        self._wake, self._stopped = threading.Event(), False
+        self._answered, self._broken = time.monotonic(), ""
+        self._state: dict[str, Any] = {}
+        # Those of all machines, and since when each stands still.
+        self._states: list[dict[str, Any]] = [{} for _ in self._members]
+        self._changed = [self._answered] * len(self._members)
+
+    def publish(self, **words: Any) -> None:
+        """Let the other machines know what is new; what is said already stays."""
+        self._state = {**words, **self._state}
+        self._wake.set()
+
+    def publish_end(self, how: str) -> None:
+        """Let the other machines know that this launcher leaves a run, so that they need not wait until it is missed."""
+        if not self._state.keys() & {"done", "failed"}:
+            self.publish(lost=f"{self.own} {how}.")
+
+    def said(self, word: str) -> dict[int, Any]:
+        """Return what machines have published under a word, by machine."""
+        return {machine: state[word] for machine, state in enumerate(self._states) if word in state}
+
+    def failure(self) -> str | None:
+        """Return which processes of which machine failed first, as a line; None if none did."""
+        return next(iter(self.said("failed").values()), None)
+
+    def all_done(self) -> bool:
+        """Whether the processes of all machines are done."""
+        return len(self.said("done")) == len(self._members)
+
+    def lost(self) -> MachineLost | None:
+        """Return the error that names a machine which does not answer; None if all do."""
+        silent = time.monotonic() - self._answered
+        if self.all_done():
+            return None
+        for line in self.said("lost").values():
+            return MachineLost(f"{line} The processes of the other machines are ended.")
+        if not self._broken and silent <= self._timeout:
+            return None
+        closed = f"has closed the connection ({self._broken})"
+        why = closed if self._broken else f"has not answered for {silent:.0f} s"
+        return MachineLost(
+            f"{self._members[0]} {why} at {self._host}, port {self._port}: it is down, or one of the two machines is cut off. The "
+            f"processes of this machine ({self.own.host}) are ended."
+        )
+
+    def stop(self) -> None:
+        """Publish what is left and end; this waits a moment at most, because the store may never answer."""
+        self._stopped = True
+        self._wake.set()
+        self.join(timeout=1.2)
+
+    def run(self) -> None:
+        """Exchange states with the store until the thread is stopped or the connection breaks."""
+        try:
+            limit = timedelta(seconds=max(self._timeout, 1.0))
+            store = TCPStore(self._host, self._port, is_master=False, timeout=limit, wait_for_workers=False)
+            last = False
+            while not last:
+                self._wake.clear()
+                last = self._stopped
+                self._exchange(store)
+                self._answered = time.monotonic()
+                if not last:
+                    self._wake.wait(min(_BEAT_S, self._timeout / 4))
+        except Exception as error:
+            self._broken = _line_of(error)
+
+    def _exchange(self, store: TCPStore) -> None:
+        beat = self._states[self.own.machine].get("beat", 0) + 1
+        keys = [f"state/{self._round}/{machine}" for machine in range(len(self._members))]
+        store.set(keys[self.own.machine], json.dumps({**self._state, "beat": beat}))
+        now = time.monotonic()
+        states = [json.loads(text) for text in store.multi_get(keys)]
+        for machine, state in enumerate(states):
+            if state.get("beat") != self._states[machine].get("beat"):
+                self._changed[machine] = now
+            silent = now - self._changed[machine]
+            if silent > self._timeout and "done" not in state and "left" not in state:
+                self.publish(
+                    lost=f"{self._members[machine]} has not answered for {silent:.0f} s: it is down, or its network is."
+                )
+        self._states = states
+        self.current = store.get("round").decode()
+
+
+# -- the agent ---------------------------------------------------------------------------------------------------------
 
 
 class MachineAgent(elastic.Agent):
     """The agent of one of several machines: it follows what happens on the others."""
-
-    _failed_since: float | None = None
 
     @property
     def _machines(self) -> MachineRendezvous:
@@ -363,7 +457,7 @@ class MachineAgent(elastic.Agent):
             return super().run(*args, **kwargs)
         except SignalException as error:
             if self._machines.heartbeat is not None:
-                self._machines.heartbeat.report_end(f"was stopped by {signal.Signals(error.sigval).name}")
+                self._machines.heartbeat.publish_end(f"was stopped by {signal.Signals(error.sigval).name}")
             raise
         finally:
             self._machines.leave(elastic.ENDING_S)
@@ -371,83 +465,65 @@ class MachineAgent(elastic.Agent):
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         super()._rendezvous(worker_group)
         # Torch counts restarts by machine, and the processes find each other by that count. Here the round is the count.
-        self._remaining_restarts = max(worker_group.spec.max_restarts - self._machines.round, 0)
-        self._failed_since = None
+        self.restarts_left = max(worker_group.spec.max_restarts - self._machines.round, 0)
 
     def _assign_worker_ranks(self, store: Any, group_rank: int, machines: int, spec: WorkerSpec) -> list[Worker]:
         # Torch lets the machines exchange through the store what their records say already. A machine that has died since would
         # keep the others there, deaf to signals.
-        size, roles = spec.local_world_size, [member.role for member in self._machines.members]
-        role_base = roles[:group_rank].count(spec.role) * size
-        return [
-            Worker(
-                local_rank=local,
-                global_rank=group_rank * size + local,
-                role_rank=role_base + local,
-                world_size=machines * size,
-                role_world_size=roles.count(spec.role) * size,
-            )
-            for local in range(size)
-        ]
+        size, total = spec.local_world_size, machines * spec.local_world_size
+        ranks = range(group_rank * size, (group_rank + 1) * size)
+        return [Worker(rank % size, rank, role_rank=rank, world_size=total, role_world_size=total) for rank in ranks]
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        elsewhere, lost = self._machines.heartbeat.failure, self._machines.heartbeat.lost()
-        if elsewhere is not None and is_preempted(elsewhere):
-            self._remaining_restarts = 0
+        beat = self._machines.heartbeat
+        elsewhere, lost = beat.failure(), beat.lost()
+        if is_preempted(elsewhere):
+            self.restarts_left = 0
         # A machine that has failed, or saved its run, leaves; that is no news.
-        if lost is not None and (elsewhere is None or self._remaining_restarts):
+        if lost is not None and (elsewhere is None or self.restarts_left):
             return self._give_up(worker_group, lost)
         result = super()._monitor_workers(worker_group)
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
-            return self._failed_here(result, elsewhere)
-        if result.state == WorkerState.HEALTHY and elsewhere is not None and not self._remaining_restarts:
-            self._failed_since = self._failed_since or time.monotonic()
-            patience = elastic.ENDING_S if is_preempted(elsewhere) else _FOLLOWING_S
-            if time.monotonic() - self._failed_since > patience:
+            return self._failed_here(result)
+        if result.state == WorkerState.HEALTHY and elsewhere is not None and not self.restarts_left:
+            if not self._lasts("elsewhere", elastic.ENDING_S if is_preempted(elsewhere) else _FOLLOWING_S):
                 self._stop_workers(worker_group)
                 raise FailedElsewhere(elsewhere)
         return result
 
     def _give_up(self, worker_group: WorkerGroup, lost: MachineLost) -> RunResult:
         """End the processes of this machine because another machine is lost; start a new round if there may be one."""
-        may_restart = self._remaining_restarts and not self._forwarded
-        if may_restart:
-            self._machines.report(str(lost))
         self._stop_workers(worker_group)
-        if not may_restart:
-            for number in self._forwarded:
-                raise elastic.stopped_by(number)
+        for number in self._forwarded:
+            raise elastic.stopped_by(number)
+        if not self.restarts_left:
             raise lost
-        self._machines.report(
-            f"waiting up to {self._machines.join_timeout:g} s for all {self._machines.machines} machines to be back; start the same "
-            "command on the one that is lost"
+        machines = self._machines
+        machines.report(
+            f"{lost} Waiting up to {machines.join_timeout:g} s for all {machines.machines} machines to be back; start the same command "
+            "on the one that is lost."
         )
         return RunResult(state=WorkerState.FAILED)
 
-    def _failed_here(self, result: RunResult, elsewhere: str | None) -> RunResult:
+    def _failed_here(self, result: RunResult) -> RunResult:
         first, beat = endings_of(result.failures)[0], self._machines.heartbeat
-        if first.follows and not self._remaining_restarts:
+        if first.follows and not self.restarts_left:
             # All of them have lost a peer. The machine of that peer is about to report it.
             deadline = time.monotonic() + _FOLLOWING_S
-            while beat.failure is None and beat.lost() is None and time.monotonic() < deadline:
+            while beat.failure() is None and beat.lost() is None and time.monotonic() < deadline:
                 time.sleep(_LOOK_S)
-            elsewhere = beat.failure
-            if elsewhere is not None:
-                raise FailedElsewhere(elsewhere)
-        if elsewhere is None:
-            beat.report_failure(f"rank {first.rank} ended with exit status {first.status}")
-        elif not self._remaining_restarts and not is_preempted(elsewhere):
-            self._machines.report(f"{elsewhere}, too; its messages are there")
+            if beat.failure() is not None:
+                raise FailedElsewhere(beat.failure())
+        beat.publish(failed=f"{beat.own}: rank {first.rank} ended with exit status {first.status}")
         return result
 
     def _exit_barrier(self) -> None:
         """Wait for the other machines, as long as they answer: machine 0 holds the store that all processes use."""
         beat = self._machines.heartbeat
-        beat.report_done()
+        beat.publish(done=True)
         while not beat.all_done():
-            lost = beat.lost()
-            if beat.failure is not None:
-                raise FailedElsewhere(beat.failure)
-            if lost is not None:
+            if beat.failure() is not None:
+                raise FailedElsewhere(beat.failure())
+            if (lost := beat.lost()) is not None:
                 raise lost
             time.sleep(_LOOK_S)

@@ -29,8 +29,7 @@ import torch
 
 from accelerate.config.exit_status import PREEMPTED
 from accelerate.config.options import BY_NAME
-from accelerate.launch.errors import LaunchError, RunError
-from accelerate.launch.failures import Reporter, WorkerFailure, endings_of
+from accelerate.launch.errors import LaunchError, Reporter, RunError, WorkerFailure, endings_of
 from accelerate.launch.plan import Rendezvous
 
 FORK, SPAWN = "fork", "spawn"
@@ -443,7 +442,7 @@ def _configured(
     request: Request, num_processes: int, directory: str, method: str
 ) -> tuple[Any, type, Mapping[str, str]]:
     """Return torch's configuration, the class of its agent, and further variables of the processes."""
-    from accelerate.launch import elastic, network, notebook_worker
+    from accelerate.launch import elastic, hardware, notebook_worker
     from accelerate.launch.machine_rendezvous import MachineRendezvous
 
     settings = dict(request.rdzv_conf or {})
@@ -460,7 +459,7 @@ def _configured(
         return config, notebook_worker.FunctionAgent, {}
     host, _, port = request.endpoint.rpartition(":")
     host = host.strip("[]")
-    address = network.local_address(host, int(port))
+    address = hardware.local_address(host, int(port))
     rendezvous = MachineRendezvous(
         host,
         int(port),
@@ -474,7 +473,7 @@ def _configured(
         restarts=request.max_restarts,
     )
     config = elastic.make_config(num_processes, rendezvous, directory, **rest)
-    return config, notebook_worker.MachineFunctionAgent, network.gloo_variables(address)
+    return config, notebook_worker.MachineFunctionAgent, hardware.gloo_variables(address)
 
 
 def descriptors_are_shown() -> bool:

@@ -26,7 +26,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from accelerate.config.exit_status import PREEMPTED
 from accelerate.launch import elastic, machine_rendezvous
-from accelerate.launch.failures import Seen
+from accelerate.launch.errors import Seen
 from accelerate.launch.notebook import Request, name_of
 from accelerate.runtime import failure
 
@@ -351,42 +351,27 @@ class FunctionAgent(elastic.Agent):
                 process.kill()
                 process.join()
             raise
-        # Torch keeps a process that is done until all are, with its connections: a rank that waits for it in a collective would
-        # wait on. What it returns, None, is in a pipe and outlives it.
-        self._pcontext._worker_finished_event.set()
+        # A rank that waits in a collective for one that is done would wait on. What that returns, None, outlives it in a pipe.
+        self.let_finished_functions_end()
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
-        statuses, vanished = self._statuses(), []
+        statuses, vanished = self.statuses, []
         if result.state == WorkerState.HEALTHY:
             # Processes that ended well before their function did (`os._exit(0)`): torch would wait for them for ever.
-            vanished = [local for local, status in statuses.items() if status == 0 and not self._has_returned(local)]
+            vanished = [local for local, status in statuses.items() if status == 0 and not self.has_returned(local)]
         if not vanished and not result.failures:
             return result
         failures = {}
         by_itself = {*vanished, *(one.local_rank for one in result.failures.values())}
-        for local, process in self._started().items():
+        for local, process in self.processes.items():
             if statuses[local] or local in vanished:
-                one = ProcessFailure(local, process.pid, statuses[local], self._pcontext.error_files[local])
+                one = ProcessFailure(local, process.pid, statuses[local], self.error_files[local])
                 # Torch has stopped those that were alive at the agent's last look.
                 one.seen = self._seen.get(local, Seen(time.time(), stopped=local not in by_itself))
                 failures[worker_group.workers[local].global_rank] = one
         return RunResult(state=WorkerState.FAILED, failures=failures)
-
-    def _has_returned(self, local: int) -> bool:
-        return local in self._pcontext._return_values or not self._pcontext._ret_vals[local].empty()
-
-    def _started(self) -> dict[int, Any]:
-        context = getattr(self._pcontext, "_pc", None)
-        return {} if context is None else dict(enumerate(context.processes))
-
-    def _statuses(self) -> dict[int, int | None]:
-        return {local: process.exitcode for local, process in self._started().items()}
-
-    def _kill(self) -> None:
-        for process in self._started().values():
-            process.kill()
 
 
 class MachineFunctionAgent(machine_rendezvous.MachineAgent, FunctionAgent):

@@ -7,13 +7,12 @@ import sys
 import time
 
 import pytest
-from torch.distributed.elastic.multiprocessing import SignalException, Std
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig
 
 from accelerate.config.exit_status import PREEMPTED
 from accelerate.launch import elastic
-from accelerate.launch.failures import endings_of
+from accelerate.launch.errors import LaunchError, endings_of
 from accelerate.launch.plan import Rendezvous
 from accelerate.runtime import failure
 
@@ -70,39 +69,52 @@ def run(tmp_path, monkeypatch):
     signal.signal(signal.SIGINT, former)
 
 
-# -- settings ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("backend", ["static", "c10d"])
-def test_config(tmp_path, backend):
-    config = elastic.make_config(2, Rendezvous(backend, settings={"timeout": "5"}), str(tmp_path), max_restarts=1)
-    assert (config.nproc_per_node, config.rdzv_backend, config.max_restarts) == (2, backend, 1)
-    assert config.rdzv_configs["timeout"] == "5" and config.rdzv_endpoint == "127.0.0.1:0"
-
-
-def test_streams_by_rank(tmp_path):
-    config = elastic.make_config(2, Rendezvous(), str(tmp_path), tee={0: 0, 10: 2})
-    assert config.logs_specs._tee == {0: Std.NONE, 10: Std.ERR}
-
-
-def test_torch_keeps_its_hands_off_our_signals(monkeypatch):
-    assert elastic.own_signals() == {"signals_to_handle": "SIGQUIT"}
-    monkeypatch.delattr(signal, "SIGQUIT")
-    assert elastic.own_signals() == {"signals_to_handle": "SIGBREAK"}
-    monkeypatch.delitem(LaunchConfig.__dataclass_fields__, "signals_to_handle")  # older versions of torch
-    assert elastic.own_signals() == {}
+# -- options ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("platform", "variable", "without"),
-    [("linux", None, False), ("win32", None, True), ("win32", "1", False), ("linux", "0", True)],
+    ("options", "expected"),
+    [
+        ("", {0: 0, 1: 0}),
+        ("--tee 3", {0: 3, 1: 3}),
+        ("--tee 0:1,1:3", {0: 1, 1: 3}),
+        ("--tee 1:2", {1: 2}),
+        ("--log_dir out", {0: 3, 1: 3}),
+        ("--log_dir out --tee 0", {0: 0, 1: 0}),
+    ],
 )
-def test_torch_for_windows_has_no_libuv(monkeypatch, platform, variable, without):
-    monkeypatch.setattr(sys, "platform", platform)
-    monkeypatch.delenv("USE_LIBUV", raising=False)
-    if variable is not None:
-        monkeypatch.setenv("USE_LIBUV", variable)
-    assert elastic.without_libuv() == ({"use_libuv": False} if without else {})
+def test_streams(plan, options, expected):
+    assert elastic.streams(plan(f"--cpu --num_processes 2 {options}")) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "fragment"),
+    [
+        ("--max_restarts -1", "--max_restarts is -1 (command line)"),
+        ("--monitor_interval 0", "--monitor_interval is 0.0"),
+        ("--monitor_interval nan", "--monitor_interval is nan"),
+        ("--monitor_interval inf", "--monitor_interval is inf"),
+        ("--tee 9", "--tee is '9'. Write 0"),
+        ("--tee 0:1,", "--tee is '0:1,'. Write 0"),
+        ("--tee 2:1", "there is no local rank 2: they go from 0 to 1"),
+    ],
+)
+def test_bad_values_name_the_option(plan, options, fragment):
+    with pytest.raises(LaunchError) as caught:
+        elastic.streams(plan(f"--cpu --num_processes 2 {options}"))
+    assert fragment in str(caught.value)
+
+
+def test_directories(tmp_path):
+    given = str(tmp_path / "a" / "b")
+    with elastic.directory(given) as directory:
+        assert directory == given and os.listdir(given) == []
+    with elastic.directory(None) as directory:
+        assert os.path.isdir(directory)
+    assert os.path.isdir(given) and not os.path.exists(directory)
+    (tmp_path / "file").touch()
+    with pytest.raises(LaunchError, match="--log_dir is .*file"), elastic.directory(str(tmp_path / "file")):
+        pass
 
 
 @pytest.mark.parametrize("libuv", ["0", "1"])
@@ -210,7 +222,6 @@ def test_a_signal_ends_the_run_and_the_handlers_come_back(run, number, when):
     reporter, error = run(program, during)
     assert error.sigval == number and time.monotonic() - started < 25
     assert bool(reporter.of("stopping")) is (number in elastic.STOPPING)
-    assert bool(reporter.of("interrupted")) is (number == signal.SIGINT)
     assert {number: signal.getsignal(number) for number in former} == former
 
 

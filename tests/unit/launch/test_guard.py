@@ -50,13 +50,12 @@ def test_what_a_process_has_started_goes_with_it(group):
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
 
 
-def test_a_dismissed_guard_ends_nobody(group):
+def test_a_dismissed_guard_ends_no_process(group):
     process, watching = group(SLEEP), guard.Guard(0.1)
     watching.watch([process.pid])
-    inner = watching._process
     watching.close()
     watching.close()  # twice does no harm
-    assert inner.returncode == 0 and process.poll() is None
+    assert process.poll() is None
 
 
 def test_a_guard_ends_those_named_last(group):
@@ -70,13 +69,6 @@ def test_a_guard_ends_those_named_last(group):
     assert watching._process.wait(30) == 0 and before.poll() is None
 
 
-def test_a_killed_guard_is_no_reason_to_fail(group):
-    watching = guard.Guard()
-    watching._process.kill(), watching._process.wait()
-    watching.watch([1])
-    watching.close()
-
-
 def test_it_holds_no_output_of_the_launcher_open():
     program = (
         "from accelerate.launch.guard import Guard; import os, signal; g = Guard(); "
@@ -86,11 +78,3 @@ def test_it_holds_no_output_of_the_launcher_open():
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     os.kill(int(done.stdout), signal.SIGKILL)
     assert done.returncode == 0
-
-
-def test_without_process_groups_there_is_no_guard(monkeypatch):
-    monkeypatch.delattr(os, "killpg")
-    watching = guard.Guard()
-    watching.watch([1])
-    watching.close()
-    assert watching._process is None

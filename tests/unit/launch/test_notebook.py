@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from accelerate.config.exit_status import PREEMPTED
-from accelerate.launch import elastic, failures, notebook
+from accelerate.launch import elastic, errors, notebook
 from accelerate.launch.errors import LaunchError, RunError
 from accelerate.launch.machine_rendezvous import FailedElsewhere
 from accelerate.launch.notebook import MeetingError, Request, WorkerError, check
@@ -261,12 +261,13 @@ def raising(error):
 def test_what_the_user_asks_for_arrives(start):
     config = start(lambda config: None, max_restarts=3, monitor_interval=0.5)
     assert (config.min_nodes, config.nproc_per_node, config.max_restarts, config.monitor_interval) == (1, 2, 3, 0.5)
-    assert (config.start_method, config.rdzv_endpoint, start.environment["A"]) == ("fork", "127.0.0.1:0", "1")
+    assert (config.start_method, config.rdzv_configs["handler"].port, start.environment["A"]) == ("fork", 0, "1")
     assert config.run_id.startswith("accelerate-") and config.log_line_prefix_template is None
     c10d = {"rdzv_backend": "c10d", "use_port": 29501, "rdzv_id": "mine", "rdzv_conf": {"timeout": 7}}
     config = start(lambda config: None, log_line_prefix_template="[${rank}] ", **c10d)
-    assert (config.rdzv_backend, config.rdzv_endpoint, config.run_id) == ("c10d", "127.0.0.1:29501", "mine")
-    assert (config.rdzv_configs["timeout"], config.log_line_prefix_template) == (7, "[${rank}] ")
+    handler = config.rdzv_configs["handler"]
+    assert (handler.port, handler.settings["timeout"], config.run_id) == (29501, 7, "mine")
+    assert config.log_line_prefix_template == "[${rank}] "
 
 
 @pytest.mark.parametrize(
@@ -328,14 +329,12 @@ def failed(exitcode):
     [
         (3, "The process 7 failed with exit status 3, and left no traceback"),
         (0, "The process 7 ended with exit status 0, before its function was done"),
-        (-9, "killed by SIGKILL, and left no traceback.\n\nrank 0 was killed by SIGKILL: memory ran out."),
-        (-11, "rank 0 was killed by SIGSEGV: that is a fault in machine code"),
-        (-7, "rank 0 was killed by SIGBUS: a full /dev/shm"),
+        (-9, "killed by SIGKILL, and left no traceback.\n\nrank 0 was killed by SIGKILL: the launcher did not"),
+        (-11, "was killed by SIGSEGV"),
         (-63, "killed by signal 63"),
     ],
 )
-def test_processes_without_a_traceback(start, monkeypatch, exitcode, words):
-    monkeypatch.setattr(failures, "killer", lambda before: "memory ran out")
+def test_processes_without_a_traceback(start, exitcode, words):
     with pytest.raises(WorkerError, match="^Rank 0 failed in work:\n\nThe process 7 ") as caught:
         start(raising(failed(exitcode)), num_nodes=2)
     assert words in str(caught.value) and "Processes of other machines are reported there" in str(caught.value)
@@ -349,7 +348,7 @@ def test_a_failure_and_those_that_follow(start, tmp_path):
             record = {"summary": text, "traceback": f"Traceback\n{text}\n", "time": time, "where": "a.py:1 in f"}
             (tmp_path / str(rank)).write_text(json.dumps({"message": "x", failure.OURS: record}))
         one = ProcessFailure(rank, 7, code, path)
-        one.seen = failures.Seen(time, stopped=code == -15)
+        one.seen = errors.Seen(time, stopped=code == -15)
         return one
 
     poisoned = "RuntimeError: Cannot re-initialize CUDA in forked subprocess."

@@ -26,15 +26,6 @@ def test_every_value_has_its_source(lines, place, monkeypatch):
     assert row(told, "num_cpu_threads_per_process") == ["4", "8 cores"]
 
 
-def test_each_process_has_its_command_and_its_variables(lines):
-    told = lines("--cpu --num_processes 2", {})
-    ranks = [index for index, line in enumerate(told) if line.startswith("rank ")]
-    assert [told[index].partition(" ")[2][:2] for index in ranks] == ["0:", "1:"]
-    assert all(told[index].endswith("-u train.py") for index in ranks)
-    assert told[ranks[1] + 1 : ranks[1] + 3] == ["  LOCAL_RANK=1", "  RANK=1"]
-    assert "  WORLD_SIZE=2" in told[: ranks[0]]
-
-
 @pytest.mark.parametrize(
     ("words", "variables", "first", "label"),
     [
@@ -85,14 +76,3 @@ def test_secrets_within_settings_are_hidden_and_switches_with_such_names_are_not
     assert row(told, "megatron_lm_calculate_per_token_loss") == ["true", "command line"]
     assert "  MEGATRON_LM_CALCULATE_PER_TOKEN_LOSS=true" in told
     assert any("Megatron-LM" in line and "not available" in line for line in told if line.startswith("note: "))
-
-
-def test_a_job_is_a_call_that_inherits_nothing(lines, place):
-    (place / "c.yaml").write_text(
-        "compute_environment: AMAZON_SAGEMAKER\ndistributed_type: 'NO'\nec2_instance_type: ml.p3.2xlarge\niam_role_name: x\n"
-    )
-    told = lines("--config_file c.yaml", {"HOME": "/root"})
-    assert told[0] == "The processes would be started by a job of Amazon SageMaker."
-    job = next(line for line in told if line.startswith("SageMaker job: "))
-    assert "HuggingFace(" in job and "entry_point='train.py'" in job and job.endswith(")")
-    assert not any("without HOME" in line for line in told)

@@ -3,7 +3,7 @@
 A runner is a module of this folder with two functions:
 
 - `processes(plan, environment)` returns what would be started, and starts nothing: `--dry-run` prints it.
-- `run(plan, environment, replace)` starts it and waits for its end. A failure is raised; `failures.failure_of` turns it into an
+- `run(plan, environment, replace)` starts it and waits for its end. A failure is raised; `errors.failure_of` turns it into an
   exit status and a line. `replace` becomes the process that is started, where that is possible.
 
 `environment` is what `accelerate.launch.plan.worker_environment` made of the plan: all variables, those of the launcher included.
@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType
 
-from accelerate.launch.failures import PREFIX, failure_of, to_stderr
+from accelerate.launch.errors import PREFIX, failure_of, to_stderr
 from accelerate.launch.plan import LaunchPlan, worker_environment
 
 __all__ = ["PREFIX", "RUNNERS", "Process", "failure_of", "of", "processes", "run", "tell"]

@@ -7,8 +7,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from accelerate.launch import logs
-from accelerate.launch.failures import Reporter
+from accelerate.launch.errors import Reporter
 from accelerate.launch.plan import LaunchPlan
 from accelerate.launch.runners import Process, program
 
@@ -18,7 +17,6 @@ def processes(plan: LaunchPlan, environment: Mapping[str, str]) -> list[Process]
     if plan.runner == "single":
         label = f"rank {plan.extra['RANK']}" if plan.num_processes > 1 and "RANK" in plan.extra else "the process"
         return [Process(label, tuple(plan.command), environment)]
-    logs.check(plan)
     count, meet, started = plan.local_processes, plan.rendezvous, []
     shared = {
         "MASTER_ADDR": meet.host,
@@ -45,7 +43,6 @@ def run(plan: LaunchPlan, environment: Mapping[str, str], replace: bool = False)
     if plan.runner == "single":
         program.start(plan.command, environment, replace)
         return
-    logs.check(plan)
     with in_one_go():
         from accelerate.launch import elastic
     supervise(plan, plan.rendezvous, environment, elastic.Agent)
@@ -63,9 +60,9 @@ def supervise(plan: LaunchPlan, rendezvous: Any, environment: Mapping[str, str],
     from accelerate.launch import elastic
 
     script, *arguments = plan.command
-    tee = logs.streams(plan)
+    tee = elastic.streams(plan)
     options = {name: plan[name] for name in ("role", "max_restarts", "monitor_interval")}
-    with logs.directory(plan["log_dir"]) as directory, logs.lines_at_once(tee):
+    with elastic.directory(plan["log_dir"]) as directory:
         config = elastic.make_config(plan.local_processes, rendezvous, directory, tee=tee, **options)
         reporter = Reporter(quiet=bool(plan["quiet"]), keeps_logs=plan["log_dir"] is not None)
         elastic.start(config, script, tuple(arguments), environment, bool(plan["debug"]), agent, reporter)

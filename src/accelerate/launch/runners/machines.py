@@ -4,7 +4,7 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping
 
-from accelerate.launch import logs, network, runners
+from accelerate.launch import hardware, runners
 from accelerate.launch.errors import RunError
 from accelerate.launch.plan import LaunchPlan
 from accelerate.launch.runners import Process, local
@@ -19,8 +19,8 @@ def processes(plan: LaunchPlan, environment: Mapping[str, str]) -> list[Process]
     """
     meet = {"MASTER_ADDR": plan.rendezvous.host, "MASTER_PORT": str(plan.rendezvous.port)}
     with contextlib.suppress(RunError):  # the address may not be known here yet; the run says so
-        address = network.local_address(plan.rendezvous.host, plan.rendezvous.port)
-        environment = {**network.gloo_variables(address), **environment}
+        address = hardware.local_address(plan.rendezvous.host, plan.rendezvous.port)
+        environment = {**hardware.gloo_variables(address), **environment}
     if plan.machines.rank is not None:
         return local.processes(plan, {**environment, **meet})
     # The ranks are not known before the machines have met.
@@ -42,7 +42,6 @@ def run(plan: LaunchPlan, environment: Mapping[str, str], replace: bool = False)
         torch.distributed.elastic.multiprocessing.errors.ChildFailedError: a process failed.
         torch.distributed.elastic.multiprocessing.api.SignalException: a signal stopped them.
     """
-    logs.check(plan)
     with local.in_one_go(), _terse_torch():
         from accelerate.launch.machine_rendezvous import MachineAgent, MachineRendezvous
 
@@ -57,9 +56,8 @@ def run(plan: LaunchPlan, environment: Mapping[str, str], replace: bool = False)
         heartbeat_timeout=float(settings.get("heartbeat_timeout", 30)),
         report=lambda line: runners.tell(plan, line),
         restarts=plan["max_restarts"],
-        role=str(plan["role"]),
     )
-    variables = {**network.gloo_variables(network.local_address(meet.host, meet.port)), **environment}
+    variables = {**hardware.gloo_variables(hardware.local_address(meet.host, meet.port)), **environment}
     local.supervise(plan, rendezvous, variables, MachineAgent)
 
 

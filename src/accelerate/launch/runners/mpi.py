@@ -13,7 +13,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from accelerate.launch import hardware, network
+from accelerate.launch import hardware
 from accelerate.launch.errors import LaunchError
 from accelerate.launch.plan import LaunchPlan, Source
 from accelerate.launch.runners import Process, program
@@ -177,7 +177,7 @@ def _variables(plan: LaunchPlan, environment: Mapping[str, str], shares: Sequenc
         # The plan does not know the machines; they share the cores of one, taken to be like this one.
         variables["OMP_NUM_THREADS"] = str(max(1, hardware.usable_cores() // max(count for _, count in shares)))
     first = shares[0][0].address
-    here = first in ("localhost", socket.gethostname()) or network.is_this_machine(first)
+    here = first in ("localhost", socket.gethostname()) or hardware.is_this_machine(first)
     address, port = plan["main_process_ip"] or first, plan["main_process_port"] or DEFAULT_PORT
     if here and not plan["main_process_ip"]:
         # Its name for itself means nothing to the others.

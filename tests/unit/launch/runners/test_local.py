@@ -36,13 +36,12 @@ def test_options_reach_the_launcher(plan, started):
     )
     (args, options), _ = started
     assert args[0] == 2 and args[2] == "out"
-    assert options == {"tee": {0: 0, 1: 2}, "role": "x", "max_restarts": 2, "monitor_interval": 0.5}
+    assert options == {"tee": {1: 2}, "role": "x", "max_restarts": 2, "monitor_interval": 0.5}
 
 
 def test_nothing_starts_with_options_that_cannot_be_used(plan, started):
-    for run in (runners.run, runners.processes):
-        with pytest.raises(LaunchError, match="--tee"):
-            run(plan("--cpu --num_processes 2 --tee x"))
+    with pytest.raises(LaunchError, match="--tee"):
+        runners.run(plan("--cpu --num_processes 2 --tee x"))
     assert started == []
 
 

@@ -1,0 +1,74 @@
+"""What the agents read of torch's elastic launcher that torch keeps private: the only file that names it. Imports torch.
+
+The methods that an agent overrides (`_start_workers`, `_monitor_workers`, ...) are documented for that purpose, and are not here.
+
+Tried on: torch 2.13.0.
+
+Source: https://docs.pytorch.org/docs/stable/elastic/agent.html
+"""
+
+import os
+import subprocess
+from collections.abc import Mapping
+from typing import Any
+
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+
+
+class OpenAgent(LocalElasticAgent):
+    """Torch's agent, with names for the state of the processes that it has started."""
+
+    @property
+    def restarts_left(self) -> int:
+        """How often torch may still start all processes again."""
+        return self._remaining_restarts
+
+    @restarts_left.setter
+    def restarts_left(self, count: int) -> None:
+        self._remaining_restarts = count
+
+    @property
+    def shutdown_timeout(self) -> float:
+        """How long processes have to end before torch kills them, in seconds."""
+        return self._shutdown_timeout
+
+    @property
+    def processes(self) -> dict[int, Any]:
+        """By local rank, the `subprocess.Popen` of a program or the `multiprocessing.Process` of a function."""
+        context = self._pcontext
+        if isinstance(context, SubprocessContext):
+            return {local: handler.proc for local, handler in context.subprocess_handlers.items()}
+        return dict(enumerate(context._pc.processes)) if context is not None and context._pc is not None else {}
+
+    @property
+    def statuses(self) -> dict[int, int | None]:
+        """By local rank, the exit status, minus the number of a signal; None for a process that runs."""
+        return {
+            local: process.poll() if isinstance(process, subprocess.Popen) else process.exitcode
+            for local, process in self.processes.items()
+        }
+
+    @property
+    def error_files(self) -> Mapping[int, str]:
+        """By local rank, where a process leaves its error."""
+        return self._pcontext.error_files if self._pcontext is not None else {}
+
+    @property
+    def stderr_files(self) -> Mapping[int, str]:
+        """By local rank, the file of standard error; empty for none."""
+        return self._pcontext.stderrs
+
+    @property
+    def log_folder(self) -> str | None:
+        """The folder that holds the files of output of this attempt; None if there are no files."""
+        paths = [path for path in (*self._pcontext.stdouts.values(), *self._pcontext.stderrs.values()) if path]
+        return os.path.dirname(os.path.dirname(paths[0])) if paths else None
+
+    def let_finished_functions_end(self) -> None:
+        """Let a process end when its function returns; torch keeps it until all functions have returned."""
+        self._pcontext._worker_finished_event.set()
+
+    def has_returned(self, local: int) -> bool:
+        """Return whether the function of a process has returned."""
+        return local in self._pcontext._return_values or not self._pcontext._ret_vals[local].empty()
