@@ -88,8 +88,7 @@ def launch_command_parser(subparsers: Any = None) -> CustomArgumentParser:
     )
     add_options(parser)
     parser.add_argument("training_script", help="The script to start.")
-    rest = parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help="Its arguments.")
-    rest.required = False  # whatever argparse says, where it lists what is missing
+    parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help="Its arguments.")
     return parser
 
 

@@ -181,7 +181,7 @@ def _load(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[Key, list[
             if self.count > MOST_VALUES:
                 raise LaunchError(f"it holds more than {MOST_VALUES} values, or aliases that stand for so many.")
             self.depth += 1
-            if self.depth > DEEPEST:
+            if self.depth > DEEPEST and isinstance(event, yaml.CollectionStartEvent):
                 raise LaunchError(f"line {event.start_mark.line + 1}: it is nested more than {DEEPEST} levels deep.")
             node = super().compose_node(parent, index)
             self.depth -= 1

@@ -97,6 +97,7 @@ class Parser(_SpelledTwice, argparse.ArgumentParser):
             message: the error. Where argparse only misses an argument, an unknown option is named first: it is the likely
                 reason.
         """
+        message = message.replace(", training_script_args", "")  # may be empty, whatever argparse says
         long = [word for word in self._words if word.startswith("--") and word != "--"]
         strangers = [word for word in long if word.partition("=")[0] not in self._option_string_actions]
         super().error(
