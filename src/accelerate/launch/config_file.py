@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from accelerate.config.enums import SageMakerDistributedType
 from accelerate.config.options import OPTIONS, SECTIONS, SWITCH_OF_DISTRIBUTED_TYPE, Option
 from accelerate.launch.errors import LaunchError
 
@@ -347,7 +346,11 @@ class _Validator:
                 self.add(f"{'.'.join(key)} stands there {times}; keep one.", *key, fatal=False)
 
     def distributed_type(self, raw: Any) -> None:
-        known = SageMakerDistributedType.__members__ if self.sagemaker else SWITCH_OF_DISTRIBUTED_TYPE
+        known: Iterable[str] = SWITCH_OF_DISTRIBUTED_TYPE
+        if self.sagemaker:
+            from accelerate.config.enums import SageMakerDistributedType  # only for such files
+
+            known = SageMakerDistributedType.__members__
         if not isinstance(raw, str) or raw not in known:
             self.add(f"distributed_type is {_shown(raw)}; choose one of {', '.join(known)}.", "distributed_type")
         elif self.sagemaker:
