@@ -14,10 +14,11 @@ from accelerate.launch import config_file, runners
 from accelerate.launch.errors import LaunchError, RunError
 from accelerate.launch.option import add_options
 from accelerate.launch.plan import LaunchPlan, Source
-from accelerate.launch.resolve import fill, resolve
-from accelerate.utils.constants import DEEPSPEED_MULTINODE_LAUNCHERS, TORCH_DYNAMO_MODES
+from accelerate.launch.resolve import resolve
 
+DEEPSPEED_MULTINODE_LAUNCHERS = list(BY_NAME["deepspeed_multinode_launcher"].words)
 DYNAMO_BACKENDS = [word.upper() for word in DYNAMO_WORDS.split() if word != "no"]
+TORCH_DYNAMO_MODES = list(BY_NAME["dynamo_mode"].choices or ())
 
 __all__ = [
     "DEEPSPEED_MULTINODE_LAUNCHERS",
@@ -52,13 +53,13 @@ class CustomHelpFormatter(OneSpelling):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"max_help_position": 40, **kwargs})
-        given = {clean_option(word.partition("=")[0]) for word in sys.argv}
-        self._features = {name for name, feature in FEATURES.items() if feature.switch in given}
 
     def add_argument(self, action: argparse.Action) -> None:
         """Add an argument to the help, unless it belongs to another feature."""
+        given = {clean_option(word.partition("=")[0]) for word in sys.argv}
+        features = {name for name, feature in FEATURES.items() if feature.switch in given}
         option = BY_NAME.get(action.dest)
-        if not self._features or option is None or option.feature is None or option.feature in self._features:
+        if not features or option is None or option.feature is None or option.feature in features:
             super().add_argument(action)
 
     def end_section(self) -> None:
@@ -186,7 +187,10 @@ def _validate_launch_command(args: argparse.Namespace) -> tuple[argparse.Namespa
         from accelerate.commands.config.config_args import load_config_from_file  # needs YAML; most runs do not
 
         config = load_config_from_file(path)
-    return fill(args, plan), config, plan.settings["mixed_precision"].source is Source.FILE
+    for name, resolved in plan.settings.items():
+        setattr(args, name, resolved.value)
+    args.use_cpu = plan.on_cpu and bool(plan["cpu"])
+    return args, config, plan.settings["mixed_precision"].source is Source.FILE
 
 
 def simple_launcher(args: argparse.Namespace) -> None:

@@ -46,7 +46,7 @@ def _materialize(module: "nn.Module") -> None:
     import torch
 
     device = None
-    if not env.value_of("cpu"):
+    if not env.setting(None, "cpu", False):
         if hasattr(torch, "accelerator"):
             device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         elif torch.cuda.is_available():

@@ -1,21 +1,27 @@
 """Configuration files: where they are, what they hold, and what that means in terms of options.
 
 `inspect` compares a file with the option table and finds everything that is wrong; a launch (`read`), `accelerate config show`,
-`validate` and `update` all use it.
+`validate` and `update` all use it. A file may come from anywhere: PyYAML's safe loader reads it, and counts its values before it
+builds them.
 """
 
+import json
 import os
 import pathlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from accelerate.config.enums import ComputeEnvironment, SageMakerDistributedType
 from accelerate.config.options import OPTIONS, SECTIONS, SWITCH_OF_DISTRIBUTED_TYPE, Option
 from accelerate.launch.errors import LaunchError
 
 Key = tuple[str, ...]
 
+# Real files have fewer than 100 lines; these leave room for long lists of commands.
+LARGEST_FILE = 256 * 1024
+MOST_VALUES = 10_000
+DEEPEST = 20
 TOP_LEVEL = {option.file_key: option for option in OPTIONS if option.section is None and option.file_key}
 # Keys that mean something only to SageMaker: they are known here, and `SageMakerConfig` holds them.
 SAGEMAKER_KEYS = frozenset(
@@ -27,16 +33,6 @@ SAGEMAKER_KEYS = frozenset(
 # What older releases wrote, and what it is called today.
 _OLD_TYPES = {"TPU": "XLA", "MPS": "NO"}
 _OLD_PREFETCH, _PREFETCH = "fsdp_backward_prefetch_policy", "fsdp_backward_prefetch"
-# A key of today, and where an older file says the same.
-_ONCE_AT: dict[Key, Key] = {
-    ("mixed_precision",): ("fp16",),
-    ("dynamo_config", "dynamo_backend"): ("dynamo_backend",),
-    ("fsdp_config", _PREFETCH): ("fsdp_config", _OLD_PREFETCH),
-}
-# One text in the table, but a list is what one would write in YAML.
-_COMMA_LISTS = frozenset(["gpu_ids", "fsdp_transformer_layer_cls_to_wrap", "deepspeed_moe_layer_cls_names"])
-# So many faults are no typing errors; looking for what was meant would take seconds.
-_MANY = 50
 
 
 @dataclass(frozen=True)
@@ -148,15 +144,8 @@ def find_required(given: str | os.PathLike[str] | None) -> pathlib.Path:
             "with --config_file."
         )
     if path.is_dir():
-        raise FileNotFoundError(is_a_folder(path))
+        raise FileNotFoundError(f"The configuration file {path} is a folder; name the file in it.")
     return path
-
-
-def is_a_folder(path: pathlib.Path) -> str:
-    """Return the message for a folder where a file has to be."""
-    inside = path / "default_config.yaml"
-    hint = f"did you mean {inside}?" if inside.is_file() else "name the file in it."
-    return f"The configuration file {path} is a folder; {hint}"
 
 
 def load_mapping(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -168,9 +157,83 @@ def load_mapping(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         LaunchError: it is no mapping, or not readable as what it claims to be.
     """
-    from accelerate.launch import config_text  # imports YAML
+    return _load(path)[0]
 
-    return config_text.load(path).content
+
+def _load(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[Key, list[int]]]:
+    """Return the content of a file, and the lines of each key; keys of a section are `(section, key)`. JSON has no lines."""
+    import yaml  # most launches have no file
+
+    class Loader(yaml.SafeLoader):
+        """Counts values before it builds them; an alias counts as everything that it stands for."""
+
+        count = depth = 0
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            event, before = self.peek_event(), self.count
+            if isinstance(event, yaml.AliasEvent):
+                if sizes.get(event.anchor) is None and event.anchor in self.anchors:
+                    raise LaunchError(f"line {event.start_mark.line + 1}: {event.anchor} contains itself.")
+                self.count += sizes.get(event.anchor, 1)
+            else:
+                self.count += 1
+            if self.count > MOST_VALUES:
+                raise LaunchError(f"it holds more than {MOST_VALUES} values, or aliases that stand for so many.")
+            self.depth += 1
+            if self.depth > DEEPEST and isinstance(event, yaml.CollectionStartEvent):
+                raise LaunchError(f"line {event.start_mark.line + 1}: it is nested more than {DEEPEST} levels deep.")
+            node = super().compose_node(parent, index)
+            self.depth -= 1
+            sizes[event.anchor] = self.count - before
+            return node
+
+    path = pathlib.Path(path)
+    sizes: dict[str | None, int] = {}
+    lines: dict[Key, list[int]] = defaultdict(list)
+    if path.is_dir():
+        raise LaunchError(f"The configuration file {path} is a folder; name the file in it.")
+    try:
+        with open(path, "rb") as stream:
+            data = stream.read(LARGEST_FILE + 1)
+        if len(data) > LARGEST_FILE:
+            raise LaunchError(f"it has more than {LARGEST_FILE // 1024} KiB, and is hardly a configuration.")
+        if path.suffix == ".json":
+            content = json.loads(data)
+        else:
+            loader = Loader(data)
+            node = loader.get_single_node()
+            content = node and loader.construct_document(node)
+            for key, line in _keys(node, ()) if isinstance(content, dict) else ():
+                lines[key].append(line)
+    except yaml.MarkedYAMLError as error:
+        where = f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
+        said = ", ".join(text for text in (error.context, error.problem) if text)
+        raise LaunchError(f"The configuration file {path} cannot be read: {where}: {said}") from error
+    # A hostile file can make a reader fail in any way, RecursionError and OverflowError among them.
+    except Exception as error:
+        said = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())[:300]
+        raise LaunchError(f"The configuration file {path} cannot be read: {said or type(error).__name__}") from error
+    if content is None:
+        raise LaunchError(
+            f"The configuration file {path} is empty. Write it with `accelerate config --config_file {path}`, or remove it: "
+            "`accelerate launch` needs no file."
+        )
+    if not isinstance(content, dict):
+        raise LaunchError(
+            f"The configuration file {path} holds a {type(content).__name__}; it must hold keys and values, such as "
+            "`num_processes: 2`."
+        )
+    return content, lines
+
+
+def _keys(mapping: Any, section: Key) -> Iterator[tuple[Key, int]]:
+    """Yield the keys of a YAML mapping and of its sections, with their lines."""
+    for key, value in mapping.value:
+        name = str(key.value)
+        if name != "<<":
+            yield (*section, name), key.start_mark.line + 1
+        if value.id == "mapping" and not section:
+            yield from _keys(value, (name,))
 
 
 def modernise(content: Mapping[str, Any], notes: list[str] | None = None) -> dict[str, Any]:
@@ -242,11 +305,9 @@ def inspect(path: pathlib.Path) -> Inspection:
     Raises:
         LaunchError: the file is not readable at all, as in `load_mapping`.
     """
-    from accelerate.launch import config_text  # imports YAML
-
-    text = config_text.load(path)
+    content, lines = _load(path)
     notes: list[str] = []
-    validator = _Validator(modernise(text.content, notes), text.lines)
+    validator = _Validator(modernise(content, notes), lines)
     validator.top_level()
     validator.repetitions()
     problems = tuple(sorted(validator.problems, key=lambda problem: problem.line or 0))
@@ -265,7 +326,7 @@ class _Validator:
         self.values: dict[str, Any] = {}
         self.lines: dict[str, int] = {}
         self.problems: list[Problem] = []
-        self.sagemaker = content.get("compute_environment") == ComputeEnvironment.AMAZON_SAGEMAKER.value
+        self.sagemaker = content.get("compute_environment") == "AMAZON_SAGEMAKER"
 
     def top_level(self) -> None:
         for key, raw in self.content.items():
@@ -276,8 +337,7 @@ class _Validator:
             elif key in TOP_LEVEL:
                 self.value(TOP_LEVEL[key], raw, key)
             elif key not in SAGEMAKER_KEYS:
-                many = len(self.problems) > _MANY
-                self.add(unknown_key(key, () if many else known_keys(self.sagemaker)), str(key))
+                self.add(unknown_key(key, known_keys(self.sagemaker)), str(key))
 
     def repetitions(self) -> None:
         for key, lines in self.lines_of_keys.items():
@@ -286,7 +346,11 @@ class _Validator:
                 self.add(f"{'.'.join(key)} stands there {times}; keep one.", *key, fatal=False)
 
     def distributed_type(self, raw: Any) -> None:
-        known = SageMakerDistributedType.__members__ if self.sagemaker else SWITCH_OF_DISTRIBUTED_TYPE
+        known: Iterable[str] = SWITCH_OF_DISTRIBUTED_TYPE
+        if self.sagemaker:
+            from accelerate.config.enums import SageMakerDistributedType  # only for such files
+
+            known = SageMakerDistributedType.__members__
         if not isinstance(raw, str) or raw not in known:
             self.add(f"distributed_type is {_shown(raw)}; choose one of {', '.join(known)}.", "distributed_type")
         elif self.sagemaker:
@@ -314,18 +378,20 @@ class _Validator:
 
     def unknown_in_section(self, section: str, key: Any) -> None:
         known = [option.file_key for option in OPTIONS if option.section == section and option.file_key]
-        near = None if len(self.problems) > _MANY else nearest(str(key), known)
+        near = nearest(str(key), known)
         hint = f"; did you mean {near}?" if near else "."
         self.add(f"{section}.{_name(key)} is unknown and has no effect{hint}", section, str(key), fatal=False)
 
     def value(self, option: Option, raw: Any, *key: str) -> None:
+        source = ".".join(key)
         try:
-            value = _parsed(option, raw, ".".join(key))
+            value = _parsed(option, raw, source)
         except ValueError as error:
-            text = str(error)
-            self.add(text if len(text) <= 400 else f"{text[:400]}...", *key)
+            self.add(str(error)[:400], *key)
             return
-        if value is not None and not (option.name == "num_processes" and value < 1):  # -1 says that it is not set
+        if fault := option.fault(value):
+            self.add(f"{source} is {value}; {fault}.", *key)
+        elif value is not None:
             self.set(option.name, value, *key)
 
     def set(self, name: str, value: Any, *key: str) -> None:
@@ -337,33 +403,21 @@ class _Validator:
         self.problems.append(Problem(text, self.line(key), fatal))
 
     def line(self, key: Key) -> int | None:
-        lines = self.lines_of_keys.get(key) or self.lines_of_keys.get(_ONCE_AT.get(key, ()))
-        return lines[-1] if lines else None
+        return self.lines_of_keys[key][-1] if key in self.lines_of_keys else None
 
 
 def _parsed(option: Option, raw: Any, source: str) -> Any:
     """Return what YAML made of a value as the option's value; a ValueError says what is wrong with it."""
-    single = not isinstance(raw, (list, dict))
+    is_list = option.type in ("strs", "bools")
     flat = isinstance(raw, list) and not any(isinstance(item, (list, dict)) for item in raw)
-    if option.type in ("strs", "bools"):
-        if not single and not flat:
-            raise ValueError(f"{source} is {_shown(raw)}; it must be a list of single values.")
-    elif flat and option.name in _COMMA_LISTS:
+    if flat and option.type == "str":  # one text in the table, but a list is what one would write in YAML
         raw = ",".join(map(str, raw))
-    elif not single:
-        raise ValueError(f"{source} is {_shown(raw)}; it must be a single value.")
+    if isinstance(raw, (list, dict)) and not (flat and is_list):
+        wanted = "a list of single values" if is_list else "a single value"
+        raise ValueError(f"{source} is {_shown(raw)}; it must be {wanted}.")
     if isinstance(raw, bool) and option.type in ("int", "float"):
         raise ValueError(f"{source} is {str(raw).lower()}; it must be a number.")
-    if option.name == "compute_environment" and raw is not None and raw not in option.choices:
-        # Other readers of such files insist on capitals.
-        raise ValueError(f"{source} is {_shown(raw)}; choose one of {', '.join(option.choices)}.")
-    try:
-        value = option.parse(raw, source)
-    except OverflowError:
-        raise ValueError(f"{source} is {_shown(raw)}; it is too large.") from None
-    if option.name == "num_processes" and value == 0:
-        raise ValueError("num_processes is 0; it must be at least 1, or -1 for as many as there are devices.")
-    return value
+    return option.parse(raw, source)
 
 
 def known_keys(sagemaker: bool = False) -> list[str]:
@@ -409,12 +463,10 @@ def unknown_key(key: Any, known: Iterable[str]) -> str:
 
     Args:
         key: as written.
-        known: the keys that exist; none for no advice.
+        known: the keys that exist.
     """
     known = list(known)
     name = _name(key)
-    if not known:
-        return f"{name} is unknown."
     if near := nearest(str(key), known):
         return f"{name} is unknown; did you mean {near}?"
     for option in OPTIONS:

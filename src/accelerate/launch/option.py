@@ -1,9 +1,7 @@
-"""Rows of the option table as arguments of a parser, and answers to options that are in no row."""
+"""Rows of the option table as arguments of a parser, and the answer to an option that is in no row."""
 
 import argparse
 import functools
-import os
-import re
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
@@ -11,31 +9,6 @@ from typing import Any, NoReturn
 from accelerate.config.options import OPTIONS, Option
 from accelerate.config.options.schema import both_spellings
 
-# What torchrun and older launchers call things, and what to write here.
-_ELSEWHERE = {
-    "nproc_per_node": "--num_processes, the number over all machines",
-    "rdzv_endpoint": "--main_process_ip and --main_process_port",
-    "standalone": "nothing: on one machine the launcher takes a free port",
-    "hostfile": "--deepspeed_hostfile or --mpirun_hostfile",
-    **dict.fromkeys(["nproc", "num_gpus"], "--num_processes"),
-    **dict.fromkeys(["nnodes", "num_nodes"], "--num_machines"),
-    **dict.fromkeys(["no_cuda", "use_cpu"], "--cpu"),
-    **{precision: f"--mixed_precision {precision}" for precision in ("fp16", "bf16", "fp8")},
-    "node_rank": "--machine_rank",
-    "master_addr": "--main_process_ip",
-    "master_port": "--main_process_port",
-    "fsdp": "--use_fsdp",
-    "deepspeed": "--use_deepspeed",
-    "megatron": "--use_megatron_lm",
-}
-# Options that mean nothing to a script, so that one behind the script's name was meant for the launcher.
-_LAUNCHER_ONLY = (
-    "multi_gpu num_processes num_machines machine_rank main_process_ip main_process_port same_network gpu_ids "
-    "enable_cpu_affinity rdzv_backend rdzv_conf max_restarts monitor_interval use_fsdp use_deepspeed use_megatron_lm "
-    "use_parallelism_config num_cpu_threads_per_process dry_run"
-)
-# A script larger than this is data.
-_LARGEST_SCRIPT = 1 << 20
 # Stands for an argument that was not given. A list, because argparse appends repeated arguments to a copy of it.
 _NOT_GIVEN: list[Any] = []
 
@@ -124,29 +97,12 @@ class Parser(_SpelledTwice, argparse.ArgumentParser):
             message: the error. Where argparse only misses an argument, an unknown option is named first: it is the likely
                 reason.
         """
-        if "required" in message:
-            given = [word.partition("=")[0] for word in self._words if word.startswith("--") and word != "--"]
-            strangers = [flag for flag in given if flag not in self._option_string_actions]
-            for action in self._actions:
-                if action.nargs == argparse.REMAINDER:  # may be empty, whatever argparse says
-                    message = message.replace(f", {action.dest}", "")
-            message = f"{self.unknown(strangers)} Besides, {message}" if strangers else message
-        for action in self._actions:
-            shown = [flag for flag in action.option_strings if "-" not in flag[2:]]
-            if 0 < len(shown) < len(action.option_strings):
-                message = message.replace("/".join(action.option_strings), "/".join(shown))
-        super().error(message + _near_choice(message))
-
-    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        """End the process; a reader of the help that has closed its pipe (as `| head` does) is no error."""
-        try:
-            if message:
-                self._print_message(message, sys.stderr)
-            if sys.stdout is not None:
-                sys.stdout.flush()
-        except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(status)
+        message = message.replace(", training_script_args", "")  # may be empty, whatever argparse says
+        long = [word for word in self._words if word.startswith("--") and word != "--"]
+        strangers = [word for word in long if word.partition("=")[0] not in self._option_string_actions]
+        super().error(
+            f"{self.unknown(strangers)} Besides, {message}" if strangers and "required" in message else message
+        )
 
     def _innermost(self, words: Sequence[str]) -> "Parser":
         """Return the parser of the subcommand that was chosen, or this one."""
@@ -160,61 +116,12 @@ class Parser(_SpelledTwice, argparse.ArgumentParser):
     def _correction(self, flag: str) -> str:
         import difflib  # only for those who mistyped
 
-        long = [option for option in self._option_string_actions if option.startswith("--")]
-        known = {_plain(option): option for option in reversed(long)}  # the first spelling of each stays
-        wanted = _plain(flag)
-        if "num_processes" in known and wanted in _ELSEWHERE:
-            return f"{flag} is unknown; here it is {_ELSEWHERE[wanted]}."
-        # A beginning says more than letters that happen to be the same.
-        near = [name for name in known if flag.startswith("--") and name.startswith(wanted)]
-        if not 1 <= len(near) <= 3:
-            near = difflib.get_close_matches(wanted, known, n=1, cutoff=0.7)
+        plain = flag.lower().replace("-", "_")
+        known = {spelling: spelling.replace("-", "_") for spelling in self._option_string_actions}
+        near = difflib.get_close_matches(plain, known.values(), n=1, cutoff=0.7)
         if not near:
             return f"{flag} is unknown; `{self.prog} --help` lists the options."
-        return f"{flag} is unknown; did you mean {' or '.join(known[name] for name in near)}?"
-
-
-def _near_choice(message: str) -> str:
-    """Return which word was probably meant, where argparse says that a word is none of the choices."""
-    found = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)$", message)
-    if not found:
-        return ""
-    import difflib  # only for those who mistyped
-
-    known = {word.lower(): word for word in re.findall(r"[^\s,']+", found[2])}
-    near = difflib.get_close_matches(found[1].lower(), known, n=1)
-    return f"; did you mean {known[near[0]]}?" if near else ""
-
-
-def _plain(flag: str) -> str:
-    return flag.lstrip("-").replace("-", "_").lower()
-
-
-def strayed(script: str, script_args: Sequence[str], given: Iterable[str] = ()) -> list[str]:
-    """Return notes about options of the launcher that stand behind the script, which receives them.
-
-    The launcher cannot know what a script takes, so it only says something where it can hardly be wrong: the option means
-    something to launchers alone, it was not given before the script as well, and the script's text does not mention it.
-
-    Args:
-        script: the script's path; of modules and programs nothing is said.
-        script_args: its arguments.
-        given: names of the options that stood before the script.
-    """
-    names = {_plain(word.partition("=")[0]): word for word in script_args if word.startswith("--")}
-    names = {name: word for name, word in names.items() if name in _LAUNCHER_ONLY.split() and name not in given}
-    try:
-        if not names or not os.path.isfile(script) or os.path.getsize(script) > _LARGEST_SCRIPT:
-            return []
-        with open(script, encoding="utf-8", errors="replace") as file:
-            text = file.read()
-    except OSError:
-        return []
-    return [
-        f"{word} stands behind the script, so {script} receives it. Options of the launcher come before the script."
-        for name, word in names.items()
-        if name not in text and name.replace("_", "-") not in text
-    ]
+        return f"{flag} is unknown; did you mean {next(spelling for spelling in known if known[spelling] == near[0])}?"
 
 
 def add_options(parser: Parser, options: Iterable[Option] = OPTIONS) -> None:

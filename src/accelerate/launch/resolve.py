@@ -1,4 +1,4 @@
-"""From flags, environment, configuration file, scheduler and hardware to one frozen plan.
+"""From command line, environment, configuration file, scheduler and hardware to one frozen plan.
 
 Every setting is decided here, by one rule: command line, then environment (a scheduler is part of it), then configuration file,
 then what the hardware suggests, then default.
@@ -15,15 +15,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.machinery import PathFinder
 from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
-from accelerate.config import env
-from accelerate.config.options import BY_NAME, FEATURES, NEEDS_DEVICES, OPTIONS, PARADIGMS, SECTIONS
-from accelerate.launch import cluster, config_file, hardware
+from accelerate.config.options import BY_NAME, FEATURES, NEEDS_DEVICES, OPTIONS, PARADIGMS, SECTIONS, Option
+from accelerate.launch import config_file, hardware
 from accelerate.launch.config_file import FileSettings
 from accelerate.launch.errors import LaunchError, NotAvailableError
-from accelerate.launch.option import strayed
 from accelerate.launch.plan import LaunchPlan, Machines, Rendezvous, Resolved, Source, features_on
-from accelerate.runtime.ranks import DEFAULT_PORT, Ranks
+from accelerate.runtime.ranks import DEFAULT_PORT, SCHEMES, Ranks
+
+if TYPE_CHECKING:
+    from accelerate.launch.cluster import Cluster
+
+# Where none of these is set, no scheduler and no MPI launcher has anything to say.
+_SPEAKERS = (*[names[0] for _, names in SCHEMES[1:]], "SLURM_STEP_ID", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 
 # What a scheduler can know, and the field of `Cluster` that holds it.
 _FROM_SCHEDULER = {
@@ -37,7 +42,6 @@ _BACKENDS = ("static", "c10d")
 _SECONDS = ("timeout", "join_timeout", "heartbeat_timeout")
 # Runners that start processes on machines of which the launcher knows neither the cores nor the devices.
 _REMOTE = ("sagemaker", "tpu_pod")
-_AXES = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
 # Options that only one version of FSDP reads, and what the other has in their place.
 _OF_ONE_VERSION = {
     "fsdp_sharding_strategy": ("1", "--fsdp_reshard_after_forward says whether gathered parameters are freed"),
@@ -47,6 +51,7 @@ _OF_ONE_VERSION = {
     "fsdp_sync_module_states": ("1", "--fsdp_cpu_ram_efficient_loading sends the weights of the first process"),
     "fsdp_reshard_after_forward": ("2", "--fsdp_sharding_strategy says what is sharded"),
 }
+_SIZES = [f"parallelism_config_{axis}_size" for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp")]
 
 Values = dict[str, Resolved]
 Environ = Mapping[str, str]
@@ -94,18 +99,23 @@ def resolve(
     settings = merge(args, environ)
     values, notes = dict(settings.values), list(settings.notes)
     choose_paradigm(values)
-    scheduler = cluster.find(environ)
+    scheduler = None
+    if not environ.keys().isdisjoint(_SPEAKERS):
+        from accelerate.launch import cluster  # most runs have no scheduler
+
+        scheduler = cluster.find(environ)
     job = _ask_scheduler(values, scheduler, notes)
     on = features_on(values)
-    _check_available(values, on, notes)
-    _drop_without_effect(values, on, settings.file, notes)
-    _check_script(args, values, needs_script, notes)
+    _check_settings(values, on, settings.file, notes)
+    _check_script(args, values, needs_script)
 
     other = _other_launcher(values, on, job)
     task = job.task if job and not other else None
     machines = Machines() if other or task else _machines(values, job)
     devices, usable = _devices(values, environ)
-    if other:
+    if task:
+        count, local = _count_tasks(values, task, job.source, notes), task.local_world_size or 1
+    elif other:
         if job and job.task:
             notes.append(
                 f"{job.source} has started {job.task.world_size} of these launches, and each of them starts a whole run by {other}. "
@@ -114,23 +124,16 @@ def resolve(
         several = values["num_machines"].value or 1
         count = _count(values, usable, several, f"as {other} finds them")
         local = max(count // several, 1)
-    elif task:
-        count, local = _count_tasks(values, task, job.source, notes), task.local_world_size or 1
     else:
         count = _count_by_devices(values, devices, usable, machines.count, notes)
         local = count // machines.count
 
     runner = other or _own_runner(values, count, machines, task)
     if runner not in _REMOTE:
-        _check_layout(values, on, count, notes)
+        _check_layout(values, on, notes)
         _share_cores(values, local, job if task else None, notes)
     if job and runner in ("single", "local") and not task:
         notes += job.notes
-    if runner == "single" and not task and environ.get("WORLD_SIZE", "1") not in ("", "1"):
-        notes.append(
-            f"RANK={environ.get('RANK')} and WORLD_SIZE={environ['WORLD_SIZE']} are set: the script joins the processes of "
-            "another launcher. Unset them for a run of its own."
-        )
     is_alone = bool(runner == "single" and not task and scheduler and scheduler.task)
     return LaunchPlan(
         settings=MappingProxyType(values),
@@ -164,18 +167,13 @@ def merge(args: argparse.Namespace, environ: Environ) -> Settings:
     given, nondefault = vars(args), getattr(args, "nondefault", ())
     path = config_file.find(given.get("config_file"), environ)
     file = config_file.read(path) if path else None
-    try:
-        from_environment = env.read_all(environ)
-    except ValueError as error:
-        raise LaunchError(str(error)) from None
     values: Values = {}
     for option in OPTIONS:
         name, value = option.name, given.get(option.name)
         if value is not None and (name in nondefault or value != option.default):
             values[name] = Resolved(value, Source.COMMAND_LINE)
-        elif name in from_environment:
-            value, variable = from_environment[name]
-            values[name] = Resolved(value, Source.ENVIRONMENT, f"environment variable {variable}")
+        elif not environ.keys().isdisjoint(option.variables) and (value := _exported(option, environ)) is not None:
+            values[name] = Resolved(value, Source.ENVIRONMENT, f"environment variable {option.variables[0]}")
         elif file and name in file.values:
             values[name] = Resolved(file.values[name], Source.FILE, f"configuration file {file.path}")
         else:
@@ -185,6 +183,13 @@ def merge(args: argparse.Namespace, environ: Environ) -> Settings:
         if values[name].value is None:
             values[name] = Resolved("no")
     return Settings(values, file, file.unused if file else ())
+
+
+def _exported(option: Option, environ: Environ) -> Any:
+    try:
+        return option.read(environ)
+    except ValueError as error:
+        raise LaunchError(str(error)) from None
 
 
 def choose_paradigm(values: Values) -> None:
@@ -208,7 +213,7 @@ def choose_paradigm(values: Values) -> None:
                 values[name] = Resolved(False, top, f"--{chosen[0]} was chosen")
 
 
-def _ask_scheduler(values: Values, found: cluster.Cluster | None, notes: list[str]) -> cluster.Cluster | None:
+def _ask_scheduler(values: Values, found: "Cluster | None", notes: list[str]) -> "Cluster | None":
     """Let a scheduler fill in what the command line leaves open; None where the command line asks for something else."""
     if found is None:
         return None
@@ -233,23 +238,24 @@ def _ask_scheduler(values: Values, found: cluster.Cluster | None, notes: list[st
     return found
 
 
-def _check_available(values: Values, on: set[str], notes: list[str]) -> None:
-    for feature in [FEATURES[name] for name in FEATURES if name in on and not FEATURES[name].ready]:
-        line = (
-            f"{feature.title} ({feature.request}, from the {values[feature.switch].origin}) is not available in this version yet. "
-            f"What works: {feature.instead}."
-        )
-        if not values["dry_run"].value:
-            raise NotAvailableError(line)
-        notes.append(line)
-
-
-def _drop_without_effect(values: Values, on: set[str], file: FileSettings | None, notes: list[str]) -> None:
-    """Report settings of features that are off, and drop what their sections of the file set."""
+def _check_settings(values: Values, on: set[str], file: FileSettings | None, notes: list[str]) -> None:
+    """Refuse what is not available and numbers out of range; report settings of features that are off."""
+    for name in sorted(on):
+        feature = FEATURES[name]
+        if feature.instead:
+            line = (
+                f"{feature.title} ({feature.request}, from the {values[feature.switch].origin}) is not available in this version "
+                f"yet. What works: {feature.instead}."
+            )
+            if not values["dry_run"].value:
+                raise NotAvailableError(line)
+            notes.append(line)
     for option in OPTIONS:
         value, source = values[option.name].value, values[option.name].source
-        is_off = option.feature is not None and option.feature not in on
-        if is_off and source is Source.COMMAND_LINE and value not in (option.default, 0):  # machine 0 of one is right
+        if option.feature in (None, *on):
+            if option.check and (fault := option.fault(value)):
+                raise LaunchError(f"{_shown(values, option.name)}; {fault}.")
+        elif source is Source.COMMAND_LINE and value not in (option.default, 0):  # machine 0 of one is right
             notes.append(f"{option.spellings[0]} has no effect without {FEATURES[option.feature].request}.")
     switches = [feature.switch for feature in FEATURES.values()]
     for section, needed in SECTIONS.items():
@@ -263,21 +269,20 @@ def _drop_without_effect(values: Values, on: set[str], file: FileSettings | None
             notes.append(f"{section} in {file.path} has no effect without {FEATURES[needed].request}.")
 
 
-def _check_script(args: argparse.Namespace, values: Values, needs_script: bool, notes: list[str]) -> None:
+def _check_script(args: argparse.Namespace, values: Values, needs_script: bool) -> None:
     script, is_module, is_program = args.training_script, values["module"].value, values["no_python"].value
-    if needs_script:
-        if is_module and is_program:
-            raise LaunchError("--module and --no_python exclude each other. Choose one.")
-        if is_program and shutil.which(script) is None:
-            raise LaunchError(f"{script!r} is no program: it is neither on the PATH nor an executable file.")
-        if is_module and not _is_module(script.partition(".")[0]):
-            raise LaunchError(f"There is no module {script!r}, neither installed nor in {os.getcwd()}.")
-        if not (is_module or is_program or os.path.exists(script)):
-            hint = "It looks like an option: options of the launcher come before the script."
-            missing = f"There is no script {script!r} (looked in {os.getcwd()})."
-            raise LaunchError(f"{missing} {hint}" if script.startswith("-") else missing)
-    if not (is_module or is_program):
-        notes += strayed(script, args.training_script_args or (), getattr(args, "nondefault", ()))
+    if not needs_script:
+        return
+    if is_module and is_program:
+        raise LaunchError("--module and --no_python exclude each other. Choose one.")
+    if is_program and shutil.which(script) is None:
+        raise LaunchError(f"{script!r} is no program: it is neither on the PATH nor an executable file.")
+    if is_module and not _is_module(script.partition(".")[0]):
+        raise LaunchError(f"There is no module {script!r}, neither installed nor in {os.getcwd()}.")
+    if not (is_module or is_program or os.path.exists(script)):
+        hint = " It looks like an option: options of the launcher come before the script."
+        hint = hint if script.startswith("-") else ""
+        raise LaunchError(f"There is no script {script!r} (looked in {os.getcwd()}).{hint}")
 
 
 def _is_module(name: str) -> bool:
@@ -289,7 +294,7 @@ def _is_module(name: str) -> bool:
 # Who starts the processes, and on which machines and devices
 
 
-def _other_launcher(values: Values, on: set[str], job: cluster.Cluster | None) -> str | None:
+def _other_launcher(values: Values, on: set[str], job: "Cluster | None") -> str | None:
     """Return the runner that starts the processes by another program, or None."""
     own = values["deepspeed_multinode_launcher"].value if "deepspeed" in on else None
     if own is not None:
@@ -317,13 +322,11 @@ def _own_runner(values: Values, count: int, machines: Machines, task: Ranks | No
     return "local" if count > 1 or values["max_restarts"].value or logs else "single"
 
 
-def _machines(values: Values, job: cluster.Cluster | None) -> Machines:
+def _machines(values: Values, job: "Cluster | None") -> Machines:
     """Return the machines of a run that torch's elastic launcher starts."""
     if values["num_machines"].value is None:
         values["num_machines"] = replace(values["num_machines"], value=1)
     count, rank = values["num_machines"].value, values["machine_rank"]
-    if count < 1:
-        raise LaunchError(f"{_shown(values, 'num_machines')}; it must be at least 1.")
     if count == 1:
         return Machines()
     if rank.value is not None and not 0 <= rank.value < count:
@@ -343,12 +346,8 @@ def _machines(values: Values, job: cluster.Cluster | None) -> Machines:
     port = values["main_process_port"]
     if port.value is None:
         values["main_process_port"] = Resolved(DEFAULT_PORT, Source.DEFAULT, "torch's default")
-    elif port.value == 0 and port.source > Source.DEFAULT:
-        raise LaunchError(
-            f"{_shown(values, 'main_process_port')}: several machines must all know the port. Give one, on each of them."
-        )
-    elif not 0 < port.value < 65536:
-        raise LaunchError(f"{_shown(values, 'main_process_port')}; ports go from 1 to 65535.")
+    elif fault := BY_NAME["main_process_port"].check(port.value):
+        raise LaunchError(f"{_shown(values, 'main_process_port')}; {fault}, the same on each of them.")
     return Machines(count, rank.value, job.source if job and rank.detail.startswith(job.source) else None)
 
 
@@ -372,8 +371,6 @@ def _count(values: Values, usable: int, machines: int, why: str) -> int:
     """Return the number of processes on all machines together; where nothing sets it, one for each device."""
     if values["num_processes"].value is None:
         values["num_processes"] = Resolved((usable or 1) * machines, Source.MACHINE, why)
-    if values["num_processes"].value < 1:
-        raise LaunchError(f"{_shown(values, 'num_processes')}; it must be at least 1.")
     return values["num_processes"].value
 
 
@@ -426,49 +423,36 @@ def _count_by_devices(values: Values, devices: hardware.Hardware, usable: int, m
     return count
 
 
-# What the settings say together
-
-
-def _check_layout(values: Values, on: set[str], count: int, notes: list[str]) -> None:
-    """Refuse sizes of parallel dimensions that do not fit the processes; note settings that this version of FSDP ignores."""
-    version = values["fsdp_version"].value
+def _check_layout(values: Values, on: set[str], notes: list[str]) -> None:
+    """Check the sizes of parallel dimensions; note settings that this version of FSDP ignores."""
     if "parallelism" in on:
-        _check_sizes(values, count, sharded="fsdp" in on and version == "2")
-    for name, (owner, instead) in _OF_ONE_VERSION.items():
+        _check_sizes(values)
+    version = values["fsdp_version"].value
+    for name, (owner, instead) in _OF_ONE_VERSION.items() if "fsdp" in on else ():
         is_set = values[name].source is not Source.DEFAULT and values[name].value not in (None, BY_NAME[name].default)
-        if "fsdp" in on and is_set and version != owner:
+        if is_set and version != owner:
             notes.append(f"--{name} ({values[name].origin}) has no effect with --fsdp_version {version}: {instead}.")
 
 
-def _check_sizes(values: Values, count: int, sharded: bool) -> None:
-    sizes = {}
-    for axis in _AXES:
-        option = f"parallelism_config_{axis}_size"
-        size = values[option].value
-        sizes[f"{axis}_size"] = 1 if size is None else size
-        if sizes[f"{axis}_size"] < 1:
-            raise LaunchError(f"{_shown(values, option)}; it must be at least 1.")
-    total, processes = math.prod(sizes.values()), _shown(values, "num_processes")
-    if total == 1:
-        if sharded and count > 1:
-            raise LaunchError(
-                f"{processes}, and with --use_parallelism_config and --fsdp_version 2 nothing says over how many of them "
-                f"parameters are sharded. Add --parallelism_config_dp_shard_size {count}, or leave out --use_parallelism_config."
-            )
-        return  # the worker takes all processes for copies
+def _check_sizes(values: Values) -> None:
+    """Refuse sizes of parallel dimensions that do not multiply to the number of processes."""
+    sizes = {name: values[name].value or 1 for name in _SIZES}
+    total, count = math.prod(sizes.values()), values["num_processes"].value
     # Beside DeepSpeed's sequence parallelism, the processes left over are its data parallelism.
-    by_deepspeed = sizes["sp_size"] > 1 and values["parallelism_config_sp_backend"].value == "deepspeed"
-    if count == total or (by_deepspeed and count % total == 0):
-        return
-    factors = [f"{name}={size}" for name, size in sizes.items() if size > 1]
+    by_deepspeed = (
+        sizes["parallelism_config_sp_size"] > 1 and values["parallelism_config_sp_backend"].value == "deepspeed"
+    )
+    if total in (1, count) or (by_deepspeed and count % total == 0):
+        return  # the worker takes all processes for copies where no size is set
+    factors = [f"{name.removeprefix('parallelism_config_')}={size}" for name, size in sizes.items() if size > 1]
     product = f"{' x '.join(factors)} = {total}" if len(factors) > 1 else factors[0]
     raise LaunchError(
-        f"The sizes of --use_parallelism_config are for {product} processes, and {processes}. Launch {total} processes, or change "
-        "the --parallelism_config_*_size options so that they multiply to the number of processes."
+        f"The sizes of --use_parallelism_config are for {product} processes, and {_shown(values, 'num_processes')}. Launch {total} "
+        "processes, or change the --parallelism_config_*_size options so that they multiply to the number of processes."
     )
 
 
-def _share_cores(values: Values, local: int, tasks: cluster.Cluster | None, notes: list[str]) -> None:
+def _share_cores(values: Values, local: int, tasks: "Cluster | None", notes: list[str]) -> None:
     """Give each of several processes its part of the cores; a single one keeps torch's own choice."""
     if values["num_cpu_threads_per_process"].value is not None or local == 1:
         return
@@ -533,15 +517,13 @@ def _check_port(values: Values) -> None:
     try:
         # It sets SO_REUSEADDR, as torch's store does: a port whose last connections are merely closing down is free.
         socket.create_server(("", values["main_process_port"].value)).close()
-    except OverflowError:
-        raise LaunchError(f"{_shown(values, 'main_process_port')}; ports end at 65535.") from None
-    except OSError:
+    except (OSError, OverflowError) as error:
         raise LaunchError(
-            f"{_shown(values, 'main_process_port')}, and something already listens there. Leave the option out to get a free port."
+            f"{_shown(values, 'main_process_port')}: {error} Leave the option out to get a free port."
         ) from None
 
 
-def _extra(values: Values, environ: Environ, tasks: cluster.Cluster | None, is_alone: bool) -> dict[str, str]:
+def _extra(values: Values, environ: Environ, tasks: "Cluster | None", is_alone: bool) -> dict[str, str]:
     """Return the variables of the processes that no option carries."""
     extra = _rank_variables(values, environ, tasks) if tasks else {}
     if is_alone:
@@ -553,7 +535,7 @@ def _extra(values: Values, environ: Environ, tasks: cluster.Cluster | None, is_a
     return extra
 
 
-def _rank_variables(values: Values, environ: Environ, tasks: cluster.Cluster) -> dict[str, str]:
+def _rank_variables(values: Values, environ: Environ, tasks: "Cluster") -> dict[str, str]:
     """Return the variables of one process that a scheduler has started, in torchrun's words."""
     task, machines = tasks.task, values["num_machines"].value
     alone = task.local_world_size in (None, task.world_size) and machines in (None, 1)
@@ -577,19 +559,3 @@ def _rank_variables(values: Values, environ: Environ, tasks: cluster.Cluster) ->
 def _shown(values: Mapping[str, Resolved], name: str) -> str:
     """Return an option with its value and who set it, for a message."""
     return f"--{name} is {values[name].value} ({values[name].origin})"
-
-
-def fill(args: argparse.Namespace, plan: LaunchPlan) -> argparse.Namespace:
-    """Write the resolved values into parsed arguments, for code that reads those.
-
-    Args:
-        args: the arguments; they are changed in place.
-        plan: what they resolved to.
-
-    Returns:
-        The same arguments.
-    """
-    for name, resolved in plan.settings.items():
-        setattr(args, name, resolved.value)
-    args.use_cpu = plan.on_cpu and bool(plan["cpu"])
-    return args

@@ -1,6 +1,5 @@
 """What schedulers say. "Seen" sets of variables were recorded from a real run; the others follow the scheduler's documentation."""
 
-import os
 import subprocess
 import sys
 
@@ -122,8 +121,6 @@ def test_what_else_srun_says():
     found = find({**SRUN, "MASTER_ADDR": "n1-ib", "MASTER_PORT": "6000"})
     assert found.port == 6000 and "MASTER_ADDR, MASTER_PORT" in found.detail
     assert find({**BATCH, "MASTER_ADDR": "n1"}).address is None
-    with pytest.raises(LaunchError, match="MASTER_PORT is 0"):
-        find({**SRUN, "MASTER_PORT": "0"})
 
 
 @pytest.mark.parametrize(
@@ -131,14 +128,8 @@ def test_what_else_srun_says():
     [
         BATCH,
         INTERACTIVE,
-        {
-            **BATCH,
-            **{k: v for k, v in HETEROGENEOUS.items() if "HET" in k},
-            "SLURM_NNODES": "1",
-            "SLURM_JOB_NUM_NODES": "1",
-        },
     ],
-    ids=["batch", "salloc", "components"],
+    ids=["batch", "salloc"],
 )
 def test_without_srun_a_launch_uses_one_node_and_says_so(environ):
     found = find(environ)
@@ -151,8 +142,8 @@ def test_the_terminal_of_a_step_does_not_wait_for_the_other_tasks(monkeypatch):
     # Seen: `srun -n4 --pty bash`; the other three have ended at once.
     shell = {**TASKS, "SLURM_PTY_PORT": "34863", "SLURM_JOB_NUM_NODES": "1"}
     monkeypatch.setattr(slurm, "_has_terminal", lambda: True)
-    found = find(shell)
-    assert (found.machines, found.task) == (1, None) and "the terminal of an srun with 5 tasks" in found.notes[0]
+    assert find(shell) is None
+    assert find({**shell, "SLURM_JOB_NUM_NODES": "2"}).machines == 1
 
 
 @pytest.mark.parametrize(
@@ -259,8 +250,7 @@ def pbs(tmp_path):
         ({}, "c", 2),
         ({"PBS_TASKNUM": "2"}, "A.site", 0),  # pbsdsh
         ({"PBS_ENVIRONMENT": ""}, "a", 0),  # ssh
-        ({"PBS_NODENUM": "1"}, "ib-b", 1),  # a host with another name
-        ({"PBS_VNODENUM": "2", "PBS_TASKNUM": "3"}, "b", 1),
+        ({"PBS_TASKNUM": "3"}, "b", 1),
     ],
 )
 def test_the_hosts_of_pbs_are_numbered_as_in_its_file(pbs, more, hostname, machine):
@@ -273,7 +263,7 @@ def test_the_hosts_of_pbs_are_numbered_as_in_its_file(pbs, more, hostname, machi
     ("more", "hostname", "fragments"),
     [
         ({}, "a", ("the job has 3 hosts", "pbsdsh")),
-        ({"PBS_TASKNUM": "1", "PBS_NODENUM": "0"}, "a", ("the job has 3 hosts", "pbsdsh")),
+        ({"PBS_TASKNUM": "1"}, "a", ("the job has 3 hosts", "pbsdsh")),
         ({}, "other", ("other is none of them", "a.site, b.site, c.site")),
         ({}, "b.elsewhere", ("b.elsewhere is none of them",)),  # another machine
     ],
@@ -281,15 +271,6 @@ def test_the_hosts_of_pbs_are_numbered_as_in_its_file(pbs, more, hostname, machi
 def test_a_launch_that_uses_one_host_of_pbs_says_so(pbs, more, hostname, fragments):
     found = find({**pbs, **more}, hostname)
     assert where(found) == ("PBS", 1, 0, None, None) and all(fragment in found.notes[0] for fragment in fragments)
-
-
-def test_what_pbs_cannot_mean(pbs, tmp_path):
-    with pytest.raises(LaunchError, match=r"PBS_VNODENUM is 3.*pbsdsh -u"):
-        find({**pbs, "PBS_VNODENUM": "3", "PBS_TASKNUM": "4"}, "b")
-    for path in (tmp_path / "none", tmp_path, "a\0b"):
-        assert find({**pbs, "PBS_NODEFILE": str(path)}, "a") is None
-    with pytest.raises(LaunchError, match="PBS_NODEFILE is .*cannot be read.*PBS_NODENUM is 1"):
-        find({**pbs, "PBS_NODEFILE": str(tmp_path / "none"), "PBS_NODENUM": "1"}, "b")
 
 
 def test_mpiexec_in_a_pbs_job_meets_on_its_first_host(pbs):
@@ -307,8 +288,6 @@ def test_hosts_of_lsf(hosts, tmp_path):
     assert where(find({**environ, "LSF_PM_TASKID": "1"}, "a")) == ("LSF", 2, 0, "a", None)
     found = find(environ, "a")
     assert found.machines == 1 and "blaunch" in found.notes[0]
-    with pytest.raises(LaunchError, match="LSF_PM_TASKID is 3 and the job has 2 hosts"):
-        find({**environ, "LSF_PM_TASKID": "3"}, "b")
 
 
 def test_array_jobs_of_lsf_do_not_share_a_port():
@@ -324,7 +303,6 @@ def test_array_jobs_of_lsf_do_not_share_a_port():
     [
         ({**SRUN, "SLURM_PROCID": "one"}, ("SLURM_PROCID", "'one'")),
         ({**TASKS, "SLURM_PROCID": "9"}, ("SLURM_PROCID is 9", "SLURM_NTASKS")),
-        ({**SRUN, "SLURM_NODEID": "7", "SLURM_STEP_TASKS_PER_NODE": ""}, ("SLURM_NODEID is 7", "is 2")),
         ({**SRUN, "SLURM_STEP_NODELIST": "n[1-"}, ("SLURM_STEP_NODELIST", "'n[1-'")),
         ({**TASKS, "SLURM_STEP_TASKS_PER_NODE": "x"}, ("SLURM_STEP_TASKS_PER_NODE", "'x'")),
         ({**SRUN, "SLURM_JOB_ID": "abc"}, ("SLURM_JOB_ID", "'abc'")),
@@ -358,12 +336,9 @@ def test_hostile_variables_cost_neither_memory_nor_time(environ):
     assert found is not None and len(repr(found)) < 2000
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/zero"), reason="needs /dev/zero")
-def test_a_hostile_file_of_hosts_is_refused():
-    # A device without an end, and one of nothing.
-    with pytest.raises(LaunchError, match="no list of hosts"):
-        find({"PBS_JOBID": "1", "PBS_NODEFILE": "/dev/zero"}, "a")
-    assert find({"PBS_JOBID": "1", "PBS_NODEFILE": "/dev/null"}, "a") is None
+@pytest.mark.parametrize("path", ["/dev/zero", "/", "/none"])  # a device without an end, a folder, nothing
+def test_what_is_no_file_of_hosts_says_nothing(path):
+    assert find({"PBS_JOBID": "1", "PBS_NODEFILE": path}, "a") is None
 
 
 def test_asking_loads_no_torch():

@@ -61,7 +61,7 @@ def test_what_is_not_given(plan, gpus):
         ("--num_machines 2 --machine_rank 2 --main_process_ip a", "numbered from 0 to 1"),
         ("--num_machines 2 --machine_rank -1 --main_process_ip a", "numbered from 0 to 1"),
         ("--num_machines 0", "at least 1"),
-        (f"--num_machines 2 {MEET} --main_process_port 0", "must all know the port"),
+        (f"--num_machines 2 {MEET} --main_process_port 0", "numbers from 1 to 65535, the same on each"),
         (f"--num_machines 2 {MEET} --main_process_port 70000", "1 to 65535"),
         (f"--num_machines 2 {MEET} --num_processes 3", "shared evenly by 2"),
         (f"--num_machines 2 {MEET} --num_processes 1", "Ask for 2"),

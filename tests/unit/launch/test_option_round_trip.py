@@ -10,7 +10,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from accelerate.commands.launch import launch_command_parser
-from accelerate.config import env as worker
 from accelerate.config.options import BY_NAME, OPTIONS
 from accelerate.config.options.schema import ON, ONE
 from accelerate.launch import plan as launcher
@@ -125,9 +124,9 @@ def test_the_worker_reads_what_was_resolved(option, data):
         variables |= launcher.feature_exports(option.feature, resolved)
     assert all(isinstance(text, str) and "\0" not in text for text in variables.values())
     if option.style in (ON, ONE):  # no variable is how a switch says no
-        assert bool(worker.value_of(option.name, variables)) is value
+        assert bool(option.read(variables)) is value
     elif option.env or option.env_names:
-        assert worker.value_of(option.name, variables) == value
+        assert option.read(variables) == value
     # And a launch inside the worker starts from the same value.
     if doors_of(option, value).count(Source.ENVIRONMENT):
         again = merge(argparse.Namespace(), {"HF_HOME": os.devnull, **variables}).values[option.name]
@@ -137,7 +136,7 @@ def test_the_worker_reads_what_was_resolved(option, data):
 @pytest.mark.parametrize("option", [o for o in SETTABLE if o.env or o.env_names], ids=lambda option: option.name)
 def test_a_blank_variable_says_nothing(option):
     blank = dict.fromkeys((option.env,) if option.env else option.env_names, "")
-    assert worker.given(option.name, blank) is None
+    assert option.read(blank) is None
     assert merge(argparse.Namespace(), {"HF_HOME": os.devnull, **blank}).values[option.name].source is Source.DEFAULT
 
 

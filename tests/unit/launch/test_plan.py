@@ -7,9 +7,8 @@ import pytest
 from torch.distributed import fsdp
 from torch.distributed.fsdp import wrap
 
-from accelerate.config import env as worker_side
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
-from accelerate.config.options import of_feature
+from accelerate.config.options import BY_NAME, of_feature
 from accelerate.launch.plan import exports, feature_exports, worker_environment
 from accelerate.parallelism_config import ParallelismConfig
 
@@ -42,7 +41,7 @@ def test_workers_read_back_what_was_resolved(plan):
     settings = plan("--dynamo_backend inductor --dynamo_use_dynamic --mixed_precision fp16").settings
     told = exports(settings)
     for name in ("dynamo_backend", "dynamo_use_dynamic", "dynamo_use_fullgraph", "mixed_precision", "cpu"):
-        assert worker_side.value_of(name, told) == settings[name].value
+        assert BY_NAME[name].read(told) == settings[name].value
 
 
 def test_options_of_features_that_are_off_stay_away(plan):

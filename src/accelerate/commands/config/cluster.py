@@ -11,7 +11,7 @@ from accelerate.commands.config.config_utils import DYNAMO_BACKENDS  # noqa: F40
 from accelerate.commands.config.interview import Asker, Interview
 from accelerate.commands.config.rules import parallel_size
 from accelerate.config.options import OPTIONS, Option
-from accelerate.config.options.chapters import CHAPTERS
+from accelerate.config.options.features import CHAPTERS
 from accelerate.launch import hardware
 from accelerate.utils.constants import (  # noqa: F401, words that the recorded interface has here
     DEEPSPEED_MULTINODE_LAUNCHERS,

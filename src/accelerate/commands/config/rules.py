@@ -4,8 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from accelerate.config.options import BY_NAME, FEATURES, NEEDS_DEVICES, OPTIONS, PARADIGMS, SECTIONS, Option
-from accelerate.config.options.checks import existing_file, json_file
-from accelerate.config.options.schema import TRUE_OR_FALSE
+from accelerate.config.options.schema import TRUE_OR_FALSE, existing_file, json_file
 from accelerate.launch.config_file import FileSettings, Inspection, Problem, nearest
 
 

@@ -12,8 +12,8 @@ from accelerate.commands.config.config_utils import DYNAMO_BACKENDS  # noqa: F40
 from accelerate.commands.config.interview import Asker, Interview
 from accelerate.config.enums import ComputeEnvironment
 from accelerate.config.options import OPTIONS, Option
-from accelerate.config.options.chapters import CHAPTERS
-from accelerate.config.options.checks import matching
+from accelerate.config.options.features import CHAPTERS
+from accelerate.config.options.schema import matching
 from accelerate.launch.errors import LaunchError
 from accelerate.launch.runners.sagemaker import create_role
 from accelerate.utils.constants import SAGEMAKER_PARALLEL_EC2_INSTANCES, TORCH_DYNAMO_MODES  # noqa: F401

@@ -2,8 +2,18 @@
 
 from functools import partial
 
-from accelerate.config.options.checks import above_zero, at_least, existing_file, fraction, json_file
-from accelerate.config.options.schema import LOWER, NOT_GIVEN, SEVERAL, TRUE_OR_FALSE, Option
+from accelerate.config.options.schema import (
+    LOWER,
+    NOT_GIVEN,
+    SEVERAL,
+    TRUE_OR_FALSE,
+    Option,
+    above_zero,
+    at_least,
+    existing_file,
+    fraction,
+    json_file,
+)
 from accelerate.utils.constants import (
     DEEPSPEED_MULTINODE_LAUNCHERS,
     FSDP2_STATE_DICT_TYPE,

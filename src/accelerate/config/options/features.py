@@ -1,66 +1,21 @@
-"""What the launcher can be asked to run, which option asks for it, and what can be run so far."""
+"""What the launcher can be asked to run, what a configuration file calls it, and the chapters of the interview about it."""
 
-from dataclasses import dataclass
-from typing import Any
-
-
-@dataclass(frozen=True)
-class Feature:
-    """A way of training that needs a runner or an engine of its own.
-
-    Attributes:
-        title: its name in messages.
-        switch: the option that turns it on.
-        wanted: the value of the switch that does so; None means any value that is set and not false, and an integer
-            means any value above it.
-        ready: False as long as this version cannot run it; asking for it is an error then, never ignored.
-        instead: what works today, for that error.
-    """
-
-    title: str
-    switch: str
-    wanted: Any = None
-    ready: bool = False
-    instead: str = ""
-
-    def is_on(self, value: Any) -> bool:
-        """Tell whether this value of the switch asks for the feature."""
-        if isinstance(self.wanted, int):
-            return value is not None and value > self.wanted
-        return bool(value) if self.wanted is None else value == self.wanted
-
-    @property
-    def request(self) -> str:
-        """How to ask for the feature on the command line."""
-        if self.wanted is None:
-            return f"--{self.switch}"
-        return f"--{self.switch} {'N' if isinstance(self.wanted, int) else self.wanted}"
-
+from accelerate.config.options.schema import Chapter, Feature
 
 FEATURES: dict[str, Feature] = {
-    "deepspeed": Feature("DeepSpeed", "use_deepspeed", ready=True),
-    "fsdp": Feature("FSDP", "use_fsdp", ready=True),
+    "deepspeed": Feature("DeepSpeed", "use_deepspeed"),
+    "fsdp": Feature("FSDP", "use_fsdp"),
     "megatron": Feature(
         "Megatron-LM",
         "use_megatron_lm",
         instead="--use_fsdp, or --use_parallelism_config with --parallelism_config_tp_size for tensor parallelism",
     ),
-    "parallelism": Feature("Parallelism along several dimensions", "use_parallelism_config", ready=True),
-    "fp8": Feature("FP8 training", "mixed_precision", wanted="fp8", ready=True),
-    "tpu": Feature("Training on TPUs", "tpu", ready=True),
-    "machines": Feature(
-        "Launching on several machines",
-        "num_machines",
-        wanted=1,
-        ready=True,
-    ),
-    "mpi": Feature("Launching through mpirun", "mpirun_hostfile", ready=True),
-    "sagemaker": Feature(
-        "Amazon SageMaker",
-        "compute_environment",
-        wanted="AMAZON_SAGEMAKER",
-        ready=True,
-    ),
+    "parallelism": Feature("Parallelism along several dimensions", "use_parallelism_config"),
+    "fp8": Feature("FP8 training", "mixed_precision", wanted="fp8"),
+    "tpu": Feature("Training on TPUs", "tpu"),
+    "machines": Feature("Launching on several machines", "num_machines", wanted=1),
+    "mpi": Feature("Launching through mpirun", "mpirun_hostfile"),
+    "sagemaker": Feature("Amazon SageMaker", "compute_environment", wanted="AMAZON_SAGEMAKER"),
 }
 
 # What `distributed_type` in a configuration file means in terms of options; an unknown name is an error.
@@ -95,3 +50,39 @@ SECTIONS: dict[str, str | None] = {
     "mpirun_config": "mpi",
     "parallelism_config": "parallelism",
 }
+
+# Besides options and chapters, `when` may ask for `kind` (a word of `distributed_type` without the engines), `distributed_type`
+# and `picks_devices`, which the interview finds out itself.
+# The chapters of the interview, in order.
+CHAPTERS: tuple[Chapter, ...] = (
+    Chapter("machines"),
+    Chapter("engine"),
+    Chapter("compilation", "Should the model be compiled with torch.compile?", was="dynamo_backend"),
+    Chapter("compilation details", "Should its settings be changed?", when={"compilation": (True,)}),
+    Chapter(
+        "deepspeed file",
+        "Do you have a configuration file of DeepSpeed?",
+        when={"distributed_type": ("DEEPSPEED",)},
+        was="deepspeed_config_file",
+    ),
+    Chapter("deepspeed", when={"distributed_type": ("DEEPSPEED",)}),
+    Chapter("fsdp", when={"distributed_type": ("FSDP",)}),
+    Chapter("megatron", when={"distributed_type": ("MEGATRON_LM",)}),
+    Chapter(
+        "megatron details",
+        "Should further settings of Megatron-LM be made?",
+        when={"distributed_type": ("MEGATRON_LM",)},
+    ),
+    Chapter(
+        "parallelism",
+        "Should several kinds of parallelism be combined (ParallelismConfig)?",
+        when={"distributed_type": ("DEEPSPEED", "FSDP"), "fsdp_version": (None, "2")},
+        was="use_parallelism_config",
+    ),
+    Chapter("mpi", "Should mpirun start the processes?", when={"kind": ("MULTI_CPU",)}, was="mpirun_hostfile"),
+    Chapter("tpu", when={"kind": ("XLA",)}),
+    Chapter("processes"),
+    Chapter("precision"),
+    Chapter("fp8", when={"mixed_precision": ("fp8",)}),
+    Chapter("other"),
+)

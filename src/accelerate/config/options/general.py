@@ -2,8 +2,7 @@
 
 from functools import partial
 
-from accelerate.config.options.checks import at_least, matching, port
-from accelerate.config.options.schema import ON, ONE, SEVERAL, UPPER, Option
+from accelerate.config.options.schema import ON, ONE, SEVERAL, UPPER, Option, at_least, matching, port
 
 GENERAL = "options"
 HARDWARE = "Hardware Selection Arguments"
@@ -60,6 +59,7 @@ OPTIONS: tuple[Option, ...] = (
         help="How many processes to start, over all machines. By default one for each GPU, or one.",
         question="How many processes should be started in total?",
         chapter="processes",
+        unset=("-1",),
         check=at_least(1),
     ),
     _resource(
@@ -69,6 +69,7 @@ OPTIONS: tuple[Option, ...] = (
         question="How many machines take part?",
         chapter="machines",
         offer=1,
+        check=at_least(1),
     ),
     _resource(
         name="num_cpu_threads_per_process",

@@ -1,10 +1,11 @@
-"""The shape of a row in the option table, and how its values turn from text to Python and back."""
+"""The shape of a row in the option table, how its values turn from text to Python and back, and what they must be beyond their type."""
 
-from collections.abc import Container, Iterable, Mapping
+import os
+import re
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from accelerate.config.options.checks import Check
 from accelerate.config.values import to_bool, to_int
 
 
@@ -15,6 +16,8 @@ class _Several:
         return value is not None and value > 1
 
 
+# Returns what is wrong with a value, None if nothing is.
+Check = Callable[[Any], str | None]
 # Which answers a question of the interview needs: name to the values of which it is one; None stands for no answer.
 Answers = Mapping[str, Container[Any]]
 NOT_GIVEN = (None,)
@@ -54,12 +57,12 @@ class Option:
         above_one: another option that must be more than one for this one to be exported.
         section: the mapping in the configuration file that holds the key; None is the top level.
         key: the key in the configuration file; an empty string means that a file cannot set it.
-        feature: the feature (see `accelerate.config.options.features`) without which it has no effect.
+        feature: the feature (see `Feature`) without which it has no effect.
         words: the words that `accelerate config` offers and `config validate` knows, where a command line takes any text.
         open: other words than these may be right as well.
         special_words: answers, and the words that are offered beside them instead of `words` or `choices`.
         question: what `accelerate config` asks; None if it does not ask.
-        chapter: where in the interview it asks; see `accelerate.config.options.chapters`.
+        chapter: where in the interview it asks; see `Chapter`.
         after: the option of the same chapter behind whose question this one comes; None means the order of the table.
         when: the answers without which it does not ask.
         offer: the value that Enter takes in the interview; None means `default`.
@@ -67,6 +70,7 @@ class Option:
         check: says what is wrong with an answer.
         spellings: the flags as argparse takes them: each with underscores first, then with hyphens if that differs.
         file_key: the key in a configuration file, or None if a file cannot set the option.
+        variables: `env`, or `env_names`.
     """
 
     name: str
@@ -100,12 +104,14 @@ class Option:
     # Derived once a row, since the parser and the reader of files ask each row for them.
     spellings: tuple[str, ...] = field(init=False, repr=False, compare=False)
     file_key: str | None = field(init=False, repr=False, compare=False)
+    variables: tuple[str, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Derive the two spellings of each flag, and the key in a file."""
+        """Derive the two spellings of each flag, the key in a file, and the variables."""
         flags = (f"--{self.name}",) if self.flags is None else self.flags
         object.__setattr__(self, "spellings", both_spellings(flags))
         object.__setattr__(self, "file_key", (self.name if self.key is None else self.key) or None)
+        object.__setattr__(self, "variables", (self.env,) if self.env else self.env_names)
 
     @property
     def is_truth(self) -> bool:
@@ -147,6 +153,23 @@ class Option:
                 return self.corrections.get(choice, choice)
         raise ValueError(f"{source} is {raw!r}; choose one of {', '.join(self.choices)}.")
 
+    def fault(self, value: Any) -> str | None:
+        """Return what is wrong with a whole number beyond its type; a port is checked where several machines use it."""
+        return (
+            self.check(value) if self.type == "int" and value is not None and self.check not in (None, port) else None
+        )
+
+    def read(self, environ: Mapping[str, str]) -> Any:
+        """Return what the environment says about the option; None where it says nothing, as an empty variable does.
+
+        Raises:
+            ValueError: as in `parse`; the message names the variable.
+        """
+        texts = [environ.get(name, "") for name in self.variables]
+        if not "".join(texts).strip():
+            return None
+        return self.parse([text or "false" for text in texts] if self.env_names else texts[0], self.variables[0])
+
     def encode(self, value: Any) -> dict[str, str]:
         """Turn the option's value into the environment variables of a worker.
 
@@ -173,6 +196,111 @@ class Option:
         return {self.env: text}
 
 
+@dataclass(frozen=True)
+class Feature:
+    """A way of training that needs a runner or an engine of its own.
+
+    Attributes:
+        title: its name in messages.
+        switch: the option that turns it on.
+        wanted: the value of the switch that does so; None means any value that is set and not false, and an integer
+            means any value above it.
+        instead: what works today, where this version cannot run it; asking for it is an error then, never ignored.
+    """
+
+    title: str
+    switch: str
+    wanted: Any = None
+    instead: str = ""
+
+    def is_on(self, value: Any) -> bool:
+        """Tell whether this value of the switch asks for the feature."""
+        if isinstance(self.wanted, int):
+            return value is not None and value > self.wanted
+        return bool(value) if self.wanted is None else value == self.wanted
+
+    @property
+    def request(self) -> str:
+        """How to ask for the feature on the command line."""
+        if self.wanted is None:
+            return f"--{self.switch}"
+        return f"--{self.switch} {'N' if isinstance(self.wanted, int) else self.wanted}"
+
+
+@dataclass(frozen=True)
+class Chapter:
+    """Some questions of the interview.
+
+    Attributes:
+        name: what the options of the chapter call it.
+        question: asked first; the answer no passes the chapter over. None if there is no such question. The answer stands
+            among the answers under the name of the chapter.
+        when: the answers without which the chapter is passed over.
+        was: the default of `question` is yes if an earlier file sets this option.
+    """
+
+    name: str
+    question: str | None = None
+    when: Answers = field(default_factory=dict)
+    was: str | None = None
+
+
+# What a value must be beyond its type
+
+
+def at_least(least: int) -> Check:
+    """Return a check that refuses numbers below `least`."""
+    return lambda value: None if value >= least else f"it must be at least {least}"
+
+
+def above_zero(value: float) -> str | None:
+    """Refuse numbers that are not above zero."""
+    return None if value > 0 else "it must be above 0"
+
+
+def fraction(value: float) -> str | None:
+    """Refuse what is no part of one."""
+    return None if 0 <= value < 1 else "it must be at least 0 and below 1"
+
+
+def port(value: int) -> str | None:
+    """Refuse what several machines cannot agree on as a port."""
+    return None if 1 <= value <= 65535 else "ports of several machines are numbers from 1 to 65535"
+
+
+def matching(pattern: str, wanted: str) -> Check:
+    """Return a check that refuses texts that do not match a pattern as a whole.
+
+    Args:
+        pattern: the regular expression.
+        wanted: what to write, for the message.
+    """
+    return lambda value: None if re.fullmatch(pattern, value) else wanted
+
+
+def existing_file(value: str) -> str | None:
+    """Refuse a path at which there is no file."""
+    return None if os.path.isfile(os.path.expanduser(value)) else f"there is no such file (seen from {os.getcwd()})"
+
+
+def json_file(value: str) -> str | None:
+    """Refuse a path at which there is no JSON file."""
+    import json  # not for --help
+
+    missing = existing_file(value)
+    if missing:
+        return missing
+    try:
+        with open(os.path.expanduser(value), encoding="utf-8") as stream:
+            json.load(stream)
+    except (OSError, ValueError, RecursionError) as error:
+        return f"it is no JSON file: {error}"
+    return None
+
+
+# Flags, answers and values
+
+
 def both_spellings(flags: Iterable[str]) -> tuple[str, ...]:
     """Return the flags with the hyphenated spelling of each long one behind it: `--a_b` is `--a-b` as well."""
     spelled: dict[str, None] = {}
@@ -195,7 +323,7 @@ def _text(raw: Any, source: str) -> str:
 def _real(raw: Any, source: str) -> float:
     try:
         return float(raw)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{source} is {raw!r}; it must be a number.") from None
 
 

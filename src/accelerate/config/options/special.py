@@ -2,8 +2,7 @@
 
 from functools import partial
 
-from accelerate.config.options.checks import at_least, existing_file, matching
-from accelerate.config.options.schema import BIT, NOT_GIVEN, PLAIN, SEVERAL, Option
+from accelerate.config.options.schema import BIT, NOT_GIVEN, PLAIN, SEVERAL, Option, at_least, existing_file, matching
 
 TPU = "TPU"
 _tpu = partial(Option, group=TPU, feature="tpu", chapter="tpu")

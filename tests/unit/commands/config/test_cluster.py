@@ -9,7 +9,7 @@ from accelerate.commands.config.config_utils import KIND_WORDS
 from accelerate.commands.config.interview import Interview
 from accelerate.commands.launch import launch_command_parser
 from accelerate.config.options import BY_NAME, OPTIONS, SWITCH_OF_DISTRIBUTED_TYPE, Option
-from accelerate.config.options.chapters import CHAPTERS
+from accelerate.config.options.features import CHAPTERS
 from accelerate.launch import config_file
 from accelerate.launch.plan import Source
 from accelerate.launch.resolve import merge

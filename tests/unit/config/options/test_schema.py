@@ -2,6 +2,7 @@
 
 import pytest
 
+from accelerate.config.options import BY_NAME
 from accelerate.config.options.schema import BIT, LOWER, ON, ONE, UPPER, Option, both_spellings
 
 
@@ -80,6 +81,25 @@ def test_encode(style, value, text):
 def test_encode_says_nothing(style, value):
     assert option(env="NAME", style=style).encode(value) == {}
     assert option().encode(value) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "environ", "value"),
+    [
+        ("mixed_precision", {"ACCELERATE_MIXED_PRECISION": "BF16"}, "bf16"),
+        ("mixed_precision", {"ACCELERATE_MIXED_PRECISION": " "}, None),
+        ("dynamo_use_dynamic", {"ACCELERATE_DYNAMO_USE_DYNAMIC": "True"}, True),
+        ("fp8_override_linear_precision", {"ACCELERATE_FP8_OVERRIDE_DGRAD": "1"}, (False, True, False)),
+        ("machine_rank", {}, None),
+    ],
+)
+def test_read(name, environ, value):
+    assert BY_NAME[name].read(environ) == value
+
+
+def test_a_wrong_variable_is_named():
+    with pytest.raises(ValueError, match="ACCELERATE_MIXED_PRECISION is 'fp17'; choose one of no, fp16, bf16, fp8"):
+        BY_NAME["mixed_precision"].read({"ACCELERATE_MIXED_PRECISION": "fp17"})
 
 
 def test_encode_several_variables():
