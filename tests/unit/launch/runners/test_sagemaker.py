@@ -158,13 +158,11 @@ def test_a_job_that_fails(sdk, launch, capsys):
     assert "out of memory" in capsys.readouterr().err
 
 
-def test_an_interrupt_says_how_to_end_the_job(sdk, launch, monkeypatch, capsys):
+def test_an_interrupt_says_how_to_end_the_job(sdk, launch, capsys):
     sdk.failure = KeyboardInterrupt()
-    job = types.SimpleNamespace(name="job-1")
-    monkeypatch.setattr(sdk.HuggingFace, "latest_training_job", job, raising=False)
     with pytest.raises(KeyboardInterrupt):
         runners.run(launch())
-    assert "stop-training-job --training-job-name job-1" in capsys.readouterr().err
+    assert "stop-training-job --training-job-name NAME" in capsys.readouterr().err
 
 
 def test_a_job_of_a_configuration_object(sdk, place):
@@ -186,7 +184,6 @@ def test_a_job_of_a_configuration_object(sdk, place):
 @pytest.mark.parametrize(
     ("line", "config", "arguments", "fragment"),
     [
-        ("-m timeit.py", CONFIG, (), "--module does not go with SageMaker"),
         ("job.sh.py.txt", CONFIG, (), "'job.sh.py.txt' is no Python file"),
         ("", CONFIG, ("--flag",), "'--flag' is no `--name value`"),
         ("", CONFIG, ("--flag", "--lr", "1"), "'--flag' is no"),
@@ -194,16 +191,15 @@ def test_a_job_of_a_configuration_object(sdk, place):
         ("", CONFIG.replace("iam_role_name: trainer", ""), (), "lacks iam_role_name"),
         ("", CONFIG + "additional_args: 3\n", (), "additional_args"),
         ("", CONFIG + "sagemaker_inputs_file: none.tsv\n", (), "No such file"),
-        ("", CONFIG + "sagemaker_inputs_file: bad.tsv\n", (), "Line 2 of bad.tsv (sagemaker_inputs_file)"),
+        ("", CONFIG + "sagemaker_inputs_file: bad.tsv\n", (), "bad.tsv (sagemaker_inputs_file) holds ['foo bar']"),
         ("--aws_access_key_id AKID", CONFIG, (), "--aws_secret_access_key is missing"),
         ("", CONFIG + "profile: nobody\n", (), "The config profile (nobody) could not be found"),
-        ("", CONFIG + "num_machines: 0\n", (), "num_machines is 0"),
         ("", CONFIG + "py_version: py1\n", (), "The SageMaker SDK refuses this job: no such version"),
         ("--max_restarts 1", CONFIG, (), "--max_restarts"),
     ],
 )
 def test_refusals(sdk, launch, written, tmp_path, line, config, arguments, fragment):
-    written("bad.tsv", "heading\nfoo bar\n")
+    written("bad.tsv", "heading\tx\nfoo bar\n")
     (tmp_path / "job.sh.py.txt").touch()
     with pytest.raises(LaunchError) as caught:
         runners.run(launch(line, config, arguments))
@@ -214,7 +210,7 @@ def test_refusals(sdk, launch, written, tmp_path, line, config, arguments, fragm
 def test_no_sdk_and_a_newer_one(launch, fake_package, monkeypatch):
     fake_package("sagemaker", __init__="__version__ = '3.27.0'")
     for _ in range(2):
-        with pytest.raises(ImportError, match="version 2 of its SDK, which is not installed.*sagemaker<3"):
+        with pytest.raises(ImportError, match="version 2 of its SDK.*sagemaker<3"):
             runners.run(launch())
         monkeypatch.setitem(sys.modules, "sagemaker", None)
 
