@@ -220,10 +220,7 @@ def _announce(request: Request, count: int, device_type: str) -> None:
     if request.num_nodes == 1:
         return
     who = f"Number {request.node_rank}" if request.rdzv_backend == "static" else "One"
-    print(
-        f"{who} of {request.num_nodes} machines waits at {request.endpoint} for the others, up to "
-        f"{request.join_timeout:g} s."
-    )
+    print(f"{who} of {request.num_nodes} machines waits at {request.endpoint} for the others.")
 
 
 # The states that functions leave behind which run right here. Processes that are started later do without them.

@@ -61,6 +61,7 @@ _ORPHANS_S = 3.0
 _QUIET = {
     "torch.distributed.elastic.multiprocessing.api": logging.CRITICAL,
     "torch.distributed.elastic.agent.server.api": logging.ERROR,
+    "torch.multiprocessing.spawn": logging.ERROR,
 }
 _hangups_are_ignored = hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 

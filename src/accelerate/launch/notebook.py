@@ -6,7 +6,6 @@ A request is checked, and the agent of `accelerate launch` runs the function in 
 import functools
 import importlib
 import inspect
-import logging
 import re
 import signal
 import tempfile
@@ -18,12 +17,11 @@ from accelerate.config.exit_status import PREEMPTED
 from accelerate.config.options import BY_NAME
 from accelerate.launch.errors import LaunchError, RunError
 from accelerate.launch.failures import Reporter, WorkerFailure, endings_of
-from accelerate.launch.plan import Rendezvous
+from accelerate.launch.plan import Machines, Rendezvous
 
 # Torch's default, for a port that the user has not chosen.
 DEFAULT_PORT = 29500
 _BACKENDS = ("static", "c10d")
-_TIMEOUT_S = 600
 # What the command line calls the arguments of `notebook_launcher`.
 _NAMES = {
     "--main_process_ip": "master_addr",
@@ -36,9 +34,6 @@ _NAMES = {
 }
 _POISONED = re.compile("Cannot re-initialize|CUDA error: initialization error|in forked subprocess")
 _USED_BEFORE = "The GPU was used before the processes were forked. Restart, and use it only inside the function."
-_OTHER_MACHINES = (
-    "Processes of other machines are reported there: where a connection broke, look for the cause on those."
-)
 
 
 class WorkerError(RuntimeError):
@@ -113,12 +108,6 @@ class Request:
             return int(self.rdzv_endpoint.rpartition(":")[2])
         return 0 if self.port == DEFAULT_PORT else self.port
 
-    @property
-    def join_timeout(self) -> float:
-        """For how long machines wait for each other, in seconds."""
-        settings = self.rdzv_conf or {}
-        return float(settings.get("join_timeout", settings.get("timeout", _TIMEOUT_S)))
-
 
 def name_of(function: Callable[..., Any]) -> str:
     """Return a function's name for the user; a `functools.partial` has the name of what it calls."""
@@ -152,10 +141,8 @@ def check(request: Request) -> None:
         if value < least:
             raise ValueError(f"{name} is {value}; it must be at least {least} ({hint}).")
     if request.node_rank >= request.num_nodes:
-        raise ValueError(
-            f"node_rank is {request.node_rank}, and num_nodes is {request.num_nodes}: machines are numbered from 0 to "
-            f"{request.num_nodes - 1}."
-        )
+        given = f"node_rank is {request.node_rank}, and num_nodes is {request.num_nodes}"
+        raise ValueError(f"{given}: machines are numbered from 0 to {request.num_nodes - 1}.")
     if not isinstance(request.monitor_interval, (int, float)) or not request.monitor_interval > 0:
         raise ValueError(f"monitor_interval is {request.monitor_interval!r}; give a number of seconds above 0.")
     if request.precision is None:
@@ -184,20 +171,13 @@ def _check_function(request: Request) -> None:
 
 def _check_rendezvous(request: Request) -> None:
     if not re.fullmatch(r"\d{0,5}", str(request.use_port or "")) or request.port > 65535:
-        raise ValueError(
-            f"use_port is {request.use_port!r}; give a port from 1 to 65535, or leave it out for a free one."
-        )
+        raise ValueError(f"use_port is {request.use_port!r}; give a port up to 65535, or none for a free one.")
     if request.rdzv_backend not in _BACKENDS:
         raise ValueError(f"rdzv_backend is {request.rdzv_backend!r}; choose one of {', '.join(_BACKENDS)}.")
     if request.rdzv_conf is not None and not isinstance(request.rdzv_conf, Mapping):
         raise TypeError(f"rdzv_conf is {request.rdzv_conf!r}; give a dictionary, such as {{'timeout': 60}}.")
     if request.rdzv_endpoint and not re.fullmatch(r".+:\d{1,5}", request.rdzv_endpoint):
         raise ValueError(f"rdzv_endpoint is {request.rdzv_endpoint!r}; give host:port.")
-    if request.num_nodes > 1 and not request.rdzv_endpoint and not request.port:
-        raise ValueError(
-            f"use_port is {request.use_port!r}, and num_nodes is {request.num_nodes}: several machines must all know the port. "
-            "Give one, the same on each of them."
-        )
 
 
 # -- running -------------------------------------------------------------------------------------------------------------
@@ -228,10 +208,6 @@ def run(request: Request, environment: Mapping[str, str], num_processes: int) ->
     from accelerate.launch.machine_rendezvous import FailedElsewhere
 
     reporter = Reporter()
-    # Torch's words about processes that it stops; the error names them.
-    logger = logging.getLogger("torch.multiprocessing.spawn")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
     try:
         with tempfile.TemporaryDirectory(prefix="accelerate_launch_", ignore_cleanup_errors=True) as directory:
             worker = notebook_worker.Worker(request.function, request.log_line_prefix_template)
@@ -254,43 +230,31 @@ def run(request: Request, environment: Mapping[str, str], num_processes: int) ->
         raise MeetingError(_in_arguments(error)) from error
     except (dist.DistError, RendezvousError, TimeoutError) as error:
         raise MeetingError(_why_no_rendezvous(request, error)) from error
-    finally:
-        logger.setLevel(level)
 
 
 def _configured(request: Request, num_processes: int, directory: str) -> tuple[Any, type, Mapping[str, str]]:
     """Return torch's configuration, the class of its agent, and further variables of the processes."""
-    from accelerate.launch import elastic, network, notebook_worker
-    from accelerate.launch.machine_rendezvous import MachineRendezvous
+    from accelerate.launch import elastic, notebook_worker
+    from accelerate.launch.runners import local
 
-    settings = dict(request.rdzv_conf or {})
-    rest = {
-        "start_method": "fork",
-        "max_restarts": request.max_restarts,
-        "monitor_interval": request.monitor_interval,
-    }
-    if request.num_nodes == 1:
-        rendezvous = Rendezvous(request.rdzv_backend, port=request.chosen_port, settings=settings)
-        config = elastic.make_config(num_processes, rendezvous, directory, **rest)
-        config.run_id = config.run_id if request.rdzv_id == "none" else request.rdzv_id
-        return config, notebook_worker.FunctionAgent, {}
-    host, _, port = request.endpoint.rpartition(":")
-    host = host.strip("[]")
-    address = network.local_address(host, int(port))
-    rendezvous = MachineRendezvous(
-        host,
-        int(port),
-        request.num_nodes,
+    settings = request.rdzv_conf or {}
+    agent, variables = notebook_worker.FunctionAgent, {}
+    rendezvous = Rendezvous(request.rdzv_backend, port=request.chosen_port, settings=settings)
+    if request.num_nodes > 1:
+        agent = notebook_worker.MachineFunctionAgent
+        host, _, port = request.endpoint.rpartition(":")
+        meet = Rendezvous(request.rdzv_backend, host.strip("[]"), int(port), settings)
         # With c10d machines number themselves, and node_rank may be 0 on each of them.
-        None if request.rdzv_backend == "c10d" and request.node_rank == 0 else request.node_rank,
-        num_processes,
-        join_timeout=request.join_timeout,
-        heartbeat_timeout=float(settings.get("heartbeat_timeout", 30)),
-        report=lambda line: print(_in_arguments(line)),
-        restarts=request.max_restarts,
-    )
-    config = elastic.make_config(num_processes, rendezvous, directory, **rest)
-    return config, notebook_worker.MachineFunctionAgent, network.gloo_variables(address)
+        numbered = request.rdzv_backend == "static" or request.node_rank > 0
+        machines = Machines(request.num_nodes, request.node_rank if numbered else None)
+        rendezvous, variables = local.between_machines(
+            meet, machines, num_processes, lambda line: print(_in_arguments(line)), restarts=request.max_restarts
+        )
+    options = {name: getattr(request, name) for name in ("max_restarts", "monitor_interval")}
+    config = elastic.make_config(num_processes, rendezvous, directory, start_method="fork", **options)
+    if request.rdzv_id != "none":
+        config.run_id = request.rdzv_id
+    return config, agent, variables
 
 
 def _worker_error(request: Request, failures: Sequence[WorkerFailure], reporter: Reporter) -> WorkerError:
@@ -304,8 +268,6 @@ def _worker_error(request: Request, failures: Sequence[WorkerFailure], reporter:
         lines += ["", _USED_BEFORE]
     if others := reporter.about(found):
         lines += ["", *others]
-    if request.num_nodes > 1:
-        lines += ["", _OTHER_MACHINES]
     return WorkerError("\n".join(lines), found)
 
 
@@ -319,10 +281,8 @@ def _in_arguments(message: object) -> str:
 def _why_no_rendezvous(request: Request, error: BaseException) -> str:
     if request.chosen_port and re.search("EADDRINUSE|address already in use", str(error), re.I):
         argument = "rdzv_endpoint" if request.rdzv_endpoint else "use_port"
-        return (
-            f"{argument} asks for port {request.chosen_port}, which another program listens at. Choose another one, or leave "
-            f"{argument} out: a free one is taken then."
-        )
+        taken = f"{argument} asks for port {request.chosen_port}, which another program listens at"
+        return f"{taken}. Choose another one, or leave {argument} out: a free one is taken then."
     return f"The processes could not meet at 127.0.0.1, port {request.chosen_port or 'any'}: {error or type(error).__name__}"
 
 
@@ -342,8 +302,7 @@ def run_on_tpu(request: Request) -> None:
     library = getattr(importlib.import_module("torch_xla"), "_XLAC", None)
     if getattr(library, "_xla_runtime_is_initialized", lambda: False)():
         raise RuntimeError(
-            "This process uses the TPU already, and no further processes can be started for it. Restart the notebook, and call "
-            "`xla_device()`, `.to(...)` and the like only inside the training function."
+            "This process uses the TPU already. Restart the notebook, and use it only inside the function."
         )
     starter = importlib.import_module("torch_xla.distributed.xla_multiprocessing")
     on_core = functools.partial(notebook_worker.on_core, request.function, request.num_processes != 1)

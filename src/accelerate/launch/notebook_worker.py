@@ -179,7 +179,9 @@ class FunctionAgent(elastic.Agent):
         statuses, vanished = self._statuses(), []
         if result.state == WorkerState.HEALTHY:
             # Processes that ended well before their function did (`os._exit(0)`): torch would wait for them for ever.
-            vanished = [local for local, status in statuses.items() if status == 0 and not self._has_returned(local)]
+            returned, results = self._pcontext._return_values, self._pcontext._ret_vals
+            silent = [local for local in statuses if local not in returned and results[local].empty()]
+            vanished = [local for local in silent if statuses[local] == 0]
         if not vanished and not result.failures:
             return result
         failures = {}
@@ -191,9 +193,6 @@ class FunctionAgent(elastic.Agent):
                 one.seen = self._seen.get(local, Seen(time.time(), stopped=local not in by_itself))
                 failures[worker_group.workers[local].global_rank] = one
         return RunResult(state=WorkerState.FAILED, failures=failures)
-
-    def _has_returned(self, local: int) -> bool:
-        return local in self._pcontext._return_values or not self._pcontext._ret_vals[local].empty()
 
     def _started(self) -> dict[int, Any]:
         context = getattr(self._pcontext, "_pc", None)

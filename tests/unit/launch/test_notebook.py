@@ -2,7 +2,6 @@
 
 import functools
 import json
-import logging
 import os
 import pickle
 import signal
@@ -76,7 +75,6 @@ def test_what_is_fine(function, args):
         (TypeError, "rdzv_conf is 'timeout=1'; give a dictionary", {"rdzv_conf": "timeout=1"}),
         (ValueError, "rdzv_endpoint is 'there'; give host:port", {"rdzv_endpoint": "there"}),
         (ValueError, "rdzv_endpoint is ':1'; give host:port", {"rdzv_endpoint": ":1"}),
-        (ValueError, "use_port is '0', and num_nodes is 2: several machines must", {"use_port": "0", "num_nodes": 2}),
     ],
 )
 def test_what_is_refused(error, message, arguments):
@@ -91,14 +89,11 @@ def test_the_port_is_a_free_one_unless_the_user_has_chosen(port, number):
     assert Request(train, use_port=port).chosen_port == number
 
 
-def test_where_machines_meet_and_for_how_long():
+def test_where_machines_meet():
     assert Request(train, master_addr="a", use_port=3).endpoint == "a:3"
     assert Request(train, master_addr="a").endpoint == "a:29500"
     assert Request(train, master_addr="a", rdzv_endpoint="b:4").endpoint == "b:4"
     assert Request(train, rdzv_endpoint="127.0.0.1:29500").chosen_port == 29500
-    assert Request(train).join_timeout == 600
-    assert Request(train, rdzv_conf={"timeout": "5"}).join_timeout == 5
-    assert Request(train, rdzv_conf={"join_timeout": 7, "timeout": 5}).join_timeout == 7
 
 
 # -- a run ---------------------------------------------------------------------------------------------------------------
@@ -197,8 +192,8 @@ def failed(exitcode):
 def test_processes_without_a_traceback(start, monkeypatch, exitcode, words):
     monkeypatch.setattr(failures, "killer", lambda before: "memory ran out")
     with pytest.raises(WorkerError, match="^Rank 0 failed in work:\n\nThe process 7 ") as caught:
-        start(raising(failed(exitcode)), num_nodes=2)
-    assert words in str(caught.value) and "Processes of other machines are reported there" in str(caught.value)
+        start(raising(failed(exitcode)))
+    assert words in str(caught.value)
     assert (caught.value.exitcode, caught.value.rank, caught.value.traceback) == (exitcode, 0, None)
 
 
@@ -243,13 +238,6 @@ def test_signals_and_a_run_that_has_saved_itself(start):
         start(raising(SignalException("x", signal.SIGINT)))
     with pytest.raises(SignalException):
         start(raising(SignalException("x", signal.SIGTERM)))
-
-
-def test_torchs_words_about_processes_that_it_stops_are_left_out(start):
-    logger = logging.getLogger("torch.multiprocessing.spawn")
-    enabled = []
-    start(lambda config: enabled.append(logger.isEnabledFor(logging.WARNING)))
-    assert enabled == [False] and logger.isEnabledFor(logging.WARNING)
 
 
 # -- TPUs ----------------------------------------------------------------------------------------------------------------

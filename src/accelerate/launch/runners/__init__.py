@@ -110,8 +110,7 @@ def of(plan: LaunchPlan) -> types.ModuleType:
 def tell(plan: LaunchPlan, *lines: str, always: bool = False) -> None:
     """Print lines of information, without a prefix here, unless the plan is quiet; `always` overrides that."""
     if always or not plan["quiet"]:
-        for line in lines:
-            to_stderr(f"{PREFIX}{line}\n")
+        to_stderr("".join(f"{PREFIX}{line}\n" for line in lines))
 
 
 # -- programs ------------------------------------------------------------------------------------------------------------
@@ -197,8 +196,16 @@ def _signals_forwarded(process: subprocess.Popen) -> Iterator[list[int]]:
 # -- for runners that call the launcher of another program ---------------------------------------------------------------
 
 
-def refuse_elastic(plan: LaunchPlan, title: str) -> None:
-    """Refuse options that only torch's elastic launcher understands, where `title` starts the processes instead."""
+def refuse_elastic(plan: LaunchPlan, title: str, starts_all: bool = False) -> None:
+    """Refuse options that only torch's elastic launcher understands, where `title` starts the processes instead.
+
+    With `starts_all`, it starts those of all machines: a launch on each of them would start the run several times.
+    """
+    if starts_all and plan["machine_rank"]:
+        raise LaunchError(
+            f"--machine_rank is {plan['machine_rank']}: {title} starts the processes of all machines. Launch on one machine only, "
+            "without the option."
+        )
     for name in _ELASTIC:
         if plan.settings[name].source > Source.DEFAULT and plan[name] not in (None, 0, "0", ""):
             raise LaunchError(

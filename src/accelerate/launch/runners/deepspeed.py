@@ -6,12 +6,11 @@ the processes.
 Source: https://www.deepspeed.ai/getting-started/#launching-deepspeed-training
 """
 
-import contextlib
 import os
 import pathlib
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from accelerate.config.options import BY_NAME
@@ -35,12 +34,13 @@ _PLAIN = re.compile(r"[\w@+=:,./-]*")
 
 def processes(plan: LaunchPlan, environment: Mapping[str, str]) -> list[Process]:
     """Return the call of DeepSpeed's launcher that `run` makes, once what it needs is checked."""
-    runners.refuse_elastic(plan, "DeepSpeed's launcher")
+    name = _launcher(plan)
+    runners.refuse_elastic(plan, f"DeepSpeed's launcher {name}", starts_all=name != "nossh")
     path = plan["deepspeed_hostfile"] or _DEFAULT_HOSTFILE
     if not plan["deepspeed_hostfile"] and not os.path.isfile(path):  # DeepSpeed would go on with this machine alone
         raise LaunchError(
-            f"--num_machines is {plan['num_machines']}, and no host file names the machines. Give {_OPTION}, a file of lines such "
-            "as `node1 slots=8`; or --deepspeed_multinode_launcher standard, and launch on every machine."
+            f"There is no host file that names the machines. Give {_OPTION}, a file of lines such as `node1 slots=8`; or "
+            "--deepspeed_multinode_launcher standard, and launch on every machine."
         )
     options = {name: resolved.value for name, resolved in plan.settings.items()}
     options |= {"num_processes": plan.num_processes, "deepspeed_hostfile": path}
@@ -51,9 +51,7 @@ def processes(plan: LaunchPlan, environment: Mapping[str, str]) -> list[Process]
     # DeepSpeed does not hand its --master_addr on to the processes of every launcher.
     variables["MASTER_ADDR"] = str(plan["main_process_ip"] or next(iter(hosts)).rpartition("@")[2])
     variables["MASTER_PORT"] = str(plan["main_process_port"] or DEFAULT_PORT)
-    runners.find(
-        "deepspeed", variables, "It comes with DeepSpeed: pip install 'accelerate[deepspeed]', on every machine."
-    )
+    runners.find("deepspeed", variables, "On every machine: pip install 'accelerate[deepspeed]'.")
     return [Process("DeepSpeed's launcher", tuple(words), variables)]
 
 
@@ -63,13 +61,11 @@ def run(plan: LaunchPlan, environment: Mapping[str, str], replace: bool = False)
     if _launcher(plan) not in _BY_FILE:
         runners.start(process.command, process.environment, replace)
         return
-    with _variables_file(process.environment) as (path, held_back):
-        if held_back:
-            runners.tell(
-                plan,
-                f"not handed on to the other machines: {', '.join(held_back)}. Every user there could read their values, or a "
-                "shell would change them; set them there, or in ~/.deepspeed_env.",
-            )
+    with tempfile.TemporaryDirectory(prefix="accelerate_deepspeed_", ignore_cleanup_errors=True) as private:
+        path = os.path.join(private, "variables")
+        if held_back := _write_variables(path, process.environment):
+            note = "They would be readable there, or changed by a shell: set them there, or in ~/.deepspeed_env."
+            runners.tell(plan, f"not handed on to the other machines: {', '.join(held_back)}. {note}")
         runners.start(process.command, {**process.environment, "DS_ENV_FILE": path})
 
 
@@ -95,9 +91,7 @@ def command(options: Mapping[str, Any], script: str, script_args: Sequence[str])
         raise LaunchError(f"--num_processes is {count}; it must be a multiple of --num_machines, {machines}.")
     include, exclude = options["deepspeed_inclusion_filter"], options["deepspeed_exclusion_filter"]
     if include and exclude:
-        raise LaunchError(
-            "--deepspeed_inclusion_filter and --deepspeed_exclusion_filter exclude each other. Choose one."
-        )
+        raise LaunchError("--deepspeed_inclusion_filter and --deepspeed_exclusion_filter exclude each other.")
     words = ["deepspeed"]
     if options["deepspeed_hostfile"]:
         words += ["--hostfile", str(options["deepspeed_hostfile"])]
@@ -142,44 +136,32 @@ def exports(settings: Mapping[str, Resolved], environment: Mapping[str, str]) ->
     return {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_CONFIG_DS_FIELDS": ",".join(fields), "PYTHONPATH": path}
 
 
-@contextlib.contextmanager
-def _variables_file(environment: Mapping[str, str]) -> Iterator[tuple[str, list[str]]]:
-    """Write the file from which DeepSpeed hands variables on to other machines, and remove it afterwards.
+def _write_variables(path: str, environment: Mapping[str, str]) -> list[str]:
+    """Write the file from which DeepSpeed hands variables on to other machines, with the lines of the user's own such files.
 
-    It lies in a private folder. The user's own `.deepspeed_env` files, in the home and the working directory, are read into it
-    and stay as they are.
-
-    Yields:
-        The path of the file, for `DS_ENV_FILE`, and the names of the variables that are not in it: secrets, which would
-        stand on a command line, and values that a shell would change.
+    Returns:
+        The names of the variables that are not in it: secrets, which would stand on a command line, and values that a
+        shell would change.
     """
-    names = [name for name in runners.handed_on(environment) if name != "DS_ENV_FILE"]
     lines, held_back = [], []
-    for name in names:
+    for name in runners.handed_on(environment):
         if _PLAIN.fullmatch(environment[name]) and runners.may_be_shown(name, environment[name]):
             lines.append(f"{name}={environment[name]}")
         else:
             held_back.append(name)
     for folder in dict.fromkeys((os.path.expanduser("~"), os.getcwd())):
-        path = pathlib.Path(folder, environment.get("DS_ENV_FILE") or ".deepspeed_env")
-        if path.is_file():  # of a variable that comes twice, DeepSpeed takes the last
-            lines += filter(str.strip, path.read_text(encoding="utf-8").splitlines())
-    with tempfile.TemporaryDirectory(prefix="accelerate_deepspeed_", ignore_cleanup_errors=True) as private:
-        path = pathlib.Path(private, "variables")
-        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-        yield str(path), held_back
+        given = pathlib.Path(folder, environment.get("DS_ENV_FILE") or ".deepspeed_env")
+        if given.is_file():  # of a variable that comes twice, DeepSpeed takes the last
+            lines += filter(str.strip, given.read_text(encoding="utf-8").splitlines())
+    pathlib.Path(path).write_text("\n".join(lines), encoding="utf-8")
+    return held_back
 
 
 def _check(hosts: Mapping[str, int | None], options: Mapping[str, Any]) -> None:
     """Refuse a host file and numbers that do not fit: DeepSpeed would start other processes than were asked for."""
-    name, rank, machines = _launcher(options), options["machine_rank"] or 0, options["num_machines"] or 1
+    name, machines = _launcher(options), options["num_machines"] or 1
     if name == "nossh" and not options["main_process_ip"]:
         raise LaunchError("--deepspeed_multinode_launcher nossh needs --main_process_ip, the address of machine 0.")
-    if name != "nossh" and rank:
-        raise LaunchError(
-            f"--machine_rank is {rank}: {name} starts the processes of all machines. Launch on machine 0 only; or choose "
-            "standard or nossh, and launch on every machine."
-        )
     if options["deepspeed_inclusion_filter"] or options["deepspeed_exclusion_filter"]:
         return  # then DeepSpeed counts
     each, slots = options["num_processes"] // machines, [number or 0 for number in hosts.values()]

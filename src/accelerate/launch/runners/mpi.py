@@ -43,12 +43,7 @@ def run(plan: LaunchPlan, environment: Mapping[str, str], replace: bool = False)
 
 
 def _call(plan: LaunchPlan, environment: Mapping[str, str]) -> tuple[str, Process]:
-    runners.refuse_elastic(plan, "mpirun")
-    if plan["machine_rank"]:
-        raise LaunchError(
-            f"--machine_rank is {plan['machine_rank']}: mpirun starts the processes of all machines. Launch on one machine only, "
-            "without the option."
-        )
+    runners.refuse_elastic(plan, "mpirun", starts_all=True)
     asked = plan.settings["num_machines"]
     hosts = read_hosts(plan["mpirun_hostfile"], _OPTION)
     shares = layout(hosts, plan.num_processes, asked.value if asked.source > Source.DEFAULT else None)
@@ -72,11 +67,7 @@ def _call(plan: LaunchPlan, environment: Mapping[str, str]) -> tuple[str, Proces
 
 def _flavour(environment: Mapping[str, str]) -> str:
     """Ask mpirun what it is: a key of `_ANSWERS`."""
-    runners.find(
-        "mpirun",
-        environment,
-        f"Install Open MPI, MPICH, Intel MPI or MVAPICH on every machine, or leave out {_OPTION}.",
-    )
+    runners.find("mpirun", environment, f"Install Open MPI or MPICH on every machine, or leave out {_OPTION}.")
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     done = subprocess.run(["mpirun", "--version"], env=dict(environment), **streams, text=True, errors="replace")
     for flavour, answers in _ANSWERS.items():
@@ -157,9 +148,7 @@ def layout(hosts: Mapping[str, int | None], count: int, machines: int | None) ->
         {'a': 4, 'b': 2}
     """
     if machines is not None and machines > len(hosts):
-        raise LaunchError(
-            f"--num_machines is {machines}, and {_OPTION} names {len(hosts)}. Add the others, or ask for fewer."
-        )
+        raise LaunchError(f"--num_machines is {machines}, and {_OPTION} names {len(hosts)}. Add the others.")
     chosen = dict(list(hosts.items())[: min(len(hosts), count) if machines is None else machines])
     each, rest = divmod(count, len(chosen))
     slotless = None in chosen.values()

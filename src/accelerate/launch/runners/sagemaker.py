@@ -51,13 +51,7 @@ _ARGUMENTS = {
     "base_job_name": "accelerate-sagemaker-1",
 }
 _OTHERS = "ec2_instance_type iam_role_name profile sagemaker_inputs_file sagemaker_metrics_file additional_args"
-_JOB = {
-    **_ARGUMENTS,
-    **dict.fromkeys(_OTHERS.split()),
-    "region": "us-east-1",
-    "distributed_type": SageMakerDistributedType.NO,
-}
-_MISSING = "Amazon SageMaker needs boto3 and version 2 of its SDK: pip install 'accelerate[sagemaker]' 'sagemaker<3'."
+_JOB = {**_ARGUMENTS, **dict.fromkeys(_OTHERS.split()), "region": "us-east-1", "distributed_type": "NO"}
 _Inputs = dict[str, str] | None
 
 
@@ -106,10 +100,7 @@ def _start(job: Any, account: tuple[str | None, str | None], arguments: dict[str
 
         key_id, secret = (None, None) if job.profile else account
         session = boto3.Session(key_id, secret, region_name=job.region, profile_name=job.profile)
-        try:
-            estimator = HuggingFace(**{"sagemaker_session": sdk.Session(boto_session=session), **arguments})
-        except (TypeError, ValueError) as error:
-            raise LaunchError(f"The SageMaker SDK refuses this job: {error}") from None
+        estimator = HuggingFace(**{"sagemaker_session": sdk.Session(boto_session=session), **arguments})
         try:
             estimator.fit(inputs=inputs)
         except sdk.exceptions.UnexpectedStatusException as error:
@@ -117,7 +108,7 @@ def _start(job: Any, account: tuple[str | None, str | None], arguments: dict[str
             raise subprocess.CalledProcessError(1, [arguments["entry_point"]]) from error
         except KeyboardInterrupt:
             to_stderr(
-                f"{PREFIX}the job goes on. `aws sagemaker stop-training-job --training-job-name NAME` ends it.\n"
+                f"{PREFIX}the job goes on; `aws sagemaker stop-training-job --training-job-name NAME` ends it.\n"
             )
             raise
 
@@ -170,7 +161,8 @@ def _refusals(doing: str) -> Iterator[None]:
         except (BotoCoreError, ClientError) as error:
             raise LaunchError(f"AWS did not let us {doing}: {error}") from None
     except ImportError:
-        raise MissingPackageError(_MISSING) from None
+        needed = "pip install 'accelerate[sagemaker]' 'sagemaker<3'"
+        raise MissingPackageError(f"SageMaker needs boto3 and version 2 of its SDK: {needed}.") from None
 
 
 def job_variables(settings: Mapping[str, Resolved]) -> dict[str, str]:
@@ -214,9 +206,7 @@ def estimator_arguments(
         LaunchError: the script is no Python file, an argument has no value, or a table cannot be read.
     """
     if not script.endswith(".py"):
-        raise LaunchError(
-            f"{script!r} is no Python file, which is what a SageMaker job starts. Name a script ending in .py."
-        )
+        raise LaunchError(f"{script!r} is no Python file; a SageMaker job starts a script ending in .py.")
     kind = SageMakerDistributedType(job.distributed_type)
     given = dict(job.additional_args or {})
     machine = job.ec2_instance_type
@@ -228,13 +218,9 @@ def estimator_arguments(
         )
     inputs = dict(_table(job.sagemaker_inputs_file, "sagemaker_inputs_file")) or None
     metrics = _table(job.sagemaker_metrics_file, "sagemaker_metrics_file")
-    variables = {
-        "ACCELERATE_USE_SAGEMAKER": "true",
-        **environment,
-        "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": kind.value,
-    }
-    if isinstance(given.get("environment"), dict):
-        given["environment"] = {**variables, **given["environment"]}
+    variables = {"ACCELERATE_USE_SAGEMAKER": "true", **environment}
+    variables["ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE"] = kind.value
+    variables |= given.pop("environment", None) or {}
     arguments = {
         "entry_point": os.path.basename(script),
         "source_dir": os.path.dirname(script) or ".",
@@ -255,9 +241,7 @@ def keys(access_key_id: str | None, secret_access_key: str | None) -> tuple[str 
     """Return the two keys of an AWS account, or two times None; one alone is refused."""
     if bool(access_key_id) != bool(secret_access_key):
         lacking = "--aws_secret_access_key" if access_key_id else "--aws_access_key_id"
-        raise LaunchError(
-            f"{lacking} is missing: the two keys go together. A profile in the configuration file needs neither."
-        )
+        raise LaunchError(f"{lacking} is missing: the two keys go together. A profile in the file needs neither.")
     return access_key_id or None, secret_access_key or None
 
 
@@ -278,9 +262,7 @@ def hyperparameters(arguments: Sequence[str]) -> dict[str, Any]:
         if not equals and words and (not words[0].startswith("-") or not isinstance(_typed(words[0]), str)):
             text, equals = words.pop(0), "="
         if not flag.startswith("-") or not flag.strip("-") or not equals:
-            raise LaunchError(
-                f"{flag!r} is no `--name value`; for SageMaker, give every argument of the script a value."
-            )
+            raise LaunchError(f"{flag!r} is no `--name value`; SageMaker wants a value: give every argument one.")
         values[flag.lstrip("-")] = _typed(text)
     return values
 

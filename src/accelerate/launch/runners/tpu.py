@@ -33,8 +33,8 @@ def processes(plan: LaunchPlan, environment: Mapping[str, str]) -> list[Process]
         runners.refuse_elastic(plan, "the launcher on each machine of the pod")
         options = {name: resolved.value for name, resolved in plan.settings.items()}
         worker = remote_launch(options, plan.num_processes, plan.script, plan.script_args)
-        sudo = ["sudo"] if worker[0] == "sudo" else []
-        remote = shlex.join([*sudo, "env", *pod_variables(plan["env"] or ()), *worker[len(sudo) :]])
+        at = worker.index("accelerate-launch")  # behind sudo
+        remote = shlex.join([*worker[:at], "env", *pod_variables(plan["env"] or ()), *worker[at:]])
         command = gcloud_ssh(plan["tpu_name"], plan["tpu_zone"], remote, workers=",".join(plan["vm"] or ["all"]))
         return [Process("gcloud", tuple(command), environment)]
     runners.refuse_elastic(plan, "torch_xla")
@@ -54,9 +54,7 @@ def run(plan: LaunchPlan, environment: Mapping[str, str], replace: bool = False)
     if plan.runner == "tpu_pod":
         runners.find("gcloud", environment, "Install the Google Cloud CLI; --dry_run prints the command.")
     elif importlib.util.find_spec("torch_xla") is None:
-        raise MissingPackageError(
-            "--tpu needs torch_xla, which is not installed: pip install torch_xla, on a machine with a TPU."
-        )
+        raise MissingPackageError("--tpu needs torch_xla: pip install torch_xla, on a machine with a TPU.")
     runners.start(process.command, process.environment, replace)
 
 
@@ -111,8 +109,7 @@ def pod_variables(assignments: Sequence[str]) -> list[str]:
             raise LaunchError(f"--env is {name[:50]!r}; write NAME=VALUE.")
         if not runners.may_be_shown(name, value):
             raise LaunchError(
-                f"--env {name} holds a secret, which would stand on command lines that every user of these machines can read. "
-                "Log in on the pod instead, or set it there."
+                f"--env {name} holds a secret, which every user of the pod could read. Set it there instead."
             )
     return ["ACCELERATE_IN_TPU_POD=1", *assignments]
 
@@ -165,11 +162,8 @@ def main() -> None:
     sys.path.insert(0, folder)
     function = getattr(importlib.import_module(name), given.function, None)
     if not callable(function):
-        parser.exit(
-            2,
-            f"accelerate launch: error: {given.script} has no function {given.function!r} to run on each core. Define it, or name "
-            "another with --main_training_function.\n",
-        )
+        reason = f"{given.script} has no function {given.function!r}; --main_training_function names another"
+        parser.exit(2, f"accelerate launch: error: {reason}.\n")
     multiprocessing = importlib.import_module("torch_xla.distributed.xla_multiprocessing")
     multiprocessing.spawn(functools.partial(on_core, function), args=(), nprocs=given.cores)
 

@@ -133,9 +133,12 @@ def test_what_was_held_back_is_said_and_the_file_is_gone_after_a_failure(program
         (f"--num_processes 4 {BY} mpich --deepspeed_hostfile uneven", "node1 has 1, node2 has 3"),
         ("--deepspeed_hostfile none", "--deepspeed_hostfile: the host file cannot be read"),
         ("--deepspeed_hostfile plain", "node1 has 0, node2 has 0"),
-        ("--deepspeed_hostfile=", "no host file names the machines"),
+        ("--deepspeed_hostfile=", "There is no host file"),
         (f"{BY} nossh", "needs --main_process_ip"),
-        ("--machine_rank 1", "Launch on machine 0 only"),
+        (
+            "--machine_rank 1",
+            "DeepSpeed's launcher pdsh starts the processes of all machines. Launch on one machine only",
+        ),
         ("--max_restarts 2", "--max_restarts is an option of torch's"),
     ],
 )

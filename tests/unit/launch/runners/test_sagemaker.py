@@ -34,7 +34,6 @@ calls, fits, failure = [], [], None
 class HuggingFace:
     def __init__(self, **arguments):
         calls.append(arguments)
-        if arguments["py_version"] == "py1": raise ValueError("no such version")
     def fit(self, inputs=None):
         fits.append(inputs)
         if failure: raise failure
@@ -194,7 +193,6 @@ def test_a_job_of_a_configuration_object(sdk, place):
         ("", CONFIG + "sagemaker_inputs_file: bad.tsv\n", (), "bad.tsv (sagemaker_inputs_file) holds ['foo bar']"),
         ("--aws_access_key_id AKID", CONFIG, (), "--aws_secret_access_key is missing"),
         ("", CONFIG + "profile: nobody\n", (), "The config profile (nobody) could not be found"),
-        ("", CONFIG + "py_version: py1\n", (), "The SageMaker SDK refuses this job: no such version"),
         ("--max_restarts 1", CONFIG, (), "--max_restarts"),
     ],
 )
