@@ -247,23 +247,8 @@ def test_several_machines(started, capsys):
 
 
 def test_all_arguments_arrive(started):
-    given = (
-        train,
-        (),
-        2,
-        "no",
-        "29501",
-        "127.0.0.1",
-        0,
-        1,
-        "c10d",
-        "127.0.0.1:29502",
-        {"timeout": 3},
-        "mine",
-        4,
-        0.5,
-        "[${rank}] ",
-    )
+    meeting = ("c10d", "127.0.0.1:29502", {"timeout": 3}, "mine")
+    given = (train, (), 2, "no", "29501", "127.0.0.1", 0, 1, *meeting, 4, 0.5, "[${rank}] ")
     notebook_launcher(*given)
     assert tuple(vars(started[0].request).values()) == given
 
