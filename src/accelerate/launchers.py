@@ -12,7 +12,7 @@ from accelerate.launch import notebook
 from accelerate.launch.errors import NotAvailableError, WorkerFailure
 from accelerate.launch.notebook import MeetingError, Request, WorkerError, check
 from accelerate.utils.constants import ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION
-from accelerate.utils.environment import is_colab
+from accelerate.utils.environment import is_colab, patch_environment
 
 __all__ = [
     "ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION",
@@ -23,9 +23,6 @@ __all__ = [
     "notebook_launcher",
     "test_launch",
 ]
-
-# After its first use of a GPU this process cannot be forked; from here on that use is recorded.
-notebook.watch()
 
 
 def test_launch() -> None:
@@ -63,9 +60,7 @@ def notebook_launcher(
 ) -> None:
     """Run a training function in several processes, from a notebook or a console.
 
-    The processes are forked, so the function may live in a cell. Build the `Accelerator`, and touch a GPU, only inside it.
-    Where the GPU was touched before, the processes are started afresh and get the function by its name or, with cloudpickle
-    installed, by value. One process is no process at all: the function runs right here. On a TPU, torch_xla starts one process
+    The processes are forked, so the function may live in a cell. Build the `Accelerator`, and touch a GPU, only inside it. One process is no process at all: the function runs right here. On a TPU, torch_xla starts one process
     for each core. No configuration file is read; variables such as ACCELERATE_USE_CPU are.
 
     Args:
@@ -95,7 +90,7 @@ def notebook_launcher(
         ValueError: an argument has an impossible value or does not fit the machine, an `Accelerator` exists already, or this
             process is one of a run itself.
         TypeError: an argument has the wrong type, or `function` does not take `args`.
-        RuntimeError: a GPU is in use in this process already, and the function cannot be sent to fresh processes.
+        RuntimeError: a GPU is in use in this process already, or the system cannot fork.
 
     Example:
         >>> def train(rate):
@@ -134,9 +129,14 @@ def notebook_launcher(
     _refuse_state()
     if device.type == "cpu":
         variables["ACCELERATE_USE_CPU"] = "true"
-    request, method = _prepared(request, device)
+    _refuse_no_fork()
+    if device.type != "cpu" and getattr(device.namespace(), "is_initialized", lambda: False)():
+        raise RuntimeError(
+            f"The {device.type} device is in use in this process already, and a process that has used it cannot be forked. Restart "
+            "the notebook, and use the device only inside the training function."
+        )
     _announce(request, count, device.type)
-    notebook.run(request, method, _environment(variables), count)
+    notebook.run(request, _environment(variables), count)
 
 
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
@@ -162,12 +162,8 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
     _refuse_nesting("debug_launcher")
     _refuse_group()
     environment = _environment({"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_CPU": "true"})
-    if hasattr(os, "fork"):
-        notebook.run(request, notebook.FORK, environment, num_processes)
-        return
-    from accelerate.launch.notebook_worker import sendable
-
-    notebook.run(sendable(request), notebook.SPAWN, environment, num_processes)
+    _refuse_no_fork()
+    notebook.run(request, environment, num_processes)
 
 
 def _lacks_torch_xla() -> bool:
@@ -202,25 +198,11 @@ def _count(request: Request, device: Any) -> int:
     return asked or devices or 1
 
 
-def _prepared(request: Request, device: Any) -> tuple[Request, str]:
-    """Prepare the function for forked processes, or for fresh ones where a fork would not work."""
-    if notebook.survives_fork(device):
-        return request, notebook.FORK
-    if notebook.is_used(device):
-        reason = f"the {device.type} device is in use in this process already. {notebook.culprit(device.type)}"
-    else:
-        reason = "this process has counted the GPUs" if hasattr(os, "fork") else "this process cannot be forked"
-    from accelerate.launch import notebook_worker
-
-    try:
-        request = notebook_worker.sendable(request)
-    except notebook_worker.CannotSendError as error:
-        raise RuntimeError(
-            f"The processes cannot be forked: {reason.rstrip('.')}. And {error} Or restart the notebook, and use the device only "
-            "inside the training function."
-        ) from None
-    print(f"Starting fresh processes, as {reason.rstrip('.')}.")
-    return request, notebook.SPAWN
+def _refuse_no_fork() -> None:
+    if not hasattr(os, "fork"):
+        raise NotAvailableError(
+            "Functions run in forked processes, which this system does not have. Use accelerate launch."
+        )
 
 
 def _launch_xla(request: Request, variables: Mapping[str, str]) -> None:
@@ -228,7 +210,8 @@ def _launch_xla(request: Request, variables: Mapping[str, str]) -> None:
         _refuse_state()
     cores = "one TPU core" if request.num_processes == 1 else f"{request.num_processes or 'all'} TPU cores"
     print(f"Launching training on {cores}.")
-    notebook.run_on_tpu(request, _environment(variables))
+    with patch_environment(**variables):
+        notebook.run_on_tpu(request)
 
 
 def _announce(request: Request, count: int, device_type: str) -> None:
@@ -236,10 +219,7 @@ def _announce(request: Request, count: int, device_type: str) -> None:
     if request.num_nodes == 1:
         return
     who = f"Number {request.node_rank}" if request.rdzv_backend == "static" else "One"
-    print(
-        f"{who} of {request.num_nodes} machines waits at {request.endpoint} for the others, up to "
-        f"{request.join_timeout:g} s."
-    )
+    print(f"{who} of {request.num_nodes} machines waits at {request.endpoint} for the others.")
 
 
 # The states that functions leave behind which run right here. Processes that are started later do without them.
@@ -252,7 +232,7 @@ def _run_here(request: Request, variables: Mapping[str, str]) -> None:
     slots = (storage.accelerator, storage.process)
     empty = [slot for slot in slots if not slot.current]
     try:
-        with notebook.variables(variables):
+        with patch_environment(**variables):
             request.function(*request.args)
     finally:
         still = [left for left in _left_behind if any(slot.current is left for slot in slots)]
@@ -260,11 +240,6 @@ def _run_here(request: Request, variables: Mapping[str, str]) -> None:
 
 
 def _refuse_nesting(launcher: str, harmless: bool = False) -> None:
-    if notebook.is_importing_main():
-        raise ValueError(
-            f"{launcher} is called while a fresh process imports the script, which would start processes without end. Put the "
-            'call behind `if __name__ == "__main__":`.'
-        )
     rank, size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE", "")
     if rank is None or not size.isdigit() or int(size) < 2 or harmless:
         return

@@ -66,14 +66,13 @@ def port():
         return sock.getsockname()[1]
 
 
-@pytest.mark.parametrize("fresh", [False, True], ids=["forked", "fresh"])
-def test_two_processes_cooperate(run, notes, fresh):
-    out, status = run("total", {"mixed_precision": "bf16", "fresh": fresh})
+def test_two_processes_cooperate(run, notes):
+    out, status = run("total", {"mixed_precision": "bf16"})
     assert status == 0, out
     first, second = notes()
     assert (first["size"], first["total"], second["total"]) == (2, 3, 3)
     assert {first["local"], second["local"]} == {0, 1}
-    assert (first["precision"], first["forked"]) == ("bf16", not fresh)
+    assert (first["precision"], first["forked"]) == ("bf16", True)
 
 
 def test_two_jobs_side_by_side(begin, notes):
@@ -131,19 +130,17 @@ def test_a_process_that_ends_without_a_word_holds_nobody_up(run):
     assert "Rank 1 failed" in out and "ended with exit status 0, before its function was done" in out
 
 
-@pytest.mark.parametrize("fresh", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["forked", "fresh"])
-def test_a_process_that_is_done_lets_the_others_notice(run, fresh):
-    out, status = run("return_on_one", {"fresh": fresh})
+def test_a_process_that_is_done_lets_the_others_notice(run):
+    out, status = run("return_on_one", {})
     assert status == 1
     assert "WorkerError: Rank 0 failed in return_on_one:" in out
 
 
-@pytest.mark.parametrize("fresh", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["forked", "fresh"])
-def test_restarts(run, notes, fresh):
-    out, status = run("fail_at_first", {"max_restarts": 2, "fresh": fresh})
+def test_restarts(run, notes):
+    out, status = run("fail_at_first", {"max_restarts": 2})
     assert status == 0, out
     assert notes() == [{"attempt": 1, "size": 2}] * 2
-    out, status = run("fail_at_first", {"max_restarts": 0, "fresh": fresh})
+    out, status = run("fail_at_first", {"max_restarts": 0})
     assert status == 1 and "only the first attempt" in out
 
 
@@ -157,26 +154,13 @@ def test_lines_with_a_prefix(run):
     out, status = run("print_things", {"log_line_prefix_template": "[${role_name} ${rank}] "})
     assert status == 0
     for rank in (0, 1):
-        for line in ("printed in pieces", "an error", "past Python"):
+        for line in ("printed in pieces", "an error"):
             assert f"[default_role {rank}] {line}\n" in out
 
 
 def test_a_run_that_has_saved_itself_ends_with_its_status(run):
     out, status = run("save_itself", {})
     assert status == 75, out
-
-
-def test_a_script_without_a_guard_starts_no_processes_without_end(tmp_path, notes):
-    script = tmp_path / "bare.py"
-    script.write_text(
-        "from accelerate import notebook_launcher\nfrom accelerate.launch import notebook\n"
-        "notebook.survives_fork = lambda device: False\n"
-        "def train():\n    pass\n"
-        "notebook_launcher(train, num_processes=2)\n"
-    )
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=LIMIT_S)
-    assert done.returncode != 0
-    assert 'Put the call behind `if __name__ == "__main__":`' in done.stderr
 
 
 def pids_of(process):
@@ -334,7 +318,7 @@ def test_output_comes_to_the_cell_in_whole_lines(kernel, request):
     out, error = kernel.run('notebook_launcher(train, num_processes=2, log_line_prefix_template="[${rank}] ")')
     assert not error
     for rank in (0, 1):
-        assert f"[{rank}] printed by {rank}\n" in out and f"[{rank}] past Python\n" in out
+        assert f"[{rank}] printed by {rank}\n" in out
 
 
 @pytest.mark.parametrize("kernel", [True], ids=["reads descriptors"], indirect=True)
@@ -369,31 +353,3 @@ def test_an_interrupt_of_the_cell(kernel):
     assert error.startswith("KeyboardInterrupt")
     out, error = kernel.run("import multiprocessing; print(multiprocessing.active_children())")
     assert (out, error) == ("[]\n", "")
-
-
-@pytest.mark.parametrize(
-    "kernel",
-    [True, pytest.param(False, marks=pytest.mark.slow)],
-    ids=["reads descriptors", "reads streams"],
-    indirect=True,
-)
-def test_a_function_of_a_cell_goes_to_fresh_processes(kernel):
-    pytest.importorskip("cloudpickle")
-    out, error = kernel.run("""
-        import os
-        from accelerate import PartialState, notebook_launcher
-        from accelerate.launch import notebook
-        notebook.survives_fork = lambda device: False
-        def helper(state):
-            return state.num_processes
-        def train(fails):
-            state = PartialState()
-            print("fresh", helper(state), state.fork_launched, flush=True)
-            if fails:
-                raise KeyError("in a cell")
-        notebook_launcher(train, (False,), num_processes=2)
-    """)
-    assert not error
-    assert out.count("fresh 2 False") == 2
-    _, error = kernel.run("notebook_launcher(train, (True,), num_processes=2)")
-    assert 'raise KeyError("in a cell")' in error

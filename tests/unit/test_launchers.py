@@ -2,11 +2,9 @@
 
 import os
 import sys
-import threading
 import types
 
 import pytest
-import torch
 
 from accelerate import launchers
 from accelerate.launch import notebook
@@ -21,14 +19,14 @@ class Device:
 
     type = "cuda"
 
-    def __init__(self, count=2, in_use=False, spoiled=False):
-        self._count, self.in_use, self.spoiled = count, in_use, spoiled
+    def __init__(self, count=2, in_use=False):
+        self._count, self.in_use = count, in_use
 
     def count(self):
         return self._count
 
     def namespace(self):
-        return types.SimpleNamespace(is_initialized=lambda: self.in_use, _is_in_bad_fork=lambda: self.spoiled)
+        return types.SimpleNamespace(is_initialized=lambda: self.in_use)
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +52,7 @@ def started(monkeypatch):
     """Start nothing; list what would be."""
     calls = []
 
-    def run(request, method, environment, num_processes):
+    def run(request, environment, num_processes):
         calls.append(types.SimpleNamespace(**{k: v for k, v in locals().items() if k != "calls"}))
 
     monkeypatch.setattr(notebook, "run", run)
@@ -138,13 +136,6 @@ def test_a_process_of_a_run_starts_no_other(monkeypatch, started):
     assert seen == [1] and started == []
 
 
-def test_a_script_that_is_being_imported_by_its_own_process(monkeypatch, started):
-    monkeypatch.setattr(notebook, "is_importing_main", lambda: True)
-    for start in (debug_launcher, notebook_launcher):
-        with pytest.raises(ValueError, match="__main__"):
-            start(train, num_processes=2)
-
-
 def test_more_processes_than_devices(device):
     device(Device(count=1))
     with pytest.raises(ValueError, match="num_processes is 2, and there are 1 cuda devices"):
@@ -155,7 +146,7 @@ def test_one_process_per_device_by_default(device, started, capsys):
     device(Device(count=3))
     notebook_launcher(train, use_port="29501")
     (call,) = started
-    assert (call.num_processes, call.request.chosen_port, call.method) == (3, 29501, "fork")
+    assert (call.num_processes, call.request.chosen_port) == (3, 29501)
     assert "ACCELERATE_USE_CPU" not in call.environment
     assert capsys.readouterr().out == "Launching training on 3 GPUs.\n"
 
@@ -177,41 +168,19 @@ def test_an_apple_gpu_is_one(device, started, capsys):
         notebook_launcher(train, num_processes=2)
 
 
-def test_a_device_in_use_means_fresh_processes(device, started, capsys, monkeypatch):
+def test_a_device_in_use_is_refused(device, started):
     device(Device(in_use=True))
-    monkeypatch.setattr(notebook, "culprit", lambda name: f"Somebody used {name}.")
-    notebook_launcher(join_only, num_processes=2)
-    assert started[0].method == "spawn"
-    assert (
-        "Starting fresh processes, as the cuda device is in use in this process already. Somebody used cuda."
-        in capsys.readouterr().out
-    )
-
-
-def test_a_device_that_was_only_counted(device, started, capsys):
-    device(Device(spoiled=True))
-    notebook_launcher(join_only, num_processes=2)
-    assert started[0].method == "spawn"
-    assert "has counted the GPUs" in capsys.readouterr().out
-
-
-def test_a_function_that_cannot_be_sent_is_refused_with_the_first_use_and_the_obstacle(device, started, monkeypatch):
-    pytest.importorskip("cloudpickle")
-    device(Device(in_use=True))
-    monkeypatch.setattr(notebook, "culprit", lambda name: "greedy/core.py did it.")
-    lock = threading.Lock()
-    with pytest.raises(
-        RuntimeError, match=r"cannot be forked.*greedy/core.py did it.*<lambda> cannot be sent.*restart the notebook"
-    ):
-        notebook_launcher(lambda: lock.acquire(), num_processes=2)
+    with pytest.raises(RuntimeError, match="The cuda device is in use in this process already.*Restart the notebook"):
+        notebook_launcher(join_only, num_processes=2)
     assert started == []
 
 
 @pytest.mark.parametrize("start", [debug_launcher, notebook_launcher])
 def test_systems_without_fork(monkeypatch, started, start):
     monkeypatch.delattr(os, "fork")
-    start(join_only, num_processes=2)
-    assert started[0].method == "spawn"
+    with pytest.raises(NotAvailableError, match="forked processes, which this system does not have"):
+        start(join_only, num_processes=2)
+    assert started == []
 
 
 @pytest.mark.parametrize(("gpus", "asked", "count"), [(1, 8, None), (2, 8, 2), (2, 2, 2), (2, None, 2)])
@@ -252,7 +221,7 @@ def test_a_hosted_tpu_without_its_library(monkeypatch, variable):
 def test_tpus(device, monkeypatch, capsys, asked, words):
     device(types.SimpleNamespace(type="xla"))
     calls = []
-    monkeypatch.setattr(notebook, "run_on_tpu", lambda request, environment: calls.append((request, environment)))
+    monkeypatch.setattr(notebook, "run_on_tpu", lambda request: calls.append((request, dict(os.environ))))
     notebook_launcher(train, num_processes=asked, mixed_precision="bf16")
     ((request, environment),) = calls
     assert request.num_processes == asked
@@ -274,27 +243,12 @@ def test_several_machines(started, capsys):
     assert started[0].num_processes == 1
     out = capsys.readouterr().out
     assert "Launching training on 2 CPUs" in out
-    assert "Number 1 of 2 machines waits at 127.0.0.1:29500 for the others, up to 5 s" in out
+    assert "Number 1 of 2 machines waits at 127.0.0.1:29500 for the others" in out
 
 
 def test_all_arguments_arrive(started):
-    given = (
-        train,
-        (),
-        2,
-        "no",
-        "29501",
-        "127.0.0.1",
-        0,
-        1,
-        "c10d",
-        "127.0.0.1:29502",
-        {"timeout": 3},
-        "mine",
-        4,
-        0.5,
-        "[${rank}] ",
-    )
+    meeting = ("c10d", "127.0.0.1:29502", {"timeout": 3}, "mine")
+    given = (train, (), 2, "no", "29501", "127.0.0.1", 0, 1, *meeting, 4, 0.5, "[${rank}] ")
     notebook_launcher(*given)
     assert tuple(vars(started[0].request).values()) == given
 
@@ -326,7 +280,3 @@ def test_the_launch_test_joins():
     join_only()
     assert PartialState._shared_state
     assert join_only.__test__ is False
-
-
-def test_the_first_use_of_a_gpu_is_watched():
-    assert "cuda" in notebook._watched or not hasattr(torch.cuda, "_lazy_call")

@@ -9,9 +9,8 @@ import sys
 from typing import Any
 
 from accelerate.commands.utils import make_parser, or_exit
-from accelerate.launch import config_file
+from accelerate.launch import config_file, runners
 from accelerate.launch.errors import LaunchError
-from accelerate.launch.runners import program
 from accelerate.launch.runners.tpu import gcloud_ssh
 
 
@@ -55,8 +54,8 @@ def tpu_command_launcher(args: argparse.Namespace) -> None:
     if args.debug:
         print(f"Running {shlex.join(command)}")
         return
-    program.find("gcloud", os.environ, "Install the Google Cloud CLI, or print the command with --debug.")
-    program.start(command, os.environ)
+    runners.find("gcloud", os.environ, "Install the Google Cloud CLI, or print the command with --debug.")
+    runners.start(command, os.environ)
     print("The commands ran on all machines of the pod.")
 
 

@@ -60,6 +60,7 @@ _SIGNAL_OF_TORCH = "SIGQUIT" if hasattr(signal, "SIGQUIT") else "SIGBREAK"
 _QUIET = {
     "torch.distributed.elastic.multiprocessing.api": logging.CRITICAL,
     "torch.distributed.elastic.agent.server.api": logging.ERROR,
+    "torch.multiprocessing.spawn": logging.ERROR,
 }
 _hangups_are_ignored = hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
@@ -422,12 +423,12 @@ def start(
     spec = WorkerSpec(
         local_world_size=config.nproc_per_node, rdzv_handler=handler, entrypoint=entrypoint, args=arguments, **shared
     )
-    shared = {name: getattr(config, name) for name in ("start_method", "log_line_prefix_template", "shutdown_timeout")}
-    watcher = agent(spec, config.logs_specs, **shared)
+    rest = ("start_method", "log_line_prefix_template", "shutdown_timeout")  # the last one is not in all versions of torch
+    watcher = agent(spec, config.logs_specs, **{name: getattr(config, name) for name in rest if hasattr(config, name)})
     environment = {**environment, "TORCHELASTIC_SIGNALS_TO_HANDLE": _SIGNAL_OF_TORCH}
     if isinstance(entrypoint, str):
         environment[failure.LAUNCHER] = str(os.getpid())  # the processes leave their tracebacks to the launcher
-        watcher.reporter, watcher.guard = reporter or Reporter(), Guard(config.shutdown_timeout)
+        watcher.reporter, watcher.guard = reporter or Reporter(), Guard(watcher.shutdown_timeout)
         if sys.platform == "win32":  # torch for Windows is built without libuv
             environment.setdefault("USE_LIBUV", "0")
         if isinstance(sys.stdout, io.TextIOWrapper):  # torch copies the lines of the processes to it

@@ -33,20 +33,6 @@ def is_secret(name: str) -> bool:
     return plain not in _HARMLESS and _SECRET.search(plain) is not None
 
 
-def shown(name: str, value: str) -> str:
-    """Return a value as it may be printed.
-
-    Args:
-        name: the variable or the option.
-        value: its value.
-
-    Example:
-        >>> shown("HF_TOKEN", "hf_abc"), shown("STORE", "s3://me:pw@host"), shown("LANG", "C")
-        ('(hidden)', 's3://(hidden)@host', 'C')
-    """
-    return masked(value, name)
-
-
 def masked(value: Any, name: str = "") -> Any:
     """Return a value without what must not be published, in itself or anywhere within it.
 
@@ -59,6 +45,8 @@ def masked(value: Any, name: str = "") -> Any:
     Example:
         >>> masked({"env": ["HF_TOKEN=hf_abc", "A=1"], "commands": ["login --token hf_abc"], "password": 3})
         {'env': ['HF_TOKEN=(hidden)', 'A=1'], 'commands': ['login --token (hidden)'], 'password': '(hidden)'}
+        >>> masked("s3://me:pw@host", "STORE")
+        's3://(hidden)@host'
     """
     if isinstance(value, Mapping):
         return {key: masked(inner, str(key)) for key, inner in value.items()}

@@ -31,7 +31,7 @@ class OpenAgent(LocalElasticAgent):
     @property
     def shutdown_timeout(self) -> float:
         """How long processes have to end before torch kills them, in seconds."""
-        return self._shutdown_timeout
+        return getattr(self, "_shutdown_timeout", 30)  # torch's own number where it is no setting yet
 
     @property
     def processes(self) -> dict[int, Any]:

@@ -143,10 +143,6 @@ def main() -> None:
     if keywords is None:
         function()
         return
-    if keywords.pop("fresh", False):  # as if a GPU had been used here
-        from accelerate.launch import notebook
-
-        notebook.survives_fork = lambda device: False
     try:
         notebook_launcher(function, **{"num_processes": 2, **keywords})
     except KeyboardInterrupt:

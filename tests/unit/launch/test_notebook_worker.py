@@ -1,16 +1,11 @@
-"""What runs in the processes of a function, how functions reach them, and their output."""
+"""What runs in the processes of a function, and their output."""
 
-import functools
-import importlib.util
 import io
 import json
-import linecache
 import multiprocessing
 import os
-import pickle
 import signal
 import sys
-import threading
 import traceback
 import types
 
@@ -19,8 +14,7 @@ import torch
 
 from accelerate.config.exit_status import PREEMPTED
 from accelerate.launch import notebook_worker
-from accelerate.launch.notebook import Request
-from accelerate.launch.notebook_worker import CannotSendError, Worker, resolvable_forks, sendable, write_whole_lines
+from accelerate.launch.notebook_worker import Worker, write_whole_lines
 from accelerate.runtime import storage
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -32,12 +26,27 @@ def error_file(tmp_path, monkeypatch):
     return tmp_path / "error.json"
 
 
+def ready(function, prefix=None):
+    """Return a worker that does not wait for the other ranks."""
+    worker = Worker(function, prefix)
+    worker.may_run.set()
+    return worker
+
+
 @pytest.fixture
-def here(error_file, monkeypatch):
-    """Let a worker run in the tests' own process; return what it leaves."""
-    monkeypatch.setattr(notebook_worker, "_end_with_the_parent", lambda: None)
-    monkeypatch.setenv("RANK", "3")
-    return lambda: json.loads(error_file.read_text())["accelerate"] if error_file.exists() else None
+def ended(error_file, monkeypatch):
+    """Run a function as a rank in a forked process; return its exit status, and what it has left."""
+    for name, value in {"RANK": "3", "LOCAL_RANK": "1", "ROLE_NAME": "role"}.items():
+        monkeypatch.setenv(name, value)
+
+    def run(function, *args, prefix=None):
+        process = multiprocessing.get_context("fork").Process(target=ready(function, prefix), args=args)
+        process.start()
+        process.join(60)
+        left = json.loads(error_file.read_text())["accelerate"] if error_file.exists() else None
+        return process.exitcode, left
+
+    return run
 
 
 def in_child(function, path):
@@ -56,8 +65,7 @@ def in_child(function, path):
     return (json.loads((path / "seen").read_text()) if status == 0 else None), status
 
 
-@pytest.mark.parametrize("forked", [True, False])
-def test_a_forked_process_begins_afresh(tmp_path, forked):
+def test_a_forked_process_begins_afresh(tmp_path):
     def child():
         storage.process.current["left"] = "behind"
         torch.set_num_threads(2)
@@ -70,29 +78,38 @@ def test_a_forked_process_begins_afresh(tmp_path, forked):
                 signal.getsignal(signal.SIGINT) is signal.default_int_handler,
                 signal.getsignal(signal.SIGTERM) is signal.SIG_DFL,
             ]
-            threads = torch.get_num_threads()
-            seen.extend([dict(storage.process.current), threads, os.environ.get("FORK_LAUNCHED"), handlers])
+            seen.extend(
+                [dict(storage.process.current), torch.get_num_threads(), os.environ["FORK_LAUNCHED"], handlers]
+            )
 
-        Worker(function, forked)()
+        ready(function)()
         return seen
 
-    expected = [{}, 1, "1", [True, True]] if forked else [{}, 2, None, [False, False]]
-    assert in_child(child, tmp_path) == (expected, 0)
+    assert in_child(child, tmp_path) == ([{}, 1, "1", [True, True]], 0)
 
 
-def test_a_failure_leaves_its_traceback_without_frames_of_the_launcher(here):
+def test_no_rank_runs_before_all_are_forked(tmp_path):
+    worker = Worker(lambda: (tmp_path / "ran").touch())
+    process = multiprocessing.get_context("fork").Process(target=worker)
+    process.start()
+    process.join(0.5)
+    assert process.is_alive() and not (tmp_path / "ran").exists()
+    worker.may_run.set()
+    process.join(30)
+    assert process.exitcode == 0 and (tmp_path / "ran").exists()
+
+
+def test_a_failure_leaves_its_traceback_without_frames_of_the_launcher(ended):
     def train(number):
         raise ValueError(number)
 
-    with pytest.raises(SystemExit) as caught:
-        Worker(train, False)(5)
-    record = here()
-    assert (caught.value.code, record["rank"], record["summary"]) == (1, 3, "ValueError: 5")
+    status, record = ended(train, 5)
+    assert (status, record["rank"], record["summary"]) == (1, 3, "ValueError: 5")
     lines = record["traceback"].splitlines()
     assert lines[0] == "Traceback (most recent call last):" and lines[1].endswith("in train")
 
 
-def test_a_failure_before_the_function_and_one_whose_text_fails_are_left(here, monkeypatch):
+def test_an_error_whose_text_fails_is_left(ended):
     class Rude(Exception):
         def __str__(self):
             raise RuntimeError("no")
@@ -100,110 +117,32 @@ def test_a_failure_before_the_function_and_one_whose_text_fails_are_left(here, m
     def fail():
         raise Rude
 
-    for broken in (lambda: [][1], fail):
-        monkeypatch.setattr(notebook_worker, "write_whole_lines", broken)
-        with pytest.raises(SystemExit):
-            Worker(print, False)()
-    assert "Rude" in here()["traceback"]
+    assert "Rude" in ended(fail)[1]["traceback"]
 
 
 @pytest.mark.parametrize(
     ("code", "status", "text"),
-    [(None, None, None), (0, None, None), (3, 3, "SystemExit: 3"), ("x", "x", "SystemExit: x"), (PREEMPTED,) * 2 + (None,)],
-)  # fmt: skip
-def test_ends_with_and_without_a_fault(here, code, status, text):
-    if status is None:
-        Worker(sys.exit, False)(code)
-    else:
-        with pytest.raises(SystemExit) as caught:
-            Worker(sys.exit, False)(code)
-        assert caught.value.code == status
-    assert (text in here()["traceback"]) if text else here() is None
+    [(None, 0, None), (0, 0, None), (3, 3, "SystemExit: 3"), ("x", 1, "SystemExit: x"), (PREEMPTED, PREEMPTED, None)],
+)
+def test_ends_with_and_without_a_fault(ended, code, status, text):
+    found, record = ended(sys.exit, code)
+    assert found == status and (record is None if text is None else text in record["traceback"])
 
 
-def test_an_interrupt_ends_the_process_with_a_status(here):
+def test_an_interrupt_ends_the_process_with_a_status(ended):
     def interrupted():
         raise KeyboardInterrupt
 
-    with pytest.raises(SystemExit) as caught:
-        Worker(interrupted, False)()
-    assert caught.value.code == 130 and here()["interrupt"]
+    status, record = ended(interrupted)
+    assert status == 130 and record["interrupt"]
 
 
-def test_a_full_disk_and_output_that_is_gone_hide_no_error(here, monkeypatch):
+def test_a_full_disk_and_output_that_is_gone_hide_no_error(ended, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "no such directory/error.json")
     closed = io.TextIOWrapper(io.BytesIO())
     closed.close()
     monkeypatch.setattr(sys, "stdout", closed)
-    with pytest.raises(SystemExit):
-        Worker(lambda: [][1], False)()
-
-
-# -- how functions reach fresh processes ---------------------------------------------------------------------------------
-
-LOCK = threading.Lock()
-
-
-def importable(value=None):
-    return value
-
-
-def uses_a_lock():
-    with LOCK:
-        pass
-
-
-@pytest.fixture
-def cells(monkeypatch):
-    """A main program that no other process can import, with a function in it."""
-    main = types.ModuleType("__main__")
-    main.__spec__ = None
-    text = "def in_a_cell(queue):\n    queue.append(helper())\n\ndef helper():\n    return 3\n\nclass Settings:\n    rate = 4\n"
-    linecache.cache["cell"] = (len(text), None, text.splitlines(True), "cell")
-    exec(compile(text, "cell", "exec"), vars(main))
-    monkeypatch.setitem(sys.modules, "__main__", main)
-    yield main
-    linecache.cache.pop("cell", None)
-
-
-@pytest.mark.parametrize("function", [importable, functools.partial(importable), print, uses_a_lock])
-def test_importable_functions_go_by_name_with_tensors_and_queues(function):
-    queue = multiprocessing.get_context("spawn").Queue()
-    args = () if function is uses_a_lock else (torch.ones(2), queue)[:1]
-    request = sendable(Request(function, args))
-    assert request.function is function and request.args == args
-    assert sendable(Request(importable, (queue,))).function is importable
-    queue.close()
-
-
-def test_functions_and_classes_of_cells_and_lambdas_go_by_value(cells):
-    pytest.importorskip("cloudpickle")
-    request = sendable(Request(cells.in_a_cell, ([],)))
-    assert (request.args, request.function.__name__) == ((), "in_a_cell")
-    sent = pickle.dumps(request.function)
-    del linecache.cache["cell"]
-    pickle.loads(sent)()  # with a list of its own
-    assert linecache.cache["cell"][2][0] == "def in_a_cell(queue):\n"  # for the lines of a traceback
-    cells.Settings.__module__ = "__main__"
-    assert sendable(Request(importable, (cells.Settings(),))).args == ()
-    seen = []
-    sendable(Request(lambda: seen.append(1))).function()
-    assert seen == []  # it was a copy
-
-
-def test_what_cannot_be_sent_is_named(cells, monkeypatch):
-    pytest.importorskip("cloudpickle")
-    lock = threading.Lock()
-    with pytest.raises(CannotSendError, match=r"The reason is lock, a lock"):
-        sendable(Request(lambda: lock.acquire()))
-    with pytest.raises(CannotSendError, match=r"The reason is args\[0\], a lock"):
-        sendable(Request(importable, (lock,)))
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "cloudpickle" else find(name))
-    with pytest.raises(CannotSendError, match=r"in_a_cell cannot be sent.*a cell.*pip install cloudpickle.*\.py file"):
-        sendable(Request(cells.in_a_cell, ([],)))
-    cells.__file__ = __file__  # a script, which a fresh process imports
-    assert sendable(Request(importable)).function is importable
+    assert ended(lambda: [][1]) == (1, None)
 
 
 # -- output --------------------------------------------------------------------------------------------------------------
@@ -237,11 +176,8 @@ def test_a_notebook_gets_whole_lines_and_progress_bars_move(monkeypatch):
     assert stream.pieces == ["a 1 ü\n"]
     sys.stdout.flush()
     assert stream.pieces[1:] == ["no end"]
-    sys.stdout.write("\r10%")
+    print("\r10%", end="", flush=True)
     assert stream.pieces[-1] == "\r10%" and not sys.stdout.isatty()
-    wrapped = sys.stdout
-    write_whole_lines()
-    assert sys.stdout is wrapped
 
 
 def test_an_interrupt_does_not_repeat_a_line(monkeypatch):
@@ -270,52 +206,12 @@ def test_consoles_are_left_alone_unless_they_are_unbuffered(monkeypatch):
     assert sys.stdout is None
 
 
-def test_output_into_files(error_file, tmp_path):
-    def child():
-        Worker(lambda: os.write(2, b"raw\n") and print("printed"), forked=True, to_files=True)()
-
-    assert in_child(child, tmp_path)[1] == 0
-    assert (tmp_path / "stdout.log").read_text() == "printed\n" and (tmp_path / "stderr.log").read_text() == "raw\n"
-
-
-# -- forks that can look up names ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("stuck", "forks"), [(0, 1), (2, 3), (99, 4)])
-def test_a_child_that_could_not_look_up_names_is_replaced(monkeypatch, stuck, forks):
-    begun, before = [], os.fork
-
-    def counted():
-        begun.append(None)
-        begun[-1] = before()
-        return begun[-1]
-
-    probe = lambda: threading.Event().wait() if len(begun) <= stuck else None  # noqa: E731
-    monkeypatch.setattr(notebook_worker.ctypes, "CDLL", lambda name: types.SimpleNamespace(__res_init=probe))
-    monkeypatch.setattr(notebook_worker, "_LOCK_S", 0.05)
-    monkeypatch.setattr(notebook_worker, "_FORKS", 3)
-    monkeypatch.setattr(os, "fork", counted)
-    with resolvable_forks():
-        child = os.fork()
-        if child == 0:
-            os._exit(7 if os.fork is counted or stuck == 99 else 8)
-    assert os.fork is counted
-    assert (os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), len(begun)) == (7, forks)
-    for other in begun:  # none is left behind
-        with pytest.raises(ChildProcessError):
-            os.waitpid(other, os.WNOHANG)
-
-
-def test_the_real_lock_is_free_here_and_a_system_without_it_forks_as_ever(monkeypatch):
-    with resolvable_forks():
-        child = os.fork()
-        if child == 0:
-            os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-    fork = os.fork
-    monkeypatch.setattr(notebook_worker.ctypes, "CDLL", lambda name: object())
-    with resolvable_forks():
-        assert os.fork is fork
+def test_lines_get_a_prefix_of_the_rank(ended, monkeypatch, tmp_path):
+    with open(tmp_path / "out", "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        assert ended(lambda: print("a", 1, "\n\nb", end=""), prefix="[${role_name} ${rank} ${local_rank} $1] ")[0] == 0
+    prefix = "[role 3 1 $1] "
+    assert (tmp_path / "out").read_text() == f"{prefix}a 1 \n{prefix}\n{prefix}b"
 
 
 def test_processes_of_a_start_that_fails_are_killed(monkeypatch):
@@ -329,6 +225,7 @@ def test_processes_of_a_start_that_fails_are_killed(monkeypatch):
 
     monkeypatch.setattr(notebook_worker.elastic.Agent, "_start_workers", half_a_start)
     agent = notebook_worker.FunctionAgent.__new__(notebook_worker.FunctionAgent)
+    group = types.SimpleNamespace(spec=types.SimpleNamespace(entrypoint=Worker(print)))
     with pytest.raises(OSError, match="no more"):
-        agent._start_workers(None)
+        agent._start_workers(group)
     assert started[0].exitcode == -signal.SIGKILL

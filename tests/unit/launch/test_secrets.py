@@ -2,7 +2,7 @@
 
 import pytest
 
-from accelerate.launch.secrets import command, is_secret, masked, shown
+from accelerate.launch.secrets import command, is_secret, masked
 
 SECRET = "HF_TOKEN hf-token hfToken WANDB_API_KEY WANDB_APIKEY aws_secret_access_key AccessKey aws_access_key_id DB_PASSWORD1 PASSPHRASE"
 HARMLESS = "MONKEY KEYBOARD TOKENIZERS_PARALLELISM max_new_tokens GOOGLE_APPLICATION_CREDENTIALS"
@@ -15,7 +15,7 @@ HARMLESS = "MONKEY KEYBOARD TOKENIZERS_PARALLELISM max_new_tokens GOOGLE_APPLICA
 )
 def test_names(name, secret):
     assert is_secret(name) is secret
-    assert shown(name, "hunter2") == ("(hidden)" if secret else "hunter2")
+    assert masked("hunter2", name) == ("(hidden)" if secret else "hunter2")
 
 
 def test_truths_are_no_secrets():

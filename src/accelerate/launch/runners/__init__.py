@@ -10,16 +10,25 @@ A runner is a module of this folder with two functions:
 Both raise `LaunchError` where the request cannot be run as written.
 """
 
+import contextlib
 import importlib
 import os
-from collections.abc import Mapping
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import types
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 
-from accelerate.launch.errors import PREFIX, failure_of, to_stderr
-from accelerate.launch.plan import LaunchPlan, worker_environment
+from accelerate.launch.errors import PREFIX, LaunchError, failure_of, to_stderr
+from accelerate.launch.plan import LaunchPlan, Source, worker_environment
+from accelerate.launch.secrets import masked
+from accelerate.runtime.ranks import SCHEMES
 
-__all__ = ["PREFIX", "RUNNERS", "Process", "failure_of", "of", "processes", "run", "tell"]
+__all__ = ["PREFIX", "RUNNERS", "Process", "failure_of", "of", "processes", "run", "start", "tell"]
 
 # What a plan's `runner` is called -> who starts the processes, for people.
 RUNNERS = {
@@ -33,7 +42,24 @@ RUNNERS = {
     "sagemaker": "by a job of Amazon SageMaker",
 }
 # Those whose module is called otherwise.
-_MODULES = {"single": "local", "tpu_pod": "tpu"}
+_MODULES = {"single": "local", "machines": "local", "tpu_pod": "tpu"}
+# Variables that describe a machine, a login or a terminal; on another machine they would be wrong.
+_OF_THIS_MACHINE = re.compile(
+    r"_|HOME|USER|LOGNAME|SHELL|PWD|OLDPWD|SHLVL|HOST|HOSTNAME|MAIL|TMPDIR|TMP|TEMP|TERM|TERMCAP|DISPLAY|WAYLAND_DISPLAY"
+    r"|XAUTHORITY|COLUMNS|LINES|LS_COLORS|STY|TMUX|TMUX_PANE|EDITOR|PAGER|PS1|GPG_AGENT_INFO"
+    r"|(SSH_|DBUS_|SUDO_|XDG_RUNTIME|XDG_SESSION|XDG_SEAT|XDG_VTNR|VSCODE_|OMPI_).*"
+)
+# What launchers write for the processes that they start. Those of this run get their own.
+_RANKS = frozenset((*SCHEMES[0][1], "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"))
+_OF_LAUNCHERS = (
+    *("OMPI_COMM_", "PMIX_", "PMI_", "MPI_LOCAL", "MV2_COMM_", "HYDI_", "HYDRA_PROXY"),
+    *("TORCHELASTIC_", "GROUP_"),
+)
+# Options of torch's elastic launcher alone.
+_ELASTIC = ("max_restarts", "log_dir", "tee", "rdzv_conf")
+# What ends a program that does nothing about it, and what the launcher forwards.
+_STOPPING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+_FORWARDED = [*_STOPPING, *(getattr(signal, name) for name in ("SIGUSR1", "SIGUSR2") if hasattr(signal, name))]
 
 
 @dataclass(frozen=True)
@@ -49,11 +75,6 @@ class Process:
     label: str
     command: tuple[str, ...]
     environment: Mapping[str, str]
-
-
-def of(plan: LaunchPlan) -> ModuleType:
-    """Return the runner of a plan; it is imported when it is needed."""
-    return importlib.import_module(f"accelerate.launch.runners.{_MODULES.get(plan.runner, plan.runner)}")
 
 
 def run(plan: LaunchPlan, replace: bool = False) -> None:
@@ -80,14 +101,139 @@ def processes(plan: LaunchPlan) -> list[Process]:
     return of(plan).processes(plan, worker_environment(plan, os.environ))
 
 
+def of(plan: LaunchPlan) -> types.ModuleType:
+    """Return the runner of a plan; it is imported when it is needed."""
+    return importlib.import_module(f"accelerate.launch.runners.{_MODULES.get(plan.runner, plan.runner)}")
+
+
 def tell(plan: LaunchPlan, *lines: str, always: bool = False) -> None:
-    """Print lines of information, without a prefix here, unless the plan is quiet.
+    """Print lines of information, without a prefix here, unless the plan is quiet; `always` overrides that."""
+    if always or not plan["quiet"]:
+        to_stderr("".join(f"{PREFIX}{line}\n" for line in lines))
+
+
+# -- programs ------------------------------------------------------------------------------------------------------------
+
+
+def find(program: str, environment: Mapping[str, str], otherwise: str) -> None:
+    """Refuse to go on without a program on the PATH; `otherwise` says in a sentence what to do."""
+    if shutil.which(program, path=environment.get("PATH")) is None:
+        raise LaunchError(f"{program} is not on the PATH. {otherwise}")
+
+
+def start(
+    command: Sequence[str], environment: Mapping[str, str], replace: bool = False, stopped_is_failed: bool = False
+) -> None:
+    """Run a program to its end, or become it.
 
     Args:
-        plan: what is started.
-        lines: the lines.
-        always: print them for a quiet plan, too.
+        command: program and arguments; the program is looked up on the PATH.
+        environment: all its variables.
+        replace: become it, where the system can do that: on Windows the shell would take the launcher for ended.
+        stopped_is_failed: do not believe a program that was stopped and then ends with status 0; the signal is its status
+            then.
+
+    Raises:
+        subprocess.CalledProcessError: it failed.
     """
-    if always or not plan["quiet"]:
-        for line in lines:
-            to_stderr(f"{PREFIX}{line}\n")
+    if replace and sys.platform != "win32":
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # a daemon's may be closed, or None
+                stream.flush()
+        os.execvpe(command[0], list(command), dict(environment))
+    process = subprocess.Popen(list(command), env=dict(environment))
+    with _signals_forwarded(process) as came:
+        try:
+            status = process.wait()
+        except KeyboardInterrupt:
+            # The terminal has interrupted the child as well; let it finish what it does then. Once more kills it.
+            if not _in_foreground():
+                process.send_signal(getattr(signal, "CTRL_C_EVENT", signal.SIGINT))
+            with contextlib.suppress(KeyboardInterrupt):
+                process.wait()
+            process.kill()
+            process.wait()
+            raise
+    if not status and stopped_is_failed:
+        status = next((-number for number in came if number in _STOPPING), 0)
+    if status:
+        raise subprocess.CalledProcessError(status, list(command))
+
+
+def _in_foreground() -> bool:
+    """Return whether Ctrl-C in the terminal reaches this process and its child alike."""
+    if os.name != "posix":
+        return True  # a console of Windows reaches all its processes
+    try:
+        with open(os.ctermid(), "rb", buffering=0) as terminal:
+            return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def _signals_forwarded(process: subprocess.Popen) -> Iterator[list[int]]:
+    """Send the child what stops this process, or what its user sends; yield the list of what came."""
+    came: list[int] = []
+
+    def forward(number: int, frame: types.FrameType | None) -> None:
+        came.append(number)
+        process.send_signal(number)
+
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        # What is ignored (as `nohup` does with SIGHUP), the child ignores as well.
+        heard = [number for number in _FORWARDED if signal.getsignal(number) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, forward) for number in heard}
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+# -- for runners that call the launcher of another program ---------------------------------------------------------------
+
+
+def refuse_elastic(plan: LaunchPlan, title: str, starts_all: bool = False) -> None:
+    """Refuse options that only torch's elastic launcher understands, where `title` starts the processes instead.
+
+    With `starts_all`, it starts those of all machines: a launch on each of them would start the run several times.
+    """
+    if starts_all and plan["machine_rank"]:
+        raise LaunchError(
+            f"--machine_rank is {plan['machine_rank']}: {title} starts the processes of all machines. Launch on one machine only, "
+            "without the option."
+        )
+    for name in _ELASTIC:
+        if plan.settings[name].source > Source.DEFAULT and plan[name] not in (None, 0, "0", ""):
+            raise LaunchError(
+                f"--{name} is an option of torch's elastic launcher, and {title} starts these processes. Leave it out."
+            )
+
+
+def without_ranks(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without what another launcher has written about the rank of this process."""
+    return {
+        name: value for name, value in environment.items() if name not in _RANKS and not name.startswith(_OF_LAUNCHERS)
+    }
+
+
+def handed_on(environment: Mapping[str, str]) -> list[str]:
+    """Return which variables processes on other machines should get: all but those that belong to this machine.
+
+    Example:
+        >>> handed_on({"HOME": "/root", "ACCELERATE_MIXED_PRECISION": "bf16", "HF_TOKEN": "x", "BASH_FUNC_f%%": "y"})
+        ['ACCELERATE_MIXED_PRECISION', 'HF_TOKEN']
+    """
+    return sorted(name for name in environment if name.isidentifier() and not _OF_THIS_MACHINE.fullmatch(name))
+
+
+def may_be_shown(name: str, value: str) -> bool:
+    """Return whether a variable may stand on a command line, where every user of a machine can read it.
+
+    Example:
+        >>> may_be_shown("HF_TOKEN", "x"), may_be_shown("http_proxy", "http://me:pw@proxy"), may_be_shown("LANG", "C")
+        (False, False, True)
+    """
+    return masked(value, name) == value

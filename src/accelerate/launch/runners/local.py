@@ -1,15 +1,23 @@
-"""Processes of this machine: one, in place of the launcher or as its child, or several under torch's elastic launcher."""
+"""Processes of this machine: one, in place of the launcher or as its child, or several under torch's elastic launcher.
+
+On several machines this launcher starts the processes of its own machine, and its rendezvous finds the others.
+"""
 
 import contextlib
 import gc
+import os
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from accelerate.launch.errors import Reporter
-from accelerate.launch.plan import LaunchPlan
-from accelerate.launch.runners import Process, program
+from accelerate.launch import hardware, runners
+from accelerate.launch.errors import Reporter, RunError
+from accelerate.launch.plan import LaunchPlan, Machines, Rendezvous
+from accelerate.launch.runners import Process
+
+# Read once, when torch is imported.
+_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 
 
 def processes(plan: LaunchPlan, environment: Mapping[str, str]) -> list[Process]:
@@ -17,48 +25,61 @@ def processes(plan: LaunchPlan, environment: Mapping[str, str]) -> list[Process]
     if plan.runner == "single":
         label = f"rank {plan.extra['RANK']}" if plan.num_processes > 1 and "RANK" in plan.extra else "the process"
         return [Process(label, tuple(plan.command), environment)]
-    count, meet, started = plan.local_processes, plan.rendezvous, []
-    shared = {
-        "MASTER_ADDR": meet.host,
-        **({"MASTER_PORT": meet.port} if meet.port else {}),  # else the system chooses one when the run starts
-        "WORLD_SIZE": plan.num_processes,
-        "LOCAL_WORLD_SIZE": count,
-        "ROLE_NAME": plan["role"],
-        "ROLE_WORLD_SIZE": plan.num_processes,
-        "GROUP_RANK": plan.machines.rank,
-        "GROUP_WORLD_SIZE": plan.machines.count,
-        "TORCHELASTIC_MAX_RESTARTS": plan["max_restarts"],
-        "TORCHELASTIC_RESTART_COUNT": 0,
-    }
+    count, meet, number = plan.local_processes, plan.rendezvous, plan.machines.rank
+    shared = {"MASTER_ADDR": meet.host}
+    if meet.port:  # else the system chooses one when the run starts
+        shared["MASTER_PORT"] = meet.port
+    if plan.runner == "machines":
+        with contextlib.suppress(RunError):  # the address may not be known here yet; the run says so
+            address = hardware.local_address(meet.host, meet.port)
+            environment = {**hardware.gloo_variables(address), **environment}
+    if number is not None:  # else the ranks are not known before the machines have met
+        shared |= {
+            "WORLD_SIZE": plan.num_processes,
+            "LOCAL_WORLD_SIZE": count,
+            "ROLE_NAME": plan["role"],
+            "ROLE_WORLD_SIZE": plan.num_processes,
+            "GROUP_RANK": number,
+            "GROUP_WORLD_SIZE": plan.machines.count,
+            "TORCHELASTIC_MAX_RESTARTS": plan["max_restarts"],
+            "TORCHELASTIC_RESTART_COUNT": 0,
+        }
+    started = []
     for local in range(count):
-        rank = plan.machines.rank * count + local
-        own = {**shared, "RANK": rank, "LOCAL_RANK": local, "ROLE_RANK": rank}
+        own, label = {**shared, "LOCAL_RANK": local}, f"local rank {local}"
+        if number is not None:
+            rank = number * count + local
+            own |= {"RANK": rank, "ROLE_RANK": rank}
+            label = f"rank {rank}"
         variables = {**environment, **{name: str(value) for name, value in own.items()}}
-        started.append(Process(f"rank {rank}", tuple(plan.command), variables))
+        started.append(Process(label, tuple(plan.command), variables))
     return started
 
 
 def run(plan: LaunchPlan, environment: Mapping[str, str], replace: bool = False) -> None:
-    """Run the processes; the one process may replace the launcher, which watches over several."""
+    """Run the processes; the one process may replace the launcher, which watches over several.
+
+    Raises:
+        LaunchError: the options about watching and logging cannot be used, or the machines do not agree.
+        RunError: a machine did not come, or is lost.
+    """
     if plan.runner == "single":
-        program.start(plan.command, environment, replace)
+        runners.start(plan.command, environment, replace)
         return
     with in_one_go():
         from accelerate.launch import elastic
-    supervise(plan, plan.rendezvous, environment, elastic.Agent)
+    rendezvous, agent = plan.rendezvous, elastic.Agent
+    if plan.runner == "machines":
+        from accelerate.launch.machine_rendezvous import MachineAgent as agent
 
-
-def supervise(plan: LaunchPlan, rendezvous: Any, environment: Mapping[str, str], agent: type) -> None:
-    """Run the processes of this machine under torch's elastic launcher.
-
-    Args:
-        plan: what is started.
-        rendezvous: the settings of one machine, or the rendezvous of several.
-        environment: the variables that all processes share.
-        agent: the class of the agent that watches them.
-    """
-    from accelerate.launch import elastic
-
+        rendezvous, variables = between_machines(
+            plan.rendezvous,
+            plan.machines,
+            plan.local_processes,
+            lambda line: runners.tell(plan, line),
+            restarts=plan["max_restarts"],
+        )
+        environment = {**variables, **environment}
     script, *arguments = plan.command
     tee = elastic.streams(plan)
     options = {name: plan[name] for name in ("role", "max_restarts", "monitor_interval")}
@@ -68,19 +89,45 @@ def supervise(plan: LaunchPlan, rendezvous: Any, environment: Mapping[str, str],
         elastic.start(config, script, tuple(arguments), environment, bool(plan["debug"]), agent, reporter)
 
 
+def between_machines(
+    meet: Rendezvous, machines: Machines, processes: int, report: Callable[[str], None], **more: Any
+) -> tuple[Any, dict[str, str]]:
+    """Return the rendezvous of several machines, and the variables by which gloo takes the address that the others reach.
+
+    Args:
+        meet: where the machines meet; its settings hold `join_timeout` (or `timeout`) and `heartbeat_timeout`, in seconds.
+        machines: how many there are, and which of them this is.
+        processes: how many processes this machine runs.
+        report: prints a line for the user.
+        more: further arguments of `MachineRendezvous`.
+
+    Raises:
+        RunError: the address of machine 0 cannot be looked up, or reached.
+    """
+    from accelerate.launch.machine_rendezvous import MachineRendezvous
+
+    address = hardware.local_address(meet.host, meet.port)
+    timeouts = {"join_timeout": float(meet.settings.get("join_timeout", meet.settings.get("timeout", 600)))}
+    timeouts["heartbeat_timeout"] = float(meet.settings.get("heartbeat_timeout", 30))
+    places = (meet.host, meet.port, machines.count, machines.rank)
+    return MachineRendezvous(*places, processes, report=report, **timeouts, **more), hardware.gloo_variables(address)
+
+
 @contextlib.contextmanager
 def in_one_go() -> Iterator[None]:
-    """Import torch: without looking for garbage in between, and with Ctrl-C put off until it is there.
+    """Import torch: without looking for garbage in between, with Ctrl-C put off until it is there, and without its C++ warnings.
 
     Raises:
         KeyboardInterrupt: Ctrl-C came meanwhile.
     """
     # Importing torch makes many objects that live for ever; looking through them for garbage costs a tenth of the time. Its
-    # import and that of NumPy catch whatever an optional part raises, an interrupt included, which was lost then.
-    collects, came = gc.isenabled(), []
+    # import and that of NumPy catch whatever an optional part raises, an interrupt included, which was lost then. A store whose
+    # other side is gone writes a page of addresses of its functions; the launcher says in a line what it means.
+    collects, came, is_quiet = gc.isenabled(), [], _LOG_LEVEL in os.environ
     main = threading.current_thread() is threading.main_thread()
     puts_off = main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     gc.disable()
+    os.environ.setdefault(_LOG_LEVEL, "ERROR")
     if puts_off:
         signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
     try:
@@ -88,6 +135,8 @@ def in_one_go() -> Iterator[None]:
     finally:
         if puts_off:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+        if not is_quiet:  # the processes keep their warnings
+            os.environ.pop(_LOG_LEVEL, None)
         if collects:
             gc.enable()
     if came:

@@ -8,39 +8,32 @@ https://docs.aws.amazon.com/sagemaker/latest/dg/sagemaker-roles.html
 
 import argparse
 import contextlib
-import importlib
+import csv
 import json
 import os
-import pathlib
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 from accelerate.config.enums import SageMakerDistributedType
-from accelerate.launch import config_file
+from accelerate.launch import config_file, runners
 from accelerate.launch.errors import LaunchError, MissingPackageError
+from accelerate.launch.failures import PREFIX, to_stderr
 from accelerate.launch.plan import LaunchPlan, Resolved, exports
 from accelerate.launch.resolve import merge
-from accelerate.launch.runners import Process, program
-from accelerate.launch.secrets import shown
+from accelerate.launch.runners import Process
+from accelerate.launch.secrets import masked
 from accelerate.utils import constants
 
 _TRUST = {"Effect": "Allow", "Principal": {"Service": "sagemaker.amazonaws.com"}, "Action": "sts:AssumeRole"}
 # What a training job itself needs: its image, its data, its logs and metrics. It starts no jobs of its own.
-_PERMISSIONS = {
-    "Effect": "Allow",
-    "Action": [
-        "cloudwatch:PutMetricData",
-        *("ecr:BatchCheckLayerAvailability", "ecr:BatchGetImage", "ecr:GetAuthorizationToken"),
-        "ecr:GetDownloadUrlForLayer",
-        *("logs:CreateLogGroup", "logs:CreateLogStream", "logs:DescribeLogStreams", "logs:PutLogEvents"),
-        *("s3:GetBucketLocation", "s3:GetObject", "s3:ListBucket", "s3:PutObject"),
-    ],
-    "Resource": "*",
-}
+_ACTIONS = (
+    "cloudwatch:PutMetricData ecr:BatchCheckLayerAvailability ecr:BatchGetImage ecr:GetAuthorizationToken "
+    "ecr:GetDownloadUrlForLayer logs:CreateLogGroup logs:CreateLogStream logs:DescribeLogStreams logs:PutLogEvents "
+    "s3:GetBucketLocation s3:GetObject s3:ListBucket s3:PutObject"
+)
+_PERMISSIONS = {"Effect": "Allow", "Action": _ACTIONS.split(), "Resource": "*"}
 # The `distribution` of an estimator. All machines that SageMaker's own parallelism runs on have eight GPUs.
 _DISTRIBUTIONS: Mapping[SageMakerDistributedType, dict[str, Any]] = {
     SageMakerDistributedType.DATA_PARALLEL: {"smdistributed": {"dataparallel": {"enabled": True}}},
@@ -49,56 +42,24 @@ _DISTRIBUTIONS: Mapping[SageMakerDistributedType, dict[str, Any]] = {
         "mpi": {"enabled": True, "processes_per_host": 8},
     },
 }
-
-# Further arguments of an estimator that are called as the keys of the configuration file are.
-_SAME_NAME = ("transformers_version", "pytorch_version", "py_version", "base_job_name")
-_Account = tuple[str | None, str | None]
+# Keys of the configuration file that are arguments of the estimator as well, and other keys; with their defaults.
+_ARGUMENTS = {
+    "image_uri": None,
+    "transformers_version": constants.SAGEMAKER_TRANSFORMERS_VERSION,
+    "pytorch_version": constants.SAGEMAKER_PYTORCH_VERSION,
+    "py_version": constants.SAGEMAKER_PYTHON_VERSION,
+    "base_job_name": "accelerate-sagemaker-1",
+}
+_OTHERS = "ec2_instance_type iam_role_name profile sagemaker_inputs_file sagemaker_metrics_file additional_args"
+_JOB = {**_ARGUMENTS, **dict.fromkeys(_OTHERS.split()), "region": "us-east-1", "distributed_type": "NO"}
 _Inputs = dict[str, str] | None
-
-
-@dataclass(frozen=True)
-class Job:
-    """What a configuration file says about a job; the names are those of its keys.
-
-    Attributes:
-        ec2_instance_type: the kind of machine, such as "ml.g5.xlarge".
-        iam_role_name: the role that the job runs under, by name or ARN.
-        profile: a profile of the AWS credentials file; None takes keys, or what AWS's own tools would take.
-        region: where the job runs.
-        num_machines: how many machines it gets.
-        base_job_name: what its name begins with.
-        image_uri: a container image of one's own; None chooses one by the versions.
-        transformers_version: version of transformers in the container.
-        pytorch_version: version of torch in it.
-        py_version: version of Python in it, such as "py310".
-        distributed_type: SageMaker's own parallelism.
-        sagemaker_inputs_file: a table of channels: name, tab, location; the first line is a heading.
-        sagemaker_metrics_file: a table of metrics: name, tab, regular expression; the first line is a heading.
-        additional_args: further arguments of the estimator; they win.
-    """
-
-    ec2_instance_type: str
-    iam_role_name: str
-    profile: str | None = None
-    region: str = "us-east-1"
-    num_machines: int = 1
-    base_job_name: str = "accelerate-sagemaker-1"
-    image_uri: str | None = None
-    transformers_version: str = constants.SAGEMAKER_TRANSFORMERS_VERSION
-    pytorch_version: str = constants.SAGEMAKER_PYTORCH_VERSION
-    py_version: str = constants.SAGEMAKER_PYTHON_VERSION
-    distributed_type: SageMakerDistributedType = SageMakerDistributedType.NO
-    sagemaker_inputs_file: str | None = None
-    sagemaker_metrics_file: str | None = None
-    additional_args: Mapping[str, Any] | None = None
 
 
 def processes(plan: LaunchPlan, environment: Mapping[str, str]) -> list[Process]:
     """Return the job that would be started, as the arguments of its estimator and the variables of its container."""
     _, arguments, inputs = _described(plan)
-    variables, given = arguments.pop("environment"), arguments["hyperparameters"]
-    hidden = {name: shown(name, str(value)) for name, value in given.items()}
-    arguments["hyperparameters"] = {n: v if hidden[n] == str(v) else hidden[n] for n, v in given.items()}
+    variables = arguments.pop("environment")
+    arguments["hyperparameters"] = masked(arguments["hyperparameters"])
     keywords = [f"{name}={value!r}" for name, value in arguments.items() if value is not None]
     words = ("sagemaker.huggingface.HuggingFace", *keywords, *([f"inputs={inputs!r}"] if inputs else []))
     return [Process("SageMaker job", words, variables)]
@@ -119,7 +80,7 @@ def run_job(job: Any, args: argparse.Namespace) -> None:
     """Start a job that a configuration object describes, and wait for its end.
 
     Args:
-        job: an `accelerate.commands.config.config_args.SageMakerConfig`, or a `Job`.
+        job: an `accelerate.commands.config.config_args.SageMakerConfig`.
         args: what `accelerate.commands.launch.launch_command_parser` parsed; the script gets `mixed_precision` and the options of
             torch.compile.
 
@@ -131,31 +92,24 @@ def run_job(job: Any, args: argparse.Namespace) -> None:
     _start(job, keys(args.aws_access_key_id, args.aws_secret_access_key), arguments, inputs)
 
 
-def _start(job: Any, account: _Account, arguments: dict[str, Any], inputs: _Inputs) -> None:
-    try:
-        sdk, estimators = (importlib.import_module(name) for name in ("sagemaker", "sagemaker.huggingface"))
-    except ImportError:
-        raise MissingPackageError(
-            "Amazon SageMaker needs version 2 of its SDK, which is not installed: pip install 'sagemaker<3'."
-        ) from None
-    with _refusals("start the SageMaker job") as boto3:
+def _start(job: Any, account: tuple[str | None, str | None], arguments: dict[str, Any], inputs: _Inputs) -> None:
+    with _refusals("start the SageMaker job"):
+        import boto3
+        import sagemaker as sdk
+        from sagemaker.huggingface import HuggingFace
+
         key_id, secret = (None, None) if job.profile else account
         session = boto3.Session(key_id, secret, region_name=job.region, profile_name=job.profile)
-        try:
-            arguments.setdefault("sagemaker_session", sdk.Session(boto_session=session))
-            estimator = estimators.HuggingFace(**arguments)
-        except (TypeError, ValueError) as error:
-            raise LaunchError(f"The SageMaker SDK refuses this job: {error}") from None
+        estimator = HuggingFace(**{"sagemaker_session": sdk.Session(boto_session=session), **arguments})
         try:
             estimator.fit(inputs=inputs)
         except sdk.exceptions.UnexpectedStatusException as error:
-            print(f"accelerate launch: SageMaker: {error}", file=sys.stderr, flush=True)
+            to_stderr(f"{PREFIX}SageMaker: {error}\n")
             raise subprocess.CalledProcessError(1, [arguments["entry_point"]]) from error
         except KeyboardInterrupt:
-            name = getattr(getattr(estimator, "latest_training_job", None), "name", None)
-            if name:
-                end = f"`aws sagemaker stop-training-job --training-job-name {name}` ends it."
-                print(f"accelerate launch: the job goes on. {end}", file=sys.stderr, flush=True)
+            to_stderr(
+                f"{PREFIX}the job goes on; `aws sagemaker stop-training-job --training-job-name NAME` ends it.\n"
+            )
             raise
 
 
@@ -173,7 +127,9 @@ def create_role(name: str, profile: str | None = None, region: str | None = None
     Raises:
         LaunchError: boto3 is not installed, or AWS refused; no half-made role stays behind.
     """
-    with _refusals(f"create the IAM role {name!r}") as boto3:
+    with _refusals(f"create the IAM role {name!r}"):
+        import boto3
+
         client = boto3.Session(profile_name=profile, region_name=region).client("iam")
         try:
             client.create_role(RoleName=name, AssumeRolePolicyDocument=_policy(_TRUST))
@@ -195,21 +151,18 @@ def _policy(statement: Mapping[str, Any]) -> str:
 
 
 @contextlib.contextmanager
-def _refusals(doing: str) -> Iterator[ModuleType]:
-    """Yield boto3, and turn refusals of AWS into one line with AWS's own words, which hold no keys."""
+def _refusals(doing: str) -> Iterator[None]:
+    """Turn refusals of AWS into one line with AWS's own words, which hold no keys, and say which packages are missing."""
     try:
-        import boto3
-        from botocore.exceptions import BotoCoreError, ClientError, ProfileNotFound
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        try:
+            yield
+        except (BotoCoreError, ClientError) as error:
+            raise LaunchError(f"AWS did not let us {doing}: {error}") from None
     except ImportError:
-        raise MissingPackageError(
-            "Amazon SageMaker needs boto3, which is not installed: pip install 'accelerate[sagemaker]'."
-        ) from None
-    try:
-        yield boto3
-    except ProfileNotFound as error:
-        raise LaunchError(f"{error}. Make it with `aws configure --profile NAME`, or name another.") from None
-    except (BotoCoreError, ClientError) as error:
-        raise LaunchError(f"AWS did not let us {doing}: {error}") from None
+        needed = "pip install 'accelerate[sagemaker]' 'sagemaker<3'"
+        raise MissingPackageError(f"SageMaker needs boto3 and version 2 of its SDK: {needed}.") from None
 
 
 def job_variables(settings: Mapping[str, Resolved]) -> dict[str, str]:
@@ -220,35 +173,22 @@ def job_variables(settings: Mapping[str, Resolved]) -> dict[str, str]:
     return variables
 
 
-def _described(plan: LaunchPlan) -> tuple[Job, dict[str, Any], _Inputs]:
+def _described(plan: LaunchPlan) -> tuple[Any, dict[str, Any], _Inputs]:
     """Return the job of a plan, the arguments of its estimator and its inputs."""
-    program.refuse_elastic(plan, "SageMaker")
-    for name in ("module", "no_python"):
-        if plan[name]:
-            raise LaunchError(
-                f"--{name} does not go with SageMaker, which starts a Python file. Name a script ending in .py."
-            )
-    job = _read_job(plan)
-    return job, *estimator_arguments(job, plan.script, plan.script_args, job_variables(plan.settings))
-
-
-def _read_job(plan: LaunchPlan) -> Job:
-    """Read what the configuration file of a plan says about the job."""
+    runners.refuse_elastic(plan, "SageMaker")
     path = config_file.find(plan["config_file"], os.environ)
     if path is None:
         raise LaunchError("A SageMaker job needs a configuration file. Write one with `accelerate config`.")
     content = config_file.modernise(config_file.load_mapping(path))
-    known = {name: content[name] for name in Job.__dataclass_fields__ if content.get(name) is not None}
-    for name in ("ec2_instance_type", "iam_role_name"):
-        if not known.get(name):
-            raise LaunchError(f"The configuration file {path} lacks {name}. Add it, or run `accelerate config` again.")
-    if not isinstance(known.get("additional_args", {}), dict):
-        raise LaunchError(f"additional_args in {path} must hold keys and values, such as `volume_size: 100`.")
+    known = {name: content[name] for name in _JOB if content.get(name) is not None}
     # A flag or a variable may name the number as well; where neither does, the plan has the value of the file.
-    known["num_machines"] = 1 if plan["num_machines"] is None else plan["num_machines"]
-    if known["num_machines"] < 1:
-        raise LaunchError(f"num_machines is {known['num_machines']}; it must be a number from 1.")
-    return Job(**known)
+    job = SimpleNamespace(**{**_JOB, **known, "num_machines": plan["num_machines"] or 1})
+    for name in ("ec2_instance_type", "iam_role_name"):
+        if name not in known:
+            raise LaunchError(f"The configuration file {path} lacks {name}. Add it, or run `accelerate config` again.")
+    if not isinstance(job.additional_args or {}, dict):
+        raise LaunchError(f"additional_args in {path} must hold keys and values, such as `volume_size: 100`.")
+    return job, *estimator_arguments(job, plan.script, plan.script_args, job_variables(plan.settings))
 
 
 def estimator_arguments(
@@ -257,7 +197,7 @@ def estimator_arguments(
     """Return the arguments of the SDK's `HuggingFace` estimator, and the inputs of its `fit`.
 
     Args:
-        job: a `Job`, or another object with its attributes.
+        job: an object with the keys of the configuration file as attributes.
         script: the script, a Python file.
         script_args: its arguments, each with a value.
         environment: the variables of the options, for the container.
@@ -266,9 +206,7 @@ def estimator_arguments(
         LaunchError: the script is no Python file, an argument has no value, or a table cannot be read.
     """
     if not script.endswith(".py"):
-        raise LaunchError(
-            f"{script!r} is no Python file, which is what a SageMaker job starts. Name a script ending in .py."
-        )
+        raise LaunchError(f"{script!r} is no Python file; a SageMaker job starts a script ending in .py.")
     kind = SageMakerDistributedType(job.distributed_type)
     given = dict(job.additional_args or {})
     machine = job.ec2_instance_type
@@ -280,19 +218,14 @@ def estimator_arguments(
         )
     inputs = dict(_table(job.sagemaker_inputs_file, "sagemaker_inputs_file")) or None
     metrics = _table(job.sagemaker_metrics_file, "sagemaker_metrics_file")
-    variables = {
-        "ACCELERATE_USE_SAGEMAKER": "true",
-        **environment,
-        "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": kind.value,
-    }
-    if isinstance(given.get("environment"), dict):
-        given["environment"] = {**variables, **given["environment"]}
+    variables = {"ACCELERATE_USE_SAGEMAKER": "true", **environment}
+    variables["ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE"] = kind.value
+    variables |= given.pop("environment", None) or {}
     arguments = {
-        "image_uri": job.image_uri,
         "entry_point": os.path.basename(script),
         "source_dir": os.path.dirname(script) or ".",
         "role": job.iam_role_name,
-        **{name: getattr(job, name) for name in _SAME_NAME},
+        **{name: getattr(job, name) for name in _ARGUMENTS},
         "instance_count": job.num_machines,
         "instance_type": machine,
         "debugger_hook_config": False,
@@ -304,13 +237,11 @@ def estimator_arguments(
     return {**arguments, **given}, inputs
 
 
-def keys(access_key_id: str | None, secret_access_key: str | None) -> _Account:
+def keys(access_key_id: str | None, secret_access_key: str | None) -> tuple[str | None, str | None]:
     """Return the two keys of an AWS account, or two times None; one alone is refused."""
     if bool(access_key_id) != bool(secret_access_key):
         lacking = "--aws_secret_access_key" if access_key_id else "--aws_access_key_id"
-        raise LaunchError(
-            f"{lacking} is missing: the two keys go together. A profile in the configuration file needs neither."
-        )
+        raise LaunchError(f"{lacking} is missing: the two keys go together. A profile in the file needs neither.")
     return access_key_id or None, secret_access_key or None
 
 
@@ -331,9 +262,7 @@ def hyperparameters(arguments: Sequence[str]) -> dict[str, Any]:
         if not equals and words and (not words[0].startswith("-") or not isinstance(_typed(words[0]), str)):
             text, equals = words.pop(0), "="
         if not flag.startswith("-") or not flag.strip("-") or not equals:
-            raise LaunchError(
-                f"{flag!r} is no `--name value`; for SageMaker, give every argument of the script a value."
-            )
+            raise LaunchError(f"{flag!r} is no `--name value`; SageMaker wants a value: give every argument one.")
         values[flag.lstrip("-")] = _typed(text)
     return values
 
@@ -347,20 +276,15 @@ def _typed(text: str) -> Any:
     return text
 
 
-def _table(path: str | None, key: str) -> list[tuple[str, str]]:
+def _table(path: str | None, key: str) -> list[list[str]]:
     """Read a file of two columns with a heading."""
     if not path:
         return []
     try:
-        lines = pathlib.Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise LaunchError(f"{key} is {path!r}, and it cannot be read: {reason}.") from None
-    rows = []
-    for number, line in enumerate(lines[1:], start=2):
-        name, _, value = (part.strip() for part in line.partition("\t"))
-        if name and value:
-            rows.append((name, value))
-        elif line.strip():
-            raise LaunchError(f"Line {number} of {path} ({key}) is {line[:80]!r}; write a name, a tab and a value.")
-    return rows
+        with open(path, encoding="utf-8", newline="") as file:
+            rows = [row for row in csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE) if row]
+    except (OSError, ValueError) as error:
+        raise LaunchError(f"{key} is {path!r}, and it cannot be read: {error}.") from None
+    if bad := next((row for row in rows if len(row) != 2), None):
+        raise LaunchError(f"{path} ({key}) holds {bad!r}; write a name, a tab and a value in each line.")
+    return rows[1:]

@@ -13,26 +13,31 @@ import functools
 import importlib
 import importlib.util
 import os
-import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from accelerate.launch import runners
 from accelerate.launch.errors import LaunchError, MissingPackageError
 from accelerate.launch.plan import LaunchPlan
-from accelerate.launch.runners import Process, program
+from accelerate.launch.runners import Process
 
 _MODULE = "accelerate.launch.runners.tpu"
 _FUNCTION = "main"
-_ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 
 
 def processes(plan: LaunchPlan, environment: Mapping[str, str]) -> list[Process]:
     """Return the program that starts the processes of all cores, or the command that reaches the machines of the pod."""
     if plan.runner == "tpu_pod":
-        return [_pod(plan, environment)]
-    program.refuse_elastic(plan, "torch_xla")
+        runners.refuse_elastic(plan, "the launcher on each machine of the pod")
+        options = {name: resolved.value for name, resolved in plan.settings.items()}
+        worker = remote_launch(options, plan.num_processes, plan.script, plan.script_args)
+        at = worker.index("accelerate-launch")  # behind sudo
+        remote = shlex.join([*worker[:at], "env", *pod_variables(plan["env"] or ()), *worker[at:]])
+        command = gcloud_ssh(plan["tpu_name"], plan["tpu_zone"], remote, workers=",".join(plan["vm"] or ["all"]))
+        return [Process("gcloud", tuple(command), environment)]
+    runners.refuse_elastic(plan, "torch_xla")
     if plan["no_python"]:
         raise LaunchError("--no_python does not go with --tpu: torch_xla calls a function of a Python script.")
     variables = {**environment, **precision_variables(plan["mixed_precision"], plan["downcast_bf16"])}
@@ -46,13 +51,11 @@ def processes(plan: LaunchPlan, environment: Mapping[str, str]) -> list[Process]
 def run(plan: LaunchPlan, environment: Mapping[str, str], replace: bool = False) -> None:
     """Start that program; the launcher may become it."""
     (process,) = processes(plan, environment)
-    if process.command[0] == "gcloud":
-        program.find("gcloud", environment, "Install the Google Cloud CLI; --dry_run prints the command.")
+    if plan.runner == "tpu_pod":
+        runners.find("gcloud", environment, "Install the Google Cloud CLI; --dry_run prints the command.")
     elif importlib.util.find_spec("torch_xla") is None:
-        raise MissingPackageError(
-            "--tpu needs torch_xla, which is not installed: pip install torch_xla, on a machine with a TPU."
-        )
-    program.start(process.command, process.environment, replace)
+        raise MissingPackageError("--tpu needs torch_xla: pip install torch_xla, on a machine with a TPU.")
+    runners.start(process.command, process.environment, replace)
 
 
 def precision_variables(mixed_precision: str | None, downcast: Any) -> dict[str, str]:
@@ -64,24 +67,6 @@ def precision_variables(mixed_precision: str | None, downcast: Any) -> dict[str,
 
 def _is_on(value: object) -> bool:
     return bool(value) and str(value).lower() not in ("no", "false")
-
-
-def _pod(plan: LaunchPlan, environment: Mapping[str, str]) -> Process:
-    program.refuse_elastic(plan, "the launcher on each machine of the pod")
-    options = {name: resolved.value for name, resolved in plan.settings.items()}
-    assignments = pod_variables(plan["env"] or ())
-    worker = remote_launch(options, plan.num_processes, plan.script, plan.script_args)
-    machines = plan["vm"] or ()
-    for name in machines:
-        if not name.isdigit():
-            raise LaunchError(
-                f"--vm is {name!r}: gcloud knows the machines of a pod by their numbers, such as --vm 0 --vm 1. Leave the option "
-                "out for all of them."
-            )
-    sudo, launch = (["sudo"], worker[1:]) if worker[0] == "sudo" else ([], worker)
-    remote = shlex.join([*sudo, "env", *assignments, *launch])
-    command = gcloud_ssh(plan["tpu_name"], plan["tpu_zone"], remote, workers=",".join(machines) or "all")
-    return Process("gcloud", tuple(command), environment)
 
 
 def remote_launch(
@@ -106,7 +91,7 @@ def remote_launch(
 
 
 def pod_variables(assignments: Sequence[str]) -> list[str]:
-    """Return the variables that are set on the machines of a pod, as NAME=VALUE; of one that comes twice the last.
+    """Return the variables that are set on the machines of a pod, as NAME=VALUE.
 
     Args:
         assignments: the values of `--env`.
@@ -118,18 +103,15 @@ def pod_variables(assignments: Sequence[str]) -> list[str]:
         >>> pod_variables(["A=1"])
         ['ACCELERATE_IN_TPU_POD=1', 'A=1']
     """
-    variables = {"ACCELERATE_IN_TPU_POD": "1"}
     for text in assignments:
-        match = _ASSIGNMENT.fullmatch(text)
-        if match is None:
-            raise LaunchError(f"--env is {text.partition('=')[0][:50]!r}; write NAME=VALUE.")
-        if not program.may_be_shown(match[1], match[2]):
+        name, equals, value = text.partition("=")
+        if not equals or not name.isidentifier():
+            raise LaunchError(f"--env is {name[:50]!r}; write NAME=VALUE.")
+        if not runners.may_be_shown(name, value):
             raise LaunchError(
-                f"--env {match[1]} holds a secret, which would stand on command lines that every user of these machines can read. "
-                "Log in on the pod instead, or set it there."
+                f"--env {name} holds a secret, which every user of the pod could read. Set it there instead."
             )
-        variables[match[1]] = match[2]
-    return [f"{name}={value}" for name, value in variables.items()]
+    return ["ACCELERATE_IN_TPU_POD=1", *assignments]
 
 
 def gcloud_ssh(
@@ -157,17 +139,17 @@ def gcloud_ssh(
     return [*words, "--command", command, "--worker", workers]
 
 
-def on_core(function: Callable[..., Any], index: int, *args: Any) -> None:
-    """Run a function with its arguments as the process of one core, the one of number `index`."""
+def on_core(function: Callable[..., Any], index: int) -> None:
+    """Run a function as the process of one core, the one of number `index`."""
     os.environ["FORK_LAUNCHED"] = "1"
-    function(*args)
+    function()
 
 
 def main() -> None:
     """Import a script and run one of its functions on the cores of this machine, as the command line says."""
     parser = argparse.ArgumentParser(_MODULE, allow_abbrev=False)
     parser.add_argument("--function", required=True)
-    parser.add_argument("--cores", type=int, choices=(1,))
+    parser.add_argument("--cores", type=int)
     parser.add_argument("--module", action="store_true")
     parser.add_argument("script")
     parser.add_argument("script_args", nargs=argparse.REMAINDER)
@@ -180,16 +162,10 @@ def main() -> None:
     sys.path.insert(0, folder)
     function = getattr(importlib.import_module(name), given.function, None)
     if not callable(function):
-        parser.exit(
-            2,
-            f"accelerate launch: error: {given.script} has no function {given.function!r} to run on each core. Define it, or name "
-            "another with --main_training_function.\n",
-        )
+        reason = f"{given.script} has no function {given.function!r}; --main_training_function names another"
+        parser.exit(2, f"accelerate launch: error: {reason}.\n")
     multiprocessing = importlib.import_module("torch_xla.distributed.xla_multiprocessing")
-    cores = {} if given.cores is None else {"nprocs": given.cores}
-    # By the name that other processes import it under: here this module is `__main__`.
-    wrapper = importlib.import_module(_MODULE).on_core
-    multiprocessing.spawn(functools.partial(wrapper, function), args=(), **cores)
+    multiprocessing.spawn(functools.partial(on_core, function), args=(), nprocs=given.cores)
 
 
 if __name__ == "__main__":

@@ -67,4 +67,4 @@ def test_without_boto3_a_role_is_asked_for(scripted, monkeypatch):
     monkeypatch.setitem(sys.modules, "boto3", None)
     asker = scripted("1", "", "", "2", "mine", *[""] * 10)
     assert ask_sagemaker(asker).iam_role_name == "mine"
-    assert any("needs boto3, which is not installed" in line for line in asker.said)
+    assert any("needs boto3" in line for line in asker.said)

@@ -19,7 +19,7 @@ with open({record!r}, "a") as file:
     entry = {{"name": name, "arguments": sys.argv[1:], "environment": dict(os.environ), "extra": None}}
     if "DS_ENV_FILE" in os.environ:
         entry["extra"] = open(os.environ["DS_ENV_FILE"]).read()
-        entry["mode"] = os.stat(os.environ["DS_ENV_FILE"]).st_mode & 0o777
+        entry["mode"] = os.stat(os.path.dirname(os.environ["DS_ENV_FILE"])).st_mode & 0o777
     print(json.dumps(entry), file=file)
 sys.exit(int(os.environ.get("FAKE_STATUS", "0")))
 """

@@ -8,7 +8,7 @@ import pytest
 
 from accelerate.launch import elastic, runners
 from accelerate.launch.errors import LaunchError
-from accelerate.launch.runners import local, program
+from accelerate.launch.runners import local
 from accelerate.utils.other import get_free_port
 
 
@@ -23,7 +23,7 @@ def started(monkeypatch):
 
 def test_one_process_replaces_the_launcher_only_where_it_may(plan, monkeypatch):
     calls = []
-    monkeypatch.setattr(program, "start", lambda command, environment, replace: calls.append((command[-1], replace)))
+    monkeypatch.setattr(runners, "start", lambda command, environment, replace: calls.append((command[-1], replace)))
     runners.run(plan("--cpu"), replace=True)
     runners.run(plan("--cpu"))
     assert calls == [("train.py", True), ("train.py", False)]

@@ -142,7 +142,6 @@ def test_sudo_machines_options_and_status(programs, pod, monkeypatch):
 @pytest.mark.parametrize(
     ("line", "config", "fragment"),
     [
-        ("--vm v1", CONFIG, "--vm is 'v1': gcloud knows the machines"),
         ("--env A", CONFIG, "--env is 'A'; write NAME=VALUE"),
         ("--env 1A=2", CONFIG, "--env is '1A'"),
         ("--env HF_TOKEN=verysecret", CONFIG, "--env HF_TOKEN holds a secret"),

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from accelerate.launch.runners import program
+from accelerate.launch import runners
 
 posix = pytest.mark.skipif(os.name != "posix", reason="signals and replaced processes are those of POSIX")
 
@@ -16,7 +16,7 @@ def start(text, **options):
     """Start a Python program of this text, which finds the options in upper case among its variables."""
     variables = {name.upper(): str(value) for name, value in options.items() if name != "stopped_is_failed"}
     believed = {"stopped_is_failed": options.get("stopped_is_failed", False)}
-    program.start([sys.executable, "-c", text], {**os.environ, **variables}, **believed)
+    runners.start([sys.executable, "-c", text], {**os.environ, **variables}, **believed)
 
 
 def test_a_child_gets_its_variables_and_its_failure_is_raised(tmp_path):
@@ -30,8 +30,8 @@ def test_a_child_gets_its_variables_and_its_failure_is_raised(tmp_path):
 @posix
 @pytest.mark.parametrize("streams", ["", "sys.stdout = sys.stderr = None; "])  # a daemon has none
 def test_the_launcher_becomes_the_program(streams):
-    text = "import os, sys; from accelerate.launch.runners import program; " + streams
-    text += "program.start([sys.executable, '-c', 'import os; print(os.getpid())'], os.environ, replace=True)"
+    text = "import os, sys; from accelerate.launch import runners; " + streams
+    text += "runners.start([sys.executable, '-c', 'import os; print(os.getpid())'], os.environ, replace=True)"
     launcher = subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True)
     assert int(launcher.communicate(timeout=60)[0]) == launcher.pid and launcher.returncode == 0
 
@@ -88,9 +88,9 @@ def test_an_interrupt_that_no_terminal_sends_reaches_the_child(tmp_path):
         "except KeyboardInterrupt:\n    pathlib.Path(os.environ['OUT']).write_text('interrupted')"
     )
     text = (
-        "import os, signal, sys; from accelerate.launch.runners import program\n"
+        "import os, signal, sys; from accelerate.launch import runners\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "try:\n    program.start([sys.executable, '-c', sys.argv[1]], os.environ)\n"
+        "try:\n    runners.start([sys.executable, '-c', sys.argv[1]], os.environ)\n"
         "except KeyboardInterrupt:\n    sys.exit(5)"
     )
     variables = {**os.environ, "OUT": str(tmp_path / "out")}
@@ -102,14 +102,14 @@ def test_an_interrupt_that_no_terminal_sends_reaches_the_child(tmp_path):
 
 def test_variables_of_this_machine_stay():
     given = ("PATH", "HOME", "XDG_SEAT", "SSH_AUTH_SOCK", "OMPI_MCA_btl", "_", "BASH_FUNC_a%%", "A-B", "HOME_OF_MINE")
-    assert program.handed_on(dict.fromkeys(given, "x")) == ["HOME_OF_MINE", "PATH"]
+    assert runners.handed_on(dict.fromkeys(given, "x")) == ["HOME_OF_MINE", "PATH"]
 
 
 def test_ranks_of_another_launcher_are_dropped():
     given = ("RANK", "WORLD_SIZE", "PMI_RANK", "OMPI_COMM_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "A")
-    assert program.own(dict.fromkeys(given, "0")) == {"A": "0"}
+    assert runners.without_ranks(dict.fromkeys(given, "0")) == {"A": "0"}
 
 
 def test_secrets_and_logins_are_not_shown():
     shown = {"A": "http://proxy:80", "B": "http://me:pw@proxy", "HF_TOKEN": "x", "TOKENIZERS_PARALLELISM": "true"}
-    assert [n for n, value in shown.items() if program.may_be_shown(n, value)] == ["A", "TOKENIZERS_PARALLELISM"]
+    assert [n for n, value in shown.items() if runners.may_be_shown(n, value)] == ["A", "TOKENIZERS_PARALLELISM"]
