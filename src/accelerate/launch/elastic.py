@@ -161,6 +161,7 @@ class Agent(OpenAgent):
         super().__init__(*args, **kwargs)
         self._home = os.getpid()
         self._received: dict[int, float] = {}
+        self._handled: list[int] = []
         self._forwarded: set[int] = set()
         self._phase, self._gone = "joining", False
         self._stopping: int | None = None
@@ -181,6 +182,7 @@ class Agent(OpenAgent):
         self._phase, self._seen, self._since = "starting", {}, {}
         try:
             started = super()._start_workers(worker_group)
+            self._install_handlers()  # torch before TORCHELASTIC_SIGNALS_TO_HANDLE puts its own there
             self._gone = False
             if self.reporter is not None:
                 self._groups = list(started.values()) if hasattr(os, "killpg") else []
@@ -204,15 +206,19 @@ class Agent(OpenAgent):
         former = {}
         if threading.current_thread() is threading.main_thread():
             former = {number: signal.getsignal(number) for number in (*FORWARDED, *STOPPING)}
-        for number in former:
-            # `nohup` means that the run goes on when the terminal is closed.
-            ignored = number not in (*FORWARDED, signal.SIGINT) and _hangups_are_ignored
-            signal.signal(number, signal.SIG_IGN if ignored else self._on_signal)
+        self._handled = list(former)
+        self._install_handlers()
         try:
             yield
         finally:
             for number, handler in former.items():
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def _install_handlers(self) -> None:
+        for number in self._handled:
+            # `nohup` means that the run goes on when the terminal is closed.
+            ignored = number not in (*FORWARDED, signal.SIGINT) and _hangups_are_ignored
+            signal.signal(number, signal.SIG_IGN if ignored else self._on_signal)
 
     def _on_signal(self, number: int, frame: types.FrameType | None) -> None:
         if os.getpid() != self._home:  # a forked worker inherits this handler
@@ -261,11 +267,12 @@ class Agent(OpenAgent):
                 self._seen.setdefault(local, Seen(time.time()))
             elif status is None and self.reporter is not None:
                 self._show_if_it_lingers(local)
-        if self._forwarded or PREEMPTED in statuses.values():
-            self.restarts_left = 0
         if self._is_ending(statuses) or self._waits_for_cause(statuses):
             return RunResult(state=WorkerState.HEALTHY)
         result = super()._monitor_workers(worker_group)
+        # Asked of what torch saw: a process may have ended between the two looks.
+        if self._forwarded or PREEMPTED in (failed.exitcode for failed in result.failures.values()):
+            self.restarts_left = 0
         for number in self._forwarded.intersection(-failed.exitcode for failed in result.failures.values()):
             raise stopped_by(number)  # the processes have no handler for it
         if result.failures and self.reporter is not None:
@@ -423,7 +430,11 @@ def start(
     spec = WorkerSpec(
         local_world_size=config.nproc_per_node, rdzv_handler=handler, entrypoint=entrypoint, args=arguments, **shared
     )
-    rest = ("start_method", "log_line_prefix_template", "shutdown_timeout")  # the last one is not in all versions of torch
+    rest = (
+        "start_method",
+        "log_line_prefix_template",
+        "shutdown_timeout",
+    )  # the last one is not in all versions of torch
     watcher = agent(spec, config.logs_specs, **{name: getattr(config, name) for name in rest if hasattr(config, name)})
     environment = {**environment, "TORCHELASTIC_SIGNALS_TO_HANDLE": _SIGNAL_OF_TORCH}
     if isinstance(entrypoint, str):

@@ -18,8 +18,7 @@ from typing import Any
 
 from accelerate.config.enums import SageMakerDistributedType
 from accelerate.launch import config_file, runners
-from accelerate.launch.errors import LaunchError, MissingPackageError
-from accelerate.launch.failures import PREFIX, to_stderr
+from accelerate.launch.errors import PREFIX, LaunchError, MissingPackageError, to_stderr
 from accelerate.launch.plan import LaunchPlan, Resolved, exports
 from accelerate.launch.resolve import merge
 from accelerate.launch.runners import Process
