@@ -26,7 +26,7 @@ from accelerate.config.project import ProjectConfiguration
 from accelerate.data.build import plan_of, prepare_data_loader, skip_first_batches
 from accelerate.data.plan import DataPlan
 from accelerate.logging import get_logger
-from accelerate.modules.tensors import model_has_dtensor
+from accelerate.modules.unwrap import model_has_dtensor
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.precision import fp8
 from accelerate.precision.base import precision

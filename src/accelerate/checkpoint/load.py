@@ -23,8 +23,13 @@ from accelerate.checkpoint import formats, manifest
 from accelerate.checkpoint.save import SavePlan, copied
 from accelerate.data import resume
 from accelerate.data.loader import PreparedLoader
-from accelerate.modules.tensors import clean_state_dict_for_safetensors, same_tensors, shared_tensor_names
-from accelerate.modules.unwrap import extract_model_from_parallel, match_names
+from accelerate.modules.unwrap import (
+    clean_state_dict_for_safetensors,
+    extract_model_from_parallel,
+    match_names,
+    same_tensors,
+    shared_tensor_names,
+)
 from accelerate.process import PartialState
 from accelerate.utils import other
 from accelerate.utils.constants import SCALER_NAME

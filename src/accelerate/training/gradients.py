@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from accelerate import comm
 from accelerate.backends.registry import resolve
 from accelerate.data.iterable import uneven_ends
-from accelerate.modules.compile import is_compiled_module
+from accelerate.modules.unwrap import is_compiled_module
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.precision import master
 from accelerate.runtime import traits

@@ -15,10 +15,14 @@ from accelerate.backends.registry import resolve
 from accelerate.config.enums import FP8BackendType
 from accelerate.data.build import unwrapped
 from accelerate.data.loader import PreparedLoader
-from accelerate.modules.compile import compile_regions, compile_regions_fsdp2, is_compiled_module
 from accelerate.modules.repoint import follow_any, followed
-from accelerate.modules.tensors import model_has_dtensor
-from accelerate.modules.unwrap import is_parallel_wrapper
+from accelerate.modules.unwrap import (
+    compile_regions,
+    compile_regions_fsdp2,
+    is_compiled_module,
+    is_parallel_wrapper,
+    model_has_dtensor,
+)
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.parallel import mesh as meshes
 from accelerate.precision import amp, master
