@@ -54,6 +54,10 @@ def children(container: Any) -> list[Any] | None:
 
 def over_leaves(function: Callable[..., Any], batch: Any, *others: Any) -> Any:
     """Apply `function` to the corresponding leaves of equally built batches; the containers are built anew."""
+    if isinstance(batch, torch.Tensor):
+        return function(batch, *others)
+    if type(batch) is dict and not others:  # the common batch, spared the questions below
+        return {key: over_leaves(function, value) for key, value in batch.items()}
     items = children(batch)
     if items is None:
         return function(batch, *others)

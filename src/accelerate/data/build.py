@@ -117,6 +117,11 @@ def prepare_data_loader(
         raise ValueError(
             "dispatch_batches=True needs put_on_device=True: the batches arrive on the device of each process."
         )
+    if slice_fn_for_dispatch is not None and not dispatch:
+        warnings.warn(
+            "slice_fn_for_dispatch has no effect, because this loader does not dispatch. Pass dispatch_batches=True.",
+            stacklevel=2,
+        )
     if split_batches:
         _check_split(dataloader, layout.num_shards)
     if use_seedable_sampler:

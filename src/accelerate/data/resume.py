@@ -350,7 +350,7 @@ def _behind(loader: PreparedLoader, position: dict[str, Any]) -> tuple[int, int]
             f" and {rest} samples" if rest else "",
         )
     base = loader.base_dataloader
-    if unit == "samples" and not isinstance(base.dataset, IterableDataset):
+    if rest and unit == "samples" and not isinstance(base.dataset, IterableDataset):
         if skips_samples(base.sampler if base.batch_sampler is None else base.batch_sampler):
             return steps, rest
     if rest:

@@ -3,6 +3,7 @@
 import logging
 import sys
 import types
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -256,6 +257,14 @@ def test_contradictions_are_refused():
         prepare_data_loader(loader, split_batches=True, **TWO)
     with pytest.raises(ValueError, match="split_batches=True needs a batch size"):
         prepare_data_loader(DataLoader(Numbers(), batch_sampler=[[0]]), split_batches=True, **TWO)
+
+
+def test_a_slice_function_without_dispatching_is_warned_about():
+    with pytest.warns(UserWarning, match="slice_fn_for_dispatch has no effect"):
+        prepare_data_loader(DataLoader(Numbers(), 2), slice_fn_for_dispatch=lambda *args: args)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        prepare_data_loader(DataLoader(Numbers(), 2), put_on_device=True, rng_types=["torch"], **TWO)
 
 
 def test_a_prepared_loader_is_not_sharded_again():
