@@ -27,12 +27,10 @@ from accelerate.config.handlers import (
     TorchDynamoPlugin,
 )
 from accelerate.config.project import DataLoaderConfiguration, ProjectConfiguration
-from accelerate.data import planner
-from accelerate.data.build import prepare_data_loader
+from accelerate.data.build import plan_of, prepare_data_loader, skip_first_batches
 from accelerate.data.plan import DataPlan
-from accelerate.data.skip import skip_first_batches
 from accelerate.logging import get_logger
-from accelerate.modules.tensors import model_has_dtensor
+from accelerate.modules.unwrap import model_has_dtensor
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.precision import fp8
 from accelerate.precision.base import precision
@@ -1293,7 +1291,7 @@ class Accelerator:
             shard  ranks  samples  duplicates  batches  reads
             0      0      10       0           3        100%
         """
-        return planner.plan_of(loader)
+        return plan_of(loader)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Return a loader that leaves out the first batches of its next epoch, to go on in the middle of one.

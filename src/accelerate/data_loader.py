@@ -4,16 +4,12 @@
 (`DataLoaderDispatcher`); `skip_first_batches` leaves out what an interrupted epoch has behind it.
 """
 
-from accelerate.data.adapter import DataLoaderAdapter
-from accelerate.data.build import prepare_data_loader
+from accelerate.data.adapter import DataLoaderAdapter, DataLoaderStateMixin, get_sampler
+from accelerate.data.build import prepare_data_loader, skip_first_batches
 from accelerate.data.dispatcher import DataLoaderDispatcher
 from accelerate.data.iterable import IterableDatasetShard
-from accelerate.data.lengths import get_sampler
 from accelerate.data.loader import DataLoaderShard, SkipDataLoader
-from accelerate.data.samplers import SeedableRandomSampler
-from accelerate.data.shards import BatchSamplerShard, SkipBatchSampler
-from accelerate.data.skip import skip_first_batches
-from accelerate.data.state import DataLoaderStateMixin
+from accelerate.data.samplers import BatchSamplerShard, SeedableRandomSampler, SkipBatchSampler
 
 __all__ = [
     "BatchSamplerShard",

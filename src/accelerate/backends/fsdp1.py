@@ -12,9 +12,8 @@ from torch import nn
 from accelerate.backends.sharded import Sharded, keeping_unsharded
 from accelerate.checkpoint.state import is_fsdp1
 from accelerate.config.handlers import GradScalerKwargs
-from accelerate.modules.compile import is_compiled_module
 from accelerate.modules.repoint import named, repoint
-from accelerate.modules.unwrap import is_parallel_wrapper
+from accelerate.modules.unwrap import is_compiled_module, is_parallel_wrapper
 from accelerate.parallel import sameness
 from accelerate.parallel.mesh import shard_mesh
 from accelerate.parallelism_config import ParallelismConfig

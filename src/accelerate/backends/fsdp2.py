@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from accelerate.backends.sharded import Sharded, keeping_unsharded
-from accelerate.modules.compile import is_compiled_module
+from accelerate.modules.unwrap import is_compiled_module
 
 if TYPE_CHECKING:
     from accelerate.accelerator import Accelerator

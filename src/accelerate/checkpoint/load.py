@@ -21,11 +21,15 @@ from torch import nn
 
 from accelerate.checkpoint import formats, manifest
 from accelerate.checkpoint.save import SavePlan, copied
-from accelerate.data import resume, rng
-from accelerate.data.adapter import is_stateful
+from accelerate.data import resume
 from accelerate.data.loader import PreparedLoader
-from accelerate.modules.tensors import clean_state_dict_for_safetensors, same_tensors, shared_tensor_names
-from accelerate.modules.unwrap import extract_model_from_parallel, match_names
+from accelerate.modules.unwrap import (
+    clean_state_dict_for_safetensors,
+    extract_model_from_parallel,
+    match_names,
+    same_tensors,
+    shared_tensor_names,
+)
 from accelerate.process import PartialState
 from accelerate.utils import other
 from accelerate.utils.constants import SCALER_NAME
@@ -286,7 +290,7 @@ def _read_own(folder: str, process_index: int) -> dict[str, Any] | None:
 
     with _reported(path), safe_open(path, framework="pt") as opened:
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
-        return {**(states or {}), **rng.decode(tensors, opened.metadata() or {})}
+        return {**(states or {}), **resume.decode_generators(tensors, opened.metadata() or {})}
 
 
 # -- loaders --------------------------------------------------------------------------------------------------------
@@ -294,7 +298,7 @@ def _read_own(folder: str, process_index: int) -> dict[str, Any] | None:
 
 def keeps_state(loader: Any) -> bool:
     """Say whether a loader is stateful, as torchdata's are."""
-    return is_stateful(loader.base_dataloader if isinstance(loader, PreparedLoader) else loader)
+    return resume.is_stateful(loader.base_dataloader if isinstance(loader, PreparedLoader) else loader)
 
 
 def _restore_loader(loader: Any, state: Any | None, position: dict[str, Any] | None) -> None:
@@ -401,9 +405,9 @@ class Contents:
                 "uninterrupted run. The checkpoint was saved by fewer processes, or not by all."
             )
         elif self.is_new:
-            rng.derive(states, rank, device, f"{self.folder} has no {file}")
+            resume.derive_generators(states, rank, device, f"{self.folder} has no {file}")
         else:
-            rng.restore(states, device, f"{self.folder}/{file}")
+            resume.restore_generators(states, device, f"{self.folder}/{file}")
         return attributes
 
     def keep(self, model: Any) -> None:
@@ -506,7 +510,7 @@ class Common:
 
     def _loaders(self) -> list[Any]:
         """Return the loaders, those inside torch_xla's in place of these."""
-        inner = [getattr(loader, "dataloader", None) for loader in self.dataloaders]
+        inner = [vars(loader).get("dataloader") for loader in self.dataloaders]
         pairs = zip(inner, self.dataloaders, strict=True)
         return [one if isinstance(one, PreparedLoader) else loader for one, loader in pairs]
 
@@ -531,10 +535,10 @@ class Common:
                 if keeps_state(loader):
                     state = {name: value for name, value in loader.state_dict().items() if name != resume.KEY}
                     plan.add_object(manifest.dataloader_file(index, rank), state)
-            generators = rng.collect(self.device)
+            generators = resume.collect_generators(self.device)
             if plan is folder:
                 # Beside the file that upstream reads. It also shows that a manifest belongs to the folder.
-                tensors, metadata = rng.encode(generators)
+                tensors, metadata = resume.encode_generators(generators)
                 plan.add_tensors(manifest.generators_file(self.process_index), tensors, metadata=metadata)
             own = {"step": step, **generators, POSITIONS: positions}
             plan.add_object(manifest.random_states_file(self.process_index), own)

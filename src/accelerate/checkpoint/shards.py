@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.metadata import (
 from accelerate.checkpoint import formats
 from accelerate.checkpoint.manifest import METADATA, DamagedCheckpoint, FileEntry, is_inside
 from accelerate.checkpoint.state import is_spread, mapped_leaves
-from accelerate.modules.tensors import same_tensors
+from accelerate.modules.unwrap import same_tensors
 from accelerate.runtime import durable
 from accelerate.utils.other import load
 

@@ -1,18 +1,184 @@
-"""The wrapper around a torch loader that prepared loaders have in common."""
+"""A torch loader from outside: questions to it, copies with other parts, and the wrapper that prepared loaders share."""
 
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
-from torch.utils.data import DataLoader
+import torch
+from torch.utils.data import DataLoader, IterableDataset
 
-from accelerate.data import lengths, randomness
+from accelerate.data.iterable import CountingCollate, IterableDatasetShard
+from accelerate.data.resume import Progress, generators_kept, is_stateful
+from accelerate.data.samplers import BatchSamplerShard, ReplayableRandomSampler, SamplerShard, SkipBatchSampler
+from accelerate.data.workers import SeededDataset
 from accelerate.utils.imports import is_torchdata_stateful_dataloader_available
+from accelerate.utils.operations import send_to_device
 
+CPU = torch.device("cpu")
 # Read once: a per-loader signature inspection would be paid by every prepare().
-_LOADER_PARAMETERS = tuple(name for name in inspect.signature(DataLoader.__init__).parameters if name != "self")
+_LOADER_PARAMETERS = tuple(inspect.signature(DataLoader.__init__).parameters)[1:]
+
+# Questions -------------------------------------------------------------------------------------------------------------
+
+
+def is_stream(loader: DataLoader) -> bool:
+    """Whether the loader reads an iterable dataset, which has no indices."""
+    return isinstance(loader.dataset, IterableDataset)
+
+
+def batching_sampler(loader: DataLoader) -> Any | None:
+    """The sampler that the loader iterates over: of batches, or of single indices when the loader does not batch."""
+    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+
+
+def innermost(sampler: Any) -> Any:
+    """The batch sampler (or sampler) below the shards and skips of this package."""
+    while isinstance(sampler, (BatchSamplerShard, SkipBatchSampler, SamplerShard)):
+        sampler = sampler.batch_sampler
+    return sampler
+
+
+def unskipped(sampler: Any) -> tuple[Any, int]:
+    """The sampler below the skips of this package, and the number of batches that they leave out."""
+    count = 0
+    while isinstance(sampler, SkipBatchSampler):
+        sampler, count = sampler.batch_sampler, count + sampler.skip_batches
+    return sampler, count
+
+
+def get_sampler(dataloader: DataLoader) -> Any | None:
+    """Find the sampler that decides the order of the samples.
+
+    Args:
+        dataloader: a loader, prepared or not.
+
+    Returns:
+        The sampler of single indices below all wrapping, or None if a custom batch sampler hides it.
+
+    Example:
+        >>> type(get_sampler(DataLoader(range(8), batch_size=2, shuffle=True))).__name__
+        'RandomSampler'
+    """
+    inner = innermost(batching_sampler(dataloader))
+    if hasattr(inner, "batch_size") or inner is not dataloader.sampler:
+        return getattr(inner, "sampler", None)
+    return inner
+
+
+def set_sampler(dataloader: DataLoader, sampler: Any) -> None:
+    """Replace the sampler that decides the order of the samples.
+
+    Args:
+        dataloader: a loader, prepared or not.
+        sampler: the new sampler of single indices.
+
+    Raises:
+        ValueError: the loader has a custom batch sampler without a `sampler` attribute.
+    """
+    inner = innermost(batching_sampler(dataloader))
+    batches = hasattr(inner, "sampler")
+    if batches:
+        inner.sampler = sampler
+    elif dataloader.batch_sampler is not None:
+        raise ValueError(
+            f"The batch sampler of this dataloader ({type(inner).__name__}) has no `sampler` that could be replaced. "
+            "Build the batch sampler anew and pass it as batch_sampler."
+        )
+    if not batches or vars(dataloader).get("sampler") is not None:
+        # Assigning to a torch loader is refused, because its iterator would not notice; before iteration it is safe.
+        vars(dataloader)["sampler"] = sampler
+
+
+def sampler_kind(loader: DataLoader) -> str | None:
+    """The class of the sampler that decides the order, or of the batch sampler that hides it; None for a stream."""
+    if is_stream(loader):
+        return None
+    sampler = get_sampler(loader)
+    if isinstance(sampler, ReplayableRandomSampler):
+        return "RandomSampler"  # it was made replayable in place, and draws as the plain one does
+    return type(innermost(batching_sampler(loader)) if sampler is None else sampler).__name__
+
+
+def sharding(loader: DataLoader) -> Any:
+    """What gives the process its part: the shard of a stream or of a batch sampler; else the sampler itself."""
+    if isinstance(loader.dataset, IterableDatasetShard):
+        return loader.dataset
+    sampler, _ = unskipped(batching_sampler(loader))
+    return sampler.batch_sampler if isinstance(sampler, SamplerShard) else sampler
+
+
+def global_batch_size(loader: DataLoader) -> int | None:
+    """Number of samples in a round over all shards, or None where batches have no fixed size."""
+    shard = sharding(loader)
+    size = getattr(shard, "batch_size", None)
+    if not isinstance(shard, (BatchSamplerShard, IterableDatasetShard)):
+        return loader.batch_size if size is None else size
+    return size if size is None or shard.split_batches else size * shard.num_processes
+
+
+def dataset_length(dataset: Any) -> int:
+    """Number of samples in a dataset, before it is divided among processes.
+
+    Raises:
+        TypeError: the dataset has no length.
+    """
+    whole = dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset
+    try:
+        return len(whole)
+    except (TypeError, NotImplementedError) as error:
+        raise TypeError(
+            f"The length of this dataloader is not known, because its dataset ({whole.__class__.__name__}) has no "
+            "__len__. Count steps instead of epochs, or give the dataset a __len__."
+        ) from error
+
+
+def known_length(measure: Callable[[Any], int], value: Any) -> int | None:
+    """A length, as `measure` finds it; None if it cannot be known beforehand."""
+    try:
+        return measure(value)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def samples_per_epoch(loader: DataLoader) -> int | None:
+    """Number of samples that one epoch draws over all shards, or None if it cannot be known beforehand.
+
+    The sampler decides, not the dataset: it may draw only some samples, or some of them repeatedly.
+    """
+    sampler = None if is_stream(loader) else get_sampler(loader)
+    return known_length(dataset_length, loader.dataset) if sampler is None else known_length(len, sampler)
+
+
+def iterates_plainly(loader: DataLoader) -> bool:
+    """Whether a loader yields what its `collate_fn` returns: its class has no iteration of its own on top."""
+    kind = type(loader)
+    return kind.__iter__ is DataLoader.__iter__ or kind.__module__.partition(".")[0] == "torchdata"
+
+
+def knows_end(loader: DataLoader) -> bool:
+    """Whether the end of an epoch can be told from the indices: a map-style dataset that is read in this process.
+
+    Worker processes read ahead anyway. A loader with an iteration of its own may yield anything.
+    """
+    kind = type(loader)
+    if kind.__iter__ is not DataLoader.__iter__ or kind._get_iterator is not DataLoader._get_iterator:
+        return False
+    return not (loader.num_workers or is_stateful(loader) or is_stream(loader))
+
+
+def holds_dataset_state(state: Any) -> bool:
+    """Whether a state of a `StatefulDataLoader` contains one of its dataset or of the dataset's iterator."""
+    if not isinstance(state, dict):
+        return False
+    own = (state.get("dataset_state"), state.get("dataset_iter_state"))
+    return any(part is not None for part in own) or any(holds_dataset_state(part) for part in state.values())
+
+
+# Copies ----------------------------------------------------------------------------------------------------------------
 
 
 def stateful_loader_class() -> type[DataLoader]:
@@ -28,34 +194,6 @@ def stateful_loader_class() -> type[DataLoader]:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     return StatefulDataLoader
-
-
-def is_stateful(loader: Any) -> bool:
-    """Whether a loader can save and restore its position by itself, like torchdata's `StatefulDataLoader`."""
-    return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
-
-
-def iterates_plainly(loader: DataLoader) -> bool:
-    """Whether a loader yields what its `collate_fn` returns: its class has no iteration of its own on top."""
-    kind = type(loader)
-    return kind.__iter__ is DataLoader.__iter__ or kind.__module__.partition(".")[0] == "torchdata"
-
-
-def loader_arguments(loader: DataLoader) -> dict[str, Any]:
-    """The arguments that build a loader like this one, apart from the dataset and the samplers."""
-    skipped = {"dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"}
-    arguments = {}
-    for name in _LOADER_PARAMETERS:
-        value = getattr(loader, name, None)
-        # Unset ones are left out: torch warns about some of them (pin_memory_device) even when they are empty.
-        if name not in skipped and value not in (None, "", False):
-            arguments[name] = value
-    if hasattr(loader, "in_order"):
-        arguments["in_order"] = loader.in_order
-    if not loader.num_workers:
-        arguments.pop("persistent_workers", None)
-        arguments.pop("prefetch_factor", None)
-    return arguments
 
 
 def variant(loader: DataLoader, **changes: Any) -> DataLoader:
@@ -84,23 +222,58 @@ def as_stateful(loader: DataLoader, **changes: Any) -> DataLoader:
     """
     stateful = stateful_loader_class()
     if isinstance(loader, stateful):
-        twin = variant(loader, **changes)
-        twin.next_iter_state = None
-        return twin
-    parts = {
-        name: getattr(loader, name) for name in ("dataset", "batch_size", "sampler", "batch_sampler", "drop_last")
-    }
-    settings = loader_arguments(loader)
-    for name, value in changes.items():
-        (parts if name in parts else settings)[name] = value
-    batch_size, drop_last = parts.pop("batch_size"), parts.pop("drop_last")
-    if lengths.is_stream(loader):
-        parts = {"dataset": parts["dataset"], "batch_size": batch_size, "drop_last": drop_last}
-    elif parts["batch_sampler"] is None:
-        parts |= {"batch_size": None}
+        return variant(loader, next_iter_state=None, **changes)
+    settings = {name: getattr(loader, name) for name in _LOADER_PARAMETERS if hasattr(loader, name)} | changes
+    if is_stream(loader):
+        unused = {"sampler", "batch_sampler"}
+    elif settings["batch_sampler"] is None:
+        settings["batch_size"] = None
+        unused = {"batch_sampler", "drop_last"}
     else:
-        del parts["sampler"]
-    return stateful(**parts, **settings)
+        unused = {"batch_size", "sampler", "drop_last"}
+    if not loader.num_workers:
+        unused |= {"persistent_workers", "prefetch_factor"}
+    if not settings.get("pin_memory_device"):
+        unused.add("pin_memory_device")  # torch warns about it even when it is empty
+    return stateful(**{name: value for name, value in settings.items() if name not in unused})
+
+
+# Batches on their device -------------------------------------------------------------------------------------------------
+
+
+def placer(device: torch.device | str | int | None, non_blocking: bool = False) -> Callable[[Any], Any] | None:
+    """Choose, once per epoch, the function that brings a batch to `device`; None if there is nothing to do.
+
+    Args:
+        device: where batches belong; None leaves them where they are.
+        non_blocking: let copies from pinned memory overlap with computation.
+    """
+    if device is None:
+        return None
+    device = torch.device(device)
+    if device.type == "cpu":
+        return keep_on_cpu
+    return lambda batch: send_to_device(batch, device, non_blocking=non_blocking)
+
+
+def keep_on_cpu(batch: Any) -> Any:
+    """Return the batch itself if it is a tensor, or a flat dict, list or tuple of tensors, on the CPU; else move it."""
+    kind = type(batch)
+    if kind is torch.Tensor:
+        return batch if batch.is_cpu else batch.to(CPU)
+    if kind is dict:
+        tensors = batch.values()
+    elif kind is list or kind is tuple:
+        tensors = batch
+    else:
+        return send_to_device(batch, CPU)
+    for tensor in tensors:
+        if type(tensor) is not torch.Tensor or not tensor.is_cpu:
+            return send_to_device(batch, CPU)
+    return batch
+
+
+# What prepared loaders share -------------------------------------------------------------------------------------------
 
 
 class DataLoaderAdapter:
@@ -161,8 +334,69 @@ class DataLoaderAdapter:
         try:
             return len(self.base_dataloader)
         except (TypeError, NotImplementedError):
-            lengths.dataset_length(self.dataset)  # names the cause if it is the dataset
+            dataset_length(self.dataset)  # names the cause if it is the dataset
             raise
+
+    @property
+    def dataset(self) -> Any:
+        """The dataset that the loader was given, or this process's part of a stream."""
+        dataset = self.base_dataloader.dataset
+        return dataset._inner if type(dataset) is SeededDataset else dataset
+
+    @property
+    def collate_fn(self) -> Any:
+        """The function that makes a batch of samples, as it was given to the loader."""
+        own = self.base_dataloader.collate_fn
+        return own.collate_fn if isinstance(own, CountingCollate) else own
+
+    def get_sampler(self) -> Any | None:
+        """Return the sampler that decides the order of the samples; see `accelerate.data_loader.get_sampler`."""
+        return get_sampler(self.base_dataloader)
+
+    def set_sampler(self, sampler: Any) -> None:
+        """Replace the sampler that decides the order of the samples; effective with the next iteration."""
+        set_sampler(self.base_dataloader, sampler)
+
+    @property
+    def total_batch_size(self) -> int:
+        """Number of samples that all processes together receive in one step.
+
+        Raises:
+            TypeError: the batch sampler has no fixed batch size.
+        """
+        size = self._samples_per_step()
+        if size is None:
+            kind = type(innermost(batching_sampler(self))).__name__
+            raise TypeError(f"total_batch_size is not known: the batch sampler ({kind}) has no batch_size.")
+        return size
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Number of samples in the dataset, before sharding.
+
+        Raises:
+            TypeError: the dataset has no length.
+        """
+        return dataset_length(self.dataset)
+
+    def _samples_per_step(self) -> int | None:
+        """Samples that all processes together receive in one step; None if that varies."""
+        return global_batch_size(self.base_dataloader)
+
+    def _reads_per_step(self) -> int:
+        """Batches of the wrapped loader that make one step."""
+        return 1
+
+    def _batches_per_step(self) -> int:
+        """Batches of the sampler below all sharding that a step takes over all processes."""
+        shard = sharding(self.base_dataloader)
+        in_turn = isinstance(shard, BatchSamplerShard) and not shard.split_batches
+        return (shard.num_processes if in_turn else 1) * self._reads_per_step()
+
+    def _data(self) -> dict[str, Any]:
+        """What the loader reads: number of samples of the dataset and kind of the sampler, None where there is none."""
+        base = self.base_dataloader
+        return {"length": known_length(dataset_length, base.dataset), "sampler": sampler_kind(base)}
 
     def state_dict(self) -> dict[str, Any]:
         """State of the wrapped stateful loader, as of the batch yielded last."""
@@ -171,7 +405,7 @@ class DataLoaderAdapter:
             return self._yielded_state
         # torchdata opens an unused loader to ask it, which draws random numbers and would shift those of the run. A copy
         # is opened here, and the numbers are given back.
-        with randomness.kept():
+        with generators_kept():
             return variant(self.base_dataloader).state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -201,3 +435,66 @@ def _rebuild(cls: type, state: dict[str, Any]) -> Any:
     loader = object.__new__(cls)
     loader.__dict__.update(state)
     return loader
+
+
+class DataLoaderStateMixin:
+    """Loop state of a loader: it tells `GradientState` that it is being iterated, and where it stands.
+
+    `begin` and `end` bracket an iteration. The loaders of this package call them, also when a loop is left early: when
+    the running iterator is closed or dropped.
+
+    Attributes:
+        end_of_dataloader: whether the batch yielded last is the last one of the epoch.
+        remainder: number of real samples, over all processes, in the last round of the epoch; -1 if not known (yet).
+            0 means that the last round is a full one.
+    """
+
+    __module__ = "accelerate.data_loader"
+
+    end_of_dataloader: bool = False
+    remainder: int = -1
+    _drop_last: bool = False
+    # On XLA devices a thread reads ahead; the wrapper around this loader is the active one then.
+    read_in_background: bool = False
+
+    def reset(self) -> None:
+        """Forget the end and the remainder of the last iteration."""
+        self.end_of_dataloader = False
+        self.remainder = -1
+
+    def begin(self) -> None:
+        """Start an iteration: reset, work out the remainder, become the active loader."""
+        self.reset()
+        self.remainder = self._remainder_ahead()
+        self._progress.running = True
+        if not self.read_in_background:
+            self.gradient_state._add_dataloader(self)
+
+    def end(self) -> None:
+        """Finish an iteration: the loader that was active before becomes active again."""
+        self._progress.running = False
+        if not self.read_in_background:
+            self.gradient_state._remove_dataloader(self)
+
+    @functools.cached_property
+    def _progress(self) -> Progress:
+        # Loaders of this package set it when they are built; a class of a library that mixes this in need not know of it.
+        return Progress()
+
+    def _remainder_ahead(self) -> int:
+        """The remainder as far as it can be known before the first batch; -1 if it cannot."""
+        if self._drop_last:
+            return -1
+        try:
+            return self.total_dataset_length % self.total_batch_size
+        except (AttributeError, TypeError):
+            return -1
+
+    @property
+    def iteration(self) -> int:
+        """The epoch that is running, or comes next. A view made by `skip_first_batches` shares it with its origin."""
+        return self._progress.epoch
+
+    @iteration.setter
+    def iteration(self, epoch: int) -> None:
+        self._progress.epoch = epoch

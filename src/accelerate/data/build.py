@@ -4,41 +4,35 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import warnings
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from accelerate import comm
-from accelerate.data import lengths, planner, xla
-from accelerate.data.adapter import as_stateful, is_stateful, iterates_plainly, variant
+from accelerate.data import adapter, iterable, plan
+from accelerate.data.adapter import as_stateful, batching_sampler, get_sampler, is_stream, variant
 from accelerate.data.dispatcher import DataLoaderDispatcher
-from accelerate.data.iterable import (
-    CountingCollate,
-    IterableDatasetShard,
-    PlainStream,
-    can_shard_itself,
-    check_split,
-    differs_between_ranks,
-    is_datapipe,
-    is_split_by_node,
+from accelerate.data.iterable import CountingCollate, IterableDatasetShard
+from accelerate.data.loader import DataLoaderShard, PreparedLoader, SkipDataLoader, skipping
+from accelerate.data.plan import DataPlan, ShardLayout
+from accelerate.data.resume import is_stateful
+from accelerate.data.samplers import (
+    BatchSamplerShard,
+    ReplayableRandomSampler,
+    SamplerShard,
+    SeedableRandomSampler,
+    draw_seed,
 )
-from accelerate.data.loader import DataLoaderShard, PreparedLoader
-from accelerate.data.plan import (
-    BY_PIECES,
-    DISPATCHED,
-    EVERYTHING,
-    OWN_SHARD,
-    SPLIT_ALREADY,
-    ShardLayout,
-)
-from accelerate.data.samplers import ReplayableRandomSampler, SeedableRandomSampler, draw_seed
-from accelerate.data.seeding import SeededDataset
-from accelerate.data.shards import BatchSamplerShard, SamplerShard
+from accelerate.data.workers import SeededDataset
 from accelerate.process import PartialState
 from accelerate.runtime import traits
+from accelerate.utils.random import synchronize_rng_states
 
 logger = logging.getLogger(__name__)
 
@@ -117,26 +111,27 @@ def prepare_data_loader(
     num_processes = state.num_processes if num_processes is None else num_processes
     process_index = state.process_index if process_index is None else process_index
     layout = ShardLayout.of(num_processes, process_index, torch_device_mesh)
-    stream = lengths.is_stream(dataloader)
-    divided = stream and _is_divided(dataloader.dataset, layout, shard_iterable_dataset)
-    dispatch = (stream and put_on_device and not divided) if dispatch_batches is None else dispatch_batches
-    if dispatch and divided:
+    reading = _reading(dataloader, layout, num_processes, shard_iterable_dataset, dispatch_batches, put_on_device)
+    dispatch = reading == plan.DISPATCHED
+    if dispatch and not put_on_device:
+        raise ValueError(
+            "dispatch_batches=True needs put_on_device=True: the batches arrive on the device of each process."
+        )
+    if slice_fn_for_dispatch is not None and not dispatch:
         warnings.warn(
-            "dispatch_batches=True reads on the main process only, but the dataset is split by node: the parts of the "
-            "other processes will not be read. Use dispatch_batches=False, or do not split the dataset.",
+            "slice_fn_for_dispatch has no effect, because this loader does not dispatch. Pass dispatch_batches=True.",
             stacklevel=2,
         )
-    _check(dataloader, layout, split_batches, put_on_device, dispatch, even_batches, slice_fn_for_dispatch)
-    if put_on_device and device is None:
-        device = state.device
-
+    if split_batches:
+        _check_split(dataloader, layout.num_shards)
     if use_seedable_sampler:
         dataloader = _with_seedable_sampler(dataloader, num_processes, data_seed)
-    generator = _shared_generator(dataloader, num_processes, dispatch)
-    ReplayableRandomSampler.adopt(lengths.get_sampler(dataloader))
+    generator = None if dispatch or num_processes == 1 else _shared_generator(dataloader)
+    if rng_types is not None and generator is None:
+        rng_types = [kind for kind in rng_types if kind != "generator"]  # nothing shuffles
+    ReplayableRandomSampler.adopt(get_sampler(dataloader))
 
-    reading = _reading(dataloader, layout, num_processes, divided=divided, dispatch=dispatch)
-    plan = planner.make(
+    made = plan.make(
         dataloader,
         layout,
         reading=reading,
@@ -151,209 +146,323 @@ def prepare_data_loader(
     base = as_stateful(dataloader, **changes) if stateful else variant(dataloader, **changes)
     common = {
         "use_stateful_dataloader": stateful,
-        "_drop_last": plan.drop_last,
+        "_drop_last": made.drop_last,
         "_non_blocking": non_blocking,
         "torch_device_mesh": torch_device_mesh,
         "_base": base,
     }
+    device = state.device if device is None else device
     on_xla = not dispatch and put_on_device and traits.of(state.distributed_type).xla
     if dispatch:
         loader = DataLoaderDispatcher(
             base.dataset, split_batches=split_batches, slice_fn=slice_fn_for_dispatch, **common
         )
     else:
-        loader = DataLoaderShard(
-            base.dataset,
-            device=device if put_on_device and not on_xla else None,
-            rng_types=_effective_rng_types(rng_types, generator),
-            synchronized_generator=generator,
-            **common,
-        )
-    loader.plan = plan
+        own_device = device if put_on_device and not on_xla else None
+        loader = DataLoaderShard(base.dataset, own_device, rng_types, generator, **common)
+    loader.plan = made
     if state.is_main_process:
-        logger.info("Prepared a data loader: %s.", plan.summary)
-    return xla.wrap(loader, device) if on_xla else loader
+        logger.info("Prepared a data loader: %s.", made.summary)
+    return xla_wrapper()(loader, device) if on_xla else loader
 
 
-def _is_divided(dataset: Any, layout: ShardLayout, shard_iterable_dataset: bool) -> bool:
-    """Whether a stream gives every process its own part already."""
-    if not shard_iterable_dataset:
-        return True
-    check_split(dataset, layout.num_shards, layout.shard_index)
-    return is_split_by_node(dataset, layout.num_shards)
+def plan_of(loader: DataLoader) -> DataPlan:
+    """The plan that was made when a loader was prepared.
+
+    Args:
+        loader: a loader from `prepare_data_loader`, or a view of one.
+
+    Raises:
+        TypeError: the loader was not prepared.
+    """
+    inner = unwrapped(loader)
+    # By the real type, because prepared loaders pass as the loader they wrap.
+    if not (issubclass(type(inner), PreparedLoader) and isinstance(inner.plan, DataPlan)):
+        raise TypeError(
+            f"loader is a {type(inner).__name__} that was not prepared, so nothing was planned for it. Pass what "
+            "accelerator.prepare(loader) returned."
+        )
+    return inner.plan
 
 
-def _reading(dataloader: DataLoader, layout: ShardLayout, num_processes: int, *, divided: bool, dispatch: bool) -> str:
-    """How the data is read; for streams that several processes read, warns if they will read different orders."""
-    if dispatch:
-        return DISPATCHED
-    if not lengths.is_stream(dataloader):
-        return OWN_SHARD
-    communicator = comm.current()
-    if min(communicator.world_size, num_processes) > 1 and differs_between_ranks(
-        dataloader.dataset, communicator.gather_object
-    ):
+def _reading(
+    dataloader: DataLoader,
+    layout: ShardLayout,
+    num_processes: int,
+    shard_stream: bool,
+    dispatch: bool | None,
+    put_on_device: bool,
+) -> str:
+    """How the data is read; warns where processes would read different orders, or the parts of some not at all."""
+    dataset, shards, stream = dataloader.dataset, layout.num_shards, is_stream(dataloader)
+    divided = stream and (not shard_stream or iterable.is_split_by_node(dataset, shards))
+    if dispatch or (dispatch is None and stream and put_on_device and not divided):
+        if divided:
+            warnings.warn(
+                "dispatch_batches=True reads on the main process only, but the dataset is split by node: the parts of the "
+                "other processes will not be read. Use dispatch_batches=False, or do not split the dataset.",
+                stacklevel=3,
+            )
+        return plan.DISPATCHED
+    if not stream:
+        return plan.OWN_SHARD
+    if min(num_processes, comm.current().world_size) > 1 and iterable.differs_between_ranks(dataset):
         warnings.warn(
             "The dataset was shuffled without a seed, so each process has it in another order and their parts overlap. "
             "Use dataset.shuffle(seed=...) with the same seed on all processes, or dispatch_batches=True.",
             stacklevel=3,
         )
     if divided:
-        return SPLIT_ALREADY
-    by_pieces = layout.num_shards > 1 and can_shard_itself(dataloader.dataset, layout.num_shards)
-    return BY_PIECES if by_pieces else EVERYTHING
+        return plan.SPLIT_ALREADY
+    return plan.BY_PIECES if shards > 1 and iterable.can_shard_itself(dataset, shards) else plan.EVERYTHING
 
 
-def _check(
-    dataloader: DataLoader,
-    layout: ShardLayout,
-    split_batches: bool,
-    put_on_device: bool,
-    dispatch: bool,
-    even_batches: bool,
-    slice_fn: Callable[..., Any] | None,
-) -> None:
-    """Refuse what cannot work and warn of what would be ignored."""
-    if dispatch and not put_on_device:
+def _check_split(dataloader: DataLoader, shards: int) -> None:
+    """Refuse a batch size that cannot be divided."""
+    sampler = batching_sampler(dataloader)
+    size = dataloader.batch_size if dataloader.batch_size is not None else getattr(sampler, "batch_size", None)
+    if size is None:
         raise ValueError(
-            "dispatch_batches=True needs put_on_device=True: the batches arrive on the device of each process."
+            "split_batches=True needs a batch size, but neither dataloader.batch_size nor that of its batch sampler "
+            f"({type(sampler).__name__}) is set. Give the batch sampler a batch_size, or use split_batches=False."
         )
-    if dispatch and not even_batches and layout.num_shards > 1:
-        warnings.warn(
-            "even_batches=False has no effect on a dispatched loader: its last round is always completed. Use "
-            "dispatch_batches=False, or drop_last=True in the dataloader.",
-            stacklevel=3,
+    if size % shards:
+        raise ValueError(
+            f"split_batches=True divides the batch size of {size} among {shards} processes, which does "
+            f"not come out even. Use a batch_size that is a multiple of {shards}, or split_batches=False."
         )
-    if slice_fn is not None and not dispatch:
-        warnings.warn(
-            "slice_fn_for_dispatch has no effect, because this loader does not dispatch. Pass dispatch_batches=True.",
-            stacklevel=3,
-        )
-    if split_batches:
-        sampler = lengths.batching_sampler(dataloader)
-        size = dataloader.batch_size if dataloader.batch_size is not None else getattr(sampler, "batch_size", None)
-        if size is None:
-            raise ValueError(
-                "split_batches=True needs a batch size, but neither dataloader.batch_size nor that of its batch sampler "
-                f"({type(sampler).__name__}) is set. Give the batch sampler a batch_size, or use split_batches=False."
-            )
-        if size % layout.num_shards:
-            raise ValueError(
-                f"split_batches=True divides the batch size of {size} among {layout.num_shards} processes, which does "
-                f"not come out even. Use a batch_size that is a multiple of {layout.num_shards}, or split_batches=False."
-            )
 
 
-def _effective_rng_types(rng_types: list[Any] | None, generator: torch.Generator | None) -> list[Any] | None:
-    """The generators to synchronise; "generator" only if there is one (nothing shuffles otherwise)."""
-    if rng_types is None or generator is not None:
-        return rng_types
-    return [kind for kind in rng_types if kind != "generator"]
-
-
-def _with_seedable_sampler(dataloader: DataLoader, num_processes: int, data_seed: int | None) -> DataLoader:
+def _with_seedable_sampler(dataloader: DataLoader, num_processes: int, seed: int | None) -> DataLoader:
     """The loader with a sampler that depends on a seed and the epoch, equal on all processes, if it shuffles."""
-    sampler = lengths.get_sampler(dataloader)
-    if not isinstance(sampler, RandomSampler) or (isinstance(sampler, SeedableRandomSampler) and data_seed is None):
+    sampler, communicator = get_sampler(dataloader), comm.current()
+    if not isinstance(sampler, RandomSampler) or (isinstance(sampler, SeedableRandomSampler) and seed is None):
         return dataloader
+    if seed is None:
+        seed = torch.initial_seed()
+        if communicator.world_size > 1 and num_processes > 1:
+            [seed] = communicator.broadcast_object_list([seed], 0)
     seedable = SeedableRandomSampler(
         data_source=sampler.data_source,
         replacement=sampler.replacement,
         num_samples=sampler._num_samples,
         generator=torch.Generator() if sampler.generator is None else sampler.generator,
-        data_seed=_from_main_process(torch.initial_seed(), num_processes) if data_seed is None else data_seed,
+        data_seed=seed,
     )
     dataloader = variant(dataloader)
     if type(dataloader.batch_sampler) is BatchSampler:
         # The caller's loader keeps its own batch sampler, and with it its own order.
         vars(dataloader)["batch_sampler"] = copy.copy(dataloader.batch_sampler)
-    lengths.set_sampler(dataloader, seedable)
+    adapter.set_sampler(dataloader, seedable)
     return dataloader
 
 
-def _from_main_process(value: int, num_processes: int) -> int:
-    """The main process's value, where several processes really read."""
-    communicator = comm.current()
-    if communicator.world_size == 1 or num_processes == 1:
-        return value
-    values = [value]
-    communicator.broadcast_object_list(values, 0)
-    return values[0]
-
-
-def _shared_generator(dataloader: DataLoader, num_processes: int, dispatch: bool) -> torch.Generator | None:
-    """The generator that shuffles, if the processes have to agree on it; made here if the sampler has none.
+def _shared_generator(dataloader: DataLoader) -> torch.Generator | None:
+    """The generator that shuffles, if the processes have to share its state; made here if the sampler has none.
 
     A sampler without a generator draws from torch's default one, which differs between processes as soon as one of them
     has used it more than another; then their shards overlap, and processes that share one shard read different batches.
     """
-    if dispatch or num_processes == 1:
+    owner = dataloader.dataset if is_stream(dataloader) else get_sampler(dataloader)
+    if isinstance(owner, SeedableRandomSampler):
         return None
-    if lengths.is_stream(dataloader):
-        generator = getattr(dataloader.dataset, "generator", None)
-        return generator if isinstance(generator, torch.Generator) else None
-    sampler = lengths.get_sampler(dataloader)
-    if isinstance(sampler, SeedableRandomSampler) or not hasattr(sampler, "generator"):
-        return None
-    if sampler.generator is None:
-        sampler.generator = torch.Generator().manual_seed(draw_seed())
-    return sampler.generator if isinstance(sampler.generator, torch.Generator) else None
+    generator = getattr(owner, "generator", None)
+    if generator is None and not is_stream(dataloader) and hasattr(owner, "generator"):
+        generator = owner.generator = torch.Generator().manual_seed(draw_seed())
+    return generator if isinstance(generator, torch.Generator) else None
 
 
 def _changes(
     dataloader: DataLoader, layout: ShardLayout, reading: str, split_batches: bool, even_batches: bool
 ) -> dict[str, Any]:
     """The parts of the loader that change when it is prepared."""
-    dataset = dataloader.dataset
-    if reading == DISPATCHED or (layout.num_shards == 1 and reading != SPLIT_ALREADY):
-        # Only one process iterates: a datapipe would wait for the others.
-        changes = {"dataset": PlainStream(dataset)} if reading == DISPATCHED and is_datapipe(dataset) else {}
-    elif lengths.is_stream(dataloader):
-        changes = _sharded_stream(dataloader, layout, reading, split_batches)
-    else:
-        changes = _sharded(dataloader, layout, split_batches, even_batches)
-    if dataloader.num_workers and not lengths.is_stream(dataloader) and type(dataset) is not SeededDataset:
+    dataset, shards, index = dataloader.dataset, layout.num_shards, layout.shard_index
+    changes: dict[str, Any] = {}
+    if reading == plan.DISPATCHED:
+        if iterable.is_datapipe(dataset):
+            changes["dataset"] = iterable.PlainStream(
+                dataset
+            )  # only one process iterates: it would wait for the others
+    elif shards > 1 and is_stream(dataloader):
+        return _sharded_stream(dataloader, layout, reading, split_batches)
+    elif shards > 1:
+        outer = batching_sampler(dataloader)
+        if dataloader.batch_sampler is None and not isinstance(outer, BatchSampler):
+            changes["sampler"] = SamplerShard(outer, shards, index, even_batches)
+        else:
+            shard = BatchSamplerShard(outer, shards, index, split_batches=split_batches, even_batches=even_batches)
+            changes["sampler" if dataloader.batch_sampler is None else "batch_sampler"] = shard
+            if split_batches and dataloader.batch_size:
+                changes["batch_size"] = dataloader.batch_size // shards
+    if dataloader.num_workers and not is_stream(dataloader) and type(dataset) is not SeededDataset:
         changes["dataset"] = SeededDataset(dataset)
     return changes
 
 
-def _sharded(dataloader: DataLoader, layout: ShardLayout, split_batches: bool, even_batches: bool) -> dict[str, Any]:
-    outer = lengths.batching_sampler(dataloader)
-    shards, index = layout.num_shards, layout.shard_index
-    if dataloader.batch_sampler is None and not isinstance(outer, BatchSampler):
-        return {"sampler": SamplerShard(outer, shards, index, even_batches)}
-    shard = BatchSamplerShard(outer, shards, index, split_batches=split_batches, even_batches=even_batches)
-    if dataloader.batch_sampler is None:
-        return {"sampler": shard}
-    size = dataloader.batch_size
-    return {"batch_sampler": shard, "batch_size": size // shards if size and split_batches else size}
-
-
 def _sharded_stream(dataloader: DataLoader, layout: ShardLayout, reading: str, split_batches: bool) -> dict[str, Any]:
-    dataset, shards, index = dataloader.dataset, layout.num_shards, layout.shard_index
-    size = dataloader.batch_size
+    dataset, shards, index, size = dataloader.dataset, layout.num_shards, layout.shard_index, dataloader.batch_size
+    changes: dict[str, Any] = {}
+    if reading == plan.BY_PIECES:
+        changes["dataset"] = dataset.shard(num_shards=shards, index=index)
+    elif reading == plan.EVERYTHING:
+        part = IterableDatasetShard(dataset, size or 1, dataloader.drop_last, shards, index, split_batches)
+        changes["dataset"] = part
+        if dataloader.num_workers and adapter.iterates_plainly(dataloader):
+            changes["collate_fn"] = CountingCollate(dataloader.collate_fn, part)
     if split_batches:
-        size //= shards
-    if reading == SPLIT_ALREADY:
-        part = dataset
-    elif reading == BY_PIECES:
-        part = dataset.shard(num_shards=shards, index=index)
-    else:
-        part = IterableDatasetShard(
-            dataset,
-            batch_size=dataloader.batch_size or 1,
-            drop_last=dataloader.drop_last,
-            num_processes=shards,
-            process_index=index,
-            split_batches=split_batches,
+        batches = BatchSampler(dataloader.sampler, size // shards, dataloader.drop_last)
+        changes |= {"batch_size": size // shards, "batch_sampler": batches}
+    return changes
+
+
+# Leaving out the beginning of an epoch -----------------------------------------------------------------------------------
+
+
+def skip_first_batches(dataloader: DataLoader, num_batches: int = 0) -> DataLoader:
+    """Make a loader that leaves out the first batches of an epoch.
+
+    With a map-style dataset the batches are left out by their indices and never loaded; a stream has to be read and
+    dropped. Of a prepared loader the result is a view: the two count epochs together, so that after the shortened epoch
+    the original goes on with the next one. Every process has to call it with the same number.
+
+    Args:
+        dataloader: a prepared loader, or a torch loader.
+        num_batches: number of batches to leave out, as a process counts them.
+
+    Returns:
+        A loader over the remaining batches; the given one if there is nothing to leave out.
+
+    Raises:
+        TypeError: `dataloader` is not a torch loader.
+        ValueError: `num_batches` is negative, or more than the loader has.
+
+    Example:
+        >>> loader = DataLoader(range(6), batch_size=2)
+        >>> for epoch in (3, 4):  # epoch 3 was interrupted after two batches
+        ...     batches = skip_first_batches(loader, 2) if epoch == 3 else loader
+        ...     print(epoch, [batch.tolist() for batch in batches])
+        3 [[4, 5]]
+        4 [[0, 1], [2, 3], [4, 5]]
+    """
+    num_batches = math.ceil(num_batches or 0)
+    if num_batches < 0:
+        raise ValueError(f"num_batches is {num_batches}; pass the number of batches to leave out, 0 or more.")
+    inner = unwrapped(dataloader)
+    if inner is not dataloader:
+        return xla_wrapper()(skip_first_batches(inner, num_batches), dataloader.device)
+    if not isinstance(dataloader, DataLoader):
+        raise TypeError(f"dataloader is a {type(dataloader).__name__}; pass a torch.utils.data.DataLoader.")
+    if num_batches == 0:
+        return dataloader
+    # Not that of streams, which is a promise at best.
+    length = None if is_stream(dataloader) else adapter.known_length(len, dataloader)
+    if length is not None and num_batches > length:
+        raise ValueError(
+            f"num_batches is {num_batches}, but the loader has {length} batches in an epoch. Count the batches of the "
+            "interrupted epoch alone: steps % len(dataloader)."
         )
-    changes = {"dataset": part}
-    if dataloader.num_workers and isinstance(part, IterableDatasetShard) and iterates_plainly(dataloader):
-        changes["collate_fn"] = CountingCollate(dataloader.collate_fn, part)
-    if size == dataloader.batch_size:
-        return changes
-    return {
-        **changes,
-        "batch_size": size,
-        "batch_sampler": BatchSampler(dataloader.sampler, size, dataloader.drop_last),
-    }
+    if isinstance(dataloader, PreparedLoader):
+        return dataloader._skipping(num_batches)
+    if is_stream(dataloader):
+        base = variant(dataloader)
+        return SkipDataLoader(
+            dataloader.dataset, num_batches, use_stateful_dataloader=is_stateful(dataloader), _base=base
+        )
+    return skipping(dataloader, num_batches)
+
+
+# XLA devices, where torch_xla's own loader moves the batches in the background ---------------------------------------------
+
+
+class ReadAhead:
+    """A prepared loader that notes, for each batch, what it knew when it read that batch.
+
+    torch_xla reads it in a thread of its own, and hands the batches out later in the same order.
+
+    Args:
+        loader: a prepared loader.
+
+    Attributes:
+        notes: for each batch that was read and not handed out yet: whether it is the last one, `remainder` and
+            `batch_counts` of the loader, and epoch, batches yielded and whether the epoch is at its end.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        self.notes: deque[tuple[bool, int, tuple[int, ...] | None, tuple[int, int, bool]]] = deque()
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        loader, progress = self.loader, self.loader._progress
+        for batch in loader:
+            position = (progress.epoch, progress.batches, progress.at_end)
+            self.notes.append((loader.end_of_dataloader, loader.remainder, loader.batch_counts, position))
+            yield batch
+
+
+@lru_cache(maxsize=1)
+def xla_wrapper() -> type:
+    """Build the class around torch_xla's `MpDeviceLoader`; called only where torch_xla is installed."""
+    from torch_xla.distributed.parallel_loader import MpDeviceLoader
+
+    class MpDeviceLoaderWrapper(MpDeviceLoader):
+        """Moves batches of a prepared loader to an XLA device ahead of use, and otherwise passes as that loader.
+
+        Args:
+            dataloader: a prepared loader that leaves its batches on the CPU.
+            device: the XLA device.
+        """
+
+        __module__ = "accelerate.data_loader"
+
+        def __init__(self, dataloader: Any, device: torch.device) -> None:
+            self._read_ahead = ReadAhead(dataloader)
+            super().__init__(self._read_ahead, device)
+            self.dataloader = dataloader
+            self.device = device
+
+        def __iter__(self) -> Any:
+            # Background threads may read several batches ahead: the synchronisation that opens an epoch has to come
+            # before them, in step with the other processes.
+            prepared = self.dataloader
+            gradient_state = prepared.gradient_state
+            watch = gradient_state._step_watch
+            if watch is not None:
+                watch.before_loop(self)
+            rng_types, prepared.rng_types = prepared.rng_types, None
+            if rng_types is not None:
+                synchronize_rng_states(rng_types, prepared.synchronized_generator)
+            prepared.read_in_background = True
+            gradient_state._add_dataloader(self)
+            try:
+                for batch in super().__iter__():
+                    # What the loader says of itself is about the batch that was read last, several batches ahead.
+                    self.end_of_dataloader, self.remainder, self.batch_counts, position = (
+                        self._read_ahead.notes.popleft()
+                    )
+                    prepared._progress.handed_out = position
+                    gradient_state._activate(self)
+                    yield batch
+                    if watch is not None:
+                        watch.before_batch(self, at_end=position[2])
+            finally:
+                gradient_state._remove_dataloader(self)
+                prepared._progress.handed_out = None
+                prepared.read_in_background = False
+                prepared.rng_types = rng_types
+                self._read_ahead.notes.clear()
+
+        def __getattr__(self, name: str) -> Any:
+            if name == "dataloader":
+                raise AttributeError(name)
+            return getattr(self.dataloader, name)
+
+    return MpDeviceLoaderWrapper
+
+
+def unwrapped(dataloader: Any) -> Any:
+    """The prepared loader inside torch_xla's, or the loader itself."""
+    wrapped = xla_wrapper.cache_info().currsize > 0 and isinstance(dataloader, xla_wrapper())
+    return dataloader.dataloader if wrapped else dataloader

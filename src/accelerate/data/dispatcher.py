@@ -9,16 +9,14 @@ from typing import Any
 import torch
 
 from accelerate import comm
-from accelerate.data import pieces, resume
-from accelerate.data.adapter import DataLoaderAdapter
+from accelerate.data import broadcast
+from accelerate.data.adapter import DataLoaderAdapter, placer
+from accelerate.data.broadcast import BatchBroadcast, Message, Transport
 from accelerate.data.loader import PreparedLoader
-from accelerate.data.placement import placer
 from accelerate.data.plan import ShardLayout
-from accelerate.data.shards import look_ahead
-from accelerate.data.state import Pending
-from accelerate.data.wire import Message, ObjectWire, Transport, Wire
+from accelerate.data.resume import Pending
+from accelerate.data.samplers import look_ahead, real_per_shard
 from accelerate.process import PartialState
-from accelerate.runtime import traits
 
 
 class DataLoaderDispatcher(PreparedLoader):
@@ -63,43 +61,26 @@ class DataLoaderDispatcher(PreparedLoader):
         iteration: int = 0,
         **kwargs: Any,
     ) -> None:
-        super().__init__(
-            dataset,
-            skip_batches=skip_batches,
-            use_stateful_dataloader=use_stateful_dataloader,
-            iteration=iteration,
-            **kwargs,
-        )
+        super().__init__(dataset, skip_batches, use_stateful_dataloader, iteration, **kwargs)
         self.split_batches = split_batches
         self.state = PartialState()
         self.slice_fn = slice_fn
         self.torch_device_mesh = torch_device_mesh
         self._drop_last = _drop_last
         self._non_blocking = _non_blocking
-        self._wire: Wire | None = None
+        self._broadcast: BatchBroadcast | None = None
         self._counts: tuple[int, ...] | None = None
-
-    def __iter__(self) -> Iterator[Any]:
-        if (instead := resume.instead_of(self)) is not None:
-            yield from instead
-            return
-        pending = self._begin()
-        try:
-            self.set_epoch(self.iteration)
-            resume.note_start(self)
-            self._counts = None
-            if self.state.num_processes == 1 and self.slice_fn is None:
-                yield from self._watched(self._run_alone(pending))
-            else:
-                yield from self._watched(self._run_together(self._layout(), pending))
-        finally:
-            self.end()
 
     def __reduce_ex__(self, protocol: int) -> Any:
         rebuild, (inner, cls, state) = super().__reduce_ex__(protocol)
-        return rebuild, (inner, cls, {**state, "_wire": None})
+        return rebuild, (inner, cls, {**state, "_broadcast": None})
 
-    # One process: nothing to send -------------------------------------------------------------------------------------
+    def _begin_epoch(self) -> None:
+        self.set_epoch(self.iteration)
+        self._counts = None
+
+    def _iterate(self, pending: Pending | None) -> Iterator[Any]:
+        return self._run_together(pending) if self._reads_ahead else self._run_alone(pending)
 
     @property
     def _reads_ahead(self) -> bool:
@@ -111,99 +92,62 @@ class DataLoaderDispatcher(PreparedLoader):
         reading.batches = self._keeping_states(reading.batches)
         for batch in self._run(reading, placer(self.state.device, self._non_blocking)):
             if self.end_of_dataloader:
-                self.remainder = pieces.batch_length(batch) or -1
+                self.remainder = broadcast.batch_length(batch) or -1
             yield batch
 
-    # Several processes ------------------------------------------------------------------------------------------------
-
-    def _run_together(self, layout: ShardLayout, pending: Pending | None) -> Iterator[Any]:
+    def _run_together(self, pending: Pending | None) -> Iterator[Any]:
         """Yield this process's part of every round."""
-        progress = self._progress
+        progress, layout = self._progress, self._layout()
         place = placer(self.state.device, self._non_blocking)
-        reads = self.state.process_index == 0
-        rounds, number = self._send_rounds(layout, pending) if reads else self._receive_rounds(layout, pending)
+        connection = self._connection(layout)
+        if self.state.process_index == 0:
+            rounds, number = self._send_rounds(connection, layout, pending)
+        else:
+            rounds = iter(connection.receive, None)
+            number = self._left_out() if pending is None else pending.batches
+            progress.replaying = False
         progress.batches, progress.at_end = number, False
         for message in rounds:
             number += 1
             progress.batches = number
+            start = sum(message.sizes[: layout.shard_index])
+            stop = start + message.sizes[layout.shard_index]
             if message.real < sum(message.sizes):
-                self._counts = _real_counts(message)
+                self._counts = real_per_shard(message.real, message.sizes[0], layout.num_shards)
             self._hand_out(is_last=message.last)
             if message.last:
                 self.remainder = message.real
-            yield place(self._part(message, layout.shard_index))
-        progress.batches = progress.extra_samples = 0
-        progress.before_read = None
-        progress.epoch += 1
-
-    def _part(self, message: Message, shard: int) -> Any:
-        start = sum(message.sizes[:shard])
-        stop = start + message.sizes[shard]
-        if self.slice_fn is None:
-            return pieces.take(message.batch, start, stop)
-        return self.slice_fn(
-            message.batch,
-            slice(start, stop),
-            process_index=self.state.process_index,
-            num_processes=self.state.num_processes,
-        )
-
-    def _wire_between(self, layout: ShardLayout) -> Wire | None:
-        if self._wire is None and self.state.num_processes > 1:
-            transport = Transport(comm.current())
-            if traits.of(self.state.distributed_type).torch_distributed:
-                # gloo can move device tensors only by way of the host; so the bytes had better start there.
-                device = torch.device("cpu") if self.state.backend == "gloo" else self.state.device
-                self._wire = Wire(transport, layout.num_shards, device)
+            if self.slice_fn is None:
+                part = broadcast.take(message.batch, start, stop)
             else:
-                self._wire = ObjectWire(transport, layout.num_shards, self.state.device)
-        return self._wire
+                ranks = {"process_index": self.state.process_index, "num_processes": self.state.num_processes}
+                part = self.slice_fn(message.batch, slice(start, stop), **ranks)
+            yield place(part)
+            if message.last:
+                break
+        self._finish_epoch()
 
-    def _receive_rounds(self, layout: ShardLayout, pending: Pending | None) -> tuple[Iterator[Message], int]:
-        wire = self._wire_between(layout)
-        start = self._left_out() if pending is None else pending.batches
-        self._progress.replaying = False
+    def _connection(self, layout: ShardLayout) -> BatchBroadcast | None:
+        if self._broadcast is None and self.state.num_processes > 1:
+            # gloo can move device tensors only by way of the host; so the bytes had better start there.
+            transport = Transport(comm.current())
+            on_host = self.state.backend == "gloo" or transport.communicator.group is None
+            device = torch.device("cpu") if on_host else self.state.device
+            self._broadcast = BatchBroadcast(transport, layout.num_shards, device)
+        return self._broadcast
 
-        def messages() -> Iterator[Message]:
-            last = False
-            while not last:
-                message = wire.receive()
-                if message is None:
-                    return
-                last = message.last
-                yield message
-
-        return messages(), start
-
-    def _send_rounds(self, layout: ShardLayout, pending: Pending | None) -> tuple[Iterator[Message], int]:
-        wire = self._wire_between(layout)
+    def _send_rounds(
+        self, connection: BatchBroadcast | None, layout: ShardLayout, pending: Pending | None
+    ) -> tuple[Iterator[Message], int]:
+        """Open the loader; return the rounds, each of which is sent before it is yielded, and the steps left out."""
         try:
             reading = self._open(pending)
         except Exception as error:
-            if wire is not None:
-                wire.fail(error)
+            if connection is not None:
+                connection.fail(error)
             raise
-        rounds, start = self._form_rounds(reading.batches, layout.num_shards, reading.head), reading.start
-
-        def messages() -> Iterator[Message]:
-            last = False
-            while not last:
-                try:
-                    message = next(rounds, None)
-                except Exception as error:
-                    if wire is not None:
-                        wire.fail(error)
-                    raise
-                if message is None:
-                    if wire is not None:
-                        wire.finish()
-                    return
-                if wire is not None:
-                    wire.send(message)
-                last = message.last
-                yield message
-
-        return messages(), start
+        rounds = self._form_rounds(reading.batches, layout.num_shards, reading.head)
+        return rounds if connection is None else _sent(rounds, connection), reading.start
 
     def _needs_head(self) -> bool:
         return self._layout().num_shards > 1 and not self._drop_last
@@ -217,20 +161,20 @@ class DataLoaderDispatcher(PreparedLoader):
             groups = (group for group in groups if len(group) == per_round)
         head = None
         for group, is_last in look_ahead(groups):
-            batch, real = pieces.join(group), sum(_length(batch) for batch in group)
+            batch, real = broadcast.join(group), sum(_length(batch) for batch in group)
             if head is None:
-                head = pieces.take(pieces.join(first) if first else batch, 0, shards)
+                head = broadcast.take(broadcast.join(first) if first else batch, 0, shards)
             share, rest = divmod(real, shards)
             if rest and share and not is_last:
-                # A sampler whose batches vary in size: nobody gets duplicates in the middle of an epoch.
+                # A sampler whose batches vary in size: no shard gets duplicates in the middle of an epoch.
                 yield Message(batch, real, tuple(share + (shard < rest) for shard in range(shards)), is_last)
                 continue
             if rest:
                 share += 1
-                batch = pieces.padded(batch, real, head, share * shards)
+                batch = broadcast.padded(batch, real, head, share * shards)
             yield Message(batch, real, (share,) * shards, is_last)
 
-    # What is known about the data -------------------------------------------------------------------------------------
+    # What is known about the data ------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         batches, per_round = DataLoaderAdapter.__len__(self), self._reads_per_step()
@@ -252,26 +196,27 @@ class DataLoaderDispatcher(PreparedLoader):
         """Number of real samples in each shard's batch of the round yielded last; None if all samples are real."""
         return self._counts
 
-    @property
-    def counts_known(self) -> bool:
-        """Always true: the process that reads knows what it adds."""
-        return True
+
+def _sent(rounds: Iterator[Message], connection: BatchBroadcast) -> Iterator[Message]:
+    """Send each round before it is yielded, and what ends them: an error, or that there is none."""
+    while True:
+        try:
+            message = next(rounds, None)
+        except Exception as error:
+            connection.fail(error)
+            raise
+        if message is None:
+            connection.finish()
+            return
+        connection.send(message)
+        yield message
 
 
 def _length(batch: Any) -> int:
-    length = pieces.batch_length(batch)
+    length = broadcast.batch_length(batch)
     if length is None:
         raise ValueError(
             f"A batch of type {type(batch).__name__} has no tensor or list with a first dimension of samples, so it "
             "cannot be divided among processes. Let the collate_fn return one, or use dispatch_batches=False."
         )
     return length
-
-
-def _real_counts(message: Message) -> tuple[int, ...]:
-    """Real samples per shard; they come first in the order of the shards."""
-    left, counts = message.real, []
-    for size in message.sizes:
-        counts.append(min(left, size))
-        left -= counts[-1]
-    return tuple(counts)

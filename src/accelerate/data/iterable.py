@@ -1,17 +1,23 @@
-"""Iterable datasets: a process's part of a stream that has no indices, and streams that are divided already."""
+"""Streams: a process's part of data that has no indices, streams that are divided already, and parts that end together."""
 
 from __future__ import annotations
 
-import warnings
+import logging
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import chain, cycle, islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
-from accelerate.data.plan import RoundLog, pieces_of
+from accelerate import comm
+from accelerate.comm.base import Communicator
+from accelerate.data.samplers import real_per_shard
+
+logger = logging.getLogger(__name__)
 
 # Looked up, because torch has announced to remove its datapipes.
 _DATAPIPE: Any = getattr(torch.utils.data, "IterDataPipe", ())
@@ -64,7 +70,7 @@ class IterableDatasetShard(IterableDataset):
         self.process_index = process_index
         self.split_batches = split_batches
         self.epoch = 0
-        self.round_log = RoundLog()
+        self.round_log: dict[int, tuple[int, ...]] = {}
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the stream which epoch comes next, so that all processes shuffle it alike."""
@@ -99,26 +105,16 @@ class IterableDatasetShard(IterableDataset):
             if len(samples) < size:
                 if self.drop_last:
                     return
-                self.round_log.note(number, len(samples), share, self.num_processes)
+                self.round_log[number] = real_per_shard(len(samples), share, self.num_processes)
                 samples = list(islice(chain(samples, cycle(head)), size))
             yield from samples[mine]
             number += 1
 
 
-class Counted(NamedTuple):
-    """A batch on its way from a worker process.
-
-    Args:
-        batch: the batch.
-        real: number of real samples in each shard's batch of its round; None if all samples are real.
-    """
-
-    batch: Any
-    real: tuple[int, ...] | None
-
-
 class CountingCollate:
     """Sends the count of real samples along with each batch, from a worker process that shards a stream.
+
+    It returns pairs: the batch, and the number of real samples in each shard's batch of its round, None if all are real.
 
     Args:
         collate_fn: the loader's own.
@@ -129,25 +125,28 @@ class CountingCollate:
         self.collate_fn = collate_fn
         self.shard = shard
 
-    def __call__(self, samples: Any) -> Counted:
+    def __call__(self, samples: Any) -> tuple[Any, tuple[int, ...] | None]:
         # The shard notes a round before it yields its samples, and a worker reads no sample before its batch's turn; so
         # if anything is noted, it is this batch's round.
-        return Counted(self.collate_fn(samples), next(iter(self.shard.round_log.padded.values()), None))
+        return self.collate_fn(samples), next(iter(self.shard.round_log.values()), None)
 
 
-def uncounted(batches: Iterator[Counted], start: int, log: RoundLog) -> Iterator[Any]:
+def uncounted(batches: Iterator[Any], start: int, log: dict[int, tuple[int, ...]]) -> Iterator[Any]:
     """Take the counts off the batches that worker processes have sent, and note them in this process.
 
     Args:
-        batches: the batches as they arrive.
+        batches: the pairs as they arrive.
         start: number of the first.
-        log: where to note them.
+        log: where to note the counts.
     """
     log.clear()
     for number, (batch, real) in enumerate(batches, start):
         if real is not None:
-            log.padded[number] = tuple(real)
+            log[number] = tuple(real)
         yield batch
+
+
+# What a stream says of itself ------------------------------------------------------------------------------------------
 
 
 class PlainStream(IterableDataset):
@@ -167,123 +166,36 @@ class PlainStream(IterableDataset):
         return len(self.dataset)
 
 
-def is_split_by_node(dataset: Any, num_shards: int) -> bool:
-    """Whether a stream was already divided among this many processes; dividing it again would lose most of it.
-
-    Recognised are streams of Hugging Face `datasets` after `datasets.distributed.split_dataset_by_node`, WebDataset
-    pipelines with its `split_by_node`, and torch datapipes with a `sharding_filter`, which torch's own loader applies.
-    """
-    if num_shards == 1:
-        return False
-    config = getattr(dataset, "_distributed", None)
-    if config is not None:
-        return getattr(config, "world_size", None) == num_shards
-    if is_datapipe(dataset):
-        return _torch_world_size() == num_shards and _filters_shards(dataset)
-    return _splits_in_pipeline(dataset)
-
-
-def check_split(dataset: Any, num_shards: int, shard_index: int) -> None:
-    """Refuse a `datasets` stream that was divided among another number of processes.
-
-    Raises:
-        ValueError: part of the data would not be read by anybody.
-    """
-    config = getattr(dataset, "_distributed", None)
-    world, rank = getattr(config, "world_size", 1), getattr(config, "rank", shard_index)
-    if num_shards == 1 or world == 1:
-        return
-    if world != num_shards:
-        raise ValueError(
-            f"dataset was divided among {world} nodes by split_dataset_by_node, but there are {num_shards} data shards: "
-            "their parts would overlap or be missing. Call split_dataset_by_node(dataset, rank=..., "
-            f"world_size={num_shards}), do not split it at all, or use shard_iterable_dataset=False to read it as it is."
-        )
-    if rank != shard_index:
-        warnings.warn(
-            f"dataset is the part of rank {rank} by split_dataset_by_node, but this process reads shard {shard_index}. "
-            "If ranks have passed the same rank, they read the same part; pass rank=accelerator.process_index.",
-            stacklevel=4,
-        )
-
-
-def can_shard_itself(dataset: Any, num_shards: int) -> bool:
-    """Whether a stream is stored in enough pieces to give each process pieces of its own."""
-    count = piece_count(dataset)
-    return callable(getattr(dataset, "shard", None)) and count is not None and count >= num_shards
-
-
-def pieces(dataset: Any, num_shards: int) -> list[tuple[int, ...] | None]:
-    """For each shard, which pieces of a stream it reads, as `datasets` divides them; None for other kinds of stream."""
-    count = piece_count(dataset)
-    if count is None or not _is_of_datasets(dataset):
-        return [None] * num_shards
-    return list(pieces_of(count, num_shards))
-
-
-def share_of_pieces(dataset: Any, shard: int, num_shards: int) -> float | None:
-    """Part of a stream, from 0.0 to 1.0, that a shard holds when it is divided by pieces; None if it cannot be told."""
-    count, own = piece_count(dataset), pieces(dataset, num_shards)[shard]
-    if count and own is not None:
-        return len(own) / count
-    return 1 / num_shards if count and count % num_shards == 0 else None
-
-
-def share_of_split(dataset: Any, shard: int, num_shards: int) -> float | None:
-    """Part of a stream, from 0.0 to 1.0, that a process reads when it was split already; None if it cannot be told."""
-    config = getattr(dataset, "_distributed", None)
-    count = getattr(getattr(dataset, "_ex_iterable", None), "num_shards", None)
-    if config is None or not isinstance(count, int) or count < 1:
-        return None
-    strategy = getattr(config, "strategy", "auto")
-    if strategy == "shards" or (strategy == "auto" and count % num_shards == 0):
-        return len(range(shard, count, num_shards)) / count
-    return 1.0  # each process goes through all samples and keeps every so manieth
-
-
-def differs_between_ranks(dataset: Any, gather: Callable[[Any], list[Any]]) -> bool:
-    """Whether the processes shuffle a `datasets` stream with different generators, because it was given no seed.
-
-    Args:
-        dataset: the stream.
-        gather: returns the values that all processes have passed. Called on all of them alike, or on none.
-    """
-    if not _is_of_datasets(dataset):
-        return False
-    states = [repr(generator.bit_generator.state) for generator in _generators(dataset)]
-    return bool(states) and len(set(map(tuple, gather(states)))) > 1
-
-
-def _generators(dataset: Any) -> Iterator[Any]:
-    part = getattr(dataset, "_ex_iterable", None)
-    parts = [getattr(dataset, "_shuffling", None)]
-    while part is not None and len(parts) < 100:
-        parts.append(part)
-        part = getattr(part, "ex_iterable", None)
-    for part in parts:
-        generator = getattr(part, "generator", None)
-        if hasattr(generator, "bit_generator"):
-            yield generator
-
-
-def _is_of_datasets(dataset: Any) -> bool:
-    return type(dataset).__module__.partition(".")[0] == "datasets"
-
-
 def is_datapipe(dataset: Any) -> bool:
     """Whether a dataset is one of torch's iterable datapipes, which torch's loader treats in a way of its own."""
     return isinstance(dataset, _DATAPIPE)
 
 
-def piece_count(dataset: Any) -> int | None:
-    """In how many pieces a stream is stored, if it tells."""
-    count = getattr(dataset, "num_shards", getattr(dataset, "n_shards", None))
-    return count if isinstance(count, int) else None
+def is_split_by_node(dataset: Any, num_shards: int) -> bool:
+    """Whether a stream was already divided among this many processes; dividing it again would lose most of it.
 
+    Recognised are streams of Hugging Face `datasets` after `datasets.distributed.split_dataset_by_node`, WebDataset
+    pipelines with its `split_by_node`, and torch datapipes with a `sharding_filter`, which torch's own loader applies.
 
-def _torch_world_size() -> int:
-    """Number of processes as torch's own loader counts them when it divides a datapipe."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    Raises:
+        ValueError: a `datasets` stream was divided among another number of processes.
+    """
+    config = getattr(dataset, "_distributed", None)
+    world = getattr(config, "world_size", 1)
+    if num_shards == 1:
+        return False
+    if world not in (1, num_shards):
+        raise ValueError(
+            f"dataset was divided among {world} nodes by split_dataset_by_node, but there are {num_shards} data shards: "
+            "their parts would overlap or be missing. Call split_dataset_by_node(dataset, rank=..., "
+            f"world_size={num_shards}), do not split it at all, or use shard_iterable_dataset=False to read it as it is."
+        )
+    if config is not None:
+        return world == num_shards
+    if is_datapipe(dataset):
+        ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        return ranks == num_shards and _filters_shards(dataset)
+    return _splits_in_pipeline(dataset)
 
 
 def _filters_shards(datapipe: Any) -> bool:
@@ -299,3 +211,195 @@ def _splits_in_pipeline(dataset: Any) -> bool:
     if not isinstance(stages, (list, tuple)):
         return False
     return any(getattr(stage, "__name__", None) == "split_by_node" or _splits_in_pipeline(stage) for stage in stages)
+
+
+def can_shard_itself(dataset: Any, num_shards: int) -> bool:
+    """Whether a stream is stored in enough pieces to give each process pieces of its own."""
+    count = getattr(dataset, "num_shards", getattr(dataset, "n_shards", None))
+    return callable(getattr(dataset, "shard", None)) and isinstance(count, int) and count >= num_shards
+
+
+def differs_between_ranks(dataset: Any) -> bool:
+    """Whether the processes shuffle a `datasets` stream with different generators, because it has no seed. All ranks."""
+    if type(dataset).__module__.partition(".")[0] != "datasets":
+        return False
+    stages = [dataset, getattr(dataset, "_shuffling", None), *_stages(dataset)]
+    generators = [getattr(getattr(stage, "generator", None), "bit_generator", None) for stage in stages]
+    states = [repr(generator.state) for generator in generators if generator is not None]
+    return bool(states) and len(set(map(tuple, comm.current().gather_object(states)))) > 1
+
+
+def has_buffer(dataset: Any) -> bool:
+    """Whether a stream of the library `datasets` shuffles in a buffer, which its state leaves out: samples would be lost."""
+    return any("BufferShuffled" in type(stage).__name__ for stage in _stages(dataset))
+
+
+def _stages(dataset: Any) -> list[Any]:
+    """The stages that a stream of the library `datasets` goes through."""
+    stages = [getattr(dataset, "_ex_iterable", None)]
+    for stage in stages:
+        stages += [
+            inner for inner in (getattr(stage, "ex_iterable", None), *getattr(stage, "ex_iterables", ())) if inner
+        ]
+    return stages
+
+
+def restores(loader: DataLoader) -> bool:
+    """Whether a loader reads a stream, in this process, that can save and restore its position by itself."""
+    dataset = loader.dataset
+    own = callable(getattr(dataset, "state_dict", None)) and callable(getattr(dataset, "load_state_dict", None))
+    return own and isinstance(dataset, IterableDataset) and not (loader.num_workers or has_buffer(dataset))
+
+
+# Parts that end together -----------------------------------------------------------------------------------------------
+
+# Without that a process that has run out of batches leaves the loop, and the others wait for it in the next collective for
+# ever. The vote on a batch travels while the batch before it is computed, so no rank waits for it as a rule. It uses a
+# process group of its own: it neither delays the exchanges of the training nor mixes with them.
+
+_READY, _ENDED, _FAILED = range(3)
+
+_groups: weakref.WeakKeyDictionary[Communicator, Any] = weakref.WeakKeyDictionary()
+_uneven = 0
+_loops = 0
+
+
+@contextmanager
+def uneven_ends() -> Iterator[None]:
+    """Let loops that begin inside a `with` block end where their own data ends. All ranks.
+
+    For code that handles uneven inputs by other means, like `torch.distributed.algorithms.Join`.
+    """
+    global _uneven
+    _uneven += 1
+    try:
+        yield
+    finally:
+        _uneven -= 1
+
+
+def ends_are_uneven() -> bool:
+    """Whether ranks may be at different steps now, inside `uneven_ends`."""
+    return _uneven > 0
+
+
+def in_step(batches: Iterator[Any], belonging: tuple[tuple[Any, str], ...] = ()) -> Iterator[Any]:
+    """Yield batches as long as every process has one; then all stop together, at the shortest. All ranks.
+
+    It reads one batch ahead of what it yields.
+
+    Args:
+        batches: reads this process's batches.
+        belonging: pairs of an object and the name of an attribute that each read changes. A batch is yielded with the
+            values that its own read left behind, as if nothing had been read ahead.
+
+    Raises:
+        RuntimeError: another process failed to read its batch (the message names it), or left the loop at another step.
+            The process that failed raises its own error.
+
+    Example:
+        >>> list(in_step(iter([1, 2])))  # a single process
+        [1, 2]
+    """
+    global _loops
+    communicator = comm.current()
+    if communicator.world_size == 1 or _uneven:
+        yield from batches
+        return
+    _loops += 1
+    reads, loop, step = _reads(batches), _loops, 0
+
+    def read() -> tuple[Any, list[Any], Callable[[], list[list[int]]]]:
+        status, item = next(reads)
+        return item, [getattr(*part) for part in belonging], _vote(communicator, [loop, step, status])
+
+    item, values, outcome = read()
+    while True:
+        statuses = _statuses(outcome(), loop, step, communicator.rank)
+        if _FAILED in statuses:
+            _raise(communicator, item, statuses, step)
+        if _ENDED in statuses:
+            _restore(belonging, values)
+            _report_left_over(communicator, statuses, step)
+            return
+        current, current_values = item, values
+        step += 1
+        item, values, outcome = read()
+        _restore(belonging, current_values)
+        yield current
+
+
+def _reads(batches: Iterator[Any]) -> Iterator[tuple[int, Any]]:
+    """Turn what can happen in reading into values: a batch, the end, an error."""
+    try:
+        for item in batches:
+            yield _READY, item
+    except Exception as error:
+        yield _FAILED, error
+        return
+    yield _ENDED, None
+
+
+def _restore(belonging: tuple[tuple[Any, str], ...], values: list[Any]) -> None:
+    for (owner, name), value in zip(belonging, values, strict=True):
+        setattr(owner, name, value)
+
+
+def _vote(communicator: Communicator, vote: list[int]) -> Callable[[], list[list[int]]]:
+    """Send a vote; return a function that waits for those of all processes."""
+    # A sum in which each rank fills its own row: cheaper to start than a gathering, and the same for all backends.
+    board = torch.zeros(communicator.world_size, len(vote), dtype=torch.int64)
+    board[communicator.rank] = torch.tensor(vote)
+    if communicator.group is None or not dist.is_gloo_available():
+        return communicator.all_reduce(board).tolist
+    if communicator not in _groups:
+        _groups[communicator] = dist.new_group(backend="gloo")
+    work = dist.all_reduce(board, group=_groups[communicator], async_op=True)
+
+    def wait() -> list[list[int]]:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise RuntimeError(
+                "A process was lost while the ranks voted on whether all have another batch. The output of the process "
+                "that ended first names the cause."
+            ) from error
+        return board.tolist()
+
+    return wait
+
+
+def _statuses(votes: list[list[int]], loop: int, step: int, rank: int) -> list[int]:
+    """The status of each rank in this step of this loop."""
+    for other, vote in enumerate(votes):
+        if vote[:2] != [loop, step]:
+            raise RuntimeError(
+                f"Processes are at different places: rank {rank} reads batch {step} of its loop number {loop}, rank {other} "
+                f"batch {vote[1]} of its loop number {vote[0]}. All ranks have to leave a loop at the same "
+                "batch; decide that from values that are equal everywhere."
+            )
+    return [status for _, _, status in votes]
+
+
+def _raise(communicator: Communicator, item: Any, statuses: list[int], step: int) -> None:
+    """Raise on all processes: the error itself where it happened, its text elsewhere."""
+    failed = statuses[communicator.rank] == _FAILED
+    texts = communicator.gather_object(f"{type(item).__name__}: {item}" if failed else None)
+    if failed:
+        raise item
+    reports = [f"rank {rank} failed ({text})" for rank, text in enumerate(texts) if text is not None]
+    raise RuntimeError(f"Reading batch {step} of a loader: {'; '.join(reports)}. All processes stop there.")
+
+
+def _report_left_over(communicator: Communicator, statuses: list[int], step: int) -> None:
+    """One line on the main process about what was not used, if anything."""
+    left = [rank for rank, status in enumerate(statuses) if status == _READY]
+    if left and communicator.rank == 0:
+        ended = [rank for rank, status in enumerate(statuses) if status == _ENDED]
+        logger.warning(
+            "The data of rank %s ended after %d batches, and all processes stop there: rank %s had at least one batch "
+            "more each, which this epoch leaves out.",
+            ", ".join(map(str, ended)),
+            step,
+            ", ".join(map(str, left)),
+        )

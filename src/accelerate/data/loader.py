@@ -1,44 +1,49 @@
-"""Loaders that read their own shard: every process runs its own torch loader."""
+"""Prepared loaders: one iteration of them, and those that read their own shard, each process with its own torch loader."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from itertools import count, islice
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader
 
-from accelerate.data import agree, lengths, randomness, resume, seeding, streams
-from accelerate.data.adapter import DataLoaderAdapter, as_stateful, is_stateful, variant
-from accelerate.data.ahead import knows_end, with_end
-from accelerate.data.iterable import CountingCollate, uncounted
-from accelerate.data.placement import placer
-from accelerate.data.plan import DataPlan
-from accelerate.data.samplers import ReplayableRandomSampler
-from accelerate.data.shards import SkipBatchSampler
-from accelerate.data.state import DataLoaderStateMixin, Pending, Progress, Reading
+from accelerate.data import adapter, iterable, resume
+from accelerate.data.adapter import DataLoaderAdapter, DataLoaderStateMixin, as_stateful, is_stream, placer, variant
+from accelerate.data.iterable import CountingCollate, IterableDatasetShard, has_buffer, restores, uncounted
+from accelerate.data.resume import Pending, Progress, generators_kept, is_stateful
+from accelerate.data.samplers import BatchSamplerShard, EndAhead, ReplayableRandomSampler, SkipBatchSampler
+from accelerate.data.workers import SeededDataset
+from accelerate.process import PartialState
 from accelerate.state import GradientState
 from accelerate.utils.random import synchronize_rng_states
 
+if TYPE_CHECKING:
+    from accelerate.data.plan import DataPlan
 
-def skipping(loader: DataLoader, count: int, extra: int = 0) -> DataLoader:
-    """A copy of a torch loader with a map-style dataset that leaves out its first batches; they are not loaded."""
-    if loader.batch_sampler is None:
-        changes = {"sampler": SkipBatchSampler(loader.sampler, count, extra)}
-    else:
-        changes = {"batch_sampler": SkipBatchSampler(loader.batch_sampler, count, extra)}
-    return as_stateful(loader, **changes) if is_stateful(loader) else variant(loader, **changes)
+# A loader and the vote of the ranks may each be one step ahead, and the step after those is being read.
+_AHEAD = 4
+_NOTHING = object()
 
 
-def _from_start(loader: DataLoader) -> DataLoader:
-    """A copy of a loader that leaves nothing out and continues nothing."""
-    changes = {}
-    for name in ("sampler", "batch_sampler"):
-        sampler = getattr(loader, name)
-        while isinstance(sampler, SkipBatchSampler):
-            sampler = sampler.batch_sampler
-        changes[name] = sampler
-    return variant(loader, **changes, **({"next_iter_state": None} if is_stateful(loader) else {}))
+@dataclass
+class Reading:
+    """One iteration of a wrapped loader.
+
+    Args:
+        batches: iterator over the batches.
+        start: number of steps left out before the first.
+        ahead: knows the last batch when it is given; None if that has to be found out by reading on.
+        head: the batches of the epoch's first step, when an interrupted epoch goes on and they were read again.
+    """
+
+    batches: Iterator[Any]
+    start: int = 0
+    ahead: EndAhead | None = None
+    head: list[Any] = field(default_factory=list)
 
 
 class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
@@ -51,6 +56,13 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         iteration: the epoch that the first iteration is.
         **kwargs: arguments of the wrapped loader.
     """
+
+    # Who reads what, worked out when the loader was prepared.
+    plan: DataPlan | None = None
+    # Whether an epoch that was running when a checkpoint was saved goes on by itself after that is loaded.
+    continue_after_load = True
+    # Whether this kind of loader reads a batch before it is asked for.
+    _reads_ahead = False
 
     def __init__(
         self,
@@ -66,7 +78,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self._progress = Progress(epoch=iteration)
         self._is_view = False
         self._origin: PreparedLoader | None = None
-        ReplayableRandomSampler.adopt(lengths.get_sampler(self.base_dataloader))
+        ReplayableRandomSampler.adopt(self.get_sampler())
 
     def __reduce_ex__(self, protocol: int) -> Any:
         # The gradient state belongs to the process, not to the loader.
@@ -77,17 +89,34 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def __len__(self) -> int:
         return max(0, super().__len__() - self.skip_batches)
 
-    @property
-    def dataset(self) -> Any:
-        """The dataset that the loader was given, or this process's part of a stream."""
-        dataset = self.base_dataloader.dataset
-        return dataset._inner if type(dataset) is seeding.SeededDataset else dataset
+    def __iter__(self) -> Iterator[Any]:
+        instead = resume.instead_of(self)
+        if instead is not None:
+            yield from instead
+            return
+        # A thread that reads ahead is not where the training is, so it does not look for signals.
+        watch = None if self.read_in_background else self.gradient_state._step_watch
+        if watch is not None:
+            watch.before_loop(self)
+        pending = resume.settle(self)
+        self._progress.extra_samples = 0 if pending is None else pending.extra_samples
+        self.begin()
+        try:
+            self._begin_epoch()
+            resume.note_start(self)
+            batches = self._iterate(pending)
+            yield from batches if watch is None else watch.watched(batches, self)
+        finally:
+            self.end()
 
-    @property
-    def collate_fn(self) -> Any:
-        """The function that makes a batch of samples, as it was given to the loader."""
-        own = self.base_dataloader.collate_fn
-        return own.collate_fn if isinstance(own, CountingCollate) else own
+    def _begin_epoch(self) -> None:
+        """Do what comes before the order of the epoch is drawn."""
+
+    def _iterate(self, pending: Pending | None) -> Iterator[Any]:
+        """Yield the batches of an epoch, from the position to continue at if there is one."""
+        raise NotImplementedError
+
+    # What is known about it ------------------------------------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch: shuffling samplers and streams that know `set_epoch` draw its order next.
@@ -98,15 +127,31 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             epoch: the epoch that the next iteration draws.
         """
         self._progress.epoch = epoch
-        lengths.tell_epoch(self.base_dataloader, epoch)
+        part = adapter.batching_sampler(self.base_dataloader)
+        while part is not None:
+            # Asked of the class, because wrappers hand on the attributes of what they wrap; only the owner shall hear.
+            if hasattr(type(part), "set_epoch"):
+                part.set_epoch(epoch)
+            part = part.batch_sampler if hasattr(part, "batch_sampler") else getattr(part, "sampler", None)
+        dataset = self.base_dataloader.dataset
+        if callable(getattr(dataset, "set_epoch", None)):
+            dataset.set_epoch(epoch)
 
-    def get_sampler(self) -> Any | None:
-        """Return the sampler that decides the order of the samples; see `accelerate.data_loader.get_sampler`."""
-        return lengths.get_sampler(self.base_dataloader)
+    @property
+    def batches_yielded(self) -> int:
+        """Batches of the running epoch that this process has yielded, skipped ones included; 0 between epochs."""
+        return self._progress.batches
 
-    def set_sampler(self, sampler: Any) -> None:
-        """Replace the sampler that decides the order of the samples; effective with the next iteration."""
-        lengths.set_sampler(self.base_dataloader, sampler)
+    @property
+    def batch_counts(self) -> tuple[int, ...] | None:
+        """Number of real samples in each shard's batch of the round yielded last; None if all samples are real.
+
+        Only the round that was completed with duplicates has counts. The real samples come first in each batch.
+        """
+        shard = adapter.sharding(self.base_dataloader)
+        if not isinstance(shard, (BatchSamplerShard, IterableDatasetShard)):
+            return None
+        return shard.round_log.get(self._progress.batches - 1)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands, as of the batch yielded last: epoch, batches, and how to draw the order again.
@@ -117,10 +162,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             A dict of numbers, strings, lists and dicts, which JSON can hold; and what a dataset or its sampler says of itself.
             Each process has its own.
         """
-        position = resume.plain(resume.capture(self))
-        if not is_stateful(self.base_dataloader):
-            return {resume.KEY: position}
-        return {**super().state_dict(), resume.KEY: position}
+        state = super().state_dict() if is_stateful(self.base_dataloader) else {}
+        return {**state, resume.KEY: resume.plain(resume.capture(self))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where `state_dict` was taken: the next iteration yields the batches that were still to come.
@@ -135,161 +178,107 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
                 f"state_dict has no {resume.KEY!r} entry (its keys: {sorted(state)}), so it is the state of a stateful "
                 "loader. Prepare this loader with use_stateful_dataloader=True to load it."
             )
-        # Whoever calls this wants to go on there, whether or not the loader was being iterated.
+        # A caller of this function wants to go on there, whether or not the loader was being iterated.
         batches = 0 if position is None else resume.restore(self, {**position, "running": True})
         # At the beginning of an epoch only a dataset with a state of its own has something to restore; loading the
         # rest would make the wrapped loader run through the finished epoch's order once more.
         # Nor is a place in a shuffling buffer of use without the buffer: then the epoch is read again from its start.
-        if _goes_on_by_itself(self.base_dataloader) and (position is None or batches or _holds_dataset_state(state)):
+        if self._goes_on_by_itself() and (position is None or batches or adapter.holds_dataset_state(state)):
             super().load_state_dict(state)
 
-    @property
-    def total_batch_size(self) -> int:
-        """Number of samples that all processes together receive in one step.
-
-        Raises:
-            TypeError: the batch sampler has no fixed batch size.
-        """
-        size = self._samples_per_step()
-        if size is None:
-            kind = type(lengths.innermost(lengths.batching_sampler(self))).__name__
-            raise TypeError(f"total_batch_size is not known: the batch sampler ({kind}) has no batch_size.")
-        return size
-
-    @property
-    def total_dataset_length(self) -> int:
-        """Number of samples in the dataset, before sharding.
-
-        Raises:
-            TypeError: the dataset has no length.
-        """
-        return lengths.dataset_length(self.dataset)
-
-    def _remainder_ahead(self) -> int:
-        return -1
-
-    def _samples_per_step(self) -> int | None:
-        """Samples that all processes together receive in one step; None if that varies."""
-        return lengths.global_batch_size(self.base_dataloader)
-
-    def _reads_per_step(self) -> int:
-        """Batches of the wrapped loader that make one step."""
-        return 1
+    def _goes_on_by_itself(self) -> bool:
+        """Whether the wrapped loader continues where its own `load_state_dict` puts it, with nothing lost."""
+        return is_stateful(self.base_dataloader) and not has_buffer(self.base_dataloader.dataset)
 
     def _left_out(self) -> int:
         """Number of steps that this loader leaves out at the beginning of every iteration."""
-        return self.skip_batches + lengths.skipped_batches(self.base_dataloader) // self._reads_per_step()
+        _, skipped = adapter.unskipped(adapter.batching_sampler(self.base_dataloader))
+        return self.skip_batches + skipped // self._reads_per_step()
 
-    def _skipping(self, count: int) -> PreparedLoader:
+    def _skipping(self, number: int) -> PreparedLoader:
         """A view that leaves out the first batches and shares the epoch with this loader."""
         view = object.__new__(type(self))
         view.__dict__.update(self.__dict__, _is_view=True, _origin=self._origin or self)
-        if lengths.is_stream(self):
-            view.skip_batches = self.skip_batches + count
+        if is_stream(self):
+            view.skip_batches = self.skip_batches + number
         else:
-            view.base_dataloader = skipping(self.base_dataloader, count * self._reads_per_step())
+            view.base_dataloader = skipping(self.base_dataloader, number * self._reads_per_step())
         return view
-
-    def _begin(self) -> Pending | None:
-        """Start an iteration; returns the position that it continues at, if it continues an interrupted epoch."""
-        watch = self._watch()
-        if watch is not None:
-            watch.before_loop(self)
-        pending = resume.settle(self)
-        self._progress.extra_samples = 0 if pending is None else pending.extra_samples
-        self.begin()
-        return pending
-
-    def _watch(self) -> Any:
-        """Who saves the run and leaves when a signal has come, if somebody does."""
-        # A thread that reads ahead is not where the training is; the wrapper around this loader asks instead.
-        return None if self.read_in_background else self.gradient_state._step_watch
-
-    def _watched(self, batches: Iterator[Any]) -> Iterator[Any]:
-        watch = self._watch()
-        return batches if watch is None else watch.watched(batches, self)
-
-    def _open(self, pending: Pending | None) -> Reading:
-        """Start reading the wrapped loader.
-
-        Args:
-            pending: the position to continue at, from `_begin`.
-        """
-        watch = self.gradient_state._step_watch
-        if watch is None:
-            return self._start_reading(pending)
-        with watch.shielded(self.base_dataloader):
-            return self._start_reading(pending)
-
-    def _start_reading(self, pending: Pending | None) -> Reading:
-        base, start, reads = self.base_dataloader, self._left_out(), self._reads_per_step()
-        progress, stream = self._progress, lengths.is_stream(self.base_dataloader)
-        self._seed_workers(base)
-        to_drop, order, whole_state = self.skip_batches * reads, None, None
-        if pending is not None:
-            behind, start = (pending.batches - start) * reads, pending.batches
-            if _goes_on_by_itself(base):
-                to_drop = 0  # after load_state_dict the wrapped loader continues by itself
-            elif stream:
-                to_drop += behind
-                whole_state = pending.dataset_state
-            elif behind or pending.extra_samples:
-                base = skipping(base, behind, pending.extra_samples)
-        head = self._head() if start and self._needs_head() else []
-        if knows_end(base):
-            base, order = with_end(base)
-        if whole_state is not None and streams.restores(base):
-            base.dataset.load_state_dict(whole_state)
-            to_drop = 0
-        replaying, progress.replaying = progress.replaying, False
-        if replaying:
-            before_read = None if pending is None else pending.before_read
-            batches = streams.replayed(base, progress, to_drop, before_read, reads, order)
-        else:
-            batches = self._iterator(base)
-            batches = streams.dropped(batches, to_drop, reads) if to_drop else batches
-        progress.workers_kept = progress.workers_kept or bool(base.num_workers and base.persistent_workers)
-        ahead = None if self._reads_ahead else order
-        if (ahead is None or (self.plan is not None and self.plan.uneven)) and not base.num_workers:
-            known = pending.before_read if pending is not None and pending.before_read else []
-            batches = streams.noting(batches, progress, base, reads, start, known)
-        if isinstance(base.collate_fn, CountingCollate):
-            batches = uncounted(batches, start, base.dataset.round_log)
-        return Reading(batches, start, ahead, to_drop, head)
-
-    # Who reads what, told when the loader was prepared.
-    plan: DataPlan | None = None
-    # Whether an epoch that was running when a checkpoint was saved goes on by itself after that is loaded.
-    continue_after_load = True
-
-    @property
-    def _reads_ahead(self) -> bool:
-        """Whether this kind of loader reads a batch before it is asked for."""
-        return False
 
     def _needs_head(self) -> bool:
         """Whether the last step of an epoch is completed here, with samples of its first step."""
         return False
 
+    # Opening the wrapped loader --------------------------------------------------------------------------------------
+
+    def _open(self, pending: Pending | None) -> Reading:
+        """Start reading the wrapped loader.
+
+        Args:
+            pending: the position to continue at.
+        """
+        base, progress, reads = self.base_dataloader, self._progress, self._reads_per_step()
+        start, to_drop = self._left_out(), self.skip_batches * reads
+        dataset_state, known, order = None, [], None
+        if type(base.dataset) is SeededDataset:
+            if progress.worker_seed is None:
+                progress.worker_seed = torch.initial_seed()
+            base.dataset.choose(progress.worker_seed, progress.epoch)
+        if pending is not None:
+            behind, start = (pending.batches - start) * reads, pending.batches
+            known = pending.position.get("before_read") or []
+            if self._goes_on_by_itself():
+                to_drop = 0
+            elif is_stream(base):
+                to_drop += behind
+                dataset_state = pending.position.get("dataset_state")
+            elif behind or pending.extra_samples:
+                base = skipping(base, behind, pending.extra_samples)
+        head = self._head() if start and self._needs_head() else []
+        if adapter.knows_end(base):
+            order = EndAhead(adapter.batching_sampler(base))
+            base = variant(base, **{"sampler" if base.batch_sampler is None else "batch_sampler": order})
+        if dataset_state is not None and restores(base):
+            base.dataset.load_state_dict(dataset_state)
+            to_drop = 0
+        replaying, progress.replaying = progress.replaying, False
+        watch = self.gradient_state._step_watch
+        with nullcontext() if watch is None else watch.masked_start(base):
+            if replaying:
+                batches = _replayed(base, progress.at_start, to_drop, known, reads, order)
+            else:
+                batches = self._iterator(base)
+                batches = _dropped(batches, to_drop, reads) if to_drop else batches
+        progress.workers_kept = progress.workers_kept or bool(base.num_workers and base.persistent_workers)
+        ahead = None if self._reads_ahead else order
+        if (ahead is None or self._ends_unevenly()) and not base.num_workers:
+            batches = _noting(batches, progress, base, reads, start, known)
+        if isinstance(base.collate_fn, CountingCollate):
+            batches = uncounted(batches, start, base.dataset.round_log)
+        return Reading(batches, start, ahead, head)
+
+    def _ends_unevenly(self) -> bool:
+        return self.plan is not None and self.plan.uneven
+
     def _head(self) -> list[Any]:
-        """Read the first step of the epoch, of which the beginning is left out; nothing else notices."""
-        generator, sampler = resume.shuffling_generator(self), self.get_sampler()
+        """Read the first step of the epoch, of which the beginning is left out, without a trace in any generator."""
+        generator, sampler, at_start = resume.shuffling_generator(self), self.get_sampler(), self._progress.at_start
         drawn = None if generator is None else generator.get_state()
         seed = getattr(sampler, "replay", None)
         if seed is not None:
             sampler.replay = None  # drawn once more instead, like all that is drawn after it
-        head = streams.first_step(_from_start(self.base_dataloader), self._progress.at_start, self._reads_per_step())
+        base = self.base_dataloader
+        parts = {name: adapter.unskipped(getattr(base, name))[0] for name in ("sampler", "batch_sampler")}
+        with generators_kept():
+            if at_start is not None:
+                resume.set_states(at_start)
+            whole = variant(base, **parts, **({"next_iter_state": None} if is_stateful(base) else {}))
+            head = list(islice(iter(whole), self._reads_per_step()))
         if generator is not None:
             generator.set_state(drawn)
         if seed is not None:
             sampler.replay = seed
         return head
-
-    def _seed_workers(self, base: DataLoader) -> None:
-        if type(base.dataset) is seeding.SeededDataset:
-            if self._progress.worker_seed is None:
-                self._progress.worker_seed = torch.initial_seed()
-            base.dataset.choose(self._progress.worker_seed, self._progress.epoch)
 
     def _iterator(self, base: DataLoader) -> Iterator[Any]:
         if base.num_workers and base.persistent_workers and base._iterator is None and self._progress.workers_kept:
@@ -300,9 +289,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
                 return iter(base)
             finally:
                 vars(base)["generator"] = own
-        if getattr(base, "next_iter_state", None) is not None and lengths.is_stream(base):
+        if getattr(base, "next_iter_state", None) is not None and is_stream(base):
             # torchdata opens the stream twice, first to find that the saved epoch is over; each time draws a seed.
-            with randomness.kept():
+            with generators_kept():
                 batches = iter(base)
             torch.empty((), dtype=torch.int64).random_(generator=base.generator)
             return batches
@@ -317,33 +306,192 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return self._with_states(reads) if is_stateful(self.base_dataloader) else reads
 
     def _with_states(self, reads: Iterator[Any]) -> Iterator[Any]:
-        while True:
-            self.adjust_state_dict_for_prefetch()
-            try:
-                step = next(reads)
-            except StopIteration:
-                break
+        self.adjust_state_dict_for_prefetch()
+        for step in reads:
             yield step
+            self.adjust_state_dict_for_prefetch()
         self.adjust_state_dict_for_prefetch()
 
+    # Handing out -----------------------------------------------------------------------------------------------------
 
-def _goes_on_by_itself(base: DataLoader) -> bool:
-    """Whether a wrapped loader continues where its own `load_state_dict` puts it, with nothing lost."""
-    return is_stateful(base) and not streams.has_buffer(base.dataset)
+    def _run(self, reading: Reading, place: Callable[[Any], Any] | None) -> Iterator[Any]:
+        """Yield the batches of an epoch, each as soon as it is known whether it is the last one.
 
+        Args:
+            reading: what reads them.
+            place: function that brings a batch to the device, or None.
+        """
+        progress = self._progress
+        progress.batches, progress.at_end = reading.start, False
+        if reading.ahead is None:
+            for batch in self._one_ahead(reading):
+                yield batch if place is None else place(batch)
+        else:
+            # The indices tell the end, so no batch is read before its turn: what the dataset draws at random comes in the
+            # order of a plain loop. Written out in one loop, because it runs for every batch of most programs.
+            ahead, number, hand_out = reading.ahead, reading.start, self._hand_out
+            active = self.gradient_state._active
+            own = active[-1] if active else None
+            for batch in reading.batches:
+                number += 1
+                progress.batches = number
+                if ahead.ended or self.end_of_dataloader or not active or active[-1] is not own:
+                    hand_out(ahead.ended)
+                yield batch if place is None else place(batch)
+        self._finish_epoch()
 
-def _holds_dataset_state(state: Any) -> bool:
-    """Whether a state of a `StatefulDataLoader` contains one of its dataset or of the dataset's iterator."""
-    if not isinstance(state, dict):
-        return False
-    own = (state.get("dataset_state"), state.get("dataset_iter_state"))
-    return any(part is not None for part in own) or any(_holds_dataset_state(part) for part in state.values())
+    def _one_ahead(self, reading: Reading) -> Iterator[Any]:
+        progress, number = self._progress, reading.start
+        batch = next(reading.batches, _NOTHING)
+        if batch is _NOTHING:
+            return
+        for number, ahead in enumerate(reading.batches, reading.start + 1):
+            progress.batches = number
+            self._hand_out(False)
+            yield batch
+            batch = ahead
+        progress.batches = number + 1
+        self._hand_out(True)
+        yield batch
+
+    def _hand_out(self, is_last: bool) -> None:
+        """Note, before a batch is yielded, whether it is the last one, and that it is this loader's turn.
+
+        Loops may take turns, and one loader may be iterated by two of them.
+        """
+        self.gradient_state._activate(self)
+        self.end_of_dataloader = is_last
+        if is_last:
+            self._progress.at_end = True
+            counts = self.batch_counts
+            if counts is not None:
+                self.remainder = sum(counts)
+
+    def _finish_epoch(self) -> None:
+        progress = self._progress
+        progress.batches = progress.extra_samples = 0
+        progress.before_read = None
+        progress.epoch += 1
 
 
 def _rebuild_prepared(rebuild: Any, cls: type, state: dict[str, Any]) -> Any:
     loader = rebuild(cls, state)
     loader.gradient_state = GradientState()
     return loader
+
+
+def skipping(loader: DataLoader, number: int, extra: int = 0) -> DataLoader:
+    """A copy of a torch loader with a map-style dataset that leaves out its first batches; they are not loaded."""
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    changes = {name: SkipBatchSampler(getattr(loader, name), number, extra)}
+    return as_stateful(loader, **changes) if is_stateful(loader) else variant(loader, **changes)
+
+
+# Reading on from where an interrupted run stood --------------------------------------------------------------------------
+
+
+def _noting(
+    batches: Iterator[Any], progress: Progress, loader: DataLoader, reads: int, start: int, known: list[dict[str, Any]]
+) -> Iterator[Any]:
+    """Note the random states, and the stream's own state, from before the reads of each step.
+
+    The step yielded last is one or two behind the step read last. A checkpoint belongs to the former, so it needs what
+    the reads that went ahead have used up.
+
+    Args:
+        batches: reads the wrapped loader in this process.
+        progress: gets the states.
+        loader: the wrapped loader.
+        reads: batches that make one step.
+        start: number of steps before the first.
+        known: states for the first steps, when they were noted before an interruption.
+    """
+    state_of = loader.dataset.state_dict if restores(loader) else None
+    progress.before_read = noted = {}
+    for step in count(start + 1):
+        ahead = step - start - 1
+        noted[step] = known[ahead] if ahead < len(known) else resume.states()
+        noted.pop(step - _AHEAD, None)
+        if state_of is not None:
+            progress.dataset_state = state_of()
+        taken = 0
+        for batch in islice(batches, reads):
+            taken += 1
+            yield batch
+        if taken < reads:
+            return
+
+
+def _replayed(
+    loader: DataLoader,
+    at_start: dict[str, Any] | None,
+    drop: int,
+    before_read: list[dict[str, Any]],
+    reads: int,
+    order: EndAhead | None,
+) -> Iterator[Any]:
+    """Iterate over the rest of an interrupted epoch, with random numbers as if it had not been interrupted.
+
+    What opening the loader, drawing the order and reading the dropped batches draw has been drawn before the
+    interruption. It is drawn again from the states at the start of the epoch, and the present states stay as they are.
+
+    Args:
+        loader: the wrapped loader.
+        at_start: the states at the start of the epoch.
+        drop: number of batches to read and drop.
+        before_read: states for each step that the interrupted run had read ahead.
+        reads: batches that make one step.
+        order: what draws the order, or None if the loader does that when it is opened.
+    """
+    with generators_kept():
+        if at_start is not None:
+            resume.set_states(at_start)
+        batches = iter(loader)
+        if order is not None:
+            order.draw()
+        opened = resume.states()
+    return _continued(batches, opened, drop, before_read, reads) if drop or before_read else batches
+
+
+def _continued(
+    batches: Iterator[Any], opened: dict[str, Any], drop: int, before_read: list[dict[str, Any]], reads: int
+) -> Iterator[Any]:
+    with generators_kept():
+        resume.set_states(opened)
+        _drop(batches, drop, reads)
+        first = []
+        for states in before_read:
+            resume.set_states(states)
+            first += islice(batches, reads)
+    yield from first
+    yield from batches
+
+
+def _dropped(batches: Iterator[Any], number: int, reads: int) -> Iterator[Any]:
+    _drop(batches, number, reads)
+    yield from batches
+
+
+def _drop(batches: Iterator[Any], number: int, reads: int) -> None:
+    """Leave out the first batches, by reading and dropping them."""
+    if not number:
+        return
+    from accelerate.utils.tqdm import tqdm
+
+    hidden = not PartialState().is_local_main_process
+    # Shown when it takes long: a stream that cannot be restored has to be read again from its beginning.
+    bar = tqdm(range(number), desc="reading up to where the run stood", unit=" batches", delay=2.0, disable=hidden)
+    for done in bar:
+        if next(batches, _NOTHING) is _NOTHING:
+            if number - done < reads:
+                return  # the last step of the epoch had fewer
+            raise ValueError(
+                f"{number} batches were to be left out, but the data ended after {done} of them. Skip fewer batches, or read the "
+                "data that the checkpoint was saved with."
+            )
+
+
+# The loaders -----------------------------------------------------------------------------------------------------------
 
 
 class DataLoaderShard(PreparedLoader):
@@ -387,13 +535,7 @@ class DataLoaderShard(PreparedLoader):
         iteration: int = 0,
         **kwargs: Any,
     ) -> None:
-        super().__init__(
-            dataset,
-            skip_batches=skip_batches,
-            use_stateful_dataloader=use_stateful_dataloader,
-            iteration=iteration,
-            **kwargs,
-        )
+        super().__init__(dataset, skip_batches, use_stateful_dataloader, iteration, **kwargs)
         self.device = device
         self.rng_types = rng_types
         self.synchronized_generator = synchronized_generator
@@ -401,29 +543,26 @@ class DataLoaderShard(PreparedLoader):
         self._non_blocking = _non_blocking
         self.torch_device_mesh = torch_device_mesh
 
-    def __iter__(self) -> Iterator[Any]:
-        if (instead := resume.instead_of(self)) is not None:
-            yield from instead
-            return
-        pending = self._begin()
+    def _begin_epoch(self) -> None:
         if self.rng_types is not None and not self._progress.replaying:
             synchronize_rng_states(self.rng_types, self.synchronized_generator)
-        try:
-            self.set_epoch(self.iteration)
-            resume.note_start(self)
-            reading = self._open(pending)
-            reading.batches = agree.together(self._keeping_states(reading.batches), self)
-            yield from self._watched(self._run(reading, placer(self.device, self._non_blocking)))
-        finally:
-            self.end()
+        self.set_epoch(self.iteration)
+
+    def _iterate(self, pending: Pending | None) -> Iterator[Any]:
+        reading, progress = self._open(pending), self._progress
+        reading.batches = self._keeping_states(reading.batches)
+        if self._ends_unevenly():
+            belonging = ((progress, "before_read"), (progress, "dataset_state"), (self, "_yielded_state"))
+            reading.batches = iterable.in_step(reading.batches, belonging)
+        return self._run(reading, placer(self.device, self._non_blocking))
 
     def _remainder_ahead(self) -> int:
         if self._drop_last:
             return -1
-        if lengths.is_stream(self.base_dataloader) and self.base_dataloader.num_workers > 1:
+        if is_stream(self.base_dataloader) and self.base_dataloader.num_workers > 1:
             return -1  # each worker ends with a batch of its own, so the total tells nothing about the last one
         size = self._samples_per_step()
-        samples = lengths.samples_per_epoch(self.base_dataloader)
+        samples = adapter.samples_per_epoch(self.base_dataloader)
         # A run of another size may have consumed samples beyond whole steps.
         return -1 if size is None or samples is None else (samples - self._progress.extra_samples) % size
 
@@ -447,17 +586,9 @@ class SkipDataLoader(PreparedLoader):
     def __init__(
         self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
     ) -> None:
-        super().__init__(dataset, skip_batches=skip_batches, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
+        super().__init__(dataset, skip_batches, use_stateful_dataloader, **kwargs)
 
-    def __iter__(self) -> Iterator[Any]:
-        if (instead := resume.instead_of(self)) is not None:
-            yield from instead
-            return
-        pending = self._begin()
-        try:
-            resume.note_start(self)
-            reading = self._open(pending)
-            reading.batches = self._keeping_states(reading.batches)
-            yield from self._watched(self._run(reading, None))
-        finally:
-            self.end()
+    def _iterate(self, pending: Pending | None) -> Iterator[Any]:
+        reading = self._open(pending)
+        reading.batches = self._keeping_states(reading.batches)
+        return self._run(reading, None)

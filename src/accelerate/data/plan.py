@@ -1,17 +1,25 @@
-"""The data plan: who gets which part of the data, how many samples that are, and how many samples of a round are real.
-
-A *round* is what all shards together receive in one step: one batch per shard. When the data runs out in the middle of
-a round, the round is completed with samples from the beginning of the data, so that every shard takes the same number
-of steps. Those duplicates must not count in a metric; `RoundLog` remembers where they are.
-"""
+"""The data plan: who gets which part of the data, and how many samples and steps that is."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader
+
+from accelerate.data import adapter
+from accelerate.data.adapter import batching_sampler, is_stream, known_length
+from accelerate.data.samplers import real_per_shard
 
 # Mesh dimensions along which one model replica is spread: their ranks work together on the same samples.
 SHARED_DATA_DIMS = frozenset({"tp", "cp", "sp"})
+
+# How data is read.
+OWN_SHARD = "own shard by index"
+BY_PIECES = "by pieces"
+SPLIT_ALREADY = "split by node already"
+EVERYTHING = "reads everything, keeps its part"
+DISPATCHED = "main process reads and sends"
 
 
 @dataclass(frozen=True)
@@ -37,9 +45,6 @@ class ShardLayout:
             process_index: rank of this process.
             mesh: a `torch.distributed.DeviceMesh` with named dimensions, or None for plain data parallelism.
 
-        Returns:
-            The layout of this process.
-
         Raises:
             ValueError: the mesh has no dimension names or does not contain this process.
         """
@@ -48,7 +53,7 @@ class ShardLayout:
         names = mesh.mesh_dim_names
         if not names:
             raise ValueError(
-                "torch_device_mesh has no dimension names, so it cannot be told which ranks share their data. "
+                "torch_device_mesh has no dimension names, so it is not known which ranks share their data. "
                 "Build it with mesh_dim_names=(...)."
             )
         place = (mesh.mesh == process_index).nonzero()
@@ -64,41 +69,9 @@ class ShardLayout:
         return cls(num_shards, shard_index)
 
 
-@dataclass
-class RoundLog:
-    """Remembers the rounds that were completed with duplicates.
-
-    A sampler writes it while it produces the round; the loader reads it when it yields the batch, which may be several
-    batches later when workers read ahead. Rounds are numbered from 0 in every epoch.
-
-    Args:
-        padded: round number -> number of real samples at the front of each shard's batch.
-    """
-
-    padded: dict[int, tuple[int, ...]] = field(default_factory=dict)
-
-    def clear(self) -> None:
-        """Forget the last epoch."""
-        self.padded.clear()
-
-    def note(self, number: int, real: int, size: int, shards: int) -> None:
-        """Record that a round of `shards` batches of `size` samples begins with `real` real samples."""
-        self.padded[number] = real_per_shard(real, size, shards)
-
-
-def real_per_shard(real: int, size: int, shards: int) -> tuple[int, ...]:
-    """Number of real samples in each shard's batch, when the real ones come first in the order of the shards.
-
-    Example:
-        >>> real_per_shard(real=4, size=3, shards=3)
-        (3, 1, 0)
-    """
-    return tuple(min(max(real - shard * size, 0), size) for shard in range(shards))
-
-
 @dataclass(frozen=True)
 class ShardPlan:
-    """What one shard holds in an epoch. Numbers that cannot be told beforehand are None.
+    """What one shard holds in an epoch. Numbers that are not known beforehand are None.
 
     Args:
         index: number of the shard, from 0.
@@ -107,7 +80,6 @@ class ShardPlan:
         duplicates: samples from the beginning of the data that complete its last batch.
         batches: batches that each of its ranks receives, so the steps of an epoch.
         read: part of the whole data that each of its ranks reads, from 0.0 to 1.0.
-        pieces: which pieces of the stream it reads, in the order of the stream; None where that is not how it is divided.
     """
 
     index: int
@@ -116,12 +88,11 @@ class ShardPlan:
     duplicates: int | None = None
     batches: int | None = None
     read: float | None = None
-    pieces: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
 class DataPlan:
-    """Who reads what of a prepared loader; `str()` of it is a table. Numbers that cannot be told beforehand are None.
+    """Who reads what of a prepared loader; `str()` of it is a table. Numbers that are not known beforehand are None.
 
     Args:
         kind: "map-style", or "stream" for an iterable dataset.
@@ -132,14 +103,13 @@ class DataPlan:
         dataset_length: samples in the dataset.
         samples: samples that an epoch uses, over all shards, each counted once; `duplicates` come on top.
         duplicates: samples that all shards together see a second time in an epoch, to complete the last round.
-        dropped: samples that the sampler draws in an epoch but nobody receives, because of `drop_last`.
+        dropped: samples that the sampler draws in an epoch but no process receives, because of `drop_last`.
         batch_size: samples in a batch of one process.
         total_batch_size: samples that all processes together receive in a step.
         workers: worker processes of each process that reads.
         sampler: kind of the sampler that decides the order, or of the batch sampler if it has none; None for a stream.
         drop_last: an incomplete last round is dropped.
-        pieces: pieces that a stream is stored in, where it tells.
-        uneven: shards may end at different steps, so the processes agree in every step on whether all have a batch.
+        uneven: shards may end at different steps, so the processes vote in every step on whether all have a batch.
     """
 
     kind: str
@@ -156,7 +126,6 @@ class DataPlan:
     workers: int = 0
     sampler: str | None = None
     drop_last: bool = False
-    pieces: int | None = None
     uneven: bool = False
 
     @property
@@ -167,60 +136,130 @@ class DataPlan:
     @property
     def summary(self) -> str:
         """The plan in one line, without the single shards."""
-        count = len(self.shards)
-        line = f"{self.kind}, {self.reading}; {_known(self.dataset_length)} samples, {_counted(count, 'shard')}"
-        if self.sampler:
-            line += f", order by {self.sampler}"
-        if self.samples is not None:
-            line += (
-                f"; an epoch uses {self.samples}, with {_known(self.duplicates)} duplicates, {self.dropped} dropped"
-            )
-        if self.batch_size is not None:
-            line += f"; batches of {self.batch_size} per process, {self.total_batch_size} in total"
-        if self.workers:
-            line += f"; {_counted(self.workers, 'worker process', 'es')} each"
-        if self.reading == EVERYTHING and self.pieces is not None and self.pieces < len(self.shards):
-            line += f"; the stream is stored in {_counted(self.pieces, 'piece')}, too few to give each shard pieces of its own"
-        if self.kind == "stream" and self.workers > 1 and self.pieces is None:
-            line += (
-                f"; each of the {self.workers} workers iterates over the stream, which has to divide itself among them "
-                "by torch.utils.data.get_worker_info()"
-            )
-        return line + ("; all processes stop when the first shard ends" if self.uneven else "")
+        return f"{len(self.shards)} shards; " + "; ".join(f"{name}: {value}" for name, value in self._facts())
 
     def __str__(self) -> str:
+        lines = [f"{name:<8} {value}" for name, value in self._facts()]
+        rows = [("shard", "ranks", "samples", "duplicates", "batches", "reads")]
+        for shard in self.shards:
+            reads = "unknown" if shard.read is None else f"{100 * shard.read:.3g}%"
+            numbers = map(_known, (shard.samples, shard.duplicates, shard.batches))
+            rows.append((str(shard.index), ", ".join(map(str, shard.ranks)), *numbers, reads))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows:
+            cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+            lines.append("  ".join(cells).rstrip())
+        return "\n".join(lines)
+
+    def _facts(self) -> list[tuple[str, str]]:
+        used = [f"{_known(getattr(self, name))} {name}" for name in ("samples", "duplicates", "dropped")]
         facts = [
             ("data", f"{self.kind}, {_known(self.dataset_length)} samples"),
             ("read", self.reading),
             ("order", self.sampler or "that of the stream"),
-            (
-                "epoch",
-                f"{_known(self.samples)} samples, {_known(self.duplicates)} duplicates, "
-                f"{_known(self.dropped)} dropped",
-            ),
+            ("epoch", ", ".join(used)),
             ("batch", f"{_known(self.batch_size)} per process, {_known(self.total_batch_size)} in total"),
             ("workers", f"{self.workers} per process"),
         ]
-        if self.uneven:
-            facts.append(("end", "all processes stop when the first shard ends"))
-        lines = [f"{name:<8} {value}" for name, value in facts]
-        rows = [("shard", "ranks", "samples", "duplicates", "batches", "reads")]
-        rows += [None if shard is None else _row(shard) for shard in _some(self.shards)]
-        widths = [max(len(row[column]) for row in rows if row) for column in range(len(rows[0]))]
-        for row in rows:
-            cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)] if row else ["..."]
-            lines.append("  ".join(cells).rstrip())
-        return "\n".join(lines)
+        return [*facts, ("end", "all processes stop when the first shard ends")] if self.uneven else facts
 
 
-OWN_SHARD = "own shard by index"
-BY_PIECES = "by pieces"
-SPLIT_ALREADY = "split by node already"
-EVERYTHING = "reads everything, keeps its part"
-DISPATCHED = "main process reads and sends"
+def _known(value: Any | None) -> str:
+    return "unknown" if value is None else str(value)
 
-# A table of a large run shows its ends only.
-_LARGEST_TABLE = 16
+
+def make(
+    dataloader: DataLoader,
+    layout: ShardLayout,
+    *,
+    reading: str,
+    num_processes: int,
+    process_index: int,
+    mesh: Any | None,
+    split_batches: bool,
+    even_batches: bool,
+) -> DataPlan:
+    """Work out who reads what.
+
+    Args:
+        dataloader: the loader before it is sharded.
+        layout: the shard of this process.
+        reading: how it will be read, one of the constants of this module.
+        num_processes: number of parts asked for.
+        process_index: number of this process among them.
+        mesh: the device mesh of the run, or None.
+        split_batches: the batch size is that of all shards together.
+        even_batches: the last round is completed.
+    """
+    count, stream = layout.num_shards, is_stream(dataloader)
+    drop_last = bool(dataloader.drop_last or getattr(batching_sampler(dataloader), "drop_last", False))
+    total, size = adapter.samples_per_epoch(dataloader), _batch_size(dataloader, reading)
+    if size is not None and split_batches:
+        size //= count
+    known: list[tuple[int | None, int | None, int | None]] = [(None, None, None)] * count
+    if total is not None and size is not None and _is_plain(dataloader):
+        if reading == SPLIT_ALREADY and count > 1:  # the other processes' parts are not in sight
+            [known[layout.shard_index]] = shards_of(total, size, 1, drop_last=drop_last, fill="nothing")
+        elif reading != BY_PIECES:  # how many samples a piece holds is known to the stream alone
+            # Streams that are divided round by round are always completed.
+            fill = "batches" if even_batches or stream else "nothing"
+            fill = "nothing" if count == 1 else "round" if reading == DISPATCHED else fill
+            known[:] = shards_of(total, size, count, drop_last=drop_last, fill=fill)
+    ranks: list[list[int]] = [[] for _ in range(count)]
+    for rank in range(num_processes):
+        ranks[ShardLayout.of(num_processes, rank, mesh).shard_index].append(rank)
+    shards = [
+        ShardPlan(shard, tuple(ranks[shard]), *known[shard], _read(reading, shard, count)) for shard in range(count)
+    ]
+    samples, duplicates, _ = (None if None in column else sum(column) for column in zip(*known, strict=True))
+    length = None if reading == SPLIT_ALREADY else known_length(adapter.dataset_length, dataloader.dataset)
+    return DataPlan(
+        kind="stream" if stream else "map-style",
+        reading=reading,
+        process_index=process_index,
+        shard_index=layout.shard_index,
+        shards=tuple(shards),
+        dataset_length=length,
+        samples=samples,
+        duplicates=duplicates,
+        dropped=None if samples is None or total is None else total - samples,
+        batch_size=size,
+        total_batch_size=None if size is None else size * count,
+        workers=dataloader.num_workers,
+        sampler=adapter.sampler_kind(dataloader),
+        drop_last=drop_last,
+        uneven=count > 1 and reading in (BY_PIECES, SPLIT_ALREADY),
+    )
+
+
+def _is_plain(dataloader: DataLoader) -> bool:
+    """Whether batches are cut from the order of the samples as torch's own loader and batch sampler do it."""
+    outer = batching_sampler(dataloader)
+    if not adapter.iterates_plainly(dataloader):
+        return False
+    if is_stream(dataloader):
+        return dataloader.num_workers < 2  # what each worker makes of the stream is not known
+    unbatched = dataloader.batch_sampler is None and not isinstance(outer, BatchSampler)
+    return unbatched or type(outer) is BatchSampler
+
+
+def _batch_size(dataloader: DataLoader, reading: str) -> int | None:
+    outer = batching_sampler(dataloader)
+    size = getattr(outer, "batch_size", None)
+    if dataloader.batch_sampler is not None:
+        return dataloader.batch_size if size is None else size
+    if reading == DISPATCHED:
+        return None  # what the dataset gives is a batch of any size
+    # Not batched: the sampler gives single indices, unless it is a batch sampler itself.
+    return size if isinstance(outer, BatchSampler) else 1
+
+
+def _read(reading: str, shard: int, count: int) -> float | None:
+    if reading == EVERYTHING or count == 1:
+        return 1.0
+    if reading == OWN_SHARD:
+        return 1 / count
+    return float(shard == 0) if reading == DISPATCHED else None
 
 
 def shards_of(samples: int, size: int, shards: int, *, drop_last: bool, fill: str) -> list[tuple[int, int, int]]:
@@ -250,45 +289,3 @@ def shards_of(samples: int, size: int, shards: int, *, drop_last: bool, fill: st
         filled = width if fill != "nothing" else real
         result.append((rounds * size + real, filled - real, rounds + (filled > 0)))
     return result
-
-
-def pieces_of(count: int, shards: int) -> list[tuple[int, ...]]:
-    """Divide so many pieces among shards, in order; the first shards get one more where it does not come out even.
-
-    Example:
-        >>> pieces_of(5, 2)
-        [(0, 1, 2), (3, 4)]
-    """
-    each, rest = divmod(count, shards)
-    starts = [shard * each + min(shard, rest) for shard in range(shards + 1)]
-    return [tuple(range(start, stop)) for start, stop in zip(starts, starts[1:], strict=False)]
-
-
-def _known(value: Any | None) -> str:
-    return "unknown" if value is None else str(value)
-
-
-def _counted(count: int, noun: str, plural: str = "s") -> str:
-    return f"{count} {noun}{'' if count == 1 else plural}"
-
-
-def _row(shard: ShardPlan) -> tuple[str, ...]:
-    reads = "unknown" if shard.read is None else f"{100 * shard.read:.3g}%"
-    if shard.pieces is not None:
-        reads += f", pieces {_numbers(shard.pieces)}"
-    numbers = (shard.samples, shard.duplicates, shard.batches)
-    return str(shard.index), _numbers(shard.ranks), *map(_known, numbers), reads
-
-
-def _numbers(values: tuple[int, ...]) -> str:
-    """Write numbers as `0-3` where they follow each other, else as `0, 2`."""
-    if len(values) > 2 and values == tuple(range(values[0], values[-1] + 1)):
-        return f"{values[0]}-{values[-1]}"
-    return ", ".join(map(str, values))
-
-
-def _some(shards: tuple[ShardPlan, ...]) -> list[ShardPlan | None]:
-    if len(shards) <= _LARGEST_TABLE:
-        return list(shards)
-    half = _LARGEST_TABLE // 2
-    return [*shards[:half], None, *shards[-half:]]

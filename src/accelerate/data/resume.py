@@ -1,24 +1,27 @@
-"""Where a loader stands within its data, in a form that can be saved and found again.
+"""Where a run stands, in a form that can be saved and found again: positions of loaders, and states of random generators.
 
-A position tells the epoch, the batches and samples consumed, and what drew the order of the epoch that is running; so a
-restored loader draws the same order again, whatever else has used the random generators in between.
+The position of a loader holds the epoch, the batches and samples consumed, and what drew the order of the epoch that is
+running; so a restored loader draws the same order again, whatever else has used the random generators in between.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
+import random
 import warnings
-from collections.abc import Callable, Iterable
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
-from torch.utils.data import SequentialSampler
+from torch.utils.data import IterableDataset, SequentialSampler
 
-from accelerate.data import lengths, randomness
-from accelerate.data.adapter import is_stateful
-from accelerate.data.samplers import ReplayableRandomSampler, SeedableRandomSampler
-from accelerate.data.state import Pending
+from accelerate.data.samplers import ReplayableRandomSampler, SeedableRandomSampler, skips_samples
+from accelerate.devices.table import DEVICES
 from accelerate.runtime import storage
 
 if TYPE_CHECKING:
@@ -30,15 +33,119 @@ KEY = "accelerate_position"
 VERSION = 1
 
 
-def _tell(message: str, *values: Any) -> None:
-    # Visible by default, on one process of a machine: a program that leaves out batches by itself would do so twice.
-    first = storage.process.current.get("local_process_index", 0) == 0
-    logger.log(logging.WARNING if first else logging.INFO, message, *values)
+@dataclass(frozen=True)
+class Pending:
+    """A position of the running epoch that was loaded and waits for the next iteration.
+
+    Args:
+        position: what was loaded.
+        batches: steps behind it, as this loader counts.
+        extra_samples: samples of all processes behind it beyond those steps.
+        alone: continue there without being asked; otherwise only a loader that leaves out as many batches continues.
+    """
+
+    position: dict[str, Any]
+    batches: int
+    extra_samples: int = 0
+    alone: bool = True
+
+
+@dataclass
+class Progress:
+    """Where a loader stands. The views that `skip_first_batches` makes share it with their origin.
+
+    Args:
+        epoch: the epoch that is running, or comes next.
+        batches: batches of the running epoch yielded so far, skipped ones included; 0 between epochs.
+        extra_samples: samples of the running epoch consumed beyond those batches, by a run of another size.
+        running: the loader is being iterated.
+        pending: a position that was loaded, for the next iteration to settle.
+        replaying: the next iteration continues an interrupted epoch, whose random numbers are drawn already.
+        finished: batches of the epoch that was just over in the position that was loaded, until the next iteration.
+        at_end: the batch yielded last is the last one of the epoch.
+        generator_state: state of the shuffling generator when the running epoch began, if there is such a generator.
+        at_start: states of the random generators when the running epoch began.
+        before_read: by step, counted from 1, states of the random generators before the reads of the last few steps.
+        dataset_state: state of a stream's own `state_dict`, as of the batch yielded last.
+        workers_kept: persistent workers have been started, which no later epoch does again.
+        handed_out: epoch, batches and end of what the training has received, where a thread reads several batches ahead.
+        worker_seed: seed of the run that worker processes derive theirs from.
+    """
+
+    epoch: int = 0
+    batches: int = 0
+    extra_samples: int = 0
+    running: bool = False
+    pending: Pending | None = None
+    replaying: bool = False
+    finished: int = 0
+    at_end: bool = False
+    generator_state: torch.Tensor | None = None
+    at_start: dict[str, Any] | None = None
+    before_read: dict[int, dict[str, Any]] | None = None
+    dataset_state: Any = None
+    workers_kept: bool = False
+    handed_out: tuple[int, int, bool] | None = None
+    worker_seed: int | None = None
+
+
+# Generators that code for reading data draws from: Python's, numpy's and torch's on the processor ------------------------
+
+
+def states() -> dict[str, Any]:
+    """Return the states of the three generators of this process."""
+    return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+
+
+def set_states(saved: dict[str, Any]) -> None:
+    """Give the three generators of this process their states back: from `states`, or that in the form of `plain`."""
+    version, numbers, gauss = saved["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    legacy = saved["numpy"]  # a dict, if the program has given numpy another bit generator
+    np.random.set_state(
+        legacy if isinstance(legacy, dict) else (legacy[0], np.asarray(legacy[1], np.uint32), *legacy[2:])
+    )
+    torch.set_rng_state(generator_state(saved["torch"]))
+
+
+def generator_state(saved: Any) -> torch.Tensor:
+    """Return what `set_state` of a torch generator takes: a state, or that in the form of `plain`."""
+    return torch.as_tensor(saved, dtype=torch.uint8).cpu()
+
+
+def plain_states(saved: Any) -> Any:
+    """Return states of generators, nested in dicts and lists, as numbers, strings, lists and dicts: what JSON can hold."""
+    if isinstance(saved, dict):
+        return {name: plain_states(value) for name, value in saved.items()}
+    if isinstance(saved, (list, tuple)):
+        return [plain_states(value) for value in saved]
+    return saved.tolist() if isinstance(saved, (np.ndarray, np.generic, torch.Tensor)) else saved
+
+
+def seed_all(seed: int) -> None:
+    """Seed the three generators of this process with any non-negative number below 2**64."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    # Not torch.manual_seed, which would reach for the generators of every device too.
+    torch.default_generator.manual_seed(seed % 2**63)
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Give the generators their states back at the end of a `with` block, whatever it has drawn."""
+    before = states()
+    try:
+        yield
+    finally:
+        set_states(before)
+
+
+# Positions -------------------------------------------------------------------------------------------------------------
 
 
 def shuffling_generator(loader: PreparedLoader) -> torch.Generator | None:
     """The generator that decides the order of the samples, or None if something else does."""
-    sampler = lengths.get_sampler(loader)
+    sampler = loader.get_sampler()
     if isinstance(sampler, SeedableRandomSampler):
         return None
     for owner, name in ((sampler, "generator"), (loader, "synchronized_generator"), (loader.dataset, "generator")):
@@ -53,11 +160,11 @@ def note_start(loader: PreparedLoader) -> None:
     generator = shuffling_generator(loader)
     loader._progress.generator_state = None if generator is None else generator.get_state()
     if not loader._progress.replaying:  # then they are those that were loaded
-        loader._progress.at_start = randomness.states()
+        loader._progress.at_start = states()
 
 
 def capture(loader: PreparedLoader) -> dict[str, Any]:
-    """Take the position of a loader, as of the batch yielded last.
+    """Take the position of a loader, as of the batch yielded last; after the last batch, the beginning of the next epoch.
 
     Call it on every process, during or after an iteration; no communication.
 
@@ -70,10 +177,10 @@ def capture(loader: PreparedLoader) -> dict[str, Any]:
         from, see `restore`), `running` (whether the loader is being iterated), `data` (what the loader reads, to tell a
         checkpoint of other data), `worker_seed`, `workers_kept`, `finished` (batches of the epoch that is over with the
         batch yielded last), and where they are needed the generator's state `anew`, the random states `at_start` and
-        `before_read` and the stream's `dataset_state`. After the last batch it is the beginning of the next epoch.
+        `before_read` and the stream's `dataset_state`.
     """
     progress = loader._progress
-    if progress.pending is not None and progress.pending.position is not None:
+    if progress.pending is not None:
         return dict(progress.pending.position)
     epoch, yielded, at_end = progress.handed_out or (progress.epoch, progress.batches, progress.at_end)
     in_epoch = yielded > 0 and not at_end
@@ -85,29 +192,52 @@ def capture(loader: PreparedLoader) -> dict[str, Any]:
         "batches": batches,
         "samples": None if size is None else size * batches + (progress.extra_samples if in_epoch else 0),
         "order": _order(loader, in_epoch),
-        "shards": lengths.batches_per_step(loader.base_dataloader) * loader._reads_per_step(),
+        "shards": loader._batches_per_step(),
         "running": in_epoch and (progress.running or progress.handed_out is not None),
-        "data": _data(loader),
+        "data": loader._data(),
         "worker_seed": progress.worker_seed,
         "workers_kept": progress.workers_kept,
         "finished": yielded if at_end else 0,
     }
     if in_epoch:
-        generator = shuffling_generator(loader)
+        generator, noted = shuffling_generator(loader), progress.before_read
         position["anew"] = None if generator is None else generator.get_state()
         position["at_start"] = progress.at_start if _drawn_at_start(loader, position["order"]) else None
-        noted = progress.before_read
         # The reads that went ahead of the batch yielded last: a run that goes on makes them again.
         position["before_read"] = noted and [noted[step] for step in sorted(noted) if step > batches]
         position["dataset_state"] = progress.dataset_state
     return position
 
 
+def plain(position: dict[str, Any]) -> dict[str, Any]:
+    """Return a position as numbers, strings, lists and dicts alone, but for what a dataset says of itself."""
+    return {name: value if name == "dataset_state" else plain_states(value) for name, value in position.items()}
+
+
+def _order(loader: PreparedLoader, in_epoch: bool) -> dict[str, Any]:
+    sampler, generator = loader.get_sampler(), shuffling_generator(loader)
+    if isinstance(sampler, SeedableRandomSampler):
+        return {"kind": "seed_and_epoch", "seed": sampler.initial_seed}
+    if generator is not None:
+        return {"kind": "generator", "state": loader._progress.generator_state if in_epoch else generator.get_state()}
+    if isinstance(sampler, ReplayableRandomSampler) and in_epoch:
+        return {"kind": "seed", "seed": sampler.seed}
+    return {"kind": "unrecorded"}
+
+
+def _drawn_at_start(loader: PreparedLoader, order: dict[str, Any]) -> bool:
+    """Whether the epoch depends on the random states at its start: the order of an unknown sampler, streams, and samples
+    of the first step that complete the last one."""
+    in_order = isinstance(loader.get_sampler(), SequentialSampler)
+    unknown = order["kind"] == "unrecorded" and not in_order
+    return unknown or isinstance(loader.dataset, IterableDataset) or loader._needs_head()
+
+
 def kept(loader: PreparedLoader) -> Callable[[], None]:
     """Return what puts a loader back to where it stands now, with the parts of it that decide what it yields."""
     generator = shuffling_generator(loader)
     state = None if generator is None else generator.get_state()
-    parts = (loader, loader._progress, loader.base_dataloader, lengths.get_sampler(loader))
+    parts = (loader, loader._progress, loader.base_dataloader, loader.get_sampler())
     attributes = [(vars(part), dict(vars(part))) for part in parts if hasattr(part, "__dict__")]
 
     def put_back() -> None:
@@ -118,39 +248,6 @@ def kept(loader: PreparedLoader) -> Callable[[], None]:
             generator.set_state(state)
 
     return put_back
-
-
-def plain(position: dict[str, Any]) -> dict[str, Any]:
-    """Return a position as numbers, strings, lists and dicts alone, but for what a dataset says of itself.
-
-    Args:
-        position: from `capture`.
-    """
-    return {name: value if name == "dataset_state" else randomness.plain(value) for name, value in position.items()}
-
-
-def _drawn_at_start(loader: PreparedLoader, order: dict[str, Any]) -> bool:
-    """Whether the epoch depends on the random states at its start: the order of an unknown sampler, streams, and samples
-    of the first step that complete the last one."""
-    if loader._needs_head():
-        return True
-    in_order = isinstance(lengths.get_sampler(loader), SequentialSampler)
-    return lengths.is_stream(loader) or (order["kind"] == "unrecorded" and not in_order)
-
-
-def _data(loader: PreparedLoader) -> dict[str, Any]:
-    """What a loader reads: number of samples of the dataset and kind of the sampler, None where there is none."""
-    stream = lengths.is_stream(loader)
-    sampler = None if stream else lengths.get_sampler(loader)
-    if sampler is None and not stream:
-        sampler = lengths.innermost(lengths.batching_sampler(loader))
-    # Samplers that were made replayable in place draw as the plain one does.
-    kind = "RandomSampler" if isinstance(sampler, ReplayableRandomSampler) else type(sampler).__name__
-    try:
-        length = lengths.dataset_length(loader.dataset)
-    except TypeError:
-        length = None
-    return {"length": length, "sampler": None if sampler is None else kind}
 
 
 def check(loader: PreparedLoader, position: dict[str, Any], name: str = "The loader") -> None:
@@ -169,7 +266,7 @@ def check(loader: PreparedLoader, position: dict[str, Any], name: str = "The loa
         raise ValueError(
             f"position has version {position['version']}, this library reads up to {VERSION}. Update the library."
         )
-    saved, own = position.get("data"), _data(loader)
+    saved, own = position.get("data"), loader._data()
     if saved is None or position["batches"] == 0:
         return
     for part, label in (("length", "a dataset of {} samples"), ("sampler", "the sampler {}")):
@@ -179,21 +276,6 @@ def check(loader: PreparedLoader, position: dict[str, Any], name: str = "The loa
                 f"{label.format(saved[part])}: the interrupted epoch cannot go on. Prepare the data as it was, or begin "
                 "epochs anew with DataLoaderConfiguration(continue_after_load=False)."
             )
-
-
-def _order(loader: PreparedLoader, in_epoch: bool) -> dict[str, Any]:
-    sampler = lengths.get_sampler(loader)
-    if isinstance(sampler, SeedableRandomSampler):
-        return {"kind": "seed_and_epoch", "seed": sampler.initial_seed}
-    generator = shuffling_generator(loader)
-    if generator is not None:
-        return {
-            "kind": "generator",
-            "state": loader._progress.generator_state if in_epoch else generator.get_state(),
-        }
-    if isinstance(sampler, ReplayableRandomSampler) and in_epoch:
-        return {"kind": "seed", "seed": sampler.seed}
-    return {"kind": "unrecorded"}
 
 
 def restore(loader: PreparedLoader, position: dict[str, Any], continuing: bool = True) -> int:
@@ -213,7 +295,8 @@ def restore(loader: PreparedLoader, position: dict[str, Any], continuing: bool =
     Raises:
         ValueError: the position belongs to other data, or was written by a later version.
     """
-    check(loader, position) if continuing else None
+    if continuing:
+        check(loader, position)
     progress = loader._progress
     progress.epoch = position["epoch"]
     progress.batches = progress.extra_samples = 0
@@ -225,22 +308,68 @@ def restore(loader: PreparedLoader, position: dict[str, Any], continuing: bool =
     in_epoch = position["batches"] > 0
     _restore_order(loader, position["order"], in_epoch=in_epoch)
     batches, extra = _behind(loader, position)
-    progress.pending = None
-    if in_epoch:
-        progress.pending = Pending(
-            batches,
-            extra,
-            alone=continuing and position.get("running", True),
-            before_read=position.get("before_read"),
-            dataset_state=position.get("dataset_state"),
-            anew=position.get("anew"),
-            position=position,
-        )
+    alone = continuing and position.get("running", True)
+    progress.pending = Pending(position, batches, extra, alone) if in_epoch else None
     return batches
 
 
+def _restore_order(loader: PreparedLoader, order: dict[str, Any], in_epoch: bool) -> None:
+    sampler, kind, generator = loader.get_sampler(), order["kind"], shuffling_generator(loader)
+    replayable = isinstance(sampler, ReplayableRandomSampler)
+    if kind == "seed_and_epoch" and isinstance(sampler, SeedableRandomSampler):
+        sampler.initial_seed = order["seed"]
+    elif kind == "seed" and generator is not None:
+        generator.manual_seed(order["seed"])
+    elif kind == "seed" and replayable:
+        sampler.replay = order["seed"]
+    elif kind == "generator" and (generator is not None or replayable):
+        if generator is None:
+            generator = sampler.generator = torch.Generator()
+        generator.set_state(generator_state(order["state"]))
+    elif in_epoch and kind != "unrecorded":
+        warnings.warn(
+            f"The saved order of the data ({kind}) does not fit the loader's sampler ({type(sampler).__name__}): the "
+            "interrupted epoch will be continued in another order. Prepare the loader as it was when it was saved.",
+            stacklevel=3,
+        )
+
+
+def _behind(loader: PreparedLoader, position: dict[str, Any]) -> tuple[int, int]:
+    """Steps behind a position, and samples of all processes beyond them, as this loader counts."""
+    behind, size, unit = position["samples"], loader._samples_per_step(), "samples"
+    if size is None or behind is None:  # nothing says how many samples a batch has
+        size, unit = loader._batches_per_step(), "batches"
+        behind = position["batches"] * position.get("shards", size)
+    steps, rest = divmod(behind, size)
+    if unit == "samples" and (steps, rest) != (position["batches"], 0):
+        _report(
+            "The interrupted epoch has %d samples behind it; with %d samples a step it goes on after %d steps%s.",
+            behind,
+            size,
+            steps,
+            f" and {rest} samples" if rest else "",
+        )
+    base = loader.base_dataloader
+    if rest and unit == "samples" and not isinstance(base.dataset, IterableDataset):
+        if skips_samples(base.sampler if base.batch_sampler is None else base.batch_sampler):
+            return steps, rest
+    if rest:
+        warnings.warn(
+            f"The interrupted epoch had consumed {behind} {unit}, which is not a multiple of the {size} that a step takes "
+            f"now: its last {rest} {unit} will be seen again, because this kind of loader continues at whole steps only.",
+            stacklevel=3,
+        )
+    return steps, 0
+
+
+def _report(message: str, *values: Any) -> None:
+    # Visible by default, on one process of a machine: a program that leaves out batches by itself would do so twice.
+    first = storage.process.current.get("local_process_index", 0) == 0
+    logger.log(logging.WARNING if first else logging.INFO, message, *values)
+
+
 def instead_of(view: PreparedLoader) -> Iterable[Any] | None:
-    """Tell what a view of `skip_first_batches` iterates over in place of its own batches, after a load. Any rank, alone.
+    """Return what a view of `skip_first_batches` iterates over in place of its own batches, after a load. Any rank, alone.
 
     Returns:
         Nothing at all, if it leaves out all batches of the epoch that was over when the checkpoint was saved: the loader
@@ -270,84 +399,190 @@ def settle(loader: PreparedLoader) -> Pending | None:
     if pending is None:
         return None
     left_out = loader._left_out()
-    if left_out == pending.batches or (pending.alone and not loader._is_view):
-        progress.replaying = True
+    goes_on = left_out == pending.batches or (pending.alone and not loader._is_view)
+    progress.replaying = bool(goes_on or left_out)
+    if goes_on:
         if not loader._is_view:
-            _tell(
+            _report(
                 "The loader goes on in epoch %d after %d of its batches, where the checkpoint was saved. "
                 "DataLoaderConfiguration(continue_after_load=False) begins epochs anew.",
                 progress.epoch,
                 pending.batches,
             )
         return pending
-    if left_out:
-        progress.replaying = True
-        return None
-    generator, sampler = shuffling_generator(loader), lengths.get_sampler(loader)
-    if generator is not None and pending.anew is not None:
-        generator.set_state(randomness.generator_state(pending.anew))
-    if isinstance(sampler, ReplayableRandomSampler):
-        sampler.replay = None
+    if not left_out:
+        generator, sampler, anew = shuffling_generator(loader), loader.get_sampler(), pending.position.get("anew")
+        if generator is not None and anew is not None:
+            generator.set_state(generator_state(anew))
+        if isinstance(sampler, ReplayableRandomSampler):
+            sampler.replay = None
     return None
 
 
-def _restore_order(loader: PreparedLoader, order: dict[str, Any], in_epoch: bool) -> None:
-    sampler, kind = lengths.get_sampler(loader), order["kind"]
-    if kind == "seed_and_epoch" and isinstance(sampler, SeedableRandomSampler):
-        sampler.initial_seed = order["seed"]
-        return
-    generator = shuffling_generator(loader)
-    if kind == "seed" and generator is not None:
-        generator.manual_seed(order["seed"])
-    elif kind == "seed" and isinstance(sampler, ReplayableRandomSampler):
-        sampler.replay = order["seed"]
-    elif kind == "generator" and generator is not None:
-        generator.set_state(randomness.generator_state(order["state"]))
-    elif kind == "generator" and isinstance(sampler, ReplayableRandomSampler):
-        sampler.generator = torch.Generator()
-        sampler.generator.set_state(randomness.generator_state(order["state"]))
-    elif in_epoch and kind != "unrecorded":
-        warnings.warn(
-            f"The saved order of the data ({kind}) does not fit the loader's sampler ({type(sampler).__name__}): the "
-            "interrupted epoch will be continued in another order. Prepare the loader as it was when it was saved.",
-            stacklevel=3,
-        )
+def is_stateful(loader: Any) -> bool:
+    """Whether a loader can save and restore its position by itself, like torchdata's `StatefulDataLoader`."""
+    return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
 
 
-def _behind(loader: PreparedLoader, position: dict[str, Any]) -> tuple[int, int]:
-    """Steps behind a position, and samples of all processes beyond them, as this loader counts."""
-    size, samples = loader._samples_per_step(), position["samples"]
-    if size is None or samples is None:
-        return _steps_behind(loader, position), 0
-    batches, rest = divmod(samples, size)
-    if (batches, rest) != (position["batches"], 0):
-        _tell(
-            "The interrupted epoch has %d samples behind it; with %d samples a step it goes on after %d steps%s.",
-            samples,
-            size,
-            batches,
-            f" and {rest} samples" if rest else "",
-        )
-    if rest and not lengths.skips_samples(loader):
-        warnings.warn(
-            f"The interrupted epoch had consumed {samples} samples, which is not a multiple of the present total batch "
-            f"size of {size}: its last {rest} samples will be seen again, because this kind of loader continues at whole "
-            "batches only.",
-            stacklevel=3,
-        )
-        return batches, 0
-    return batches, rest
+# Generators in checkpoints: the same, and those of the devices ---------------------------------------------------------
 
 
-def _steps_behind(loader: PreparedLoader, position: dict[str, Any]) -> int:
-    """Steps behind a position, when nothing says how many samples a batch has: batches are counted instead."""
-    now = lengths.batches_per_step(loader.base_dataloader) * loader._reads_per_step()
-    behind = position["batches"] * position.get("shards", now)
-    steps, rest = divmod(behind, now)
-    if rest:
-        warnings.warn(
-            f"The interrupted epoch had consumed {behind} batches, which is not a multiple of the {now} that a step takes "
-            f"now: its last {rest} batches will be seen again.",
-            stacklevel=4,
-        )
-    return steps
+class Source(NamedTuple):
+    """A random generator that a checkpoint remembers: its name in the file and in messages, and its functions."""
+
+    key: str
+    label: str
+    get: Callable[[], Any]
+    set: Callable[[Any], None]
+
+
+def sources(device: torch.device) -> list[Source]:
+    """Return the generators of this process; of the devices only that of the run: to ask another one's would start it up."""
+    found = [
+        Source("random_state", "Python", random.getstate, random.setstate),
+        Source("numpy_random_seed", "numpy", np.random.get_state, np.random.set_state),
+        Source("torch_manual_seed", "torch (CPU)", torch.get_rng_state, torch.set_rng_state),
+    ]
+    if device.type not in ("cpu", "mps"):
+        row = DEVICES[device.type]
+        key, name = ("xm_seed", "XLA") if device.type == "xla" else (f"torch_{device.type}_manual_seed", device.type)
+        found.append(Source(key, f"torch ({name})", row.get_rng_state_all, row.set_rng_state_all))
+    return found
+
+
+def collect_generators(device: torch.device) -> dict[str, Any]:
+    """Return the state of every generator of this process, by the key it has in a checkpoint. Any rank, alone.
+
+    Args:
+        device: The device of this rank.
+    """
+    return {source.key: source.get() for source in sources(device)}
+
+
+def encode_generators(states: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return states of generators as tensors and texts, for a file that holds no pickle. Any rank, alone.
+
+    Args:
+        states: What `collect_generators` returned.
+
+    Returns:
+        Tensors by name, and metadata: under ``"generators"`` what else belongs to each state, as JSON.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    more: dict[str, Any] = {}
+    for key, state in states.items():
+        if key == "random_state":
+            version, words, gauss = state
+            tensors[key], more[key] = torch.tensor(words, dtype=torch.int64), {"version": version, "gauss": gauss}
+        elif key == "numpy_random_seed" and isinstance(state, dict):  # the program has chosen another bit generator
+            more[key] = {"state": state}
+        elif key == "numpy_random_seed":
+            kind, words, position, has_gauss, gauss = state
+            tensors[key] = torch.from_numpy(np.asarray(words).astype(np.int64))
+            more[key] = {"kind": kind, "position": position, "has_gauss": has_gauss, "gauss": gauss}
+        elif isinstance(state, torch.Tensor):
+            tensors[key], more[key] = state.cpu(), {}
+        elif isinstance(state, (list, tuple)):  # of every device
+            tensors |= {f"{key}.{index}": part.cpu() for index, part in enumerate(state)}
+            more[key] = {"devices": len(state)}
+        else:
+            more[key] = {"value": state}
+    return tensors, {"format": "pt", "generators": json.dumps(more, default=_to_json)}
+
+
+def decode_generators(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> dict[str, Any]:
+    """Return the states that `encode_generators` was given; for one that cannot be read, the error. Any rank, alone.
+
+    Args:
+        tensors: From `encode_generators`.
+        metadata: From `encode_generators`.
+    """
+    try:
+        described = dict(json.loads(metadata["generators"], object_hook=_from_json))
+    except (KeyError, ValueError, TypeError) as error:
+        problem = ValueError(f"the description of the generators is unreadable ({type(error).__name__}: {error})")
+        return {source.key: problem for source in sources(torch.device("cpu"))}
+    found = {}
+    for key, more in described.items():
+        try:
+            found[key] = _decoded(key, more, tensors)
+        except Exception as error:
+            found[key] = error
+    return found
+
+
+def _decoded(key: str, more: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Any:
+    if key == "random_state":
+        return more["version"], tuple(tensors[key].tolist()), more["gauss"]
+    if "kind" in more:
+        words = tensors[key].numpy().astype(np.uint32)
+        return more["kind"], words, more["position"], more["has_gauss"], more["gauss"]
+    if "devices" in more:
+        return [tensors[f"{key}.{index}"] for index in range(more["devices"])]
+    if "state" in more:
+        return more["state"]
+    return more["value"] if "value" in more else tensors[key]
+
+
+def _to_json(value: Any) -> Any:
+    """Return what JSON has for a value of numpy's."""
+    return {"array": value.tolist(), "dtype": str(value.dtype)} if isinstance(value, np.ndarray) else value.item()
+
+
+def _from_json(value: dict[str, Any]) -> Any:
+    """Return what `_to_json` was given."""
+    return np.array(value["array"], value["dtype"]) if value.keys() == {"array", "dtype"} else value
+
+
+def restore_generators(states: dict[str, Any], device: torch.device, origin: str) -> None:
+    """Set every generator that the states have; one that cannot be set is warned about, and the others still are.
+
+    Any rank, alone.
+
+    Args:
+        states: What `collect_generators` or `decode_generators` returned.
+        device: The device of this rank.
+        origin: Where the states come from, for messages.
+    """
+    for source in sources(device):
+        state = states.get(source.key, KeyError("it is not there"))
+        try:
+            if isinstance(state, Exception):
+                raise state
+            source.set(_on_cpu(state))
+        except Exception as error:
+            logger.warning(
+                f"The random state of {source.label} in {origin} could not be restored, so a resumed run draws "
+                f"other numbers from it: {type(error).__name__}: {error}"
+            )
+
+
+def derive_generators(first: dict[str, Any], rank: int, device: torch.device, reason: str) -> None:
+    """Seed the generators of a rank that was not there when the checkpoint was saved; equal runs seed it alike.
+
+    Any rank, alone.
+
+    Args:
+        first: Random states of the first rank, from the checkpoint.
+        rank: This rank.
+        device: Its device.
+        reason: Why, for the log.
+    """
+    state = first.get("torch_manual_seed")
+    digest = hashlib.blake2b(b"" if state is None else bytes(_on_cpu(state).tolist()), digest_size=8, salt=b"rank")
+    digest.update(str(rank).encode())
+    seed = int.from_bytes(digest.digest(), "little") >> 1
+    logger.warning(
+        f"{reason}: the checkpoint was saved by fewer processes. Rank {rank} is new and seeds its random generators "
+        f"with {seed}, derived from those of the first rank."
+    )
+    seed_all(seed)
+    if device.type not in ("cpu", "mps", "xla"):
+        DEVICES[device.type].manual_seed_all(seed)
+
+
+def _on_cpu(state: Any) -> Any:
+    """Generators take their state from the CPU, whatever device it was loaded to."""
+    if isinstance(state, list):
+        return [_on_cpu(item) for item in state]
+    return state.cpu() if isinstance(state, torch.Tensor) else state

@@ -1,13 +1,16 @@
-"""Samplers of single indices whose order can be told, and told again."""
+"""Samplers: orders that can be drawn again, batch samplers that are divided among processes, and which batch is the last."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import islice
+import math
+from collections.abc import Iterable, Iterator
+from itertools import chain, cycle, islice
 from typing import Any
 
 import torch
-from torch.utils.data import RandomSampler
+from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
+
+# The order of samples ------------------------------------------------------------------------------------------------
 
 
 class SeedableRandomSampler(RandomSampler):
@@ -96,3 +99,363 @@ def draw_seed() -> int:
     Changes the state of that generator by one draw. Each process draws its own.
     """
     return int(torch.empty((), dtype=torch.int64).random_().item())
+
+
+# Beginning in the middle ---------------------------------------------------------------------------------------------
+
+
+def batches_from(batch_sampler: Iterable[Any], start: int, extra: int = 0) -> Iterator[Any]:
+    """Iterate over a batch sampler from its batch number `start`, without building the ones before.
+
+    Where the kind of sampler permits, skipped batches cost nothing (sequential order) or only the drawing of their
+    indices; an unknown kind is asked for its batches and they are dropped.
+
+    Args:
+        batch_sampler: any iterable of batches.
+        start: number of batches to leave out.
+        extra: number of samples, of all shards together, to leave out beyond them; where `skips_samples` says so.
+    """
+    if isinstance(batch_sampler, SkipBatchSampler):
+        extra += batch_sampler.skip_samples
+        return batches_from(batch_sampler.batch_sampler, batch_sampler.skip_batches + start, extra)
+    if isinstance(batch_sampler, BatchSamplerShard):
+        return batch_sampler.iter_from(start, extra)
+    return split_head(batch_sampler, 0, start, extra)[1]
+
+
+def skips_samples(batch_sampler: Any) -> bool:
+    """Whether a batch sampler can begin at any sample, not at a whole batch only."""
+    while isinstance(batch_sampler, SkipBatchSampler):
+        batch_sampler = batch_sampler.batch_sampler
+    # A shard completes its last round with the first batches of what it shards, so that must not be a skip itself.
+    inner = batch_sampler.batch_sampler if isinstance(batch_sampler, BatchSamplerShard) else batch_sampler
+    return type(inner) is BatchSampler
+
+
+def split_head(batch_sampler: Iterable[Any], keep: int, start: int, extra: int = 0) -> tuple[list[Any], Iterator[Any]]:
+    """Read the first `keep` batches and go on at batch `start`, in one pass: a second one would draw another random order.
+
+    Args:
+        batch_sampler: any iterable of batches.
+        keep: number of batches to return at once.
+        start: where the iterator goes on; 0, or at least `keep`.
+        extra: number of samples to leave out beyond that, of a torch `BatchSampler`.
+
+    Returns:
+        The first batches and the iterator.
+    """
+    if (start or extra) and type(batch_sampler) is BatchSampler:
+        size, sampler = batch_sampler.batch_size, batch_sampler.sampler
+        first_sample = start * size + extra
+        if type(sampler) is SequentialSampler:
+            indices = range(len(sampler.data_source))
+            first, rest = list(indices[: keep * size]), iter(indices[first_sample:])
+        else:
+            kept = iter(sampler)
+            first = list(islice(kept, keep * size))
+            # Less than `keep` batches may be left out; then the rest begins within what was kept.
+            rest = chain(first[first_sample:], islice(kept, max(0, first_sample - keep * size), None))
+        first, rest = (BatchSampler(part, size, batch_sampler.drop_last) for part in (first, rest))
+        return list(first), iter(rest)
+    batches = iter(batch_sampler)
+    first = list(islice(batches, keep))
+    if start:
+        return first, islice(batches, start - keep, None)
+    return first, chain(first, batches)
+
+
+# Shards --------------------------------------------------------------------------------------------------------------
+
+# A *round* is what all shards together receive in one step: one batch per shard. When the data runs out in the middle of
+# a round, it is completed with samples from the beginning of the data, so that every shard takes the same number of steps.
+# Those duplicates must not count in a metric: a `round_log` holds, by the number of the round in its epoch, the number of
+# real samples at the front of each shard's batch. The loader reads it when it yields the batch, which may be several
+# batches later when workers read ahead.
+
+
+def real_per_shard(real: int, size: int, shards: int) -> tuple[int, ...]:
+    """Number of real samples in each shard's batch of a round, when the real ones come first in the order of the shards.
+
+    Example:
+        >>> real_per_shard(real=4, size=3, shards=3)
+        (3, 1, 0)
+    """
+    return tuple(min(max(real - shard * size, 0), size) for shard in range(shards))
+
+
+class BatchSamplerShard(BatchSampler):
+    """Gives one process its part of the batches of another batch sampler.
+
+    Two ways of sharing: by default the processes take whole batches in turn (the batch size is that of a process);
+    with `split_batches` every batch is cut into equal parts (the batch size is that of all processes together).
+
+    When the batches do not fill the last round, `even_batches` decides: fill it with samples from the beginning, so
+    that all processes take the same number of equally large steps, or let some processes end earlier or with a smaller
+    batch. A sampler with `drop_last` drops an incomplete round.
+
+    All attributes may be assigned at any time; the next iteration uses the new values.
+
+    Args:
+        batch_sampler: iterable of lists of indices. Its `batch_size` and `drop_last` are used where it has them; batches
+            of any size are accepted without.
+        num_processes: number of parts.
+        process_index: which part to yield, from 0.
+        split_batches: cut each batch instead of taking batches in turn.
+        even_batches: complete the last round with samples from the beginning.
+
+    Raises:
+        ValueError: `split_batches` with a batch size that the processes cannot share equally.
+
+    Example:
+        >>> from torch.utils.data import BatchSampler
+        >>> batches = BatchSampler(range(10), batch_size=3, drop_last=False)
+        >>> list(BatchSamplerShard(batches, num_processes=2, process_index=1))
+        [[3, 4, 5], [9, 0, 1]]
+    """
+
+    __module__ = "accelerate.data_loader"
+
+    def __init__(
+        self,
+        batch_sampler: BatchSampler,
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+        even_batches: bool = True,
+    ) -> None:
+        self.batch_sampler = batch_sampler
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.even_batches = even_batches
+        self.batch_size = getattr(batch_sampler, "batch_size", None)
+        self.drop_last = getattr(batch_sampler, "drop_last", False)
+        self.round_log: dict[int, tuple[int, ...]] = {}
+        if split_batches and (self.batch_size is None or self.batch_size % num_processes):
+            raise ValueError(
+                f"split_batches=True cuts every batch into num_processes={num_processes} equal parts, which a batch "
+                f"size of {self.batch_size} does not allow. Use a batch_size that is a multiple of {num_processes}, "
+                "or split_batches=False."
+            )
+
+    @property
+    def total_length(self) -> int:
+        """Number of batches before sharding."""
+        return len(self.batch_sampler)
+
+    def __len__(self) -> int:
+        batches = len(self.batch_sampler)
+        if self.split_batches:
+            return batches - 1 if self._misses_last_batch() else batches
+        rounds, rest = divmod(batches, self.num_processes)
+        if self.drop_last or not rest:
+            return rounds
+        return rounds + 1 if self.even_batches or self.process_index < rest else rounds
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self.iter_from(0)
+
+    def iter_from(self, start: int, extra: int = 0) -> Iterator[list[int]]:
+        """Iterate over this process's batches from its batch number `start`.
+
+        The result equals a full iteration without its first `start` batches, completed last round included.
+
+        Args:
+            start: number of batches of this process to leave out.
+            extra: number of samples of all processes together to leave out beyond them: a run of another size has
+                consumed them. Needs a torch `BatchSampler`.
+        """
+        self.round_log.clear()
+        return self._parts_of_batches(start, extra) if self.split_batches else self._batches_in_turn(start, extra)
+
+    def _misses_last_batch(self) -> bool:
+        """Whether an uneven split leaves nothing of the short last batch for this process."""
+        sampler = getattr(self.batch_sampler, "sampler", None)
+        if self.even_batches or self.drop_last or not hasattr(sampler, "__len__"):
+            return False
+        rest = len(sampler) % self.batch_size
+        return 0 < rest <= self.process_index * (self.batch_size // self.num_processes)
+
+    def _parts_of_batches(self, start: int, extra: int) -> Iterator[list[int]]:
+        share = self.batch_size // self.num_processes
+        head, batches = split_head(self.batch_sampler, 1, start, extra)
+        for number, (batch, is_last) in enumerate(look_ahead(batches), start):
+            if len(batch) == self.batch_size:
+                yield batch[share * self.process_index : share * (self.process_index + 1)]
+            elif not (is_last and self.drop_last):
+                yield from self._part_of_odd_batch(batch, head[0], number, is_last)
+
+    def _part_of_odd_batch(self, batch: list[int], head: list[int], number: int, is_last: bool) -> Iterator[list[int]]:
+        """This process's part, if any, of a batch that has not the declared size."""
+        shards, share = self.num_processes, self.batch_size // self.num_processes
+        if not is_last or len(batch) > self.batch_size:
+            # A sampler that does not keep to its batch_size: cut what there is, lose nothing.
+            share = -(-len(batch) // shards)
+        elif not self.even_batches:
+            shards = 0
+        if len(batch) < share * shards:
+            self.round_log[number] = real_per_shard(len(batch), share, shards)
+            batch = list(islice(chain(batch, cycle(head)), share * shards))
+        part = batch[share * self.process_index : share * (self.process_index + 1)]
+        if part:
+            yield part
+
+    def _batches_in_turn(self, start: int, extra: int) -> Iterator[list[int]]:
+        shards = self.num_processes
+        head, batches = split_head(self.batch_sampler, shards, start * shards, extra)
+        rounds = iter(lambda: list(islice(batches, shards)), [])
+        for number, (group, is_last) in enumerate(look_ahead(rounds), start):
+            complete = len(group) == shards and self.batch_size in (None, len(group[-1]))
+            if complete or not is_last:
+                yield group[self.process_index]
+            elif not self.drop_last:
+                yield from self._batch_of_last_round(group, head, number)
+
+    def _batch_of_last_round(self, group: list[list[int]], head: list[list[int]], number: int) -> Iterator[list[int]]:
+        """This process's batch, if any, of a round in which batches are missing or the last one is short."""
+        shards, index = self.num_processes, self.process_index
+        if not self.even_batches:
+            yield from group[index : index + 1]
+        elif self.batch_size is None:
+            # Nothing says how large a batch should be, so the round is completed with whole batches.
+            self.round_log[number] = tuple(len(batch) for batch in group) + (0,) * (shards - len(group))
+            yield list(islice(chain(group, cycle(head)), shards))[index]
+        else:
+            samples = list(chain.from_iterable(group))
+            size = max(self.batch_size, -(-len(samples) // shards))
+            if len(samples) < size * shards:
+                self.round_log[number] = real_per_shard(len(samples), size, shards)
+            filled = chain(samples, cycle(chain.from_iterable(head)))
+            yield list(islice(filled, size * index, size * (index + 1)))
+
+
+class SkipBatchSampler(BatchSampler):
+    """A batch sampler without its first batches.
+
+    Args:
+        batch_sampler: iterable of batches.
+        skip_batches: how many to leave out.
+        skip_samples: how many samples, of all processes together, to leave out beyond them.
+
+    Example:
+        >>> from torch.utils.data import BatchSampler
+        >>> list(SkipBatchSampler(BatchSampler(range(5), 2, False), skip_batches=1))
+        [[2, 3], [4]]
+    """
+
+    __module__ = "accelerate.data_loader"
+
+    def __init__(self, batch_sampler: BatchSampler, skip_batches: int = 0, skip_samples: int = 0) -> None:
+        self.batch_sampler = batch_sampler
+        self.skip_batches = math.ceil(skip_batches or 0)
+        self.skip_samples = skip_samples
+
+    def __getattr__(self, name: str) -> Any:
+        # batch_size, drop_last, set_epoch, split_batches and the like are those of the sampler inside.
+        if name == "batch_sampler" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.batch_sampler, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        return batches_from(self.batch_sampler, self.skip_batches, self.skip_samples)
+
+    @property
+    def total_length(self) -> int:
+        """Number of batches before skipping."""
+        return len(self.batch_sampler)
+
+    def __len__(self) -> int:
+        return max(0, len(self.batch_sampler) - self.skip_batches)
+
+
+class SamplerShard(Sampler):
+    """Gives one process its part of a sampler of single indices, for loaders that do not batch.
+
+    Args:
+        sampler: sampler of single indices.
+        num_processes: number of parts.
+        process_index: which part to yield, from 0.
+        even_batches: complete the last round with indices from the beginning.
+    """
+
+    def __init__(self, sampler: Any, num_processes: int, process_index: int, even_batches: bool = True) -> None:
+        singles = BatchSampler(sampler, batch_size=1, drop_last=False)
+        self.batch_sampler = BatchSamplerShard(singles, num_processes, process_index, even_batches=even_batches)
+
+    @property
+    def round_log(self) -> dict[int, tuple[int, ...]]:
+        """The rounds that were completed with duplicates."""
+        return self.batch_sampler.round_log
+
+    def __iter__(self) -> Iterator[int]:
+        return (batch[0] for batch in self.batch_sampler)
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)
+
+
+# The last batch ------------------------------------------------------------------------------------------------------
+
+
+def look_ahead(items: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
+    """Pair each item with whether it is the last one; reads one item ahead."""
+    items = iter(items)
+    for current in items:
+        for following in items:
+            yield current, False
+            current = following
+        yield current, True
+
+
+class EndAhead:
+    """A sampler that knows, when it has given an item, whether that was the last one of the iteration.
+
+    One iteration at a time: the sampler is its own iterator.
+
+    Args:
+        sampler: iterable of batches, or of single indices.
+
+    Attributes:
+        ended: whether the last item has been given.
+
+    Example:
+        >>> sampler = EndAhead([[0, 1], [2]])
+        >>> [(batch, sampler.ended) for batch in sampler]
+        [([0, 1], False), ([2], True)]
+    """
+
+    def __init__(self, sampler: Iterable[Any]) -> None:
+        self.sampler = sampler
+        self.ended = False
+        self._items: Iterator[Any] = iter(())
+        self._ahead: Any = _NOT_DRAWN
+
+    def __len__(self) -> int:
+        return len(self.sampler)  # type: ignore[arg-type]
+
+    def __iter__(self) -> EndAhead:
+        self.ended, self._ahead = False, _NOT_DRAWN
+        return self
+
+    def draw(self) -> None:
+        """Let the sampler draw its order now, rather than when the running iteration is asked for its first item."""
+        if self._ahead is _NOT_DRAWN:
+            # Not before: torch draws a seed of its own between opening a loader and asking for the first item.
+            self._items = iter(self.sampler)
+            self._ahead = next(self._items, _END)
+
+    def __next__(self) -> Any:
+        item = self._ahead
+        if item is _NOT_DRAWN:
+            self.draw()
+            item = self._ahead
+        if item is _END:
+            self.ended = True
+            raise StopIteration
+        self._ahead = following = next(self._items, _END)
+        if following is _END:
+            self.ended = True
+        return item
+
+
+_NOT_DRAWN, _END = object(), object()

@@ -11,7 +11,7 @@ the same bits and scale alike, so that replicated parameters do not drift apart.
 
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,81 +24,67 @@ if TYPE_CHECKING:
 _DOUBLE = ("cpu", "cuda")
 
 
-class _Layout:
-    """The gradients that are cut in the same way: which groups hold parts of them, and their local parts here.
-
-    Attributes:
-        groups: the name of each process group that shards, to its size.
-        parts: local gradients with elements, by device and dtype.
-    """
-
-    __slots__ = ("groups", "parts")
-
-    def __init__(self, groups: dict[str, int]) -> None:
-        self.groups = groups
-        self.parts: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-
-    def add(self, local: torch.Tensor) -> None:
-        if local.numel():  # a short dimension leaves ranks without elements, and no norm is defined for nothing
-            self.parts.setdefault((local.device, local.dtype), []).append(local)
-
-
 class _Gradients:
-    """Gradients sorted by how they are cut, and the process groups that meet over them.
+    """Gradients sorted by how they are cut, and the process groups that exchange sums of them.
 
     Attributes:
-        layouts: one per mesh and placements; None is the key of plain tensors.
+        layouts: local gradients with elements, by device and dtype, for each set of names of groups that hold parts of them.
         groups: the name of every group that shards a parameter or gradient, to it and its mesh, in parameter order.
         device: where the parameters' gradients are; None without any.
         double: whether a gradient is in double precision.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
-        self.layouts: dict[Any, _Layout] = {None: _Layout({})}
+        self.layouts: dict[tuple[str, ...], dict[Any, list[torch.Tensor]]] = {(): {}}
         self.groups: dict[str, tuple[ProcessGroup, DeviceMesh]] = {}
         self.device: torch.device | None = None
         self.double = False
+        self._cuts: dict[Any, tuple[str, ...]] = {}
         # While the module is not imported no tensor can be a DTensor, and importing it is slow.
         module = sys.modules.get("torch.distributed.tensor")
         kind = module.DTensor if module is not None else ()
         for parameter in parameters:
-            gradient = parameter.grad
+            gradient, cut = parameter.grad, ()
             if gradient is None:
-                # Another rank may have a gradient for it, and then meets the group: so this one has to come as well.
+                # Another rank may have a gradient for it, and then the group exchanges: so this one has to take part.
                 if parameter.requires_grad and isinstance(parameter, kind):
-                    self._layout(parameter)
+                    self._cut(parameter)
                 continue
             if isinstance(gradient, kind):
                 if any(placement.is_partial() for placement in gradient.placements):
                     gradient = parameter.grad = _settled(gradient, parameter if isinstance(parameter, kind) else None)
-                layout, local = self._layout(gradient), _local(gradient)
-            else:
-                layout, local = self.layouts[None], gradient
-            self.device = self.device or local.device
-            self.double = self.double or local.dtype == torch.float64
-            layout.add(local)
+                cut, gradient = self._cut(gradient), _local(gradient)
+            self.device = self.device or gradient.device
+            self.double = self.double or gradient.dtype == torch.float64
+            if gradient.numel():  # a short dimension leaves ranks without elements, and no norm is defined for nothing
+                self.layouts[cut].setdefault((gradient.device, gradient.dtype), []).append(gradient)
 
-    def _layout(self, tensor: Any) -> _Layout:
+    def _cut(self, tensor: Any) -> tuple[str, ...]:
+        """Return the names of the groups that hold parts of a tensor, and note them."""
         mesh, placements = tensor.device_mesh, tensor.placements
         key = id(mesh), placements
-        found = self.layouts.get(key)
-        if found is None:
-            groups: dict[str, int] = {}
+        if key not in self._cuts:
+            names = []
             for dimension, placement in enumerate(placements):
                 # Strided shards, which FSDP2 over tensor parallelism makes, do not answer to `is_shard`.
                 if placement.is_replicate() or placement.is_partial() or mesh.size(dimension) == 1:
                     continue
                 group = mesh.get_group(dimension)
-                groups[group.group_name] = group.size()
+                names.append(group.group_name)
                 self.groups.setdefault(group.group_name, (group, mesh))
-            found = self.layouts[key] = _Layout(groups)
-        return found
+            self._cuts[key] = tuple(names)
+            self.layouts.setdefault(tuple(names), {})
+        return self._cuts[key]
 
     def meeting_device(self) -> torch.device:
-        """Return where the sums are combined: where the first group meets, else where the gradients are."""
-        for _, mesh in self.groups.values():
-            return _device_of(mesh)
-        return self.device or torch.device("cpu")
+        """Return where the sums are combined: where the first group exchanges them, else where the gradients are."""
+        meshes = [mesh for _, mesh in self.groups.values()]
+        return _device_of(meshes[0]) if meshes else self.device or torch.device("cpu")
+
+    def __iter__(self) -> Iterator[list[torch.Tensor]]:
+        """Iterate over the lists of local gradients of one device and dtype."""
+        for parts in self.layouts.values():
+            yield from parts.values()
 
 
 def _device_of(mesh: "DeviceMesh") -> torch.device:
@@ -124,60 +110,38 @@ def _local(gradient: Any) -> torch.Tensor:
     return local.wait() if hasattr(local, "wait") else local  # a collective may still be under way
 
 
-def _power_sum(layout: _Layout, norm_type: float, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """Return the sum of |x|^p (the maximum of |x| for infinity) of a layout's local elements, one element on `device`."""
-    found = []
-    for (_, kind), tensors in layout.parts.items():
-        wide = kind if kind in (torch.float32, torch.float64) else torch.float32
-        norms = torch.stack(torch._foreach_norm(tensors, norm_type, dtype=wide)).to(device=device, dtype=dtype)
+def _power_sum(parts: Iterable[list[torch.Tensor]], norm_type: float, like: torch.Tensor) -> torch.Tensor:
+    """Return the sum of |x|^p (the maximum of |x| for infinity) of local elements, as one element like another."""
+    found = [like.new_zeros(())]
+    for tensors in parts:
+        wide = tensors[0].dtype if tensors[0].dtype == torch.float64 else torch.float32
+        norms = torch.stack(torch._foreach_norm(tensors, norm_type, dtype=wide)).to(like)
         found.append(norms.max() if norm_type == math.inf else norms.pow(norm_type).sum())
-    if not found:
-        return torch.zeros((), device=device, dtype=dtype)
     stacked = torch.stack(found)
     return stacked.max() if norm_type == math.inf else stacked.sum()
 
 
-def _largest(values: list[torch.Tensor], gradients: _Gradients) -> torch.Tensor:
-    """Return the largest value on any rank; nan if one is nan anywhere."""
-    import torch.distributed as dist
-
-    value = torch.stack(values).max()
-    if not gradients.groups:
-        return value
-    # The maximum of collectives may drop a nan, so it travels as a mark of its own.
-    pair = torch.stack([value.nan_to_num(nan=0.0, posinf=math.inf), value.isnan().to(value.dtype)])
-    for group, mesh in gradients.groups.values():
-        pair = pair.to(_device_of(mesh))
-        dist.all_reduce(pair, op=dist.ReduceOp.MAX, group=group)
-    return torch.where(pair[1] > 0, torch.full_like(pair[0], math.nan), pair[0])
-
-
-def _summed(values: list[torch.Tensor], layouts: list[_Layout], gradients: _Gradients) -> torch.Tensor:
-    """Return the sum of the values over all ranks that share a layout, copies counted once."""
-    import torch.distributed as dist
-
-    sizes = {name: group.size() for name, (group, _) in gradients.groups.items()}
-    shares = []
-    for value, layout in zip(values, layouts, strict=True):
-        copies = math.prod(size for name, size in sizes.items() if name not in layout.groups)
-        shares.append(value / copies if copies > 1 else value)
-    total = torch.stack(shares).sum()
-    for group, mesh in gradients.groups.values():
-        total = total.to(_device_of(mesh))
-        dist.all_reduce(total, group=group)
-    return total
-
-
 def _total_norm(gradients: _Gradients, norm_type: float) -> torch.Tensor:
+    """Return the norm over all ranks, copies counted once; nan if an element is nan anywhere."""
+    import torch.distributed as dist
+
     device = gradients.meeting_device()
     double = device.type in _DOUBLE
-    dtype = torch.float64 if double else torch.float32
-    layouts = list(gradients.layouts.values())
-    values = [_power_sum(layout, norm_type, device, dtype) for layout in layouts]
-    if norm_type == math.inf:
-        total = _largest(values, gradients)
+    like = torch.zeros((), device=device, dtype=torch.float64 if double else torch.float32)
+    largest = norm_type == math.inf
+    if largest:
+        total = _power_sum(gradients, norm_type, like)
+        # The maximum of collectives may drop a nan, so it is sent as a mark of its own.
+        total = torch.stack([total.nan_to_num(nan=0.0, posinf=math.inf), total.isnan().to(total.dtype)])
     else:
-        total = _summed(values, layouts, gradients).pow(1.0 / norm_type)
+        total = like
+        for names, parts in gradients.layouts.items():
+            copies = math.prod(group.size() for name, (group, _) in gradients.groups.items() if name not in names)
+            total = total + _power_sum(parts.values(), norm_type, like) / copies
+    for group, mesh in gradients.groups.values():
+        total = total.to(_device_of(mesh))
+        dist.all_reduce(total, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
+    total = torch.where(total[1] > 0, math.nan, total[0]) if largest else total.pow(1.0 / norm_type)
     return total.to(device=gradients.device, dtype=torch.float64 if gradients.double and double else torch.float32)
 
 
@@ -235,9 +199,8 @@ def clip_grad_norm(
     if max_norm < math.inf:
         # The coefficient stays on the device: asking whether it is below one would wait for it.
         factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-        for layout in gradients.layouts.values():
-            for (device, _), tensors in layout.parts.items():
-                torch._foreach_mul_(tensors, factor.to(device))
+        for tensors in gradients:
+            torch._foreach_mul_(tensors, factor.to(tensors[0].device))
     return total
 
 
@@ -270,7 +233,6 @@ def clip_grad_value(parameters: torch.Tensor | Iterable[torch.Tensor], clip_valu
     if not clip_value >= 0:
         raise ValueError(f"clip_value is {clip_value}; it must be 0 or more.")
     gradients = _Gradients([parameters] if isinstance(parameters, torch.Tensor) else parameters)
-    for layout in gradients.layouts.values():
-        for tensors in layout.parts.values():
-            torch._foreach_clamp_min_(tensors, -clip_value)
-            torch._foreach_clamp_max_(tensors, clip_value)
+    for tensors in gradients:
+        torch._foreach_clamp_min_(tensors, -clip_value)
+        torch._foreach_clamp_max_(tensors, clip_value)

@@ -1,12 +1,20 @@
-"""Taking a model, and the names of its parameters, out of what training put around it: parallel wrappers, compilation, a replaced
-forward.
+"""Models and what is around them: compiled wholly or by regions, wrapped for parallel training; their names and tensors.
+
+A model of many equal blocks compiles much faster when one block is compiled and its code reused for the others: that is
+regional compilation, see https://docs.pytorch.org/tutorials/recipes/regional_compilation.html.
 """
 
+import logging
 import sys
-from collections.abc import Callable, Iterable
+import types
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
+
+logger = logging.getLogger(__name__)
 
 # Attribute of a module in which mixed precision keeps what a pickle needs of its forward.
 AUTOCAST = "_accelerate_autocast"
@@ -19,7 +27,7 @@ ORIGINAL = "_orig_mod"
 INNER_ATTRIBUTES = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 # Module path and class of each wrapper that keeps the model under `.module`. They are looked up only among what is
-# imported: a class that nobody imported wraps nothing, and importing it (DeepSpeed, say) would take seconds.
+# imported: a class that was not imported wraps nothing, and importing it (DeepSpeed, say) would take seconds.
 PARALLEL_WRAPPERS = (
     ("torch.nn.parallel.distributed", "DistributedDataParallel"),
     ("torch.nn.parallel.data_parallel", "DataParallel"),
@@ -140,7 +148,154 @@ def restore_forward(module: nn.Module) -> None:
         own["forward"] = original
 
 
-# Names of parameters
+# Compilation by regions ------------------------------------------------------------------------------------------------
+
+
+def has_compiled_regions(module: nn.Module) -> bool:
+    """Say whether a module, or anything inside it, is a ``torch.compile`` wrapper.
+
+    Args:
+        module: Any module.
+    """
+    if "torch._dynamo.eval_frame" not in sys.modules:
+        return False
+    return any(is_compiled_module(part) for part in module.modules())
+
+
+def is_repeated_blocks(module: nn.Module) -> bool:
+    """Say whether a module is a list of blocks of one class, such as the layers of a transformer.
+
+    Args:
+        module: Any module.
+    """
+    return (
+        isinstance(module, nn.ModuleList)
+        and len(module) > 0
+        and len({type(block) for block in module.children()}) == 1
+    )
+
+
+def has_repeated_blocks(module: nn.Module) -> bool:
+    """Say whether a module is, or contains at any depth, a list of blocks of one class.
+
+    Args:
+        module: Any module.
+    """
+    return any(is_repeated_blocks(part) for part in module.modules())
+
+
+def get_module_children_bottom_up(
+    model: nn.Module, return_fqns: bool = False
+) -> list[nn.Module] | list[tuple[str, nn.Module]]:
+    """Return a model's submodules, each one after all of its children, and the model itself last.
+
+    A module that is registered twice is listed twice, under each of its names.
+
+    Args:
+        model: The root module.
+        return_fqns: Return pairs of dotted name and module; the root's name is ``""``.
+
+    Example:
+        >>> net = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Sequential(torch.nn.Tanh()))
+        >>> [name for name, _ in get_module_children_bottom_up(net, return_fqns=True)]
+        ['0', '1.0', '1', '']
+    """
+    pairs = []
+    for name, child in model._modules.items():
+        if child is not None:
+            inner = get_module_children_bottom_up(child, return_fqns=True)
+            pairs += [(f"{name}.{path}" if path else name, part) for path, part in inner]
+    pairs.append(("", model))
+    return pairs if return_fqns else [module for _, module in pairs]
+
+
+def _is_region(module: nn.Module) -> bool:
+    """Say whether a module is compiled as one piece: it can be called and no repeated blocks are inside.
+
+    A container such as ModuleList or ParameterList only holds others.
+    """
+    called = type(module).forward is not nn.Module.forward or "forward" in module.__dict__
+    return called and not has_repeated_blocks(module)
+
+
+def _twin(module: nn.Module) -> nn.Module:
+    """Return a module of the same class that shares parameters, buffers and hooks, with its own dict of children."""
+    twin = object.__new__(type(module))
+    twin.__dict__.update(module.__dict__, _modules=dict(module._modules))
+    forward = module.__dict__.get("forward")
+    if isinstance(forward, types.MethodType) and forward.__self__ is module:
+        twin.__dict__["forward"] = types.MethodType(forward.__func__, twin)
+    return twin
+
+
+def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
+    """Return a module whose regions are compiled, its parameters shared with the one given, which stays as it is.
+
+    Each block of a list of equal blocks is a region, so that its code is compiled once; elsewhere the largest modules
+    without such a list inside are regions. The modules above the regions stay uncompiled.
+
+    Args:
+        module: The module to compile.
+        **compile_kwargs: Passed to ``torch.compile``.
+
+    Example:
+        >>> net = torch.nn.ModuleDict({"blocks": torch.nn.ModuleList([torch.nn.ReLU(), torch.nn.ReLU()])})
+        >>> compiled = compile_regions(net, backend="eager")
+        >>> is_compiled_module(compiled), is_compiled_module(compiled["blocks"][0]), is_compiled_module(net["blocks"][0])
+        (False, True, False)
+    """
+    made: dict[int, nn.Module] = {}  # a module registered twice must stay one module
+
+    def compiled(part: nn.Module, whole: bool) -> nn.Module:
+        if id(part) not in made:
+            if is_compiled_module(part):
+                made[id(part)] = part
+            elif whole or _is_region(part):
+                made[id(part)] = torch.compile(part, **compile_kwargs)
+            elif not part._modules:
+                made[id(part)] = part
+            else:
+                twin = made[id(part)] = _twin(part)
+                twin.__dict__[ORIGINAL] = part
+                blocks = is_repeated_blocks(part)
+                for name, child in part._modules.items():
+                    if child is not None:
+                        twin._modules[name] = compiled(child, whole=blocks)
+        return made[id(part)]
+
+    return compiled(module, whole=False)
+
+
+def compile_regions_deepspeed(module: nn.Module, **compile_kwargs: Any) -> None:
+    """Compile a module's regions in place, as DeepSpeed needs it: its engine holds the modules themselves.
+
+    Args:
+        module: The module to compile; see ``compile_regions`` for what a region is.
+        **compile_kwargs: Passed to ``Module.compile``.
+    """
+    if _is_region(module):
+        module.compile(**compile_kwargs)
+        return
+    blocks = is_repeated_blocks(module)
+    for child in module.children():
+        if blocks:
+            child.compile(**compile_kwargs)
+        else:
+            compile_regions_deepspeed(child, **compile_kwargs)
+
+
+def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
+    """Compile a module's regions in place and return it, as fully_shard needs it: its hooks are on the modules.
+
+    Args:
+        module: The module to compile; see ``compile_regions`` for what a region is.
+        **compile_kwargs: Passed to ``Module.compile``.
+    """
+    compile_regions_deepspeed(module, **compile_kwargs)
+    return module
+
+
+# Names of parameters ---------------------------------------------------------------------------------------------------
 
 
 def canonical_name(name: str) -> str:
@@ -156,25 +311,6 @@ def canonical_name(name: str) -> str:
         'layers.0.weight'
     """
     return ".".join([part for part in name.split(".") if part not in INNER_ATTRIBUTES])
-
-
-def canonical_parameters(*modules: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of several modules under their canonical names.
-
-    Args:
-        *modules: Their names must not collide.
-
-    Raises:
-        ValueError: Two modules have a parameter of the same name.
-    """
-    found: dict[str, nn.Parameter] = {}
-    for module in modules:
-        for name, parameter in module.named_parameters():
-            plain = canonical_name(name)
-            if plain in found and found[plain] is not parameter:
-                raise ValueError(f"Two parameters are called {plain!r}; pass one module at a time.")
-            found[plain] = parameter
-    return found
 
 
 def match_names(wanted: Iterable[str], found: Iterable[str]) -> dict[str, str]:
@@ -194,22 +330,135 @@ def match_names(wanted: Iterable[str], found: Iterable[str]) -> dict[str, str]:
         >>> match_names(["weight", "bias"], ["module._orig_mod.weight", "other"])
         {'module._orig_mod.weight': 'weight'}
     """
-    wanted, found = list(wanted), list(found)
-    known = set(wanted)
+    known, found = set(wanted), list(found)
     pairs = {name: name for name in found if name in known}
-    open_wanted: dict[str, list[str]] = {}
-    for name in known.difference(pairs):
-        open_wanted.setdefault(_bare(name), []).append(name)
-    open_found: dict[str, list[str]] = {}
-    for name in found:
-        if name not in pairs:
-            open_found.setdefault(_bare(name), []).append(name)
-    for bare, names in open_found.items():
-        partners = open_wanted.get(bare, [])
-        if len(names) == len(partners) == 1:
-            pairs[names[0]] = partners[0]
+    partners = _by_bare_name(known.difference(pairs))
+    for bare, names in _by_bare_name(name for name in found if name not in pairs).items():
+        if len(names) == len(partners.get(bare, ())) == 1:
+            pairs[names[0]] = partners[bare][0]
     return pairs
 
 
-def _bare(name: str) -> str:
-    return canonical_name(name).removeprefix("module.")
+def _by_bare_name(names: Iterable[str]) -> dict[str, list[str]]:
+    groups: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        groups[canonical_name(name).removeprefix("module.")].append(name)
+    return groups
+
+
+# Tensors ---------------------------------------------------------------------------------------------------------------
+
+
+def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
+    """Return what identifies the memory of a tensor: device, address and size in bytes of its storage.
+
+    Two tensors with equal results share memory. Tensors without memory (meta) or without an address (some wrappers,
+    such as DTensor) are told apart by identity.
+
+    Args:
+        tensor: Any tensor.
+
+    Example:
+        >>> base = torch.zeros(4)
+        >>> id_tensor_storage(base) == id_tensor_storage(base[2:])
+        True
+    """
+    try:
+        storage = tensor.untyped_storage()
+        address, size = storage.data_ptr(), storage.nbytes()
+    except (NotImplementedError, RuntimeError):
+        address, size = 0, 0
+    if address == 0:
+        return tensor.device, id(tensor), tensor.numel() * tensor.element_size()
+    return tensor.device, address, size
+
+
+def shared_tensor_names(state_dict: Mapping[str, Any]) -> list[list[str]]:
+    """Return the groups of two or more names whose tensors share memory, in the order of the dict.
+
+    Args:
+        state_dict: Names and values; values that are no tensors are left out.
+    """
+    groups: dict[Any, list[str]] = defaultdict(list)
+    for name, value in state_dict.items():
+        if isinstance(value, torch.Tensor):
+            groups[id_tensor_storage(value)].append(name)
+    return [names for names in groups.values() if len(names) > 1]
+
+
+def _view(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+
+
+def same_tensors(state: Mapping[str, Any]) -> dict[str, str]:
+    """Return names whose tensor is that of an earlier name, and that name. Tensors that only overlap are different data.
+
+    Args:
+        state: Names and values.
+    """
+    found = {}
+    for names in shared_tensor_names(state):
+        first: dict[Any, str] = {}
+        for name in names:
+            kept = first.setdefault(_view(state[name]), name)
+            if kept != name:
+                found[name] = kept
+    return found
+
+
+def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state dict that safetensors can write: each tensor once, contiguous, and sharing memory with no other.
+
+    Of several names for one and the same tensor (tied weights) the first in the dict stays; loading a model ties the
+    others again. Tensors that only overlap in memory are different data, so each of them is kept, as a copy.
+
+    Args:
+        state_dict: Names and tensors. It stays as it is.
+
+    Raises:
+        ValueError: A value is not a tensor; the message names it.
+
+    Source:
+        https://huggingface.co/docs/safetensors/torch_shared_tensors
+    """
+    for name, value in state_dict.items():
+        if not isinstance(value, torch.Tensor):
+            raise ValueError(
+                f"safetensors holds tensors only, but the entry {name!r} of the state dict is a {type(value).__name__}. "
+                "Save with safe_serialization=False to keep it."
+            )
+    tied = same_tensors(state_dict)
+    if tied:
+        logger.debug("Tied tensors are saved under their first name only; left out: %s.", ", ".join(tied))
+    cleaned = {name: value for name, value in state_dict.items() if name not in tied}
+    for names in shared_tensor_names(cleaned):
+        for name in names[1:]:
+            cleaned[name] = cleaned[name].clone()
+    return {name: value.contiguous() for name, value in cleaned.items()}
+
+
+def model_has_dtensor(model: nn.Module) -> bool:
+    """Say whether any parameter of a model is a DTensor, that is, spread over a device mesh.
+
+    Args:
+        model: Any module.
+
+    Source:
+        https://docs.pytorch.org/docs/stable/distributed.tensor.html
+    """
+    # While the module is not imported there is no such tensor, and importing it is slow.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and any(isinstance(parameter, module.DTensor) for parameter in model.parameters())
+
+
+def get_model_tp_size(model: nn.Module) -> int | None:
+    """Return over how many devices a model's tensors were split when it was loaded, or None when they were not.
+
+    Args:
+        model: A model; transformers sets ``tp_size`` on those loaded with ``tp_plan``, or in the ``distributed_config``
+            of their configuration, which may be a dict.
+    """
+    if hasattr(model, "tp_size"):
+        return model.tp_size
+    split = getattr(getattr(model, "config", None), "distributed_config", None)
+    return split.get("tp_size") if isinstance(split, Mapping) else getattr(split, "tp_size", None)

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from accelerate.modules.tensors import model_has_dtensor
+from accelerate.modules.unwrap import model_has_dtensor
 from accelerate.offload.alignment import check_devices
 from accelerate.offload.bnb_parameters import scales_name
 from accelerate.offload.disk import OffloadedWeightsLoader

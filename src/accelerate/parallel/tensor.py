@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accelerate.modules.compile import is_compiled_module
 from accelerate.modules.repoint import named, repoint
+from accelerate.modules.unwrap import is_compiled_module
 from accelerate.parallel.mesh import submesh
 from accelerate.precision.base import warn_user
 

@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accelerate import comm
 from accelerate.backends.registry import resolve
-from accelerate.data import agree
-from accelerate.modules.compile import is_compiled_module
+from accelerate.data.iterable import uneven_ends
+from accelerate.modules.unwrap import is_compiled_module
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.precision import master
 from accelerate.runtime import traits
@@ -369,7 +369,7 @@ def join_uneven(accelerator: "Accelerator", joinables: Sequence[Any], even_batch
     window = accelerator._window
     window.joining = True
     try:
-        with agree.paused(), resolve(accelerator.state).join(joinables):
+        with uneven_ends(), resolve(accelerator.state).join(joinables):
             yield
     finally:
         window.joining = False

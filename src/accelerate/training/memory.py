@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from accelerate.diagnostics.table import table
-from accelerate.modules.tensors import id_tensor_storage
+from accelerate.modules.unwrap import id_tensor_storage
 from accelerate.precision.master import local_part, size
 
 if TYPE_CHECKING:

@@ -27,7 +27,8 @@ from accelerate.checkpoint.manifest import CHECKPOINTS_FOLDER, numbered_folder
 from accelerate.checkpoint.storage import storage_of
 from accelerate.comm.base import Communicator
 from accelerate.config.exit_status import PREEMPTED
-from accelerate.data import agree, shield
+from accelerate.data import workers
+from accelerate.data.iterable import ends_are_uneven
 from accelerate.training import tracking
 
 if TYPE_CHECKING:
@@ -230,7 +231,7 @@ class Watch:
 
     def stepped(self) -> None:
         """Take note that a prepared optimizer ends an accumulation window. All ranks."""
-        if self.closed or agree.is_paused():
+        if self.closed or ends_are_uneven():
             return
         self._stepped = True
         self._loops = [weakref.ref(progress) for progress in self._running()]
@@ -283,13 +284,13 @@ class Watch:
                 yield batch
                 self.before_batch(loader, loader._progress.at_end)
 
-    def shielded(self, loader: DataLoader) -> AbstractContextManager[None]:
+    def masked_start(self, loader: DataLoader) -> AbstractContextManager[None]:
         """Return a context in which a torch loader starts workers that the signals do not reach.
 
         Args:
             loader: The loader.
         """
-        return shield.around_start(loader, self.numbers)
+        return workers.masked_start(loader, self.numbers)
 
     def _running(self) -> list[Any]:
         """The progress of each prepared loader that is being iterated; their views share it."""

@@ -13,12 +13,16 @@ from torch.utils.data import DataLoader
 from accelerate.backends.base import Backend
 from accelerate.backends.registry import resolve
 from accelerate.config.enums import FP8BackendType
-from accelerate.data import xla
+from accelerate.data.build import unwrapped
 from accelerate.data.loader import PreparedLoader
-from accelerate.modules.compile import compile_regions, compile_regions_fsdp2, is_compiled_module
 from accelerate.modules.repoint import follow_any, followed
-from accelerate.modules.tensors import model_has_dtensor
-from accelerate.modules.unwrap import is_parallel_wrapper
+from accelerate.modules.unwrap import (
+    compile_regions,
+    compile_regions_fsdp2,
+    is_compiled_module,
+    is_parallel_wrapper,
+    model_has_dtensor,
+)
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.parallel import mesh as meshes
 from accelerate.precision import amp, master
@@ -501,7 +505,7 @@ def prepare_data_loader(
             torch_device_mesh=mesh,
             **divided,
         )
-    if not getattr(config, "continue_after_load", True) and isinstance(inner := _inner(wrapped), PreparedLoader):
+    if not getattr(config, "continue_after_load", True) and isinstance(inner := unwrapped(wrapped), PreparedLoader):
         inner.continue_after_load = False
     return register(accelerator, "loader", wrapped, data_loader)
 
@@ -512,10 +516,6 @@ def _data_layout(accelerator: "Accelerator") -> tuple[int, int, Any]:
     if type(backend).data_shard is Backend.data_shard:
         return accelerator.num_processes, accelerator.process_index, accelerator.torch_device_mesh
     return *backend.data_shard(accelerator), None
-
-
-def _inner(loader: Any) -> Any:
-    return xla.unwrapped(loader) if xla.is_wrapped(loader) else loader
 
 
 def _check_schedules(accelerator: "Accelerator", objects: Sequence[Any]) -> None:

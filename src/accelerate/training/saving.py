@@ -17,7 +17,7 @@ from accelerate.checkpoint import load, optimizers, weights
 from accelerate.checkpoint.manifest import CHECKPOINTS_FOLDER, PARAMETER_NAMES, numbered_folder
 from accelerate.checkpoint.save import Group, Save, SavePlan
 from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, prune, storage_of
-from accelerate.modules.tensors import clean_state_dict_for_safetensors
+from accelerate.modules.unwrap import clean_state_dict_for_safetensors
 from accelerate.optimizer import settle_scaler
 from accelerate.training.prepared import warn_caller
 from accelerate.utils import other

@@ -16,8 +16,7 @@ from accelerate.checkpoint import state as states
 from accelerate.checkpoint.convert import merge_fsdp_weights
 from accelerate.config.fsdp import get_module_class_from_name
 from accelerate.logging import get_logger
-from accelerate.modules.compile import is_compiled_module
-from accelerate.modules.unwrap import canonical_name, extract_model_from_parallel
+from accelerate.modules.unwrap import canonical_name, extract_model_from_parallel, is_compiled_module
 from accelerate.parallel import shard
 from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from accelerate.utils.modeling import is_peft_model

@@ -10,7 +10,7 @@ import torch
 from accelerate.config.enums import DistributedType
 from accelerate.config.handlers import AutocastKwargs
 from accelerate.devices.probe import detect
-from accelerate.modules.tensors import id_tensor_storage
+from accelerate.modules.unwrap import id_tensor_storage
 from accelerate.offload.device_map import check_device_map, clean_device_map, fallback_allocate, infer_auto_device_map
 from accelerate.offload.loading import load_checkpoint_in_model, load_offloaded_weights, load_state_dict
 from accelerate.offload.memory import get_balanced_memory, get_max_memory

@@ -14,18 +14,20 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
-from accelerate.modules.compile import (
+from accelerate.modules.unwrap import (
+    clean_state_dict_for_safetensors,
     compile_regions,
     compile_regions_deepspeed,
     compile_regions_fsdp2,
+    extract_model_from_parallel,
+    get_model_tp_size,
     get_module_children_bottom_up,
     has_compiled_regions,
     has_repeated_blocks,
     is_compiled_module,
     is_repeated_blocks,
+    model_has_dtensor,
 )
-from accelerate.modules.tensors import clean_state_dict_for_safetensors, get_model_tp_size, model_has_dtensor
-from accelerate.modules.unwrap import extract_model_from_parallel
 from accelerate.process import PartialState
 from accelerate.runtime.durable import written_whole
 from accelerate.utils.constants import FSDP_PYTORCH_VERSION

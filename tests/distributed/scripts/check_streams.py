@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 from accelerate import DataLoaderConfiguration
-from accelerate.data import agree, plan
+from accelerate.data import iterable, plan
 from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.state import PartialState
 from accelerate.utils.imports import is_torchdata_stateful_dataloader_available
@@ -114,21 +114,21 @@ def enough_pieces_are_divided():
     for pieces in (world(), 2 * world()):
         with logged("accelerate.data.build") as lines:
             _, loader, found = prepare(stored(pieces), SHARDED)
-        assert found.reading == plan.BY_PIECES and found.own.pieces == plan.pieces_of(pieces, world())[rank()]
-        assert found.own.read == 1 / world()
+        assert found.reading == plan.BY_PIECES
         assert len(lines) == (rank() == 0) and all("by pieces" in line for line in lines)
         for _ in range(2):
             parts = everywhere(sum(rows(loader), []))
             want = sorted(100 * number + row for number in range(pieces) for row in range(4))
             assert sorted(sum(parts, [])) == want, parts
-        assert {value // 100 for value in parts[rank()]} == set(found.own.pieces), "a rank reads its own pieces only"
+        pieces_read = [{value // 100 for value in part} for part in parts]
+        assert sum(map(len, pieces_read)) == pieces, "a rank reads its own pieces only"
 
 
 def uneven_pieces_end_together():
     pieces = world() + 1
     _, loader, found = prepare(stored(pieces), SHARDED)
-    assert found.uneven and len(found.shards[0].pieces) == 2 and len(found.own.pieces) == (2 if rank() == 0 else 1)
-    with logged("accelerate.data.agree") as lines:
+    assert found.uneven
+    with logged("accelerate.data.iterable") as lines:
         for _ in range(2):
             parts = everywhere(rows(loader))
             assert [len(part) for part in parts] == [2] * world(), parts
@@ -140,7 +140,7 @@ def too_few_pieces_are_read_by_all():
     with logged("accelerate.data.build") as lines:
         _, loader, found = prepare(stored(1, each=4 * world()), SHARDED)
     assert found.reading == plan.EVERYTHING and not found.uneven
-    assert all("too few to give each shard pieces of its own" in line for line in lines)
+    assert all("reads everything, keeps its part" in line for line in lines)
     parts = everywhere(sum(rows(loader), []))
     assert sorted(sum(parts, [])) == list(range(4 * world()))
 
@@ -152,15 +152,12 @@ def split_streams_are_left_alone():
         stream = split_dataset_by_node(stored(pieces), rank=rank(), world_size=world())
         _, loader, found = prepare(stream, None)
         assert found.reading == plan.SPLIT_ALREADY and loader.dataset is stream
-        assert found.own.read == (1 / world() if pieces == world() else 1.0)
         parts = everywhere(sum(rows(loader), []))
         seen = sum(parts, [])
         assert len(seen) == len(set(seen)), "nothing is seen twice"
         assert len(seen) >= 4 * world()
     with raised(ValueError, f"divided among {world() + 1} nodes", "shard_iterable_dataset=False"):
         prepare(split_dataset_by_node(stored(2), rank=rank(), world_size=world() + 1), None)
-    with warned(0 if rank() == 0 else 1, "part of rank 0"):
-        prepare(split_dataset_by_node(stored(2), rank=0, world_size=world()), None)
 
 
 def unseeded_shuffling_is_told():
@@ -176,12 +173,11 @@ def unseeded_shuffling_is_told():
 def workers_see_each_sample_once():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        _, loader, found = prepare(Divided(8 * world()), SHARDED, num_workers=2)
-        assert "get_worker_info" in found.summary
+        _, loader, _ = prepare(Divided(8 * world()), SHARDED, num_workers=2)
         parts = everywhere(sum(rows(loader), []))
         assert sorted(sum(parts, [])) == list(range(8 * world())), parts
         _, loader, found = prepare(stored(2 * world()), SHARDED, num_workers=2)
-        assert found.reading == plan.BY_PIECES and "get_worker_info" not in found.summary
+        assert found.reading == plan.BY_PIECES
         seen = sum(everywhere(sum(rows(loader), [])), [])
         assert len(seen) == len(set(seen)) == 8 * world()
 
@@ -252,9 +248,9 @@ def positions_do_not_count_what_was_read_ahead():
         assert rows(again) == seen[2:], (stateful, seen)
 
 
-def a_paused_agreement_lets_each_end():
+def without_a_vote_each_ends():
     _, loader, _ = prepare(Own([2 + 2 * number for number in range(world())]), DIVIDED)
-    with agree.paused():
+    with iterable.uneven_ends():
         assert len(list(loader)) == rank() + 1
     assert len(rows(loader)) == 1
 
@@ -288,18 +284,18 @@ def datapipes_are_divided_by_torch_or_by_us():
 
 
 def measure(steps=2000):
-    """Time that agreeing adds to a step, in microseconds."""
+    """Time that the vote adds to a step, in microseconds."""
     times = []
     for pause in (True, False):
         batches = iter(range(steps))
         start = time.perf_counter()
         if pause:
-            with agree.paused():
-                list(agree.in_step(batches))
+            with iterable.uneven_ends():
+                list(iterable.in_step(batches))
         else:
-            list(agree.in_step(batches))
+            list(iterable.in_step(batches))
         times.append((time.perf_counter() - start) / steps * 1e6)
-    PartialState().print(f"a step without agreement {times[0]:.1f} us, with {times[1]:.1f} us")
+    PartialState().print(f"a step without a vote {times[0]:.1f} us, with {times[1]:.1f} us")
 
 
 def lost_process():
@@ -325,7 +321,7 @@ if __name__ == "__main__":
         two_loaders_may_alternate,
         an_error_of_one_rank_reaches_all,
         positions_do_not_count_what_was_read_ahead,
-        a_paused_agreement_lets_each_end,
+        without_a_vote_each_ends,
         join_uneven_inputs_is_left_to_itself,
         datapipes_are_divided_by_torch_or_by_us,
     ]

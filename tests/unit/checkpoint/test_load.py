@@ -14,8 +14,8 @@ from accelerate import checkpointing
 from accelerate.checkpoint import load
 from accelerate.checkpoint.load import Contents
 from accelerate.checkpoint.manifest import model_file
+from accelerate.data.build import skip_first_batches
 from accelerate.data.loader import DataLoaderShard
-from accelerate.data.skip import skip_first_batches
 from accelerate.process import PartialState
 
 

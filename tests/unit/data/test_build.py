@@ -12,15 +12,13 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 from accelerate.config.enums import DistributedType
-from accelerate.data import plan, planner
-from accelerate.data.build import prepare_data_loader
+from accelerate.data import plan
+from accelerate.data.build import plan_of, prepare_data_loader, skip_first_batches
 from accelerate.data.dispatcher import DataLoaderDispatcher
 from accelerate.data.iterable import IterableDatasetShard, is_datapipe
 from accelerate.data.loader import DataLoaderShard
-from accelerate.data.samplers import SeedableRandomSampler
-from accelerate.data.seeding import SeededDataset
-from accelerate.data.shards import BatchSamplerShard, SamplerShard
-from accelerate.data.skip import skip_first_batches
+from accelerate.data.samplers import BatchSamplerShard, SamplerShard, SeedableRandomSampler
+from accelerate.data.workers import SeededDataset
 from accelerate.process import PartialState
 from accelerate.utils.imports import is_torchdata_stateful_dataloader_available
 
@@ -108,12 +106,12 @@ class Pieces(Stream):
 def test_streams_that_can_divide_themselves_do(caplog):
     with caplog.at_level(logging.INFO):
         prepared = prepare_data_loader(DataLoader(Pieces(), 2), **TWO)
-    assert values(prepared) == [[2, 3]] and "stream, by pieces" in caplog.text
+    assert values(prepared) == [[2, 3]] and "read: by pieces" in caplog.text
     assert prepared.plan.reading == plan.BY_PIECES and prepared.plan.uneven
     with caplog.at_level(logging.INFO):
         prepared = prepare_data_loader(DataLoader(Pieces(), 2), num_processes=3, process_index=1)
     assert prepared.plan.reading == plan.EVERYTHING and not prepared.plan.uneven
-    assert "reads everything, keeps its part" in caplog.text and "stored in 2 pieces, too few" in caplog.text
+    assert "reads everything, keeps its part" in caplog.text
 
 
 def test_a_stream_divided_by_its_user_is_not_divided_again():
@@ -261,13 +259,9 @@ def test_contradictions_are_refused():
         prepare_data_loader(DataLoader(Numbers(), batch_sampler=[[0]]), split_batches=True, **TWO)
 
 
-def test_settings_without_effect_are_told():
+def test_a_slice_function_without_dispatching_is_warned_about():
     with pytest.warns(UserWarning, match="slice_fn_for_dispatch has no effect"):
         prepare_data_loader(DataLoader(Numbers(), 2), slice_fn_for_dispatch=lambda *args: args)
-    with pytest.warns(UserWarning, match="even_batches=False has no effect"):
-        prepare_data_loader(
-            DataLoader(Numbers(), 2), put_on_device=True, dispatch_batches=True, even_batches=False, **TWO
-        )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         prepare_data_loader(DataLoader(Numbers(), 2), put_on_device=True, rng_types=["torch"], **TWO)
@@ -309,12 +303,12 @@ def test_on_xla_torch_xlas_loader_moves_the_batches(monkeypatch):
     for name in ("torch_xla", "torch_xla.distributed"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    from accelerate.data import xla
+    from accelerate.data import build
 
     synchronised = []
-    monkeypatch.setattr(xla, "synchronize_rng_states", lambda *args: synchronised.append(args))
+    monkeypatch.setattr(build, "synchronize_rng_states", lambda *args: synchronised.append(args))
     monkeypatch.setitem(PartialState().__dict__, "distributed_type", DistributedType.XLA)
-    xla.wrapper_class.cache_clear()
+    build.xla_wrapper.cache_clear()
     try:
         device = torch.device("cpu")
         loader = prepare_data_loader(
@@ -322,9 +316,9 @@ def test_on_xla_torch_xlas_loader_moves_the_batches(monkeypatch):
         )
         assert type(loader).__name__ == "MpDeviceLoaderWrapper" and type(loader.dataloader) is DataLoaderShard
         assert loader.dataloader.device is None and loader.total_batch_size == 4 and len(loader) == 2
-        assert planner.plan_of(loader).samples == 8
+        assert plan_of(loader).samples == 8
         assert values(loader) == [[2, 3], [6, 7]]
         assert synchronised == [(["torch"], None)] and loader.dataloader.rng_types == ["torch"]
         assert values(skip_first_batches(loader, 1)) == [[6, 7]]
     finally:
-        xla.wrapper_class.cache_clear()
+        build.xla_wrapper.cache_clear()

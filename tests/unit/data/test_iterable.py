@@ -1,5 +1,7 @@
-"""Sharding of streams."""
+"""Streams: sharding them, what they say of themselves, and parts that end together."""
 
+import logging
+import re
 from itertools import chain, cycle, islice
 from types import SimpleNamespace
 
@@ -7,21 +9,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.datapipes.iter import IterableWrapper
 
+from accelerate import comm
+from accelerate.comm.base import Communicator
 from accelerate.data import iterable
 from accelerate.data.iterable import (
     IterableDatasetShard,
     PlainStream,
     can_shard_itself,
-    check_split,
     differs_between_ranks,
     is_datapipe,
     is_split_by_node,
-    pieces,
-    share_of_pieces,
-    share_of_split,
 )
 
 
@@ -52,7 +52,7 @@ def test_a_shard_holds_its_part_of_every_round(length, share, drop_last, shards,
         shard = IterableDatasetShard(SizedStream(length), size if split else share, drop_last, shards, index, split)
         want = list(chain.from_iterable(part[share * index : share * (index + 1)] for part in rounds))
         assert list(shard) == want and len(shard) == len(want)
-        assert list(shard.round_log.padded.values()) == ([] if counts is None else [counts])
+        assert list(shard.round_log.values()) == ([] if counts is None else [counts])
 
 
 def test_length_is_that_of_the_stream_or_an_error():
@@ -85,21 +85,16 @@ def split(world, rank=0, **more):
 
 def test_streams_that_are_divided_already_are_recognised():
     assert is_split_by_node(split(2), 2)
-    assert not is_split_by_node(split(4), 2) and not is_split_by_node(Stream(1), 2)
+    assert not is_split_by_node(Stream(1), 2)
     assert not is_split_by_node(split(1), 1), "with one shard there is nothing to divide"
 
 
 def test_a_stream_divided_among_others_is_refused():
-    check_split(split(2, rank=1), 2, 1)
-    check_split(split(1), 4, 3)
-    check_split(split(4), 1, 0)
-    check_split(Stream(1), 4, 3)
+    assert not is_split_by_node(split(1), 4) and not is_split_by_node(split(4), 1)
     with pytest.raises(
         ValueError, match=r"divided among 4 nodes.*2 data shards.*world_size=2.*shard_iterable_dataset"
     ):
-        check_split(split(4), 2, 1)
-    with pytest.warns(UserWarning, match=r"part of rank 0 .*reads shard 1"):
-        check_split(split(2, rank=0), 2, 1)
+        is_split_by_node(split(4), 2)
 
 
 def test_pipelines_that_keep_the_shards_of_their_process_are_recognised():
@@ -117,7 +112,8 @@ def test_datapipes_are_divided_by_torch_if_they_filter(monkeypatch):
     filtered = numbers.sharding_filter().map(str)
     assert is_datapipe(filtered) and not is_datapipe(Stream(1))
     assert not is_split_by_node(filtered, 2), "torch sees one process only, so it divides nothing"
-    monkeypatch.setattr(iterable, "_torch_world_size", lambda: 2)
+    monkeypatch.setattr(iterable.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(iterable.dist, "get_world_size", lambda: 2)
     assert is_split_by_node(filtered, 2) and not is_split_by_node(numbers, 2) and not is_split_by_node(filtered, 3)
     assert list(PlainStream(numbers)) == [0, 1, 2, 3] and len(PlainStream(numbers)) == 4
 
@@ -127,9 +123,6 @@ def test_streams_in_enough_pieces_divide_themselves():
     assert can_shard_itself(dataset, 3) and not can_shard_itself(dataset, 4)
     assert can_shard_itself(SimpleNamespace(n_shards=3, shard=lambda **_: None), 3), "the older name"
     assert not can_shard_itself(Stream(1), 1)
-    assert pieces(dataset, 2) == [None, None], "how another library divides is not known"
-    assert share_of_pieces(dataset, 0, 3) == 1 / 3 and share_of_pieces(dataset, 0, 2) is None
-    assert share_of_split(dataset, 0, 3) is None
 
 
 def stored(shards, **options):
@@ -144,36 +137,227 @@ def stored(shards, **options):
     return stream.shuffle(buffer_size=4, **options) if options else stream
 
 
-@pytest.mark.parametrize("count", [2, 3, 4, 5, 7])
-@pytest.mark.parametrize("shards", [2, 3, 4])
-def test_pieces_are_those_that_datasets_gives(count, shards):
-    stream = stored(count)
-    if not can_shard_itself(stream, shards):
-        assert count < shards
-        return
-    parts = [[row["x"] for row in stream.shard(num_shards=shards, index=index)] for index in range(shards)]
-    assert [sorted({value // 10 for value in part}) for part in parts] == list(map(list, pieces(stream, shards)))
-    assert sorted(sum(parts, [])) == sorted(row["x"] for row in stream), "nothing lost, nothing doubled"
-    assert sum(share_of_pieces(stream, index, shards) for index in range(shards)) == pytest.approx(1)
+def test_shuffling_without_a_seed_is_noticed(monkeypatch):
+    seeded, unseeded = stored(2, seed=3), stored(2, seed=None)
+    gathered = []
+
+    def differs(stream, *others):
+        communicator = SimpleNamespace(gather_object=lambda own: gathered.append(own) or [own, *others])
+        monkeypatch.setattr(comm, "current", lambda: communicator)
+        return differs_between_ranks(stream)
+
+    assert not differs(seeded) and differs(seeded, ["another"])
+    assert not differs(stored(2), ["never asked"]) and not differs(Stream(2), ["never asked"])
+    differs(unseeded), differs(stored(2, seed=None))
+    assert gathered[-2] != gathered[-1]
 
 
-def test_the_share_that_a_split_stream_reads():
-    split_by_node = pytest.importorskip("datasets.distributed").split_dataset_by_node
-    by_pieces = split_by_node(stored(4), rank=1, world_size=2)
-    by_samples = split_by_node(stored(3), rank=1, world_size=2)
-    assert is_split_by_node(by_pieces, 2) and is_split_by_node(by_samples, 2)
-    assert [share_of_split(one, 1, 2) for one in (by_pieces, by_samples)] == [0.5, 1.0]
+class StreamWithState(Stream):
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
 
 
-def test_shuffling_without_a_seed_is_noticed():
-    def gathered(*states):
-        return lambda own: [own, *states] if states else [own, own]
+def test_a_stream_with_a_state_is_restored_where_it_is_read_here():
+    assert iterable.restores(DataLoader(StreamWithState(6)))
+    assert not iterable.restores(DataLoader(StreamWithState(6), num_workers=1))
+    assert not iterable.restores(DataLoader(Stream(6)))
 
-    assert not differs_between_ranks(stored(2, seed=3), gathered())
-    assert differs_between_ranks(stored(2, seed=3), gathered(["another"]))
-    assert not differs_between_ranks(stored(2), gathered(["never asked"]))
-    assert not differs_between_ranks(Stream(2), gathered(["never asked"]))
-    unseeded, states = stored(2, seed=None), []
-    differs_between_ranks(unseeded, lambda own: states.append(own) or [own])
-    differs_between_ranks(stored(2, seed=None), lambda own: states.append(own) or [own])
-    assert states[0] != states[1]
+
+class BufferShuffledExamples:
+    """Named as the stage of the library `datasets` is."""
+
+
+@pytest.mark.parametrize(
+    "chain",
+    [
+        BufferShuffledExamples(),
+        SimpleNamespace(ex_iterable=BufferShuffledExamples()),
+        SimpleNamespace(ex_iterables=[SimpleNamespace(), SimpleNamespace(ex_iterable=BufferShuffledExamples())]),
+    ],
+)
+def test_a_state_without_its_shuffling_buffer_is_not_used(chain):
+    stream = StreamWithState(6)
+    assert not iterable.has_buffer(stream)
+    stream._ex_iterable = chain
+    assert iterable.has_buffer(stream) and not iterable.restores(DataLoader(stream))
+
+
+def test_the_buffer_of_a_datasets_stream_is_seen():
+    datasets = pytest.importorskip("datasets")
+    stream = datasets.Dataset.from_dict({"id": list(range(8))}).to_iterable_dataset(num_shards=2)
+    assert not iterable.has_buffer(stream)
+    shuffled = stream.shuffle(seed=1, buffer_size=3)
+    assert iterable.has_buffer(shuffled) and iterable.has_buffer(shuffled.map(lambda row: row))
+
+
+# -- ending together, with the other processes played by the test; tests/distributed/test_streams.py has real ones ------
+
+READY, ENDED, FAILED = 0, 1, 2
+
+
+class Partner(Communicator):
+    """Two processes, of which the other one does what a script says, step by step.
+
+    Args:
+        script: its statuses; a tuple is its whole vote.
+        text: what it tells of its error.
+    """
+
+    rank, world_size = 0, 2
+
+    def __init__(self, *script, text=None):
+        self.script, self.text, self.step, self.votes = list(script), text, 0, []
+
+    def all_reduce(self, tensor, op="sum"):
+        own = tensor[0].tolist()
+        self.votes.append(own)
+        said = self.script[self.step]
+        tensor[1] = torch.tensor(said if isinstance(said, tuple) else (own[0], self.step, said))
+        self.step += 1
+        return tensor
+
+    def gather_object(self, obj):
+        return [obj, self.text]
+
+    def all_gather_into_list(self, tensor):
+        raise AssertionError("not needed")
+
+    broadcast = broadcast_object_list = barrier = all_gather_into_list
+
+
+@pytest.fixture
+def partner(monkeypatch):
+    def build(*script, **options):
+        made = Partner(*script, **options)
+        monkeypatch.setattr(comm, "current", lambda: made)
+        return made
+
+    return build
+
+
+def test_alone_nothing_is_agreed_on():
+    assert list(iterable.in_step(iter("abc"))) == ["a", "b", "c"]
+
+
+def test_equal_ends_leave_nothing_over(partner, caplog):
+    other = partner(READY, READY, ENDED)
+    assert list(iterable.in_step(iter("ab"))) == ["a", "b"]
+    assert [vote[1:] for vote in other.votes] == [[0, READY], [1, READY], [2, ENDED]]
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("mine", "script", "want", "line"),
+    [
+        ("abc", (READY, ENDED), "a", "The data of rank 1 ended after 1 batches.*rank 0 had"),
+        ("a", (READY, READY), "a", "The data of rank 0 ended after 1 batches.*rank 1 had"),
+        ("", (READY,), "", "The data of rank 0 ended after 0 batches"),
+        ("abc", (ENDED,), "", "The data of rank 1 ended after 0 batches"),
+    ],
+)
+def test_all_stop_at_the_shortest(partner, caplog, mine, script, want, line):
+    partner(*script)
+    with caplog.at_level(logging.WARNING):
+        assert "".join(iterable.in_step(iter(mine))) == want
+    [record] = caplog.records
+    assert re.search(line, record.getMessage())
+
+
+def test_every_loop_is_told_from_the_one_before(partner):
+    first, second = partner(ENDED), None
+    list(iterable.in_step(iter("")))
+    second = partner(ENDED)
+    list(iterable.in_step(iter("")))
+    assert second.votes[0][0] == first.votes[0][0] + 1
+
+
+def broken(*items):
+    yield from items
+    raise OSError("row 5")
+
+
+def test_the_error_itself_is_raised_where_it_happened(partner):
+    partner(READY, READY)
+    steps = iterable.in_step(broken("a"))
+    with pytest.raises(OSError, match="row 5"):
+        assert next(steps) == "a"
+        next(steps)
+
+
+def test_the_others_are_told_whose_error_it_was(partner):
+    partner(READY, FAILED, text="OSError: row 5")
+    steps = iterable.in_step(iter("abc"))
+    assert next(steps) == "a"
+    with pytest.raises(RuntimeError, match=r"batch 1 .*rank 1 failed \(OSError: row 5\)"):
+        next(steps)
+
+
+def test_an_error_comes_before_an_end(partner):
+    partner(FAILED, text="OSError: row 0")
+    with pytest.raises(RuntimeError, match="rank 1 failed"):
+        list(iterable.in_step(iter("")))
+
+
+def test_processes_at_different_places_are_told(partner):
+    partner((10**6, 4, READY))
+    with pytest.raises(RuntimeError, match=r"rank 0 reads batch 0 .*rank 1 batch 4 of its loop number 1000000"):
+        list(iterable.in_step(iter("abc")))
+
+
+def test_paused_loops_end_where_their_own_data_ends(partner):
+    other = partner()
+    with iterable.uneven_ends(), iterable.uneven_ends():
+        assert list(iterable.in_step(iter("ab"))) == ["a", "b"]
+    with pytest.raises(ZeroDivisionError), iterable.uneven_ends():
+        raise ZeroDivisionError
+    assert not other.votes
+    partner(ENDED)
+    assert list(iterable.in_step(iter("ab"))) == []
+
+
+def test_what_belongs_to_a_batch_is_that_of_its_own_read(partner):
+    class Notes:
+        before = None
+
+    def reading():
+        for number in range(3):
+            Notes.before = f"before {number}"
+            yield number
+        Notes.before = "after"
+
+    partner(READY, READY, READY, ENDED)
+    seen = [(number, Notes.before) for number in iterable.in_step(reading(), ((Notes, "before"),))]
+    assert seen == [(number, f"before {number}") for number in range(3)]
+    assert Notes.before == "after"
+
+
+def test_one_batch_is_read_ahead(partner):
+    read = []
+
+    def reading():
+        for number in range(3):
+            read.append(number)
+            yield number
+
+    partner(*[READY] * 3, ENDED)
+    steps = iterable.in_step(reading())
+    assert next(steps) == 0 and read == [0, 1]
+    assert next(steps) == 1 and read == [0, 1, 2]
+    steps.close()
+
+
+def test_votes_of_real_groups_travel_in_a_group_of_their_own(process_group, monkeypatch):
+    communicator = comm.for_type("MULTI_CPU")
+    assert iterable._vote(communicator, [7, 2, ENDED])() == [[7, 2, ENDED]]
+    assert iterable._groups[communicator] is not communicator.group
+
+    class Lost:
+        def wait(self):
+            raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(iterable.dist, "all_reduce", lambda *args, **options: Lost())
+    with pytest.raises(RuntimeError, match="A process was lost"):
+        iterable._vote(communicator, [7, 3, READY])()

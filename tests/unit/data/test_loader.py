@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
 
-from accelerate.data.build import prepare_data_loader
+from accelerate.data.adapter import DataLoaderStateMixin
+from accelerate.data.build import prepare_data_loader, skip_first_batches
 from accelerate.data.loader import DataLoaderShard, SkipDataLoader
-from accelerate.data.skip import skip_first_batches
-from accelerate.data.state import DataLoaderStateMixin
 from accelerate.state import GradientState
 
 
@@ -81,7 +80,6 @@ def test_the_remainder_goes_by_the_sampler():
 def test_batches_with_duplicates_have_counts(loader, counts):
     loader = prepare_data_loader(loader, num_processes=2, process_index=1)
     assert [loader.batch_counts for _ in loader] == counts
-    assert loader.counts_known
     if counts[-1] is not None:
         assert loader.remainder == sum(counts[-1])
 
@@ -94,7 +92,7 @@ def test_counts_are_right_when_workers_read_ahead():
 def test_workers_send_the_counts_of_a_stream_along():
     whole = DataLoader(Stream(7), 2, num_workers=1, persistent_workers=True)
     loader = prepare_data_loader(whole, num_processes=2, process_index=1)
-    assert loader.counts_known and loader.collate_fn is whole.collate_fn
+    assert loader.collate_fn is whole.collate_fn
     for _ in range(2):
         told = [(batch.tolist(), loader.batch_counts, loader.remainder) for batch in loader]
         assert told == [([2, 3], None, -1), ([6, 0], (2, 1), 3)]
@@ -109,7 +107,7 @@ def test_counts_do_not_come_through_an_iteration_of_its_own():
 
     loader = prepare_data_loader(Negative(Stream(4), 2, num_workers=1), num_processes=2, process_index=0)
     assert [batch.tolist() for batch in loader] == [[0, -1]]
-    assert isinstance(loader, Negative) and not loader.counts_known and loader.batch_counts is None
+    assert isinstance(loader, Negative) and loader.batch_counts is None
 
 
 def test_loops_that_are_left_early_end():

@@ -1,11 +1,296 @@
-"""Who reads what, and which samples of a round are real."""
+"""The data plan against what really happens: every shard is iterated and its samples are counted."""
 
+import itertools
+import logging
+import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 
-from accelerate.data.plan import RoundLog, ShardLayout, real_per_shard
+from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.data import plan
+from accelerate.data.build import plan_of, prepare_data_loader, skip_first_batches
+from accelerate.data.loader import DataLoaderShard
+from accelerate.data.plan import ShardLayout
+from accelerate.process import PartialState
+
+
+class Rows(Dataset):
+    def __init__(self, length):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        return torch.tensor(index)
+
+
+class Stream(IterableDataset):
+    def __init__(self, length):
+        self.length = length
+
+    def __iter__(self):
+        return iter(range(self.length))
+
+
+class SizedStream(Stream):
+    def __len__(self):
+        return self.length
+
+
+def counted(parts):
+    """Of all shards' batches: samples seen first, samples seen again, and batches, for every shard."""
+    seen, found = set(), [[0, 0, 0] for _ in parts]
+    # In the order of the rounds: what completes a round comes after all that is new in it.
+    for number, round_ in enumerate(itertools.zip_longest(*parts)):
+        for shard, batch in enumerate(round_):
+            if batch is None:
+                continue
+            found[shard][2] += 1
+            for sample in batch:
+                found[shard][0 if sample not in seen else 1] += 1
+                seen.add(sample)
+        assert number < 100
+    return [tuple(part) for part in found]
+
+
+def told(plans):
+    """What the plans of all shards say; they agree with each other."""
+    assert all(one.shards == plans[0].shards for one in plans)
+    return [(shard.samples, shard.duplicates, shard.batches) for shard in plans[0].shards]
+
+
+def iterate(loader):
+    return [batch.view(-1).tolist() for batch in loader]
+
+
+def check(make, shards, kept, length, **options):
+    loaders = [
+        prepare_data_loader(make(), num_processes=shards, process_index=index, **options) for index in range(shards)
+    ]
+    plans = [plan_of(loader) for loader in loaders]
+    found = counted([iterate(loader) for loader in loaders])
+    assert told(plans) == found, (plans[0], found)
+    assert plans[0].samples == sum(samples for samples, _, _ in found)
+    assert plans[0].duplicates == sum(duplicates for _, duplicates, _ in found)
+    assert plans[0].dropped == kept - plans[0].samples and plans[0].dataset_length == length
+    assert [one.own.index for one in plans] == list(range(shards))
+    return plans[0]
+
+
+@pytest.mark.parametrize("even_batches", [True, False])
+@pytest.mark.parametrize("split_batches", [True, False])
+@pytest.mark.parametrize("drop_last", [True, False])
+@pytest.mark.parametrize("shards", [1, 2, 3, 4])
+def test_the_numbers_of_map_style_data_are_true(shards, drop_last, split_batches, even_batches):
+    options = {"split_batches": split_batches, "even_batches": even_batches}
+    for length in range(26):
+        for share in (1, 2, 3, 5):
+            size = share * shards if split_batches else share
+            make = lambda: DataLoader(Rows(length), size, drop_last=drop_last)  # noqa: B023, E731
+            found = check(make, shards, length, length, **options)
+            assert (found.batch_size, found.total_batch_size) == (share, share * shards)
+            assert found.drop_last is drop_last and not found.uneven and found.kind == "map-style"
+            assert [shard.read for shard in found.shards] == [1 / shards] * shards
+
+
+@pytest.mark.parametrize("split_batches", [True, False])
+@pytest.mark.parametrize("drop_last", [True, False])
+@pytest.mark.parametrize("shards", [1, 2, 3, 4])
+def test_the_numbers_of_a_stream_that_all_read_are_true(shards, drop_last, split_batches):
+    for length in range(26):
+        for share in (1, 2, 3, 5):
+            size = share * shards if split_batches else share
+            make = lambda: DataLoader(SizedStream(length), size, drop_last=drop_last)  # noqa: B023, E731
+            with warnings.catch_warnings():
+                # torch compares what a stream yields with its length; here the last round is completed beyond it.
+                warnings.simplefilter("ignore")
+                found = check(make, shards, length, length, split_batches=split_batches)
+            assert found.reading == plan.EVERYTHING and found.kind == "stream" and found.sampler is None
+            assert {shard.read for shard in found.shards} == {1.0}
+
+
+@pytest.mark.parametrize("drop_last", [True, False])
+@pytest.mark.parametrize("length", [0, 1, 5, 8])
+def test_data_that_is_not_batched_is_counted_too(length, drop_last):
+    found = check(lambda: DataLoader(Rows(length), batch_size=None), 2, length, length)
+    assert (found.batch_size, found.total_batch_size) == (1, 2)
+    lists = lambda: BatchSampler(SequentialSampler(Rows(length)), 3, drop_last)  # noqa: E731
+    check(lambda: DataLoader(Lists(length), batch_size=None, sampler=lists()), 2, length, length)
+
+
+class Lists(Rows):
+    def __getitem__(self, indices):
+        return torch.tensor(indices)
+
+
+@pytest.mark.parametrize("split_batches", [True, False])
+@pytest.mark.parametrize("drop_last", [True, False])
+@pytest.mark.parametrize("shards", [1, 2, 3, 4])
+def test_the_numbers_of_dispatched_data_are_true(shards, drop_last, split_batches):
+    for length in range(26):
+        for share in (1, 2, 3):
+            size = share * shards if split_batches else share
+            loader = prepare_data_loader(
+                DataLoader(Rows(length), size, drop_last=drop_last),
+                num_processes=shards,
+                process_index=0,
+                put_on_device=True,
+                dispatch_batches=True,
+                split_batches=split_batches,
+            )
+            found = plan_of(loader)
+            # What the main process would send: the rounds, with the number of real samples in each and the part sizes.
+            loader.state = SimpleNamespace(num_processes=shards, process_index=0)
+            rounds = list(loader._form_rounds(iter(loader.base_dataloader), shards))
+            want = []
+            for shard in range(shards):
+                real = sum(min(max(one.real - sum(one.sizes[:shard]), 0), one.sizes[shard]) for one in rounds)
+                total = sum(one.sizes[shard] for one in rounds)
+                want.append((real, total - real, len(rounds)))
+            if shards == 1:
+                want = counted([iterate(DataLoader(Rows(length), size, drop_last=drop_last))])
+            assert told([found]) == want, (length, size, drop_last)
+            assert found.reading == plan.DISPATCHED
+            assert [shard.read for shard in found.shards] == [1.0] + [0.0] * (shards - 1)
+
+
+def test_the_sampler_counts_not_the_dataset():
+    sampler = WeightedRandomSampler([1.0] * 10, 7)
+    loader = prepare_data_loader(DataLoader(Rows(10), 2, sampler=sampler), num_processes=2, process_index=0)
+    found = plan_of(loader)
+    assert (found.dataset_length, found.samples, found.duplicates, found.dropped) == (10, 7, 1, 0)
+    assert found.sampler == "WeightedRandomSampler"
+    shuffled = prepare_data_loader(DataLoader(Rows(10), 2, shuffle=True), num_processes=2, process_index=0)
+    assert plan_of(shuffled).sampler == "RandomSampler"
+    seedable = prepare_data_loader(DataLoader(Rows(10), 2, shuffle=True), use_seedable_sampler=True)
+    assert plan_of(seedable).sampler == "SeedableRandomSampler"
+
+
+def test_of_custom_batch_samplers_nothing_is_known():
+    loader = prepare_data_loader(
+        DataLoader(Rows(6), batch_sampler=[[0], [1, 2, 3], [4, 5]]), num_processes=2, process_index=0
+    )
+    found = plan_of(loader)
+    assert found.own.batches is found.samples is found.duplicates is found.dropped is found.batch_size is None
+    assert found.sampler == "list" and found.dataset_length == 6
+
+
+def test_a_loader_with_an_iteration_of_its_own_promises_nothing():
+    class Own(DataLoader):
+        def __iter__(self):
+            return iter([])
+
+    found = plan_of(prepare_data_loader(Own(Rows(6), 2), num_processes=2, process_index=0))
+    assert found.samples is None and found.own.batches is None and found.dataset_length == 6
+
+
+def test_lengths_of_streams_that_tell_none_are_unknown():
+    found = plan_of(prepare_data_loader(DataLoader(Stream(6), 2), num_processes=2, process_index=0))
+    assert found.dataset_length is found.samples is found.own.batches is None
+    assert found.batch_size == 2 and "unknown" in str(found) and "unknown" in found.summary
+    workers = prepare_data_loader(DataLoader(SizedStream(6), 2, num_workers=2), num_processes=2, process_index=0)
+    found = plan_of(workers)
+    assert found.dataset_length == 6 and found.samples is None, (
+        "what each worker makes of the stream is its own affair"
+    )
+    assert "workers: 2 per process" in found.summary
+
+
+def test_of_a_stream_divided_by_the_user_only_the_own_part_is_known():
+    loader = prepare_data_loader(
+        DataLoader(SizedStream(7), 2), num_processes=2, process_index=1, shard_iterable_dataset=False
+    )
+    found = plan_of(loader)
+    assert found.reading == plan.SPLIT_ALREADY and found.uneven and found.samples is found.dataset_length is None
+    assert [shard.samples for shard in found.shards] == [None, 7] and found.own.batches == 4
+    assert "stop when the first shard ends" in str(found) and "stop when the first shard ends" in found.summary
+
+
+def test_ranks_that_share_a_shard_are_named():
+    mesh_of_four = mesh(("tp", "dp_shard"), (2, 2))
+    loader = prepare_data_loader(
+        DataLoader(Rows(8), 2), num_processes=4, process_index=3, torch_device_mesh=mesh_of_four
+    )
+    found = plan_of(loader)
+    assert [shard.ranks for shard in found.shards] == [(0, 2), (1, 3)] and found.own.index == 1
+    assert (found.process_index, found.total_batch_size) == (3, 4)
+
+
+def test_the_plan_is_logged_once_on_the_main_process(caplog):
+    with caplog.at_level(logging.INFO, logger="accelerate.data.build"):
+        prepare_data_loader(DataLoader(Rows(10), 3, num_workers=1), num_processes=2, process_index=0)
+    [record] = [record for record in caplog.records if record.name == "accelerate.data.build"]
+    assert record.levelno == logging.INFO
+    assert record.getMessage() == (
+        "Prepared a data loader: 2 shards; data: map-style, 10 samples; read: own shard by index; order: SequentialSampler; "
+        "epoch: 10 samples, 2 duplicates, 0 dropped; batch: 3 per process, 6 in total; workers: 1 per process."
+    )
+    caplog.clear()
+    PartialState().__dict__["process_index"] = 1
+    with caplog.at_level(logging.INFO, logger="accelerate.data.build"):
+        prepare_data_loader(DataLoader(Rows(10), 3), num_processes=2, process_index=1)
+    assert not caplog.records
+
+
+def test_views_have_the_plan_of_their_origin():
+    loader = prepare_data_loader(DataLoader(Rows(8), 2), num_processes=2, process_index=0)
+    assert plan_of(skip_first_batches(loader, 1)) is loader.plan
+
+
+@pytest.mark.parametrize("loader", [DataLoader(Rows(4)), [1], None, DataLoaderShard(Rows(4), batch_size=2)])
+def test_a_loader_that_was_not_prepared_has_no_plan(loader):
+    with pytest.raises(TypeError, match=r"was not prepared.*accelerator\.prepare\(loader\)"):
+        plan_of(loader)
+
+
+def test_an_accelerator_tells_the_plan_of_its_loaders():
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(Rows(5), 2))
+    found = accelerator.data_plan(loader)
+    assert found is loader.plan and (found.samples, found.own.batches) == (5, 3)
+    with pytest.raises(TypeError, match="was not prepared"):
+        accelerator.data_plan(DataLoader(Rows(5), 2))
+
+
+def test_an_accelerator_passes_on_that_streams_are_divided_already(monkeypatch):
+    config = DataLoaderConfiguration(shard_iterable_dataset=False)
+    loader = Accelerator(cpu=True, dataloader_config=config).prepare(DataLoader(Stream(5), 2))
+    assert loader.plan.reading == plan.SPLIT_ALREADY
+
+    def upstreams(dataloader, device=None, **options):
+        assert "shard_iterable_dataset" not in options, "functions that users put in its place do not know it"
+        return prepare_data_loader(dataloader, device, **options)
+
+    monkeypatch.setattr("accelerate.accelerator.prepare_data_loader", upstreams)
+    assert Accelerator(cpu=True).prepare(DataLoader(Stream(5), 2)).plan.reading == plan.DISPATCHED
+
+
+def test_the_table_is_that_of_the_guide():
+    loader = prepare_data_loader(DataLoader(Rows(10), 2, shuffle=True), num_processes=2, process_index=0)
+    assert str(loader.plan) == TABLE
+
+
+TABLE = """\
+data     map-style, 10 samples
+read     own shard by index
+order    RandomSampler
+epoch    10 samples, 2 duplicates, 0 dropped
+batch    2 per process, 4 in total
+workers  0 per process
+shard  ranks  samples  duplicates  batches  reads
+0      0      6        0           3        50%
+1      1      4        2           3        50%"""
 
 
 def mesh(names, shape):
@@ -37,12 +322,3 @@ def test_a_mesh_that_does_not_tell_is_refused():
         ShardLayout.of(2, 0, mesh(None, (2,)))
     with pytest.raises(ValueError, match="holds process 5 0 times"):
         ShardLayout.of(6, 5, mesh(("dp_shard",), (2,)))
-
-
-def test_real_samples_come_first():
-    assert real_per_shard(real=4, size=3, shards=3) == (3, 1, 0)
-    log = RoundLog()
-    log.note(number=7, real=4, size=3, shards=3)
-    assert log.padded == {7: (3, 1, 0)}
-    log.clear()
-    assert log.padded == {}

@@ -9,8 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
 from accelerate.data import resume
-from accelerate.data.build import prepare_data_loader
-from accelerate.data.skip import skip_first_batches
+from accelerate.data.build import prepare_data_loader, skip_first_batches
 from accelerate.utils.imports import is_torchdata_stateful_dataloader_available
 
 
@@ -27,6 +26,13 @@ class Stream(IterableDataset):
         return iter(range(22))
 
 
+class Drawn(IterableDataset):
+    """A stream of random numbers, of which the loop draws some, too."""
+
+    def __iter__(self):
+        return (float(torch.rand(())) for _ in range(22))
+
+
 LOADERS = {
     "in order": (lambda: DataLoader(Numbers(), 2), {}),
     "default shuffle": (lambda: DataLoader(Numbers(), 2, shuffle=True), {}),
@@ -34,6 +40,7 @@ LOADERS = {
     "seedable": (lambda: DataLoader(Numbers(), 2, shuffle=True), {"use_seedable_sampler": True, "data_seed": 3}),
     "stream": (lambda: DataLoader(Stream(), 2), {"dispatch_batches": False}),
 }
+DRAWN = {"random stream": (lambda: DataLoader(Drawn(), 2), {"dispatch_batches": False})}
 STATEFUL = {name: (make, {**options, "use_stateful_dataloader": True}) for name, (make, options) in LOADERS.items()}
 needs_torchdata = pytest.mark.skipif(
     not is_torchdata_stateful_dataloader_available(), reason="needs torchdata's StatefulDataLoader"
@@ -96,7 +103,7 @@ def check_resuming(case, processes, epoch, batch, save=through_json):
 @pytest.mark.parametrize("batch", [1, 4, None])
 @pytest.mark.parametrize("epoch", [0, 1])
 @pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("case", LOADERS.values(), ids=LOADERS)
+@pytest.mark.parametrize("case", [*LOADERS.values(), *DRAWN.values()], ids=[*LOADERS, *DRAWN])
 def test_a_resumed_run_equals_an_uninterrupted_one(case, processes, epoch, batch):
     want, state, generator = check_resuming(case, processes, epoch, batch)
     # The other way: restore the epoch and its order, and leave out what is behind by hand.

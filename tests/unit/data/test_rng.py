@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from accelerate.data import randomness, rng
+from accelerate.data import resume
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
 def keep_random_states():
-    with randomness.kept():
+    with resume.generators_kept():
         yield
 
 
@@ -29,13 +29,13 @@ def draw():
         ({}, [0, 1, 2], None),
         ({"torch_cuda_manual_seed": [torch.zeros(1)]}, [0, 1, 2], None),  # of a device that is not in use
         ({"numpy_random_seed": ("MT19937", "nonsense")}, [0, 2], "numpy in states.pkl could not be restored.*Error"),
-        ({"torch_manual_seed": None}, [0, 1], r"no random state for torch \(CPU\)"),
+        ({"torch_manual_seed": None}, [0, 1], r"torch \(CPU\) in states.pkl could not be restored.*not there"),
     ],
 )
 def test_all_that_can_come_back_do_and_the_others_are_named(caplog, states, restored, told):
-    states = {**rng.collect(CPU), **states}
+    states = {**resume.collect_generators(CPU), **states}
     expected = draw()
-    rng.restore({key: state for key, state in states.items() if state is not None}, CPU, "states.pkl")
+    resume.restore_generators({key: state for key, state in states.items() if state is not None}, CPU, "states.pkl")
     got = draw()
     assert [number for number in range(3) if got[number] == expected[number]] == restored
     messages = [record.getMessage() for record in caplog.records]
@@ -46,10 +46,12 @@ def test_all_that_can_come_back_do_and_the_others_are_named(caplog, states, rest
 def test_a_device_in_use_is_a_source(monkeypatch):
     states = ["state"]
     device = SimpleNamespace(type="cuda", get_rng_state_all=states.copy, set_rng_state_all=states.extend)
-    monkeypatch.setitem(rng.DEVICES, "cuda", device)
+    monkeypatch.setitem(resume.DEVICES, "cuda", device)
     cuda = torch.device("cuda:1")
-    assert rng.collect(cuda)["torch_cuda_manual_seed"] == ["state"]
-    rng.restore({**rng.collect(cuda), "torch_cuda_manual_seed": [torch.zeros(1)]}, cuda, "folder")
+    assert resume.collect_generators(cuda)["torch_cuda_manual_seed"] == ["state"]
+    resume.restore_generators(
+        {**resume.collect_generators(cuda), "torch_cuda_manual_seed": [torch.zeros(1)]}, cuda, "folder"
+    )
     assert torch.equal(states[1], torch.zeros(1))
 
 
@@ -59,9 +61,9 @@ def test_another_bit_generator_of_numpy(generator):
     before = np.random.get_bit_generator()
     try:
         np.random.set_bit_generator(generator(3))
-        encoded = rng.encode(rng.collect(CPU))
+        encoded = resume.encode_generators(resume.collect_generators(CPU))
         drawn = np.random.rand(3).tolist()
-        rng.restore(rng.decode(*encoded), CPU, "here")
+        resume.restore_generators(resume.decode_generators(*encoded), CPU, "here")
         assert np.random.rand(3).tolist() == drawn
     finally:
         np.random.set_bit_generator(before)

@@ -1,12 +1,23 @@
-"""Random orders that can be told and told again."""
+"""Random orders that can be drawn again, and batch samplers that are divided among processes."""
 
 import pickle
+from itertools import chain, cycle, islice
 
 import pytest
 import torch
-from torch.utils.data import RandomSampler
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
-from accelerate.data.samplers import ReplayableRandomSampler, SeedableRandomSampler, draw_seed
+from accelerate.data.samplers import (
+    BatchSamplerShard,
+    ReplayableRandomSampler,
+    SamplerShard,
+    SeedableRandomSampler,
+    SkipBatchSampler,
+    batches_from,
+    draw_seed,
+)
 
 
 def order_of(seed, size=8):
@@ -90,3 +101,167 @@ def test_draw_seed_is_one_draw():
     seed = draw_seed()
     torch.manual_seed(0)
     assert int(torch.empty((), dtype=torch.int64).random_()) == seed
+
+
+# -- sharding of batch samplers, against a specification in terms of rounds --------------------------------------------
+
+
+def specified(samples, batch_size, drop_last, shards, index, split, even):
+    """The batches of one shard and the real samples per shard of the last round, if that has duplicates.
+
+    A round takes as many samples as all shards consume in one step; shard `i` gets the `i`-th equal part of it.
+    """
+    size = batch_size if split else batch_size * shards
+    share = size // shards
+    rounds = [samples[at : at + size] for at in range(0, len(samples), size)]
+    counts = None
+    if rounds and len(rounds[-1]) < size:
+        last = rounds.pop()
+        if not drop_last:
+            if even:
+                counts = tuple(len(last[share * shard : share * (shard + 1)]) for shard in range(shards))
+                last = list(islice(chain(last, cycle(samples[:size])), size))
+            rounds.append(last)
+    parts = [part[share * index : share * (index + 1)] for part in rounds]
+    return [part for part in parts if part], counts
+
+
+cases = st.fixed_dictionaries(
+    {
+        "length": st.integers(0, 60),
+        "batch_size": st.integers(1, 9),
+        "drop_last": st.booleans(),
+        "shards": st.integers(1, 5),
+        "split": st.booleans(),
+        "even": st.booleans(),
+    }
+)
+
+
+def build(case, index, sampler=None):
+    sampler = SequentialSampler(range(case["length"])) if sampler is None else sampler
+    batches = BatchSampler(sampler, case["batch_size"], case["drop_last"])
+    return BatchSamplerShard(batches, case["shards"], index, split_batches=case["split"], even_batches=case["even"])
+
+
+def splittable(case):
+    return not case["split"] or case["batch_size"] % case["shards"] == 0
+
+
+@given(case=cases.filter(splittable), skip=st.integers(0, 8))
+def test_shards_follow_the_specification(case, skip):
+    samples = list(range(case["length"]))
+    for index in range(case["shards"]):
+        shard = build(case, index)
+        want, counts = specified(
+            samples, case["batch_size"], case["drop_last"], case["shards"], index, case["split"], case["even"]
+        )
+        assert list(shard) == want
+        assert len(shard) == len(want)
+        assert list(shard.round_log.values()) == ([] if counts is None else [counts])
+        assert shard.total_length == len(shard.batch_sampler)
+        # Skipping gives the same as dropping, also from a sampler that cannot be skipped cheaply.
+        assert list(batches_from(shard, skip)) == want[skip:]
+        assert list(batches_from(build(case, index, sampler=samples), skip)) == want[skip:]
+
+
+@given(case=cases.filter(splittable))
+def test_no_sample_is_lost_or_seen_twice(case):
+    case = {**case, "drop_last": False}
+    shards = [build(case, index) for index in range(case["shards"])]
+    seen = []
+    for batches, index in zip(map(list, shards), range(case["shards"]), strict=True):
+        for number, batch in enumerate(batches):
+            counts = shards[index].round_log.get(number)
+            seen += batch if counts is None else batch[: counts[index]]
+    assert sorted(seen) == list(range(case["length"]))
+
+
+class Varying:
+    """A batch sampler with batches of varying size."""
+
+    def __init__(self, sizes):
+        numbers = iter(range(sum(sizes)))
+        self.batches = [list(islice(numbers, size)) for size in sizes]
+
+    def __iter__(self):
+        return iter(self.batches)
+
+    def __len__(self):
+        return len(self.batches)
+
+
+@given(sizes=st.lists(st.integers(1, 5), max_size=9), shards=st.integers(1, 4), even=st.booleans())
+def test_batches_of_any_size_are_taken_in_turn(sizes, shards, even):
+    batches = list(Varying(sizes))
+    for index in range(shards):
+        shard = BatchSamplerShard(Varying(sizes), shards, index, even_batches=even)
+        filled = batches
+        if even and batches:
+            filled = batches + list(islice(cycle(batches[:shards]), -len(batches) % shards))
+        assert list(shard) == filled[index::shards]
+        assert len(shard) == len(filled[index::shards])
+
+
+@given(sizes=st.lists(st.integers(1, 6), max_size=9), shards=st.integers(1, 3), split=st.booleans())
+def test_a_sampler_that_breaks_its_batch_size_loses_nothing(sizes, shards, split):
+    def shard(index):
+        inner = Varying(sizes)
+        inner.batch_size = 2 * shards if split else 2
+        return BatchSamplerShard(inner, shards, index, split_batches=split)
+
+    seen, steps = [], set()
+    for index in range(shards):
+        part = shard(index)
+        batches = list(part)
+        steps.add(len(batches))
+        for number, batch in enumerate(batches):
+            counts = part.round_log.get(number)
+            seen += batch if counts is None else batch[: counts[index]]
+    assert sorted(seen) == list(range(sum(sizes)))
+    assert len(steps) <= 1, "all shards take the same number of steps"
+
+
+def test_attributes_take_effect_after_construction():
+    shard = BatchSamplerShard(BatchSampler(range(8), 2, False), num_processes=2, process_index=1)
+    assert list(shard) == [[2, 3], [6, 7]]
+    shard.num_processes, shard.process_index = 1, 0
+    assert list(shard) == [[0, 1], [2, 3], [4, 5], [6, 7]] and len(shard) == 4
+
+
+def test_a_batch_that_cannot_be_split_is_refused():
+    with pytest.raises(ValueError, match=r"batch\s+size of 3"):
+        BatchSamplerShard(BatchSampler(range(8), 3, False), 2, 0, split_batches=True)
+    with pytest.raises(ValueError, match="size of None"):
+        BatchSamplerShard(Varying([1]), 2, 0, split_batches=True)
+
+
+def test_skipping_adds_up_and_never_gets_negative():
+    batches = BatchSampler(range(10), 3, False)
+    twice = SkipBatchSampler(SkipBatchSampler(batches, 1), 1)
+    assert list(twice) == [[6, 7, 8], [9]] and len(twice) == 2 and twice.total_length == 3
+    assert twice.batch_size == 3 and twice.drop_last is False
+    beyond = SkipBatchSampler(batches, 9)
+    assert list(beyond) == [] and len(beyond) == 0
+
+
+def test_skipping_a_sequential_sampler_builds_nothing():
+    def counted(size):
+        for index in range(size):
+            drawn.append(index)
+            yield index
+
+    drawn = []
+    sampler = SequentialSampler(range(1_000_000_000))
+    shard = BatchSamplerShard(BatchSampler(sampler, 4, False), 2, 1)
+    assert next(iter(SkipBatchSampler(shard, 100_000_000))) == [800_000_004, 800_000_005, 800_000_006, 800_000_007]
+    assert next(batches_from(BatchSampler(counted(100), 4, False), 3)) == [12, 13, 14, 15]
+    assert len(drawn) == 16, "an unknown sampler is drawn from, but once only"
+
+
+def test_single_indices_are_taken_in_turn():
+    shards = [SamplerShard(range(5), 2, index) for index in range(2)]
+    assert [list(shard) for shard in shards] == [[0, 2, 4], [1, 3, 0]]
+    assert [len(shard) for shard in shards] == [3, 3]
+    assert shards[0].round_log == {2: (1, 0)}
+    assert list(SamplerShard(range(5), 2, 1, even_batches=False)) == [1, 3]

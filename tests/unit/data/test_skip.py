@@ -4,10 +4,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from accelerate.data.build import prepare_data_loader
+from accelerate.data.build import prepare_data_loader, skip_first_batches
 from accelerate.data.loader import DataLoaderShard, SkipDataLoader
-from accelerate.data.shards import SkipBatchSampler
-from accelerate.data.skip import skip_first_batches
+from accelerate.data.samplers import SkipBatchSampler
 
 
 class Numbers(Dataset):

@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from accelerate.data.build import prepare_data_loader
+from accelerate.data.build import prepare_data_loader, skip_first_batches
 from accelerate.data.loader import PreparedLoader
-from accelerate.data.skip import skip_first_batches
 from accelerate.utils.imports import is_torchdata_stateful_dataloader_available
 
 STATEFUL = is_torchdata_stateful_dataloader_available()

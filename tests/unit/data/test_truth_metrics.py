@@ -10,9 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from accelerate.data.build import prepare_data_loader
-from accelerate.data.skip import skip_first_batches
-from accelerate.data.wire import Wire
+from accelerate.data.broadcast import BatchBroadcast
+from accelerate.data.build import prepare_data_loader, skip_first_batches
 from accelerate.training import collectives
 from accelerate.utils import operations
 
@@ -78,7 +77,7 @@ def ranks(make, world, dispatch, **options):
         )
         if dispatch:
             loader.state = SimpleNamespace(num_processes=world, process_index=rank, device=CPU)
-            loader._wire = Wire(Line(sent, sending=rank == 0), world, CPU)
+            loader._broadcast = BatchBroadcast(Line(sent, sending=rank == 0), world, CPU)
         yield loader
 
 

@@ -11,9 +11,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from accelerate.config.enums import DistributedType
-from accelerate.data import resume, xla
-from accelerate.data.build import prepare_data_loader
-from accelerate.data.skip import skip_first_batches
+from accelerate.data import build, resume
+from accelerate.data.build import prepare_data_loader, skip_first_batches
 from accelerate.process import PartialState
 from accelerate.state import GradientState
 
@@ -51,7 +50,7 @@ def prepare(monkeypatch):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setitem(state.__dict__, "distributed_type", DistributedType.XLA)
-    xla.wrapper_class.cache_clear()
+    build.xla_wrapper.cache_clear()
     yield lambda length, shard=0: prepare_data_loader(
         DataLoader(list(range(length)), 2),
         device=torch.device("cpu"),
@@ -59,7 +58,7 @@ def prepare(monkeypatch):
         num_processes=2,
         process_index=shard,
     )
-    xla.wrapper_class.cache_clear()
+    build.xla_wrapper.cache_clear()
 
 
 def test_the_end_belongs_to_the_batch_that_is_handed_out(prepare):
@@ -113,7 +112,7 @@ def test_whoever_watches_the_loop_is_asked_where_the_training_is(prepare):
             position = resume.capture(loader.dataloader)
             asked.append((position["epoch"], position["batches"], at_end))
 
-        def shielded(self, loader):
+        def masked_start(self, loader):
             return contextlib.nullcontext()
 
     loader, state = prepare(10), GradientState()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.modules import compile as regions
+from accelerate.modules import unwrap as regions
 
 
 class Block(nn.Module):
@@ -114,7 +114,7 @@ def test_regions_compile_in_place(compile_in_place):
 
 def test_asking_does_not_import_the_compiler():
     code = (
-        "import sys, torch; from accelerate.modules.compile import is_compiled_module, has_compiled_regions; "
+        "import sys, torch; from accelerate.modules.unwrap import is_compiled_module, has_compiled_regions; "
         "m = torch.nn.Linear(1, 1); assert not is_compiled_module(m) and not has_compiled_regions(m); "
         "assert 'torch._dynamo.eval_frame' not in sys.modules"
     )

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from accelerate.modules import tensors
+from accelerate.modules import unwrap as tensors
 
 
 class Tied(nn.Module):

@@ -9,8 +9,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accelerate.modules import unwrap
-from accelerate.modules.compile import compile_regions, is_compiled_module
-from accelerate.modules.unwrap import extract_model_from_parallel, is_parallel_wrapper
+from accelerate.modules.unwrap import (
+    compile_regions,
+    extract_model_from_parallel,
+    is_compiled_module,
+    is_parallel_wrapper,
+)
 
 
 @pytest.fixture
@@ -147,15 +151,6 @@ def test_a_forward_that_nobody_replaced_stays():
 def test_canonical_name():
     assert unwrap.canonical_name("_orig_mod.layers.0._fsdp_wrapped_module.weight") == "layers.0.weight"
     assert unwrap.canonical_name("module.weight") == "module.weight"
-
-
-def test_canonical_parameters():
-    net = nn.Sequential(nn.Linear(1, 1))
-    net[0] = torch.compile(net[0], backend="eager")
-    assert set(unwrap.canonical_parameters(net)) == {"0.weight", "0.bias"}
-    assert set(unwrap.canonical_parameters(net, net)) == {"0.weight", "0.bias"}
-    with pytest.raises(ValueError, match="0.weight"):
-        unwrap.canonical_parameters(net, nn.Sequential(nn.Linear(1, 1)))
 
 
 @pytest.mark.parametrize(

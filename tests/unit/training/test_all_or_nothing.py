@@ -10,7 +10,7 @@ from torch import nn
 from accelerate import Accelerator
 from accelerate.checkpoint.manifest import DamagedCheckpoint
 from accelerate.config.project import ProjectConfiguration
-from accelerate.data import lengths
+from accelerate.data import adapter
 from accelerate.utils import DataLoaderConfiguration
 
 
@@ -109,7 +109,7 @@ def test_the_order_of_the_data_stays(tmp_path, seedable):
     next(iter(loader))
     accelerator.save_state(tmp_path / "c")
     accelerator, _, loader = make(Fussy, 2)
-    sampler = lengths.get_sampler(loader)
+    sampler = adapter.get_sampler(loader)
     before = {name: getattr(sampler, name, None) for name in ("initial_seed", "epoch", "seed", "replay", "generator")}
     with pytest.raises(RuntimeError, match="not this one"):
         accelerator.load_state(tmp_path / "c")

@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader
 from accelerate import Accelerator
 from accelerate.checkpoint.storage import storage_of
 from accelerate.config.project import ProjectConfiguration
-from accelerate.data import agree, shield
+from accelerate.data import workers
+from accelerate.data.iterable import uneven_ends
 from accelerate.state import GradientState
 from accelerate.trackers.base import GeneralTracker
 from accelerate.training import preemption
@@ -307,7 +308,7 @@ def test_nobody_leaves_without_a_step(tmp_path):
 
 def test_ranks_that_are_at_different_steps_do_not_vote(tmp_path):
     run = Run(tmp_path)
-    with agree.paused():
+    with uneven_ends():
         for batch in run.loader:
             run.learn(batch, told_at=1)
     assert run.seen == 6
@@ -375,15 +376,15 @@ def test_a_failing_save_is_an_error(tmp_path, monkeypatch):
 # -- worker processes --------------------------------------------------------------------------------------------------
 
 
-def test_workers_are_shielded_while_they_start():
+def test_signals_are_masked_in_workers_while_they_start():
     loader = DataLoader(torch.ones(2), num_workers=1, worker_init_fn=print)
-    with shield.around_start(loader, (signal.SIGUSR2,)):
+    with workers.masked_start(loader, (signal.SIGUSR2,)):
         assert signal.SIGUSR2 in signal.pthread_sigmask(signal.SIG_BLOCK, ())
-        assert isinstance(loader.worker_init_fn, shield.Shield) and loader.worker_init_fn.own is print
+        assert isinstance(loader.worker_init_fn, workers.SignalMask) and loader.worker_init_fn.own is print
         assert pickle.loads(pickle.dumps(loader.worker_init_fn)).numbers == (signal.SIGUSR2,)
     assert loader.worker_init_fn is print and signal.SIGUSR2 not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
     loader = DataLoader(torch.ones(2))
-    with shield.around_start(loader, (signal.SIGUSR2,)):
+    with workers.masked_start(loader, (signal.SIGUSR2,)):
         assert loader.worker_init_fn is None and signal.SIGUSR2 not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
@@ -436,7 +437,7 @@ def test_what_starts_processes_for_others_does_not_keep_signals_blocked(method):
 import multiprocessing, os, signal, sys, time
 import torch
 from torch.utils.data import DataLoader
-from accelerate.data import shield
+from accelerate.data import workers
 
 def wait():
     time.sleep(60)
@@ -444,7 +445,7 @@ def wait():
 if __name__ == "__main__":
     context = multiprocessing.get_context(sys.argv[1])
     loader = DataLoader(torch.arange(4), num_workers=1, multiprocessing_context=context)
-    with shield.around_start(loader, (signal.SIGTERM,)):
+    with workers.masked_start(loader, (signal.SIGTERM,)):
         batches = iter(loader)
     assert len(list(batches)) == 4
     other = context.Process(target=wait)

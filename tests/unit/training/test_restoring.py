@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from accelerate.checkpoint import manifest
 from accelerate.checkpoint.manifest import DamagedCheckpoint
 from accelerate.config.project import ProjectConfiguration
-from accelerate.data import resume, rng
+from accelerate.data import resume
 
 CPU = torch.device("cpu")
 
@@ -325,11 +325,11 @@ def _refuse(descriptor):
 def test_generators_are_kept_without_pickle():
     random.seed(3), np.random.seed(4), torch.manual_seed(5)
     random.gauss(0, 1), np.random.randn()  # leaves a second number behind
-    states = rng.collect(CPU)
-    tensors, metadata = rng.encode(states)
+    states = resume.collect_generators(CPU)
+    tensors, metadata = resume.encode_generators(states)
     assert set(metadata) == {"format", "generators"} and all(isinstance(value, str) for value in metadata.values())
     expected = [random.gauss(0, 1), random.random(), np.random.randn(), np.random.rand(), torch.rand(2).tolist()]
-    rng.restore(rng.decode(tensors, metadata), CPU, "here")
+    resume.restore_generators(resume.decode_generators(tensors, metadata), CPU, "here")
     assert [
         random.gauss(0, 1),
         random.random(),
@@ -341,17 +341,17 @@ def test_generators_are_kept_without_pickle():
 
 def test_each_generator_is_restored_apart_and_a_failure_names_its_cause(caplog):
     random.seed(3), np.random.seed(4), torch.manual_seed(5)
-    tensors, metadata = rng.encode(rng.collect(CPU))
+    tensors, metadata = resume.encode_generators(resume.collect_generators(CPU))
     expected = [random.random(), torch.rand(1).item()]
     tensors["numpy_random_seed"] = tensors["numpy_random_seed"][:100]
-    rng.restore(rng.decode(tensors, metadata), CPU, "here")
+    resume.restore_generators(resume.decode_generators(tensors, metadata), CPU, "here")
     assert [random.random(), torch.rand(1).item()] == expected
     assert "numpy in here could not be restored" in caplog.text and "IndexError" in caplog.text
     caplog.clear()
-    rng.restore(rng.decode({}, {"generators": "no json"}), CPU, "there")
+    resume.restore_generators(resume.decode_generators({}, {"generators": "no json"}), CPU, "there")
     assert caplog.text.count("could not be restored") == 3 and "description of the generators" in caplog.text
-    tensors, metadata = rng.encode({"torch_cuda_manual_seed": [torch.ones(2), torch.zeros(2)], "xm_seed": 7})
-    decoded = rng.decode(tensors, metadata)
+    tensors, metadata = resume.encode_generators({"torch_cuda_manual_seed": [torch.ones(2), torch.zeros(2)], "xm_seed": 7})
+    decoded = resume.decode_generators(tensors, metadata)
     assert [part.tolist() for part in decoded["torch_cuda_manual_seed"]] == [[1, 1], [0, 0]] and decoded[
         "xm_seed"
     ] == 7

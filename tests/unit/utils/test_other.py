@@ -22,8 +22,8 @@ class Foo:
 
 def test_one_function_object_under_all_its_paths():
     assert other.model_has_dtensor is accelerate.utils.model_has_dtensor is accelerate.accelerator.model_has_dtensor
-    from accelerate.modules import compile as regions
     from accelerate.modules import unwrap
+    from accelerate.modules import unwrap as regions
 
     assert other.compile_regions is regions.compile_regions
     assert other.extract_model_from_parallel is unwrap.extract_model_from_parallel

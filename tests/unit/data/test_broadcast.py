@@ -1,13 +1,14 @@
-"""What travels between the dispatching process and the others."""
+"""What the dispatching process sends to the others, and how batches are cut and joined."""
 
-from collections import deque
+import pickle
+from collections import OrderedDict, deque, namedtuple
 
 import numpy
 import pytest
 import torch
 
-from accelerate.data import wire
-from accelerate.data.wire import Message, ObjectWire, Wire
+from accelerate.data import broadcast
+from accelerate.data.broadcast import BatchBroadcast, Message
 
 
 class Line:
@@ -33,9 +34,9 @@ class Line:
 
 
 class Connection:
-    def __init__(self, kind=Wire, shards=2, stages=False):
+    def __init__(self, shards=2, stages=False):
         self.line = Line()
-        self.sender, self.receiver = (kind(self.line, shards, torch.device("cpu")) for _ in range(2))
+        self.sender, self.receiver = (BatchBroadcast(self.line, shards, torch.device("cpu")) for _ in range(2))
         for end in (self.sender, self.receiver):
             end._stages = stages  # as on an accelerator: filled on the host, sent from the device
 
@@ -55,9 +56,9 @@ def message(batch, sizes=(1, 1), real=2, last=False):
     return Message(batch, real, sizes, last)
 
 
-@pytest.fixture(params=[(Wire, False), (Wire, True), (ObjectWire, False)], ids=["bytes", "staged", "objects"])
+@pytest.fixture(params=[False, True], ids=["bytes", "staged"])
 def connection(request):
-    return Connection(request.param[0], stages=request.param[1])
+    return Connection(stages=request.param)
 
 
 def test_batches_arrive_as_they_were_sent(connection):
@@ -100,7 +101,7 @@ def test_changing_shapes_travel_without_the_structure():
 
 
 def test_large_payloads_travel_by_themselves(monkeypatch):
-    monkeypatch.setattr(wire, "LARGEST_SHARED_PAYLOAD", 64)
+    monkeypatch.setattr(broadcast, "LARGEST_SHARED_PAYLOAD", 64)
     connection = Connection()
     counts = [connection.pass_on(message({"x": torch.zeros(2, 64)}))[1] for _ in range(3)]
     assert counts == [4, 2, 2]
@@ -145,3 +146,81 @@ def test_processes_that_are_not_in_step_are_told():
     connection.receiver.sequence += 1
     with pytest.raises(RuntimeError, match="not in step"):
         connection.pass_on(message(torch.zeros(2)))
+
+
+# -- cutting and joining batches ----------------------------------------------------------------------------------------
+
+Pair = namedtuple("Pair", "x y")
+
+
+def equal(first, second):
+    if isinstance(first, torch.Tensor):
+        return torch.equal(first, second)
+    if isinstance(first, dict):
+        return list(first) == list(second) and all(equal(first[key], second[key]) for key in first)
+    if isinstance(first, (list, tuple)):
+        return type(first) is type(second) and all(map(equal, first, second))
+    return first == second
+
+
+def batch_of(start, stop):
+    numbers = torch.arange(start, stop)
+    return OrderedDict(
+        ids=numbers,
+        pair=Pair(numbers.view(-1, 1), [numbers]),
+        text=[f"s{n}" for n in range(start, stop)],
+        note="n",
+        k=3,
+    )
+
+
+def test_cut_and_join_are_inverse():
+    whole = broadcast.join([batch_of(0, 2), batch_of(2, 3), batch_of(3, 7)])
+    assert type(whole) is OrderedDict and type(whole["pair"]) is Pair
+    assert equal(whole, batch_of(0, 7))
+    assert broadcast.batch_length(whole) == 7
+    assert equal(broadcast.take(whole, 2, 5), batch_of(2, 5))
+
+
+def test_padding_repeats_the_head():
+    padded = broadcast.padded(batch_of(5, 7), 2, batch_of(0, 2), 7)
+    assert padded["ids"].tolist() == [5, 6, 0, 1, 0, 1, 0]
+    assert padded["text"] == ["s5", "s6", "s0", "s1", "s0", "s1", "s0"]
+
+
+def test_length_is_that_of_the_first_leaf_with_samples():
+    assert broadcast.batch_length({"scale": torch.tensor(1.0), "x": [torch.zeros(3, 2)]}) == 3
+    assert broadcast.batch_length(["a", "b"]) == 2
+    assert broadcast.batch_length({"note": "n"}) is None and broadcast.batch_length(torch.tensor(1)) is None
+
+
+def test_batches_that_differ_are_refused():
+    with pytest.raises(ValueError, match="cannot be joined"):
+        broadcast.join([torch.zeros(2, 3), torch.zeros(2, 4)])
+    with pytest.raises(ValueError, match="cannot be joined"):
+        broadcast.join([[torch.zeros(2)], [torch.zeros(2), torch.zeros(2)]])
+
+
+def test_without_torch_distributed_bytes_travel_as_objects():
+    """As under torch_xla, whose communicator has no process group."""
+    sent = deque()
+
+    class Communicator:
+        group = None
+
+        def __init__(self, sends):
+            self.sends = sends
+
+        def broadcast_object_list(self, values, source):
+            if self.sends:
+                sent.append(pickle.dumps(values))
+            else:
+                values[:] = pickle.loads(sent.popleft())
+
+    sender, receiver = (
+        BatchBroadcast(broadcast.Transport(Communicator(sends)), 2, torch.device("cpu")) for sends in (True, False)
+    )
+    for number in range(3):
+        sender.send(message({"x": torch.full((2, 3), number), "text": ["a", "b"]}))
+        got = receiver.receive().batch
+        assert got["x"].tolist() == [[number] * 3] * 2 and got["text"] == ["a", "b"]

@@ -1,8 +1,8 @@
-"""How the dispatcher sends batches: one broadcast per batch, as long as batches look alike.
+"""Batch broadcast: the process that reads sends each batch to the others, in one broadcast as long as batches look alike.
 
 A batch is taken apart into its tensors and a *structure*: the containers with a placeholder in the place of each
-tensor. The structure travels as a pickled object and only when it changes. The tensors travel as bytes in one buffer
-behind a header of integers, which both sides know the length of:
+tensor. The structure is sent as a pickled object and only when it changes. The tensors are sent as bytes in one buffer
+behind a message header of integers, which both sides know the length of:
 
     kind, sequence number, last, real samples, part sizes..., payload bytes, for each tensor its shape
 
@@ -12,27 +12,127 @@ follows in a second broadcast. So batches of equal shape cost one broadcast, oth
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from accelerate.data import pieces
-from accelerate.data.pieces import Placeholder
+# Batches: nested structures whose leaves have the samples along their first dimension. A leaf is a tensor, or a list without
+# tensors inside (`default_collate` leaves strings as such a list), whose items are one sample each.
+
+
+@dataclass(frozen=True)
+class Placeholder:
+    """Stands for a tensor in a batch that was taken apart.
+
+    Args:
+        dtype: element type of the tensor.
+        dims: its number of dimensions; the sizes may differ from batch to batch.
+    """
+
+    dtype: torch.dtype
+    dims: int
+
+
+def is_column(value: Any) -> bool:
+    """Whether a list or tuple holds plain values, one per sample."""
+    if not isinstance(value, (list, tuple)) or hasattr(value, "_fields") or not value:
+        return False
+    return not any(isinstance(item, (torch.Tensor, Placeholder, Mapping, list, tuple)) for item in value)
+
+
+def children(container: Any) -> list[Any] | None:
+    """The items of a mapping, list or tuple; None for a leaf."""
+    if isinstance(container, Mapping):
+        return [container[key] for key in container]
+    if isinstance(container, (list, tuple)) and not is_column(container):
+        return list(container)
+    return None
+
+
+def over_leaves(function: Callable[..., Any], batch: Any, *others: Any) -> Any:
+    """Apply `function` to the corresponding leaves of equally built batches; the containers are built anew."""
+    if isinstance(batch, torch.Tensor):
+        return function(batch, *others)
+    if type(batch) is dict and not others:  # the common batch, spared the questions below
+        return {key: over_leaves(function, value) for key, value in batch.items()}
+    items = children(batch)
+    if items is None:
+        return function(batch, *others)
+    columns = zip(items, *(children(other) for other in others), strict=True)
+    items = [over_leaves(function, *leaves) for leaves in columns]
+    if isinstance(batch, Mapping):
+        return type(batch)(dict(zip(batch, items, strict=True)))
+    return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
+
+
+def batch_length(batch: Any) -> int | None:
+    """Number of samples in a batch, from its first leaf that has samples; None if there is none."""
+    if isinstance(batch, torch.Tensor):
+        return batch.shape[0] if batch.dim() else None
+    if is_column(batch):
+        return len(batch)
+    lengths = map(batch_length, children(batch) or ())
+    return next((length for length in lengths if length is not None), None)
+
+
+def take(batch: Any, start: int, stop: int) -> Any:
+    """The samples from `start` to `stop`; leaves that hold no samples stay whole."""
+
+    def part(leaf: Any) -> Any:
+        has_samples = leaf.dim() > 0 if isinstance(leaf, torch.Tensor) else is_column(leaf)
+        return leaf[start:stop] if has_samples else leaf
+
+    return over_leaves(part, batch)
+
+
+def join(batches: Sequence[Any]) -> Any:
+    """Put batches one after the other; a leaf that holds no samples is taken from the first.
+
+    Raises:
+        ValueError: the batches are not built alike.
+    """
+    if len(batches) == 1:
+        return batches[0]
+    try:
+        return over_leaves(_join_leaves, *batches)
+    except (TypeError, RuntimeError, ValueError) as error:
+        raise ValueError(
+            "Batches cannot be joined for dispatching, because they differ in structure or in the shape of a sample "
+            f"({error}). Let the collate_fn pad them to one shape, or use split_batches=True or dispatch_batches=False."
+        ) from error
+
+
+def _join_leaves(*leaves: Any) -> Any:
+    first = leaves[0]
+    if isinstance(first, torch.Tensor):
+        return torch.cat(leaves) if first.dim() else first
+    if is_column(first):
+        return type(first)(item for leaf in leaves for item in leaf)
+    return first
+
+
+def padded(batch: Any, length: int, head: Any, size: int) -> Any:
+    """Lengthen a batch of `length` samples to `size` with the samples of `head`, over and over."""
+    copies, rest = divmod(size - length, batch_length(head))
+    return join([batch, *[head] * copies, *([take(head, 0, rest)] if rest else [])])
+
+
+# Messages --------------------------------------------------------------------------------------------------------------
 
 BATCH, STRUCTURE, END, FAILURE = range(4)
 WORD = 8
 ALIGNMENT = 16
-# Beyond this a payload always travels by itself: a second broadcast costs little then, and a buffer too large for the
+# Beyond this a payload is always sent by itself: a second broadcast costs little then, and a buffer too large for the
 # next batch would cost more.
 LARGEST_SHARED_PAYLOAD = 1 << 20
 
 
 @dataclass(frozen=True)
 class Message:
-    """A batch as it travels.
+    """A batch as it is sent.
 
     Args:
         batch: the samples of all shards, in the order of the shards.
@@ -45,30 +145,6 @@ class Message:
     real: int
     sizes: tuple[int, ...]
     last: bool
-
-
-def take_apart(batch: Any, tensors: list[torch.Tensor]) -> Any:
-    """Move the tensors of a batch into a list; returns the structure that is left."""
-    if isinstance(batch, torch.Tensor):
-        tensors.append(batch)
-        return Placeholder(batch.dtype, batch.dim())
-    if type(batch) is dict:
-        return {key: take_apart(value, tensors) for key, value in batch.items()}
-    if isinstance(batch, (Mapping, list, tuple)):
-        items = pieces.children(batch)
-        if items is not None:
-            return pieces.rebuilt(batch, [take_apart(item, tensors) for item in items])
-    return batch
-
-
-def put_together(structure: Any, tensors: Any) -> Any:
-    """Undo `take_apart`; `tensors` is an iterator."""
-    if isinstance(structure, Placeholder):
-        return next(tensors)
-    items = pieces.children(structure)
-    if items is None:
-        return structure
-    return pieces.rebuilt(structure, [put_together(item, tensors) for item in items])
 
 
 def same(first: Any, second: Any) -> bool:
@@ -92,33 +168,34 @@ def aligned(size: int) -> int:
 
 
 class Transport:
-    """Carries tensors and objects from one process to all others.
+    """Carries tensors and objects from the main process to all others.
 
     Args:
         communicator: that of the processes; its process group carries the tensors.
-        sender: rank of the process that sends.
     """
 
-    def __init__(self, communicator: Any, sender: int = 0) -> None:
+    def __init__(self, communicator: Any) -> None:
         self.communicator = communicator
-        self.sender = sender
 
     def tensor(self, tensor: torch.Tensor) -> None:
-        """Overwrite the tensor with the sender's, which has the same size everywhere.
+        """Overwrite the tensor with the main process's, which has the same size everywhere.
 
         Not the communicator's own `broadcast`: that lets all ranks report what they send, to find disagreements. Here the
         sizes are settled by the message before, and the sequence numbers show when processes are out of step.
         """
-        dist.broadcast(tensor, self.sender, group=self.communicator.group)
+        if self.communicator.group is None:  # no torch.distributed: torch_xla
+            tensor.copy_(self.object(tensor))
+        else:
+            dist.broadcast(tensor, 0, group=self.communicator.group)
 
     def object(self, value: Any = None) -> Any:
-        """Return the sender's object."""
+        """Return the main process's object."""
         values = [value]
-        self.communicator.broadcast_object_list(values, self.sender)
+        self.communicator.broadcast_object_list(values, 0)
         return values[0]
 
 
-class Wire:
+class BatchBroadcast:
     """One end of the connection between the process that reads and the processes that receive.
 
     All processes build it alike and use it in step: `send` or `fail` on the sender is one `receive` on the others.
@@ -126,7 +203,7 @@ class Wire:
     Args:
         transport: carries tensors and objects from the reading process to the others.
         shards: number of parts of a batch.
-        device: where tensors have to be to travel.
+        device: where tensors have to be to be sent.
     """
 
     def __init__(self, transport: Transport, shards: int, device: torch.device) -> None:
@@ -140,43 +217,49 @@ class Wire:
         self._stages = device.type != "cpu"
         self._buffers: tuple[torch.Tensor, torch.Tensor, Any] | None = None
 
-    # Both sides -------------------------------------------------------------------------------------------------------
-
-    def _header_words(self) -> int:
-        return 5 + self.shards + sum(placeholder.dims for placeholder in self.placeholders)
+    # Both sides ------------------------------------------------------------------------------------------------------
 
     def _prepare_buffers(self) -> tuple[torch.Tensor, torch.Tensor, Any]:
         """The buffer on the device, the one on the CPU (the same if the device is the CPU), and the header's words."""
         if self._buffers is None:
-            size = aligned(self._header_words() * WORD) + self.shared
-            buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
-            staged = buffer
+            header = WORD * (5 + self.shards + sum(placeholder.dims for placeholder in self.placeholders))
+            size = aligned(header) + self.shared
+            buffer = staged = torch.empty(size, dtype=torch.uint8, device=self.device)
             if self._stages:
                 staged = torch.empty(size, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
-            words = staged.numpy()[: self._header_words() * WORD].view("int64")
-            self._buffers = buffer, staged, words
+            self._buffers = buffer, staged, staged.numpy()[:header].view("int64")
         return self._buffers
 
     def _use_structure(self, structure: Any) -> None:
-        self.structure = structure
-        self.placeholders = []
-        _collect(structure, self.placeholders)
-        self.shared = 0
-        self._buffers = None
+        self.structure, self.placeholders = structure, []
+        self.shared, self._buffers = 0, None
+
+        def note(leaf: Any) -> Any:
+            if isinstance(leaf, Placeholder):
+                self.placeholders.append(leaf)
+            return leaf
+
+        over_leaves(note, structure)
 
     def _remember(self, payload: int) -> None:
         shared = payload if payload <= LARGEST_SHARED_PAYLOAD else 0
         if shared != self.shared:
-            self.shared = shared
-            self._buffers = None
+            self.shared, self._buffers = shared, None
 
-    # The sender -------------------------------------------------------------------------------------------------------
+    # The sender ------------------------------------------------------------------------------------------------------
 
     def send(self, message: Message) -> None:
         """Send a batch."""
+        tensors: list[torch.Tensor] = []
+
+        def taken_out(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            tensors.append(leaf)
+            return Placeholder(leaf.dtype, leaf.dim())
+
         try:
-            tensors: list[torch.Tensor] = []
-            structure = take_apart(message.batch, tensors)
+            structure = over_leaves(taken_out, message.batch)
             flat = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
         except Exception as error:
             self.fail(error)
@@ -216,7 +299,7 @@ class Wire:
             buffer.copy_(staged)
         self.transport.tensor(buffer)
 
-    # The receivers ----------------------------------------------------------------------------------------------------
+    # The receivers ---------------------------------------------------------------------------------------------------
 
     def receive(self) -> Message | None:
         """Wait for the next batch; None if there is none.
@@ -254,9 +337,8 @@ class Wire:
             room = torch.empty(payload, dtype=torch.uint8, device=self.device)
             self.transport.tensor(room)
         else:
-            # The next message overwrites the buffer, so the batch takes it along and the wire gets a new one.
-            room = buffer[len(buffer) - self.shared :]
-            self._buffers = None
+            # The next message overwrites the buffer, so the batch takes it along and the next message gets a new one.
+            room, self._buffers = buffer[len(buffer) - self.shared :], None
         tensors, offset = [], 0
         for placeholder in self.placeholders:
             shape, shapes = shapes[: placeholder.dims], shapes[placeholder.dims :]
@@ -266,39 +348,6 @@ class Wire:
             tensors.append(room[offset : offset + size].view(placeholder.dtype).view(shape))
             offset += aligned(size)
         self._remember(payload)
-        return Message(put_together(self.structure, iter(tensors)), real, sizes, bool(last))
-
-
-class ObjectWire(Wire):
-    """The same connection where tensors cannot travel as bytes: every batch is one pickled object."""
-
-    def send(self, message: Message) -> None:
-        """Send a batch."""
-        self.transport.object((BATCH, message))
-
-    def finish(self) -> None:
-        """Say that there is no batch at all."""
-        self.transport.object((END, None))
-
-    def fail(self, error: BaseException) -> None:
-        """Say that reading failed, so that the other processes stop too instead of waiting."""
-        self.transport.object((FAILURE, f"{type(error).__name__}: {error}"))
-
-    def receive(self) -> Message | None:
-        """Wait for the next batch; None if there is none.
-
-        Raises:
-            RuntimeError: the sender failed.
-        """
-        kind, content = self.transport.object()
-        if kind == FAILURE:
-            raise RuntimeError(f"The dispatching process could not read its next batch: {content}")
-        return content
-
-
-def _collect(structure: Any, placeholders: list[Placeholder]) -> None:
-    if isinstance(structure, Placeholder):
-        placeholders.append(structure)
-        return
-    for item in pieces.children(structure) or ():
-        _collect(item, placeholders)
+        arrived = iter(tensors)
+        batch = over_leaves(lambda leaf: next(arrived) if isinstance(leaf, Placeholder) else leaf, self.structure)
+        return Message(batch, real, sizes, bool(last))
