@@ -4,8 +4,9 @@ import os
 
 import torch
 
-from accelerate.checkpoint import layouts, optimizers, state
+from accelerate.checkpoint import layouts, state
 from accelerate.checkpoint.manifest import PARAMETER_NAMES
+from accelerate.checkpoint.state import names_file
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.utils import fsdp_utils
 
@@ -46,7 +47,7 @@ def load_optimizer(optimizer, model, folder, index=0):
 
 def write_names(optimizer, model, folder):
     with open(os.path.join(folder, PARAMETER_NAMES), "wb") as file:
-        file.write(optimizers.parameter_names([optimizer], [model]))
+        file.write(names_file([optimizer], [model]))
 
 
 def same(mine, theirs):

@@ -228,7 +228,7 @@ class Accelerator:
                 _from_accelerator=True,
                 **options,
             )
-            backend = backends.resolve(self.state)
+            self._backend = backends.resolve(self.state)
             self.fp8_enabled = precision(self.state.mixed_precision).needs_engine
             self._fp8_backend = fp8.setup(self, handlers)
             settle_downcast(self.device.type, self.state.mixed_precision)
@@ -237,7 +237,7 @@ class Accelerator:
         self.delayed_fp8_autocast = False
         self.has_lomo_optimizer = False
         self.native_amp = precision(self.state.mixed_precision).autocast_dtype is not None
-        self.scaler = backend.make_scaler(self, self.scaler_handler)
+        self.scaler = self._backend.make_scaler(self, self.scaler_handler)
         # 4. Gradients and placement.
         setup.announce_steps(accumulation)
         self.gradient_state = GradientState(gradient_accumulation_plugin=accumulation)

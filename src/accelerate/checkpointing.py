@@ -10,8 +10,9 @@ from typing import Any
 
 from torch import nn
 
-from accelerate.checkpoint import load
+from accelerate.checkpoint import load, save
 from accelerate.checkpoint.manifest import custom_file, optimizer_file
+from accelerate.checkpoint.state import Common
 from accelerate.modules.unwrap import extract_model_from_parallel
 from accelerate.process import PartialState
 from accelerate.utils.constants import (
@@ -79,11 +80,11 @@ def save_accelerator_state(
     """
     os.makedirs(output_dir, exist_ok=True)
     for index, state in enumerate(model_states):
-        load.write_model(state, output_dir, index, safe_serialization, save_on_each_node)
+        save.write_model(state, output_dir, index, safe_serialization, save_on_each_node)
     for index, obj in enumerate(optimizers):
-        load.write_optimizer(obj.state_dict(), output_dir, index, save_on_each_node)
-    common = load.Common(schedulers, dataloaders, [], scaler, process_index, PartialState().device)
-    common.write(output_dir, step, save_on_each_node)
+        save.write_optimizer(obj.state_dict(), output_dir, index, save_on_each_node)
+    common = Common(schedulers, dataloaders, [], scaler, process_index, PartialState().device)
+    save.write_common(common, output_dir, step, save_on_each_node)
     return Path(output_dir)
 
 
@@ -123,19 +124,18 @@ def load_accelerator_state(
         RuntimeError: Weights do not fit their model; the message lists names and shapes.
         TypeError: ``map_location`` is something else.
     """
-    common = load.Common(schedulers, dataloaders, [], scaler, process_index, PartialState().device)
+    common = Common(schedulers, dataloaders, [], scaler, process_index, PartialState().device)
     location = load.tensor_device(map_location, common.device)
     strict = load_model_func_kwargs.get("strict", True)
-    states = [
-        load.read_model(model, input_dir, index, location, strict, load_kwargs) for index, model in enumerate(models)
-    ]
-    contents = common.read(os.fspath(input_dir), load_kwargs)
+    options = {"map_location": location, "load_kwargs": load_kwargs}
+    states = [load.read_model(model, input_dir, index, strict, **options) for index, model in enumerate(models)]
+    contents = load.read_common(common, os.fspath(input_dir), load_kwargs)
     contents.models = [
         (extract_model_from_parallel(model, keep_torch_compile=False), state)
         for model, state in zip(models, states, strict=True)
     ]
     contents.optimizers = [
-        (optimizer, load.read_optimizer(input_dir, index, location, load_kwargs), optimizer_file(index))
+        (optimizer, load.read_optimizer(input_dir, index, **options), optimizer_file(index))
         for index, optimizer in enumerate(optimizers)
     ]
     contents.begin(**load_model_func_kwargs)
@@ -152,7 +152,7 @@ def save_custom_state(obj: Any, path: Folder, index: int = 0, save_on_each_node:
         save_on_each_node: Write on the main process of each node.
     """
     state = obj.state_dict()
-    with load.planned(path, save_on_each_node) as plan:
+    with save.planned(path, save_on_each_node) as plan:
         if plan.writes_shared:
             plan.add_object(custom_file(index), state)
 

@@ -61,11 +61,6 @@ def test_slow_ranks_are_waited_for(launch, case, processes):
     assert f"ok {case}" in launch(SCRIPT, case, processes=processes).stdout
 
 
-def test_a_subset_saves_where_that_is_allowed(launch):
-    done = launch(SCRIPT, "saves_on_main_by_design", environment={"ACCELERATE_ALLOW_PARTIAL_SAVE": "1"})
-    assert done.stderr.count("save_state was called by rank 0, but not by rank 1") == 1
-
-
 def started_by_hand(folder, case, size):
     """Start ranks without a launcher: one that dies takes nobody along, and rank 0 holds the store."""
     with socket.socket() as free:

@@ -11,7 +11,7 @@ Call order, in one run:
 2. For each step ``no_sync`` while gradients accumulate, ``backward``, ``clip_grad_norm`` or ``clip_grad_value``; all
    ranks call them equally often.
 3. For a checkpoint ``model_state``, ``save_model``, ``save_optimizer`` and ``checkpointed_schedulers``; for a restore
-   ``load_model`` and ``load_optimizer``. Every rank calls them; who writes is decided in ``checkpoint.load``.
+   ``load_model`` and ``load_optimizer``. Every rank calls them; who writes is decided in ``checkpoint.save``.
 4. ``release`` when the Accelerator lets go of its objects.
 """
 
@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
-from accelerate.checkpoint import layouts, load, optimizers
+from accelerate.checkpoint import layouts, load, optimizers, save
+from accelerate.checkpoint.state import inner_optimizer
 from accelerate.config.handlers import GradScalerKwargs
 from accelerate.modules.unwrap import extract_model_from_parallel
 from accelerate.optimizer import settle_scaler
@@ -156,7 +157,7 @@ class Backend:
             index: Which of the prepared models it is.
             **options: ``safe_serialization``, ``save_on_each_node``, and what the user gave to ``save_state``.
         """
-        load.write_model(state, folder, index, **options)
+        save.write_model(state, folder, index, **options)
 
     def load_model(self, accelerator: "Accelerator", model: nn.Module, folder: str, index: int, **options: Any) -> Any:
         """Read a model's state from a checkpoint folder. All ranks.
@@ -165,13 +166,15 @@ class Backend:
             A state dict for the user's module; or a pair of what takes a state in its place, with ``parameters``,
             ``buffers`` and ``load_state_dict``, and the state; or None where the weights are loaded already.
         """
-        return layouts.read_whole_model(model, folder, index, **options)
+        lies_whole = load.weights_file(folder, index) is not None
+        read = load.read_model if lies_whole else layouts.read_whole_model
+        return read(model, folder, index, **options)
 
     def save_optimizer(
         self, accelerator: "Accelerator", optimizer: Any, folder: str, index: int, **options: Any
     ) -> None:
         """Write an optimizer's state into a checkpoint folder. All ranks."""
-        load.write_optimizer(optimizer.state_dict(), folder, index, **options)
+        save.write_optimizer(inner_optimizer(optimizer).state_dict(), folder, index, **options)
 
     def load_optimizer(
         self, accelerator: "Accelerator", optimizer: Any, folder: str, index: int, **options: Any

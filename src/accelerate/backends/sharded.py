@@ -258,10 +258,9 @@ def model_of(optimizer: Any, models: Sequence[nn.Module]) -> nn.Module:
     Raises:
         ValueError: No single one has all its parameters.
     """
-    for model in models:
-        with contextlib.suppress(ValueError):
-            states.parameter_names(optimizer, model)
-            return model
+    model, _ = states.owner(optimizer, models)
+    if model is not None:
+        return model
     raise ValueError(
         f"No prepared model has all parameters of the optimizer ({type(states.inner_optimizer(optimizer)).__name__}), so its "
         "state has no names and cannot be in a checkpoint of shards. Give each model an optimizer of its own, made from its "

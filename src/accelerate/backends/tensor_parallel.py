@@ -8,7 +8,7 @@ from torch import nn
 
 from accelerate.backends.base import Backend
 from accelerate.backends.sharded import Sharded
-from accelerate.checkpoint import load
+from accelerate.checkpoint import save
 from accelerate.checkpoint.state import Layout
 from accelerate.modules import norms
 
@@ -57,4 +57,4 @@ class TensorParallel(Sharded):
         self, accelerator: "Accelerator", state: dict[str, Any], folder: str, index: int, **options: Any
     ) -> None:
         """Write the gathered weights, from rank 0. All ranks."""
-        load.write_model(state, folder, index, **options)
+        save.write_model(state, folder, index, **options)

@@ -1,12 +1,14 @@
-"""Writing a checkpoint while the training goes on: one at a time, in a thread.
+"""Writing a checkpoint while the training goes on: one at a time, in a thread, from copies in host memory.
 
-The thread holds what it writes in host memory of its own, and meets the other ranks through the key-value store of the
+The thread holds what it writes in memory of its own, and meets the other ranks through the key-value store of the
 process group, so it takes part in no collective of the training. Hashing, copying and writing release the interpreter lock.
 It rests between blocks as long as no other thread waits for it. Its priority is that of any other thread: one of a low priority that holds the
 interpreter lock holds up the training as long as other processes keep it from running.
 """
 
 import atexit
+import copy
+import io
 import logging
 import multiprocessing
 import os
@@ -17,9 +19,11 @@ from collections.abc import Callable
 from multiprocessing import util as multiprocessing_util
 from typing import Any
 
-import torch.distributed as dist
+import torch
 
-from accelerate.checkpoint.save import HostBuffers
+from accelerate.checkpoint import formats
+from accelerate.checkpoint.save import SavePlan
+from accelerate.checkpoint.state import is_spread, like, part, quietly
 from accelerate.runtime import durable
 
 logger = logging.getLogger(__name__)
@@ -29,14 +33,160 @@ logger = logging.getLogger(__name__)
 # by little at a time.
 _REST = 3.0
 
+# -- copies ------------------------------------------------------------------------------------------------------------
+
+
+@quietly()
+@torch.no_grad()
+def snapshot(plan: SavePlan, buffers: "HostBuffers") -> None:
+    """Replace all that a plan has by copies in host memory; what the run goes on with is not in it any more.
+
+    Args:
+        plan: the files of this rank.
+        buffers: gives the memory, and takes it back when copying fails.
+    """
+    try:
+        plan.replace(_Snapshot(buffers).of)
+        buffers.synchronize()
+    except BaseException:
+        buffers.release()
+        raise
+
+
+class HostBuffers:
+    """Memory of the host into which one save at a time is copied; the next one uses it again, because new memory costs more than the copy.
+
+    With an accelerator it is pinned, so that copies run beside the computation.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[Any, list[Any]] = {}
+        self._taken: list[tuple[Any, Any]] = []
+        self._devices: set[torch.device] = set()
+
+    def _take(self, key: Any, make: Callable[[], Any]) -> Any:
+        free = self._free.get(key)
+        self._taken.append((key, free.pop() if free else make()))
+        return self._taken[-1][1]
+
+    def copy(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        """Return a copy of a storage; of an accelerator's it is complete after `synchronize`.
+
+        Args:
+            storage: of any device.
+        """
+        size, pinned = storage.nbytes(), storage.device.type == "cuda"
+        memory = self._take((size, pinned), lambda: torch.empty(size, dtype=torch.uint8, pin_memory=pinned))
+        dtype = torch.uint8 if size % 4 else torch.int32  # torch copies single bytes slower
+        source = torch.empty(0, dtype=dtype, device=storage.device).set_(storage)
+        memory.view(dtype).copy_(source, non_blocking=pinned)
+        if pinned:
+            self._devices.add(storage.device)
+        return memory.untyped_storage()
+
+    def copy_shards(self, value: torch.Tensor) -> torch.Tensor:
+        """Return a copy of what this rank has of a DTensor or ShardedTensor, with the same knowledge of the whole.
+
+        Args:
+            value: of any device.
+        """
+        mine, spread = part(value), [getattr(value, name, None) for name in ("device_mesh", "placements")]
+        made = self._take((type(value), *spread, value.size(), value.dtype, mine.shape), lambda: like(value))
+        part(made).copy_(mine)
+        return made
+
+    def synchronize(self) -> None:
+        """Wait until the copies are complete."""
+        while self._devices:
+            torch.cuda.synchronize(self._devices.pop())
+
+    def release(self) -> None:
+        """Keep the memory for the next save, once: no thread reads the copies any more. What this save did not use is let go."""
+        taken, self._taken = self._taken, []
+        if taken:
+            self._free = {}
+            for key, buffer in taken:
+                self._free.setdefault(key, []).append(buffer)
+
+
+def copied(obj: Any) -> Any:
+    """Return a copy of a state that shares no tensor, and nothing that can change, with it.
+
+    Args:
+        obj: what an object's ``state_dict`` returned.
+    """
+    return _Snapshot(HostBuffers(), keeps_devices=True).of(obj)
+
+
+class _Snapshot:
+    """Copies nested objects: tensors into host memory, views of one storage as views of one copy.
+
+    What is in the state twice is in the copy twice, and is one object there, too.
+    """
+
+    def __init__(self, buffers: HostBuffers, keeps_devices: bool = False) -> None:
+        self._buffers = buffers
+        self._keeps_devices = keeps_devices
+        self._storages: dict[tuple[str, int, int], torch.UntypedStorage] = {}
+        self._made: dict[int, tuple[Any, Any]] = {}  # with the original, so that its id stays its own
+
+    def of(self, obj: Any) -> Any:
+        return formats.rebuilt(obj, self._value)
+
+    def _value(self, obj: Any) -> Any:
+        if obj is None or isinstance(obj, (bool, int, float, complex, str, bytes)):
+            return obj
+        if id(obj) not in self._made:
+            made = self._tensor(obj) if isinstance(obj, torch.Tensor) else _deep(obj)
+            self._made[id(obj)] = obj, made
+        return self._made[id(obj)][1]
+
+    def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        if is_spread(tensor):
+            return self._buffers.copy_shards(tensor)
+        tensor = tensor.detach()
+        if tensor.layout is not torch.strided or type(tensor) is not torch.Tensor or tensor.is_quantized:
+            return copy.deepcopy(tensor) if self._keeps_devices else copy.deepcopy(tensor).cpu()
+        if self._keeps_devices and tensor.device.type != "cpu":
+            return tensor.clone()
+        storage = tensor.untyped_storage()
+        key = (str(tensor.device), storage.data_ptr(), storage.nbytes())
+        if key not in self._storages:
+            self._storages[key] = self._buffers.copy(storage)
+        made = torch.empty(0, dtype=tensor.dtype)
+        made.set_(self._storages[key], tensor.storage_offset(), tensor.shape, tensor.stride())
+        if tensor.is_conj():
+            made = made.conj()
+        return made._neg_view() if tensor.is_neg() else made
+
+
+def _deep(obj: Any) -> Any:
+    """A copy of an object of any kind, as what is saved would come back."""
+    try:
+        return copy.deepcopy(obj)
+    except RuntimeError:  # tensors that are results of a computation refuse, but can be saved
+        memory = io.BytesIO()
+        torch.save(obj, memory)
+        memory.seek(0)
+        return torch.load(memory, weights_only=False)  # written here a moment ago
+
+
+# -- one save at a time ------------------------------------------------------------------------------------------------
+
 
 class Background:
-    """The save of one Accelerator that is being written in the background, if there is one. It is not pickled along."""
+    """The save of one Accelerator that is being written in the background, if there is one. It is not pickled along.
+
+    Attributes:
+        buffers: what `snapshot` copies into.
+        groups: see `save.shard_group`.
+        pending: `settle` has something to wait for, or to report.
+    """
 
     def __init__(self) -> None:
         self.buffers = HostBuffers()
-        self._world: Any = None
-        self._group: Any = None
+        self.groups: dict[Any, Any] = {}
+        self.pending = False
         self._thread: threading.Thread | None = None
         self._problem: BaseException | None = None
         self._what = ""
@@ -46,16 +196,8 @@ class Background:
     def __reduce__(self) -> tuple[Any, ...]:
         return Background, ()
 
-    def process_group(self) -> Any | None:
-        """Return the group in which ranks write shards: apart from the training's, which goes on meanwhile. All ranks."""
-        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() < 2:
-            return None
-        if self._world is not dist.group.WORLD:
-            self._world, self._group = dist.group.WORLD, dist.new_group(backend="gloo")
-        return self._group
-
-    def start(self, task: Callable[[], None], what: str, done: Callable[[], None] = lambda: None) -> None:
-        """Run a task in the background; its error comes out of the next `finish`.
+    def start(self, task: Callable[[], None], what: str) -> None:
+        """Run a task in the background; its error comes out of the next `finish`. Then the memory of the copies is free again.
 
         The interpreter waits for the task before it exits, whether the training ended or failed. One that is about to exit starts
         no more threads: then the task runs here.
@@ -63,7 +205,6 @@ class Background:
         Args:
             task: writes and publishes a checkpoint.
             what: its name, for messages.
-            done: called when the task has ended, well or not.
         """
         self.finish()
 
@@ -78,9 +219,9 @@ class Background:
                 # Now, too: a training that ends or fails before its next call would never report it.
                 logger.error("The checkpoint %s could not be saved in the background: %s", what, error)
             finally:
-                done()
+                self.buffers.release()
 
-        self._what, self._pid = what, os.getpid()
+        self.pending, self._what, self._pid = True, what, os.getpid()
         self._hurry.clear()
         _unsettled.add(self)
         thread = threading.Thread(target=run, name="accelerate-checkpoint", daemon=False)
@@ -112,7 +253,10 @@ class Background:
             reason: what waits for it, for the log; None says nothing.
         """
         self._join(reason)
-        self._thread = None  # not before: a caller that is interrupted while it waits has not waited
+        self._thread, self.pending = (
+            None,
+            False,
+        )  # not before: a caller that is interrupted while it waits has not waited
         cause, self._problem = self._problem, None
         _unsettled.discard(self)
         if cause is None:

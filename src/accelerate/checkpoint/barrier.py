@@ -9,7 +9,6 @@ the store: its connection belongs to the whole process, and a save in the backgr
 The keys, under "accelerate/barrier/": "round" is the number of the barrier that is open. Those of a barrier lie under
 its number, and those of each of its rounds under the number of the round: a rank's note under the rank, "come", which
 counts the notes, and "outcome". "left" counts the ranks that have left the barrier; the last one removes its keys.
-"partners/<rank>" are the ranks that took part when this one last took part in a barrier of some ranks only.
 
 Source:
     https://docs.pytorch.org/docs/stable/distributed.html#distributed-key-value-store
@@ -19,26 +18,25 @@ import contextlib
 import itertools
 import json
 import logging
+import os
 import secrets
 import socket
 import time
 from collections.abc import Callable, Collection
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from accelerate import comm
 from accelerate.diagnostics import hang
 from accelerate.diagnostics.hang import Diagnosis
-from accelerate.utils.environment import parse_flag_from_env
+
+if TYPE_CHECKING:
+    from accelerate.accelerator import Accelerator
+    from accelerate.checkpoint.storage import CheckpointStorage
 
 logger = logging.getLogger(__name__)
-
-PARTIAL = "ACCELERATE_ALLOW_PARTIAL_SAVE"
-
-# Where a subset of the ranks may save: how long those that call wait for others. Ranks that train together reach a
-# save within a step of each other.
-PATIENCE_S = 10.0
 
 # When a rank begins to ask where the missing ones are, and how long after an answer it asks again.
 ASK_AFTER_S, ASK_AGAIN_S = 2.0, 1.0
@@ -51,7 +49,6 @@ REPORT_AFTER_S = 10.0
 # ranks together never look more often than this.
 _LONGEST_PAUSE_S = 0.05
 _LOOKS_PER_SECOND = 20_000
-_MOST_LINES = 16
 Note = dict[str, Any]
 # Makes the outcome of all notes. Makes one while notes are missing, or returns None to wait on.
 _Agree = Callable[[dict[int, Note]], Note]
@@ -69,6 +66,47 @@ def default_store() -> Any | None:
     return dist.distributed_c10d._get_default_store()
 
 
+@dataclass(frozen=True)
+class Group:
+    """The ranks of a checkpoint, as one of them sees them.
+
+    Attributes:
+        rank: this process.
+        world_size: how many there are.
+        local_rank: number of this process on its node.
+        local_world_size: how many there are on its node.
+        each_node: every node has a file system, and a checkpoint, of its own.
+        shared: all ranks see what one of them stages.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    each_node: bool
+    shared: bool
+
+    @classmethod
+    def of(cls, accelerator: "Accelerator", storage: "CheckpointStorage") -> "Group":
+        """Return the group of an Accelerator.
+
+        Args:
+            accelerator: The Accelerator.
+            storage: Where the checkpoint is.
+        """
+        # A storage that is no file system is the same for all nodes.
+        each_node = accelerator.project_configuration.save_on_each_node and storage.shared
+        return cls(
+            accelerator.process_index,
+            accelerator.num_processes,
+            accelerator.local_process_index,
+            # Where no launcher sets it, each rank looks after itself.
+            int(os.environ.get("LOCAL_WORLD_SIZE") or 1),
+            each_node,
+            storage.shared and not each_node,
+        )
+
+
 class SaveBarrier:
     """One ``save_state`` or ``load_state`` of all ranks: ``begin``, any number of ``exchange``, ``leave``.
 
@@ -79,36 +117,24 @@ class SaveBarrier:
     Args:
         kind: What was called: "save_state" or "load_state".
         location: The path as this rank means it, absolute.
-        rank: This process's rank.
-        world_size: Number of ranks.
+        group: The ranks. Where each machine has a checkpoint of its own, paths must only be the same within a machine.
         store: Where notes are left, `default_store`; None without one.
-        local_rank: Given where each machine stages for itself: the number of this process on its machine.
-        each_machine: Whether each machine has a checkpoint of its own: paths must only agree within a machine.
 
     Attributes:
-        ranks: Those that take part, in ascending order: all, unless a subset may save.
+        ranks: Those that leave the barrier together: all, or those that called where others never will.
         name: A name that no other barrier has, the same on all ranks once it has begun.
         in_background: Whether what comes after `begin` may run in a thread of its own.
     """
 
-    def __init__(
-        self,
-        kind: str,
-        location: str,
-        rank: int,
-        world_size: int,
-        store: Any | None,
-        local_rank: int | None = None,
-        each_machine: bool = False,
-    ) -> None:
-        self.kind, self.location, self.rank, self.world_size = kind, location, rank, world_size
-        self.ranks = list(range(world_size))
+    def __init__(self, kind: str, location: str, group: Group, store: Any | None) -> None:
+        self.kind, self.location, self.rank, self.world_size = kind, location, group.rank, group.world_size
+        self.ranks = list(range(self.world_size))
         self.name = secrets.token_hex(8)
-        self.in_background = store is not None or world_size == 1
-        self._local_rank, self._each_machine = local_rank, each_machine
-        self._machines: dict[int, list[Any] | None] = {}
+        self.in_background = store is not None or self.world_size == 1
+        self._group = group
+        self._machines: list[list[Any]] = []
         self._site, self._reported, self._failed, self._given_up = "", False, False, False
-        self._origin = store if world_size > 1 else None
+        self._origin = store if self.world_size > 1 else None
         # The keys of all barriers, and from `begin` on those of this one and of the round that it is in.
         self._store: Any = None if self._origin is None else dist.PrefixStore("accelerate/barrier", store)
         self._keys = self._round = self._store
@@ -127,30 +153,24 @@ class SaveBarrier:
         self._site = hang.call_site()
         machine = socket.gethostname()
         note = {"kind": self.kind, "location": self.location, "site": self._site, "name": self.name}
-        note["scope"] = machine if self._each_machine else ""
-        note["machine"] = None if self._local_rank is None else [machine, self._local_rank]
+        note["scope"] = machine if self._group.each_node else ""
+        note["machine"] = [machine, self._group.local_rank]
         outcome = self._convene(note)
-        self.ranks = outcome["ranks"]
         if outcome["problem"] is not None:
+            self.ranks = outcome["ranks"]
             self.leave()
             raise CollectiveMisuse(outcome["problem"])
         self.name = outcome["name"]
-        self._machines = dict(zip(self.ranks, outcome["machines"], strict=True))
+        self._machines = outcome["machines"]
 
-    def leader(self, default: int) -> int:
-        """Return the rank that stages for the machine of this one: its first that takes part as number 0 there.
-
-        Args:
-            default: That rank if ranks are dealt out to machines in blocks, as most launchers do.
-
-        Returns:
-            The rank; the default where no rank has said which machine it is on.
-        """
-        machine = self._machines.get(self.rank)
-        if machine is None:
-            return default
-        first = [rank for rank in self.ranks if self._machines[rank] == [machine[0], 0]]
-        return default if default in first or not first else first[0]
+    def leader(self) -> int:
+        """Return the rank that stages for this one: rank 0, or where machines stage apart the number 0 of this one's machine."""
+        if self._group.shared:
+            return 0
+        # Most launchers give each machine a block of ranks; those of others are known by its name, which others may have, too.
+        usual, (machine, _) = self.rank - self._group.local_rank, self._machines[self.rank]
+        first = [rank for rank in self.ranks if self._machines[rank] == [machine, 0]]
+        return usual if usual in first else (first or [self.rank])[0]
 
     def exchange(self, note: Any, problem: BaseException | None = None) -> list[Any]:
         """Leave a note, and return what all ranks left once they have; if any rank has failed, this is the end.
@@ -160,7 +180,7 @@ class SaveBarrier:
             problem: What went wrong on this rank.
 
         Returns:
-            The notes of ``ranks``, in this order.
+            The notes of all ranks, in their order.
 
         Raises:
             RuntimeError: Another rank has failed, or is gone; the message says where, and what is wrong. What failed on
@@ -192,7 +212,7 @@ class SaveBarrier:
                 self._remove([*(f"{number}/{name}" for number in rounds for name in names), "left"])
 
     def _gather(self, note: Any) -> list[Any]:
-        """Return the notes of ``ranks``, which they all leave now."""
+        """Return the notes of all ranks, which they leave now."""
         if self._store is None:
             # The communicator of a single process is not asked: the run may have reset its state meanwhile.
             return [note] if self.world_size == 1 else comm.current().gather_object(note)
@@ -212,24 +232,20 @@ class SaveBarrier:
         """Join the barrier that is open, until there is an outcome of one that this rank is part of."""
         if self._store is None:
             return _agreed(dict(enumerate(self._gather(note))))
-        after_s = 0.0 if parse_flag_from_env(PARTIAL) else ASK_AFTER_S
         try:
             while True:
                 self._number, self._round_number = int(self._store.compare_set("round", "", "0")), -1
                 self._keys = dist.PrefixStore(str(self._number), self._store)
-                outcome = self._hold(note, _agreed, self._judge_begin, after_s, ASK_AGAIN_S)
+                outcome = self._hold(note, _agreed, self._judge_begin, ASK_AFTER_S, ASK_AGAIN_S)
                 # Before this rank goes on, because it may begin the next barrier at once.
                 self._store.compare_set("round", str(self._number), str(self._number + 1))
                 if self.rank in outcome["ranks"]:
-                    break
+                    return outcome
                 # The others decided while this rank came in. If they have also left, the rest of the keys is its own.
                 with contextlib.suppress(RuntimeError):  # a store that cannot delete
                     self._remove([f"0/{self.rank}", *([] if outcome["ranks"] else ["0/come", "0/outcome"])])
-            if len(outcome["ranks"]) < self.world_size and outcome["problem"] is None:
-                self._go_on_without_the_rest(outcome["ranks"])
         except RuntimeError as error:
             raise CollectiveMisuse(self._no_store()) from error
-        return outcome
 
     def _hold(self, note: Note, agree: _Agree, judge: _Judge, after_s: float, again_s: float) -> Note:
         """Leave a note in the next round, and return the outcome: what the last rank to come makes of all notes.
@@ -259,12 +275,8 @@ class SaveBarrier:
 
     def _notes(self) -> dict[int, Note]:
         """Return the notes of this round that are there, in the order of the ranks."""
-        keys = [str(rank) for rank in self.ranks]
-        if self._round.has_extended_api() and self._round.check(keys):
-            notes = map(json.loads, self._round.multi_get(keys))  # one request, however many ranks
-        else:
-            notes = [_read(self._round, key) for key in keys]
-        return {rank: note for rank, note in zip(self.ranks, notes, strict=True) if note is not None}
+        notes = {rank: _read(self._round, str(rank)) for rank in self.ranks}
+        return {rank: note for rank, note in notes.items() if note is not None}
 
     def _remove(self, keys: list[str]) -> None:
         for key in keys:
@@ -283,11 +295,6 @@ class SaveBarrier:
         # The outcome is written before the number changes: where it is not there then, the keys have been removed.
         if int(self._store.get("round")) != self._number and not self._round.check(["outcome"]):
             return {"ranks": [], "problem": None}
-        if parse_flag_from_env(PARTIAL):
-            partners = _read(self._store, f"partners/{self.rank}")
-            complete = partners and self._round.check([str(rank) for rank in partners])
-            late = time.monotonic() - diagnosis.began >= PATIENCE_S
-            return _agreed(self._notes()) if complete or late else None
         if not diagnosis.news():
             return None
         notes = self._notes()
@@ -311,17 +318,6 @@ class SaveBarrier:
         lost = diagnosis.gone(missing or self.ranks) or (diagnosis.stuck(missing) if self._failed and missing else [])
         lines = _lines({rank: str(diagnosis.observations[rank].latest) for rank in lost})
         return {"lost": f"The others wait in vain: {'; '.join(lines)}.", "ranks": lost} if lost else None
-
-    def _go_on_without_the_rest(self, ranks: list[int]) -> None:
-        """Warn the first time, as a script that does this does it at every save, and do not wait for others again."""
-        if self.rank == ranks[0] and not _read(self._store, f"partners/{self.rank}"):
-            called, rest = _numbers(ranks), _numbers(set(range(self.world_size)) - set(ranks))
-            logger.warning(
-                f"{self.kind} was called by rank {called}, but not by rank {rest}. The checkpoint lacks their random "
-                f"states, and the ranks do not wait for each other. Call {self.kind} on every rank: only one of them "
-                "writes each file."
-            )
-        self._store.set(f"partners/{self.rank}", json.dumps(ranks))
 
 
 def _read(store: Any, key: str) -> Any | None:
@@ -356,9 +352,7 @@ def _disagreement(notes: dict[int, Note]) -> str | None:
 def _never_called(notes: dict[int, Note], states: dict[int, str], hopeless: list[int]) -> str:
     kind = next(iter(notes.values()))["kind"]
     title = f"{kind} was called by rank {_numbers(notes)}, but rank {_numbers(hopeless)} will not call it:"
-    others = {rank: f"did not call it: it {state}" for rank, state in states.items()}
-    alone = f"Where some ranks {kind.replace('_', ' ')} alone by design, set {PARTIAL}=1"
-    return f"{_message(title, notes, others)} {alone}: they then go on without the others."
+    return _message(title, notes, {rank: f"did not call it: it {state}" for rank, state in states.items()})
 
 
 def _message(title: str, notes: dict[int, Note], others: dict[int, str] | None = None) -> str:
@@ -370,13 +364,11 @@ def _message(title: str, notes: dict[int, Note], others: dict[int, str] | None =
 
 
 def _lines(texts: dict[int, str]) -> list[str]:
-    """Return a line for each text, with the ranks it is true for; only the first lines of many."""
+    """Return a line for each text, with the ranks it is true for."""
     ranks: dict[str, list[int]] = {}
     for rank, text in texts.items():
         ranks.setdefault(text, []).append(rank)
-    lines = [f"rank {_numbers(of_text)} {text}" for text, of_text in ranks.items()]
-    surplus = len(lines) - _MOST_LINES
-    return lines if surplus <= 0 else [*lines[:_MOST_LINES], f"and {surplus} more such lines"]
+    return [f"rank {_numbers(of_text)} {text}" for text, of_text in ranks.items()]
 
 
 def _numbers(ranks: Collection[int]) -> str:

@@ -353,7 +353,7 @@ def _converted(parts: Collection[Found], staged: str, layout: str, shards: int) 
         else:  # safetensors has no place for what is no tensor
             write(manifest.model_file(found.index, False), formats.write_torch, stored.read(values))
     if known_names:
-        write(manifest.PARAMETER_NAMES, formats.write_bytes, optimizers.names_text(known_names))
+        write(manifest.PARAMETER_NAMES, formats.write_bytes, state.names_text(known_names))
     return entries
 
 

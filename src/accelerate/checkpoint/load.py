@@ -1,4 +1,4 @@
-"""What a checkpoint has of each object: its file is written and read here, and the object gets its state back.
+"""Loading a checkpoint: the files of each object are read, and the object gets its state back.
 
 `Contents` is what was read. A load changes nothing before all of it has been read, and takes back what it did when an
 object refuses its state. `checkpoint.layouts` knows the layouts of sharded strategies.
@@ -10,106 +10,25 @@ import inspect
 import logging
 import os
 import pickle
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from accelerate.checkpoint import formats, manifest
-from accelerate.checkpoint.save import SavePlan, copied
+from accelerate.checkpoint.background import copied
+from accelerate.checkpoint.state import POSITIONS, Common, inner_optimizer, keeps_state
 from accelerate.data import resume
 from accelerate.data.loader import PreparedLoader
-from accelerate.modules.unwrap import (
-    clean_state_dict_for_safetensors,
-    extract_model_from_parallel,
-    match_names,
-    same_tensors,
-    shared_tensor_names,
-)
-from accelerate.process import PartialState
+from accelerate.modules.unwrap import extract_model_from_parallel, match_names, shared_tensor_names
 from accelerate.utils import other
-from accelerate.utils.constants import SCALER_NAME
-
-if TYPE_CHECKING:
-    from accelerate.accelerator import Accelerator
 
 logger = logging.getLogger(__name__)
 
 Path = str | os.PathLike[str]
-
-# Where a rank's file keeps the positions of its loaders. Other readers of the file look only for keys they know.
-POSITIONS = "dataloader_positions"
-
-
-# -- writing -------------------------------------------------------------------------------------------------------
-
-
-def writes(save_on_each_node: bool = False) -> bool:
-    """Say whether this process writes the shared files, of the run or of its node."""
-    state = PartialState()
-    return state.is_local_main_process if save_on_each_node else state.is_main_process
-
-
-@contextlib.contextmanager
-def planned(folder: Path, save_on_each_node: bool = False) -> Iterator[SavePlan]:
-    """Give the plan that takes files: the caller's, or one for a plain folder, written when the block ends."""
-    if isinstance(folder, SavePlan):
-        yield folder
-    else:
-        plan = SavePlan(os.fspath(folder), writes_shared=writes(save_on_each_node))
-        yield plan
-        plan.write()
-
-
-def plain_names(state_dict: Mapping[str, Any]) -> OrderedDict[str, Any]:
-    """Return a state dict, and the versions of modules in it, without what torch.compile puts into names."""
-
-    def plain(name: str) -> str:
-        return f"{name}.".replace("_orig_mod.", "").removesuffix(".")
-
-    state = OrderedDict((plain(name), value) for name, value in state_dict.items())
-    if hasattr(state_dict, "_metadata"):
-        # The entry of a compiled wrapper itself gives way to that of the module inside, which follows it.
-        state._metadata = OrderedDict((plain(name), version) for name, version in state_dict._metadata.items())
-    return state
-
-
-def write_model(
-    state_dict: Mapping[str, Any],
-    folder: Path,
-    index: int = 0,
-    safe_serialization: bool = True,
-    save_on_each_node: bool = False,
-) -> None:
-    """Write the state dict of model number `index`. All ranks call it, one process writes.
-
-    Raises:
-        ValueError: safetensors cannot hold a value of the state dict; the message names it.
-    """
-    file = manifest.model_file(index, safe_serialization)
-    with planned(folder, save_on_each_node) as plan:
-        if not plan.writes_shared:
-            return
-        if safe_serialization:
-            state = clean_state_dict_for_safetensors(state_dict)
-            plan.add_tensors(file, state, metadata={"format": "pt"}, aliases=same_tensors(state_dict))
-        else:
-            plan.add_object(file, state_dict)
-    if plan is not folder:
-        # Of an earlier save in the other format; a reader would not know which of the two is newer.
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(os.path.join(folder, manifest.model_file(index, not safe_serialization)))
-
-
-def write_optimizer(state: Any, folder: Path, index: int = 0, save_on_each_node: bool = False) -> None:
-    """Write the state of optimizer number `index`. All ranks call it, one process writes."""
-    with planned(folder, save_on_each_node) as plan:
-        if plan.writes_shared:
-            plan.add_object(manifest.optimizer_file(index), state)
 
 
 # -- reading -------------------------------------------------------------------------------------------------------
@@ -167,23 +86,18 @@ def read_file(
         return other.load(path, map_location=device, **(load_kwargs or {}))
 
 
-def read_optimizer(
-    folder: Path, index: int = 0, map_location: Any = None, load_kwargs: Mapping[str, Any] | None = None
-) -> Any:
+def read_optimizer(folder: Path, index: int = 0, **options: Any) -> Any:
     """Read the state of optimizer number `index`; the memory of its tensors may be the file's. Any rank, alone."""
-    return read_file(
-        folder, manifest.optimizer_file(index), f"optimizer {index}", map_location, load_kwargs, mapped=True
-    )
+    return read_file(folder, manifest.optimizer_file(index), f"optimizer {index}", mapped=True, **options)
 
 
-def read_model(
-    model: nn.Module,
-    folder: Path,
-    index: int = 0,
-    map_location: Any = None,
-    strict: bool = True,
-    load_kwargs: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
+def weights_file(folder: Path, index: int = 0) -> str | None:
+    """Return the name of the file that has all weights of a model, safetensors first; None if none has. Any rank, alone."""
+    files = manifest.model_file(index), manifest.model_file(index, safe_serialization=False)
+    return next((file for file in files if os.path.exists(os.path.join(folder, file))), None)
+
+
+def read_model(model: nn.Module, folder: Path, index: int = 0, strict: bool = True, **options: Any) -> dict[str, Any]:
     """Read a model's weights under the names that the model has, checked against it. Any rank, alone.
 
     Names match whatever wrappers wrote them (a leading ``module.``, the parts that torch.compile puts in), and tied
@@ -193,9 +107,8 @@ def read_model(
         model: The model, wrapped or not; it is not changed. The names returned are those of the module inside.
         folder: The checkpoint's folder.
         index: Which of the models it is, from 0.
-        map_location: Where tensors go; the CPU by default, and loading copies them from there.
         strict: Raise when a name is missing or unexpected.
-        load_kwargs: Passed to ``torch.load`` for files in torch's format.
+        **options: ``map_location`` and ``load_kwargs`` of `read_file`.
 
     Returns:
         A state dict for ``load_state_dict`` of the module inside; the memory of its tensors may be the file's.
@@ -205,15 +118,14 @@ def read_model(
         RuntimeError: Names or shapes differ; the message lists them.
     """
     model = extract_model_from_parallel(model, keep_torch_compile=False)
-    safe, pickled = manifest.model_file(index), manifest.model_file(index, safe_serialization=False)
-    for file in (safe, pickled):
-        weights = read_file(folder, file, "", map_location, load_kwargs, mapped=True)
-        if weights is not None:
-            return fit_to_model(model, weights, os.path.join(folder, file), strict)
-    raise FileNotFoundError(
-        f"Model {index} ({type(model).__name__}) has no weights: {os.fspath(folder)!r} has neither {safe} nor {pickled}. "
-        "Prepare the models that were saved, in the same order, or load another folder."
-    )
+    file = weights_file(folder, index)
+    if file is None:
+        raise FileNotFoundError(
+            f"Model {index} ({type(model).__name__}) has no weights: {manifest.model_file(index)} is missing in "
+            f"{os.fspath(folder)!r}. Prepare the models that were saved, in the same order, or load another folder."
+        )
+    weights = read_file(folder, file, mapped=True, **options)
+    return fit_to_model(model, weights, os.path.join(folder, file), strict)
 
 
 def fit_to_model(model: nn.Module, found: Mapping[str, Any], origin: str, strict: bool = True) -> dict[str, Any]:
@@ -226,11 +138,7 @@ def fit_to_model(model: nn.Module, found: Mapping[str, Any], origin: str, strict
         for name in group:
             if saved is not None and name not in state and own[name].shape == state[saved].shape:
                 state[name] = state[saved]
-    missing, unexpected = [], []
-    if strict and loads_by_name(model):
-        missing = [name for name in own if name not in state]
-        unexpected = [name for name in state if name not in own]
-    differing = [
+    problems = [
         f"{name} has {tuple(value.shape)} in the file and {tuple(own[name].shape)} in the model"
         for name, value in state.items()
         if isinstance(value, torch.Tensor)
@@ -238,22 +146,17 @@ def fit_to_model(model: nn.Module, found: Mapping[str, Any], origin: str, strict
         and not isinstance(own[name], nn.parameter.UninitializedTensorMixin)
         and value.shape != own[name].shape
     ]
-    if differing or missing or unexpected:
-        lists = {"other shapes": differing, "missing in the file": missing, "unexpected in the file": unexpected}
-        problems = [_listed(title, entries) for title, entries in lists.items() if entries]
-        problems.append("Build the model as it was when the checkpoint was saved.")
-        if missing or unexpected:
-            problems[-1] += " `load_state(..., strict=False)` accepts missing and unexpected names."
+    if strict and loads_by_name(model):
+        problems += [f"{name} is missing in the file" for name in own if name not in state]
+        problems += [f"{name} is unexpected in the file" for name in state if name not in own]
+    if problems:
+        more = [f"and {len(problems) - 10} more"] if len(problems) > 10 else []
         raise RuntimeError(
             f"The weights in {origin} do not fit {type(model).__name__}; nothing was loaded.\n  "
-            + "\n  ".join(problems)
+            + "\n  ".join([*problems[:10], *more])
+            + "\nBuild the model as it was when the checkpoint was saved, or load with strict=False, which accepts other names."
         )
     return state
-
-
-def _listed(title: str, entries: list[str]) -> str:
-    more = f" and {len(entries) - 10} more" if len(entries) > 10 else ""
-    return f"{title}: {', '.join(entries[:10])}{more}"
 
 
 def loads_by_name(model: Any) -> bool:
@@ -296,11 +199,6 @@ def _read_own(folder: str, process_index: int) -> dict[str, Any] | None:
 # -- loaders --------------------------------------------------------------------------------------------------------
 
 
-def keeps_state(loader: Any) -> bool:
-    """Say whether a loader is stateful, as torchdata's are."""
-    return resume.is_stateful(loader.base_dataloader if isinstance(loader, PreparedLoader) else loader)
-
-
 def _restore_loader(loader: Any, state: Any | None, position: dict[str, Any] | None) -> None:
     """Put a loader into the epoch it was in, with the same order of samples.
 
@@ -309,9 +207,7 @@ def _restore_loader(loader: Any, state: Any | None, position: dict[str, Any] | N
     """
     if position is None and isinstance(loader, PreparedLoader):
         extent = "only where it stood in it" if state is not None else "nor where it stood in it (skip_first_batches)"
-        logger.info(
-            "The checkpoint does not have the epoch of a data loader, %s. Call set_epoch on the loader.", extent
-        )
+        logger.info("The checkpoint does not have the epoch of a loader, %s. Call set_epoch on the loader.", extent)
     if state is not None and (position is None or loader.continue_after_load):
         loader.load_state_dict(state if position is None else {**state, resume.KEY: dict(position)})
     elif position is not None:
@@ -341,7 +237,7 @@ class Contents:
     """
 
     folder: str
-    common: "Common"
+    common: Common
     models: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
     optimizers: list[tuple[Any, Any, str]] = field(default_factory=list)
     objects: list[tuple[Any, Any, str]] = field(default_factory=list)
@@ -401,8 +297,7 @@ class Contents:
         attributes = {"step": states.pop("step")} if "step" in states else {}
         if self.random is None:
             logger.warning(
-                f"{self.folder} has no {file}: rank {rank} keeps its random states and draws other numbers than an "
-                "uninterrupted run. The checkpoint was saved by fewer processes, or not by all."
+                f"{self.folder} has no {file}: rank {rank} keeps its random states, and draws other numbers."
             )
         elif self.is_new:
             resume.derive_generators(states, rank, device, f"{self.folder} has no {file}")
@@ -416,7 +311,7 @@ class Contents:
             self._undoing.append(partial(tensor.copy_, tensor.detach().clone()))
 
     def _load_optimizer(self, optimizer: Any, state: Any) -> None:
-        inner = getattr(optimizer, "optimizer", optimizer)
+        inner = inner_optimizer(optimizer)
         if keeps_values(inner):
             tensors = {parameter: dict(values) for parameter, values in inner.state.items()}
             self.remaining.append(partial(_take_over, inner, formats.storages(state), tensors))
@@ -425,8 +320,8 @@ class Contents:
             self._undoing.append(partial(inner.__setstate__, former))
         else:  # its own code, or that of a hook, may keep what it gets, and change the tensors that it has
             state = formats.in_memory(state)
-            self._undoing.append(partial(optimizer.load_state_dict, copied(optimizer.state_dict())))
-        optimizer.load_state_dict(state)
+            self._undoing.append(partial(inner.load_state_dict, copied(inner.state_dict())))
+        inner.load_state_dict(state)
 
 
 def keeps_values(optimizer: Any) -> bool:
@@ -442,8 +337,7 @@ def _check_options(model: Any, state: Any, options: dict[str, Any]) -> None:
         inspect.signature(model.load_state_dict).bind(state, **options)
     except TypeError as error:
         raise TypeError(
-            f"load_state got {sorted(options)} for {type(model).__name__}.load_state_dict, which does not take "
-            f"that: {error}. Nothing was loaded."
+            f"{type(model).__name__}.load_state_dict does not take {sorted(options)}; nothing was loaded: {error}."
         ) from None
 
 
@@ -476,106 +370,38 @@ def _kind(tensor: Any) -> Any:
     return type(tensor) is torch.Tensor and (tensor.shape, tensor.dtype, tensor.device, tensor.stride())
 
 
-@dataclass(frozen=True)
-class Common:
-    """The objects that every strategy saves alike, all but models and optimizers, in order; and the rank whose they are.
+def read_common(common: Common, folder: str, load_kwargs: dict[str, Any] | None = None) -> Contents:
+    """Read the states of what every strategy saves alike. Any rank, alone.
 
-    Attributes:
-        schedulers: The learning rate schedulers.
-        dataloaders: Prepared loaders.
-        custom: Registered objects.
-        scaler: The gradient scaler, or None.
-        process_index: This rank.
-        device: Its device.
+    Args:
+        common: The objects, and the rank.
+        folder: The checkpoint's folder.
+        load_kwargs: Passed to ``torch.load``.
+
+    Raises:
+        FileNotFoundError: The folder lacks a file; the message names it.
+        ValueError: An interrupted epoch cannot go on with its loader, because that has other data.
     """
-
-    schedulers: Sequence[Any]
-    dataloaders: Sequence[Any]
-    custom: Sequence[Any]
-    scaler: Any | None
-    process_index: int
-    device: torch.device
-
-    @classmethod
-    def of(cls, accelerator: "Accelerator", schedulers: Sequence[Any]) -> "Common":
-        """Return those of an Accelerator, with the schedulers that its strategy saves."""
-        loaders, custom, scaler = accelerator._dataloaders, accelerator._custom_objects, accelerator.scaler
-        return cls(schedulers, loaders, custom, scaler, accelerator.process_index, accelerator.device)
-
-    def _shared(self) -> list[tuple[Any, str, str]]:
-        """Return the objects whose state one rank writes, their files, and what an error calls one that has none."""
-        found = [(obj, manifest.custom_file(n), f"registered object {n}") for n, obj in enumerate(self.custom)]
-        found += [(obj, manifest.scheduler_file(n), f"scheduler {n}") for n, obj in enumerate(self.schedulers)]
-        return found if self.scaler is None else [*found, (self.scaler, SCALER_NAME, "")]
-
-    def _loaders(self) -> list[Any]:
-        """Return the loaders, those inside torch_xla's in place of these."""
-        inner = [vars(loader).get("dataloader") for loader in self.dataloaders]
-        pairs = zip(inner, self.dataloaders, strict=True)
-        return [one if isinstance(one, PreparedLoader) else loader for one, loader in pairs]
-
-    def write(self, folder: Path, step: int, save_on_each_node: bool = False) -> None:
-        """Write their states. All ranks call it: one writes what is shared, and each its own.
-
-        Args:
-            folder: The checkpoint's folder, or a plan for it.
-            step: The step count.
-            save_on_each_node: Each node has a folder of its own.
-        """
-        shared = {file: obj.state_dict() for obj, file, _ in self._shared()}
-        loaders = self._loaders()
-        # Ranks stand at different places of their data.
-        positions = [resume.capture(loader) if isinstance(loader, PreparedLoader) else None for loader in loaders]
-        with planned(folder, save_on_each_node) as plan:
-            for file, state in shared.items() if plan.writes_shared else ():
-                plan.add_object(file, state)
-            # The writer of shared files leaves its states under the plain names, the only ones that others read.
-            rank = None if plan.writes_shared else self.process_index
-            for index, loader in enumerate(loaders):
-                if keeps_state(loader):
-                    state = {name: value for name, value in loader.state_dict().items() if name != resume.KEY}
-                    plan.add_object(manifest.dataloader_file(index, rank), state)
-            generators = resume.collect_generators(self.device)
-            if plan is folder:
-                # Beside the file that upstream reads. It also shows that a manifest belongs to the folder.
-                tensors, metadata = resume.encode_generators(generators)
-                plan.add_tensors(manifest.generators_file(self.process_index), tensors, metadata=metadata)
-            own = {"step": step, **generators, POSITIONS: positions}
-            plan.add_object(manifest.random_states_file(self.process_index), own)
-
-    def read(self, folder: str, load_kwargs: dict[str, Any] | None = None) -> Contents:
-        """Read their states. Any rank, alone.
-
-        Args:
-            folder: The checkpoint's folder.
-            load_kwargs: Passed to ``torch.load``.
-
-        Raises:
-            FileNotFoundError: The folder lacks a file; the message names it.
-            ValueError: An interrupted epoch cannot go on with its loader, because that has other data.
-        """
-        own = _read_own(folder, self.process_index)
-        random = own if own is not None else _read_own(folder, 0)
-        contents = Contents(folder, self, random=random, is_new=own is None)
-        read = partial(read_file, folder, load_kwargs=load_kwargs)
-        for obj, file, what in self._shared():
-            state = read(file, what)
-            if state is None and obj is self.scaler:
-                logger.warning(
-                    f"{folder} has no {file}: it was saved without a gradient scaler, and the scale starts anew."
-                )
-            else:
-                contents.objects.append((obj, state, file))
-        # A rank that was not there when the checkpoint was saved must draw the same epoch as the others.
-        positions = (random or {}).pop(POSITIONS, None) or []
-        for index, loader in enumerate(self._loaders()):
-            state, position = None, None
-            if keeps_state(loader):
-                state = read(manifest.dataloader_file(index, self.process_index))
-                state = read(manifest.dataloader_file(index)) if state is None else state
-            if index < len(positions) and isinstance(loader, PreparedLoader):
-                position = positions[index]
-            if position is not None and loader.continue_after_load:
-                resume.check(loader, dict(position), f"Data loader {index} (in the order of prepare)")
-            contents.dataloaders.append((loader, state, position))
-        return contents
+    own = _read_own(folder, common.process_index)
+    random = own if own is not None else _read_own(folder, 0)
+    contents = Contents(folder, common, random=random, is_new=own is None)
+    read = partial(read_file, folder, load_kwargs=load_kwargs)
+    for obj, file, what in common.shared():
+        state = read(file, what)
+        if state is None and obj is common.scaler:
+            logger.warning("%s has no %s: the scale of gradients starts anew.", folder, file)
+        else:
+            contents.objects.append((obj, state, file))
+    # A rank that was not there when the checkpoint was saved must draw the same epoch as the others.
+    positions = (random or {}).pop(POSITIONS, None) or []
+    for index, loader in enumerate(common.loaders()):
+        state, position = None, None
+        if keeps_state(loader):
+            state = read(manifest.dataloader_file(index, common.process_index))
+            state = read(manifest.dataloader_file(index)) if state is None else state
+        if index < len(positions) and isinstance(loader, PreparedLoader):
+            position = positions[index]
+        if position is not None and loader.continue_after_load:
+            resume.check(loader, dict(position), f"Data loader {index} (in the order of prepare)")
+        contents.dataloaders.append((loader, state, position))
+    return contents

@@ -3,7 +3,6 @@
 The names of parameters connect the two, as the numbers in an optimizer's state do not.
 """
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -14,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accelerate.checkpoint import load, state
+from accelerate.checkpoint import load, manifest, state
 from accelerate.checkpoint.layouts import Found, Layout, Path, find, like, required
-from accelerate.checkpoint.manifest import PARAMETER_NAMES, DamagedCheckpoint
+from accelerate.checkpoint.manifest import DamagedCheckpoint
 from accelerate.checkpoint.state import is_spread, mapped_leaves, together
 from accelerate.modules.unwrap import match_names
 
@@ -28,37 +27,18 @@ _REMEDY = "Make model and optimizer as they were when the checkpoint was saved."
 # -- names of parameters -----------------------------------------------------------------------------------------------
 
 
-def parameter_names(optimizers: Iterable[torch.optim.Optimizer], models: Iterable[nn.Module]) -> bytes | None:
-    """Return the content of the file that says which parameters the numbers in the optimizers' files mean; None without any.
-
-    Args:
-        optimizers: those of the run, in order.
-        models: the models of the run.
-    """
-    models = list(models)
-    known = {index: state.names_among(optimizer, models) for index, optimizer in enumerate(optimizers)}
-    known = {index: groups for index, groups in known.items() if groups is not None}
-    return names_text(known) if known else None
-
-
-def names_text(known: Mapping[int, Sequence[Sequence[str]]]) -> bytes:
-    """Return the content of that file; `known` has `state.parameter_names` by the index of the optimizer."""
-    text = json.dumps({str(index): [list(group) for group in groups] for index, groups in known.items()}, indent=1)
-    return text.encode() + b"\n"
-
-
 def read_names(folder: Path, index: int = 0) -> list[list[str]] | None:
     """Return the names of an optimizer's parameters that a checkpoint has, for each group, or None. Any rank, alone."""
-    path = os.path.join(folder, PARAMETER_NAMES)
+    path = os.path.join(folder, manifest.PARAMETER_NAMES)
     if not os.path.isfile(path):
         return None
     try:
         with open(path, encoding="utf-8") as file:
             groups = json.load(file).get(str(index))
-    except (ValueError, AttributeError) as error:
-        raise DamagedCheckpoint(f"{path} does not hold names: {error}") from None
-    lists = groups if isinstance(groups, list) else [groups]
-    if groups is not None and not all(isinstance(g, list) and all(isinstance(n, str) for n in g) for g in lists):
+        names = groups is None or all(type(group) is list and {*map(type, group)} <= {str} for group in groups)
+    except (ValueError, TypeError, AttributeError):
+        names = False
+    if not names:
         raise DamagedCheckpoint(f"{path} does not hold names for optimizer {index}.")
     return groups
 
@@ -126,19 +106,11 @@ def target(optimizer: torch.optim.Optimizer, model: nn.Module) -> Target:
     return Target(groups, named, states, state.tied_names(model))
 
 
-def target_among(optimizer: Any, models: Iterable[nn.Module]) -> Target | None:
-    """Return what an optimizer needs, or None if no single model has all of its parameters. All ranks."""
-    for model in models:
-        with contextlib.suppress(ValueError):  # its parameters are another model's
-            return target(optimizer, model)
-    return None
-
-
 def is_state(raw: Any) -> bool:
     """Say whether a value has the form that torch's optimizers give their states."""
-    groups = (
-        raw.get("param_groups") if isinstance(raw, Mapping) and isinstance(raw.get("state", {}), Mapping) else None
-    )
+    if not isinstance(raw, Mapping) or not isinstance(raw.get("state", {}), Mapping):
+        return False
+    groups = raw.get("param_groups")
     return isinstance(groups, list) and all(
         isinstance(g, Mapping) and isinstance(g.get("params"), list) for g in groups
     )
@@ -224,15 +196,14 @@ def _order_of_numbers(goal: Target, found: Found, groups: Sequence[Mapping[str, 
         return order
     if goal.flat and len(goal.order) > 1:
         raise RuntimeError(
-            f"{found.name} in {found.folder!r} numbers its parameters and nothing says their names, and this optimizer's "
-            "parameters are flat, in an order of their own; nothing was loaded. Wrap the model with use_orig_params=True to "
-            "load it, or save it once more without FSDP: that saves the names."
+            f"{found.name} in {found.folder!r} has no names of parameters, and this optimizer's are flat, in an order of "
+            "their own; nothing was loaded. Wrap the model with use_orig_params=True, or save it once more without FSDP."
         )
     counts = [len(group["params"]) for group in groups], [len(group) for group in goal.groups]
     if counts[0] != counts[1]:
         raise RuntimeError(
             f"{found.name} in {found.folder!r} has groups of {counts[0]} parameters, and this optimizer of {counts[1]}; "
-            "nothing was loaded. Make the optimizer as it was when the checkpoint was saved."
+            f"nothing was loaded. {_REMEDY}"
         )
     return goal.order
 
@@ -242,30 +213,26 @@ def _own_groups(
 ) -> list[dict[str, Any]]:
     """Return the optimizer's own groups with the stored options: a group has those of the parameters in it."""
     home = {name: number for number, group in enumerate(groups) for name in group["params"]}
-    made, missing = [], []
+    made, problems = [], []
     for number, of_group in enumerate(goal.groups):
         homes = {name: home.get(goal.source(name, home)) for name in of_group}
-        missing += [name for name, home_of in homes.items() if home_of is None]
+        problems += [f"no state for {name}" for name, home_of in homes.items() if home_of is None]
         saved_in = sorted({home_of for home_of in homes.values() if home_of is not None})
         if len(saved_in) > 1:
-            raise RuntimeError(
-                f"Group {number} of the optimizer has parameters that are in groups {saved_in} in {origin}; nothing was "
-                "loaded. Make the groups as they were when the checkpoint was saved."
-            )
+            problems.append(f"the parameters of group {number} in groups {saved_in}")
         source = groups[saved_in[0] if saved_in else min(number, len(groups) - 1)]
         # The names which torch keeps beside the numbers are the optimizer's own.
         options = {key: value for key, value in source.items() if key not in ("params", "param_names")}
         made.append({**options, "params": list(of_group)})
     known = {other for name in goal.order for other in goal.also_called(name)}
-    lost = [name for name in states if name in home and name not in known]
-    for problem, of_problem in (
-        ("no state for {} parameters of the optimizer", missing),
-        ("a state for {} parameters that the optimizer does not have", lost),
-    ):
-        if of_problem:
-            raise RuntimeError(
-                f"{origin} has {problem.format(len(of_problem))}; nothing was loaded: {', '.join(of_problem[:10])}. {_REMEDY}"
-            )
+    problems += [
+        f"a state for {name}, which is not among them" for name in states if name in home and name not in known
+    ]
+    if problems:
+        more = f", and {len(problems) - 10} more" if len(problems) > 10 else ""
+        raise RuntimeError(
+            f"For the optimizer's parameters {origin} has {', '.join(problems[:10])}{more}; nothing was loaded. {_REMEDY}"
+        )
     return made
 
 
@@ -293,9 +260,8 @@ def _fitted(goal: Target, name: str, values: Any, stored: "Stored") -> Any:
                 tuple(one.size() if hasattr(value, "stored_key") else state.part(one).shape) for one in (own, value)
             )
             raise RuntimeError(
-                f"{key} of {name} has the shape {there} in {stored.origin}, and the parameter {here}; nothing was loaded. If the "
-                "optimizer keeps values of other shapes than its parameters, let it step once before loading, which shows how "
-                "they are sharded."
+                f"{key} of {name} has the shape {there} in {stored.origin}, and the parameter {here}; nothing was loaded. If such "
+                "values differ from their parameters, let the optimizer step once before loading: that shows their shards."
             )
         return made
 
@@ -377,19 +343,22 @@ def read_whole_optimizer(
     """
     from accelerate.checkpoint.shards import Stored
 
-    found = find(folder, "optimizer", index, prefer="full")
-    goal = target_among(optimizer, models)
+    file = manifest.optimizer_file(index)
+    if os.path.exists(os.path.join(folder, file)):
+        found = Found(os.fspath(folder), file, "full", index, "optimizer")
+    else:
+        found = find(folder, "optimizer", index)
+    model, _ = state.owner(optimizer, models)
+    goal = None if model is None else target(optimizer, model)
     if found is not None and goal is not None and found.layout == "sharded":
         return state.numbered(read_optimizer(goal, found.open(), found))
     raw = load.read_optimizer(folder, index, **options)
-    if not is_state(raw):
+    if not is_state(raw) or (goal is None and not is_named(raw)):
         return raw
     if goal is None:
-        if not is_named(raw):
-            return raw
         raise RuntimeError(
-            f"{found.name} in {os.fspath(folder)!r} has the names of parameters, but no model that was prepared has all "
-            "parameters of this optimizer, so they have no names here. Prepare the model, too."
+            f"{file} in {os.fspath(folder)!r} names its parameters, and no prepared model has those of this optimizer. "
+            "Prepare the model, too."
         )
     if not is_named(raw):
         groups = raw["param_groups"]
@@ -397,4 +366,4 @@ def read_whole_optimizer(
         same = order == goal.order and [len(g["params"]) for g in groups] == list(map(len, goal.groups))
         if order is None or same:
             return raw
-    return state.numbered(read_optimizer(goal, Stored(os.path.join(folder, found.name), raw), found))
+    return state.numbered(read_optimizer(goal, Stored(os.path.join(folder, file), raw), found))

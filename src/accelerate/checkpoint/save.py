@@ -1,27 +1,30 @@
-"""Saving a checkpoint: what each rank puts into it, who stages, writes and publishes, and what is verified before a load.
+"""Saving a checkpoint: what each rank puts into it, and who stages, writes and publishes.
 
 A rank collects its files in a `SavePlan`. It is path-like, so that strategies which write by themselves write into its folder; what is put
 into it instead is hashed while it is written, and can be copied and written in the background.
 """
 
-import copy
-import io
+import contextlib
 import os
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from accelerate.checkpoint import formats, manifest
-from accelerate.checkpoint.barrier import SaveBarrier, default_store
+from accelerate.checkpoint.barrier import Group, SaveBarrier, default_store
 from accelerate.checkpoint.manifest import FileEntry, Manifest
-from accelerate.checkpoint.state import is_spread, like, part, quietly
+from accelerate.checkpoint.state import POSITIONS, Common, keeps_state, rank_and_size
 from accelerate.checkpoint.storage import CheckpointStorage
+from accelerate.data import resume
+from accelerate.data.loader import PreparedLoader
+from accelerate.modules.unwrap import clean_state_dict_for_safetensors, same_tensors
+from accelerate.process import PartialState
 from accelerate.runtime import durable
 
-if TYPE_CHECKING:
-    from accelerate.accelerator import Accelerator
+Path = str | os.PathLike[str]
 
 # Files that are written at a time. Two keep a disk busy while one of them waits for its hash or for the interpreter.
 WRITERS = 2
@@ -56,8 +59,6 @@ class SavePlan(os.PathLike[str]):
             tensors: by name.
             **options: ``metadata`` and ``aliases`` of `formats.write_safetensors`.
         """
-        for name, tensor in tensors.items():
-            formats.check_storable(name, tensor)
         self._jobs[file] = (formats.write_safetensors, dict(tensors), options)
 
     def add_object(self, file: str, obj: Any) -> None:
@@ -87,26 +88,14 @@ class SavePlan(os.PathLike[str]):
         """
         self._shards[name] = state
 
-    @quietly()
-    @torch.no_grad()
-    def snapshot(self, buffers: "HostBuffers") -> Callable[[], None]:
-        """Replace all that was added by copies in host memory; what the run goes on with is not in the plan any more.
+    def replace(self, change: Callable[[Any], Any]) -> None:
+        """Replace all that was added by what a function returns for it.
 
         Args:
-            buffers: gives the memory.
-
-        Returns:
-            What gives the memory back, once the files are written. If copying fails, that has been done.
+            change: called with the content of each file, and each state of shards.
         """
-        taken = _Snapshot(buffers)
-        try:
-            self._jobs = {file: (write, taken.of(obj), options) for file, (write, obj, options) in self._jobs.items()}
-            self._shards = {name: taken.of(state) for name, state in self._shards.items()}
-            buffers.synchronize()
-        except BaseException:
-            buffers.release()
-            raise
-        return buffers.release
+        self._jobs = {file: (write, change(obj), options) for file, (write, obj, options) in self._jobs.items()}
+        self._shards = {name: change(state) for name, state in self._shards.items()}
 
     def write(self, writers: int = WRITERS, group: Any = None) -> dict[str, FileEntry]:
         """Write the files, durably, and return what the manifest says of them. All ranks if any has shards, else any rank, alone.
@@ -131,182 +120,120 @@ class SavePlan(os.PathLike[str]):
         return {**entries, **dict(zip(self._jobs, durable.each(one, self._jobs, writers), strict=True))}
 
 
-class HostBuffers:
-    """Memory of the host into which one save at a time is copied; the next one uses it again, because new memory costs more than the copy.
+# -- what is put into it -----------------------------------------------------------------------------------------------
 
-    With an accelerator it is pinned, so that copies run beside the computation.
+
+def writes(save_on_each_node: bool = False) -> bool:
+    """Say whether this process writes the shared files, of the run or of its node."""
+    state = PartialState()
+    return state.is_local_main_process if save_on_each_node else state.is_main_process
+
+
+@contextlib.contextmanager
+def planned(folder: Path, save_on_each_node: bool = False) -> Iterator[SavePlan]:
+    """Give the plan that takes files: the caller's, or one for a plain folder, written when the block ends."""
+    if isinstance(folder, SavePlan):
+        yield folder
+    else:
+        plan = SavePlan(os.fspath(folder), writes_shared=writes(save_on_each_node))
+        yield plan
+        plan.write()
+
+
+def plain_names(state_dict: Mapping[str, Any]) -> OrderedDict[str, Any]:
+    """Return a state dict, and the versions of modules in it, without what torch.compile puts into names."""
+
+    def plain(name: str) -> str:
+        return f"{name}.".replace("_orig_mod.", "").removesuffix(".")
+
+    state = OrderedDict((plain(name), value) for name, value in state_dict.items())
+    if hasattr(state_dict, "_metadata"):
+        # The entry of a compiled wrapper itself gives way to that of the module inside, which follows it.
+        state._metadata = OrderedDict((plain(name), version) for name, version in state_dict._metadata.items())
+    return state
+
+
+def write_model(
+    state_dict: Mapping[str, Any],
+    folder: Path,
+    index: int = 0,
+    safe_serialization: bool = True,
+    save_on_each_node: bool = False,
+) -> None:
+    """Write the state dict of model number `index`. All ranks call it, one process writes.
+
+    Raises:
+        ValueError: safetensors cannot hold a value of the state dict; the message names it.
     """
-
-    def __init__(self) -> None:
-        self._free: dict[Any, list[Any]] = {}
-        self._taken: list[tuple[Any, Any]] = []
-        self._devices: set[torch.device] = set()
-
-    def _take(self, key: Any, make: Callable[[], Any]) -> Any:
-        free = self._free.get(key)
-        self._taken.append((key, free.pop() if free else make()))
-        return self._taken[-1][1]
-
-    def copy(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
-        """Return a copy of a storage; of an accelerator's it is complete after `synchronize`.
-
-        Args:
-            storage: of any device.
-        """
-        size, pinned = storage.nbytes(), storage.device.type == "cuda"
-        memory = self._take((size, pinned), lambda: torch.empty(size, dtype=torch.uint8, pin_memory=pinned))
-        dtype = torch.uint8 if size % 4 else torch.int32  # torch copies single bytes slower
-        source = torch.empty(0, dtype=dtype, device=storage.device).set_(storage)
-        memory.view(dtype).copy_(source, non_blocking=pinned)
-        if pinned:
-            self._devices.add(storage.device)
-        return memory.untyped_storage()
-
-    def copy_shards(self, value: torch.Tensor) -> torch.Tensor:
-        """Return a copy of what this rank has of a DTensor or ShardedTensor, with the same knowledge of the whole.
-
-        Args:
-            value: of any device.
-        """
-        mine, spread = part(value), [getattr(value, name, None) for name in ("device_mesh", "placements")]
-        made = self._take((type(value), *spread, value.size(), value.dtype, mine.shape), lambda: like(value))
-        part(made).copy_(mine)
-        return made
-
-    def synchronize(self) -> None:
-        """Wait until the copies are complete."""
-        while self._devices:
-            torch.cuda.synchronize(self._devices.pop())
-
-    def release(self) -> None:
-        """Keep the memory for the next save, once: no thread reads the copies any more. What this save did not use is let go."""
-        taken, self._taken = self._taken, []
-        if taken:
-            self._free = {}
-            for key, buffer in taken:
-                self._free.setdefault(key, []).append(buffer)
+    file = manifest.model_file(index, safe_serialization)
+    with planned(folder, save_on_each_node) as plan:
+        if not plan.writes_shared:
+            return
+        if safe_serialization:
+            state = clean_state_dict_for_safetensors(state_dict)
+            plan.add_tensors(file, state, metadata={"format": "pt"}, aliases=same_tensors(state_dict))
+        else:
+            plan.add_object(file, state_dict)
+    if plan is not folder:
+        # Of an earlier save in the other format; a reader would not know which of the two is newer.
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(os.path.join(folder, manifest.model_file(index, not safe_serialization)))
 
 
-def copied(obj: Any) -> Any:
-    """Return a copy of a state that shares no tensor, and nothing that can change, with it.
+def write_optimizer(state: Any, folder: Path, index: int = 0, save_on_each_node: bool = False) -> None:
+    """Write the state of optimizer number `index`. All ranks call it, one process writes."""
+    with planned(folder, save_on_each_node) as plan:
+        if plan.writes_shared:
+            plan.add_object(manifest.optimizer_file(index), state)
+
+
+def write_common(common: Common, folder: Path, step: int, save_on_each_node: bool = False) -> None:
+    """Write the states of what every strategy saves alike. All ranks call it: one writes what is shared, and each its own.
 
     Args:
-        obj: what an object's ``state_dict`` returned.
+        common: The objects, and the rank.
+        folder: The checkpoint's folder, or a plan for it.
+        step: The step count.
+        save_on_each_node: Each node has a folder of its own.
     """
-    return _Snapshot(HostBuffers(), keeps_devices=True).of(obj)
+    shared = {file: obj.state_dict() for obj, file, _ in common.shared()}
+    loaders = common.loaders()
+    # Ranks stand at different places of their data.
+    positions = [resume.capture(loader) if isinstance(loader, PreparedLoader) else None for loader in loaders]
+    with planned(folder, save_on_each_node) as plan:
+        for file, state in shared.items() if plan.writes_shared else ():
+            plan.add_object(file, state)
+        # The writer of shared files leaves its states under the plain names, the only ones that others read.
+        rank = None if plan.writes_shared else common.process_index
+        for index, loader in enumerate(loaders):
+            if keeps_state(loader):
+                state = {name: value for name, value in loader.state_dict().items() if name != resume.KEY}
+                plan.add_object(manifest.dataloader_file(index, rank), state)
+        generators = resume.collect_generators(common.device)
+        if plan is folder:
+            # Beside the file that upstream reads. It also shows that a manifest belongs to the folder.
+            tensors, metadata = resume.encode_generators(generators)
+            plan.add_tensors(manifest.generators_file(common.process_index), tensors, metadata=metadata)
+        own = {"step": step, **generators, POSITIONS: positions}
+        plan.add_object(manifest.random_states_file(common.process_index), own)
 
 
-class _Snapshot:
-    """Copies nested objects: tensors into host memory, views of one storage as views of one copy.
+# -- the saving of one checkpoint ----------------------------------------------------------------------------------------
 
-    What is in the state twice is in the copy twice, and is one object there, too.
+
+def shard_group(made: dict[Any, Any]) -> Any | None:
+    """Return the process group in which ranks write shards: apart from the training's, which goes on meanwhile. All ranks.
+
+    Args:
+        made: the one that was made for the ranks there are; it is kept here.
     """
-
-    def __init__(self, buffers: HostBuffers, keeps_devices: bool = False) -> None:
-        self._buffers = buffers
-        self._keeps_devices = keeps_devices
-        self._storages: dict[tuple[str, int, int], torch.UntypedStorage] = {}
-        self._made: dict[int, tuple[Any, Any]] = {}  # with the original, so that its id stays its own
-
-    def of(self, obj: Any) -> Any:
-        return formats.rebuilt(obj, self._value)
-
-    def _value(self, obj: Any) -> Any:
-        if obj is None or isinstance(obj, (bool, int, float, complex, str, bytes)):
-            return obj
-        if id(obj) not in self._made:
-            made = self._tensor(obj) if isinstance(obj, torch.Tensor) else _deep(obj)
-            self._made[id(obj)] = obj, made
-        return self._made[id(obj)][1]
-
-    def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        if is_spread(tensor):
-            return self._buffers.copy_shards(tensor)
-        tensor = tensor.detach()
-        if tensor.layout is not torch.strided or type(tensor) is not torch.Tensor or tensor.is_quantized:
-            return copy.deepcopy(tensor) if self._keeps_devices else copy.deepcopy(tensor).cpu()
-        if self._keeps_devices and tensor.device.type != "cpu":
-            return tensor.clone()
-        storage = tensor.untyped_storage()
-        key = (str(tensor.device), storage.data_ptr(), storage.nbytes())
-        if key not in self._storages:
-            self._storages[key] = self._buffers.copy(storage)
-        made = torch.empty(0, dtype=tensor.dtype)
-        made.set_(self._storages[key], tensor.storage_offset(), tensor.shape, tensor.stride())
-        if tensor.is_conj():
-            made = made.conj()
-        return made._neg_view() if tensor.is_neg() else made
-
-
-def _deep(obj: Any) -> Any:
-    """A copy of an object of any kind, as what is saved would come back."""
-    try:
-        return copy.deepcopy(obj)
-    except RuntimeError:  # tensors that are results of a computation refuse, but can be saved
-        memory = io.BytesIO()
-        torch.save(obj, memory)
-        memory.seek(0)
-        return torch.load(memory, weights_only=False)  # written here a moment ago
-
-
-# -- the ranks of a checkpoint ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Group:
-    """The ranks of a checkpoint, as one of them sees them.
-
-    Attributes:
-        rank: this process.
-        world_size: how many there are.
-        local_rank: number of this process on its node.
-        local_world_size: how many there are on its node.
-        each_node: every node has a file system, and a checkpoint, of its own.
-        shared: all ranks see what one of them stages.
-    """
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    each_node: bool
-    shared: bool
-
-    @classmethod
-    def of(cls, accelerator: "Accelerator", storage: CheckpointStorage) -> "Group":
-        """Return the group of an Accelerator.
-
-        Args:
-            accelerator: The Accelerator.
-            storage: Where the checkpoint is.
-        """
-        # A storage that is no file system is the same for all nodes.
-        each_node = accelerator.project_configuration.save_on_each_node and storage.shared
-        return cls(
-            accelerator.process_index,
-            accelerator.num_processes,
-            accelerator.local_process_index,
-            # Where no launcher sets it, each rank looks after itself.
-            int(os.environ.get("LOCAL_WORLD_SIZE") or 1),
-            each_node,
-            storage.shared and not each_node,
-        )
-
-    @property
-    def leader(self) -> int:
-        """The rank that stages the folder that this one writes to."""
-        return 0 if self.shared else self.rank - self.local_rank
-
-    def barrier(self, kind: str, storage: CheckpointStorage) -> SaveBarrier:
-        """Return the barrier of these ranks.
-
-        Args:
-            kind: ``"save_state"`` or ``"load_state"``.
-            storage: Where the checkpoint is.
-        """
-        local_rank = None if self.shared else self.local_rank
-        store = default_store()
-        return SaveBarrier(kind, storage.location, self.rank, self.world_size, store, local_rank, self.each_node)
+    if rank_and_size()[1] < 2:
+        return None
+    world = dist.group.WORLD
+    if world not in made:
+        made.clear()
+        made[world] = dist.new_group(backend="gloo")
+    return made[world]
 
 
 class Save:
@@ -339,10 +266,10 @@ class Save:
         # The process group of the ranks that write shards together; None for the default one.
         self.shards: Any = None
         self.refusing = refusing
-        self.barrier = group.barrier("save_state", storage)
+        self.barrier = SaveBarrier("save_state", storage.location, group, default_store())
         self.plan: SavePlan | None = None
         self.problem: BaseException | None = None
-        self._leader, self._publishes = group.leader, False
+        self._leader = 0
 
     def begin(self, former: BaseException | None = None) -> None:
         """Meet the other ranks, and learn where to write.
@@ -355,17 +282,14 @@ class Save:
             RuntimeError: the folder could not be made; on the rank that tried, its own error.
         """
         self.barrier.begin()
-        ranks, leader = self.barrier.ranks, self.barrier.leader(self.group.leader)
-        self._leader = leader if leader in ranks else ranks[0]
-        self._publishes = self.group.rank == (self._leader if self.group.each_node else ranks[0])
+        self._leader = self.barrier.leader()
         self.problem = former
         staged = self._attempt(self._stage) if self._leads else None
         notes = self._exchange([staged, self.storage.generation])
         if self._leads and notes[0][1]:
             self.storage.generation = notes[0][1]
-        staged = notes[ranks.index(self._leader)][0]
         first = (self.group.local_rank if self.group.each_node else self.group.rank) == 0
-        self.plan = SavePlan(staged, self.group.rank, writes_shared=first)
+        self.plan = SavePlan(notes[self._leader][0], self.group.rank, writes_shared=first)
 
     @property
     def _leads(self) -> bool:
@@ -396,7 +320,7 @@ class Save:
             notes = self._exchange(listed(entries if self._leads else {}))
             if not self.group.each_node:
                 entries = merged(notes)  # all nodes have uploaded their part of one checkpoint
-        if self._publishes:
+        if self.group.rank == (self._leader if self.group.each_node else 0):
             self._attempt(lambda: self._publish(entries))
         self._exchange(None)
         self.barrier.leave()
@@ -475,35 +399,8 @@ def unlisted(folder: str, known: Iterable[str], rank: int, threads: int = 1) -> 
             if name not in known and name != manifest.NAME:
                 if not manifest.is_inside(name):
                     raise ValueError(
-                        f"The file {name!r} cannot be part of a checkpoint, because not every system can have a file of that name. "
-                        "Let the hook that writes it choose a name without a backslash, and without a colon behind one letter."
+                        f"The file {name!r} cannot be part of a checkpoint: not every system can have a file of that name. Let the "
+                        "hook that writes it choose a name without a backslash, and without a colon behind one letter."
                     )
                 found[name] = formats.describe(path, rank, threads)
     return found
-
-
-def shares(state_manifest: Manifest, group: Group) -> list[str]:
-    """Return the files that this rank verifies: the ranks of a node share the work of hashing.
-
-    Args:
-        state_manifest: its manifest.
-        group: the ranks.
-    """
-    order = sorted(state_manifest.files, key=lambda name: (-state_manifest.files[name].size, name))
-    local = min(max(1, group.local_world_size), group.world_size)
-    return sorted(order[group.local_rank % local :: local])
-
-
-def damage(folder: str, state_manifest: Manifest, chosen: Iterable[str]) -> list[str]:
-    """Return what is wrong with a checkpoint, as far as this rank looks. Any rank, alone.
-
-    Args:
-        folder: its local folder.
-        state_manifest: its manifest.
-        chosen: the files that are hashed.
-    """
-    chosen = frozenset(chosen)
-    found = manifest.problems(folder, state_manifest)
-    return found or manifest.problems(
-        folder, state_manifest, deep=True, only=chosen.__contains__, threads=durable.threads()
-    )

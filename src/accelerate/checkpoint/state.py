@@ -7,18 +7,26 @@ wrote them, and that of its optimizer is keyed by them, so that they fit any oth
 
 import contextlib
 import itertools
+import json
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from accelerate.checkpoint import manifest
+from accelerate.data.loader import PreparedLoader
+from accelerate.data.resume import is_stateful
 from accelerate.modules.unwrap import canonical_name, extract_model_from_parallel, is_compiled_module
+from accelerate.utils.constants import SCALER_NAME
+
+if TYPE_CHECKING:
+    from accelerate.accelerator import Accelerator
 
 Layout = Literal["full", "sharded", "local"]
 T = TypeVar("T")
@@ -162,6 +170,56 @@ def tied_names(model: nn.Module) -> list[list[str]]:
     return [names for names in groups.values() if len(names) > 1] + flat
 
 
+# -- what is no model and no optimizer ---------------------------------------------------------------------------------
+
+# Where a rank's file keeps the positions of its loaders. Other readers of the file look only for keys they know.
+POSITIONS = "dataloader_positions"
+
+
+@dataclass(frozen=True)
+class Common:
+    """The objects that every strategy saves alike, all but models and optimizers, in order; and the rank whose they are.
+
+    Attributes:
+        schedulers: The learning rate schedulers.
+        dataloaders: Prepared loaders.
+        custom: Registered objects.
+        scaler: The gradient scaler, or None.
+        process_index: This rank.
+        device: Its device.
+    """
+
+    schedulers: Sequence[Any]
+    dataloaders: Sequence[Any]
+    custom: Sequence[Any]
+    scaler: Any | None
+    process_index: int
+    device: torch.device
+
+    @classmethod
+    def of(cls, accelerator: "Accelerator", schedulers: Sequence[Any]) -> "Common":
+        """Return those of an Accelerator, with the schedulers that its strategy saves."""
+        loaders, custom, scaler = accelerator._dataloaders, accelerator._custom_objects, accelerator.scaler
+        return cls(schedulers, loaders, custom, scaler, accelerator.process_index, accelerator.device)
+
+    def shared(self) -> list[tuple[Any, str, str]]:
+        """Return the objects whose state one rank writes, their files, and what an error calls one that has none."""
+        found = [(obj, manifest.custom_file(n), f"registered object {n}") for n, obj in enumerate(self.custom)]
+        found += [(obj, manifest.scheduler_file(n), f"scheduler {n}") for n, obj in enumerate(self.schedulers)]
+        return found if self.scaler is None else [*found, (self.scaler, SCALER_NAME, "")]
+
+    def loaders(self) -> list[Any]:
+        """Return the loaders, those inside torch_xla's in place of these."""
+        inner = [vars(loader).get("dataloader") for loader in self.dataloaders]
+        pairs = zip(inner, self.dataloaders, strict=True)
+        return [one if isinstance(one, PreparedLoader) else loader for one, loader in pairs]
+
+
+def keeps_state(loader: Any) -> bool:
+    """Say whether a loader is stateful, as torchdata's are."""
+    return is_stateful(loader.base_dataloader if isinstance(loader, PreparedLoader) else loader)
+
+
 # -- taking states -----------------------------------------------------------------------------------------------------
 
 
@@ -214,17 +272,38 @@ def parameter_names(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[
     return [[canonical_name(name) for name in group] for group in _names_in_modules(optimizer, model)]
 
 
-def names_among(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) -> list[list[str]] | None:
-    """Return the names of an optimizer's parameters, or None if no single model has all of them. Any rank, alone.
+def owner(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) -> tuple[nn.Module | None, list[list[str]]]:
+    """Return the model that an optimizer updates, and the names of its parameters, for each group. Any rank, alone.
 
     Args:
         optimizer: wrapped or not.
-        models: the models of the run; one of them has the parameters.
+        models: the models of the run.
+
+    Returns:
+        None and no names if no single model has all of its parameters.
     """
     for model in models:
         with contextlib.suppress(ValueError):
-            return parameter_names(optimizer, model)
-    return None
+            return model, parameter_names(optimizer, model)
+    return None, []
+
+
+def names_file(optimizers: Iterable[torch.optim.Optimizer], models: Iterable[nn.Module]) -> bytes | None:
+    """Return the content of the file that says which parameters the numbers in the optimizers' files mean; None without any.
+
+    Args:
+        optimizers: those of the run, in order.
+        models: the models of the run.
+    """
+    models = list(models)
+    names = {index: owner(optimizer, models)[1] for index, optimizer in enumerate(optimizers)}
+    known = {index: groups for index, groups in names.items() if groups}
+    return names_text(known) if known else None
+
+
+def names_text(known: Mapping[int, Sequence[Sequence[str]]]) -> bytes:
+    """Return the content of that file; `known` has `parameter_names` by the index of the optimizer."""
+    return (json.dumps(known, indent=1) + "\n").encode()
 
 
 def _names_in_modules(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:

@@ -276,8 +276,7 @@ class LocalStorage(CheckpointStorage):
         .replaced_X  the former one, until what is the user's own in it is in the new one
         .removed_X   being removed
 
-    A folder that cannot be renamed is filled in place: .saving_, .ready_ and .removed_ lie in it, and .ready_ is the checkpoint
-    until all of it is in the folder, too. The file .lock_X, or .lock_ in the folder, is locked while a process saves or removes.
+    The file .lock_X is locked while a process saves or removes.
 
     Args:
         path: the folder; it need not exist.
@@ -289,25 +288,14 @@ class LocalStorage(CheckpointStorage):
         self._staged = ""
         self._save = contextlib.ExitStack()  # when it is closed, the staged folder goes, and then the lock
 
-    def _inside(self, prefix: str) -> str:
-        return os.path.join(self.location, prefix)
-
     def _beside(self, prefix: str) -> str:
         folder, name = os.path.split(self.location)
         return os.path.join(folder, prefix + name)
 
-    def _hidden(self, prefix: str) -> str:
-        """Beside the folder, or inside where it cannot be renamed: it is mounted, its parent is not ours, or the process is in it."""
-        fixed = os.path.ismount(self.location) or not os.access(os.path.dirname(self.location), os.W_OK | os.X_OK)
-        with contextlib.suppress(FileNotFoundError):  # the working directory was removed
-            fixed = fixed or Path.cwd().is_relative_to(self.location)
-        return self._inside(prefix) if fixed and os.path.isdir(self.location) else self._beside(prefix)
-
     def _readable(self) -> str:
         """Where the checkpoint is: at its location, or where a publish that was killed between two steps left it."""
-        inside, ready = self._inside(manifest.READY_PREFIX), self._beside(manifest.READY_PREFIX)
-        found = filter(os.path.isdir, (inside, self.location, ready, self._beside(manifest.REPLACED_PREFIX)))
-        return next(found, self.location)
+        beside = self._beside(manifest.READY_PREFIX), self._beside(manifest.REPLACED_PREFIX)
+        return next(filter(os.path.isdir, (self.location, *beside)), self.location)
 
     def _verified(self) -> tuple[Manifest | None, list[str]]:
         folder = self._readable()
@@ -362,23 +350,39 @@ class LocalStorage(CheckpointStorage):
     # -- publishing ----------------------------------------------------------------------------------------------------
 
     def stage(self) -> str:
-        """Make the hidden folder, empty, beside this one, or in it where this one cannot be renamed.
+        """Make the hidden folder, empty, beside this one.
 
         Raises:
             NotADirectoryError: a file has the location.
+            OSError: the folder cannot be renamed, so no checkpoint can take its place.
             Busy: another process is saving here.
         """
-        if os.path.exists(self.location) and not os.path.isdir(self.location):
+        if os.path.isdir(self.location):
+            self._refuse_what_stays()
+        elif os.path.exists(self.location):
             raise NotADirectoryError(f"A checkpoint cannot take the place of a file: {self.location!r} is one.")
         _make_folder(os.path.dirname(self.location))
         self.abandon()
         with contextlib.ExitStack() as save:
             save.enter_context(self._locked())
-            self._staged = self._hidden(manifest.STAGING_PREFIX)
+            self._staged = self._beside(manifest.STAGING_PREFIX)
             os.mkdir(self._staged)
             save.callback(shutil.rmtree, self._staged, ignore_errors=True)
             self._save = save.pop_all()
         return self._staged
+
+    def _refuse_what_stays(self) -> None:
+        """Raise if the folder cannot be exchanged for another one."""
+        inside = False
+        with contextlib.suppress(FileNotFoundError):  # the working directory was removed
+            inside = Path.cwd().is_relative_to(self.location)
+        for reason, holds in (
+            ("it is a mount point", os.path.ismount(self.location)),
+            ("its parent cannot be written", not os.access(os.path.dirname(self.location), os.W_OK | os.X_OK)),
+            ("the process works in it", inside),
+        ):
+            if holds:
+                raise OSError(f"{self.location!r} cannot be renamed: {reason}. Save into a folder inside it.")
 
     def abandon(self) -> None:
         """Remove what was staged."""
@@ -387,10 +391,9 @@ class LocalStorage(CheckpointStorage):
     def publish(self) -> None:
         """Let what was staged, whose files are on the disk, take the location. All in it but the parts of a checkpoint stays."""
         sync_tree(self._staged)
-        in_place = os.path.dirname(self._staged) == self.location  # whatever the working directory is by now
-        if in_place or not os.path.lexists(self.location):
-            os.rename(self._staged, self._inside(manifest.READY_PREFIX) if in_place else self.location)
-            sync_folder(os.path.dirname(self._staged))
+        if not os.path.lexists(self.location):
+            os.rename(self._staged, self.location)
+            sync_folder(os.path.dirname(self.location))
         else:
             with contextlib.suppress(OSError):
                 shutil.copymode(self.location, self._staged)
@@ -403,12 +406,7 @@ class LocalStorage(CheckpointStorage):
         """Bring a publish to its end from whichever step it has come to, and remove what is worth nothing. Needs the lock."""
         for prefix in (manifest.STAGING_PREFIX, manifest.REMOVED_PREFIX):
             shutil.rmtree(self._beside(prefix), ignore_errors=True)
-            shutil.rmtree(self._inside(prefix), ignore_errors=True)
         ready, replaced = self._beside(manifest.READY_PREFIX), self._beside(manifest.REPLACED_PREFIX)
-        if os.path.isdir(inside := self._inside(manifest.READY_PREFIX)):
-            _remove_parts(self.location)
-            _duplicate(inside, self.location)
-            _discard(inside, self._inside(manifest.REMOVED_PREFIX))
         if not os.path.isdir(ready) and not os.path.isdir(replaced):
             return
         if os.path.lexists(os.path.join(ready, manifest.PUBLISHING_MARKER)) and os.path.lexists(self.location):
@@ -422,7 +420,6 @@ class LocalStorage(CheckpointStorage):
         # It marks the newer of two folders, so it must be gone before the next exchange.
         Path(self.location, manifest.PUBLISHING_MARKER).unlink(missing_ok=True)
         if os.path.isdir(replaced):
-            _remove(os.path.join(replaced, manifest.LOCK_PREFIX))
             _remove_parts(replaced)
             _carry_over(replaced, self.location)
             shutil.rmtree(replaced, ignore_errors=True)
@@ -430,7 +427,9 @@ class LocalStorage(CheckpointStorage):
     def remove(self) -> None:
         """Remove the checkpoint; it is out of sight before its first file goes."""
         with self._locked():
-            _discard(self.location, self._beside(manifest.REMOVED_PREFIX))
+            hidden = self._beside(manifest.REMOVED_PREFIX)
+            os.rename(self.location, hidden)
+            shutil.rmtree(hidden, ignore_errors=True)
 
     def sweep(self) -> list[str]:
         """Remove what killed runs left among the checkpoints here, and return the paths."""
@@ -440,14 +439,15 @@ class LocalStorage(CheckpointStorage):
             with contextlib.suppress(Busy), self.child(name)._locked(waits=False):
                 pass  # it has removed what it found
         removed = [name for name in left if name.startswith((manifest.STAGING_PREFIX, manifest.REMOVED_PREFIX))]
-        return [path for path in map(self._inside, removed) if not os.path.lexists(path)]
+        paths = [os.path.join(self.location, name) for name in removed]
+        return [path for path in paths if not os.path.lexists(path)]
 
     # -- one writer at a time ------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _locked(self, waits: bool = True) -> Iterator[None]:
         """Hold the lock, which the system drops with the process; complete or remove what a killed one left."""
-        path, owner = self._hidden(manifest.LOCK_PREFIX), os.getpid()
+        path, owner = self._beside(manifest.LOCK_PREFIX), os.getpid()
         for tenths in itertools.count():
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
             if _locks(descriptor, path):
@@ -457,13 +457,12 @@ class LocalStorage(CheckpointStorage):
                 logger.warning("Another process is saving to %s; waiting for it.", self.location)
             if not waits or tenths >= 10 * PATIENCE_S:
                 raise Busy(
-                    f"Another process has been saving to {self.location!r} for {tenths / 10:.0f} s: it holds {path!r}. Only one "
-                    "run at a time may save there; is a former one still running? If it is another machine of this run, leave "
-                    "save_on_each_node=True out: it is for machines with disks of their own."
+                    f"Another process has been saving to {self.location!r} for {tenths / 10:.0f} s: it holds {path!r}. Is a "
+                    "former one still running? Machines of one run that share a disk leave save_on_each_node=True out."
                 )
             time.sleep(0.1)
         try:
-            if any(map(os.path.isdir, (self._beside(manifest.READY_PREFIX), self._inside(manifest.READY_PREFIX)))):
+            if os.path.isdir(self._beside(manifest.READY_PREFIX)):
                 logger.warning("%s: a save was interrupted while it was published; completing it.", self.location)
             self._complete()
             del self  # which has this generator: a storage that is dropped drops its lock at once
@@ -521,31 +520,6 @@ def _remove(path: str) -> None:
         shutil.rmtree(path)
     elif os.path.lexists(path):
         os.unlink(path)
-
-
-def _discard(folder: str, hidden: str) -> None:
-    """Remove a folder in one step for readers: they would take a part of it for the checkpoint."""
-    os.rename(folder, hidden)
-    shutil.rmtree(hidden, ignore_errors=True)
-
-
-def _duplicate(source: str, target: str) -> None:
-    """Give a file, or all in a folder, a second name, or make a copy on the disk where the file system has no links."""
-    if os.path.isdir(source):
-        if not _is_folder(target):
-            _remove(target)
-            os.mkdir(target)
-        for entry in sorted(os.listdir(source)):
-            _duplicate(os.path.join(source, entry), os.path.join(target, entry))
-        sync_folder(target)
-        return
-    _remove(target)
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
-        with open(target, "rb+") as file:
-            os.fsync(file.fileno())
 
 
 def _remove_parts(folder: str) -> None:

@@ -89,7 +89,7 @@ def prepare(accelerator: "Accelerator", objects: Sequence[Any], device_placement
             f"`device_placement` should be a list with {len(objects)} elements (the number of objects passed), got "
             f"{device_placement!r}."
         )
-    backend = resolve(accelerator.state)
+    backend = accelerator._backend = resolve(accelerator.state)
     backend.check(accelerator, objects)
     objects = _overlay_mesh(accelerator, objects)
     objects = _convert(accelerator, objects, device_placement)

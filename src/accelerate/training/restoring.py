@@ -3,18 +3,18 @@
 import logging
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accelerate.backends.registry import resolve
 from accelerate.checkpoint import manifest
-from accelerate.checkpoint.barrier import SaveBarrier
-from accelerate.checkpoint.load import Common, Contents, tensor_device
-from accelerate.checkpoint.manifest import damaged
+from accelerate.checkpoint.barrier import Group, SaveBarrier, default_store
+from accelerate.checkpoint.load import Contents, read_common, tensor_device
+from accelerate.checkpoint.manifest import Manifest, damaged
 from accelerate.checkpoint.optimizers import Deferred
-from accelerate.checkpoint.save import Group, damage, shares
+from accelerate.checkpoint.state import Common
 from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, newest_first, storage_of
+from accelerate.runtime import durable
 
 if TYPE_CHECKING:
     from accelerate.accelerator import Accelerator
@@ -56,13 +56,14 @@ def load_state(
         RuntimeError: It does not fit the objects; the message lists the differences. Or another rank could not load it.
         CollectiveMisuse: Other ranks do something else; raised on all that called it.
     """
-    former = accelerator._background.settle("load_state()")
+    background = accelerator._background
+    former = background.settle("load_state()") if background.pending else None
     location = tensor_device(load_model_func_kwargs.pop("map_location", None), accelerator.device)
     options = {"map_location": location, "load_kwargs": load_kwargs}
     latest = latest or input_dir is None
     storage = _storage(accelerator, input_dir)
     group = Group.of(accelerator, storage)
-    barrier = group.barrier("load_state", storage)
+    barrier = SaveBarrier("load_state", storage.location, group, default_store())
     barrier.begin()
     barrier.exchange(None, former)  # what failed in the background on one rank alone is raised on all of them now
     contents, problem, chosen, following = None, None, None, None
@@ -198,7 +199,7 @@ def _verified(
     accelerator: "Accelerator", barrier: SaveBarrier, group: Group, candidate: CheckpointStorage
 ) -> tuple[str | None, list[str], int | None]:
     """Verify a checkpoint together: the folder to read from, what is wrong (the same on all ranks), and the next number."""
-    leader, state, folder = barrier.leader(group.leader), None, None
+    leader, state, folder = barrier.leader(), None, None
 
     def fetch() -> tuple[Any, list[str]]:
         nonlocal state
@@ -211,8 +212,8 @@ def _verified(
     def verify() -> tuple[Any, list[str]]:
         following, checked, problems = _following_number(accelerator, candidate), [], []
         if state.manifest is not None:
-            checked = shares(state.manifest, group)
-            problems = damage(folder, state.manifest, checked)
+            checked = _share(state.manifest, group)
+            problems = _damage(folder, state.manifest, checked)
         elif group.rank == 0:
             logger.warning("%s is loaded unverified: %s.", candidate.location, state.reason)
         return [following, leader, checked], problems
@@ -224,8 +225,7 @@ def _verified(
         ]
     if problems:
         return None, problems, None
-    folders = {rank: note[0] for rank, note in zip(barrier.ranks, notes, strict=True)}
-    folder = folders[group.rank] or folders[leader]
+    folder = notes[group.rank][0] or notes[leader][0]
     notes, problems = _on_all(barrier, verify)
     following = max((note[0] for note in notes if note and note[0] is not None), default=None)
     if not problems and state.manifest is not None:
@@ -234,12 +234,26 @@ def _verified(
         for _, of, checked in notes:
             seen.setdefault(of, set()).update(checked)
         if any(files - looked for looked in seen.values()):
-            _, problems = _on_all(barrier, lambda: (None, damage(folder, state.manifest, files - seen[leader])))
+            _, problems = _on_all(barrier, lambda: (None, _damage(folder, state.manifest, files - seen[leader])))
     return folder, problems, following
 
 
+def _share(listing: Manifest, group: Group) -> list[str]:
+    """Return the files that this rank verifies: the ranks of a node share the work of hashing."""
+    order = sorted(listing.files, key=lambda name: (-listing.files[name].size, name))
+    local = min(max(1, group.local_world_size), group.world_size)
+    return order[group.local_rank % local :: local]
+
+
+def _damage(folder: str, listing: Manifest, chosen: Iterable[str]) -> list[str]:
+    """Return what is wrong with a checkpoint, whose chosen files are hashed. Any rank, alone."""
+    is_chosen = frozenset(chosen).__contains__
+    found = manifest.problems(folder, listing)
+    return found or manifest.problems(folder, listing, deep=True, only=is_chosen, threads=durable.threads())
+
+
 def _read(accelerator: "Accelerator", folder: str, options: dict[str, Any], model_options: dict[str, Any]) -> Contents:
-    backend = resolve(accelerator.state)
+    backend = accelerator._backend
     custom = accelerator._custom_objects
     pattern = re.compile(re.escape(manifest.CUSTOM_NAME) + r"_\d+\.pkl")
     if (saved := sum(bool(pattern.fullmatch(file)) for file in os.listdir(folder))) != len(custom):
@@ -255,9 +269,8 @@ def _read(accelerator: "Accelerator", folder: str, options: dict[str, Any], mode
             state = state.state
         if state is not None:
             optimizers.append((optimizer, state, manifest.optimizer_file(index)))
-    contents = Common.of(accelerator, backend.checkpointed_schedulers(accelerator)).read(
-        folder, options["load_kwargs"]
-    )
+    common = Common.of(accelerator, backend.checkpointed_schedulers(accelerator))
+    contents = read_common(common, folder, options["load_kwargs"])
     contents.optimizers, contents.remaining = optimizers, remaining
     _read_models(accelerator, contents, folder, options, model_options)
     _warn_of_fewer_processes(accelerator, folder)
@@ -272,7 +285,7 @@ def _read_models(
     model_options: dict[str, Any],
 ) -> None:
     """Let the hooks load what they want to load, and read the other models. Hooks come last, because they change models."""
-    backend = resolve(accelerator.state)
+    backend = accelerator._backend
     options = {**options, "strict": model_options.get("strict", True)}
     if backend.saves_shards and "adapter_only" in model_options:
         options["adapter_only"] = model_options["adapter_only"]

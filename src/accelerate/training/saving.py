@@ -12,10 +12,12 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from accelerate.backends.base import Backend
-from accelerate.backends.registry import resolve
-from accelerate.checkpoint import load, optimizers, weights
+from accelerate.checkpoint import weights
+from accelerate.checkpoint.background import snapshot
+from accelerate.checkpoint.barrier import Group
 from accelerate.checkpoint.manifest import CHECKPOINTS_FOLDER, PARAMETER_NAMES, numbered_folder
-from accelerate.checkpoint.save import Group, Save, SavePlan
+from accelerate.checkpoint.save import Save, SavePlan, plain_names, shard_group, write_common, writes
+from accelerate.checkpoint.state import Common, names_file
 from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, prune, storage_of
 from accelerate.modules.unwrap import clean_state_dict_for_safetensors
 from accelerate.optimizer import settle_scaler
@@ -74,13 +76,13 @@ def save_state(
         RuntimeError: Another rank failed to save, or the last save in the background did.
     """
     background = accelerator._background
-    former = background.settle("save_state()")
+    former = background.settle("save_state()") if background.pending else None
     _warn_of_open_window(accelerator)
     project = accelerator.project_configuration
     path = _next_path(accelerator, output_dir) if project.automatic_checkpoint_naming else _given_path(output_dir)
     storage = storage_of(path)
     blocking = not project.async_save if blocking is None else blocking
-    backend = resolve(accelerator.state)
+    backend = accelerator._backend
     save = Save(storage, Group.of(accelerator, storage), _facts(accelerator, backend), *_automatic(accelerator))
     if not blocking and not save.barrier.in_background:
         warn_caller(
@@ -90,13 +92,12 @@ def save_state(
     # What failed on one rank alone, or is known to some ranks only, is raised on all of them now.
     save.begin(former)
     if backend.saves_shards:
-        save.shards = background.process_group()
-    release = None
+        save.shards = shard_group(background.groups)
     try:
         plan = save.plan
         _collect(accelerator, backend, plan, save.group.each_node, safe_serialization, save_model_func_kwargs)
         if not blocking:
-            release = plan.snapshot(background.buffers)
+            snapshot(plan, background.buffers)
     except BaseException as error:  # the other ranks must hear of it, so that they do not wait for this one
         save.problem = error
     if blocking:
@@ -112,10 +113,9 @@ def save_state(
     try:
         save.settle()
     except BaseException:
-        if release is not None:
-            release()
+        background.buffers.release()
         raise
-    background.start(lambda: save.finish(writers=1), what=storage.location, done=release)
+    background.start(lambda: save.finish(writers=1), what=storage.location)
     return _as_given(storage, path)
 
 
@@ -174,8 +174,9 @@ def _automatic(
 
 def _warn_of_open_window(accelerator: "Accelerator") -> None:
     state = accelerator.gradient_state
-    done = accelerator.step % state.num_steps
-    if state.num_steps > 1 and done and not state.sync_gradients:
+    if state.sync_gradients:
+        return
+    if done := accelerator.step % state.num_steps:
         warn_caller(
             f"save_state() in the middle of an accumulation window, after {done} of {state.num_steps} micro-batches: their "
             "gradients are not in the checkpoint, so a run resumed from it takes one step on fewer samples. Save where "
@@ -235,9 +236,10 @@ def _collect(
     schedulers = backend.checkpointed_schedulers(accelerator)
     # Through the method, because libraries replace it. Hooks of strategies that save shards see no weights.
     whole = [] if backend.saves_shards else accelerator._models
-    states = [load.plain_names(accelerator.get_state_dict(model)) for model in whole]
-    models = [backend.unwrap_model(model) for model in accelerator._models]
-    for hook in list(accelerator._save_model_state_pre_hook.values()):
+    states = [plain_names(accelerator.get_state_dict(model)) for model in whole]
+    hooks = list(accelerator._save_model_state_pre_hook.values())
+    models = [backend.unwrap_model(model) for model in accelerator._models] if hooks else []
+    for hook in hooks:
         hook(models, states, plan.folder)
     options = _used_options(backend, "save_model", model_options)
     for index in range(len(accelerator._models) if backend.saves_shards else len(states)):
@@ -252,12 +254,12 @@ def _collect(
         )
     for index, optimizer in enumerate(accelerator._optimizers):
         backend.save_optimizer(accelerator, optimizer, plan, index, save_on_each_node=each_node)
-    known = optimizers.parameter_names(accelerator._optimizers, accelerator._models)
+    known = names_file(accelerator._optimizers, accelerator._models)
     if known is not None and plan.writes_shared:
         plan.add_bytes(PARAMETER_NAMES, known)
     if accelerator.scaler is not None:
         settle_scaler(accelerator.scaler)
-    load.Common.of(accelerator, schedulers).write(plan, accelerator.step, each_node)
+    write_common(Common.of(accelerator, schedulers), plan, accelerator.step, each_node)
 
 
 def _used_options(backend: Backend, method: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -359,15 +361,16 @@ def get_state_dict(
         unwrap: Return the names of the user's model rather than those of its wrappers.
         offloaded: Collects the state of a model whose weights are offloaded.
     """
-    if any(has_offloaded_params(module) or _is_hollow(module) for module in model.modules()):
+    hooked = [module for module in model.modules() if "_hf_hook" in module.__dict__]
+    if any(has_offloaded_params(module) or _is_hollow(module) for module in hooked):
         return offloaded(model)
-    state = resolve(accelerator.state).model_state(accelerator, model, unwrap=unwrap)
-    return load.plain_names(state) if unwrap else state
+    state = accelerator._backend.model_state(accelerator, model, unwrap=unwrap)
+    return plain_names(state) if unwrap else state
 
 
 def _is_hollow(module: nn.Module) -> bool:
     """Whether a hook among several of a module keeps its weights elsewhere."""
-    return "_hf_hook" in module.__dict__ and any(weight.is_meta for weight in module.parameters(recurse=False))
+    return any(weight.is_meta for weight in module.parameters(recurse=False))
 
 
 def save_model(
@@ -401,9 +404,9 @@ def save_model(
         raise RuntimeError(
             f"{len(meta)} weights are on the meta device and have no values, {meta[0]!r} for one. Load them before saving."
         )
-    if not load.writes(accelerator.project_configuration.save_on_each_node):
+    if not writes(accelerator.project_configuration.save_on_each_node):
         return
-    if resolve(accelerator.state).saves_shards and not accelerator.is_main_process:
+    if accelerator._backend.saves_shards and not accelerator.is_main_process:
         warn_caller(
             "save_model with save_on_each_node=True writes on the first node only here: the weights are gathered by the main "
             f"process. Copy {os.fspath(save_directory)!r} from there if other nodes need it."

@@ -23,9 +23,9 @@ from torch import nn
 from torch.distributed.fsdp import _flat_param
 
 from accelerate import Accelerator, ParallelismConfig
-from accelerate.checkpoint import load
 from accelerate.checkpoint.manifest import NAME
 from accelerate.parallel import shard
+from accelerate.training import saving
 from accelerate.utils import (
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
@@ -314,7 +314,7 @@ def check_weights_are_written_where_they_are():
     """Each node was to have a file, and the second node got an empty one."""
     accelerator = fresh_accelerator(fsdp_plugin=sharding(2))
     model = accelerator.prepare(build()[0])
-    original, load.writes = load.writes, lambda each: True
+    original, saving.writes = saving.writes, lambda each: True
     try:
         with shared_folder() as folder, warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -322,7 +322,7 @@ def check_weights_are_written_where_they_are():
             assert os.path.exists(os.path.join(folder, str(rank()))) is (rank() == 0)
             assert any("first node only" in str(item.message) for item in caught) is (rank() == 1)
     finally:
-        load.writes = original
+        saving.writes = original
 
 
 def check_what_ranks_have_whole_is_written_as_the_first_has_it():

@@ -48,9 +48,6 @@ def train(chain: Chain, plan: Plan, board: Board, rank: int, tell: Callable[[], 
     """Load, take some steps, and save after each; the plan may end it anywhere. Returns how it ended."""
     points = Points(board, rank, plan if plan.rank == rank else None)
     points.install(plan.exchanges)
-    if chain.inside:
-        chain.target.mkdir(exist_ok=True)
-        os.chdir(chain.target)
     run = Run(chain)
 
     def guarded(act: Callable[[], object], phase: str) -> bool:
@@ -396,7 +393,7 @@ def chains(folder: Path) -> list[Chain]:
         ]
         for world in (1, 2)
     )
-    return [*alone, Chain(folder / "chain_inside", inside=True), *together]
+    return [*alone, *together]
 
 
 def rounds(stories: list[Story], wanted: int, act: Callable[[Story, str], bool]) -> None:

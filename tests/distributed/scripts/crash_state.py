@@ -25,19 +25,16 @@ class Chain:
         world: number of processes.
         blocking: whether a save waits until it is written.
         limit: `total_limit` of automatically named checkpoints; None saves into one folder again and again.
-        inside: the run's working directory is that folder.
     """
 
     folder: Path
     world: int = 1
     blocking: bool = True
     limit: int | None = None
-    inside: bool = False
 
     def __str__(self) -> str:
         place = "one folder" if self.limit is None else f"total_limit={self.limit}"
-        inside = ", from inside" if self.inside else ""
-        return f"{self.world} process(es), {'sync' if self.blocking else 'async'}, {place}{inside}"
+        return f"{self.world} process(es), {'sync' if self.blocking else 'async'}, {place}"
 
     @property
     def target(self) -> Path:
@@ -136,7 +133,7 @@ class Run:
 
     def save(self, blocking: bool, safe: bool) -> None:
         chain = self.chain
-        target = None if chain.limit is not None else "." if chain.inside else chain.target
+        target = chain.target if chain.limit is None else None
         self.accelerator.save_state(target, safe_serialization=safe, blocking=blocking)
 
     def load(self, missing_ok: bool = False) -> bool:

@@ -263,8 +263,8 @@ def test_parameters_of_another_model(tmp_path):
     with pytest.raises(ValueError, match="Parameter 0 of the optimizer's group 0"):
         sharded_io.save_optimizer(optimizer, Net(), tmp_path)
     expected = [["layer.bias", "scale"], ["layer.weight", "embedding.weight"]]
-    assert state.names_among(optimizer, [nn.Linear(1, 1), torch.compile(model)]) == expected
-    assert state.names_among(optimizer, [nn.Linear(1, 1)]) is None
+    assert state.owner(optimizer, [nn.Linear(1, 1), torch.compile(model)])[1] == expected
+    assert state.owner(optimizer, [nn.Linear(1, 1)]) == (None, [])
 
 
 def test_nothing_there(tmp_path):

@@ -12,15 +12,17 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from accelerate import checkpointing
 from accelerate.checkpoint import load
-from accelerate.checkpoint.load import Contents
+from accelerate.checkpoint.load import Contents, read_common
 from accelerate.checkpoint.manifest import model_file
+from accelerate.checkpoint.save import plain_names, write_model, write_optimizer
+from accelerate.checkpoint.state import Common
 from accelerate.data.build import skip_first_batches
 from accelerate.data.loader import DataLoaderShard
 from accelerate.process import PartialState
 
 
 def common(schedulers=(), loaders=(), custom=()):
-    return load.Common(schedulers, loaders, custom, None, 0, torch.device("cpu"))
+    return Common(schedulers, loaders, custom, None, 0, torch.device("cpu"))
 
 
 def same(left, right):
@@ -38,8 +40,8 @@ class Net(nn.Module):
 @pytest.mark.parametrize("safe", [True, False])
 def test_weights_come_back_and_reading_changes_nothing(tmp_path, safe, index):
     net, other = Net(), Net()
-    load.write_model(Net().state_dict(), tmp_path, index, safe_serialization=not safe)
-    load.write_model(net.state_dict(), tmp_path, index, safe_serialization=safe)
+    write_model(Net().state_dict(), tmp_path, index, safe_serialization=not safe)
+    write_model(net.state_dict(), tmp_path, index, safe_serialization=safe)
     assert os.listdir(tmp_path) == [model_file(index, safe)], "and the older one is gone"
     before = copy.deepcopy(other.state_dict())
     other.state_dict = Mock(wraps=other.state_dict)
@@ -50,19 +52,23 @@ def test_weights_come_back_and_reading_changes_nothing(tmp_path, safe, index):
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
 def test_names_of_wrappers_are_understood(tmp_path, prefix):
     net = nn.Linear(2, 2)
-    load.write_model({prefix + name: value for name, value in net.state_dict().items()}, tmp_path)
+    write_model({prefix + name: value for name, value in net.state_dict().items()}, tmp_path)
     assert same(load.read_model(nn.Linear(2, 2), tmp_path), net.state_dict())
     wrapped = torch.compile(nn.DataParallel(nn.Linear(2, 2)), backend="eager")
     assert same(load.read_model(wrapped, tmp_path), net.state_dict())
-    assert load.plain_names(wrapped.state_dict())._metadata == wrapped._orig_mod.state_dict()._metadata
-    assert load.plain_names({"_orig_mod.a._orig_mod.b": 1, "module.c": 2}) == {"a.b": 1, "module.c": 2}
+    assert plain_names(wrapped.state_dict())._metadata == wrapped._orig_mod.state_dict()._metadata
+    assert plain_names({"_orig_mod.a._orig_mod.b": 1, "module.c": 2}) == {"a.b": 1, "module.c": 2}
 
 
 def test_a_misfit_lists_what_differs(tmp_path):
-    load.write_model({"weight": torch.ones(2, 2), **{f"a{n}": torch.ones(1) for n in range(12)}}, tmp_path)
-    shapes = r"other shapes: weight has \(2, 2\) in the file and \(2, 3\) in the model"
+    write_model({"weight": torch.ones(2, 2), **{f"a{n}": torch.ones(1) for n in range(12)}}, tmp_path)
+    shapes = r"weight has \(2, 2\) in the file and \(2, 3\) in the model"
     for width, strict, told in [
-        (2, True, r"Linear.*missing in the file: bias\n.*unexpected in the file: a0, .* and 2 more\n.*strict=False"),
+        (
+            2,
+            True,
+            r"Linear.*bias is missing in the file\n  a0 is unexpected in the file\n.* and 3 more\n.*strict=False",
+        ),
         (3, True, rf"model\.safetensors.*{shapes}\n.*missing"),
         (3, False, shapes),
     ]:
@@ -96,20 +102,20 @@ def test_schedulers_of_torch_load_without_trust(tmp_path):
 def test_what_is_missing_or_unreadable_is_named(tmp_path):
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters())
     with pytest.raises(ValueError, match="safe_serialization=False"):
-        load.write_model({"weight": torch.ones(1), "_extra_state": {"a": 1}}, tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"(?i)model 1 \(Linear\).*model_1.safetensors.*pytorch_model_1.bin"):
+        write_model({"weight": torch.ones(1), "_extra_state": {"a": 1}}, tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"(?i)model 1 \(Linear\).*model_1.safetensors is missing"):
         load.read_model(nn.Linear(1, 1), tmp_path, 1)
     with pytest.raises(FileNotFoundError, match="optimizer 2: optimizer_2.bin"):
         load.read_optimizer(tmp_path, 2)
     with pytest.raises(FileNotFoundError, match="scheduler 0: scheduler.bin"):
-        common([optimizer]).read(str(tmp_path))
+        read_common(common([optimizer]), str(tmp_path))
     torch.save(optimizer.state_dict(), tmp_path / "scheduler.bin")
     os.truncate(tmp_path / "scheduler.bin", 500)
     with pytest.raises(RuntimeError, match="scheduler.bin could not be read, so it is damaged"):
-        common([optimizer]).read(str(tmp_path))
+        read_common(common([optimizer]), str(tmp_path))
     torch.save([1], tmp_path / "random_states_0.pkl")
     with pytest.raises(RuntimeError, match="random_states_0.pkl is damaged: it holds a list"):
-        common().read(str(tmp_path))
+        read_common(common(), str(tmp_path))
     checkpointing.save_custom_state(Object(Object(1)), tmp_path, 1)
     with pytest.raises(pickle.UnpicklingError, match="(?s)custom_checkpoint_1.pkl.*weights_only.: False"):
         checkpointing.load_custom_state(Object(), tmp_path, 1)
@@ -121,7 +127,7 @@ def test_other_ranks_write_no_shared_file(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(PartialState, "is_main_process", False)
     checkpointing.save_accelerator_state(tmp_path, [Net().state_dict()], [Object()], [Object()], [], 1, 0)
     checkpointing.save_custom_state(Object(1), tmp_path)
-    load.write_optimizer({}, tmp_path)
+    write_optimizer({}, tmp_path)
     assert os.listdir(tmp_path) == ["random_states_1.pkl"]
     assert checkpointing.load_accelerator_state(tmp_path, [], [], [], [], 0) == {}
     assert "rank 0 keeps its random states" in caplog.text
@@ -140,8 +146,8 @@ def run(kind=torch.optim.AdamW, value=0.0, width=100):
 
 def saved(folder, kind=torch.optim.AdamW):
     model, optimizer = run(kind, 5.0)
-    load.write_model(model.state_dict(), folder)
-    load.write_optimizer(optimizer.state_dict(), folder)
+    write_model(model.state_dict(), folder)
+    write_optimizer(optimizer.state_dict(), folder)
     return model, optimizer
 
 
@@ -203,7 +209,7 @@ def test_own_code_may_keep_what_it_gets(tmp_path):
     (net, trained), kept = saved(tmp_path), []
     weights = net.state_dict()
     weights["old name"] = weights.pop("0.weight")
-    load.write_model(weights, tmp_path)
+    write_model(weights, tmp_path)
 
     class OwnModel(nn.Sequential):
         def _load_from_state_dict(self, state, *args):
@@ -222,7 +228,7 @@ def test_own_code_may_keep_what_it_gets(tmp_path):
     restore(tmp_path, model, own)
     restore(tmp_path, model, hooked)
     checkpointing.save_custom_state(Object(torch.ones(99)), tmp_path)
-    ((_, registered, _),) = common(custom=[Object()]).read(str(tmp_path)).objects
+    ((_, registered, _),) = read_common(common(custom=[Object()]), str(tmp_path)).objects
     assert_own_memory(tmp_path, *tensors(model, own), *tensors(model, hooked), *kept, registered["value"])
     moment = trained.state[net[0].weight]["exp_avg"]
     assert all(map(torch.equal, kept, [moment, net[0].weight] * 2))
@@ -297,7 +303,7 @@ def test_loaders_stand_where_they_stood_when_a_load_is_undone(tmp_path, stateful
     saved, undone, untouched = (loader(seed) for seed in (1, 2, 2))
     next(iter(saved))
     save(tmp_path, saved)
-    contents = common(loaders=[undone]).read(str(tmp_path))
+    contents = read_common(common(loaders=[undone]), str(tmp_path))
     contents.begin()
     contents.undo()
     assert numbers(undone) == numbers(untouched)

@@ -114,7 +114,7 @@ def test_a_state_of_parameters_that_the_optimizer_lacks(tmp_path, layout):
     model, optimizer = job()
     sharded_io.save_optimizer(optimizer, model, tmp_path, layout=layout)
     fewer = torch.optim.AdamW([model.bias])
-    with pytest.raises(RuntimeError, match="does not have; nothing was loaded: weight"):
+    with pytest.raises(RuntimeError, match="a state for weight, which is not among them; nothing was loaded"):
         sharded_io.load_optimizer(fewer, model, tmp_path)
     assert not fewer.state
     # One that has no state is no loss.

@@ -129,11 +129,11 @@ def test_names_that_nobody_has(tmp_path):
 def test_other_parameters(tmp_path, write):
     model, optimizer = job()
     write(tmp_path / "saved", model, optimizer)
-    with pytest.raises(RuntimeError, match="state for 1 parameters that the optimizer does not have.*first.weight"):
+    with pytest.raises(RuntimeError, match="a state for first.weight, which is not among them; nothing was loaded"):
         read(tmp_path / "saved", FORWARD[1:])
     model, optimizer = job(FORWARD[1:])
     write(tmp_path / "fewer", model, optimizer)
-    with pytest.raises(RuntimeError, match="has no state for 1 parameters.*first.weight"):
+    with pytest.raises(RuntimeError, match="has no state for first.weight"):
         read(tmp_path / "fewer", FORWARD)
 
 

@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from accelerate.checkpoint import formats, optimizers
 from accelerate.checkpoint.convert import export, reshard
 from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest, problems
+from accelerate.checkpoint.state import names_file
 from sharded_io import same
 from unit.checkpoint.tied_net import job
 
@@ -28,7 +29,7 @@ def full(tmp_path, trained):
     folder.mkdir()
     model, optimizer = trained
     state = {name: value for name, value in model.state_dict().items() if name != "head.weight"}
-    known = optimizers.parameter_names([optimizer], [model])
+    known = names_file([optimizer], [model])
     aliases = {"head.weight": "embedding.weight"}
     entries = {
         "model.safetensors": formats.write_safetensors(folder / "model.safetensors", state, aliases=aliases),

@@ -9,10 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from accelerate.checkpoint import save
-from accelerate.checkpoint.barrier import CollectiveMisuse
+from accelerate.checkpoint import barrier
+from accelerate.checkpoint.background import HostBuffers, copied, snapshot
+from accelerate.checkpoint.barrier import CollectiveMisuse, Group
 from accelerate.checkpoint.manifest import Manifest
-from accelerate.checkpoint.save import Group, HostBuffers, Save, SavePlan, copied
+from accelerate.checkpoint.save import Save, SavePlan
 from accelerate.checkpoint.storage import storage_of
 from accelerate.runtime import durable
 
@@ -32,7 +33,7 @@ def test_written_as_it_was(tmp_path, writers, is_copied):
     plan, weights, state = filled(tmp_path)
     buffers = HostBuffers()
     if is_copied:
-        plan.snapshot(buffers)
+        snapshot(plan, buffers)
         for tensor in (weights["w"], weights["b"], state["state"][0]["m"]):
             tensor.zero_()
         state["lr"][0], state["state"][0]["new"] = 7.0, 1
@@ -53,13 +54,13 @@ def test_memory_is_used_again_and_views_share_a_copy(tmp_path):
     for _ in range(3):
         plan = SavePlan(str(tmp_path))
         plan.add_object("f", {"all": base, "part": base[10:], "other": torch.ones(50)})
-        release = plan.snapshot(buffers)
+        snapshot(plan, buffers)
         found = plan._jobs["f"][1]
         assert found["all"].untyped_storage().data_ptr() == found["part"].untyped_storage().data_ptr()
         assert found["all"].data_ptr() != base.data_ptr()
         addresses.append((found["all"].data_ptr(), found["other"].data_ptr()))
-        release()
-        release()  # twice does nothing
+        buffers.release()
+        buffers.release()  # twice does nothing
     assert len(set(addresses)) == 1
 
 
@@ -75,7 +76,7 @@ def test_a_copy_that_fails_keeps_no_memory():
     buffers, plan = HostBuffers(), SavePlan("folder")
     plan.add_object("f", {"x": torch.ones(10), "lock": threading.Lock()})
     with pytest.raises(TypeError, match="lock"):
-        plan.snapshot(buffers)
+        snapshot(plan, buffers)
     assert [len(kept) for kept in buffers._free.values()] == [1]
 
 
@@ -127,18 +128,19 @@ def test_other_objects_are_copied_too():
     sparse = torch.eye(2).to_sparse()
     plan = SavePlan("folder")
     plan.add_object("f", {"odd": odd, "sparse": sparse, "conj": torch.ones(1, dtype=torch.complex64).conj()})
-    plan.snapshot(buffers)
+    snapshot(plan, buffers)
     odd.numbers.append(2)
     copied = plan._jobs["f"][1]
     assert copied["odd"].numbers == [1] and torch.equal(copied["sparse"].to_dense(), torch.eye(2))
     assert copied["conj"].is_conj()
 
 
-def test_a_parcel_is_a_path_and_refuses_at_once_what_cannot_be_stored():
-    plan = SavePlan("folder")
-    assert os.path.join(plan, "x") == os.path.join("folder", "x")
+def test_a_plan_is_a_path_and_refuses_what_cannot_be_stored(tmp_path):
+    plan = SavePlan(str(tmp_path))
+    assert os.path.join(plan, "x") == str(tmp_path / "x")
+    plan.add_tensors("f", {"odd": 3})
     with pytest.raises(TypeError, match="'odd'"):
-        plan.add_tensors("f", {"odd": 3})
+        plan.write()
 
 
 def test_an_error_of_one_file_comes_out(tmp_path, monkeypatch):
@@ -176,7 +178,7 @@ class Exchange:
 def test_ranks_without_a_store_meet_by_collectives(tmp_path, monkeypatch, differ):
     exchange, local, ended = Exchange(2), threading.local(), {}
     monkeypatch.setattr("accelerate.checkpoint.barrier.comm.current", lambda: exchange.of(local.rank))
-    monkeypatch.setattr(save, "default_store", lambda: None)
+    monkeypatch.setattr(barrier, "default_store", lambda: None)
 
     def play(rank):
         local.rank = rank

@@ -77,7 +77,7 @@ def refuse_in_hook(module: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("second", "spoil", "options", "error"),
     [
-        (nn.Linear, lambda module: None, {"stict": False}, "load_state got .'stict'.*Nothing was loaded"),
+        (nn.Linear, lambda module: None, {"stict": False}, "does not take .'stict'.*nothing was loaded"),
         (Versioned, lambda module: setattr(module, "refuses", True), {}, "another version"),
         (nn.Linear, refuse_in_hook, {}, "the hook refuses"),
     ],

@@ -350,7 +350,9 @@ def test_each_generator_is_restored_apart_and_a_failure_names_its_cause(caplog):
     caplog.clear()
     resume.restore_generators(resume.decode_generators({}, {"generators": "no json"}), CPU, "there")
     assert caplog.text.count("could not be restored") == 3 and "description of the generators" in caplog.text
-    tensors, metadata = resume.encode_generators({"torch_cuda_manual_seed": [torch.ones(2), torch.zeros(2)], "xm_seed": 7})
+    tensors, metadata = resume.encode_generators(
+        {"torch_cuda_manual_seed": [torch.ones(2), torch.zeros(2)], "xm_seed": 7}
+    )
     decoded = resume.decode_generators(tensors, metadata)
     assert [part.tolist() for part in decoded["torch_cuda_manual_seed"]] == [[1, 1], [0, 0]] and decoded[
         "xm_seed"

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accelerate import Accelerator
+from accelerate import Accelerator, cpu_offload
 from accelerate.checkpoint.manifest import INCOMPLETE_MARKER, DamagedCheckpoint
 from accelerate.config.project import ProjectConfiguration
 from accelerate.training import saving
@@ -182,7 +182,7 @@ def test_a_checkpoint_of_another_model_changes_nothing(tmp_path):
     other = Accelerator(cpu=True)
     first, _ = other.prepare(nn.Linear(2, 2), nn.Linear(3, 4))
     before = first.weight.detach().clone()
-    with pytest.raises(RuntimeError, match="other shapes"):
+    with pytest.raises(RuntimeError, match="weight has"):
         other.load_state(tmp_path)
     assert torch.equal(first.weight, before)
 
@@ -193,7 +193,7 @@ def test_strict_is_passed_on(tmp_path):
     accelerator.save_state(tmp_path)
     other = Accelerator(cpu=True)
     other.prepare(nn.Linear(2, 2, bias=False))
-    with pytest.raises(RuntimeError, match="unexpected in the file: bias"):
+    with pytest.raises(RuntimeError, match="bias is unexpected in the file"):
         other.load_state(tmp_path)
     other.load_state(tmp_path, strict=False)
 
@@ -518,9 +518,8 @@ def test_a_model_needs_a_folder_and_values(tmp_path):
         accelerator.save_model(nn.Linear(1, 1, device="meta"), tmp_path)
 
 
-def test_offloaded_models_are_collected(monkeypatch):
-    model = nn.Linear(1, 1)
-    monkeypatch.setattr(saving, "has_offloaded_params", lambda module: module is model)
+def test_offloaded_models_are_collected():
+    model = cpu_offload(nn.Linear(1, 1), execution_device=torch.device("cpu"))
     accelerator = Accelerator(cpu=True)
     assert saving.get_state_dict(accelerator, model, offloaded=lambda given: {"collected": given}) == {
         "collected": model
