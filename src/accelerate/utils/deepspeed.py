@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accelerate.config.deepspeed import HfDeepSpeedConfig
+from accelerate.config.deepspeed import HfDeepSpeedConfig as HfDeepSpeedConfig
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils.imports import is_deepspeed_available
@@ -13,17 +13,6 @@ from accelerate.utils.imports import is_deepspeed_available
 if TYPE_CHECKING:
     from accelerate.config.deepspeed import DeepSpeedPlugin
     from accelerate.state import AcceleratorState
-
-__all__ = [
-    "DeepSpeedEngineWrapper",
-    "DeepSpeedOptimizerWrapper",
-    "DeepSpeedSchedulerWrapper",
-    "DummyOptim",
-    "DummyScheduler",
-    "HfDeepSpeedConfig",
-    "get_active_deepspeed_plugin",
-    "map_pytorch_optim_to_deepspeed",
-]
 
 
 def get_active_deepspeed_plugin(state: "AcceleratorState") -> "DeepSpeedPlugin":

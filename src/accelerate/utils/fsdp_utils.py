@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from accelerate._lazy import front
 from accelerate.checkpoint import formats, layouts, optimizers
 from accelerate.checkpoint import state as states
-from accelerate.checkpoint.convert import merge_fsdp_weights
 from accelerate.config.fsdp import get_module_class_from_name
 from accelerate.logging import get_logger
 from accelerate.modules.compile import is_compiled_module
 from accelerate.modules.unwrap import canonical_name, extract_model_from_parallel
 from accelerate.parallel import shard
-from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from accelerate.utils.modeling import is_peft_model
 
 if TYPE_CHECKING:
@@ -28,30 +27,12 @@ if TYPE_CHECKING:
     from accelerate.accelerator import Accelerator
     from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 
-__all__ = [
-    "FSDP_MODEL_NAME",
-    "OPTIMIZER_NAME",
-    "SAFE_WEIGHTS_NAME",
-    "WEIGHTS_NAME",
-    "disable_fsdp_ram_efficient_loading",
-    "enable_fsdp_ram_efficient_loading",
-    "ensure_weights_retied",
-    "fsdp2_apply_ac",
-    "fsdp2_canonicalize_names",
-    "fsdp2_load_full_state_dict",
-    "fsdp2_prepare_auto_wrap_policy",
-    "fsdp2_prepare_model",
-    "fsdp2_switch_optimizer_parameters",
-    "get_fsdp2_grad_scaler",
-    "get_parameters_from_modules",
-    "is_compiled_module",
-    "is_peft_model",
-    "load_fsdp_model",
-    "load_fsdp_optimizer",
-    "merge_fsdp_weights",
-    "save_fsdp_model",
-    "save_fsdp_optimizer",
-]
+# What this module gives and does not hold itself.
+_HOMES = {
+    "accelerate.checkpoint.convert": "merge_fsdp_weights",
+    "accelerate.utils.constants": "FSDP_MODEL_NAME OPTIMIZER_NAME SAFE_WEIGHTS_NAME WEIGHTS_NAME",
+}
+__getattr__, __dir__, _ = front(__name__, _HOMES, [])
 
 logger = get_logger(__name__)
 

@@ -14,21 +14,8 @@ from accelerate.launch.plan import Resolved, exports, feature_exports
 from accelerate.launch.resolve import merge
 from accelerate.launch.runners import deepspeed, sagemaker, tpu
 from accelerate.runtime.ranks import DEFAULT_PORT
-from accelerate.utils.constants import DEEPSPEED_MULTINODE_LAUNCHERS
+from accelerate.utils.constants import DEEPSPEED_MULTINODE_LAUNCHERS as DEEPSPEED_MULTINODE_LAUNCHERS
 from accelerate.utils.other import get_free_port, is_port_in_use
-
-__all__ = [
-    "DEEPSPEED_MULTINODE_LAUNCHERS",
-    "PrepareForLaunch",
-    "env_var_path_add",
-    "prepare_deepspeed_cmd_env",
-    "prepare_extend_env_parallelism_config",
-    "prepare_multi_gpu_env",
-    "prepare_sagemager_args_inputs",
-    "prepare_simple_launcher_cmd_env",
-    "prepare_tpu",
-    "setup_fp8_env",
-]
 
 
 def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:

@@ -14,88 +14,29 @@ from typing import Any
 import torch
 
 from accelerate import comm
+from accelerate._lazy import front
 from accelerate.comm import check
 from accelerate.comm.base import Communicator
 from accelerate.comm.check import DistributedOperationException
-from accelerate.comm.nested import (
-    flatten,
-    honor_type,
-    is_namedtuple,
-    is_torch_tensor,
-    rebuild,
-    recursively_apply,
-)
-from accelerate.comm.shapes import (
-    concatenate,
-    find_batch_size,
-    find_device,
-    get_data_structure,
-    get_shape,
-    ignorant_find_batch_size,
-    initialize_tensors,
-    is_tensor_information,
-    listify,
-    pad_input_tensors,
-    padded,
-    send_to_device,
-    slice_tensors,
-)
+from accelerate.comm.nested import flatten, rebuild, recursively_apply
+from accelerate.comm.shapes import padded
 from accelerate.runtime import storage
-from accelerate.utils.constants import TORCH_DISTRIBUTED_OPERATION_TYPES
 
-__all__ = [
-    "TENSOR_INT_TO_DTYPE",
-    "TENSOR_TYPE_TO_INT",
-    "TORCH_DISTRIBUTED_OPERATION_TYPES",
-    "CannotPadNestedTensorWarning",
-    "ConvertOutputsToFp32",
-    "DistributedOperationException",
-    "GatheredParameters",
-    "broadcast",
-    "broadcast_object_list",
-    "chained_operation",
-    "concatenate",
-    "convert_outputs_to_fp32",
-    "convert_to_fp32",
-    "copy_tensor_to_devices",
-    "find_batch_size",
-    "find_device",
-    "gather",
-    "gather_object",
-    "gather_tensor_shape",
-    "get_data_structure",
-    "get_shape",
-    "honor_type",
-    "ignorant_find_batch_size",
-    "initialize_tensors",
-    "is_namedtuple",
-    "is_tensor_information",
-    "is_torch_tensor",
-    "is_torch_xpu_tensor",
-    "listify",
-    "pad_across_processes",
-    "pad_input_tensors",
-    "recursively_apply",
-    "reduce",
-    "send_to_device",
-    "slice_tensors",
-    "verify_operation",
-]
+# What this module gives and does not hold itself.
+_HOMES = {
+    "accelerate.comm.nested": "honor_type is_namedtuple is_torch_tensor",
+    "accelerate.comm.shapes": (
+        "concatenate find_batch_size find_device get_data_structure get_shape ignorant_find_batch_size "
+        "initialize_tensors is_tensor_information listify pad_input_tensors send_to_device slice_tensors"
+    ),
+    "accelerate.utils.constants": "TORCH_DISTRIBUTED_OPERATION_TYPES",
+}
+__getattr__, __dir__, _ = front(__name__, _HOMES, [])
 
 # Element types as numbers, so that one process can tell the others what it is about to send.
-TENSOR_TYPE_TO_INT: dict[torch.dtype, int] = {
-    torch.float32: 1,
-    torch.float64: 2,
-    torch.float16: 3,
-    torch.bfloat16: 4,
-    torch.uint8: 5,
-    torch.int8: 6,
-    torch.int16: 7,
-    torch.int32: 8,
-    torch.int64: 9,
-    torch.bool: 10,
-}
-TENSOR_INT_TO_DTYPE: dict[int, torch.dtype] = {code: dtype for dtype, code in TENSOR_TYPE_TO_INT.items()}
+_DTYPES = ["float32", "float64", "float16", "bfloat16", "uint8", "int8", "int16", "int32", "int64", "bool"]
+TENSOR_TYPE_TO_INT = {getattr(torch, name): code for code, name in enumerate(_DTYPES, 1)}
+TENSOR_INT_TO_DTYPE = {code: dtype for dtype, code in TENSOR_TYPE_TO_INT.items()}
 
 
 class CannotPadNestedTensorWarning(UserWarning):
