@@ -181,12 +181,7 @@ def _keeping_variables(function: T) -> T:
                 return (yield from function(*args, **kwargs))
 
     else:
-
-        @functools.wraps(function)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            with _accelerate_variables_kept():
-                return function(*args, **kwargs)
-
+        wrapper = _accelerate_variables_kept()(function)
     return wrapper
 
 

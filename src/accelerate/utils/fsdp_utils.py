@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,18 +14,12 @@ from torch import nn
 from accelerate._lazy import front
 from accelerate.checkpoint import formats, layouts, optimizers
 from accelerate.checkpoint import state as states
-from accelerate.config.fsdp import get_module_class_from_name
+from accelerate.config.fsdp import FullyShardedDataParallelPlugin, get_module_class_from_name
 from accelerate.logging import get_logger
 from accelerate.modules.compile import is_compiled_module
 from accelerate.modules.unwrap import canonical_name, extract_model_from_parallel
 from accelerate.parallel import shard
 from accelerate.utils.modeling import is_peft_model
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.state_dict import StateDictOptions
-
-    from accelerate.accelerator import Accelerator
-    from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 
 # What this module gives and does not hold itself.
 _HOMES = {
@@ -121,7 +115,7 @@ def get_parameters_from_modules(
 
 
 def fsdp2_prepare_auto_wrap_policy(
-    fsdp2_plugin: "FullyShardedDataParallelPlugin", model: nn.Module
+    fsdp2_plugin: FullyShardedDataParallelPlugin, model: nn.Module
 ) -> Callable[[nn.Module], bool] | None:
     """Turn the plugin's wrapping policy into a function from a module to whether it becomes a shard of its own.
 
@@ -149,7 +143,7 @@ def fsdp2_prepare_auto_wrap_policy(
         return lambda module: isinstance(module, classes)
     if function is wrap.size_based_auto_wrap_policy:
         smallest = bound.get("min_num_params", fsdp2_plugin.min_num_params)
-        return _Size(smallest) if smallest else None
+        return (lambda module: _numel(module) >= smallest) if smallest else None
     if isinstance(policy, wrap._Policy):
         selected = set(policy._run_policy(model, set(), {}))
         return lambda module: module in selected
@@ -162,17 +156,7 @@ def fsdp2_prepare_auto_wrap_policy(
     return policy
 
 
-class _Size:
-    """Whether a module has enough parameters; inside a larger one, its own count for that one no more."""
-
-    def __init__(self, fewest: int) -> None:
-        self.fewest = fewest
-
-    def __call__(self, module: nn.Module) -> bool:
-        return _numel(module) >= self.fewest
-
-
-def _named_classes(plugin: "FullyShardedDataParallelPlugin", model: nn.Module) -> set[type[nn.Module]]:
+def _named_classes(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> set[type[nn.Module]]:
     names = plugin.transformer_cls_names_to_wrap
     if names is None:
         found = {get_module_class_from_name(model, name) for name in getattr(model, "_no_split_modules", None) or ()}
@@ -190,7 +174,7 @@ def _numel(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def fsdp2_apply_ac(accelerator: "Accelerator", model: nn.Module) -> nn.Module:
+def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:
     """Let the parts that become shards recompute their activations in backward, in place, and return the model.
 
     Args:
@@ -274,15 +258,13 @@ def get_fsdp2_grad_scaler(**kwargs: Any) -> "torch.amp.GradScaler":
 # -- state dicts -------------------------------------------------------------------------------------------------
 
 
-def _get_model_state_dict(
-    model: nn.Module, adapter_only: bool = False, sd_options: "StateDictOptions | None" = None
-) -> dict[str, Any]:
+def _get_model_state_dict(model: nn.Module, adapter_only: bool = False, sd_options: Any = None) -> dict[str, Any]:
     """Return a model's state dict. With `sd_options` every rank calls it.
 
     Args:
         model: the model.
         adapter_only: only the active adapter, if it is a PEFT model.
-        sd_options: how torch gathers a sharded model; None takes the tensors as they are on this rank. With
+        sd_options: torch's `StateDictOptions`: how it gathers a sharded model; None takes the tensors as they are on this rank. With
             `full_state_dict` and `cpu_offload`, ranks other than 0 get an empty dictionary.
     """
     if sd_options is None:
@@ -311,7 +293,7 @@ def _set_model_state_dict(
     model: nn.Module,
     state_dict: dict[str, Any],
     adapter_only: bool = False,
-    sd_options: "StateDictOptions | None" = None,
+    sd_options: Any = None,
 ) -> Any:
     """Load a model's state dict. With `sd_options` every rank calls it.
 
@@ -377,7 +359,7 @@ def _load_adapter(model: nn.Module, adapter: Mapping[str, Any]) -> Any:
 # -- checkpoints -------------------------------------------------------------------------------------------------
 
 
-def _layout(fsdp_plugin: "FullyShardedDataParallelPlugin", use_dcp: bool, optimizer: bool = False) -> states.Layout:
+def _layout(fsdp_plugin: FullyShardedDataParallelPlugin, use_dcp: bool, optimizer: bool = False) -> states.Layout:
     kind = fsdp_plugin.state_dict_type.name
     if kind == "FULL_STATE_DICT":
         return "full"
@@ -385,8 +367,8 @@ def _layout(fsdp_plugin: "FullyShardedDataParallelPlugin", use_dcp: bool, optimi
 
 
 def save_fsdp_model(
-    fsdp_plugin: "FullyShardedDataParallelPlugin",
-    accelerator: "Accelerator",
+    fsdp_plugin: FullyShardedDataParallelPlugin,
+    accelerator: Any,
     model: nn.Module,
     output_dir: str,
     model_index: int = 0,
@@ -419,8 +401,8 @@ def save_fsdp_model(
 
 
 def load_fsdp_model(
-    fsdp_plugin: "FullyShardedDataParallelPlugin",
-    accelerator: "Accelerator",
+    fsdp_plugin: FullyShardedDataParallelPlugin,
+    accelerator: Any,
     model: nn.Module,
     input_dir: str,
     model_index: int = 0,
@@ -458,8 +440,8 @@ def load_fsdp_model(
 
 
 def save_fsdp_optimizer(
-    fsdp_plugin: "FullyShardedDataParallelPlugin",
-    accelerator: "Accelerator",
+    fsdp_plugin: FullyShardedDataParallelPlugin,
+    accelerator: Any,
     optimizer: torch.optim.Optimizer,
     model: nn.Module,
     output_dir: str,
@@ -488,8 +470,8 @@ def save_fsdp_optimizer(
 
 
 def load_fsdp_optimizer(
-    fsdp_plugin: "FullyShardedDataParallelPlugin",
-    accelerator: "Accelerator",
+    fsdp_plugin: FullyShardedDataParallelPlugin,
+    accelerator: Any,
     optimizer: torch.optim.Optimizer,
     model: nn.Module,
     input_dir: str,
@@ -526,7 +508,7 @@ def load_fsdp_optimizer(
 # -- sharding ----------------------------------------------------------------------------------------------------
 
 
-def fsdp2_prepare_model(accelerator: "Accelerator", model: nn.Module) -> nn.Module:
+def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
     """Shard a model with `fully_shard`, in place, as the FSDP plugin says. Every rank calls it.
 
     Args:
@@ -548,7 +530,7 @@ def fsdp2_prepare_model(accelerator: "Accelerator", model: nn.Module) -> nn.Modu
 
 
 def fsdp2_load_full_state_dict(
-    accelerator: "Accelerator", model: nn.Module, full_sd: dict[str, Any], cpu_offload: bool = False
+    accelerator: Any, model: nn.Module, full_sd: dict[str, Any], cpu_offload: bool = False
 ) -> None:
     """Distribute rank 0's full state dict over a sharded model; no other rank holds more than its shards. Every rank calls it.
 

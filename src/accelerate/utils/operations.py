@@ -51,14 +51,11 @@ def is_torch_xpu_tensor(tensor: Any) -> bool:
 # Collectives
 
 
-def _debugging() -> bool:
-    return storage.process.current.get("debug", False)
-
-
-def _prepare(communicator: Communicator, operation: str, data: Any) -> None:
+def _prepare(communicator: Communicator, operation: str, data: Any, module: str = __name__) -> None:
     """Compare what the ranks pass to a collective, in debug mode."""
-    if communicator.world_size > 1 and _debugging():
-        check.verify(communicator, f"{__name__}.{operation}", data, storage.process.current.get("device"))
+    process = storage.process.current
+    if process.get("debug") and communicator.world_size > 1:
+        check.verify(communicator, f"{module}.{operation}", data, process.get("device"))
 
 
 def gather_with(communicator: Communicator, tensor: Any) -> Any:
@@ -193,8 +190,7 @@ def reduce_with(communicator: Communicator, tensor: Any, reduction: str = "mean"
         warnings.warn(
             f"scale={scale} is applied on XLA devices only; multiply the result here.", UserWarning, stacklevel=3
         )
-    if communicator.world_size > 1:
-        _prepare(communicator, "reduce", tensor)
+    _prepare(communicator, "reduce", tensor)
     tensors, structure = flatten(tensor, "reduce")
     if communicator.world_size > 1:
         values = communicator.reduce_many(tensors, _REDUCTIONS[reduction], structure)
@@ -242,8 +238,7 @@ def pad_with(
     communicator: Communicator, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
 ) -> Any:
     """Do what `pad_across_processes` does, with a given communicator."""
-    if communicator.world_size > 1:
-        _prepare(communicator, "pad_across_processes", tensor)
+    _prepare(communicator, "pad_across_processes", tensor)
     tensors, structure = flatten(tensor, "pad_across_processes")
     if any(item.is_nested for item in tensors):
         warnings.warn(
@@ -344,12 +339,9 @@ def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def verified(*args: Any, **kwargs: Any) -> Any:
-        if _debugging() and (args or "tensor" in kwargs):
+        if args or "tensor" in kwargs:
             data = kwargs["tensor"] if "tensor" in kwargs else args[0]
-            communicator = comm.current()
-            if communicator.world_size > 1:
-                name = f"{function.__module__}.{function.__name__}"
-                check.verify(communicator, name, data, storage.process.current.get("device"))
+            _prepare(comm.current(), function.__name__, data, function.__module__)
         return function(*args, **kwargs)
 
     return verified
