@@ -11,7 +11,10 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.fsdp import fully_shard, wrap
 
+import sharded_io
 from accelerate.checkpoint import convert
+from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest
+from accelerate.checkpoint.save import unlisted
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.utils import fsdp_utils as utils
 from sharded_samples import net, sharding
@@ -190,6 +193,19 @@ def test_merge_and_clean_up(sharded, tmp_path):
     weights = torch.load(tmp_path / "merged" / "pytorch_model.bin", weights_only=True)
     assert set(weights) == set(model.state_dict())
     assert not folder.exists()
+
+
+def test_merge_compares_with_the_manifest_and_deletes_nothing_that_is_damaged(tmp_path):
+    folder = tmp_path / "checkpoint"
+    sharded_io.save_model(Tied(), folder)
+    Manifest(unlisted(str(folder), (), 0)).write(folder)
+    file = folder / "pytorch_model_fsdp_0" / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 0x40
+    file.write_bytes(data)
+    with pytest.raises(DamagedCheckpoint, match="__0_0.distcp has changed"):
+        utils.merge_fsdp_weights(file.parent, tmp_path / "merged", remove_checkpoint_dir=True)
+    assert file.exists() and not (tmp_path / "merged").exists()
 
 
 @pytest.mark.parametrize("safe", [True, False])
