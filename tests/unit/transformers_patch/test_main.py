@@ -1,4 +1,4 @@
-"""The three commands of `python -m transformers_patch`."""
+"""The commands of `python -m transformers_patch`."""
 
 import json
 import sys

@@ -49,17 +49,12 @@ def test_several_processes_in_terms_of_torchrun(monkeypatch):
     assert torchrun.training_script == "train.py"
     with pytest.raises(LaunchError, match="exclude each other"):
         launch.prepare_multi_gpu_env(parse("--module --no_python"))
-
-
-@pytest.mark.parametrize(
-    ("words", "port"), [("", 29500), ("--main_process_port 1234", 1234), ("--main_process_port 0", None)]
-)
-def test_the_port_of_one_machine(monkeypatch, words, port):
     monkeypatch.setattr(launch, "is_port_in_use", lambda port: False)
-    args = parse(f"--num_processes 2 {words}")
-    launch.prepare_multi_gpu_env(args)
-    assert args.main_process_port == port or (port is None and args.main_process_port > 0)
-    assert args.master_port == str(args.main_process_port) and not hasattr(args, "standalone")
+    for words, port in (("", 29500), ("--main_process_port 1234", 1234), ("--main_process_port 0", None)):
+        args = parse(f"--num_processes 2 {words}")
+        launch.prepare_multi_gpu_env(args)
+        assert args.main_process_port == port or (port is None and args.main_process_port > 0)
+        assert args.master_port == str(args.main_process_port) and not hasattr(args, "standalone")
 
 
 def test_several_machines():
@@ -118,9 +113,6 @@ def test_parts_of_an_environment():
     assert current["ACCELERATE_FP8_OVERRIDE_WGRAD"] == "1"
     assert launch.prepare_tpu(parse("--mixed_precision bf16 --downcast_bf16"), {})[1] == {"XLA_DOWNCAST_BF16": "1"}
     assert launch.prepare_tpu(parse("--mixed_precision bf16"), {})[1] == {"XLA_USE_BF16": "1"}
-
-
-def test_tpu_pod():
     with pytest.raises(LaunchError, match="gcloud"):
         launch.prepare_tpu(parse("--tpu"), {}, pod=True)
 
@@ -129,11 +121,7 @@ def test_sagemaker(monkeypatch):
     from accelerate.commands.config.config_args import SageMakerConfig
 
     config = SageMakerConfig(
-        compute_environment="AMAZON_SAGEMAKER",
-        distributed_type="DATA_PARALLEL",
-        mixed_precision="no",
-        use_cpu=False,
-        debug=False,
+        *("AMAZON_SAGEMAKER", "DATA_PARALLEL", "no", False, False),
         ec2_instance_type="ml.p3.16xlarge",
         iam_role_name="trainer",
         profile="mine",
@@ -161,21 +149,17 @@ def test_sagemaker(monkeypatch):
     assert (os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"]) == ("a", "b")
 
 
-def test_path_variable(monkeypatch):
-    monkeypatch.setenv("SOME_PATH", "/a")
-    assert launch.env_var_path_add("SOME_PATH", "/b") == f"/a{os.pathsep}/b"
-    assert os.environ["SOME_PATH"] == "/a"
-    assert launch.env_var_path_add("OTHER_PATH", "/b") == "/b"
-    monkeypatch.setenv("SOME_PATH", f"{os.pathsep}/a{os.pathsep}")
-    assert launch.env_var_path_add("SOME_PATH", "/b") == f"/a{os.pathsep}/b"
-
-
-def test_hyperparameters():
+def test_hyperparameters_and_a_path_variable(monkeypatch):
     words = ["--a", "1", "--b", "x", "--c", "1.5", "-d", "False", "--e", "-3", "--f", "true"]
     assert launch._convert_nargs_to_dict(words) == {"a": 1, "b": "x", "c": 1.5, "d": False, "e": -3, "f": "true"}
     for wrong in (["--a", "--b"], ["--a"], ["a", "1"]):
         with pytest.raises(ValueError, match="give every argument"):
             launch._convert_nargs_to_dict(wrong)
+    for value in ("/a", f"{os.pathsep}/a{os.pathsep}"):
+        monkeypatch.setenv("SOME_PATH", value)
+        assert launch.env_var_path_add("SOME_PATH", "/b") == f"/a{os.pathsep}/b"
+        assert os.environ["SOME_PATH"] == value
+    assert launch.env_var_path_add("OTHER_PATH", "/b") == "/b"
 
 
 @pytest.mark.parametrize(
