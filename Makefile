@@ -61,7 +61,7 @@ $(VENV)/.ready-interop: $(VENV)/.ready
 	$(PYTHON) -m venv .venv-transformers-$*
 	grep -v '^transformers==' constraints.txt > .venv-transformers-$*/constraints.txt
 	.venv-transformers-$*/bin/python -m pip --disable-pip-version-check install --quiet \
-		-c .venv-transformers-$*/constraints.txt -e '.[export]' transformers==$* 'pytest>=8' optuna
+		-c .venv-transformers-$*/constraints.txt -e . transformers==$* 'pytest>=8' optuna
 	@touch $@
 
 .cache/upstream/%/.ready: $(VENV)/.ready

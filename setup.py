@@ -9,13 +9,21 @@ HERE = pathlib.Path(__file__).parent
 VERSION = re.search(r'^__version__ = "(.+)"$', (HERE / "src/accelerate/__init__.py").read_text("utf-8"), re.M)[1]
 
 TRACKERS = ["tensorboard"]
-EXPORT = ["libcst>=1.1"]
 STORES = ["fsspec"]
 MENUS = ["questionary>=2"]
 TESTING = [
     # pytest 9.2 hides from xdist 3.8 which tests belong together, and they share expensive fixtures.
-    *["pytest>=8,<9.2", "pytest-xdist", "pytest-timeout", "coverage>=7.10", "parameterized", "hypothesis", "scikit-learn", "torchdata"],
-    *[*TRACKERS, *EXPORT, *STORES, "s3fs", "moto[server]>=5"],
+    *[
+        "pytest>=8,<9.2",
+        "pytest-xdist",
+        "pytest-timeout",
+        "coverage>=7.10",
+        "parameterized",
+        "hypothesis",
+        "scikit-learn",
+        "torchdata",
+    ],
+    *[*TRACKERS, *STORES, "s3fs", "moto[server]>=5"],
     *["argcomplete", "cloudpickle", "ipykernel", "jsonschema", "jupyter_client", *MENUS, "torchao"],
 ]
 EXTRAS = {
@@ -34,7 +42,6 @@ EXTRAS = {
         "optuna",
         "bitsandbytes",
     ],
-    "export": EXPORT,
     "object-stores": STORES,
     "deepspeed": ["deepspeed>=0.18.2"],
     "benchmarks": ["matplotlib"],
@@ -58,7 +65,7 @@ setup(
     keywords="deep learning distributed training pytorch",
     package_dir={"": "src"},
     packages=find_packages("src"),
-    package_data={"accelerate": ["py.typed"], "transformers_patch": ["py.typed", "export/payload/**/*"]},
+    package_data={"accelerate": ["py.typed"], "transformers_patch": ["py.typed"]},
     python_requires=">=3.10",
     install_requires=[
         "numpy>=1.17",

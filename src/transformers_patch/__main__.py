@@ -1,4 +1,4 @@
-"""`python -m transformers_patch`: run a script with the patch, say what is patched, or export it for upstream."""
+"""`python -m transformers_patch`: run a script with the patch, or say what is patched."""
 
 import argparse
 import dataclasses
@@ -10,14 +10,13 @@ from pathlib import Path
 
 from transformers_patch import engine
 from transformers_patch.errors import UnsupportedVersion
-from transformers_patch.export import cli as export
 from transformers_patch.training_args import STRATEGIES
 
 
 def parser() -> argparse.ArgumentParser:
-    """Build the parser of the three commands."""
+    """Build the parser of the two commands."""
     main = argparse.ArgumentParser(prog="python -m transformers_patch", description=__doc__)
-    commands = main.add_subparsers(dest="command", required=True, metavar="{run,status,export}")
+    commands = main.add_subparsers(dest="command", required=True, metavar="{run,status}")
     run = commands.add_parser(
         "run",
         help="run a script, unchanged, with the patch applied",
@@ -36,15 +35,12 @@ def parser() -> argparse.ArgumentParser:
         "patched. Exits with 1 if a patch does not support the installed release.",
     )
     status.add_argument("--json", action="store_true", help="print JSON")
-    export.add_arguments(commands.add_parser("export", help="write a pull request that carries the fix upstream"))
     return main
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code."""
     options = parser().parse_args(argv)
-    if options.command == "export":
-        return export.run(options)
     if options.command == "status":
         return show_status(options.json)
     return run(options.target, options.arguments, options.strategy, options.module)

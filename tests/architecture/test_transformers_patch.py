@@ -9,7 +9,7 @@ import pytest
 from architecture import source
 
 PACKAGE = source.SRC / "transformers_patch"
-FILES = [path for path in source.files("transformers_patch") if "payload" not in path.relative_to(PACKAGE).parts]
+FILES = source.files("transformers_patch")
 
 
 def imported(path):
@@ -27,12 +27,6 @@ def imported(path):
 def test_nothing_of_accelerate_but_its_states(path):
     allowed = {"accelerate.state", "accelerate.state.AcceleratorState", "accelerate.state.PartialState"}
     assert {name for name in imported(path) if name.partition(".")[0] == "accelerate"} <= allowed
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
-def test_only_the_program_knows_the_exporter(path):
-    if path.name != "__main__.py" and "export" not in path.relative_to(PACKAGE).parts:
-        assert not {name for name in imported(path) if name.startswith("transformers_patch.export")}
 
 
 def test_what_travels_stands_alone():

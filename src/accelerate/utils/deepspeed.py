@@ -1,32 +1,19 @@
 """What stands for DeepSpeed's objects: configuration access, wrappers around its engine, and placeholders for its own."""
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from accelerate.config.deepspeed import HfDeepSpeedConfig
+from accelerate.config.deepspeed import DeepSpeedPlugin
+from accelerate.config.deepspeed import HfDeepSpeedConfig as HfDeepSpeedConfig
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
+from accelerate.state import AcceleratorState
 from accelerate.utils.imports import is_deepspeed_available
 
-if TYPE_CHECKING:
-    from accelerate.config.deepspeed import DeepSpeedPlugin
-    from accelerate.state import AcceleratorState
 
-__all__ = [
-    "DeepSpeedEngineWrapper",
-    "DeepSpeedOptimizerWrapper",
-    "DeepSpeedSchedulerWrapper",
-    "DummyOptim",
-    "DummyScheduler",
-    "HfDeepSpeedConfig",
-    "get_active_deepspeed_plugin",
-    "map_pytorch_optim_to_deepspeed",
-]
-
-
-def get_active_deepspeed_plugin(state: "AcceleratorState") -> "DeepSpeedPlugin":
+def get_active_deepspeed_plugin(state: AcceleratorState) -> DeepSpeedPlugin:
     """Return the selected plugin of a run with one or several.
 
     Args:

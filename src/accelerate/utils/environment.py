@@ -7,7 +7,6 @@ import functools
 import inspect
 import logging
 import os
-import platform
 import re
 import shutil
 import subprocess
@@ -182,12 +181,7 @@ def _keeping_variables(function: T) -> T:
                 return (yield from function(*args, **kwargs))
 
     else:
-
-        @functools.wraps(function)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            with _accelerate_variables_kept():
-                return function(*args, **kwargs)
-
+        wrapper = _accelerate_variables_kept()(function)
     return wrapper
 
 
@@ -281,8 +275,6 @@ def is_colab() -> bool:
 
 def _ask_nvidia_smi(*arguments: str) -> list[str]:
     command = shutil.which("nvidia-smi")
-    if command is None and platform.system() == "Windows":
-        command = shutil.which("nvidia-smi", path=r"C:\Program Files\NVIDIA Corporation\NVSMI")
     if command is None:
         raise FileNotFoundError("nvidia-smi is not on PATH; install the NVIDIA driver or add its folder to PATH.")
     answer = subprocess.run([command, *arguments], check=True, capture_output=True, text=True)

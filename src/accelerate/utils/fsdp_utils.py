@@ -6,51 +6,26 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
+from accelerate._lazy import front
 from accelerate.checkpoint import formats, layouts, optimizers
 from accelerate.checkpoint import state as states
-from accelerate.checkpoint.convert import merge_fsdp_weights
-from accelerate.config.fsdp import get_module_class_from_name
+from accelerate.config.fsdp import FullyShardedDataParallelPlugin, get_module_class_from_name
 from accelerate.logging import get_logger
 from accelerate.modules.unwrap import canonical_name, extract_model_from_parallel, is_compiled_module
 from accelerate.parallel import shard
-from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from accelerate.utils.modeling import is_peft_model
 
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.state_dict import StateDictOptions
-
-    from accelerate.accelerator import Accelerator
-    from accelerate.config.fsdp import FullyShardedDataParallelPlugin
-
-__all__ = [
-    "FSDP_MODEL_NAME",
-    "OPTIMIZER_NAME",
-    "SAFE_WEIGHTS_NAME",
-    "WEIGHTS_NAME",
-    "disable_fsdp_ram_efficient_loading",
-    "enable_fsdp_ram_efficient_loading",
-    "ensure_weights_retied",
-    "fsdp2_apply_ac",
-    "fsdp2_canonicalize_names",
-    "fsdp2_load_full_state_dict",
-    "fsdp2_prepare_auto_wrap_policy",
-    "fsdp2_prepare_model",
-    "fsdp2_switch_optimizer_parameters",
-    "get_fsdp2_grad_scaler",
-    "get_parameters_from_modules",
-    "is_compiled_module",
-    "is_peft_model",
-    "load_fsdp_model",
-    "load_fsdp_optimizer",
-    "merge_fsdp_weights",
-    "save_fsdp_model",
-    "save_fsdp_optimizer",
-]
+# What this module gives and does not hold itself.
+_HOMES = {
+    "accelerate.checkpoint.convert": "merge_fsdp_weights",
+    "accelerate.utils.constants": "FSDP_MODEL_NAME OPTIMIZER_NAME SAFE_WEIGHTS_NAME WEIGHTS_NAME",
+}
+__getattr__, __dir__, _ = front(__name__, _HOMES, [])
 
 logger = get_logger(__name__)
 
@@ -139,7 +114,7 @@ def get_parameters_from_modules(
 
 
 def fsdp2_prepare_auto_wrap_policy(
-    fsdp2_plugin: "FullyShardedDataParallelPlugin", model: nn.Module
+    fsdp2_plugin: FullyShardedDataParallelPlugin, model: nn.Module
 ) -> Callable[[nn.Module], bool] | None:
     """Turn the plugin's wrapping policy into a function from a module to whether it becomes a shard of its own.
 
@@ -167,7 +142,7 @@ def fsdp2_prepare_auto_wrap_policy(
         return lambda module: isinstance(module, classes)
     if function is wrap.size_based_auto_wrap_policy:
         smallest = bound.get("min_num_params", fsdp2_plugin.min_num_params)
-        return _Size(smallest) if smallest else None
+        return (lambda module: _numel(module) >= smallest) if smallest else None
     if isinstance(policy, wrap._Policy):
         selected = set(policy._run_policy(model, set(), {}))
         return lambda module: module in selected
@@ -180,17 +155,7 @@ def fsdp2_prepare_auto_wrap_policy(
     return policy
 
 
-class _Size:
-    """Whether a module has enough parameters; inside a larger one, its own count for that one no more."""
-
-    def __init__(self, fewest: int) -> None:
-        self.fewest = fewest
-
-    def __call__(self, module: nn.Module) -> bool:
-        return _numel(module) >= self.fewest
-
-
-def _named_classes(plugin: "FullyShardedDataParallelPlugin", model: nn.Module) -> set[type[nn.Module]]:
+def _named_classes(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> set[type[nn.Module]]:
     names = plugin.transformer_cls_names_to_wrap
     if names is None:
         found = {get_module_class_from_name(model, name) for name in getattr(model, "_no_split_modules", None) or ()}
@@ -208,7 +173,7 @@ def _numel(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def fsdp2_apply_ac(accelerator: "Accelerator", model: nn.Module) -> nn.Module:
+def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:
     """Let the parts that become shards recompute their activations in backward, in place, and return the model.
 
     Args:
@@ -292,15 +257,13 @@ def get_fsdp2_grad_scaler(**kwargs: Any) -> "torch.amp.GradScaler":
 # -- state dicts -------------------------------------------------------------------------------------------------
 
 
-def _get_model_state_dict(
-    model: nn.Module, adapter_only: bool = False, sd_options: "StateDictOptions | None" = None
-) -> dict[str, Any]:
+def _get_model_state_dict(model: nn.Module, adapter_only: bool = False, sd_options: Any = None) -> dict[str, Any]:
     """Return a model's state dict. With `sd_options` every rank calls it.
 
     Args:
         model: the model.
         adapter_only: only the active adapter, if it is a PEFT model.
-        sd_options: how torch gathers a sharded model; None takes the tensors as they are on this rank. With
+        sd_options: torch's `StateDictOptions`: how it gathers a sharded model; None takes the tensors as they are on this rank. With
             `full_state_dict` and `cpu_offload`, ranks other than 0 get an empty dictionary.
     """
     if sd_options is None:
@@ -329,7 +292,7 @@ def _set_model_state_dict(
     model: nn.Module,
     state_dict: dict[str, Any],
     adapter_only: bool = False,
-    sd_options: "StateDictOptions | None" = None,
+    sd_options: Any = None,
 ) -> Any:
     """Load a model's state dict. With `sd_options` every rank calls it.
 
@@ -395,7 +358,7 @@ def _load_adapter(model: nn.Module, adapter: Mapping[str, Any]) -> Any:
 # -- checkpoints -------------------------------------------------------------------------------------------------
 
 
-def _layout(fsdp_plugin: "FullyShardedDataParallelPlugin", use_dcp: bool, optimizer: bool = False) -> states.Layout:
+def _layout(fsdp_plugin: FullyShardedDataParallelPlugin, use_dcp: bool, optimizer: bool = False) -> states.Layout:
     kind = fsdp_plugin.state_dict_type.name
     if kind == "FULL_STATE_DICT":
         return "full"
@@ -403,8 +366,8 @@ def _layout(fsdp_plugin: "FullyShardedDataParallelPlugin", use_dcp: bool, optimi
 
 
 def save_fsdp_model(
-    fsdp_plugin: "FullyShardedDataParallelPlugin",
-    accelerator: "Accelerator",
+    fsdp_plugin: FullyShardedDataParallelPlugin,
+    accelerator: Any,
     model: nn.Module,
     output_dir: str,
     model_index: int = 0,
@@ -437,8 +400,8 @@ def save_fsdp_model(
 
 
 def load_fsdp_model(
-    fsdp_plugin: "FullyShardedDataParallelPlugin",
-    accelerator: "Accelerator",
+    fsdp_plugin: FullyShardedDataParallelPlugin,
+    accelerator: Any,
     model: nn.Module,
     input_dir: str,
     model_index: int = 0,
@@ -476,8 +439,8 @@ def load_fsdp_model(
 
 
 def save_fsdp_optimizer(
-    fsdp_plugin: "FullyShardedDataParallelPlugin",
-    accelerator: "Accelerator",
+    fsdp_plugin: FullyShardedDataParallelPlugin,
+    accelerator: Any,
     optimizer: torch.optim.Optimizer,
     model: nn.Module,
     output_dir: str,
@@ -506,8 +469,8 @@ def save_fsdp_optimizer(
 
 
 def load_fsdp_optimizer(
-    fsdp_plugin: "FullyShardedDataParallelPlugin",
-    accelerator: "Accelerator",
+    fsdp_plugin: FullyShardedDataParallelPlugin,
+    accelerator: Any,
     optimizer: torch.optim.Optimizer,
     model: nn.Module,
     input_dir: str,
@@ -544,7 +507,7 @@ def load_fsdp_optimizer(
 # -- sharding ----------------------------------------------------------------------------------------------------
 
 
-def fsdp2_prepare_model(accelerator: "Accelerator", model: nn.Module) -> nn.Module:
+def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
     """Shard a model with `fully_shard`, in place, as the FSDP plugin says. Every rank calls it.
 
     Args:
@@ -566,7 +529,7 @@ def fsdp2_prepare_model(accelerator: "Accelerator", model: nn.Module) -> nn.Modu
 
 
 def fsdp2_load_full_state_dict(
-    accelerator: "Accelerator", model: nn.Module, full_sd: dict[str, Any], cpu_offload: bool = False
+    accelerator: Any, model: nn.Module, full_sd: dict[str, Any], cpu_offload: bool = False
 ) -> None:
     """Distribute rank 0's full state dict over a sharded model; no other rank holds more than its shards. Every rank calls it.
 

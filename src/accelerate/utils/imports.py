@@ -34,7 +34,7 @@ def _is_installed(package: str, *distributions: str) -> bool:
 
     Args:
         package: the name of the package as it is imported.
-        distributions: the names it may be distributed under; none means the package's own name.
+        distributions: the names it may be distributed under; none means the package's own name (`-` and `_` are the same).
     """
     wanted = (package, *distributions)
     if wanted in _found:
@@ -51,6 +51,49 @@ def _has_metadata(distribution: str) -> bool:
     except importlib.metadata.PackageNotFoundError:
         return False
     return True
+
+
+def _library(name: str, *distributions: str, package: str | None = None) -> Callable[[], bool]:
+    """Return `is_<name>_available` for a library; the other arguments are those of `_is_installed`, by default the name."""
+    package = package or name
+
+    def available() -> bool:
+        return _is_installed(package, *distributions)
+
+    available.__name__ = available.__qualname__ = f"is_{name}_available"
+    available.__doc__ = f"Tell whether the library {package} is installed."
+    return available
+
+
+# Libraries
+
+is_msamp_available = _library("msamp", "ms-amp")
+is_deepspeed_available = _library("deepspeed")
+is_lomo_available = _library("lomo", package="lomo_optim")
+is_schedulefree_available = _library("schedulefree")
+is_triton_available = _library("triton", "triton", "pytorch-triton", "pytorch-triton-rocm", "triton-windows")
+is_boto3_available = _library("boto3")
+is_sagemaker_available = _library("sagemaker")
+is_datasets_available = _library("datasets")
+is_transformers_available = _library("transformers")
+is_peft_available = _library("peft")
+is_timm_available = _library("timm")
+is_torchvision_available = _library("torchvision")
+is_torchdata_available = _library("torchdata")
+is_pandas_available = _library("pandas")
+is_matplotlib_available = _library("matplotlib")
+is_pytest_available = _library("pytest")
+is_tqdm_available = _library("tqdm")
+is_import_timer_available = _library("import_timer")
+is_pynvml_available = _library("pynvml", "pynvml", "nvidia-ml-py")
+is_amdsmi_available = _library("amdsmi")
+is_clearml_available = _library("clearml")
+is_comet_ml_available = _library("comet_ml")
+is_dvclive_available = _library("dvclive")
+is_mlflow_available = _library("mlflow", "mlflow", "mlflow-skinny")
+is_swanlab_available = _library("swanlab")
+is_trackio_available = _library("trackio")
+is_wandb_available = _library("wandb")
 
 
 # Parts of torch
@@ -125,40 +168,23 @@ def _plugin_device(plugin: str | None, name: str, check_device: bool) -> bool:
     return bool(module.is_available())
 
 
-@functools.cache
-def is_xpu_available(check_device: bool = False) -> bool:
-    """Tell whether an Intel GPU is there; `check_device` also makes it answer."""
-    return _plugin_device(None, "xpu", check_device)
+def _accelerator(name: str, plugin: str | None = None) -> Callable[..., bool]:
+    """Return `is_<name>_available` for a device that torch, or a vendor's plugin, brings as the module `torch.<name>`."""
+
+    def available(check_device: bool = False) -> bool:
+        return _plugin_device(plugin, name, check_device)
+
+    available.__name__ = available.__qualname__ = f"is_{name}_available"
+    available.__doc__ = f"Tell whether torch.{name} has a device; `check_device` also makes it answer."
+    return functools.cache(available)
 
 
-@functools.cache
-def is_npu_available(check_device: bool = False) -> bool:
-    """Tell whether a Huawei NPU and `torch_npu` are there; `check_device` also makes it answer."""
-    return _plugin_device("torch_npu", "npu", check_device)
-
-
-@functools.cache
-def is_mlu_available(check_device: bool = False) -> bool:
-    """Tell whether a Cambricon MLU and `torch_mlu` are there; `check_device` also makes it answer."""
-    return _plugin_device("torch_mlu", "mlu", check_device)
-
-
-@functools.cache
-def is_musa_available(check_device: bool = False) -> bool:
-    """Tell whether a Moore Threads GPU and `torch_musa` are there; `check_device` also makes it answer."""
-    return _plugin_device("torch_musa", "musa", check_device)
-
-
-@functools.cache
-def is_sdaa_available(check_device: bool = False) -> bool:
-    """Tell whether a Tecorigin SDAA device and `torch_sdaa` are there; `check_device` also makes it answer."""
-    return _plugin_device("torch_sdaa", "sdaa", check_device)
-
-
-@functools.cache
-def is_neuron_available(check_device: bool = False) -> bool:
-    """Tell whether an AWS Neuron device and `torch_neuronx` are there; `check_device` also makes it answer."""
-    return _plugin_device("torch_neuronx", "neuron", check_device)
+is_xpu_available = _accelerator("xpu")
+is_npu_available = _accelerator("npu", "torch_npu")
+is_mlu_available = _accelerator("mlu", "torch_mlu")
+is_musa_available = _accelerator("musa", "torch_musa")
+is_sdaa_available = _accelerator("sdaa", "torch_sdaa")
+is_neuron_available = _accelerator("neuron", "torch_neuronx")
 
 
 @functools.cache
@@ -232,22 +258,17 @@ def is_fp8_available() -> bool:
     return is_msamp_available() or is_transformer_engine_available() or is_torchao_available()
 
 
-def is_msamp_available() -> bool:
-    """Tell whether MS-AMP is installed."""
-    return _is_installed("msamp", "ms-amp")
-
-
 def is_transformer_engine_available() -> bool:
     """Tell whether Transformer Engine, or Intel's version of it on a Gaudi, is installed."""
     if is_hpu_available():
-        return _is_installed("intel_transformer_engine", "intel-transformer-engine")
-    return _is_installed("transformer_engine", "transformer-engine")
+        return _is_installed("intel_transformer_engine")
+    return _is_installed("transformer_engine")
 
 
 @functools.cache
 def is_transformer_engine_mxfp8_available() -> bool:
     """Tell whether Transformer Engine is installed and the GPU has MXFP8 block scaling."""
-    if not _is_installed("transformer_engine", "transformer-engine"):
+    if not _is_installed("transformer_engine"):
         return False
     return bool(importlib.import_module("transformer_engine.pytorch.fp8").check_mxfp8_support()[0])
 
@@ -288,11 +309,6 @@ def is_bitsandbytes_multi_backend_available() -> bool:
 # Engines
 
 
-def is_deepspeed_available() -> bool:
-    """Tell whether DeepSpeed is installed."""
-    return _is_installed("deepspeed")
-
-
 def is_megatron_lm_available() -> bool:
     """Tell whether Megatron-LM is asked for (ACCELERATE_USE_MEGATRON_LM) and Megatron Core 0.8.0 or later is there."""
     if not parse_flag_from_env("ACCELERATE_USE_MEGATRON_LM", False):
@@ -307,62 +323,7 @@ def is_megatron_lm_available() -> bool:
         return False
 
 
-def is_lomo_available() -> bool:
-    """Tell whether the optimizers of `lomo_optim` are installed."""
-    return _is_installed("lomo_optim", "lomo-optim")
-
-
-def is_schedulefree_available() -> bool:
-    """Tell whether the optimizers of `schedulefree` are installed."""
-    return _is_installed("schedulefree")
-
-
-def is_triton_available() -> bool:
-    """Tell whether Triton is installed, under any of the names that it is distributed by."""
-    return _is_installed("triton", "triton", "pytorch-triton", "pytorch-triton-rocm", "triton-windows")
-
-
-# Libraries
-
-
-def is_boto3_available() -> bool:
-    """Tell whether boto3 is installed."""
-    return _is_installed("boto3")
-
-
-def is_sagemaker_available() -> bool:
-    """Tell whether the SageMaker SDK is installed."""
-    return _is_installed("sagemaker")
-
-
-def is_datasets_available() -> bool:
-    """Tell whether datasets is installed."""
-    return _is_installed("datasets")
-
-
-def is_transformers_available() -> bool:
-    """Tell whether transformers is installed."""
-    return _is_installed("transformers")
-
-
-def is_peft_available() -> bool:
-    """Tell whether peft is installed."""
-    return _is_installed("peft")
-
-
-def is_timm_available() -> bool:
-    """Tell whether timm is installed."""
-    return _is_installed("timm")
-
-
-def is_torchvision_available() -> bool:
-    """Tell whether torchvision is installed."""
-    return _is_installed("torchvision")
-
-
-def is_torchdata_available() -> bool:
-    """Tell whether torchdata is installed."""
-    return _is_installed("torchdata")
+# Libraries with a condition
 
 
 def is_torchdata_stateful_dataloader_available() -> bool:
@@ -375,47 +336,9 @@ def is_numpy_available(min_version: str = "1.25.0") -> bool:
     return _is_installed("numpy") and compare_versions("numpy", ">=", min_version)
 
 
-def is_pandas_available() -> bool:
-    """Tell whether pandas is installed."""
-    return _is_installed("pandas")
-
-
-def is_matplotlib_available() -> bool:
-    """Tell whether matplotlib is installed."""
-    return _is_installed("matplotlib")
-
-
-def is_pytest_available() -> bool:
-    """Tell whether pytest is installed."""
-    return _is_installed("pytest")
-
-
-def is_tqdm_available() -> bool:
-    """Tell whether tqdm is installed."""
-    return _is_installed("tqdm")
-
-
 def is_rich_available() -> bool:
     """Tell whether rich is installed and wanted (ACCELERATE_ENABLE_RICH)."""
     return _is_installed("rich") and parse_flag_from_env("ACCELERATE_ENABLE_RICH", False)
-
-
-def is_import_timer_available() -> bool:
-    """Tell whether import_timer is installed."""
-    return _is_installed("import_timer", "import-timer")
-
-
-def is_pynvml_available() -> bool:
-    """Tell whether the Python bindings of NVML are installed, under either name."""
-    return _is_installed("pynvml", "pynvml", "nvidia-ml-py")
-
-
-def is_amdsmi_available() -> bool:
-    """Tell whether the Python bindings of AMD SMI are installed."""
-    return _is_installed("amdsmi")
-
-
-# Trackers
 
 
 def is_aim_available() -> bool:
@@ -423,44 +346,9 @@ def is_aim_available() -> bool:
     return _is_installed("aim") and compare_versions("aim", "<", "4.0.0")
 
 
-def is_clearml_available() -> bool:
-    """Tell whether ClearML is installed."""
-    return _is_installed("clearml")
-
-
-def is_comet_ml_available() -> bool:
-    """Tell whether Comet is installed."""
-    return _is_installed("comet_ml", "comet-ml")
-
-
-def is_dvclive_available() -> bool:
-    """Tell whether DVCLive is installed."""
-    return _is_installed("dvclive")
-
-
-def is_mlflow_available() -> bool:
-    """Tell whether MLflow, or its smaller distribution, is installed."""
-    return _is_installed("mlflow", "mlflow", "mlflow-skinny")
-
-
-def is_swanlab_available() -> bool:
-    """Tell whether SwanLab is installed."""
-    return _is_installed("swanlab")
-
-
 def is_tensorboard_available() -> bool:
     """Tell whether TensorBoard or tensorboardX is installed."""
-    return _is_installed("tensorboard", "tensorboard", "tb-nightly") or _is_installed("tensorboardX", "tensorboardX")
-
-
-def is_trackio_available() -> bool:
-    """Tell whether Trackio is installed."""
-    return _is_installed("trackio")
-
-
-def is_wandb_available() -> bool:
-    """Tell whether Weights & Biases is installed."""
-    return _is_installed("wandb")
+    return _is_installed("tensorboard", "tensorboard", "tb-nightly") or _is_installed("tensorboardX")
 
 
 # Guards

@@ -1,7 +1,6 @@
 """Commands and environments of the processes that `accelerate launch` starts, for programs that start them themselves."""
 
 import argparse
-import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -14,21 +13,8 @@ from accelerate.launch.plan import Resolved, exports, feature_exports
 from accelerate.launch.resolve import merge
 from accelerate.launch.runners import deepspeed, sagemaker, tpu
 from accelerate.runtime.ranks import DEFAULT_PORT
-from accelerate.utils.constants import DEEPSPEED_MULTINODE_LAUNCHERS
+from accelerate.utils.constants import DEEPSPEED_MULTINODE_LAUNCHERS as DEEPSPEED_MULTINODE_LAUNCHERS
 from accelerate.utils.other import get_free_port, is_port_in_use
-
-__all__ = [
-    "DEEPSPEED_MULTINODE_LAUNCHERS",
-    "PrepareForLaunch",
-    "env_var_path_add",
-    "prepare_deepspeed_cmd_env",
-    "prepare_extend_env_parallelism_config",
-    "prepare_multi_gpu_env",
-    "prepare_sagemager_args_inputs",
-    "prepare_simple_launcher_cmd_env",
-    "prepare_tpu",
-    "setup_fp8_env",
-]
 
 
 def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
@@ -155,36 +141,22 @@ def prepare_tpu(
     Args:
         args: as in `prepare_simple_launcher_cmd_env`.
         current_env: the environment; it is changed in place.
-        pod: prepare a run on all machines of a TPU pod instead: the arguments returned are those of torch_xla's launcher for
-            pods, `torch_xla.distributed.xla_dist`.
+        pod: refused: torch_xla has no launcher for TPU pods any more.
 
     Returns:
         The arguments and the same environment.
 
     Raises:
-        LaunchError: `pod` is set and the installed torch_xla has no such launcher, or an `--env` is malformed.
+        LaunchError: `pod` is set.
     """
+    if pod:
+        raise LaunchError(
+            "torch_xla has no launcher for TPU pods. `accelerate launch --tpu_cluster` reaches the pod through gcloud."
+        )
     current_env.update(tpu.precision_variables(args.mixed_precision, args.downcast_bf16))
     if args.debug:
         current_env["ACCELERATE_DEBUG_MODE"] = "true"
-    if not pod:
-        return args, current_env
-    try:
-        xla_dist = importlib.import_module("torch_xla.distributed.xla_dist")
-    except ImportError:
-        raise LaunchError(
-            "This torch_xla has no launcher for TPU pods. `accelerate launch --tpu_cluster` reaches the pod through gcloud."
-        ) from None
-    settings = _settings(args)
-    options = {name: resolved.value for name, resolved in settings.items()}
-    worker = tpu.remote_launch(options, args.num_processes or 1, args.training_script, args.training_script_args or ())
-    pod_args = _filter_args(args, xla_dist.get_args_parser(), ["--tpu", str(options["tpu_name"] or ""), "--", "true"])
-    pod_args.positional = worker
-    pod_args.tpu = options["tpu_name"]
-    pod_args.vm = options["vm"]
-    pod_args.env = tpu.pod_variables(options["env"] or ())
-    pod_args.restart_tpuvm_pod_server = True
-    return pod_args, current_env
+    return args, current_env
 
 
 def prepare_sagemager_args_inputs(

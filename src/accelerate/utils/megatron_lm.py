@@ -2,14 +2,11 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from accelerate.utils.imports import is_megatron_lm_available
-
-if TYPE_CHECKING:
-    from accelerate.accelerator import Accelerator
 
 
 def _later(what: str) -> NotImplementedError:
@@ -49,7 +46,7 @@ class MegatronLMDummyDataLoader:
         for name, value in self.dataset_args.items():
             setattr(arguments, name, value)
 
-    def get_train_valid_test_datasets_provider(self, accelerator: "Accelerator") -> Callable[[Any], tuple[Any, ...]]:
+    def get_train_valid_test_datasets_provider(self, accelerator: Any) -> Callable[[Any], tuple[Any, ...]]:
         """Return the function that builds training, validation and test sets.
 
         Raises:
@@ -60,7 +57,7 @@ class MegatronLMDummyDataLoader:
             raise _later("Building Megatron-LM's data sets without custom_megatron_datasets_provider_function")
         return provider
 
-    def build_train_valid_test_data_iterators(self, accelerator: "Accelerator") -> tuple[Any, Any, Any]:
+    def build_train_valid_test_data_iterators(self, accelerator: Any) -> tuple[Any, Any, Any]:
         """Return the three data iterators.
 
         Raises:
@@ -102,7 +99,7 @@ class AbstractTrainStep(ABC):
         self.name = name
 
     @abstractmethod
-    def get_batch_func(self, accelerator: "Accelerator", megatron_dataset_flag: bool) -> Callable[[Any], Any]:
+    def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable[[Any], Any]:
         """Return a function from a data iterator to the tensors of a micro-batch."""
 
     @abstractmethod
@@ -110,7 +107,7 @@ class AbstractTrainStep(ABC):
         """Return a function from a data iterator and a model to its output and the function that turns it to a loss."""
 
     @abstractmethod
-    def get_loss_func(self, accelerator: "Accelerator") -> Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+    def get_loss_func(self, accelerator: Any) -> Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]:
         """Return a function from a model's output to the loss and the figures to log."""
 
 
@@ -121,14 +118,14 @@ class BertTrainStep(AbstractTrainStep):
         NotImplementedError: always.
     """
 
-    def __init__(self, accelerator: "Accelerator", args: Any) -> None:
+    def __init__(self, accelerator: Any, args: Any) -> None:
         raise _later(type(self).__name__)
 
-    def get_batch_func(self, accelerator: "Accelerator", megatron_dataset_flag: bool) -> Callable:
+    def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable:
         """Return a function from a data iterator to a micro-batch."""
         raise _later(type(self).__name__)
 
-    def get_loss_func(self, accelerator: "Accelerator", pretraining_flag: bool, num_labels: int) -> Callable:
+    def get_loss_func(self, accelerator: Any, pretraining_flag: bool, num_labels: int) -> Callable:
         """Return the loss of masked words and sentence order, or of a classification."""
         raise _later(type(self).__name__)
 
@@ -144,14 +141,14 @@ class GPTTrainStep(AbstractTrainStep):
         NotImplementedError: always.
     """
 
-    def __init__(self, accelerator: "Accelerator", args: Any) -> None:
+    def __init__(self, accelerator: Any, args: Any) -> None:
         raise _later(type(self).__name__)
 
-    def get_batch_func(self, accelerator: "Accelerator", megatron_dataset_flag: bool) -> Callable:
+    def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable:
         """Return a function from a data iterator to a micro-batch."""
         raise _later(type(self).__name__)
 
-    def get_loss_func(self, accelerator: "Accelerator") -> Callable:
+    def get_loss_func(self, accelerator: Any) -> Callable:
         """Return the loss of the next token."""
         raise _later(type(self).__name__)
 
@@ -167,7 +164,7 @@ class T5TrainStep(AbstractTrainStep):
         NotImplementedError: on construction.
     """
 
-    def __init__(self, accelerator: "Accelerator", args: Any) -> None:
+    def __init__(self, accelerator: Any, args: Any) -> None:
         raise _later(type(self).__name__)
 
     @staticmethod
@@ -211,11 +208,11 @@ class T5TrainStep(AbstractTrainStep):
         padding = ~attention_mask.to(device).bool()
         return padding.unsqueeze(1).expand(-1, dec_seq_length, -1)
 
-    def get_batch_func(self, accelerator: "Accelerator", megatron_dataset_flag: bool) -> Callable:
+    def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable:
         """Return a function from a data iterator to a micro-batch."""
         raise _later(type(self).__name__)
 
-    def get_loss_func(self, accelerator: "Accelerator") -> Callable:
+    def get_loss_func(self, accelerator: Any) -> Callable:
         """Return the loss of the next token."""
         raise _later(type(self).__name__)
 

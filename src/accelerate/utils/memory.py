@@ -133,7 +133,9 @@ def find_executable_batch_size(
             # Outside the handler: there the traceback still holds the frames, and with them the tensors, of the try.
             batch_size = reduce_batch_size_fn() if reduce_batch_size_fn is not None else int(failed * 0.9)
             clear_device_cache(garbage_collection=True)
-            _report(name, failed, batch_size, reason)
+            logger.info("`%s` ran out of memory with batch size %d (%s).", name, failed, reason)
+            if batch_size > 0:
+                logger.warning("Retrying `%s` with batch size %d.%s", name, batch_size, _alone())
         raise RuntimeError(
             "No executable batch size found, reached zero. "
             f"`{name}` ran out of memory even with the smallest batch size; free memory, or use a smaller model."
@@ -154,12 +156,8 @@ def _check_call(name: str, signature: inspect.Signature, args: tuple, kwargs: di
         ) from error
 
 
-def _report(name: str, failed: int, following: int, reason: str) -> None:
-    logger.info("`%s` ran out of memory with batch size %d (%s).", name, failed, reason)
-    if following > 0:
-        logger.warning("Retrying `%s` with batch size %d: %d did not fit in memory.", name, following, failed)
-    if storage.process.current.get("num_processes", 1) > 1:
-        logger.warning(
-            "Rank %s retries alone: ranks that did not run out of memory wait for it in their collectives.",
-            storage.process.current.get("process_index", "?"),
-        )
+def _alone() -> str:
+    process = storage.process.current
+    if process.get("num_processes", 1) == 1:
+        return ""
+    return f" Rank {process['process_index']} retries alone: the other ranks wait for it in their collectives."

@@ -7,86 +7,37 @@ from typing import Any
 
 import torch
 
+from accelerate._lazy import front
 from accelerate.config.enums import DistributedType
 from accelerate.config.handlers import AutocastKwargs
 from accelerate.devices.probe import detect
-from accelerate.modules.unwrap import id_tensor_storage
-from accelerate.offload.device_map import check_device_map, clean_device_map, fallback_allocate, infer_auto_device_map
-from accelerate.offload.loading import load_checkpoint_in_model, load_offloaded_weights, load_state_dict
-from accelerate.offload.memory import get_balanced_memory, get_max_memory
-from accelerate.offload.placement import (
-    align_module_device,
-    check_device_same,
-    has_offloaded_params,
-    set_module_tensor_to_device,
-)
-from accelerate.offload.report import device_map_report
-from accelerate.offload.sizes import (
-    _get_proper_dtype,
-    calculate_maximum_sizes,
-    compute_module_sizes,
-    compute_module_total_buffer_size,
-    convert_file_size_to_int,
-    dtype_byte_size,
-    get_max_layer_size,
-    get_module_leaves,
-)
-from accelerate.offload.state import get_state_dict_from_offload, get_state_dict_offloaded_model
-from accelerate.offload.tensors import get_non_persistent_buffers, named_module_tensors
-from accelerate.offload.tied import (
-    check_tied_parameters_in_config,
-    check_tied_parameters_on_same_device,
-    find_tied_parameters,
-    get_module_size_with_ties,
-    is_peft_model,
-    retie_parameters,
-)
 from accelerate.precision.amp import autocast_context
 from accelerate.precision.base import precision
 from accelerate.state import AcceleratorState
-from accelerate.utils.constants import SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
-__all__ = [
-    "SAFE_WEIGHTS_NAME",
-    "WEIGHTS_INDEX_NAME",
-    "WEIGHTS_NAME",
-    "_get_proper_dtype",
-    "align_module_device",
-    "calculate_maximum_sizes",
-    "check_device_map",
-    "check_device_same",
-    "check_tied_parameters_in_config",
-    "check_tied_parameters_on_same_device",
-    "clean_device_map",
-    "compute_module_sizes",
-    "compute_module_total_buffer_size",
-    "convert_file_size_to_int",
-    "device_map_report",
-    "dtype_byte_size",
-    "fallback_allocate",
-    "find_tied_parameters",
-    "get_balanced_memory",
-    "get_grad_scaler",
-    "get_max_layer_size",
-    "get_max_memory",
-    "get_mixed_precision_context_manager",
-    "get_module_leaves",
-    "get_module_size_with_ties",
-    "get_non_persistent_buffers",
-    "get_state_dict_from_offload",
-    "get_state_dict_offloaded_model",
-    "has_offloaded_params",
-    "id_tensor_storage",
-    "infer_auto_device_map",
-    "is_peft_model",
-    "load_checkpoint_in_model",
-    "load_offloaded_weights",
-    "load_state_dict",
-    "logger",
-    "named_module_tensors",
-    "retie_parameters",
-    "set_module_tensor_to_device",
-]
+# What this module gives and does not hold itself.
+_HOMES = {
+    "accelerate.modules.unwrap": "id_tensor_storage",
+    "accelerate.offload.device_map": "check_device_map clean_device_map fallback_allocate infer_auto_device_map",
+    "accelerate.offload.loading": "load_checkpoint_in_model load_offloaded_weights load_state_dict",
+    "accelerate.offload.memory": "get_balanced_memory get_max_memory",
+    "accelerate.offload.placement": (
+        "align_module_device check_device_same has_offloaded_params set_module_tensor_to_device"
+    ),
+    "accelerate.offload.report": "device_map_report",
+    "accelerate.offload.sizes": (
+        "_get_proper_dtype calculate_maximum_sizes compute_module_sizes compute_module_total_buffer_size "
+        "convert_file_size_to_int dtype_byte_size get_max_layer_size get_module_leaves"
+    ),
+    "accelerate.offload.state": "get_state_dict_from_offload get_state_dict_offloaded_model",
+    "accelerate.offload.tensors": "get_non_persistent_buffers named_module_tensors",
+    "accelerate.offload.tied": (
+        "check_tied_parameters_in_config check_tied_parameters_on_same_device find_tied_parameters "
+        "get_module_size_with_ties is_peft_model retie_parameters"
+    ),
+    "accelerate.utils.constants": "SAFE_WEIGHTS_NAME WEIGHTS_INDEX_NAME WEIGHTS_NAME",
+}
+__getattr__, __dir__, _ = front(__name__, _HOMES, [])
 
 # The files in accelerate.offload log under this name, because other libraries put filters on it.
 logger = logging.getLogger(__name__)

@@ -14,88 +14,29 @@ from typing import Any
 import torch
 
 from accelerate import comm
+from accelerate._lazy import front
 from accelerate.comm import check
 from accelerate.comm.base import Communicator
 from accelerate.comm.check import DistributedOperationException
-from accelerate.comm.nested import (
-    flatten,
-    honor_type,
-    is_namedtuple,
-    is_torch_tensor,
-    rebuild,
-    recursively_apply,
-)
-from accelerate.comm.shapes import (
-    concatenate,
-    find_batch_size,
-    find_device,
-    get_data_structure,
-    get_shape,
-    ignorant_find_batch_size,
-    initialize_tensors,
-    is_tensor_information,
-    listify,
-    pad_input_tensors,
-    padded,
-    send_to_device,
-    slice_tensors,
-)
+from accelerate.comm.nested import flatten, rebuild, recursively_apply
+from accelerate.comm.shapes import padded
 from accelerate.runtime import storage
-from accelerate.utils.constants import TORCH_DISTRIBUTED_OPERATION_TYPES
 
-__all__ = [
-    "TENSOR_INT_TO_DTYPE",
-    "TENSOR_TYPE_TO_INT",
-    "TORCH_DISTRIBUTED_OPERATION_TYPES",
-    "CannotPadNestedTensorWarning",
-    "ConvertOutputsToFp32",
-    "DistributedOperationException",
-    "GatheredParameters",
-    "broadcast",
-    "broadcast_object_list",
-    "chained_operation",
-    "concatenate",
-    "convert_outputs_to_fp32",
-    "convert_to_fp32",
-    "copy_tensor_to_devices",
-    "find_batch_size",
-    "find_device",
-    "gather",
-    "gather_object",
-    "gather_tensor_shape",
-    "get_data_structure",
-    "get_shape",
-    "honor_type",
-    "ignorant_find_batch_size",
-    "initialize_tensors",
-    "is_namedtuple",
-    "is_tensor_information",
-    "is_torch_tensor",
-    "is_torch_xpu_tensor",
-    "listify",
-    "pad_across_processes",
-    "pad_input_tensors",
-    "recursively_apply",
-    "reduce",
-    "send_to_device",
-    "slice_tensors",
-    "verify_operation",
-]
+# What this module gives and does not hold itself.
+_HOMES = {
+    "accelerate.comm.nested": "honor_type is_namedtuple is_torch_tensor",
+    "accelerate.comm.shapes": (
+        "concatenate find_batch_size find_device get_data_structure get_shape ignorant_find_batch_size "
+        "initialize_tensors is_tensor_information listify pad_input_tensors send_to_device slice_tensors"
+    ),
+    "accelerate.utils.constants": "TORCH_DISTRIBUTED_OPERATION_TYPES",
+}
+__getattr__, __dir__, _ = front(__name__, _HOMES, [])
 
 # Element types as numbers, so that one process can tell the others what it is about to send.
-TENSOR_TYPE_TO_INT: dict[torch.dtype, int] = {
-    torch.float32: 1,
-    torch.float64: 2,
-    torch.float16: 3,
-    torch.bfloat16: 4,
-    torch.uint8: 5,
-    torch.int8: 6,
-    torch.int16: 7,
-    torch.int32: 8,
-    torch.int64: 9,
-    torch.bool: 10,
-}
-TENSOR_INT_TO_DTYPE: dict[int, torch.dtype] = {code: dtype for dtype, code in TENSOR_TYPE_TO_INT.items()}
+_DTYPES = ["float32", "float64", "float16", "bfloat16", "uint8", "int8", "int16", "int32", "int64", "bool"]
+TENSOR_TYPE_TO_INT = {getattr(torch, name): code for code, name in enumerate(_DTYPES, 1)}
+TENSOR_INT_TO_DTYPE = {code: dtype for dtype, code in TENSOR_TYPE_TO_INT.items()}
 
 
 class CannotPadNestedTensorWarning(UserWarning):
@@ -110,14 +51,11 @@ def is_torch_xpu_tensor(tensor: Any) -> bool:
 # Collectives
 
 
-def _debugging() -> bool:
-    return storage.process.current.get("debug", False)
-
-
-def _prepare(communicator: Communicator, operation: str, data: Any) -> None:
+def _prepare(communicator: Communicator, operation: str, data: Any, module: str = __name__) -> None:
     """Compare what the ranks pass to a collective, in debug mode."""
-    if communicator.world_size > 1 and _debugging():
-        check.verify(communicator, f"{__name__}.{operation}", data, storage.process.current.get("device"))
+    process = storage.process.current
+    if process.get("debug") and communicator.world_size > 1:
+        check.verify(communicator, f"{module}.{operation}", data, process.get("device"))
 
 
 def gather_with(communicator: Communicator, tensor: Any) -> Any:
@@ -252,8 +190,7 @@ def reduce_with(communicator: Communicator, tensor: Any, reduction: str = "mean"
         warnings.warn(
             f"scale={scale} is applied on XLA devices only; multiply the result here.", UserWarning, stacklevel=3
         )
-    if communicator.world_size > 1:
-        _prepare(communicator, "reduce", tensor)
+    _prepare(communicator, "reduce", tensor)
     tensors, structure = flatten(tensor, "reduce")
     if communicator.world_size > 1:
         values = communicator.reduce_many(tensors, _REDUCTIONS[reduction], structure)
@@ -301,8 +238,7 @@ def pad_with(
     communicator: Communicator, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
 ) -> Any:
     """Do what `pad_across_processes` does, with a given communicator."""
-    if communicator.world_size > 1:
-        _prepare(communicator, "pad_across_processes", tensor)
+    _prepare(communicator, "pad_across_processes", tensor)
     tensors, structure = flatten(tensor, "pad_across_processes")
     if any(item.is_nested for item in tensors):
         warnings.warn(
@@ -403,12 +339,9 @@ def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def verified(*args: Any, **kwargs: Any) -> Any:
-        if _debugging() and (args or "tensor" in kwargs):
+        if args or "tensor" in kwargs:
             data = kwargs["tensor"] if "tensor" in kwargs else args[0]
-            communicator = comm.current()
-            if communicator.world_size > 1:
-                name = f"{function.__module__}.{function.__name__}"
-                check.verify(communicator, name, data, storage.process.current.get("device"))
+            _prepare(comm.current(), function.__name__, data, function.__module__)
         return function(*args, **kwargs)
 
     return verified

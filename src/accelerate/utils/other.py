@@ -14,50 +14,21 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
-from accelerate.modules.unwrap import (
-    clean_state_dict_for_safetensors,
-    compile_regions,
-    compile_regions_deepspeed,
-    compile_regions_fsdp2,
-    extract_model_from_parallel,
-    get_model_tp_size,
-    get_module_children_bottom_up,
-    has_compiled_regions,
-    has_repeated_blocks,
-    is_compiled_module,
-    is_repeated_blocks,
-    model_has_dtensor,
-)
+from accelerate._lazy import front
+from accelerate.modules.unwrap import clean_state_dict_for_safetensors
 from accelerate.process import PartialState
 from accelerate.runtime.durable import written_whole
-from accelerate.utils.constants import FSDP_PYTORCH_VERSION
 
-__all__ = [
-    "FSDP_PYTORCH_VERSION",
-    "TORCH_SAFE_GLOBALS",
-    "check_os_kernel",
-    "clean_state_dict_for_safetensors",
-    "compile_regions",
-    "compile_regions_deepspeed",
-    "compile_regions_fsdp2",
-    "convert_bytes",
-    "extract_model_from_parallel",
-    "get_free_port",
-    "get_model_tp_size",
-    "get_module_children_bottom_up",
-    "get_pretty_name",
-    "has_compiled_regions",
-    "has_repeated_blocks",
-    "is_compiled_module",
-    "is_port_in_use",
-    "is_repeated_blocks",
-    "load",
-    "merge_dicts",
-    "model_has_dtensor",
-    "recursive_getattr",
-    "save",
-    "wait_for_everyone",
-]
+# What this module gives and does not hold itself.
+_HOMES = {
+    "accelerate.modules.unwrap": (
+        "compile_regions compile_regions_deepspeed compile_regions_fsdp2 extract_model_from_parallel "
+        "get_model_tp_size get_module_children_bottom_up has_compiled_regions has_repeated_blocks is_compiled_module "
+        "is_repeated_blocks model_has_dtensor"
+    ),
+    "accelerate.utils.constants": "FSDP_PYTORCH_VERSION",
+}
+__getattr__, __dir__, _ = front(__name__, _HOMES, [])
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,7 @@ from accelerate.config.enums import RNGType
 from accelerate.devices import detect
 from accelerate.devices.table import DEVICES
 from accelerate.runtime import storage
-from accelerate.utils.constants import CUDA_DISTRIBUTED_TYPES
-
-__all__ = ["CUDA_DISTRIBUTED_TYPES", "set_seed", "synchronize_rng_state", "synchronize_rng_states"]
+from accelerate.utils.constants import CUDA_DISTRIBUTED_TYPES as CUDA_DISTRIBUTED_TYPES
 
 _LARGEST_SEED = 2**32 - 1
 

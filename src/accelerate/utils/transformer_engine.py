@@ -5,6 +5,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,57 +40,21 @@ def _multiple_of_16(module: nn.Linear) -> bool:
     return module.in_features % 16 == 0 and module.out_features % 16 == 0
 
 
-def _copy_parameters(source: nn.Module, target: nn.Module, names: dict[str, str]) -> None:
-    """Let `target` hold the values of `source`; `names` maps source names to target names."""
-    with torch.no_grad():
-        for from_name, to_name in names.items():
-            value = getattr(source, from_name)
-            if value is not None:
-                getattr(target, to_name).copy_(value)
-
-
 def _convert_layer(module: nn.Module, to_engine: bool, linear: bool, norm: bool, engine: Any) -> nn.Module | None:
-    """Return the other kind's layer for a linear or layer-norm layer; None where a module stays as it is."""
-    on_cuda = {"device": next(module.parameters(recurse=False), torch.empty(0)).device}
-    affine = {"weight": "weight", "bias": "bias"}
-    if to_engine and linear and isinstance(module, nn.Linear) and _multiple_of_16(module):
-        made = engine.Linear(
-            module.in_features,
-            module.out_features,
-            bias=module.bias is not None,
-            params_dtype=module.weight.dtype,
-            **on_cuda,
-        )
-    elif (
-        to_engine
-        and norm
-        and isinstance(module, nn.LayerNorm)
-        and module.elementwise_affine
-        and module.bias is not None
-    ):
-        made = engine.LayerNorm(
-            module.normalized_shape[0], eps=module.eps, params_dtype=module.weight.dtype, **on_cuda
-        )
-        # Older versions call the parameters after the layer.
-        if not isinstance(getattr(made, "weight", None), torch.Tensor):
-            affine = {"weight": "layer_norm_weight", "bias": "layer_norm_bias"}
-    elif not to_engine and linear and isinstance(module, engine.Linear):
-        made = nn.Linear(
-            module.in_features, module.out_features, module.use_bias, dtype=module.weight.dtype, **on_cuda
-        )
-        if not module.use_bias:
-            affine = {"weight": "weight"}
-    elif not to_engine and norm and isinstance(module, engine.LayerNorm):
-        old_names = not isinstance(getattr(module, "weight", None), torch.Tensor)
-        weight = module.layer_norm_weight if old_names else module.weight
-        made = nn.LayerNorm(weight.shape, eps=module.eps, dtype=weight.dtype, device=weight.device)
-        if old_names:
-            affine = {"layer_norm_weight": "weight", "layer_norm_bias": "bias"}
+    """Return the other library's layer for a linear or layer-norm layer; None where a module stays as it is."""
+    source, target, dtype = (nn, engine, "params_dtype") if to_engine else (engine, nn, "dtype")
+    if linear and isinstance(module, source.Linear) and (not to_engine or _multiple_of_16(module)):
+        bias = module.bias is not None if to_engine else module.use_bias
+        made = partial(target.Linear, module.in_features, module.out_features, bias=bias)
+    elif norm and isinstance(module, source.LayerNorm) and (not to_engine or module.bias is not None):
+        made = partial(target.LayerNorm, module.weight.shape[0], eps=module.eps)
     else:
         return None
-    _copy_parameters(module, made, affine)
-    made.train(module.training)
-    return made
+    layer = made(device=module.weight.device, **{dtype: module.weight.dtype})
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            parameter.copy_(getattr(module, name))
+    return layer.train(module.training)
 
 
 def convert_model(

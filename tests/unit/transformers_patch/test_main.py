@@ -1,4 +1,4 @@
-"""The three commands of `python -m transformers_patch`."""
+"""The commands of `python -m transformers_patch`."""
 
 import json
 import sys
@@ -93,4 +93,4 @@ def test_status_fails_where_the_release_is_not_supported(capsys, monkeypatch):
 def test_a_command_is_needed(capsys):
     with pytest.raises(SystemExit):
         program.main([])
-    assert "export" in capsys.readouterr().err
+    assert "{run,status}" in capsys.readouterr().err

@@ -20,17 +20,11 @@ def test_first_and_last():
 
 
 @pytest.mark.parametrize(("sides", "fits"), [((32, 32), True), ((16, 16), True), ((8, 32), False), ((32, 24), False)])
-def test_sides_must_be_multiples_of_16(sides, fits):
+def test_filters(sides, fits):
     assert ao.filter_linear_layers(nn.Linear(*sides), "x", []) is fits
-
-
-def test_named_layers_are_left_alone():
     assert ao.filter_linear_layers(nn.Linear(32, 32), "a.b", ["a.b"]) is False
     assert ao.filter_linear_layers(nn.Linear(32, 32), "a.b", ["b"]) is True
     assert ao.filter_linear_layers(nn.ReLU(), "a.b", []) is True
-
-
-def test_filter_of_one_module():
     assert ao.filter_first_and_last_linear_layers(net(), "0") is False
     assert ao.filter_first_and_last_linear_layers(net(), "2.0") is True
     assert ao.filter_first_and_last_linear_layers(nn.Linear(16, 16), "") is False
@@ -66,17 +60,13 @@ def torchao(monkeypatch):
     return Float8Linear
 
 
-def test_conversion_spares_first_last_and_odd_layers(torchao):
+@pytest.mark.parametrize(
+    ("options", "converted"),
+    [({}, "2.0"), ({"config": "mine", "module_filter_func": lambda module, name: name == "0"}, "0")],
+)
+def test_conversion_spares_first_last_and_odd_layers_or_what_a_filter_says(torchao, options, converted):
     model = net()
     assert not ao.has_ao_layers(model)
-    ao.convert_model_to_fp8_ao(model)
-    assert [name for name, module in model.named_modules() if isinstance(module, torchao)] == ["2.0"]
-    assert ao.has_ao_layers(model)
-    assert model.config == "default"
-
-
-def test_conversion_with_own_settings(torchao):
-    model = net()
-    ao.convert_model_to_fp8_ao(model, config="mine", module_filter_func=lambda module, name: name == "0")
-    assert [name for name, module in model.named_modules() if isinstance(module, torchao)] == ["0"]
-    assert model.config == "mine"
+    ao.convert_model_to_fp8_ao(model, **options)
+    assert [name for name, module in model.named_modules() if isinstance(module, torchao)] == [converted]
+    assert ao.has_ao_layers(model) and model.config == options.get("config", "default")

@@ -1,6 +1,5 @@
 """Names that other programs rely on."""
 
-import pytest
 import torch
 
 from accelerate.utils import constants
@@ -22,13 +21,6 @@ def test_operations():
 
 def test_layers_are_looked_up_when_asked_for():
     layers = constants.SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING
-    assert torch.nn.Linear in layers
-    assert torch.nn.ConvTranspose3d in layers
-    assert len(layers) == 7
+    assert torch.nn.Linear in layers and torch.nn.ConvTranspose3d in layers and len(layers) == 7
     assert constants.SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING is layers
-    assert "SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING" in dir(constants)
-
-
-def test_an_unknown_name_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="NO_SUCH_NAME"):
-        constants.NO_SUCH_NAME  # noqa: B018
+    assert "SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING" in dir(constants) and not hasattr(constants, "NO_SUCH_NAME")

@@ -28,46 +28,32 @@ class Engine:
         return self.norm
 
 
-def test_engine_steps_at_the_end_of_a_window():
-    engine = Engine()
+@pytest.mark.parametrize("norm", [2.0, torch.tensor(2.0)])
+def test_engine_steps_at_the_end_of_a_window(norm):
+    engine = Engine(norm)
     wrapper = DeepSpeedEngineWrapper(engine)
     wrapper.backward(1.0, sync_gradients=False, retain_graph=True)
-    assert engine.calls == [("boundary", False), ("backward", 1.0, {"retain_graph": True})]
-    engine.calls.clear()
     wrapper.backward(2.0)
-    assert engine.calls == [("boundary", True), ("backward", 2.0, {}), ("step",)]
+    first = [("boundary", False), ("backward", 1.0, {"retain_graph": True})]
+    assert engine.calls == [*first, ("boundary", True), ("backward", 2.0, {}), ("step",)]
+    assert wrapper.get_global_grad_norm() == 2.0
 
 
-@pytest.mark.parametrize("norm", [2.0, torch.tensor(2.0)])
-def test_gradient_norm(norm):
-    assert DeepSpeedEngineWrapper(Engine(norm)).get_global_grad_norm() == 2.0
-
-
-@pytest.fixture
-def state():
-    return AcceleratorState(cpu=True, _from_accelerator=True)
-
-
-def test_optimizer_wrapper_leaves_the_engine_alone(state):
-    inner = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+def test_wrappers_leave_the_engine_alone():
+    AcceleratorState(cpu=True, _from_accelerator=True)
+    parameter = torch.nn.Parameter(torch.ones(1))
+    inner = torch.optim.SGD([parameter], lr=0.1)
     wrapper = home.DeepSpeedOptimizerWrapper(inner)
-    inner.param_groups[0]["params"][0].grad = torch.ones(1)
+    parameter.grad = torch.ones(1)
     wrapper.step()
     wrapper.zero_grad()
-    parameter = inner.param_groups[0]["params"][0]
     assert parameter.item() == 1.0 and parameter.grad is not None
     assert wrapper.step_was_skipped is False
     inner.overflow = True
-    assert wrapper.step_was_skipped is True
-    assert wrapper.param_groups is inner.param_groups
-
-
-def test_scheduler_wrapper_leaves_the_engine_alone(state):
-    inner = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(inner, 0.5)
-    wrapper = home.DeepSpeedSchedulerWrapper(schedule, inner)
-    wrapper.step()
-    assert wrapper.get_last_lr() == [0.1]
+    assert wrapper.step_was_skipped is True and wrapper.param_groups is inner.param_groups
+    schedule = home.DeepSpeedSchedulerWrapper(torch.optim.lr_scheduler.ExponentialLR(inner, 0.5), inner)
+    schedule.step()
+    assert schedule.get_last_lr() == [0.1]
 
 
 def test_placeholders_keep_their_arguments():

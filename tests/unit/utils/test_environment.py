@@ -11,115 +11,79 @@ import pytest
 import torch
 
 from accelerate.utils import environment
-from accelerate.utils.environment import (
-    CPUInformation,
-    are_libraries_initialized,
-    check_cuda_fp8_capability,
-    check_cuda_p2p_ib_support,
-    clear_environment,
-    convert_dict_to_env_variables,
-    get_cpu_distributed_information,
-    get_current_device_type,
-    get_driver_version,
-    get_gpu_info,
-    get_int_from_env,
-    override_numa_affinity,
-    parse_choice_from_env,
-    parse_flag_from_env,
-    patch_environment,
-    purge_accelerate_environment,
-    set_numa_affinity,
-    str_to_bool,
-)
 
 
-@pytest.mark.parametrize("word", ["y", "yes", "t", "true", "on", "1", "YES", "True"])
-def test_true_words(word):
-    assert str_to_bool(word) == 1
-    assert str_to_bool(word, to_bool=True) is True
-
-
-@pytest.mark.parametrize("word", ["n", "no", "f", "false", "off", "0", "NO", "False"])
-def test_false_words(word):
-    assert type(str_to_bool(word)) is int
-    assert str_to_bool(word) == 0
-    assert str_to_bool(word, to_bool=True) is False
-
-
-@pytest.mark.parametrize("word", ["", "perhaps", " true", "2"])
-def test_other_words_are_refused(word):
-    with pytest.raises(ValueError, match=f"invalid truth value '{word}'"):
-        str_to_bool(word)
+@pytest.mark.parametrize("true, words", [(True, "y yes t true on 1 YES True"), (False, "n no f false off 0 NO False")])
+def test_words_for_truth(true, words):
+    for word in words.split():
+        assert type(environment.str_to_bool(word)) is int and environment.str_to_bool(word) == int(true)
+        assert environment.str_to_bool(word, to_bool=True) is true
+    for word in ("", "perhaps", " true", "2"):
+        with pytest.raises(ValueError, match=f"invalid truth value '{word}'"):
+            environment.str_to_bool(word)
 
 
 def test_integers(monkeypatch):
     monkeypatch.setenv("SAMPLE_A", "-1")
     monkeypatch.setenv("SAMPLE_B", "3")
-    monkeypatch.delenv("SAMPLE_C", raising=False)
-    assert get_int_from_env(["SAMPLE_C", "SAMPLE_A", "SAMPLE_B"], 7) == 3
-    assert get_int_from_env(("SAMPLE_A",), 7) == 7
-    assert get_int_from_env([], 7) == 7
+    assert environment.get_int_from_env(["SAMPLE_C", "SAMPLE_A", "SAMPLE_B"], 7) == 3
+    assert environment.get_int_from_env(("SAMPLE_A",), 7) == environment.get_int_from_env([], 7) == 7
     monkeypatch.setenv("SAMPLE_A", "three")
     with pytest.raises(ValueError, match="SAMPLE_A is 'three'"):
-        get_int_from_env(["SAMPLE_A", "SAMPLE_B"], 7)
+        environment.get_int_from_env(["SAMPLE_A", "SAMPLE_B"], 7)
+    assert environment.are_libraries_initialized("surely_not_imported", "os", "torch") == ["os", "torch"]
 
 
 def test_flags_and_choices(monkeypatch):
     monkeypatch.delenv("SAMPLE", raising=False)
-    assert parse_flag_from_env("SAMPLE") is False
-    assert parse_flag_from_env("SAMPLE", default=True) is True
-    assert parse_flag_from_env("SAMPLE", default="no") is False and parse_flag_from_env("SAMPLE", default=1) is True
-    assert parse_choice_from_env("SAMPLE") == "no"
-    assert parse_choice_from_env("SAMPLE", "bf16") == "bf16"
+    assert environment.parse_flag_from_env("SAMPLE") is False
+    assert environment.parse_flag_from_env("SAMPLE", default=True) is True
+    assert (
+        environment.parse_flag_from_env("SAMPLE", default="no") is False
+        and environment.parse_flag_from_env("SAMPLE", default=1) is True
+    )
+    assert environment.parse_choice_from_env("SAMPLE") == "no"
+    assert environment.parse_choice_from_env("SAMPLE", "bf16") == "bf16"
     monkeypatch.setenv("SAMPLE", "yes")
-    assert parse_flag_from_env("SAMPLE") is True
-    assert parse_choice_from_env("SAMPLE") == "yes"
+    assert environment.parse_flag_from_env("SAMPLE") is True
+    assert environment.parse_choice_from_env("SAMPLE") == "yes"
     monkeypatch.setenv("SAMPLE", "maybe")
     with pytest.raises(ValueError, match="SAMPLE has an invalid truth value 'maybe'"):
-        parse_flag_from_env("SAMPLE")
+        environment.parse_flag_from_env("SAMPLE")
     monkeypatch.setenv("SAMPLE", " ")
-    assert parse_flag_from_env("SAMPLE", True) is True and parse_choice_from_env("SAMPLE") == "no"
-    assert get_int_from_env(["SAMPLE"], 7) == 7
+    assert (
+        environment.parse_flag_from_env("SAMPLE", True) is True and environment.parse_choice_from_env("SAMPLE") == "no"
+    )
+    assert environment.get_int_from_env(["SAMPLE"], 7) == 7
 
 
 def test_patched_variables_come_back(monkeypatch):
     monkeypatch.setenv("SAMPLE_OLD", "old")
     monkeypatch.setenv("SAMPLE_GONE", "here")
-    monkeypatch.delenv("SAMPLE_NEW", raising=False)
-    with patch_environment(sample_old=1, SAMPLE_NEW=True, sample_gone=None):
-        assert os.environ["SAMPLE_OLD"] == "1"
-        assert os.environ["SAMPLE_NEW"] == "True"
+    before = dict(os.environ)
+    with environment.patch_environment(sample_old=1, SAMPLE_NEW=True, sample_gone=None):
+        assert (os.environ["SAMPLE_OLD"], os.environ["SAMPLE_NEW"]) == ("1", "True")
         assert "SAMPLE_GONE" not in os.environ
-    assert (os.environ["SAMPLE_OLD"], os.environ["SAMPLE_GONE"]) == ("old", "here")
-    assert "SAMPLE_NEW" not in os.environ
-
-
-def test_patched_variables_come_back_after_an_exception(monkeypatch):
-    monkeypatch.setenv("SAMPLE_OLD", "old")
-    with pytest.raises(RuntimeError, match="inside"), patch_environment(sample_old=1, sample_new=2):
+    assert dict(os.environ) == before
+    with pytest.raises(RuntimeError, match="inside"), environment.patch_environment(sample_old=1, sample_new=2):
         os.environ["SAMPLE_OLD"] = "changed again"
         del os.environ["SAMPLE_NEW"]
         raise RuntimeError("inside")
-    assert os.environ["SAMPLE_OLD"] == "old"
-    assert "SAMPLE_NEW" not in os.environ
-
-
-def test_a_variable_that_cannot_be_set_undoes_the_others(monkeypatch):
-    monkeypatch.delenv("SAMPLE_NEW", raising=False)
-    with pytest.raises(ValueError), patch_environment(sample_new=1, sample_wrong="\0"):
+    assert dict(os.environ) == before
+    with pytest.raises(ValueError), environment.patch_environment(sample_new=1, sample_wrong="\0"):
         pytest.fail("not reached")
-    assert "SAMPLE_NEW" not in os.environ
+    assert dict(os.environ) == before
 
 
 def test_clear_environment(monkeypatch):
     monkeypatch.setenv("SAMPLE_OLD", "old")
     before = dict(os.environ)
-    with clear_environment():
+    with environment.clear_environment():
         assert not os.environ
         os.environ["SAMPLE_OLD"] = "new"
         os.environ["SAMPLE_NEW"] = "new"
     assert dict(os.environ) == before
-    with pytest.raises(RuntimeError), clear_environment():
+    with pytest.raises(RuntimeError), environment.clear_environment():
         raise RuntimeError
     assert dict(os.environ) == before
 
@@ -149,7 +113,7 @@ def undisturbed():
 
 
 def test_purge_a_function(accelerate_variables):
-    @purge_accelerate_environment
+    @environment.purge_accelerate_environment
     def body(value, fail=False):
         """Say something."""
         accelerate_variables()
@@ -166,47 +130,38 @@ def test_purge_a_function(accelerate_variables):
     assert undisturbed()
 
 
-def test_purge_a_coroutine_function(accelerate_variables):
-    @purge_accelerate_environment
-    async def body():
-        await asyncio.sleep(0)
-        accelerate_variables()
-        return 3
-
-    assert asyncio.iscoroutinefunction(body)
-    assert asyncio.run(body()) == 3
-    assert undisturbed()
-
-
-def test_purge_a_generator(accelerate_variables):
-    @purge_accelerate_environment
+def test_purge_a_generator_and_a_coroutine_function(accelerate_variables):
+    @environment.purge_accelerate_environment
     def body():
         accelerate_variables()
         yield 1
         return 2
 
+    @environment.purge_accelerate_environment
+    async def later():
+        await asyncio.sleep(0)
+        accelerate_variables()
+        return 3
+
     generator = body()
-    assert next(generator) == 1
-    assert not undisturbed()
+    assert next(generator) == 1 and not undisturbed()
     with pytest.raises(StopIteration) as end:
         next(generator)
-    assert end.value.value == 2
-    assert undisturbed()
+    assert end.value.value == 2 and undisturbed()
+    assert asyncio.iscoroutinefunction(later) and asyncio.run(later()) == 3 and undisturbed()
 
 
 def test_purge_the_tests_of_a_class_and_its_subclasses(accelerate_variables):
     seen = []
 
-    @purge_accelerate_environment
+    @environment.purge_accelerate_environment
     class Parent:
+        test_data = [1, 2]
+
         def __init_subclass__(cls, **kwargs):
             seen.append((cls.__name__, kwargs))
 
-        def setUp(self):
-            os.environ["ACCELERATE_SETUP"] = "kept"
-
         def test_method(self):
-            assert os.environ["ACCELERATE_SETUP"] == "kept"
             accelerate_variables()
 
         @classmethod
@@ -218,13 +173,8 @@ def test_purge_the_tests_of_a_class_and_its_subclasses(accelerate_variables):
         def test_static_method():
             accelerate_variables()
 
-        async def test_coroutine(self):
-            accelerate_variables()
-
         def helper(self):
             accelerate_variables()
-
-        test_data = [1, 2]
 
     class Child(Parent, option=1):
         def test_own(self):
@@ -235,32 +185,16 @@ def test_purge_the_tests_of_a_class_and_its_subclasses(accelerate_variables):
             super().test_own()
             accelerate_variables()
 
-    child, grandchild = Child(), Grandchild()
-    child.setUp()
-    for test in (child.test_method, child.test_class_method, child.test_static_method, child.test_own):
+    child = Child()
+    tests = (child.test_method, child.test_class_method, child.test_static_method, child.test_own)
+    for test in (*tests, Grandchild().test_own):
         test()
         assert undisturbed(), test
-    asyncio.run(child.test_coroutine())
-    assert undisturbed()
-    grandchild.test_own()
-    assert undisturbed()
-    assert child.test_class_method() is Child
-    assert Parent.test_data == [1, 2]
+    assert child.test_class_method() is Child and Parent.test_data == [1, 2]
     assert seen == [("Child", {"option": 1}), ("Grandchild", {})]
-    assert os.environ.pop("ACCELERATE_SETUP") == "kept"
     child.helper()
     assert not undisturbed()
     os.environ.pop("ACCELERATE_ADDED")
-
-
-def test_lines_of_an_environment_file(caplog):
-    assert convert_dict_to_env_variables({"A": "1", "_b2": "x=y", "C": 3, "D": "$HOME/'x'"}) == [
-        "A=1\n",
-        "_b2=x=y\n",
-        "C=3\n",
-        "D=$HOME/'x'\n",
-    ]
-    assert not caplog.records
 
 
 @pytest.mark.parametrize(
@@ -270,16 +204,12 @@ def test_lines_of_an_environment_file(caplog):
         *((key, "secret") for key in ("", "A=", "A=B", "A\n", "A;", "A B", "A\0", "9", "A-B", "BASH_FUNC_x%%")),
     ],
 )
-def test_dangerous_lines_are_left_out(key, value, caplog):
-    with caplog.at_level(logging.WARNING):
-        assert convert_dict_to_env_variables({key: value, "GOOD": "1"}) == ["GOOD=1\n"]
-    assert "not passed on" in caplog.text
-    assert "secret" not in caplog.text
-
-
-def test_initialised_libraries():
-    assert are_libraries_initialized("surely_not_imported", "os", "torch") == ["os", "torch"]
-    assert are_libraries_initialized() == []
+def test_lines_of_an_environment_file_leave_out_dangerous_ones(key, value, caplog):
+    good = {"A": "1", "_b2": "x=y", "C": 3, "D": "$HOME/'x'"}
+    lines = ["A=1\n", "_b2=x=y\n", "C=3\n", "D=$HOME/'x'\n"]
+    assert environment.convert_dict_to_env_variables(good) == lines and not caplog.records
+    assert environment.convert_dict_to_env_variables({key: value, "GOOD": "1"}) == ["GOOD=1\n"]
+    assert "not passed on" in caplog.text and "secret" not in caplog.text
 
 
 @pytest.fixture
@@ -299,53 +229,41 @@ def nvidia_smi(monkeypatch):
     return answers
 
 
-def test_gpu_information(nvidia_smi):
+def test_gpu_information(nvidia_smi, monkeypatch):
     nvidia_smi.update({"name": "NVIDIA H100\nNVIDIA H100\n\n", "driver_version": "550.40.07\n550.40.07\n"})
-    assert get_gpu_info() == (["NVIDIA H100", "NVIDIA H100"], 2)
-    assert get_driver_version() == "550.40.07"
+    assert environment.get_gpu_info() == (["NVIDIA H100", "NVIDIA H100"], 2)
+    assert environment.get_driver_version() == "550.40.07"
     nvidia_smi["driver_version"] = ""
     with pytest.raises(ValueError, match="no driver version"):
-        get_driver_version()
-
-
-def test_without_nvidia_smi(monkeypatch):
-    monkeypatch.setattr(environment.shutil, "which", lambda *arguments, **kwargs: None)
+        environment.get_driver_version()
+    monkeypatch.setattr(environment.shutil, "which", lambda *arguments: None)
     with pytest.raises(FileNotFoundError, match="nvidia-smi is not on PATH"):
-        get_gpu_info()
-    assert check_cuda_p2p_ib_support() is True
+        environment.get_gpu_info()
+    assert environment.check_cuda_p2p_ib_support() is True
 
 
 @pytest.mark.parametrize(
     ("names", "driver", "expected"),
     [
-        (["NVIDIA GeForce RTX 4090"] * 2, "550.40.06", False),
-        (["NVIDIA GeForce RTX 4090"] * 2, "550.40.07", True),
-        (["NVIDIA GeForce RTX 4070 Ti", "NVIDIA H100"], "545.0", False),
-        (["NVIDIA GeForce RTX 4090"], "545.0", True),
-        (["NVIDIA GeForce RTX 3090"] * 2, "545.0", True),
-        (["NVIDIA H100"] * 8, "not a version", True),
-        (["NVIDIA GeForce RTX 4090"] * 2, "not a version", True),
+        (["RTX 4090"] * 2, "550.40.06", False),
+        (["RTX 4090"] * 2, "550.40.07", True),
+        (["RTX 4070 Ti", "NVIDIA H100"], "545.0", False),
+        *[(["RTX 4090"], "545.0", True), (["RTX 3090"] * 2, "545.0", True)],
+        *[(["NVIDIA H100"] * 8, "not a version", True), (["RTX 4090"] * 2, "not a version", True)],
     ],
 )
 def test_peer_to_peer(nvidia_smi, names, driver, expected):
     nvidia_smi.update({"name": "\n".join(names), "driver_version": "\n".join([driver] * len(names))})
-    assert check_cuda_p2p_ib_support() is expected
+    assert environment.check_cuda_p2p_ib_support() is expected
 
 
-@pytest.mark.parametrize(("capability", "expected"), [((8, 6), False), ((8, 9), True), ((9, 0), True)])
+@pytest.mark.parametrize(("capability", "expected"), [((8, 6), False), ((8, 9), True), ((9, 0), True), (None, False)])
 def test_fp8_capability(monkeypatch, capability, expected):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    check_cuda_fp8_capability.cache_clear()
-    assert check_cuda_fp8_capability() is expected
-    check_cuda_fp8_capability.cache_clear()
-
-
-def test_fp8_capability_without_cuda(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    check_cuda_fp8_capability.cache_clear()
-    assert check_cuda_fp8_capability() is False
-    check_cuda_fp8_capability.cache_clear()
+    environment.check_cuda_fp8_capability.cache_clear()
+    assert environment.check_cuda_fp8_capability() is expected
+    environment.check_cuda_fp8_capability.cache_clear()
 
 
 def test_current_device_type(monkeypatch):
@@ -353,11 +271,11 @@ def test_current_device_type(monkeypatch):
     unusable = types.SimpleNamespace(is_available=lambda: False)
     for kind in ("cuda", "mlu", "sdaa", "musa", "npu", "xpu", "hpu", "neuron"):
         monkeypatch.setattr(torch, kind, unusable, raising=False)
-    assert get_current_device_type() == ("cuda", "MULTI_GPU")
+    assert environment.get_current_device_type() == ("cuda", "MULTI_GPU")
     monkeypatch.setattr(torch, "hpu", usable, raising=False)
-    assert get_current_device_type() == ("hpu", "MULTI_HPU")
+    assert environment.get_current_device_type() == ("hpu", "MULTI_HPU")
     monkeypatch.setattr(torch, "cuda", usable)
-    assert get_current_device_type() == ("cuda", "MULTI_GPU")
+    assert environment.get_current_device_type() == ("cuda", "MULTI_GPU")
 
 
 RANKS = {
@@ -373,10 +291,14 @@ def test_ranks_of_each_launcher(monkeypatch, launcher):
     for names in RANKS.values():
         for name in names:
             monkeypatch.delenv(name, raising=False)
-    assert get_cpu_distributed_information() == CPUInformation(rank=0, world_size=1, local_rank=0, local_world_size=1)
+    assert environment.get_cpu_distributed_information() == environment.CPUInformation(
+        rank=0, world_size=1, local_rank=0, local_world_size=1
+    )
     for name, value in zip(RANKS[launcher], "3412", strict=True):
         monkeypatch.setenv(name, value)
-    assert get_cpu_distributed_information() == CPUInformation(rank=3, world_size=4, local_rank=1, local_world_size=2)
+    assert environment.get_cpu_distributed_information() == environment.CPUInformation(
+        rank=3, world_size=4, local_rank=1, local_world_size=2
+    )
 
 
 @pytest.fixture
@@ -397,45 +319,31 @@ def numa(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: fake.allowed, raising=False)
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cpus: fake.asked.append((pid, set(cpus))), raising=False)
     fake.properties = properties
-    set_numa_affinity.cache_clear()
+    environment.set_numa_affinity.cache_clear()
     yield fake
-    set_numa_affinity.cache_clear()
+    environment.set_numa_affinity.cache_clear()
 
 
-def test_processors_close_to_the_gpu(numa, caplog):
+def test_processors_close_to_the_gpu(numa, nvidia_smi, monkeypatch, caplog):
     with caplog.at_level(logging.INFO):
-        override_numa_affinity(0, verbose=False)
+        environment.override_numa_affinity(0, verbose=False)
         assert not caplog.records
-        override_numa_affinity(0, verbose=True)
-    assert numa.read[0] == "/sys/bus/pci/devices/0000:1b:02.0/local_cpulist"
-    assert numa.asked == [(0, {1, 2, 8})] * 2
-    assert "[1, 2, 8]" in caplog.text
-
-
-def test_the_address_from_nvidia_smi_where_torch_does_not_know_it(numa, nvidia_smi):
-    del numa.properties.pci_bus_id
+        environment.override_numa_affinity(0, verbose=True)
+    assert numa.asked == [(0, {1, 2, 8})] * 2 and "[1, 2, 8]" in caplog.text
+    del numa.properties.pci_bus_id  # an older torch: nvidia-smi knows it
     nvidia_smi["pci.bus_id"] = "00000000:1B:02.0\n"
-    override_numa_affinity(0)
-    assert numa.read == ["/sys/bus/pci/devices/0000:1b:02.0/local_cpulist"]
+    for expected in (3, 3):  # once for each process
+        environment.set_numa_affinity(0)
+        assert len(numa.asked) == expected
+    assert numa.read == ["/sys/bus/pci/devices/0000:1b:02.0/local_cpulist"] * 3
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    environment.override_numa_affinity(0)
+    assert len(numa.asked) == 3
 
 
 @pytest.mark.parametrize("cpus", [None, "", "64-127", "many"])
 def test_the_binding_stays_where_it_cannot_be_improved(numa, caplog, cpus):
     numa.cpus = cpus
-    override_numa_affinity(3)
+    environment.override_numa_affinity(3)
     assert numa.asked == []
     assert "Process 3 keeps its processors" in caplog.text
-
-
-def test_the_binding_is_set_once_unless_overridden(numa):
-    set_numa_affinity(0)
-    set_numa_affinity(0)
-    assert len(numa.asked) == 1
-    override_numa_affinity(0)
-    assert len(numa.asked) == 2
-
-
-def test_no_gpu_no_binding(numa, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    override_numa_affinity(0)
-    assert numa.asked == numa.read == []

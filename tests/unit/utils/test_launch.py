@@ -1,9 +1,7 @@
 """Commands and environments for programs that start processes themselves."""
 
-import argparse
 import os
 import sys
-import types
 
 import pytest
 from torch.distributed.run import get_args_parser
@@ -51,17 +49,12 @@ def test_several_processes_in_terms_of_torchrun(monkeypatch):
     assert torchrun.training_script == "train.py"
     with pytest.raises(LaunchError, match="exclude each other"):
         launch.prepare_multi_gpu_env(parse("--module --no_python"))
-
-
-@pytest.mark.parametrize(
-    ("words", "port"), [("", 29500), ("--main_process_port 1234", 1234), ("--main_process_port 0", None)]
-)
-def test_the_port_of_one_machine(monkeypatch, words, port):
     monkeypatch.setattr(launch, "is_port_in_use", lambda port: False)
-    args = parse(f"--num_processes 2 {words}")
-    launch.prepare_multi_gpu_env(args)
-    assert args.main_process_port == port or (port is None and args.main_process_port > 0)
-    assert args.master_port == str(args.main_process_port) and not hasattr(args, "standalone")
+    for words, port in (("", 29500), ("--main_process_port 1234", 1234), ("--main_process_port 0", None)):
+        args = parse(f"--num_processes 2 {words}")
+        launch.prepare_multi_gpu_env(args)
+        assert args.main_process_port == port or (port is None and args.main_process_port > 0)
+        assert args.master_port == str(args.main_process_port) and not hasattr(args, "standalone")
 
 
 def test_several_machines():
@@ -120,53 +113,15 @@ def test_parts_of_an_environment():
     assert current["ACCELERATE_FP8_OVERRIDE_WGRAD"] == "1"
     assert launch.prepare_tpu(parse("--mixed_precision bf16 --downcast_bf16"), {})[1] == {"XLA_DOWNCAST_BF16": "1"}
     assert launch.prepare_tpu(parse("--mixed_precision bf16"), {})[1] == {"XLA_USE_BF16": "1"}
-
-
-def test_tpu_pod(monkeypatch):
     with pytest.raises(LaunchError, match="gcloud"):
         launch.prepare_tpu(parse("--tpu"), {}, pod=True)
-    xla_dist = types.ModuleType("torch_xla.distributed.xla_dist")
-
-    def get_args_parser():
-        parser = argparse.ArgumentParser()
-        parser.add_argument("--tpu")
-        parser.add_argument("--vm", action="append")
-        parser.add_argument("--env", action="append")
-        parser.add_argument("positional", nargs="+")
-        return parser
-
-    xla_dist.get_args_parser = get_args_parser
-    distributed = types.ModuleType("torch_xla.distributed")
-    distributed.xla_dist = xla_dist
-    for name, module in {
-        "": types.ModuleType("torch_xla"),
-        ".distributed": distributed,
-        ".distributed.xla_dist": xla_dist,
-    }.items():
-        monkeypatch.setitem(sys.modules, f"torch_xla{name}", module)
-    line = (
-        "--tpu --tpu_cluster --num_processes 8 --vm v1 --vm v2 --env A=1 --tpu_use_sudo --main_training_function run"
-    )
-    args, environment = launch.prepare_tpu(parse(line), {"B": "c"}, pod=True)
-    assert (args.vm, args.env, args.restart_tpuvm_pod_server) == (
-        ["v1", "v2"],
-        ["ACCELERATE_IN_TPU_POD=1", "A=1"],
-        True,
-    )
-    assert args.positional[:4] == ["sudo", "accelerate-launch", "--tpu", "--no_tpu_cluster"]
-    assert args.positional[-5:] == ["--main_training_function", "run", "train.py", "--lr", "1"]
-    assert environment == {"B": "c"}
 
 
 def test_sagemaker(monkeypatch):
     from accelerate.commands.config.config_args import SageMakerConfig
 
     config = SageMakerConfig(
-        compute_environment="AMAZON_SAGEMAKER",
-        distributed_type="DATA_PARALLEL",
-        mixed_precision="no",
-        use_cpu=False,
-        debug=False,
+        *("AMAZON_SAGEMAKER", "DATA_PARALLEL", "no", False, False),
         ec2_instance_type="ml.p3.16xlarge",
         iam_role_name="trainer",
         profile="mine",
@@ -194,21 +149,17 @@ def test_sagemaker(monkeypatch):
     assert (os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"]) == ("a", "b")
 
 
-def test_path_variable(monkeypatch):
-    monkeypatch.setenv("SOME_PATH", "/a")
-    assert launch.env_var_path_add("SOME_PATH", "/b") == f"/a{os.pathsep}/b"
-    assert os.environ["SOME_PATH"] == "/a"
-    assert launch.env_var_path_add("OTHER_PATH", "/b") == "/b"
-    monkeypatch.setenv("SOME_PATH", f"{os.pathsep}/a{os.pathsep}")
-    assert launch.env_var_path_add("SOME_PATH", "/b") == f"/a{os.pathsep}/b"
-
-
-def test_hyperparameters():
+def test_hyperparameters_and_a_path_variable(monkeypatch):
     words = ["--a", "1", "--b", "x", "--c", "1.5", "-d", "False", "--e", "-3", "--f", "true"]
     assert launch._convert_nargs_to_dict(words) == {"a": 1, "b": "x", "c": 1.5, "d": False, "e": -3, "f": "true"}
     for wrong in (["--a", "--b"], ["--a"], ["a", "1"]):
         with pytest.raises(ValueError, match="give every argument"):
             launch._convert_nargs_to_dict(wrong)
+    for value in ("/a", f"{os.pathsep}/a{os.pathsep}"):
+        monkeypatch.setenv("SOME_PATH", value)
+        assert launch.env_var_path_add("SOME_PATH", "/b") == f"/a{os.pathsep}/b"
+        assert os.environ["SOME_PATH"] == value
+    assert launch.env_var_path_add("OTHER_PATH", "/b") == "/b"
 
 
 @pytest.mark.parametrize(

@@ -12,16 +12,9 @@ def test_placeholders_keep_their_arguments():
     assert scheduler.kwargs == {"z": 1}
     loader = home.MegatronLMDummyDataLoader(data_path=["a"])
     assert loader.dataset_args == {"data_path": ["a"], "megatron_dataset_flag": True}
-
-
-def test_own_data_sets():
-    def provide(*_):
-        return None
-
-    settings = types.SimpleNamespace(custom_megatron_datasets_provider_function=provide)
+    settings = types.SimpleNamespace(custom_megatron_datasets_provider_function=len)
     accelerator = types.SimpleNamespace(state=types.SimpleNamespace(megatron_lm_plugin=settings))
-    loader = home.MegatronLMDummyDataLoader()
-    assert loader.get_train_valid_test_datasets_provider(accelerator) is provide
+    assert loader.get_train_valid_test_datasets_provider(accelerator) is len
     settings.custom_megatron_datasets_provider_function = None
     with pytest.raises(NotImplementedError, match="custom_megatron_datasets_provider_function"):
         loader.get_train_valid_test_datasets_provider(accelerator)

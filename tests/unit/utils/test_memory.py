@@ -38,7 +38,7 @@ def test_sizes_shrink_by_a_tenth_down_to_zero():
 
 
 def test_arguments_pass_and_the_size_found_is_kept():
-    tried = []
+    tried, sizes = [], iter([7, 3])
 
     @memory.find_executable_batch_size(starting_batch_size=16)
     def train(batch_size, rate, *, epochs=1):
@@ -53,52 +53,30 @@ def test_arguments_pass_and_the_size_found_is_kept():
     assert tried == [16, 14, 12, 10, 9, 9]
     assert train.__name__ == "train" and train.__doc__ == "Train."
 
-
-def test_a_reduction_of_ones_own():
-    sizes = iter([7, 3])
-    tried = []
-
     @memory.find_executable_batch_size(starting_batch_size=10, reduce_batch_size_fn=lambda: next(sizes))
-    def train(batch_size):
-        tried.append(batch_size)
-        if batch_size > 3:
+    def shrink(*args, **kwargs):
+        if args[0] > 3:
             out_of_memory()
+        return args, kwargs
 
-    train()
-    assert tried == [10, 7, 3]
+    assert shrink(1, a=2) == ((3, 1), {"a": 2})
 
 
-def test_passing_the_batch_size_is_refused_before_anything_runs():
+def test_passing_the_batch_size_is_refused_before_anything_runs_and_other_errors_pass():
     @memory.find_executable_batch_size
     def train(batch_size, rate):
-        raise AssertionError("must not run")
-
-    with pytest.raises(TypeError, match="`train`.*`train\\(0.1\\)`"):
-        train(8, 0.1)
+        raise ValueError("something else")
 
     @memory.find_executable_batch_size
     def nothing():
         raise AssertionError("must not run")
 
+    with pytest.raises(TypeError, match="`train`.*`train\\(0.1\\)`"):
+        train(8, 0.1)
     with pytest.raises(TypeError, match="`nothing`"):
         nothing()
-
-
-def test_functions_of_any_arguments_are_accepted():
-    @memory.find_executable_batch_size(starting_batch_size=4)
-    def train(*args, **kwargs):
-        return args, kwargs
-
-    assert train(1, a=2) == ((4, 1), {"a": 2})
-
-
-def test_other_errors_pass():
-    @memory.find_executable_batch_size
-    def train(batch_size):
-        raise ValueError("something else")
-
     with pytest.raises(ValueError, match="something else"):
-        train()
+        train(0.1)
 
 
 def test_what_a_failed_try_built_is_freed_before_the_next():
@@ -153,19 +131,15 @@ def test_exhausted_memory_is_recognised(error, expected):
     assert memory.should_reduce_batch_size(error) is expected
 
 
-def test_release_memory():
-    assert memory.release_memory(torch.ones(2), 3) == [None, None]
-    assert memory.release_memory() == []
-
-
-def test_the_cache_of_the_device_is_cleared(monkeypatch):
+def test_memory_is_released(monkeypatch):
     calls = []
     device = type("Device", (), {"empty_cache": lambda self: calls.append("cache")})()
     monkeypatch.setattr(memory.probe, "detect", lambda: device)
     monkeypatch.setattr(memory.gc, "collect", lambda: calls.append("gc"))
     memory.clear_device_cache()
     memory.clear_device_cache(garbage_collection=True)
-    assert calls == ["cache", "gc", "cache"]
+    assert memory.release_memory(torch.ones(2), 3) == [None, None] and memory.release_memory() == []
+    assert calls == ["cache", *["gc", "cache"] * 3]
 
 
 def test_the_old_home_warns():

@@ -1,4 +1,5 @@
 import random
+import re
 
 import numpy as np
 import pytest
@@ -24,26 +25,18 @@ def test_a_seed_repeats_all_generators():
     assert draw() != first
 
 
-def test_device_specific_seeds_differ_by_rank():
+def test_device_specific_seeds_differ_by_rank_unless_ranks_share_layers():
     PartialState(cpu=True)
-    set_seed(5, device_specific=True)
-    assert torch.initial_seed() == 5
-    storage.process.current["process_index"] = 2
-    set_seed(5, device_specific=True)
-    assert torch.initial_seed() == 7
-    set_seed(2**32 - 1, device_specific=True)
-    assert torch.initial_seed() == 1
 
+    def seeds(seed):
+        for rank in range(4):
+            storage.process.current["process_index"] = rank
+            set_seed(seed, device_specific=True)
+            yield torch.initial_seed()
 
-def test_ranks_that_share_layers_draw_the_same():
-    PartialState(cpu=True)
+    assert list(seeds(5)) == [5, 6, 7, 8] and list(seeds(2**32 - 1)) == [2**32 - 1, 0, 1, 2]
     storage.accelerator.current["parallelism_config"] = ParallelismConfig(tp_size=2, dp_shard_size=2)
-    seeds = []
-    for rank in range(4):
-        storage.process.current["process_index"] = rank
-        set_seed(5, device_specific=True)
-        seeds.append(torch.initial_seed())
-    assert seeds == [5, 5, 6, 6]
+    assert list(seeds(5)) == [5, 5, 6, 6]
 
 
 def test_deterministic_mode():
@@ -54,15 +47,12 @@ def test_deterministic_mode():
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("seed", ["5", 5.5, None, [1]])
-def test_wrong_type(seed):
-    with pytest.raises(TypeError, match=f"seed=.*{type(seed).__name__}"):
-        set_seed(seed)
-
-
-@pytest.mark.parametrize("seed", [-1, 2**32])
-def test_out_of_range(seed):
-    with pytest.raises(ValueError, match=f"seed={seed}"):
+@pytest.mark.parametrize(
+    ("seed", "error"),
+    [*((seed, TypeError) for seed in ("5", 5.5, None, [1])), *((seed, ValueError) for seed in (-1, 2**32))],
+)
+def test_what_is_no_seed(seed, error):
+    with pytest.raises(error, match=re.escape(f"seed={seed!r}")):
         set_seed(seed)
 
 

@@ -22,15 +22,11 @@ def test_pip_installs_the_matching_release(monkeypatch, ran, upgrade):
     assert ran == [(expected + ["--upgrade"] * upgrade, True)]
 
 
-def test_other_places_are_left_alone(monkeypatch, ran):
-    monkeypatch.delenv("COLAB_RELEASE_TAG")
-    with pytest.raises(RuntimeError, match=r"Colab.*pip install"):
-        torch_xla.install_xla()
-    assert ran == []
-
-
-def test_development_builds_have_no_release(monkeypatch, ran):
+def test_other_places_and_development_builds_are_left_alone(monkeypatch, ran):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.7.0.dev20250101")
     with pytest.raises(RuntimeError, match="development build"):
+        torch_xla.install_xla()
+    monkeypatch.delenv("COLAB_RELEASE_TAG")
+    with pytest.raises(RuntimeError, match=r"Colab.*pip install"):
         torch_xla.install_xla()
     assert ran == []

@@ -100,15 +100,10 @@ def test_there_and_back(engine):
     assert not te.has_transformer_engine_layers(model)
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert torch.equal(model(x), before)
-
-
-def test_parts_can_be_left_out(engine):
-    model = net()
-    te.convert_model(model, _convert_linear=False)
-    assert type(model[0]) is nn.Linear and type(model[1]) is FakeNorm
-    model = net()
-    te.convert_model(model, _convert_ln=False)
-    assert type(model[0]) is FakeLinear and type(model[1]) is nn.LayerNorm
+    linear, norm = net(), net()
+    te.convert_model(norm, _convert_linear=False)
+    te.convert_model(linear, _convert_ln=False)
+    assert [type(module) for module in (*norm[:2], *linear[:2])] == [nn.Linear, FakeNorm, FakeLinear, nn.LayerNorm]
 
 
 @pytest.mark.parametrize(
@@ -128,25 +123,18 @@ def handler(**options):
     return types.SimpleNamespace(to_kwargs=lambda: options, to_dict=lambda: options, **options)
 
 
-def test_recipe(engine):
+def test_recipe(engine, monkeypatch):
     model = nn.Linear(2, 2)
     settings = handler(fp8_format="E4M3", margin=2, use_autocast_during_eval=True, backend="TE")
     assert te.apply_fp8_autowrap(model, settings) is model
     model.eval()(torch.ones(1, 2))
-    assert engine == [(True, DelayedScaling(margin=2, fp8_format="e4m3"))]
-
-
-def test_recipe_options_of_another_version_are_said(engine):
-    with pytest.warns(UserWarning, match="interval"):
+    with pytest.warns(UserWarning, match="interval"):  # an option of another version
         te.apply_fp8_autowrap(nn.Linear(2, 2), handler(interval=3))
-
-
-def test_block_scaling(engine, monkeypatch):
-    model = nn.Linear(2, 2)
+    blocks, model = handler(use_mxfp8_block_scaling=True, margin=1), nn.Linear(2, 2)
     monkeypatch.setattr(te, "is_transformer_engine_mxfp8_available", lambda: False)
     with pytest.raises(ValueError, match="use_mxfp8_block_scaling"):
-        te.apply_fp8_autowrap(model, handler(use_mxfp8_block_scaling=True))
+        te.apply_fp8_autowrap(model, blocks)
     monkeypatch.setattr(te, "is_transformer_engine_mxfp8_available", lambda: True)
-    te.apply_fp8_autowrap(model, handler(use_mxfp8_block_scaling=True, margin=1))
+    te.apply_fp8_autowrap(model, blocks)
     model(torch.ones(1, 2))
-    assert engine == [(True, MXFP8BlockScaling(margin=1))]
+    assert engine == [(True, DelayedScaling(margin=2, fp8_format="e4m3")), (True, MXFP8BlockScaling(margin=1))]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 SOURCE = "transformers-5.23.0"
 
 

@@ -1,0 +1,501 @@
+"""The pull requests for upstream, on small sources in the shape that the exporter looks for, written for these tests."""
+
+import ast
+import difflib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+
+ROOT = Path(__file__).parents[3]
+AUTHOR, DATE = "Zo\u00eb Lovelace <zoe@example.org>", "2026-01-31T12:00:00+00:00"
+FILES = {"accelerate": "src/accelerate/accelerator.py", "transformers": "src/transformers/training_args.py"}
+ADDED = {
+    "accelerate": ["src/accelerate/utils/prepared.py", "tests/test_double_prepare.py"],
+    "transformers": ["src/transformers/utils/accelerator_state.py", "tests/trainer/test_accelerator_state.py"],
+}
+
+ARGUMENTS = '''\
+"""Arguments."""
+
+from dataclasses import dataclass, field
+from typing import Optional, Union
+
+if is_torch_available():
+    import torch
+
+if is_accelerate_available():
+    from accelerate.state import AcceleratorState, PartialState
+
+    from .somewhere import AcceleratorConfig
+
+if is_accelerate_available("9.9"):
+    from accelerate.state import Later
+
+
+@dataclass
+class TrainingArguments:
+    """
+    What to train with.
+
+    Parameters:
+        first (`str`):
+            The first.
+        accelerator_config (`str`, *optional*):
+            About this one.
+
+            - more
+
+        last (`int`):
+            The last.
+    """
+
+    names = ["accelerator_config"]
+
+    first: str = field(default="a")
+    accelerator_config: dict | None = field(
+        default=None,
+        metadata={"help": "about this one"},
+    )
+    last: int = field(default=1)
+
+    def __post_init__(self):
+        self.device = self._setup_devices
+
+    @cached_property
+    def _setup_devices(self):
+        # how it begins
+        table = {"enabled": True, "use_configured_state": False}
+        if isinstance(self.accelerator_config, AcceleratorConfig):
+            table["use_configured_state"] = self.accelerator_config.pop("use_configured_state", False)
+        # a remark on the test
+        if table["use_configured_state"]:
+            self.state = PartialState()
+        else:
+            AcceleratorState._reset_state(reset_partial_state=True)
+        if not table.pop("use_configured_state", False):
+            self.state = PartialState(**table)
+        return self.state.device
+'''
+ACCELERATOR = '''\
+"""An accelerator that works, as far as it goes."""
+
+from types import SimpleNamespace
+
+import torch
+
+from .utils.other import (
+    nothing,  # a remark that stays
+)
+
+
+class Wrapper(torch.nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self._orig_mod = module
+
+
+class WrappedOptimizer(torch.optim.Optimizer):
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+        self.param_groups = optimizer.param_groups
+
+
+class WrappedScheduler:
+    def __init__(self, scheduler):
+        self.scheduler = scheduler
+
+
+class Helper:
+    def prepare_model(self, model): return model
+
+    def _prepare_one(self):
+        return None
+
+
+class Accelerator:
+    def __init__(self, precision="no"):
+        """Has a docstring."""
+        self.ddp_handler, self.native_amp, self.use_distributed = None, False, False
+        self.distributed_type, self.mixed_precision, self.device = "NO", precision, "cpu"
+        self.state = SimpleNamespace(dynamo_plugin=SimpleNamespace(backend="NO"))
+        self._models = []
+        self._optimizers = []  # a remark
+        self._dataloaders = []
+        self._schedulers = []
+        # What follows the lists
+        self.step = 0
+
+    def _prepare_one(self, obj, first_pass=False, device_placement=None):
+        # Whichever it is
+        late = torch.optim.lr_scheduler.LRScheduler
+        makers = {
+            late: lambda: self.prepare_scheduler(obj),
+            torch.nn.Module: lambda: self.prepare_model(obj, device_placement),
+            torch.optim.Optimizer: lambda: self.prepare_optimizer(obj),
+            torch.utils.data.DataLoader: lambda: self.prepare_data_loader(obj),
+        }
+        fitting = [kind for kind in makers if isinstance(obj, kind) and first_pass != (kind is late)]
+        return makers[fitting[0]]() if fitting else obj
+
+    def prepare(self, *args):
+        """Prepare it all."""
+        first = [self._prepare_one(obj, first_pass=True) for obj in args]
+        return [self._prepare_one(obj) for obj in first]
+
+    def prepare_model(self, model, device_placement=None, evaluation_mode=False):
+        self._models.append(model)
+        return model if evaluation_mode else Wrapper(model)
+
+    @staticmethod
+    def unrelated():
+        def prepare_model(model):
+            return model
+
+    def prepare_optimizer(self, optimizer):
+        self._optimizers.append(WrappedOptimizer(optimizer))
+        return self._optimizers[-1]
+
+    def prepare_data_loader(self, data_loader):
+        self._dataloaders.append(torch.utils.data.DataLoader(data_loader.dataset))
+        return self._dataloaders[-1]
+
+    def prepare_scheduler(self, scheduler):
+        self._schedulers.append(WrappedScheduler(scheduler))
+        return self._schedulers[-1]
+
+    def free_memory(self):
+        self._models = []
+        self._optimizers = []
+        self._dataloaders = []
+        self._schedulers = []
+        return []
+'''
+INSERTED = """\
+from .utils.prepared import PreparedObjects, find_prepared, remember
+        self._prepared_objects = PreparedObjects()
+        # What is prepared already must not be wrapped again
+        prepared = find_prepared(self, obj, first_pass, device_placement)
+        if prepared is not None:
+            return prepared
+
+        self._prepared_objects.begin_call()
+    @remember
+    @remember
+    @remember
+    @remember
+        self._prepared_objects.clear()
+"""
+PROGRAM = """\
+import pickle, warnings
+import torch
+from accelerate import Accelerator
+
+def quiet(function, *args, **options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return function(*args, **options)
+
+def warned(function, *args):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = function(*args)
+    assert [(w.category, w.filename) for w in caught] == [(UserWarning, __file__)], caught
+    return result
+
+accelerator = Accelerator()
+model, loader = torch.nn.Linear(2, 2), torch.utils.data.DataLoader([1, 2])
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+given = (model, loader, optimizer, scheduler)
+prepared = quiet(accelerator.prepare, *given)
+for bare, wrapper in zip(given, prepared):
+    assert wrapper is not bare
+    assert warned(accelerator.prepare, bare)[0] is warned(accelerator.prepare, wrapper)[0] is wrapper
+lists = (accelerator._models, accelerator._optimizers, accelerator._dataloaders, accelerator._schedulers)
+assert [len(known) for known in lists] == [1, 1, 1, 1] and accelerator._models[0] is model
+
+warned(accelerator.prepare, torch.nn.Sequential(model))      # contains a prepared model
+other = Accelerator()
+assert quiet(other.prepare, model)[0] is prepared[0]         # adopted
+assert warned(Accelerator("bf16").prepare, model)[0] is prepared[0]
+
+judged = torch.nn.Linear(2, 2)
+assert quiet(accelerator.prepare_model, model=judged, evaluation_mode=True) is judged
+before = len(accelerator._models)
+trained = quiet(accelerator.prepare, judged)[0]
+assert trained._orig_mod is judged and len(accelerator._models) == before
+
+accelerator.free_memory(), other.free_memory()
+fresh = quiet(accelerator.prepare, model)[0]
+assert fresh is not prepared[0]
+
+again, fresh_again = pickle.loads(pickle.dumps((accelerator, fresh)))
+assert again._prepared_objects.find(fresh_again).kind == "model" and warned(again.prepare, fresh_again)[0] is fresh_again
+print("ok")
+"""
+
+
+def git(folder: Path, *arguments: str) -> str:
+    """Run git on a repository of a test."""
+    identity = ["-c", "user.name=x", "-c", "user.email=x@example.org", "-c", "commit.gpgsign=false"]
+    done = subprocess.run(["git", *identity, *arguments], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def export(package: str, tree: Path, out: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run the exporter."""
+    command = [sys.executable, str(ROOT / "tools/upstream_patches"), "--package", package, "--source", str(tree)]
+    options = words or ("--author", AUTHOR, "--date", DATE)
+    environment = {**os.environ, **variables}
+    return subprocess.run([*command, "--out", str(out), *options], env=environment, capture_output=True, text=True)
+
+
+@pytest.fixture
+def make_tree(tmp_path: Path) -> Callable[..., Path]:
+    """Write a tree of one package whose file differs by replacements, and return its root."""
+
+    def write(package: str, *replacements: tuple[str, str]) -> Path:
+        text = {"accelerate": ACCELERATOR, "transformers": ARGUMENTS}[package]
+        for old, new in replacements:
+            assert old in text, old
+            text = text.replace(old, new)
+        root = tmp_path / "tree"
+        init = "from .accelerator import Accelerator\n" if package == "accelerate" else ""
+        files = {
+            f"src/{package}/__init__.py": f'__version__ = "9.9"\n{init}',
+            f"src/{package}/utils/__init__.py": "",
+            f"src/{package}/utils/other.py": "nothing = None\n",
+            FILES[package]: text,
+        }
+        for name, content in files.items():
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / name).write_text(content, "utf-8")
+        return root
+
+    return write
+
+
+@pytest.fixture
+def patched(make_tree: Callable[..., Path], tmp_path: Path) -> Callable[..., tuple[Path, list[str], str]]:
+    """Export against a tree and apply the patch; return the tree, the lines that were inserted, and the changed file."""
+
+    def apply(package: str, *replacements: tuple[str, str]) -> tuple[Path, list[str], str]:
+        root, out = make_tree(package, *replacements), tmp_path / "out"
+        before = (root / FILES[package]).read_text("utf-8")
+        done = export(package, root, out)
+        assert done.returncode == 0, done.stderr
+        git(root, "init", "--quiet")
+        git(root, "add", "--all")
+        git(root, "commit", "--quiet", "--message", "base")
+        git(root, "am", "--quiet", *map(str, out.glob("*.patch")))
+        after = (root / FILES[package]).read_text("utf-8")
+        lines = list(difflib.ndiff(before.splitlines(), after.splitlines()))
+        assert not [line for line in lines if line.startswith("-")]
+        return root, [line[2:] for line in lines if line.startswith("+")], after
+
+    return apply
+
+
+def methods(text: str, name: str) -> dict[str, ast.FunctionDef]:
+    """Return the methods of a class by name."""
+    (cls,) = [node for node in ast.parse(text).body if getattr(node, "name", "") == name]
+    return {node.name: node for node in cls.body if isinstance(node, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize("package", FILES)
+def test_the_pull_request(patched, tmp_path, package):
+    root, _, _ = patched(package)
+    shown = git(root, "log", "-1", "--format=%an <%ae>|%aI").strip()
+    assert shown == f"{AUTHOR}|{DATE}"
+    changed = git(root, "show", "--format=", "--name-status", "HEAD").split()
+    assert changed == ["M", FILES[package], *(word for path in ADDED[package] for word in ("A", path))]
+    assert git(root, "status", "--porcelain", "--untracked-files=no") == ""
+    test = ADDED[package][1]
+    assert (tmp_path / "out" / test).read_text("utf-8") == (root / test).read_text("utf-8")
+    for path in ADDED[package]:
+        text = (root / path).read_text("utf-8")
+        ast.parse(text)
+        assert text.startswith("# Licensed under the Apache License, Version 2.0") and "Copyright" not in text
+    body = (tmp_path / "out/PULL_REQUEST.md").read_text("utf-8")
+    assert "9.9" in body and "{version}" not in body
+    for heading in ("Problem", "Evidence", "Semantics", "Alternatives considered", "Compatibility"):
+        assert f"## {heading}" in body
+    # The change is there now, and a part of it counts, too.
+    for path in ("", FILES[package]):
+        if path:
+            git(root, "checkout", "--quiet", "HEAD~1", "--", path)
+        refused = export(package, root, tmp_path / "again")
+        assert refused.returncode == 2 and "already" in refused.stderr and not (tmp_path / "again").exists()
+
+
+@pytest.mark.parametrize(
+    "replacements",
+    [
+        (),
+        # The order and the neighbours do not matter, nor what is inherited or annotated.
+        (("class Accelerator:", "class Accelerator(object):"), ("def prepare(self, *args)", "def prepare(self, *args: int)")),
+        (("        self._models = []\n        self._optimizers = []  # a remark\n",
+          "        self._optimizers = []\n        self.x = 1\n        self._models = []\n"),),
+    ],
+)  # fmt: skip
+def test_accelerate_only_our_lines_are_inserted(patched, replacements):
+    _, lines, text = patched("accelerate", *replacements)
+    assert "\n".join(lines) + "\n" == INSERTED
+    found = methods(text, "Accelerator")
+    for name in ("prepare_model", "prepare_optimizer", "prepare_scheduler", "prepare_data_loader"):
+        assert [ast.unparse(decorator) for decorator in found[name].decorator_list] == ["remember"]
+    assert "find_prepared" in ast.unparse(found["_prepare_one"].body[0])
+    assert "return prepared\n\n        # Whichever it is\n" in text
+    assert ast.unparse(found["prepare"].body[1]) == "self._prepared_objects.begin_call()"
+    for name, following in (("__init__", "self.step = 0"), ("free_memory", "return []")):
+        body = [ast.unparse(line) for line in found[name].body]
+        position = next(i for i, line in enumerate(body) if "_prepared_objects" in line)
+        assert body[position - 1] == "self._schedulers = []" and body[position + 1] == following
+
+
+def test_accelerate_detects_when_patched(patched, tmp_path):
+    root, _, _ = patched("accelerate")
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM, "utf-8")
+    variables = {**os.environ, "PYTHONPATH": str(root / "src")}
+    done = subprocess.run([sys.executable, str(script)], env=variables, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout == "ok\n", done.stderr
+
+
+@pytest.mark.parametrize("package, path", [(name, paths[0]) for name, paths in ADDED.items()])
+def test_the_new_module_stands_alone(patched, package, path):
+    text = (patched(package)[0] / path).read_text("utf-8")
+    imported = set()
+    for node in ast.walk(ast.parse(text, feature_version=(3, 9))):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            imported.add(node.module.partition(".")[0])
+    allowed = {"accelerate": {"torch"}, "transformers": {"torch", "accelerate"}}
+    assert imported - set(sys.stdlib_module_names) == allowed[package]
+    assert "transformers_patch" not in text
+
+
+def test_transformers_ships_the_agreement_of_the_shim(patched):
+    shipped = ast.parse((patched("transformers")[0] / ADDED["transformers"][0]).read_text("utf-8"))
+    own = ast.parse((ROOT / "src/transformers_patch/agreement.py").read_text("utf-8"))
+    assert [ast.dump(node) for node in shipped.body[2:]] == [ast.dump(node) for node in own.body[1:]]
+    assert ast.unparse(shipped.body[1]) == "from __future__ import annotations"
+
+
+def test_transformers_keeps_the_state_before_it_is_decided(patched):
+    _, _, text = patched("transformers")
+    kept, test = methods(text, "TrainingArguments")["_setup_devices"].body[2:4]
+    assert ast.unparse(kept.test) == "self.preserve_accelerator_state and accelerator_state.state_exists()"
+    assert [ast.unparse(line) for line in kept.body] == [
+        "accelerator_state.check(self)",
+        "table['use_configured_state'] = True",
+    ]
+    assert ast.unparse(test.test) == "table['use_configured_state']" and test.orelse
+    # The remark stays with the statement that it is about.
+    lines = [line.strip() for line in text.splitlines()]
+    assert lines[lines.index("# a remark on the test") + 1].startswith('if table["use_configured_state"]')
+    guard = next(n for n in ast.parse(text).body if ast.unparse(n).startswith("if is_accelerate_available():"))
+    assert ast.unparse(guard.body[-1]) == "from .utils import accelerator_state"
+
+
+def test_transformers_gets_a_last_field_and_its_description(patched):
+    _, _, text = patched("transformers")
+    (cls,) = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
+    fields = [node for node in cls.body if isinstance(node, ast.AnnAssign)]
+    assert [node.target.id for node in fields][-2:] == ["last", "preserve_accelerator_state"]
+    options = {keyword.arg: keyword.value for keyword in fields[-1].value.keywords}
+    assert options["default"].value is True and "Whether to keep" in ast.unparse(options["metadata"])
+    lines = ast.get_docstring(cls).splitlines()
+    start = lines.index("    preserve_accelerator_state (`bool`, *optional*, defaults to `True`):")
+    assert lines[start - 1] == "        The first." and lines[start + 4].startswith("    accelerator_config (`str`")
+
+
+def test_transformers_a_nested_decision_is_found(patched):
+    decision = (
+        '        if table["use_configured_state"]:\n            self.state = PartialState()\n        else:\n'
+        "            AcceleratorState._reset_state(reset_partial_state=True)\n"
+    )
+    nested = "        if True:\n" + "".join(f"    {line}\n" for line in decision.splitlines())
+    _, lines, _ = patched("transformers", (decision, nested))
+    assert "            if self.preserve_accelerator_state and accelerator_state.state_exists():" in lines
+
+
+REFUSED = [
+    ("accelerate", ("from .utils.other import", "from .utils.others import"), "`.utils.other` in .*found none"),
+    ("accelerate", ("class Accelerator:", "class Accelerators:"), "the class `Accelerator` in .*found none"),
+    ("accelerate", ("def prepare_scheduler", "def schedule"), "`Accelerator.prepare_scheduler` in .*found none"),
+    ("accelerate", ("def prepare_data_loader", "def prepare_model"), "`Accelerator.prepare_model` in .*found 2"),
+    ("accelerate", ("obj, first_pass=False", "obj, first=False"), r"found `_prepare_one\(self, obj, first, device"),
+    ("accelerate", ("self._models = []", "self._models = list()"), r"`self._models = \[\]` in `Accelerator.__init__`"),
+    ("accelerate", ("        self._schedulers = []\n        return", "        return"), "in `Accelerator.free_memory`"),
+    ("accelerate", ("class Helper:", "class Helper(:"), "accelerator.py of .* is not Python that can be read"),
+    ("transformers", ("class TrainingArguments:", "class Arguments:"), "class `TrainingArguments` in .*found none"),
+    ("transformers", ("field(", "fields("), "fields of the dataclass .*found none"),
+    ("transformers", ("accelerator_config (`str`", "its configuration (`str`"), "the section .*docstring.*found none"),
+    ("transformers", ("def _setup_devices", "def devices"), "_setup_devices.*found none"),
+    ("transformers", ("if is_accelerate_available():", "if True:"), "is_accelerate_available.*found none"),
+    ("transformers", ("import AcceleratorState, PartialState", "import AcceleratorState"), "PartialState.*found none"),
+    ("transformers", ("AcceleratorState._reset_state(reset_partial_state=True)", "pass"), "whose `else` .*found none"),
+    ("transformers", ('if table["use_configured_state"]:', "if use_configured_state:"), "whose `else` .*found none"),
+    ("transformers", ("self.accelerator_config.pop(", "dict(a=1).get("), "self.accelerator_config.pop.*found none"),
+    ("transformers", ("if not table.pop(", "if not dict.get(table, "), "table.pop.*found none"),
+    ("transformers", ("        return self.state", '        if table["use_configured_state"]:\n            pass\n'
+     "        else:\n            AcceleratorState._reset_state()\n        return self.state"), "whose `else` .*found 2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("package, replacement, said", REFUSED, ids=[said for _, _, said in REFUSED])
+def test_another_shape_is_refused_and_nothing_written(make_tree, tmp_path, package, replacement, said):
+    done = export(package, make_tree(package, replacement), tmp_path / "out")
+    assert done.returncode == 2 and not (tmp_path / "out").exists()
+    assert [line for line in done.stderr.splitlines() if re.search(said, line)], done.stderr
+
+
+def test_another_tree_is_refused(make_tree, tmp_path):
+    root = make_tree("accelerate")
+    for folder in (root, tmp_path / "nowhere"):
+        done = export("transformers", folder, tmp_path / "out")
+        assert done.returncode == 2 and "`__version__` of transformers" in done.stderr
+    (root / FILES["accelerate"]).unlink()
+    done = export("accelerate", root, tmp_path / "out")
+    assert done.returncode == 2 and "looked for the file src/accelerate/accelerator.py" in done.stderr
+
+
+@pytest.mark.parametrize("date", [DATE, "2026-01-31T12:00:00", "Sat, 31 Jan 2026 12:00:00 +0000"])
+def test_equal_calls_write_equal_patches(make_tree, tmp_path, date):
+    root, texts = make_tree("transformers"), set()
+    for name in ("one", "two"):
+        assert export("transformers", root, tmp_path / name, "--author", AUTHOR, "--date", date).returncode == 0
+        (path,) = (tmp_path / name).glob("*.patch")
+        texts.add(path.read_text("utf-8"))
+    (text,) = texts
+    assert "\nDate: Sat, 31 Jan 2026 12:00:00 +0000\n" in text
+
+
+@pytest.mark.parametrize("words", [("--author", "nobody", "--date", DATE), ("--author", AUTHOR, "--date", "xyz")])
+def test_options_that_cannot_be_read(make_tree, tmp_path, words):
+    done = export("transformers", make_tree("transformers"), tmp_path / "out", *words)
+    assert done.returncode == 2 and ("author" in done.stderr or "date" in done.stderr)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_author_is_the_user_of_git(make_tree, tmp_path):
+    root = make_tree("transformers")
+    person = {"GIT_AUTHOR_NAME": "Grace Hopper", "GIT_AUTHOR_EMAIL": "grace@example.org"}
+    assert export("transformers", root, tmp_path / "out", "--date", DATE, **person).returncode == 0
+    (path,) = (tmp_path / "out").glob("*.patch")
+    assert "From: Grace Hopper <grace@example.org>\n" in path.read_text("utf-8")
+    nobody = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "GIT_AUTHOR_NAME": "", "EMAIL": ""}
+    done = export("transformers", root, tmp_path / "none", "--date", DATE, **nobody)
+    assert done.returncode == 2 and '--author "Name <address>"' in done.stderr
