@@ -35,8 +35,7 @@ from accelerate.logging import get_logger
 from accelerate.modules.tensors import model_has_dtensor
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.precision import fp8
-from accelerate.precision.base import precision
-from accelerate.precision.downcast import settle_downcast
+from accelerate.precision.base import precision, settle_downcast
 from accelerate.runtime import traits
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.trackers.base import GeneralTracker
@@ -714,9 +713,9 @@ class Accelerator:
 
     def _prepare_cp(self, *args: Any) -> tuple[Any, ...]:
         """Let the attention of the models among the objects work on parts of sequences."""
-        from accelerate.parallel import context
+        from accelerate.parallel import sequence
 
-        return context.prepare(self, args)
+        return sequence.prepare(self, "cp", args)
 
     def _prepare_fsdp2(self, *args: Any) -> tuple[Any, ...]:
         """Prepare objects for FSDP2."""

@@ -3,11 +3,10 @@
 import torch.distributed as dist
 
 from accelerate.comm import base
-from accelerate.comm.single import Single
 from accelerate.config.enums import DistributedType
 from accelerate.runtime import storage
 
-_SINGLE = Single()
+_SINGLE = base.Communicator()
 _live: dict[str, base.Communicator] = {}
 
 
@@ -38,10 +37,6 @@ def forget() -> None:
     _live.clear()
 
 
-def _single() -> base.Communicator:
-    return _SINGLE
-
-
 def _xla() -> base.Communicator:
     if "xla" not in _live:
         from accelerate.comm.xla import XlaCommunicator
@@ -67,4 +62,4 @@ def _torch() -> base.Communicator:
     return live
 
 
-_MAKERS = {DistributedType.NO: _single, DistributedType.XLA: _xla}
+_MAKERS = {DistributedType.NO: lambda: _SINGLE, DistributedType.XLA: _xla}

@@ -36,12 +36,10 @@ class Active:
     Args:
         length: tokens of the whole sequence; None when no buffers were given.
         positions: [1, length / size], the places of this rank's tokens in the whole sequence; None likewise.
-        sharded: the identities of the buffers.
     """
 
     length: int | None
     positions: Tensor | None
-    sharded: frozenset[int]
 
 
 class Attention(TorchFunctionMode):
@@ -135,7 +133,7 @@ class Region:
             )
         self._check(buffers, dims, lasting)
         if not buffers:
-            with self._attending(None, None, frozenset()):
+            with self._attending(None, None):
                 yield
             return
         length = buffers[0].shape[dims[0]]
@@ -143,13 +141,13 @@ class Region:
         places = torch.arange(length, device=buffers[0].device).unsqueeze(0)
         restored = [buffer for buffer in buffers if not _among(buffer, lasting)]
         with _put_back(restored), self._cut([*buffers, places], [*dims, 1], length):
-            with self._attending(length, places, frozenset(id(buffer) for buffer in buffers)):
+            with self._attending(length, places):
                 yield
 
     @contextmanager
-    def _attending(self, length: int | None, places: Tensor | None, sharded: frozenset[int]) -> Iterator[None]:
+    def _attending(self, length: int | None, places: Tensor | None) -> Iterator[None]:
         _leave_handler_uncompiled()
-        self.active = Active(length, places, sharded)
+        self.active = Active(length, places)
         try:
             with self._mode, self._renamed():
                 yield
@@ -198,7 +196,7 @@ class Region:
     def _check(self, buffers: list[Any], dims: list[Any], lasting: list[Any]) -> None:
         """Refuse on all ranks of the group what one of them cannot cut, or what differs between them.
 
-        On CPU all ranks compare notes each time. Elsewhere reading a message would make the host wait for the device, so they do
+        On CPU all ranks exchange descriptions each time. Elsewhere reading a message would make the host wait for the device, so they do
         it at the first entry alone.
         """
         problem = self._problem(buffers, dims, lasting)
@@ -208,17 +206,17 @@ class Region:
                 raise ValueError(problem)
             return
         mine = (problem, None if problem else [_content(buffer) for buffer in buffers])
-        told: list[Any] = [None] * self.size
-        distributed.all_gather_object(told, mine, group=self.group)
+        seen: list[Any] = [None] * self.size
+        distributed.all_gather_object(seen, mine, group=self.group)
         self._compared = True
-        for rank, (other, _) in enumerate(told):
+        for rank, (other, _) in enumerate(seen):
             if other:
                 raise ValueError(other if problem else f"{other} (Seen on rank {rank} of {self.axis}.)")
-        for rank, (_, content) in enumerate(told):
-            if content != told[0][1]:
+        for rank, (_, content) in enumerate(seen):
+            if content != seen[0][1]:
                 raise ValueError(
                     f"The buffers of rank {rank} of {self.axis} are not those of rank 0, but ranks that share a sequence must "
-                    f"have the same batch (shape, type, checksum of integers: {content} and {told[0][1]}). Let the Accelerator "
+                    f"have the same batch (shape, type, checksum of integers: {content} and {seen[0][1]}). Let the Accelerator "
                     "prepare the loader, or give these ranks the same data and random numbers."
                 )
 

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from accelerate.comm.shapes import TensorInformation
+from accelerate.comm.nested import TensorInformation
 from accelerate.config.bnb import BnbQuantizationConfig
 from accelerate.config.deepspeed import DeepSpeedPlugin
 from accelerate.config.enums import (

@@ -18,25 +18,23 @@ from accelerate.comm import check
 from accelerate.comm.base import Communicator
 from accelerate.comm.check import DistributedOperationException
 from accelerate.comm.nested import (
-    flatten,
-    honor_type,
-    is_namedtuple,
-    is_torch_tensor,
-    rebuild,
-    recursively_apply,
-)
-from accelerate.comm.shapes import (
     concatenate,
     find_batch_size,
     find_device,
+    flatten,
     get_data_structure,
     get_shape,
+    honor_type,
     ignorant_find_batch_size,
     initialize_tensors,
+    is_namedtuple,
     is_tensor_information,
+    is_torch_tensor,
     listify,
     pad_input_tensors,
     padded,
+    rebuild,
+    recursively_apply,
     send_to_device,
     slice_tensors,
 )

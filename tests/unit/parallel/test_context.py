@@ -12,10 +12,10 @@ from torch.nn import functional as F
 from torch.nn.functional import scaled_dot_product_attention as imported_by_name
 
 from accelerate.config.parallel import TorchContextParallelConfig
-from accelerate.parallel import context, models
+from accelerate.parallel import models, sequence
 from accelerate.parallel import region as region_module
-from accelerate.parallel.loss import aggregate_loss, shift_labels
 from accelerate.parallel.region import Active, Region
+from accelerate.parallel.sequence import aggregate_loss, shift_labels
 
 PLAIN = F.scaled_dot_product_attention
 
@@ -68,7 +68,7 @@ def torch_calls(monkeypatch):
             F.scaled_dot_product_attention = PLAIN
             calls.append("leave")
 
-    monkeypatch.setattr(context, "_torch_parts", lambda: (context_parallel, lambda how: calls.append(how)))
+    monkeypatch.setattr(sequence, "_torch_parts", lambda: (context_parallel, lambda how: calls.append(how)))
     return calls
 
 
@@ -83,9 +83,9 @@ def stub(device, strategy="allgather"):
 @pytest.mark.parametrize("strategy", ["allgather", "alltoall"])
 def test_an_accelerator_gets_torchs_own(torch_calls, strategy):
     accelerator = stub("cuda", strategy)
-    assert context.prepare(accelerator, ("other", 3)) == ("other", 3)
+    assert sequence.prepare(accelerator, "cp", ("other", 3)) == ("other", 3)
     region = accelerator._cp_context
-    assert isinstance(region, context.TorchRegion)
+    assert isinstance(region, sequence.TorchRegion)
     base = torch.arange(24.0).reshape(8, 3)
     ids, view, gone = torch.arange(16).reshape(2, 8), base[:, 1], torch.arange(8)
     with region([ids, view, gone], [-1, 0, 0], {gone}):
@@ -110,7 +110,7 @@ def test_an_accelerator_gets_torchs_own(torch_calls, strategy):
 
 def test_torchs_own_needs_a_buffer_and_balances(torch_calls):
     accelerator = stub("cuda")
-    context.prepare(accelerator, ())
+    sequence.prepare(accelerator, "cp", ())
     with pytest.raises(ValueError, match="no buffers"), accelerator._cp_context():
         pass
     message = r"10 tokens.*2 x cp_size=2 = 4 \(.*10 = 2 x 4 \+ 2. Pad it by 2 to 12, or cut it to 8"
@@ -120,7 +120,7 @@ def test_torchs_own_needs_a_buffer_and_balances(torch_calls):
 
 
 def test_this_torch_has_what_we_call():
-    enter, rotate = context._torch_parts()
+    enter, rotate = sequence._torch_parts()
     assert callable(enter) and callable(rotate)
     rotate("alltoall")
     rotate("allgather")
@@ -132,20 +132,20 @@ def test_a_torch_without_it_is_named(monkeypatch):
             return SimpleNamespace()
         raise ImportError(name)
 
-    monkeypatch.setattr(context, "import_module", gone)
+    monkeypatch.setattr(sequence, "import_module", gone)
     with pytest.raises(ImportError, match="Install torch 2.7 to 2.13"):
-        context._torch_parts()
+        sequence._torch_parts()
 
 
 def test_cpu_gets_the_reference_path_by_strategy():
     chosen = []
     for strategy in ("allgather", "alltoall"):
         accelerator = stub("cpu", strategy)
-        context.prepare(accelerator, ())
+        sequence.prepare(accelerator, "cp", ())
         assert type(accelerator._cp_context) is Region
         chosen.append(accelerator._cp_context.attend)
         kept = accelerator._cp_context
-        context.prepare(accelerator, ())
+        sequence.prepare(accelerator, "cp", ())
         assert accelerator._cp_context is kept
     assert chosen[0] is not chosen[1]
 
@@ -154,7 +154,7 @@ def test_a_mesh_without_the_dimension_is_refused():
     accelerator = stub("cpu")
     accelerator.torch_device_mesh = None
     with pytest.raises(ValueError, match="no dimension 'cp'"):
-        context.prepare(accelerator, ())
+        sequence.prepare(accelerator, "cp", ())
 
 
 # -- the region ------------------------------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ def test_elsewhere_than_on_cpu_notes_are_compared_once(monkeypatch):
 
 def test_regions_are_copied_and_pickled_without_groups():
     accelerator = stub("cpu")
-    context.prepare(accelerator, ())
+    sequence.prepare(accelerator, "cp", ())
     copied = pickle.loads(pickle.dumps(accelerator._cp_context))
     assert copied.group is None and copied.size == 2
     with pytest.raises(RuntimeError, match="Call `prepare` again"), copied():
@@ -298,7 +298,7 @@ def test_hooks_act_inside_alone_and_once():
         len(outer._forward_pre_hooks) == len(model._forward_pre_hooks) == len(model.self_attn._forward_pre_hooks) == 1
     )
     assert model.self_attn(1, "mask") == ("mask", {})
-    region.active = Active(8, torch.tensor([[4, 5, 6, 7]]), frozenset())
+    region.active = Active(8, torch.tensor([[4, 5, 6, 7]]))
     assert model.self_attn(1, "mask") == (None, {"is_causal": True})
     assert model.self_attn(1, attention_mask="mask") == (None, {"is_causal": True})
     got = model(torch.ones(1, 4))
@@ -336,7 +336,7 @@ def test_positions_that_do_not_start_at_zero_must_be_given():
     model = TinyForCausalLM()
     model.position_embeddings = nn.Embedding(8, 2, padding_idx=1)
     models.attach(model, region)
-    region.active = Active(8, torch.tensor([[4, 5, 6, 7]]), frozenset())
+    region.active = Active(8, torch.tensor([[4, 5, 6, 7]]))
     with pytest.raises(ValueError, match="without position_ids"):
         model(torch.ones(1, 4))
     given = torch.tensor([[6, 7, 8, 9]])
@@ -357,7 +357,7 @@ def test_positions_that_do_not_start_at_zero_must_be_given():
 def test_a_window_smaller_than_the_sequence(config, refused):
     region, model = make_region(), TinyForCausalLM(**config)
     models.attach(model, region)
-    region.active = Active(8, torch.tensor([[4, 5, 6, 7]]), frozenset())
+    region.active = Active(8, torch.tensor([[4, 5, 6, 7]]))
     with pytest.raises(ValueError, match="window of 4 tokens") if refused else contextlib.nullcontext():
         model(torch.ones(1, 4))
 
@@ -392,7 +392,7 @@ def test_padding_under_attention_that_looks_ahead(monkeypatch, causal):
     model.self_attn = Attention()
     model.self_attn.is_causal = causal
     models.attach(model, region)
-    region.active = Active(8, torch.tensor([[4, 5, 6, 7]]), frozenset())
+    region.active = Active(8, torch.tensor([[4, 5, 6, 7]]))
     whole = torch.ones(1, 8)
     assert model(torch.ones(1, 4), attention_mask=whole)["attention_mask"] is None
     whole[0, 6:] = 0

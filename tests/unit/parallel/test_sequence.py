@@ -64,30 +64,30 @@ def test_heads_that_do_not(heads, key_heads, size, said):
 def test_prepare_asks_the_configuration():
     accelerator = stub()
     fits = PreTrainedModel(num_attention_heads=8, num_key_value_heads=2)
-    assert sequence.prepare(accelerator, (fits, "loader")) == (fits, "loader")
+    assert sequence.prepare(accelerator, "sp", (fits, "loader")) == (fits, "loader")
     assert isinstance(accelerator._cp_context, sequence.SequenceRegion)
     assert len(fits._forward_pre_hooks) == 2
     with pytest.raises(ValueError, match="PreTrainedModel has 6 heads"):
-        sequence.prepare(stub(), (nn.Sequential(PreTrainedModel(num_attention_heads=6)),))
+        sequence.prepare(stub(), "sp", (nn.Sequential(PreTrainedModel(num_attention_heads=6)),))
     nested = PreTrainedModel(num_attention_heads=8)
     nested.config.get_text_config = lambda: SimpleNamespace(num_attention_heads=6)
     with pytest.raises(ValueError, match="6 heads"):
-        sequence.prepare(stub(), (nested,))
+        sequence.prepare(stub(), "sp", (nested,))
     bare = stub()
     bare.torch_device_mesh = None
     with pytest.raises(ValueError, match="no dimension 'sp'"):
-        sequence.prepare(bare, ())
+        sequence.prepare(bare, "sp", ())
 
 
 def test_settings_without_use_here():
     with pytest.raises(ValueError, match="flash_attention_2"):
-        sequence.prepare(stub(DeepSpeedSequenceParallelConfig(sp_attn_implementation="flash_attention_2")), ())
+        sequence.prepare(stub(DeepSpeedSequenceParallelConfig(sp_attn_implementation="flash_attention_2")), "sp", ())
     with pytest.warns(UserWarning, match="sp_seq_length=64 has no effect"):
-        sequence.prepare(stub(DeepSpeedSequenceParallelConfig(sp_seq_length=64)), ())
+        sequence.prepare(stub(DeepSpeedSequenceParallelConfig(sp_seq_length=64)), "sp", ())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         accelerator = stub(DeepSpeedSequenceParallelConfig(sp_seq_length=64, sp_seq_length_is_variable=False))
-        sequence.prepare(accelerator, ())
+        sequence.prepare(accelerator, "sp", ())
     region = accelerator._cp_context
     assert region._odd_length(64) is None and "sp_seq_length=64" in region._odd_length(32)
     free = sequence.SequenceRegion(Mesh())
@@ -98,4 +98,4 @@ def test_settings_without_use_here():
 def test_tensors_without_heads_are_refused():
     flat = torch.ones(2, 4, 8)
     with pytest.raises(ValueError, match=r"\(2, 4, 8\)"):
-        sequence.ulysses(flat, flat, flat, group=None, size=2)
+        sequence.ulysses(flat, flat, flat, 0.0, False, None, False, SimpleNamespace(group=None, size=2))

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from accelerate.precision.downcast import settle_downcast
+from accelerate.precision.base import settle_downcast
 
 
 def test_torch_xla_is_told(monkeypatch):

@@ -29,13 +29,10 @@ def test_rows_cannot_be_changed():
     ("name", "abilities"),
     [
         ("NO", {"distributed": False, "torch_distributed": False, "scales_loss": True}),
-        ("MULTI_CPU", {"distributed": True, "joins_uneven_inputs": True, "uses_scaler": True}),
+        ("MULTI_CPU", {"distributed": True, "joins_uneven_inputs": True}),
         ("FSDP", {"sharded": True, "clips_by_value": False, "custom_device_placement": True}),
-        (
-            "DEEPSPEED",
-            {"deepspeed": True, "scales_loss": False, "model_with_optimizer": True, "owns_schedulers": True},
-        ),
-        ("MEGATRON_LM", {"many_models": False, "places_batches": False}),
+        ("DEEPSPEED", {"deepspeed": True, "scales_loss": False}),
+        ("MEGATRON_LM", {"custom_device_placement": True, "places_batches": False}),
         ("XLA", {"xla": True, "torch_distributed": False, "reduces_on_step": True}),
     ],
 )
