@@ -35,9 +35,8 @@ def check(model: nn.Module, axis: str) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.MultiheadAttention):
             raise ValueError(
-                f"{name or 'the model'} is a torch.nn.MultiheadAttention, which does not always go through "
-                f"scaled_dot_product_attention; {what} would leave it attending within its shard. Write the attention with "
-                "torch.nn.functional.scaled_dot_product_attention."
+                f"{name or 'the model'} is a torch.nn.MultiheadAttention, which under {what} may attend within its shard. Write "
+                "the attention with torch.nn.functional.scaled_dot_product_attention."
             )
     for found in outermost(model):
         kind, config = type(found).__name__, found.config
@@ -46,13 +45,12 @@ def check(model: nn.Module, axis: str) -> None:
             if used not in (None, "sdpa"):
                 raise ValueError(
                     f"{kind} was loaded with attn_implementation={used!r}, but {what} works through "
-                    "torch.nn.functional.scaled_dot_product_attention alone; any other attention would silently stay within its "
-                    "shard. Load it with attn_implementation='sdpa'."
+                    "torch.nn.functional.scaled_dot_product_attention alone. Load it with attn_implementation='sdpa'."
                 )
         if getattr(config, "is_encoder_decoder", False):
             raise ValueError(
-                f"{kind} is an encoder-decoder: it has two sequences, and masks or relative biases that {what} cannot cut. Use a "
-                f"decoder-only model, or set {axis}_size=1."
+                f"{kind} is an encoder-decoder, whose two sequences {what} cannot cut. Use a decoder-only model, or set "
+                f"{axis}_size=1."
             )
         if kind.endswith(_WHOLE):
             raise ValueError(
@@ -61,8 +59,8 @@ def check(model: nn.Module, axis: str) -> None:
             )
         if "position_ids" not in _parameters(found):
             raise ValueError(
-                f"{kind}.forward takes no position_ids, so positions would restart on every rank, and biases made from them "
-                f"(ALiBi, relative positions) with them. Use another model, or set {axis}_size=1."
+                f"{kind}.forward takes no position_ids, so positions would restart on every rank. Use another model, or set "
+                f"{axis}_size=1."
             )
         kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
         if kinds:
@@ -247,18 +245,16 @@ class ModelHook:
                 )
         if self.window is not None and active.length > self.window:
             raise ValueError(
-                f"{self.name} has a sliding window of {self.window} tokens, and the sequence has {active.length}. "
-                f"{self.region.what.capitalize()} has no mask for the window, and every token would see all before it. Cut "
-                f"sequences to {self.window} tokens, or set sliding_window=None if the model may attend to all."
+                f"{self.name} has a sliding window of {self.window} tokens, and the sequence has {active.length}; "
+                f"{self.region.what} has no mask for the window. Cut sequences to {self.window} tokens, or set sliding_window=None."
             )
 
     def _check_labels(self, kwargs: dict[str, Any]) -> None:
         if self.shifts and kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
             raise ValueError(
-                f"{self.name} was called with labels= under {self.region.what}. It would shift them within this rank's part, "
-                "and lose the label of the last token of every part, which is the first of the next. Shift the whole labels before "
-                "the context, `shifted = accelerate.utils.shift_labels(labels)`, name `shifted` in its buffers, and call the "
-                "model with labels=shifted, shift_labels=shifted; or leave labels out, and compute the loss from the logits."
+                f"{self.name} was called with labels= under {self.region.what}, and would lose the last label of every part. Shift "
+                "the whole labels before the context, `shifted = accelerate.utils.shift_labels(labels)`, name `shifted` in its "
+                "buffers, and pass labels=shifted, shift_labels=shifted; or compute the loss from the logits."
             )
 
     def _check_places(self, active: Active, kwargs: dict[str, Any]) -> None:
@@ -270,9 +266,8 @@ class ModelHook:
         if given is None:
             if active.positions is None or not self.numbers_from_zero:
                 raise ValueError(
-                    f"{self.name} was called without position_ids under {self.region.what}, and would number this rank's "
-                    "tokens from the start, like those of every other rank. Make position_ids for the whole sequence, name them in "
-                    "the buffers of maybe_context_parallel, and pass them to the model."
+                    f"{self.name} was called without position_ids under {self.region.what}, and would count from 0 on every rank. "
+                    "Make position_ids for the whole sequence, name them in the buffers, and pass them to the model."
                 )
             kwargs["position_ids"] = active.positions
         checked = given if self.numbers_from_zero and active.positions is not None else None
@@ -317,7 +312,7 @@ class ModelHook:
             )
         if renumbered:
             raise ValueError(
-                f"position_ids are not 0, 1, 2, ... over the whole sequence ({active.length} tokens). Either they were made for a "
-                "part of it: make them for the whole, and name them in the buffers, or leave them out. Or several documents are "
-                f"packed into one sequence, which {self.region.what} cannot keep apart, since it has no mask: do not pack."
+                f"position_ids are not 0, 1, 2, ... over the whole sequence ({active.length} tokens). If they were made for a part "
+                "of it, make them for the whole and name them in the buffers, or leave them out. Documents packed into one sequence "
+                f"cannot be kept apart under {self.region.what}, which has no mask."
             )

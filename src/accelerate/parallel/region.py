@@ -22,10 +22,8 @@ if TYPE_CHECKING:
 ATTENTION = torch._C._nn.scaled_dot_product_attention
 WHAT = {"cp": "context parallelism", "sp": "sequence parallelism"}
 NO_MASK = (
-    "attn_mask was given to scaled_dot_product_attention under {what}, where each rank holds a part of the rows and columns only "
-    "and a mask of that part says nothing about the whole. Only is_causal=True, or no mask at all, is possible: pass "
-    "attn_mask=None. Padding at the right needs no mask under causal attention, since no real token sees it; leave it out of the "
-    "loss."
+    "attn_mask was given to scaled_dot_product_attention under {what}, where each rank holds a part of the rows and columns, and "
+    "a mask of that part says nothing about the whole. Pass attn_mask=None; padding at the right needs no mask if is_causal=True."
 )
 
 
@@ -61,9 +59,8 @@ class Attention(TorchFunctionMode):
             return self.attend(*args, **(kwargs or {}))
         if func is F.multi_head_attention_forward:
             raise ValueError(
-                f"torch.nn.MultiheadAttention was called under {self.what}, but it does not always go through "
-                "scaled_dot_product_attention, and would then attend within its shard. Write the attention with "
-                "torch.nn.functional.scaled_dot_product_attention."
+                f"torch.nn.MultiheadAttention was called under {self.what}, and may attend within its shard. Write the attention "
+                "with torch.nn.functional.scaled_dot_product_attention."
             )
         return func(*args, **(kwargs or {}))
 
@@ -222,9 +219,7 @@ class Region:
 
     def _problem(self, buffers: list[Any], dims: list[Any], lasting: list[Any]) -> str | None:
         if len(buffers) != len(dims):
-            return (
-                f"There are {len(buffers)} buffers and {len(dims)} buffer_seq_dims; each buffer needs one dimension."
-            )
+            return f"There are {len(buffers)} buffers and {len(dims)} buffer_seq_dims; each needs one dimension."
         lengths = []
         for place, (buffer, dim) in enumerate(zip(buffers, dims, strict=True)):
             if not isinstance(buffer, Tensor):
@@ -233,7 +228,7 @@ class Region:
             if isinstance(buffer, torch.nn.Parameter) or buffer.requires_grad:
                 return (
                     f"buffers[{place}] of shape {shape} requires a gradient, and cannot be cut in place. Give the inputs of the "
-                    "model, detached; what is computed from them inside the context is cut already."
+                    "model; what is computed from them inside the context is cut already."
                 )
             if any(buffer is other for other in buffers[:place]):
                 return f"buffers[{place}] of shape {shape} is in the list twice, and would be cut twice."
@@ -242,8 +237,7 @@ class Region:
             lengths.append(shape[dim])
         if len(set(lengths)) > 1:
             return (
-                f"The buffers have lengths {lengths} along buffer_seq_dims {dims}; all must be of one length, that of the "
-                "sequence."
+                f"The buffers have lengths {lengths} along buffer_seq_dims {dims}; all must have that of the sequence."
             )
         if any(not _among(buffer, buffers) for buffer in lasting):
             return "no_restore_buffers has a tensor that is not in buffers; it must be one of them, the same object."
@@ -254,14 +248,13 @@ class Region:
         if length % whole == 0 and length > 0:
             return None
         more = -length % whole or whole
-        parts = (
-            f"{self.cuts} x {self.axis}_size={self.size} = {whole}" if self.cuts > 1 else f"{self.axis}_size={whole}"
-        )
-        why = " (each rank gets one part from the front and one from the back, which balances causal attention)"
+        parts, why = f"{self.axis}_size={whole}", ""
+        if self.cuts > 1:
+            parts = f"{self.cuts} x {self.axis}_size={self.size} = {whole}"
+            why = " (each rank gets one part from the front and one from the back, which balances causal attention)"
         return (
-            f"The sequence has {length} tokens, which is not divisible by {parts}{why if self.cuts > 1 else ''}: "
-            f"{length} = {length // whole} x {whole} + {length % whole}. Pad it by {more} to {length + more}, or cut it to "
-            f"{length // whole * whole}."
+            f"The sequence has {length} tokens, which is not divisible by {parts}{why}: {length} = {length // whole} x {whole} + "
+            f"{length % whole}. Pad it by {more} to {length + more}, or cut it to {length // whole * whole}."
         )
 
     def _no_buffers(self) -> str | None:

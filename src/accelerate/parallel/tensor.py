@@ -58,7 +58,7 @@ def prepare(accelerator: "Accelerator", objects: Sequence[Any]) -> tuple[Any, ..
     mesh = submesh(accelerator.torch_device_mesh, "tp")
     if mesh is None or mesh.size() == 1:
         return tuple(objects)
-    models = [_inner(item) for item in objects if isinstance(item, nn.Module)]
+    models = [item._orig_mod if is_compiled_module(item) else item for item in objects if isinstance(item, nn.Module)]
     models = [model for model in models if next(model.parameters(), None) is not None]
     handler = accelerator.parallelism_config.tp_handler
     given = getattr(handler, "plan", None)
@@ -92,10 +92,6 @@ def _compare_seeds(mesh: "DeviceMesh") -> None:
         )
 
 
-def _inner(model: nn.Module) -> nn.Module:
-    return model._orig_mod if is_compiled_module(model) else model
-
-
 # -- models that are cut already -----------------------------------------------------------------------------------
 
 
@@ -114,17 +110,11 @@ def _is_cut(model: nn.Module, mesh: "DeviceMesh") -> bool:
             continue
         if theirs.ndim > 1 and "tp" in dimensions:
             theirs = theirs["tp"]
-        if theirs.size() != mesh.size():
-            raise ValueError(
-                f"tp_size is {mesh.size()}, but the parameter {name!r} of {type(model).__name__} is spread over "
-                f"{theirs.size()} processes. Load the model without tp_plan, and it is cut over {mesh.size()} by its own plan; or "
-                f"set tp_size={theirs.size()}."
-            )
         if theirs.mesh.flatten().tolist() != mesh.mesh.flatten().tolist():
             raise ValueError(
-                f"The parameter {name!r} of {type(model).__name__} is spread over the ranks {theirs.mesh.flatten().tolist()}, "
-                f"but those of this tensor-parallel group are {mesh.mesh.flatten().tolist()}. Load the model without tp_plan, and it "
-                "is cut over them by its own plan."
+                f"tp_size is {mesh.size()}, on the ranks {mesh.mesh.flatten().tolist()}, but the parameter {name!r} of "
+                f"{type(model).__name__} is spread over {theirs.size()} processes, the ranks {theirs.mesh.flatten().tolist()}. Load "
+                f"the model without tp_plan, and it is cut by its own plan; or set tp_size={theirs.size()}."
             )
         found = True
     if spread and not found:
@@ -137,7 +127,7 @@ def _is_cut(model: nn.Module, mesh: "DeviceMesh") -> bool:
 
 
 def _adopt(model: nn.Module, mesh: "DeviceMesh") -> None:
-    """Put the parameters of a model that somebody else cut on our mesh, of the same ranks; no data moves.
+    """Put the parameters of a model that transformers cut on our mesh, of the same ranks; no data moves.
 
     `fully_shard` joins two meshes only if they were sliced out of one.
     """
@@ -192,10 +182,13 @@ def resolve(model: nn.Module, given: Mapping[str, Any] | None, size: int) -> dic
             f"tp_size is {size}, but {type(model).__name__} has no tensor-parallel plan: nothing says how to cut it. "
             f"{_HELP.format(size=size)}."
         )
-    unknown = {key: word for key, word in plan.items() if isinstance(word, str) and word not in WORDS}
     matched = _match(model, {f"{prefix}{key}": style for key, style in plan.items()}, strict=bool(given))
     # A model's own plan has entries for parts that this model may lack.
-    unknown = {key: word for key, word in unknown.items() if given or _present(model, f"{prefix}{key}")}
+    unknown = {
+        key: word
+        for key, word in plan.items()
+        if isinstance(word, str) and word not in WORDS and (given or _present(model, f"{prefix}{key}"))
+    }
     if unknown:
         entries = ", ".join(f"{key!r}: {word!r}" for key, word in unknown.items())
         raise ValueError(
@@ -272,22 +265,21 @@ def _check_styles(model: nn.Module, modules: dict[str, nn.Module], styles: Mappi
         for own, parameter in module.named_parameters(recurse=False):
             dimension = cut_dimension(style, module, own)
             if dimension is not None and parameter.shape[dimension] % size:
-                raise ValueError(_indivisible(name, own, module, parameter.shape, dimension, size))
+                raise ValueError(_indivisible(f"{name}.{own}", module, parameter.shape, dimension, size))
     _check_heads(model, styles, size)
     _check_ties(model, modules, styles)
 
 
-def _indivisible(name: str, own: str, module: nn.Module, shape: torch.Size, dimension: int, size: int) -> str:
-    extent = shape[dimension]
-    linear, embedding = ("out_features", "in_features"), ("num_embeddings", "embedding_dim")
-    what = (embedding if isinstance(module, nn.Embedding) else linear)[dimension]
+def _indivisible(name: str, module: nn.Module, shape: torch.Size, dimension: int, size: int) -> str:
+    embedding, extent = isinstance(module, nn.Embedding), shape[dimension]
+    what = ("num_embeddings", "embedding_dim") if embedding else ("out_features", "in_features")
     advice = "Choose a tp_size that divides it, or leave the module out of the plan."
-    if isinstance(module, nn.Embedding) or name.endswith("lm_head"):
+    if embedding or "lm_head" in name:
         advice = (
             f"Pad the vocabulary, model.resize_token_embeddings(pad_to_multiple_of={size}), or choose another tp_size."
         )
     return (
-        f"{name}.{own} of shape {tuple(shape)} cannot be cut over tp_size={size} ranks: {what} is {extent}, and {extent} = "
+        f"{name} of shape {tuple(shape)} cannot be cut over tp_size={size} ranks: {what[dimension]} is {extent}, and {extent} = "
         f"{extent // size} x {size} + {extent % size}. {advice}"
     )
 
@@ -312,7 +304,7 @@ def _check_heads(model: nn.Module, styles: Mapping[str, Any], size: int) -> None
 
 
 def _check_ties(model: nn.Module, modules: dict[str, nn.Module], styles: Mapping[str, Any]) -> None:
-    """Refuse a plan that cuts one tied parameter in two ways; styles that are not ours to know are compared later."""
+    """Refuse a plan that cuts one tied parameter in two ways."""
     of_module = {id(modules[name]): style for name, style in styles.items()}
     for names in _ties(model):
         ways: dict[str, int | None] = {}
@@ -349,24 +341,12 @@ def _cut(model: nn.Module, styles: Mapping[str, Any], mesh: "DeviceMesh") -> Non
     # A module may have several names, and is cut once.
     for module, style in {id(modules[name]): (modules[name], style) for name, style in styles.items()}.values():
         parallelize_module(module, mesh, style)
-    for names in ties:
-        first, *others = (_slot(modules, name) for name in names)
-        kept = first[0]._parameters[first[1]]
-        for (module, own), name in zip(others, names[1:], strict=True):
-            value = module._parameters[own]
-            if getattr(value, "placements", None) != getattr(kept, "placements", None):
-                raise ValueError(
-                    f"{names[0]} and {name} are one tied parameter, but their styles laid it out as "
-                    f"{getattr(kept, 'placements', 'whole')} and {getattr(value, 'placements', 'whole')}. Give both the same."
-                )
-            module._parameters[own] = kept
+    for first, *others in ties:
+        kept = model.get_parameter(first)
+        for owner, _, own in (name.rpartition(".") for name in others):
+            modules[owner]._parameters[own] = kept
     for name, value in model.named_parameters(remove_duplicate=False):
         value.requires_grad_(trains.get(name, value.requires_grad))
-
-
-def _slot(modules: dict[str, nn.Module], name: str) -> tuple[nn.Module, str]:
-    owner, _, own = name.rpartition(".")
-    return modules[owner], own
 
 
 def _place_others(model: nn.Module, mesh: "DeviceMesh", keep_plain: bool) -> None:

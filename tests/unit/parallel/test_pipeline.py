@@ -51,9 +51,9 @@ def test_a_table_of_one_row_serves_any_batch():
 def test_constants_and_nested_values_are_named():
     inputs = _inputs(words={"a": [torch.ones(2), "b"]}, number=3)
     assert [leaf.name for leaf in inputs.leaves] == ["x", "number", "words['a'][0]", "words['a'][1]"]
-    with pytest.raises(ValueError, match=r"words\['a'\]\[1\]='c', but the pipeline was traced with 'b'"):
+    with pytest.raises(ValueError, match=r"words\['a'\]\[1\]='c' in .*, but the pipeline was traced with words\['a'\]\[1\]='b'"):
         inputs.match((torch.ones(2, 3),), {"words": {"a": [torch.ones(2), "c"]}, "number": 3})
-    with pytest.raises(ValueError, match="number=3.0, but the pipeline was traced with 3"):
+    with pytest.raises(ValueError, match=r"number=3\.0 in .* traced with number=3 "):
         inputs.match((torch.ones(2, 3),), {"words": {"a": [torch.ones(2), "b"]}, "number": 3.0})
     with pytest.raises(ValueError, match=r"words\['b'\]\[0\]"):
         inputs.match((torch.ones(2, 3),), {"words": {"b": [torch.ones(2), "b"]}, "number": 3})
@@ -90,13 +90,10 @@ class _Cache:
         return 3
 
 
-def test_a_cache_is_left_out_with_one_line(caplog):
+def test_a_cache_is_left_out():
     outputs = Outputs(2)
     outputs.record({"logits": torch.ones(2), "cache": _Cache()})
     assert outputs.joined([[torch.ones(2)]], 2)["cache"] is None
-    assert [record.getMessage() for record in caplog.records] == [
-        "A pipeline does not return the _Cache in cache; pass use_cache=False to silence this."
-    ]
 
 
 def test_tracing_leaves_the_model_as_it_was():
