@@ -35,7 +35,7 @@ from accelerate.logging import get_logger
 from accelerate.modules.tensors import model_has_dtensor
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.precision import fp8
-from accelerate.precision.base import precision, settle_downcast
+from accelerate.precision.base import apply_downcast, precision
 from accelerate.runtime import traits
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.trackers.base import GeneralTracker
@@ -232,7 +232,7 @@ class Accelerator:
             backend = backends.resolve(self.state)
             self.fp8_enabled = precision(self.state.mixed_precision).needs_engine
             self._fp8_backend = fp8.setup(self, handlers)
-            settle_downcast(self.device.type, self.state.mixed_precision)
+            apply_downcast(self.device.type, self.state.mixed_precision)
         # 3. Numerics.
         self.has_fp8_handler = self.fp8_enabled
         self.delayed_fp8_autocast = False

@@ -214,7 +214,7 @@ class ProcessView:
         if dist.is_available() and dist.is_initialized():
             if group is None:
                 comm.forget()
-            rendezvous.settle()
+            rendezvous.wait_for_threads()
             dist.destroy_process_group(group)
 
     def __repr__(self) -> str:

@@ -42,7 +42,7 @@ class Backend:
     name: ClassVar[str]
     # Whether backward passes talk to other ranks, so that `no_sync` has something to hold back.
     synchronises: ClassVar[bool] = False
-    # Whether a checkpoint has each rank's part of a model, so that nobody gathers the whole for `save_model`.
+    # Whether a checkpoint has each rank's part of a model, so that the whole is not gathered for `save_model`.
     saves_shards: ClassVar[bool] = False
 
     # -- prepare -------------------------------------------------------------------------------------------------

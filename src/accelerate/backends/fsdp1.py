@@ -241,7 +241,7 @@ def _send_states(model: nn.Module, initialise: Any) -> None:
 def _standing_in(model: nn.Module, ignored: list[nn.Parameter]) -> Iterator[None]:
     """Put new parameters with the same memory in the place of a model's, and leave the old ones empty; after an error undo it.
 
-    Torch frees what it has flattened, unit by unit, if nobody else holds it; but optimizers made before, and the names that they
+    Torch frees what it has flattened, unit by unit, if nothing else holds it; but optimizers made before, and the names that they
     are followed by, hold the old parameters.
     """
     _stand_in(model, {id(parameter) for parameter in ignored})

@@ -13,7 +13,7 @@ _live: dict[str, base.Communicator] = {}
 def for_type(distributed_type: DistributedType | str) -> base.Communicator:
     """Return the communicator that serves a way of cooperating.
 
-    It depends on the type alone, so an `Accelerator` keeps communicating after somebody else's state reset.
+    It depends on the type alone, so an `Accelerator` keeps communicating after a reset of the state.
 
     Args:
         distributed_type: a member of `DistributedType`, or its name.
@@ -33,7 +33,7 @@ def current() -> base.Communicator:
 def forget() -> None:
     """Drop communicators, and with them the last references to a process group that is about to be destroyed."""
     for communicator in _live.values():
-        communicator.group = None  # somebody may still hold the communicator, but the group must go now
+        communicator.group = None  # a caller may still hold the communicator, but the group must go now
     _live.clear()
 
 
@@ -47,7 +47,7 @@ def _xla() -> base.Communicator:
 
 def _torch() -> base.Communicator:
     if not (dist.is_available() and dist.is_initialized()):
-        # An engine may be in force in a lone process; several processes without a group are an error, told at use.
+        # An engine may be in force in a lone process; several processes without a group are an error at use.
         if storage.process.current.get("num_processes", 1) == 1:
             return _SINGLE
         raise RuntimeError(
@@ -55,7 +55,7 @@ def _torch() -> base.Communicator:
         )
     group = dist.group.WORLD
     live = _live.get("torch")
-    if live is None or live.group is not group:  # also forgets what was agreed in a group that is gone
+    if live is None or live.group is not group:  # also forgets what was remembered of a group that is gone
         from accelerate.comm.torch_dist import TorchCommunicator
 
         live = _live["torch"] = TorchCommunicator(group)

@@ -8,9 +8,9 @@ and sends data already.
 
 So the check travels with the data. A message is a header (operation, structure, shapes, dtypes) plus `room` bytes of
 payload, gathered by a single `all_gather` of bytes. Every rank computes the same `room`, because it depends only on what all
-ranks agreed on before: which exchange followed the last one when that happened before. Sizes are therefore equal even where
+ranks exchanged alike before: which exchange followed the last one when that happened before. Sizes are therefore equal even where
 the shapes are not, every rank sees every header, and all ranks raise together. What does not fit follows in collectives of
-its own, after the headers were compared; so a loop settles at one collective per call, also for several tensors.
+its own, after the headers were compared; so a loop arrives at one collective per call, also for several tensors.
 
 Copying into a message costs more than it saves for large tensors. Where a large gather is expected, its data is gathered
 beside the headers, straight from the tensors; a rank that is doing something else contributes bytes without meaning, so that
@@ -49,7 +49,7 @@ _CODES = {dtype: code for code, dtype in enumerate(_DTYPES, start=1)}
 
 
 class DistributedOperationException(Exception):
-    """The ranks disagree about an operation: its kind, or the structure, shapes or dtypes of what it is given.
+    """The ranks call an operation differently: its kind, or the structure, shapes or dtypes of what it is given.
 
     All ranks raise it, so that the run ends at once instead of hanging.
     """
@@ -58,16 +58,16 @@ class DistributedOperationException(Exception):
 DistributedOperationException.__module__ = "accelerate.utils.operations"
 
 
-def disagreement(operation: str, told: Sequence[str]) -> DistributedOperationException:
+def disagreement(operation: str, passed: Sequence[str]) -> DistributedOperationException:
     """Return the error for ranks that disagree.
 
     Args:
         operation: what this rank called.
-        told: what each rank passed, in words.
+        passed: what each rank passed, in words.
     """
-    common = max(set(told), key=lambda text: (told.count(text), -told.index(text)))
-    different = [str(rank) for rank, text in enumerate(told) if text != common]
-    lines = "\n".join(f"  - Process {rank}: {text}" for rank, text in enumerate(told))
+    common = max(set(passed), key=lambda text: (passed.count(text), -passed.index(text)))
+    different = [str(rank) for rank, text in enumerate(passed) if text != common]
+    lines = "\n".join(f"  - Process {rank}: {text}" for rank, text in enumerate(passed))
     return DistributedOperationException(
         f"The processes disagree about a distributed operation: process(es) {', '.join(different)} differ from the others. "
         "Every process must call it with values of the same structure, shapes and dtypes; "
@@ -114,17 +114,17 @@ def verify(communicator: Communicator, operation: str, data: Any, device: torch.
     kinds = {leaf.device.type for leaf in leaves(data) if isinstance(leaf, torch.Tensor)}
     stray = sorted(kinds - {device.type}) if device is not None else []
     key = describe(data, sizes=not pads)
-    told = communicator.gather_object((operation, key, describe(data), stray))
-    strays = {rank: entry[3] for rank, entry in enumerate(told) if entry[3]}
+    passed = communicator.gather_object((operation, key, describe(data), stray))
+    strays = {rank: entry[3] for rank, entry in enumerate(passed) if entry[3]}
     if strays:
         where = "; ".join(f"process {rank}: {', '.join(kinds)}" for rank, kinds in strays.items())
         raise DistributedOperationException(
             f"`{operation}` was given tensors that are not on the device type {device.type!r} of this run ({where}). Move "
             "them there first, with `tensor.to(accelerator.device)`."
         )
-    if any(entry[:2] != told[0][:2] for entry in told):
-        names = {entry[0] for entry in told}
-        texts = [entry[2] if len(names) == 1 else f"`{entry[0]}` of {entry[2]}" for entry in told]
+    if any(entry[:2] != passed[0][:2] for entry in passed):
+        names = {entry[0] for entry in passed}
+        texts = [entry[2] if len(names) == 1 else f"`{entry[0]}` of {entry[2]}" for entry in passed]
         raise disagreement(operation, texts)
 
 
@@ -225,7 +225,7 @@ def _in_words(header: Sequence[int]) -> str:
 def differing(headers: torch.Tensor, operation: str) -> DistributedOperationException:
     """Return the error for headers, of shape (world size, `HEADER`), that differ; `operation` is this rank's."""
     rows = headers.contiguous().view(torch.int64).tolist()
-    # A message of somebody else's collective (a wrapper's gradients, say) has other numbers where ours has its header.
+    # A message of another library's collective (a wrapper's gradients, say) has other numbers where ours has its header.
     ours = [0 <= row[0] < len(OPERATIONS) and min(row[1:5]) >= 0 and max(row[1:3]) < 2**32 for row in rows]
     names = [OPERATIONS[row[0]] if known else "another collective" for row, known in zip(rows, ours, strict=True)]
     texts = [_in_words(row) if known else "" for row, known in zip(rows, ours, strict=True)]
@@ -248,7 +248,7 @@ class Post:
     def __init__(self, world_size: int, gather_into: Callable[..., Callable[[], Any] | None]) -> None:
         self.world_size = world_size
         self._gather_into = gather_into
-        # Identical on all ranks, because only exchanges that they agreed on enter.
+        # Identical on all ranks, because only exchanges alike on all ranks enter.
         self._follows: dict[Any, tuple[Any, int]] = {}
         self._last: Any = None
         self._letters: dict[Any, Letter] = {}
@@ -271,7 +271,7 @@ class Post:
         """Return how many bytes of payload the next message carries; the same on all ranks."""
         return max(SMALLEST, _aligned(self._expected()[1]))
 
-    def agreed(self, key: Any, size: int) -> None:
+    def remember(self, key: Any, size: int) -> None:
         """Remember an exchange that all ranks took part in alike, and how many bytes travelled with its header."""
         if len(self._follows) >= MEMORY:
             self._follows.clear()
@@ -325,7 +325,7 @@ class Post:
         Raises:
             DistributedOperationException: the ranks disagree.
         """
-        self.settle()
+        self.compare_last()
         room = self.room()
         known = self._expected()[0] == letter.key
         plan = letter.plans.get((room, device)) or self._plan(letter, room, device)
@@ -339,7 +339,7 @@ class Post:
                 raise differing(plan.headers, letter.key[0])
         elif not (known and (fits or gathered is not None) and self._defer(plan.headers, letter)):
             self._compare(plan.headers.cpu(), letter)
-        self.agreed(letter.key, letter.size if letter.size <= letter.inline else 0)
+        self.remember(letter.key, letter.size if letter.size <= letter.inline else 0)
         return Outcome(plan.views if fits else None, gathered)
 
     def _plan(self, letter: Letter, room: int, device: torch.device) -> Plan:
@@ -378,7 +378,7 @@ class Post:
         self._unread = event, copy, letter, self._last
         return True
 
-    def settle(self) -> None:
+    def compare_last(self) -> None:
         """Compare the headers of the last exchange, if that was not waited for."""
         if self._unread is None:
             return

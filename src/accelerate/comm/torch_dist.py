@@ -24,7 +24,7 @@ _gather_bytes = getattr(dist, "all_gather_single", None) or dist.all_gather_into
 class TorchCommunicator(Communicator):
     """The communicator of the default process group.
 
-    Operations of this class check, on every call, that the ranks agree about them; see `comm.check`.
+    Operations of this class check, on every call, that the ranks do the same; see `comm.check`.
 
     Args:
         group: the default process group.
@@ -148,7 +148,7 @@ class TorchCommunicator(Communicator):
         pickle.dump(obj, buffer, pickle.HIGHEST_PROTOCOL)
         payload = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
         device = self._default_device()
-        self._post.settle()
+        self._post.compare_last()
         room = self._post.room()
         message = torch.zeros(HEADER + room, dtype=torch.uint8)
         message[:HEADER] = header([_OBJECT, 0, 0, payload.numel(), 0])
@@ -171,18 +171,18 @@ class TorchCommunicator(Communicator):
             payloads = self._post.gather_large(message.to(device)).view(self.world_size, -1).cpu()
         # Objects of a loop differ a little in size; the next power of two lets them pass as alike.
         bucket = 1 << max(largest - 1, SMALLEST).bit_length()
-        self._post.agreed(("gather_object", bucket), bucket if bucket <= LARGEST else 0)
+        self._post.remember(("gather_object", bucket), bucket if bucket <= LARGEST else 0)
         return [pickle.loads(payloads[rank, :size].numpy().data) for rank, size in enumerate(sizes)]
 
     def broadcast_object_list(self, objects: list[Any], src: int = 0) -> list[Any]:
         """Replace the elements by those of rank `src`."""
-        self._post.settle()
+        self._post.compare_last()
         dist.broadcast_object_list(objects, src=src, group=self.group, device=self._default_device())
         return objects
 
     def barrier(self) -> None:
         """Wait until every rank has come here."""
-        self._post.settle()
+        self._post.compare_last()
         device = self._default_device()
         if device.type == "cpu":
             dist.barrier(group=self.group)

@@ -95,30 +95,23 @@ class Device:
         self.namespace().set_rng_state_all(states)
 
 
-class Cpu(Device):
-    """The processor: always there, one of it, shared by all processes."""
-
-    def namespace(self) -> ModuleType:
-        """Return `torch.cpu`."""
-        return torch.cpu
-
-    def count(self) -> int:
-        """Return 1: torch does not tell processors apart."""
-        return 1
+class Lone(Device):
+    """A kind of device of which a process sees one, without an index."""
 
     def torch_device(self, index: int) -> torch.device:
-        """Return the device; the index of a processor means nothing."""
-        return torch.device("cpu")
+        """Return the device; there is only one."""
+        return torch.device(self.type)
 
     def set(self, index: int) -> None:
         """Do nothing: there is nothing to choose."""
 
     def current(self) -> torch.device:
         """Return the device."""
-        return torch.device("cpu")
+        return torch.device(self.type)
 
-    def synchronize(self) -> None:
-        """Do nothing: the processor computes at once."""
+
+class Cpu(Lone):
+    """The processor: always there, one of it, shared by all processes."""
 
     def empty_cache(self) -> None:
         """Do nothing: torch caches no host memory."""
@@ -139,35 +132,19 @@ class Cpu(Device):
     set_rng_state_all = set_rng_state
 
 
-class Mps(Device):
+class Mps(Lone):
     """Apple's GPU: one device, one generator, no collectives."""
 
     def count(self) -> int:
         """Return 1, or 0 where there is none."""
         return int(self.available())
 
-    def torch_device(self, index: int) -> torch.device:
-        """Return the device; there is only one."""
-        return torch.device("mps")
-
-    def set(self, index: int) -> None:
-        """Do nothing: there is nothing to choose."""
-
-    def current(self) -> torch.device:
-        """Return the device."""
-        return torch.device("mps")
-
     def manual_seed_all(self, seed: int) -> None:
         """Seed the device's generator."""
         torch.mps.manual_seed(seed)
 
-    def get_rng_state_all(self) -> torch.Tensor:
-        """Return the state of the device's generator."""
-        return torch.mps.get_rng_state()
-
-    def set_rng_state_all(self, states: torch.Tensor) -> None:
-        """Set the state of the device's generator."""
-        torch.mps.set_rng_state(states)
+    get_rng_state_all = Device.get_rng_state
+    set_rng_state_all = Device.set_rng_state
 
 
 class Hpu(Device):

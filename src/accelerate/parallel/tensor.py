@@ -498,7 +498,7 @@ WORDS: dict[str, Callable[[nn.Module], ParallelStyle | None]] = {
 
 
 def cut_dimension(style: Any, module: nn.Module, name: str) -> int | None:
-    """Return along which dimension a style cuts a parameter of a module; None where it is left whole or nobody knows.
+    """Return along which dimension a style cuts a parameter of a module; None where it is left whole or unknown.
 
     Args:
         style: a ParallelStyle, or None.

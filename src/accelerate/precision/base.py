@@ -69,7 +69,7 @@ USE, DOWNCAST = "XLA_USE_BF16", "XLA_DOWNCAST_BF16"
 FLAG = "ACCELERATE_DOWNCAST_BF16"
 
 
-def settle_downcast(device_type: str, mixed_precision: str) -> None:
+def apply_downcast(device_type: str, mixed_precision: str) -> None:
     """Give torch_xla what ACCELERATE_DOWNCAST_BF16 asks for, or say that it has no effect. All ranks.
 
     ``accelerate launch --downcast_bf16`` sets torch_xla's own variable before the worker starts; this is for a worker that

@@ -153,7 +153,7 @@ ENGINES: dict[FP8BackendType, Engine] = {engine.kind: engine for engine in (Tran
 
 
 def setup(accelerator: "Accelerator", handlers: Mapping[str, Any]) -> FP8BackendType:
-    """Settle which library computes in fp8, and give the Accelerator the recipe of the environment where none was passed.
+    """Choose which library computes in fp8, and give the Accelerator the recipe of the environment where none was passed.
 
     All ranks, when the Accelerator is built; its ``device`` and ``fp8_enabled`` must be known.
 

@@ -100,9 +100,9 @@ def live_ranks(environ: Mapping[str, str] | None = None) -> Ranks:
     fork_when_quiet()
     environ = os.environ if environ is None else environ
     rank, size = dist.get_rank(), dist.get_world_size()
-    told = resolve(environ) if environ.get("RANK") == str(rank) else None
-    if told is not None and told.world_size == size:
-        return Ranks(rank, size, told.local_rank, told.local_world_size, "process group")
+    given = resolve(environ) if environ.get("RANK") == str(rank) else None
+    if given is not None and given.world_size == size:
+        return Ranks(rank, size, given.local_rank, given.local_world_size, "process group")
     local_rank, local_size = integer(environ, "LOCAL_RANK"), integer(environ, "LOCAL_WORLD_SIZE")
     if local_rank is None or local_rank < 0:  # started without a launcher, as `torch.multiprocessing.spawn` does
         local_rank, local_size = rank, size
@@ -110,7 +110,7 @@ def live_ranks(environ: Mapping[str, str] | None = None) -> Ranks:
 
 
 def live_timeout() -> timedelta | None:
-    """Return how long collectives of the live process group may wait, or None if torch does not tell."""
+    """Return how long collectives of the live process group may wait, or None if torch does not say."""
     group = dist.distributed_c10d._get_default_group()
     for device in getattr(group, "_device_types", ()):
         options = getattr(group._get_backend(device), "options", None)
@@ -181,17 +181,17 @@ def fork_when_quiet() -> None:
     if not _registered and _TASKS.is_dir():
         _registered = True
         os.register_at_fork(before=_rest)
-        atexit.register(settle)
+        atexit.register(wait_for_threads)
 
 
-def settle() -> None:
+def wait_for_threads() -> None:
     """Wait until torch's threads are done with collectives that are over. Any rank, alone; before a process group is given up.
 
-    Whoever frees a process group waits for its threads, and holds the interpreter meanwhile. A thread that is about to enter the
+    A caller that frees a process group waits for its threads, and holds the interpreter meanwhile. A thread that is about to enter the
     interpreter, to free what belonged to the last collective, and this process would wait for each other for ever.
     """
     for _ in range(_ROUNDS if _TASKS.is_dir() else 0):
-        time.sleep(_ROUND_S)  # whoever waits for the interpreter gets it now, or is seen to want to run
+        time.sleep(_ROUND_S)  # a thread that waits for the interpreter gets it now, or is seen to want to run
         _rest()
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 # Steps with these numbers and above are no `srun` of a user: the interactive shell of salloc, the batch script, ...
 _SPECIAL_STEPS = 0xFFFFFF00
-# Linux hands out ports from 32768 on to whoever asks for any port; a port below is not taken by chance.
+# Linux hands out ports from 32768 on to a program that asks for any port; a port below is not taken by chance.
 PORTS = range(20000, 32768)
 _MOST_BRACKETS = 16
 # A name with lists of numbers in it.
@@ -226,7 +226,7 @@ def _has_terminal() -> bool:
     try:
         # Not isatty(): what is typed may be redirected.
         os.close(os.open(os.ctermid(), os.O_RDONLY | os.O_NOCTTY))
-        # Only a shell that somebody types into gives each command a process group. `srun --pty accelerate launch`, or a script of
+        # Only an interactive shell gives each command a process group. `srun --pty accelerate launch`, or a script of
         # it, runs in all tasks, and the one with the terminal is a task like the others.
         return os.getpgrp() != os.getsid(0)
     except (OSError, AttributeError):

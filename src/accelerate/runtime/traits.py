@@ -1,6 +1,6 @@
 """What each way of cooperating can do: one row per `DistributedType`.
 
-This table and the backend registry are the only places that look at the type itself; everybody else asks an ability.
+This table and the backend registry are the only places that look at the type itself; all other code asks an ability.
 """
 
 from dataclasses import dataclass

@@ -197,11 +197,11 @@ def test_memory_is_bounded(monkeypatch):
 def test_message_has_room_for_small_payloads():
     post = Post(2, None)
     assert post.room() == SMALLEST and HEADER == 256
-    post.agreed("a", 5000)
-    post.agreed("b", 100)
-    post.agreed("a", 5000)  # after "b" came "a"
+    post.remember("a", 5000)
+    post.remember("b", 100)
+    post.remember("a", 5000)  # after "b" came "a"
     assert post.room() == SMALLEST  # after "a" came "b"
-    post.agreed("b", 100)
+    post.remember("b", 100)
     assert post.room() == 5008
 
 
@@ -217,11 +217,11 @@ def test_disagreement_of_an_exchange_that_was_not_waited_for():
     post._last = "after"
     post._unread = Event(), torch.stack([letter.header, other.header]), letter, "before"
     with pytest.raises(DistributedOperationException, match=r"float32\[2\]"):
-        post.settle()
+        post.compare_last()
     assert post._last == "before" and post._unread is None
     post._last = "after"
     post._unread = Event(), torch.stack([letter.header] * 2), letter, "before"
-    post.settle()
+    post.compare_last()
     assert post._last == "after"
 
 

@@ -4,13 +4,13 @@ import os
 
 import pytest
 
-from accelerate.precision.base import settle_downcast
+from accelerate.precision.base import apply_downcast
 
 
 def test_torch_xla_is_told(monkeypatch):
     monkeypatch.setenv("ACCELERATE_DOWNCAST_BF16", "true")
     monkeypatch.setenv("XLA_USE_BF16", "1")
-    settle_downcast("xla", "bf16")
+    apply_downcast("xla", "bf16")
     assert os.environ["XLA_DOWNCAST_BF16"] == "1" and "XLA_USE_BF16" not in os.environ
 
 
@@ -18,7 +18,7 @@ def test_torch_xla_is_told(monkeypatch):
 def test_elsewhere_it_has_no_effect_and_says_so(monkeypatch, device, precision):
     monkeypatch.setenv("ACCELERATE_DOWNCAST_BF16", "1")
     with pytest.warns(UserWarning, match=f"no effect.*{precision!r} on {device!r}"):
-        settle_downcast(device, precision)
+        apply_downcast(device, precision)
     assert "XLA_DOWNCAST_BF16" not in os.environ
 
 
@@ -26,5 +26,5 @@ def test_elsewhere_it_has_no_effect_and_says_so(monkeypatch, device, precision):
 def test_not_asked_for(monkeypatch, value, recwarn):
     if value is not None:
         monkeypatch.setenv("ACCELERATE_DOWNCAST_BF16", value)
-    settle_downcast("xla", "bf16")
+    apply_downcast("xla", "bf16")
     assert "XLA_DOWNCAST_BF16" not in os.environ and not recwarn.list
