@@ -311,3 +311,8 @@ def test_bf16_keeps_float32_weights_also_beside_frozen_ones(alone):
     assert {p.dtype for p in optimizer.param_groups[0]["params"]} == {torch.float32}
     accelerator.backward(loss(model, batch()))
     optimizer.step()
+
+
+def test_a_wrapped_model_stays_as_it_is(alone):
+    own = FullyShardedDataParallel(net(1), device_id=torch.device("cpu"))
+    assert sharding(1).prepare(own) is own

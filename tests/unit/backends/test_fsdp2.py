@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from accelerate.parallel.shard import is_sharded
 from accelerate.utils import GradientAccumulationPlugin
-from sharded_samples import Block, batch, loss, net, sharding
+from sharded_samples import batch, loss, net, sharding
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -61,16 +61,6 @@ def test_what_no_sync_costs_is_said_once(caplog):
     assert "sync_each_batch=True" in said[0]
 
 
-def test_sync_each_batch_never_holds_gradients_back(monkeypatch):
-    accelerator = sharding(
-        2, {"gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=2, sync_each_batch=True)}
-    )
-    model = accelerator.prepare(net())
-    monkeypatch.setattr(model, "set_requires_gradient_sync", lambda wanted: pytest.fail("held back"))
-    with accelerator.accumulate(model):
-        accelerator.backward(loss(model, batch()))
-
-
 def test_a_norm_of_all_and_of_a_part_is_that_of_plain_torch():
     accelerator, reference = sharding(2), net()
     model = accelerator.prepare(net())
@@ -120,14 +110,6 @@ def test_a_frozen_model_is_sharded_as_well():
     model = net().requires_grad_(False)
     assert is_sharded(sharding(2).prepare(model))
     assert all(isinstance(p, DTensor) and not p.requires_grad for p in model.parameters())
-
-
-def test_unwrapping_gives_the_users_class_with_shards():
-    accelerator, model = sharding(2), net()
-    prepared = accelerator.prepare(model)
-    assert accelerator.unwrap_model(prepared) is model
-    assert isinstance(model, type(net())) and type(model).__name__ == "FSDPNet"
-    assert isinstance(accelerator.unwrap_model(prepared).blocks[0], Block)
 
 
 def test_bf16_keeps_float32_weights():

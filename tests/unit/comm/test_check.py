@@ -182,18 +182,6 @@ def test_ranks_stay_in_step_whatever_comes(calls):
     assert World(2).run(work) == [None, None]
 
 
-def test_memory_is_bounded(monkeypatch):
-    monkeypatch.setattr(check, "MEMORY", 4)
-
-    def work(rank, post):
-        for length in [*range(1, 12), *range(1, 12)]:
-            gather(post, [torch.zeros(length)])
-        return len(post._follows), len(post._letters)
-
-    for follows, letters in World(2).run(work):
-        assert follows <= 4 and letters <= 4
-
-
 def test_message_has_room_for_small_payloads():
     post = Post(2, None)
     assert post.room() == SMALLEST and HEADER == 256

@@ -25,10 +25,6 @@ def test_which_threads_are_waited_for(tmp_path, stat, awake):
     assert rendezvous._runs(task) is awake
 
 
-def test_a_thread_that_has_ended_is_not_waited_for(tmp_path):
-    assert rendezvous._runs(tmp_path / "gone") is False
-
-
 def test_a_fork_waits_until_the_thread_sleeps_and_not_for_ever(tmp_path, monkeypatch):
     for name in ("1", "2"):
         (tmp_path / name).mkdir()
