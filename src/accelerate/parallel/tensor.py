@@ -41,7 +41,7 @@ _HELP = (
 def prepare(accelerator: "Accelerator", objects: Sequence[Any]) -> tuple[Any, ...]:
     """Cut the models among the objects over the mesh's tensor-parallel dimension. Every rank calls it.
 
-    The first rank's weights win. Tied parameters stay tied, frozen ones frozen; buffers stay as they are. Optimizers follow.
+    The first rank's weights win. Tied parameters stay tied, frozen ones frozen; buffers take its values too. Optimizers follow.
     A model that is cut over these ranks already is left as it is, except that its remaining plain parameters are replicated.
 
     Args:
@@ -81,7 +81,6 @@ def prepare(accelerator: "Accelerator", objects: Sequence[Any]) -> tuple[Any, ..
 
 def _compare_seeds(mesh: "DeviceMesh") -> None:
     """Warn if ranks that share layers would drop different elements of activations that all of them have whole."""
-
     seeds: list[int] = [0] * mesh.size()
     dist.all_gather_object(seeds, torch.initial_seed(), group=mesh.get_group())
     if len(set(seeds)) > 1 and mesh.get_local_rank() == 0:
