@@ -102,13 +102,6 @@ def test_a_configuration_of_states_that_has_no_effect_is_said_once(process_group
     assert caplog.text.count("state_dict_config=FullStateDictConfig") == 1
 
 
-@both
-@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
-def test_of_configurations_that_nobody_gave_nothing_is_said(process_group, caplog, version, kind):
-    sharding(version, state_dict_type=kind).prepare(net())
-    assert "has no effect" not in caplog.text
-
-
 # -- training equals plain torch --------------------------------------------------------------------------------------
 
 

@@ -1,5 +1,3 @@
-import dataclasses
-
 import pytest
 
 from accelerate.config.enums import DistributedType
@@ -18,11 +16,6 @@ def test_a_plain_string_is_a_type():
 def test_unknown_type_is_answered_with_the_known_ones():
     with pytest.raises(ValueError, match="MULTI_CPU"):
         traits.of("MULTI_TOASTER")
-
-
-def test_rows_cannot_be_changed():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        traits.of("NO").distributed = True
 
 
 @pytest.mark.parametrize(
