@@ -33,8 +33,7 @@ from accelerate.logging import get_logger
 from accelerate.modules.unwrap import model_has_dtensor
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.precision import fp8
-from accelerate.precision.base import precision
-from accelerate.precision.downcast import settle_downcast
+from accelerate.precision.base import apply_downcast, precision
 from accelerate.runtime import traits
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.trackers.base import GeneralTracker
@@ -231,7 +230,7 @@ class Accelerator:
             self._backend = backends.resolve(self.state)
             self.fp8_enabled = precision(self.state.mixed_precision).needs_engine
             self._fp8_backend = fp8.setup(self, handlers)
-            settle_downcast(self.device.type, self.state.mixed_precision)
+            apply_downcast(self.device.type, self.state.mixed_precision)
         # 3. Numerics.
         self.has_fp8_handler = self.fp8_enabled
         self.delayed_fp8_autocast = False
@@ -712,9 +711,9 @@ class Accelerator:
 
     def _prepare_cp(self, *args: Any) -> tuple[Any, ...]:
         """Let the attention of the models among the objects work on parts of sequences."""
-        from accelerate.parallel import context
+        from accelerate.parallel import sequence
 
-        return context.prepare(self, args)
+        return sequence.prepare(self, "cp", args)
 
     def _prepare_fsdp2(self, *args: Any) -> tuple[Any, ...]:
         """Prepare objects for FSDP2."""

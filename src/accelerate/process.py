@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 
 from accelerate import comm
+from accelerate.comm.nested import piece
 from accelerate.config.enums import DistributedType, SageMakerDistributedType
 from accelerate.devices import Device, affinity, detect, row
 from accelerate.devices.table import DEVICES
 from accelerate.diagnostics import hang
-from accelerate.runtime import failure, rendezvous, split, storage, traits
-from accelerate.runtime.forking import settle
+from accelerate.runtime import failure, rendezvous, storage, traits
 from accelerate.utils.environment import check_cuda_p2p_ib_support, parse_flag_from_env, set_numa_affinity
 
 logger = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ class ProcessView:
             ...     print(words)  # of two processes, the first prints ['a', 'b'], the second ['c']
             ['a', 'b', 'c']
         """
-        yield split.piece(inputs, self.process_index, self.num_processes, apply_padding)
+        yield piece(inputs, self.process_index, self.num_processes, apply_padding)
 
     @contextmanager
     def _goes_first(self, first: bool) -> Iterator[None]:
@@ -214,7 +214,7 @@ class ProcessView:
         if dist.is_available() and dist.is_initialized():
             if group is None:
                 comm.forget()
-            settle()
+            rendezvous.wait_for_threads()
             dist.destroy_process_group(group)
 
     def __repr__(self) -> str:

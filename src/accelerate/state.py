@@ -505,9 +505,9 @@ class GradientState:
             process = storage.process.current
             if traits.of(process["distributed_type"]).xla:
                 # Runs what was recorded so far, or the graph would grow over the whole window.
-                from accelerate.devices.xla import XLA
+                from accelerate.devices.table import DEVICES
 
-                XLA.namespace().mark_step()
+                DEVICES["xla"].namespace().mark_step()
 
     def _add_dataloader(self, dataloader: Any) -> None:
         """Make a loader the active one, when its iteration begins; the state holds no reference to it."""

@@ -11,8 +11,7 @@ LAYERS: list[str] = [
     "config parallelism_config",
     "runtime.storage runtime.durable devices",
     "comm utils.operations",
-    "runtime.slurm runtime.failure runtime.ranks runtime.rendezvous runtime.forking diagnostics runtime.traits runtime.split "
-    "process state",
+    "runtime.slurm runtime.failure runtime.ranks runtime.rendezvous diagnostics runtime.traits process state",
     "logging modules precision utils.other utils.random utils.memory utils.tqdm utils.rich utils.torch_xla utils.ao "
     "utils.transformer_engine optimizer scheduler",
     "data offload hooks big_modeling trackers parallel utils.modeling utils.offload utils.bnb utils.deepspeed "

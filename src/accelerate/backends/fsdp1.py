@@ -14,8 +14,8 @@ from accelerate.checkpoint.state import is_fsdp1
 from accelerate.config.handlers import GradScalerKwargs
 from accelerate.modules.repoint import named, repoint
 from accelerate.modules.unwrap import is_compiled_module, is_parallel_wrapper
-from accelerate.parallel import sameness
-from accelerate.parallel.mesh import shard_mesh
+from accelerate.parallel import consistency
+from accelerate.parallel.mesh import shard_mesh, take_from_first
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.precision import master
 from accelerate.precision.base import precision
@@ -66,9 +66,7 @@ class FSDP1(Sharded):
         options = _options(accelerator, inner)
         options["ignored_modules"] = list(options["ignored_modules"] or ()) or None
         ignored = [p for module in options["ignored_modules"] or () for p in module.parameters()]
-        sameness.agree(accelerator, inner, ignored, from_main=options["sync_module_states"])
-        if ignored:
-            sameness.warn_of_ignored(inner, ignored)
+        consistency.require_same_model(accelerator, inner, ignored, from_main=options["sync_module_states"])
         if options["sync_module_states"] and accelerator.device.type == "cpu":
             # Torch does it between devices only.
             _send_states(inner, options["param_init_fn"])
@@ -234,16 +232,15 @@ def _send_states(model: nn.Module, initialise: Any) -> None:
         held = (*module.parameters(recurse=False), *module.buffers(recurse=False))
         if initialise is not None and any(tensor.is_meta for tensor in held):
             initialise(module)
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
-            torch.distributed.broadcast(tensor.data, src=0)
+    for tensor in (*model.parameters(), *model.buffers()):
+        take_from_first(tensor, tensor.device)
 
 
 @contextlib.contextmanager
 def _standing_in(model: nn.Module, ignored: list[nn.Parameter]) -> Iterator[None]:
     """Put new parameters with the same memory in the place of a model's, and leave the old ones empty; after an error undo it.
 
-    Torch frees what it has flattened, unit by unit, if nobody else holds it; but optimizers made before, and the names that they
+    Torch frees what it has flattened, unit by unit, if nothing else holds it; but optimizers made before, and the names that they
     are followed by, hold the old parameters.
     """
     _stand_in(model, {id(parameter) for parameter in ignored})

@@ -86,7 +86,7 @@ class Sharded(Backend):
     """Parameters in parts: the strategies differ in how these are made, and are saved and loaded alike."""
 
     synchronises = True
-    # A checkpoint has the shards as they are; nobody gathers the whole for it.
+    # A checkpoint has the shards as they are; the whole is not gathered for it.
     saves_shards = True
 
     # -- prepare -------------------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ class Sharded(Backend):
     def load_model(
         self, accelerator: "Accelerator", model: nn.Module, folder: str, index: int, **options: Any
     ) -> tuple[ShardedModel, dict[str, Any]]:
-        """Read this rank's shards of a model, whoever wrote it, and return what takes them, and them. All ranks."""
+        """Read this rank's shards of a model, whichever ranks wrote it, and return what takes them, and them. All ranks."""
         adapter_only = options.get("adapter_only", False)
         getter: dict[str, Any] = {}
         if adapter_only:
@@ -215,7 +215,7 @@ class Sharded(Backend):
     def load_optimizer(
         self, accelerator: "Accelerator", optimizer: Any, folder: str, index: int, **options: Any
     ) -> optimizers.Deferred:
-        """Read this rank's shards of an optimizer's state, whoever wrote it. All ranks."""
+        """Read this rank's shards of an optimizer's state, whichever ranks wrote it. All ranks."""
         model = model_of(optimizer, accelerator._models)
         prefer = self.layout(accelerator, "optimizer")
         over = keeps_values(states.inner_optimizer(optimizer))

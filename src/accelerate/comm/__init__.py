@@ -3,18 +3,17 @@
 import torch.distributed as dist
 
 from accelerate.comm import base
-from accelerate.comm.single import Single
 from accelerate.config.enums import DistributedType
 from accelerate.runtime import storage
 
-_SINGLE = Single()
+_SINGLE = base.Communicator()
 _live: dict[str, base.Communicator] = {}
 
 
 def for_type(distributed_type: DistributedType | str) -> base.Communicator:
     """Return the communicator that serves a way of cooperating.
 
-    It depends on the type alone, so an `Accelerator` keeps communicating after somebody else's state reset.
+    It depends on the type alone, so an `Accelerator` keeps communicating after a reset of the state.
 
     Args:
         distributed_type: a member of `DistributedType`, or its name.
@@ -34,12 +33,8 @@ def current() -> base.Communicator:
 def forget() -> None:
     """Drop communicators, and with them the last references to a process group that is about to be destroyed."""
     for communicator in _live.values():
-        communicator.group = None  # somebody may still hold the communicator, but the group must go now
+        communicator.group = None  # a caller may still hold the communicator, but the group must go now
     _live.clear()
-
-
-def _single() -> base.Communicator:
-    return _SINGLE
 
 
 def _xla() -> base.Communicator:
@@ -52,7 +47,7 @@ def _xla() -> base.Communicator:
 
 def _torch() -> base.Communicator:
     if not (dist.is_available() and dist.is_initialized()):
-        # An engine may be in force in a lone process; several processes without a group are an error, told at use.
+        # An engine may be in force in a lone process; several processes without a group are an error at use.
         if storage.process.current.get("num_processes", 1) == 1:
             return _SINGLE
         raise RuntimeError(
@@ -60,11 +55,11 @@ def _torch() -> base.Communicator:
         )
     group = dist.group.WORLD
     live = _live.get("torch")
-    if live is None or live.group is not group:  # also forgets what was agreed in a group that is gone
+    if live is None or live.group is not group:  # also forgets what was remembered of a group that is gone
         from accelerate.comm.torch_dist import TorchCommunicator
 
         live = _live["torch"] = TorchCommunicator(group)
     return live
 
 
-_MAKERS = {DistributedType.NO: _single, DistributedType.XLA: _xla}
+_MAKERS = {DistributedType.NO: lambda: _SINGLE, DistributedType.XLA: _xla}

@@ -1,6 +1,5 @@
-"""The contract of a communicator."""
+"""The contract of a communicator; its defaults are a process that is alone."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,81 +8,69 @@ import torch
 REDUCTIONS = ("sum", "mean", "max", "min")
 
 
-class Communicator(ABC):
-    """Exchanges tensors and objects between all processes of a run.
+class Communicator:
+    """Exchanges tensors and objects between all processes of a run. What is here serves a process that is alone.
 
     Every method must be called by every rank, in the same order. Tensors stay on their device; none of the arguments is
     changed unless said otherwise. Results do not require gradients.
+
+    Attributes:
+        rank: the number of this process.
+        world_size: how many processes there are.
+        group: the process group, where there is one.
     """
 
+    rank: int = 0
+    world_size: int = 1
     group: Any = None
-
-    @property
-    @abstractmethod
-    def rank(self) -> int:
-        """The number of this process."""
-
-    @property
-    @abstractmethod
-    def world_size(self) -> int:
-        """How many processes there are."""
-
-    @abstractmethod
-    def all_gather_into_list(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return every rank's tensor, in the order of the ranks.
-
-        Args:
-            tensor: of the same shape and dtype on every rank.
-        """
-
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return every rank's tensor, concatenated along the first dimension; scalars become a vector."""
-        return torch.cat(
-            [piece.reshape(1) if piece.ndim == 0 else piece for piece in self.all_gather_into_list(tensor)]
-        )
 
     def gather_many(
         self, tensors: Sequence[torch.Tensor], structure: Any = None, operation: str = "gather"
     ) -> list[torch.Tensor]:
-        """Do `all_gather` for several tensors at once.
+        """Return every rank's tensors, each concatenated along its first dimension; scalars become a vector.
 
         Args:
-            tensors: the tensors.
+            tensors: each of the same shape and dtype on every rank.
             structure: what they belong to; ranks that pass different ones are an error where the communicator checks.
             operation: what the gathering is part of, for messages.
         """
-        return [self.all_gather(tensor) for tensor in tensors]
-
-    @abstractmethod
-    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
-        """Return the element-wise reduction over all ranks.
-
-        Args:
-            tensor: of the same shape and dtype on every rank.
-            op: "sum", "mean", "max" or "min". The mean of integers is a float tensor.
-        """
+        return [tensor if tensor.ndim else tensor.reshape(1) for tensor in tensors]
 
     def reduce_many(self, tensors: Sequence[torch.Tensor], op: str, structure: Any = None) -> list[torch.Tensor]:
-        """Do `all_reduce` for several tensors at once; arguments as in `gather_many`."""
-        return [self.all_reduce(tensor, op) for tensor in tensors]
+        """Return the element-wise reductions of several tensors over all ranks.
 
-    @abstractmethod
-    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
-        """Return rank `src`'s tensor; of the same shape and dtype on every rank."""
+        Args:
+            tensors: as in `gather_many`.
+            op: "sum", "mean", "max" or "min". The mean of integers is a float tensor.
+            structure: as in `gather_many`.
+        """
+        check_reduction(op)
+        return list(tensors)
 
     def broadcast_many(self, tensors: Sequence[torch.Tensor], src: int, structure: Any = None) -> list[torch.Tensor]:
-        """Do `broadcast` for several tensors at once; arguments as in `gather_many`."""
-        return [self.broadcast(tensor, src) for tensor in tensors]
+        """Return rank `src`'s tensors; arguments as in `gather_many`."""
+        return list(tensors)
 
-    @abstractmethod
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Do `gather_many` for one tensor."""
+        return self.gather_many([tensor])[0]
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        """Do `reduce_many` for one tensor."""
+        return self.reduce_many([tensor], op)[0]
+
+    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
+        """Do `broadcast_many` for one tensor."""
+        return self.broadcast_many([tensor], src)[0]
+
     def gather_object(self, obj: Any) -> list[Any]:
         """Return every rank's object (anything that pickles), in the order of the ranks."""
+        return [obj]
 
-    @abstractmethod
     def broadcast_object_list(self, objects: list[Any], src: int = 0) -> list[Any]:
         """Replace the elements of a list, in place, by those of rank `src`, and return it."""
+        return objects
 
-    @abstractmethod
     def barrier(self) -> None:
         """Wait until every rank has come here."""
 

@@ -1,20 +1,55 @@
-"""Agreement: do all ranks call the same operation, on values of the same structure, shapes and dtypes?
+"""Do all ranks call the same operation, on values of the same structure, shapes and dtypes? The header of every message says so.
 
-`comm.envelope` checks that in every exchange, for free. What lies here is the message, and the check of debug mode, which
-covers every operation and compares the whole description.
+torch's collectives take equal sizes on trust. With gloo, unequal ones abort one rank and reset the other's connection
+(`all_gather`), make one rank wait for half an hour (`all_reduce`) or pass unnoticed (`broadcast`); with NCCL they hang or
+return garbage. A check before each call would cost a second round trip, as much again for small tensors. Checking only what
+a rank has not seen yet does not work either: a rank with new shapes would wait for an answer from one that has seen its own
+and sends data already.
+
+So the check travels with the data. A message is a header (operation, structure, shapes, dtypes) plus `room` bytes of
+payload, gathered by a single `all_gather` of bytes. Every rank computes the same `room`, because it depends only on what all
+ranks exchanged alike before: which exchange followed the last one when that happened before. Sizes are therefore equal even where
+the shapes are not, every rank sees every header, and all ranks raise together. What does not fit follows in collectives of
+its own, after the headers were compared; so a loop arrives at one collective per call, also for several tensors.
+
+Copying into a message costs more than it saves for large tensors. Where a large gather is expected, its data is gathered
+beside the headers, straight from the tensors; a rank that is doing something else contributes bytes without meaning, so that
+sizes are equal here, too.
+
+On devices other than the processor, reading headers would make the host wait for the device. Where an exchange repeats, its
+headers are copied in the background and compared before the next operation instead.
+
+Debug mode compares more, before each operation: `verify`.
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import math
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
-if TYPE_CHECKING:
-    from accelerate.comm.base import Communicator
+from accelerate.comm.base import Communicator
+from accelerate.comm.nested import leaves
+
+WORDS = 32
+HEADER = WORDS * 8
+SMALLEST, LARGEST = 1024, 4 << 20  # bytes of payload that a message has room for
+GATHER_INLINE = 256 << 10  # from here on, copying takes longer than a collective of its own
+MEMORY = 1024  # exchanges remembered
+KEPT = 1 << 20  # bytes of buffers that an exchange may keep for the next time
+
+OPERATIONS = ("gather", "reduce", "broadcast", "pad_across_processes", "gather_object")
+_DTYPES = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int16, torch.int32),
+    *(torch.int64, torch.bool, torch.complex64, torch.complex128),
+)
+_CODES = {dtype: code for code, dtype in enumerate(_DTYPES, start=1)}
 
 
 class DistributedOperationException(Exception):
-    """The ranks disagree about an operation: its kind, or the structure, shapes or dtypes of what it is given.
+    """The ranks call an operation differently: its kind, or the structure, shapes or dtypes of what it is given.
 
     All ranks raise it, so that the run ends at once instead of hanging.
     """
@@ -23,16 +58,16 @@ class DistributedOperationException(Exception):
 DistributedOperationException.__module__ = "accelerate.utils.operations"
 
 
-def disagreement(operation: str, told: Sequence[str]) -> DistributedOperationException:
+def disagreement(operation: str, passed: Sequence[str]) -> DistributedOperationException:
     """Return the error for ranks that disagree.
 
     Args:
         operation: what this rank called.
-        told: what each rank passed, in words.
+        passed: what each rank passed, in words.
     """
-    common = max(set(told), key=lambda text: (told.count(text), -told.index(text)))
-    different = [str(rank) for rank, text in enumerate(told) if text != common]
-    lines = "\n".join(f"  - Process {rank}: {text}" for rank, text in enumerate(told))
+    common = max(set(passed), key=lambda text: (passed.count(text), -passed.index(text)))
+    different = [str(rank) for rank, text in enumerate(passed) if text != common]
+    lines = "\n".join(f"  - Process {rank}: {text}" for rank, text in enumerate(passed))
     return DistributedOperationException(
         f"The processes disagree about a distributed operation: process(es) {', '.join(different)} differ from the others. "
         "Every process must call it with values of the same structure, shapes and dtypes; "
@@ -41,40 +76,29 @@ def disagreement(operation: str, told: Sequence[str]) -> DistributedOperationExc
     )
 
 
-def describe_tensor(tensor: torch.Tensor) -> str:
-    """Return dtype and shape in words.
+def describe(data: Any, sizes: bool = True) -> str:
+    """Return structure, shapes, dtypes and devices of nested tensors in words; other leaves by their type.
+
+    Args:
+        data: nested tensors.
+        sizes: False leaves out what padding makes equal, sizes and devices.
 
     Example:
-        >>> describe_tensor(torch.ones(2, 3))
-        'float32[2, 3]'
+        >>> describe({"a": torch.ones(2, 3)})
+        "{'a': float32[2, 3] on cpu}"
     """
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-
-
-def describe(data: Any) -> str:
-    """Return structure, shapes, dtypes and devices of nested tensors in words; other leaves by their type."""
     if isinstance(data, torch.Tensor):
-        return f"{describe_tensor(data)} on {data.device.type}"
+        dtype = str(data.dtype).removeprefix("torch.")
+        return f"{dtype}{list(data.shape)} on {data.device.type}" if sizes else f"{dtype} of {data.ndim} dimensions"
     if isinstance(data, dict) or hasattr(data, "items"):
-        return "{" + ", ".join(f"{key!r}: {describe(value)}" for key, value in data.items()) + "}"
+        return "{" + ", ".join(f"{key!r}: {describe(value, sizes)}" for key, value in data.items()) + "}"
     if isinstance(data, (list, tuple)):
-        inner = ", ".join(describe(value) for value in data)
+        inner = ", ".join(describe(value, sizes) for value in data)
         return f"[{inner}]" if isinstance(data, list) else f"({inner})"
     return type(data).__name__
 
 
-def ignoring_sizes(data: Any) -> Any:
-    """Return nested tensors as what padding must find equal: structure, number of dimensions and dtypes."""
-    if isinstance(data, torch.Tensor):
-        return data.ndim, str(data.dtype)
-    if isinstance(data, dict) or hasattr(data, "items"):
-        return {key: ignoring_sizes(value) for key, value in data.items()}
-    if isinstance(data, (list, tuple)):
-        return [ignoring_sizes(value) for value in data]
-    return type(data).__name__
-
-
-def verify(communicator: "Communicator", operation: str, data: Any, device: torch.device | None = None) -> None:
+def verify(communicator: Communicator, operation: str, data: Any, device: torch.device | None = None) -> None:
     """Compare what all ranks are about to pass to an operation. Every rank must call it; costs an exchange of objects.
 
     Args:
@@ -87,27 +111,279 @@ def verify(communicator: "Communicator", operation: str, data: Any, device: torc
         DistributedOperationException: the ranks disagree; raised on all of them.
     """
     pads = operation.rpartition(".")[2] == "pad_across_processes"
-    key = repr(ignoring_sizes(data)) if pads else describe(data)
-    stray = sorted(kinds - {device.type}) if device is not None and (kinds := _device_types(data)) else []
-    told = communicator.gather_object((operation, key, describe(data), stray))
-    strays = {rank: entry[3] for rank, entry in enumerate(told) if entry[3]}
+    kinds = {leaf.device.type for leaf in leaves(data) if isinstance(leaf, torch.Tensor)}
+    stray = sorted(kinds - {device.type}) if device is not None else []
+    key = describe(data, sizes=not pads)
+    passed = communicator.gather_object((operation, key, describe(data), stray))
+    strays = {rank: entry[3] for rank, entry in enumerate(passed) if entry[3]}
     if strays:
         where = "; ".join(f"process {rank}: {', '.join(kinds)}" for rank, kinds in strays.items())
         raise DistributedOperationException(
             f"`{operation}` was given tensors that are not on the device type {device.type!r} of this run ({where}). Move "
             "them there first, with `tensor.to(accelerator.device)`."
         )
-    if any(entry[:2] != told[0][:2] for entry in told):
-        names = {entry[0] for entry in told}
-        texts = [entry[2] if len(names) == 1 else f"`{entry[0]}` of {entry[2]}" for entry in told]
+    if any(entry[:2] != passed[0][:2] for entry in passed):
+        names = {entry[0] for entry in passed}
+        texts = [entry[2] if len(names) == 1 else f"`{entry[0]}` of {entry[2]}" for entry in passed]
         raise disagreement(operation, texts)
 
 
-def _device_types(data: Any) -> set[str]:
-    if isinstance(data, torch.Tensor):
-        return {data.device.type}
-    if isinstance(data, dict) or hasattr(data, "items"):
-        data = list(data.values())
-    if isinstance(data, (list, tuple)):
-        return set().union(*map(_device_types, data))
-    return set()
+# -- the header of a message
+
+
+class Plan(NamedTuple):
+    """Buffers of an exchange, and views of the tensors in them.
+
+    Args:
+        message: what this rank sends.
+        received: what all ranks send, of shape (world size, message size).
+        expected: the headers that `received` must begin with.
+        sent: where the tensors lie in `message`; empty if they do not fit.
+        views: where all ranks' tensors lie in `received`, each of shape (world size, *shape).
+    """
+
+    message: torch.Tensor
+    received: torch.Tensor
+    headers: torch.Tensor
+    expected: torch.Tensor
+    sent: list[torch.Tensor]
+    views: list[torch.Tensor]
+
+
+@dataclass
+class Letter:
+    """What a rank is about to exchange.
+
+    Args:
+        key: operation, structure, and dtype and shape of each tensor; equal keys mean agreement.
+        header: the same as bytes, as far as it fits.
+        size: bytes of payload.
+        inline: the most bytes that may travel with the header.
+        plans: buffers of earlier exchanges.
+    """
+
+    key: tuple[Any, ...]
+    header: torch.Tensor
+    size: int
+    inline: float
+    plans: dict[Any, Plan] = field(default_factory=dict)
+
+
+class Outcome(NamedTuple):
+    """What an exchange has brought: every rank's tensors, or None where their data is still to be exchanged.
+
+    Args:
+        views: one per tensor, of shape (world size, *shape); valid until the next exchange.
+        gathered: one per tensor, concatenated along the first dimension; they belong to the caller.
+    """
+
+    views: list[torch.Tensor] | None = None
+    gathered: list[torch.Tensor] | None = None
+
+
+def checksum(value: Any) -> int:
+    """Return a number that is equal for equal values in every process (unlike `hash`)."""
+    return zlib.crc32(repr(value).encode())
+
+
+def _aligned(size: int) -> int:
+    return (size + 15) & ~15
+
+
+def _bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
+    return math.prod(shape) * dtype.itemsize
+
+
+def write(operation: str, structure: Any, tensors: Sequence[torch.Tensor], inline: float) -> Letter:
+    """Describe an exchange of tensors."""
+    shapes = tuple((tensor.dtype, tuple(tensor.shape)) for tensor in tensors)
+    words = [OPERATIONS.index(operation), checksum(structure), checksum(shapes), 0, len(tensors)]
+    for dtype, shape in shapes:
+        words[3] += _aligned(_bytes(dtype, shape))
+        words += [_CODES.get(dtype, 0), len(shape), *shape]
+    return Letter((operation, structure, shapes), header(words), words[3], inline)
+
+
+def header(words: list[int]) -> torch.Tensor:
+    """Return a header: operation, checksums of structure and shapes, bytes, number of tensors, then their shapes."""
+    return torch.tensor((words + [0] * WORDS)[:WORDS], dtype=torch.int64).view(torch.uint8)
+
+
+def _in_words(header: Sequence[int]) -> str:
+    count = header[4]
+    tensors, at = [], 5
+    while len(tensors) < count and at + 2 <= WORDS and at + 2 + header[at + 1] <= WORDS:
+        code, ndim = header[at], header[at + 1]
+        dtype = str(_DTYPES[code - 1]).removeprefix("torch.") if code else "other"
+        tensors.append(f"{dtype}{list(header[at + 2 : at + 2 + ndim])}")
+        at += 2 + ndim
+    if len(tensors) < count:
+        tensors.append(f"and {count - len(tensors)} more (checksum of all shapes {header[2]:08x})")
+    return ", ".join(tensors)
+
+
+def differing(headers: torch.Tensor, operation: str) -> DistributedOperationException:
+    """Return the error for headers, of shape (world size, `HEADER`), that differ; `operation` is this rank's."""
+    rows = headers.contiguous().view(torch.int64).tolist()
+    # A message of another library's collective (a wrapper's gradients, say) has other numbers where ours has its header.
+    ours = [0 <= row[0] < len(OPERATIONS) and min(row[1:5]) >= 0 and max(row[1:3]) < 2**32 for row in rows]
+    names = [OPERATIONS[row[0]] if known else "another collective" for row, known in zip(rows, ours, strict=True)]
+    texts = [_in_words(row) if known else "" for row, known in zip(rows, ours, strict=True)]
+    if len(set(names)) > 1:
+        texts = [f"`{name}` {text}".rstrip() for name, text in zip(names, texts, strict=True)]
+    elif len({row[1] for row in rows}) > 1:  # such as other keys, another reduction, another source
+        texts = [f"{text} (structure and arguments {row[1]:08x})" for text, row in zip(texts, rows, strict=True)]
+    return disagreement(f"accelerate.utils.operations.{operation}", texts)
+
+
+class Post:
+    """Exchanges letters between the ranks of one process group and remembers which one follows which.
+
+    Args:
+        world_size: how many ranks there are.
+        gather_into: gathers a vector of bytes from all ranks into another vector: `gather_into(output, input)` waits for
+            the result, with a third argument True it returns a function that waits.
+    """
+
+    def __init__(self, world_size: int, gather_into: Callable[..., Callable[[], Any] | None]) -> None:
+        self.world_size = world_size
+        self._gather_into = gather_into
+        # Identical on all ranks, because only exchanges alike on all ranks enter.
+        self._follows: dict[Any, tuple[Any, int]] = {}
+        self._last: Any = None
+        self._letters: dict[Any, Letter] = {}
+        self._unread: tuple[Any, torch.Tensor, Letter, Any] | None = None
+
+    def letter(self, operation: str, structure: Any, tensors: Sequence[torch.Tensor], inline: float) -> Letter:
+        """Return the letter for an exchange; written once for each set of shapes."""
+        key = (operation, structure, *[(tensor.dtype, tensor.shape) for tensor in tensors])
+        letter = self._letters.get(key)
+        if letter is None:
+            if len(self._letters) >= MEMORY:
+                self._letters.clear()
+            letter = self._letters[key] = write(operation, structure, tensors, inline)
+        return letter
+
+    def _expected(self) -> tuple[Any, int]:
+        return self._follows.get(self._last, (None, 0))
+
+    def room(self) -> int:
+        """Return how many bytes of payload the next message carries; the same on all ranks."""
+        return max(SMALLEST, _aligned(self._expected()[1]))
+
+    def remember(self, key: Any, size: int) -> None:
+        """Remember an exchange that all ranks took part in alike, and how many bytes travelled with its header."""
+        if len(self._follows) >= MEMORY:
+            self._follows.clear()
+        self._follows[self._last] = (key, size)
+        self._last = key
+
+    def transfer(
+        self, output: torch.Tensor, message: torch.Tensor, tensors: Sequence[torch.Tensor] | None
+    ) -> list[torch.Tensor] | None:
+        """Gather a message from all ranks; if all expect a large gather, gather that data beside it.
+
+        Args:
+            output: takes the messages of all ranks.
+            message: a header and `room()` bytes.
+            tensors: the data of the gather that is expected, on a rank that does it.
+
+        Returns:
+            The gathered tensors, if `tensors` are given.
+        """
+        key, size = self._expected()
+        ahead = key[2] if size == 0 and key is not None and key[0] == "gather" else None
+        if not ahead:
+            self._gather_into(output, message)
+            return None
+        wait = self._gather_into(output, message, True)
+        results = []
+        for position, (dtype, shape) in enumerate(ahead):
+            if tensors is not None:
+                source = tensors[position].contiguous()
+            else:
+                source = torch.zeros(shape, dtype=dtype, device=message.device)
+            results.append(self.gather_large(source))
+        wait()
+        return results if tensors is not None else None
+
+    def gather_large(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Gather a contiguous tensor from all ranks without a header."""
+        # As bytes: not every backend knows every dtype, and to a gather they are the same.
+        output = tensor.new_empty((self.world_size * tensor.shape[0], *tensor.shape[1:]))
+        self._gather_into(output.view(torch.uint8).reshape(-1), tensor.view(torch.uint8).reshape(-1))
+        return output
+
+    def exchange(self, letter: Letter, tensors: Sequence[torch.Tensor], device: torch.device) -> Outcome:
+        """Send the header to all ranks, and the payload if there is room; raise on all ranks if they disagree.
+
+        Args:
+            letter: the description of `tensors`.
+            tensors: without gradients, with at least one dimension; they may be on other devices.
+            device: where the bytes travel.
+
+        Raises:
+            DistributedOperationException: the ranks disagree.
+        """
+        self.compare_last()
+        room = self.room()
+        known = self._expected()[0] == letter.key
+        plan = letter.plans.get((room, device)) or self._plan(letter, room, device)
+        for slot, tensor in zip(plan.sent, tensors, strict=False):
+            slot.copy_(tensor)
+        fits = letter.size <= min(room, letter.inline)
+        ahead = [tensor.to(device) for tensor in tensors] if known and not fits else None
+        gathered = self.transfer(plan.received.view(-1), plan.message, ahead)
+        if device.type == "cpu":
+            if not torch.equal(plan.headers, plan.expected):
+                raise differing(plan.headers, letter.key[0])
+        elif not (known and (fits or gathered is not None) and self._defer(plan.headers, letter)):
+            self._compare(plan.headers.cpu(), letter)
+        self.remember(letter.key, letter.size if letter.size <= letter.inline else 0)
+        return Outcome(plan.views if fits else None, gathered)
+
+    def _plan(self, letter: Letter, room: int, device: torch.device) -> Plan:
+        fits = letter.size <= min(room, letter.inline)
+        message = torch.zeros(HEADER + room, dtype=torch.uint8, device=device)
+        message[:HEADER] = letter.header.to(device)
+        received = torch.empty((self.world_size, HEADER + room), dtype=torch.uint8, device=device)
+        sent, views, at = [], [], HEADER
+        for dtype, shape in letter.key[2] if fits else ():
+            size = _bytes(dtype, shape)
+            sent.append(message[at : at + size].view(dtype).view(shape))
+            views.append(received[:, at : at + size].view(dtype).unflatten(1, shape))
+            at += _aligned(size)
+        expected = letter.header.expand(self.world_size, HEADER).contiguous()
+        plan = Plan(message, received, received[:, :HEADER], expected, sent, views)
+        if received.numel() <= KEPT:
+            if len(letter.plans) >= 4:
+                letter.plans.clear()
+            letter.plans[room, device] = plan
+        return plan
+
+    def _compare(self, headers: torch.Tensor, letter: Letter) -> None:
+        """Raise if a header differs from this rank's; every rank sees the same headers, so all raise or none does."""
+        if not bool((headers == letter.header).all()):
+            raise differing(headers, letter.key[0])
+
+    def _defer(self, headers: torch.Tensor, letter: Letter) -> bool:
+        """Copy headers to the host without waiting; say whether that worked."""
+        module = getattr(torch, headers.device.type, None)
+        if not hasattr(module, "Event"):
+            return False
+        copy = torch.empty(headers.shape, dtype=torch.uint8, pin_memory=True)
+        copy.copy_(headers, non_blocking=True)
+        event = module.Event()
+        event.record()
+        self._unread = event, copy, letter, self._last
+        return True
+
+    def compare_last(self) -> None:
+        """Compare the headers of the last exchange, if that was not waited for."""
+        if self._unread is None:
+            return
+        (event, headers, letter, before), self._unread = self._unread, None
+        event.synchronize()
+        after, self._last = self._last, before  # if the ranks disagreed, the others did not count the exchange
+        self._compare(headers, letter)
+        self._last = after

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from accelerate.comm.base import Communicator, check_reduction, mean_of
-from accelerate.comm.envelope import GATHER_INLINE, HEADER, LARGEST, OPERATIONS, SMALLEST, Post, differing, header
+from accelerate.comm.check import GATHER_INLINE, HEADER, LARGEST, OPERATIONS, SMALLEST, Post, differing, header
 
 # Bytes that travel in about the time of one more round trip.
 _ROUND_TRIP = 256 << 10
@@ -24,7 +24,7 @@ _gather_bytes = getattr(dist, "all_gather_single", None) or dist.all_gather_into
 class TorchCommunicator(Communicator):
     """The communicator of the default process group.
 
-    Operations of this class check, on every call, that the ranks agree about them; see `comm.envelope`.
+    Operations of this class check, on every call, that the ranks do the same; see `comm.check`.
 
     Args:
         group: the default process group.
@@ -32,20 +32,10 @@ class TorchCommunicator(Communicator):
 
     def __init__(self, group: Any) -> None:
         self.group = group
-        self._rank, self._size = dist.get_rank(), dist.get_world_size()
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         pairs = str(dist.get_backend_config()).split(",")
         self._backends = dict(pair.split(":", 1) for pair in pairs if ":" in pair)
-        self._post = Post(self._size, self._gather_into)
-
-    @property
-    def rank(self) -> int:
-        """The number of this process in the group."""
-        return self._rank
-
-    @property
-    def world_size(self) -> int:
-        """How many processes the group has."""
-        return self._size
+        self._post = Post(self.world_size, self._gather_into)
 
     # Where data travels
 
@@ -104,18 +94,10 @@ class TorchCommunicator(Communicator):
             results = [self._post.gather_large(tensor.to(device).contiguous()) for tensor in ready]
         return _returned(results, tensors)
 
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return every rank's tensor, concatenated along the first dimension; scalars become a vector."""
-        return self.gather_many([tensor])[0]
-
-    def all_gather_into_list(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return every rank's tensor, in the order of the ranks."""
-        return list(self.all_gather(tensor).view(self._size, *tensor.shape))
-
     def _reduce_inline(self) -> float:
         # Gathering everything and reducing locally saves the round trip of a check, but moves more than a ring: by this
         # factor per byte. With two ranks both move the same.
-        surplus = (self._size - 1) * (1 - 2 / self._size)
+        surplus = (self.world_size - 1) * (1 - 2 / self.world_size)
         return LARGEST if surplus <= 0 else min(LARGEST, _ROUND_TRIP / surplus)
 
     def reduce_many(self, tensors: Sequence[torch.Tensor], op: str, structure: Any = None) -> list[torch.Tensor]:
@@ -135,12 +117,8 @@ class TorchCommunicator(Communicator):
             for total in results:
                 dist.all_reduce(total, _OPS[op], group=self.group)
         if op == "mean":
-            results = [mean_of(total, self._size) for total in results]
+            results = [mean_of(total, self.world_size) for total in results]
         return _returned([total.view(tensor.shape) for total, tensor in zip(results, tensors, strict=True)], tensors)
-
-    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
-        """Return the element-wise reduction over all ranks."""
-        return self.reduce_many([tensor], op)[0]
 
     def broadcast_many(self, tensors: Sequence[torch.Tensor], src: int, structure: Any = None) -> list[torch.Tensor]:
         """Return rank `src`'s tensors, in one collective where they are small.
@@ -149,10 +127,10 @@ class TorchCommunicator(Communicator):
             DistributedOperationException: structure, shapes, dtypes or `src` differ between ranks; raised on all of them.
             ValueError: there is no rank `src`.
         """
-        if not 0 <= src < self._size:
-            raise ValueError(f"There is no process {src} to broadcast from; they go from 0 to {self._size - 1}.")
+        if not 0 <= src < self.world_size:
+            raise ValueError(f"There is no process {src} to broadcast from; they go from 0 to {self.world_size - 1}.")
         ready, device = self._prepared(tensors)
-        letter = self._post.letter("broadcast", (src, structure), ready, min(LARGEST, _ROUND_TRIP / self._size))
+        letter = self._post.letter("broadcast", (src, structure), ready, min(LARGEST, _ROUND_TRIP / self.world_size))
         outcome = self._post.exchange(letter, ready, device)
         if outcome.views is not None:
             results = [view[src].clone() for view in outcome.views]
@@ -162,27 +140,23 @@ class TorchCommunicator(Communicator):
                 dist.broadcast(value, src, group=self.group)
         return _returned([value.view(tensor.shape) for value, tensor in zip(results, tensors, strict=True)], tensors)
 
-    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
-        """Return rank `src`'s tensor."""
-        return self.broadcast_many([tensor], src)[0]
-
     # Objects
 
     def gather_object(self, obj: Any) -> list[Any]:
         """Return every rank's object, in one collective where the pickled objects are small."""
         buffer = io.BytesIO()
-        pickle.Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(obj)
+        pickle.dump(obj, buffer, pickle.HIGHEST_PROTOCOL)
         payload = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
         device = self._default_device()
-        self._post.settle()
+        self._post.compare_last()
         room = self._post.room()
         message = torch.zeros(HEADER + room, dtype=torch.uint8)
         message[:HEADER] = header([_OBJECT, 0, 0, payload.numel(), 0])
         if payload.numel() <= room:
             message[HEADER : HEADER + payload.numel()] = payload
-        received = torch.empty(self._size * message.numel(), dtype=torch.uint8, device=device)
+        received = torch.empty(self.world_size * message.numel(), dtype=torch.uint8, device=device)
         self._post.transfer(received, message.to(device), None)
-        received = received.view(self._size, -1).cpu()
+        received = received.view(self.world_size, -1).cpu()
         headers = received[:, :HEADER].contiguous()
         rows = headers.view(torch.int64).tolist()
         if any(row[0] != _OBJECT for row in rows):
@@ -194,21 +168,21 @@ class TorchCommunicator(Communicator):
         else:
             message = torch.zeros(largest, dtype=torch.uint8)
             message[: payload.numel()] = payload
-            payloads = self._post.gather_large(message.to(device)).view(self._size, -1).cpu()
+            payloads = self._post.gather_large(message.to(device)).view(self.world_size, -1).cpu()
         # Objects of a loop differ a little in size; the next power of two lets them pass as alike.
         bucket = 1 << max(largest - 1, SMALLEST).bit_length()
-        self._post.agreed(("gather_object", bucket), bucket if bucket <= LARGEST else 0)
+        self._post.remember(("gather_object", bucket), bucket if bucket <= LARGEST else 0)
         return [pickle.loads(payloads[rank, :size].numpy().data) for rank, size in enumerate(sizes)]
 
     def broadcast_object_list(self, objects: list[Any], src: int = 0) -> list[Any]:
         """Replace the elements by those of rank `src`."""
-        self._post.settle()
+        self._post.compare_last()
         dist.broadcast_object_list(objects, src=src, group=self.group, device=self._default_device())
         return objects
 
     def barrier(self) -> None:
         """Wait until every rank has come here."""
-        self._post.settle()
+        self._post.compare_last()
         device = self._default_device()
         if device.type == "cpu":
             dist.barrier(group=self.group)

@@ -2,6 +2,7 @@
 
 import importlib
 import io
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,37 +22,35 @@ class XlaCommunicator(Communicator):
 
     @property
     def rank(self) -> int:
-        """The number of this process, as the XLA runtime counts."""
+        """The number of this process or, on older TPUs, of this thread."""
         return self._runtime.global_ordinal()
 
     @property
     def world_size(self) -> int:
-        """How many processes the XLA runtime knows."""
+        """How many of them there are."""
         return self._runtime.world_size()
 
-    def all_gather_into_list(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return every rank's tensor."""
-        flat = self.all_gather(tensor)
-        return list(flat) if tensor.ndim == 0 else list(flat.split(tensor.shape[0]))
-
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return every rank's tensor, concatenated; the graph is cut afterwards, as the result is about to be read."""
-        tensor = tensor.reshape(1) if tensor.ndim == 0 else tensor
-        gathered = self._model.all_gather(tensor.contiguous())
+    def gather_many(
+        self, tensors: Sequence[torch.Tensor], structure: Any = None, operation: str = "gather"
+    ) -> list[torch.Tensor]:
+        """Return every rank's tensors, concatenated; the graph is cut afterwards, as the results are about to be read."""
+        whole = super().gather_many(tensors)
+        gathered = [self._model.all_gather(tensor.contiguous()) for tensor in whole]
         self._model.mark_step()
         return gathered
 
-    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
-        """Return the reduction over all ranks."""
+    def reduce_many(self, tensors: Sequence[torch.Tensor], op: str, structure: Any = None) -> list[torch.Tensor]:
+        """Return the reductions over all ranks."""
         check_reduction(op)
         kind = self._model.REDUCE_SUM if op in ("sum", "mean") else op
-        total = self._model.all_reduce(kind, tensor.clone())
+        totals = [self._model.all_reduce(kind, tensor.clone()) for tensor in tensors]
         self._model.mark_step()
-        return mean_of(total, self.world_size) if op == "mean" else total
+        return [mean_of(total, self.world_size) for total in totals] if op == "mean" else totals
 
-    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
-        """Return rank `src`'s tensor: XLA broadcasts parameters only, so the others contribute zeros to a sum."""
-        return self.all_reduce(tensor if self.rank == src else torch.zeros_like(tensor), "sum")
+    def broadcast_many(self, tensors: Sequence[torch.Tensor], src: int, structure: Any = None) -> list[torch.Tensor]:
+        """Return rank `src`'s tensors: XLA broadcasts parameters only, so the others contribute zeros to a sum."""
+        own = self.rank == src
+        return self.reduce_many([tensor if own else torch.zeros_like(tensor) for tensor in tensors], "sum")
 
     def gather_object(self, obj: Any) -> list[Any]:
         """Return every rank's object."""

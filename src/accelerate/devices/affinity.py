@@ -53,7 +53,7 @@ class Topology:
 
     Args:
         allowed: those that it may use: its mask, which containers and schedulers restrict.
-        root: where the kernel tells about them.
+        root: where the kernel lists them.
     """
 
     def __init__(self, allowed: set[int], root: pathlib.Path = _ROOT) -> None:
@@ -145,7 +145,7 @@ def choose(kind: str, index: int, count: int, topology: Topology, devices: Seque
     if kind == NODE:
         return mine
     cores = topology.cores(mine)
-    # Whoever shares a node shares its cores, in the order of the processes.
+    # Processes that share a node share its cores, in the order of the processes.
     sharers = [other for other in range(count) if places[other] == mine]
     position, number = sharers.index(index), len(sharers)
     if number > len(cores):
@@ -175,7 +175,7 @@ def bind(
         index: which of the processes of this machine this is, from 0.
         count: how many there are.
         devices: as in `choose`.
-        root: where the kernel tells about processors.
+        root: where the kernel lists processors.
 
     Returns:
         The processors, or None if nothing was changed.
@@ -215,7 +215,7 @@ def bind_as_told(index: int, device_type: str, asked: bool = False, environ: Map
         environ: the variables.
 
     Returns:
-        Whether that settles it.
+        Whether the variables, or `asked`, decide.
 
     Raises:
         ValueError: a variable holds no value of its kind.

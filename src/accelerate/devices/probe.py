@@ -3,8 +3,7 @@
 import functools
 import os
 
-from accelerate.devices.base import Device
-from accelerate.devices.table import DEVICES
+from accelerate.devices.table import DEVICES, Device
 from accelerate.utils.environment import parse_flag_from_env
 
 

@@ -1,41 +1,117 @@
-"""One row per kind of device, in the order in which a machine is searched for one."""
+"""The kinds of devices: what the package asks of one, and a row for each, in the order in which a machine is searched for one.
+
+A vendor's package is imported only when a method of its row is called.
+"""
 
 import functools
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import torch
 
 from accelerate.config.enums import DistributedType, RNGType
-from accelerate.devices.base import Device
-from accelerate.devices.xla import XLA
 from accelerate.utils import imports
 
 
-class Cpu(Device):
-    """The processor: always there, one of it, shared by all processes."""
+@dataclass(frozen=True)
+class Device:
+    """One kind of device.
+
+    The methods of this class serve a device whose torch module follows the shape of `torch.cuda`; rows that differ
+    subclass it.
+
+    Args:
+        type: torch's name of the device.
+        distributed_type: how several processes on such devices cooperate by default.
+        backends: names of `torch.distributed` backends, the preferred one first.
+        rng_type: which random generator synchronisation concerns it; None if it has none of its own.
+        usable: says whether a device of this kind is present; may import a vendor's package, but only an installed one.
+        visible_env: the environment variable that hides devices, if there is one.
+        shareable: several processes may use one device through the preferred backend.
+    """
+
+    type: str
+    distributed_type: DistributedType
+    backends: tuple[str, ...]
+    rng_type: RNGType | None
+    usable: Callable[[], bool]
+    visible_env: str | None = None
+    shareable: bool = False
+
+    def available(self) -> bool:
+        """Say whether this machine has such a device; asks anew at every call."""
+        return bool(self.usable())
 
     def namespace(self) -> ModuleType:
-        """Return `torch.cpu`."""
-        return torch.cpu
+        """Return torch's module for the device, such as `torch.cuda`."""
+        module = getattr(torch, self.type, None)
+        return module if module is not None else importlib.import_module(f"torch.{self.type}")
 
     def count(self) -> int:
-        """Return 1: torch does not tell processors apart."""
-        return 1
+        """Return how many devices this process sees."""
+        return self.namespace().device_count()
 
     def torch_device(self, index: int) -> torch.device:
-        """Return the device; the index of a processor means nothing."""
-        return torch.device("cpu")
+        """Return device number `index`, wrapped around where there are fewer devices."""
+        return torch.device(self.type, index % max(self.count(), 1))
+
+    def set(self, index: int) -> None:
+        """Make device number `index` the current one of this process."""
+        self.namespace().set_device(index)
+
+    def current(self) -> torch.device:
+        """Return the current device of this process."""
+        return torch.device(self.type, self.namespace().current_device())
+
+    def synchronize(self) -> None:
+        """Wait until the device has done everything that was asked of it."""
+        self.namespace().synchronize()
+
+    def empty_cache(self) -> None:
+        """Give cached, unused memory back."""
+        self.namespace().empty_cache()
+
+    def manual_seed_all(self, seed: int) -> None:
+        """Seed the generators of all devices of this kind."""
+        self.namespace().manual_seed_all(seed)
+
+    def get_rng_state(self) -> torch.Tensor:
+        """Return the state of the current device's generator, as uint8 on the CPU."""
+        return self.namespace().get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        """Set the state of the current device's generator."""
+        self.namespace().set_rng_state(state)
+
+    def get_rng_state_all(self) -> Any:
+        """Return the states of the generators of all devices, in the form that `set_rng_state_all` takes."""
+        return self.namespace().get_rng_state_all()
+
+    def set_rng_state_all(self, states: Any) -> None:
+        """Set the states of the generators of all devices."""
+        self.namespace().set_rng_state_all(states)
+
+
+class Lone(Device):
+    """A kind of device of which a process sees one, without an index."""
+
+    def torch_device(self, index: int) -> torch.device:
+        """Return the device; there is only one."""
+        return torch.device(self.type)
 
     def set(self, index: int) -> None:
         """Do nothing: there is nothing to choose."""
 
     def current(self) -> torch.device:
         """Return the device."""
-        return torch.device("cpu")
+        return torch.device(self.type)
 
-    def synchronize(self) -> None:
-        """Do nothing: the processor computes at once."""
+
+class Cpu(Lone):
+    """The processor: always there, one of it, shared by all processes."""
 
     def empty_cache(self) -> None:
         """Do nothing: torch caches no host memory."""
@@ -55,44 +131,20 @@ class Cpu(Device):
     get_rng_state_all = get_rng_state
     set_rng_state_all = set_rng_state
 
-    def bf16_supported(self) -> bool:
-        """Return True: every processor computes in bfloat16, if slowly."""
-        return True
 
-
-class Mps(Device):
+class Mps(Lone):
     """Apple's GPU: one device, one generator, no collectives."""
 
     def count(self) -> int:
         """Return 1, or 0 where there is none."""
         return int(self.available())
 
-    def torch_device(self, index: int) -> torch.device:
-        """Return the device; there is only one."""
-        return torch.device("mps")
-
-    def set(self, index: int) -> None:
-        """Do nothing: there is nothing to choose."""
-
-    def current(self) -> torch.device:
-        """Return the device."""
-        return torch.device("mps")
-
     def manual_seed_all(self, seed: int) -> None:
         """Seed the device's generator."""
         torch.mps.manual_seed(seed)
 
-    def get_rng_state_all(self) -> torch.Tensor:
-        """Return the state of the device's generator."""
-        return torch.mps.get_rng_state()
-
-    def set_rng_state_all(self, states: torch.Tensor) -> None:
-        """Set the state of the device's generator."""
-        torch.mps.set_rng_state(states)
-
-    def bf16_supported(self) -> bool:
-        """Say whether the system is new enough for bfloat16 on the device (macOS 14)."""
-        return torch.backends.mps.is_macos_or_newer(14, 0)
+    get_rng_state_all = Device.get_rng_state
+    set_rng_state_all = Device.set_rng_state
 
 
 class Hpu(Device):
@@ -119,6 +171,66 @@ class Hpu(Device):
         self.namespace().random.set_rng_state_all(states)
 
 
+def _model() -> ModuleType:
+    return importlib.import_module("torch_xla.core.xla_model")
+
+
+def _runtime() -> ModuleType:
+    return importlib.import_module("torch_xla.runtime")
+
+
+@dataclass(frozen=True)
+class Xla(Device):
+    """A device whose operations are recorded and compiled; ranks come from its runtime."""
+
+    def namespace(self) -> ModuleType:
+        """Return `torch_xla.core.xla_model`."""
+        return _model()
+
+    def count(self) -> int:
+        """Return how many devices this process addresses."""
+        return _runtime().addressable_device_count()
+
+    def torch_device(self, index: int) -> torch.device:
+        """Return the device that the runtime gave this process."""
+        return _model().xla_device()
+
+    def set(self, index: int) -> None:
+        """Do nothing: the runtime binds a process to its device."""
+
+    def current(self) -> torch.device:
+        """Return the device that the runtime gave this process."""
+        return _model().xla_device()
+
+    def synchronize(self) -> None:
+        """Run what was recorded and wait for it."""
+        _model().mark_step()
+        _model().wait_device_ops()
+
+    def empty_cache(self) -> None:
+        """Do nothing: XLA manages its memory."""
+
+    def manual_seed_all(self, seed: int) -> None:
+        """Seed the device's generator."""
+        _model().set_rng_state(seed)
+
+    def get_rng_state(self) -> Any:
+        """Return the state of the device's generator, an integer."""
+        return _model().get_rng_state()
+
+    def set_rng_state(self, state: Any) -> None:
+        """Set the state of the device's generator, an integer."""
+        _model().set_rng_state(int(state))
+
+    get_rng_state_all = get_rng_state
+    set_rng_state_all = set_rng_state
+
+    def ranks(self) -> tuple[int, int, int]:
+        """Return rank, world size and local rank as the runtime says."""
+        runtime = _runtime()
+        return runtime.global_ordinal(), runtime.world_size(), runtime.local_ordinal()
+
+
 _T, _R = DistributedType, RNGType
 
 
@@ -130,7 +242,7 @@ def _with_device(probe: Any) -> Any:
 DEVICES: dict[str, Device] = {
     row.type: row
     for row in (
-        XLA,
+        Xla("xla", _T.XLA, ("xla",), _R.XLA, imports.is_torch_xla_available),
         Device("mlu", _T.MULTI_MLU, ("cncl",), _R.MLU, _with_device(imports.is_mlu_available), "MLU_VISIBLE_DEVICES"),
         Device("sdaa", _T.MULTI_SDAA, ("tccl",), _R.SDAA, _with_device(imports.is_sdaa_available)),
         Device(

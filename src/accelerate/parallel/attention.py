@@ -8,13 +8,12 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
-from accelerate.parallel.exchange import gather_sequence, pass_on
 from accelerate.parallel.region import ATTENTION
 
 
-def check(query: Tensor, key: Tensor, value: Tensor, dropout: float, gqa: bool) -> None:
+def _check(query: Tensor, key: Tensor, value: Tensor, dropout: float, gqa: bool) -> None:
     """Refuse what the reference path cannot compute. Every rank sees the same shapes, and refuses together.
 
     Raises:
@@ -45,7 +44,16 @@ def check(query: Tensor, key: Tensor, value: Tensor, dropout: float, gqa: bool) 
         )
 
 
-def by_gathering(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None, region: Any) -> Tensor:
+def by_gathering(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout: float,
+    causal: bool,
+    scale: float | None,
+    gqa: bool,
+    region: Any,
+) -> Tensor:
     """Attend from this rank's queries to the keys and values of all ranks, collected in one message.
 
     All ranks of the region's group call it, with shards of the same shape.
@@ -54,30 +62,43 @@ def by_gathering(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale:
         query: [batch, heads, length / size, width], this rank's rows.
         key: [batch, key heads, key length / size, width].
         value: [batch, key heads, key length / size, value width].
+        dropout: refused unless 0.
         causal: whether a query sees only keys at its place in the whole sequence and before.
         scale: factor of the scores; None means 1 / sqrt(width).
+        gqa: whether several query heads may share a key head.
         region: who takes part: `group`, `rank`, `size`.
 
     Returns:
         [batch, heads, length / size, value width].
     """
+    _check(query, key, value, dropout, gqa)
     together = gather_sequence(torch.cat((key, value), dim=-1), region.group, region.size)
     key, value = together.split((key.shape[-1], value.shape[-1]), dim=-1)
     mask = None
     if causal:
         places = torch.arange(query.shape[-2], device=query.device) + region.rank * query.shape[-2]
         mask = places[:, None] >= torch.arange(key.shape[-2], device=query.device)
-    gqa = query.shape[-3] != key.shape[-3]
-    return ATTENTION(query, key, value, attn_mask=mask, scale=scale, enable_gqa=gqa)
+    shared = query.shape[-3] != key.shape[-3]
+    return ATTENTION(query, key, value, attn_mask=mask, scale=scale, enable_gqa=shared)
 
 
-def by_ring(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None, region: Any) -> Tensor:
+def by_ring(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout: float,
+    causal: bool,
+    scale: float | None,
+    gqa: bool,
+    region: Any,
+) -> Tensor:
     """Attend from this rank's queries to the keys and values of all ranks, which are passed around in a ring.
 
     No rank ever holds more than two shards of keys and values. Arguments and result are those of `by_gathering`.
 
     Source: Ring Attention (arXiv 2310.01889); the running softmax is that of arXiv 1805.02867.
     """
+    _check(query, key, value, dropout, gqa)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     kind = query.device.type
     if torch.is_autocast_enabled(kind):
@@ -154,3 +175,97 @@ def _probabilities(scores: Tensor, weight: Tensor) -> Tensor:
 
 def _ratio(before: Tensor, after: Tensor) -> Tensor:
     return torch.exp(before - after.masked_fill(after == -math.inf, 0.0)).unsqueeze(-1)
+
+
+# -- messages between the ranks that share a sequence, with the gradients' way back -----------------------------------
+
+
+class _GatherSequence(torch.autograd.Function):
+    """All shards of a sequence on every rank; its gradient is the sum of what all ranks computed for a shard."""
+
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor, group: Any, size: int) -> Tensor:
+        ctx.group, ctx.size = group, size
+        shard = shard.contiguous()
+        shards = [torch.empty_like(shard) for _ in range(size)]
+        distributed.all_gather(shards, shard, group=group)
+        return torch.cat(shards, dim=-2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        # An exchange and a sum in the order of the ranks, since gloo has no reduce-scatter in every version.
+        parts = torch.stack(gradient.chunk(ctx.size, dim=-2)).contiguous()
+        received = torch.empty_like(parts)
+        distributed.all_to_all_single(received, parts, group=ctx.group)
+        return received.sum(dim=0), None, None
+
+
+class _Exchange(torch.autograd.Function):
+    """Every rank gives rank i its i-th part along one dimension, and joins what it receives along another."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, split: int, join: int, group: Any, size: int) -> Tensor:
+        ctx.settings = (split, join, group, size)
+        return _exchanged(tensor, split, join, group, size)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        split, join, group, size = ctx.settings
+        return _exchanged(gradient, join, split, group, size), None, None, None, None
+
+
+def _exchanged(tensor: Tensor, split: int, join: int, group: Any, size: int) -> Tensor:
+    parts = torch.stack(tensor.chunk(size, dim=split)).contiguous()
+    received = torch.empty_like(parts)
+    distributed.all_to_all_single(received, parts, group=group)
+    return torch.cat(received.unbind(0), dim=join)
+
+
+def gather_sequence(shard: Tensor, group: Any, size: int) -> Tensor:
+    """Join the shards of a sequence on every rank, differentiably. All ranks of the group call it.
+
+    Args:
+        shard: this rank's part, [..., length / size, width], of the same shape on every rank.
+        group: the process group.
+        size: its number of ranks.
+
+    Returns:
+        [..., length, width], in the order of the ranks.
+    """
+    return _GatherSequence.apply(shard, group, size)
+
+
+def exchange(tensor: Tensor, split: int, join: int, group: Any, size: int) -> Tensor:
+    """Swap which dimension is distributed, differentiably. All ranks of the group call it.
+
+    Args:
+        tensor: of any type; `split` must be divisible by the number of ranks.
+        split: the dimension that is whole here and distributed in the result.
+        join: the dimension that is distributed here and whole in the result.
+        group: the process group.
+        size: its number of ranks.
+
+    Returns:
+        As `tensor`, with dimension `split` a `size`-th of it, and `join` `size` times it.
+    """
+    return _Exchange.apply(tensor, split, join, group, size)
+
+
+def pass_on(tensor: Tensor, group: Any, rank: int, size: int) -> Tensor:
+    """Send a tensor to the next rank of a ring, and return the one of the rank before. All ranks of the group call it.
+
+    Args:
+        tensor: of the same shape and type on every rank.
+        group: the process group.
+        rank: this rank's place in it.
+        size: its number of ranks.
+    """
+    received = torch.empty_like(tensor)
+    after, before = (distributed.get_global_rank(group, (rank + step) % size) for step in (1, -1))
+    operations = [
+        distributed.P2POp(distributed.isend, tensor.contiguous(), after, group=group),
+        distributed.P2POp(distributed.irecv, received, before, group=group),
+    ]
+    for request in distributed.batch_isend_irecv(operations):
+        request.wait()
+    return received

@@ -1,9 +1,12 @@
 """Questions to the device mesh: which ranks belong together, and where this rank stands among them."""
 
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from accelerate.parallelism_config import ParallelismConfig
+from accelerate.precision.master import local_part
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -45,22 +48,6 @@ def rank(mesh: "DeviceMesh | None", name: str) -> int:
     return 0 if part is None else part.get_local_rank()
 
 
-def data_shard(config: ParallelismConfig, mesh: "DeviceMesh | None") -> tuple[int, int]:
-    """Return how many shards the data has, and which of them this rank reads.
-
-    Ranks that differ only in tensor, context or sequence parallel dimensions read the same shard.
-
-    Args:
-        config: the sizes.
-        mesh: their mesh.
-
-    Example:
-        >>> data_shard(ParallelismConfig(), None)
-        (1, 0)
-    """
-    return config.data_parallel_size, rank(mesh, "dp")
-
-
 def shard_mesh(config: ParallelismConfig, mesh: "DeviceMesh") -> "DeviceMesh":
     """Return the mesh that parameters are sharded over: one dimension of shards, with one of replicas before it if there are any.
 
@@ -78,3 +65,21 @@ def shard_mesh(config: ParallelismConfig, mesh: "DeviceMesh") -> "DeviceMesh":
         # There is no other public way to put a dimension before a flattened one.
         warnings.filterwarnings("ignore", message="Slicing a flattened dim")
         return mesh[(*replicas, "dp_shard_cp")]
+
+
+@torch.no_grad()
+def take_from_first(tensor: torch.Tensor, device: torch.device, group: Any = None) -> None:
+    """Give a tensor the values that the first rank of a group has. All ranks of the group.
+
+    Args:
+        tensor: of the same local shape and dtype on every rank, on any device; a meta tensor stays as it is.
+        device: where the group communicates.
+        group: the process group; None means all processes.
+    """
+    local = local_part(tensor).detach()
+    if tensor.is_meta or not local.numel():
+        return
+    sent = local.to(device).contiguous()
+    torch.distributed.broadcast(sent, group=group, group_src=0)
+    if sent.data_ptr() != local.data_ptr():
+        local.copy_(sent)

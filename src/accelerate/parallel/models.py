@@ -3,7 +3,6 @@
 import inspect
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,27 +14,6 @@ from accelerate.parallel.region import WHAT, Active, Region
 _WHOLE = ("ForSequenceClassification", "ForMultipleChoice", "ForQuestionAnswering", "ForNextSentencePrediction")
 _SHIFTING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _ATTENTION_NAMES = ("self_attn", "attn", "attention", "self_attention")
-
-
-@dataclass(frozen=True)
-class Rules:
-    """What the hook of a model has to know; found out once.
-
-    Args:
-        name: the class.
-        parameters: the names of what `forward` takes, in their order.
-        shifts: whether it shifts `labels` itself.
-        numbers_from_zero: whether its positions are 0, 1, 2, ... unless told otherwise.
-        window: tokens that a layer sees at most; None means all.
-        causal: whether no token sees what comes after it.
-    """
-
-    name: str
-    parameters: tuple[str, ...]
-    shifts: bool
-    numbers_from_zero: bool
-    window: int | None
-    causal: bool
 
 
 def outermost(model: nn.Module) -> Iterator[nn.Module]:
@@ -57,9 +35,8 @@ def check(model: nn.Module, axis: str) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.MultiheadAttention):
             raise ValueError(
-                f"{name or 'the model'} is a torch.nn.MultiheadAttention, which does not always go through "
-                f"scaled_dot_product_attention; {what} would leave it attending within its shard. Write the attention with "
-                "torch.nn.functional.scaled_dot_product_attention."
+                f"{name or 'the model'} is a torch.nn.MultiheadAttention, which under {what} may attend within its shard. Write "
+                "the attention with torch.nn.functional.scaled_dot_product_attention."
             )
     for found in outermost(model):
         kind, config = type(found).__name__, found.config
@@ -68,13 +45,12 @@ def check(model: nn.Module, axis: str) -> None:
             if used not in (None, "sdpa"):
                 raise ValueError(
                     f"{kind} was loaded with attn_implementation={used!r}, but {what} works through "
-                    "torch.nn.functional.scaled_dot_product_attention alone; any other attention would silently stay within its "
-                    "shard. Load it with attn_implementation='sdpa'."
+                    "torch.nn.functional.scaled_dot_product_attention alone. Load it with attn_implementation='sdpa'."
                 )
         if getattr(config, "is_encoder_decoder", False):
             raise ValueError(
-                f"{kind} is an encoder-decoder: it has two sequences, and masks or relative biases that {what} cannot cut. Use a "
-                f"decoder-only model, or set {axis}_size=1."
+                f"{kind} is an encoder-decoder, whose two sequences {what} cannot cut. Use a decoder-only model, or set "
+                f"{axis}_size=1."
             )
         if kind.endswith(_WHOLE):
             raise ValueError(
@@ -83,8 +59,8 @@ def check(model: nn.Module, axis: str) -> None:
             )
         if "position_ids" not in _parameters(found):
             raise ValueError(
-                f"{kind}.forward takes no position_ids, so positions would restart on every rank, and biases made from them "
-                f"(ALiBi, relative positions) with them. Use another model, or set {axis}_size=1."
+                f"{kind}.forward takes no position_ids, so positions would restart on every rank. Use another model, or set "
+                f"{axis}_size=1."
             )
         kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
         if kinds:
@@ -99,7 +75,7 @@ def join(model: nn.Module, region: Any, evaluation: bool) -> None:
 
     Args:
         model: new or known to the region.
-        region: of this Accelerator; nothing is done for a context of somebody else's.
+        region: of this Accelerator; nothing is done for a context that a library has set.
         evaluation: whether the model may be for use outside the region alone, as a frozen teacher is.
 
     Raises:
@@ -112,8 +88,8 @@ def join(model: nn.Module, region: Any, evaluation: bool) -> None:
     except ValueError as error:
         if not evaluation:
             raise
-        if not _hooked(model, RefusingHook, region):
-            model.register_forward_pre_hook(RefusingHook(region, str(error)))
+        if not _hooked(model, OutsideHook, region):
+            model.register_forward_pre_hook(OutsideHook(region, refusal=str(error)))
         return
     attach(model, region)
 
@@ -126,7 +102,7 @@ def attach(model: nn.Module, region: Region) -> None:
         if _hooked(found, ModelHook, region):
             continue
         # First of all hooks: those of strategies may move or cast what is checked here.
-        found.register_forward_pre_hook(ModelHook(region, _rules(found)), with_kwargs=True, prepend=True)
+        found.register_forward_pre_hook(ModelHook(region, found), with_kwargs=True, prepend=True)
         for module in _attention_modules(found):
             hook = AttentionHook(region, _parameters(module))
             module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
@@ -153,34 +129,27 @@ def _parameters(module: nn.Module) -> tuple[str, ...]:
     return (*names, "**") if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in found) else names
 
 
-def _rules(model: nn.Module) -> Rules:
-    config, kind = model.config, type(model).__name__
-    padded = any(
-        isinstance(module, nn.Embedding) and module.padding_idx is not None and "position" in name
-        for name, module in model.named_modules()
-    )
-    slides = getattr(config, "use_sliding_window", True) and "sliding_attention" in (
-        getattr(config, "layer_types", None) or ("sliding_attention",)
-    )
-    return Rules(
-        name=kind,
-        parameters=_parameters(model),
-        shifts=kind.endswith(_SHIFTING),
-        numbers_from_zero=not padded and not kind.endswith("ForConditionalGeneration"),
-        window=getattr(config, "sliding_window", None) if slides else None,
-        causal=all(getattr(module, "is_causal", True) for module in model.modules()),
-    )
-
-
 class OutsideHook:
-    """Says once that a model trains outside the context, where no sequence is shared and the ranks repeat each other's work."""
+    """Warns once of training outside the context, where every rank repeats the work; or refuses calls inside it.
 
-    def __init__(self, region: Region) -> None:
+    Args:
+        region: of the Accelerator.
+        refusal: why the model would compute something else inside; None where it would not.
+    """
+
+    def __init__(self, region: Region, refusal: str | None = None) -> None:
         self.region = region
+        self.refusal = refusal
         self.done = False
 
     def __call__(self, module: nn.Module, args: tuple) -> None:
-        """Look at the first call in training alone: what it does, the others do."""
+        """Look at the first call in training alone: what it does, the others do.
+
+        Raises:
+            ValueError: a call inside that is refused.
+        """
+        if self.region.active is not None and self.refusal:
+            raise ValueError(f"{self.refusal} Or call it outside of maybe_context_parallel, on whole sequences.")
         if self.done or not (module.training and torch.is_grad_enabled()):
             return
         self.done = True
@@ -191,23 +160,6 @@ class OutsideHook:
                 "it, and backward, inside the context; see docs/guides/long-sequences.md.",
                 stacklevel=2,
             )
-
-
-class RefusingHook:
-    """Refuses calls of a model inside the region, where it would compute something else."""
-
-    def __init__(self, region: Region, why: str) -> None:
-        self.region = region
-        self.why = why
-
-    def __call__(self, module: nn.Module, args: tuple) -> None:
-        """Let calls outside pass.
-
-        Raises:
-            ValueError: the call is inside.
-        """
-        if self.region.active is not None:
-            raise ValueError(f"{self.why} Or call it outside of maybe_context_parallel, on whole sequences.")
 
 
 class AttentionHook:
@@ -233,11 +185,31 @@ class AttentionHook:
 
 
 class ModelHook:
-    """Sees what a model is called with inside the context, refuses what is wrong on a part, and supplies positions."""
+    """Sees what a model is called with inside the context, refuses what is wrong on a part, and supplies positions.
 
-    def __init__(self, region: Region, rules: Rules) -> None:
-        self.region = region
-        self.rules = rules
+    Attributes:
+        name: the class of the model.
+        parameters: the names of what `forward` takes, in their order.
+        shifts: whether it shifts `labels` itself.
+        numbers_from_zero: whether its positions are 0, 1, 2, ... unless the caller gives others.
+        window: tokens that a layer sees at most; None means all.
+        causal: whether no token sees what comes after it.
+    """
+
+    def __init__(self, region: Region, model: nn.Module) -> None:
+        config, self.region, self.name = model.config, region, type(model).__name__
+        padded = any(
+            isinstance(module, nn.Embedding) and module.padding_idx is not None and "position" in name
+            for name, module in model.named_modules()
+        )
+        slides = getattr(config, "use_sliding_window", True) and "sliding_attention" in (
+            getattr(config, "layer_types", None) or ("sliding_attention",)
+        )
+        self.parameters = _parameters(model)
+        self.shifts = self.name.endswith(_SHIFTING)
+        self.numbers_from_zero = not padded and not self.name.endswith("ForConditionalGeneration")
+        self.window = getattr(config, "sliding_window", None) if slides else None
+        self.causal = all(getattr(module, "is_causal", True) for module in model.modules())
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         """Change the arguments of `forward`, inside the context.
@@ -248,13 +220,13 @@ class ModelHook:
         active = self.region.active
         if active is None:
             return None
-        kwargs = {**dict(zip(self.rules.parameters, args, strict=False)), **kwargs}
+        kwargs = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
         if active.length is not None:
             self._check_lengths(active, kwargs)
         self._check_labels(kwargs)
         self._check_places(active, kwargs)
         # Dropped: it is right-padding at most, which causal attention needs no mask for.
-        if kwargs.get("attention_mask") is not None:
+        if "attention_mask" in kwargs:
             kwargs["attention_mask"] = None
         return (), kwargs
 
@@ -271,20 +243,18 @@ class ModelHook:
                     f"{active.length} / {self.region.size} = {share}. Name {name} in the buffers of maybe_context_parallel, with "
                     "the dimension of its sequence."
                 )
-        if self.rules.window is not None and active.length > self.rules.window:
+        if self.window is not None and active.length > self.window:
             raise ValueError(
-                f"{self.rules.name} has a sliding window of {self.rules.window} tokens, and the sequence has {active.length}. "
-                f"{self.region.what.capitalize()} has no mask for the window, and every token would see all before it. Cut "
-                f"sequences to {self.rules.window} tokens, or set sliding_window=None if the model may attend to all."
+                f"{self.name} has a sliding window of {self.window} tokens, and the sequence has {active.length}; "
+                f"{self.region.what} has no mask for the window. Cut sequences to {self.window} tokens, or set sliding_window=None."
             )
 
     def _check_labels(self, kwargs: dict[str, Any]) -> None:
-        if self.rules.shifts and kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
+        if self.shifts and kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
             raise ValueError(
-                f"{self.rules.name} was called with labels= under {self.region.what}. It would shift them within this rank's part, "
-                "and lose the label of the last token of every part, which is the first of the next. Shift the whole labels before "
-                "the context, `shifted = accelerate.parallel.loss.shift_labels(labels)`, name `shifted` in its buffers, and call the "
-                "model with labels=shifted, shift_labels=shifted; or leave labels out, and compute the loss from the logits."
+                f"{self.name} was called with labels= under {self.region.what}, and would lose the last label of every part. Shift "
+                "the whole labels before the context, `shifted = accelerate.utils.shift_labels(labels)`, name `shifted` in its "
+                "buffers, and pass labels=shifted, shift_labels=shifted; or compute the loss from the logits."
             )
 
     def _check_places(self, active: Active, kwargs: dict[str, Any]) -> None:
@@ -294,23 +264,21 @@ class ModelHook:
         """
         mask, given = kwargs.get("attention_mask"), kwargs.get("position_ids")
         if given is None:
-            if active.positions is None or not self.rules.numbers_from_zero:
+            if active.positions is None or not self.numbers_from_zero:
                 raise ValueError(
-                    f"{self.rules.name} was called without position_ids under {self.region.what}, and would number this rank's "
-                    "tokens from the start, like those of every other rank. Make position_ids for the whole sequence, name them in "
-                    "the buffers of maybe_context_parallel, and pass them to the model."
+                    f"{self.name} was called without position_ids under {self.region.what}, and would count from 0 on every rank. "
+                    "Make position_ids for the whole sequence, name them in the buffers, and pass them to the model."
                 )
             kwargs["position_ids"] = active.positions
-        checked = given if self.rules.numbers_from_zero and active.positions is not None else None
-        if mask is None and checked is None:
-            return
-        self._agree(active, mask, checked)
+        checked = given if self.numbers_from_zero and active.positions is not None else None
+        if mask is not None or checked is not None:
+            self._compare(active, mask, checked)
 
-    def _agree(self, active: Active, mask: Tensor | None, given: Tensor | None) -> None:
+    def _compare(self, active: Active, mask: Tensor | None, given: Tensor | None) -> None:
         if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2 or active.positions is None):
             seen = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
             raise ValueError(
-                f"{self.rules.name} was called with an attention_mask of {seen} under {self.region.what}. A mask of rows and columns "
+                f"{self.name} was called with an attention_mask of {seen} under {self.region.what}. A mask of rows and columns "
                 "cannot be given there: leave it out, or give a mask of [batch, length] that pads at the right, with buffers."
             )
         wrong = torch.zeros(2, dtype=torch.int32, device=(mask if mask is not None else given).device)
@@ -324,7 +292,7 @@ class ModelHook:
             else:
                 distributed.all_reduce(tokens, group=self.region.group)
             # Where every token sees all others, padding anywhere would be seen.
-            wrong[0] = (real != (places < tokens)).any() if self.rules.causal else (~real).any()
+            wrong[0] = (real != (places < tokens)).any() if self.causal else (~real).any()
             real = None if mask.shape[-1] == active.length else real
         if given is not None:
             differs = given != active.positions
@@ -333,9 +301,9 @@ class ModelHook:
         distributed.all_reduce(wrong, op=distributed.ReduceOp.MAX, group=self.region.group)
         unaligned, renumbered = wrong.tolist()
         if unaligned:
-            if not self.rules.causal:
+            if not self.causal:
                 raise ValueError(
-                    f"attention_mask has padding, but the attention of {self.rules.name} is not causal: every token would see the "
+                    f"attention_mask has padding, but the attention of {self.name} is not causal: every token would see the "
                     f"padding, since {self.region.what} has no mask. Use sequences without padding."
                 )
             raise ValueError(
@@ -344,7 +312,7 @@ class ModelHook:
             )
         if renumbered:
             raise ValueError(
-                f"position_ids are not 0, 1, 2, ... over the whole sequence ({active.length} tokens). Either they were made for a "
-                "part of it: make them for the whole, and name them in the buffers, or leave them out. Or several documents are "
-                f"packed into one sequence, which {self.region.what} cannot keep apart, since it has no mask: do not pack."
+                f"position_ids are not 0, 1, 2, ... over the whole sequence ({active.length} tokens). If they were made for a part "
+                "of it, make them for the whole and name them in the buffers, or leave them out. Documents packed into one sequence "
+                f"cannot be kept apart under {self.region.what}, which has no mask."
             )

@@ -8,7 +8,6 @@ the example.
 import contextlib
 import difflib
 import inspect
-import logging
 import math
 import operator
 import warnings
@@ -23,8 +22,6 @@ from torch.utils import _pytree as pytree
 
 from accelerate import comm
 from accelerate.process import PartialState
-
-logger = logging.getLogger(__name__)
 
 # What may be an input or an output beside tensors: it is part of the traced graph.
 _CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -45,20 +42,25 @@ class _Leaf:
     Attributes:
         name: Where it is.
         shape: Of a tensor of one micro-batch; None for a constant.
-        dtype: Of the tensor.
+        dtype: Of the tensor, or the type of the constant.
         value: The constant.
     """
 
     name: str
     shape: tuple[int, ...] | None = None
-    dtype: torch.dtype | None = None
+    dtype: Any = None
     value: Any = None
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}={self.value!r}" if self.shape is None else f"{self.name} of shape {self.shape}, {self.dtype}"
+        )
 
 
 def _leaf(name: str, value: Any) -> _Leaf:
     if isinstance(value, torch.Tensor):
         return _Leaf(name, tuple(value.shape), value.dtype)
-    return _Leaf(name, value=value)
+    return _Leaf(name, None, type(value), value)  # 1, 1.0 and True are equal, but other constants
 
 
 class Inputs:
@@ -81,7 +83,7 @@ class Inputs:
         self._owner = type(model).__name__
         self._signature = inspect.signature(model.forward)
         self._by_keyword = set(kwargs)
-        values, self._structure = self._flat(self._bind(args, kwargs, "`example_args` and `example_kwargs`"))
+        values, self._structure = self._flat(args, kwargs, "`example_args` and `example_kwargs`")
         self.leaves = [_leaf(name, value) for name, value in values]
         for leaf in self.leaves:
             if leaf.shape is None and not isinstance(leaf.value, _CONSTANTS):
@@ -93,18 +95,17 @@ class Inputs:
         if not self.rows:
             raise ValueError(
                 "No tensor of `example_args` and `example_kwargs` has a batch dimension with a sample in it (seen: "
-                f"{', '.join(_seen(leaf) for leaf in self.leaves) or 'no values'}). Give tensors whose first dimension is the batch."
+                f"{', '.join(str(leaf) for leaf in self.leaves) or 'no values'}). Give tensors whose first dimension is the batch."
             )
         self._example = [value for _, value in values if isinstance(value, torch.Tensor)]
 
-    def _bind(self, args: Sequence[Any], kwargs: Mapping[str, Any], called: str) -> dict[str, Any]:
+    def _flat(self, args: Sequence[Any], kwargs: Mapping[str, Any], called: str) -> tuple[list[tuple[str, Any]], Any]:
+        """Return the values in some arguments, each with its name, and the structure around them."""
         try:
-            return dict(self._signature.bind(*args, **kwargs).arguments)
+            arguments = dict(self._signature.bind(*args, **kwargs).arguments)
         except TypeError as error:
             raise TypeError(f"{called} do not fit {self._owner}.forward{self._signature}: {error}.") from None
-
-    def _flat(self, arguments: Mapping[str, Any]) -> tuple[list[tuple[str, Any]], Any]:
-        paths, structure = pytree.tree_flatten_with_path(dict(arguments))
+        paths, structure = pytree.tree_flatten_with_path(arguments)
         return [(_label(path), value) for path, value in paths], structure
 
     def traced(self) -> tuple[torch.Tensor, ...]:
@@ -121,7 +122,10 @@ class Inputs:
             tensors: As `traced` returns them.
         """
         given = iter(tensors)
-        values = [leaf.value if leaf.shape is None else self._shaped(next(given), leaf) for leaf in self.leaves]
+        values = [
+            leaf.value if leaf.shape is None else next(given) if leaf.shape else next(given).reshape(())
+            for leaf in self.leaves
+        ]
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
         for name, value in pytree.tree_unflatten(values, self._structure).items():
@@ -136,10 +140,6 @@ class Inputs:
                 args.append(value)
         return forward(*args, **kwargs)
 
-    @staticmethod
-    def _shaped(tensor: torch.Tensor, leaf: _Leaf) -> torch.Tensor:
-        return tensor if leaf.shape else tensor.reshape(())
-
     def match(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, list[tuple[torch.Tensor, bool]]]:
         """Compare the arguments of a batch with the example.
 
@@ -149,53 +149,37 @@ class Inputs:
         Raises:
             TypeError, ValueError: Something differs from the example that is not the number of samples.
         """
-        values, structure = self._flat(self._bind(args, kwargs, "The arguments on the first process"))
+        values, structure = self._flat(args, kwargs, "The arguments on the first process")
         rows = next((value.shape[0] for _, value in values if isinstance(value, torch.Tensor) and value.dim()), 0)
         if not rows:
             raise ValueError(
-                f"The first process got no sample (arguments: {', '.join(_seen(_leaf(*value)) for value in values) or 'none'}). "
+                f"The first process got no sample (arguments: {', '.join(str(_leaf(*value)) for value in values) or 'none'}). "
                 "Give the model its inputs there: tensors whose first dimension is the batch."
             )
         if structure != self._structure:
-            known, told = {leaf.name for leaf in self.leaves}, {name for name, _ in values}
-            differing = sorted(known ^ told) or sorted(told)
+            known, given = {leaf.name for leaf in self.leaves}, {name for name, _ in values}
+            differing = sorted(known ^ given) or sorted(given)
             raise ValueError(
                 f"The arguments are not those that the pipeline was traced with: {', '.join(differing)} "
-                f"{'is missing' if known - told else 'was not in the example'}. Give the same ones in every call, or call "
+                f"{'is missing' if known - given else 'was not in the example'}. Give the same ones in every call, or call "
                 "`prepare_pippy` with these as `example_args` and `example_kwargs`."
             )
         return rows, [
-            pair
-            for leaf, (_, value) in zip(self.leaves, values, strict=True)
-            for pair in self._compared(leaf, value, rows)
+            self._compared(leaf, _leaf(*value), value[1], rows)
+            for leaf, value in zip(self.leaves, values, strict=True)
+            if leaf.shape is not None or _leaf(*value) != leaf
         ]
 
-    def _compared(self, leaf: _Leaf, value: Any, rows: int) -> list[tuple[torch.Tensor, bool]]:
-        if leaf.shape is None:
-            if type(value) is not type(leaf.value) or value != leaf.value:
-                raise ValueError(
-                    f"{leaf.name}={value!r}, but the pipeline was traced with {leaf.value!r}, which is part of its graph. Call "
-                    "`prepare_pippy` again with this value."
-                )
-            return []
-        if not isinstance(value, torch.Tensor):
-            raise ValueError(
-                f"{leaf.name} is a {type(value).__name__}; it was a tensor in the example. Give a tensor."
-            )
-        if value.dtype != leaf.dtype:
-            raise ValueError(
-                f"{leaf.name} has dtype {value.dtype}; in the example it had {leaf.dtype}, which the stages expect. Convert it."
-            )
-        if leaf.shape and tuple(value.shape[1:]) == leaf.shape[1:] and value.shape[:1] == (rows,):
-            if leaf.shape[0] == self.rows:
-                return [(value, True)]
-        if tuple(value.shape) == leaf.shape:
-            return [(value.reshape(leaf.shape or (1,)), False)]
-        wanted = f"(any number of samples, {', '.join(map(str, leaf.shape[1:]))})" if leaf.shape else "()"
+    def _compared(self, leaf: _Leaf, found: _Leaf, value: Any, rows: int) -> tuple[torch.Tensor, bool]:
+        """Return a tensor of a batch, and whether it holds the samples; another one is the same for every micro-batch."""
+        if leaf.shape is not None and found.dtype == leaf.dtype:
+            if leaf.shape[:1] == (self.rows,) and found.shape == (rows, *leaf.shape[1:]):
+                return value, True
+            if found.shape == leaf.shape:
+                return value.reshape(leaf.shape or (1,)), False
         raise ValueError(
-            f"{leaf.name} has shape {tuple(value.shape)} in a batch of {rows}; the pipeline was traced with {leaf.shape} for a "
-            f"micro-batch of {self.rows}, so it takes {wanted}. Pad it to that, or call `prepare_pippy` again with an example of "
-            "this shape."
+            f"{found} in a batch of {rows}, but the pipeline was traced with {leaf} for a micro-batch of {self.rows}. Only the "
+            "number of samples may differ: convert or pad it, or call `prepare_pippy` again with an example like this."
         )
 
     def cut(self, tensors: Sequence[tuple[torch.Tensor, bool]], start: int, count: int) -> tuple[torch.Tensor, ...]:
@@ -217,10 +201,6 @@ class Inputs:
                 piece = torch.cat([tensor] * count)
             taken.append(piece)
         return tuple(taken)
-
-
-def _seen(leaf: _Leaf) -> str:
-    return f"{leaf.name}={leaf.value!r}" if leaf.shape is None else f"{leaf.name} of shape {leaf.shape}"
 
 
 class Outputs:
@@ -261,13 +241,7 @@ class Outputs:
                 f"The model returns a {type(value).__name__} ({name}), which cannot be taken apart. Return tensors in lists, "
                 "tuples, dictionaries or dataclasses that `torch.export.register_dataclass` knows."
             )
-        if PartialState().process_index == 0:
-            logger.warning(
-                "A pipeline does not return the %s in %s; pass use_cache=False to silence this.",
-                type(value).__name__,
-                name,
-            )
-        return None
+        return None  # a cache of transformers
 
     def joined(self, pieces: Sequence[Sequence[torch.Tensor]], samples: int) -> Any:
         """Return what the model returns for a batch.
@@ -287,10 +261,6 @@ class Outputs:
             for leaf in self._leaves
             if leaf.shape is not None
         ]
-
-    def tensors(self, output: Any) -> list[torch.Tensor]:
-        """Return the tensors of what `built` returned."""
-        return [value for value in pytree.tree_leaves(output) if isinstance(value, torch.Tensor)]
 
     def built(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Return tensors in the structure of the model's output."""
@@ -359,7 +329,9 @@ def trace(
             "processes: its forward calls one of these modules not once, or two of them begin at the same place. Choose modules "
             "that run one after the other."
         )
-    return Traced(pipe, inputs, outputs, _used(pipe), _autocast())
+    kind = PartialState().device.type
+    autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    return Traced(pipe, inputs, outputs, _used(pipe), autocast)
 
 
 def _check_points(model: nn.Module, split_points: Sequence[str], stages: int) -> None:
@@ -395,11 +367,7 @@ def _as_before(model: nn.Module, split_points: Sequence[str]) -> Iterator[None]:
 
 def _untraceable(model: nn.Module, error: BaseException) -> ValueError:
     cause = error.__cause__ or error
-    if (
-        isinstance(cause, ValueError)
-        and cause.__traceback__ is not None
-        and str(cause).startswith("The model returns")
-    ):
+    if isinstance(cause, ValueError) and str(cause).startswith("The model returns"):
         return ValueError(str(cause))
     first = next((line for line in str(cause).splitlines() if line.strip()), "no message")
     return ValueError(
@@ -415,11 +383,6 @@ def _used(pipe: Any) -> list[int]:
     inputs = [node for node in nodes if node.op == "placeholder"]
     first = next(node for node in nodes if node.op == "call_module")
     return [inputs.index(node) for node in first.args]
-
-
-def _autocast() -> tuple[bool, torch.dtype]:
-    kind = PartialState().device.type
-    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
 
 def _sends_well(stage: Any) -> None:
@@ -512,25 +475,14 @@ class PipelineSchedule(ScheduleGPipe):
         error, rows, tensors = None, 0, []
         if self._rank == 0:
             try:
-                self._check_autocast()
                 rows, tensors = self._traced.inputs.match(args, kwargs)
             except (TypeError, ValueError) as caught:
                 error, rows = caught, _REFUSED
-        told = communicator.broadcast(torch.tensor([rows], device=self._device), 0)
-        self._samples = int(told.item())
+        self._samples = int(communicator.broadcast(torch.tensor([rows], device=self._device), 0).item())
         if self._samples == _REFUSED:
             text = communicator.broadcast_object_list([str(error)], 0)[0]
             raise error or ValueError(f"The first process was called with other arguments than its example: {text}")
         return tensors
-
-    def _check_autocast(self) -> None:
-        now, traced = _autocast(), self._traced.autocast
-        if now[0] != traced[0] or (now[0] and now != traced):
-            words = [f"on ({dtype})" if enabled else "off" for enabled, dtype in (traced, now)]
-            raise ValueError(
-                f"Autocast was {words[0]} when the pipeline was traced and is {words[1]} now, but the dtypes that stages exchange "
-                "are fixed. Call `prepare_pippy` and the model under the same autocast."
-            )
 
     def to_all(self, output: Any) -> Any:
         """Return on every rank what the last one's `step` returned. All ranks.
@@ -540,7 +492,8 @@ class PipelineSchedule(ScheduleGPipe):
         """
         outputs, last = self._traced.outputs, self._ranks - 1
         if self._rank == last:
-            tensors = [tensor.contiguous() for tensor in outputs.tensors(output)]
+            leaves = pytree.tree_leaves(output)
+            tensors = [value.contiguous() for value in leaves if isinstance(value, torch.Tensor)]
         else:
             shapes = outputs.shapes(self._samples)
             tensors = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in shapes]

@@ -22,10 +22,8 @@ if TYPE_CHECKING:
 ATTENTION = torch._C._nn.scaled_dot_product_attention
 WHAT = {"cp": "context parallelism", "sp": "sequence parallelism"}
 NO_MASK = (
-    "attn_mask was given to scaled_dot_product_attention under {what}, where each rank holds a part of the rows and columns only "
-    "and a mask of that part says nothing about the whole. Only is_causal=True, or no mask at all, is possible: pass "
-    "attn_mask=None. Padding at the right needs no mask under causal attention, since no real token sees it; leave it out of the "
-    "loss."
+    "attn_mask was given to scaled_dot_product_attention under {what}, where each rank holds a part of the rows and columns, and "
+    "a mask of that part says nothing about the whole. Pass attn_mask=None; padding at the right needs no mask if is_causal=True."
 )
 
 
@@ -36,12 +34,10 @@ class Active:
     Args:
         length: tokens of the whole sequence; None when no buffers were given.
         positions: [1, length / size], the places of this rank's tokens in the whole sequence; None likewise.
-        sharded: the identities of the buffers.
     """
 
     length: int | None
     positions: Tensor | None
-    sharded: frozenset[int]
 
 
 class Attention(TorchFunctionMode):
@@ -63,9 +59,8 @@ class Attention(TorchFunctionMode):
             return self.attend(*args, **(kwargs or {}))
         if func is F.multi_head_attention_forward:
             raise ValueError(
-                f"torch.nn.MultiheadAttention was called under {self.what}, but it does not always go through "
-                "scaled_dot_product_attention, and would then attend within its shard. Write the attention with "
-                "torch.nn.functional.scaled_dot_product_attention."
+                f"torch.nn.MultiheadAttention was called under {self.what}, and may attend within its shard. Write the attention "
+                "with torch.nn.functional.scaled_dot_product_attention."
             )
         return func(*args, **(kwargs or {}))
 
@@ -135,7 +130,7 @@ class Region:
             )
         self._check(buffers, dims, lasting)
         if not buffers:
-            with self._attending(None, None, frozenset()):
+            with self._attending(None, None):
                 yield
             return
         length = buffers[0].shape[dims[0]]
@@ -143,13 +138,13 @@ class Region:
         places = torch.arange(length, device=buffers[0].device).unsqueeze(0)
         restored = [buffer for buffer in buffers if not _among(buffer, lasting)]
         with _put_back(restored), self._cut([*buffers, places], [*dims, 1], length):
-            with self._attending(length, places, frozenset(id(buffer) for buffer in buffers)):
+            with self._attending(length, places):
                 yield
 
     @contextmanager
-    def _attending(self, length: int | None, places: Tensor | None, sharded: frozenset[int]) -> Iterator[None]:
+    def _attending(self, length: int | None, places: Tensor | None) -> Iterator[None]:
         _leave_handler_uncompiled()
-        self.active = Active(length, places, sharded)
+        self.active = Active(length, places)
         try:
             with self._mode, self._renamed():
                 yield
@@ -198,7 +193,7 @@ class Region:
     def _check(self, buffers: list[Any], dims: list[Any], lasting: list[Any]) -> None:
         """Refuse on all ranks of the group what one of them cannot cut, or what differs between them.
 
-        On CPU all ranks compare notes each time. Elsewhere reading a message would make the host wait for the device, so they do
+        On CPU all ranks exchange descriptions each time. Elsewhere reading a message would make the host wait for the device, so they do
         it at the first entry alone.
         """
         problem = self._problem(buffers, dims, lasting)
@@ -208,25 +203,23 @@ class Region:
                 raise ValueError(problem)
             return
         mine = (problem, None if problem else [_content(buffer) for buffer in buffers])
-        told: list[Any] = [None] * self.size
-        distributed.all_gather_object(told, mine, group=self.group)
+        seen: list[Any] = [None] * self.size
+        distributed.all_gather_object(seen, mine, group=self.group)
         self._compared = True
-        for rank, (other, _) in enumerate(told):
+        for rank, (other, _) in enumerate(seen):
             if other:
                 raise ValueError(other if problem else f"{other} (Seen on rank {rank} of {self.axis}.)")
-        for rank, (_, content) in enumerate(told):
-            if content != told[0][1]:
+        for rank, (_, content) in enumerate(seen):
+            if content != seen[0][1]:
                 raise ValueError(
                     f"The buffers of rank {rank} of {self.axis} are not those of rank 0, but ranks that share a sequence must "
-                    f"have the same batch (shape, type, checksum of integers: {content} and {told[0][1]}). Let the Accelerator "
+                    f"have the same batch (shape, type, checksum of integers: {content} and {seen[0][1]}). Let the Accelerator "
                     "prepare the loader, or give these ranks the same data and random numbers."
                 )
 
     def _problem(self, buffers: list[Any], dims: list[Any], lasting: list[Any]) -> str | None:
         if len(buffers) != len(dims):
-            return (
-                f"There are {len(buffers)} buffers and {len(dims)} buffer_seq_dims; each buffer needs one dimension."
-            )
+            return f"There are {len(buffers)} buffers and {len(dims)} buffer_seq_dims; each needs one dimension."
         lengths = []
         for place, (buffer, dim) in enumerate(zip(buffers, dims, strict=True)):
             if not isinstance(buffer, Tensor):
@@ -235,7 +228,7 @@ class Region:
             if isinstance(buffer, torch.nn.Parameter) or buffer.requires_grad:
                 return (
                     f"buffers[{place}] of shape {shape} requires a gradient, and cannot be cut in place. Give the inputs of the "
-                    "model, detached; what is computed from them inside the context is cut already."
+                    "model; what is computed from them inside the context is cut already."
                 )
             if any(buffer is other for other in buffers[:place]):
                 return f"buffers[{place}] of shape {shape} is in the list twice, and would be cut twice."
@@ -244,8 +237,7 @@ class Region:
             lengths.append(shape[dim])
         if len(set(lengths)) > 1:
             return (
-                f"The buffers have lengths {lengths} along buffer_seq_dims {dims}; all must be of one length, that of the "
-                "sequence."
+                f"The buffers have lengths {lengths} along buffer_seq_dims {dims}; all must have that of the sequence."
             )
         if any(not _among(buffer, buffers) for buffer in lasting):
             return "no_restore_buffers has a tensor that is not in buffers; it must be one of them, the same object."
@@ -256,14 +248,13 @@ class Region:
         if length % whole == 0 and length > 0:
             return None
         more = -length % whole or whole
-        parts = (
-            f"{self.cuts} x {self.axis}_size={self.size} = {whole}" if self.cuts > 1 else f"{self.axis}_size={whole}"
-        )
-        why = " (each rank gets one part from the front and one from the back, which balances causal attention)"
+        parts, why = f"{self.axis}_size={whole}", ""
+        if self.cuts > 1:
+            parts = f"{self.cuts} x {self.axis}_size={self.size} = {whole}"
+            why = " (each rank gets one part from the front and one from the back, which balances causal attention)"
         return (
-            f"The sequence has {length} tokens, which is not divisible by {parts}{why if self.cuts > 1 else ''}: "
-            f"{length} = {length // whole} x {whole} + {length % whole}. Pad it by {more} to {length + more}, or cut it to "
-            f"{length // whole * whole}."
+            f"The sequence has {length} tokens, which is not divisible by {parts}{why}: {length} = {length // whole} x {whole} + "
+            f"{length % whole}. Pad it by {more} to {length + more}, or cut it to {length // whole * whole}."
         )
 
     def _no_buffers(self) -> str | None:

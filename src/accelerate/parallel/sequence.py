@@ -1,58 +1,145 @@
-"""Sequence parallelism after Ulysses: each rank holds a part of every sequence, and inside attention a part of the heads."""
+"""Sequences that ranks share: context parallelism, where keys and values travel, and Ulysses, where heads are swapped for tokens.
+
+Either way each rank holds a part of every sequence, and attention sees the whole of it. Labels are shifted before a sequence is
+cut, and losses weighted by tokens after.
+"""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor, distributed, nn
 
 from accelerate.parallel import mesh, models
-from accelerate.parallel.exchange import exchange
-from accelerate.parallel.loss import aggregate_loss, shift_labels
-from accelerate.parallel.region import ATTENTION, Region
+from accelerate.parallel.attention import by_gathering, by_ring, exchange
+from accelerate.parallel.region import ATTENTION, NO_MASK, Region, replace
 
 if TYPE_CHECKING:
     from accelerate.accelerator import Accelerator
     from accelerate.config.parallel import DeepSpeedSequenceParallelConfig
 
-__all__ = ["SequenceRegion", "aggregate_loss", "check_heads", "prepare", "shift_labels", "ulysses"]
-
+_EXPERIMENTAL = "torch.distributed.tensor.experimental"
+# Where torch has kept the choice of the rotation: 2.7 to 2.13 have the first, the second is what it leads to since 2.9.
+_ROTATION_HOMES = (f"{_EXPERIMENTAL}._attention", f"{_EXPERIMENTAL}._context_parallel._attention")
 _HEADS, _LENGTH = 1, 2  # dimensions of query, key and value
 
 
-def prepare(accelerator: "Accelerator", objects: Sequence[Any]) -> tuple[Any, ...]:
-    """Get models and the Accelerator ready for sequences that are cut (`sp_backend="torch"`). All ranks call it.
+def prepare(accelerator: "Accelerator", axis: str, objects: Sequence[Any]) -> tuple[Any, ...]:
+    """Get models and the Accelerator ready for sequences that are cut. All ranks call it, from `Accelerator.prepare`.
 
-    `accelerator.maybe_context_parallel` works from here on, as for context parallelism.
+    Models of transformers get hooks that act inside the context alone: they refuse what would be wrong on a part of a sequence,
+    supply positions, and leave masks out. `accelerator.maybe_context_parallel` works from here on.
 
     Args:
-        accelerator: its device mesh is built, and has a dimension "sp".
+        accelerator: its device mesh is built, and has the dimension.
+        axis: "cp" for context parallelism, "sp" for Ulysses.
         objects: what `prepare` was given.
 
     Returns:
         The same objects.
 
     Raises:
-        ValueError: heads that cannot be dealt out, an attention other than SDPA, or settings that only DeepSpeed has a use for.
+        ValueError: a model whose attention cannot be exact on parts, such as attn_implementation="eager"; heads that cannot be
+            dealt out; settings that only DeepSpeed has a use for.
+        ImportError: this torch has no context parallelism for the device.
 
-    Source: DeepSpeed Ulysses (arXiv 2309.14509)
+    Source: https://pytorch.org/tutorials/prototype/context_parallel.html, DeepSpeed Ulysses (arXiv 2309.14509)
     """
     layout = accelerator.parallelism_config
     found = [item for item in objects if isinstance(item, nn.Module)]
     for model in found:
-        models.check(model, "sp")
-        for inner in models.outermost(model):
-            _check_config(inner, layout.sp_size)
+        models.check(model, axis)
+        if axis == "sp":
+            for inner in models.outermost(model):
+                _check_config(inner, layout.sp_size)
     if not isinstance(accelerator._cp_context, Region):
-        part = mesh.submesh(accelerator.torch_device_mesh, "sp")
+        part = mesh.submesh(accelerator.torch_device_mesh, axis)
         if part is None:
+            size = getattr(layout, f"{axis}_size")
             raise ValueError(
-                f"sp_size={layout.sp_size}, but the device mesh has no dimension 'sp'. Set sp_size above 1."
+                f"{axis}_size={size}, but the device mesh has no dimension {axis!r}. Set {axis}_size above 1."
             )
-        accelerator._cp_context = SequenceRegion(part, _fixed_length(layout.sp_handler))
+        accelerator._cp_context = _context_region(accelerator, part) if axis == "cp" else _ulysses_region(layout, part)
     for model in found:
         models.attach(model, accelerator._cp_context)
     return tuple(objects)
+
+
+# -- context parallelism ---------------------------------------------------------------------------------------------
+
+
+def _context_region(accelerator: "Accelerator", part: Any) -> Region:
+    strategy = accelerator.parallelism_config.cp_handler.cp_comm_strategy
+    if accelerator.device.type != "cpu":
+        return TorchRegion(part, strategy)
+    # torch deals out two parts to each rank; a length that would fail on an accelerator shall fail on a laptop, too.
+    return Region("cp", part, by_ring if strategy == "alltoall" else by_gathering, cuts=2)
+
+
+class TorchRegion(Region):
+    """Context parallelism by torch itself, for accelerators: it deals the sequence out, and its kernels do the attention.
+
+    Args:
+        part: the mesh dimension.
+        strategy: how keys and values travel, "allgather" or "alltoall".
+    """
+
+    def __init__(self, part: Any, strategy: str) -> None:
+        super().__init__("cp", part, cuts=2)
+        self.strategy = strategy
+        self._context, self._set_rotation = _torch_parts()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_context": None, "_set_rotation": None}
+
+    @contextmanager
+    def _cut(self, buffers: list[Tensor], dims: list[int], length: int) -> Iterator[None]:
+        # torch resizes the memory itself, also that of a larger tensor which a buffer is a view of: give it copies. Putting
+        # back is our caller's work, so torch need not keep copies of its own.
+        for buffer in buffers:
+            replace(buffer, buffer.data.clone(memory_format=torch.contiguous_format))
+        self._set_rotation(self.strategy)  # one setting for the process, and other Accelerators may want another
+        # torch counts dimensions from the front.
+        front = [dim % buffer.dim() for dim, buffer in zip(dims, buffers, strict=True)]
+        with self._context(self.mesh, buffers=buffers, buffer_seq_dims=front, no_restore_buffers=set(buffers)):
+            yield
+
+    def _renamed(self) -> AbstractContextManager[None]:
+        return nullcontext()  # torch has replaced the name itself
+
+    def _attention(self, *args: Any, **kwargs: Any) -> Tensor:
+        if kwargs.get("attn_mask", args[3] if len(args) > 3 else None) is not None:
+            raise ValueError(NO_MASK.format(what=self.what))
+        query = args[0] if args else kwargs["query"]
+        if type(query) is Tensor:
+            # Called by a name that was imported before torch replaced it: what is under the name now cuts the tensors up.
+            return torch.nn.functional.scaled_dot_product_attention(*args, **kwargs)
+        return ATTENTION(*args, **kwargs)
+
+    def _no_buffers(self) -> str | None:
+        return "maybe_context_parallel got no buffers; torch's context parallelism needs at least the input that it shall cut."
+
+
+def _torch_parts() -> tuple[Callable, Callable]:
+    """Return torch's context manager and the setter of its rotation, wherever this version keeps them."""
+    context = getattr(import_module(_EXPERIMENTAL), "context_parallel", None)
+    for home in _ROTATION_HOMES:
+        try:
+            setter = getattr(import_module(home), "set_rotate_method", None)
+        except ImportError:
+            continue
+        if context is not None and setter is not None:
+            return context, setter
+    raise ImportError(
+        f"torch {torch.__version__} has no {_EXPERIMENTAL}.context_parallel with set_rotate_method. Install torch 2.7 to 2.13, or "
+        "set cp_size=1."
+    )
+
+
+# -- sequence parallelism -------------------------------------------------------------------------------------------
 
 
 def check_heads(heads: int, key_heads: int, size: int, of: str = "attention") -> None:
@@ -71,19 +158,26 @@ def check_heads(heads: int, key_heads: int, size: int, of: str = "attention") ->
         >>> check_heads(32, 8, 4)
         >>> check_heads(32, 2, 4)  # each key head goes to two ranks
     """
-    if heads % size:
-        fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (key_heads % n == 0 or n % key_heads == 0)]
-        raise ValueError(
-            f"sp_size={size}: {of} has {heads} heads, and {heads} = {heads // size} x {size} + {heads % size}, so they cannot be "
-            f"dealt out evenly. Set sp_size to one of {fitting}, or use context parallelism (cp_size), which cuts no heads."
-        )
-    if key_heads % size and size % key_heads:
-        fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (key_heads % n == 0 or n % key_heads == 0)]
-        raise ValueError(
-            f"sp_size={size}: {of} has {key_heads} key and value heads; they can be dealt out if {key_heads} is a multiple of "
-            f"{size}, and repeated if {size} is a multiple of {key_heads}. Set sp_size to one of {fitting}, or use context "
-            "parallelism (cp_size), which cuts no heads."
-        )
+
+    def fits(ranks: int) -> bool:
+        return heads % ranks == 0 and (key_heads % ranks == 0 or ranks % key_heads == 0)
+
+    if fits(size):
+        return
+    why = (
+        f"{heads} heads, and {heads} = {heads // size} x {size} + {heads % size}, so they cannot be dealt out evenly"
+        if heads % size
+        else f"{key_heads} key and value heads, which can be dealt out if {key_heads} is a multiple of {size}, and repeated if "
+        f"{size} is a multiple of {key_heads}"
+    )
+    raise ValueError(
+        f"sp_size={size}: {of} has {why}. Set sp_size to one of {[n for n in range(1, heads + 1) if fits(n)]}, or use context "
+        "parallelism (cp_size), which cuts no heads."
+    )
+
+
+def _ulysses_region(layout: Any, part: Any) -> Region:
+    return SequenceRegion(part, _fixed_length(layout.sp_handler))
 
 
 def _check_config(model: nn.Module, size: int) -> None:
@@ -95,7 +189,7 @@ def _check_config(model: nn.Module, size: int) -> None:
 
 
 def _fixed_length(handler: "DeepSpeedSequenceParallelConfig | None") -> int | None:
-    """Return the length that every sequence must have, and say which settings have no use here."""
+    """Return the length that every sequence must have; refuse, or warn of, settings that have no use here."""
     if handler is None:
         return None
     if handler.sp_attn_implementation not in (None, "sdpa"):
@@ -121,7 +215,7 @@ class SequenceRegion(Region):
     """
 
     def __init__(self, part: Any, length: int | None = None) -> None:
-        super().__init__("sp", part, _attend)
+        super().__init__("sp", part, ulysses)
         self.length = length
 
     def _odd_length(self, length: int) -> str | None:
@@ -133,7 +227,7 @@ class SequenceRegion(Region):
         return super()._odd_length(length)
 
 
-def _attend(
+def ulysses(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -141,24 +235,7 @@ def _attend(
     causal: bool,
     scale: float | None,
     gqa: bool,
-    region: Region,
-) -> Tensor:
-    return ulysses(
-        query, key, value, dropout=dropout, causal=causal, scale=scale, gqa=gqa, group=region.group, size=region.size
-    )
-
-
-def ulysses(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    group: Any,
-    size: int,
-    dropout: float = 0.0,
-    causal: bool = False,
-    scale: float | None = None,
-    gqa: bool = False,
+    region: Any,
 ) -> Tensor:
     """Attend over the whole sequence with a part of the heads, and hand the result back in parts of the sequence.
 
@@ -168,12 +245,11 @@ def ulysses(
         query: [batch, heads, length / size, width].
         key: [batch, key heads, length / size, width].
         value: [batch, key heads, length / size, value width].
-        group: the ranks that share the sequence.
-        size: how many they are.
         dropout: probability that a weight is zeroed.
         causal: whether a query sees only keys at its place and before.
         scale: factor of the scores; None means 1 / sqrt(width).
         gqa: whether several query heads share a key head.
+        region: the ranks that share the sequence: `group`, `size`.
 
     Returns:
         [batch, heads, length / size, value width].
@@ -186,11 +262,88 @@ def ulysses(
             "Sequence parallelism needs query, key and value of [batch, heads, length, width], but they are "
             f"{tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)}."
         )
-    heads, key_heads = query.shape[_HEADS], key.shape[_HEADS]
+    size, heads, key_heads = region.size, query.shape[_HEADS], key.shape[_HEADS]
     check_heads(heads, key_heads, size)
     if key_heads % size:
         # Fewer key heads than ranks: those whose queries share one get a copy each. The gradients of copies add up.
         key, value = (tensor.repeat_interleave(size // key_heads, dim=_HEADS) for tensor in (key, value))
-    query, key, value = (exchange(tensor, _HEADS, _LENGTH, group, size) for tensor in (query, key, value))
+    query, key, value = (exchange(tensor, _HEADS, _LENGTH, region.group, size) for tensor in (query, key, value))
     out = ATTENTION(query, key, value, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=gqa)
-    return exchange(out, _LENGTH, _HEADS, group, size)
+    return exchange(out, _LENGTH, _HEADS, region.group, size)
+
+
+# -- labels and losses -----------------------------------------------------------------------------------------------
+
+
+def shift_labels(labels: Tensor, ignore_index: int = -100) -> Tensor:
+    """Move every label to the place whose output predicts it, which must happen before a sequence is cut.
+
+    A causal language model predicts token i + 1 at place i. Shifted inside a shard, the last place of every shard would lose its
+    label, which is the first token of the next shard.
+
+    Args:
+        labels: [..., length], integers, of the whole sequence.
+        ignore_index: what the last place gets, which predicts nothing.
+
+    Returns:
+        A new tensor of the same shape; pass it to a transformers model as `shift_labels=`.
+
+    Raises:
+        ValueError: `labels` has no dimension.
+
+    Example:
+        >>> shift_labels(torch.tensor([[5, 6, 7, 8]]))
+        tensor([[   6,    7,    8, -100]])
+    """
+    if labels.dim() == 0:
+        raise ValueError("labels is a scalar; it must be [..., length], such as [batch, length].")
+    shifted = torch.full_like(labels, ignore_index, memory_format=torch.contiguous_format)
+    shifted[..., :-1] = labels[..., 1:]
+    return shifted
+
+
+def aggregate_loss(loss: Tensor, num_tokens: Tensor | int, group: Any = None) -> Tensor:
+    """Make the mean over one's own tokens the mean over the tokens of all ranks, differentiably. All ranks of the group call it.
+
+    Where shards hold different numbers of tokens that count (padding, prompts that are masked), the plain mean over ranks weighs
+    a token of a short shard more. The result has the value of the whole mean on every rank. Its gradient is made for strategies
+    that *average* gradients over ranks, as DDP and FSDP do: it is this rank's share times the number of ranks of the group, so
+    that the average over them is the gradient of the whole mean. Do not use it where gradients are summed.
+
+    Args:
+        loss: scalar, the mean over this rank's tokens; what it is where there is none (nan) does not matter.
+        num_tokens: how many tokens that was, an integer or a tensor of one, on any device.
+        group: process group, or mesh of one dimension, over which the mean is taken; None means all processes. With the
+            sequence's own group, `accelerator.torch_device_mesh["cp"]`, every batch counts the same, as under DDP.
+
+    Returns:
+        Scalar of the type of `loss`, equal on all ranks of the group.
+
+    Raises:
+        ValueError: `loss` is not a scalar.
+
+    Example:
+        >>> with_one_process = aggregate_loss(torch.tensor(2.5), num_tokens=8)
+        >>> with_one_process.item()
+        2.5
+
+        Under context parallelism, with `shifted = shift_labels(labels)` among the buffers::
+
+            mean = F.cross_entropy(model(ids).flatten(0, 1), shifted.flatten())
+            loss = aggregate_loss(mean, (shifted != -100).sum(), group=accelerator.torch_device_mesh["cp"])
+    """
+    if loss.numel() != 1:
+        raise ValueError(
+            f"loss has the shape {tuple(loss.shape)}; it must be a scalar, the mean over this rank's tokens."
+        )
+    group = group.get_group() if hasattr(group, "get_group") else group
+    size = distributed.get_world_size(group) if distributed.is_initialized() else 1
+    # float32 counts exactly up to 16 million tokens only; MPS has nothing wider.
+    precise = torch.float32 if loss.device.type == "mps" else torch.float64
+    tokens = torch.as_tensor(num_tokens, device=loss.device).to(precise)
+    loss = torch.where(tokens.reshape(loss.shape) > 0, loss, torch.zeros_like(loss))
+    sums = torch.stack((loss.detach().to(precise).reshape(()) * tokens.reshape(()), tokens.reshape(())))
+    if size > 1:
+        distributed.all_reduce(sums, group=group)
+    share = loss * (tokens.reshape(loss.shape) * size / sums[1]).to(loss.dtype)
+    return share + ((sums[0] / sums[1]).to(loss.dtype) - share).detach()

@@ -1,7 +1,6 @@
 """Sharding a model in place with torch's `fully_shard`: which modules become units, and where their weights come from."""
 
 import logging
-import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -11,9 +10,10 @@ from torch import nn
 
 from accelerate.modules.repoint import named, repoint
 from accelerate.modules.unwrap import canonical_name
-from accelerate.parallel import sameness
+from accelerate.parallel import consistency
 from accelerate.parallel.mesh import shard_mesh
 from accelerate.precision import master
+from accelerate.precision.master import local_part
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Box = list[tuple[int, int]]
 # Torch cannot gather the parameters of a container at its forward, because it has none.
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
@@ -124,9 +123,7 @@ def shard(
     offloads = accelerator.device.type != "cpu" and isinstance(plugin.cpu_offload, CPUOffloadPolicy)
     if accelerator.mixed_precision != "no":
         master.upcast(model)
-    sameness.agree(accelerator, model, ignored or (), from_main=plugin.cpu_ram_efficient_loading)
-    if ignored:
-        sameness.warn_of_ignored(model, ignored)
+    consistency.require_same_model(accelerator, model, ignored or (), from_main=plugin.cpu_ram_efficient_loading)
     before = named(model)
     ties = _ties(model)
     weights = _take_weights(model, ties) if plugin.cpu_ram_efficient_loading else None
@@ -279,9 +276,7 @@ def distribute(
     Raises:
         RuntimeError: rank 0 lacks a tensor, or one has another shape; raised on all ranks, before anything is changed.
     """
-    import torch.distributed as dist
-
-    main = dist.get_rank() == 0
+    main = torch.distributed.get_rank() == 0
     absent = _from_main([name for name in optional if name not in weights] if main else [])
     targets = {name: tensor for name, tensor in _tensors(model).items() if name not in absent}
     if problems := _from_main(_misfits(targets, weights) if main else []):
@@ -289,19 +284,15 @@ def distribute(
             f"Rank 0's weights do not fit {type(model).__name__}; nothing was loaded: {'; '.join(problems[:5])}. Pass the full "
             "state dict of the model."
         )
-    # Which part of the whole each rank has, torch alone knows for every kind of placement.
-    boxes: list[dict[str, Box]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(boxes, {name: _box(target) for name, target in targets.items()})
     with torch.no_grad():
         for name, target in targets.items():
-            whole = weights[name] if main else None
-            _receive(target, whole, [box[name] for box in boxes], accelerator.device)
+            _receive(target, weights[name] if main else None, accelerator.device)
 
 
 def _from_main(problems: list[str]) -> list[str]:
-    told = [problems]
-    torch.distributed.broadcast_object_list(told)
-    return told[0]
+    shared = [problems]
+    torch.distributed.broadcast_object_list(shared)
+    return shared[0]
 
 
 def _misfits(targets: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> list[str]:
@@ -315,37 +306,21 @@ def _misfits(targets: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Te
     return found
 
 
-def _box(tensor: torch.Tensor) -> Box:
-    """Return the start and the length, in each dimension, of what this rank has of a tensor."""
+def _receive(target: torch.Tensor, whole: torch.Tensor | None, device: torch.device) -> None:
+    """Fill one tensor from the whole one that rank 0 has and sends."""
+    sent = torch.empty(target.shape, dtype=target.dtype, device=device)
+    if whole is not None:
+        sent.copy_(whole)
+    torch.distributed.broadcast(sent, src=0)
+    local_part(target).copy_(sent[_box(target)])
+
+
+def _box(tensor: torch.Tensor) -> tuple[slice, ...]:
+    """Return which part of the whole tensor this rank has; torch knows it for every kind of placement."""
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     if not isinstance(tensor, DTensor):
-        return [(0, length) for length in tensor.shape]
+        return ()
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return list(zip(offset, shape, strict=True))
-
-
-def _receive(target: torch.Tensor, whole: torch.Tensor | None, boxes: list[Box], device: torch.device) -> None:
-    """Fill one tensor: what all have whole by a broadcast, else by pieces that are padded to one size."""
-    import torch.distributed as dist
-    from torch.distributed.tensor import DTensor
-
-    local = target.to_local() if isinstance(target, DTensor) else target
-    if all(box == boxes[0] for box in boxes):
-        sent = torch.empty(local.shape, dtype=local.dtype, device=device)
-        if whole is not None:
-            sent.copy_(whole)
-        dist.broadcast(sent, src=0)
-        local.copy_(sent)
-        return
-    room = max(math.prod(length for _, length in box) for box in boxes)
-    mine = torch.empty(room, dtype=target.dtype, device=device)
-    pieces = None
-    if whole is not None:
-        pieces = [torch.zeros_like(mine) for _ in boxes]
-        for piece, box in zip(pieces, boxes, strict=True):
-            part = whole[tuple(slice(start, start + length) for start, length in box)]
-            piece[: part.numel()].copy_(part.reshape(-1))
-    dist.scatter(mine, pieces, src=0)
-    local.copy_(mine[: local.numel()].view(local.shape))
+    return tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))

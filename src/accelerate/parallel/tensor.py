@@ -1,8 +1,7 @@
 """Tensor parallelism: the layers of a model are cut over the ranks of the mesh's dimension `tp`.
 
 A model is cut by a plan: patterns of module names, and for each what becomes of the module. Where the plan comes from, first
-match wins: the user (`TorchTensorParallelConfig(plan=...)`), the model itself (transformers' `tp_plan`), or nobody, because
-transformers cut the model when it loaded it. Everything is checked before anything is changed.
+match wins: the user (`TorchTensorParallelConfig(plan=...)`), the model itself (transformers' `tp_plan`), or transformers, which cut the model when it loaded it. Everything is checked before anything is changed.
 
 Parameters that no entry of the plan names are the same on all ranks. Without FSDP they become replicated DTensors, since
 optimizers with `foreach` or `fused` (the default on GPUs) refuse to have plain tensors beside DTensors. With FSDP2 they stay
@@ -12,15 +11,20 @@ plain, and `fully_shard` makes DTensors of them.
 import difflib
 import fnmatch
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import _functional_collectives as collectives
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from accelerate.modules.repoint import named, repoint
 from accelerate.modules.unwrap import is_compiled_module
-from accelerate.parallel.mesh import submesh
+from accelerate.parallel.mesh import submesh, take_from_first
 from accelerate.precision.base import warn_user
 
 if TYPE_CHECKING:
@@ -37,7 +41,7 @@ _HELP = (
 def prepare(accelerator: "Accelerator", objects: Sequence[Any]) -> tuple[Any, ...]:
     """Cut the models among the objects over the mesh's tensor-parallel dimension. Every rank calls it.
 
-    The first rank's weights win. Tied parameters stay tied, frozen ones frozen; buffers stay as they are. Optimizers follow.
+    The first rank's weights win. Tied parameters stay tied, frozen ones frozen; buffers take its values too. Optimizers follow.
     A model that is cut over these ranks already is left as it is, except that its remaining plain parameters are replicated.
 
     Args:
@@ -54,7 +58,7 @@ def prepare(accelerator: "Accelerator", objects: Sequence[Any]) -> tuple[Any, ..
     mesh = submesh(accelerator.torch_device_mesh, "tp")
     if mesh is None or mesh.size() == 1:
         return tuple(objects)
-    models = [_inner(item) for item in objects if isinstance(item, nn.Module)]
+    models = [item._orig_mod if is_compiled_module(item) else item for item in objects if isinstance(item, nn.Module)]
     models = [model for model in models if next(model.parameters(), None) is not None]
     handler = accelerator.parallelism_config.tp_handler
     given = getattr(handler, "plan", None)
@@ -67,16 +71,16 @@ def prepare(accelerator: "Accelerator", objects: Sequence[Any]) -> tuple[Any, ..
             _adopt(model, mesh)
         else:
             _cut(model, plan, mesh)
-            _settle_buffers(model, mesh)
-        _settle_others(model, mesh, keep_plain=accelerator.is_fsdp2)
+            for buffer in model.buffers():
+                if not isinstance(buffer, DTensor):
+                    take_from_first(buffer, torch.device(mesh.device_type), mesh.get_group())
+        _place_others(model, mesh, keep_plain=accelerator.is_fsdp2)
         repoint(accelerator, model, before)
     return tuple(objects)
 
 
 def _compare_seeds(mesh: "DeviceMesh") -> None:
     """Warn if ranks that share layers would drop different elements of activations that all of them have whole."""
-    import torch.distributed as dist
-
     seeds: list[int] = [0] * mesh.size()
     dist.all_gather_object(seeds, torch.initial_seed(), group=mesh.get_group())
     if len(set(seeds)) > 1 and mesh.get_local_rank() == 0:
@@ -87,17 +91,7 @@ def _compare_seeds(mesh: "DeviceMesh") -> None:
         )
 
 
-def _inner(model: nn.Module) -> nn.Module:
-    return model._orig_mod if is_compiled_module(model) else model
-
-
 # -- models that are cut already -----------------------------------------------------------------------------------
-
-
-def _dtensors(model: nn.Module) -> list[tuple[str, Any]]:
-    from torch.distributed.tensor import DTensor
-
-    return [(name, value) for name, value in model.named_parameters() if isinstance(value, DTensor)]
 
 
 def _is_cut(model: nn.Module, mesh: "DeviceMesh") -> bool:
@@ -107,7 +101,7 @@ def _is_cut(model: nn.Module, mesh: "DeviceMesh") -> bool:
         ValueError: it is spread over other ranks.
     """
     found = False
-    spread = _dtensors(model)
+    spread = [(name, value) for name, value in model.named_parameters() if isinstance(value, DTensor)]
     for name, value in spread:
         theirs = value.device_mesh
         dimensions = theirs.mesh_dim_names or ()
@@ -115,17 +109,11 @@ def _is_cut(model: nn.Module, mesh: "DeviceMesh") -> bool:
             continue
         if theirs.ndim > 1 and "tp" in dimensions:
             theirs = theirs["tp"]
-        if theirs.size() != mesh.size():
-            raise ValueError(
-                f"tp_size is {mesh.size()}, but the parameter {name!r} of {type(model).__name__} is spread over "
-                f"{theirs.size()} processes. Load the model without tp_plan, and it is cut over {mesh.size()} by its own plan; or "
-                f"set tp_size={theirs.size()}."
-            )
         if theirs.mesh.flatten().tolist() != mesh.mesh.flatten().tolist():
             raise ValueError(
-                f"The parameter {name!r} of {type(model).__name__} is spread over the ranks {theirs.mesh.flatten().tolist()}, "
-                f"but those of this tensor-parallel group are {mesh.mesh.flatten().tolist()}. Load the model without tp_plan, and it "
-                "is cut over them by its own plan."
+                f"tp_size is {mesh.size()}, on the ranks {mesh.mesh.flatten().tolist()}, but the parameter {name!r} of "
+                f"{type(model).__name__} is spread over {theirs.size()} processes, the ranks {theirs.mesh.flatten().tolist()}. Load "
+                f"the model without tp_plan, and it is cut by its own plan; or set tp_size={theirs.size()}."
             )
         found = True
     if spread and not found:
@@ -138,14 +126,10 @@ def _is_cut(model: nn.Module, mesh: "DeviceMesh") -> bool:
 
 
 def _adopt(model: nn.Module, mesh: "DeviceMesh") -> None:
-    """Put the parameters of a model that somebody else cut on our mesh, of the same ranks; no data moves.
+    """Put the parameters of a model that transformers cut on our mesh, of the same ranks; no data moves.
 
     `fully_shard` joins two meshes only if they were sliced out of one.
     """
-    from torch.distributed.tensor import DTensor
-
-    from accelerate.parallel.styles import SummedReplica
-
     prefix, plan = _own_plan(model)
     summed = {f"{prefix}{key}": word for key, word in plan.items() if word == "replicated_with_grad_allreduce"}
     modules = dict(model.named_modules())
@@ -191,18 +175,19 @@ def resolve(model: nn.Module, given: Mapping[str, Any] | None, size: int) -> dic
     Raises:
         ValueError: there is no plan, an entry matches nothing or is unknown, or something cannot be divided.
     """
-    from accelerate.parallel.styles import WORDS
-
     prefix, plan = ("", given) if given else _own_plan(model)
     if not plan:
         raise ValueError(
             f"tp_size is {size}, but {type(model).__name__} has no tensor-parallel plan: nothing says how to cut it. "
             f"{_HELP.format(size=size)}."
         )
-    unknown = {key: word for key, word in plan.items() if isinstance(word, str) and word not in WORDS}
     matched = _match(model, {f"{prefix}{key}": style for key, style in plan.items()}, strict=bool(given))
     # A model's own plan has entries for parts that this model may lack.
-    unknown = {key: word for key, word in unknown.items() if given or _present(model, f"{prefix}{key}")}
+    unknown = {
+        key: word
+        for key, word in plan.items()
+        if isinstance(word, str) and word not in WORDS and (given or _present(model, f"{prefix}{key}"))
+    }
     if unknown:
         entries = ", ".join(f"{key!r}: {word!r}" for key, word in unknown.items())
         raise ValueError(
@@ -262,10 +247,6 @@ def _match(model: nn.Module, plan: Mapping[str, Any], strict: bool) -> dict[str,
 
 def _check_styles(model: nn.Module, modules: dict[str, nn.Module], styles: Mapping[str, Any], size: int) -> None:
     """Check what styles can be checked for: kinds of modules, sizes, heads, tied parameters."""
-    from torch.distributed.tensor.parallel.style import ParallelStyle
-
-    from accelerate.parallel.styles import cut_dimension
-
     for name, style in styles.items():
         module = modules[name]
         if not isinstance(style, ParallelStyle):
@@ -283,29 +264,26 @@ def _check_styles(model: nn.Module, modules: dict[str, nn.Module], styles: Mappi
         for own, parameter in module.named_parameters(recurse=False):
             dimension = cut_dimension(style, module, own)
             if dimension is not None and parameter.shape[dimension] % size:
-                raise ValueError(_indivisible(name, own, module, parameter.shape, dimension, size))
+                raise ValueError(_indivisible(f"{name}.{own}", module, parameter.shape, dimension, size))
     _check_heads(model, styles, size)
     _check_ties(model, modules, styles)
 
 
-def _indivisible(name: str, own: str, module: nn.Module, shape: torch.Size, dimension: int, size: int) -> str:
-    extent = shape[dimension]
-    linear, embedding = ("out_features", "in_features"), ("num_embeddings", "embedding_dim")
-    what = (embedding if isinstance(module, nn.Embedding) else linear)[dimension]
+def _indivisible(name: str, module: nn.Module, shape: torch.Size, dimension: int, size: int) -> str:
+    embedding, extent = isinstance(module, nn.Embedding), shape[dimension]
+    what = ("num_embeddings", "embedding_dim") if embedding else ("out_features", "in_features")
     advice = "Choose a tp_size that divides it, or leave the module out of the plan."
-    if isinstance(module, nn.Embedding) or name.endswith("lm_head"):
+    if embedding or "lm_head" in name:
         advice = (
             f"Pad the vocabulary, model.resize_token_embeddings(pad_to_multiple_of={size}), or choose another tp_size."
         )
     return (
-        f"{name}.{own} of shape {tuple(shape)} cannot be cut over tp_size={size} ranks: {what} is {extent}, and {extent} = "
+        f"{name} of shape {tuple(shape)} cannot be cut over tp_size={size} ranks: {what[dimension]} is {extent}, and {extent} = "
         f"{extent // size} x {size} + {extent % size}. {advice}"
     )
 
 
 def _check_heads(model: nn.Module, styles: Mapping[str, Any], size: int) -> None:
-    from accelerate.parallel.styles import keeps_output_cut
-
     cut = [
         name for name, style in styles.items() if keeps_output_cut(style) and re.search(r"att(entio)?n", name.lower())
     ]
@@ -325,9 +303,7 @@ def _check_heads(model: nn.Module, styles: Mapping[str, Any], size: int) -> None
 
 
 def _check_ties(model: nn.Module, modules: dict[str, nn.Module], styles: Mapping[str, Any]) -> None:
-    """Refuse a plan that cuts one tied parameter in two ways; styles that are not ours to know are compared later."""
-    from accelerate.parallel.styles import cut_dimension
-
+    """Refuse a plan that cuts one tied parameter in two ways."""
     of_module = {id(modules[name]): style for name, style in styles.items()}
     for names in _ties(model):
         ways: dict[str, int | None] = {}
@@ -335,9 +311,11 @@ def _check_ties(model: nn.Module, modules: dict[str, nn.Module], styles: Mapping
             owner, _, own = name.rpartition(".")
             ways[name] = cut_dimension(of_module.get(id(modules[owner])), modules[owner], own)
         if len(set(ways.values())) > 1:
-            told = "; ".join(f"{name}: {'whole' if cut is None else f'dimension {cut}'}" for name, cut in ways.items())
+            ways_in_words = "; ".join(
+                f"{name}: {'whole' if cut is None else f'dimension {cut}'}" for name, cut in ways.items()
+            )
             raise ValueError(
-                f"{' and '.join(names)} are one tied parameter, and the tensor-parallel plan cuts it in different ways ({told}). "
+                f"{' and '.join(names)} are one tied parameter, and the tensor-parallel plan cuts it in different ways ({ways_in_words}). "
                 "For an embedding tied to its output layer, plan the embedding as 'embedding_rowwise' and the layer as "
                 "'colwise_rep', or leave out both."
             )
@@ -356,86 +334,183 @@ def _ties(model: nn.Module) -> list[list[str]]:
 
 def _cut(model: nn.Module, styles: Mapping[str, Any], mesh: "DeviceMesh") -> None:
     """Apply the styles, and restore what torch's do not keep: ties, and which parameters are frozen."""
-    from torch.distributed.tensor.parallel import parallelize_module
-
     ties = _ties(model)
     trains = {name: value.requires_grad for name, value in model.named_parameters(remove_duplicate=False)}
     modules = dict(model.named_modules(remove_duplicate=False))
     # A module may have several names, and is cut once.
     for module, style in {id(modules[name]): (modules[name], style) for name, style in styles.items()}.values():
         parallelize_module(module, mesh, style)
-    for names in ties:
-        first, *others = (_slot(modules, name) for name in names)
-        kept = first[0]._parameters[first[1]]
-        for (module, own), name in zip(others, names[1:], strict=True):
-            value = module._parameters[own]
-            if getattr(value, "placements", None) != getattr(kept, "placements", None):
-                raise ValueError(
-                    f"{names[0]} and {name} are one tied parameter, but their styles laid it out as "
-                    f"{getattr(kept, 'placements', 'whole')} and {getattr(value, 'placements', 'whole')}. Give both the same."
-                )
-            module._parameters[own] = kept
+    for first, *others in ties:
+        kept = model.get_parameter(first)
+        for owner, _, own in (name.rpartition(".") for name in others):
+            modules[owner]._parameters[own] = kept
     for name, value in model.named_parameters(remove_duplicate=False):
         value.requires_grad_(trains.get(name, value.requires_grad))
 
 
-def _slot(modules: dict[str, nn.Module], name: str) -> tuple[nn.Module, str]:
-    owner, _, own = name.rpartition(".")
-    return modules[owner], own
-
-
-def _plain(model: nn.Module) -> Iterator[tuple[nn.Module, dict[str, nn.Parameter]]]:
-    """Yield each module with parameters of its own that are plain, and those."""
-    from torch.distributed.tensor import DTensor
-
-    for module in model.modules():
-        own = {
-            name: value
-            for name, value in module._parameters.items()
-            if value is not None and not isinstance(value, DTensor)
-        }
-        if own:
-            yield module, own
-
-
-def _settle_others(model: nn.Module, mesh: "DeviceMesh", keep_plain: bool) -> None:
+def _place_others(model: nn.Module, mesh: "DeviceMesh", keep_plain: bool) -> None:
     """Give the parameters that nothing cuts the first rank's values, and without FSDP make them replicated DTensors."""
-    import torch.distributed as dist
-
-    from accelerate.parallel.styles import LocalView, replicate, shows_local_views
-
-    settled: dict[int, nn.Parameter] = {}
-    for module, own in list(_plain(model)):
-        for name, value in own.items():
-            if id(value) not in settled and keep_plain:
-                settled[id(value)] = value
-                if not value.is_meta:
-                    _take_first(value, mesh, dist)
-            elif id(value) not in settled:
-                settled[id(value)] = replicate(value, mesh)
-            module._parameters[name] = settled[id(value)]
-        if not keep_plain and not shows_local_views(module):
+    placed: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        own = [name for name, value in module._parameters.items() if not isinstance(value, DTensor | None)]
+        for name in own:
+            value = module._parameters[name]
+            if id(value) not in placed and keep_plain:
+                take_from_first(value, torch.device(mesh.device_type), mesh.get_group())
+                placed[id(value)] = value
+            elif id(value) not in placed:
+                placed[id(value)] = replicate(value, mesh)
+            module._parameters[name] = placed[id(value)]
+        if own and not keep_plain and not shows_local_views(module):
             LocalView(own).install(module)
 
 
-def _settle_buffers(model: nn.Module, mesh: "DeviceMesh") -> None:
-    """Give all ranks the first one's buffers: ranks that share layers compute the same with what they do not share."""
-    import torch.distributed as dist
-    from torch.distributed.tensor import DTensor
-
-    for buffer in model.buffers():
-        if not isinstance(buffer, DTensor) and not buffer.is_meta:
-            _take_first(buffer, mesh, dist)
+# -- what each word of a plan does to a module: torch's styles, and those that torch has not ------------------------
 
 
-@torch.no_grad()
-def _take_first(value: torch.Tensor, mesh: "DeviceMesh", dist: Any) -> None:
-    if value.device.type == mesh.device_type:
-        dist.broadcast(value.detach(), group=mesh.get_group(), group_src=0)
-        return
-    # NCCL has no collectives for the CPU.
-    there = value.detach().to(
-        torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
-    )
-    dist.broadcast(there, group=mesh.get_group(), group_src=0)
-    value.copy_(there)
+class _SummedGradient(torch.autograd.Function):
+    """Hands a tensor through; its gradient is the sum of those of all ranks of a group."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: str) -> torch.Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return collectives.wait_tensor(collectives.all_reduce(gradient.contiguous(), "sum", ctx.group)), None
+
+
+class LocalView:
+    """Shows a module its replicated parameters as plain tensors while its forward pass runs.
+
+    The parameters are DTensors then, as optimizers that treat many parameters at once want all of them to be, and
+    the module computes with plain tensors, as it was written to.
+
+    Args:
+        names: the module's own parameters.
+        summed: the name of the group that their gradients are summed over, because each rank uses them on its part
+            of the activations; None where every rank has the whole gradient already.
+    """
+
+    def __init__(self, names: Iterable[str], summed: str | None = None) -> None:
+        self.names = tuple(names)
+        self.summed = summed
+        self.kept: list[dict[str, Any]] = []  # a stack, for a module that comes by again within itself
+
+    def enter(self, module: nn.Module, arguments: Any) -> None:
+        """Put the plain tensors in; a forward pre-hook."""
+        own = module._parameters
+        self.kept.append({name: own[name] for name in self.names})
+        for name in self.names:
+            value: Any = own[name]
+            value = value.to_local() if isinstance(value, DTensor) else value
+            if self.summed is not None and value is not None and torch.is_grad_enabled():
+                value = _SummedGradient.apply(value, self.summed)
+            own[name] = value
+
+    def leave(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        """Put the parameters back; a forward hook that also runs after an error."""
+        if self.kept:
+            module._parameters.update(self.kept.pop())
+
+    def install(self, module: nn.Module) -> None:
+        """Register both hooks."""
+        module.register_forward_pre_hook(self.enter)
+        module.register_forward_hook(self.leave, always_call=True)
+
+
+def shows_local_views(module: nn.Module) -> bool:
+    """Say whether a module computes with plain views of its parameters already."""
+    return any(isinstance(getattr(hook, "__self__", None), LocalView) for hook in module._forward_pre_hooks.values())
+
+
+def replicate(parameter: nn.Parameter, mesh: "DeviceMesh") -> nn.Parameter:
+    """Return a parameter as a DTensor that every rank of a mesh has whole, with the first rank's values.
+
+    Args:
+        parameter: a plain parameter, of any device.
+        mesh: one dimension. Every rank of it calls this.
+    """
+    made = distribute_tensor(parameter.detach(), mesh, [Replicate()])
+    return nn.Parameter(made, requires_grad=parameter.requires_grad)
+
+
+class SummedReplica(ParallelStyle):
+    """Every rank has the module whole and runs it on its own part of the activations (its heads, say); gradients are summed."""
+
+    def _apply(self, module: nn.Module, device_mesh: "DeviceMesh") -> nn.Module:
+        group = device_mesh.get_group().group_name
+        for part in module.modules():
+            names = [name for name, value in part._parameters.items() if value is not None]
+            if names:
+                LocalView(names, group).install(part)
+        return module
+
+
+class SplitSequence(SummedReplica):
+    """The module runs on this rank's part of the sequence (dimension 1); before and after it every rank has all of it.
+
+    Unlike torch's `SequenceParallel`, which leaves the activations split, it asks nothing of its neighbours.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: "DeviceMesh") -> nn.Module:
+        lengths: list[torch.Size] = []
+
+        def split(_: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+            whole, *others = arguments
+            lengths.append(whole.shape)
+            part = DTensor.from_local(whole, device_mesh, [Replicate()], run_check=False)
+            return part.redistribute(placements=[Shard(1)]).to_local(), *others
+
+        def join(_: nn.Module, arguments: Any, output: torch.Tensor) -> torch.Tensor:
+            whole = torch.Size((*lengths.pop()[:2], *output.shape[2:]))
+            stride = torch.empty(whole, device="meta").stride()
+            part = DTensor.from_local(output, device_mesh, [Shard(1)], run_check=False, shape=whole, stride=stride)
+            return part.redistribute(placements=[Replicate()]).to_local()
+
+        super()._apply(module, device_mesh)
+        module.register_forward_pre_hook(split)
+        module.register_forward_hook(join)
+        return module
+
+
+def _rowwise(module: nn.Module) -> ParallelStyle:
+    # Token numbers are never split, so an embedding's input is whole whatever the plan calls it.
+    return RowwiseParallel(input_layouts=Replicate()) if isinstance(module, nn.Embedding) else RowwiseParallel()
+
+
+# The words of plans, those of transformers among them, to what they do.
+WORDS: dict[str, Callable[[nn.Module], ParallelStyle | None]] = {
+    "colwise": lambda module: ColwiseParallel(),
+    "colwise_rep": lambda module: ColwiseParallel(output_layouts=Replicate()),
+    "colwise_gather_output": lambda module: ColwiseParallel(output_layouts=Replicate()),
+    "rowwise": _rowwise,
+    "rowwise_rep": lambda module: RowwiseParallel(input_layouts=Replicate()),
+    "rowwise_split_input": lambda module: RowwiseParallel(input_layouts=Replicate()),
+    "embedding_rowwise": lambda module: RowwiseParallel(input_layouts=Replicate()),
+    "embedding_colwise": lambda module: ColwiseParallel(output_layouts=Replicate()),
+    "sequence_parallel": lambda module: SplitSequence(),
+    "replicated_with_grad_allreduce": lambda module: SummedReplica(),
+    "replicate": lambda module: None,
+}
+
+
+def cut_dimension(style: Any, module: nn.Module, name: str) -> int | None:
+    """Return along which dimension a style cuts a parameter of a module; None where it is left whole or unknown.
+
+    Args:
+        style: a ParallelStyle, or None.
+        module: whose parameter it is.
+        name: such as "weight".
+    """
+    if type(style) is ColwiseParallel:
+        return 1 if isinstance(module, nn.Embedding) else 0
+    if type(style) is RowwiseParallel and name == "weight":
+        return 0 if isinstance(module, nn.Embedding) else 1
+    return None
+
+
+def keeps_output_cut(style: Any) -> bool:
+    """Say whether what a module with this style returns is this rank's part only."""
+    return type(style) is ColwiseParallel and any(isinstance(item, Shard) for item in style.output_layouts)

@@ -34,16 +34,7 @@ def autocast_context(
     Source:
         https://docs.pytorch.org/docs/stable/amp.html
     """
-    return _context(device_type, row, handler.to_kwargs() if handler is not None else {})
-
-
-def _context(device_type: str, row: Precision, options: dict[str, Any]) -> contextlib.AbstractContextManager:
-    if row.autocast_dtype is None:
-        # Switching autocast off must also work inside somebody else's region.
-        return (
-            torch.autocast(device_type, enabled=False) if options.get("enabled") is False else contextlib.nullcontext()
-        )
-    return torch.autocast(device_type, dtype=row.autocast_dtype, **options)
+    return Autocast(device_type, row, handler).context()
 
 
 class Autocast:
@@ -60,9 +51,17 @@ class Autocast:
         self.row = row
         self.options = handler.to_kwargs() if handler is not None else {}
 
+    def context(self) -> contextlib.AbstractContextManager:
+        """Return the context; a null context when nothing is cast."""
+        if self.row.autocast_dtype is not None:
+            return torch.autocast(self.device_type, dtype=self.row.autocast_dtype, **self.options)
+        # Switching autocast off must also work inside a region of the user's.
+        off = self.options.get("enabled") is False
+        return torch.autocast(self.device_type, enabled=False) if off else contextlib.nullcontext()
+
     def run(self, forward: Callable, *args: Any, **kwargs: Any) -> Any:
         """Call a forward in the context, and return its output, floating-point tensors as float32."""
-        with _context(self.device_type, self.row, self.options):
+        with self.context():
             output = forward(*args, **kwargs)
         return convert_to_fp32(output)
 

@@ -1,5 +1,6 @@
 """The precision table: what each ``mixed_precision`` value means for forward, weights and loss scaling."""
 
+import os
 import sys
 import warnings
 from dataclasses import dataclass
@@ -7,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from accelerate.config.enums import PrecisionType
+from accelerate.utils.environment import parse_flag_from_env
 
 
 @dataclass(frozen=True)
@@ -60,3 +62,30 @@ def warn_user(message: str) -> None:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "accelerate":
         depth, frame = depth + 1, frame.f_back
     warnings.warn(message, UserWarning, stacklevel=depth)
+
+
+# torch_xla stores float32 and float64 as bfloat16 under the first; under the second float32 as bfloat16, float64 as float32.
+USE, DOWNCAST = "XLA_USE_BF16", "XLA_DOWNCAST_BF16"
+FLAG = "ACCELERATE_DOWNCAST_BF16"
+
+
+def apply_downcast(device_type: str, mixed_precision: str) -> None:
+    """Give torch_xla what ACCELERATE_DOWNCAST_BF16 asks for, or say that it has no effect. All ranks.
+
+    ``accelerate launch --downcast_bf16`` sets torch_xla's own variable before the worker starts; this is for a worker that
+    is started by hand.
+
+    Args:
+        device_type: What this rank computes on.
+        mixed_precision: The precision in force.
+    """
+    if not parse_flag_from_env(FLAG):
+        return
+    if device_type != "xla" or mixed_precision != "bf16":
+        warn_user(
+            f"{FLAG} has no effect: it is for mixed_precision='bf16' on TPUs, and this run has "
+            f"mixed_precision={mixed_precision!r} on {device_type!r}."
+        )
+        return
+    os.environ.pop(USE, None)
+    os.environ[DOWNCAST] = "1"

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from accelerate.modules.unwrap import canonical_name
-from accelerate.precision.master import local_part, size
+from accelerate.precision.master import local_part, short, size
 
 
 @dataclass(frozen=True)
@@ -166,13 +166,3 @@ def no_sync_memory_note(model: nn.Module) -> str:
         f"trainable parameters are {size(whole)}, where this rank's shards are {size(shards)} ({more}). "
         "GradientAccumulationPlugin(sync_each_batch=True) keeps the shards alone, for a reduce-scatter in each micro-batch."
     )
-
-
-def short(dtype: torch.dtype) -> str:
-    """Return a dtype's name without its module.
-
-    Example:
-        >>> short(torch.bfloat16)
-        'bfloat16'
-    """
-    return str(dtype).removeprefix("torch.")

@@ -1,28 +1,159 @@
-"""Low precision by engine: which fp8 library a run uses, settled when the Accelerator is built, and what it prepares."""
+"""fp8: the libraries that compute in 8 bits, which of them a run uses, and what each does to models."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from torch import nn
 
 from accelerate.config.enums import FP8BackendType
-from accelerate.precision.engines import ao, msamp, te
-from accelerate.precision.engines.base import Engine
+from accelerate.config.fp8 import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+from accelerate.modules.repoint import followed
+from accelerate.precision.base import warn_user
+from accelerate.runtime import storage, traits
+from accelerate.utils import transformer_engine
 from accelerate.utils.environment import parse_choice_from_env
+from accelerate.utils.imports import is_msamp_available, is_torchao_available, is_transformer_engine_available
 
 if TYPE_CHECKING:
     from accelerate.accelerator import Accelerator
 
-# In the order in which they are taken where nothing says which.
-ENGINES: dict[FP8BackendType, Engine] = {
-    engine.kind: engine for engine in (te.TransformerEngine(), ao.TorchAO(), msamp.MSAMP())
-}
+# Ada (8.9) and Hopper (9.0) are the first with 8-bit tensor cores: https://docs.nvidia.com/cuda/cuda-c-programming-guide
+CAPABILITY = (8, 9)
 # The superseded recipe names its library in a field.
 GENERAL = "fp8_recipe_handler"
+_EMULATED = (
+    "fp8 on a CPU is emulated: matrix products see the values that 8 bits can hold, and are computed in higher precision. "
+    "Use it to try the numerics; it saves neither time nor memory. Set AORecipeKwargs(config=Float8LinearConfig(emulate=True)) "
+    "to say that this is meant."
+)
+
+
+class Engine:
+    """A library that computes in 8 bits. Stateless: recipes live on the Accelerator, marks on the models.
+
+    Attributes:
+        kind: Its name in settings.
+        title: Its name in messages.
+        package: What to install.
+        attribute: The attribute of the Accelerator with its recipe.
+        recipe: The class of the recipe; without arguments it asks the environment.
+    """
+
+    kind: ClassVar[FP8BackendType]
+    title: ClassVar[str]
+    package: ClassVar[str]
+    attribute: ClassVar[str]
+    recipe: ClassVar[type]
+
+    def available(self) -> bool:
+        """Whether the library is installed."""
+        raise NotImplementedError
+
+    def refusal(self, device: torch.device, recipe: Any | None) -> str | None:
+        """Return why the library cannot compute in 8 bits on a device, or None when it can.
+
+        Args:
+            device: Where this rank computes.
+            recipe: The recipe in force; None asks about the usual one.
+        """
+        if device.type == "cuda" and torch.version.hip is None:
+            seen = torch.cuda.get_device_capability(device)
+            if seen >= CAPABILITY:
+                return None
+            return (
+                f"{self.title} needs a GPU of compute capability {CAPABILITY[0]}.{CAPABILITY[1]} or higher (NVIDIA Ada, Hopper "
+                f"or later), and {torch.cuda.get_device_name(device)} has {seen[0]}.{seen[1]}"
+            )
+        return None if device.type == "cuda" else f"{self.title} does not compute in 8 bits on {device.type!r}"
+
+    def converted(self, model: nn.Module) -> int:
+        """Return how many layers of a model the library computes."""
+        return sum(self.computes(module) for module in model.modules())
+
+    def computes(self, module: nn.Module) -> bool:
+        """Whether a module is a layer of the library."""
+        raise NotImplementedError
+
+
+class TransformerEngine(Engine):
+    """NVIDIA Transformer Engine: linear and layer-norm layers become its own, scaled as its ``DelayedScaling`` recipe says."""
+
+    kind = FP8BackendType.TE
+    title = "Transformer Engine"
+    package = "transformer_engine"
+    attribute = "te_recipe_handler"
+    recipe = TERecipeKwargs
+
+    def available(self) -> bool:
+        """Whether Transformer Engine is installed."""
+        return is_transformer_engine_available()
+
+    def refusal(self, device: torch.device, recipe: Any | None) -> str | None:
+        """Return why Transformer Engine cannot run on a device; Intel's serves its Gaudi."""
+        return None if device.type == "hpu" else super().refusal(device, recipe)
+
+    def computes(self, module: nn.Module) -> bool:
+        """Whether a module is a layer of Transformer Engine."""
+        return isinstance(module, transformer_engine.layer_types())
+
+
+class TorchAO(Engine):
+    """torchao's ``convert_to_float8_training``: linear layers whose matrix products run on 8-bit operands."""
+
+    kind = FP8BackendType.AO
+    title = "torchao"
+    package = "torchao"
+    attribute = "ao_recipe_handler"
+    recipe = AORecipeKwargs
+
+    def available(self) -> bool:
+        """Whether torchao is installed."""
+        return is_torchao_available()
+
+    def refusal(self, device: torch.device, recipe: AORecipeKwargs | None) -> str | None:
+        """Return why float8 cannot run on a device; emulation runs on each, and on a CPU it is what runs."""
+        if device.type in ("cpu", "xpu") or (recipe is not None and recipe.config.emulate):
+            return None
+        reason = super().refusal(device, recipe)
+        return reason and f"{reason} (AORecipeKwargs(config=Float8LinearConfig(emulate=True)) runs anywhere, slowly)"
+
+    def computes(self, module: nn.Module) -> bool:
+        """Whether a module is a layer of torchao."""
+        from torchao.float8.float8_linear import Float8Linear
+
+        return isinstance(module, Float8Linear)
+
+
+class MSAMP(Engine):
+    """Microsoft's MS-AMP: 8-bit weights, gradients and, at its second level, optimizer state."""
+
+    kind = FP8BackendType.MSAMP
+    title = "MS-AMP"
+    package = "msamp"
+    attribute = "msamp_recipe_handler"
+    recipe = MSAMPRecipeKwargs
+
+    def available(self) -> bool:
+        """Whether MS-AMP is installed."""
+        return is_msamp_available()
+
+    def refusal(self, device: torch.device, recipe: Any | None) -> str | None:
+        """Return why MS-AMP cannot run on a device: it wants CUDA, and stores in 8 bits on older GPUs as well."""
+        return None if device.type == "cuda" else f"MS-AMP does not run on {device.type!r}"
+
+    def computes(self, module: nn.Module) -> bool:
+        """Whether a module is a layer of MS-AMP."""
+        return any(kind.__name__ == "FP8Linear" for kind in type(module).__mro__)
+
+
+# In the order in which they are taken where nothing says which.
+ENGINES: dict[FP8BackendType, Engine] = {engine.kind: engine for engine in (TransformerEngine(), TorchAO(), MSAMP())}
 
 
 def setup(accelerator: "Accelerator", handlers: Mapping[str, Any]) -> FP8BackendType:
-    """Settle which library computes in fp8, and give the Accelerator the recipe of the environment where none was passed.
+    """Choose which library computes in fp8, and give the Accelerator the recipe of the environment where none was passed.
 
     All ranks, when the Accelerator is built; its ``device`` and ``fp8_enabled`` must be known.
 
@@ -121,16 +252,133 @@ def _from_environment() -> list[FP8BackendType]:
     return [FP8BackendType[name]]
 
 
+def _new_models(accelerator: "Accelerator", objects: Sequence[Any]) -> Iterator[nn.Module]:
+    """Yield the models among some objects that this Accelerator has not prepared and no engine has converted."""
+    for item in objects:
+        if isinstance(item, nn.Module) and accelerator._registry.find(item) is None:
+            yield item
+
+
 def prepare_ao(accelerator: "Accelerator", objects: Sequence[Any], converter: Callable) -> tuple[Any, ...]:
-    """Convert models to torchao's float8, as ``engines.ao.prepare``. All ranks."""
-    return ao.prepare(accelerator, objects, converter)
+    """Convert the models among some objects to float8, and let their optimizers follow. All ranks.
+
+    Args:
+        accelerator: Its ``ao_recipe_handler`` says how.
+        objects: What the user gave to ``prepare``.
+        converter: ``convert_model_to_fp8_ao``, as the module of the Accelerator knows it at the call.
+
+    Returns:
+        The same objects, in their order.
+    """
+    engine, recipe = ENGINES[FP8BackendType.AO], accelerator.ao_recipe_handler
+    config = ao_config(recipe.config, accelerator.device, accelerator.is_fsdp2)
+    for model in _new_models(accelerator, objects):
+        if engine.converted(model):
+            continue  # by its own library or by the user
+        with followed(accelerator, model):
+            converter(model, config=config, module_filter_func=recipe.module_filter_func)
+        if not engine.converted(model):
+            _say_nothing_was_converted(model, recipe)
+    return tuple(objects)
+
+
+def ao_config(config: Any, device: torch.device, sharded: bool) -> Any:
+    """Return torchao's settings; only FSDP2 (`sharded`) gathers weights of torchao's own type in 8 bits."""
+    if config.enable_fsdp_float8_all_gather and not sharded:
+        # Without FSDP2 the type gathers nothing, and neither safetensors nor DDP's buckets know it.
+        config = dataclasses.replace(config, enable_fsdp_float8_all_gather=False)
+    if device.type == "cpu" and not config.emulate:
+        config = dataclasses.replace(config, emulate=True)
+        if not storage.process.current.get("process_index", 0):
+            warn_user(_EMULATED)
+    return config
+
+
+def _say_nothing_was_converted(model: nn.Module, recipe: AORecipeKwargs) -> None:
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    odd = sum(1 for layer in layers if layer.in_features % 16 or layer.out_features % 16)
+    rule = "module_filter_func took none of them" if recipe.module_filter_func else "the first and the last stay"
+    warn_user(
+        f"mixed_precision='fp8' converted no layer of {type(model).__name__}, which computes in bfloat16 then: it has "
+        f"{len(layers)} linear layers, {odd} of them with a side that is no multiple of 16, and {rule}. Pass "
+        "AORecipeKwargs(module_filter_func=...) to choose others, or use mixed_precision='bf16'.",
+    )
 
 
 def prepare_te(accelerator: "Accelerator", objects: Sequence[Any]) -> tuple[Any, ...]:
-    """Convert models to Transformer Engine, as ``engines.te.prepare``. All ranks."""
-    return te.prepare(accelerator, objects)
+    """Convert the models among some objects to Transformer Engine, and let their optimizers follow. All ranks.
+
+    Args:
+        accelerator: Its ``te_recipe_handler`` or ``fp8_recipe_handler`` says how.
+        objects: What the user gave to ``prepare``.
+
+    Returns:
+        The same objects, in their order.
+    """
+    engine = ENGINES[FP8BackendType.TE]
+    recipe = accelerator.te_recipe_handler or accelerator.fp8_recipe_handler
+    for model in _new_models(accelerator, objects):
+        if not engine.converted(model):
+            with followed(accelerator, model):
+                transformer_engine.convert_model(model)
+        if not engine.converted(model):
+            warn_user(
+                f"mixed_precision='fp8' converted no layer of {type(model).__name__}, which computes in bfloat16 then: no "
+                "linear layer has sides that are multiples of 16, and there is no layer norm with weight and bias.",
+            )
+        elif not transformer_engine.runs_in_fp8(model):
+            transformer_engine.apply_fp8_autowrap(model, recipe)
+    return tuple(objects)
 
 
 def prepare_msamp(accelerator: "Accelerator", objects: Sequence[Any], device_placement: Any) -> tuple[Any, ...]:
-    """Hand model and optimizer to MS-AMP, as ``engines.msamp.prepare``. All ranks."""
-    return msamp.prepare(accelerator, objects, device_placement)
+    """Hand a model and its optimizer to MS-AMP, and return what it made of them in their places. All ranks.
+
+    Args:
+        accelerator: Its ``msamp_recipe_handler`` or ``fp8_recipe_handler`` says how far to go.
+        objects: What the user gave to ``prepare``.
+        device_placement: For each object whether it moves to the device, or None for all.
+
+    Returns:
+        The objects in their order, model and optimizer replaced.
+
+    Raises:
+        ValueError: There is a model to convert without exactly one optimizer, or several models; or a strategy shards the
+            model.
+    """
+    objects = [_standing_for(item) for item in objects]
+    places = {index for index, item in enumerate(objects) if isinstance(item, torch.optim.Optimizer)}
+    models = list(_new_models(accelerator, objects))
+    trained = [model for model in models if any(parameter.requires_grad for parameter in model.parameters())]
+    if not trained:
+        return tuple(objects)
+    if traits.of(accelerator.distributed_type).custom_device_placement:
+        raise ValueError(
+            f"fp8 with MS-AMP was asked for beside distributed_type={accelerator.distributed_type.value}, but its weights cannot be sharded from outside. Use "
+            "AORecipeKwargs (torchao) or TERecipeKwargs (Transformer Engine), or train without sharding."
+        )
+    if len(trained) != 1 or len(places) != 1:
+        raise ValueError(
+            f"prepare() got {len(trained)} models to train and {len(places)} optimizers; MS-AMP converts one model and its one "
+            "optimizer together. Pass both in one call, one pair to each Accelerator."
+        )
+    (model,), (place,) = trained, places
+    index = next(index for index, item in enumerate(objects) if item is model)
+    moves = accelerator.device_placement if device_placement is None else device_placement[index]
+    if moves is None or moves:
+        model = model.to(accelerator.device)  # it counts on CUDA tensors
+    import msamp
+
+    recipe = accelerator.msamp_recipe_handler or accelerator.fp8_recipe_handler
+    optimizer = objects[place]
+    made_model, made_optimizer = msamp.initialize(model, optimizer, opt_level=recipe.opt_level)
+    # A second prepare() of the objects that the user still holds must find what stands for them.
+    for given, made in ((objects[index], made_model), (optimizer, made_optimizer)):
+        if made is not given:
+            given.__dict__["_accelerate_fp8_made"] = made
+    objects[index], objects[place] = made_model, made_optimizer
+    return tuple(objects)
+
+
+def _standing_for(item: Any) -> Any:
+    return getattr(item, "__dict__", {}).get("_accelerate_fp8_made", item)

@@ -78,8 +78,8 @@ def upcast(model: nn.Module, dtype: torch.dtype = torch.float32) -> int:
     if not storage.process.current.get("process_index", 0):
         warn_user(
             f"{len(before)} trainable parameters of {type(model).__name__} were loaded in "
-            f"{' and '.join(sorted({_short(kind) for kind in before.values()}))} and are kept in {_short(dtype)} from now on "
-            f"(+{size(added)} on each rank before sharding), because mixed precision trains a {_short(dtype)} copy. "
+            f"{' and '.join(sorted({short(kind) for kind in before.values()}))} and are kept in {short(dtype)} from now on "
+            f"(+{size(added)} on each rank before sharding), because mixed precision trains a {short(dtype)} copy. "
             "To train the low-precision weights themselves, use mixed_precision='no'."
         )
     return added
@@ -127,5 +127,11 @@ def size(count: int) -> str:
     return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
 
 
-def _short(dtype: torch.dtype) -> str:
+def short(dtype: torch.dtype) -> str:
+    """Return a dtype's name without its module.
+
+    Example:
+        >>> short(torch.bfloat16)
+        'bfloat16'
+    """
     return str(dtype).removeprefix("torch.")

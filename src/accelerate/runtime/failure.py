@@ -1,7 +1,7 @@
 """A rank that fails leaves its traceback for the launcher, which shows one of them instead of all ranks at once.
 
 `accelerate launch` names itself in a variable, and torch's elastic launcher gives each rank an error file. Where both are
-there, an exception that nobody caught is written to that file, in the format of `torch.distributed.elastic`'s `record`, with
+there, an exception that is not caught is written to that file, in the format of `torch.distributed.elastic`'s `record`, with
 a part of our own; the launcher prints it. Where the launcher is gone, or the file cannot be written, the traceback is printed
 as ever. So it is in processes that a rank starts, in threads, and in programs that never import this package.
 
@@ -68,7 +68,7 @@ def _watch_faults() -> None:
 
 
 def fault_file(error_file: str) -> str:
-    """Return where a rank tells of a fault that the system killed it for.
+    """Return where a rank writes of a fault that the system killed it for.
 
     Args:
         error_file: its error file.
@@ -89,7 +89,7 @@ def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType 
 def record(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None, shown: bool = False
 ) -> dict[str, Any]:
-    """Return what the launcher is told about an exception.
+    """Return what the launcher reads about an exception.
 
     Args:
         kind: its type.
@@ -127,12 +127,12 @@ def _shortened(text: str, longest: int) -> str:
     return f"{text[:half]}\n... {len(text) - 2 * half} characters are left out ...\n{text[-half:]}"
 
 
-def leave(path: str, told: Mapping[str, Any]) -> bool:
+def leave(path: str, report: Mapping[str, Any]) -> bool:
     """Write our part of an error file. What torch's `record` wrote there stays, whatever its handler made of it.
 
     Args:
         path: the error file.
-        told: what `record` returned.
+        report: what `record` returned.
 
     Returns:
         True.
@@ -144,9 +144,9 @@ def leave(path: str, told: Mapping[str, Any]) -> bool:
     with contextlib.suppress(OSError, ValueError), open(path, encoding="utf-8") as file:
         data = json.load(file)
     if not isinstance(data, dict) or "message" not in data:
-        extra = {"py_callstack": told["traceback"], "timestamp": str(int(told["time"]))}
-        data = {"message": {"message": told["summary"], "extraInfo": extra}}
+        extra = {"py_callstack": report["traceback"], "timestamp": str(int(report["time"]))}
+        data = {"message": {"message": report["summary"], "extraInfo": extra}}
     # The launcher may look at any moment, and torch's reader takes no half a file.
     with written_whole(path) as scratch, open(scratch, "w", encoding="utf-8") as file:
-        json.dump({**data, OURS: told}, file)
+        json.dump({**data, OURS: report}, file)
     return True

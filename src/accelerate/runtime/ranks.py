@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from accelerate.runtime import slurm
 from accelerate.runtime.slurm import integer
 
-# Torch's own, where nobody chose one.
+# Torch's own, where none is chosen.
 DEFAULT_PORT = 29500
 
 
@@ -33,7 +33,7 @@ class Ranks:
         rank: number among all processes.
         world_size: how many processes there are.
         local_rank: number among the processes of this machine.
-        local_world_size: how many of them there are; None where nobody said.
+        local_world_size: how many of them there are; None where no launcher says.
         source: who said so: "torchrun", "jsrun", "Open MPI", "MPI", "MVAPICH", "Slurm", "process group" or "single".
     """
 
@@ -61,7 +61,7 @@ SCHEMES = (
     ),
 )
 _MPI = frozenset(dict(SCHEMES[1:]))
-# How Hydra, which MPICH and Intel MPI start processes with, tells its helper on each machine where mpirun listens.
+# How Hydra, which MPICH and Intel MPI start processes with, gives its helper on each machine the address of mpirun.
 _HYDRA_OPTIONS = (("--control-port",), ("--upstream-host", "--upstream-port"))
 
 
@@ -85,7 +85,7 @@ def resolve(environ: Mapping[str, str] | None = None) -> Ranks | None:
     found = [(source, names, [integer(environ, name) for name in names]) for source, names in SCHEMES]
     (_, _, (rank, size, _, _)), others = found[0], found[1:]
     if rank is None and size is not None and size > 1:
-        # mpirun does not set RANK, but its users often export WORLD_SIZE: then the two must agree.
+        # mpirun does not set RANK, but its users often export WORLD_SIZE: then the two must be equal.
         spoken = [entry for entry in others if entry[2][0] is not None]
         if not spoken:
             raise ValueError(
@@ -95,7 +95,7 @@ def resolve(environ: Mapping[str, str] | None = None) -> Ranks | None:
         source, names, numbers = spoken[0]
         if numbers[1] is not None and numbers[1] != size:
             raise ValueError(
-                f"WORLD_SIZE is {size} but {names[1]} is {numbers[1]}. Unset WORLD_SIZE, or make them agree."
+                f"WORLD_SIZE is {size} but {names[1]} is {numbers[1]}. Unset WORLD_SIZE, or make them equal."
             )
         return _checked(source, names, numbers)
     if size is None and rank is not None and rank > 0:
@@ -107,9 +107,9 @@ def resolve(environ: Mapping[str, str] | None = None) -> Ranks | None:
     for source, names, numbers in others:
         if numbers[0] is not None and numbers[1] is not None and numbers[1] > 1:
             # `srun --mpi=pmi2` sets PMI_RANK and PMI_SIZE as well, but only Slurm's own variables tell the local rank.
-            told = _slurm(environ) if numbers[2] is None else None
-            agree = told is not None and [told.rank, told.world_size] == numbers[:2]
-            return told if agree else _checked(source, names, numbers)
+            step = _slurm(environ) if numbers[2] is None else None
+            same = step is not None and [step.rank, step.world_size] == numbers[:2]
+            return step if same else _checked(source, names, numbers)
     return _slurm(environ)
 
 
@@ -203,11 +203,11 @@ def port_of(name: str) -> int:
 
 
 def _hydra() -> str | None:
-    """Return where the mpirun listens that has started this process through Hydra, whose variables do not tell one run from another.
+    """Return where the mpirun listens that has started this process through Hydra, whose variables do not distinguish runs.
 
-    Its helper, from which the processes of a machine descend, was told so by its arguments.
+    Its helper, from which the processes of a machine descend, has it in its arguments.
     """
-    import psutil  # nobody else here needs it
+    import psutil  # slow, and needed here alone
 
     try:
         for ancestor in psutil.Process().parents():
@@ -228,7 +228,7 @@ def export(ranks: Ranks) -> None:
         ranks: what `resolve` returned.
 
     Raises:
-        ValueError: processes run on several machines and nobody said where they meet.
+        ValueError: processes run on several machines and no variable says where they meet.
     """
     environ = os.environ
     numbers = (ranks.rank, ranks.world_size, ranks.local_rank, ranks.local_world_size)

@@ -6,13 +6,13 @@ import socket
 import time
 from collections.abc import Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from accelerate import comm
-from accelerate.runtime.forking import fork_when_quiet
 from accelerate.runtime.ranks import ALONE, Ranks, export, integer, resolve
 
 __all__ = [
@@ -100,9 +100,9 @@ def live_ranks(environ: Mapping[str, str] | None = None) -> Ranks:
     fork_when_quiet()
     environ = os.environ if environ is None else environ
     rank, size = dist.get_rank(), dist.get_world_size()
-    told = resolve(environ) if environ.get("RANK") == str(rank) else None
-    if told is not None and told.world_size == size:
-        return Ranks(rank, size, told.local_rank, told.local_world_size, "process group")
+    given = resolve(environ) if environ.get("RANK") == str(rank) else None
+    if given is not None and given.world_size == size:
+        return Ranks(rank, size, given.local_rank, given.local_world_size, "process group")
     local_rank, local_size = integer(environ, "LOCAL_RANK"), integer(environ, "LOCAL_WORLD_SIZE")
     if local_rank is None or local_rank < 0:  # started without a launcher, as `torch.multiprocessing.spawn` does
         local_rank, local_size = rank, size
@@ -110,7 +110,7 @@ def live_ranks(environ: Mapping[str, str] | None = None) -> Ranks:
 
 
 def live_timeout() -> timedelta | None:
-    """Return how long collectives of the live process group may wait, or None if torch does not tell."""
+    """Return how long collectives of the live process group may wait, or None if torch does not say."""
     group = dist.distributed_c10d._get_default_group()
     for device in getattr(group, "_device_types", ()):
         options = getattr(group._get_backend(device), "options", None)
@@ -152,3 +152,61 @@ def check_devices_are_distinct(ranks: Ranks, device: torch.device, backend: str)
                 "allow. Start as many processes as there are devices, or pass "
                 "InitProcessGroupKwargs(backend='gloo') (slower) to share them."
             )
+
+
+# -- forking beside the threads of a process group -----------------------------------------------------------------
+#
+# When a collective is over, the thread that ran it frees what belonged to it, and enters the interpreter for that. To enter,
+# it takes a lock of the interpreter's without holding the GIL, so a `fork` can copy that lock while it is closed. CPython
+# before 3.12 waits for it in the child, before it would renew it: the child hangs in `os.fork`. A data loader that starts
+# worker processes straight after a collective or a backward pass is such a child; a run in which each epoch starts workers
+# met it within seconds. So a fork waits until these threads sleep, as they do microseconds later. It covers every fork of
+# the process, not the prepared loaders alone.
+
+_TASKS = Path("/proc/self/task")
+# torch's native threads: pt_gloo_runloop, pt_nccl_watchdg, pt_autograd_0, ...
+_PREFIX = b"(pt_"
+_PAUSE_S = 0.0001
+# A thread that computes for so long (a reduction of a large tensor) is not about to enter the interpreter.
+_LIMIT_S = 0.2
+# On a busy machine a thread may miss its turn once.
+_ROUNDS, _ROUND_S = 4, 0.001
+
+_registered = False
+
+
+def fork_when_quiet() -> None:
+    """Let every later `os.fork` of this process, and its end, wait for torch's threads. Linux only; calling it again does nothing."""
+    global _registered
+    if not _registered and _TASKS.is_dir():
+        _registered = True
+        os.register_at_fork(before=_rest)
+        atexit.register(wait_for_threads)
+
+
+def wait_for_threads() -> None:
+    """Wait until torch's threads are done with collectives that are over. Any rank, alone; before a process group is given up.
+
+    A caller that frees a process group waits for its threads, and holds the interpreter meanwhile. A thread that is about to enter the
+    interpreter, to free what belonged to the last collective, and this process would wait for each other for ever.
+    """
+    for _ in range(_ROUNDS if _TASKS.is_dir() else 0):
+        time.sleep(_ROUND_S)  # a thread that waits for the interpreter gets it now, or is seen to want to run
+        _rest()
+
+
+def _rest() -> None:
+    tasks = [_TASKS / name / "stat" for name in os.listdir(_TASKS)]
+    end = time.monotonic() + _LIMIT_S
+    while time.monotonic() < end and (tasks := [task for task in tasks if _runs(task)]):
+        time.sleep(_PAUSE_S)
+
+
+def _runs(task: Path) -> bool:
+    """Whether this is one of torch's threads, and awake."""
+    try:
+        stat = task.read_bytes()
+    except OSError:  # it has ended
+        return False
+    name = stat.find(b" (") + 1
+    return stat.startswith(_PREFIX, name) and stat.startswith((b"R", b"D"), stat.rfind(b")") + 2)

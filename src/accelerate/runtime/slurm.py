@@ -12,9 +12,11 @@ from dataclasses import dataclass
 
 # Steps with these numbers and above are no `srun` of a user: the interactive shell of salloc, the batch script, ...
 _SPECIAL_STEPS = 0xFFFFFF00
-# Linux hands out ports from 32768 on to whoever asks for any port; a port below is not taken by chance.
+# Linux hands out ports from 32768 on to a program that asks for any port; a port below is not taken by chance.
 PORTS = range(20000, 32768)
 _MOST_BRACKETS = 16
+# A name with lists of numbers in it.
+_ENTRY = r"(?:[^\[\],\s]|\[[0-9]+(?:-[0-9]+)?(?:,[0-9]+(?:-[0-9]+)?)*\])+"
 # Longer lists are not searched to the end: no cluster has as many machines, and a hostile list must not cost memory or hours.
 _MOST_HOSTS = 1 << 17
 
@@ -80,90 +82,32 @@ def hosts(text: str, name: str = "SLURM_NODELIST") -> Iterator[str]:
         ['gpu08', 'gpu09', 'gpu10', 'login1']
     """
     try:
-        yield from _list(text)
+        if re.fullmatch(rf"\s*{_ENTRY}\s*(,\s*{_ENTRY}\s*)*", text) is None:
+            raise ValueError("names are parted by commas, and have lists such as [1-3,7]")
+        for entry in re.findall(_ENTRY, text):
+            if entry.count("[") > _MOST_BRACKETS:
+                raise ValueError(f"an entry has more than {_MOST_BRACKETS} brackets")
+            yield from _expanded(re.split(r"\[(.*?)\]", entry))
     except ValueError as error:
         raise ValueError(
             f"The environment variable {name} is {_shown(text)}, which is no list of nodes: {error}. Correct or unset it."
         ) from None
 
 
-def _list(text: str, inside: bool = False) -> Iterator[str]:
-    for part in map(str.strip, _split(text)):
-        if not part:
-            raise ValueError("an entry is empty")
-        if part.count("[") > _MOST_BRACKETS:
-            raise ValueError(f"an entry has more than {_MOST_BRACKETS} brackets")
-        yield from _range(part) if inside and re.fullmatch(r"[0-9]+(-[0-9]+)?", part) else _product(part)
-
-
-def _split(text: str) -> Iterator[str]:
-    """Split at the commas outside of brackets."""
-    start = depth = 0
-    for position, character in enumerate(text):
-        if character == "[":
-            depth += 1
-        elif character == "]":
-            depth -= 1
-            if depth < 0:
-                raise ValueError("a ] has no [")
-        elif character == "," and not depth:
-            yield text[start:position]
-            start = position + 1
-    if depth:
-        raise ValueError("a [ has no ]")
-    yield text[start:]
-
-
-def _range(text: str) -> Iterator[str]:
-    first, _, last = text.partition("-")
-    low, high = int(first), int(last or first)
-    if high < low:
-        raise ValueError(f"the range {text} runs backwards")
-    for number in range(low, high + 1):
-        yield str(number).zfill(len(first))
-
-
-def _product(text: str) -> Iterator[str]:
-    """Expand one entry, in which brackets may follow each other: the last one runs fastest."""
-    start = text.find("[")
-    if start < 0:
-        yield text
+def _expanded(parts: list[str]) -> Iterator[str]:
+    """Expand a part of a name, the list after it, the next part, ...: the last list runs fastest."""
+    head, *rest = parts
+    if not rest:
+        yield head
         return
-    end, level = start, 0
-    for end in range(start, len(text)):
-        level += {"[": 1, "]": -1}.get(text[end], 0)
-        if not level:
-            break
-    for middle in _list(text[start + 1 : end], inside=True):
-        for tail in _product(text[end + 1 :]):
-            yield text[:start] + middle + tail
-
-
-def first_host(text: str, name: str = "SLURM_NODELIST") -> str:
-    """Return the first name of a list of nodes.
-
-    Args:
-        text: the list.
-        name: the variable it comes from, for messages.
-
-    Raises:
-        ValueError: it is malformed.
-    """
-    return next(hosts(text, name))
-
-
-def names_host(text: str, host: str, name: str = "SLURM_NODELIST") -> bool:
-    """Say whether a list of nodes has this one.
-
-    Args:
-        text: the list.
-        host: the node.
-        name: the variable it comes from, for messages.
-
-    Raises:
-        ValueError: it is malformed.
-    """
-    return host in some_hosts(text, name)
+    for numbers in rest[0].split(","):
+        first, _, last = numbers.partition("-")
+        low, high = int(first), int(last or first)
+        if high < low:
+            raise ValueError(f"the range {numbers} runs backwards")
+        for number in range(low, high + 1):
+            for tail in _expanded(rest[1:]):
+                yield head + str(number).zfill(len(first)) + tail
 
 
 def some_hosts(text: str, name: str = "SLURM_NODELIST") -> Iterator[str]:
@@ -282,7 +226,7 @@ def _has_terminal() -> bool:
     try:
         # Not isatty(): what is typed may be redirected.
         os.close(os.open(os.ctermid(), os.O_RDONLY | os.O_NOCTTY))
-        # Only a shell that somebody types into gives each command a process group. `srun --pty accelerate launch`, or a script of
+        # Only an interactive shell gives each command a process group. `srun --pty accelerate launch`, or a script of
         # it, runs in all tasks, and the one with the terminal is a task like the others.
         return os.getpgrp() != os.getsid(0)
     except (OSError, AttributeError):
@@ -317,10 +261,10 @@ def first_node(environ: Mapping[str, str]) -> str | None:
         own = f"SLURM_JOB_NODELIST_HET_GROUP_{component}"
         if not environ.get(own):
             break
-        first = first_host(environ[own], own)
-        if names_host(text, first, name):
+        first = next(hosts(environ[own], own))
+        if first in some_hosts(text, name):
             return first
-    return first_host(text, name)
+    return next(hosts(text, name))
 
 
 def port(environ: Mapping[str, str]) -> int | None:

@@ -1,7 +1,7 @@
 """The dictionaries that every instance of a state class shares, and how a reset replaces them.
 
 A state object binds one of these dictionaries as its `__dict__` when it is built. A reset makes a new, empty one current
-and leaves the old one to the objects bound to it, so whoever holds a state keeps working after somebody else's reset.
+and leaves the old one to the objects bound to it, so an object that holds a state keeps working after a reset.
 """
 
 import importlib.util
@@ -110,7 +110,7 @@ def register_builder(slot_name: str, builder: Callable[[], Any]) -> None:
 
 
 def ensure(slot_name: str) -> dict[str, Any]:
-    """Return a slot's dictionary, built with the defaults if nobody has built it yet.
+    """Return a slot's dictionary, built with the defaults if it is empty.
 
     Args:
         slot_name: "process", "accelerator" or "gradient".

@@ -10,7 +10,6 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from accelerate.backends.base import Backend
 from accelerate.backends.registry import resolve
 from accelerate.config.enums import FP8BackendType
 from accelerate.data.build import unwrapped
@@ -154,7 +153,7 @@ def _overlay_mesh(accelerator: "Accelerator", objects: Sequence[Any]) -> Sequenc
     if layout.sp_enabled:
         from accelerate.parallel import sequence
 
-        objects = sequence.prepare(accelerator, objects)
+        objects = sequence.prepare(accelerator, "sp", objects)
     return objects
 
 
@@ -483,15 +482,14 @@ def prepare_data_loader(
         return register(accelerator, "loader", data_loader)
     config = accelerator.dataloader_config
     device_mesh(accelerator)  # in a direct call, it may not be there yet
-    shards, shard, mesh = _data_layout(accelerator)
     # Passed only when it says something, because users put functions of upstream's signature in the place of `build`.
     divided = {} if getattr(config, "shard_iterable_dataset", True) else {"shard_iterable_dataset": False}
     with own_states(accelerator):
         wrapped = build(
             data_loader,
             accelerator.device,
-            num_processes=shards,
-            process_index=shard,
+            num_processes=accelerator.num_processes,
+            process_index=accelerator.process_index,
             split_batches=accelerator.split_batches,
             put_on_device=device_placement,
             rng_types=list(accelerator.rng_types) if accelerator.rng_types is not None else None,
@@ -502,20 +500,12 @@ def prepare_data_loader(
             data_seed=config.data_seed,
             non_blocking=accelerator.non_blocking,
             use_stateful_dataloader=accelerator.use_stateful_dataloader,
-            torch_device_mesh=mesh,
+            torch_device_mesh=accelerator.torch_device_mesh,
             **divided,
         )
     if not getattr(config, "continue_after_load", True) and isinstance(inner := unwrapped(wrapped), PreparedLoader):
         inner.continue_after_load = False
     return register(accelerator, "loader", wrapped, data_loader)
-
-
-def _data_layout(accelerator: "Accelerator") -> tuple[int, int, Any]:
-    """Return what loaders are told: the ranks and the mesh, from which they work out their shard; or a strategy's own shards."""
-    backend = resolve(accelerator.state)
-    if type(backend).data_shard is Backend.data_shard:
-        return accelerator.num_processes, accelerator.process_index, accelerator.torch_device_mesh
-    return *backend.data_shard(accelerator), None
 
 
 def _check_schedules(accelerator: "Accelerator", objects: Sequence[Any]) -> None:

@@ -7,7 +7,7 @@ from accelerate.utils.tqdm import tqdm as tqdm
 
 _HOMES = {
     "accelerate.commands.config.default": "write_basic_config",
-    "accelerate.parallel.loss": "aggregate_loss shift_labels",
+    "accelerate.parallel.sequence": "aggregate_loss shift_labels",
     "accelerate.parallelism_config": "ParallelismConfig",
     "accelerate.utils.ao": "convert_model_to_fp8_ao filter_first_and_last_linear_layers has_ao_layers",
     "accelerate.utils.bnb": "has_4bit_bnb_layers load_and_quantize_model",

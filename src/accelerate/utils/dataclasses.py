@@ -4,7 +4,7 @@ from accelerate._lazy import front
 
 _HOMES = {
     "typing": "TYPE_CHECKING",
-    "accelerate.comm.shapes": "TensorInformation",
+    "accelerate.comm.nested": "TensorInformation",
     "accelerate.config.bnb": "BnbQuantizationConfig",
     "accelerate.config.deepspeed": "DeepSpeedPlugin",
     "accelerate.config.enums": (

@@ -18,16 +18,15 @@ from accelerate._lazy import front
 from accelerate.comm import check
 from accelerate.comm.base import Communicator
 from accelerate.comm.check import DistributedOperationException
-from accelerate.comm.nested import flatten, rebuild, recursively_apply
-from accelerate.comm.shapes import padded
+from accelerate.comm.nested import flatten, padded, rebuild, recursively_apply
 from accelerate.runtime import storage
 
 # What this module gives and does not hold itself.
 _HOMES = {
-    "accelerate.comm.nested": "honor_type is_namedtuple is_torch_tensor",
-    "accelerate.comm.shapes": (
-        "concatenate find_batch_size find_device get_data_structure get_shape ignorant_find_batch_size "
-        "initialize_tensors is_tensor_information listify pad_input_tensors send_to_device slice_tensors"
+    "accelerate.comm.nested": (
+        "concatenate find_batch_size find_device get_data_structure get_shape honor_type ignorant_find_batch_size "
+        "initialize_tensors is_namedtuple is_tensor_information is_torch_tensor listify pad_input_tensors send_to_device "
+        "slice_tensors"
     ),
     "accelerate.utils.constants": "TORCH_DISTRIBUTED_OPERATION_TYPES",
 }

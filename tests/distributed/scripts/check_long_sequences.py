@@ -1,6 +1,7 @@
 """Sequences shared by ranks equal sequences in one process: attention, training, losses; and what is refused, by all ranks."""
 
 import copy
+import functools
 import pickle
 import sys
 import warnings
@@ -22,8 +23,8 @@ from transformers import (
 )
 
 from accelerate import ParallelismConfig
-from accelerate.parallel import context, sequence
-from accelerate.parallel.loss import aggregate_loss, shift_labels
+from accelerate.parallel import sequence
+from accelerate.parallel.sequence import aggregate_loss, shift_labels
 from accelerate.state import PartialState
 from accelerate.utils import FullyShardedDataParallelPlugin, TorchContextParallelConfig
 
@@ -45,8 +46,7 @@ def ready(axis, strategy, *models, shards=0):
         layout._set_size("dp_replicate", others)
     accelerator = fresh_accelerator(parallelism_config=layout)
     accelerator._prepare_device_mesh()
-    prepare = context.prepare if axis == "cp" else sequence.prepare
-    assert prepare(accelerator, models) == models
+    assert sequence.prepare(accelerator, axis or "sp", models) == models
     return accelerator
 
 
@@ -215,7 +215,7 @@ def bad_input_is_refused_together():
                 with raised(ValueError, f"{heads} = 1 x {size} + {size - 1}"):
                     F.scaled_dot_product_attention(q[:, :1].expand(-1, heads, -1, -1), q[:, :1], q[:, :1])
         with raised(ValueError, "MultiheadAttention"):
-            (context if axis == "cp" else sequence).prepare(accelerator, (nn.TransformerEncoderLayer(8, 2),))
+            sequence.prepare(accelerator, axis, (nn.TransformerEncoderLayer(8, 2),))
 
 
 # -- training --------------------------------------------------------------------------------------------------------
@@ -298,7 +298,7 @@ def trained_shared(model, forward, axis, strategy, shards=0, rows=2, own_loss=No
     model = copy.deepcopy(model)
     accelerator = ready(axis, strategy, model, shards=shards)
     # Prepared once more, nothing is hooked twice.
-    (context if axis == "cp" else sequence).prepare(accelerator, (model,))
+    sequence.prepare(accelerator, axis, (model,))
     mesh = accelerator.torch_device_mesh
     group = mesh[axis].get_group()
     replicas = accelerator.num_processes // mesh[axis].size()
@@ -511,18 +511,18 @@ def models_that_cannot_are_refused():
     for axis, strategy in KINDS[1:]:
         model = llama()
         accelerator = ready(axis, strategy, model)
-        prepare = (context if axis == "cp" else sequence).prepare
+        prepare = functools.partial(sequence.prepare, accelerator, axis)
         eager = llama()
         eager.config._attn_implementation = "eager"
         with raised(ValueError, "'eager'", "sdpa"):
-            prepare(accelerator, (eager,))
+            prepare((eager,))
         t5 = T5ForConditionalGeneration(T5Config(vocab_size=8, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2))
         t5.config._attn_implementation = "sdpa"
         for part in t5.modules():
             if hasattr(part, "config"):
                 part.config._attn_implementation = "sdpa"
         with raised(ValueError, "encoder-decoder"):
-            prepare(accelerator, (t5,))
+            prepare((t5,))
         size = accelerator.num_processes
         ids = torch.arange(2 * LENGTH).reshape(2, LENGTH) % WORDS
         places, packed = torch.arange(LENGTH)[None], torch.cat((torch.arange(12), torch.arange(4)))[None]
@@ -556,7 +556,7 @@ def models_that_cannot_are_refused():
                 near(out.logits[real], expected[real], (axis, strategy))
         windowed = llama()
         windowed.config.sliding_window = LENGTH - 1
-        prepare(accelerator, (windowed,))
+        prepare((windowed,))
         with accelerator.maybe_context_parallel([ids], [1]), raised(ValueError, "window of 15"):
             windowed(input_ids=ids)
         # A model that was hooked is copied and pickled without process groups.

@@ -183,8 +183,7 @@ def activations():
         piped = prepare_pippy(model, points(), example_args=(tokens[:2],), gather_output=True)
         output = piped(tokens)
     assert expected.dtype is output.dtype is torch.bfloat16 and torch.equal(output, expected)
-    with raised(ValueError, "Autocast was on (torch.bfloat16)", "is off now"):
-        piped(tokens)
+    assert torch.equal(piped(tokens), expected), "the stages know the autocast that they were traced under"
 
 
 class Branching(nn.Module):
@@ -258,10 +257,10 @@ def refused_at_calls():
         ((), {}, ("missing a required argument: 'x'",)),
         ((None, None), {}, ("got no sample", "x=None")),
         ((batch[:0], scale[:0]), {}, ("got no sample", "x of shape (0, 8)")),
-        ((batch[:, :5], scale), {}, ("x has shape (4, 5)", "(2, 8)", "any number of samples, 8")),
-        ((batch, scale[:3]), {}, ("scale has shape (3, 1)", "batch of 4")),
-        ((batch.double(), scale), {}, ("x has dtype torch.float64", "torch.float32")),
-        ((batch, 2.0), {}, ("scale is a float",)),
+        ((batch[:, :5], scale), {}, ("x of shape (4, 5)", "(2, 8)", "Only the number of samples may differ")),
+        ((batch, scale[:3]), {}, ("scale of shape (3, 1)", "batch of 4")),
+        ((batch.double(), scale), {}, ("torch.float64 in a batch", "torch.float32")),
+        ((batch, 2.0), {}, ("scale=2.0", "scale of shape (2, 1)")),
         ((batch,), {}, ("scale is missing",)),
         ((batch, scale, 2.0), {}, ("factor was not in the example",)),
         ((batch, scale), {"why": 1}, ("unexpected keyword argument 'why'",)),
@@ -271,7 +270,7 @@ def refused_at_calls():
             piped(*args, **kwargs) if RANK == 0 else piped()
         compare(piped(batch, scale), expected, True)
     piped = prepare_pippy(Layers(), example_args=(batch[:2], None, 1.0))
-    with raised(ValueError, "factor=2.0", "traced with 1.0"):
+    with raised(ValueError, "factor=2.0", "traced with factor=1.0"):
         piped(batch, None, 2.0)
 
 

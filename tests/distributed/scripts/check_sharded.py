@@ -102,7 +102,7 @@ def logged(name, fragment, times=1):
     assert len(told) == (times if rank() == 0 else 0), told
 
 
-SAMENESS = "accelerate.parallel.sameness"
+CONSISTENCY = "accelerate.parallel.consistency"
 
 
 def check_other_seeds_train_the_weights_of_rank_zero():
@@ -119,14 +119,14 @@ def check_other_seeds_train_the_weights_of_rank_zero():
         accelerator = fresh_accelerator(**options)
         model, optimizer = build(seed=rank())
         expected = everywhere(model.state_dict())[0]
-        with logged(SAMENESS, "those of rank 0 are used"):
+        with logged(CONSISTENCY, "those of rank 0 are used"):
             model, optimizer = accelerator.prepare(model, optimizer)
         assert_close(weights(accelerator, model), expected)
         assert_same_everywhere(model.buffers())
         if options["fsdp_plugin"].fsdp_version == 2:
             assert_same_everywhere([parameter.full_tensor() for parameter in model.parameters()], "shards")
         accelerator = fresh_accelerator(fsdp_plugin=sharding(2))
-        with logged(SAMENESS, "", times=0):
+        with logged(CONSISTENCY, "", times=0):
             accelerator.prepare(*build())
 
 
@@ -153,12 +153,12 @@ def check_models_that_differ_are_refused_by_all_ranks():
 def check_trainable_modules_left_whole_are_told():
     for version in (1, 2):
         accelerator = fresh_accelerator(fsdp_plugin=sharding(version, ignored_modules="last"))
-        with logged(SAMENESS, "does not average their gradients"):
+        with logged(CONSISTENCY, "does not average their gradients"):
             accelerator.prepare(build()[0])
         accelerator = fresh_accelerator(fsdp_plugin=sharding(version, ignored_modules="last"))
         model, _ = build()
         model.last.requires_grad_(False)
-        with logged(SAMENESS, "does not average", times=0):
+        with logged(CONSISTENCY, "does not average", times=0):
             accelerator.prepare(model)
 
 

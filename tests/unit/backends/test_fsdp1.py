@@ -12,9 +12,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from accelerate import ParallelismConfig
 from accelerate.backends import fsdp1
-from accelerate.checkpoint.state import is_fsdp1, tied_names
+from accelerate.checkpoint.state import tied_names
 from accelerate.config.enums import DistributedType
-from accelerate.utils import GradientAccumulationPlugin
 from sharded_samples import Block, batch, loss, net, sharding
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
@@ -151,9 +150,7 @@ def test_policy_objects(alone, version, kind):
 
 
 def test_a_class_that_is_not_there_is_refused(alone):
-    with pytest.raises(
-        ValueError, match="holds Nope, which the model does not contain. It contains: Block, Dropout, Embedding"
-    ):
+    with pytest.raises(ValueError, match="holds Nope; the model contains Block, Dropout, Embedding"):
         sharding(1, transformer_cls_names_to_wrap=["Nope"]).prepare(net())
 
 
@@ -227,40 +224,6 @@ def test_ranks_that_no_dimension_claims_are_shards():
 # -- training --------------------------------------------------------------------------------------------------------
 
 
-def assert_same(state, wanted):
-    assert state.keys() == wanted.keys()
-    for name, value in wanted.items():
-        torch.testing.assert_close(state[name], value, msg=name)
-
-
-@pytest.mark.parametrize("original", [False, True])
-@pytest.mark.parametrize("window", [{}, {"sync_each_batch": True}, {"exact": True}, {"num_items": 20}])
-def test_windows_give_the_weights_of_plain_torch(alone, original, window):
-    counted = {"num_items": window.pop("num_items")} if "num_items" in window else {}
-    plugin = GradientAccumulationPlugin(num_steps=2, **window)
-    accelerator = sharding(1, {"gradient_accumulation_plugin": plugin}, use_orig_params=original)
-    model, reference = net(), net()
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
-    for step in range(4):
-        with accelerator.accumulate(model, **counted):
-            accelerator.backward(loss(model, batch(step)))
-            optimizer.step()
-            optimizer.zero_grad()
-        (loss(reference, batch(step)) / 2).backward()
-        if step % 2:
-            plain.step()
-            plain.zero_grad()
-    assert_same(accelerator.get_state_dict(model), reference.state_dict())
-
-
-def test_items_inside_no_sync_are_refused(alone):
-    accelerator = sharding(1, {"gradient_accumulation_steps": 2})
-    model = accelerator.prepare(net())
-    with accelerator.no_sync(model), pytest.raises(ValueError, match="num_items=4 was given inside no_sync"):
-        accelerator.backward(loss(model, batch()), num_items=4)
-
-
 def test_the_norm_of_a_part_is_refused(alone):
     accelerator = sharding(1)
     model = accelerator.prepare(net())
@@ -283,44 +246,6 @@ def test_the_norm_of_all_that_is_trained(alone, frozen):
     torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(reference.parameters(), 0.01))
 
 
-@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
-def test_two_models_and_a_plain_parameter_are_clipped_to_one_norm(alone, norm_type):
-    accelerator = sharding(1, use_orig_params=True)
-    models, references = [net(seed) for seed in (0, 1)], [net(seed) for seed in (0, 1)]
-    prepared = [accelerator.prepare(model) for model in models]
-    extra = [nn.Parameter(torch.ones(2)) for _ in range(2)]
-    for group, parameter in zip((prepared, references), extra, strict=True):
-        sum((loss(model, batch()) for model in group), parameter.square().sum()).backward()
-    given = [p for model in prepared for p in model.parameters()] + extra[:1]
-    norm = accelerator.clip_grad_norm_(given, 0.01, norm_type)
-    plain = [p for model in references for p in model.parameters()] + extra[1:]
-    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(plain, 0.01, norm_type))
-    torch.testing.assert_close(extra[0].grad, extra[1].grad)
-    torch.testing.assert_close(models[1].blocks[0].a.weight.grad.view(16, 8), references[1].blocks[0].a.weight.grad)
-
-
-@pytest.mark.parametrize("offload", [False, True])
-def test_recomputed_activations_draw_the_same_dropout(alone, offload):
-    gradients = {}
-    for checkpointing in (False, True):
-        accelerator = sharding(
-            1,
-            use_orig_params=True,
-            activation_checkpointing=checkpointing,
-            activation_checkpointing_offload=checkpointing and offload,
-        )
-        model = accelerator.prepare(net(dropout=0.5))
-        torch.manual_seed(7)
-        loss(model, batch()).backward()
-        gradients[checkpointing] = [parameter.grad.flatten() for parameter in model.parameters()]
-        kinds = [type(part).__name__ for part in model.modules()]
-        assert kinds.count("CheckpointWrapper") == (2 if checkpointing else 0)
-        accelerator.free_memory()
-        accelerator.state._reset_state(True)
-    for plain, recomputed in zip(gradients[False], gradients[True], strict=True):
-        assert torch.equal(plain, recomputed)
-
-
 @pytest.mark.parametrize("version", [1, 2])
 def test_checkpointing_of_units_by_size(alone, version):
     accelerator = sharding(
@@ -339,19 +264,12 @@ def test_checkpointing_of_units_by_size(alone, version):
     loss(model, batch()).backward()
 
 
-def test_checkpointing_without_a_policy_warns(alone, caplog):
-    sharding(1, activation_checkpointing=True, auto_wrap_policy="no_wrap", transformer_cls_names_to_wrap=None).prepare(
-        net()
-    )
-    assert "activation_checkpointing has no effect without an auto_wrap_policy" in caplog.text
-
-
 def test_efficient_loading_sends_the_weights_of_the_first_rank(alone):
     wanted = net().state_dict()
     with pytest.warns(UserWarning, match="sync_module_states is set to True"):
         accelerator = sharding(1, cpu_ram_efficient_loading=True)
     model = accelerator.prepare(net())
-    assert_same(accelerator.get_state_dict(model), wanted)
+    torch.testing.assert_close(accelerator.get_state_dict(model), wanted)
 
 
 def test_a_param_init_fn_gives_memory_and_keeps_ties(alone):
@@ -383,34 +301,6 @@ def test_groups_within_a_layer(alone, original):
     assert [len(group["params"]) for group in optimizer.param_groups] == [5, 4]
 
 
-@pytest.mark.parametrize("original", [False, True])
-def test_optimizers_follow_before_and_after(alone, original):
-    accelerator, model = sharding(1, use_orig_params=original), net()
-    old = list(model.parameters())
-    before = accelerator.prepare(torch.optim.SGD(old, lr=0.1))
-    model = accelerator.prepare(model)
-    after = accelerator.prepare(torch.optim.SGD(old, lr=0.1))
-    wanted = {id(parameter) for parameter in model.parameters()}
-    for optimizer in (before, after):
-        assert {id(parameter) for parameter in optimizer.param_groups[0]["params"]} == wanted
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_compiled_models(alone, when):
-    accelerator = sharding(1, {"dynamo_backend": "eager"} if when == "after" else None, use_orig_params=True)
-    model = net()
-    given = torch.compile(model, backend="eager") if when == "before" else model
-    prepared, optimizer = accelerator.prepare(given, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert type(prepared).__name__ == "OptimizedModule"
-    assert accelerator.unwrap_model(prepared, keep_torch_compile=False) is model
-    accelerator.backward(loss(prepared, batch()))
-    optimizer.step()
-    wanted = net()
-    loss(wanted, batch()).backward()
-    torch.optim.SGD(wanted.parameters(), lr=0.1).step()
-    assert_same(accelerator.get_state_dict(prepared), wanted.state_dict())
-
-
 def test_bf16_keeps_float32_weights_also_beside_frozen_ones(alone):
     accelerator = sharding(1, {"mixed_precision": "bf16"}, use_orig_params=True)
     model = net().bfloat16()
@@ -423,19 +313,6 @@ def test_bf16_keeps_float32_weights_also_beside_frozen_ones(alone):
     optimizer.step()
 
 
-def test_a_model_for_evaluation_stays_whole_and_can_train_later(alone):
-    accelerator = sharding(1)
-    model = accelerator.prepare_model(net(), evaluation_mode=True)
-    assert not is_fsdp1(model)
-    with accelerator.no_sync(model):
-        pass
-    assert is_fsdp1(accelerator.prepare(model))
-
-
-def test_a_model_is_not_wrapped_twice(alone):
-    accelerator, model = sharding(1), net()
-    prepared = accelerator.prepare(model)
-    with pytest.warns(UserWarning, match="already prepared"):
-        assert accelerator.prepare(model) is prepared
+def test_a_wrapped_model_stays_as_it_is(alone):
     own = FullyShardedDataParallel(net(1), device_id=torch.device("cpu"))
-    assert accelerator.prepare(own) is own
+    assert sharding(1).prepare(own) is own

@@ -7,54 +7,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from accelerate import Accelerator
 from accelerate.parallel.shard import is_sharded
 from accelerate.utils import GradientAccumulationPlugin
-from sharded_samples import Block, batch, loss, net, sharding
+from sharded_samples import batch, loss, net, sharding
 
 pytestmark = pytest.mark.usefixtures("process_group")
-
-
-def trained(accelerator, model, steps=2, **accumulate):
-    """Train a few steps of two micro-batches, and return the whole weights."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    for step in range(steps * accelerator.gradient_accumulation_steps):
-        with accelerator.accumulate(model, **accumulate):
-            accelerator.backward(loss(model, batch(step)))
-            optimizer.step()
-            optimizer.zero_grad()
-    return accelerator.get_state_dict(model)
-
-
-def expected(steps, window):
-    """Return the weights that plain torch trains."""
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(steps * window):
-        (loss(model, batch(step)) / window).backward()
-        if (step + 1) % window == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-    return model.state_dict()
-
-
-def assert_same(state, wanted):
-    assert state.keys() == wanted.keys()
-    for name, value in wanted.items():
-        torch.testing.assert_close(state[name], value, msg=name)
-
-
-@pytest.mark.parametrize("options", [{}, {"sync_each_batch": True}, {"exact": True}])
-def test_windows_give_the_weights_of_plain_torch(options):
-    window = GradientAccumulationPlugin(num_steps=2, **options)
-    accelerator = sharding(2, {"gradient_accumulation_plugin": window})
-    assert_same(trained(accelerator, net()), expected(2, 2))
-
-
-def test_counted_items_give_the_weights_of_plain_torch():
-    accelerator = sharding(2, {"gradient_accumulation_steps": 2})
-    assert_same(trained(accelerator, net(), num_items=20), expected(2, 2))
 
 
 def test_a_short_last_window_is_divided_by_its_length():
@@ -74,14 +31,7 @@ def test_a_short_last_window_is_divided_by_its_length():
             (loss(reference, batch(seed)) / len(window)).backward()
         plain.step()
         plain.zero_grad()
-    assert_same(accelerator.get_state_dict(model), reference.state_dict())
-
-
-def test_items_inside_no_sync_are_refused():
-    accelerator = sharding(2, {"gradient_accumulation_steps": 2})
-    model = accelerator.prepare(net())
-    with accelerator.no_sync(model), pytest.raises(ValueError, match="num_items=4 was given inside no_sync"):
-        accelerator.backward(loss(model, batch()), num_items=4)
+    torch.testing.assert_close(accelerator.get_state_dict(model), reference.state_dict())
 
 
 def test_no_sync_is_left_again_after_an_error(monkeypatch):
@@ -111,16 +61,6 @@ def test_what_no_sync_costs_is_said_once(caplog):
     assert "sync_each_batch=True" in said[0]
 
 
-def test_sync_each_batch_never_holds_gradients_back(monkeypatch):
-    accelerator = sharding(
-        2, {"gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=2, sync_each_batch=True)}
-    )
-    model = accelerator.prepare(net())
-    monkeypatch.setattr(model, "set_requires_gradient_sync", lambda wanted: pytest.fail("held back"))
-    with accelerator.accumulate(model):
-        accelerator.backward(loss(model, batch()))
-
-
 def test_a_norm_of_all_and_of_a_part_is_that_of_plain_torch():
     accelerator, reference = sharding(2), net()
     model = accelerator.prepare(net())
@@ -134,67 +74,6 @@ def test_a_norm_of_all_and_of_a_part_is_that_of_plain_torch():
         torch.testing.assert_close(model.blocks[0].a.weight.grad.full_tensor(), reference.blocks[0].a.weight.grad)
 
 
-def test_two_models_are_clipped_to_one_norm():
-    accelerator = sharding(2)
-    models = [accelerator.prepare(net(seed)) for seed in (0, 1)]
-    references = [net(seed) for seed in (0, 1)]
-    for model in (*models, *references):
-        loss(model, batch()).backward()
-    norm = accelerator.clip_grad_norm_([p for model in models for p in model.parameters()], 0.01)
-    wanted = nn.utils.clip_grad_norm_([p for model in references for p in model.parameters()], 0.01)
-    torch.testing.assert_close(norm, wanted)
-    torch.testing.assert_close(models[1].head.weight.grad.full_tensor(), references[1].head.weight.grad)
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_clipping_by_value_is_refused(version):
-    accelerator = sharding(version)
-    model = accelerator.prepare(net())
-    with pytest.raises(NotImplementedError, match="clip_grad_value_ is not possible with .*clip_grad_norm_"):
-        accelerator.clip_grad_value_(model.parameters(), 1.0)
-
-
-@pytest.mark.parametrize("offload", [False, True])
-def test_recomputed_activations_draw_the_same_dropout(offload):
-    gradients = {}
-    for checkpointing in (False, True):
-        accelerator = sharding(
-            2, activation_checkpointing=checkpointing, activation_checkpointing_offload=checkpointing and offload
-        )
-        model = accelerator.prepare(net(dropout=0.5))
-        torch.manual_seed(7)
-        loss(model, batch()).backward()
-        gradients[checkpointing] = {
-            name.replace("_checkpoint_wrapped_module.", ""): parameter.grad.full_tensor()
-            for name, parameter in model.named_parameters()
-        }
-        wrapped = [name for name, _ in model.named_modules() if name.endswith("_checkpoint_wrapped_module")]
-        assert bool(wrapped) is checkpointing
-        accelerator.free_memory()
-        Accelerator(cpu=True).state._reset_state(True)
-    assert gradients[True].keys() == gradients[False].keys()
-    for name, gradient in gradients[False].items():
-        assert torch.equal(gradients[True][name], gradient), name
-
-
-def test_checkpointing_without_a_policy_warns(caplog):
-    accelerator = sharding(
-        2, activation_checkpointing=True, auto_wrap_policy="no_wrap", transformer_cls_names_to_wrap=None
-    )
-    accelerator.prepare(net())
-    assert "activation_checkpointing has no effect without an auto_wrap_policy" in caplog.text
-
-
-def test_a_model_for_evaluation_stays_whole_and_can_train_later():
-    accelerator = sharding(2)
-    model = accelerator.prepare_model(net(), evaluation_mode=True)
-    assert not is_sharded(model)
-    with accelerator.no_sync(model):
-        loss(model, batch())
-    again = accelerator.prepare(model)
-    assert again is model and is_sharded(model)
-
-
 def test_models_for_evaluation_and_batches_go_to_the_device():
     accelerator = sharding(2)
     accelerator.state.device = torch.device("meta")  # stands for one that is not the host
@@ -202,24 +81,6 @@ def test_models_for_evaluation_and_batches_go_to_the_device():
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
     loader = accelerator.prepare(torch.utils.data.DataLoader(torch.ones(2, 2)))
     assert next(iter(loader)).device.type == "meta"
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_compiled_models(when):
-    accelerator = sharding(2, {"dynamo_backend": "eager"} if when == "after" else None)
-    model = net()
-    given = torch.compile(model, backend="eager") if when == "before" else model
-    prepared, optimizer = accelerator.prepare(given, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert type(prepared).__name__ == "OptimizedModule"
-    assert accelerator.unwrap_model(prepared, keep_torch_compile=False) is model
-    accelerator.backward(loss(prepared, batch()))
-    optimizer.step()
-    wanted = net()
-    loss(wanted, batch()).backward()
-    torch.optim.SGD(wanted.parameters(), lr=0.1).step()
-    assert_same(accelerator.get_state_dict(prepared), wanted.state_dict())
-    with accelerator.no_sync(prepared):
-        pass
 
 
 def test_the_optimizer_may_come_first_and_groups_stay():
@@ -236,14 +97,6 @@ def test_the_optimizer_may_come_first_and_groups_stay():
     assert [group.get("weight_decay") for group in optimizer.param_groups] == [0, 0.5]
 
 
-def test_an_optimizer_made_from_the_old_parameters_later_follows():
-    accelerator, model = sharding(2), net()
-    old = list(model.parameters())
-    model = accelerator.prepare(model)
-    optimizer = accelerator.prepare(torch.optim.SGD(old, lr=0.1))
-    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
-
-
 def test_an_optimizer_that_has_stepped_is_refused():
     accelerator, model = sharding(2), net()
     optimizer = torch.optim.Adam(model.parameters())
@@ -257,14 +110,6 @@ def test_a_frozen_model_is_sharded_as_well():
     model = net().requires_grad_(False)
     assert is_sharded(sharding(2).prepare(model))
     assert all(isinstance(p, DTensor) and not p.requires_grad for p in model.parameters())
-
-
-def test_unwrapping_gives_the_users_class_with_shards():
-    accelerator, model = sharding(2), net()
-    prepared = accelerator.prepare(model)
-    assert accelerator.unwrap_model(prepared) is model
-    assert isinstance(model, type(net())) and type(model).__name__ == "FSDPNet"
-    assert isinstance(accelerator.unwrap_model(prepared).blocks[0], Block)
 
 
 def test_bf16_keeps_float32_weights():
@@ -283,14 +128,6 @@ def test_offload_on_the_cpu_is_said_to_be_needless(caplog):
     accelerator.prepare(net())
     accelerator.prepare(net())
     assert caplog.text.count("cpu_offload=True has no effect on the CPU") == 1
-
-
-def test_a_model_is_not_sharded_twice():
-    accelerator, model = sharding(2), net()
-    prepared = accelerator.prepare(model)
-    with pytest.warns(UserWarning, match="already prepared"):
-        assert accelerator.prepare(model) is prepared
-    assert len(accelerator._models) == 1
 
 
 def test_a_copy_of_the_state_is_whole_on_the_first_rank():

@@ -5,12 +5,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from accelerate import Accelerator
 from accelerate.backends.sharded import model_of
+from accelerate.checkpoint.state import is_fsdp1
 from accelerate.config.enums import DistributedType
+from accelerate.parallel.shard import is_sharded
+from accelerate.utils import GradientAccumulationPlugin
 from sharded_samples import batch, loss, net, sharding
 
+pytestmark = pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
+both = pytest.mark.parametrize("version", [1, 2])
 
-@pytest.mark.parametrize("version", [1, 2])
+
+@both
 def test_a_process_that_is_alone_gets_a_group(process_group, version):
     dist.destroy_process_group()
     accelerator = sharding(version)
@@ -20,7 +27,7 @@ def test_a_process_that_is_alone_gets_a_group(process_group, version):
     assert dist.get_world_size() == 1
 
 
-@pytest.mark.parametrize("version", [1, 2])
+@both
 def test_results_come_in_the_order_of_the_arguments(process_group, version):
     accelerator, model = sharding(version), net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -35,15 +42,7 @@ def test_results_come_in_the_order_of_the_arguments(process_group, version):
     assert {id(parameter) for parameter in second.param_groups[0]["params"]} == now
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_data_is_split_over_all_ranks_without_a_mesh(process_group, version):
-    from accelerate.backends.registry import resolve
-
-    accelerator = sharding(version)
-    assert resolve(accelerator.state).data_shard(accelerator) == (1, 0)
-
-
-@pytest.mark.parametrize("version", [1, 2])
+@both
 @pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
 def test_a_run_is_saved_and_loaded_into_a_new_one(process_group, tmp_path, version, kind):
     def run():
@@ -76,7 +75,7 @@ def test_an_optimizer_finds_its_model():
         model_of(torch.optim.SGD([*models[0].parameters(), *models[1].parameters()]), models)
 
 
-@pytest.mark.parametrize("version", [1, 2])
+@both
 def test_fp16_scales_and_skips(process_group, version):
     accelerator = sharding(version, {"mixed_precision": "fp16"})
     model = net()
@@ -91,7 +90,7 @@ def test_fp16_scales_and_skips(process_group, version):
     assert accelerator.scaler.get_scale() == 2**15
 
 
-@pytest.mark.parametrize("version", [1, 2])
+@both
 def test_a_configuration_of_states_that_has_no_effect_is_said_once(process_group, caplog, version):
     from torch.distributed.fsdp import FullStateDictConfig
 
@@ -103,8 +102,146 @@ def test_a_configuration_of_states_that_has_no_effect_is_said_once(process_group
     assert caplog.text.count("state_dict_config=FullStateDictConfig") == 1
 
 
-@pytest.mark.parametrize("version", [1, 2])
-@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
-def test_of_configurations_that_nobody_gave_nothing_is_said(process_group, caplog, version, kind):
-    sharding(version, state_dict_type=kind).prepare(net())
-    assert "has no effect" not in caplog.text
+# -- training equals plain torch --------------------------------------------------------------------------------------
+
+
+def whole(gradient):
+    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+
+
+@pytest.mark.parametrize(
+    ("version", "options"), [(1, {"use_orig_params": False}), (1, {"use_orig_params": True}), (2, {})]
+)
+@pytest.mark.parametrize("window", [{}, {"sync_each_batch": True}, {"exact": True}, {"num_items": 20}])
+def test_windows_give_the_weights_of_plain_torch(process_group, version, options, window):
+    counted = {name: value for name, value in window.items() if name == "num_items"}
+    plugin = GradientAccumulationPlugin(num_steps=2, **{} if counted else window)
+    accelerator = sharding(version, {"gradient_accumulation_plugin": plugin}, **options)
+    model, reference = net(), net()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for step in range(4):
+        with accelerator.accumulate(model, **counted):
+            accelerator.backward(loss(model, batch(step)))
+            optimizer.step()
+            optimizer.zero_grad()
+        (loss(reference, batch(step)) / 2).backward()
+        if step % 2:
+            plain.step()
+            plain.zero_grad()
+    torch.testing.assert_close(accelerator.get_state_dict(model), reference.state_dict())
+
+
+@both
+def test_items_inside_no_sync_are_refused(process_group, version):
+    accelerator = sharding(version, {"gradient_accumulation_steps": 2})
+    model = accelerator.prepare(net())
+    with accelerator.no_sync(model), pytest.raises(ValueError, match="num_items=4 was given inside no_sync"):
+        accelerator.backward(loss(model, batch()), num_items=4)
+
+
+@both
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_two_models_and_a_plain_parameter_are_clipped_to_one_norm(process_group, version, norm_type):
+    accelerator = sharding(version, **{"use_orig_params": True} if version == 1 else {})
+    models, references = [net(seed) for seed in (0, 1)], [net(seed) for seed in (0, 1)]
+    prepared = [accelerator.prepare(model) for model in models]
+    extra = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    for group, parameter in zip((prepared, references), extra, strict=True):
+        sum((loss(model, batch()) for model in group), parameter.square().sum()).backward()
+    given = [p for model in prepared for p in model.parameters()] + extra[:1]
+    norm = accelerator.clip_grad_norm_(given, 0.01, norm_type)
+    plain = [p for model in references for p in model.parameters()] + extra[1:]
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(plain, 0.01, norm_type))
+    torch.testing.assert_close(extra[0].grad, extra[1].grad)
+    gradient = whole(models[1].blocks[0].a.weight.grad)
+    torch.testing.assert_close(gradient.view(16, 8), references[1].blocks[0].a.weight.grad)
+
+
+@both
+def test_clipping_by_value_is_refused(process_group, version):
+    accelerator = sharding(version)
+    model = accelerator.prepare(net())
+    with pytest.raises(NotImplementedError, match="clip_grad_value_ is not possible with .*clip_grad_norm_"):
+        accelerator.clip_grad_value_(model.parameters(), 1.0)
+
+
+@both
+@pytest.mark.parametrize("offload", [False, True])
+def test_recomputed_activations_draw_the_same_dropout(process_group, version, offload):
+    gradients = []
+    for checkpointing in (False, True):
+        accelerator = sharding(
+            version,
+            activation_checkpointing=checkpointing,
+            activation_checkpointing_offload=checkpointing and offload,
+            **{"use_orig_params": True} if version == 1 else {},
+        )
+        model = accelerator.prepare(net(dropout=0.5))
+        torch.manual_seed(7)
+        loss(model, batch()).backward()
+        gradients.append([whole(parameter.grad).flatten() for parameter in model.parameters()])
+        kinds = [type(part).__name__ for part in model.modules()]
+        assert kinds.count("CheckpointWrapper") == (2 if checkpointing else 0)
+        accelerator.free_memory()
+        Accelerator(cpu=True).state._reset_state(True)
+    for plain, recomputed in zip(*gradients, strict=True):
+        assert torch.equal(plain, recomputed)
+
+
+@both
+def test_checkpointing_without_a_policy_warns(process_group, caplog, version):
+    options = {"auto_wrap_policy": "no_wrap", "transformer_cls_names_to_wrap": None}
+    sharding(version, activation_checkpointing=True, **options).prepare(net())
+    assert "activation_checkpointing has no effect without an auto_wrap_policy" in caplog.text
+
+
+@both
+def test_a_model_for_evaluation_stays_whole_and_can_train_later(process_group, version):
+    accelerator = sharding(version)
+    model = accelerator.prepare_model(net(), evaluation_mode=True)
+    assert not is_fsdp1(model) and not is_sharded(model)
+    with accelerator.no_sync(model):
+        loss(model, batch())
+    again = accelerator.prepare(model)
+    assert is_fsdp1(again) if version == 1 else again is model and is_sharded(model)
+
+
+@both
+def test_optimizers_follow_before_and_after(process_group, version):
+    accelerator, model = sharding(version), net()
+    old = list(model.parameters())
+    before = accelerator.prepare(torch.optim.SGD(old, lr=0.1))
+    model = accelerator.prepare(model)
+    after = accelerator.prepare(torch.optim.SGD(old, lr=0.1))
+    wanted = {id(parameter) for parameter in model.parameters()}
+    for optimizer in (before, after):
+        assert {id(parameter) for parameter in optimizer.param_groups[0]["params"]} == wanted
+
+
+@both
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_compiled_models(process_group, version, when):
+    options = {"use_orig_params": True} if version == 1 else {}
+    accelerator = sharding(version, {"dynamo_backend": "eager"} if when == "after" else None, **options)
+    model, wanted = net(), net()
+    given = torch.compile(model, backend="eager") if when == "before" else model
+    prepared, optimizer = accelerator.prepare(given, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert type(prepared).__name__ == "OptimizedModule"
+    assert accelerator.unwrap_model(prepared, keep_torch_compile=False) is model
+    accelerator.backward(loss(prepared, batch()))
+    optimizer.step()
+    loss(wanted, batch()).backward()
+    torch.optim.SGD(wanted.parameters(), lr=0.1).step()
+    torch.testing.assert_close(accelerator.get_state_dict(prepared), wanted.state_dict())
+    with accelerator.no_sync(prepared):
+        pass
+
+
+@both
+def test_a_model_is_not_sharded_twice(process_group, version):
+    accelerator, model = sharding(version), net()
+    prepared = accelerator.prepare(model)
+    with pytest.warns(UserWarning, match="already prepared"):
+        assert accelerator.prepare(model) is prepared
+    assert len(accelerator._models) == 1

@@ -18,7 +18,6 @@ def rank(request):
 def test_without_a_mesh():
     assert layout.submesh(None, "tp") is None
     assert (layout.size(None, "tp"), layout.rank(None, "tp")) == (1, 0)
-    assert layout.data_shard(ParallelismConfig(), None) == (1, 0)
 
 
 def test_places(rank):
@@ -29,7 +28,7 @@ def test_places(rank):
     assert layout.rank(mesh, "dp_replicate") == rank // 8
     assert layout.size(mesh, "dp_cp") == 8
     assert layout.submesh(mesh, "sp") is None
-    assert layout.data_shard(config, mesh) == (4, rank // 4)
+    assert (layout.size(mesh, "dp"), layout.rank(mesh, "dp")) == (4, rank // 4)
 
 
 def test_flattened_dimensions_come_without_a_warning(rank):

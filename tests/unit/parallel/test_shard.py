@@ -22,44 +22,40 @@ def chosen(model, is_unit):
     return [names[module] for module in shard.units(model, is_unit)]
 
 
-def linear(module):
-    return isinstance(module, nn.Linear)
-
-
 # -- units ---------------------------------------------------------------------------------------------------------------
 
 
-def test_no_policy_makes_no_units():
-    assert shard.units(net(), None) == []
-
-
-def test_inner_units_come_first_and_never_the_model_itself():
-    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)), nn.Linear(2, 2))
-    chooses = (nn.Linear, nn.Sequential)
-    assert chosen(model, lambda module: isinstance(module, chooses)) == ["1", "0.0", "0"]
-
-
-def test_a_module_whose_parameters_are_all_in_units_is_none_itself():
-    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2))
-    assert chosen(model, lambda module: True) == ["1", "0.0"]
-
-
-def test_a_module_under_two_parents_is_sharded_above_them():
+def twice(*classes):
     part = nn.Linear(2, 2)
-    model = nn.Sequential(nn.Sequential(part, nn.LayerNorm(2)), nn.Sequential(part, nn.LayerNorm(2)))
-    assert chosen(model, lambda module: isinstance(module, nn.Sequential)) == []
+    return nn.Sequential(*(make(part) for make in classes))
 
 
-def test_containers_are_no_units_because_they_have_no_forward():
-    model = net(tied=False)
-    assert chosen(model, lambda module: isinstance(module, (nn.ModuleList, nn.ModuleDict, Block))) == [
-        "blocks.1",
-        "blocks.0",
-    ]
+def tied():
+    inner = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    inner[1].weight = inner[0].weight
+    return nn.Sequential(inner, nn.Linear(2, 2))
 
 
-def test_modules_without_parameters_are_no_units():
-    assert chosen(nn.Sequential(nn.ReLU(), nn.Linear(2, 2)), lambda module: True) == ["1"]
+def nested(*parts):
+    return nn.Sequential(nn.Sequential(nn.Linear(2, 2), *parts), nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("model", "kinds", "names"),
+    [
+        (nested(nn.LayerNorm(2)), (nn.Linear, nn.Sequential), ["1", "0.0", "0"]),  # never the model itself
+        (nested(), nn.Module, ["1", "0.0"]),  # all parameters of "0" are in a unit
+        (twice(*[lambda part: nn.Sequential(part, nn.LayerNorm(2))] * 2), nn.Sequential, []),  # under two parents
+        (twice(*[lambda part: part] * 2), nn.Linear, ["0"]),
+        (net(tied=False), (nn.ModuleList, nn.ModuleDict, Block), ["blocks.1", "blocks.0"]),
+        (nn.Sequential(nn.ReLU(), nn.Linear(2, 2)), nn.Module, ["1"]),
+        (tied(), nn.Sequential, ["0"]),
+        (tied(), nn.Linear, ["1"]),
+    ],
+)
+def test_units(model, kinds, names):
+    assert chosen(model, lambda module: isinstance(module, kinds)) == names
+    assert shard.units(model, None) == []
 
 
 def test_a_tie_that_crosses_a_unit_keeps_it_with_its_partner(caplog):
@@ -69,19 +65,6 @@ def test_a_tie_that_crosses_a_unit_keeps_it_with_its_partner(caplog):
     assert "emb" not in found and "head" not in found
     assert set(found) == {f"blocks.{block}.{part}" for block in (0, 1) for part in "ab"}
     assert "head shares a parameter with another part of the model" in caplog.text
-
-
-def test_a_tie_within_a_unit_does_not_matter():
-    inner = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    inner[1].weight = inner[0].weight
-    model = nn.Sequential(inner, nn.Linear(2, 2))
-    assert chosen(model, lambda module: isinstance(module, nn.Sequential)) == ["0"]
-    assert chosen(model, linear) == ["1"]
-
-
-def test_a_module_that_occurs_twice_is_one_unit():
-    part = nn.Linear(2, 2)
-    assert shard.units(nn.Sequential(part, part), linear) == [part]
 
 
 def test_units_by_size():
@@ -288,5 +271,5 @@ def test_boxes_of_every_rank_cover_the_whole(sixteen):
 
     mesh = init_device_mesh("cpu", (2, 8), mesh_dim_names=("dp_replicate", "dp_shard"))
     placed = empty_dtensor(11, 3, device_mesh=mesh, placements=[Replicate(), Shard(0)])
-    assert shard._box(placed) == [(10, 1), (0, 3)]  # rank 5 of 8: two rows each, and one is left
-    assert shard._box(torch.ones(2, 3)) == [(0, 2), (0, 3)]
+    assert shard._box(placed) == (slice(10, 11), slice(0, 3))  # rank 5 of 8: two rows each, and one is left
+    assert shard._box(torch.ones(2, 3)) == ()

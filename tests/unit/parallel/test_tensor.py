@@ -172,12 +172,10 @@ def scaled():
     """A module whose parameter is a DTensor on a mesh of one process, and shown as a plain tensor."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    from accelerate.parallel.styles import LocalView, replicate
-
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     module = Scaled()
-    module.weight = replicate(module.weight, init_device_mesh("cpu", (1,), mesh_dim_names=("tp",)))
-    LocalView(["weight"]).install(module)
+    module.weight = tensor.replicate(module.weight, init_device_mesh("cpu", (1,), mesh_dim_names=("tp",)))
+    tensor.LocalView(["weight"]).install(module)
     yield module
     torch.distributed.destroy_process_group()
 

@@ -3,6 +3,7 @@
 import copy
 import functools
 import inspect
+import os
 import pickle
 import types
 
@@ -12,7 +13,7 @@ from torch import nn
 
 from accelerate.config.handlers import AutocastKwargs, GradScalerKwargs
 from accelerate.precision import amp
-from accelerate.precision.base import precision
+from accelerate.precision.base import apply_downcast, precision
 
 
 class Named(nn.Module):
@@ -110,10 +111,12 @@ def test_a_function_in_the_place_of_forward_pickles():
     assert pickle.loads(pickle.dumps(model))(torch.ones(1, 2, dtype=torch.bfloat16)).dtype is torch.float32
 
 
-def test_no_precision_touches_nothing():
+def test_without_a_precision_nothing_is_cast_or_scaled():
     model = nn.Linear(1, 1)
     amp.wrap_forward(model, "cpu", precision("no"))
     assert "forward" not in model.__dict__
+    assert amp.make_scaler("cpu", precision("no")) is amp.make_scaler("cpu", precision("bf16")) is None
+    assert amp.make_scaler("cpu", precision("fp16"), GradScalerKwargs(init_scale=8.0)).get_scale() == 8.0
     with amp.autocast_context("cpu", precision("no")):
         assert not torch.is_autocast_enabled("cpu")
 
@@ -122,16 +125,6 @@ def test_autocast_can_be_switched_off():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         with amp.autocast_context("cpu", precision("no"), AutocastKwargs(enabled=False)):
             assert not torch.is_autocast_enabled("cpu")
-
-
-@pytest.mark.parametrize("name", ["no", "bf16"])
-def test_only_float16_scales(name):
-    assert amp.make_scaler("cpu", precision(name)) is None
-
-
-def test_scaler_takes_its_settings():
-    scaler = amp.make_scaler("cpu", precision("fp16"), GradScalerKwargs(init_scale=8.0))
-    assert scaler.get_scale() == 8.0
 
 
 def test_float16_weights_are_refused_by_name():
@@ -145,3 +138,22 @@ def test_float16_weights_are_refused_by_name():
 def test_unknown_precision_lists_the_choices():
     with pytest.raises(ValueError, match="fp17.*bf16"):
         precision("fp17")
+
+
+@pytest.mark.parametrize(
+    ("flag", "device", "name", "works"),
+    [
+        ("true", "xla", "bf16", True),
+        ("1", "cpu", "bf16", False),
+        ("1", "xla", "no", False),
+        (None, "xla", "bf16", None),
+    ],
+)
+def test_downcast_reaches_torch_xla_or_is_said_to_have_no_effect(monkeypatch, recwarn, flag, device, name, works):
+    monkeypatch.setenv("XLA_USE_BF16", "1")
+    monkeypatch.delenv("XLA_DOWNCAST_BF16", raising=False)
+    monkeypatch.setenv("ACCELERATE_DOWNCAST_BF16", flag or "false")
+    apply_downcast(device, name)
+    assert (os.environ.get("XLA_DOWNCAST_BF16") == "1") is bool(works) is ("XLA_USE_BF16" not in os.environ)
+    said = [str(warning.message) for warning in recwarn.list]
+    assert [f"{name!r} on {device!r}" in text for text in said] == ([True] if works is False else [])

@@ -8,7 +8,6 @@ import torch
 from accelerate.config.enums import FP8BackendType
 from accelerate.config.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from accelerate.precision import fp8
-from accelerate.precision.engines.base import Engine
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 NO, TE, AO, MSAMP = FP8BackendType.NO, FP8BackendType.TE, FP8BackendType.AO, FP8BackendType.MSAMP
@@ -155,10 +154,3 @@ def test_intels_gaudi_and_other_devices(installed):
     with pytest.raises(ValueError, match="'mps'"):
         fp8.choose_engine({}, torch.device("mps"))
     assert fp8.choose_engine({}) is TE  # hardware left out
-
-
-def test_the_base_of_engines_does_nothing_by_itself():
-    with Engine().forward_context(None):
-        pass
-    with pytest.raises(NotImplementedError):
-        Engine().available()

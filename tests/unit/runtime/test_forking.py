@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from accelerate.runtime import forking
+from accelerate.runtime import rendezvous
 
 
 @pytest.mark.parametrize(
@@ -22,11 +22,7 @@ from accelerate.runtime import forking
 def test_which_threads_are_waited_for(tmp_path, stat, awake):
     task = tmp_path / "stat"
     task.write_bytes(stat)
-    assert forking._runs(task) is awake
-
-
-def test_a_thread_that_has_ended_is_not_waited_for(tmp_path):
-    assert forking._runs(tmp_path / "gone") is False
+    assert rendezvous._runs(task) is awake
 
 
 def test_a_fork_waits_until_the_thread_sleeps_and_not_for_ever(tmp_path, monkeypatch):
@@ -39,20 +35,20 @@ def test_a_fork_waits_until_the_thread_sleeps_and_not_for_ever(tmp_path, monkeyp
         pauses.append(1)
         (tmp_path / str(min(len(pauses), 2)) / "stat").write_bytes(b"1 (pt_gloo_runloop) S 1")
 
-    monkeypatch.setattr(forking, "_TASKS", tmp_path)
-    monkeypatch.setattr(forking.time, "sleep", pause)
-    forking._rest()
+    monkeypatch.setattr(rendezvous, "_TASKS", tmp_path)
+    monkeypatch.setattr(rendezvous.time, "sleep", pause)
+    rendezvous._rest()
     assert len(pauses) == 2
-    monkeypatch.setattr(forking.time, "sleep", lambda _: pauses.append(1))
-    monkeypatch.setattr(forking, "_LIMIT_S", 0.01)
+    monkeypatch.setattr(rendezvous.time, "sleep", lambda _: pauses.append(1))
+    monkeypatch.setattr(rendezvous, "_LIMIT_S", 0.01)
     (tmp_path / "1" / "stat").write_bytes(b"1 (pt_gloo_runloop) R 1")
-    forking._rest()
+    rendezvous._rest()
     assert len(pauses) > 2
 
 
 def test_a_forked_process_lives(monkeypatch):
-    forking.fork_when_quiet()
-    forking.fork_when_quiet()
+    rendezvous.fork_when_quiet()
+    rendezvous.fork_when_quiet()
     child = os.fork()
     if child == 0:
         os._exit(7)
@@ -63,9 +59,9 @@ def test_a_group_is_given_up_when_its_threads_are_done(monkeypatch):
     from accelerate.state import PartialState
 
     order = []
-    monkeypatch.setattr(forking, "_rest", lambda: order.append("rest"))
+    monkeypatch.setattr(rendezvous, "_rest", lambda: order.append("rest"))
     state = PartialState(cpu=True)
     monkeypatch.setattr("accelerate.process.dist.is_initialized", lambda: True)
     monkeypatch.setattr("accelerate.process.dist.destroy_process_group", lambda group: order.append("destroy"))
     state.destroy_process_group()
-    assert order == ["rest"] * forking._ROUNDS + ["destroy"]
+    assert order == ["rest"] * rendezvous._ROUNDS + ["destroy"]

@@ -33,7 +33,6 @@ STEP = {
         ("n[098-101]", ["n098", "n099", "n100", "n101"]),
         ("a[1-2]b[3-4]", ["a1b3", "a1b4", "a2b3", "a2b4"]),
         ("a[1-2]-ib,b", ["a1-ib", "a2-ib", "b"]),
-        ("rack[1,x[01-02]]n", ["rack1n", "rackx01n", "rackx02n"]),
         ("127.0.0.[1-2]", ["127.0.0.1", "127.0.0.2"]),
         ("1-2", ["1-2"]),
     ],
@@ -54,8 +53,8 @@ def test_malformed_lists_of_nodes_name_the_variable(text):
 @pytest.mark.parametrize("text", ["n[1-999999999999]", "[1-999999999][1-999999999]", "n[1-" + "9" * 4000 + "]"])
 def test_a_hostile_list_is_not_expanded(text):
     names = list(itertools.islice(slurm.hosts(text), 2))
-    assert len(names) == 2 and slurm.first_host(text) == names[0]
-    assert not slurm.names_host(text, "elsewhere")
+    assert len(names) == 2
+    assert "elsewhere" not in slurm.some_hosts(text)
 
 
 @pytest.mark.parametrize(

@@ -63,8 +63,3 @@ def test_ensure_names_what_to_build(monkeypatch):
     monkeypatch.setattr(storage, "_builders", {})
     with pytest.raises(RuntimeError, match="Accelerator"):
         storage.ensure("accelerator")
-
-
-def test_unknown_slot_is_answered_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"'models'.*process, accelerator, gradient"):
-        storage.register_builder("models", dict)

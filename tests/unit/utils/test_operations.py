@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.comm.shapes import TensorInformation
-from accelerate.comm.single import Single
+from accelerate.comm.base import Communicator
+from accelerate.comm.nested import TensorInformation
 from accelerate.process import PartialState
 from accelerate.runtime import storage
 from accelerate.utils import operations as ops
@@ -15,7 +15,7 @@ from accelerate.utils import operations as ops
 Pair = namedtuple("Pair", "x y")
 
 
-class Two(Single):
+class Two(Communicator):
     """Two ranks, of which the other one passes the same plus one; what was exchanged is recorded."""
 
     world_size = 2

@@ -11,7 +11,6 @@ from accelerate import Accelerator
 from accelerate.config.enums import DistributedType
 from accelerate.config.fp8 import MSAMPRecipeKwargs
 from accelerate.precision import fp8
-from accelerate.precision.engines.msamp import MSAMP
 
 
 class FP8Linear(nn.Linear):
@@ -53,7 +52,7 @@ def test_model_and_optimizer_are_replaced_in_their_places(calls, run):
     first, made, last = fp8.prepare_msamp(run, (model, optimizer, 3), None)
     assert calls == [(model, optimizer, "O1")]
     assert first is model and made is not optimizer and last == 3
-    assert made.param_groups[0]["lr"] == 0.25 and MSAMP().converted(first) == 1
+    assert made.param_groups[0]["lr"] == 0.25 and fp8.MSAMP().converted(first) == 1
     run.prepare(first, made)
 
 

@@ -12,7 +12,6 @@ from torch import nn
 from accelerate import Accelerator
 from accelerate.config import fp8 as recipes
 from accelerate.precision import fp8
-from accelerate.precision.engines.te import TransformerEngine
 from accelerate.utils import transformer_engine as library
 
 
@@ -89,7 +88,7 @@ def test_layers_values_ties_and_optimizers(engine):
     before = {name: value.clone() for name, value in model.state_dict().items()}
     fp8.prepare_te(run, (model, optimizer))
     assert [type(m) for m in (model.norm, model.inner, model.twin, model.head)] == [LayerNorm, Linear, Linear, Linear]
-    assert TransformerEngine().converted(model) == 4
+    assert fp8.TransformerEngine().converted(model) == 4
     assert model.head.weight is model.embed.weight is embedding and model.twin.weight is model.inner.weight
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     model, optimizer = run.prepare(model, optimizer)
@@ -111,7 +110,7 @@ def test_the_whole_recipe_reaches_the_library_in_training_and_where_wanted_in_ev
     model.eval()(torch.arange(4))
     wanted = DelayedScaling(2, 3, "of E4M3", 16, "most_recent", (False, False, True))
     assert engine == [(True, wanted), (False, wanted)]
-    with TransformerEngine().forward_context(recipes.TERecipeKwargs(use_autocast_during_eval=True), training=False):
+    with library.fp8_context(recipes.TERecipeKwargs(use_autocast_during_eval=True), training=False):
         assert engine[-1][0] is True
 
 

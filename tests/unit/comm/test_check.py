@@ -1,4 +1,4 @@
-"""The agreement protocol, with ranks as threads and an `all_gather` that refuses unequal sizes."""
+"""The headers of messages, with ranks as threads and an `all_gather` that refuses unequal sizes."""
 
 import threading
 
@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accelerate.comm import envelope
-from accelerate.comm.check import DistributedOperationException
-from accelerate.comm.envelope import GATHER_INLINE, HEADER, SMALLEST, Post
+from accelerate.comm import check
+from accelerate.comm.base import Communicator
+from accelerate.comm.check import GATHER_INLINE, HEADER, SMALLEST, DistributedOperationException, Post
 
 CPU = torch.device("cpu")
 
@@ -182,26 +182,14 @@ def test_ranks_stay_in_step_whatever_comes(calls):
     assert World(2).run(work) == [None, None]
 
 
-def test_memory_is_bounded(monkeypatch):
-    monkeypatch.setattr(envelope, "MEMORY", 4)
-
-    def work(rank, post):
-        for length in [*range(1, 12), *range(1, 12)]:
-            gather(post, [torch.zeros(length)])
-        return len(post._follows), len(post._letters)
-
-    for follows, letters in World(2).run(work):
-        assert follows <= 4 and letters <= 4
-
-
 def test_message_has_room_for_small_payloads():
     post = Post(2, None)
     assert post.room() == SMALLEST and HEADER == 256
-    post.agreed("a", 5000)
-    post.agreed("b", 100)
-    post.agreed("a", 5000)  # after "b" came "a"
+    post.remember("a", 5000)
+    post.remember("b", 100)
+    post.remember("a", 5000)  # after "b" came "a"
     assert post.room() == SMALLEST  # after "a" came "b"
-    post.agreed("b", 100)
+    post.remember("b", 100)
     assert post.room() == 5008
 
 
@@ -217,16 +205,62 @@ def test_disagreement_of_an_exchange_that_was_not_waited_for():
     post._last = "after"
     post._unread = Event(), torch.stack([letter.header, other.header]), letter, "before"
     with pytest.raises(DistributedOperationException, match=r"float32\[2\]"):
-        post.settle()
+        post.compare_last()
     assert post._last == "before" and post._unread is None
     post._last = "after"
     post._unread = Event(), torch.stack([letter.header] * 2), letter, "before"
-    post.settle()
+    post.compare_last()
     assert post._last == "after"
 
 
 def test_a_message_of_another_collective_is_named_as_such():
-    ours = torch.zeros(envelope.HEADER // 8, dtype=torch.int64)
+    ours = torch.zeros(check.HEADER // 8, dtype=torch.int64)
     theirs = torch.full_like(ours, 7_000_000_000)
-    error = envelope.differing(torch.stack([ours, theirs]).view(torch.uint8), "gather")
+    error = check.differing(torch.stack([ours, theirs]).view(torch.uint8), "gather")
     assert "another collective" in str(error) and "gather" in str(error)
+
+
+# -- debug mode
+
+
+class Told(Communicator):
+    """A communicator whose other rank passes something else."""
+
+    world_size = 2
+
+    def __init__(self, other):
+        self.other = other
+
+    def gather_object(self, obj):
+        return [obj, check_entry(obj[0], self.other)]
+
+
+def check_entry(operation, data):
+    pads = operation.endswith("pad_across_processes")
+    return operation, check.describe(data, sizes=not pads), check.describe(data), []
+
+
+def test_debug_mode_names_ranks_and_shapes():
+    with pytest.raises(DistributedOperationException) as caught:
+        check.verify(Told({"a": torch.ones(3)}), "accelerate.utils.operations.gather", {"a": torch.ones(2)})
+    text = str(caught.value)
+    for fragment in ("operations.gather", "Process 0: {'a': float32[2]", "Process 1: {'a': float32[3]"):
+        assert fragment in text
+
+
+def test_debug_mode_accepts_what_padding_can_repair():
+    operation = "accelerate.utils.operations.pad_across_processes"
+    check.verify(Told([torch.ones(3)]), operation, [torch.ones(2)])
+    with pytest.raises(DistributedOperationException):
+        check.verify(Told([torch.ones(3, 1)]), operation, [torch.ones(2)])
+
+
+def test_debug_mode_wants_tensors_on_the_device_of_the_run():
+    with pytest.raises(DistributedOperationException, match=r"'cuda'.*process 0: cpu"):
+        check.verify(Told(torch.ones(1)), "gather", torch.ones(1), torch.device("cuda"))
+
+
+def test_majority_is_right():
+    error = check.disagreement("gather", ["a", "b", "a", "a"])
+    assert "process(es) 1 differ" in str(error)
+    assert DistributedOperationException.__module__ == "accelerate.utils.operations"

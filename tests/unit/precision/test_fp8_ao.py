@@ -3,6 +3,7 @@
 import dataclasses
 import pickle
 import types
+import warnings
 
 import pytest
 import torch
@@ -12,7 +13,6 @@ from accelerate import Accelerator
 from accelerate.config.enums import FP8BackendType
 from accelerate.config.fp8 import AORecipeKwargs
 from accelerate.precision import fp8
-from accelerate.precision.engines import ao
 from accelerate.utils.ao import convert_model_to_fp8_ao
 from accelerate.utils.imports import is_torchao_available
 
@@ -43,15 +43,14 @@ def accelerator(recipe, **fields):
 
 def test_settings_follow_device_and_strategy():
     cuda = torch.device("cuda")
-    assert ao.settle(Config(), cuda, sharded=True) == Config()
-    assert ao.settle(Config(), cuda, sharded=False) == Config(enable_fsdp_float8_all_gather=False)
+    assert fp8.ao_config(Config(), cuda, sharded=True) == Config()
+    assert fp8.ao_config(Config(), cuda, sharded=False) == Config(enable_fsdp_float8_all_gather=False)
     with pytest.warns(UserWarning, match="emulated.*emulate=True"):
-        assert ao.settle(Config(), torch.device("cpu"), sharded=True).emulate
-
-
-def test_settings_that_ask_for_emulation_are_not_commented(recwarn):
-    assert ao.settle(Config(emulate=True), torch.device("cpu"), sharded=True) == Config(emulate=True)
-    assert not recwarn.list
+        assert fp8.ao_config(Config(), torch.device("cpu"), sharded=True).emulate
+    emulated = Config(emulate=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert fp8.ao_config(emulated, torch.device("cpu"), sharded=True) == emulated
 
 
 @pytest.fixture
@@ -72,7 +71,7 @@ def recorded(monkeypatch):
         model[2] = made
 
     monkeypatch.setattr(
-        ao.TorchAO, "converted", lambda self, model: sum(isinstance(m, Float8) for m in model.modules())
+        fp8.TorchAO, "converted", lambda self, model: sum(isinstance(m, Float8) for m in model.modules())
     )
     convert.calls = calls
     return convert

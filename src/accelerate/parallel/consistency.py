@@ -1,0 +1,119 @@
+"""Consistency check of models about to be sharded: torch takes each rank's part from that rank, and compares nothing."""
+
+import logging
+import zlib
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from accelerate.modules.unwrap import canonical_name
+from accelerate.parallel import mesh
+from accelerate.precision.master import local_part
+
+if TYPE_CHECKING:
+    from accelerate.accelerator import Accelerator
+
+logger = logging.getLogger(__name__)
+
+# Weights that were drawn or loaded differently differ in almost every element, so a few of each tensor show it.
+_SAMPLES = 64
+
+
+def require_same_model(
+    accelerator: "Accelerator", model: nn.Module, ignored: Collection[nn.Parameter] = (), from_main: bool = False
+) -> None:
+    """Require the same model of all ranks, and give them the weights of rank 0 where only values differ. All ranks.
+
+    Each rank's shard would otherwise be of another model: replicas of shards would never be equal, and weights that only rank 0
+    loaded would be lost in part. It costs one exchange of a few bytes for each tensor; weights travel only if they differ.
+
+    Args:
+        accelerator: the Accelerator.
+        model: about to be sharded.
+        ignored: parameters that stay as they are on each rank.
+        from_main: weights are going to be those of rank 0 anyway, so that only names and shapes count.
+
+    Raises:
+        ValueError: the ranks have different parameters, or some have weights where others have none; raised on all ranks.
+    """
+    kept = {id(parameter) for parameter in ignored}
+    if ignored:
+        _warn_of_ignored(model, kept)
+    if dist.get_world_size() == 1:
+        return
+    named = [*model.named_parameters(), *model.named_buffers()]
+    tensors = {canonical_name(name): tensor for name, tensor in named if id(tensor) not in kept}
+    # Ranks with different parts of split layers compare values among those with the same part.
+    mine = (
+        mesh.rank(accelerator.torch_device_mesh, "tp"),
+        {name: _described(tensor) for name, tensor in tensors.items()},
+    )
+    seen: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(seen, mine)
+    first = seen[0][1]
+    for rank, (_, other) in enumerate(seen):
+        _compare(type(model).__name__, rank, first, other, from_main)
+    if from_main:
+        return
+    heads = dict(reversed(seen))
+    differing = {name for part, described in seen for name in described if described[name] != heads[part][name]}
+    if not differing:
+        return
+    if dist.get_rank() == 0:
+        logger.warning(
+            "%d tensors of %s have other values on other ranks, %r for one; those of rank 0 are used. Build the model after "
+            "`set_seed`, or set cpu_ram_efficient_loading=True if only rank 0 loads weights.",
+            len(differing),
+            type(model).__name__,
+            min(differing),
+        )
+    replicas = mesh.submesh(accelerator.torch_device_mesh, "dp_cp")
+    for tensor in tensors.values():
+        mesh.take_from_first(tensor, accelerator.device, None if replicas is None else replicas.get_group())
+
+
+def _warn_of_ignored(model: nn.Module, kept: set[int]) -> None:
+    """Warn of trainable parameters that are left whole, whose gradients FSDP does not average."""
+    names = [canonical_name(name) for name, p in model.named_parameters() if id(p) in kept and p.requires_grad]
+    if names and dist.get_world_size() > 1 and dist.get_rank() == 0:
+        logger.warning(
+            "ignored_modules leaves %d trainable parameters whole, %r for one, and FSDP does not average their gradients: each rank "
+            "trains a copy of its own. Freeze them, or average their gradients with `accelerator.reduce(p.grad, 'mean')`.",
+            len(names),
+            names[0],
+        )
+
+
+def _described(tensor: torch.Tensor) -> tuple[str, int | None]:
+    """Return shape, dtype and whether it trains, in words, and a checksum of the values; None on the meta device."""
+    kind = "trainable" if tensor.requires_grad else "frozen" if isinstance(tensor, nn.Parameter) else "buffer"
+    words = f"{tuple(tensor.shape)}, {tensor.dtype}, {kind}"
+    return words, None if tensor.is_meta else _checksum(local_part(tensor).detach())
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    if type(tensor) not in (torch.Tensor, nn.Parameter) or not tensor.numel() or tensor.layout is not torch.strided:
+        return 0  # a library's own kind of tensor need not know how to be cut
+    flat = torch.view_as_real(tensor).flatten() if tensor.is_complex() else tensor.flatten()
+    few = flat[:: max(1, len(flat) // _SAMPLES)][: 2 * _SAMPLES]
+    return zlib.crc32(few.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+
+
+def _compare(model: str, rank: int, mine: dict[str, Any], theirs: dict[str, Any], from_main: bool) -> None:
+    absent = ("missing", 0)
+    for name in [*mine, *theirs]:
+        (here, value), (there, other) = mine.get(name, absent), theirs.get(name, absent)
+        if here != there:
+            raise ValueError(
+                f"The ranks prepare different models ({model}): {name!r} is {here} on rank 0 and {there} on rank {rank}. Build the "
+                "same model on all ranks, with the same parameters frozen."
+            )
+        if not from_main and (value is None) != (other is None):
+            raise ValueError(
+                f"{name!r} is on the meta device on rank {0 if value is None else rank} and has values on rank "
+                f"{rank if value is None else 0}. To let the weights of rank 0 count, set cpu_ram_efficient_loading=True in the "
+                "FullyShardedDataParallelPlugin; else load them on every rank."
+            )
