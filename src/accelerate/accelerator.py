@@ -8,7 +8,7 @@ import contextlib
 import functools
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,10 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from accelerate import comm
 from accelerate.backends import registry as backends
 from accelerate.checkpoint.background import Background
+from accelerate.comm.base import Communicator
 from accelerate.config.enums import DistributedType, DynamoBackend, FP8BackendType, LoggerType, RNGType
 from accelerate.config.handlers import (
     AutocastKwargs,
@@ -31,32 +33,22 @@ from accelerate.data import planner
 from accelerate.data.build import prepare_data_loader
 from accelerate.data.plan import DataPlan
 from accelerate.data.skip import skip_first_batches
+from accelerate.diagnostics import memory
+from accelerate.diagnostics.precision import PrecisionReport, precision_report
+from accelerate.diagnostics.table import Report
 from accelerate.logging import get_logger
 from accelerate.modules.tensors import model_has_dtensor
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.precision import fp8
+from accelerate.precision import amp, fp8
 from accelerate.precision.base import precision
 from accelerate.precision.downcast import settle_downcast
 from accelerate.runtime import traits
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.trackers.base import GeneralTracker
 from accelerate.trackers.registry import LOGGER_TYPE_TO_CLASS, filter_trackers
-from accelerate.training import (
-    collectives,
-    contexts,
-    gradients,
-    memory,
-    preemption,
-    prepare,
-    reports,
-    restoring,
-    saving,
-    setup,
-    tracking,
-)
-from accelerate.training.memory import MemoryReport
+from accelerate.training import collectives, gradients, preemption, prepare, restoring, saving, setup, tracking
 from accelerate.training.prepared import PreparedRegistry
-from accelerate.training.reports import PrecisionReport
+from accelerate.utils import operations
 from accelerate.utils.ao import convert_model_to_fp8_ao
 from accelerate.utils.constants import (
     DTENSOR_PYTORCH_VERSION,
@@ -263,6 +255,7 @@ class Accelerator:
         self._registry = PreparedRegistry()
         self._load_model_state_pre_hook: OrderedDict[int, Callable] = OrderedDict()
         self._save_model_state_pre_hook: OrderedDict[int, Callable] = OrderedDict()
+        self._activations_peak: int | None = None
         self.flag_tensor: torch.Tensor | None = None
         self._cp_context: Callable | None = None
         # 6. Signals after which the run saves and leaves.
@@ -793,7 +786,7 @@ class Accelerator:
             >>> model = accelerator.prepare(torch.nn.Linear(2, 1))
             >>> model, = accelerator.free_memory(model)
         """
-        return contexts.release(self, objects)
+        return prepare.release(self, objects)
 
     def clear(self, *objects: Any) -> list[Any]:
         """Do the same as ``free_memory``."""
@@ -801,6 +794,8 @@ class Accelerator:
 
     def precision_report(self, model: nn.Module) -> PrecisionReport:
         """Return which copy of a model is in which dtype: weights, computation, gradients, reduction, optimizer. Any rank, alone.
+
+        Gradients and optimizer state are there after the first step.
 
         Args:
             model: A prepared model.
@@ -813,9 +808,10 @@ class Accelerator:
             >>> report = accelerator.precision_report(accelerator.prepare(torch.nn.Linear(2, 1)))
             >>> print(report)  # doctest: +SKIP
         """
-        return reports.precision_report(self, model)
+        hook = getattr(self.ddp_handler, "comm_hook", None)
+        return precision_report(model, self._optimizers, self.mixed_precision, self.fp8_backend, hook)
 
-    def memory_report(self) -> MemoryReport:
+    def memory_report(self) -> Report:
         """Return how much memory each rank's parameters, gradients and optimizer states take, and its peak. All ranks.
 
         Returns:
@@ -827,9 +823,11 @@ class Accelerator:
             >>> accelerator.memory_report().rows[0].parameters
             12
         """
-        return memory.memory_report(self)
+        held = self._models, self._optimizers
+        return memory.memory_report(*held, self.device, self.gather, self._activations_peak)
 
-    def measure_activations(self) -> contextlib.AbstractContextManager:
+    @contextlib.contextmanager
+    def measure_activations(self) -> Iterator[None]:
         """Return a context that counts what autograd keeps for backward, for `memory_report` where the device does not tell.
 
         Example:
@@ -838,7 +836,9 @@ class Accelerator:
             >>> with accelerator.measure_activations():
             ...     accelerator.backward(model(torch.ones(4, 2)).sum())
         """
-        return memory.measure_activations(self)
+        with memory.measure_activations(self._models) as peak:
+            yield
+        self._activations_peak = peak()
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
@@ -983,6 +983,11 @@ class Accelerator:
 
     # -- collectives ---------------------------------------------------------------------------------------------
 
+    @property
+    def _communicator(self) -> Communicator:
+        """The communicator of the Accelerator's own state, which outlives a reset of the shared one."""
+        return comm.for_type(self.state.distributed_type)
+
     def gather(self, tensor: Any) -> Any:
         """Gather tensors from all ranks, concatenated along their first dimension in rank order. All ranks.
 
@@ -994,7 +999,7 @@ class Accelerator:
             >>> Accelerator(cpu=True).gather(torch.tensor([1, 2]))
             tensor([1, 2])
         """
-        return collectives.gather(self, tensor)
+        return operations.gather_with(self._communicator, tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather predictions and labels of an evaluation loop, without the samples that fill up its last batch. All ranks.
@@ -1023,7 +1028,7 @@ class Accelerator:
             >>> Accelerator(cpu=True).reduce(torch.tensor(2.0))
             tensor(2.)
         """
-        return collectives.reduce(self, tensor, reduction, scale)
+        return operations.reduce_with(self._communicator, tensor, reduction, scale)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         """Pad tensors to the largest size that one dimension has on any rank, so that they can be gathered. All ranks.
@@ -1038,11 +1043,11 @@ class Accelerator:
             >>> Accelerator(cpu=True).pad_across_processes(torch.tensor([1, 2]))
             tensor([1, 2])
         """
-        return collectives.pad(self, tensor, dim, pad_index, pad_first)
+        return operations.pad_with(self._communicator, tensor, dim, pad_index, pad_first)
 
     def set_trigger(self) -> None:
         """Raise a flag on this rank, which ``check_trigger`` shows to every rank. Any rank, alone."""
-        collectives.set_trigger(self)
+        self.flag_tensor = torch.tensor(1, device=self.device)
 
     def check_trigger(self) -> bool:
         """Say whether some rank raised its flag, and lower it. All ranks.
@@ -1053,7 +1058,11 @@ class Accelerator:
             >>> accelerator.check_trigger(), accelerator.check_trigger()
             (True, False)
         """
-        return collectives.check_trigger(self)
+        flag = torch.tensor(0, device=self.device) if self.flag_tensor is None else self.flag_tensor
+        raised = self._communicator.all_reduce(flag.clone(), "sum").item() >= 1
+        if raised:
+            self.flag_tensor = torch.tensor(0, device=self.device)
+        return raised
 
     def check_stop(self) -> bool:
         """Ask all ranks whether a signal of ``ProjectConfiguration.save_on_signal`` came, and wait for the answer. All ranks.
@@ -1079,9 +1088,11 @@ class Accelerator:
             >>> with Accelerator(cpu=True).autocast():
             ...     product = torch.ones(2, 2) @ torch.ones(2, 2)
         """
-        return contexts.autocast(self, autocast_handler)
+        handler = self.autocast_handler if autocast_handler is None else autocast_handler
+        return amp.autocast_context(self.device.type, precision(self.mixed_precision), handler)
 
-    def profile(self, profile_handler: ProfileKwargs | None = None) -> contextlib.AbstractContextManager:
+    @contextlib.contextmanager
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[torch.profiler.profile]:
         """Return a context that profiles its region, and writes a trace per rank where a folder is set. All ranks.
 
         Args:
@@ -1090,7 +1101,14 @@ class Accelerator:
         Source:
             https://docs.pytorch.org/docs/stable/profiler.html
         """
-        return contexts.profile(self, profile_handler)
+        handler = profile_handler or self.profile_handler or ProfileKwargs()
+        with handler.build() as profiler:
+            yield profiler
+        if handler.output_trace_dir is not None:
+            name = PROFILE_PATTERN_NAME.format(suffix=self.process_index)
+            os.makedirs(handler.output_trace_dir, exist_ok=True)
+            profiler.export_chrome_trace(os.path.join(handler.output_trace_dir, name))
+            self.wait_for_everyone()
 
     def maybe_context_parallel(
         self,

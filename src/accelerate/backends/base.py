@@ -26,7 +26,6 @@ from accelerate.checkpoint import layouts, load, optimizers
 from accelerate.config.handlers import GradScalerKwargs
 from accelerate.modules.unwrap import extract_model_from_parallel
 from accelerate.optimizer import settle_scaler
-from accelerate.parallel import mesh
 from accelerate.precision import amp
 from accelerate.precision.base import precision
 
@@ -88,16 +87,6 @@ class Backend:
     ) -> nn.Module:
         """Return the user's model out of its wrappers. Any rank, alone."""
         return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
-
-    def data_shard(self, accelerator: "Accelerator") -> tuple[int, int]:
-        """Return how many shards the data has, and which of them this rank reads.
-
-        By default the mesh tells, where there is one: ranks that share layers or sequences read the same shard.
-        """
-        layout, device_mesh = accelerator.parallelism_config, accelerator.torch_device_mesh
-        if layout is None or device_mesh is None:
-            return accelerator.num_processes, accelerator.process_index
-        return mesh.data_shard(layout, device_mesh)
 
     # -- step ----------------------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from accelerate import Accelerator
-from accelerate.backends.registry import resolve
+from accelerate.parallel import mesh
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import FullyShardedDataParallelPlugin
 
@@ -128,7 +128,9 @@ def alone(model: nn.Module) -> tuple[list[float], list[float], dict[str, torch.T
 
 def train(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> tuple[list[float], list[float]]:
     """Train on this rank's share of each batch; return the losses and norms, which are those of the whole batch."""
-    shares, share = resolve(accelerator.state).data_shard(accelerator)
+    shares, share = accelerator.num_processes, accelerator.process_index
+    if accelerator.torch_device_mesh is not None:
+        shares, share = mesh.data_shard(accelerator.parallelism_config, accelerator.torch_device_mesh)
     rows, losses, norms = BATCH // shares, [], []
     for ids in batches()[:, share * rows : (share + 1) * rows]:
         with accelerator.accumulate(model):

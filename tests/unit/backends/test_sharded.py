@@ -36,14 +36,6 @@ def test_results_come_in_the_order_of_the_arguments(process_group, version):
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_data_is_split_over_all_ranks_without_a_mesh(process_group, version):
-    from accelerate.backends.registry import resolve
-
-    accelerator = sharding(version)
-    assert resolve(accelerator.state).data_shard(accelerator) == (1, 0)
-
-
-@pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
 def test_a_run_is_saved_and_loaded_into_a_new_one(process_group, tmp_path, version, kind):
     def run():
