@@ -187,79 +187,68 @@ class Accelerator:
         self.trackers: list[GeneralTracker] = []
         self._finished_trackers: list[GeneralTracker] = []
         self.project_configuration = setup.project(project_config, project_dir)
-        if mixed_precision is not None:
-            mixed_precision = precision(mixed_precision).name
         if deepspeed_plugin is not None and deepspeed_plugins is not None:
             raise ValueError("Pass either deepspeed_plugin or deepspeed_plugins, not both.")
-        plugins = setup.plugins(
-            deepspeed_plugins if deepspeed_plugin is None else deepspeed_plugin,
-            fsdp_plugin,
-            megatron_lm_plugin,
-            dynamo_plugin,
-            dynamo_backend,
-        )
+        deepspeed = deepspeed_plugins if deepspeed_plugin is None else deepspeed_plugin
+        plugins = setup.plugins(deepspeed, fsdp_plugin, megatron_lm_plugin, dynamo_plugin, dynamo_backend)
         handlers = setup.sort_handlers(kwargs_handlers)
-        for name, handler in handlers.items():
-            setattr(self, name, handler)
+        self.__dict__.update(handlers)
         accumulation = setup.accumulation(gradient_accumulation_plugin, gradient_accumulation_steps)
-        self.dataloader_config = setup.loaders(
-            dataloader_config, None if split_batches is _split_batches else split_batches
-        )
+        split = None if split_batches is _split_batches else split_batches
+        self.dataloader_config = setup.loaders(dataloader_config, split)
         self.rng_types = setup.rng_types(rng_types)
         self.log_with = filter_trackers(log_with, self.logging_dir)
+        self.device_placement = device_placement
+        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         # 2. Process, device, strategy and precision are settled in the shared state.
         options = self.init_handler.to_kwargs() if self.init_handler is not None else {}
         with setup.undone_if_refused():
             self.state = AcceleratorState(
-                mixed_precision=mixed_precision,
+                mixed_precision=None if mixed_precision is None else precision(mixed_precision).name,
                 cpu=cpu,
-                dynamo_plugin=plugins.dynamo,
-                deepspeed_plugin=plugins.deepspeed,
-                fsdp_plugin=plugins.fsdp,
                 torch_tp_plugin=torch_tp_plugin,
-                megatron_lm_plugin=plugins.megatron,
                 parallelism_config=setup.mesh(parallelism_config, ParallelismConfig, torch_tp_plugin),
                 _from_accelerator=True,
+                **plugins,
                 **options,
             )
             backend = backends.resolve(self.state)
             self.fp8_enabled = precision(self.state.mixed_precision).needs_engine
             self._fp8_backend = fp8.setup(self, handlers)
             settle_downcast(self.device.type, self.state.mixed_precision)
-        # 3. Numerics.
         self.has_fp8_handler = self.fp8_enabled
         self.delayed_fp8_autocast = False
-        self.has_lomo_optimizer = False
         self.native_amp = precision(self.state.mixed_precision).autocast_dtype is not None
         self.scaler = backend.make_scaler(self, self.scaler_handler)
-        # 4. Gradients and placement.
+        # 3. What training needs, and signals after which the run saves and leaves.
+        self._begin(accumulation)
+        preemption.install(self)
+
+    def _begin(self, accumulation: GradientAccumulationPlugin) -> None:
+        """Set what belongs to gradients, to prepared and registered objects, and to checkpoints: none yet."""
         setup.announce_steps(accumulation)
         self.gradient_state = GradientState(gradient_accumulation_plugin=accumulation)
         self._exact_accumulation = accumulation.exact
         self._sync_each_batch = accumulation.sync_each_batch
-        self._told: set[str] = set()  # what is said once
         self._scales_loss = traits.of(self.state.distributed_type).scales_loss
         self._window = gradients.Window()
-        self.device_placement = device_placement
-        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        # 5. What will be prepared and registered.
+        self.has_lomo_optimizer = False
         self.step = 0
         self._models: list[nn.Module] = []
         self._optimizers: list[Any] = []
         self._schedulers: list[Any] = []
         self._dataloaders: list[Any] = []
+        self._registry = PreparedRegistry()
+        self._told: set[str] = set()  # what is said once
         self._custom_objects: list[Any] = []
         self._background = Background()
         self._loaded_checkpoint: str | None = None
         self._unfinished_save: str | None = None
-        self._registry = PreparedRegistry()
         self._load_model_state_pre_hook: OrderedDict[int, Callable] = OrderedDict()
         self._save_model_state_pre_hook: OrderedDict[int, Callable] = OrderedDict()
         self._activations_peak: int | None = None
         self.flag_tensor: torch.Tensor | None = None
         self._cp_context: Callable | None = None
-        # 6. Signals after which the run saves and leaves.
-        preemption.install(self)
 
     def __getstate__(self) -> dict[str, Any]:
         # Weak references belong to this process; a copy starts with what its own lists hold.
