@@ -365,7 +365,8 @@ class Accelerator:
         It changes when a prepared optimizer steps, on every rank at the same step. A loop over a prepared loader need not
         look at it: asked for the next batch, the loader saves a checkpoint and leaves.
         """
-        return preemption.should_stop(self)
+        watch = self.gradient_state._step_watch
+        return watch is not None and watch.stops
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
@@ -650,7 +651,7 @@ class Accelerator:
             An AcceleratedOptimizer.
         """
         result = prepare.prepare_optimizer(self, optimizer, device_placement)
-        self.has_lomo_optimizer = gradients.has_lomo(result.optimizer for result in self._optimizers)
+        self.has_lomo_optimizer = bool(gradients.lomo_optimizers(self))
         return result
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
@@ -1063,7 +1064,8 @@ class Accelerator:
             >>> Accelerator(cpu=True).check_stop()
             False
         """
-        return preemption.check_stop(self)
+        watch = self.gradient_state._step_watch
+        return watch is not None and watch.ask()
 
     # -- contexts ------------------------------------------------------------------------------------------------
 
@@ -1348,8 +1350,11 @@ class Accelerator:
 
     def end_training(self) -> None:
         """Finish checkpoints and trackers, give signals back to their handlers, leave the process group. All ranks, at the end."""
-        preemption.uninstall(self)
+        watch = self.gradient_state._step_watch
+        if watch is not None and watch.accelerator() is self:
+            watch.close()
         try:
             saving.wait_for_checkpoint(self)
         finally:
-            tracking.end_training(self)
+            tracking.finish(self)
+            self.state.destroy_process_group()

@@ -75,14 +75,13 @@ def install(accelerator: "Accelerator") -> None:
     numbers = signals_of(project.save_on_signal)
     if project.project_dir is None:
         raise ValueError(
-            f"save_on_signal={[number.name for number in numbers]} needs a folder to save to, but project_dir is None. Pass "
+            f"save_on_signal={project.save_on_signal!r} needs a folder to save to, but project_dir is None. Pass "
             "ProjectConfiguration(project_dir=...)."
         )
     if threading.current_thread() is not threading.main_thread():
         raise ValueError(
-            f"save_on_signal={[number.name for number in numbers]} was set in the thread "
-            f"{threading.current_thread().name!r}, but only the main thread can receive signals. Build the Accelerator there, "
-            "or leave save_on_signal out."
+            f"save_on_signal was set in the thread {threading.current_thread().name!r}, but only the main thread can receive signals. "
+            "Build the Accelerator there, or leave save_on_signal out."
         )
     received = 0
     if _installed is not None and not _installed.closed:
@@ -94,37 +93,6 @@ def install(accelerator: "Accelerator") -> None:
     if not _follows_forks and hasattr(os, "register_at_fork"):
         os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_child)
         _follows_forks = True
-
-
-def uninstall(accelerator: "Accelerator") -> None:
-    """Give the signals of an Accelerator back to those who handled them before. Any rank, alone.
-
-    Args:
-        accelerator: The Accelerator.
-    """
-    watch = _watch_of(accelerator)
-    if watch is not None and watch.accelerator() is accelerator:
-        watch.close()
-
-
-def should_stop(accelerator: "Accelerator") -> bool:
-    """Say whether all ranks know of a signal. Any rank, alone.
-
-    Args:
-        accelerator: The Accelerator.
-    """
-    watch = _watch_of(accelerator)
-    return watch is not None and watch.stops
-
-
-def check_stop(accelerator: "Accelerator") -> bool:
-    """Ask all ranks whether a signal came, and wait for the answer. All ranks.
-
-    Args:
-        accelerator: The Accelerator.
-    """
-    watch = _watch_of(accelerator)
-    return watch is not None and watch.ask()
 
 
 def signals_of(given: Any) -> tuple[signal.Signals, ...]:
@@ -147,18 +115,13 @@ def signals_of(given: Any) -> tuple[signal.Signals, ...]:
 def _signal(value: Any) -> signal.Signals:
     found = None
     if isinstance(value, str):
-        name = value.upper()
-        found = signal.Signals.__members__.get(name if name.startswith("SIG") else f"SIG{name}")
+        found = signal.Signals.__members__.get(f"SIG{value.upper().removeprefix('SIG')}")
     elif isinstance(value, int) and not isinstance(value, bool):
         with suppress(ValueError):
             found = signal.Signals(value)
-    if found is None:
+    if found is None or found.name in _UNSUITABLE:
         raise ValueError(
-            f"save_on_signal got {value!r}, which is no signal here. Pass signal.SIGTERM or 'SIGUSR1', say."
-        )
-    if found.name in _UNSUITABLE:
-        raise ValueError(
-            f"save_on_signal got {found.name}, which a process cannot use so. Use SIGTERM, SIGUSR1 or SIGUSR2."
+            f"save_on_signal got {value!r}, which is no signal that a process can wait for. Use SIGTERM, SIGUSR1 or SIGUSR2."
         )
     return found
 
@@ -189,9 +152,7 @@ class Watch:
         self._stepped = False
         self._loops: list[weakref.ref[Any]] = []
         self._times: dict[int, float] = {}
-        self._former: dict[int, Any] = {}
-        for number in numbers:
-            self._former[number] = signal.signal(number, self._on_signal)
+        self._former = {number: signal.signal(number, self._on_signal) for number in numbers}
 
     @property
     def stops(self) -> bool:
@@ -226,7 +187,7 @@ class Watch:
             for number in self.numbers:
                 self._give_back(number)
 
-    # -- the agreement -----------------------------------------------------------------------------------------------
+    # -- votes -------------------------------------------------------------------------------------------------------
 
     def stepped(self) -> None:
         """Take note that a prepared optimizer ends an accumulation window. All ranks."""
@@ -295,7 +256,7 @@ class Watch:
         """The progress of each prepared loader that is being iterated; their views share it."""
         accelerator = self.accelerator()
         references = () if accelerator is None else accelerator.gradient_state._active
-        each = (getattr(reference(), "_progress", None) for reference in references)
+        each = [getattr(reference(), "_progress", None) for reference in references]
         return [progress for progress in each if progress is not None]
 
     def _is_due(self, loader: Any) -> bool:
@@ -372,10 +333,6 @@ def _ballot(communicator: Communicator) -> Callable[[int], Callable[[], int]]:
         return wait
 
     return start
-
-
-def _watch_of(accelerator: "Accelerator") -> Watch | None:
-    return accelerator.gradient_state._step_watch
 
 
 # A forked process gets the former handlers, because a pool that the program ends with SIGTERM must end. In between signals wait,
