@@ -112,7 +112,8 @@ def notebook_launcher(
     # fmt: on
     check(request)
     _refuse_nesting("notebook_launcher", request.num_nodes == 1 and num_processes == 1)
-    if _lacks_torch_xla():
+    hosted = is_colab() or any(name.startswith("KAGGLE") for name in os.environ)
+    if hosted and "TPU_NAME" in os.environ and importlib.util.find_spec("torch_xla") is None:
         raise NotAvailableError(
             "This notebook has a TPU (TPU_NAME is set), and torch_xla, which uses it, is not installed. Install it, in the release of "
             f"torch {torch.__version__}, and restart; or choose a machine without a TPU."
@@ -124,18 +125,27 @@ def notebook_launcher(
     if request.precision != "no" or "ACCELERATE_MIXED_PRECISION" not in os.environ:
         variables["ACCELERATE_MIXED_PRECISION"] = request.precision
     if device.type == "xla":
-        _launch_xla(request, variables)
+        if num_processes != 1:
+            _refuse_state()
+        cores = "one TPU core" if num_processes == 1 else f"{num_processes or 'all'} TPU cores"
+        print(f"Launching training on {cores}.")
+        notebook.run_on_tpu(request, _environment(variables))
         return
     count = _count(request, device)
+    started = f"Launching training on {_counted(count * num_nodes, device.type)}."
     if count == 1 and num_nodes == 1:
-        print(f"Launching training on {_counted(1, device.type)}.")
+        print(started)
         _run_here(request, variables)
         return
     _refuse_state()
     if device.type == "cpu":
         variables["ACCELERATE_USE_CPU"] = "true"
     request, method = _prepared(request, device)
-    _announce(request, count, device.type)
+    print(started)
+    if num_nodes > 1:
+        which = f"Number {node_rank}" if request.rdzv_backend == "static" else "One"
+        wait = f"waits at {request.endpoint} for the others, up to {request.join_timeout:g} s."
+        print(f"{which} of {num_nodes} machines {wait}")
     notebook.run(request, method, _environment(variables), count)
 
 
@@ -165,15 +175,9 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
     if hasattr(os, "fork"):
         notebook.run(request, notebook.FORK, environment, num_processes)
         return
-    from accelerate.launch.notebook_worker import sendable
+    from accelerate.launch.notebook_worker import sendable  # not for processes that fork
 
     notebook.run(sendable(request), notebook.SPAWN, environment, num_processes)
-
-
-def _lacks_torch_xla() -> bool:
-    """Return whether a hosted notebook has a TPU that torch cannot use."""
-    hosted = is_colab() or any(name.startswith("KAGGLE") for name in os.environ)
-    return hosted and "TPU_NAME" in os.environ and importlib.util.find_spec("torch_xla") is None
 
 
 def _environment(changes: Mapping[str, str]) -> dict[str, str]:
@@ -188,18 +192,19 @@ def _environment(changes: Mapping[str, str]) -> dict[str, str]:
 def _count(request: Request, device: Any) -> int:
     """Return how many processes to start on this machine."""
     devices = device.count() if device.type != "cpu" else 0
-    asked = request.num_processes
-    if is_colab() and asked is not None and asked > (devices or 1) and "ACCELERATE_USE_CPU" not in os.environ:
+    asked, found = request.num_processes, devices or 1
+    if asked is None or asked <= found:
+        return asked or found
+    if is_colab() and "ACCELERATE_USE_CPU" not in os.environ:
         # Notebooks that were written for a larger machine are opened there.
-        found = devices or 1
         print(f"Colab has {_counted(found, device.type)} here; num_processes={asked} is not used.")
         return found
-    if devices and asked is not None and asked > devices:
+    if devices:
         raise ValueError(
             f"num_processes is {asked}, and there are {devices} {device.type} devices. Ask for at most {devices}, or "
             "set ACCELERATE_USE_CPU=true to run on the CPU."
         )
-    return asked or devices or 1
+    return asked
 
 
 def _prepared(request: Request, device: Any) -> tuple[Request, str]:
@@ -221,25 +226,6 @@ def _prepared(request: Request, device: Any) -> tuple[Request, str]:
         ) from None
     print(f"Starting fresh processes, as {reason.rstrip('.')}.")
     return request, notebook.SPAWN
-
-
-def _launch_xla(request: Request, variables: Mapping[str, str]) -> None:
-    if request.num_processes != 1:
-        _refuse_state()
-    cores = "one TPU core" if request.num_processes == 1 else f"{request.num_processes or 'all'} TPU cores"
-    print(f"Launching training on {cores}.")
-    notebook.run_on_tpu(request, _environment(variables))
-
-
-def _announce(request: Request, count: int, device_type: str) -> None:
-    print(f"Launching training on {_counted(count * request.num_nodes, device_type)}.")
-    if request.num_nodes == 1:
-        return
-    who = f"Number {request.node_rank}" if request.rdzv_backend == "static" else "One"
-    print(
-        f"{who} of {request.num_nodes} machines waits at {request.endpoint} for the others, up to "
-        f"{request.join_timeout:g} s."
-    )
 
 
 # The states that functions leave behind which run right here. Processes that are started later do without them.

@@ -181,13 +181,6 @@ def test_collectives_without_their_group_say_so(pair, monkeypatch):
         pair.wait_for_everyone()
 
 
-def test_backend_of_another_device():
-    with pytest.raises(ValueError, match=r"backend='nccl' works on cuda.*cpu.*'gloo'"):
-        process._check_backend(process.row("cpu"), "nccl")
-    process._check_backend(process.row("cuda"), "gloo")
-    process._check_backend(process.row("cpu"), "their-own")
-
-
 # Decorators and splitting
 
 
