@@ -26,7 +26,7 @@ from accelerate.precision.base import precision
 from accelerate.runtime import storage, traits
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.training import prepared
-from accelerate.training.prepared import Entry, PreparedRegistry, Settings
+from accelerate.training.prepared import Entry, PreparedRegistry
 from accelerate.utils.memory import release_memory
 
 if TYPE_CHECKING:
@@ -239,14 +239,19 @@ def _adoptable(accelerator: "Accelerator", entry: Entry, obj: Any, evaluation: b
         return False
     # A model prepared where nothing is synchronised must not be taken for one that is.
     distributed = traits.of(accelerator.distributed_type).distributed
-    return not distributed or entry.settings is None or entry.settings.distributed_type == accelerator.distributed_type
+    return not distributed or entry.settings["distributed_type"] == accelerator.distributed_type
 
 
 def _adopt(accelerator: "Accelerator", entry: Entry) -> Any:
     outer, *inners = entry.objects()
-    if entry.kind == "model" and (change := settings_of(accelerator).difference(entry.settings or Settings())):
+    changes = [
+        f"{name}: {entry.settings[name]!r} then, {now!r} now"
+        for name, now in (settings_of(accelerator).items() if entry.kind == "model" else ())
+        if entry.settings[name] != now
+    ]
+    if changes:
         prepared.warn_caller(
-            f"Another live Accelerator prepared this model ({type(outer).__name__}) with other settings ({change}). "
+            f"Another live Accelerator prepared this model ({type(outer).__name__}) with other settings ({', '.join(changes)}). "
             "It is used as it was prepared; call `free_memory()` on the other Accelerator and drop its model first "
             "if these settings shall hold."
         )
@@ -288,15 +293,15 @@ def register(accelerator: "Accelerator", kind: str, outer: Any, *inners: Any, **
     return outer
 
 
-def settings_of(accelerator: "Accelerator") -> Settings:
+def settings_of(accelerator: "Accelerator") -> dict[str, str]:
     """Return the settings under which this Accelerator prepares a model."""
     handler = accelerator.ddp_handler
-    return Settings(
-        distributed_type=str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type)),
-        mixed_precision=str(accelerator.mixed_precision),
-        device=str(accelerator.device),
-        ddp=repr(handler.to_kwargs()) if handler is not None else "",
-    )
+    return {
+        "distributed_type": str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type)),
+        "mixed_precision": str(accelerator.mixed_precision),
+        "device": str(accelerator.device),
+        "ddp": repr(handler.to_kwargs()) if handler is not None else "",
+    }
 
 
 def _chain(model: nn.Module) -> list[nn.Module]:

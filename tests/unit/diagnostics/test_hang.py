@@ -7,13 +7,14 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import types
 
 import pytest
 import torch.distributed as dist
 
 from accelerate.diagnostics import hang
-from accelerate.diagnostics.hang import RankStatus, Watcher, ask, call_site
+from accelerate.diagnostics.hang import Question, RankStatus, Watcher, call_site
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +62,14 @@ def watched(store):
     yield start
     for watcher in watchers:
         watcher.stop()
+
+
+def ask(store, ranks, world_size):
+    """Return the answers of ranks, after a moment."""
+    question = Question(store, ranks, world_size)
+    while (answers := question.answers()) is None:
+        time.sleep(0.001)
+    return answers
 
 
 def as_if_in(module, function):
@@ -128,7 +137,7 @@ def test_several_ranks_ask_and_answer_at_once(store, watched, other_thread):
 
 
 def test_a_question_from_before_is_answered_too(store, watched, other_thread):
-    question = hang.Question(store, [1], 2)
+    question = Question(store, [1], 2)
     question._deadline += 30
     watched(1, other_thread(stand, other_thread.over))
     while (answers := question.answers()) is None:
