@@ -1,12 +1,13 @@
 """What the launchers of functions decide before anything is started; `tests/distributed/test_notebook.py` starts processes."""
 
+import contextlib
+import inspect
 import os
 import sys
 import threading
 import types
 
 import pytest
-import torch
 
 from accelerate import launchers
 from accelerate.launch import notebook
@@ -33,14 +34,8 @@ class Device:
 
 @pytest.fixture(autouse=True)
 def quiet_place(monkeypatch):
-    for name in (
-        "RANK",
-        "WORLD_SIZE",
-        "ACCELERATE_MIXED_PRECISION",
-        "ACCELERATE_USE_CPU",
-        "TPU_NAME",
-        "COLAB_RELEASE_TAG",
-    ):
+    names = "RANK WORLD_SIZE ACCELERATE_MIXED_PRECISION ACCELERATE_USE_CPU TPU_NAME COLAB_RELEASE_TAG"
+    for name in names.split():
         monkeypatch.delenv(name, raising=False)
 
 
@@ -71,13 +66,11 @@ def test_one_process_runs_here():
         lambda: seen.append((os.getpid(), os.environ["ACCELERATE_MIXED_PRECISION"])), mixed_precision="BF16"
     )
     assert seen == [(os.getpid(), "bf16")]
-    assert "ACCELERATE_MIXED_PRECISION" not in os.environ
-
-
-def test_an_error_of_the_one_process_is_itself():
     with pytest.raises(KeyError, match="mine"):
         notebook_launcher(lambda: {}["mine"])
     assert "ACCELERATE_MIXED_PRECISION" not in os.environ
+    join_only()
+    assert PartialState._shared_state and join_only.__test__ is False
 
 
 @pytest.mark.parametrize(("argument", "variable", "effective"), [("no", "bf16", "bf16"), ("fp16", "bf16", "fp16")])
@@ -145,17 +138,31 @@ def test_a_script_that_is_being_imported_by_its_own_process(monkeypatch, started
             start(train, num_processes=2)
 
 
-def test_more_processes_than_devices(device):
-    device(Device(count=1))
-    with pytest.raises(ValueError, match="num_processes is 2, and there are 1 cuda devices"):
+@pytest.mark.parametrize("kind", ["cuda", "mps"])
+def test_more_processes_than_devices(device, kind, capsys):
+    device(types.SimpleNamespace(type=kind, count=lambda: 1, namespace=lambda: types.SimpleNamespace()))
+    with pytest.raises(ValueError, match=f"num_processes is 2, and there are 1 {kind} devices"):
         notebook_launcher(train, num_processes=2)
+    notebook_launcher(train)
+    assert f"one {'GPU' if kind == 'cuda' else 'MPS'}" in capsys.readouterr().out
 
 
-def test_one_process_per_device_by_default(device, started, capsys):
+def test_one_process_per_device_by_default_and_all_arguments_arrive(device, started, capsys):
     device(Device(count=3))
-    notebook_launcher(train, use_port="29501")
+    names = list(inspect.signature(notebook_launcher).parameters)
+    given = dict(zip(names, [train, (), None, "no", "29501"], strict=False))
+    given |= {
+        "rdzv_backend": "c10d",
+        "rdzv_endpoint": "127.0.0.1:29502",
+        "rdzv_conf": {"timeout": 3},
+        "rdzv_id": "mine",
+    }
+    given |= {"max_restarts": 4, "monitor_interval": 0.5, "log_line_prefix_template": "[${rank}] "}
+    notebook_launcher(**given)
     (call,) = started
-    assert (call.num_processes, call.request.chosen_port, call.method) == (3, 29501, "fork")
+    sent = dict(zip(names, vars(call.request).values(), strict=True))
+    assert {name: sent[name] for name in given} == given
+    assert (call.num_processes, call.request.chosen_port, call.method) == (3, 29502, "fork")
     assert "ACCELERATE_USE_CPU" not in call.environment
     assert capsys.readouterr().out == "Launching training on 3 GPUs.\n"
 
@@ -165,16 +172,6 @@ def test_the_processor_is_asked_for(device, started):
     notebook_launcher(train, num_processes=2, mixed_precision="bf16")
     assert started[0].environment["ACCELERATE_USE_CPU"] == "true"
     assert started[0].environment["ACCELERATE_MIXED_PRECISION"] == "bf16"
-
-
-def test_an_apple_gpu_is_one(device, started, capsys):
-    device(types.SimpleNamespace(type="mps", count=lambda: 1, namespace=lambda: types.SimpleNamespace()))
-    seen = []
-    notebook_launcher(lambda: seen.append(1))
-    assert seen == [1]
-    assert "one MPS" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="there are 1 mps devices"):
-        notebook_launcher(train, num_processes=2)
 
 
 def test_a_device_in_use_means_fresh_processes(device, started, capsys, monkeypatch):
@@ -223,16 +220,10 @@ def test_colab_takes_what_it_has(device, started, monkeypatch, capsys, gpus, ask
     assert [call.num_processes for call in started] == ([] if count is None else [count])
     assert len(seen) == (count is None)
     assert ("num_processes=8 is not used" in capsys.readouterr().out) is (asked == 8)
-
-
-def test_colab_on_the_processor(started, monkeypatch, capsys):
-    monkeypatch.setenv("COLAB_RELEASE_TAG", "x")
-    notebook_launcher(train, num_processes=2)
-    assert started == []
-    assert "Launching training on one CPU" in capsys.readouterr().out
+    device(types.SimpleNamespace(type="cpu", count=lambda: 1))
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    notebook_launcher(train, num_processes=2)
-    assert started[0].num_processes == 2
+    notebook_launcher(train, num_processes=8)
+    assert started[-1].num_processes == 8, "processes on the CPU were asked for"
 
 
 @pytest.mark.parametrize("variable", ["KAGGLE_KERNEL_RUN_TYPE", "COLAB_RELEASE_TAG", None])
@@ -258,13 +249,9 @@ def test_tpus(device, monkeypatch, capsys, asked, words):
     assert request.num_processes == asked
     assert environment["ACCELERATE_MIXED_PRECISION"] == "bf16"
     assert words in capsys.readouterr().out
-
-
-def test_tpus_do_not_inherit_a_state(device):
     PartialState(cpu=True)
-    device(types.SimpleNamespace(type="xla"))
-    with pytest.raises(ValueError, match="has an Accelerator already"):
-        notebook_launcher(train)
+    with pytest.raises(ValueError, match="has an Accelerator already") if asked != 1 else contextlib.nullcontext():
+        notebook_launcher(train, num_processes=asked)
 
 
 def test_several_machines(started, capsys):
@@ -275,28 +262,6 @@ def test_several_machines(started, capsys):
     out = capsys.readouterr().out
     assert "Launching training on 2 CPUs" in out
     assert "Number 1 of 2 machines waits at 127.0.0.1:29500 for the others, up to 5 s" in out
-
-
-def test_all_arguments_arrive(started):
-    given = (
-        train,
-        (),
-        2,
-        "no",
-        "29501",
-        "127.0.0.1",
-        0,
-        1,
-        "c10d",
-        "127.0.0.1:29502",
-        {"timeout": 3},
-        "mine",
-        4,
-        0.5,
-        "[${rank}] ",
-    )
-    notebook_launcher(*given)
-    assert tuple(vars(started[0].request).values()) == given
 
 
 def test_bad_arguments_start_nothing(started):
@@ -320,13 +285,3 @@ def test_tokenizers_is_kept_from_its_threads(started, monkeypatch):
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
     debug_launcher(train)
     assert [call.environment.get("TOKENIZERS_PARALLELISM") for call in started] == [None, "false", "true"]
-
-
-def test_the_launch_test_joins():
-    join_only()
-    assert PartialState._shared_state
-    assert join_only.__test__ is False
-
-
-def test_the_first_use_of_a_gpu_is_watched():
-    assert "cuda" in notebook._watched or not hasattr(torch.cuda, "_lazy_call")
