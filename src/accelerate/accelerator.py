@@ -95,7 +95,7 @@ __all__ = [
 
 logger = get_logger(__name__)
 
-# Tells `split_batches=False` from nothing given, since the argument moved into DataLoaderConfiguration.
+# Differs from `split_batches=False`: nothing was given, since the argument moved into DataLoaderConfiguration.
 _split_batches = object()
 
 
@@ -818,7 +818,7 @@ class Accelerator:
 
     @contextlib.contextmanager
     def measure_activations(self) -> Iterator[None]:
-        """Return a context that counts what autograd keeps for backward, for `memory_report` where the device does not tell.
+        """Return a context that counts what autograd keeps for backward, for `memory_report` on devices that do not count it.
 
         Example:
             >>> accelerator = Accelerator(cpu=True)
@@ -1281,7 +1281,7 @@ class Accelerator:
             loader: A prepared data loader.
 
         Returns:
-            A `DataPlan`; `str()` of it is a table. Numbers that cannot be told beforehand are None.
+            A `DataPlan`; `str()` of it is a table. Numbers that are not known beforehand are None.
 
         Raises:
             TypeError: The loader was not prepared.

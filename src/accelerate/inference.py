@@ -169,7 +169,7 @@ def build_pipeline(
         on the first rank, and returns what the model returns on the last one.
 
     Raises:
-        ValueError: On every rank, if the model cannot be cut on one of them, or if they were told different things.
+        ValueError: On every rank, if the model cannot be cut on one of them, or if the ranks were given different things.
 
     Source:
         https://docs.pytorch.org/docs/stable/distributed.pipelining.html
@@ -222,7 +222,7 @@ def pippy_forward(forward: Callable, num_chunks: int, gather_output: bool, *args
 
     Args:
         forward: The ``step`` of what `build_pipeline` returned.
-        num_chunks: As `build_pipeline` was told.
+        num_chunks: As `build_pipeline` was given.
         gather_output: Send the output, which the last process has, to all.
         *args: Positional inputs: any number of samples, else like the example. Only the first rank needs them.
         **kwargs: Keyword inputs.

@@ -141,8 +141,10 @@ class AcceleratorState(ProcessView):
         }
         if self.__dict__:
             self._check_initialized(mixed_precision, cpu)
-            self._check_plugins(plugins, _from_accelerator)
-            self._check_layout(dynamo_plugin, parallelism_config)
+            engine = _engine(plugins) if _from_accelerator else None
+            self._check_plugins(
+                {**plugins, "dynamo_plugin": dynamo_plugin, "parallelism_config": parallelism_config}, engine
+            )
             _check_unchanged(self, _settings(kwargs))
             if not storage.process.current:  # it was reset alone, and libraries ask whether it is there
                 PartialState(self.__dict__.get("_cpu", cpu))
@@ -218,22 +220,15 @@ class AcceleratorState(ProcessView):
                 f"AcceleratorState has already been initialized with {problem[1]} and cannot be changed to {problem[0]}. {_TOO_LATE}"
             )
 
-    def _check_plugins(self, plugins: dict[str, Any], from_accelerator: bool) -> None:
-        engine = _engine(plugins) if from_accelerator else None
-        for name, plugin in plugins.items():
+    def _check_plugins(self, given: dict[str, Any], engine: str | None) -> None:
+        """Raise where an engine comes too late, and say so where other settings do."""
+        for name, value in given.items():
             live = self.__dict__.get(name)
-            if live is None and (plugin is not None or name == engine):
+            if live is None and name in _ENGINES and (value is not None or name == engine):
                 raise ValueError(
                     f"{name} was given, but AcceleratorState has already been initialized without one "
                     f"({self.distributed_type}). {_TOO_LATE}"
                 )
-            if plugin is not None and plugin is not live and plugin != live:
-                logger.warning("Another %s is in force already; the one given to this Accelerator is not used.", name)
-
-    def _check_layout(self, compiler: Any, layout: Any) -> None:
-        """Say so where compilation settings or a mesh come too late."""
-        for name, value in {"dynamo_plugin": compiler, "parallelism_config": layout}.items():
-            live = self.__dict__.get(name)
             if value is not None and value is not live and value != live:
                 logger.warning(
                     "%s=%r is not used, because AcceleratorState has already been initialized with %r. %s",
@@ -334,7 +329,7 @@ class AcceleratorState(ProcessView):
 _ENGINES = {"deepspeed_plugins": "deepspeed", "fsdp_plugin": "fsdp", "megatron_lm_plugin": "megatron_lm"}
 _TOO_LATE = "Pass it to the first `Accelerator()`, or call `AcceleratorState._reset_state(True)` before."
 
-# True, in letters that nobody types: tells what a state says of itself from what launchers, people and TrainingArguments ask for.
+# True, in letters that no user types: the state itself set the variable, not a launcher, a user or TrainingArguments.
 _MIRRORED = "tRUE"
 
 

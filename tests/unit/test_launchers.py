@@ -11,7 +11,7 @@ import pytest
 
 from accelerate import launchers
 from accelerate.launch import notebook
-from accelerate.launch.errors import LaunchError, NotAvailableError
+from accelerate.launch.errors import NotAvailableError
 from accelerate.launchers import debug_launcher, notebook_launcher
 from accelerate.launchers import test_launch as join_only
 from accelerate.state import PartialState
@@ -115,27 +115,6 @@ def test_process_group_is_refused(process_group, started):
         with pytest.raises(ValueError, match="belongs to a process group"):
             start(train, num_processes=2)
     assert started == []
-
-
-def test_a_process_of_a_run_starts_no_other(monkeypatch, started):
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    for start in (debug_launcher, notebook_launcher):
-        with pytest.raises(
-            ValueError,
-            match=r"_launcher is called in a process that is rank 1 of 2 already.*Call the function directly",
-        ):
-            start(train)
-    seen = []
-    notebook_launcher(lambda: seen.append(1), num_processes=1)  # here, that is
-    assert seen == [1] and started == []
-
-
-def test_a_script_that_is_being_imported_by_its_own_process(monkeypatch, started):
-    monkeypatch.setattr(notebook, "is_importing_main", lambda: True)
-    for start in (debug_launcher, notebook_launcher):
-        with pytest.raises(ValueError, match="__main__"):
-            start(train, num_processes=2)
 
 
 @pytest.mark.parametrize("kind", ["cuda", "mps"])
@@ -262,18 +241,6 @@ def test_several_machines(started, capsys):
     out = capsys.readouterr().out
     assert "Launching training on 2 CPUs" in out
     assert "Number 1 of 2 machines waits at 127.0.0.1:29500 for the others, up to 5 s" in out
-
-
-def test_bad_arguments_start_nothing(started):
-    for start in (debug_launcher, notebook_launcher):
-        with pytest.raises(ValueError, match="num_processes is 0"):
-            start(train, num_processes=0)
-        with pytest.raises(TypeError, match="function is 'train'"):
-            start("train")
-        with pytest.raises(TypeError, match="args is 5"):
-            start(train, 5)
-    assert started == []
-    assert issubclass(launchers.MeetingError, RuntimeError) and issubclass(LaunchError, ValueError)
 
 
 def test_tokenizers_is_kept_from_its_threads(started, monkeypatch):

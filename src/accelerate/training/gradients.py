@@ -106,7 +106,7 @@ class Accumulation:
                 self.held = contextlib.ExitStack()
                 for model in self.models:
                     self.held.enter_context(backend.no_sync(accelerator, model))
-        window.inside = True  # last: after an error above nobody would take it back
+        window.inside = True  # last: after an error above nothing would take it back
 
     def __exit__(self, *exception: Any) -> None:
         window = self.accelerator._window
@@ -318,7 +318,7 @@ def join_uneven(accelerator: "Accelerator", joinables: Sequence[Any], even_batch
     """Let ranks run out of batches at different steps, with the loaders' ``even_batches`` overridden meanwhile.
 
     Ranks that have ended add zeros to the averages. So a window in which some end counts less, by the share of ranks that
-    close it; gradients are exchanged after every micro-batch, because the ranks do not agree on where windows close.
+    close it; gradients are exchanged after every micro-batch, because windows close at different steps.
     """
     row = traits.of(accelerator.distributed_type)
     if not row.joins_uneven_inputs:

@@ -1,4 +1,4 @@
-"""A run that a signal asks to stop: all ranks agree on a step, save after it, and leave.
+"""A run that a signal asks to stop: all ranks save after the same step, and leave.
 
 Three things happen at three places. A signal handler raises a flag in the process that got the signal. Each step of a prepared
 optimizer starts a vote on these flags and reads the result of the vote before it, so that no rank waits and all ranks see the
@@ -142,7 +142,7 @@ class Watch:
         weakref.finalize(accelerator, self.close).atexit = False
         self.numbers = numbers
         self.received = received
-        self.agreed = 0
+        self.number = 0
         self.leaving = False
         self.closed = False
         self._alone = comm.current().world_size == 1
@@ -158,8 +158,8 @@ class Watch:
     def stops(self) -> bool:
         """Whether the run shall stop, as far as all ranks know."""
         if self._alone:
-            self.agreed = self.agreed or self.received
-        return bool(self.agreed)
+            self.number = self.number or self.received
+        return bool(self.number)
 
     # -- signals -----------------------------------------------------------------------------------------------------
 
@@ -195,18 +195,18 @@ class Watch:
             return
         self._stepped = True
         self._loops = [weakref.ref(progress) for progress in self._running()]
-        if self._alone or self.agreed:
+        if self._alone or self.number:
             return
         if self._outcome is not None:
-            self.agreed = self._outcome()
-        self._outcome = None if self.agreed else self._start(self.received)
+            self.number = self._outcome()
+        self._outcome = None if self.number else self._start(self.received)
 
     def ask(self) -> bool:
         """Vote, and wait for the result. All ranks."""
-        if not (self.closed or self._alone or self.agreed):
+        if not (self.closed or self._alone or self.number):
             if self._outcome is not None:
-                self.agreed, self._outcome = self._outcome(), None
-            self.agreed = self.agreed or self._start(self.received)()
+                self.number, self._outcome = self._outcome(), None
+            self.number = self.number or self._start(self.received)()
         return self.stops
 
     # -- loaders -----------------------------------------------------------------------------------------------------
@@ -270,7 +270,7 @@ class Watch:
         return not self.closed and self.stops
 
     def _leave(self) -> NoReturn:
-        accelerator, number = self.accelerator(), signal.Signals(self.agreed)
+        accelerator, number = self.accelerator(), signal.Signals(self.number)
         if accelerator is None:
             raise RuntimeError("The Accelerator is gone, so there is nothing to save.")
         location = str(_save(accelerator))
@@ -325,7 +325,7 @@ def _ballot(communicator: Communicator) -> Callable[[int], Callable[[], int]]:
                 work.wait()
             except RuntimeError as error:
                 raise RuntimeError(
-                    "A process was lost while all agreed on whether a signal came. The output of the process that ended "
+                    "A process was lost while the ranks exchanged whether a signal came. The output of the process that ended "
                     "first names the cause."
                 ) from error
             return int(vote)

@@ -98,7 +98,7 @@ def prepare(accelerator: "Accelerator", objects: Sequence[Any], device_placement
 
 @contextlib.contextmanager
 def own_states(accelerator: "Accelerator") -> Iterator[None]:
-    """Let objects built inside bind the Accelerator's own states, also after somebody else's reset.
+    """Let objects built inside bind the Accelerator's own states, also after a reset of the shared ones.
 
     Args:
         accelerator: Whose states are in force meanwhile.

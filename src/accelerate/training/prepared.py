@@ -1,4 +1,4 @@
-"""What an Accelerator has prepared: an identity registry that tells a second ``prepare`` from a first one.
+"""What an Accelerator has prepared: an identity registry that detects a second ``prepare``.
 
 Every prepared object is remembered with the objects it was made from (the module inside a wrapper, the module inside a
 compiled one, the optimizer inside a prepared optimizer). References are weak, and objects are compared with ``is``
@@ -147,7 +147,7 @@ def models() -> Iterator[nn.Module]:
 def check_optimizers(objects: Sequence[Any]) -> None:
     """Refuse an optimizer of a model as it was before its parameters were replaced by hand: its steps change nothing.
 
-    An optimizer of something else than a prepared model is none of `prepare`'s business, so shapes tell the two apart.
+    An optimizer of something else than a prepared model is left alone: only one of the same shapes is refused.
 
     Args:
         objects: What `prepare` returns.

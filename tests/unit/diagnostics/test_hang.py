@@ -159,16 +159,6 @@ def test_a_killed_process_is_seen_at_once(store):
     assert hang._exists({**mine, "started": "0"}) is False, "the number was given to another process since"
 
 
-def test_who_is_ahead():
-    def rank(**counters):
-        return RankStatus(1, counters=counters)
-
-    assert rank(world=3).ahead_of({"world": 2}) is True
-    assert rank(world=2).ahead_of({"world": 2}) is False
-    assert rank(world=2, pair=9).ahead_of({"world": 2, "other": 1}) is False
-    assert rank(pair=9).ahead_of({"world": 1}) is None
-
-
 def test_counters_of_a_group(process_group):
     before = hang.counters()
     dist.barrier()
