@@ -52,8 +52,6 @@ def check(accelerator, row: dict[str, str], around_backward=None):
     Returns:
         The prepared model.
     """
-    from accelerate.training.reports import precision_report
-
     loaded = getattr(torch, row["loaded in"])
     net = Net().to(loaded)
     model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.1))
@@ -73,7 +71,7 @@ def check(accelerator, row: dict[str, str], around_backward=None):
     }
     seen = {copy: ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes)) for copy, dtypes in found.items()}
     assert seen == {copy: row[copy] for copy in seen}, row
-    report = precision_report(accelerator, model)
+    report = accelerator.precision_report(model)
     assert report.strategy == row["strategy"] and report.model == "Net"
     assert {copy: report.dtype_of(copy) for copy in (*seen, "gradients exchanged")} == {
         copy: row[copy] for copy in (*seen, "gradients exchanged")

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,10 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from accelerate import comm
 from accelerate.backends import registry as backends
 from accelerate.checkpoint.background import Background
+from accelerate.comm.base import Communicator
 from accelerate.config.enums import DistributedType, DynamoBackend, FP8BackendType, LoggerType, RNGType
 from accelerate.config.handlers import (
     AutocastKwargs,
@@ -29,31 +31,21 @@ from accelerate.config.handlers import (
 from accelerate.config.project import DataLoaderConfiguration, ProjectConfiguration
 from accelerate.data.build import plan_of, prepare_data_loader, skip_first_batches
 from accelerate.data.plan import DataPlan
+from accelerate.diagnostics import memory
+from accelerate.diagnostics.precision import PrecisionReport, precision_report
+from accelerate.diagnostics.table import Report
 from accelerate.logging import get_logger
 from accelerate.modules.unwrap import model_has_dtensor
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.precision import fp8
+from accelerate.precision import amp, fp8
 from accelerate.precision.base import apply_downcast, precision
 from accelerate.runtime import traits
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.trackers.base import GeneralTracker
 from accelerate.trackers.registry import LOGGER_TYPE_TO_CLASS, filter_trackers
-from accelerate.training import (
-    collectives,
-    contexts,
-    gradients,
-    memory,
-    preemption,
-    prepare,
-    reports,
-    restoring,
-    saving,
-    setup,
-    tracking,
-)
-from accelerate.training.memory import MemoryReport
+from accelerate.training import collectives, gradients, preemption, prepare, restoring, saving, setup, tracking
 from accelerate.training.prepared import PreparedRegistry
-from accelerate.training.reports import PrecisionReport
+from accelerate.utils import operations
 from accelerate.utils.ao import convert_model_to_fp8_ao
 from accelerate.utils.constants import (
     DTENSOR_PYTORCH_VERSION,
@@ -100,7 +92,7 @@ __all__ = [
 
 logger = get_logger(__name__)
 
-# Tells `split_batches=False` from nothing given, since the argument moved into DataLoaderConfiguration.
+# Differs from `split_batches=False`: nothing was given, since the argument moved into DataLoaderConfiguration.
 _split_batches = object()
 
 
@@ -192,78 +184,68 @@ class Accelerator:
         self.trackers: list[GeneralTracker] = []
         self._finished_trackers: list[GeneralTracker] = []
         self.project_configuration = setup.project(project_config, project_dir)
-        if mixed_precision is not None:
-            mixed_precision = precision(mixed_precision).name
         if deepspeed_plugin is not None and deepspeed_plugins is not None:
             raise ValueError("Pass either deepspeed_plugin or deepspeed_plugins, not both.")
-        plugins = setup.plugins(
-            deepspeed_plugins if deepspeed_plugin is None else deepspeed_plugin,
-            fsdp_plugin,
-            megatron_lm_plugin,
-            dynamo_plugin,
-            dynamo_backend,
-        )
+        deepspeed = deepspeed_plugins if deepspeed_plugin is None else deepspeed_plugin
+        plugins = setup.plugins(deepspeed, fsdp_plugin, megatron_lm_plugin, dynamo_plugin, dynamo_backend)
         handlers = setup.sort_handlers(kwargs_handlers)
-        for name, handler in handlers.items():
-            setattr(self, name, handler)
+        self.__dict__.update(handlers)
         accumulation = setup.accumulation(gradient_accumulation_plugin, gradient_accumulation_steps)
-        self.dataloader_config = setup.loaders(
-            dataloader_config, None if split_batches is _split_batches else split_batches
-        )
+        split = None if split_batches is _split_batches else split_batches
+        self.dataloader_config = setup.loaders(dataloader_config, split)
         self.rng_types = setup.rng_types(rng_types)
         self.log_with = filter_trackers(log_with, self.logging_dir)
+        self.device_placement = device_placement
+        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         # 2. Process, device, strategy and precision are settled in the shared state.
         options = self.init_handler.to_kwargs() if self.init_handler is not None else {}
         with setup.undone_if_refused():
             self.state = AcceleratorState(
-                mixed_precision=mixed_precision,
+                mixed_precision=None if mixed_precision is None else precision(mixed_precision).name,
                 cpu=cpu,
-                dynamo_plugin=plugins.dynamo,
-                deepspeed_plugin=plugins.deepspeed,
-                fsdp_plugin=plugins.fsdp,
                 torch_tp_plugin=torch_tp_plugin,
-                megatron_lm_plugin=plugins.megatron,
                 parallelism_config=setup.mesh(parallelism_config, ParallelismConfig, torch_tp_plugin),
                 _from_accelerator=True,
+                **plugins,
                 **options,
             )
             self._backend = backends.resolve(self.state)
             self.fp8_enabled = precision(self.state.mixed_precision).needs_engine
             self._fp8_backend = fp8.setup(self, handlers)
             apply_downcast(self.device.type, self.state.mixed_precision)
-        # 3. Numerics.
         self.has_fp8_handler = self.fp8_enabled
         self.delayed_fp8_autocast = False
-        self.has_lomo_optimizer = False
         self.native_amp = precision(self.state.mixed_precision).autocast_dtype is not None
         self.scaler = self._backend.make_scaler(self, self.scaler_handler)
-        # 4. Gradients and placement.
+        # 3. What training needs, and signals after which the run saves and leaves.
+        self._begin(accumulation)
+        preemption.install(self)
+
+    def _begin(self, accumulation: GradientAccumulationPlugin) -> None:
+        """Set what belongs to gradients, to prepared and registered objects, and to checkpoints: none yet."""
         setup.announce_steps(accumulation)
         self.gradient_state = GradientState(gradient_accumulation_plugin=accumulation)
         self._exact_accumulation = accumulation.exact
         self._sync_each_batch = accumulation.sync_each_batch
-        self._told: set[str] = set()  # what is said once
         self._scales_loss = traits.of(self.state.distributed_type).scales_loss
         self._window = gradients.Window()
-        self.device_placement = device_placement
-        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        # 5. What will be prepared and registered.
+        self.has_lomo_optimizer = False
         self.step = 0
         self._models: list[nn.Module] = []
         self._optimizers: list[Any] = []
         self._schedulers: list[Any] = []
         self._dataloaders: list[Any] = []
+        self._registry = PreparedRegistry()
+        self._told: set[str] = set()  # what is said once
         self._custom_objects: list[Any] = []
         self._background = Background()
         self._loaded_checkpoint: str | None = None
         self._unfinished_save: str | None = None
-        self._registry = PreparedRegistry()
         self._load_model_state_pre_hook: OrderedDict[int, Callable] = OrderedDict()
         self._save_model_state_pre_hook: OrderedDict[int, Callable] = OrderedDict()
+        self._activations_peak: int | None = None
         self.flag_tensor: torch.Tensor | None = None
         self._cp_context: Callable | None = None
-        # 6. Signals after which the run saves and leaves.
-        preemption.install(self)
 
     def __getstate__(self) -> dict[str, Any]:
         # Weak references belong to this process; a copy starts with what its own lists hold.
@@ -380,7 +362,8 @@ class Accelerator:
         It changes when a prepared optimizer steps, on every rank at the same step. A loop over a prepared loader need not
         look at it: asked for the next batch, the loader saves a checkpoint and leaves.
         """
-        return preemption.should_stop(self)
+        watch = self.gradient_state._step_watch
+        return watch is not None and watch.stops
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
@@ -665,7 +648,7 @@ class Accelerator:
             An AcceleratedOptimizer.
         """
         result = prepare.prepare_optimizer(self, optimizer, device_placement)
-        self.has_lomo_optimizer = gradients.has_lomo(result.optimizer for result in self._optimizers)
+        self.has_lomo_optimizer = bool(gradients.lomo_optimizers(self))
         return result
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
@@ -790,7 +773,7 @@ class Accelerator:
             >>> model = accelerator.prepare(torch.nn.Linear(2, 1))
             >>> model, = accelerator.free_memory(model)
         """
-        return contexts.release(self, objects)
+        return prepare.release(self, objects)
 
     def clear(self, *objects: Any) -> list[Any]:
         """Do the same as ``free_memory``."""
@@ -798,6 +781,8 @@ class Accelerator:
 
     def precision_report(self, model: nn.Module) -> PrecisionReport:
         """Return which copy of a model is in which dtype: weights, computation, gradients, reduction, optimizer. Any rank, alone.
+
+        Gradients and optimizer state are there after the first step.
 
         Args:
             model: A prepared model.
@@ -810,9 +795,10 @@ class Accelerator:
             >>> report = accelerator.precision_report(accelerator.prepare(torch.nn.Linear(2, 1)))
             >>> print(report)  # doctest: +SKIP
         """
-        return reports.precision_report(self, model)
+        hook = getattr(self.ddp_handler, "comm_hook", None)
+        return precision_report(model, self._optimizers, self.mixed_precision, self.fp8_backend, hook)
 
-    def memory_report(self) -> MemoryReport:
+    def memory_report(self) -> Report:
         """Return how much memory each rank's parameters, gradients and optimizer states take, and its peak. All ranks.
 
         Returns:
@@ -824,10 +810,12 @@ class Accelerator:
             >>> accelerator.memory_report().rows[0].parameters
             12
         """
-        return memory.memory_report(self)
+        held = self._models, self._optimizers
+        return memory.memory_report(*held, self.device, self.gather, self._activations_peak)
 
-    def measure_activations(self) -> contextlib.AbstractContextManager:
-        """Return a context that counts what autograd keeps for backward, for `memory_report` where the device does not tell.
+    @contextlib.contextmanager
+    def measure_activations(self) -> Iterator[None]:
+        """Return a context that counts what autograd keeps for backward, for `memory_report` on devices that do not count it.
 
         Example:
             >>> accelerator = Accelerator(cpu=True)
@@ -835,7 +823,9 @@ class Accelerator:
             >>> with accelerator.measure_activations():
             ...     accelerator.backward(model(torch.ones(4, 2)).sum())
         """
-        return memory.measure_activations(self)
+        with memory.measure_activations(self._models) as peak:
+            yield
+        self._activations_peak = peak()
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
@@ -980,6 +970,11 @@ class Accelerator:
 
     # -- collectives ---------------------------------------------------------------------------------------------
 
+    @property
+    def _communicator(self) -> Communicator:
+        """The communicator of the Accelerator's own state, which outlives a reset of the shared one."""
+        return comm.for_type(self.state.distributed_type)
+
     def gather(self, tensor: Any) -> Any:
         """Gather tensors from all ranks, concatenated along their first dimension in rank order. All ranks.
 
@@ -991,7 +986,7 @@ class Accelerator:
             >>> Accelerator(cpu=True).gather(torch.tensor([1, 2]))
             tensor([1, 2])
         """
-        return collectives.gather(self, tensor)
+        return operations.gather_with(self._communicator, tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather predictions and labels of an evaluation loop, without the samples that fill up its last batch. All ranks.
@@ -1020,7 +1015,7 @@ class Accelerator:
             >>> Accelerator(cpu=True).reduce(torch.tensor(2.0))
             tensor(2.)
         """
-        return collectives.reduce(self, tensor, reduction, scale)
+        return operations.reduce_with(self._communicator, tensor, reduction, scale)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         """Pad tensors to the largest size that one dimension has on any rank, so that they can be gathered. All ranks.
@@ -1035,11 +1030,11 @@ class Accelerator:
             >>> Accelerator(cpu=True).pad_across_processes(torch.tensor([1, 2]))
             tensor([1, 2])
         """
-        return collectives.pad(self, tensor, dim, pad_index, pad_first)
+        return operations.pad_with(self._communicator, tensor, dim, pad_index, pad_first)
 
     def set_trigger(self) -> None:
         """Raise a flag on this rank, which ``check_trigger`` shows to every rank. Any rank, alone."""
-        collectives.set_trigger(self)
+        self.flag_tensor = torch.tensor(1, device=self.device)
 
     def check_trigger(self) -> bool:
         """Say whether some rank raised its flag, and lower it. All ranks.
@@ -1050,7 +1045,11 @@ class Accelerator:
             >>> accelerator.check_trigger(), accelerator.check_trigger()
             (True, False)
         """
-        return collectives.check_trigger(self)
+        flag = torch.tensor(0, device=self.device) if self.flag_tensor is None else self.flag_tensor
+        raised = self._communicator.all_reduce(flag.clone(), "sum").item() >= 1
+        if raised:
+            self.flag_tensor = torch.tensor(0, device=self.device)
+        return raised
 
     def check_stop(self) -> bool:
         """Ask all ranks whether a signal of ``ProjectConfiguration.save_on_signal`` came, and wait for the answer. All ranks.
@@ -1062,7 +1061,8 @@ class Accelerator:
             >>> Accelerator(cpu=True).check_stop()
             False
         """
-        return preemption.check_stop(self)
+        watch = self.gradient_state._step_watch
+        return watch is not None and watch.ask()
 
     # -- contexts ------------------------------------------------------------------------------------------------
 
@@ -1076,9 +1076,11 @@ class Accelerator:
             >>> with Accelerator(cpu=True).autocast():
             ...     product = torch.ones(2, 2) @ torch.ones(2, 2)
         """
-        return contexts.autocast(self, autocast_handler)
+        handler = self.autocast_handler if autocast_handler is None else autocast_handler
+        return amp.autocast_context(self.device.type, precision(self.mixed_precision), handler)
 
-    def profile(self, profile_handler: ProfileKwargs | None = None) -> contextlib.AbstractContextManager:
+    @contextlib.contextmanager
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[torch.profiler.profile]:
         """Return a context that profiles its region, and writes a trace per rank where a folder is set. All ranks.
 
         Args:
@@ -1087,7 +1089,14 @@ class Accelerator:
         Source:
             https://docs.pytorch.org/docs/stable/profiler.html
         """
-        return contexts.profile(self, profile_handler)
+        handler = profile_handler or self.profile_handler or ProfileKwargs()
+        with handler.build() as profiler:
+            yield profiler
+        if handler.output_trace_dir is not None:
+            name = PROFILE_PATTERN_NAME.format(suffix=self.process_index)
+            os.makedirs(handler.output_trace_dir, exist_ok=True)
+            profiler.export_chrome_trace(os.path.join(handler.output_trace_dir, name))
+            self.wait_for_everyone()
 
     def maybe_context_parallel(
         self,
@@ -1269,7 +1278,7 @@ class Accelerator:
             loader: A prepared data loader.
 
         Returns:
-            A `DataPlan`; `str()` of it is a table. Numbers that cannot be told beforehand are None.
+            A `DataPlan`; `str()` of it is a table. Numbers that are not known beforehand are None.
 
         Raises:
             TypeError: The loader was not prepared.
@@ -1338,8 +1347,11 @@ class Accelerator:
 
     def end_training(self) -> None:
         """Finish checkpoints and trackers, give signals back to their handlers, leave the process group. All ranks, at the end."""
-        preemption.uninstall(self)
+        watch = self.gradient_state._step_watch
+        if watch is not None and watch.accelerator() is self:
+            watch.close()
         try:
             saving.wait_for_checkpoint(self)
         finally:
-            tracking.end_training(self)
+            tracking.finish(self)
+            self.state.destroy_process_group()

@@ -60,8 +60,8 @@ def save_accelerator_state(
 ) -> Path:
     """Write models, optimizers, schedulers, loaders, scaler and random states into a folder.
 
-    Every rank calls it. The main process writes the shared files, and each rank its random states. Nobody waits for
-    anybody: ``Accelerator.save_state`` does that.
+    Every rank calls it. The main process writes the shared files, and each rank its random states. No rank waits for
+    another: ``Accelerator.save_state`` does that.
 
     Args:
         output_dir: The folder. It is made when it is missing.

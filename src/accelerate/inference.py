@@ -142,10 +142,8 @@ def find_pippy_batch_size(args: Sequence[Any] | None, kwargs: Mapping[str, Any] 
         3
     """
     for value in [*(() if args is None else args), *(kwargs or {}).values()]:
-        if isinstance(value, torch.Tensor) and value.dim() == 0:
-            continue
-        size = ignorant_find_batch_size(value)
-        if size is not None:
+        scalar = isinstance(value, torch.Tensor) and value.dim() == 0
+        if not scalar and (size := ignorant_find_batch_size(value)) is not None:
             return size
     return None
 
@@ -171,7 +169,7 @@ def build_pipeline(
         on the first rank, and returns what the model returns on the last one.
 
     Raises:
-        ValueError: On every rank, if the model cannot be cut on one of them, or if they were told different things.
+        ValueError: On every rank, if the model cannot be cut on one of them, or if the ranks were given different things.
 
     Source:
         https://docs.pytorch.org/docs/stable/distributed.pipelining.html
@@ -181,41 +179,40 @@ def build_pipeline(
 
     state = PartialState()
     schedule = error = None
+    given: dict[str, Any] = {}
     try:
         if isinstance(num_chunks, bool) or not isinstance(num_chunks, int) or num_chunks < 1:
             raise ValueError(f"num_chunks={num_chunks!r}: give the number of micro-batches, at least 1.")
-        device = _device_of(model)
+        empty = [name for name, parameter in model.named_parameters() if parameter.device.type == "meta"]
+        if empty:
+            raise ValueError(
+                f"{empty[0]!r} is on the meta device: load the model's weights before it becomes a pipeline."
+            )
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         args, kwargs = send_to_device(tuple(args), device), send_to_device(dict(kwargs or {}), device)
         traced = trace(model, split_points, args, kwargs, state.num_processes)
         schedule = PipelineSchedule(traced, num_chunks)
         shapes = [(leaf.name, leaf.shape, str(leaf.dtype), repr(leaf.value)) for leaf in traced.inputs.leaves]
-        told = {"split_points": list(split_points), "num_chunks": num_chunks, "example": shapes}
+        given = {"split_points": list(split_points), "num_chunks": num_chunks, "example": shapes}
     except Exception as caught:
-        error, told = caught, f"{type(caught).__name__}: {caught}"
-    _agree(comm.current().gather_object(told), error)
+        error = caught
+    _check_alike(given, error)
     return schedule
 
 
-def _device_of(model: nn.Module) -> torch.device:
-    """The device of the weights; all of them must have values."""
-    for name, parameter in model.named_parameters():
-        if parameter.device.type == "meta":
-            raise ValueError(f"{name!r} is on the meta device: load the model's weights before it becomes a pipeline.")
-    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-
-
-def _agree(told: Sequence[Any], error: Exception | None) -> None:
-    """Raise on every rank if one of them failed, or was told something else than the first."""
+def _check_alike(given: Mapping[str, Any], error: Exception | None) -> None:
+    """Raise on every rank if one of them failed, or was given something else than the first. All ranks."""
+    everything = comm.current().gather_object(given if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
         raise error
-    failed = next((rank for rank, value in enumerate(told) if isinstance(value, str)), None)
-    if failed is not None:
-        raise ValueError(f"Rank {failed} cannot build its stage of the pipeline, so no rank can. {told[failed]}")
-    for rank, value in enumerate(told):
+    for rank, value in enumerate(everything):
+        if isinstance(value, str):
+            raise ValueError(f"Rank {rank} cannot build its stage of the pipeline, so no rank can. {value}")
+    for rank, value in enumerate(everything):
         for name, mine in value.items():
-            if mine != told[0][name]:
+            if mine != everything[0][name]:
                 raise ValueError(
-                    f"The ranks build different pipelines: {name} is {mine} on rank {rank} and {told[0][name]} on rank 0. Give "
+                    f"The ranks build different pipelines: {name} is {mine} on rank {rank} and {everything[0][name]} on rank 0. Give "
                     "every rank the same."
                 )
 
@@ -225,7 +222,7 @@ def pippy_forward(forward: Callable, num_chunks: int, gather_output: bool, *args
 
     Args:
         forward: The ``step`` of what `build_pipeline` returned.
-        num_chunks: As `build_pipeline` was told.
+        num_chunks: As `build_pipeline` was given.
         gather_output: Send the output, which the last process has, to all.
         *args: Positional inputs: any number of samples, else like the example. Only the first rank needs them.
         **kwargs: Keyword inputs.
@@ -284,20 +281,23 @@ def prepare_pippy(
     state = PartialState()
     if not torch.distributed.is_initialized():
         raise ValueError("A pipeline needs several processes: start the script with `accelerate launch` or torchrun.")
-    if "_original_forward" in model.__dict__:
-        _restore(model)
+    if "_original_forward" in model.__dict__:  # an earlier pipeline: the model itself is traced
+        model.forward = model._original_forward
+        for name in ("_original_forward", "pippy_stage", "hf_split_points"):
+            model.__dict__.pop(name, None)
     chunks = state.num_processes if num_chunks is None else num_chunks
     points, error = [], None
     try:
         if isinstance(example_args, torch.Tensor):
             raise ValueError("example_args is a tensor; give a tuple with the positional inputs, such as (tensor,).")
         if isinstance(split_points, str) and split_points == "auto":
-            points = _automatic_split(model, state.num_processes, no_split_module_classes)
+            kept = [no_split_module_classes] if isinstance(no_split_module_classes, str) else no_split_module_classes
+            points = [units[0].module for units in _even_stages(model, state.num_processes, kept)[1:]]
         else:
             points = [split_points] if isinstance(split_points, str) else list(split_points)
     except Exception as caught:
         error = caught
-    _agree(comm.current().gather_object({} if error is None else f"{type(error).__name__}: {error}"), error)
+    _check_alike({}, error)
     schedule = build_pipeline(model, points, example_args, example_kwargs, chunks)
     model.hf_split_points = points
     model._original_forward = model.forward
@@ -305,15 +305,3 @@ def prepare_pippy(
     forward = functools.partial(pippy_forward, schedule.step, chunks, gather_output)
     model.forward = functools.update_wrapper(forward, model._original_forward)
     return model
-
-
-def _restore(model: nn.Module) -> None:
-    """Undo an earlier `prepare_pippy`, so that the model itself is traced."""
-    model.forward = model._original_forward
-    for name in ("_original_forward", "pippy_stage", "hf_split_points"):
-        model.__dict__.pop(name, None)
-
-
-def _automatic_split(model: nn.Module, stages: int, no_split: Sequence[str] | str | None) -> list[str]:
-    names = [no_split] if isinstance(no_split, str) else no_split
-    return [units[0].module for units in _even_stages(model, stages, names)[1:]]

@@ -27,18 +27,6 @@ def move_to_device(state: Any, device: torch.device) -> Any:
     return state
 
 
-class _NotedStep:
-    """An optimizer's ``step`` that leaves a note when it runs, which a scaler prevents after an overflow."""
-
-    def __init__(self, owner: "AcceleratedOptimizer", method: Callable) -> None:
-        self.owner = owner
-        self.method = method
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.owner._accelerate_step_called = True
-        return self.method(*args, **kwargs)
-
-
 def patch_optimizer_step(accelerated_optimizer: "AcceleratedOptimizer", method: Callable) -> Callable:
     """Return an optimizer's step method that notes on the wrapper that it ran.
 
@@ -46,7 +34,12 @@ def patch_optimizer_step(accelerated_optimizer: "AcceleratedOptimizer", method: 
         accelerated_optimizer: The wrapper whose ``_accelerate_step_called`` is set.
         method: The inner optimizer's own ``step``.
     """
-    return _NotedStep(accelerated_optimizer, method)
+
+    def noted_step(*args: Any, **kwargs: Any) -> Any:
+        accelerated_optimizer._accelerate_step_called = True
+        return method(*args, **kwargs)
+
+    return noted_step
 
 
 # Prepared optimizers with a scaler, and for each scaler those that stepped since it was updated last.

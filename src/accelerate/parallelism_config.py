@@ -19,15 +19,19 @@ from accelerate.utils.versions import is_torch_version
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from accelerate.accelerator import Accelerator
-
 # Outermost first. Neighbours in the last dimension are on one node, where the frequent messages of tensor parallelism
 # belong; https://arxiv.org/abs/2104.04473, section 3.
 _MESH_ORDER = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
 _AXES = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
+# The settings of each dimension, and the release of torch that it needs.
+_HANDLERS = {
+    "tp": (TorchTensorParallelConfig, BETA_TP_AVAILABLE_PYTORCH_VERSION),
+    "cp": (TorchContextParallelConfig, BETA_CP_AVAILABLE_PYTORCH_VERSION),
+    "sp": (DeepSpeedSequenceParallelConfig, "0"),
+}
 
 
-@dataclass(repr=False)
+@dataclass
 class ParallelismConfig:
     """The sizes of every parallel dimension; their product is the number of processes.
 
@@ -77,18 +81,11 @@ class ParallelismConfig:
                 raise ValueError(f"{name} is {size}; it must be at least 1.")
             setattr(self, name, size)
         self._sizes = {axis: getattr(self, f"{axis}_size") for axis in _AXES}
-        self._resolve_backend("cp_backend", ("torch",))
-        self._resolve_backend("sp_backend", ("deepspeed", "torch"))
-        self._check_combination()
-        self._resolve_handlers()
-
-    def _resolve_backend(self, name: str, known: tuple[str, ...]) -> None:
-        value = env.setting(getattr(self, name), f"parallelism_config_{name}", known[0])
-        if value not in known:
-            raise ValueError(f"{name} is {value!r}; choose {' or '.join(map(repr, known))}.")
-        setattr(self, name, value)
-
-    def _check_combination(self) -> None:
+        for name, known in (("cp_backend", ("torch",)), ("sp_backend", ("deepspeed", "torch"))):
+            value = env.setting(getattr(self, name), f"parallelism_config_{name}", known[0])
+            if value not in known:
+                raise ValueError(f"{name} is {value!r}; choose {' or '.join(map(repr, known))}.")
+            setattr(self, name, value)
         if self.cp_size > 1 and self.sp_size > 1:
             raise ValueError(
                 f"cp_size is {self.cp_size} and sp_size is {self.sp_size}, but both split the sequence. Set one of them to 1."
@@ -99,32 +96,15 @@ class ParallelismConfig:
                 "replicate without sharding, which cannot be combined with tensor or context parallelism. Set dp_shard_size "
                 "above 1, or dp_replicate_size to 1."
             )
-
-    def _resolve_handlers(self) -> None:
-        for axis, version in (("tp", BETA_TP_AVAILABLE_PYTORCH_VERSION), ("cp", BETA_CP_AVAILABLE_PYTORCH_VERSION)):
-            if self._sizes[axis] > 1 and is_torch_version("<", version):
-                raise ValueError(f"{axis}_size={self._sizes[axis]} needs torch {version} or newer.")
-        kinds = {
-            "tp": TorchTensorParallelConfig,
-            "cp": TorchContextParallelConfig,
-            "sp": DeepSpeedSequenceParallelConfig,
-        }
-        for axis, kind in kinds.items():
-            name = f"{axis}_handler"
+        for axis, (kind, version) in _HANDLERS.items():
+            name, size = f"{axis}_handler", self._sizes[axis]
+            if size > 1 and is_torch_version("<", version):
+                raise ValueError(f"{axis}_size={size} needs torch {version} or newer.")
             handler = getattr(self, name)
-            if handler is None and self._sizes[axis] > 1:
+            if handler is None and size > 1:
                 setattr(self, name, kind())
             elif handler is not None and not isinstance(handler, kind):
                 raise ValueError(f"{name} is a {type(handler).__name__}; it must be a {kind.__name__}.")
-
-    def __repr__(self) -> str:
-        sizes = ", ".join(f"{axis}_size={self._sizes[axis]}" for axis in _AXES)
-        handlers = "".join(
-            f", {name}={getattr(self, name)!r}"
-            for name in ("tp_handler", "cp_handler", "sp_handler")
-            if getattr(self, name) is not None
-        )
-        return f"ParallelismConfig({sizes}, cp_backend={self.cp_backend!r}, sp_backend={self.sp_backend!r}{handlers})"
 
     def __getstate__(self) -> dict[str, Any]:
         # A mesh holds process groups, which mean nothing in another process.
@@ -138,13 +118,13 @@ class ParallelismConfig:
             2
         """
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        told = {name: asdict(value) if is_dataclass(value) else value for name, value in fields.items()}
+        shown = {name: asdict(value) if is_dataclass(value) else value for name, value in fields.items()}
         plan = getattr(self.tp_handler, "plan", None)
         if plan:  # torch's own styles are objects
-            told["tp_handler"]["plan"] = {
+            shown["tp_handler"]["plan"] = {
                 pattern: style if isinstance(style, str) else repr(style) for pattern, style in plan.items()
             }
-        return told
+        return shown
 
     # -- dimensions ----------------------------------------------------------------------------------------------
 
@@ -297,7 +277,7 @@ class ParallelismConfig:
         self._sizes[parallelism] = size
         setattr(self, f"{parallelism}_size", size)
 
-    def _validate_accelerator(self, accelerator: "Accelerator") -> None:
+    def _validate_accelerator(self, accelerator: Any) -> None:
         """Check the sizes against the processes that run, and let unclaimed processes be replicas.
 
         Raises:
@@ -325,7 +305,6 @@ class ParallelismConfig:
             )
         if self.total_size > 1 and not (accelerator.is_fsdp2 or several):
             raise ValueError(
-                f"A ParallelismConfig of {self.total_size} processes needs several cooperating processes (DDP, FSDP version 2 "
-                f"or DeepSpeed); distributed_type is {getattr(accelerator, 'distributed_type', None)}. Start the script with "
+                f"A ParallelismConfig of {self.total_size} processes needs processes that cooperate. Start the script with "
                 "`accelerate launch`."
             )

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from accelerate import comm
 from accelerate.comm.nested import piece
+from accelerate.config import env
 from accelerate.config.enums import DistributedType, SageMakerDistributedType
 from accelerate.devices import Device, affinity, detect, row
 from accelerate.devices.table import DEVICES
@@ -280,13 +281,10 @@ class PartialState(ProcessView):
             raise
 
     def _start(self, cpu: bool, settings: dict[str, Any]) -> None:
-        sagemaker = settings.pop("_use_sagemaker_dp", None)
-        if sagemaker is None:
-            kind = os.environ.get("ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE", "NO")
-            sagemaker = (
-                parse_flag_from_env("ACCELERATE_USE_SAGEMAKER") and kind == SageMakerDistributedType.DATA_PARALLEL
-            )
-        cpu = bool(cpu) or parse_flag_from_env("ACCELERATE_USE_CPU")
+        kind = os.environ.get("ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE")
+        asked = parse_flag_from_env("ACCELERATE_USE_SAGEMAKER") and kind == SageMakerDistributedType.DATA_PARALLEL
+        sagemaker = settings.pop("_use_sagemaker_dp", asked)
+        cpu = bool(cpu) or env.value_of("cpu")
         backend, distributed_type = self._prepare_backend(cpu, sagemaker, settings.pop("backend", None))
         abilities = traits.of(distributed_type)
         ranks = rendezvous.ALONE
@@ -301,13 +299,13 @@ class PartialState(ProcessView):
         self._cpu = cpu
         self.backend = backend
         self.device = _place(hardware, ranks.local_rank, abilities.distributed)
-        self.debug = parse_flag_from_env("ACCELERATE_DEBUG_MODE")
+        self.debug = bool(env.value_of("debug"))
         self.distributed_type = distributed_type
         self.num_processes = ranks.world_size
         self.process_index = ranks.rank
         self.local_process_index = ranks.local_rank
         self.fork_launched = parse_flag_from_env("FORK_LAUNCHED")
-        asked = parse_flag_from_env("ACCELERATE_CPU_AFFINITY")
+        asked = env.value_of("enable_cpu_affinity")
         if not affinity.bind_as_told(self.local_process_index, self.device.type, asked) and asked:
             set_numa_affinity(self.local_process_index)
 
@@ -327,7 +325,7 @@ class PartialState(ProcessView):
         if sagemaker_dp:
             importlib.import_module("smdistributed.dataparallel.torch.torch_smddp")
             return "smddp", DistributedType.MULTI_GPU
-        deepspeed = parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
+        deepspeed = env.value_of("use_deepspeed")
         if dist.is_available() and dist.is_initialized():
             size = dist.get_world_size()
             hardware = device_for(cpu, None)
@@ -448,21 +446,7 @@ def _adopted_backend(hardware: Device, cpu: bool, backend: str | None) -> str:
 def _choose_backend(hardware: Device) -> str:
     if hardware.type == "hpu":
         importlib.import_module("habana_frameworks.torch.distributed.hccl")
-    for name in hardware.backends:
-        if dist.is_backend_available(name):
-            return name
-    return hardware.backends[0]
-
-
-def _check_backend(hardware: Device, backend: str) -> None:
-    """Refuse a backend that is made for another kind of device; unknown names are torch's to judge."""
-    owners = [device.type for device in DEVICES.values() if backend in device.backends]
-    if backend == "gloo" or not owners or hardware.type in owners:
-        return
-    raise ValueError(
-        f"backend={backend!r} works on {' and '.join(owners)}, but this process uses {hardware.type}. Use "
-        f"backend={hardware.backends[0]!r}, or leave it out."
-    )
+    return next(filter(dist.is_backend_available, hardware.backends), hardware.backends[0])
 
 
 def _join(backend: str | None, hardware: Device, settings: dict[str, Any]) -> rendezvous.Ranks:
@@ -476,7 +460,6 @@ def _join(backend: str | None, hardware: Device, settings: dict[str, Any]) -> re
     ranks = rendezvous.resolve() or rendezvous.ALONE
     if backend is None:
         return ranks
-    _check_backend(hardware, backend)
     if hardware.type == "cuda" and ranks.world_size > 1 and not check_cuda_p2p_ib_support():
         for name in ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE"):
             if name not in os.environ:

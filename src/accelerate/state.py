@@ -12,8 +12,10 @@ from typing import Any, ClassVar
 
 import torch
 
+from accelerate.config import env
 from accelerate.config.enums import DistributedType, DynamoBackend, PrecisionType
-from accelerate.config.handlers import GradientAccumulationPlugin
+from accelerate.config.handlers import GradientAccumulationPlugin, TorchDynamoPlugin
+from accelerate.config.options import BY_NAME
 from accelerate.process import (
     PartialState,
     ProcessView,
@@ -24,7 +26,7 @@ from accelerate.process import (
     group_is_gone,
 )
 from accelerate.runtime import storage, traits
-from accelerate.utils.environment import parse_choice_from_env, parse_flag_from_env, patch_environment
+from accelerate.utils.environment import patch_environment
 from accelerate.utils.imports import is_fp8_available
 
 __all__ = [
@@ -139,13 +141,13 @@ class AcceleratorState(ProcessView):
         }
         if self.__dict__:
             self._check_initialized(mixed_precision, cpu)
-            self._check_plugins(plugins)
-            self._check_layout(dynamo_plugin, parallelism_config)
+            engine = _engine(plugins) if _from_accelerator else None
+            self._check_plugins(
+                {**plugins, "dynamo_plugin": dynamo_plugin, "parallelism_config": parallelism_config}, engine
+            )
             _check_unchanged(self, _settings(kwargs))
-            if not storage.process.current:
-                PartialState(
-                    self.__dict__.get("_cpu", cpu)
-                )  # it was reset alone, and libraries ask whether it is there
+            if not storage.process.current:  # it was reset alone, and libraries ask whether it is there
+                PartialState(self.__dict__.get("_cpu", cpu))
             return
         if not _from_accelerator:
             raise ValueError(
@@ -184,33 +186,24 @@ class AcceleratorState(ProcessView):
             raise NotImplementedError(
                 f"{name} does not work on XLA devices. Leave it out to train with data parallelism."
             )
-        self.distributed_type = _ENGINES[name]
+        self.distributed_type = DistributedType[_ENGINES[name].upper()]
+        flag = BY_NAME[f"use_{_ENGINES[name]}"].env
+        if plugin is None:
+            plugin = _plugin_of_the_environment(name)
+        elif getattr(plugin, "cpu_ram_efficient_loading", False) and not asked_for(name):
+            os.environ[flag] = _MIRRORED  # transformers looks here before it reads weights on rank 0 alone
         if name == "deepspeed_plugins":
+            self.deepspeed_plugins = plugin
             if isinstance(plugin, dict) and not any(entry.selected for entry in plugin.values()):
                 self.select_deepspeed_plugin(next(iter(plugin)))
             return
-        if name == "fsdp_plugin" and plugin is None:
-            from accelerate.config.fsdp import FullyShardedDataParallelPlugin
-
-            plugin = FullyShardedDataParallelPlugin()  # reads what the launcher exported
-        elif name == "fsdp_plugin" and getattr(plugin, "cpu_ram_efficient_loading", False) and not asked_for(name):
-            # transformers looks here before it reads weights on rank 0 alone.
-            os.environ[_ENGINE_FLAGS[name]] = _MIRRORED
-        elif name == "megatron_lm_plugin" and plugin is None:
-            from accelerate.config.megatron import MegatronLMPlugin
-
-            plugin = MegatronLMPlugin()
         if self._mixed_precision != PrecisionType.NO.value:
             plugin.set_mixed_precision(self._mixed_precision)
         setattr(self, name, plugin)
 
     def _set_compiler(self, plugin: Any) -> None:
-        if plugin is None:
-            from accelerate.config.handlers import TorchDynamoPlugin
-
-            plugin = TorchDynamoPlugin()
-        self.dynamo_plugin = plugin
-        compiles = plugin.backend is not DynamoBackend.NO
+        self.dynamo_plugin = TorchDynamoPlugin() if plugin is None else plugin
+        compiles = self.dynamo_plugin.backend is not DynamoBackend.NO
         if compiles and self._mixed_precision == PrecisionType.NO.value and self.device.type == "cuda":
             # Compiled fp32 models multiply matrices in TF32, as the interface documents.
             torch.backends.cuda.matmul.allow_tf32 = True
@@ -224,38 +217,25 @@ class AcceleratorState(ProcessView):
             problem = "cpu=True", f"device={str(self.device)!r}"
         if problem is not None:
             raise ValueError(
-                f"AcceleratorState has already been initialized with {problem[1]} and cannot be changed to {problem[0]}. Pass "
-                f"{problem[0]} where the first `Accelerator()` is built, or call `AcceleratorState._reset_state(True)` before."
+                f"AcceleratorState has already been initialized with {problem[1]} and cannot be changed to {problem[0]}. {_TOO_LATE}"
             )
 
-    def _check_plugins(self, plugins: dict[str, Any]) -> None:
-        for name, plugin in plugins.items():
+    def _check_plugins(self, given: dict[str, Any], engine: str | None) -> None:
+        """Raise where an engine comes too late, and say so where other settings do."""
+        for name, value in given.items():
             live = self.__dict__.get(name)
-            if plugin is None or plugin is live:
-                continue
-            if live is None:
+            if live is None and name in _ENGINES and (value is not None or name == engine):
                 raise ValueError(
                     f"{name} was given, but AcceleratorState has already been initialized without one "
-                    f"({self.distributed_type}). Pass it to the first `Accelerator()`, or call "
-                    "`AcceleratorState._reset_state(True)` before."
+                    f"({self.distributed_type}). {_TOO_LATE}"
                 )
-            if plugin != live:
-                logger.warning("Another %s is in force already; the one given to this Accelerator is not used.", name)
-
-    def _check_layout(self, compiler: Any, layout: Any) -> None:
-        """Say so where compilation settings or a mesh come too late."""
-        wanted = {"dynamo_plugin": compiler, "parallelism_config": layout}
-        if compiler is not None and compiler.backend is DynamoBackend.NO:
-            del wanted["dynamo_plugin"]
-        for name, value in wanted.items():
-            live = self.__dict__.get(name)
             if value is not None and value is not live and value != live:
                 logger.warning(
-                    "%s=%r is not used, because AcceleratorState has already been initialized with %r. Pass it to the "
-                    "first `Accelerator()`, or call `AcceleratorState._reset_state(True)` before.",
+                    "%s=%r is not used, because AcceleratorState has already been initialized with %r. %s",
                     name,
                     value,
                     live,
+                    _TOO_LATE,
                 )
 
     @staticmethod
@@ -266,8 +246,8 @@ class AcceleratorState(ProcessView):
             reset_partial_state: do the same for `PartialState`. Needed for another device, backend or process count.
         """
         storage.accelerator.renew()
-        if os.environ.get(_ENGINE_FLAGS["fsdp_plugin"]) == _MIRRORED:
-            del os.environ[_ENGINE_FLAGS["fsdp_plugin"]]
+        if os.environ.get(flag := BY_NAME["use_fsdp"].env) == _MIRRORED:
+            del os.environ[flag]
         if reset_partial_state:
             PartialState._reset_state()
 
@@ -345,18 +325,11 @@ class AcceleratorState(ProcessView):
         return text if plugin is None else f"{text}DeepSpeed configuration: {plugin.deepspeed_config}\n"
 
 
-_ENGINES = {
-    "deepspeed_plugins": DistributedType.DEEPSPEED,
-    "fsdp_plugin": DistributedType.FSDP,
-    "megatron_lm_plugin": DistributedType.MEGATRON_LM,
-}
-_ENGINE_FLAGS = {
-    "deepspeed_plugins": "ACCELERATE_USE_DEEPSPEED",
-    "fsdp_plugin": "ACCELERATE_USE_FSDP",
-    "megatron_lm_plugin": "ACCELERATE_USE_MEGATRON_LM",
-}
+# The feature of the option table that each plugin belongs to.
+_ENGINES = {"deepspeed_plugins": "deepspeed", "fsdp_plugin": "fsdp", "megatron_lm_plugin": "megatron_lm"}
+_TOO_LATE = "Pass it to the first `Accelerator()`, or call `AcceleratorState._reset_state(True)` before."
 
-# True, in letters that nobody types: tells what a state says of itself from what launchers, people and TrainingArguments ask for.
+# True, in letters that no user types: the state itself set the variable, not a launcher, a user or TrainingArguments.
 _MIRRORED = "tRUE"
 
 
@@ -366,8 +339,8 @@ def asked_for(plugin: str) -> bool:
     Args:
         plugin: `deepspeed_plugins`, `fsdp_plugin` or `megatron_lm_plugin`.
     """
-    flag = _ENGINE_FLAGS[plugin]
-    return os.environ.get(flag) != _MIRRORED and parse_flag_from_env(flag)
+    switch = f"use_{_ENGINES[plugin]}"
+    return os.environ.get(BY_NAME[switch].env) != _MIRRORED and env.value_of(switch)
 
 
 def _engine(plugins: dict[str, Any]) -> str | None:
@@ -375,14 +348,25 @@ def _engine(plugins: dict[str, Any]) -> str | None:
     given = [name for name, plugin in plugins.items() if plugin is not None]
     if len(given) > 1:
         raise ValueError(f"{' and '.join(given)} were given; they exclude each other, pass one of them.")
-    asked = [name for name in _ENGINE_FLAGS if asked_for(name)]
-    return next(iter([*given, *asked]), None)
+    return given[0] if given else next(filter(asked_for, _ENGINES), None)
+
+
+def _plugin_of_the_environment(name: str) -> Any:
+    """Return the plugin of what the launcher exported."""
+    if name == "deepspeed_plugins":
+        from accelerate.config.deepspeed import DeepSpeedPlugin as Plugin
+    elif name == "fsdp_plugin":
+        from accelerate.config.fsdp import FullyShardedDataParallelPlugin as Plugin
+    else:
+        from accelerate.config.megatron import MegatronLMPlugin as Plugin
+    return Plugin()
 
 
 def _precision(value: str | None) -> str:
     source = "mixed_precision"
     if value is None:
-        source, value = "ACCELERATE_MIXED_PRECISION", parse_choice_from_env("ACCELERATE_MIXED_PRECISION", "no")
+        source = BY_NAME[source].env
+        value = os.environ.get(source, "").strip() or "no"
     name = str(value).lower()
     if name not in PrecisionType:
         raise ValueError(f"Unknown {source}: {value!r}. Choose one of {', '.join(PrecisionType.list())}.")

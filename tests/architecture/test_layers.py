@@ -15,7 +15,7 @@ LAYERS: list[str] = [
     "logging modules precision utils.other utils.random utils.memory utils.tqdm utils.rich utils.torch_xla utils.ao "
     "utils.transformer_engine optimizer scheduler",
     "data offload hooks big_modeling trackers parallel utils.modeling utils.offload utils.bnb utils.deepspeed "
-    "utils.megatron_lm",
+    "utils.megatron_lm diagnostics.memory diagnostics.precision",
     "checkpoint checkpointing utils.fsdp_utils",
     "backends",
     "training accelerator",

@@ -1,5 +1,7 @@
 """Pipeline inference: where a model is cut, and what all ranks have to agree about."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -47,16 +49,19 @@ def test_the_largest_stage_is_as_small_as_can_be(stages, sizes):
 def test_a_map_names_every_tensor_and_classes_stay_whole():
     from accelerate.utils import check_device_map
 
+    def starts(model, no_split):
+        return [units[0].module for units in inference._even_stages(model, 3, no_split)[1:]]
+
     model = _Blocks()
     for no_split in (None, ["_Block"]):
         device_map = inference.generate_device_map(model, 3, no_split)
         check_device_map(model, device_map)
         assert ("blocks.1" in device_map) is (no_split is not None)
     assert {name: device_map[name] for name in ("start", "first", "last")} == {"start": 0, "first": 0, "last": 2}
-    assert inference._automatic_split(model, 3, "_Block") == ["blocks.1", "blocks.2"]
+    assert starts(model, ["_Block"]) == ["blocks.1", "blocks.2"]
     model._no_split_modules = ["_Block"]  # as models of transformers say it
-    assert inference._automatic_split(model, 3, None) == ["blocks.1", "blocks.2"]
-    assert inference._automatic_split(model, 3, []) != ["blocks.1", "blocks.2"]
+    assert starts(model, None) == ["blocks.1", "blocks.2"]
+    assert starts(model, []) != ["blocks.1", "blocks.2"]
 
 
 def test_one_process_needs_no_cut_and_budgets_are_respected():
@@ -71,8 +76,7 @@ def test_too_many_stages_are_refused():
     with pytest.raises(
         ValueError, match=r"_Layers cannot be cut into 9 stages.* 7 modules .*\(layers.0, .*, \.\.\.\)"
     ):
-        inference._automatic_split(_Layers(), 9, None)
-    assert inference._automatic_split(_Layers(), 2, None) == ["layers.3"]
+        inference.generate_device_map(_Layers(), 9)
 
 
 @pytest.mark.parametrize(
@@ -112,14 +116,19 @@ def test_a_batch_goes_to_the_schedule_and_its_output_to_all_on_request():
         inference.pippy_forward(schedule.step, 3, False)
 
 
-def test_ranks_that_differ_raise_on_all():
-    inference._agree([{"a": 1}, {"a": 1}], None)
+def test_ranks_that_differ_raise_on_all(monkeypatch):
+    def check(everything, error=None):
+        communicator = SimpleNamespace(gather_object=lambda mine: everything)
+        monkeypatch.setattr(inference.comm, "current", lambda: communicator)
+        inference._check_alike({}, error)
+
+    check([{"a": 1}, {"a": 1}])
     with pytest.raises(ValueError, match="Rank 1 cannot build .* ValueError: no"):
-        inference._agree([{"a": 1}, "ValueError: no"], None)
+        check([{"a": 1}, "ValueError: no"])
     with pytest.raises(KeyError, match="mine"):
-        inference._agree(["KeyError: mine", {"a": 1}], KeyError("mine"))
+        check(["KeyError: mine", {"a": 1}], KeyError("mine"))
     with pytest.raises(ValueError, match="a is 2 on rank 1 and 1 on rank 0"):
-        inference._agree([{"a": 1}, {"a": 2}], None)
+        check([{"a": 1}, {"a": 2}])
 
 
 def test_a_pipeline_needs_processes():

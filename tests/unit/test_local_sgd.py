@@ -79,18 +79,18 @@ def test_after_an_error_nobody_averages(make, communicator):
     assert communicator.calls == 0 and accelerator.held == ["held", "released"]
 
 
-def test_strategies_without_replicas_are_refused(make):
-    with pytest.raises(NotImplementedError, match="'fsdp2'"):
-        LocalSGD(make(strategy="fsdp2"), nn.Linear(1, 1), 4)
-    LocalSGD(make(strategy="fsdp2"), nn.Linear(1, 1), 4, enabled=False)
-
-
-def test_steps_are_positive(make):
-    with pytest.raises(ValueError, match="local_sgd_steps=0"):
-        LocalSGD(make(), nn.Linear(1, 1), 0)
-    with pytest.raises(ValueError, match="local_sgd_steps=None"):
-        LocalSGD(make(), nn.Linear(1, 1), None)
-    with LocalSGD(make(), nn.Linear(1, 1), None, enabled=False) as sgd:  # a script whose option was left out
+@pytest.mark.parametrize(
+    ("strategy", "steps", "error", "text"),
+    [
+        ("ddp", 0, ValueError, "local_sgd_steps=0"),
+        ("ddp", None, ValueError, "local_sgd_steps=None"),
+        ("fsdp2", 4, NotImplementedError, "'fsdp2'"),
+    ],
+)
+def test_what_is_refused_may_be_switched_off(make, strategy, steps, error, text):
+    with pytest.raises(error, match=text):
+        LocalSGD(make(strategy=strategy), nn.Linear(1, 1), steps)
+    with LocalSGD(make(strategy=strategy), nn.Linear(1, 1), steps, enabled=False) as sgd:
         sgd.step()
 
 

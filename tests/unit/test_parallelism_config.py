@@ -1,12 +1,14 @@
 import copy
 import itertools
 import json
+import math
 import os
 import pickle
 import types
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from accelerate.config.parallel import TorchContextParallelConfig, TorchTensorParallelConfig
@@ -75,10 +77,11 @@ def test_dimension_names():
     assert config.dp_cp_dim_names == ["dp_replicate", "dp_shard", "cp"]
     assert config.fsdp_dim_names == ["dp_replicate", "dp_shard_cp"]
     assert config._get_mesh() == (("dp_replicate", "dp_shard", "cp", "tp"), (2, 2, 2, 2))
-
-
-def test_tensor_parallel_ranks_are_neighbours():
+    # The ranks of tensor parallelism are neighbours; sequences that are shared through torch shard parameters as well.
     assert ParallelismConfig(tp_size=2, sp_size=4)._get_mesh() == (("sp", "tp"), (4, 2))
+    config = ParallelismConfig(dp_shard_size=2, sp_size=2, sp_backend="torch")
+    assert config.dp_shard_cp_dim_names == ["dp_shard", "sp"] and config.dp_cp_dim_names == ["dp_shard", "sp"]
+    assert ParallelismConfig(dp_shard_size=2, sp_size=2).dp_shard_cp_dim_names == ["dp_shard"]
 
 
 @pytest.mark.parametrize("size", [0, -1, "x", 1.5])
@@ -104,34 +107,22 @@ def test_what_does_not_combine(options, message):
         ParallelismConfig(**options)
 
 
-def test_set_size():
-    config = ParallelismConfig()
-    config._set_size("tp", 4)
-    assert config.tp_size == config._sizes["tp"] == config.total_size == 4
-    with pytest.raises(AssertionError, match="ep"):
-        config._set_size("ep", 2)
-
-
 def test_to_json():
+    handler = TorchTensorParallelConfig(plan={"up": ColwiseParallel(), "down": "rowwise"})
+    plan = json.loads(json.dumps(ParallelismConfig(tp_size=2, tp_handler=handler).to_json()))["tp_handler"]["plan"]
+    assert plan["down"] == "rowwise" and "ColwiseParallel" in plan["up"], "torch's styles are shown in words"
     config = ParallelismConfig(dp_shard_size=2, cp_size=2)
     shown = json.loads(json.dumps(config.to_json()))
     assert shown["dp_shard_size"] == 2
     assert shown["cp_handler"] == {"cp_comm_strategy": "allgather"}
     assert shown["sp_handler"] is None
     restored = ParallelismConfig(**{k: v for k, v in shown.items() if not k.endswith("handler")})
-    assert restored._sizes == config._sizes
-
-
-def test_repr_has_the_sizes():
-    assert "dp_shard_size=2" in repr(ParallelismConfig(dp_shard_size=2))
+    assert restored._sizes == config._sizes and "dp_shard_size=2" in repr(config)
 
 
 def test_nothing_to_build():
     assert ParallelismConfig().build_device_mesh("cpu") is None
     assert ParallelismConfig(sp_size=2).build_device_mesh("cpu") is None
-
-
-def test_mesh_needs_a_device_type_once():
     with pytest.raises(ValueError, match="device_type"):
         ParallelismConfig(tp_size=2).get_device_mesh()
 
@@ -158,46 +149,48 @@ def test_mesh_is_built_once(world):
     assert copy.deepcopy(config) == config
 
 
-def test_matching_processes():
-    for fsdp2 in (True, False):
-        ParallelismConfig(dp_shard_size=2, tp_size=2)._validate_accelerator(accelerator(4, fsdp2))
+@pytest.mark.parametrize(
+    ("sizes", "run", "after"),
+    [
+        ({"dp_shard_size": 2, "tp_size": 2}, accelerator(4), 4),
+        ({"dp_shard_size": 2, "tp_size": 2}, accelerator(4, fsdp2=True), 4),
+        ({}, accelerator(1, several=False), 1),
+        ({}, accelerator(4), 4),  # processes that nothing claims are replicas
+        ({"sp_size": 2}, accelerator(4), 2),  # DeepSpeed takes the others
+    ],
+)
+def test_sizes_that_fit(sizes, run, after):
+    config = ParallelismConfig(**sizes)
+    config._validate_accelerator(run)
+    assert config.total_size == math.prod(config._sizes.values()) == after
+    assert config.dp_replicate_size == (4 if sizes == {} and after == 4 else 1)
 
 
-def test_mismatch_shows_the_arithmetic():
-    config = ParallelismConfig(dp_shard_size=2, tp_size=2)
-    with pytest.raises(ValueError) as caught:
-        config._validate_accelerator(accelerator(8))
-    assert "dp_replicate_size=1 x dp_shard_size=2 x tp_size=2 x cp_size=1 x sp_size=1 = 4, but 8" in str(caught.value)
-
-
-def test_sequence_parallel_leaves_the_rest_to_deepspeed():
-    config = ParallelismConfig(sp_size=2)
-    config._validate_accelerator(accelerator(4))
-    assert config._sizes["sp"] == config.total_size == 2
-    with pytest.raises(ValueError, match="sp_size=2 = 2, but 3"):
-        config._validate_accelerator(accelerator(3))
-
-
-def test_unclaimed_processes_are_replicas():
-    config = ParallelismConfig()
-    config._validate_accelerator(accelerator(4))
-    assert config.dp_replicate_size == config.total_size == 4
+@pytest.mark.parametrize(
+    ("sizes", "run", "text"),
+    [
+        (
+            {"dp_shard_size": 2, "tp_size": 2},
+            accelerator(8),
+            "dp_replicate_size=1 x dp_shard_size=2 x tp_size=2 x cp_size=1 x sp_size=1 = 4, but 8",
+        ),
+        ({"sp_size": 2}, accelerator(3), "sp_size=2 = 2, but 3"),
+        (
+            {"dp_shard_size": 2},
+            types.SimpleNamespace(num_processes=2, is_fsdp2=False, multi_device=False),
+            "accelerate launch",
+        ),
+    ],
+)
+def test_sizes_that_do_not_fit(sizes, run, text):
+    with pytest.raises(ValueError, match=text):
+        ParallelismConfig(**sizes)._validate_accelerator(run)
 
 
 @pytest.mark.parametrize("options", [{}, {"tp_size": 4}, {"dp_replicate_size": 4}])
 def test_fsdp_needs_something_to_shard_over(options):
     with pytest.raises(ValueError, match="nothing to shard over"):
         ParallelismConfig(**options)._validate_accelerator(accelerator(4, fsdp2=True))
-
-
-def test_one_process_needs_nothing():
-    ParallelismConfig()._validate_accelerator(accelerator(1, several=False))
-
-
-def test_sizes_without_cooperation():
-    lonely = types.SimpleNamespace(num_processes=2, is_fsdp2=False, multi_device=False, use_distributed=False)
-    with pytest.raises(ValueError, match="accelerate launch"):
-        ParallelismConfig(dp_shard_size=2)._validate_accelerator(lonely)
 
 
 def test_a_subclass_may_add_a_dimension():
@@ -214,20 +207,3 @@ def test_a_subclass_may_add_a_dimension():
     config = WithExperts(dp_shard_size=2)
     assert config.total_size == 4
     assert config._get_mesh() == (("dp_shard", "ep"), (2, 2))
-
-
-def test_a_plan_with_torchs_styles_is_told_in_words():
-    from torch.distributed.tensor.parallel import ColwiseParallel
-
-    handler = TorchTensorParallelConfig(plan={"up": ColwiseParallel(), "down": "rowwise"})
-    told = ParallelismConfig(tp_size=2, tp_handler=handler).to_json()
-    plan = json.loads(json.dumps(told))["tp_handler"]["plan"]
-    assert plan["down"] == "rowwise" and "ColwiseParallel" in plan["up"]
-
-
-def test_sequences_shared_through_torch_shard_parameters_as_well():
-    config = ParallelismConfig(dp_shard_size=2, sp_size=2, sp_backend="torch")
-    assert config.dp_shard_cp_dim_names == ["dp_shard", "sp"] and config.dp_cp_dim_names == ["dp_shard", "sp"]
-    assert ParallelismConfig(dp_shard_size=2, sp_size=2).dp_shard_cp_dim_names == ["dp_shard"]
-    with pytest.raises(ValueError, match="sp_backend is 'jax'; choose 'deepspeed' or 'torch'"):
-        ParallelismConfig(sp_backend="jax")

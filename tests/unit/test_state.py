@@ -56,17 +56,18 @@ def test_holds_the_process_and_the_plugins():
     assert AcceleratorState().__dict__ is state.__dict__ is AcceleratorState._shared_state
     assert state.mixed_precision == "no" and not state.is_fsdp2 and state.deepspeed_plugin is None
     assert "Mixed precision type: no" in repr(state)
+    assert pickle.loads(pickle.dumps(state)).__dict__ == state.__dict__
+    for call in (state.get_deepspeed_plugin, state.select_deepspeed_plugin):
+        with pytest.raises(ValueError, match="not enabled"):
+            call("any")
+    with pytest.raises(ValueError, match="fsdp_plugin was given"):
+        build(fsdp_plugin=Plugin())
 
 
 def test_changes_do_not_reach_the_process_state():
     state = build()
     state.distributed_type = "MULTI_GPU"
     assert AcceleratorState().distributed_type == "MULTI_GPU" and PartialState().distributed_type == "NO"
-
-
-def test_unpickled_copy_is_equal():
-    state = build(mixed_precision="bf16")
-    assert pickle.loads(pickle.dumps(state)).__dict__ == state.__dict__
 
 
 @pytest.mark.parametrize("reset_partial_state", [False, True])
@@ -127,8 +128,9 @@ def test_fsdp_plugin_counts_on_the_processor_too():
     assert not state.is_fsdp2
 
 
-def test_engine_from_the_environment(monkeypatch):
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+@pytest.mark.parametrize("word", ["true", "TRUE", "1", "yes"])
+def test_engine_from_the_environment(monkeypatch, word):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", word)
     state = build()
     assert state.distributed_type == "FSDP" and isinstance(state.fsdp_plugin, FullyShardedDataParallelPlugin)
 
@@ -150,12 +152,6 @@ def test_loading_on_one_rank_is_announced_as_long_as_the_state_is_there(monkeypa
 def test_plugins_exclude_each_other():
     with pytest.raises(ValueError, match="deepspeed_plugins and fsdp_plugin"):
         build(deepspeed_plugin=Plugin(), fsdp_plugin=Plugin())
-
-
-def test_plugin_for_a_state_without_one_is_not_ignored():
-    build()
-    with pytest.raises(ValueError, match="fsdp_plugin was given"):
-        build(fsdp_plugin=Plugin())
 
 
 @pytest.mark.parametrize(
@@ -183,13 +179,6 @@ def test_several_deepspeed_plugins(process_group):
         state.get_deepspeed_plugin("judge")
 
 
-def test_deepspeed_calls_without_deepspeed():
-    state = build()
-    for call in (state.get_deepspeed_plugin, state.select_deepspeed_plugin):
-        with pytest.raises(ValueError, match="not enabled"):
-            call("any")
-
-
 # Gradients
 
 
@@ -204,6 +193,8 @@ def test_gradient_state_defaults():
     assert not state.in_dataloader and not state.end_of_dataloader and state.remainder == -1
     assert state.active_dataloader is None and state.dataloader_references == [None]
     assert "Sync Gradients: True" in repr(state) and state.initialized
+    state.is_xla_gradients_synced = True
+    assert GradientState().is_xla_gradients_synced
 
 
 def test_gradient_state_is_shared_and_survives_a_reset():
@@ -228,22 +219,11 @@ def test_loaders_nest():
     state._remove_dataloader(inner)
     state._remove_dataloader(outer)
     assert not state.in_dataloader
-
-
-def test_loaders_can_be_assigned():
-    state, loader = GradientState(), Loader()
-    state.dataloader_references = [None, loader]
-    assert state.active_dataloader is loader and state.dataloader_references == [None, loader]
-    state.dataloader_references = []
-    assert not state.in_dataloader
-
-
-def test_a_loader_that_is_gone_is_not_active():
-    state, loader = GradientState(), Loader(end=True)
-    state._add_dataloader(loader)
-    del loader
+    state.dataloader_references = [None, outer, inner]
+    assert state.active_dataloader is inner
+    del inner
     gc.collect()
-    assert not state.in_dataloader and not state.end_of_dataloader
+    assert state.dataloader_references == [None, outer], "a loader that is gone is not active"
 
 
 def test_gradient_state_pickles_inside_a_loader():
@@ -258,12 +238,6 @@ def test_gradient_state_pickles_inside_a_loader():
     assert not there.sync_gradients and there.active_dataloader is None and state.in_dataloader
 
 
-def test_xla_flag():
-    state = GradientState()
-    state.is_xla_gradients_synced = True
-    assert GradientState().is_xla_gradients_synced
-
-
 @pytest.mark.parametrize(("thread_local", "seen"), [(False, {"a": 1}), (True, {})])
 def test_shared_dictionary_descriptor(thread_local, seen):
     class Holder:
@@ -276,10 +250,3 @@ def test_shared_dictionary_descriptor(thread_local, seen):
     thread.start()
     thread.join()
     assert found == [seen]
-
-
-@pytest.mark.parametrize("word", ["true", "TRUE", "True", "1", "yes"])
-def test_fsdp_that_a_person_asks_for_is_honoured_however_it_is_written(monkeypatch, word):
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", word)
-    state = AcceleratorState(cpu=True, _from_accelerator=True)
-    assert state.distributed_type.value == "FSDP" and state.fsdp_plugin is not None

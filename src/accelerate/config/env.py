@@ -33,6 +33,17 @@ def without_variables() -> Iterator[None]:
         _instead.reset(token)
 
 
+def value_of(name: str) -> Any:
+    """Return what the environment of this process says about an option, else the default of the table.
+
+    Raises:
+        ValueError: the variable does not hold a value of the option; the message names it.
+    """
+    option = BY_NAME[name]
+    value = option.read(os.environ)
+    return option.default if value is None else value
+
+
 def setting(argument: Any, name: str, default: Any = None, field: str | None = None) -> Any:
     """Return an argument, else what the environment says about an option, else a default.
 

@@ -432,23 +432,6 @@ class Question:
         return RankStatus(rank, alive=alive)
 
 
-def ask(store: Any, ranks: Collection[int], world_size: int | None = None) -> dict[int, RankStatus]:
-    """Ask ranks where they are, and wait for the answers, for a second or two. Any rank may call it.
-
-    Args:
-        store: The store of the process group.
-        ranks: Whom to ask.
-        world_size: Number of ranks of the run; the default process group's by default.
-
-    Returns:
-        What is known of each of them; ``answered`` is False for those that did not answer in time.
-    """
-    question = Question(store, ranks, dist.get_world_size() if world_size is None else world_size)
-    while (answers := question.answers()) is None:
-        time.sleep(_SAMPLE_PAUSE_S)
-    return answers
-
-
 # -- slow, waiting in turn, or gone ---------------------------------------------------------------------------------
 #
 # A wrong guess ends a run, so the evidence must be strong: a rank has ended or was killed; or it stands still in a collective
@@ -543,8 +526,10 @@ class Diagnosis:
     def _is_stuck(self, trace: Observation, here: list[dict[str, int]]) -> bool:
         if time.monotonic() - trace.still_since < STILL_S:
             return False
-        if any(trace.latest.ahead_of(_exact(counters)) for counters in here):
-            return True  # wherever it stands: on a GPU one waits for a collective in whatever reads its result
+        for counters in here:
+            exact = {group: count for group, count in counters.items() if group.startswith(_EXACT_COUNTERS)}
+            if trace.latest.ahead_of(exact):
+                return True  # wherever it stands: on a GPU one waits for a collective in whatever reads its result
         ahead = [answer for counters in here if (answer := trace.latest.ahead_of(counters)) is not None]
         if ahead:
             return any(ahead) and trace.latest.waits and not trace.latest.inside.endswith(_POINT_TO_POINT)
@@ -553,7 +538,3 @@ class Diagnosis:
     @staticmethod
     def _waits(trace: Observation, seconds: float) -> bool:
         return trace.latest.waits and time.monotonic() - trace.still_since >= seconds
-
-
-def _exact(counters: dict[str, int]) -> dict[str, int]:
-    return {group: count for group, count in counters.items() if group.startswith(_EXACT_COUNTERS)}

@@ -1,6 +1,8 @@
-"""Tables in plain text: the one printer of every report."""
+"""Tables in plain text: the one printer, and the one type, of reports."""
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 
 def table(
@@ -25,3 +27,26 @@ def table(
         ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Report:
+    """A table under a title; ``str()`` prints it.
+
+    Attributes:
+        title: The first line.
+        columns: The headings; the last ones are of numbers.
+        rows: The records, each with ``cells()``: its texts.
+        notes: Lines below the table.
+        texts: How many columns are text, which is set to the left.
+    """
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[Any, ...]
+    notes: tuple[str, ...] = ()
+    texts: int = 0
+
+    def __str__(self) -> str:
+        body = [row.cells() for row in self.rows]
+        return "\n".join([self.title, table(self.columns, body, self.columns[self.texts :], rule=True), *self.notes])

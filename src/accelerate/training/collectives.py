@@ -1,4 +1,4 @@
-"""Collectives of an Accelerator: they use its own state, so they work on after somebody else's reset."""
+"""Gathering for metrics: every sample once, whatever filled up the last batch."""
 
 import logging
 from collections.abc import Sequence
@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accelerate import comm
 from accelerate.utils import operations
 
 if TYPE_CHECKING:
@@ -16,19 +15,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def communicator(accelerator: "Accelerator") -> comm.base.Communicator:
-    """Return the communicator of the Accelerator's own state."""
-    return comm.for_type(accelerator.state.distributed_type)
-
-
-def gather(accelerator: "Accelerator", tensor: Any) -> Any:
-    """Gather nested tensors, concatenated along their first dimension."""
-    return operations.gather_with(communicator(accelerator), tensor)
-
-
 def gather_for_metrics(accelerator: "Accelerator", data: Any, use_gather_object: bool) -> Any:
     """Gather predictions or labels, and drop the samples that only filled up the last batch."""
-    exchange = communicator(accelerator)
+    exchange = accelerator._communicator
     try:
         operations.recursively_apply(lambda tensor: tensor, data, error_on_other_type=True)
         tensors = True
@@ -90,29 +79,3 @@ def _first(gathered: Any, keep: int, by_tensor: bool) -> Any:
     # One process gets its own object back, which may be anything: a number or a dict has no first samples.
     has_samples = isinstance(gathered, Sequence) or (isinstance(gathered, torch.Tensor) and gathered.ndim > 0)
     return gathered[:keep] if has_samples else gathered
-
-
-def reduce(accelerator: "Accelerator", tensor: Any, reduction: str, scale: float) -> Any:
-    """Reduce nested tensors over all ranks."""
-    return operations.reduce_with(communicator(accelerator), tensor, reduction, scale)
-
-
-def pad(accelerator: "Accelerator", tensor: Any, dim: int, pad_index: int, pad_first: bool) -> Any:
-    """Pad nested tensors to the largest size among the ranks."""
-    return operations.pad_with(communicator(accelerator), tensor, dim, pad_index, pad_first)
-
-
-def set_trigger(accelerator: "Accelerator") -> None:
-    """Raise this rank's flag."""
-    accelerator.flag_tensor = torch.tensor(1, device=accelerator.device)
-
-
-def check_trigger(accelerator: "Accelerator") -> bool:
-    """Say whether any rank raised its flag, and lower all of them."""
-    flag = accelerator.flag_tensor
-    if flag is None:
-        flag = torch.tensor(0, device=accelerator.device)
-    raised = communicator(accelerator).all_reduce(flag.clone(), "sum").item() >= 1
-    if raised:
-        accelerator.flag_tensor = torch.tensor(0, device=accelerator.device)
-    return raised

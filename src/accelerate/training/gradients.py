@@ -12,7 +12,7 @@ rescaled once, right before its backward pass, and are exact after it.
 
 import contextlib
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,6 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accelerate import comm
 from accelerate.backends.registry import resolve
 from accelerate.data.iterable import uneven_ends
 from accelerate.modules.unwrap import is_compiled_module
@@ -107,7 +106,7 @@ class Accumulation:
                 self.held = contextlib.ExitStack()
                 for model in self.models:
                     self.held.enter_context(backend.no_sync(accelerator, model))
-        window.inside = True  # last: after an error above nobody would take it back
+        window.inside = True  # last: after an error above nothing would take it back
 
     def __exit__(self, *exception: Any) -> None:
         window = self.accelerator._window
@@ -139,18 +138,10 @@ def advance(accelerator: "Accelerator") -> None:
         state._set_sync_gradients(accelerator.step % state.num_steps == 0)
 
 
-def _parameters(accelerator: "Accelerator", models: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
-    seen: set[int] = set()
-    for model in models or accelerator._models:
-        for parameter in model.parameters():
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                yield parameter
-
-
 def _rescale(accelerator: "Accelerator", models: Sequence[nn.Module], factor: float) -> None:
+    parameters = {id(p): p for model in models or accelerator._models for p in model.parameters()}
     # By their local parts, because torch takes no list of both sharded and plain ones.
-    gradients = [master.local_part(p.grad) for p in _parameters(accelerator, models) if p.grad is not None]
+    gradients = [master.local_part(p.grad) for p in parameters.values() if p.grad is not None]
     if gradients and factor != 1.0:
         torch._foreach_mul_(gradients, factor)
 
@@ -167,9 +158,8 @@ def _short_window(accelerator: "Accelerator", models: Sequence[nn.Module]) -> No
         if accelerator.is_main_process:
             warnings.warn(
                 f"The last accumulation window of this epoch has {length} micro-batches instead of "
-                f"gradient_accumulation_steps={steps}, and its gradients are still divided by {steps}: it counts "
-                f"{length}/{steps} of a full one. Pass GradientAccumulationPlugin(num_steps={steps}, exact=True) to "
-                "divide by its real length.",
+                f"gradient_accumulation_steps={steps}: it counts {length}/{steps} of a full one. Pass "
+                f"GradientAccumulationPlugin(num_steps={steps}, exact=True) to divide by its real length.",
                 UserWarning,
                 stacklevel=3,
             )
@@ -214,24 +204,17 @@ def weigh_items(accelerator: "Accelerator", num_items: Any, models: Sequence[nn.
         window.factor = count / window.reference
         return
     total = torch.tensor([window.items], dtype=torch.float64 if accelerator.device.type != "mps" else torch.float32)
-    communicator = comm.for_type(accelerator.distributed_type)
     # Ranks that share each layer count the same items.
     copies = layout.tp_size if layout is not None else 1
-    total = communicator.all_reduce(total.to(accelerator.device), "sum").item() / copies
+    total = accelerator._communicator.all_reduce(total.to(accelerator.device), "sum").item() / copies
     if total == 0:
         raise ValueError(
             "num_items is 0 on every rank and in every micro-batch of this window: there is no loss to average."
         )
     # The wrapper averages over its replicas; the mean over items needs their sum.
-    scale = replicas(accelerator) / total
+    scale = accelerator.num_processes // copies / total
     _rescale(accelerator, models, window.reference * scale)
     window.factor = count * scale
-
-
-def replicas(accelerator: "Accelerator") -> int:
-    """Return over how many ranks gradients are averaged: all but those that share a layer of one batch."""
-    layout = accelerator.parallelism_config
-    return accelerator.num_processes // (layout.tp_size if layout is not None else 1)
 
 
 def _mixed(window: Window, num_items: Any) -> ValueError:
@@ -254,7 +237,15 @@ def backward(accelerator: "Accelerator", loss: torch.Tensor, num_items: Any, opt
         )
     window = accelerator._window
     if num_items is not None:
-        _count_here(accelerator, num_items)
+        if not window.inside:  # without `accumulate` each call is a micro-batch
+            window.begin()
+            window.done = accelerator.gradient_state.sync_gradients
+        elif window.counted == window.micro_batches:
+            raise ValueError(
+                f"num_items={num_items!r} was given to `backward`, but this micro-batch already has its count. With several "
+                "backward passes in one micro-batch give num_items to `accumulate`, once."
+            )
+        weigh_items(accelerator, num_items)
     elif window.counted and window.inside and window.counted != window.micro_batches:
         raise _mixed(window, None)
     if window.factor is not None:
@@ -268,19 +259,6 @@ def backward(accelerator: "Accelerator", loss: torch.Tensor, num_items: Any, opt
         accelerator.lomo_backward(loss, options.get("learning_rate"))
         return
     resolve(accelerator.state).backward(accelerator, loss, **options)
-
-
-def _count_here(accelerator: "Accelerator", num_items: Any) -> None:
-    window = accelerator._window
-    if not window.inside:  # without `accumulate` each call is a micro-batch
-        window.begin()
-        window.done = accelerator.gradient_state.sync_gradients
-    elif window.counted == window.micro_batches:
-        raise ValueError(
-            f"num_items={num_items!r} was given to `backward`, but this micro-batch already has its count. With several "
-            "backward passes in one micro-batch give num_items to `accumulate`, once."
-        )
-    weigh_items(accelerator, num_items)
 
 
 def unscale(accelerator: "Accelerator", optimizer: Any | None) -> None:
@@ -340,7 +318,7 @@ def join_uneven(accelerator: "Accelerator", joinables: Sequence[Any], even_batch
     """Let ranks run out of batches at different steps, with the loaders' ``even_batches`` overridden meanwhile.
 
     Ranks that have ended add zeros to the averages. So a window in which some end counts less, by the share of ranks that
-    close it; gradients are exchanged after every micro-batch, because the ranks do not agree on where windows close.
+    close it; gradients are exchanged after every micro-batch, because windows close at different steps.
     """
     row = traits.of(accelerator.distributed_type)
     if not row.joins_uneven_inputs:
@@ -385,17 +363,14 @@ def lomo_backward(accelerator: "Accelerator", loss: torch.Tensor, learning_rate:
     """
     if learning_rate is None:
         raise ValueError("A LOMO optimizer updates in its backward pass: pass `learning_rate=` to `backward`.")
-    optimizers = [item.optimizer for item in accelerator._optimizers if _is_lomo(item.optimizer)]
+    optimizers = lomo_optimizers(accelerator)
     if not optimizers:
         raise ValueError("lomo_backward() found no LOMO optimizer. Pass one to `accelerator.prepare` first.")
     for optimizer in optimizers:
         optimizer.optimizer_step(loss, learning_rate)
 
 
-def _is_lomo(optimizer: Any) -> bool:
-    return type(optimizer).__module__.partition(".")[0] == "lomo_optim" and hasattr(optimizer, "optimizer_step")
-
-
-def has_lomo(optimizers: Iterable[Any]) -> bool:
-    """Whether one of the optimizers is a LOMO optimizer."""
-    return any(_is_lomo(optimizer) for optimizer in optimizers)
+def lomo_optimizers(accelerator: "Accelerator") -> list[Any]:
+    """Return the LOMO optimizers inside the prepared ones."""
+    inner = [item.optimizer for item in accelerator._optimizers]
+    return [item for item in inner if type(item).__module__.partition(".")[0] == "lomo_optim"]

@@ -1,4 +1,4 @@
-"""A run that a signal asks to stop: all ranks agree on a step, save after it, and leave.
+"""A run that a signal asks to stop: all ranks save after the same step, and leave.
 
 Three things happen at three places. A signal handler raises a flag in the process that got the signal. Each step of a prepared
 optimizer starts a vote on these flags and reads the result of the vote before it, so that no rank waits and all ranks see the
@@ -76,14 +76,13 @@ def install(accelerator: "Accelerator") -> None:
     numbers = signals_of(project.save_on_signal)
     if project.project_dir is None:
         raise ValueError(
-            f"save_on_signal={[number.name for number in numbers]} needs a folder to save to, but project_dir is None. Pass "
+            f"save_on_signal={project.save_on_signal!r} needs a folder to save to, but project_dir is None. Pass "
             "ProjectConfiguration(project_dir=...)."
         )
     if threading.current_thread() is not threading.main_thread():
         raise ValueError(
-            f"save_on_signal={[number.name for number in numbers]} was set in the thread "
-            f"{threading.current_thread().name!r}, but only the main thread can receive signals. Build the Accelerator there, "
-            "or leave save_on_signal out."
+            f"save_on_signal was set in the thread {threading.current_thread().name!r}, but only the main thread can receive signals. "
+            "Build the Accelerator there, or leave save_on_signal out."
         )
     received = 0
     if _installed is not None and not _installed.closed:
@@ -95,37 +94,6 @@ def install(accelerator: "Accelerator") -> None:
     if not _follows_forks and hasattr(os, "register_at_fork"):
         os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_child)
         _follows_forks = True
-
-
-def uninstall(accelerator: "Accelerator") -> None:
-    """Give the signals of an Accelerator back to those who handled them before. Any rank, alone.
-
-    Args:
-        accelerator: The Accelerator.
-    """
-    watch = _watch_of(accelerator)
-    if watch is not None and watch.accelerator() is accelerator:
-        watch.close()
-
-
-def should_stop(accelerator: "Accelerator") -> bool:
-    """Say whether all ranks know of a signal. Any rank, alone.
-
-    Args:
-        accelerator: The Accelerator.
-    """
-    watch = _watch_of(accelerator)
-    return watch is not None and watch.stops
-
-
-def check_stop(accelerator: "Accelerator") -> bool:
-    """Ask all ranks whether a signal came, and wait for the answer. All ranks.
-
-    Args:
-        accelerator: The Accelerator.
-    """
-    watch = _watch_of(accelerator)
-    return watch is not None and watch.ask()
 
 
 def signals_of(given: Any) -> tuple[signal.Signals, ...]:
@@ -148,18 +116,13 @@ def signals_of(given: Any) -> tuple[signal.Signals, ...]:
 def _signal(value: Any) -> signal.Signals:
     found = None
     if isinstance(value, str):
-        name = value.upper()
-        found = signal.Signals.__members__.get(name if name.startswith("SIG") else f"SIG{name}")
+        found = signal.Signals.__members__.get(f"SIG{value.upper().removeprefix('SIG')}")
     elif isinstance(value, int) and not isinstance(value, bool):
         with suppress(ValueError):
             found = signal.Signals(value)
-    if found is None:
+    if found is None or found.name in _UNSUITABLE:
         raise ValueError(
-            f"save_on_signal got {value!r}, which is no signal here. Pass signal.SIGTERM or 'SIGUSR1', say."
-        )
-    if found.name in _UNSUITABLE:
-        raise ValueError(
-            f"save_on_signal got {found.name}, which a process cannot use so. Use SIGTERM, SIGUSR1 or SIGUSR2."
+            f"save_on_signal got {value!r}, which is no signal that a process can wait for. Use SIGTERM, SIGUSR1 or SIGUSR2."
         )
     return found
 
@@ -180,7 +143,7 @@ class Watch:
         weakref.finalize(accelerator, self.close).atexit = False
         self.numbers = numbers
         self.received = received
-        self.agreed = 0
+        self.number = 0
         self.leaving = False
         self.closed = False
         self._alone = comm.current().world_size == 1
@@ -190,16 +153,14 @@ class Watch:
         self._stepped = False
         self._loops: list[weakref.ref[Any]] = []
         self._times: dict[int, float] = {}
-        self._former: dict[int, Any] = {}
-        for number in numbers:
-            self._former[number] = signal.signal(number, self._on_signal)
+        self._former = {number: signal.signal(number, self._on_signal) for number in numbers}
 
     @property
     def stops(self) -> bool:
         """Whether the run shall stop, as far as all ranks know."""
         if self._alone:
-            self.agreed = self.agreed or self.received
-        return bool(self.agreed)
+            self.number = self.number or self.received
+        return bool(self.number)
 
     # -- signals -----------------------------------------------------------------------------------------------------
 
@@ -227,7 +188,7 @@ class Watch:
             for number in self.numbers:
                 self._give_back(number)
 
-    # -- the agreement -----------------------------------------------------------------------------------------------
+    # -- votes -------------------------------------------------------------------------------------------------------
 
     def stepped(self) -> None:
         """Take note that a prepared optimizer ends an accumulation window. All ranks."""
@@ -235,18 +196,18 @@ class Watch:
             return
         self._stepped = True
         self._loops = [weakref.ref(progress) for progress in self._running()]
-        if self._alone or self.agreed:
+        if self._alone or self.number:
             return
         if self._outcome is not None:
-            self.agreed = self._outcome()
-        self._outcome = None if self.agreed else self._start(self.received)
+            self.number = self._outcome()
+        self._outcome = None if self.number else self._start(self.received)
 
     def ask(self) -> bool:
         """Vote, and wait for the result. All ranks."""
-        if not (self.closed or self._alone or self.agreed):
+        if not (self.closed or self._alone or self.number):
             if self._outcome is not None:
-                self.agreed, self._outcome = self._outcome(), None
-            self.agreed = self.agreed or self._start(self.received)()
+                self.number, self._outcome = self._outcome(), None
+            self.number = self.number or self._start(self.received)()
         return self.stops
 
     # -- loaders -----------------------------------------------------------------------------------------------------
@@ -296,7 +257,7 @@ class Watch:
         """The progress of each prepared loader that is being iterated; their views share it."""
         accelerator = self.accelerator()
         references = () if accelerator is None else accelerator.gradient_state._active
-        each = (getattr(reference(), "_progress", None) for reference in references)
+        each = [getattr(reference(), "_progress", None) for reference in references]
         return [progress for progress in each if progress is not None]
 
     def _is_due(self, loader: Any) -> bool:
@@ -310,7 +271,7 @@ class Watch:
         return not self.closed and self.stops
 
     def _leave(self) -> NoReturn:
-        accelerator, number = self.accelerator(), signal.Signals(self.agreed)
+        accelerator, number = self.accelerator(), signal.Signals(self.number)
         if accelerator is None:
             raise RuntimeError("The Accelerator is gone, so there is nothing to save.")
         location = str(_save(accelerator))
@@ -365,7 +326,7 @@ def _ballot(communicator: Communicator) -> Callable[[int], Callable[[], int]]:
                 work.wait()
             except RuntimeError as error:
                 raise RuntimeError(
-                    "A process was lost while all agreed on whether a signal came. The output of the process that ended "
+                    "A process was lost while the ranks exchanged whether a signal came. The output of the process that ended "
                     "first names the cause."
                 ) from error
             return int(vote)
@@ -373,10 +334,6 @@ def _ballot(communicator: Communicator) -> Callable[[int], Callable[[], int]]:
         return wait
 
     return start
-
-
-def _watch_of(accelerator: "Accelerator") -> Watch | None:
-    return accelerator.gradient_state._step_watch
 
 
 # A forked process gets the former handlers, because a pool that the program ends with SIGTERM must end. In between signals wait,

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,8 @@ from accelerate.precision.base import precision
 from accelerate.runtime import storage, traits
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.training import prepared
-from accelerate.training.prepared import Entry, PreparedRegistry, Settings
+from accelerate.training.prepared import Entry, PreparedRegistry
+from accelerate.utils.memory import release_memory
 
 if TYPE_CHECKING:
     from accelerate.accelerator import Accelerator
@@ -77,7 +79,8 @@ def prepare(accelerator: "Accelerator", objects: Sequence[Any], device_placement
                 f"prepare() got {obj!r} ({type(obj).__name__}) as argument {position}, which cannot be prepared. "
                 "Pass models, optimizers, data loaders and schedulers."
             )
-        if inside := [type(item).__name__ for item in _contents(obj) if kind_of(item) is not None]:
+        contents = obj.values() if isinstance(obj, dict) else obj if isinstance(obj, (list, tuple)) else ()
+        if inside := [type(item).__name__ for item in contents if kind_of(item) is not None]:
             prepared.warn_caller(
                 f"prepare() got a {type(obj).__name__} as argument {position}, which it does not look into: the {inside[0]} "
                 "in it is not prepared. Unpack it: `accelerator.prepare(*objects)`."
@@ -90,23 +93,16 @@ def prepare(accelerator: "Accelerator", objects: Sequence[Any], device_placement
         )
     backend = accelerator._backend = resolve(accelerator.state)
     backend.check(accelerator, objects)
-    objects = _overlay_mesh(accelerator, objects)
-    objects = _convert(accelerator, objects, device_placement)
+    objects = _convert(accelerator, _overlay_mesh(accelerator, objects), device_placement)
     result = backend.prepare(accelerator, objects, placements)
     prepared.check_optimizers(result)
     _check_schedules(accelerator, result)
     return result if len(result) > 1 else result[0]
 
 
-def _contents(obj: Any) -> Sequence[Any]:
-    if isinstance(obj, (list, tuple)):
-        return obj
-    return list(obj.values()) if isinstance(obj, dict) else ()
-
-
 @contextlib.contextmanager
 def own_states(accelerator: "Accelerator") -> Iterator[None]:
-    """Let objects built inside bind the Accelerator's own states, also after somebody else's reset.
+    """Let objects built inside bind the Accelerator's own states, also after a reset of the shared ones.
 
     Args:
         accelerator: Whose states are in force meanwhile.
@@ -127,24 +123,7 @@ def _overlay_mesh(accelerator: "Accelerator", objects: Sequence[Any]) -> Sequenc
     layout = accelerator.parallelism_config
     if layout is None:
         return objects
-    if layout.sp_enabled and layout.sp_backend == "deepspeed":
-        raise NotImplementedError(
-            f"sp_size={layout.sp_size} with sp_backend='deepspeed' needs DeepSpeed, which this version of the fork does not drive "
-            "yet. Set sp_backend='torch', which does the same with torch alone."
-        )
-    _refuse_unsharded(accelerator, objects)
-    if layout.tp_enabled and accelerator.fp8_enabled:
-        raise ValueError(
-            f"mixed_precision='fp8' with tp_size={layout.tp_size}: fp8 replaces the linear layers that tensor parallelism has cut, "
-            "and the replacements know nothing of the cut. Use mixed_precision='bf16', or set tp_size=1."
-        )
-    if layout.tp_enabled and len(layout.active_mesh_dims) > 1 and not accelerator.is_fsdp2:
-        sizes = " and ".join(f"{axis}_size={getattr(layout, f'{axis}_size')}" for axis in layout.active_mesh_dims)
-        raise ValueError(
-            f"{sizes} without FSDP: nothing would average gradients over the ranks that tensor parallelism leaves, and their "
-            "weights would drift apart. Pass fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2), which shards over them; "
-            "or make tp_size the number of processes."
-        )
+    _check_mesh(accelerator, objects)
     accelerator._prepare_device_mesh()
     if layout.tp_enabled:
         objects = accelerator._prepare_tp(*objects)
@@ -157,26 +136,38 @@ def _overlay_mesh(accelerator: "Accelerator", objects: Sequence[Any]) -> Sequenc
     return objects
 
 
-def _refuse_unsharded(accelerator: "Accelerator", objects: Sequence[Any]) -> None:
-    """Refuse sizes that shard without a strategy that does, and models that were sharded before they came here."""
+def _check_mesh(accelerator: "Accelerator", objects: Sequence[Any]) -> None:
+    """Refuse a layout that nothing would put into effect, and models that were sharded before they came here."""
     layout = accelerator.parallelism_config
-    if not layout.dp_shard_enabled or traits.of(accelerator.distributed_type).sharded:
-        return
-    for obj in objects:
-        if isinstance(obj, nn.Module) and model_has_dtensor(obj):
+    if layout.sp_enabled and layout.sp_backend == "deepspeed":
+        raise NotImplementedError(
+            f"sp_size={layout.sp_size} with sp_backend='deepspeed' needs DeepSpeed, which this version does not drive. Set "
+            "sp_backend='torch', which does the same with torch alone."
+        )
+    if layout.dp_shard_enabled and not traits.of(accelerator.distributed_type).sharded:
+        sharded = [type(obj).__name__ for obj in objects if isinstance(obj, nn.Module) and model_has_dtensor(obj)]
+        if sharded:
             raise NotImplementedError(
-                f"The model ({type(obj).__name__}) arrives sharded: its parameters are DTensors already, and "
-                f"dp_shard_size={layout.dp_shard_size} comes without an FSDP plugin, as transformers passes it for a model loaded "
-                "with a DistributedConfig. Such models are not adopted yet. Load it whole, and let `prepare` shard it: pass "
-                "fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2) with the same parallelism_config (to the Trainer: "
-                "fsdp and parallelism_config in its TrainingArguments)."
+                f"The model ({sharded[0]}) arrives sharded, as transformers loads it with a DistributedConfig. Load it whole, and "
+                "let `prepare` shard it: pass fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2) with the same "
+                "parallelism_config (to the Trainer: fsdp and parallelism_config in its TrainingArguments)."
             )
-    raise ValueError(
-        f"dp_shard_size={layout.dp_shard_size} shards parameters, which needs FSDP, but distributed_type is "
-        f"{accelerator.distributed_type}. Pass fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2), or use "
-        f"dp_replicate_size={layout.data_parallel_size} and dp_shard_size=1. A model that is sharded already, as "
-        "transformers loads it with a DistributedConfig, is not adopted yet: load it whole, without one."
-    )
+        raise ValueError(
+            f"dp_shard_size={layout.dp_shard_size} shards parameters, which needs FSDP, but distributed_type is "
+            f"{accelerator.distributed_type}. Pass fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2), or use "
+            f"dp_replicate_size={layout.data_parallel_size} and dp_shard_size=1."
+        )
+    if layout.tp_enabled and accelerator.fp8_enabled:
+        raise ValueError(
+            f"mixed_precision='fp8' with tp_size={layout.tp_size}: fp8 replaces the linear layers that tensor parallelism has cut. "
+            "Use mixed_precision='bf16', or set tp_size=1."
+        )
+    if layout.tp_enabled and len(layout.active_mesh_dims) > 1 and not accelerator.is_fsdp2:
+        sizes = " and ".join(f"{axis}_size={getattr(layout, f'{axis}_size')}" for axis in layout.active_mesh_dims)
+        raise ValueError(
+            f"{sizes} without FSDP: nothing would average gradients over the ranks that tensor parallelism leaves. Pass "
+            "fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2), or make tp_size the number of processes."
+        )
 
 
 def _follow_mesh(accelerator: "Accelerator", model: nn.Module, evaluation: bool) -> None:
@@ -185,7 +176,7 @@ def _follow_mesh(accelerator: "Accelerator", model: nn.Module, evaluation: bool)
     if layout is None:
         return
     if model_has_dtensor(model):
-        _refuse_unsharded(accelerator, (model,))
+        _check_mesh(accelerator, (model,))
     shares = layout.cp_enabled or layout.sp_enabled
     whole = layout.tp_enabled and not evaluation and not model_has_dtensor(model)
     if whole or (shares and accelerator._cp_context is None):
@@ -221,58 +212,53 @@ def again(accelerator: "Accelerator", obj: Any, kind: str, evaluation: bool = Fa
     """
     registry: PreparedRegistry = accelerator._registry
     entry = registry.find(obj)
-    if entry is not None:
-        outer = entry.outer()
-        if entry.kind == "model" and not evaluation and _lacks_wrapper(accelerator, entry, outer):
+    if entry is None:
+        entry = prepared.find_elsewhere(registry, obj)
+        if entry is not None and _adoptable(accelerator, entry, obj, evaluation):
+            return True, _adopt(accelerator, entry)
+        return False, obj
+    outer = entry.outer()
+    if entry.kind == "model" and not evaluation:
+        # It would train unsynchronised: it was for evaluation, or all of it was frozen then.
+        if entry.evaluation or (entry.frozen and resolve(accelerator.state).needs_wrapper(accelerator, outer)):
             return True, _upgrade(accelerator, entry)
-        prepared.warn_caller(_message(obj, outer, entry.kind))
-        return True, outer
-    entry = prepared.find_elsewhere(registry, obj)
-    if entry is not None and _adoptable(accelerator, entry, obj, evaluation):
-        return True, _adopt(accelerator, entry)
-    return False, obj
-
-
-def _lacks_wrapper(accelerator: "Accelerator", entry: Entry, outer: nn.Module) -> bool:
-    """Whether a prepared model would train unsynchronised: it was for evaluation, or all of it was frozen then."""
-    return entry.evaluation or (entry.frozen and resolve(accelerator.state).needs_wrapper(accelerator, outer))
-
-
-def _message(obj: Any, outer: Any, kind: str) -> str:
-    what = f"This {kind} ({type(obj).__name__}) was already prepared by this Accelerator"
+    what = f"This {entry.kind} ({type(obj).__name__}) was already prepared by this Accelerator"
     if obj is not outer:
         what = (
-            f"This {kind} ({type(obj).__name__}) is the inner object of one that this Accelerator already prepared "
+            f"This {entry.kind} ({type(obj).__name__}) is the inner object of one that this Accelerator already prepared "
             f"({type(outer).__name__}); the prepared one is returned"
         )
-    return (
-        f"{what}. {_WOULD_HAVE[kind]}. Call `prepare` once and use what it returned; to prepare it afresh, call "
+    prepared.warn_caller(
+        f"{what}. {_WOULD_HAVE[entry.kind]}. Call `prepare` once and use what it returned; to prepare it afresh, call "
         "`accelerator.free_memory()` first."
     )
+    return True, outer
 
 
 def _adoptable(accelerator: "Accelerator", entry: Entry, obj: Any, evaluation: bool) -> bool:
-    outer = entry.outer()
+    """Whether another Accelerator's object serves this one as it is."""
     if entry.kind != "model":
-        return obj is outer  # an inner optimizer or loader may serve another Accelerator in its own wrapper
+        return obj is entry.outer()  # an inner optimizer or loader may serve another Accelerator in its own wrapper
     if entry.evaluation and not evaluation:
         return False
     # A model prepared where nothing is synchronised must not be taken for one that is.
     distributed = traits.of(accelerator.distributed_type).distributed
-    return not distributed or entry.settings is None or entry.settings.distributed_type == accelerator.distributed_type
+    return not distributed or entry.settings["distributed_type"] == accelerator.distributed_type
 
 
 def _adopt(accelerator: "Accelerator", entry: Entry) -> Any:
-    outer = entry.outer()
-    if entry.kind == "model":
-        change = settings_of(accelerator).difference(entry.settings or Settings())
-        if change:
-            prepared.warn_caller(
-                f"Another live Accelerator prepared this model ({type(outer).__name__}) with other settings ({change}). "
-                "It is used as it was prepared; call `free_memory()` on the other Accelerator and drop its model first "
-                "if these settings shall hold."
-            )
-    inners = [inner for inner in entry.objects() if inner is not outer]
+    outer, *inners = entry.objects()
+    changes = [
+        f"{name}: {entry.settings[name]!r} then, {now!r} now"
+        for name, now in (settings_of(accelerator).items() if entry.kind == "model" else ())
+        if entry.settings[name] != now
+    ]
+    if changes:
+        prepared.warn_caller(
+            f"Another live Accelerator prepared this model ({type(outer).__name__}) with other settings ({', '.join(changes)}). "
+            "It is used as it was prepared; call `free_memory()` on the other Accelerator and drop its model first "
+            "if these settings shall hold."
+        )
     accelerator._registry.record(entry.kind, outer, inners, evaluation=entry.evaluation, settings=entry.settings)
     _enlist(accelerator, entry.kind, outer)
     return outer
@@ -280,21 +266,16 @@ def _adopt(accelerator: "Accelerator", entry: Entry) -> Any:
 
 def _upgrade(accelerator: "Accelerator", entry: Entry) -> nn.Module:
     """Turn a model prepared for evaluation into one that trains, in its place in the registry."""
-    outer = entry.outer()
-    inners = [inner for inner in entry.objects() if inner is not outer]
+    outer, *inners = entry.objects()
     amp.check_weights(outer, accelerator.scaler)
     bare = outer._orig_mod if is_compiled_module(outer) else outer
     wrapped = resolve(accelerator.state).wrap_model(accelerator, bare)
-    if wrapped is not bare and bare is not outer:
-        wrapped = compile_model(accelerator, wrapped)
-    elif wrapped is bare:
+    if wrapped is bare:
         wrapped = outer
-    wrapped._is_accelerate_prepared = True
+    elif bare is not outer:
+        wrapped = compile_model(accelerator, wrapped)
     accelerator._models[:] = [wrapped if known is outer else known for known in accelerator._models]
-    accelerator._registry.record(
-        "model", wrapped, [outer, *inners, *_chain(wrapped)], settings=settings_of(accelerator)
-    )
-    return wrapped
+    return register(accelerator, "model", wrapped, outer, *inners, *_chain(wrapped))
 
 
 def _enlist(accelerator: "Accelerator", kind: str, obj: Any) -> None:
@@ -303,24 +284,28 @@ def _enlist(accelerator: "Accelerator", kind: str, obj: Any) -> None:
         known.append(obj)
 
 
+def _record(accelerator: "Accelerator", kind: str, outer: Any, inners: Sequence[Any], **details: Any) -> None:
+    settings = settings_of(accelerator) if kind == "model" else None
+    accelerator._registry.record(kind, outer, inners, settings=settings, **details)
+
+
 def register(accelerator: "Accelerator", kind: str, outer: Any, *inners: Any, **details: Any) -> Any:
     """Remember what was prepared, in the registry and in the Accelerator's list of its kind, and return it."""
     outer._is_accelerate_prepared = True
-    settings = settings_of(accelerator) if kind == "model" else None
-    accelerator._registry.record(kind, outer, inners, settings=settings, **details)
+    _record(accelerator, kind, outer, inners, **details)
     _enlist(accelerator, kind, outer)
     return outer
 
 
-def settings_of(accelerator: "Accelerator") -> Settings:
+def settings_of(accelerator: "Accelerator") -> dict[str, str]:
     """Return the settings under which this Accelerator prepares a model."""
     handler = accelerator.ddp_handler
-    return Settings(
-        distributed_type=str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type)),
-        mixed_precision=str(accelerator.mixed_precision),
-        device=str(accelerator.device),
-        ddp=repr(handler.to_kwargs()) if handler is not None else "",
-    )
+    return {
+        "distributed_type": str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type)),
+        "mixed_precision": str(accelerator.mixed_precision),
+        "device": str(accelerator.device),
+        "ddp": repr(handler.to_kwargs()) if handler is not None else "",
+    }
 
 
 def _chain(model: nn.Module) -> list[nn.Module]:
@@ -358,33 +343,27 @@ def prepare_model(
     master.remember(given[-1])
     if not evaluation_mode:
         amp.check_weights(model, accelerator.scaler)
+    _check_device_map(accelerator, model)
     if device_placement is None:
         # An engine moves what it wraps, and does not wrap a model for evaluation.
         moved = not evaluation_mode and traits.of(accelerator.distributed_type).custom_device_placement
         device_placement = accelerator.device_placement and not moved
-    _check_device_map(accelerator, model)
     numerics = precision(accelerator.mixed_precision if accelerator.native_amp else "no")
     amp.wrap_forward(given[-1], accelerator.device.type, numerics, accelerator.autocast_handler)
     if device_placement and not accelerator.verify_device_map(model):
         with followed(accelerator, model, alike=True):  # torch_xla puts new parameters in a model that it moves
             model = model.to(accelerator.device)
-    wrapped = model
-    if not evaluation_mode:
-        wrapped = resolve(accelerator.state).wrap_model(accelerator, model)
+    wrapped = model if evaluation_mode else resolve(accelerator.state).wrap_model(accelerator, model)
     wrapped = compile_model(accelerator, wrapped)
     frozen = not any(parameter.requires_grad for parameter in model.parameters())
-    inners = [*_chain(wrapped), *given]
-    _lead_optimizers(accelerator)
-    return register(accelerator, "model", wrapped, *inners, evaluation=evaluation_mode, frozen=frozen)
-
-
-def _lead_optimizers(accelerator: "Accelerator") -> None:
-    """Let optimizers that were prepared before the model follow its parameters, also those of other Accelerators."""
+    # Optimizers that were prepared before the model follow its parameters, also those of other Accelerators.
     registry: PreparedRegistry = accelerator._registry
     for optimizer in prepared.optimizers():
         registry.moved.follow(optimizer)
-    for wrapped in accelerator._optimizers:
-        follow_any(wrapped.optimizer, prepared.histories(registry))
+    for known in accelerator._optimizers:
+        follow_any(known.optimizer, prepared.histories(registry))
+    inners = [*_chain(wrapped), *given]
+    return register(accelerator, "model", wrapped, *inners, evaluation=evaluation_mode, frozen=frozen)
 
 
 def compile_model(accelerator: "Accelerator", model: nn.Module) -> nn.Module:
@@ -412,11 +391,11 @@ def _check_device_map(accelerator: "Accelerator", model: nn.Module) -> None:
     if quantized and len(devices) == 1 and accelerator.device.type != "cpu":
         where = next(iter(devices))
         placed = torch.device(accelerator.device.type, where) if isinstance(where, int) else torch.device(where)
-        index = placed.index if placed.index is not None else 0
-        if placed.type != accelerator.device.type or index != (accelerator.device.index or 0):
+        index = accelerator.device.index or 0
+        if (placed.type, placed.index or 0) != (accelerator.device.type, index):
             raise ValueError(
                 f"This quantized model lies on {placed}, but this process trains on {accelerator.device}. Load it with "
-                f"device_map={{'': {accelerator.device.index or 0}}}."
+                f"device_map={{'': {index}}}."
             )
 
 
@@ -448,12 +427,9 @@ def prepare_scheduler(accelerator: "Accelerator", scheduler: Any) -> Accelerated
         return outer
     if isinstance(scheduler, AcceleratedScheduler):
         scheduler = scheduler.scheduler
-    inner = getattr(scheduler, "optimizer", None)
-    optimizers: Any = accelerator._optimizers
-    for candidate in accelerator._optimizers:
-        if inner is candidate or inner is getattr(candidate, "optimizer", None):
-            optimizers = candidate
-            break
+    driven = getattr(scheduler, "optimizer", None)
+    own = [item for item in accelerator._optimizers if driven is item or driven is getattr(item, "optimizer", None)]
+    optimizers = own[0] if own else accelerator._optimizers
     with own_states(accelerator):
         wrapped = AcceleratedScheduler(
             scheduler,
@@ -509,13 +485,11 @@ def prepare_data_loader(
 
 
 def _check_schedules(accelerator: "Accelerator", objects: Sequence[Any]) -> None:
+    """Warn of schedules whose length does not fit the first prepared loader."""
     schedulers = [item for item in objects if isinstance(item, AcceleratedScheduler)]
-    loaders = [item for item in accelerator._dataloaders if hasattr(item, "__len__")]
-    if not schedulers or not loaders:
-        return
     try:
-        batches = len(loaders[0])
-    except TypeError:  # an iterable dataset has no length
+        batches = len(accelerator._dataloaders[0]) if schedulers else 0
+    except (IndexError, TypeError):  # there is no loader, or it has no length
         return
     updates = -(-batches // max(1, accelerator.gradient_accumulation_steps))
     for scheduler in schedulers:
@@ -526,8 +500,7 @@ def ensure_registered(accelerator: "Accelerator", kind: str, result: Any, given:
     """Register what a replaced ``prepare_*`` method returned, so that its second preparation is detected as well."""
     entry = accelerator._registry.find(result)
     if entry is None:
-        settings = settings_of(accelerator) if kind == "model" else None
-        accelerator._registry.record(kind, result, [given], settings=settings)
+        _record(accelerator, kind, result, [given])
     elif accelerator._registry.find(given) is None:  # the replacement prepared another object in place of this one
         accelerator._registry.link(entry, given)
     return result
@@ -535,16 +508,10 @@ def ensure_registered(accelerator: "Accelerator", kind: str, result: Any, given:
 
 def restore_registry(accelerator: "Accelerator") -> None:
     """Register what an unpickled Accelerator's own lists hold."""
-    inside: dict[str, Any] = {
-        "model": _chain,
-        "optimizer": lambda item: [item.optimizer],
-        "scheduler": lambda item: [item.scheduler],
-        "loader": lambda item: [],
-    }
     for kind, name in _LISTS.items():
         for item in getattr(accelerator, name):
-            settings = settings_of(accelerator) if kind == "model" else None
-            accelerator._registry.record(kind, item, inside[kind](item), settings=settings)
+            inside = {"model": _chain, "loader": lambda loader: []}.get(kind, operator.attrgetter(kind))
+            _record(accelerator, kind, item, inside(item))
 
 
 def device_mesh(accelerator: "Accelerator") -> None:
@@ -572,3 +539,16 @@ def mesh_rank(accelerator: "Accelerator", dimension: str, what: str) -> int:
         return 0
     place = names.index(dimension)
     return accelerator.process_index // math.prod(sizes[place + 1 :]) % sizes[place]
+
+
+def release(accelerator: "Accelerator", objects: tuple[Any, ...]) -> list[Any]:
+    """Let go of everything prepared, so that the next ``prepare`` is a first one, and of the objects given."""
+    resolve(accelerator.state).release(accelerator)
+    for name in _LISTS.values():
+        getattr(accelerator, name).clear()
+    accelerator._registry.clear()
+    accelerator._window.__init__()
+    accelerator.step = 0
+    accelerator.gradient_state._set_sync_gradients(True)  # the window that was open, if any, is gone
+    accelerator.has_lomo_optimizer = False
+    return release_memory(*objects)

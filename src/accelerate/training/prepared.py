@@ -1,4 +1,4 @@
-"""What an Accelerator has prepared: an identity registry that tells a second ``prepare`` from a first one.
+"""What an Accelerator has prepared: an identity registry that detects a second ``prepare``.
 
 Every prepared object is remembered with the objects it was made from (the module inside a wrapper, the module inside a
 compiled one, the optimizer inside a prepared optimizer). References are weak, and objects are compared with ``is``
@@ -28,28 +28,6 @@ def _reference(obj: Any) -> Any:
         return lambda: obj
 
 
-@dataclass(frozen=True)
-class Settings:
-    """How a model was prepared; two Accelerators that differ here would train it differently.
-
-    Attributes:
-        distributed_type: The strategy, by value.
-        mixed_precision: The precision in force.
-        device: The device it was placed on.
-        ddp: The options of the wrapper, as text.
-    """
-
-    distributed_type: str = "NO"
-    mixed_precision: str = "no"
-    device: str = "cpu"
-    ddp: str = ""
-
-    def difference(self, other: "Settings") -> str:
-        """Return what differs, as text for a message; empty when nothing does."""
-        mine, theirs = vars(self), vars(other)
-        return ", ".join(f"{key}: {theirs[key]!r} then, {mine[key]!r} now" for key in mine if mine[key] != theirs[key])
-
-
 @dataclass(eq=False)
 class Entry:
     """One prepared object.
@@ -60,7 +38,7 @@ class Entry:
         inners: Weak references to what it was made from.
         evaluation: Whether it was prepared for evaluation alone, so not wrapped for training.
         frozen: Whether no parameter of a model was trainable then, so that it was not wrapped either.
-        settings: How a model was prepared.
+        settings: How a model was prepared; two Accelerators that differ here would train it differently.
     """
 
     kind: str
@@ -68,7 +46,7 @@ class Entry:
     inners: list[Any] = field(default_factory=list)
     evaluation: bool = False
     frozen: bool = False
-    settings: Settings | None = None
+    settings: dict[str, str] | None = None
 
     def objects(self) -> Iterator[Any]:
         """Yield the outer object and then the inner ones, as far as they are alive."""
@@ -89,7 +67,6 @@ class PreparedRegistry:
     """
 
     def __init__(self) -> None:
-        self._entries: list[Entry] = []
         self._by_id: dict[int, Entry] = {}
         self.moved = MovedParameters()
         _LIVE.add(self)
@@ -103,17 +80,14 @@ class PreparedRegistry:
             inners: What it was made from.
             **details: Further fields of the entry.
         """
-        distinct: list[Any] = []
-        for inner in inners:
-            if inner is not outer and not any(inner is known for known in distinct):
-                distinct.append(inner)
-        for obj in (outer, *distinct):
+        inners = list(inners)
+        for obj in (outer, *inners):
             if (former := self.find(obj)) is not None:
-                self.forget(former)
-        entry = Entry(kind, _reference(outer), [_reference(inner) for inner in distinct], **details)
-        self._entries.append(entry)
-        for obj in (outer, *distinct):
-            self._by_id[id(obj)] = entry
+                self._by_id = {key: known for key, known in self._by_id.items() if known is not former}
+        entry = Entry(kind, _reference(outer), **details)
+        self._by_id[id(outer)] = entry
+        for inner in inners:
+            self.link(entry, inner)
         return entry
 
     def link(self, entry: Entry, inner: Any) -> None:
@@ -129,20 +103,14 @@ class PreparedRegistry:
             return entry
         return None
 
-    def forget(self, entry: Entry) -> None:
-        """Drop an entry."""
-        self._entries = [known for known in self._entries if known is not entry]
-        self._by_id = {key: known for key, known in self._by_id.items() if known is not entry}
-
     def clear(self) -> None:
         """Drop every entry: the next ``prepare`` of any object is a first one."""
-        self._entries.clear()
         self._by_id.clear()
         self.moved.clear()
 
     def alive(self, kind: str) -> Iterator[Any]:
         """Yield the prepared objects of a kind that are alive."""
-        for entry in self._entries:
+        for entry in {id(entry): entry for entry in self._by_id.values()}.values():
             if entry.kind == kind and (outer := entry.outer()) is not None:
                 yield outer
 
@@ -179,7 +147,7 @@ def models() -> Iterator[nn.Module]:
 def check_optimizers(objects: Sequence[Any]) -> None:
     """Refuse an optimizer of a model as it was before its parameters were replaced by hand: its steps change nothing.
 
-    An optimizer of something else than a prepared model is none of `prepare`'s business, so shapes tell the two apart.
+    An optimizer of something else than a prepared model is left alone: only one of the same shapes is refused.
 
     Args:
         objects: What `prepare` returns.

@@ -4,11 +4,12 @@ import contextlib
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+from accelerate.config import env
 from accelerate.config.deepspeed import DeepSpeedPlugin
-from accelerate.config.enums import DynamoBackend, RNGType
+from accelerate.config.enums import RNGType
 from accelerate.config.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.config.handlers import (
@@ -22,12 +23,11 @@ from accelerate.config.handlers import (
     TorchDynamoPlugin,
 )
 from accelerate.config.megatron import MegatronLMPlugin
+from accelerate.config.options import BY_NAME
 from accelerate.config.project import DataLoaderConfiguration, ProjectConfiguration
 from accelerate.config.values import to_int
 from accelerate.runtime import storage
-from accelerate.state import asked_for
 from accelerate.training.prepared import models, warn_caller
-from accelerate.utils.environment import parse_flag_from_env
 
 # Which attribute of the Accelerator each kind of handler becomes.
 HANDLERS: dict[type, str] = {
@@ -41,23 +41,8 @@ HANDLERS: dict[type, str] = {
     TERecipeKwargs: "te_recipe_handler",
     MSAMPRecipeKwargs: "msamp_recipe_handler",
 }
-
-
-@dataclass(frozen=True)
-class Plugins:
-    """The strategy plugins that a run asks for, from arguments or environment.
-
-    Attributes:
-        deepspeed: One plugin, a dict of them by name, or None.
-        fsdp: The FSDP plugin or None.
-        megatron: The Megatron-LM plugin or None.
-        dynamo: The compilation plugin; its backend may be ``NO``.
-    """
-
-    deepspeed: Any
-    fsdp: FullyShardedDataParallelPlugin | None
-    megatron: MegatronLMPlugin | None
-    dynamo: TorchDynamoPlugin
+# In the order of the arguments of `plugins`.
+_PLUGINS = (DeepSpeedPlugin, FullyShardedDataParallelPlugin, MegatronLMPlugin, TorchDynamoPlugin)
 
 
 def project(config: ProjectConfiguration | None, folder: str | os.PathLike | None) -> ProjectConfiguration:
@@ -100,8 +85,8 @@ def sort_handlers(handlers: Iterable[KwargsHandler] | None) -> dict[str, KwargsH
     return found
 
 
-def plugins(deepspeed: Any, fsdp: Any, megatron: Any, dynamo: Any, dynamo_backend: Any) -> Plugins:
-    """Settle the strategy plugins: what was given wins, then what the environment asks for.
+def plugins(deepspeed: Any, fsdp: Any, megatron: Any, dynamo: Any, dynamo_backend: Any) -> dict[str, Any]:
+    """Return the plugins that were given as arguments of ``AcceleratorState``, which builds those of the environment.
 
     Raises:
         TypeError: A plugin is of another class than its argument asks for.
@@ -109,29 +94,19 @@ def plugins(deepspeed: Any, fsdp: Any, megatron: Any, dynamo: Any, dynamo_backen
     """
     if dynamo is not None and dynamo_backend is not None:
         raise ValueError("Pass either dynamo_plugin or dynamo_backend, not both: the plugin has a `backend` field.")
-    if dynamo is None:
-        dynamo = TorchDynamoPlugin(backend=dynamo_backend) if dynamo_backend is not None else TorchDynamoPlugin()
-    deepspeed = None if deepspeed == {} else deepspeed
-    if deepspeed is None and parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
-        deepspeed = DeepSpeedPlugin()
-    if fsdp is None and asked_for("fsdp_plugin"):
-        fsdp = FullyShardedDataParallelPlugin()
-    if megatron is None and parse_flag_from_env("ACCELERATE_USE_MEGATRON_LM"):
-        megatron = MegatronLMPlugin()
-    wanted = (
-        ("fsdp_plugin", fsdp, FullyShardedDataParallelPlugin),
-        ("megatron_lm_plugin", megatron, MegatronLMPlugin),
-        ("dynamo_plugin", dynamo, TorchDynamoPlugin),
-        *(("deepspeed_plugin", item, DeepSpeedPlugin) for item in _each(deepspeed)),
-    )
-    for name, value, kind in wanted:
-        if value is not None and not isinstance(value, kind):
-            raise TypeError(f"{name}={value!r} is a {type(value).__name__}; pass a {kind.__name__}.")
-    return Plugins(deepspeed, fsdp, megatron, dynamo)
-
-
-def _each(deepspeed: Any) -> list[Any]:
-    return list(deepspeed.values()) if isinstance(deepspeed, dict) else [deepspeed]
+    if dynamo_backend is not None:
+        dynamo = TorchDynamoPlugin(backend=dynamo_backend)
+    given = {
+        "deepspeed_plugin": deepspeed if deepspeed != {} else None,
+        "fsdp_plugin": fsdp,
+        "megatron_lm_plugin": megatron,
+        "dynamo_plugin": dynamo,
+    }
+    for (name, value), kind in zip(given.items(), _PLUGINS, strict=True):
+        for plugin in value.values() if isinstance(value, dict) else [value]:
+            if plugin is not None and not isinstance(plugin, kind):
+                raise TypeError(f"{name}={plugin!r} is a {type(plugin).__name__}; pass a {kind.__name__}.")
+    return given
 
 
 def accumulation(plugin: GradientAccumulationPlugin | None, steps: int) -> GradientAccumulationPlugin:
@@ -140,19 +115,19 @@ def accumulation(plugin: GradientAccumulationPlugin | None, steps: int) -> Gradi
     Raises:
         ValueError: Both were given, or the number of steps is not positive.
     """
+    option = BY_NAME["gradient_accumulation_steps"]
     if plugin is not None and plugin.num_steps is not None:
         if steps != 1:
             raise ValueError(
-                f"Pass either gradient_accumulation_steps (got {steps}) or gradient_accumulation_plugin, not both: the "
-                "plugin has a `num_steps` field."
+                f"Pass either {option.name} (got {steps}) or gradient_accumulation_plugin, not both: the plugin has a "
+                "`num_steps` field."
             )
         return plugin
-    variable = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
-    told = os.environ.get(variable, "").strip()
-    for name, value in {"gradient_accumulation_steps": steps, variable: told or steps}.items():
-        steps = to_int(value, name)
-        if steps < 1:
-            raise ValueError(f"{name}={steps!r} is not a positive integer; 1 accumulates nothing.")
+    for source, value in ((option.name, steps), (option.env, option.read(os.environ))):
+        if value is not None:
+            steps = to_int(value, source)
+            if steps < 1:
+                raise ValueError(f"{source}={steps!r} is not a positive integer; 1 accumulates nothing.")
     return GradientAccumulationPlugin(num_steps=steps) if plugin is None else replace(plugin, num_steps=steps)
 
 
@@ -230,10 +205,12 @@ def mesh(given: Any, make: Callable[..., Any], tensor_parallel: Any) -> Any:
     """
     if given is not None and not hasattr(given, "get_device_mesh"):
         raise TypeError(f"parallelism_config={given!r} is a {type(given).__name__}; pass a ParallelismConfig.")
-    wanted = getattr(tensor_parallel, "tp_size", 1)
-    if given is None and parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG"):
+    if given is None and env.value_of("use_parallelism_config"):
         given = make()
-    if tensor_parallel is not None and given is None:
+    if tensor_parallel is None:
+        return given
+    wanted = tensor_parallel.tp_size
+    if given is None:
         warnings.warn(
             f"torch_tp_plugin is superseded: pass parallelism_config=ParallelismConfig(tp_size={wanted}).",
             FutureWarning,
@@ -246,8 +223,3 @@ def mesh(given: Any, make: Callable[..., Any], tensor_parallel: Any) -> Any:
             "the configuration replaces it."
         )
     return given
-
-
-def is_compiling(plugin: TorchDynamoPlugin) -> bool:
-    """Whether models are compiled at prepare."""
-    return plugin.backend != DynamoBackend.NO

@@ -53,38 +53,28 @@ def init_trackers(
     options = init_kwargs or {}
     trackers = []
     for choice in accelerator.log_with:
-        if isinstance(choice, GeneralTracker):
-            trackers.append(choice)
-            continue
-        tracker_class = _class_of(choice)
-        arguments = dict(options.get(tracker_class.name) or {})
-        if tracker_class.requires_logging_directory:
-            trackers.append(tracker_class(project_name, accelerator.logging_dir, **arguments))
-        else:
-            trackers.append(tracker_class(project_name, **arguments))
+        kind = _class_of(choice)
+        if kind is not choice:
+            folder = [accelerator.logging_dir] if kind.requires_logging_directory else []
+            choice = kind(project_name, *folder, **(options.get(kind.name) or {}))
+        trackers.append(choice)
     unknown = set(options).difference(tracker.name for tracker in trackers)
     if unknown:
         # Scripts pass settings for every tracker they know, and choose one of them on the command line.
         logger.info("init_trackers got settings for %s, which this run does not use.", sorted(unknown))
-    running = _running(accelerator)
-    for tracker in running:
-        if not _among(tracker, trackers):
-            _guarded(tracker, "finish", tracker.finish)
-    for tracker in trackers:
-        if not _among(tracker, running):
-            tracker.start()
+    running = _without(accelerator.trackers, accelerator._finished_trackers)
+    for tracker in _without(running, trackers):
+        _guarded(tracker, "finish", tracker.finish)
+    for tracker in _without(trackers, running):
+        tracker.start()
     accelerator.trackers, accelerator._finished_trackers = trackers, []
     if config is not None:
         for tracker in trackers:
             tracker.store_init_configuration(dict(config))
 
 
-def _running(accelerator: "Accelerator") -> list[GeneralTracker]:
-    return [tracker for tracker in accelerator.trackers if not _among(tracker, accelerator._finished_trackers)]
-
-
-def _among(tracker: GeneralTracker, trackers: list[GeneralTracker]) -> bool:
-    return any(tracker is other for other in trackers)
+def _without(trackers: list[GeneralTracker], others: list[GeneralTracker]) -> list[GeneralTracker]:
+    return [tracker for tracker in trackers if not any(tracker is other for other in others)]
 
 
 def get_tracker(accelerator: "Accelerator", name: str, unwrap: bool = False) -> Any:
@@ -129,23 +119,13 @@ def log(
         _guarded(tracker, "log", tracker.log, dict(values), step=step, **arguments)
 
 
-def end_training(accelerator: "Accelerator") -> None:
-    """Finish every tracker, and leave the process group. All ranks, at the end.
-
-    Args:
-        accelerator: The Accelerator.
-    """
-    finish(accelerator)
-    accelerator.state.destroy_process_group()
-
-
 def finish(accelerator: "Accelerator") -> None:
     """Finish every tracker that runs. They stay in ``accelerator.trackers``, for what can be asked of a finished run.
 
     Args:
         accelerator: The Accelerator.
     """
-    for tracker in _running(accelerator):
+    for tracker in _without(accelerator.trackers, accelerator._finished_trackers):
         _guarded(tracker, "finish", tracker.finish)
     accelerator._finished_trackers = list(accelerator.trackers)
 

@@ -10,7 +10,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accelerate.precision.footprint import no_sync_memory_note
-from accelerate.training.reports import measure_activations, memory_report, precision_report
 from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.imports import is_torchao_available
 from precision_table import Net, check, rows
@@ -62,15 +61,15 @@ def whole_and_local_sizes():
         accelerator = accelerator_for(strategy)
         net = Net()
         model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters()))
-        with measure_activations(accelerator):
+        with accelerator.measure_activations():
             accelerator.backward(model(torch.ones(4, 16, device=accelerator.device)).sum())
         optimizer.step()
-        report = precision_report(accelerator, model)
+        report = accelerator.precision_report(model)
         trained = next(row for row in report.rows if row.copy == "trainable parameters")
         assert (trained.count, trained.nbytes) == (816, 816 * 4)
         shares = 1 if strategy != "ddp" else size
         assert sum(everywhere(trained.local)) == 816 * 4 * shares
-        found = memory_report(accelerator)
+        found = accelerator.memory_report()
         assert len({str(text) for text in everywhere(str(found))}) == 1
         assert [row.rank for row in found.rows] == list(range(size))
         parts = 1 if strategy == "ddp" else size
@@ -96,10 +95,10 @@ def whole_gradients_while_nothing_is_exchanged():
         inputs = torch.ones(4, 16, device=accelerator.device)
         with accelerator.no_sync(model):
             accelerator.backward(model(inputs).sum())
-        kept = [row.gradients for row in memory_report(accelerator).rows]
+        kept = [row.gradients for row in accelerator.memory_report().rows]
         assert all(whole <= count <= whole + 64 * size for count in kept), (strategy, kept, whole)
         accelerator.backward(model(inputs).sum())
-        kept = [row.gradients for row in memory_report(accelerator).rows]
+        kept = [row.gradients for row in accelerator.memory_report().rows]
         assert all(count <= whole / size + 64 * size for count in kept), (strategy, kept, whole)
 
 
@@ -120,7 +119,7 @@ def float8_is_gathered_in_8_bits():
     optimizer.step()
     after = [whole.full_tensor() for whole in model.parameters()]
     assert all((old != new).any() for old, new in zip(before, after, strict=True))
-    report = precision_report(accelerator, model)
+    report = accelerator.precision_report(model)
     assert report.dtype_of("forward of 1 torchao layers") == "float8" and not report.warnings, str(report)
     with shared_folder() as folder:
         accelerator.save_state(folder)

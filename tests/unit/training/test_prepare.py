@@ -1,6 +1,5 @@
 """How objects are prepared: with the Accelerator's own states, and never unsynchronised or in another precision."""
 
-import contextlib
 import warnings
 
 import pytest
@@ -89,23 +88,14 @@ def test_a_model_from_a_run_in_another_precision_loses_its_autocast():
 def test_prepared_objects_come_back_without_warning_after_free_memory():
     accelerator = Accelerator(cpu=True)
     model, optimizer, scheduler, loader = accelerator.prepare(*parts())
-    accelerator.free_memory()
+    accelerator.sync_gradients = False
+    assert accelerator.free_memory(1, 2) == [None, None] and accelerator.sync_gradients, "an open window ends"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         again = accelerator.prepare(model, optimizer, scheduler, loader)
     assert again[0] is model and again[1].optimizer is optimizer.optimizer and again[3] is loader
     assert again[2].scheduler is scheduler.scheduler and again[2].optimizers == [again[1]]
     assert len(accelerator._dataloaders) == 1
-
-
-def test_free_memory_ends_the_open_window():
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    model = accelerator.prepare(nn.Linear(1, 1))
-    with contextlib.suppress(KeyError), accelerator.accumulate(model):
-        raise KeyError
-    assert not accelerator.sync_gradients
-    accelerator.free_memory()
-    assert accelerator.sync_gradients
 
 
 def test_a_replaced_method_may_prepare_another_object_in_place_of_the_one_given():

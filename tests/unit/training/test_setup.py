@@ -57,15 +57,12 @@ def test_the_superseded_tensor_parallel_plugin_becomes_a_mesh():
     with pytest.warns(FutureWarning, match="ParallelismConfig.tp_size=1"):
         alone = Accelerator(cpu=True, torch_tp_plugin=TorchTensorParallelPlugin())
     assert alone.parallelism_config == ParallelismConfig() and alone.tensor_parallel_rank == 0
-
-
-def test_the_superseded_tensor_parallel_plugin_may_not_disagree():
+    both = {
+        "torch_tp_plugin": TorchTensorParallelPlugin(tp_size=2),
+        "parallelism_config": ParallelismConfig(tp_size=4),
+    }
     with pytest.raises(ValueError, match="tp_size=2 and parallelism_config.tp_size=4 disagree"):
-        Accelerator(
-            cpu=True,
-            torch_tp_plugin=TorchTensorParallelPlugin(tp_size=2),
-            parallelism_config=ParallelismConfig(tp_size=4),
-        )
+        Accelerator(cpu=True, **both)
 
 
 def test_the_launchers_mesh_is_read_through_the_name_that_libraries_replace(monkeypatch):
@@ -111,7 +108,10 @@ def test_a_plugin_without_steps_takes_those_of_the_accelerator(monkeypatch):
 
 
 @pytest.mark.parametrize("steps", ["0", "-2"])
-def test_a_number_of_steps_in_the_environment_is_checked(monkeypatch, steps):
+def test_a_number_of_steps_is_checked_and_may_be_text(monkeypatch, steps):
+    assert Accelerator(cpu=True, gradient_accumulation_steps="2").gradient_accumulation_steps == 2
+    with pytest.raises(ValueError, match="gradient_accumulation_steps is 'two'"):
+        Accelerator(cpu=True, gradient_accumulation_steps="two")
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", steps)
     with pytest.raises(ValueError, match=f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS={steps}"):
         Accelerator(cpu=True)
@@ -133,9 +133,3 @@ def test_what_is_no_configuration_is_refused_and_no_plugins_are_none():
     with pytest.raises(TypeError, match="parallelism_config='tp' is a str; pass a ParallelismConfig"):
         Accelerator(cpu=True, parallelism_config="tp")
     assert Accelerator(cpu=True, deepspeed_plugins={}).state.deepspeed_plugins is None
-
-
-def test_steps_may_be_text():
-    assert Accelerator(cpu=True, gradient_accumulation_steps="2").gradient_accumulation_steps == 2
-    with pytest.raises(ValueError, match="gradient_accumulation_steps is 'two'"):
-        Accelerator(cpu=True, gradient_accumulation_steps="two")

@@ -1,9 +1,9 @@
 """The trackers of an Accelerator."""
 
-import types
-
 import pytest
+import torch
 
+from accelerate import Accelerator
 from accelerate.trackers import registry
 from accelerate.trackers.base import GeneralTracker
 from accelerate.training import tracking
@@ -63,10 +63,9 @@ def known(monkeypatch):
 @pytest.fixture
 def make():
     def make(*log_with):
-        left = []
-        state = types.SimpleNamespace(destroy_process_group=lambda: left.append(True))
-        own = {"trackers": [], "_finished_trackers": [], "logging_dir": "logs", "state": state, "left": left}
-        return types.SimpleNamespace(log_with=list(log_with), **own)
+        accelerator = Accelerator(cpu=True, project_dir="logs")
+        accelerator.log_with = list(log_with)
+        return accelerator
 
     return make
 
@@ -74,10 +73,10 @@ def make():
 def test_a_run(make):
     accelerator = make("recording", "local")
     config, values = {"lr": 0.1}, {"loss": 1}
-    tracking.init_trackers(accelerator, "project", config, {"recording": {"a": 1}})
-    tracking.log(accelerator, values, step=3, log_kwargs={"local": {"b": 2}})
+    accelerator.init_trackers("project", config, {"recording": {"a": 1}})
+    accelerator.log(values, step=3, log_kwargs={"local": {"b": 2}, "recording": None})
     first, second = (tracker.events for tracker in accelerator.trackers)
-    tracking.end_training(accelerator)
+    accelerator.end_training()
     assert first == [
         ("made", "project", {"a": 1}),
         "start",
@@ -87,31 +86,15 @@ def test_a_run(make):
     ]
     assert second[0] == ("made", "project", {"logging_dir": "logs"}) and second[3] == ({"loss": 1}, 3, {"b": 2})
     assert (config, values) == ({"lr": 0.1}, {"loss": 1}), "no tracker can change what the caller passed"
-    assert accelerator.left == [True]
-
-
-def test_nothing_given(make):
-    accelerator = make("recording")
-    tracking.init_trackers(accelerator, "project", None, None)
-    tracking.log(accelerator, {"a": 1}, None, None)
-    tracking.log(accelerator, {"a": 1}, log_kwargs={"recording": None})
-    assert accelerator.trackers[0].events[1:] == ["start", ({"a": 1}, None, {}), ({"a": 1}, None, {})]
-
-
-def test_objects_are_used_as_they_are(make):
-    own = Recording("mine")
-    accelerator = make(own)
-    tracking.init_trackers(accelerator, "project", {"a": 1})
-    assert accelerator.trackers == [own]
-    assert own.events == [("made", "mine", {}), "start", ("config", {"a": 1})]
 
 
 def test_starting_again_leaves_one_run_of_each(make):
-    own = Recording()
+    own = Recording("mine")
     accelerator = make("local", own)
-    tracking.init_trackers(accelerator, "first")
+    accelerator.init_trackers("first", {"a": 1})
+    assert own.events == [("made", "mine", {}), "start", ("config", {"a": 1})]
     old = accelerator.trackers[0]
-    tracking.init_trackers(accelerator, "second")
+    accelerator.init_trackers("second")
     assert [tracker.name for tracker in accelerator.trackers] == ["local", "recording"]
     assert old.events[-1] == "finish" and accelerator.trackers[0].events[0][1] == "second"
     assert own.events.count("start") == 1 and "finish" not in own.events
@@ -120,47 +103,40 @@ def test_starting_again_leaves_one_run_of_each(make):
 def test_a_finished_run_can_be_asked_and_is_finished_once(make):
     own = Recording()
     accelerator = make(own)
-    tracking.init_trackers(accelerator, "project")
+    assert type(accelerator.get_tracker("recording")) is GeneralTracker
+    assert accelerator.get_tracker("recording").log({}) is None
+    accelerator.init_trackers("project")
     for _ in range(2):
-        tracking.end_training(accelerator)
-    assert accelerator.trackers == [own] and tracking.get_tracker(accelerator, "recording") is own
+        accelerator.end_training()
+    assert accelerator.trackers == [own] and accelerator.get_tracker("recording") is own
+    assert accelerator.get_tracker("recording", unwrap=True) is own.events
+    with pytest.raises(ValueError, match="other is not.*recording"):
+        accelerator.get_tracker("other")
     assert own.events.count("finish") == 1
-    tracking.init_trackers(accelerator, "again")
-    tracking.end_training(accelerator)
+    accelerator.init_trackers("again")
+    accelerator.end_training()
     assert own.events[1:] == ["start", "finish", "start", "finish"]
 
 
-def test_get_tracker(make):
-    accelerator = make("recording")
-    blank = tracking.get_tracker(accelerator, "recording")
-    assert type(blank) is GeneralTracker and blank.log({}) is None
-    tracking.init_trackers(accelerator, "project")
-    tracker = tracking.get_tracker(accelerator, "recording")
-    assert tracker is accelerator.trackers[0]
-    assert tracking.get_tracker(accelerator, "recording", unwrap=True) is tracker.events
-    with pytest.raises(ValueError, match="other is not.*recording"):
-        tracking.get_tracker(accelerator, "other")
-
-
-def test_a_failing_tracker_does_not_stop_the_run_or_the_others(make, caplog):
+def test_a_failing_tracker_does_not_stop_the_run_or_the_others(make, caplog, process_group):
     accelerator = make("failing", "recording")
-    tracking.init_trackers(accelerator, "project")
+    accelerator.init_trackers("project")
     events = accelerator.trackers[1].events
-    tracking.log(accelerator, {"a": 1})
-    tracking.end_training(accelerator)
+    accelerator.log({"a": 1})
+    accelerator.end_training()
     assert events[-2:] == [({"a": 1}, None, {}), "finish"]
     assert caplog.text.count("'failing' failed") == 2 and "ConnectionError: gone" in caplog.text
-    assert accelerator.left == [True]
+    assert not torch.distributed.is_initialized(), "the process group is left in any case"
 
 
-def test_a_tracker_that_cannot_start_is_an_error(make):
-    class Broken(Recording):
-        def start(self):
-            raise ConnectionError("no network")
+def test_a_tracker_that_cannot_start_is_an_error(make, monkeypatch):
+    def refuse(self):
+        raise ConnectionError("no network")
 
-    accelerator = make(Broken())
+    monkeypatch.setattr(Recording, "start", refuse)
+    accelerator = make("recording")
     with pytest.raises(ConnectionError):
-        tracking.init_trackers(accelerator, "project")
+        accelerator.init_trackers("project")
     assert accelerator.trackers == []
 
 

@@ -1,0 +1,177 @@
+"""The memory report: parameters, gradients, optimizer state and the peak of activations of each rank."""
+
+import contextlib
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from accelerate.diagnostics.table import Report
+from accelerate.modules.unwrap import id_tensor_storage
+from accelerate.precision.master import local_part, size
+
+_COLUMNS = ("rank", "parameters", "buffers", "gradients", "optimizer", "activations", "peak")
+
+
+@dataclass(frozen=True)
+class MemoryRow:
+    """What one rank holds, in bytes of its own memory; memory that several tensors share counts once.
+
+    Attributes:
+        rank: The rank.
+        parameters: Its parameters, or its shards of them.
+        buffers: Its buffers.
+        gradients: Its gradients, whole ones included that wait for an exchange.
+        optimizer: The tensors of its optimizers' states.
+        activations: The peak of what else there was, as the report's note says; None where nothing measured it.
+        peak: The peak of the device's allocations, or of the process's resident memory on a CPU.
+    """
+
+    rank: int
+    parameters: int
+    buffers: int
+    gradients: int
+    optimizer: int
+    activations: int | None
+    peak: int
+
+    def cells(self) -> list[str]:
+        """Return the row as text."""
+        _, *numbers = vars(self).values()
+        return [str(self.rank), *("not measured" if number is None else size(number) for number in numbers)]
+
+
+def memory_report(
+    models: Sequence[nn.Module],
+    optimizers: Sequence[Any],
+    device: torch.device,
+    gather: Callable[[torch.Tensor], torch.Tensor],
+    activations: int | None,
+) -> Report:
+    """Return what each rank holds: the same report on every rank. All ranks.
+
+    Gradients and optimizer state are there once a step has made them, so the call follows the first backward pass.
+
+    Args:
+        models: The prepared models.
+        optimizers: The prepared optimizers.
+        device: This rank's device.
+        gather: Concatenates a tensor of all ranks, in their order.
+        activations: What `measure_activations` found on this rank.
+    """
+    counted: dict[Any, None] = {}
+    states = pytree.tree_leaves([dict(optimizer.state) for optimizer in optimizers])
+    held = [
+        _count((tensor for model in models for tensor in model.parameters()), counted),
+        _count((tensor for model in models for tensor in model.buffers()), counted),
+        _count((gradient for model in models for gradient in _gradients(model)), counted),
+        _count((value for value in states if isinstance(value, torch.Tensor)), counted),
+    ]
+    allocated = getattr(getattr(torch, device.type, None), "max_memory_allocated", None)
+    if device.type == "cpu" or allocated is None:
+        peak = _resident_peak()
+        note = "peak: most memory that the process had resident since its start, libraries included."
+        rest = None
+        kind = f"not measured on {device.type!r}; run a step inside measure_activations()"
+    else:
+        peak = allocated(device)
+        note = f"peak: most that torch had allocated since the start or torch.{device.type}.reset_peak_memory_stats()."
+        rest = max(0, peak - sum(key[2] for key in counted if key[0].type == device.type))
+        kind = "the part of the peak that is in no other column, buffers of communication included"
+    if activations is not None:
+        rest, kind = activations, "what autograd kept for backward at most, inside measure_activations()"
+    numbers = torch.tensor([[*held, -1 if rest is None else rest, peak]], dtype=torch.int64, device=device)
+    rows = [
+        MemoryRow(rank, *line[:4], activations=line[4] if line[4] >= 0 else None, peak=line[5])
+        for rank, line in enumerate(gather(numbers).tolist())
+    ]
+    return Report(f"Memory on {device.type}", _COLUMNS, tuple(rows), (f"activations: {kind}.", note))
+
+
+def _count(tensors: Iterable[torch.Tensor], counted: dict[Any, None]) -> int:
+    """Return the bytes of the memory under some tensors that was not counted before, and count it."""
+    total = 0
+    for tensor in tensors:
+        local = local_part(tensor)
+        key = id_tensor_storage(local)
+        if key not in counted and not local.is_meta:
+            counted[key] = None
+            total += key[2]
+    return total
+
+
+def _gradients(model: nn.Module) -> Iterator[torch.Tensor]:
+    found = [parameter.grad for parameter in model.parameters()]
+    # While nothing is exchanged, whole gradients lie beside the parameters.
+    for module in model.modules():
+        state = getattr(module, "_get_fsdp_state", None)
+        for group in state()._fsdp_param_groups if state is not None else ():
+            for item in group.fsdp_params:
+                whole = getattr(item, "_unsharded_param", None)
+                found += [item.unsharded_accumulated_grad, getattr(whole, "grad", None)]
+        flat = getattr(getattr(module, "_handle", None), "flat_param", None)
+        found += [getattr(flat, name, None) for name in ("grad", "_saved_grad_shard")]
+    return (gradient for gradient in found if gradient is not None)
+
+
+def _resident_peak() -> int:
+    try:
+        import resource
+    except ImportError:  # Windows has no such count
+        return 0
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
+
+
+class _Kept:
+    """A tensor that autograd keeps; its end is the end of the graph's interest in it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+@contextlib.contextmanager
+def measure_activations(models: Sequence[nn.Module]) -> Iterator[Callable[[], int]]:
+    """Measure the bytes that autograd keeps for backward at most. Each rank for itself.
+
+    It follows each tensor that forward saves, which costs time. Memory that several tensors share counts once, and
+    parameters and buffers do not count.
+
+    Args:
+        models: The models whose parameters and buffers are left out.
+
+    Yields:
+        A function that returns the peak.
+
+    Source:
+        https://docs.pytorch.org/tutorials/intermediate/autograd_saved_tensors_hooks_tutorial.html
+    """
+    own = {id_tensor_storage(local_part(t)) for m in models for t in (*m.parameters(), *m.buffers())}
+    users: dict[Any, int] = {}
+    now = peak = 0
+
+    def drop(key: Any) -> None:
+        nonlocal now
+        users[key] -= 1
+        if not users[key]:
+            del users[key]
+            now -= key[2]
+
+    def pack(tensor: torch.Tensor) -> _Kept:
+        nonlocal now, peak
+        kept, key = _Kept(tensor), id_tensor_storage(local_part(tensor))
+        if key not in own:
+            if key not in users:
+                now += key[2]
+                peak = max(peak, now)
+            users[key] = users.get(key, 0) + 1
+            weakref.finalize(kept, drop, key).atexit = False
+        return kept
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor):
+        yield lambda: peak

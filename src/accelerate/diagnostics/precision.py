@@ -1,0 +1,241 @@
+"""The precision report: in which dtype each copy of a model's numbers is, before and after ``prepare``."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from accelerate.config.enums import FP8BackendType
+from accelerate.diagnostics.table import Report
+from accelerate.modules.unwrap import extract_model_from_parallel
+from accelerate.precision.amp import autocast_of
+from accelerate.precision.base import precision
+from accelerate.precision.footprint import Piece, pieces, plain_name, short
+from accelerate.precision.fp8 import ENGINES
+from accelerate.precision.master import local_part, size
+
+_COLUMNS = ("copy", "before prepare", "now", "elements", "whole", "on this rank")
+_LOW = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class PrecisionRow:
+    """One kind of copy of a model's numbers, in one dtype.
+
+    Attributes:
+        copy: What it is, such as ``"trainable parameters"``.
+        before: Its dtype when the model came to ``prepare``.
+        after: Its dtype now.
+        count: Elements of the whole, over all ranks of a shard group; None where nothing is counted.
+        nbytes: Bytes of the whole.
+        local: Bytes on this rank.
+    """
+
+    copy: str
+    before: str
+    after: str
+    count: int | None = None
+    nbytes: int = 0
+    local: int = 0
+
+    def cells(self) -> list[str]:
+        """Return the row as text."""
+        sizes = ["", "", ""] if self.count is None else [f"{self.count:,}", size(self.nbytes), size(self.local)]
+        return [self.copy, self.before, self.after, *sizes]
+
+
+@dataclass(frozen=True)
+class PrecisionReport(Report):
+    """In which dtype each copy of a model's numbers is; printed, a table.
+
+    Attributes:
+        model: The class of the user's model.
+        strategy: ``"none"``, ``"ddp"``, ``"fsdp1"``, ``"fsdp2"``, ``"tp"``, or two of them joined by ``" x "``.
+        warnings: How many of the notes, from the first, contradict what was asked for.
+    """
+
+    model: str = ""
+    strategy: str = "none"
+    warnings: int = 0
+
+    def dtype_of(self, copy: str) -> str:
+        """Return the dtype of a copy as it is now, several joined by a comma; ``"-"`` where there is none.
+
+        Args:
+            copy: As in the table.
+        """
+        return ", ".join(dict.fromkeys(row.after for row in self.rows if row.copy == copy)) or "-"
+
+
+def precision_report(
+    model: nn.Module,
+    optimizers: Sequence[Any],
+    mixed_precision: str,
+    fp8_backend: FP8BackendType = FP8BackendType.NO,
+    comm_hook: Any = None,
+) -> PrecisionReport:
+    """Return in which dtype each copy of a model's numbers is. Any rank, alone.
+
+    Gradients and optimizer state are looked at where they exist, so a report after the first step says most; before it
+    says in which dtype gradients will come.
+
+    Args:
+        model: A prepared model.
+        optimizers: The prepared optimizers.
+        mixed_precision: The precision in force.
+        fp8_backend: The library that computes in fp8.
+        comm_hook: The communication hook of DDP.
+
+    Raises:
+        TypeError: ``model`` is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"precision_report() got {model!r} ({type(model).__name__}); pass a prepared model.")
+    inner = extract_model_from_parallel(model, keep_torch_compile=False)
+    parts = pieces(model)
+    strategy = _strategy(model, parts)
+    engine = ENGINES.get(fp8_backend) if precision(mixed_precision).needs_engine else None
+    layers = engine.converted(inner) if engine is not None else 0
+    own = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    held = [
+        (parameter, optimizer.state.get(parameter, {}))
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if id(parameter) in own
+    ]
+    rows = list(_model_rows(model, inner, parts))
+    if layers:
+        rows.append(PrecisionRow(f"forward of {layers} {engine.title} layers", "-", "float8"))
+    rows += _gradient_rows(model, strategy, parts, comm_hook)
+    rows += _sums("updated by optimizers", (_tensor(parameter) for parameter, _ in held))
+    states = pytree.tree_leaves([state for _, state in held])
+    # A step counter is a scalar, and says nothing about the precision of the state.
+    rows += _sums("optimizer state", (_tensor(v) for v in states if isinstance(v, torch.Tensor) and v.dim()))
+    alarms = _contradictions(mixed_precision, _autocast_dtype(inner), parts)
+    if engine is not None and not layers:
+        alarms.append(
+            f"mixed_precision='fp8', but {engine.title} computes no layer of this model, which runs in bfloat16."
+        )
+    missed = len(own - {id(parameter) for parameter, _ in held})
+    if optimizers and missed:
+        alarms.append(
+            f"{missed} of {len(own)} trainable parameters are in no prepared optimizer and stay as they are. If the model was "
+            "changed after the optimizer was made, make it afterwards."
+        )
+    notes = [f"warning: {alarm}" for alarm in alarms]
+    if (changed := getattr(inner, "_accelerate_upcast", None)) is not None:
+        notes.append(
+            f"note: prepare() turned {len(changed.before)} trainable parameters into {short(changed.dtype)}, which took "
+            f"{size(changed.added)} more on each rank before sharding."
+        )
+    # fully_shard derives a class of the user's.
+    kind = type(inner).__bases__[-1] if hasattr(inner, "_get_fsdp_state") else type(inner)
+    title = f"{kind.__name__}: strategy {strategy}, mixed_precision={mixed_precision!r}"
+    return PrecisionReport(title, _COLUMNS, tuple(rows), tuple(notes), 3, kind.__name__, strategy, len(alarms))
+
+
+def _strategy(model: nn.Module, parts: Sequence[Piece]) -> str:
+    found = sorted({piece.strategy for piece in parts if piece.strategy})
+    if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
+        found.append("ddp")
+    meshes = [getattr(parameter, "device_mesh", None) for parameter in model.parameters()]
+    if any(mesh is not None and "tp" in (mesh.mesh_dim_names or ()) for mesh in meshes):
+        found.append("tp")
+    return " x ".join(found) or "none"
+
+
+def _sums(copy: str, items: Iterable[tuple[str, str, int, int, int]]) -> list[PrecisionRow]:
+    """Return a row for each pair of dtypes, with the sums of elements, of bytes and of this rank's bytes."""
+    sums: dict[tuple[str, str], list[int]] = {}
+    for before, after, *numbers in items:
+        known = sums.get((before, after), [0, 0, 0])
+        sums[before, after] = [one + other for one, other in zip(known, numbers, strict=True)]
+    return [PrecisionRow(copy, *dtypes, *numbers) for dtypes, numbers in sorted(sums.items())]
+
+
+def _tensor(tensor: torch.Tensor, before: str = "-") -> tuple[str, str, int, int, int]:
+    count, width = tensor.numel(), tensor.element_size()
+    return before, short(tensor.dtype), count, count * width, local_part(tensor).numel() * width
+
+
+def _model_rows(model: nn.Module, inner: nn.Module, parts: Sequence[Piece]) -> Iterator[PrecisionRow]:
+    loaded = {name: short(dtype) for name, dtype in inner.__dict__.get("_accelerate_loaded", {}).items()}
+    before = {piece.name: loaded.get(piece.name, short(piece.dtype)) for piece in parts}
+    for trainable, copy in ((True, "trainable parameters"), (False, "frozen parameters")):
+        chosen = [(piece, piece.dtype.itemsize) for piece in parts if piece.trainable is trainable]
+        yield from _sums(
+            copy,
+            (
+                (before[piece.name], short(piece.dtype), piece.numel, piece.numel * width, piece.here * width)
+                for piece, width in chosen
+            ),
+        )
+    buffers = [(loaded.get(plain_name(model, name)), buffer) for name, buffer in model.named_buffers()]
+    yield from _sums("buffers", (_tensor(buffer, was or short(buffer.dtype)) for was, buffer in buffers))
+    at_rest = ", ".join(sorted(set(before.values()))) or "-"
+    handed = _names(piece.compute for piece in parts)
+    autocast = _autocast_dtype(inner)
+    yield PrecisionRow("forward", at_rest, short(autocast) if autocast else handed)
+    if any(piece.strategy for piece in parts):
+        yield PrecisionRow("gathered parameters", "-", handed)
+    outputs = "float32" if autocast_of(inner.__dict__.get("forward")) is not None else handed
+    for module in (inner, model):  # torch.compile lies around what fully_shard made
+        state = getattr(module, "_get_fsdp_state", None)
+        if state is not None and state()._mp_policy.output_dtype is not None:
+            outputs = short(state()._mp_policy.output_dtype)
+    yield PrecisionRow("outputs", at_rest, outputs)
+
+
+def _autocast_dtype(inner: nn.Module) -> torch.dtype | None:
+    """Return the dtype that a model's forward is autocast to, or None."""
+    forward = inner.__dict__.get("forward")
+    while forward is not None and autocast_of(forward) is None:
+        forward = getattr(forward, "forward", None)  # another wrapper of ours
+    autocast = autocast_of(forward)
+    if autocast is None or autocast.options.get("enabled") is False:
+        return None
+    return autocast.row.autocast_dtype
+
+
+def _gradient_rows(model: nn.Module, strategy: str, parts: Sequence[Piece], comm_hook: Any) -> Iterator[PrecisionRow]:
+    trained = [piece for piece in parts if piece.trainable]
+    if not trained:
+        return
+    there = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    seen = _names(gradient.dtype for gradient in there) if there else _names(piece.gradient for piece in trained)
+    whole = sum(piece.numel * piece.gradient.itemsize for piece in trained)
+    local = sum(local_part(gradient).numel() * gradient.element_size() for gradient in there)
+    yield PrecisionRow("gradients", "-", seen, sum(piece.numel for piece in trained), whole, local)
+    if strategy in ("none", "tp"):
+        return
+    exchanged = _names(piece.reduce for piece in trained)
+    if strategy.startswith("ddp"):
+        hook = str(getattr(comm_hook, "value", comm_hook))
+        exchanged = {"fp16": "float16", "bf16": "bfloat16"}.get(hook, exchanged)
+    yield PrecisionRow("gradients exchanged", "-", exchanged)
+
+
+def _contradictions(mixed_precision: str, autocast: torch.dtype | None, parts: Sequence[Piece]) -> list[str]:
+    found = []
+    low = [piece.dtype for piece in parts if piece.trainable and piece.dtype in _LOW]
+    if low and precision(mixed_precision).autocast_dtype is not None:
+        found.append(
+            f"mixed_precision={mixed_precision!r} asked for, but {len(low)} trainable parameters are {_names(low)}, and "
+            f"optimizers update these: pure {_names(low)} training, without float32 master weights, loses updates smaller than what "
+            "the dtype resolves (1/256 of a weight in bfloat16). Load the model in float32."
+        )
+    policies = {piece.compute for piece in parts if piece.strategy and piece.compute != piece.dtype}
+    if autocast is not None and policies - {autocast}:
+        found.append(
+            f"FSDP hands parameters to forward in {_names(policies)}, and autocast computes in {short(autocast)}. Leave one of "
+            "mixed_precision and the plugin's mixed_precision_policy to the other."
+        )
+    return found
+
+
+def _names(dtypes: Iterable[torch.dtype]) -> str:
+    return ", ".join(sorted({short(dtype) for dtype in dtypes})) or "-"
