@@ -239,7 +239,7 @@ def _adoptable(accelerator: "Accelerator", entry: Entry, obj: Any, evaluation: b
         return False
     # A model prepared where nothing is synchronised must not be taken for one that is.
     distributed = traits.of(accelerator.distributed_type).distributed
-    return not distributed or entry.settings["distributed_type"] == accelerator.distributed_type
+    return not distributed or entry.settings["distributed_type"] == settings_of(accelerator)["distributed_type"]
 
 
 def _adopt(accelerator: "Accelerator", entry: Entry) -> Any:
