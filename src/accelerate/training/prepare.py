@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import operator
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -507,8 +506,8 @@ def restore_registry(accelerator: "Accelerator") -> None:
     """Register what an unpickled Accelerator's own lists hold."""
     for kind, name in _LISTS.items():
         for item in getattr(accelerator, name):
-            inside = {"model": _chain, "loader": lambda loader: []}.get(kind, operator.attrgetter(kind))
-            _record(accelerator, kind, item, inside(item))
+            inside = _chain(item) if kind == "model" else [] if kind == "loader" else [getattr(item, kind)]
+            _record(accelerator, kind, item, inside)
 
 
 def device_mesh(accelerator: "Accelerator") -> None:
