@@ -223,12 +223,14 @@ def test_a_deep_copy_is_the_accelerator_itself():
 
 def test_it_pickles_and_still_knows_what_it_prepared():
     accelerator = Accelerator(cpu=True)
-    accelerator.prepare(nn.Linear(1, 1))
+    accelerator.prepare(*training_parts())
     restored = pickle.loads(pickle.dumps(accelerator))
     assert restored.state.__dict__ == accelerator.state.__dict__
     with pytest.warns(UserWarning, match="already prepared"):
         assert restored.prepare(restored._models[0]) is restored._models[0]
-    assert len(restored._models) == 1
+    with pytest.warns(UserWarning, match="inner object"):
+        assert restored.prepare(restored._optimizers[0].optimizer) is restored._optimizers[0]
+    assert len(restored._models) == len(restored._optimizers) == 1
 
 
 def test_replaced_methods_are_used_and_their_results_registered(monkeypatch):

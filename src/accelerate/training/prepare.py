@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import operator
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -243,7 +242,7 @@ def _adoptable(accelerator: "Accelerator", entry: Entry, obj: Any, evaluation: b
         return False
     # A model prepared where nothing is synchronised must not be taken for one that is.
     distributed = traits.of(accelerator.distributed_type).distributed
-    return not distributed or entry.settings["distributed_type"] == accelerator.distributed_type
+    return not distributed or entry.settings["distributed_type"] == settings_of(accelerator)["distributed_type"]
 
 
 def _adopt(accelerator: "Accelerator", entry: Entry) -> Any:
@@ -510,8 +509,8 @@ def restore_registry(accelerator: "Accelerator") -> None:
     """Register what an unpickled Accelerator's own lists hold."""
     for kind, name in _LISTS.items():
         for item in getattr(accelerator, name):
-            inside = {"model": _chain, "loader": lambda loader: []}.get(kind, operator.attrgetter(kind))
-            _record(accelerator, kind, item, inside(item))
+            inside = _chain(item) if kind == "model" else [] if kind == "loader" else [getattr(item, kind)]
+            _record(accelerator, kind, item, inside)
 
 
 def device_mesh(accelerator: "Accelerator") -> None:
