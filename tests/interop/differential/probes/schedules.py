@@ -59,12 +59,10 @@ SCHEDULE_AXIS = {k: (lambda v=v: v) for k, v in SCHEDULES.items()}
 
 
 @probe(
-    "optimizer:AcceleratedOptimizer",
-    processes=BOTH,
-    make={k: OPTIMIZER_AXIS[k] for k in ("SGD", "momentum", "AdamW")},
-    accumulation=[1, 2, 3],
+    "optimizer:AcceleratedOptimizer", processes=BOTH,
+    make={k: OPTIMIZER_AXIS[k] for k in ("SGD", "momentum", "AdamW")}, accumulation=[1, 2, 3],
     precision=["no", "bf16"],
-)
+)  # fmt: skip
 def loop(make: Any, accumulation: int, precision: str) -> Iterator[tuple[str, Any]]:
     yield from trained(
         Accelerator(cpu=True, gradient_accumulation_steps=accumulation, mixed_precision=precision), 4, make
@@ -72,13 +70,9 @@ def loop(make: Any, accumulation: int, precision: str) -> Iterator[tuple[str, An
 
 
 @probe(
-    "scheduler:AcceleratedScheduler",
-    processes=BOTH,
-    schedule=SCHEDULE_AXIS,
-    accumulation=[1, 2],
-    step_with=[True, False],
-    split=[False, True],
-)
+    "scheduler:AcceleratedScheduler", processes=BOTH, schedule=SCHEDULE_AXIS, accumulation=[1, 2],
+    step_with=[True, False], split=[False, True],
+)  # fmt: skip
 def scheduled(schedule: Any, accumulation: int, step_with: bool, split: bool) -> Iterator[tuple[str, Any]]:
     from accelerate.utils import DataLoaderConfiguration
 
@@ -92,11 +86,9 @@ def scheduled(schedule: Any, accumulation: int, step_with: bool, split: bool) ->
 
 
 @probe(
-    "scheduler:AcceleratedScheduler",
-    schedule=SCHEDULE_AXIS,
-    several=[False, True],
+    "scheduler:AcceleratedScheduler", schedule=SCHEDULE_AXIS, several=[False, True],
     options=[(), (True,), (False,), (True, True), (True, False)],
-)
+)  # fmt: skip
 def scheduler(schedule: Any, several: bool, options: tuple[bool, ...]) -> Iterator[tuple[str, Any]]:
     Accelerator(cpu=True)
     inner = torch.optim.SGD([parameter()], lr=0.5)
@@ -136,31 +128,6 @@ def scheduler(schedule: Any, several: bool, options: tuple[bool, ...]) -> Iterat
         "absent",
         [n for n in ("last_epoch", "base_lrs", "optimizer", "_step_count", "get_lr", "print_lr") if hasattr(made, n)],
     )
-
-
-@probe("scheduler:AcceleratedScheduler", metrics=[(), (1.0,), (None,)], patience=[0, 1])
-def plateau(metrics: Any, patience: int) -> Iterator[tuple[str, Any]]:
-    Accelerator(cpu=True)
-    inner = torch.optim.SGD([parameter()], lr=0.5)
-    wrapped = AcceleratedOptimizer(inner)
-    made = AcceleratedScheduler(torch.optim.lr_scheduler.ReduceLROnPlateau(inner, patience=patience), wrapped)
-    for step in range(4):
-        wrapped.step()
-        yield f"step {step}", (outcome(lambda: made.step(*metrics)), inner.param_groups[0]["lr"])
-
-
-@probe("scheduler:AcceleratedScheduler", adjust=[True, False], synchronised=[True, False])
-def adjusted(adjust: bool, synchronised: bool) -> Any:
-    from accelerate.utils import GradientAccumulationPlugin
-
-    accelerator = Accelerator(
-        cpu=True, gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=2, adjust_scheduler=adjust)
-    )
-    inner = torch.optim.SGD([parameter()], lr=0.5)
-    _, made = accelerator.prepare(inner, torch.optim.lr_scheduler.ExponentialLR(inner, 0.5))
-    accelerator.gradient_state._set_sync_gradients(synchronised)
-    made.step()
-    return made.scheduler._step_count, made.get_last_lr()
 
 
 # Local SGD
