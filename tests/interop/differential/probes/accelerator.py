@@ -21,7 +21,7 @@ from accelerate.utils import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from interop.differential.core import probe
+from interop.differential.core import attempt, probe
 
 BOTH = (1, 2)
 COVERED = "accelerator:Accelerator"
@@ -42,13 +42,6 @@ ATTRIBUTES += [
     "delayed_fp8_autocast", "has_lomo_optimizer", "ddp_handler", "scaler_handler", "init_handler",
     "autocast_handler", "profile_handler",
 ]  # fmt: skip
-
-
-def attempt(function: Any, *args: Any, **kwargs: Any) -> Any:
-    try:
-        return function(*args, **kwargs)
-    except Exception as error:
-        return error
 
 
 def read(item: Any, names: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from accelerate import Accelerator, checkpointing
 from accelerate.state import PartialState
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
-from interop.differential.core import probe
+from interop.differential.core import attempt, probe
 
 BOTH = (1, 2)
 OURS = (
@@ -26,13 +26,6 @@ OURS = (
     "parameter_names.json",
 )  # files that this package adds; docs/differences.md has a row for each
 PUBLIC = "accelerator:Accelerator"
-
-
-def attempt(function: Any, *args: Any, **kwargs: Any) -> Any:
-    try:
-        return function(*args, **kwargs)
-    except Exception as error:
-        return error
 
 
 @contextlib.contextmanager

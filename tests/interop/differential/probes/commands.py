@@ -21,7 +21,7 @@ from accelerate.commands import utils as command_utils
 from accelerate.commands.config import config as config_module
 from accelerate.commands.config import config_utils, get_config_parser
 from accelerate.commands.config import main as config_main
-from interop.differential.core import Words, probe
+from interop.differential.core import Words, call, probe
 
 PARSERS = {
     "env": env.env_command_parser, "estimate": estimate.estimate_command_parser, "merge": merge.merge_command_parser,
@@ -161,12 +161,11 @@ def ask_field(answers: list[str], convert: Any, default: Any, message: str | Non
 # ---- estimate-memory
 
 
-@probe(
+call(
     "commands.estimate:add_timm_hub_prefix",
+    "timm_prefix",
     name=["a", "a/b", "timm/a", "hf-hub:a", "hf-hub:a/b", "", "/", "a/b/c", "ü/x"],
 )
-def timm_prefix(name: str) -> Any:
-    return estimate.add_timm_hub_prefix(name)
 
 
 @probe(
@@ -179,25 +178,22 @@ def has_model(name: str, text: str) -> Any:
     return estimate.check_has_model(kind(text))
 
 
-@probe(
-    "commands.estimate:estimate_training_usage", size=[0, 1, 100, 1.5, 10**12],
+call(
+    "commands.estimate:estimate_training_usage", "training_usage", size=[0, 1, 100, 1.5, 10**12],
     precision=Words(
         ["float32", "float16", "bfloat16", "int8", "int4", "no", "fp16", "bf16", "mixed_fp8", "FLOAT32", "", None],
     ),
     msamp=[None, "O1", "O2"],
 )  # fmt: skip
-def training_usage(size: float, precision: str, msamp: str | None) -> Any:
-    return estimate.estimate_training_usage(size, precision, msamp)
 
 
-@probe(
+call(
     "commands.estimate:create_ascii_table",
+    "table",
     headers=[["a"], ["a", "bb"], ["dtype", "Largest Layer", "Total"], ["a", ""]],
     rows=[[], [["x", "1"]], [["x", "1", "2"], ["longer", "1.5 GB", "-"]], [["ü", "中"]], [["x"]]],
     title=["T", "A title that is longer than the table", ""],
-)  # fmt: skip
-def table(headers: list[str], rows: list[list[str]], title: str) -> Any:
-    return estimate.create_ascii_table(headers, rows, title)
+)
 
 
 @probe("commands.estimate:verify_on_hub", repo=["a/b", "no-such-model-at-all", ""], token=[None, "t"])

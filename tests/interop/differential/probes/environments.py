@@ -7,8 +7,7 @@ from typing import Any
 
 from accelerate import PartialState
 from accelerate.utils import environment
-from interop.differential.core import Words, probe
-from interop.differential.probes.nested import outcome
+from interop.differential.core import Words, attempt, call, probe
 
 TRUTHS = Words(
     [
@@ -18,9 +17,7 @@ TRUTHS = Words(
 )  # fmt: skip
 
 
-@probe("utils.environment:str_to_bool", value=TRUTHS, to_bool=[False, True, None])
-def str_to_bool(value: str, to_bool: Any) -> Any:
-    return environment.str_to_bool(value, to_bool)
+call("utils.environment:str_to_bool", value=TRUTHS, to_bool=[False, True, None])
 
 
 @probe(
@@ -121,7 +118,7 @@ def purge_accelerate_environment(kind: str, fails: bool) -> Iterator[tuple[str, 
             "coroutine": lambda: asyncio.run(purge(coroutine)()),
             "generator": lambda: list(purge(generator)()),
         }[kind]
-    yield "result", outcome(call)
+    yield "result", attempt(call)
     yield "after", {k: v for k, v in os.environ.items() if k in ("ACCELERATE_KEPT", "ACCELERATE_ADDED", "PROBED")}
     yield "name", (purge(body).__name__, purge(body).__doc__, purge(Case).__name__)
 
@@ -166,9 +163,7 @@ def without_nvidia(function: str) -> Any:
     return getattr(environment, function)()
 
 
-@probe("utils.environment:check_cuda_fp8_capability")
-def check_cuda_fp8_capability() -> bool:
-    return environment.check_cuda_fp8_capability()
+call("utils.environment:check_cuda_fp8_capability")
 
 
 @probe("utils.environment:set_numa_affinity", index=[0, 1, -1, None, [1]], verbose=[None, True])
@@ -180,7 +175,7 @@ def set_numa_affinity(index: Any, verbose: Any) -> Any:
 @probe("utils.environment:override_numa_affinity", index=[0, 1, -1, None, "x"], verbose=[None, True, False])
 def override_numa_affinity(index: Any, verbose: Any) -> Iterator[tuple[str, Any]]:
     before = os.sched_getaffinity(0)
-    yield "result", outcome(lambda: environment.override_numa_affinity(index, verbose))
+    yield "result", attempt(lambda: environment.override_numa_affinity(index, verbose))
     yield "unchanged", os.sched_getaffinity(0) == before
 
 

@@ -13,8 +13,7 @@ from torch import nn
 
 from accelerate import PartialState
 from accelerate.utils import other
-from interop.differential.core import probe
-from interop.differential.probes.nested import outcome
+from interop.differential.core import attempt, call, probe
 
 BOTH = (1, 2)
 
@@ -22,7 +21,7 @@ BOTH = (1, 2)
 # utils.other
 
 
-@probe(
+call(
     "utils.other:convert_bytes",
     size=[
         0,
@@ -46,8 +45,6 @@ BOTH = (1, 2)
     + [10**n for n in range(1, 20)]
     + [True, float("inf"), "1024", None],
 )
-def convert_bytes(size: Any) -> str:
-    return other.convert_bytes(size)
 
 
 class Holder:
@@ -80,10 +77,10 @@ def recursive_getattr(attr: Any) -> Any:
     return type(result).__name__
 
 
-@probe(
+call(
     "utils.other:get_pretty_name",
     value={
-        "function": lambda: outcome, "method": lambda: Holder().method, "class": lambda: Deep, "object": Deep,
+        "function": lambda: attempt, "method": lambda: Holder().method, "class": lambda: Deep, "object": Deep,
         "named object": Holder, "linear": lambda: nn.Linear(1, 1), "module": lambda: sys, "number": lambda: 1,
         "text": lambda: "x", "None": lambda: None, "lambda": lambda: lambda: 0, "built in": lambda: len,
         "list": list, "tensor": lambda: torch.ones(1), "dtype": lambda: torch.float32,
@@ -91,8 +88,6 @@ def recursive_getattr(attr: Any) -> Any:
         "optimizer": lambda: torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1),
     },
 )  # fmt: skip
-def get_pretty_name(value: Any) -> str:
-    return other.get_pretty_name(value)
 
 
 @probe(
@@ -116,9 +111,7 @@ def ports(port: str) -> Any:
         return other.is_port_in_use(str(number) if port == "text" else number)
 
 
-@probe("utils.other:is_port_in_use", port=[0, -1, 65536, 10**10, "x", "", 1.5, True, [1], "1 "])
-def is_port_in_use(port: Any) -> bool:
-    return other.is_port_in_use(port)
+call("utils.other:is_port_in_use", port=[0, -1, 65536, 10**10, "x", "", 1.5, True, [1], "1 "])
 
 
 @probe("utils.other:wait_for_everyone", processes=BOTH)
@@ -154,7 +147,7 @@ def save(obj: Any, safe_serialization: bool, place: Any) -> Iterator[tuple[str, 
     from safetensors.torch import load_file
 
     PartialState(cpu=True)
-    yield "returned", outcome(lambda: other.save(obj, place, safe_serialization=safe_serialization))
+    yield "returned", attempt(lambda: other.save(obj, place, safe_serialization=safe_serialization))
     yield "files", sorted(os.listdir("."))
     if os.path.isfile(place):
         read = load_file if safe_serialization else other.load

@@ -201,6 +201,19 @@ def notebook(processes_: Any, precision: str) -> Any:
     return [result, seen(), os.environ.get("ACCELERATE_MIXED_PRECISION")]
 
 
+@probe(
+    "launchers:notebook_launcher",
+    more=[
+        {"node_rank": 1}, {"node_rank": -1}, {"num_nodes": 0}, {"rdzv_backend": "c10d"}, {"rdzv_backend": "what"}, {"rdzv_backend": ""},
+        {"rdzv_conf": {}}, {"rdzv_conf": {"timeout": 3}}, {"rdzv_id": "x"}, {"rdzv_endpoint": "h:1"}, {"use_port": 29500}, {"use_port": "0"},
+        {"max_restarts": 2}, {"max_restarts": -1}, {"monitor_interval": 1}, {"log_line_prefix_template": "a"}, {"master_addr": "h"},
+    ],
+)  # fmt: skip
+def notebook_options(more: dict[str, Any]) -> Any:
+    launchers.notebook_launcher(work, num_processes=1, **more)
+    return seen()
+
+
 def broken() -> None:
     raise KeyError("k")
 

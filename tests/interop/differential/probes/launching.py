@@ -5,7 +5,7 @@ import sys
 from typing import Any
 
 from accelerate.commands import launch
-from interop.differential.core import Words, probe
+from interop.differential.core import Words, call, probe
 
 
 def listed(text: str) -> list[str]:
@@ -146,11 +146,9 @@ probe(
 )(options)
 
 
-@probe(
+call(
     "commands.launch:clean_option", option=Words(["--a-b", "--a_b", "-a", "a-b", "", "--", "--A-B", "---x", "--a=b-c"])
 )
-def clean_option(option: str) -> Any:
-    return launch.clean_option(option)
 
 
 @probe(

@@ -21,7 +21,7 @@ from accelerate.data_loader import (
 )
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import TorchDynamoPlugin
-from interop.differential.core import probe
+from interop.differential.core import attempt, probe
 
 BOTH = (1, 2)
 PUBLIC = [
@@ -32,13 +32,6 @@ PUBLIC += [
     "end_of_dataloader", "remainder", "total_batch_size", "total_dataset_length", "prefetch_factor",
     "persistent_workers",
 ]  # fmt: skip
-
-
-def attempt(function: Any, *args: Any, **kwargs: Any) -> Any:
-    try:
-        return function(*args, **kwargs)
-    except Exception as error:
-        return error
 
 
 def plain(batch: Any) -> Any:
@@ -123,14 +116,9 @@ DISPATCHED = ["plain", "shuffled", "tensors", "stream", "sized stream"]
 
 
 @probe(
-    "data_loader:prepare_data_loader",
-    "data_loader:DataLoaderShard",
-    "data_loader:DataLoaderDispatcher",
-    source=SOURCES,
-    dispatch=[None, True, False],
-    split=[False, True],
-    stateful=[False, True],
-)
+    "data_loader:prepare_data_loader", "data_loader:DataLoaderShard", "data_loader:DataLoaderDispatcher",
+    source=SOURCES, dispatch=[None, True, False], split=[False, True], stateful=[False, True],
+)  # fmt: skip
 def kinds(source: Any, dispatch: Any, split: bool, stateful: bool) -> Iterator[tuple[str, Any]]:
     """Kinds of loaders on the processes that there are."""
     started()

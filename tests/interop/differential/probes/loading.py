@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from accelerate.utils import BnbQuantizationConfig, bnb, modeling, offload
-from interop.differential.core import probe
+from interop.differential.core import call, probe
 from interop.differential.probes.modeling import MODELS, NOT_MODELS, Bare, Net, on_meta, said, two_ties
 from interop.differential.probes.offload import entries, state
 
@@ -159,9 +159,7 @@ def about_quantizing(model: Any, function: str) -> Any:
     return sorted(set(found)) if isinstance(found, list) else found
 
 
-@probe("utils.bnb:has_4bit_bnb_layers", model={**MODELS, **NOT_MODELS}, slow=True)
-def has_4bit_bnb_layers(model: Any) -> Any:
-    return bnb.has_4bit_bnb_layers(model)
+call("utils.bnb:has_4bit_bnb_layers", model={**MODELS, **NOT_MODELS}, slow=True)
 
 
 @probe(

@@ -7,8 +7,7 @@ from typing import Any
 
 from accelerate import PartialState
 from accelerate.logging import MultiProcessAdapter, get_logger
-from interop.differential.core import probe
-from interop.differential.probes.nested import outcome
+from interop.differential.core import attempt, probe
 
 BOTH = (1, 2)
 LEVELS = ("debug", "warning", "critical", "exception")
@@ -60,7 +59,7 @@ def logged(method: str, call: Any, extra: Any) -> Iterator[tuple[str, Any]]:
     for number in range(2):
         yield (
             f"returned {number}",
-            outcome(lambda: getattr(adapter, method)(*level, "text", *call[0], **call[1])) if hashable else None,
+            attempt(lambda: getattr(adapter, method)(*level, "text", *call[0], **call[1])) if hashable else None,
         )
     yield "said", handler.said
 

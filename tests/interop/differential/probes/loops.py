@@ -19,8 +19,8 @@ from accelerate.data_loader import (
     SkipDataLoader,
     prepare_data_loader,
 )
-from interop.differential.core import probe
-from interop.differential.probes.loaders import BOTH, SOURCES, Stream, attempt, plain, shown, started
+from interop.differential.core import attempt, probe
+from interop.differential.probes.loaders import BOTH, SOURCES, Stream, plain, shown, started
 
 
 @probe(

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from accelerate.utils import CustomDtype, modeling
-from interop.differential.core import Words, probe
+from interop.differential.core import Words, call, probe
 
 # -- models ---------------------------------------------------------------------------------------------------------
 
@@ -155,12 +155,10 @@ def compute_sizes_of_others(**given: Any) -> Any:
     return dict(modeling.compute_module_sizes(**given))
 
 
-@probe(
+call(
     "utils.modeling:compute_module_total_buffer_size", model={**SOME, **NOT_MODELS},
     dtype=[None, "float16", torch.int8], special_dtypes=SPECIAL,
 )  # fmt: skip
-def compute_module_total_buffer_size(**given: Any) -> Any:
-    return modeling.compute_module_total_buffer_size(**given)
 
 
 @probe(
@@ -182,9 +180,7 @@ SIZES = [
 ]  # fmt: skip
 
 
-@probe("utils.modeling:convert_file_size_to_int", size=SIZES)
-def convert_file_size_to_int(size: Any) -> Any:
-    return modeling.convert_file_size_to_int(size)
+call("utils.modeling:convert_file_size_to_int", size=SIZES)
 
 
 ODD = [
@@ -208,9 +204,7 @@ SIZE_MAPS = [
 ]  # fmt: skip
 
 
-@probe("utils.modeling:get_module_leaves", module_sizes=SIZE_MAPS)
-def get_module_leaves(module_sizes: Any) -> Any:
-    return modeling.get_module_leaves(module_sizes)
+call("utils.modeling:get_module_leaves", module_sizes=SIZE_MAPS)
 
 
 @probe(
@@ -233,12 +227,10 @@ def named_module_tensors(model: nn.Module, **given: Any) -> Any:
     return [(name, t.shape, t.dtype, t.device.type) for name, t in modeling.named_module_tensors(model, **given)]
 
 
-@probe(
-    "utils.modeling:get_non_persistent_buffers", module={**MODELS, **NOT_MODELS}, recurse=[True, False],
-    fqns=[True, False],
+call(
+    "utils.modeling:get_non_persistent_buffers", module={**MODELS, **NOT_MODELS},
+    recurse=[True, False], fqns=[True, False],
 )  # fmt: skip
-def get_non_persistent_buffers(**given: Any) -> Any:
-    return modeling.get_non_persistent_buffers(**given)
 
 
 VIEWS = {

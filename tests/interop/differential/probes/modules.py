@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from accelerate.utils import other
-from interop.differential.core import probe
+from interop.differential.core import call, probe
 
 
 def blocks(*kinds: str) -> nn.Module:
@@ -92,7 +92,7 @@ def with_config(**fields: Any) -> nn.Module:
     return model
 
 
-@probe(
+call(
     "utils.other:get_model_tp_size",
     model={
         **{f"{size}": lambda size=size: WithSize(size) for size in (None, 0, 1, 2, "2")},
@@ -101,8 +101,6 @@ def with_config(**fields: Any) -> nn.Module:
         "in a wrapper": lambda: wrapped(WithSize()),
     },
 )  # fmt: skip
-def get_model_tp_size(model: Any) -> Any:
-    return other.get_model_tp_size(model)
 
 
 @probe(

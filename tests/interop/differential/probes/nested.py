@@ -62,14 +62,6 @@ class Record:
     x: Any = None
 
 
-def outcome(call: Any) -> Any:
-    """Return what a call returns, or the exception."""
-    try:
-        return call()
-    except Exception as error:
-        return error
-
-
 def rising(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return 1, 2, 3, ... in a shape, and ten times the rank more."""
     count = int(np.prod(shape)) if shape else 1

@@ -11,7 +11,7 @@ from torch import nn
 from accelerate import cpu_offload, disk_offload, dispatch_model
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from accelerate.utils import modeling, offload
-from interop.differential.core import Words, probe
+from interop.differential.core import Words, call, probe
 from interop.differential.probes.modeling import Net, mixed, on_meta
 
 # -- one tensor -----------------------------------------------------------------------------------------------------
@@ -238,10 +238,8 @@ def PrefixedDataset(dataset: Any, prefix: Any, key: Any) -> Any:
     return offload.PrefixedDataset(dataset, prefix)[key]
 
 
-@probe(
+call(
     "utils.offload:extract_submodules_state_dict",
     state=[{}, {"a": 1, "a.b": 2, "ab.c": 3, "c.a": 4}, {"": 1}, None],
     names=[[], ["a"], ["a", "c"], ["a.b"], [""], ["nothing"], "a", "", None, ("c",), [None]],
 )
-def extract_submodules_state_dict(state: Any, names: Any) -> Any:
-    return offload.extract_submodules_state_dict(state, names)

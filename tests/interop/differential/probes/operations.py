@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from accelerate.utils import TensorInformation, operations
-from interop.differential.core import probe
+from interop.differential.core import call, probe
 from interop.differential.probes.nested import HOLLOW, TENSORS, VALUES, Fixed, Lookalike, Pair, Rows
 
 PLAIN = {k: v for k, v in VALUES.items() if k not in ("generator", "torch.nested", "sparse", "object", "namespace")}
@@ -39,9 +39,7 @@ def asked(question: str, value: Any) -> Any:
     return getattr(operations, question)(value)
 
 
-@probe("utils.operations:is_torch_xpu_tensor", value={k: VALUES[k] for k in ("vector", "dict", "text")})
-def is_torch_xpu_tensor(value: Any) -> bool:
-    return operations.is_torch_xpu_tensor(value)
+call("utils.operations:is_torch_xpu_tensor", value={k: VALUES[k] for k in ("vector", "dict", "text")})
 
 
 @probe(
@@ -69,13 +67,11 @@ def initialized(value: Any) -> Any:
     return operations.recursively_apply(lambda t: (list(t.shape), t.dtype, t.device.type, t.requires_grad), made)
 
 
-@probe(
+call(
     "utils.operations:slice_tensors",
     value=FEW | {k: VALUES[k] for k in ("dict", "empty list", "mixed dict", "meta", "user dict")},
     part=[slice(0, 1), slice(1, None), slice(-1, None), slice(5, 9), slice(0, 2, 2), 0, None, [0], (0,), "x"],
 )
-def slice_tensors(value: Any, part: Any) -> Any:
-    return operations.slice_tensors(value, part)
 
 
 @probe("utils.operations:concatenate", value=PLAIN, count=[1, 3], dim=[0, 1])
@@ -83,8 +79,9 @@ def concatenate(value: Any, count: int, dim: int) -> Any:
     return operations.concatenate([copy.deepcopy(value) for _ in range(count)], dim=dim)
 
 
-@probe(
+call(
     "utils.operations:pad_input_tensors",
+    "pad_input_tensors_otherwise",
     value={
         k: VALUES[k]
         for k in (
@@ -102,8 +99,6 @@ def concatenate(value: Any, count: int, dim: int) -> Any:
     batch_size=[0, 2, 3],
     num_processes=[2, 3],
 )
-def pad_input_tensors_otherwise(value: Any, batch_size: Any, num_processes: Any) -> Any:
-    return operations.pad_input_tensors(value, batch_size, num_processes)
 
 
 def double(item: Any, *args: Any, **kwargs: Any) -> Any:

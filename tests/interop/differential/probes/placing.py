@@ -13,7 +13,7 @@ import placement_samples as samples
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, modeling
 from accelerate.utils.dataclasses import AutocastKwargs
-from interop.differential.core import Words, probe
+from interop.differential.core import Words, call, probe
 from interop.differential.probes.modeling import MODELS, NOT_MODELS, SOME, TIED, named, said
 
 # -- budgets and maps -----------------------------------------------------------------------------------------------
@@ -32,9 +32,7 @@ def get_max_memory(max_memory: Any) -> Any:
     return said(lambda: modeling.get_max_memory(max_memory))["value"]
 
 
-@probe("utils.modeling:get_balanced_memory", model=SOME, max_memory=BUDGETS, low_zero=[False, True])
-def get_balanced_memory(**given: Any) -> Any:
-    return modeling.get_balanced_memory(**given)
+call("utils.modeling:get_balanced_memory", model=SOME, max_memory=BUDGETS, low_zero=[False, True])
 
 
 @probe("utils.modeling:infer_auto_device_map", model={**MODELS, **NOT_MODELS}, max_memory=BUDGETS)

@@ -8,7 +8,7 @@ import torch
 import yaml
 
 from accelerate.commands import merge, to_fsdp2
-from interop.differential.core import probe
+from interop.differential.core import call, probe
 from interop.differential.probes.launching import listed
 
 
@@ -87,15 +87,13 @@ def converted(base: dict[str, Any], given: Any) -> Any:
     return {**found, "fsdp_config": dict(sorted(found["fsdp_config"].items()))}
 
 
-@probe(
-    "commands.to_fsdp2:convert_config_to_fsdp2",
+call(
+    "commands.to_fsdp2:convert_config_to_fsdp2", "converted_others",
     config=[
         {}, {"distributed_type": "NO"}, {"distributed_type": "MULTI_GPU", "fsdp_config": {}}, {"fsdp_config": {}},
         {"distributed_type": "FSDP", "fsdp_config": {}}, {"fsdp_config": None}, None,
     ],
 )  # fmt: skip
-def converted_others(config: Any) -> Any:
-    return to_fsdp2.convert_config_to_fsdp2(config)
 
 
 @probe(

@@ -17,8 +17,8 @@ from accelerate.data_loader import (
     SeedableRandomSampler,
     SkipBatchSampler,
 )
-from interop.differential.core import probe
-from interop.differential.probes.loaders import Stream, attempt
+from interop.differential.core import attempt, probe
+from interop.differential.probes.loaders import Stream
 
 SAMPLERS = {
     "sequential": lambda: BatchSampler(SequentialSampler(range(7)), 2, False),

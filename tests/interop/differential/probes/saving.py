@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from accelerate import Accelerator
-from interop.differential.core import probe
-from interop.differential.probes.checkpoints import PUBLIC, attempt, files, model
+from interop.differential.core import attempt, probe
+from interop.differential.probes.checkpoints import PUBLIC, files, model
 
 
 @probe(PUBLIC, folder=["a/b/c", "file", "", None], what=["model", "none", "state"])

@@ -11,8 +11,8 @@ from accelerate.local_sgd import LocalSGD
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import GradientState
-from interop.differential.core import probe
-from interop.differential.probes.nested import RANK, outcome
+from interop.differential.core import attempt, probe
+from interop.differential.probes.nested import RANK
 from interop.differential.probes.training import OPTIMIZER_AXIS, OPTIMIZERS, parameter
 
 BOTH = (1, 2)
@@ -105,10 +105,10 @@ def scheduler(schedule: Any, several: bool, options: tuple[bool, ...]) -> Iterat
     for step in range(3):
         GradientState()._set_sync_gradients(step != 1)
         wrapped.step()
-        yield f"returned {step}", outcome(made.step)
+        yield f"returned {step}", attempt(made.step)
         yield (
             f"rates {step}",
-            (made.get_last_lr(), outcome(made.get_lr), made.scheduler.last_epoch, made.scheduler._step_count),
+            (made.get_last_lr(), attempt(made.get_lr), made.scheduler.last_epoch, made.scheduler._step_count),
         )
     wrapped._is_overflow = True
     GradientState()._set_sync_gradients(True)
@@ -120,9 +120,9 @@ def scheduler(schedule: Any, several: bool, options: tuple[bool, ...]) -> Iterat
         if k not in ("lr_lambdas", "_schedulers", "anneal_func", "_anneal_func_type")
     }
     yield "state", {k: v for k, v in saved.items() if isinstance(v, (int, float, list, str, bool))}
-    yield "load", outcome(lambda: made.load_state_dict(made.state_dict()))
-    yield "print", outcome(lambda: made.print_lr())
-    yield "unknown", outcome(lambda: made.no_such_thing)
+    yield "load", attempt(lambda: made.load_state_dict(made.state_dict()))
+    yield "print", attempt(lambda: made.print_lr())
+    yield "unknown", attempt(lambda: made.no_such_thing)
     yield "is one", isinstance(made, torch.optim.lr_scheduler.LRScheduler)
     yield (
         "absent",
@@ -155,4 +155,4 @@ def local_sgd_of(steps: Any, enabled: Any) -> Iterator[tuple[str, Any]]:
     accelerator = Accelerator(cpu=True)
     with LocalSGD(accelerator, nn.Linear(1, 1), steps, enabled) as local:
         yield "attributes", (bool(local.enabled), local.num_steps)
-        yield "step", outcome(local.step)
+        yield "step", attempt(local.step)

@@ -7,7 +7,7 @@ from torch import nn
 
 from accelerate import Accelerator, inference
 from accelerate.utils import FullyShardedDataParallelPlugin, fsdp_utils
-from interop.differential.core import probe
+from interop.differential.core import call, probe
 from interop.differential.probes.modeling import MODELS, NOT_MODELS, Net, named, one_parent, shared, two_ties
 
 # -- pipelines ------------------------------------------------------------------------------------------------------
@@ -31,9 +31,7 @@ KWARGS = [
 ]  # fmt: skip
 
 
-@probe("inference:find_pippy_batch_size", args=ARGS, kwargs=KWARGS)
-def find_pippy_batch_size(args: Any, kwargs: Any) -> Any:
-    return inference.find_pippy_batch_size(args, kwargs)
+call("inference:find_pippy_batch_size", args=ARGS, kwargs=KWARGS)
 
 
 POINTS = ["auto", [], ["1"], ["2"], ["1", "2"], ["nothing"], "1", None, 5]
@@ -96,9 +94,7 @@ NAMES = [
 ]  # fmt: skip
 
 
-@probe("utils.fsdp_utils:fsdp2_canonicalize_names", named_params=NAMES)
-def fsdp2_canonicalize_names(named_params: Any) -> Any:
-    return fsdp_utils.fsdp2_canonicalize_names(named_params)
+call("utils.fsdp_utils:fsdp2_canonicalize_names", named_params=NAMES)
 
 
 @probe(

@@ -9,7 +9,7 @@ import torch
 from accelerate import state as states
 from accelerate.state import AcceleratorState, GradientState, PartialState, ThreadLocalSharedDict
 from accelerate.utils import TorchDynamoPlugin
-from interop.differential.core import describe, probe
+from interop.differential.core import attempt, describe, probe
 
 BOTH = (1, 2)
 READ = [
@@ -31,14 +31,6 @@ STEPS += ["dataloader_references", "active_dataloader", "in_dataloader", "plugin
 def accelerated(**given: Any) -> AcceleratorState:
     """Build the state as an Accelerator does."""
     return AcceleratorState(**{"cpu": True, "dynamo_plugin": TorchDynamoPlugin(), "_from_accelerator": True, **given})
-
-
-def attempt(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return the value, or the first name of the exception's classes that is of Python's own."""
-    try:
-        return function(*args, **kwargs)
-    except Exception as error:
-        return error
 
 
 def read(item: Any, names: Any) -> dict[str, Any]:

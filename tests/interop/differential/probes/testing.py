@@ -13,7 +13,7 @@ import torch
 import accelerate
 from accelerate import Accelerator, test_utils
 from accelerate.test_utils import examples, testing, training
-from interop.differential.core import probe
+from interop.differential.core import call, probe
 from interop.differential.probes.launching import listed
 
 REQUIRES = listed(
@@ -296,15 +296,13 @@ def function_lines(text: str, name: str) -> Any:
     return examples.get_function_contents_by_name(TEXTS[text].splitlines(keepends=True), name)
 
 
-@probe(
-    "test_utils.examples:clean_lines",
+call(
+    "test_utils.examples:clean_lines", "cleaned",
     lines=[
         [], ["a\n"], ["# a\n", "  # b\n", "c # d\n", "\n", "   \n", ""], ["x", " y ", "\t#z"],
         ['"""text"""\n', "#!shebang\n"],
     ],
 )  # fmt: skip
-def cleaned(lines: list[str]) -> Any:
-    return examples.clean_lines(lines)
 
 
 @probe(

@@ -15,7 +15,7 @@ import yaml
 
 from accelerate import tracking
 from accelerate.state import PartialState
-from interop.differential.core import probe
+from interop.differential.core import attempt, probe
 
 PACKAGES = ["wandb", "comet_ml", "aim", "mlflow", "clearml", "dvclive", "swanlab", "trackio"]
 TRACKERS = {
@@ -122,13 +122,6 @@ def installed(*names: str, known: bool = False) -> Iterator[list[Any]]:
                 sys.modules[name] = module
         if board is not None:
             torch.utils.tensorboard = board
-
-
-def attempt(function: Any, *args: Any, **kwargs: Any) -> Any:
-    try:
-        return function(*args, **kwargs)
-    except Exception as error:
-        return error
 
 
 def started(name: str, **kwargs: Any) -> Any:

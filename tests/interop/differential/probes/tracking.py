@@ -13,8 +13,8 @@ from accelerate import Accelerator, tracking
 from accelerate.state import PartialState
 from accelerate.tracking import GeneralTracker
 from accelerate.utils import LoggerType
-from interop.differential.core import Words, probe
-from interop.differential.probes.trackers import BOTH, PACKAGES, attempt
+from interop.differential.core import Words, attempt, probe
+from interop.differential.probes.trackers import BOTH, PACKAGES
 
 
 class Own(GeneralTracker):

@@ -17,10 +17,9 @@ import torch
 from packaging.version import Version
 
 from accelerate import Accelerator, PartialState
-from accelerate.utils import memory, torch_xla, versions
+from accelerate.utils import memory, torch_xla
 from accelerate.utils import random as seeds
-from interop.differential.core import Words, probe
-from interop.differential.probes.nested import outcome
+from interop.differential.core import Words, attempt, call, probe
 
 BOTH = (1, 2)
 RANK = int(os.environ.get("RANK", 0))
@@ -60,7 +59,7 @@ def synchronized(call: Any, generator: Any) -> Iterator[tuple[str, Any]]:
     """Seed each rank differently, synchronise, and draw."""
     Accelerator(cpu=True)
     seeds.set_seed(RANK + 1)
-    yield "result", outcome(call)
+    yield "result", attempt(call)
     yield "drawn", drawn()
     yield "generator", torch.rand(2, generator=generator) if generator is not None else None
 
@@ -164,14 +163,11 @@ def find_executable_batch_size_of(function: Any) -> Any:
 OPERATIONS = Words(["==", "!=", ">", ">=", "<", "<="])
 
 
-@probe(
-    "utils.versions:compare_versions",
+call(
+    "utils.versions:compare_versions", "compare_parsed_versions",
     library=[Version("1.2.3"), Version("1.2.3.dev0"), Version("2.0+cpu"), None, 1, ""],
-    operation=[*OPERATIONS, "=", None, 1, "GE"],
-    version=["1.2.3", "2.0", Version("1.2.3"), None, "1.2.3rc1"],
-)
-def compare_parsed_versions(library: Any, operation: Any, version: Any) -> bool:
-    return versions.compare_versions(library, operation, version)
+    operation=[*OPERATIONS, "=", None, 1, "GE"], version=["1.2.3", "2.0", Version("1.2.3"), None, "1.2.3rc1"],
+)  # fmt: skip
 
 
 # Progress bars and torch_xla
@@ -223,7 +219,7 @@ def install_xla(upgrade: Any, colab: bool) -> Iterator[tuple[str, Any]]:
         for name in kept:
             setattr(subprocess, name, record)
         os.system = record  # type: ignore[assignment]
-        yield "result", outcome(lambda: torch_xla.install_xla(upgrade))
+        yield "result", attempt(lambda: torch_xla.install_xla(upgrade))
     finally:
         for name, function in kept.items():
             setattr(subprocess, name, function)
@@ -255,7 +251,7 @@ def check_os_kernel(system: str, release: str) -> Iterator[tuple[str, Any]]:
         system=system, release=release, machine="x", version="", node="", processor=""
     )  # type: ignore
     try:
-        yield "result", outcome(other.check_os_kernel)
+        yield "result", attempt(other.check_os_kernel)
     finally:
         platform.uname = kept
         logger.removeHandler(handler)
