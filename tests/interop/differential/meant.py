@@ -454,10 +454,12 @@ ROWS: dict[str, list[tuple[str | None, ...]]] = {
          "logs.logger_level_kinds(*"),
         (None, "InvalidVersion", "utilities.compare_*Version('*", "versions.is_torch_version(*version=2)*"),
         (None, "TypeError", "environments.convert_dict_to_env_variables(*"),
+        ("", "IndexError", "environments.nvidia(function='get_gpu_info', gpus=??, *"),
     ],
     "`check_cuda_fp8_capability` is False": [
         ("", "AssertionError", "environments.check_cuda_fp8_capability(*"),
     ],
+    "`get_driver_version` raises": [("ValueError", "", "environments.nvidia(function='get_driver_version', *")],
     "`convert_dict_to_env_variables` leaves out": [("", "", "environments.convert_dict_to_env_variables(*")],
     "`patch_environment(name=None)` unsets": [
         ("", "", "environments.patch_environment(value=None, *) inside*", "environments.purge_*='coroutine'*",

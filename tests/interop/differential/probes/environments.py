@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import pathlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -193,3 +194,39 @@ LOCAL_SIZES = ["LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZ
 def get_cpu_distributed_information(name: str, value: str, beside: Any) -> Any:
     os.environ.update({**beside, name: value})
     return environment.get_cpu_distributed_information()
+
+
+def with_nvidia_smi(gpus: list[str], driver: str, code: int) -> None:
+    """Put a program of this name on the path that knows the fields `count`, `name` and `driver_version`."""
+    lines = [{"count": str(len(gpus)), "name": name, "driver_version": driver} for name in gpus]
+    program = pathlib.Path("bin/nvidia-smi")
+    program.parent.mkdir()
+    program.write_text(
+        f"#!{sys.executable} -S\nimport sys\nfor line in {lines!r}:\n"
+        "    print(', '.join(line[field] for field in sys.argv[1].partition('=')[2].split(',')))\n"
+        f"sys.exit({code})\n"
+    )
+    program.chmod(0o755)
+    os.environ["PATH"] = f"{os.path.abspath('bin')}:/usr/bin:/bin"
+
+
+@probe(
+    "utils.environment:get_gpu_info",
+    "utils.environment:get_driver_version",
+    "utils.environment:check_cuda_p2p_ib_support",
+    function=["get_gpu_info", "get_driver_version", "check_cuda_p2p_ib_support"],
+    gpus=[
+        ["NVIDIA A100-SXM4-80GB"],
+        ["NVIDIA A100", "NVIDIA A100"],
+        ["NVIDIA GeForce RTX 4090"] * 2,
+        ["NVIDIA GeForce RTX 4090"],
+        [],
+    ],
+    driver=["550.40.07", "535.1", "", "odd"],
+    code=[0, 1],
+)
+def nvidia(function: str, gpus: list[str], driver: str, code: int) -> Any:
+    if code and driver != "535.1":
+        return None
+    with_nvidia_smi(gpus, driver, code)
+    return getattr(environment, function)()

@@ -109,3 +109,10 @@ def destroy() -> Iterator[tuple[str, Any]]:
     else:
         yield "none", attempt(state.destroy_process_group)
     yield "still", state.initialized
+
+
+@probe("state:GradientState", value=[None, 0, -1, 7, True, False, "", "word", 1.5, [], {"a": 1}])
+def gradient_sync(value: Any) -> Iterator[tuple[str, Any]]:
+    state = GradientState()
+    yield "set", attempt(state._set_sync_gradients, value)
+    yield from each(GradientState(), STEPS)
