@@ -3,6 +3,7 @@
 import asyncio
 import os
 import pathlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
