@@ -5,7 +5,6 @@ python -m interop.differential.compare [--only REGEX] [--whole]     run both pac
 
 import argparse
 import dataclasses
-import fnmatch
 import functools
 import json
 import os
@@ -61,11 +60,7 @@ def kind(result: Any) -> str:
 
 def explanation(case: str, ours: Any, peers: Any) -> Meant | None:
     """Return the first meant difference that a case falls under."""
-    for meant in MEANT:
-        if any(fnmatch.fnmatchcase(case, pattern) for pattern in meant.cases):
-            if meant.here in (None, kind(ours)) and meant.there in (None, kind(peers)):
-                return meant
-    return None
+    return next((meant for meant in MEANT if meant.explains(case, kind(ours), kind(peers))), None)
 
 
 def verdicts(ours: dict[str, Any], peers: dict[str, Any]) -> Iterator[Verdict]:

@@ -18,6 +18,7 @@ import enum
 import faulthandler
 import functools
 import importlib
+import inspect
 import io
 import itertools
 import json
@@ -93,6 +94,27 @@ def probe(
         return function
 
     return register
+
+
+def call(cover: str, label: str = "", /, **more: Any) -> None:
+    """Register a probe that calls the function it covers, with its axes by name where they are its parameters, else in order."""
+    module, _, name = cover.partition(":")
+
+    def run(**given: Any) -> Any:
+        function = getattr(importlib.import_module(f"accelerate.{module}"), name)
+        by_name = given.keys() <= inspect.signature(function).parameters.keys()
+        return function(**given) if by_name else function(*given.values())
+
+    run.__name__, run.__module__ = label or name, sys._getframe(1).f_globals["__name__"]
+    probe(cover, **more)(run)
+
+
+def attempt(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return what a call returns, or the exception."""
+    try:
+        return function(*args, **kwargs)
+    except Exception as error:
+        return error
 
 
 def label_of(value: object) -> str:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from accelerate import Accelerator, checkpointing
 from accelerate.state import PartialState
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
-from interop.differential.core import probe
+from interop.differential.core import attempt, probe
 
 BOTH = (1, 2)
 OURS = (
@@ -26,13 +26,6 @@ OURS = (
     "parameter_names.json",
 )  # files that this package adds; docs/differences.md has a row for each
 PUBLIC = "accelerator:Accelerator"
-
-
-def attempt(function: Any, *args: Any, **kwargs: Any) -> Any:
-    try:
-        return function(*args, **kwargs)
-    except Exception as error:
-        return error
 
 
 @contextlib.contextmanager
@@ -129,15 +122,9 @@ class Counter:
 
 
 @probe(
-    PUBLIC,
-    "checkpointing:save_accelerator_state",
-    processes=BOTH,
-    optimizer=list(OPTIMIZERS),
-    precision=["bf16"],
-    safe=[True, False],
-    seedable=[True, False],
-    stateful=[False, True],
-)
+    PUBLIC, "checkpointing:save_accelerator_state", processes=BOTH, optimizer=list(OPTIMIZERS), precision=["bf16"],
+    safe=[True, False], seedable=[True, False], stateful=[False, True],
+)  # fmt: skip
 @together
 def saved(optimizer: str, precision: str, safe: bool, seedable: bool, stateful: bool) -> Iterator[tuple[str, Any]]:
     """The files of `save_state` and what is in them."""
@@ -160,13 +147,9 @@ def saved(optimizer: str, precision: str, safe: bool, seedable: bool, stateful: 
 
 
 @probe(
-    PUBLIC,
-    "checkpointing:load_accelerator_state",
-    processes=BOTH,
-    optimizer=list(OPTIMIZERS),
-    precision=["no", "fp16"],
-    safe=[True, False],
-)
+    PUBLIC, "checkpointing:load_accelerator_state", processes=BOTH, optimizer=list(OPTIMIZERS),
+    precision=["no", "fp16"], safe=[True, False],
+)  # fmt: skip
 @together
 def loaded(optimizer: str, precision: str, safe: bool) -> Iterator[tuple[str, Any]]:
     """What is restored: weights, optimizer, scheduler, own objects and random numbers."""
@@ -191,29 +174,6 @@ def loaded(optimizer: str, precision: str, safe: bool) -> Iterator[tuple[str, An
     yield "drawn", drawn == (random.random(), float(np.random.rand()), torch.rand(1).item())
 
 
-@probe(
-    PUBLIC,
-    missing=[
-        "model.safetensors",
-        "optimizer.bin",
-        "scheduler.bin",
-        "random_states_0.pkl",
-        "custom_checkpoint_0.pkl",
-        "sampler.bin",
-    ],
-)
-def damaged(missing: str) -> Any:
-    """Loading a folder of another program that lacks a file."""
-    accelerator = Accelerator(cpu=True)
-    trained(accelerator, "SGD")
-    accelerator.register_for_checkpointing(Counter())
-    accelerator.save_state("folder")
-    for path in pathlib.Path("folder").iterdir():
-        if path.name == missing or path.name.startswith(OURS):
-            path.unlink()
-    accelerator.load_state("folder")
-
-
 @probe(PUBLIC, folder=["nowhere", "", None, 3, "file", "empty"], method=["load_state", "save_state"])
 def places(folder: Any, method: str) -> Any:
     accelerator = Accelerator(cpu=True)
@@ -225,13 +185,8 @@ def places(folder: Any, method: str) -> Any:
 
 
 @probe(
-    PUBLIC,
-    processes=BOTH,
-    count=[1, 3],
-    limit=[None, 1, 2, 0],
-    start=[0, 5],
-    through=["naming", "nested/folder"],
-)
+    PUBLIC, processes=BOTH, count=[1, 3], limit=[None, 1, 2, 0], start=[0, 5], through=["naming", "nested/folder"],
+)  # fmt: skip
 @together
 def naming(count: int, limit: Any, start: int, through: str) -> Iterator[tuple[str, Any]]:
     """Folders and iterations of automatic naming."""
@@ -252,28 +207,9 @@ def naming(count: int, limit: Any, start: int, through: str) -> Iterator[tuple[s
 
 
 @probe(
-    "checkpointing:save_custom_state",
-    "checkpointing:load_custom_state",
-    index=[0, 1, 12, -1, None],
-    each=[False, True],
-    value=[1, "ü", None, [1, {"a": 2}], {"t": 3.5}],
-)
-def custom(index: Any, each: bool, value: Any) -> Iterator[tuple[str, Any]]:
-    PartialState(cpu=True)
-    item = Counter(value)
-    yield "saved", attempt(checkpointing.save_custom_state, item, ".", index, save_on_each_node=each)
-    yield "files", files()
-    item.value = "changed"
-    yield "loaded", attempt(checkpointing.load_custom_state, item, ".", index)
-    yield "value", item.value
-
-
-@probe(
-    "checkpointing:save_custom_state",
-    "checkpointing:load_custom_state",
-    what=["none", "text", "model", "optimizer"],
-    path=[".", "nowhere"],
-)
+    "checkpointing:save_custom_state", "checkpointing:load_custom_state",
+    what=["none", "text", "model", "optimizer"], path=[".", "nowhere"],
+)  # fmt: skip
 def custom_odd(what: str, path: str) -> Iterator[tuple[str, Any]]:
     PartialState(cpu=True)
     net = model()
@@ -283,15 +219,9 @@ def custom_odd(what: str, path: str) -> Iterator[tuple[str, Any]]:
 
 
 @probe(
-    "checkpointing:save_accelerator_state",
-    "checkpointing:load_accelerator_state",
-    models=[0, 2],
-    rules=[0, 1, 2],
-    rank=[0, 7],
-    step=[5],
-    safe=[True, False],
-    each=[False, True],
-)
+    "checkpointing:save_accelerator_state", "checkpointing:load_accelerator_state", models=[0, 2], rules=[0, 1, 2],
+    rank=[0, 7], step=[5], safe=[True, False], each=[False, True],
+)  # fmt: skip
 def parts(models: int, rules: int, rank: int, step: int, safe: bool, each: bool) -> Iterator[tuple[str, Any]]:
     """The functions by themselves."""
     PartialState(cpu=True)
@@ -316,18 +246,11 @@ def parts(models: int, rules: int, rank: int, step: int, safe: bool, each: bool)
 @probe(
     "checkpointing:load_accelerator_state",
     given=[
-        {"map_location": "cpu"},
-        {"map_location": None},
-        {"map_location": "on_device"},
-        {"map_location": "x"},
-        {"map_location": "meta"},
-        {"load_kwargs": {"weights_only": True}},
-        {"load_kwargs": {}},
-        {"strict": False},
-        {"strict": True},
-        {"nonsense": 1},
+        {"map_location": "cpu"}, {"map_location": None}, {"map_location": "on_device"}, {"map_location": "x"},
+        {"map_location": "meta"}, {"load_kwargs": {"weights_only": True}}, {"load_kwargs": {}}, {"strict": False},
+        {"strict": True}, {"nonsense": 1},
     ],
-)
+)  # fmt: skip
 def load_given(given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     PartialState(cpu=True)
     pathlib.Path("folder").mkdir()
@@ -339,18 +262,13 @@ def load_given(given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 @probe(
-    PUBLIC,
-    "checkpointing:load_accelerator_state",
+    PUBLIC, "checkpointing:load_accelerator_state",
     given=[
-        {},
-        {"strict": False},
-        {"load_kwargs": {"weights_only": True}},
-        {"map_location": "cpu"},
-        {"map_location": "x"},
-        {"nonsense": 1},
+        {}, {"strict": False}, {"load_kwargs": {"weights_only": True}}, {"map_location": "cpu"},
+        {"map_location": "x"}, {"nonsense": 1},
     ],
     other=[False, True],
-)
+)  # fmt: skip
 def load_state_given(given: dict[str, Any], other: bool) -> Iterator[tuple[str, Any]]:
     """Arguments of `load_state`, into the same model or another."""
     Accelerator(cpu=True).save_state("none")
@@ -362,41 +280,6 @@ def load_state_given(given: dict[str, Any], other: bool) -> Iterator[tuple[str, 
         accelerator.prepare(nn.Sequential(nn.Linear(3, 4)))
     yield "returned", type(attempt(accelerator.load_state, "folder", **given)).__name__
     yield "weights", float(net[0].weight.detach().sum())
-
-
-@probe(PUBLIC, order=["save", "load", "both"], change=[False, True], processes=BOTH)
-@together
-def hooks(order: str, change: bool) -> Iterator[tuple[str, Any]]:
-    """What hooks get, and what follows when they take models away."""
-    accelerator, seen = Accelerator(cpu=True), []
-    accelerator.prepare(model(), model("tied"))
-
-    def before_save(models: Any, weights: Any, folder: str) -> None:
-        seen.append(
-            (
-                "save",
-                [type(item).__name__ for item in models],
-                [len(state) for state in weights],
-                type(folder).__name__,
-            )
-        )
-        if change:
-            weights.pop()
-
-    def before_load(models: Any, folder: str) -> None:
-        seen.append(("load", [type(item).__name__ for item in models], folder))
-        if change:
-            models.pop()
-
-    if order != "load":
-        accelerator.register_save_state_pre_hook(before_save)
-    if order != "save":
-        accelerator.register_load_state_pre_hook(before_load)
-    accelerator.save_state("folder")
-    accelerator.wait_for_everyone()
-    yield "files", files("folder")
-    yield "load", type(attempt(accelerator.load_state, "folder")).__name__
-    yield "seen", seen
 
 
 @probe(PUBLIC, read=[0, 1, 3, 4], stateful=[True, False])

@@ -21,55 +21,50 @@ from accelerate.commands import utils as command_utils
 from accelerate.commands.config import config as config_module
 from accelerate.commands.config import config_utils, get_config_parser
 from accelerate.commands.config import main as config_main
-from interop.differential.core import Words, probe
+from interop.differential.core import Words, call, probe
 
 PARSERS = {
-    "env": env.env_command_parser,
-    "estimate": estimate.estimate_command_parser,
-    "merge": merge.merge_command_parser,
-    "test": test_command.test_command_parser,
-    "tpu": tpu.tpu_command_parser,
-    "to_fsdp2": to_fsdp2.to_fsdp2_command_parser,
-    "config": get_config_parser,
-}
+    "env": env.env_command_parser, "estimate": estimate.estimate_command_parser, "merge": merge.merge_command_parser,
+    "test": test_command.test_command_parser, "tpu": tpu.tpu_command_parser,
+    "to_fsdp2": to_fsdp2.to_fsdp2_command_parser, "config": get_config_parser,
+}  # fmt: skip
 OWN = {"nondefault", "func", "json", "num_processes", "strategy", "overwrite"}
 PARSED = [
-    "env:env_command_parser", "estimate:estimate_command_parser", "merge:merge_command_parser", "test:test_command_parser",
-    "tpu:tpu_command_parser", "to_fsdp2:to_fsdp2_command_parser", "config:get_config_parser", "config.config:config_command_parser",
-    "config.default:default_command_parser", "config.update:update_command_parser",
+    "env:env_command_parser", "estimate:estimate_command_parser", "merge:merge_command_parser",
+    "test:test_command_parser", "tpu:tpu_command_parser", "to_fsdp2:to_fsdp2_command_parser",
+    "config:get_config_parser", "config.config:config_command_parser", "config.default:default_command_parser",
+    "config.update:update_command_parser",
 ]  # fmt: skip
-
-
-@probe(*(f"commands.{name}" for name in PARSED), name=list(PARSERS))
-def parsers(name: str) -> Any:
-    """Give each option as argparse sees it."""
-    for action in PARSERS[name]()._actions:
-        spelling = next((word for word in action.option_strings if word.startswith("--")), action.dest)
-        if action.dest in OWN:
-            continue
-        default = action.default if action.default != argparse.SUPPRESS else None
-        choices = sorted(action.choices) if action.choices else None
-        yield spelling, [action.dest, action.nargs, default, choices, action.const, action.required]
 
 
 LINES = {
     "env": ["", "--config_file f", "--config f", "--config-file f", "x", "--config_file"],
     "estimate": [
-        "", "m", "m --library_name timm", "m --library_name transformers", "m --library_name x", "m --library_name TIMM", "a b", "--trust_remote_code m",
-        "m --dtypes float32", "m --dtypes float32 int8", "m --dtypes int4 float16", "m --dtypes", "m --dtypes what", "m --dtypes FLOAT32", "m --trust-remote-code",
+        "", "m", "m --library_name timm", "m --library_name transformers", "m --library_name x",
+        "m --library_name TIMM", "a b", "--trust_remote_code m", "m --dtypes float32", "m --dtypes float32 int8",
+        "m --dtypes int4 float16", "m --dtypes", "m --dtypes what", "m --dtypes FLOAT32", "m --trust-remote-code",
         "m --library-name timm", "m --dtypes float32 float32",
     ],
-    "merge": ["", "a", "a b", "a b c", "a b --unsafe_serialization", "a b --remove_checkpoint_dir", "a b --unsafe-serialization", "--remove_checkpoint_dir a b"],
+    "merge": [
+        "", "a", "a b", "a b c", "a b --unsafe_serialization", "a b --remove_checkpoint_dir",
+        "a b --unsafe-serialization", "--remove_checkpoint_dir a b",
+    ],
     "test": ["", "--config_file f", "--config f", "x"],
     "tpu": [
-        "", "--command echo", "--command echo hi --command b", "--command", "--tpu_name n --tpu_zone z", "--use_alpha", "--debug", "--command_file f",
-        "--install_accelerate", "--install_accelerate --accelerate_version 1.0", "--accelerate_version latest", "--config_file f", "--tpu-name n", "--what",
+        "", "--command echo", "--command echo hi --command b", "--command", "--tpu_name n --tpu_zone z",
+        "--use_alpha", "--debug", "--command_file f", "--install_accelerate",
+        "--install_accelerate --accelerate_version 1.0", "--accelerate_version latest", "--config_file f",
+        "--tpu-name n", "--what",
     ],
-    "to_fsdp2": ["", "--config_file f", "--config_file f --output_file g", "--config_file f --overwrite", "--output_file g", "--config-file f --output-file g"],
+    "to_fsdp2": [
+        "", "--config_file f", "--config_file f --output_file g", "--config_file f --overwrite", "--output_file g",
+        "--config-file f --output-file g",
+    ],
     "config": [
-        "", "--config_file f", "default", "default --config_file f", "default --mixed_precision fp16", "default --mixed_precision bf16", "default --mixed_precision fp8",
-        "default --mixed_precision what", "default --mixed_precision FP16", "update", "update --config_file f", "--config_file f update", "--config_file f default",
-        "what", "update x", "default --mixed-precision no",
+        "", "--config_file f", "default", "default --config_file f", "default --mixed_precision fp16",
+        "default --mixed_precision bf16", "default --mixed_precision fp8", "default --mixed_precision what",
+        "default --mixed_precision FP16", "update", "update --config_file f", "--config_file f update",
+        "--config_file f default", "what", "update x", "default --mixed-precision no",
     ],
 }  # fmt: skip
 
@@ -84,25 +79,10 @@ def lines(given: str) -> Any:
     return {k: v for k, v in sorted(vars(args).items()) if k not in OWN}
 
 
-CLI = [
-    "", "--help", "-h", "what", "launch", "launch --help", "env --help", "config --help", "config default --help", "config update --help", "config what",
-    "estimate-memory", "estimate-memory --help", "merge-weights --help", "merge-weights", "tpu-config --help", "test --help", "to-fsdp2 --help", "to-fsdp2",
-    "LAUNCH s.py", "launch --what s.py", "env --what", "estimate m --help", "test what",
-]  # fmt: skip
 MAINS = {
-    "cli": accelerate_cli.main, "env": env.main, "estimate": estimate.main, "merge": merge.main, "test": test_command.main, "tpu": tpu.main,
-    "config": config_main, "config.config": config_module.main,
+    "cli": accelerate_cli.main, "env": env.main, "estimate": estimate.main, "merge": merge.main,
+    "test": test_command.main, "tpu": tpu.main, "config": config_main, "config.config": config_module.main,
 }  # fmt: skip
-
-
-@probe("commands.accelerate_cli:main", line=CLI)
-def cli(line: str) -> Any:
-    """Run the console script; give its exit status."""
-    sys.argv[:] = ["accelerate", *line.split()]
-    try:
-        return accelerate_cli.main()
-    except SystemExit as end:
-        return bool(end.code)
 
 
 @probe(
@@ -118,7 +98,10 @@ def mains(name: str, line: str) -> Any:
         return bool(end.code)
 
 
-@probe("commands.utils:CustomArgumentParser", "commands.utils:CustomArgumentGroup", group=[None, "Group"], words=["--a-b 1 --c_d", "--a_b 1", "--c-d", "--e 1", "", "--a 1", "--x"])  # fmt: skip
+@probe(
+    "commands.utils:CustomArgumentParser", "commands.utils:CustomArgumentGroup", group=[None, "Group"],
+    words=["--a-b 1 --c_d", "--a_b 1", "--c-d", "--e 1", "", "--a 1", "--x"],
+)  # fmt: skip
 def custom_parser(group: str | None, words: str) -> Any:
     """Take flags in both spellings."""
     parser = command_utils.CustomArgumentParser("prog", allow_abbrev=False)
@@ -131,16 +114,6 @@ def custom_parser(group: str | None, words: str) -> Any:
     found = vars(parser.parse_args(words.split()))
     found.pop("nondefault", None)
     yield "parsed", sorted(found.items())
-
-
-@probe("commands.config.config_utils:SubcommandHelpFormatter", title=["commands", None], metavar=["<command>", None])
-def subcommand_help(title: str | None, metavar: str | None) -> Any:
-    parser = argparse.ArgumentParser(
-        "prog", usage="prog <command> [<args>]", formatter_class=config_utils.SubcommandHelpFormatter
-    )
-    commands = parser.add_subparsers(title=title, metavar=metavar)
-    commands.add_parser("one", parents=[], formatter_class=config_utils.SubcommandHelpFormatter)
-    return [parser.format_usage(), "one" in parser.format_help()]
 
 
 HELPERS = {
@@ -188,31 +161,39 @@ def ask_field(answers: list[str], convert: Any, default: Any, message: str | Non
 # ---- estimate-memory
 
 
-@probe(
+call(
     "commands.estimate:add_timm_hub_prefix",
+    "timm_prefix",
     name=["a", "a/b", "timm/a", "hf-hub:a", "hf-hub:a/b", "", "/", "a/b/c", "ü/x"],
 )
-def timm_prefix(name: str) -> Any:
-    return estimate.add_timm_hub_prefix(name)
 
 
-@probe("commands.estimate:check_has_model", name=["ValueError", "OSError", "RuntimeError", "GatedRepoError", "RepositoryNotFoundError", "EnvironmentError"], text=["", "Unknown model (x)", "resnet does not appear to have a file named pytorch_model.bin", "Unknown model"])  # fmt: skip
+@probe(
+    "commands.estimate:check_has_model",
+    name=["ValueError", "OSError", "RuntimeError", "GatedRepoError", "RepositoryNotFoundError", "EnvironmentError"],
+    text=["", "Unknown model (x)", "resnet does not appear to have a file named pytorch_model.bin", "Unknown model"],
+)  # fmt: skip
 def has_model(name: str, text: str) -> Any:
     kind = getattr(builtins, name, None) or type(name, (Exception,), {})
     return estimate.check_has_model(kind(text))
 
 
-@probe("commands.estimate:estimate_training_usage", size=[0, 1, 100, 1.5, 10**12], precision=Words(["float32", "float16", "bfloat16", "int8", "int4", "no", "fp16", "bf16", "mixed_fp8", "FLOAT32", "", None]), msamp=[None, "O1", "O2"])  # fmt: skip
-def training_usage(size: float, precision: str, msamp: str | None) -> Any:
-    return estimate.estimate_training_usage(size, precision, msamp)
-
-
-@probe(
-    "commands.estimate:create_ascii_table", headers=[["a"], ["a", "bb"], ["dtype", "Largest Layer", "Total"], ["a", ""]],
-    rows=[[], [["x", "1"]], [["x", "1", "2"], ["longer", "1.5 GB", "-"]], [["ü", "中"]], [["x"]]], title=["T", "A title that is longer than the table", ""],
+call(
+    "commands.estimate:estimate_training_usage", "training_usage", size=[0, 1, 100, 1.5, 10**12],
+    precision=Words(
+        ["float32", "float16", "bfloat16", "int8", "int4", "no", "fp16", "bf16", "mixed_fp8", "FLOAT32", "", None],
+    ),
+    msamp=[None, "O1", "O2"],
 )  # fmt: skip
-def table(headers: list[str], rows: list[list[str]], title: str) -> Any:
-    return estimate.create_ascii_table(headers, rows, title)
+
+
+call(
+    "commands.estimate:create_ascii_table",
+    "table",
+    headers=[["a"], ["a", "bb"], ["dtype", "Largest Layer", "Total"], ["a", ""]],
+    rows=[[], [["x", "1"]], [["x", "1", "2"], ["longer", "1.5 GB", "-"]], [["ü", "中"]], [["x"]]],
+    title=["T", "A title that is longer than the table", ""],
+)
 
 
 @probe("commands.estimate:verify_on_hub", repo=["a/b", "no-such-model-at-all", ""], token=[None, "t"])
@@ -244,7 +225,11 @@ def on_the_hub(library: str | None) -> Any:
     return mock.patch.object(estimate, "verify_on_hub", lambda *_, **__: info)
 
 
-@probe("commands.estimate:create_empty_model", slow=True, library=Words(["transformers", "timm", "TRANSFORMERS", "what", "", None]), found=["transformers", "timm", "keras", None])  # fmt: skip
+@probe(
+    "commands.estimate:create_empty_model", slow=True,
+    library=Words(["transformers", "timm", "TRANSFORMERS", "what", "", None]),
+    found=["transformers", "timm", "keras", None],
+)  # fmt: skip
 def empty_model(library: str | None, found: str | None) -> Any:
     bert()
     with on_the_hub(found):
@@ -252,7 +237,10 @@ def empty_model(library: str | None, found: str | None) -> Any:
     return [type(model).__name__, {k: [list(v.shape), v.device.type] for k, v in model.state_dict().items()}]
 
 
-@probe("commands.estimate:gather_data", "commands.estimate:estimate_command", slow=True, dtypes=["float32", "float16", "int8", "int4", "float32 int4", "float32 float16 int8 int4"])  # fmt: skip
+@probe(
+    "commands.estimate:gather_data", "commands.estimate:estimate_command", slow=True,
+    dtypes=["float32", "float16", "int8", "int4", "float32 int4", "float32 float16 int8 int4"],
+)  # fmt: skip
 def gathered(dtypes: str) -> Any:
     """Give the numbers, and whether they are printed."""
     bert()
@@ -297,9 +285,11 @@ def environment(config: str | None) -> Any:
 
 
 TPU_LINES = [
-    "--command ls", "--command ls --command pwd", "--command_file c.txt", "--command_file none.txt", "", "--command ls --use_alpha", "--install_accelerate",
-    "--install_accelerate --accelerate_version 1.2.0", "--install_accelerate --accelerate_version latest --command ls", "--accelerate_version 1.2.0 --command ls",
-    "--install_accelerate --accelerate_version dev", "--config_file f.yaml --command ls", "--config_file f.yaml", "--config_file g.yaml",
+    "--command ls", "--command ls --command pwd", "--command_file c.txt", "--command_file none.txt", "",
+    "--command ls --use_alpha", "--install_accelerate", "--install_accelerate --accelerate_version 1.2.0",
+    "--install_accelerate --accelerate_version latest --command ls", "--accelerate_version 1.2.0 --command ls",
+    "--install_accelerate --accelerate_version dev", "--config_file f.yaml --command ls", "--config_file f.yaml",
+    "--config_file g.yaml",
 ]  # fmt: skip
 
 

@@ -12,19 +12,16 @@ import yaml
 
 from accelerate.commands.config import cluster, config_args, default, sagemaker, update
 from accelerate.commands.config import config as config_command
-from accelerate.utils import ComputeEnvironment, DistributedType, SageMakerDistributedType
 from interop.differential.core import Words, probe
 from interop.differential.probes.launching import listed
 
 HEAD = {
-    "compute_environment": "LOCAL_MACHINE",
-    "debug": False,
-    "distributed_type": "NO",
-    "mixed_precision": "no",
+    "compute_environment": "LOCAL_MACHINE", "debug": False, "distributed_type": "NO", "mixed_precision": "no",
     "use_cpu": False,
-}
+}  # fmt: skip
 AMAZON = {
-    **HEAD, "compute_environment": "AMAZON_SAGEMAKER", "distributed_type": "DATA_PARALLEL", "ec2_instance_type": "ml.p3.2xlarge", "iam_role_name": "role",
+    **HEAD, "compute_environment": "AMAZON_SAGEMAKER", "distributed_type": "DATA_PARALLEL",
+    "ec2_instance_type": "ml.p3.2xlarge", "iam_role_name": "role",
 }  # fmt: skip
 KINDS = listed(
     "NO MULTI_CPU MULTI_GPU MULTI_NPU MULTI_XPU MULTI_MLU MULTI_SDAA MULTI_MUSA MULTI_HPU XLA TPU DEEPSPEED FSDP MEGATRON_LM TP"
@@ -63,16 +60,9 @@ CONTENTS: dict[str, Any] = {
     "empty": {},
 }  # fmt: skip
 TEXTS = {
-    "nothing": "",
-    "comment": "# x\n",
-    "list": "- 1\n",
-    "number": "3",
-    "broken": "a: [1",
-    "tab": "a:\t1\n\tb: 2\n",
-    "text": "hello",
-    "null": "null",
-    "binary": "\0\1",
-}
+    "nothing": "", "comment": "# x\n", "list": "- 1\n", "number": "3", "broken": "a: [1", "tab": "a:\t1\n\tb: 2\n",
+    "text": "hello", "null": "null", "binary": "\0\1",
+}  # fmt: skip
 
 
 def write(name: str, ending: str = "yaml") -> str:
@@ -104,92 +94,25 @@ def loaded(content: str, ending: str) -> Any:
     return described(config)
 
 
-@probe(*COVERED, path=[None, "", "missing.yaml", "folder", "file.txt", "file.yml", "FILE.YAML", 3])
-def paths(path: Any) -> Any:
-    os.makedirs("folder")
-    for name in ("file.txt", "file.yml", "FILE.YAML"):
-        Path(name).write_text(yaml.safe_dump(CONTENTS["head"]))
-    return described(config_args.load_config_from_file(path))
-
-
-@probe(*COVERED, content=["head", "fsdp", "dynamo", "misc", "network", "tpu", "amazon", "amazon more"], reader=["from_yaml_file", "from_json_file"], of=["BaseConfig", "ClusterConfig", "SageMakerConfig"])  # fmt: skip
-def readers(content: str, reader: str, of: str) -> Any:
-    """Read with each class's own methods, and write it again."""
-    config = getattr(getattr(config_args, of), reader)(write(content, reader.split("_")[1]))
-    before = described(config)
-    yield "config", before
-    yield "dict", config.to_dict()
-    config.to_json_file("out.json")
-    yield "json", json.loads(Path("out.json").read_text())
-    config.to_yaml_file("out.yaml")
-    yield "yaml", yaml.safe_load(Path("out.yaml").read_text())
-    yield "text", Path("out.yaml").read_text()
-    yield "again", described(config_args.load_config_from_file("out.yaml")) == before
-
-
-FIELDS: dict[str, list[Any]] = {
-    "distributed_type": ["NO", "FSDP", DistributedType.MULTI_GPU, "multi_gpu", "TPU", None, "", "what"],
-    "compute_environment": ["LOCAL_MACHINE", ComputeEnvironment.LOCAL_MACHINE, "AMAZON_SAGEMAKER", "what", None],
-    "mixed_precision": ["no", "fp16", "what", None, ""],
-    "use_cpu": [True, None, "x"],
-    "debug": [True, None],
-    "num_processes": [0, 3, None, "x"],
-    "num_machines": [2, None],
-    "machine_rank": [1],
-    "gpu_ids": ["0,1", None],
-    "main_process_ip": ["h"],
-    "main_process_port": [1, "1"],
-    "rdzv_backend": ["c10d", None],
-    "same_network": [True],
-    "main_training_function": ["f", None],
-    "enable_cpu_affinity": [True],
-    "fsdp_config": [{"fsdp_version": 2}, {}, None],
-    "deepspeed_config": [{"zero_stage": 2}],
-    "megatron_lm_config": [{"megatron_lm_tp_degree": 2}],
-    "parallelism_config": [{"parallelism_config_tp_size": 2}],
-    "fp8_config": [{"backend": "TE"}],
-    "mpirun_config": [{"mpirun_hostfile": "h"}],
-    "dynamo_config": [{"dynamo_backend": "EAGER"}, None],
-    "downcast_bf16": [True, "no"],
-    "tpu_name": ["n"], "tpu_zone": ["z"], "tpu_use_cluster": [True], "tpu_use_sudo": [True], "tpu_vm": [["v"]], "tpu_env": [["A=1"]],
-    "command_file": ["c"], "commands": [["a"]],
-    "colour": ["red"],
-}  # fmt: skip
-
-
-@probe(*COVERED, given=[None, *((k, v) for k, values in FIELDS.items() for v in values)])
-def cluster_config(given: Any) -> Any:
-    content = {**HEAD, "num_processes": 1, **({given[0]: given[1]} if given else {})}
-    config = config_args.ClusterConfig(**content)
-    yield "attributes", described(config)
-    yield "equal", config == config_args.ClusterConfig(**content)
-    yield "dict", config.to_dict()
-
-
-@probe("commands.config.config_args:SageMakerConfig", given=[None, ("distributed_type", SageMakerDistributedType.NO), ("distributed_type", "NO"), ("distributed_type", "MODEL_PARALLEL"), ("distributed_type", "what"), ("profile", "p"), ("num_machines", 2), ("region", None), ("colour", 1), ("additional_args", {"a": 1}), ("image_uri", "i"), ("debug", True), ("dynamo_config", {"dynamo_backend": "EAGER"})])  # fmt: skip
-def sagemaker_config(given: Any) -> Any:
-    config = config_args.SageMakerConfig(**{**AMAZON, **({given[0]: given[1]} if given else {})})
-    yield "attributes", described(config)
-    yield "dict", config.to_dict()
-
-
-@probe(*COVERED, kind=["BaseConfig", "ClusterConfig", "SageMakerConfig"], content=["empty", "head", "old fp16", "old dynamo", "unknown", "dynamo", "kind NO", "kind TPU", "without mixed_precision", "amazon"])  # fmt: skip
+@probe(
+    *COVERED, kind=["BaseConfig", "ClusterConfig", "SageMakerConfig"],
+    content=[
+        "empty", "head", "old fp16", "old dynamo", "unknown", "dynamo", "kind NO", "kind TPU",
+        "without mixed_precision", "amazon",
+    ],
+)  # fmt: skip
 def process_config(kind: str, content: str) -> Any:
     return dict(sorted(getattr(config_args, kind).process_config(dict(CONTENTS[content])).items()))
-
-
-@probe(*COVERED)
-def places() -> Any:
-    return [
-        os.path.basename(str(getattr(config_args, name)))
-        for name in ("cache_dir", "default_json_config_file", "default_yaml_config_file", "default_config_file")
-    ]
 
 
 # ---- default and update
 
 
-@probe("commands.config.default:write_basic_config", precision=Words(["no", "fp16", "bf16", "fp8", "FP16", "BF16", "what", "", None]), place=["new.json", "new.yaml", "d/e/new.json", "old.json", Path("new.json")])  # fmt: skip
+@probe(
+    "commands.config.default:write_basic_config",
+    precision=Words(["no", "fp16", "bf16", "fp8", "FP16", "BF16", "what", "", None]),
+    place=["new.json", "new.yaml", "d/e/new.json", "old.json", Path("new.json")],
+)  # fmt: skip
 def basic_config(precision: str, place: Any) -> Any:
     Path("old.json").write_text("{}")
     result = default.write_basic_config(precision, place)
@@ -197,7 +120,13 @@ def basic_config(precision: str, place: Any) -> Any:
     yield "content", yaml.safe_load(Path(place).read_text())
 
 
-@probe("commands.config.default:default_config_command", args=[{"config_file": "a.json", "mixed_precision": "bf16"}, {"config_file": "d/a.yaml", "mixed_precision": "no"}, {"config_file": "a.json", "mixed_precision": "what"}])  # fmt: skip
+@probe(
+    "commands.config.default:default_config_command",
+    args=[
+        {"config_file": "a.json", "mixed_precision": "bf16"}, {"config_file": "d/a.yaml", "mixed_precision": "no"},
+        {"config_file": "a.json", "mixed_precision": "what"},
+    ],
+)  # fmt: skip
 def default_command(args: dict[str, str]) -> Any:
     yield "returns", default.default_config_command(argparse.Namespace(**args))
     path = Path(args["config_file"])
@@ -205,24 +134,15 @@ def default_command(args: dict[str, str]) -> Any:
 
 
 OLD = [
-    "head",
-    "fsdp",
-    "dynamo",
-    "misc",
-    "amazon",
-    "old fp16",
-    "old dynamo",
-    "unknown",
-    "empty",
-    "kind TPU",
-    "without debug",
-    "precision what",
-    "nothing",
-    "list",
-]
+    "head", "fsdp", "dynamo", "misc", "amazon", "old fp16", "old dynamo", "unknown", "empty", "kind TPU",
+    "without debug", "precision what", "nothing", "list",
+]  # fmt: skip
 
 
-@probe("commands.config.update:update_config", "commands.config.update:update_config_command", content=OLD, ending=["yaml", "json"], way=["update_config", "update_config_command"])  # fmt: skip
+@probe(
+    "commands.config.update:update_config", "commands.config.update:update_config_command", content=OLD,
+    ending=["yaml", "json"], way=["update_config", "update_config_command"],
+)  # fmt: skip
 def updated(content: str, ending: str, way: str) -> Any:
     path = write(content, ending)
     yield "returns", getattr(update, way)(argparse.Namespace(config_file=path))
@@ -239,7 +159,8 @@ def updated_nothing(path: str) -> Any:
 
 
 @probe(
-    "commands.config.cluster:get_cluster_input", "commands.config.sagemaker:get_sagemaker_input", "commands.config.config:get_user_input", "commands.config.config:config_command",
+    "commands.config.cluster:get_cluster_input", "commands.config.sagemaker:get_sagemaker_input",
+    "commands.config.config:get_user_input", "commands.config.config:config_command",
     function=["cluster", "sagemaker", "user", "command"],
 )  # fmt: skip
 def ended_input(function: str) -> Any:

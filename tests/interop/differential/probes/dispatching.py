@@ -23,13 +23,9 @@ MAKERS = {
 
 
 @probe(
-    "big_modeling:init_empty_weights",
-    "big_modeling:init_on_device",
-    make=list(MAKERS),
-    device=[None, *TARGETS, torch.device("meta"), 5],
-    include_buffers=[None, True],
-    variable=[None, "1"],
-)
+    "big_modeling:init_empty_weights", "big_modeling:init_on_device", make=list(MAKERS),
+    device=[None, *TARGETS, torch.device("meta"), 5], include_buffers=[None, True], variable=[None, "1"],
+)  # fmt: skip
 def init_on_device(make: str, device: Any, include_buffers: Any, variable: Any) -> Any:
     if variable:
         os.environ["ACCELERATE_INIT_INCLUDE_BUFFERS"] = variable
@@ -55,14 +51,10 @@ OFFLOADS = {
 
 
 @probe(
-    "big_modeling:cpu_offload",
-    "big_modeling:disk_offload",
-    way=list(OFFLOADS),
-    model={n: MODELS[n] for n in ("net", "tied", "shared", "empty")},
-    device=[None, "cpu"],
-    buffers=[False, True],
+    "big_modeling:cpu_offload", "big_modeling:disk_offload", way=list(OFFLOADS),
+    model={n: MODELS[n] for n in ("net", "tied", "shared", "empty")}, device=[None, "cpu"], buffers=[False, True],
     preload=[None, ["Block"]],
-)
+)  # fmt: skip
 def offload_model(way: str, model: nn.Module, device: Any, buffers: bool, preload: Any) -> Any:
     expected = output(copy.deepcopy(model))
     found = OFFLOADS[way](model, execution_device=device, offload_buffers=buffers, preload_module_classes=preload)
@@ -82,19 +74,17 @@ def cpu_offload_of(weights: Any, meta: bool) -> Any:
 
 PARTS = {"shift": "cpu", "embed": "cpu", "blocks.0": "cpu", "blocks.1": "cpu", "norm": "cpu", "head": "cpu"}
 DISPATCH = {
-    "cpu": {"": "cpu"}, "device": {"": torch.device("cpu")}, "disk": {"": "disk"}, "parts": PARTS, "some disk": {**PARTS, "blocks.1": "disk"}, "most disk": dict.fromkeys(PARTS, "disk") | {"norm": "cpu"},
-    "too few": {"embed": "cpu"}, "too many": {**PARTS, "nothing": "disk"}, "empty": {}, "index": {"": 0}, "unknown": {"": "nothing"}, "none": None, "text": "auto",
+    "cpu": {"": "cpu"}, "device": {"": torch.device("cpu")}, "disk": {"": "disk"}, "parts": PARTS,
+    "some disk": {**PARTS, "blocks.1": "disk"}, "most disk": dict.fromkeys(PARTS, "disk") | {"norm": "cpu"},
+    "too few": {"embed": "cpu"}, "too many": {**PARTS, "nothing": "disk"}, "empty": {}, "index": {"": 0},
+    "unknown": {"": "nothing"}, "none": None, "text": "auto",
 }  # fmt: skip
 
 
 @probe(
-    "big_modeling:dispatch_model",
-    device_map=list(DISPATCH),
-    model={n: MODELS[n] for n in ("net", "tied")},
-    folder=[None, "folder"],
-    buffers=[False, True],
-    force=[False, True],
-)
+    "big_modeling:dispatch_model", device_map=list(DISPATCH), model={n: MODELS[n] for n in ("net", "tied")},
+    folder=[None, "folder"], buffers=[False, True], force=[False, True],
+)  # fmt: skip
 def dispatch_model(device_map: str, model: nn.Module, folder: Any, buffers: bool, force: bool) -> Any:
     expected = output(copy.deepcopy(model))
     found = accelerate.dispatch_model(
@@ -106,10 +96,8 @@ def dispatch_model(device_map: str, model: nn.Module, folder: Any, buffers: bool
 @probe(
     "big_modeling:dispatch_model",
     what=["to", "cuda", "half", "cpu", "state", "deepcopy", "train", "again", "remove", "to dtype"],
-    device_map=["cpu", "some disk", "disk"],
-    force=[False, True],
-    skip=[None, "ids"],
-)
+    device_map=["cpu", "some disk", "disk"], force=[False, True], skip=[None, "ids"],
+)  # fmt: skip
 def dispatched(what: str, device_map: str, force: bool, skip: Any) -> Any:
     model = accelerate.dispatch_model(
         Net(), DISPATCH[device_map], offload_dir="folder", force_hooks=force, skip_keys=skip
@@ -127,12 +115,9 @@ def dispatched(what: str, device_map: str, force: bool, skip: Any) -> Any:
 
 
 @probe(
-    "big_modeling:load_checkpoint_and_dispatch",
-    kind=["half", "shards", "nothing"],
-    device_map=[*LOAD_MAPS, "balanced", "sequential", "words"],
-    meta=[True, False],
-    buffers=[False, True],
-)
+    "big_modeling:load_checkpoint_and_dispatch", kind=["half", "shards", "nothing"],
+    device_map=[*LOAD_MAPS, "balanced", "sequential", "words"], meta=[True, False], buffers=[False, True],
+)  # fmt: skip
 def load_checkpoint_and_dispatch(kind: str, device_map: str, meta: bool, buffers: bool) -> Any:
     where = LOAD_MAPS.get(device_map, device_map)
     budget = {"cpu": 10**6} if isinstance(where, str) else None
@@ -145,30 +130,3 @@ def load_checkpoint_and_dispatch(kind: str, device_map: str, meta: bool, buffers
         offload_buffers=buffers,
     )
     return hooked(model), output(model)
-
-
-@probe(
-    "big_modeling:load_checkpoint_and_dispatch",
-    dtype=[None, torch.float16, "bfloat16"],
-    force=[False, True],
-    strict=[False, True],
-    no_split=[None, ["Block"]],
-    budget=[{"cpu": 10**6}, {"cpu": 300, "disk": 10**6}],
-)
-def loaded_with(dtype: Any, force: bool, strict: bool, no_split: Any, budget: Any) -> Any:
-    model = accelerate.load_checkpoint_and_dispatch(
-        Net(),
-        checkpoint("folder"),
-        "auto",
-        budget,
-        no_split,
-        "folder",
-        False,
-        dtype,
-        None,
-        "ids",
-        ["Block"],
-        force,
-        strict,
-    )
-    return hooked(model)

@@ -1,9 +1,6 @@
 """The plugins of the engines (DeepSpeed, Megatron-LM) and `utils.deepspeed`, `utils.megatron_lm`, `utils.ao`, `utils.transformer_engine`."""
 
-import base64
 import contextlib
-import copy
-import json
 import types
 from collections.abc import Callable
 from typing import Any
@@ -18,38 +15,29 @@ from interop.differential.probes.plugins import EDGES, NUMBERS, SWITCHES, plain,
 
 PLUGIN = "utils.dataclasses:DeepSpeedPlugin"
 CONFIGS: list[Any] = [
-    {},
-    {"train_micro_batch_size_per_gpu": 1},
-    {"zero_optimization": {"stage": 3}},
+    {}, {"train_micro_batch_size_per_gpu": 1}, {"zero_optimization": {"stage": 3}},
     {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "nvme"}}},
     {"zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}, "gradient_clipping": 0.5},
     {"gradient_accumulation_steps": 4, "steps_per_print": 7},
     {"gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "zero_optimization": {"stage": "auto"}},
     {"bf16": {"enabled": True}, "fp16": {"enabled": False}},
-    {"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}},
-    {"zero_optimization": {"offload_optimizer": None}},
+    {"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}}, {"zero_optimization": {"offload_optimizer": None}},
     {"zero_optimization": {"stage": 3, "offload_param": {"device": "auto", "nvme_path": "auto"}}},
     {
         "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": [0.9, 0.99]}},
         "scheduler": {"type": "WarmupLR"},
     },
-]
+]  # fmt: skip
 DEEPSPEED: dict[str, list[Any]] = {
-    "hf_ds_config": [None, "", "absent.json", "e30=", 1, [], *CONFIGS],
-    "gradient_accumulation_steps": EDGES,
-    "gradient_clipping": EDGES,
-    "zero_stage": [*NUMBERS, 3, 4, "3", True],
-    "is_train_batch_min": SWITCHES,
+    "hf_ds_config": [None, "", "absent.json", "e30=", 1, [], *CONFIGS], "gradient_accumulation_steps": EDGES,
+    "gradient_clipping": EDGES, "zero_stage": [*NUMBERS, 3, 4, "3", True], "is_train_batch_min": SWITCHES,
     "offload_optimizer_device": Words([None, "none", "cpu", "nvme", "CPU", "", "nonsense", 1]),
     "offload_param_device": Words([None, "none", "cpu", "nvme", "CPU", "", "nonsense", 1]),
     "offload_optimizer_nvme_path": [None, "none", "/nvme", "", 1],
-    "offload_param_nvme_path": [None, "none", "/nvme", "", 1],
-    "zero3_init_flag": SWITCHES,
-    "zero3_save_16bit_model": SWITCHES,
-    "transformer_moe_cls_names": [None, "", "A", "A,B", ["A"], 1],
-    "enable_msamp": SWITCHES,
-    "msamp_opt_level": Words([None, "O1", "O2", "O3", "o1", "", "nonsense"]),
-}
+    "offload_param_nvme_path": [None, "none", "/nvme", "", 1], "zero3_init_flag": SWITCHES,
+    "zero3_save_16bit_model": SWITCHES, "transformer_moe_cls_names": [None, "", "A", "A,B", ["A"], 1],
+    "enable_msamp": SWITCHES, "msamp_opt_level": Words([None, "O1", "O2", "O3", "o1", "", "nonsense"]),
+}  # fmt: skip
 MEGATRON_FLAGS = (
     "use_custom_fsdp no_load_optim eod_mask_loss no_save_optim optimizer_cpu_offload overlap_cpu_optimizer_d2h_h2d "
     "use_precision_aware_optimizer sequence_parallelism recompute_activations use_distributed_optimizer is_train_batch_min "
@@ -70,14 +58,11 @@ MEGATRON: dict[str, list[Any]] = {
     "recompute_method": Words([None, "uniform", "block", "", "nonsense"]),
     "weight_decay_incr_style": Words([None, "constant", "linear", "cosine", "nonsense"]),
     "lr_decay_style": Words([None, "constant", "linear", "cosine", "nonsense"]),
-    "consumed_samples": [None, [0, 0, 0], [1], "nonsense"],
-    "tensorboard_dir": [None, "", "logs"],
+    "consumed_samples": [None, [0, 0, 0], [1], "nonsense"], "tensorboard_dir": [None, "", "logs"],
     "other_megatron_args": [None, {}, {"a": 1}, {"seq_length": 7}, "nonsense"],
-    "custom_train_step_class": [None, dict, "nonsense"],
-    "custom_train_step_kwargs": [None, {}, {"a": 1}],
-    "no_wd_decay_cond": [None, 1],
-    "scale_lr_cond": [None, 1],
-}
+    "custom_train_step_class": [None, dict, "nonsense"], "custom_train_step_kwargs": [None, {}, {"a": 1}],
+    "no_wd_decay_cond": [None, 1], "scale_lr_cond": [None, 1],
+}  # fmt: skip
 for field_, values_ in DEEPSPEED.items():
     for stage_ in ({}, {"zero_stage": 3}):
         if not (stage_ and field_ in ("zero_stage", "hf_ds_config")):
@@ -90,43 +75,15 @@ for field_, values_ in MEGATRON.items():
 # -- DeepSpeedPlugin's methods -----------------------------------------------------------------------------------
 
 KEYS = [
-    "zero_optimization.stage",
-    "zero_optimization",
-    "gradient_clipping",
-    "bf16.enabled",
-    "optimizer.params.lr",
-    "a.b.c",
-    "",
-    "fp16",
-]
-
-
-@probe(PLUGIN, config=CONFIGS, key=KEYS)
-def plugin_values(config: dict[str, Any], key: str) -> Any:
-    plugin = dataclasses.DeepSpeedPlugin(hf_ds_config=config)
-    return [plain(plugin.get_value(key)), plugin.get_value(key, "other") == "other", plugin.is_auto(key)]
-
-
-@probe(
-    PLUGIN,
-    config=CONFIGS,
-    key=[*KEYS, "train_micro_batch_size_per_gpu"],
-    value=[None, 1, "auto"],
-    must_match=[True, False],
-)
-def plugin_filled(config: dict[str, Any], key: str, value: object, must_match: bool) -> Any:
-    plugin = dataclasses.DeepSpeedPlugin(hf_ds_config=config)
-    mismatches: list[Any] = []
-    plugin.fill_match(key, mismatches, must_match=must_match, **({} if value is None else {key: value}))
-    return [len(mismatches), plain(plugin.deepspeed_config)]
+    "zero_optimization.stage", "zero_optimization", "gradient_clipping", "bf16.enabled", "optimizer.params.lr",
+    "a.b.c", "", "fp16",
+]  # fmt: skip
 
 
 FILLS = [
-    {},
-    {"gradient_clipping": 1.0},
-    {"optimizer.params.lr": 0.1, "train_micro_batch_size_per_gpu": 2},
+    {}, {"gradient_clipping": 1.0}, {"optimizer.params.lr": 0.1, "train_micro_batch_size_per_gpu": 2},
     {"zero_optimization.stage": 2},
-]
+]  # fmt: skip
 
 
 @probe(PLUGIN, config=CONFIGS, values=FILLS, must_match=[True, False], prefix=["", "zero_optimization."])
@@ -141,15 +98,6 @@ def plugin_precision(config: dict[str, Any], precision: str) -> Any:
     plugin = dataclasses.DeepSpeedPlugin(hf_ds_config=config)
     plugin.set_mixed_precision(precision)
     return plain(plugin.deepspeed_config)
-
-
-@probe(PLUGIN, config=CONFIGS, flag=[None, True, False], names=[None, "Linear", "Linear,Conv2d", "Absent"])
-def plugin_switches(config: dict[str, Any], flag: bool | None, names: str | None):
-    """What needs no DeepSpeed."""
-    plugin = dataclasses.DeepSpeedPlugin(hf_ds_config=config, zero3_init_flag=flag, transformer_moe_cls_names=names)
-    yield "init", plugin.is_zero3_init_enabled()
-    yield "selected", plugin.selected
-    yield "leaves", plugin.set_moe_leaf_modules(nn.Sequential(nn.Linear(1, 1)))
 
 
 @probe(PLUGIN, do=["select", "set selected", "init context", "init context on", "weakref"])
@@ -170,30 +118,6 @@ def plugin_actions(do: str) -> Any:
 # -- utils.deepspeed ---------------------------------------------------------------------------------------------
 
 
-@probe("utils.deepspeed:HfDeepSpeedConfig", config=CONFIGS, form=["dict", "file", "base64", "copy"])
-def config_read(config: dict[str, Any], form: str):
-    text = json.dumps(config)
-    with open("config.json", "w") as file:
-        file.write(text)
-    forms = {"dict": config, "file": "config.json", "base64": base64.urlsafe_b64encode(text.encode()).decode()}
-    read = deepspeed.HfDeepSpeedConfig(forms.get(form, copy.deepcopy(config)))
-    yield "config", [plain(read.config), read.config is config]
-    yield "stage", [read.is_zero2(), read.is_zero3(), read.is_offload(), read._stage, read._offload]
-    for key in KEYS:
-        yield f"value {key}", [plain(read.get_value(key)), read.get_value(key, 7) == 7]
-        yield f"truth {key}", [read.is_true(key), read.is_false(key)]
-        node, last = read.find_config_node(key)
-        yield f"node {key}", [plain(node), last]
-
-
-@probe(
-    "utils.deepspeed:HfDeepSpeedConfig",
-    config=[None, "", "absent.json", "{}", "e30=", "bnVsbA==", "not base64!", 1, [], b"e30="],
-)
-def config_refused(config: object) -> Any:
-    return plain(deepspeed.HfDeepSpeedConfig(config).config)
-
-
 @probe("utils.deepspeed:HfDeepSpeedConfig", config=CONFIGS, key=KEYS, must_exist=[True, False])
 def config_deleted(config: dict[str, Any], key: str, must_exist: bool) -> Any:
     read = deepspeed.HfDeepSpeedConfig(config)
@@ -201,24 +125,9 @@ def config_deleted(config: dict[str, Any], key: str, must_exist: bool) -> Any:
     return [result, plain(read.config)]
 
 
-@probe(
-    "utils.deepspeed:HfDeepSpeedConfig",
-    stage=[0, 1, 2, 3, "3", "auto", None],
-    device=["cpu", "nvme", "none", None, "auto"],
-)
-def config_changed(stage: object, device: object) -> Any:
-    read = deepspeed.HfDeepSpeedConfig({})
-    read.config["zero_optimization"] = {"stage": stage, "offload_param": {"device": device}}
-    read.set_stage_and_offload()
-    return [read.is_zero2(), read.is_zero3(), read.is_offload()]
-
-
 PARAMETERS = {
-    "none": list,
-    "one": lambda: [nn.Parameter(torch.ones(2))],
-    "text": lambda: "params",
-    "nothing": lambda: None,
-}
+    "none": list, "one": lambda: [nn.Parameter(torch.ones(2))], "text": lambda: "params", "nothing": lambda: None,
+}  # fmt: skip
 
 
 @probe(
@@ -234,18 +143,14 @@ def dummy_optimizer(params: Any, given: dict[str, Any]) -> Any:
 
 
 @probe(
-    "utils.deepspeed:DummyScheduler",
-    "utils.megatron_lm:MegatronLMDummyScheduler",
+    "utils.deepspeed:DummyScheduler", "utils.megatron_lm:MegatronLMDummyScheduler",
     kind=["DummyScheduler", "MegatronLMDummyScheduler"],
     given=[
-        {},
-        {"total_num_steps": 10},
-        {"total_num_steps": 0, "warmup_num_steps": 3},
-        {"lr_scheduler_callable": len},
+        {}, {"total_num_steps": 10}, {"total_num_steps": 0, "warmup_num_steps": 3}, {"lr_scheduler_callable": len},
         {"a": 1},
     ],
     optimizer=[None, 1],
-)
+)  # fmt: skip
 def dummy_scheduler(kind: str, given: dict[str, Any], optimizer: object) -> Any:
     made = getattr(deepspeed if kind == "DummyScheduler" else megatron_lm, kind)(optimizer, **given)
     return {name: plain(value) for name, value in sorted(vars(made).items())}
@@ -304,19 +209,15 @@ def scheduler_wrapper(steps: int) -> Any:
 
 
 PLUGINS = {
-    "none": lambda: None,
-    "empty": dict,
-    "one": lambda: {"a": dataclasses.DeepSpeedPlugin()},
+    "none": lambda: None, "empty": dict, "one": lambda: {"a": dataclasses.DeepSpeedPlugin()},
     "bare": dataclasses.DeepSpeedPlugin,
-}
+}  # fmt: skip
 
 
 @probe(
-    "utils.deepspeed:get_active_deepspeed_plugin",
-    plugins=PLUGINS,
-    distributed=Words(["DEEPSPEED", "NO", "FSDP", ""]),
-    select=[True, False],
-)
+    "utils.deepspeed:get_active_deepspeed_plugin", plugins=PLUGINS,
+    distributed=Words(["DEEPSPEED", "NO", "FSDP", ""]), select=[True, False],
+)  # fmt: skip
 def active_plugin(plugins: Any, distributed: str, select: bool) -> Any:
     for plugin in plugins.values() if select and isinstance(plugins, dict) else ():
         with contextlib.suppress(ImportError):  # transformers wants DeepSpeed

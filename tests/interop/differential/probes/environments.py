@@ -1,7 +1,6 @@
 """Variables of the environment, and what the machine says."""
 
 import asyncio
-import copy
 import os
 import pathlib
 import sys
@@ -10,54 +9,17 @@ from typing import Any
 
 from accelerate import PartialState
 from accelerate.utils import environment
-from interop.differential.core import Words, probe
-from interop.differential.probes.nested import outcome
+from interop.differential.core import Words, attempt, call, probe
 
 TRUTHS = Words(
     [
-        "y",
-        "yes",
-        "t",
-        "true",
-        "on",
-        "1",
-        "n",
-        "no",
-        "f",
-        "false",
-        "off",
-        "0",
-        "YES",
-        "True",
-        "FALSE",
-        "Off",
-        "",
-        "2",
-        "maybe",
-        " true",
-        "true ",
-        "-1",
-        "None",
-        "ja",
-        "1.0",
-    ]
-)
+        "y", "yes", "t", "true", "on", "1", "n", "no", "f", "false", "off", "0", "YES", "True", "FALSE", "Off", "",
+        "2", "maybe", " true", "true ", "-1", "None", "ja", "1.0",
+    ],
+)  # fmt: skip
 
 
-@probe("utils.environment:str_to_bool", value=TRUTHS, to_bool=[False, True, None])
-def str_to_bool(value: str, to_bool: Any) -> Any:
-    return environment.str_to_bool(value, to_bool)
-
-
-@probe("utils.environment:str_to_bool", value=[True, False, 1, 0, None, b"true", []])
-def str_to_bool_others(value: Any) -> Any:
-    return environment.str_to_bool(value)
-
-
-@probe("utils.environment:parse_flag_from_env", value=TRUTHS, default=[False, True, None])
-def parse_flag_from_env(value: str, default: Any) -> Any:
-    os.environ["PROBED"] = value
-    return environment.parse_flag_from_env("PROBED", default)
+call("utils.environment:str_to_bool", value=TRUTHS, to_bool=[False, True, None])
 
 
 @probe(
@@ -70,40 +32,15 @@ def parse_absent(function: str, default: Any) -> Any:
     return getattr(environment, function)("PROBED", *([] if default == "left out" else [default]))
 
 
-@probe(
-    "utils.environment:parse_choice_from_env",
-    value=["no", "FP16", "", " x ", "ü"],
-    default=["no", None, "other"],
-    key=["PROBED", "probed", ""],
-)
-def parse_choice_from_env(value: str, default: Any, key: str) -> Any:
-    os.environ["PROBED"] = value
-    return environment.parse_choice_from_env(key, default)
-
-
-@probe(
-    "utils.environment:get_int_from_env",
-    first=[None, "1", "0", "-1", "x", "", " 5 ", "1.5", "1_0"],
-    second=[None, "7", "-3", "x"],
-    default=[0, -1, None, "d"],
-)
-def get_int_from_env(first: Any, second: Any, default: Any) -> Any:
-    os.environ.update({k: v for k, v in {"PROBED": first, "PROBED_2": second}.items() if v is not None})
-    return environment.get_int_from_env(["PROBED", "PROBED_2"], default)
-
-
 @probe("utils.environment:get_int_from_env", keys=[[], (), "PROBED", ["PROBED"], None])
 def get_int_from_env_keys(keys: Any) -> Any:
     return environment.get_int_from_env(keys, 3)
 
 
 @probe(
-    "utils.environment:patch_environment",
-    value=["x", "", 1, True, None, 1.5, ["a"], "ü"],
-    before=[None, "old"],
-    name=["PROBED", "probed", "Probed_2"],
-    fails=[False, True],
-)
+    "utils.environment:patch_environment", value=["x", "", 1, True, None, 1.5, ["a"], "ü"], before=[None, "old"],
+    name=["PROBED", "probed", "Probed_2"], fails=[False, True],
+)  # fmt: skip
 def patch_environment(value: Any, before: Any, name: str, fails: bool) -> Iterator[tuple[str, Any]]:
     if before is not None:
         os.environ[name.upper()] = before
@@ -183,7 +120,7 @@ def purge_accelerate_environment(kind: str, fails: bool) -> Iterator[tuple[str, 
             "coroutine": lambda: asyncio.run(purge(coroutine)()),
             "generator": lambda: list(purge(generator)()),
         }[kind]
-    yield "result", outcome(call)
+    yield "result", attempt(call)
     yield "after", {k: v for k, v in os.environ.items() if k in ("ACCELERATE_KEPT", "ACCELERATE_ADDED", "PROBED")}
     yield "name", (purge(body).__name__, purge(body).__doc__, purge(Case).__name__)
 
@@ -192,32 +129,16 @@ def purge_accelerate_environment(kind: str, fails: bool) -> Iterator[tuple[str, 
     "utils.environment:convert_dict_to_env_variables",
     current_env=[
         *(
-            {},
-            {"A": "1"},
-            {"A": "1", "B": "x y"},
-            {"A": ""},
-            {"A": None},
-            {"A": 1},
-            {"A B": "1"},
-            {"": "x"},
-            {"a": "b;c"},
-            {"A": "x\ny"},
+            {}, {"A": "1"}, {"A": "1", "B": "x y"}, {"A": ""}, {"A": None}, {"A": 1}, {"A B": "1"}, {"": "x"},
+            {"a": "b;c"}, {"A": "x\ny"},
         ),
         *(
-            {"A": "<x>"},
-            {"A": "$HOME"},
-            {"A": "'q'"},
-            {"A-B": "1"},
-            {"A": "a=b"},
-            {"1A": "x"},
-            {"Ä": "ö"},
-            {"A": "tab\t"},
-            {"A": True},
-            {"PATH": "/a:/b"},
+            {"A": "<x>"}, {"A": "$HOME"}, {"A": "'q'"}, {"A-B": "1"}, {"A": "a=b"}, {"1A": "x"}, {"Ä": "ö"},
+            {"A": "tab\t"}, {"A": True}, {"PATH": "/a:/b"},
         ),
         *({"A;B": "1"}, {"A=B": "1"}, {"A": '"q"'}, {"A": "#"}, {"A.B": "1"}, None, []),
     ],
-)
+)  # fmt: skip
 def convert_dict_to_env_variables(current_env: Any) -> Any:
     PartialState(cpu=True)
     return environment.convert_dict_to_env_variables(current_env)
@@ -226,19 +147,54 @@ def convert_dict_to_env_variables(current_env: Any) -> Any:
 @probe(
     "utils.environment:are_libraries_initialized",
     names=[
-        (),
-        ("torch",),
-        ("numpy", "torch"),
-        ("no_such",),
-        ("torch", "no_such"),
-        ("torch.nn",),
-        ("",),
-        (None,),
+        (), ("torch",), ("numpy", "torch"), ("no_such",), ("torch", "no_such"), ("torch.nn",), ("",), (None,),
         (["torch"],),
     ],
-)
+)  # fmt: skip
 def are_libraries_initialized(names: Any) -> Any:
     return environment.are_libraries_initialized(*names)
+
+
+@probe(
+    "utils.environment:get_gpu_info", "utils.environment:get_driver_version",
+    "utils.environment:check_cuda_p2p_ib_support", "utils.environment:get_current_device_type",
+    function=["get_gpu_info", "get_driver_version", "check_cuda_p2p_ib_support", "get_current_device_type"],
+)  # fmt: skip
+def without_nvidia(function: str) -> Any:
+    os.environ["PATH"] = os.getcwd()
+    return getattr(environment, function)()
+
+
+call("utils.environment:check_cuda_fp8_capability")
+
+
+@probe("utils.environment:set_numa_affinity", index=[0, 1, -1, None, [1]], verbose=[None, True])
+def set_numa_affinity(index: Any, verbose: Any) -> Any:
+    before = os.sched_getaffinity(0)
+    return environment.set_numa_affinity(index, verbose=verbose), os.sched_getaffinity(0) == before
+
+
+@probe("utils.environment:override_numa_affinity", index=[0, 1, -1, None, "x"], verbose=[None, True, False])
+def override_numa_affinity(index: Any, verbose: Any) -> Iterator[tuple[str, Any]]:
+    before = os.sched_getaffinity(0)
+    yield "result", attempt(lambda: environment.override_numa_affinity(index, verbose))
+    yield "unchanged", os.sched_getaffinity(0) == before
+
+
+RANKS = ["RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK"]
+SIZES = ["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"]
+LOCALS = ["LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK"]
+LOCAL_SIZES = ["LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"]
+
+
+@probe(
+    "utils.environment:get_cpu_distributed_information", "utils.environment:CPUInformation",
+    name=[*RANKS, *SIZES, *LOCALS, *LOCAL_SIZES, "NOTHING"], value=["0", "3", "-1", "x", ""],
+    beside=[{}, {"PMI_RANK": "5", "OMPI_COMM_WORLD_SIZE": "9"}],
+)  # fmt: skip
+def get_cpu_distributed_information(name: str, value: str, beside: Any) -> Any:
+    os.environ.update({**beside, name: value})
+    return environment.get_cpu_distributed_information()
 
 
 def with_nvidia_smi(gpus: list[str], driver: str, code: int) -> None:
@@ -275,59 +231,3 @@ def nvidia(function: str, gpus: list[str], driver: str, code: int) -> Any:
         return None
     with_nvidia_smi(gpus, driver, code)
     return getattr(environment, function)()
-
-
-@probe(
-    "utils.environment:get_gpu_info",
-    "utils.environment:get_driver_version",
-    "utils.environment:check_cuda_p2p_ib_support",
-    "utils.environment:get_current_device_type",
-    function=["get_gpu_info", "get_driver_version", "check_cuda_p2p_ib_support", "get_current_device_type"],
-)
-def without_nvidia(function: str) -> Any:
-    os.environ["PATH"] = os.getcwd()
-    return getattr(environment, function)()
-
-
-@probe("utils.environment:check_cuda_fp8_capability")
-def check_cuda_fp8_capability() -> bool:
-    return environment.check_cuda_fp8_capability()
-
-
-@probe("utils.environment:set_numa_affinity", index=[0, 1, -1, None, [1]], verbose=[None, True])
-def set_numa_affinity(index: Any, verbose: Any) -> Any:
-    before = os.sched_getaffinity(0)
-    return environment.set_numa_affinity(index, verbose=verbose), os.sched_getaffinity(0) == before
-
-
-@probe("utils.environment:override_numa_affinity", index=[0, 1, -1, None, "x"], verbose=[None, True, False])
-def override_numa_affinity(index: Any, verbose: Any) -> Iterator[tuple[str, Any]]:
-    before = os.sched_getaffinity(0)
-    yield "result", outcome(lambda: environment.override_numa_affinity(index, verbose))
-    yield "unchanged", os.sched_getaffinity(0) == before
-
-
-RANKS = ["RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK"]
-SIZES = ["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"]
-LOCALS = ["LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK"]
-LOCAL_SIZES = ["LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"]
-
-
-@probe(
-    "utils.environment:get_cpu_distributed_information",
-    "utils.environment:CPUInformation",
-    name=[*RANKS, *SIZES, *LOCALS, *LOCAL_SIZES, "NOTHING"],
-    value=["0", "3", "-1", "x", ""],
-    beside=[{}, {"PMI_RANK": "5", "OMPI_COMM_WORLD_SIZE": "9"}],
-)
-def get_cpu_distributed_information(name: str, value: str, beside: Any) -> Any:
-    os.environ.update({**beside, name: value})
-    return environment.get_cpu_distributed_information()
-
-
-@probe("utils.environment:CPUInformation", values=[(), (1,), (1, 2, 3, 4), (1, 2, 3, 4, 5), ("a", None)])
-def cpu_information(values: Any) -> Iterator[tuple[str, Any]]:
-    made = environment.CPUInformation(*values)
-    yield "value", made
-    yield "text", repr(made).split("(", 1)[1]
-    yield "equal", (made == copy.copy(made), made == environment.CPUInformation(9), made.rank)

@@ -13,8 +13,7 @@ from torch import nn
 
 from accelerate import PartialState
 from accelerate.utils import other
-from interop.differential.core import probe
-from interop.differential.probes.nested import outcome
+from interop.differential.core import attempt, call, probe
 
 BOTH = (1, 2)
 
@@ -22,7 +21,7 @@ BOTH = (1, 2)
 # utils.other
 
 
-@probe(
+call(
     "utils.other:convert_bytes",
     size=[
         0,
@@ -46,8 +45,6 @@ BOTH = (1, 2)
     + [10**n for n in range(1, 20)]
     + [True, float("inf"), "1024", None],
 )
-def convert_bytes(size: Any) -> str:
-    return other.convert_bytes(size)
 
 
 class Holder:
@@ -71,69 +68,26 @@ class Deep:
 @probe(
     "utils.other:recursive_getattr",
     attr=[
-        "a",
-        "a.inner",
-        "a.method",
-        "linear.0",
-        "linear.0.bias.shape",
-        "",
-        ".",
-        "a.",
-        "a..inner",
-        "b",
-        "a.b",
-        None,
+        "a", "a.inner", "a.method", "linear.0", "linear.0.bias.shape", "", ".", "a.", "a..inner", "b", "a.b", None,
         1,
     ],
-)
+)  # fmt: skip
 def recursive_getattr(attr: Any) -> Any:
     result = other.recursive_getattr(Deep(), attr)
     return type(result).__name__
 
 
-@probe(
+call(
     "utils.other:get_pretty_name",
     value={
-        "function": lambda: outcome,
-        "method": lambda: Holder().method,
-        "class": lambda: Deep,
-        "object": Deep,
-        "named object": Holder,
-        "linear": lambda: nn.Linear(1, 1),
-        "module": lambda: sys,
-        "number": lambda: 1,
-        "text": lambda: "x",
-        "None": lambda: None,
-        "lambda": lambda: lambda: 0,
-        "built in": lambda: len,
-        "list": list,
-        "tensor": lambda: torch.ones(1),
-        "dtype": lambda: torch.float32,
+        "function": lambda: attempt, "method": lambda: Holder().method, "class": lambda: Deep, "object": Deep,
+        "named object": Holder, "linear": lambda: nn.Linear(1, 1), "module": lambda: sys, "number": lambda: 1,
+        "text": lambda: "x", "None": lambda: None, "lambda": lambda: lambda: 0, "built in": lambda: len,
+        "list": list, "tensor": lambda: torch.ones(1), "dtype": lambda: torch.float32,
         "nested class": lambda: nn.Module.forward,
         "optimizer": lambda: torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1),
     },
-)
-def get_pretty_name(value: Any) -> str:
-    return other.get_pretty_name(value)
-
-
-DICTS: list[Any] = [
-    {},
-    {"a": 1},
-    {"a": {"b": 1}},
-    {"a": {"c": {"d": 2}}, "e": None},
-    {"a": None},
-    {1: {2: 3}},
-    {"a": [1], "x": {}},
-    {"a": {"b": {"z": 0}}},
-]
-
-
-@probe("utils.other:merge_dicts", source=DICTS, destination=DICTS)
-def merge_dicts(source: Any, destination: Any) -> Iterator[tuple[str, Any]]:
-    result = other.merge_dicts(source, destination)
-    yield "result", result
-    yield "in place", (result is destination, source, destination)
+)  # fmt: skip
 
 
 @probe(
@@ -157,9 +111,7 @@ def ports(port: str) -> Any:
         return other.is_port_in_use(str(number) if port == "text" else number)
 
 
-@probe("utils.other:is_port_in_use", port=[0, -1, 65536, 10**10, "x", "", 1.5, True, [1], "1 "])
-def is_port_in_use(port: Any) -> bool:
-    return other.is_port_in_use(port)
+call("utils.other:is_port_in_use", port=[0, -1, 65536, 10**10, "x", "", 1.5, True, [1], "1 "])
 
 
 @probe("utils.other:wait_for_everyone", processes=BOTH)
@@ -172,30 +124,22 @@ def wait_for_everyone() -> Any:
 
 
 OBJECTS: dict[str, Any] = {
-    "dict": lambda: {"a": torch.ones(2), "b": torch.zeros(1, dtype=torch.int64)},
-    "empty": dict,
-    "tensor": lambda: torch.ones(2),
-    "list": lambda: [torch.ones(2)],
-    "number": lambda: 3,
-    "nested": lambda: {"a": {"b": torch.ones(1)}},
-    "None": lambda: None,
+    "dict": lambda: {"a": torch.ones(2), "b": torch.zeros(1, dtype=torch.int64)}, "empty": dict,
+    "tensor": lambda: torch.ones(2), "list": lambda: [torch.ones(2)], "number": lambda: 3,
+    "nested": lambda: {"a": {"b": torch.ones(1)}}, "None": lambda: None,
     "not contiguous": lambda: {"a": torch.ones(2, 3).T},
     "ordered": lambda: OrderedDict(b=torch.ones(1), a=torch.zeros(1)),
     "bfloat16": lambda: {"a": torch.ones(2, dtype=torch.bfloat16)},
-    "meta": lambda: {"a": torch.ones(2, device="meta")},
-    "numbers inside": lambda: {"a": 1, "b": torch.ones(1)},
-    "text": lambda: "text",
-    "parameter": lambda: {"a": nn.Parameter(torch.ones(2))},
+    "meta": lambda: {"a": torch.ones(2, device="meta")}, "numbers inside": lambda: {"a": 1, "b": torch.ones(1)},
+    "text": lambda: "text", "parameter": lambda: {"a": nn.Parameter(torch.ones(2))},
     "number keys": lambda: {1: torch.ones(1)},
     "slices": lambda: dict(zip("ab", torch.arange(4.0).split(2), strict=True)),
     "tied": lambda: dict.fromkeys("ba", torch.arange(2.0)),
-}
+}  # fmt: skip
 PLACES = {
-    "text": lambda: "file.bin",
-    "path": lambda: pathlib.Path("file.bin"),
-    "new folder": lambda: "no/file.bin",
+    "text": lambda: "file.bin", "path": lambda: pathlib.Path("file.bin"), "new folder": lambda: "no/file.bin",
     "folder": lambda: ".",
-}
+}  # fmt: skip
 
 
 @probe("utils.other:save", "utils.other:load", obj=OBJECTS, safe_serialization=[False, True], place=PLACES)
@@ -203,7 +147,7 @@ def save(obj: Any, safe_serialization: bool, place: Any) -> Iterator[tuple[str, 
     from safetensors.torch import load_file
 
     PartialState(cpu=True)
-    yield "returned", outcome(lambda: other.save(obj, place, safe_serialization=safe_serialization))
+    yield "returned", attempt(lambda: other.save(obj, place, safe_serialization=safe_serialization))
     yield "files", sorted(os.listdir("."))
     if os.path.isfile(place):
         read = load_file if safe_serialization else other.load
@@ -222,47 +166,17 @@ def save_on(save_on_each_node: bool, safe_serialization: bool) -> Any:
     return os.listdir(".")
 
 
-@probe(
-    "utils.other:load",
-    content=["tensors", "numpy state", "set", "object", "nothing"],
-    keywords=[
-        {},
-        {"weights_only": False},
-        {"weights_only": True},
-        {"map_location": "meta"},
-        {"mmap": True},
-        {"unknown": 1},
-    ],
-)
-def load(content: str, keywords: Any) -> Any:
-    import numpy as np
-
-    if content != "nothing":
-        obj = {
-            "tensors": {"a": torch.ones(1)},
-            "numpy state": np.random.get_state(),
-            "set": {1, 2},
-            "object": pathlib.PurePosixPath("x"),
-        }[content]
-        torch.save(obj, "file.bin")
-    loaded = other.load("file.bin", **keywords)
-    return type(loaded).__name__ if content == "numpy state" else loaded
-
-
 STATE_DICTS: dict[str, Any] = {
-    "plain": lambda: {"a": torch.ones(2), "b": torch.zeros(2)},
-    "tied": lambda: dict.fromkeys("ba", torch.ones(2)),
-    "tied thrice": lambda: dict.fromkeys("cab", torch.ones(2)),
-    "transposed": lambda: {"a": torch.ones(2, 3).T},
-    "slices": lambda: dict(zip("ab", torch.arange(4.0).split(2), strict=True)),
-    "empty": dict,
+    "plain": lambda: {"a": torch.ones(2), "b": torch.zeros(2)}, "tied": lambda: dict.fromkeys("ba", torch.ones(2)),
+    "tied thrice": lambda: dict.fromkeys("cab", torch.ones(2)), "transposed": lambda: {"a": torch.ones(2, 3).T},
+    "slices": lambda: dict(zip("ab", torch.arange(4.0).split(2), strict=True)), "empty": dict,
     "empty tensors": lambda: {"a": torch.ones(0), "b": torch.ones(0)},
     "meta": lambda: {"a": torch.ones(2, device="meta"), "b": torch.ones(2, device="meta")},
     "ordered": lambda: OrderedDict(b=torch.ones(1), a=torch.zeros(1)),
     "of a model": lambda: nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2)).state_dict(),
     "parameter": lambda: {"a": nn.Parameter(torch.ones(2))},
     "two ties": lambda: {**dict.fromkeys("ab", torch.ones(1)), **dict.fromkeys("cd", torch.zeros(1))},
-}
+}  # fmt: skip
 
 
 @probe("utils.other:clean_state_dict_for_safetensors", state_dict=STATE_DICTS)

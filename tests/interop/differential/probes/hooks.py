@@ -10,13 +10,13 @@ from torch import nn
 
 from accelerate import big_modeling, hooks
 from interop.differential.core import probe
-from interop.differential.probes.modeling import MODELS, Block, Net, on_meta
+from interop.differential.probes.modeling import MODELS, Block, Net
 from interop.differential.probes.offload import state
 
 FIELDS = [
-    "execution_device", "offload", "io_same_device", "offload_buffers", "place_submodules", "skip_keys", "input_device", "original_devices",
-    "param_original_devices", "buffer_original_devices", "tied_params_names", "tied_params_map", "prev_module_hook", "storage_dtype", "compute_dtype", "non_blocking",
-    "no_grad",
+    "execution_device", "offload", "io_same_device", "offload_buffers", "place_submodules", "skip_keys",
+    "input_device", "original_devices", "param_original_devices", "buffer_original_devices", "tied_params_names",
+    "tied_params_map", "prev_module_hook", "storage_dtype", "compute_dtype", "non_blocking", "no_grad",
 ]  # fmt: skip
 
 
@@ -82,37 +82,6 @@ def output(model: nn.Module) -> Any:
 # -- adding and removing --------------------------------------------------------------------------------------------
 
 
-@probe(
-    "hooks:add_hook_to_module",
-    "hooks:ModelHook",
-    "hooks:SequentialHook",
-    "hooks:remove_hook_from_module",
-    append=[False, True],
-    count=[0, 1, 2, 3],
-    no_grad=[False, True],
-    remove=[None, False, True],
-    model={n: MODELS[n] for n in ("linear", "sequence")},
-)
-def add_hooks(append: bool, count: int, no_grad: bool, remove: bool | None, model: nn.Module) -> Any:
-    recorders = [Recorder(i + 1, no_grad) for i in range(count)]
-    original = model.forward
-    same = [hooks.add_hook_to_module(model, hook, append=append) is model for hook in recorders]
-    first = output(model)
-    shape = fields(getattr(model, "_hf_hook", None))
-    if remove is not None:
-        same.append(hooks.remove_hook_from_module(model, recurse=remove) is model)
-    return (
-        same,
-        first,
-        shape,
-        output(model),
-        [hook.calls for hook in recorders],
-        model.forward == original,
-        inspect.signature(model.forward),
-        "_hf_hook" in model.__dict__,
-    )
-
-
 class Signed(nn.Module):
     """A module whose forward has parameters of all kinds."""
 
@@ -124,21 +93,28 @@ class Signed(nn.Module):
 
 
 CALLS = {
-    "plain": lambda m: m(torch.ones(2)), "positions": lambda m: m(torch.ones(2), 3.0, 4, 5), "names": lambda m: m(torch.ones(2), bias=1.0, scale=0.5, other=7),
-    "none": lambda m: m(), "wrong": lambda m: m(x=torch.ones(2)), "signature": lambda m: str(inspect.signature(m.forward)), "name": lambda m: (m.forward.__name__, m.forward.__doc__, m.forward.__wrapped__.__name__),
-    "partial": lambda m: (type(m.forward).__name__, m.forward.args[0] is m), "pickle": lambda m: pickle.loads(pickle.dumps(m))(torch.ones(1)), "deepcopy": lambda m: copy.deepcopy(m)(torch.ones(1)),
-    "copy keeps": lambda m: copy.deepcopy(m).forward.args[0] is m, "replaced": lambda m: setattr(m, "_old_forward", lambda x: x * 100) or m(torch.ones(1)), "own hook": lambda m: setattr(m, "_hf_hook", Recorder(50)) or m(torch.ones(1)),
-    "train": lambda m: m.train().training, "state": lambda m: m.state_dict(), "repr": repr, "children": lambda m: len(list(m.modules())), "names of attributes": lambda m: sorted(k for k in vars(m) if k.startswith(("_hf", "_old", "forw"))),
-    "double": lambda m: m.double()(torch.ones(1)), "twice": lambda m: hooks.add_hook_to_module(m, Recorder(3))(torch.ones(1)),
+    "plain": lambda m: m(torch.ones(2)), "positions": lambda m: m(torch.ones(2), 3.0, 4, 5),
+    "names": lambda m: m(torch.ones(2), bias=1.0, scale=0.5, other=7), "none": lambda m: m(),
+    "wrong": lambda m: m(x=torch.ones(2)), "signature": lambda m: str(inspect.signature(m.forward)),
+    "name": lambda m: (m.forward.__name__, m.forward.__doc__, m.forward.__wrapped__.__name__),
+    "partial": lambda m: (type(m.forward).__name__, m.forward.args[0] is m),
+    "pickle": lambda m: pickle.loads(pickle.dumps(m))(torch.ones(1)),
+    "deepcopy": lambda m: copy.deepcopy(m)(torch.ones(1)),
+    "copy keeps": lambda m: copy.deepcopy(m).forward.args[0] is m,
+    "replaced": lambda m: setattr(m, "_old_forward", lambda x: x * 100) or m(torch.ones(1)),
+    "own hook": lambda m: setattr(m, "_hf_hook", Recorder(50)) or m(torch.ones(1)),
+    "train": lambda m: m.train().training, "state": lambda m: m.state_dict(), "repr": repr,
+    "children": lambda m: len(list(m.modules())),
+    "names of attributes": lambda m: sorted(k for k in vars(m) if k.startswith(("_hf", "_old", "forw"))),
+    "double": lambda m: m.double()(torch.ones(1)),
+    "twice": lambda m: hooks.add_hook_to_module(m, Recorder(3))(torch.ones(1)),
 }  # fmt: skip
 HOOKS = {
-    "model": hooks.ModelHook,
-    "recorder": Recorder,
-    "align": hooks.AlignDevicesHook,
+    "model": hooks.ModelHook, "recorder": Recorder, "align": hooks.AlignDevicesHook,
     "sequential": lambda: hooks.SequentialHook(Recorder(), hooks.ModelHook()),
     "casting": lambda: hooks.LayerwiseCastingHook(torch.float16, torch.float32, False),
     "cpu": lambda: hooks.CpuOffload("cpu"),
-}
+}  # fmt: skip
 
 
 @probe("hooks:add_hook_to_module", "hooks:ModelHook", "hooks:SequentialHook", hook=HOOKS, call=list(CALLS))
@@ -150,56 +126,12 @@ ODD = {"none": lambda: None, "text": lambda: "hook", "class": lambda: hooks.Mode
 
 
 @probe(
-    "hooks:add_hook_to_module",
-    "hooks:remove_hook_from_module",
-    "hooks:remove_hook_from_submodules",
-    module={"linear": lambda: nn.Linear(2, 2), **ODD},
-    hook={"hook": hooks.ModelHook, **ODD},
+    "hooks:add_hook_to_module", "hooks:remove_hook_from_module", "hooks:remove_hook_from_submodules",
+    module={"linear": lambda: nn.Linear(2, 2), **ODD}, hook={"hook": hooks.ModelHook, **ODD},
     function=["add_hook_to_module", "remove_hook_from_module", "remove_hook_from_submodules"],
-)
+)  # fmt: skip
 def odd_hooks(module: Any, hook: Any, function: str) -> Any:
     return type(getattr(hooks, function)(module, *([hook] if function.startswith("add") else [])))
-
-
-@probe(
-    "hooks:ModelHook",
-    "hooks:SequentialHook",
-    hook=HOOKS,
-    method=["init_hook", "pre_forward", "post_forward", "detach_hook", "fields", "repr", "equal", "pickle", "bases"],
-)
-def hook_methods(hook: Any, method: str) -> Any:
-    if method in ("fields", "repr", "equal", "pickle", "bases"):
-        ways = {
-            "fields": fields,
-            "repr": lambda h: repr(h)[:5],
-            "equal": lambda h: h == copy.copy(h),
-            "pickle": lambda h: fields(pickle.loads(pickle.dumps(h))),
-            "bases": lambda h: [c.__name__ for c in type(h).__mro__],
-        }
-        return ways[method](hook) if not (method == "repr" and isinstance(hook, hooks.AlignDevicesHook)) else None
-    arguments = {"pre_forward": (torch.ones(1), torch.zeros(2)), "post_forward": (torch.ones(1),)}.get(method, ())
-    layer = nn.Linear(2, 2)
-    found = getattr(hook, method)(layer, *arguments)
-    return found if found is not layer else "the module"
-
-
-@probe(
-    "hooks:remove_hook_from_submodules",
-    "hooks:remove_hook_from_module",
-    model={n: MODELS[n] for n in ("net", "shared", "tied", "sequence")},
-    recurse=[None, False, True],
-    on=["all", "root", "leaves"],
-)
-def remove(model: nn.Module, recurse: bool | None, on: str) -> Any:
-    recorder = Recorder()
-    for name, module in list(model.named_modules()):
-        if on == "all" or (on == "root") == (not name):
-            hooks.add_hook_to_module(module, recorder)
-    calls = len(recorder.calls)
-    hooks.remove_hook_from_submodules(model) if recurse is None else hooks.remove_hook_from_module(
-        model, recurse=recurse
-    )
-    return hooked(model), calls, len(recorder.calls)
 
 
 # -- devices --------------------------------------------------------------------------------------------------------
@@ -208,14 +140,9 @@ DEVICES = [None, "cpu", torch.device("cpu"), "nothing"]
 
 
 @probe(
-    "hooks:AlignDevicesHook",
-    execution_device=DEVICES,
-    offload=[False, True],
-    io_same_device=[False, True],
-    offload_buffers=[False, True],
-    place_submodules=[False, True],
-    skip_keys=[None, "x"],
-)
+    "hooks:AlignDevicesHook", execution_device=DEVICES, offload=[False, True], io_same_device=[False, True],
+    offload_buffers=[False, True], place_submodules=[False, True], skip_keys=[None, "x"],
+)  # fmt: skip
 def AlignDevicesHook(**given: Any) -> Any:
     model, hook = Block(), hooks.AlignDevicesHook(**given)
     before = fields(hook)
@@ -227,106 +154,25 @@ def AlignDevicesHook(**given: Any) -> Any:
     return before, after, found, again, hooked(model)
 
 
-MAPS = {
-    "none": lambda b: None,
-    "all": lambda b: {n: t.detach() + 1 for n, t in b.state_dict().items()},
-    "some": lambda b: {"first.weight": torch.ones(4, 4)},
-    "empty": lambda b: {},
-    "double": lambda b: {n: t.double() for n, t in b.state_dict().items()},
-}
-
-
-@probe(
-    "hooks:AlignDevicesHook",
-    weights=list(MAPS),
-    device=["cpu", None],
-    buffers=[False, True],
-    meta=[False, True],
-    tied=[None, {}],
-)
-def align_from(weights: str, device: Any, buffers: bool, meta: bool, tied: Any) -> Any:
-    model = on_meta(Block) if meta else Block()
-    hook = hooks.AlignDevicesHook(
-        device,
-        offload=True,
-        weights_map=MAPS[weights](Block()),
-        offload_buffers=buffers,
-        place_submodules=True,
-        tied_params_map=tied,
-    )
-    hooks.add_hook_to_module(model, hook)
-    first = hooked(model)
-    found = model(torch.ones(1, 4))
-    hooks.remove_hook_from_module(model)
-    return first, found, hooked(model, values=True)
-
-
-@probe(
-    "hooks:AlignDevicesHook",
-    skip_keys=[None, "b", ["a", "b"], [], ()],
-    io_same_device=[False, True],
-    device=["cpu", "meta"],
-)
-def moves_inputs(skip_keys: Any, io_same_device: bool, device: str) -> Any:
-    hook = hooks.AlignDevicesHook(device, io_same_device=io_same_device, skip_keys=skip_keys)
-    given = {
-        "a": torch.ones(1),
-        "b": torch.ones(1),
-        "c": [torch.ones(1), {"b": torch.ones(1)}],
-        "d": "text",
-        "e": None,
-    }
-    args, kwargs = hook.pre_forward(nn.Identity(), torch.ones(2), (torch.ones(1), 5), **given)
-    return (
-        args,
-        kwargs,
-        hook.input_device,
-        hook.post_forward(nn.Identity(), {"b": torch.ones(1, device=device), "y": [torch.ones(1, device=device), 3]}),
-    )
-
-
 FUNCTIONS = ["attach_align_device_hook", "attach_align_device_hook_on_blocks", "attach_execution_device_hook"]
 SOME = {n: MODELS[n] for n in ("linear", "empty", "net", "tied", "shared", "convolutions")}
 
 
 @probe(
-    "hooks:attach_align_device_hook",
-    "hooks:attach_execution_device_hook",
-    function=FUNCTIONS[::2],
-    model={n: SOME[n] for n in ("net", "shared", "empty")},
-    device=["cpu", None],
-    preload=[None, ["Block"]],
-    offload=[False, True],
-    buffers=[False, True],
-)
+    "hooks:attach_align_device_hook", "hooks:attach_execution_device_hook", function=FUNCTIONS[::2],
+    model={n: SOME[n] for n in ("net", "shared", "empty")}, device=["cpu", None], preload=[None, ["Block"]],
+    offload=[False, True], buffers=[False, True],
+)  # fmt: skip
 def attach(function: str, model: nn.Module, device: Any, preload: Any, offload: bool, buffers: bool) -> Any:
     more = {"offload": offload, "offload_buffers": buffers} if function == FUNCTIONS[0] else {}
     result = getattr(hooks, function)(model, execution_device=device, preload_module_classes=preload, **more)
     return result, hooked(model), output(model) if device == "cpu" else None
 
 
-@probe(
-    "hooks:attach_align_device_hook",
-    "hooks:attach_align_device_hook_on_blocks",
-    function=FUNCTIONS[:2],
-    name=["", "model", "a.b"],
-    weights=[None, "model", "bare"],
-    offload=[True, False],
-    skip=[None, "x"],
-)
-def attach_named(function: str, name: str, weights: Any, offload: bool, skip: Any) -> Any:
-    model = Net()
-    prefix = "" if weights == "bare" or not name else f"{name}."
-    values = None if weights is None else {prefix + n: t.detach() + 1 for n, t in model.state_dict().items()}
-    getattr(hooks, function)(
-        model, execution_device="cpu", offload=offload, weights_map=values, module_name=name, skip_keys=skip
-    )
-    return hooked(model), output(model)
-
-
 BLOCKS = [
-    "cpu", None, {"": "cpu"}, {"blocks": "cpu"}, {"shift": "cpu", "embed": "cpu", "blocks.0": "cpu", "blocks.1": "cpu", "norm": "cpu", "head": "cpu"}, {"": "cpu", "head": "cpu"},
-    {"embed": "cpu", "blocks.0.first": "cpu"}, {}, {"nothing": "cpu"},
+    "cpu", None, {"": "cpu"}, {"blocks": "cpu"},
+    {"shift": "cpu", "embed": "cpu", "blocks.0": "cpu", "blocks.1": "cpu", "norm": "cpu", "head": "cpu"},
+    {"": "cpu", "head": "cpu"}, {"embed": "cpu", "blocks.0.first": "cpu"}, {}, {"nothing": "cpu"},
 ]  # fmt: skip
 
 
@@ -344,13 +190,9 @@ def attach_on_blocks(device: Any, offload: Any, preload: Any) -> Any:
 
 
 @probe(
-    "hooks:CpuOffload",
-    "hooks:UserCpuOffloadHook",
-    "big_modeling:cpu_offload_with_hook",
-    device=DEVICES,
-    previous=[None, "hook", "other", "text"],
-    end=["forward", "offload", "remove"],
-)
+    "hooks:CpuOffload", "hooks:UserCpuOffloadHook", "big_modeling:cpu_offload_with_hook", device=DEVICES,
+    previous=[None, "hook", "other", "text"], end=["forward", "offload", "remove"],
+)  # fmt: skip
 def CpuOffload(device: Any, previous: Any, end: str) -> Any:
     first, handle = big_modeling.cpu_offload_with_hook(nn.Linear(3, 3), "cpu")
     before = {None: None, "hook": handle, "other": hooks.ModelHook(), "text": "hook"}[previous]

@@ -17,41 +17,52 @@ from interop.differential.probes.launching import listed, parsed
 from interop.differential.probes.preparing import SAGEMAKER, complete, seen, work
 
 HEAD = {
-    "compute_environment": "LOCAL_MACHINE",
-    "debug": False,
-    "distributed_type": "NO",
-    "mixed_precision": "no",
+    "compute_environment": "LOCAL_MACHINE", "debug": False, "distributed_type": "NO", "mixed_precision": "no",
     "use_cpu": True,
-}
+}  # fmt: skip
 FSDP = {
-    "fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_reshard_after_forward": True, "fsdp_offload_params": False,
-    "fsdp_transformer_layer_cls_to_wrap": "Block", "fsdp_state_dict_type": "SHARDED_STATE_DICT", "fsdp_cpu_ram_efficient_loading": False,
+    "fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_reshard_after_forward": True,
+    "fsdp_offload_params": False, "fsdp_transformer_layer_cls_to_wrap": "Block",
+    "fsdp_state_dict_type": "SHARDED_STATE_DICT", "fsdp_cpu_ram_efficient_loading": False,
 }  # fmt: skip
 CONFIGS = {
-    "none": None,
-    "plain": HEAD,
+    "none": None, "plain": HEAD,
     "bf16": {**HEAD, "mixed_precision": "bf16", "num_processes": 1, "num_machines": 1, "machine_rank": 0},
     "two": {**HEAD, "distributed_type": "MULTI_CPU", "num_processes": 2},
     "gpu": {**HEAD, "distributed_type": "MULTI_GPU", "num_processes": 1, "gpu_ids": "all", "use_cpu": False},
     "ids": {**HEAD, "gpu_ids": "0,1"},
     "fsdp": {**HEAD, "distributed_type": "FSDP", "num_processes": 1, "use_cpu": False, "fsdp_config": FSDP},
     "fsdp_empty": {**HEAD, "distributed_type": "FSDP", "num_processes": 1, "use_cpu": False, "fsdp_config": {}},
-    "dynamo": {**HEAD, "dynamo_config": {"dynamo_backend": "INDUCTOR", "dynamo_mode": "reduce-overhead", "dynamo_use_dynamic": True}},
+    "dynamo": {
+        **HEAD,
+        "dynamo_config": {
+            "dynamo_backend": "INDUCTOR", "dynamo_mode": "reduce-overhead", "dynamo_use_dynamic": True,
+        },
+    },
     "fp8": {**HEAD, "mixed_precision": "fp8", "fp8_config": {"backend": "TE", "fp8_format": "E4M3", "margin": 2}},
     "debug": {**HEAD, "debug": True},
     "main": {**HEAD, "main_training_function": "train", "main_process_ip": "10.0.0.1", "main_process_port": 29501},
-    "parallel": {**HEAD, "parallelism_config": {"parallelism_config_tp_size": 2, "parallelism_config_dp_shard_size": 2}},
-    "deepspeed": {**HEAD, "distributed_type": "DEEPSPEED", "use_cpu": False, "deepspeed_config": {"zero_stage": 2, "gradient_accumulation_steps": 4}},
-    "megatron": {**HEAD, "distributed_type": "MEGATRON_LM", "use_cpu": False, "megatron_lm_config": {"megatron_lm_tp_degree": 2}},
-    "json": json.dumps({**HEAD, "mixed_precision": "fp16"}),
-    "unknown key": {**HEAD, "colour": "red"},
-    "unknown fsdp key": {**HEAD, "distributed_type": "FSDP", "use_cpu": False, "num_processes": 1, "fsdp_config": {"fsdp_colour": "red"}},
-    "unknown type": {**HEAD, "distributed_type": "MANY"},
-    "unknown precision": {**HEAD, "mixed_precision": "fp4"},
-    "empty": "",
-    "list": "- 1\n- 2\n",
-    "broken": "a: [1",
-    "tpu": {**HEAD, "distributed_type": "XLA", "use_cpu": False, "tpu_env": ["A=1"], "main_training_function": "main"},
+    "parallel": {
+        **HEAD, "parallelism_config": {"parallelism_config_tp_size": 2, "parallelism_config_dp_shard_size": 2},
+    },
+    "deepspeed": {
+        **HEAD, "distributed_type": "DEEPSPEED", "use_cpu": False,
+        "deepspeed_config": {"zero_stage": 2, "gradient_accumulation_steps": 4},
+    },
+    "megatron": {
+        **HEAD, "distributed_type": "MEGATRON_LM", "use_cpu": False,
+        "megatron_lm_config": {"megatron_lm_tp_degree": 2},
+    },
+    "json": json.dumps({**HEAD, "mixed_precision": "fp16"}), "unknown key": {**HEAD, "colour": "red"},
+    "unknown fsdp key": {
+        **HEAD, "distributed_type": "FSDP", "use_cpu": False, "num_processes": 1,
+        "fsdp_config": {"fsdp_colour": "red"},
+    },
+    "unknown type": {**HEAD, "distributed_type": "MANY"}, "unknown precision": {**HEAD, "mixed_precision": "fp4"},
+    "empty": "", "list": "- 1\n- 2\n", "broken": "a: [1",
+    "tpu": {
+        **HEAD, "distributed_type": "XLA", "use_cpu": False, "tpu_env": ["A=1"], "main_training_function": "main",
+    },
 }  # fmt: skip
 
 
@@ -85,9 +96,10 @@ USUAL = {"gpu_ids": "all", "machine_rank": 0, "num_processes": 1, "main_training
 @probe(
     "commands.launch:_validate_launch_command", config=[name for name in CONFIGS if name not in ABSENT],
     line=[
-        "", "--cpu", "--mixed_precision fp16", "--cpu --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no",
-        "--dynamo_backend eager", "--multi_gpu --cpu", "--tpu --use_deepspeed", "--machine_rank 0", "--num_cpu_threads_per_process 2", "--debug",
-        "--gpu_ids 0 --num_processes 1",
+        "", "--cpu", "--mixed_precision fp16",
+        "--cpu --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no",
+        "--dynamo_backend eager", "--multi_gpu --cpu", "--tpu --use_deepspeed", "--machine_rank 0",
+        "--num_cpu_threads_per_process 2", "--debug", "--gpu_ids 0 --num_processes 1",
     ],
 )  # fmt: skip
 def validated(config: str, line: str) -> Any:
@@ -126,40 +138,19 @@ def validated(config: str, line: str) -> Any:
     )
 
 
-LINES = [
-    "", "--cpu", "--cpu --mixed_precision bf16", "--mixed_precision fp16", "--cpu --dynamo_backend eager --dynamo_use_dynamic", "--debug --cpu",
-    "--cpu --mixed_precision fp8 --fp8_backend ao", "--cpu -q", "--cpu --num_processes 1 --num_machines 1 --machine_rank 0",
-    "--cpu --gpu_ids all", "--cpu --main_process_port 29999", "--cpu --num_cpu_threads_per_process 1",
-]  # fmt: skip
-
-
 @probe(
-    "commands.launch:launch_command",
-    "commands.launch:simple_launcher",
-    slow=True,
-    config=[name for name in CONFIGS if name not in (*ABSENT, "empty", "list", "broken")],
-    line=LINES,
-)
-def launched(config: str, line: str) -> Any:
-    """Give every variable that a script sees."""
-    script()
-    os.environ.pop("ACCELERATE_USE_CPU")
-    launch.launch_command(parsed(*write(config), *line.split(), "s.py", "--x", "a b"))
-    arguments, variables = seen()
-    yield "arguments", arguments
-    for name, value in variables.items():
-        if name not in os.environ:
-            flag = name.startswith("ACCELERATE_FP8_")
-            yield name, {"0": "false", "1": "true"}.get(value, value.lower()) if flag else value
-
-
-@probe("commands.launch:launch_command", "commands.launch:simple_launcher", slow=True, ending=["", "sys.exit(3)", "raise ValueError", "os.kill(os.getpid(), 9)"], simple=[True, False])  # fmt: skip
+    "commands.launch:launch_command", "commands.launch:simple_launcher", slow=True,
+    ending=["", "sys.exit(3)", "raise ValueError", "os.kill(os.getpid(), 9)"], simple=[True, False],
+)  # fmt: skip
 def endings(ending: str, simple: bool) -> Any:
     script(ending)
     return (launch.simple_launcher if simple else launch.launch_command)(complete("--cpu"))
 
 
-@probe("commands.launch:main", "commands.accelerate_cli:main", slow=True, ending=["", "sys.exit(3)"], module=["commands.launch", "commands.accelerate_cli launch"])  # fmt: skip
+@probe(
+    "commands.launch:main", "commands.accelerate_cli:main", slow=True, ending=["", "sys.exit(3)"],
+    module=["commands.launch", "commands.accelerate_cli launch"],
+)  # fmt: skip
 def consoles(ending: str, module: str) -> Any:
     script(ending)
     words = [sys.executable, "-m", *f"accelerate.{module} --cpu s.py".split()]
@@ -167,7 +158,13 @@ def consoles(ending: str, module: str) -> Any:
     return [done.returncode != 0, seen() is not None]
 
 
-@probe("commands.launch:launch_command", slow=True, line=["-m mod --x 1", "-m pkg.mod", "--module no.such", "--no_python true", "--no_python no-such-program", "no.py", "-m --no_python x", "--cpu ./s.py", "d/s.py", "d"])  # fmt: skip
+@probe(
+    "commands.launch:launch_command", slow=True,
+    line=[
+        "-m mod --x 1", "-m pkg.mod", "--module no.such", "--no_python true", "--no_python no-such-program", "no.py",
+        "-m --no_python x", "--cpu ./s.py", "d/s.py", "d",
+    ],
+)  # fmt: skip
 def scripts(line: str) -> Any:
     """Start scripts, modules and programs, those that are there and those that are not."""
     script()
@@ -196,22 +193,12 @@ probe(
 
 
 @probe(
-    "launchers:notebook_launcher", processes_=[1, "1", 0, -1, None, 1.0, True], precision=Words(["no", "bf16", "fp16", "fp8", "BF16", "what", "", None])
+    "launchers:notebook_launcher", processes_=[1, "1", 0, -1, None, 1.0, True],
+    precision=Words(["no", "bf16", "fp16", "fp8", "BF16", "what", "", None]),
 )  # fmt: skip
 def notebook(processes_: Any, precision: str) -> Any:
     result = launchers.notebook_launcher(work, num_processes=processes_, mixed_precision=precision)
     return [result, seen(), os.environ.get("ACCELERATE_MIXED_PRECISION")]
-
-
-@probe("launchers:notebook_launcher", arguments=[(), [], (1,), [1, 2], None, "ab", {"a": 1}])
-def notebook_arguments(arguments: Any) -> Any:
-    got: list[Any] = []
-
-    def run(*values: Any) -> None:
-        got.extend(values)
-
-    launchers.notebook_launcher(run, arguments, num_processes=1)
-    return got
 
 
 @probe(
@@ -229,11 +216,6 @@ def notebook_options(more: dict[str, Any]) -> Any:
 
 def broken() -> None:
     raise KeyError("k")
-
-
-@probe("launchers:notebook_launcher", function={"raise": lambda: broken, "none": lambda: None, "number": lambda: 3})
-def not_functions(function: Any) -> Any:
-    return launchers.notebook_launcher(function, num_processes=1)
 
 
 @probe(
@@ -265,28 +247,10 @@ def collected() -> list[Any]:
     return [json.load(open(name)) for name in files]
 
 
-@probe("launchers:debug_launcher", "launchers:test_launch", slow=True, count=[1, 2])
-def debugged(count: int) -> Any:
-    launchers.debug_launcher(launchers.test_launch, num_processes=count)
-    launchers.debug_launcher(left, num_processes=count)
-    return collected()
-
-
 @probe("launchers:debug_launcher", slow=True, arguments=[(), (1,), (1, 2, 3)])
 def debug_arguments(arguments: tuple[Any, ...]) -> Any:
     """Hand on as many arguments as are given; the function takes one."""
     launchers.debug_launcher(len, arguments and ([arguments[0]], *arguments[1:]))
-
-
-@probe("launchers:notebook_launcher", slow=True, precision=["no", "bf16"])
-def notebook_several(precision: str) -> Any:
-    """In a program of its own: a fork of one that has initialised what it should not is refused, sometimes."""
-    program = (
-        "import os; from accelerate import launchers; from interop.differential.probes.launches import left; "
-        f"launchers.notebook_launcher(left, (), 2, {precision!r}, str(29000 + os.getpid() % 900))"
-    )
-    subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
-    return collected()
 
 
 @probe("launchers:debug_launcher", slow=True, count=[0, -1, None, "2"])

@@ -5,7 +5,7 @@ import sys
 from typing import Any
 
 from accelerate.commands import launch
-from interop.differential.core import Words, probe
+from interop.differential.core import Words, call, probe
 
 
 def listed(text: str) -> list[str]:
@@ -19,19 +19,14 @@ OWN = {"numa_affinity", "dry_run", "func"}
 PRECISIONS = ["no", "fp16", "bf16", "fp8", "FP16", "BF16", "fp32", "int8", ""]
 BACKENDS = [
     *(
-        "no",
-        "eager",
-        "aot_eager",
-        "inductor",
-        "aot_ts_nvfuser",
-        "nvprims_nvfuser",
-        "cudagraphs",
-        "ofi",
-        "fx2trt",
+        "no", "eager", "aot_eager", "inductor", "aot_ts_nvfuser", "nvprims_nvfuser", "cudagraphs", "ofi", "fx2trt",
         "onnxrt",
     ),
-    *("tensorrt", "aot_torchxla_trace_once", "torhchxla_trace_once", "tvm", "INDUCTOR", "EAGER", "NO", "unknown", ""),
-]
+    *(
+        "tensorrt", "aot_torchxla_trace_once", "torhchxla_trace_once", "tvm", "INDUCTOR", "EAGER", "NO", "unknown",
+        "",
+    ),
+]  # fmt: skip
 FREE = ["x", "X Y", "ü", ""]
 BOOLS = ["true", "false", "True", "FALSE", "1", "0", "yes", "no", "x", ""]
 INTEGERS = ["0", "1", "2", "-1", "007", "1_0", "99999999999999999999", "1.0", "x", ""]
@@ -128,19 +123,6 @@ def changed(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-@probe("commands.launch:launch_command_parser")
-def parser() -> Any:
-    """Give every option as argparse sees it, and the parser's own settings."""
-    yield "itself", [type(PARSER).__name__, PARSER.allow_abbrev, PARSER.conflict_handler, PARSER.prefix_chars]
-    for action in PARSER._actions:
-        choices = sorted(action.choices) if action.choices else action.choices
-        yield (
-            f"{'/'.join(action.option_strings) or action.dest}",
-            [action.dest, action.nargs, choices, action.const, action.required],
-        )
-    yield "Namespace", simple(PLAIN)
-
-
 def switches(name: str, spelling: str) -> dict[str, Any]:
     words = ["--" + (name if spelling == "_" else name.replace("_", "-"))]
     return changed(parsed(*words, "s.py"))
@@ -164,30 +146,18 @@ probe(
 )(options)
 
 
-@probe(
-    "commands.launch:launch_command_parser",
-    line=[
-        "", "s.py", "s.py --cpu", "--cpu", "-m pkg.mod -x 1", "-q s.py", "-t 3 s.py", "s.py -- --cpu", "-- s.py --cpu", "--cpu -- s.py",
-        "--num_proc 2 s.py", "--unknown s.py", "--unknown=3 s.py", "--num_processes s.py", "--num_processes 1 --num_processes 2 s.py",
-        "--num_processes 1 --num-processes 2 s.py", "--vm a --vm b s.py", "--env A=1 --env B=2 s.py", "--cpu --cpu s.py", "s.py 'a b'",
-        "--help", "-h", "--use_fsdp --help", "--cpu s.py --help", "--no_tpu_cluster --tpu_cluster s.py", "--tpu_cluster --no_tpu_cluster s.py",
-        "s.py --num_processes 3", "-m -q pkg", "-mq pkg", "--multi_gpu --cpu --tpu s.py", "- x", "--fsdp-version 2 --fsdp_version=1 s.py",
-        "--dynamo_backend inductor --dynamo-mode max-autotune s.py --a=b --c", "--CPU s.py", "--Num_Processes 2 s.py", "---cpu s.py",
-    ],
-)  # fmt: skip
-def command_lines(line: str) -> dict[str, Any]:
-    args = parsed(*line.split())
-    return {**changed(args), "script": args.training_script, "rest": args.training_script_args}
-
-
-@probe(
+call(
     "commands.launch:clean_option", option=Words(["--a-b", "--a_b", "-a", "a-b", "", "--", "--A-B", "---x", "--a=b-c"])
 )
-def clean_option(option: str) -> Any:
-    return launch.clean_option(option)
 
 
-@probe("commands.launch:CustomHelpFormatter", line=["launch", "launch --use_fsdp", "launch --use-deepspeed", "launch --tpu --help", "launch --use_megatron_lm", "launch --fsdp_version 2", "launch --use_fsdp --use_deepspeed", "launch --cpu"])  # fmt: skip
+@probe(
+    "commands.launch:CustomHelpFormatter",
+    line=[
+        "launch", "launch --use_fsdp", "launch --use-deepspeed", "launch --tpu --help", "launch --use_megatron_lm",
+        "launch --fsdp_version 2", "launch --use_fsdp --use_deepspeed", "launch --cpu",
+    ],
+)  # fmt: skip
 def help_formatter(line: str) -> Any:
     """Show which of a parser's options the help has, by group."""
     sys.argv[:] = ["accelerate", *line.split()]

@@ -9,49 +9,29 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
-    RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
 )
 
-from accelerate import data_loader as loaders
 from accelerate.data_loader import (
     SeedableRandomSampler,
     prepare_data_loader,
 )
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import TorchDynamoPlugin
-from interop.differential.core import probe
+from interop.differential.core import attempt, probe
 
 BOTH = (1, 2)
 PUBLIC = [
-    "batch_size",
-    "drop_last",
-    "num_workers",
-    "pin_memory",
-    "timeout",
-    "iteration",
-    "device",
-    "rng_types",
+    "batch_size", "drop_last", "num_workers", "pin_memory", "timeout", "iteration", "device", "rng_types",
     "skip_batches",
-]
+]  # fmt: skip
 PUBLIC += [
-    "end_of_dataloader",
-    "remainder",
-    "total_batch_size",
-    "total_dataset_length",
-    "prefetch_factor",
+    "end_of_dataloader", "remainder", "total_batch_size", "total_dataset_length", "prefetch_factor",
     "persistent_workers",
-]
-
-
-def attempt(function: Any, *args: Any, **kwargs: Any) -> Any:
-    try:
-        return function(*args, **kwargs)
-    except Exception as error:
-        return error
+]  # fmt: skip
 
 
 def plain(batch: Any) -> Any:
@@ -113,72 +93,12 @@ class Pairs(Dataset):
         return {"x": torch.full((2,), float(index)), "name": f"n{index}", "deep": [index, (index, index + 1)]}
 
 
-@probe(
-    "data_loader:prepare_data_loader",
-    "data_loader:DataLoaderShard",
-    length=[0, 1, 5, 8, 11],
-    batch=[1, 2, 4],
-    drop=[False, True],
-    world=[1, 2, 3],
-    split=[False, True],
-    even=[True, False],
-)
-def prepared(length: int, batch: int, drop: bool, world: int, split: bool, even: bool) -> Iterator[tuple[str, Any]]:
-    """A loader prepared for each rank of some number, without the others."""
-    started()
-    source = DataLoader(range(length), batch, drop_last=drop)
-    if split and batch % world:
-        yield "refused", attempt(prepare_data_loader, source, num_processes=world, process_index=0, split_batches=True)
-        return
-    made = [
-        prepare_data_loader(source, num_processes=world, process_index=rank, split_batches=split, even_batches=even)
-        for rank in range(world)
-    ]
-    yield "batches", [[plain(b) for b in loader] for loader in made]
-    yield "lengths", [len(loader) for loader in made]
-    yield "seen", [[(end, left) for _, end, left, *_ in walk(loader)] for loader in made]
-    yield "totals", [(loader.total_batch_size, loader.total_dataset_length) for loader in made]
-
-
-@probe(
-    "data_loader:prepare_data_loader",
-    length=[0, 1, 2, 5, 8, 11],
-    batch=[1, 2, 4],
-    drop=[False, True],
-    world=[1, 2],
-    split=[False, True],
-    sized=[True, False],
-)
-def prepared_stream(
-    length: int, batch: int, drop: bool, world: int, split: bool, sized: bool
-) -> Iterator[tuple[str, Any]]:
-    started()
-
-    def make(rank: int) -> Any:
-        source = DataLoader(Stream(length, sized), batch, drop_last=drop)
-        return prepare_data_loader(
-            source, num_processes=world, process_index=rank, split_batches=split, dispatch_batches=False
-        )
-
-    if split and batch % world:
-        yield "refused", attempt(make, 0)
-        return
-    yield "batches", [[plain(b) for b in make(rank)] for rank in range(world)]
-    yield "lengths", [attempt(len, make(rank)) for rank in range(world)]
-    yield "seen", [[(end, left) for _, end, left, *_ in walk(make(rank))] for rank in range(world)]
-    yield (
-        "totals",
-        [(make(rank).total_batch_size, attempt(lambda r=rank: make(r).total_dataset_length)) for rank in range(world)],
-    )
-
-
 def generator(seed: int = 4) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
 SOURCES = {
-    "plain": lambda: DataLoader(range(7), 2),
-    "shuffled": lambda: DataLoader(range(7), 2, shuffle=True),
+    "plain": lambda: DataLoader(range(7), 2), "shuffled": lambda: DataLoader(range(7), 2, shuffle=True),
     "shuffled generator": lambda: DataLoader(range(7), 2, shuffle=True, generator=generator()),
     "no batches": lambda: DataLoader(range(3), batch_size=None),
     "subset": lambda: DataLoader(range(7), 2, sampler=SubsetRandomSampler([1, 3, 5], generator=generator())),
@@ -186,28 +106,19 @@ SOURCES = {
     "seedable": lambda: DataLoader(range(7), 2, sampler=SeedableRandomSampler(range(7), generator=generator())),
     "batch sampler": lambda: DataLoader(range(7), batch_sampler=BatchSampler(SequentialSampler(range(7)), 3, True)),
     "own batches": lambda: DataLoader(range(7), batch_sampler=[[0, 1], [5, 6]]),
-    "collate": lambda: DataLoader(range(7), 2, collate_fn=list),
-    "pairs": lambda: DataLoader(Pairs(), 3),
+    "collate": lambda: DataLoader(range(7), 2, collate_fn=list), "pairs": lambda: DataLoader(Pairs(), 3),
     "tensors": lambda: DataLoader(TensorDataset(torch.arange(10).reshape(5, 2)), 2, drop_last=True),
-    "stream": lambda: DataLoader(Stream(5), 2),
-    "sized stream": lambda: DataLoader(Stream(5, True), 2),
-    "stream no batches": lambda: DataLoader(Stream(3), batch_size=None),
-    "none": lambda: None,
-    "list": lambda: [1, 2],
-    "dataset": lambda: Pairs(),
-}
+    "stream": lambda: DataLoader(Stream(5), 2), "sized stream": lambda: DataLoader(Stream(5, True), 2),
+    "stream no batches": lambda: DataLoader(Stream(3), batch_size=None), "none": lambda: None,
+    "list": lambda: [1, 2], "dataset": lambda: Pairs(),
+}  # fmt: skip
 DISPATCHED = ["plain", "shuffled", "tensors", "stream", "sized stream"]
 
 
 @probe(
-    "data_loader:prepare_data_loader",
-    "data_loader:DataLoaderShard",
-    "data_loader:DataLoaderDispatcher",
-    source=SOURCES,
-    dispatch=[None, True, False],
-    split=[False, True],
-    stateful=[False, True],
-)
+    "data_loader:prepare_data_loader", "data_loader:DataLoaderShard", "data_loader:DataLoaderDispatcher",
+    source=SOURCES, dispatch=[None, True, False], split=[False, True], stateful=[False, True],
+)  # fmt: skip
 def kinds(source: Any, dispatch: Any, split: bool, stateful: bool) -> Iterator[tuple[str, Any]]:
     """Kinds of loaders on the processes that there are."""
     started()
@@ -237,42 +148,9 @@ def kinds_dispatched(source: str, split: bool, stateful: bool) -> Iterator[tuple
 
 
 @probe(
-    "data_loader:prepare_data_loader",
-    processes=BOTH,
-    source=["shuffled", "shuffled generator", "plain", "subset", "weighted", "seedable", "batch sampler", "stream"],
-    seedable=[False, True],
-    seed=[None, 0, 42],
-    types=[None, ["torch"], ["generator"], ["nonsense"]],
-)
-def random_order(source: str, seedable: bool, seed: Any, types: Any) -> Iterator[tuple[str, Any]]:
-    """The order of an epoch, and which generators are synchronised."""
-    started()
-    rank = PartialState().process_index
-    torch.manual_seed(rank)
-    made = attempt(
-        prepare_data_loader, SOURCES[source](), use_seedable_sampler=seedable, data_seed=seed, rng_types=types
-    )
-    if isinstance(made, Exception):
-        yield "refused", made
-        return
-    for epoch in range(2):
-        made.set_epoch(epoch)
-        yield f"epoch {epoch}", attempt(lambda: [plain(b) for b in made])
-    yield "sampler", [isinstance(loaders.get_sampler(made), kind) for kind in (RandomSampler, SeedableRandomSampler)]
-    yield "synchronized", getattr(made, "synchronized_generator", None) is not None
-    yield "drawn", torch.rand(1) if PartialState().num_processes == 1 else None
-
-
-@probe(
-    "data_loader:prepare_data_loader",
-    "data_loader:DataLoaderDispatcher",
-    processes=BOTH,
-    length=[1, 2, 5, 8],
-    batch=[1, 2, 4],
-    drop=[False, True],
-    split=[False, True],
-    style=["map", "stream"],
-)
+    "data_loader:prepare_data_loader", "data_loader:DataLoaderDispatcher", processes=BOTH, length=[1, 2, 5, 8],
+    batch=[1, 2, 4], drop=[False, True], split=[False, True], style=["map", "stream"],
+)  # fmt: skip
 def dispatched(length: int, batch: int, drop: bool, split: bool, style: str) -> Iterator[tuple[str, Any]]:
     """Batches that the first process reads for all."""
     started()
@@ -284,61 +162,3 @@ def dispatched(length: int, batch: int, drop: bool, split: bool, style: str) -> 
     yield "length", attempt(len, made)
     yield "seen", attempt(lambda: [(end, left) for _, end, left, *_ in walk(made)])
     yield "totals", attempt(lambda: (made.total_batch_size, made.total_dataset_length))
-
-
-@probe(
-    "data_loader:prepare_data_loader",
-    given=[
-        {"num_processes": 2},
-        {"process_index": 1},
-        {"num_processes": 0, "process_index": 0},
-        {"num_processes": 2, "process_index": 2},
-        {"num_processes": -1},
-        {"device": "cpu", "put_on_device": True},
-        {"put_on_device": True},
-        {"device": torch.device("cpu"), "put_on_device": True, "non_blocking": True},
-        {"device": "meta", "put_on_device": True},
-        {"dispatch_batches": "yes"},
-        {"even_batches": None},
-        {"data_seed": "x", "use_seedable_sampler": True},
-        {"slice_fn_for_dispatch": max},
-        {"rng_types": ["generator"]},
-        {"use_stateful_dataloader": True},
-    ],
-    source=["plain", "pairs", "shuffled generator"],
-)
-def arguments(given: dict[str, Any], source: str) -> Iterator[tuple[str, Any]]:
-    started()
-    made = attempt(prepare_data_loader, SOURCES[source](), **given)
-    if isinstance(made, Exception):
-        yield "refused", made
-        return
-    yield from shown(made)
-
-
-@probe("data_loader:prepare_data_loader", slice_by=[None, "halves", "whole"], batch=[2, 4], processes=BOTH)
-def slices(slice_by: Any, batch: int) -> Any:
-    """A function of one's own that cuts dispatched batches."""
-    started()
-    functions = {
-        None: None,
-        "halves": lambda data, at, process_index=None, num_processes=None: data[at],
-        "whole": lambda data, at, process_index=None, num_processes=None: data,
-    }
-    made = prepare_data_loader(
-        DataLoader(range(8), batch),
-        dispatch_batches=True,
-        put_on_device=True,
-        slice_fn_for_dispatch=functions[slice_by],
-    )
-    return attempt(lambda: [plain(b) for b in made])
-
-
-@probe("data_loader:prepare_data_loader", times=[1, 2, 3], source=["plain", "shuffled", "stream"])
-def prepared_again(times: int, source: str) -> Iterator[tuple[str, Any]]:
-    started()
-    made = SOURCES[source]()
-    for _ in range(times):
-        made = prepare_data_loader(made, num_processes=2, process_index=1)
-    yield "class", type(made).__name__
-    yield "batches", [plain(b) for b in made]

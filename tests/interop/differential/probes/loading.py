@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from accelerate.utils import BnbQuantizationConfig, bnb, modeling, offload
-from interop.differential.core import probe
+from interop.differential.core import call, probe
 from interop.differential.probes.modeling import MODELS, NOT_MODELS, Bare, Net, on_meta, said, two_ties
 from interop.differential.probes.offload import entries, state
 
@@ -58,25 +58,15 @@ def checkpoint(kind: str) -> Any:
 
 
 CHECKPOINTS = [
-    "file",
-    "folder",
-    "half",
-    "extra",
-    "lacks",
-    "reshaped",
-    "integers",
-    "bin",
-    "bin folder",
-    "bin half",
-    "shards",
-    "index",
-    "no metadata",
-    "both",
-]
+    "file", "folder", "half", "extra", "lacks", "reshaped", "integers", "bin", "bin folder", "bin half", "shards",
+    "index", "no metadata", "both",
+]  # fmt: skip
 BROKEN = ["shard missing", "broken index", "empty folder", "nothing", "no safetensors", "no bin"]
 LOAD_MAPS = {
-    "none": None, "cpu": {"": "cpu"}, "disk": {"": "disk"}, "meta": {"": "meta"}, "parts": {"shift": "cpu", "embed": "cpu", "blocks": "disk", "norm": "cpu", "head": "disk"},
-    "too few": {"embed": "cpu"}, "too many": {"": "cpu", "nothing": "disk"}, "nested": {"": "cpu", "head": "disk"}, "auto": "auto",
+    "none": None, "cpu": {"": "cpu"}, "disk": {"": "disk"}, "meta": {"": "meta"},
+    "parts": {"shift": "cpu", "embed": "cpu", "blocks": "disk", "norm": "cpu", "head": "disk"},
+    "too few": {"embed": "cpu"}, "too many": {"": "cpu", "nothing": "disk"}, "nested": {"": "cpu", "head": "disk"},
+    "auto": "auto",
 }  # fmt: skip
 
 
@@ -89,58 +79,28 @@ def loaded(model: nn.Module, kind: str, device_map: str, **given: Any) -> Any:
 
 
 @probe(
-    "utils.modeling:load_checkpoint_in_model",
-    kind=CHECKPOINTS + BROKEN,
-    device_map=["none", "disk", "parts"],
+    "utils.modeling:load_checkpoint_in_model", kind=CHECKPOINTS + BROKEN, device_map=["none", "disk", "parts"],
     meta=[False, True],
-)
+)  # fmt: skip
 def load_checkpoint_in_model(meta: bool, **given: Any) -> Any:
     return loaded(on_meta() if meta else Net(), offload_folder="offload", **given)
 
 
 @probe(
-    "utils.modeling:load_checkpoint_in_model",
-    kind=["file", "shards"],
-    device_map=list(LOAD_MAPS),
-    offload_folder=[None, pathlib.Path("a/b")],
-)
-def loaded_by_map(**given: Any) -> Any:
-    return loaded(Net(), **given)
-
-
-@probe(
-    "utils.modeling:load_checkpoint_in_model",
-    kind=["half", "extra", "lacks", "bin"],
-    device_map=["none", "parts"],
-    dtype=[None, "bfloat16", "x"],
-    strict=[False, True],
-    offload_buffers=[False, True],
-)
+    "utils.modeling:load_checkpoint_in_model", kind=["half", "extra", "lacks", "bin"], device_map=["none", "parts"],
+    dtype=[None, "bfloat16", "x"], strict=[False, True], offload_buffers=[False, True],
+)  # fmt: skip
 def loaded_with(**given: Any) -> Any:
     return loaded(Net(), offload_folder="offload", **given)
 
 
 @probe(
-    "utils.modeling:load_checkpoint_in_model",
-    device_map=["none", "parts"],
-    dtype=[None, torch.float16],
-    keep_in_fp32_modules=[None, [], ["norm"], ["nothing"], "norm"],
-    offload_state_dict=[False, True],
+    "utils.modeling:load_checkpoint_in_model", device_map=["none", "parts"], dtype=[None, torch.float16],
+    keep_in_fp32_modules=[None, [], ["norm"], ["nothing"], "norm"], offload_state_dict=[False, True],
     offload_8bit_bnb=[False, True],
-)
+)  # fmt: skip
 def loaded_keeping(**given: Any) -> Any:
     return loaded(Net(), "file", offload_folder="offload", **given)
-
-
-@probe(
-    "utils.modeling:load_checkpoint_in_model",
-    full_state_dict=[True, False],
-    broadcast_from_rank0=[True, False],
-    kind=["file", "shards"],
-    model=NOT_MODELS | {"other": lambda: nn.Linear(2, 2), "tied": lambda: Net(tied=True)},
-)
-def loaded_into(model: Any, **given: Any) -> Any:
-    return loaded(model, device_map="none", **given)
 
 
 @probe(
@@ -154,11 +114,9 @@ def load_state_dict(kind: str, device_map: str) -> Any:
 
 
 @probe(
-    "utils.modeling:load_offloaded_weights",
-    model={"net": Net, "meta": on_meta, "linear": lambda: nn.Linear(2, 2)},
-    index=["all", "one", "none", "empty", "unknown"],
-    folder=["folder", "missing"],
-)
+    "utils.modeling:load_offloaded_weights", model={"net": Net, "meta": on_meta, "linear": lambda: nn.Linear(2, 2)},
+    index=["all", "one", "none", "empty", "unknown"], folder=["folder", "missing"],
+)  # fmt: skip
 def load_offloaded_weights(model: nn.Module, index: str, folder: str) -> Any:
     offload.offload_state_dict("folder", {n: torch.full_like(t, 3) for n, t in Net().state_dict().items()})
     found = json.loads(pathlib.Path("folder/index.json").read_text())
@@ -182,60 +140,44 @@ def body() -> nn.Module:
 
 
 QUANTIZED = {
-    **MODELS,
-    "body": body,
-    "two ties": two_ties,
+    **MODELS, "body": body, "two ties": two_ties,
     "prefixed": lambda: Bare(transformer=nn.Linear(2, 2), head=nn.Linear(2, 2)),
-}
+}  # fmt: skip
 CONFIGS = [
-    {"load_in_8bit": True}, {"load_in_4bit": True}, {"load_in_8bit": True, "skip_modules": ["head"]}, {"load_in_4bit": True, "torch_dtype": "bf16", "keep_in_fp32_modules": ["norm"]},
+    {"load_in_8bit": True}, {"load_in_4bit": True}, {"load_in_8bit": True, "skip_modules": ["head"]},
+    {"load_in_4bit": True, "torch_dtype": "bf16", "keep_in_fp32_modules": ["norm"]},
     {"load_in_4bit": True, "skip_modules": ["blocks"], "bnb_4bit_quant_type": "nf4"},
 ]  # fmt: skip
 
 
 @probe(
-    "utils.bnb:get_keys_to_not_convert",
-    "utils.bnb:get_parameter_device",
-    model={**QUANTIZED, **NOT_MODELS},
+    "utils.bnb:get_keys_to_not_convert", "utils.bnb:get_parameter_device", model={**QUANTIZED, **NOT_MODELS},
     function=["get_keys_to_not_convert", "get_parameter_device"],
-)
+)  # fmt: skip
 def about_quantizing(model: Any, function: str) -> Any:
     found = getattr(bnb, function)(model)
     return sorted(set(found)) if isinstance(found, list) else found
 
 
-@probe("utils.bnb:has_4bit_bnb_layers", model={**MODELS, **NOT_MODELS}, slow=True)
-def has_4bit_bnb_layers(model: Any) -> Any:
-    return bnb.has_4bit_bnb_layers(model)
+call("utils.bnb:has_4bit_bnb_layers", model={**MODELS, **NOT_MODELS}, slow=True)
 
 
 @probe(
-    "utils.bnb:replace_with_bnb_layers",
-    "utils.bnb:has_4bit_bnb_layers",
-    model=QUANTIZED,
-    config=CONFIGS,
-    keep=[None, [], ["head"], ["0", "blocks.0"], ["first"]],
-    slow=True,
-)
+    "utils.bnb:replace_with_bnb_layers", "utils.bnb:has_4bit_bnb_layers", model=QUANTIZED, config=CONFIGS,
+    keep=[None, [], ["head"], ["0", "blocks.0"], ["first"]], slow=True,
+)  # fmt: skip
 def replace_with_bnb_layers(model: nn.Module, config: dict[str, Any], keep: Any) -> Any:
     found = bnb.replace_with_bnb_layers(model, BnbQuantizationConfig(**config), modules_to_not_convert=keep)
     return found is model, {name: type(m) for name, m in model.named_modules()}, bnb.has_4bit_bnb_layers(model)
 
 
 @probe(
-    "utils.bnb:get_quantized_model_device_map",
-    config=CONFIGS,
+    "utils.bnb:get_quantized_model_device_map", config=CONFIGS,
     device_map=[
-        {"": "cpu"},
-        {"": 0},
-        {"embed": 0, "blocks": 1, "head": "cpu"},
-        {"blocks": "disk"},
-        "cpu",
-        "nothing",
-        "",
+        {"": "cpu"}, {"": 0}, {"embed": 0, "blocks": 1, "head": "cpu"}, {"blocks": "disk"}, "cpu", "nothing", "",
     ],
     model={"net": Net, "meta": on_meta},
-)
+)  # fmt: skip
 def get_quantized_model_device_map(config: dict[str, Any], **given: Any) -> Any:
     made = BnbQuantizationConfig(**config)
     made.skip_modules, made.keep_in_fp32_modules = made.skip_modules or [], made.keep_in_fp32_modules or []
@@ -243,12 +185,9 @@ def get_quantized_model_device_map(config: dict[str, Any], **given: Any) -> Any:
 
 
 @probe(
-    "utils.bnb:load_and_quantize_model",
-    config=[*CONFIGS, None],
-    device_map=[None, {"": "cpu"}, "auto"],
-    meta=[True, False],
-    slow=True,
-)
+    "utils.bnb:load_and_quantize_model", config=[*CONFIGS, None], device_map=[None, {"": "cpu"}, "auto"],
+    meta=[True, False], slow=True,
+)  # fmt: skip
 def load_and_quantize_model(config: Any, device_map: Any, meta: bool) -> Any:
     made = None if config is None else BnbQuantizationConfig(**config)
     model = bnb.load_and_quantize_model(on_meta() if meta else Net(), made, checkpoint("file"), device_map=device_map)
@@ -256,11 +195,9 @@ def load_and_quantize_model(config: Any, device_map: Any, meta: bool) -> Any:
 
 
 @probe(
-    "utils.bnb:quantize_and_offload_8bit",
-    name=["weight", "bias", "nothing"],
-    dtype=[None, torch.float16],
+    "utils.bnb:quantize_and_offload_8bit", name=["weight", "bias", "nothing"], dtype=[None, torch.float16],
     statistics=[None, torch.ones(2)],
-)
+)  # fmt: skip
 def quantize_and_offload_8bit(name: str, dtype: Any, statistics: Any) -> Any:
     model, index = nn.Linear(2, 2), {}
     pathlib.Path("folder").mkdir()

@@ -1,6 +1,5 @@
 """Loaders in a loop: skipping, their classes by themselves, states, epochs."""
 
-import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,18 +19,15 @@ from accelerate.data_loader import (
     SkipDataLoader,
     prepare_data_loader,
 )
-from accelerate.state import GradientState
-from interop.differential.core import probe
-from interop.differential.probes.loaders import BOTH, SOURCES, Stream, attempt, plain, shown, started
+from interop.differential.core import attempt, probe
+from interop.differential.probes.loaders import BOTH, SOURCES, Stream, plain, shown, started
 
 
 @probe(
-    "data_loader:skip_first_batches",
-    "data_loader:SkipDataLoader",
-    source=sorted(set(SOURCES) - {"none", "list", "dataset"}),
-    skip=[0, 1, 2, 3, None],
+    "data_loader:skip_first_batches", "data_loader:SkipDataLoader",
+    source=sorted(set(SOURCES) - {"none", "list", "dataset"}), skip=[0, 1, 2, 3, None],
     kind=["torch", "prepared", "second of two", "dispatched"],
-)
+)  # fmt: skip
 def skipped(source: str, skip: Any, kind: str) -> Iterator[tuple[str, Any]]:
     started()
     loader = SOURCES[source]()
@@ -67,36 +63,19 @@ CLASSES = {
 
 
 @probe(
-    "data_loader:DataLoaderShard",
-    "data_loader:DataLoaderDispatcher",
-    "data_loader:SkipDataLoader",
-    "data_loader:DataLoaderAdapter",
-    "data_loader:DataLoaderStateMixin",
-    kind=CLASSES,
+    "data_loader:DataLoaderShard", "data_loader:DataLoaderDispatcher", "data_loader:SkipDataLoader",
+    "data_loader:DataLoaderAdapter", "data_loader:DataLoaderStateMixin", kind=CLASSES,
     given=[
-        {},
-        {"batch_size": 2},
-        {"batch_size": 4, "drop_last": True},
-        {"skip_batches": 1},
-        {"skip_batches": 100},
-        {"batch_size": 3, "skip_batches": 2},
-        {"use_stateful_dataloader": True, "batch_size": 2},
-        {"batch_sampler": [[0, 1], [2]]},
-        {"batch_size": None},
-        {"batch_size": 0},
-        {"shuffle": True, "batch_size": 3},
-        {"nonsense": 1},
-        {"iteration": 5, "batch_size": 4},
-        {"device": "cpu", "batch_size": 4},
-        {"_drop_last": True, "batch_size": 4},
-        {"_non_blocking": True},
-        {"rng_types": ["torch"], "batch_size": 4},
-        {"slice_fn": None},
-        {"split_batches": True, "batch_size": 4},
+        {}, {"batch_size": 2}, {"batch_size": 4, "drop_last": True}, {"skip_batches": 1}, {"skip_batches": 100},
+        {"batch_size": 3, "skip_batches": 2}, {"use_stateful_dataloader": True, "batch_size": 2},
+        {"batch_sampler": [[0, 1], [2]]}, {"batch_size": None}, {"batch_size": 0},
+        {"shuffle": True, "batch_size": 3}, {"nonsense": 1}, {"iteration": 5, "batch_size": 4},
+        {"device": "cpu", "batch_size": 4}, {"_drop_last": True, "batch_size": 4}, {"_non_blocking": True},
+        {"rng_types": ["torch"], "batch_size": 4}, {"slice_fn": None}, {"split_batches": True, "batch_size": 4},
         {"torch_device_mesh": None},
     ],
     dataset={"numbers": lambda: list(range(7)), "none": lambda: None, "stream": lambda: Stream(7), "empty": list},
-)
+)  # fmt: skip
 def built(kind: type, given: dict[str, Any], dataset: Any) -> Iterator[tuple[str, Any]]:
     """The classes by themselves."""
     if dataset is None and given or kind is SkipDataLoader and "iteration" in given:
@@ -131,53 +110,9 @@ def adapter(stateful: bool, batch: int) -> Iterator[tuple[str, Any]]:
 
 
 @probe(
-    "data_loader:DataLoaderShard",
-    "data_loader:DataLoaderAdapter",
-    read=[0, 1, 2, 4],
-    workers=[0],
-    source=["plain", "sized stream"],
-)
-def stateful(read: int, workers: int, source: str) -> Iterator[tuple[str, Any]]:
-    """A loader that is left in an epoch, and another one that goes on there."""
-    started()
-
-    def make() -> Any:
-        loader = DataLoader(range(9), 2) if source == "plain" else DataLoader(Stream(9, True), 2)
-        return prepare_data_loader(loader, use_stateful_dataloader=True)
-
-    first, second = make(), make()
-    batches = iter(first)
-    yield "read", [plain(next(batches)) for _ in range(read)]
-    second.load_state_dict(first.state_dict())
-    yield "going on", [plain(b) for b in second]
-    yield "next epoch", [plain(b) for b in second]
-    yield "the first", [plain(b) for b in batches]
-
-
-@probe("data_loader:DataLoaderStateMixin", "state:GradientState", drop=[True, False], length=[4, 5], batch=[2, 3])
-def mixin(drop: bool, length: int, batch: int) -> Iterator[tuple[str, Any]]:
-    """begin, end and reset called by hand."""
-
-    class Own(loaders.DataLoaderStateMixin):
-        def __init__(self) -> None:
-            self.gradient_state = GradientState()
-            self._drop_last, self.dataset, self.total_batch_size = drop, range(length), batch
-            self.total_dataset_length = length
-
-    own = Own()
-    yield "class", (Own.end_of_dataloader, Own.remainder)
-    yield "reset", (own.reset(), own.end_of_dataloader, own.remainder)
-    yield "begin", (own.begin(), own.end_of_dataloader, own.remainder, own.gradient_state.in_dataloader)
-    yield "active", own.gradient_state.active_dataloader is own
-    yield "end", (own.end(), own.gradient_state.in_dataloader)
-
-
-@probe(
-    "data_loader:get_sampler",
-    "data_loader:DataLoaderShard",
-    source=sorted(set(SOURCES) - {"none", "list", "dataset"}),
-    prepared=[False, True],
-)
+    "data_loader:get_sampler", "data_loader:DataLoaderShard",
+    source=sorted(set(SOURCES) - {"none", "list", "dataset"}), prepared=[False, True],
+)  # fmt: skip
 def samplers(source: str, prepared: bool) -> Iterator[tuple[str, Any]]:
     """Asking for the sampler, and replacing it."""
     started()
@@ -194,50 +129,3 @@ def samplers(source: str, prepared: bool) -> Iterator[tuple[str, Any]]:
         )
         yield "set", attempt(loader.set_sampler, SequentialSampler([0, 1, 2]))
         yield "afterwards", attempt(lambda: [plain(b) for b in loader])
-
-
-@probe(
-    "data_loader:DataLoaderShard",
-    "data_loader:DataLoaderDispatcher",
-    epoch=[0, 1, 5, -1],
-    source=["plain", "seedable", "stream"],
-    dispatch=[False, True],
-)
-def epochs(epoch: int, source: str, dispatch: bool) -> Iterator[tuple[str, Any]]:
-    started()
-    made = prepare_data_loader(SOURCES[source](), dispatch_batches=dispatch, put_on_device=dispatch, device="cpu")
-    yield "before", made.iteration
-    yield "set", attempt(made.set_epoch, epoch)
-    yield "iteration", made.iteration
-    yield "batches", attempt(lambda: [plain(b) for b in made])
-    yield "after", made.iteration
-    yield "second", attempt(lambda: [plain(b) for b in made])
-    yield "pickled", attempt(lambda: [plain(b) for b in pickle.loads(pickle.dumps(made))])
-
-
-@probe("data_loader:prepare_data_loader", stop=[0, 1, 2], times=[1, 2])
-def left_early(stop: int, times: int) -> Iterator[tuple[str, Any]]:
-    """A loop that is left before the end of its loader."""
-    started()
-    made = prepare_data_loader(DataLoader(range(7), 2))
-    for number in range(times):
-        for at, _ in enumerate(made):
-            if at == stop:
-                break
-        yield f"left {number}", (made.end_of_dataloader, made.remainder, made.iteration)
-    yield "batches", [plain(b) for b in made]
-    yield "iteration", made.iteration
-
-
-@probe("data_loader:prepare_data_loader", "state:GradientState", outer=[1, 3], inner=[1, 2])
-def nested(outer: int, inner: int) -> Any:
-    """A loop over a loader within a loop over another."""
-    started()
-    first, second = (prepare_data_loader(DataLoader(range(2 * size), 2)) for size in (outer, inner))
-    state, seen = GradientState(), []
-    for _ in first:
-        seen.append(("outer", state.end_of_dataloader, state.remainder, state.active_dataloader is first))
-        for _ in second:
-            seen.append(("inner", state.end_of_dataloader, state.remainder, state.active_dataloader is second))
-        seen.append(("between", state.active_dataloader is first, state.in_dataloader))
-    return [*seen, state.in_dataloader]

@@ -32,13 +32,10 @@ def options(kind: Any) -> Any:
 
 
 @probe(
-    "utils.fsdp_utils:_get_model_state_dict",
-    "utils.fsdp_utils:_set_model_state_dict",
-    processes=(1, 2),
-    model={n: MODELS[n] for n in ("net", "tied", "half", "empty")},
-    adapter_only=[False, True],
+    "utils.fsdp_utils:_get_model_state_dict", "utils.fsdp_utils:_set_model_state_dict", processes=(1, 2),
+    model={n: MODELS[n] for n in ("net", "tied", "half", "empty")}, adapter_only=[False, True],
     kind=[None, "plain", "full", "host", "text"],
-)
+)  # fmt: skip
 def model_state_dict(model: nn.Module, adapter_only: bool, kind: Any) -> Any:
     found = fsdp_utils._get_model_state_dict(model, adapter_only=adapter_only, sd_options=options(kind))
     given = {name: tensor + 1 for name, tensor in found.items()}
@@ -58,17 +55,10 @@ def files(folder: str) -> list[str]:
 
 
 @probe(
-    "utils.fsdp_utils:save_fsdp_model",
-    "utils.fsdp_utils:load_fsdp_model",
-    "utils.fsdp_utils:save_fsdp_optimizer",
-    "utils.fsdp_utils:load_fsdp_optimizer",
-    kind=KINDS,
-    version=[1, 2],
-    index=[0, 3],
-    adapter_only=[False, True],
-    use_dcp=[True, False],
-    what=["model", "optimizer"],
-)
+    "utils.fsdp_utils:save_fsdp_model", "utils.fsdp_utils:load_fsdp_model", "utils.fsdp_utils:save_fsdp_optimizer",
+    "utils.fsdp_utils:load_fsdp_optimizer", kind=KINDS, version=[1, 2], index=[0, 3], adapter_only=[False, True],
+    use_dcp=[True, False], what=["model", "optimizer"],
+)  # fmt: skip
 def unsharded_checkpoints(kind: str, version: int, index: int, adapter_only: bool, use_dcp: bool, what: str) -> Any:
     """What is saved of a model that is not sharded, since 1.15.0 shards none on one process without a GPU."""
     plugin = FullyShardedDataParallelPlugin(fsdp_version=version, state_dict_type=kind)
@@ -92,50 +82,17 @@ def unsharded_checkpoints(kind: str, version: int, index: int, adapter_only: boo
 
 
 STATES = {
-    "model": lambda: {"model": {"w": torch.ones(2), "b.c": torch.zeros(1, dtype=torch.float16)}}, "bare": lambda: {"w": torch.ones(2)}, "empty": dict, "one": lambda: {"model": {"w": torch.ones(3)}},
-    "optimizer": lambda: {"optimizer": {"state": {"w": torch.ones(2)}}}, "numbers": lambda: {"model": {"w": torch.ones(2), "n": 5}},
+    "model": lambda: {"model": {"w": torch.ones(2), "b.c": torch.zeros(1, dtype=torch.float16)}},
+    "bare": lambda: {"w": torch.ones(2)}, "empty": dict, "one": lambda: {"model": {"w": torch.ones(3)}},
+    "optimizer": lambda: {"optimizer": {"state": {"w": torch.ones(2)}}},
+    "numbers": lambda: {"model": {"w": torch.ones(2), "n": 5}},
 }  # fmt: skip
 
 
 @probe(
-    "utils.fsdp_utils:merge_fsdp_weights",
-    "commands.merge:merge_command",
-    written=STATES,
-    safe=[True, False],
-    remove=[False, True],
-    output=["out", "a/b", "checkpoint"],
-    command=[False, True],
-)
-def merge_fsdp_weights(written: Any, safe: bool, remove: bool, output: str, command: bool) -> Any:
-    dcp.save(written, checkpoint_id="checkpoint", no_dist=True)
-    if command:
-        merge.merge_command(
-            argparse.Namespace(
-                checkpoint_directory="checkpoint",
-                output_path=output,
-                unsafe_serialization=not safe,
-                remove_checkpoint_dir=remove,
-            )
-        )
-    else:
-        fsdp_utils.merge_fsdp_weights("checkpoint", output, safe, remove)
-    from safetensors.torch import load_file
-
-    there = sorted(str(p) for p in pathlib.Path().rglob("*") if p.is_file() and not p.name.endswith(".distcp"))
-    path = pathlib.Path(output, "model.safetensors" if safe else "pytorch_model.bin")
-    return (
-        there,
-        load_file(path) if safe else dict(torch.load(path, weights_only=True)),
-        pathlib.Path("checkpoint").exists(),
-    )
-
-
-@probe(
-    "utils.fsdp_utils:merge_fsdp_weights",
-    folder=["nothing", "empty", "file", "around", "wrapped", ""],
-    output=["out", "file"],
-    safe=[True, False],
-)
+    "utils.fsdp_utils:merge_fsdp_weights", folder=["nothing", "empty", "file", "around", "wrapped", ""],
+    output=["out", "file"], safe=[True, False],
+)  # fmt: skip
 def merge_nothing(folder: str, output: str, safe: bool) -> Any:
     pathlib.Path("empty").mkdir()
     pathlib.Path("file").write_text("text")
@@ -146,15 +103,9 @@ def merge_nothing(folder: str, output: str, safe: bool) -> Any:
 
 
 LINES = [
-    ["c", "o"],
-    ["c", "o", "--unsafe_serialization"],
-    ["c", "o", "--remove_checkpoint_dir"],
-    ["c"],
-    [],
-    ["c", "o", "x"],
-    ["c", "o", "--nothing"],
-    ["--help"],
-]
+    ["c", "o"], ["c", "o", "--unsafe_serialization"], ["c", "o", "--remove_checkpoint_dir"], ["c"], [],
+    ["c", "o", "x"], ["c", "o", "--nothing"], ["--help"],
+]  # fmt: skip
 
 
 @probe("commands.merge:merge_command_parser", "commands.merge:main", line=LINES, sub=[False, True])
@@ -181,14 +132,11 @@ def merge_main(line: list[str]) -> Any:
 
 
 @probe(
-    "utils.fsdp_utils:fsdp2_prepare_model",
-    "utils.fsdp_utils:fsdp2_apply_ac",
-    "utils.fsdp_utils:fsdp2_load_full_state_dict",
-    processes=2,
-    function=["fsdp2_apply_ac", "fsdp2_prepare_model", "fsdp2_load_full_state_dict"],
-    wrap=["Block", "nothing"],
+    "utils.fsdp_utils:fsdp2_prepare_model", "utils.fsdp_utils:fsdp2_apply_ac",
+    "utils.fsdp_utils:fsdp2_load_full_state_dict", processes=2,
+    function=["fsdp2_apply_ac", "fsdp2_prepare_model", "fsdp2_load_full_state_dict"], wrap=["Block", "nothing"],
     checkpointing=[False, True],
-)
+)  # fmt: skip
 def fsdp2(function: str, wrap: str, checkpointing: bool) -> Any:
     """Each function on the model that the one before it makes, with 1.15.0's plugin, which prepare() ignores on CPUs."""
     from torch.distributed.fsdp import fully_shard

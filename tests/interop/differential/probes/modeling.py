@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from accelerate.utils import CustomDtype, modeling
-from interop.differential.core import Words, probe
+from interop.differential.core import Words, call, probe
 
 # -- models ---------------------------------------------------------------------------------------------------------
 
@@ -95,24 +95,14 @@ def convolutions() -> nn.Module:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "linear": lambda: nn.Linear(3, 4),
-    "no bias": lambda: nn.Linear(3, 4, bias=False),
-    "empty": nn.Module,
-    "relu": nn.ReLU,
-    "sequence": lambda: nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)),
-    "net": Net,
-    "tied": lambda: Net(tied=True),
-    "deep": lambda: Net(blocks=4, size=3),
-    "half": lambda: Net().half(),
-    "meta": on_meta,
-    "partly meta": partly_meta,
-    "shared": shared,
-    "mixed": mixed,
-    "scalar": lambda: Bare(a=torch.tensor(1.0), none=torch.zeros(0)),
-    "convolutions": convolutions,
+    "linear": lambda: nn.Linear(3, 4), "no bias": lambda: nn.Linear(3, 4, bias=False), "empty": nn.Module,
+    "relu": nn.ReLU, "sequence": lambda: nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), "net": Net,
+    "tied": lambda: Net(tied=True), "deep": lambda: Net(blocks=4, size=3), "half": lambda: Net().half(),
+    "meta": on_meta, "partly meta": partly_meta, "shared": shared, "mixed": mixed,
+    "scalar": lambda: Bare(a=torch.tensor(1.0), none=torch.zeros(0)), "convolutions": convolutions,
     "nested": lambda: nn.Sequential(nn.Sequential(nn.Sequential(nn.Linear(2, 2))), nn.Linear(2, 1)),
     "attention": lambda: nn.TransformerEncoderLayer(4, 2, 8, batch_first=True),
-}
+}  # fmt: skip
 NOT_MODELS = {"None": lambda: None, "text": lambda: "model", "dict": lambda: {"a": torch.ones(2)}}
 SOME = {name: MODELS[name] for name in ("sequence", "net", "tied", "mixed", "convolutions")}
 
@@ -147,9 +137,7 @@ NAMES = Words(
     ["float16", "torch.bfloat16", "int8", "FLOAT16", "half", "fp16", "auto", "", "Tensor", "torch.", "float8_e5m2"]
 )
 SPECIAL = {
-    "none": lambda: None,
-    "empty": dict,
-    "of no tensor": lambda: {"nothing": torch.float16},
+    "none": lambda: None, "empty": dict, "of no tensor": lambda: {"nothing": torch.float16},
     "weights": lambda: dict.fromkeys(("0.weight", "head.weight", "float16", "conv.weight"), torch.float64),
     "by name": lambda: {"0.weight": "int8", "norm.weight": "torch.float16", "blocks.0.scale": "float64"},
     "a module": lambda: {"0": torch.float64, "blocks": torch.float16},
@@ -162,24 +150,15 @@ def compute_module_sizes(**given: Any) -> Any:
     return dict(modeling.compute_module_sizes(**given))
 
 
-@probe("utils.modeling:compute_module_sizes", model=SOME, dtype=NAMES, special_dtypes=SPECIAL)
-def compute_special_sizes(**given: Any) -> Any:
-    return dict(modeling.compute_module_sizes(**given))
-
-
 @probe("utils.modeling:compute_module_sizes", model=NOT_MODELS, dtype=[None, 4, 0.5, torch.ones(1)])
 def compute_sizes_of_others(**given: Any) -> Any:
     return dict(modeling.compute_module_sizes(**given))
 
 
-@probe(
-    "utils.modeling:compute_module_total_buffer_size",
-    model={**SOME, **NOT_MODELS},
-    dtype=[None, "float16", torch.int8],
-    special_dtypes=SPECIAL,
-)
-def compute_module_total_buffer_size(**given: Any) -> Any:
-    return modeling.compute_module_total_buffer_size(**given)
+call(
+    "utils.modeling:compute_module_total_buffer_size", model={**SOME, **NOT_MODELS},
+    dtype=[None, "float16", torch.int8], special_dtypes=SPECIAL,
+)  # fmt: skip
 
 
 @probe(
@@ -194,68 +173,44 @@ def calculate_maximum_sizes(model: Any, no_split: Any) -> Any:
 
 
 SIZES = [
-    "5GB", "5gb", "5Gb", "5GiB", "5gib", "1KB", "1kb", "1Kb", "1KiB", "2MB", "2mb", "2MiB", "0MB", "1.5GB", "1.5GiB", ".5MB", "1.", "1e3MB",
-    " 5GB", "5 GB", "5GB ", "", "GB", "5", "5B", "5TB", "5TiB", "-1GB", "-1", "five GB", "5G", "5GBB", "٥GB", "1_000MB", "0.0000001KB",
-    0, 1, 10**15, -1, 1.5, 0.0, -0.5, float("inf"), float("nan"), None, True, False, [], (1, "GB"), b"5GB", torch.tensor(5),
+    "5GB", "5gb", "5Gb", "5GiB", "5gib", "1KB", "1kb", "1Kb", "1KiB", "2MB", "2mb", "2MiB", "0MB", "1.5GB", "1.5GiB",
+    ".5MB", "1.", "1e3MB", " 5GB", "5 GB", "5GB ", "", "GB", "5", "5B", "5TB", "5TiB", "-1GB", "-1", "five GB", "5G",
+    "5GBB", "٥GB", "1_000MB", "0.0000001KB", 0, 1, 10**15, -1, 1.5, 0.0, -0.5, float("inf"), float("nan"), None,
+    True, False, [], (1, "GB"), b"5GB", torch.tensor(5),
 ]  # fmt: skip
 
 
-@probe("utils.modeling:convert_file_size_to_int", size=SIZES)
-def convert_file_size_to_int(size: Any) -> Any:
-    return modeling.convert_file_size_to_int(size)
+call("utils.modeling:convert_file_size_to_int", size=SIZES)
 
 
-ALL_DTYPES = [v for _, v in sorted(vars(torch).items()) if isinstance(v, torch.dtype)]
 ODD = [
-    *CustomDtype,
-    *NAMES,
-    None,
-    1,
-    2.0,
-    "float32",
-    "bool",
-    "int4",
-    "fp8",
-    "x8",
-    [],
-    torch.ones(1),
+    *CustomDtype, *NAMES, None, 1, 2.0, "float32", "bool", "int4", "fp8", "x8", [], torch.ones(1),
     torch.device("cpu"),
-]
-
-
-@probe("utils.modeling:dtype_byte_size", dtype=list(dict.fromkeys(map(str, ALL_DTYPES))))
-def dtype_byte_size(dtype: str) -> Any:
-    return modeling.dtype_byte_size(getattr(torch, dtype[6:]))
+]  # fmt: skip
 
 
 @probe(
-    "utils.modeling:dtype_byte_size",
-    "utils.modeling:_get_proper_dtype",
-    dtype=ODD,
+    "utils.modeling:dtype_byte_size", "utils.modeling:_get_proper_dtype", dtype=ODD,
     function=["dtype_byte_size", "_get_proper_dtype"],
-)
+)  # fmt: skip
 def other_dtypes(dtype: Any, function: str) -> Any:
     return getattr(modeling, function)(dtype)
 
 
 SIZE_MAPS = [
-    {}, {"": 5}, {"": 5, "a": 5}, {"a": 1, "b": 2}, {"": 9, "a": 4, "a.b": 4, "a.c": 0}, {"a.b.c": 1}, {"a.b.c": 1, "a": 2, "ab": 3},
-    {"": 1, "0": 1, "0.weight": 1, "00": 2, "0.0": 3}, {"ä": 1, "ä.ö": 1}, {1: 2}, None, ["a", "a.b"],
+    {}, {"": 5}, {"": 5, "a": 5}, {"a": 1, "b": 2}, {"": 9, "a": 4, "a.b": 4, "a.c": 0}, {"a.b.c": 1},
+    {"a.b.c": 1, "a": 2, "ab": 3}, {"": 1, "0": 1, "0.weight": 1, "00": 2, "0.0": 3}, {"ä": 1, "ä.ö": 1}, {1: 2},
+    None, ["a", "a.b"],
 ]  # fmt: skip
 
 
-@probe("utils.modeling:get_module_leaves", module_sizes=SIZE_MAPS)
-def get_module_leaves(module_sizes: Any) -> Any:
-    return modeling.get_module_leaves(module_sizes)
+call("utils.modeling:get_module_leaves", module_sizes=SIZE_MAPS)
 
 
 @probe(
-    "utils.modeling:get_module_leaves",
-    "utils.modeling:get_max_layer_size",
-    model=MODELS,
-    no_split=[[], ["Block"], ["Block", "Linear"], ("Net",), None, "Block", [Block]],
-    what=["own", "leaves"],
-)
+    "utils.modeling:get_module_leaves", "utils.modeling:get_max_layer_size", model=MODELS,
+    no_split=[[], ["Block"], ["Block", "Linear"], ("Net",), None, "Block", [Block]], what=["own", "leaves"],
+)  # fmt: skip
 def layers(model: Any, no_split: Any, what: str) -> Any:
     sizes = modeling.compute_module_sizes(model)
     if what == "leaves":
@@ -265,29 +220,23 @@ def layers(model: Any, no_split: Any, what: str) -> Any:
 
 
 @probe(
-    "utils.modeling:named_module_tensors",
-    model=MODELS,
-    include_buffers=[True, False],
-    recurse=[True, False],
+    "utils.modeling:named_module_tensors", model=MODELS, include_buffers=[True, False], recurse=[True, False],
     remove_non_persistent=[True, False],
-)
+)  # fmt: skip
 def named_module_tensors(model: nn.Module, **given: Any) -> Any:
     return [(name, t.shape, t.dtype, t.device.type) for name, t in modeling.named_module_tensors(model, **given)]
 
 
-@probe(
-    "utils.modeling:get_non_persistent_buffers",
-    module={**MODELS, **NOT_MODELS},
-    recurse=[True, False],
-    fqns=[True, False],
-)
-def get_non_persistent_buffers(**given: Any) -> Any:
-    return modeling.get_non_persistent_buffers(**given)
+call(
+    "utils.modeling:get_non_persistent_buffers", module={**MODELS, **NOT_MODELS},
+    recurse=[True, False], fqns=[True, False],
+)  # fmt: skip
 
 
 VIEWS = {
-    "itself": lambda t: t, "view": lambda t: t.view(2, 2), "slice": lambda t: t[2:], "copy": lambda t: t.clone(), "detached": lambda t: t.detach(),
-    "parameter": nn.Parameter, "meta": lambda t: t.to("meta"), "empty": lambda t: t[:0], "cast": lambda t: t.double(), "conjugate": lambda t: t.conj(),
+    "itself": lambda t: t, "view": lambda t: t.view(2, 2), "slice": lambda t: t[2:], "copy": lambda t: t.clone(),
+    "detached": lambda t: t.detach(), "parameter": nn.Parameter, "meta": lambda t: t.to("meta"),
+    "empty": lambda t: t[:0], "cast": lambda t: t.double(), "conjugate": lambda t: t.conj(),
     "sparse": lambda t: t.to_sparse(), "text": str,
 }  # fmt: skip
 
@@ -321,29 +270,25 @@ def one_parent() -> nn.Module:
 
 
 TIED = {
-    **MODELS,
-    "twice": twice_tied,
-    "two ties": two_ties,
-    "one parent": one_parent,
+    **MODELS, "twice": twice_tied, "two ties": two_ties, "one parent": one_parent,
     "meta tied": lambda: on_meta(lambda: Net(tied=True)),
-}
+}  # fmt: skip
 
 
 @probe(
-    "utils.modeling:find_tied_parameters",
-    "utils.modeling:check_tied_parameters_in_config",
-    "utils.modeling:is_peft_model",
-    model={**TIED, **NOT_MODELS},
+    "utils.modeling:find_tied_parameters", "utils.modeling:check_tied_parameters_in_config",
+    "utils.modeling:is_peft_model", model={**TIED, **NOT_MODELS},
     function=["find_tied_parameters", "check_tied_parameters_in_config", "is_peft_model"],
-)
+)  # fmt: skip
 def about_ties(model: Any, function: str) -> Any:
     found = getattr(modeling, function)(model)
     return sorted(found) if isinstance(found, list) else found
 
 
 GROUPS = [
-    [], [[]], [["head.weight", "embed.weight"]], [["a.weight", "b.weight", "z.weight"]], [["0.weight", "1.weight"], ["0.bias", "1.bias"]],
-    [["a", "b"]], [["weight"]], [["nothing", "head.weight"]], [["no.such", "head.weight"]], [["shift", "norm.bias"]], None, ["ab"], [[""]],
+    [], [[]], [["head.weight", "embed.weight"]], [["a.weight", "b.weight", "z.weight"]],
+    [["0.weight", "1.weight"], ["0.bias", "1.bias"]], [["a", "b"]], [["weight"]], [["nothing", "head.weight"]],
+    [["no.such", "head.weight"]], [["shift", "norm.bias"]], None, ["ab"], [[""]],
 ]  # fmt: skip
 
 
@@ -370,8 +315,9 @@ def retie_parameters(model: nn.Module, tied_params: Any, before: str) -> Any:
 
 
 PLACES = [
-    {}, {"": 0}, {"": "cpu"}, {"a": 0, "b": 0, "z": 0}, {"a": 0, "b": 1, "z": 0}, {"a.weight": 0, "b": "cpu", "z": "disk"}, {"0": 0, "1": 1},
-    {"embed": 0, "head": 0}, {"embed": 0, "head": "cpu"}, {"embed": 0, "head.weight": 1, "": 1}, {"shift": 0, "norm": "disk"}, {"a": 0}, None,
+    {}, {"": 0}, {"": "cpu"}, {"a": 0, "b": 0, "z": 0}, {"a": 0, "b": 1, "z": 0},
+    {"a.weight": 0, "b": "cpu", "z": "disk"}, {"0": 0, "1": 1}, {"embed": 0, "head": 0}, {"embed": 0, "head": "cpu"},
+    {"embed": 0, "head.weight": 1, "": 1}, {"shift": 0, "norm": "disk"}, {"a": 0}, None,
 ]  # fmt: skip
 
 

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate import Accelerator
 from accelerate.utils import other
-from interop.differential.core import probe
+from interop.differential.core import call, probe
 
 
 def blocks(*kinds: str) -> nn.Module:
@@ -32,25 +31,18 @@ def wrapped(inner: Any) -> nn.Module:
 MODULES: dict[str, Any] = {
     "linear": lambda: nn.Linear(2, 2),
     "sequential": lambda: nn.Sequential(nn.ReLU(), nn.Sequential(nn.Tanh(), nn.ReLU())),
-    "equal sequential": lambda: nn.Sequential(nn.ReLU(), nn.ReLU()),
-    "empty list": nn.ModuleList,
-    "one block": lambda: nn.ModuleList([nn.ReLU()]),
-    "equal blocks": lambda: nn.ModuleList([nn.ReLU(), nn.ReLU()]),
+    "equal sequential": lambda: nn.Sequential(nn.ReLU(), nn.ReLU()), "empty list": nn.ModuleList,
+    "one block": lambda: nn.ModuleList([nn.ReLU()]), "equal blocks": lambda: nn.ModuleList([nn.ReLU(), nn.ReLU()]),
     "unequal blocks": lambda: nn.ModuleList([nn.ReLU(), nn.Tanh()]),
-    "blocks inside": lambda: blocks("linear", "linear"),
-    "unequal inside": lambda: blocks("linear", "relu"),
-    "nested blocks": lambda: nn.ModuleList([blocks("nest", "nest"), blocks("nest", "nest")]),
-    "shared": shared,
+    "blocks inside": lambda: blocks("linear", "linear"), "unequal inside": lambda: blocks("linear", "relu"),
+    "nested blocks": lambda: nn.ModuleList([blocks("nest", "nest"), blocks("nest", "nest")]), "shared": shared,
     "module dict": lambda: nn.ModuleDict({"a": nn.ReLU(), "b": nn.ReLU()}),
     "data parallel": lambda: wrapped(blocks("linear", "linear")),
     "parameters": lambda: nn.ParameterList([torch.ones(1)]),
-}
+}  # fmt: skip
 NO_MODULES: dict[str, Any] = {
-    "None": lambda: None,
-    "text": lambda: "text",
-    "tensor": lambda: torch.ones(1),
-    "list": list,
-}
+    "None": lambda: None, "text": lambda: "text", "tensor": lambda: torch.ones(1), "list": list,
+}  # fmt: skip
 
 
 @probe(
@@ -100,56 +92,29 @@ def with_config(**fields: Any) -> nn.Module:
     return model
 
 
-@probe(
+call(
     "utils.other:get_model_tp_size",
     model={
         **{f"{size}": lambda size=size: WithSize(size) for size in (None, 0, 1, 2, "2")},
-        "no size": lambda: nn.Linear(1, 1),
-        "config": lambda: with_config(tp_size=2),
-        "distributed": lambda: with_config(distributed_config={"tp_size": 4}),
-        "None": lambda: None,
+        "no size": lambda: nn.Linear(1, 1), "config": lambda: with_config(tp_size=2),
+        "distributed": lambda: with_config(distributed_config={"tp_size": 4}), "None": lambda: None,
         "in a wrapper": lambda: wrapped(WithSize()),
     },
-)
-def get_model_tp_size(model: Any) -> Any:
-    return other.get_model_tp_size(model)
+)  # fmt: skip
 
 
 @probe(
     "utils.other:extract_model_from_parallel",
     model={
-        **MODULES,
-        "wrapped twice": lambda: wrapped(wrapped(nn.Linear(1, 1))),
-        "inside": lambda: nn.Sequential(wrapped(nn.ReLU())),
-        "own module": lambda: WithSize(module=nn.ReLU()),
+        **MODULES, "wrapped twice": lambda: wrapped(wrapped(nn.Linear(1, 1))),
+        "inside": lambda: nn.Sequential(wrapped(nn.ReLU())), "own module": lambda: WithSize(module=nn.ReLU()),
     },
-    keep_fp32_wrapper=[True, False],
-    keep_torch_compile=[True, False],
-    recursive=[False, True],
-)
+    keep_fp32_wrapper=[True, False], keep_torch_compile=[True, False], recursive=[False, True],
+)  # fmt: skip
 def extract_model_from_parallel(model: Any, keep_fp32_wrapper: bool, keep_torch_compile: bool, recursive: bool) -> Any:
     result = other.extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile, recursive)
     modules = [type(part).__name__ for part in result.modules()] if isinstance(result, nn.Module) else []
     return result is model, type(result).__name__, modules
-
-
-@probe(
-    "utils.other:extract_model_from_parallel",
-    keep_fp32_wrapper=[True, False],
-    mixed_precision=["no", "bf16"],
-    wrapping=[False, True],
-)
-def extract_prepared(keep_fp32_wrapper: bool, mixed_precision: str, wrapping: bool) -> Iterator[tuple[str, Any]]:
-    accelerator = Accelerator(cpu=True, mixed_precision=mixed_precision)
-    model = nn.Linear(2, 2)
-    prepared = accelerator.prepare_model(model, evaluation_mode=True)
-    inner = other.extract_model_from_parallel(
-        wrapped(prepared) if wrapping else prepared, keep_fp32_wrapper=keep_fp32_wrapper
-    )
-    yield "same", inner is model
-    yield "output", inner(torch.ones(1, 2)).dtype
-    yield "original", hasattr(inner, "_original_forward")
-    yield "forward", getattr(inner.forward, "__func__", None) is nn.Linear.forward
 
 
 @probe(

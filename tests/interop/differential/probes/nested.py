@@ -62,14 +62,6 @@ class Record:
     x: Any = None
 
 
-def outcome(call: Any) -> Any:
-    """Return what a call returns, or the exception."""
-    try:
-        return call()
-    except Exception as error:
-        return error
-
-
 def rising(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return 1, 2, 3, ... in a shape, and ten times the rank more."""
     count = int(np.prod(shape)) if shape else 1
@@ -88,94 +80,51 @@ DTYPES = [
 
 # Tensors of every sort, which collectives and local functions take.
 TENSORS: dict[str, Callable[[], Any]] = {
-    "scalar": lambda: rising(),
-    "vector": lambda: rising(3),
-    "matrix": lambda: rising(2, 3),
-    "cube": lambda: rising(2, 1, 3),
-    "one element": lambda: rising(1),
-    "no rows": lambda: rising(0),
-    "no columns": lambda: rising(2, 0),
-    "transposed": lambda: rising(2, 3).T,
-    "strided": lambda: rising(6)[::2],
-    "expanded": lambda: rising(1).expand(3),
-    "parameter": lambda: torch.nn.Parameter(rising(2)),
-    "history": with_history,
-    "large": lambda: rising(40, 5),
+    "scalar": lambda: rising(), "vector": lambda: rising(3), "matrix": lambda: rising(2, 3),
+    "cube": lambda: rising(2, 1, 3), "one element": lambda: rising(1), "no rows": lambda: rising(0),
+    "no columns": lambda: rising(2, 0), "transposed": lambda: rising(2, 3).T, "strided": lambda: rising(6)[::2],
+    "expanded": lambda: rising(1).expand(3), "parameter": lambda: torch.nn.Parameter(rising(2)),
+    "history": with_history, "large": lambda: rising(40, 5),
     **{f"{dtype}": lambda dtype=dtype: rising(2, dtype=dtype) for dtype in DTYPES},
-    "list": lambda: [rising(2), rising(1, 2)],
-    "list of one": lambda: [rising(2)],
-    "tuple": lambda: (rising(2), rising(2)),
-    "named tuple": lambda: Pair(rising(2), rising(3)),
-    "dict": lambda: {"a": rising(2), "b": rising(2, 2)},
-    "number keys": lambda: {1: rising(2), None: rising(1)},
+    "list": lambda: [rising(2), rising(1, 2)], "list of one": lambda: [rising(2)],
+    "tuple": lambda: (rising(2), rising(2)), "named tuple": lambda: Pair(rising(2), rising(3)),
+    "dict": lambda: {"a": rising(2), "b": rising(2, 2)}, "number keys": lambda: {1: rising(2), None: rising(1)},
     "unicode keys": lambda: {"größe": rising(2), "": rising(1)},
     "ordered dict": lambda: collections.OrderedDict(b=rising(2), a=rising(1)),
     "default dict": lambda: collections.defaultdict(list, {"a": rising(2)}),
-    "user dict": lambda: collections.UserDict(a=rising(2)),
-    "dict subclass": lambda: Table(a=rising(2)),
-    "list subclass": lambda: Rows([rising(2)]),
-    "tuple subclass": lambda: Fixed([rising(2), rising(1)]),
+    "user dict": lambda: collections.UserDict(a=rising(2)), "dict subclass": lambda: Table(a=rising(2)),
+    "list subclass": lambda: Rows([rising(2)]), "tuple subclass": lambda: Fixed([rising(2), rising(1)]),
     "lookalike": lambda: Lookalike([rising(2), rising(1)]),
     "nested": lambda: {"x": [rising(2), (rising(1), {"y": rising(2, 2)})], "z": Pair(rising(2), [rising(1)])},
-    "deep": lambda: [[[[[rising(1)]]]]],
-    "same twice": lambda: [shared := rising(2), shared],
+    "deep": lambda: [[[[[rising(1)]]]]], "same twice": lambda: [shared := rising(2), shared],
     "dtypes": lambda: {"a": rising(2), "b": rising(2, dtype=torch.int64), "c": rising(2, dtype=torch.bfloat16)},
     "list with history": lambda: [with_history(), rising(2)],
-}
+}  # fmt: skip
 
 # Structures without a leaf.
 HOLLOW: dict[str, Callable[[], Any]] = {
-    "empty list": list,
-    "empty tuple": tuple,
-    "empty dict": dict,
-    "empty named tuple": Empty,
-    "empty inside": lambda: {"a": [], "b": ()},
-    "empty ordered dict": collections.OrderedDict,
-}
+    "empty list": list, "empty tuple": tuple, "empty dict": dict, "empty named tuple": Empty,
+    "empty inside": lambda: {"a": [], "b": ()}, "empty ordered dict": collections.OrderedDict,
+}  # fmt: skip
 
 # What is no tensor, alone and beside tensors.
 OTHERS: dict[str, Callable[[], Any]] = {
-    "None": lambda: None,
-    "True": lambda: True,
-    "zero": lambda: 0,
-    "huge": lambda: 10**30,
-    "float": lambda: 1.5,
-    "nan": lambda: float("nan"),
-    "complex": lambda: 1j,
-    "text": lambda: "text",
-    "empty text": lambda: "",
-    "bytes": lambda: b"ab",
-    "array": lambda: np.arange(3),
-    "matrix of numpy": lambda: np.ones((2, 2)),
-    "numpy number": lambda: np.float32(2),
-    "set": lambda: {1, 2},
-    "frozen set": lambda: frozenset(("a",)),
-    "deque": lambda: collections.deque([1, 2]),
-    "range": lambda: range(3),
-    "slice": lambda: slice(1, 2),
-    "size": lambda: torch.Size([2, 3]),
-    "device": lambda: torch.device("cpu"),
-    "dtype": lambda: torch.float32,
-    "class": lambda: int,
-    "function": lambda: len,
-    "object": object,
-    "namespace": types.SimpleNamespace,
-    "record": lambda: Record(1),
-    "record of a tensor": lambda: Record(rising(2)),
-    "movable": Movable,
-    "movable without the option": lambda: Movable(False),
-    "movable batch": lambda: MovableBatch(a=1),
-    "numbers": lambda: [1, 2.5, 3],
-    "texts": lambda: ["a", "b"],
-    "pair of numbers": lambda: Pair(1, 2),
-    "dict of texts": lambda: {"a": "x", "b": None},
-    "number first": lambda: [1, rising(2)],
+    "None": lambda: None, "True": lambda: True, "zero": lambda: 0, "huge": lambda: 10**30, "float": lambda: 1.5,
+    "nan": lambda: float("nan"), "complex": lambda: 1j, "text": lambda: "text", "empty text": lambda: "",
+    "bytes": lambda: b"ab", "array": lambda: np.arange(3), "matrix of numpy": lambda: np.ones((2, 2)),
+    "numpy number": lambda: np.float32(2), "set": lambda: {1, 2}, "frozen set": lambda: frozenset(("a",)),
+    "deque": lambda: collections.deque([1, 2]), "range": lambda: range(3), "slice": lambda: slice(1, 2),
+    "size": lambda: torch.Size([2, 3]), "device": lambda: torch.device("cpu"), "dtype": lambda: torch.float32,
+    "class": lambda: int, "function": lambda: len, "object": object, "namespace": types.SimpleNamespace,
+    "record": lambda: Record(1), "record of a tensor": lambda: Record(rising(2)), "movable": Movable,
+    "movable without the option": lambda: Movable(False), "movable batch": lambda: MovableBatch(a=1),
+    "numbers": lambda: [1, 2.5, 3], "texts": lambda: ["a", "b"], "pair of numbers": lambda: Pair(1, 2),
+    "dict of texts": lambda: {"a": "x", "b": None}, "number first": lambda: [1, rising(2)],
     "tensor first": lambda: [rising(2), "text"],
     "mixed dict": lambda: {"n": 1, "x": rising(2), "t": "text", "none": None, "m": Movable()},
     "module": lambda: torch.nn.Linear(1, 1, bias=False, dtype=torch.float64).requires_grad_(False).weight.data * 0,
-    "generator": lambda: (i for i in range(2)),
-    "exception": lambda: ValueError("no"),
-}
+    "generator": lambda: (i for i in range(2)), "exception": lambda: ValueError("no"),
+}  # fmt: skip
 
 # Tensors that most functions cannot use.
 STRANGE: dict[str, Callable[[], Any]] = {

@@ -13,41 +13,26 @@ from interop.differential.probes.plugins import fields_of
 
 PLUGIN = "utils.dataclasses:MegatronLMPlugin"
 SIZES = {
-    "num_hidden_layers": 3,
-    "hidden_size": 8,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 32,
+    "num_hidden_layers": 3, "hidden_size": 8, "num_attention_heads": 2, "max_position_embeddings": 32,
     "vocab_size": 64,
-}
+}  # fmt: skip
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "bert": {**SIZES, "architectures": ["BertForMaskedLM"], "num_labels": 2},
     "megatron-bert": {**SIZES, "architectures": ["MegatronBertForPreTraining"], "num_labels": 3},
     "gpt2": {
-        "n_layer": 3,
-        "n_embd": 8,
-        "n_head": 2,
-        "n_positions": 32,
-        "vocab_size": 64,
+        "n_layer": 3, "n_embd": 8, "n_head": 2, "n_positions": 32, "vocab_size": 64,
         "architectures": ["GPT2LMHeadModel"],
     },
     "t5": {
-        "num_layers": 3,
-        "num_decoder_layers": 2,
-        "d_model": 8,
-        "num_heads": 2,
-        "n_positions": 32,
-        "vocab_size": 64,
+        "num_layers": 3, "num_decoder_layers": 2, "d_model": 8, "num_heads": 2, "n_positions": 32, "vocab_size": 64,
         "architectures": ["T5ForConditionalGeneration"],
     },
     "llama": {
-        **SIZES,
-        "architectures": ["LlamaForCausalLM"],
-        "num_key_value_heads": 1,
-        "rms_norm_eps": 1e-6,
+        **SIZES, "architectures": ["LlamaForCausalLM"], "num_key_value_heads": 1, "rms_norm_eps": 1e-6,
         "intermediate_size": 16,
     },
     "nonsense": dict(SIZES),
-}
+}  # fmt: skip
 BATCHES = {
     "none": lambda: None,
     "labels": lambda: {"input_ids": torch.ones(2, 16), "labels": torch.ones(2, 12)},
@@ -66,31 +51,13 @@ def changes(plugin: Any, before: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@probe(
-    PLUGIN,
-    kind=Words(CONFIGURATIONS),
-    batch=BATCHES,
-    given=[{}, {"seq_length": 20}, {"encoder_seq_length": 9, "decoder_seq_length": 8}],
-)
-def network_sizes(kind: str, batch: Any, given: dict[str, Any]) -> Any:
-    plugin = dataclasses.MegatronLMPlugin(context_parallel_size=1, **given)
-    before = settings(plugin)
-    model = types.SimpleNamespace(
-        config=types.SimpleNamespace(model_type=kind, return_dict=True, **CONFIGURATIONS[kind])
-    )
-    plugin.set_network_size_args(model, batch)
-    return changes(plugin, before)
-
-
 PARSERS = ["bert", "gpt2", "t5", "llama", "glm4_moe"]
 
 
 @probe(
-    *[f"utils.dataclasses:parse_{name}_config" for name in PARSERS],
-    parser=PARSERS,
-    kind=Words(CONFIGURATIONS),
+    *[f"utils.dataclasses:parse_{name}_config" for name in PARSERS], parser=PARSERS, kind=Words(CONFIGURATIONS),
     batch={name: BATCHES[name] for name in ("none", "labels")},
-)
+)  # fmt: skip
 def parsed(parser: str, kind: str, batch: Any) -> Any:
     """Each parser on the configuration of each kind of model."""
     plugin = dataclasses.MegatronLMPlugin(context_parallel_size=1)
@@ -136,42 +103,6 @@ def fp8_recipe(backend: Any, opt_level: str) -> Any:
     return fields_of(dataclasses.FP8RecipeKwargs(backend=backend, opt_level=opt_level))
 
 
-GIVEN = [
-    {"margin": 1},
-    {"interval": 2},
-    {"fp8_format": "E4M3"},
-    {"fp8_format": "x"},
-    {"amax_compute_algo": "max"},
-    {"nothing": 1},
-]
-
-
-@probe(
-    "utils.dataclasses:FP8RecipeKwargs",
-    "utils.dataclasses:TERecipeKwargs",
-    kind=["FP8RecipeKwargs", "TERecipeKwargs"],
-    given=GIVEN,
-)
-def te_recipe(kind: str, given: dict[str, Any]) -> Any:
-    return fields_of(getattr(dataclasses, kind)(**given))
-
-
-@probe(
-    PLUGIN,
-    kind=Words(["bert", "gpt2", "t5", "llama"]),
-    flag=["megatron_dataset_flag", "return_logits"],
-    logits=[True, False],
-)
-def network_flags(kind: str, flag: str, logits: bool) -> Any:
-    plugin = dataclasses.MegatronLMPlugin(context_parallel_size=1, **{flag: logits})
-    before = settings(plugin)
-    plugin.set_network_size_args(
-        types.SimpleNamespace(config=types.SimpleNamespace(model_type=kind, return_dict=True, **CONFIGURATIONS[kind])),
-        BATCHES["labels"](),
-    )
-    return changes(plugin, before)
-
-
 OPTIMIZERS = {
     "adam": lambda: torch.optim.Adam(
         [nn.Parameter(torch.ones(2))], lr=0.1, betas=(0.8, 0.9), eps=1e-5, weight_decay=0.2
@@ -192,27 +123,6 @@ def optimizer_settings(optimizer: Any) -> Any:
     return changes(plugin, before)
 
 
-@probe(
-    PLUGIN,
-    scheduler=[{}, {"total_num_steps": 100, "warmup_num_steps": 10}, {"total_num_steps": 7}, {"warmup_num_steps": 3}],
-    given=[
-        {},
-        {"train_iters": 50},
-        {"train_samples": 500},
-        {"lr_decay_iters": 20, "train_iters": 5},
-        {"lr_warmup_fraction": 0.1},
-    ],
-    batch=[4],
-    degree=[1, 2],
-)
-def scheduler_settings(scheduler: dict[str, Any], given: dict[str, Any], batch: int, degree: int) -> Any:
-    plugin = dataclasses.MegatronLMPlugin(context_parallel_size=1, **given)
-    plugin.set_training_args(batch, degree)
-    before = settings(plugin)
-    plugin.set_scheduler_args(megatron_lm.MegatronLMDummyScheduler(None, **scheduler))
-    return changes(plugin, before)
-
-
 @probe(PLUGIN, batch=[0, 1, 4, None], degree=[0, 1, 2, None], micro=[None, 2])
 def training_settings(batch: Any, degree: Any, micro: int | None) -> Any:
     plugin = dataclasses.MegatronLMPlugin(context_parallel_size=1, num_micro_batches=micro)
@@ -221,60 +131,19 @@ def training_settings(batch: Any, degree: Any, micro: int | None) -> Any:
     return [changes(plugin, before), plugin.data_parallel_size, plugin.micro_batch_size, plugin.global_batch_size]
 
 
-@probe(PLUGIN, precision=Words([None, "no", "fp16", "bf16", "fp8", "FP16", "", "nonsense"]))
-def precision_settings(precision: str | None) -> Any:
-    plugin = dataclasses.MegatronLMPlugin(context_parallel_size=1)
-    before = settings(plugin)
-    plugin.set_mixed_precision(precision)
-    return changes(plugin, before)
-
-
-@probe(PLUGIN, folder=[None, "logs"], everything=[True, False])
-def logging_settings(folder: str | None, everything: bool) -> Any:
-    plugin = dataclasses.MegatronLMPlugin(
-        context_parallel_size=1, tensorboard_dir=folder, set_all_logging_options=everything
-    )
-    before = settings(plugin)
-    plugin.set_tensorboard_logging_options()
-    return [changes(plugin, before), plugin.megatron_lm_default_args.get("tensorboard_dir")]
-
-
 # -- utils.megatron_lm -------------------------------------------------------------------------------------------
 
 MASKS = {
-    "ones": lambda: torch.ones(2, 3, 3),
-    "half": lambda: torch.tensor([[[1.0, 0.0], [1.0, 1.0]]]),
+    "ones": lambda: torch.ones(2, 3, 3), "half": lambda: torch.tensor([[[1.0, 0.0], [1.0, 1.0]]]),
     "bool": lambda: torch.tensor([[[True, False], [True, True]]]),
-    "ints": lambda: torch.eye(3, dtype=torch.long)[None],
-    "empty": lambda: torch.ones(0, 2, 2),
-    "text": lambda: "mask",
-    "meta": lambda: torch.ones(1, 2, 2, device="meta"),
-}
-ROWS = {
-    "ones": lambda: torch.ones(2, 4),
-    "padded": lambda: torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0]]),
-    "float": lambda: torch.tensor([[1.0, 0.0]]),
-    "empty": lambda: torch.ones(0, 2),
-}
+    "ints": lambda: torch.eye(3, dtype=torch.long)[None], "empty": lambda: torch.ones(0, 2, 2),
+    "text": lambda: "mask", "meta": lambda: torch.ones(1, 2, 2, device="meta"),
+}  # fmt: skip
 
 
 @probe("utils.megatron_lm:T5TrainStep", mask=MASKS)
 def t5_postprocessed(mask: Any) -> Any:
     return megatron_lm.T5TrainStep.attn_mask_postprocess(mask)
-
-
-@probe(
-    "utils.megatron_lm:T5TrainStep",
-    length=[0, 1, 4, -1, 2.5, None, "3"],
-    device=["cpu", torch.device("cpu"), "meta", "nonsense"],
-)
-def t5_decoder_mask(length: Any, device: Any) -> Any:
-    return megatron_lm.T5TrainStep.get_decoder_mask(length, device)
-
-
-@probe("utils.megatron_lm:T5TrainStep", mask=ROWS, length=[0, 1, 3], device=["cpu", torch.device("cpu")])
-def t5_cross_mask(mask: Any, length: int, device: Any) -> Any:
-    return megatron_lm.T5TrainStep.get_enc_dec_mask(mask, length, device)
 
 
 @probe(
@@ -287,13 +156,10 @@ def megatron_data(given: dict[str, Any]) -> Any:
 
 
 @probe(
-    "utils.megatron_lm:MegatronLMDummyDataLoader",
-    "utils.megatron_lm:avg_losses_across_data_parallel_group",
-    "utils.megatron_lm:BertTrainStep",
-    "utils.megatron_lm:GPTTrainStep",
-    "utils.megatron_lm:T5TrainStep",
+    "utils.megatron_lm:MegatronLMDummyDataLoader", "utils.megatron_lm:avg_losses_across_data_parallel_group",
+    "utils.megatron_lm:BertTrainStep", "utils.megatron_lm:GPTTrainStep", "utils.megatron_lm:T5TrainStep",
     do=["set_megatron_data_args", "provider", "iterators", "losses", "BertTrainStep", "GPTTrainStep", "T5TrainStep"],
-)
+)  # fmt: skip
 def without_megatron(do: str) -> Any:
     """What the package that is not installed is needed for."""
     accelerator, data = Accelerator(), megatron_lm.MegatronLMDummyDataLoader()
@@ -335,17 +201,13 @@ class Named(nn.Module):
 
 
 MODELS = {
-    "named": Named,
-    "one": lambda: nn.Linear(16, 16),
-    "in one": lambda: nn.Sequential(nn.Linear(16, 16)),
-    "two": lambda: nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)),
-    "none": lambda: nn.Sequential(nn.ReLU()),
-    "norm": lambda: nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.LayerNorm(7)),
-    "nothing": lambda: None,
+    "named": Named, "one": lambda: nn.Linear(16, 16), "in one": lambda: nn.Sequential(nn.Linear(16, 16)),
+    "two": lambda: nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), "none": lambda: nn.Sequential(nn.ReLU()),
+    "norm": lambda: nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.LayerNorm(7)), "nothing": lambda: None,
     "meta": lambda: nn.Sequential(
-        nn.Linear(16, 16, device="meta"), nn.Linear(16, 16, device="meta"), nn.Linear(16, 16, device="meta")
+        nn.Linear(16, 16, device="meta"), nn.Linear(16, 16, device="meta"), nn.Linear(16, 16, device="meta"),
     ),
-}
+}  # fmt: skip
 FUNCTIONS = ["find_first_last_linear_layers", "has_ao_layers"]
 
 
@@ -373,11 +235,9 @@ def ao_first_and_last(model: Any) -> Any:
 
 
 @probe(
-    "utils.ao:convert_model_to_fp8_ao",
-    "utils.imports:torchao_required",
-    model=MODELS,
+    "utils.ao:convert_model_to_fp8_ao", "utils.imports:torchao_required", model=MODELS,
     function=[None, lambda module, name: False],
-)
+)  # fmt: skip
 def ao_converted(model: Any, function: Any) -> Any:
     result = ao.convert_model_to_fp8_ao(model, module_filter_func=function)
     return [result is None, kinds(model), ao.has_ao_layers(model)]

@@ -11,36 +11,24 @@ from torch import nn
 from accelerate import cpu_offload, disk_offload, dispatch_model
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from accelerate.utils import modeling, offload
-from interop.differential.core import Words, probe
-from interop.differential.probes.modeling import NOT_MODELS, Net, mixed, on_meta
+from interop.differential.core import Words, call, probe
+from interop.differential.probes.modeling import Net, mixed, on_meta
 
 # -- one tensor -----------------------------------------------------------------------------------------------------
 
 VALUES = {
-    "none": lambda old: None,
-    "zeros": lambda old: torch.zeros(old.shape, dtype=old.dtype),
+    "none": lambda old: None, "zeros": lambda old: torch.zeros(old.shape, dtype=old.dtype),
     "half": lambda old: torch.full(old.shape, 2.0, dtype=torch.float16),
     "integers": lambda old: torch.full(old.shape, 3),
     "parameter": lambda old: nn.Parameter(torch.full(old.shape, 4.0)),
-    "meta": lambda old: torch.empty(old.shape, device="meta"),
-    "reshaped": lambda old: torch.zeros(1, *old.shape),
-    "scalar": lambda old: torch.tensor(5.0),
-    "itself": lambda old: old,
-    "list": lambda old: [1.0],
+    "meta": lambda old: torch.empty(old.shape, device="meta"), "reshaped": lambda old: torch.zeros(1, *old.shape),
+    "scalar": lambda old: torch.tensor(5.0), "itself": lambda old: old, "list": lambda old: [1.0],
     "number": lambda old: 1.0,
 }  # fmt: skip
 TENSORS = [
-    "shift",
-    "embed.weight",
-    "blocks.0.scale",
-    "blocks.1.mask",
-    "nothing",
-    "blocks.0",
-    "blocks.9.scale",
-    "head.bias",
-    "",
-    ".",
-]
+    "shift", "embed.weight", "blocks.0.scale", "blocks.1.mask", "nothing", "blocks.0", "blocks.9.scale", "head.bias",
+    "", ".",
+]  # fmt: skip
 TARGETS = Words(["cpu", "meta", "CPU", "cpu:0", "disk", "nothing", ""])
 
 
@@ -63,110 +51,28 @@ def place(model: nn.Module, name: Any, device: Any, value: str, **given: Any) ->
 
 
 @probe(
-    "utils.modeling:set_module_tensor_to_device",
-    model={"net": Net, "meta": on_meta},
-    name=TENSORS,
-    device=TARGETS,
+    "utils.modeling:set_module_tensor_to_device", model={"net": Net, "meta": on_meta}, name=TENSORS, device=TARGETS,
     value=["none", "zeros", "reshaped"],
-)
+)  # fmt: skip
 def set_to_device(**given: Any) -> Any:
     return place(**given)
 
 
 @probe(
-    "utils.modeling:set_module_tensor_to_device",
-    model={"net": Net, "meta": on_meta},
-    name=["shift", "blocks.0.scale", "blocks.1.mask"],
-    device=["cpu", torch.device("cpu")],
-    value=list(VALUES),
+    "utils.modeling:set_module_tensor_to_device", model={"net": Net, "meta": on_meta},
+    name=["shift", "blocks.0.scale", "blocks.1.mask"], device=["cpu", torch.device("cpu")], value=list(VALUES),
     dtype=[None, torch.float16, torch.float32, "bfloat16", torch.int8, "x", 5],
-)
+)  # fmt: skip
 def set_value(**given: Any) -> Any:
     return place(**given)
 
 
-@probe(
-    "utils.modeling:set_module_tensor_to_device",
-    name=["float64", "int8", "bool", "complex64"],
-    dtype=[None, torch.float16, torch.int64, torch.complex64],
-    value=["none", "zeros", "half", "meta"],
-    non_blocking=[False, True],
-    clear_cache=[True, False],
-)
-def set_dtypes(**given: Any) -> Any:
-    return place(mixed(), device="cpu", **given)
-
-
-@probe(
-    "utils.modeling:set_module_tensor_to_device",
-    model=NOT_MODELS,
-    name=["weight", None, 5],
-    device=[None, 0, -1, 1.5, "cpu"],
-)
-def set_nonsense(model: Any, name: Any, device: Any) -> Any:
-    return (
-        place(nn.Linear(2, 2) if model is None else model, name, device, "none")
-        if isinstance(model, (nn.Module, type(None)))
-        else modeling.set_module_tensor_to_device(model, name, device)
-    )
-
-
-@probe(
-    "utils.modeling:set_module_tensor_to_device",
-    known=[False, True],
-    entry=[None, "cpu", "meta"],
-    device=["cpu", "meta"],
-    value=["none", "zeros"],
-)
-def set_tied(known: bool, entry: Any, device: str, value: str) -> Any:
-    model, other = nn.Linear(2, 2), nn.Parameter(torch.full((2, 2), 7.0))
-    given = VALUES[value](model.weight)
-    pointer = (model.weight if given is None else given).data_ptr()
-    mapped: dict[int, Any] = {pointer: {} if entry is None else {entry: other}} if known else {}
-    modeling.set_module_tensor_to_device(model, "weight", device, value=given, tied_params_map=mapped)
-    return (
-        model.weight,
-        model.weight is other,
-        [{k: v is model.weight for k, v in entries.items()} for entries in mapped.values()],
-    )
-
-
-@probe(
-    "utils.modeling:set_module_tensor_to_device",
-    statistics=[None, torch.ones(2)],
-    dtype=[None, torch.int8, torch.float16],
-    value=["none", "zeros", "integers"],
-)
-def set_statistics(statistics: Any, dtype: Any, value: str) -> Any:
-    model = nn.Linear(2, 2)
-    modeling.set_module_tensor_to_device(
-        model, "weight", "cpu", value=VALUES[value](model.weight), dtype=dtype, fp16_statistics=statistics
-    )
-    return model.weight, getattr(model.weight, "SCB", None)
-
-
-@probe(
-    "utils.modeling:set_module_tensor_to_device",
-    marked=[True, False],
-    trainable=[True, False],
-    device=["cpu", "meta"],
-    value=["none", "zeros", "half"],
-)
-def set_keeps(marked: bool, trainable: bool, device: str, value: str) -> Any:
-    model = nn.Linear(2, 2).requires_grad_(trainable)
-    if marked:
-        model.weight.mark = "kept"
-    old = model.weight
-    modeling.set_module_tensor_to_device(model, "weight", device, value=VALUES[value](old))
-    return model.weight.requires_grad, getattr(model.weight, "mark", None), model.weight is old, model.weight.is_leaf
-
-
 OFFLOADS = {
-    "not": lambda m: m,
-    "cpu": lambda m: cpu_offload(m, "cpu"),
-    "disk": lambda m: disk_offload(m, "folder", "cpu"),
+    "not": lambda m: m, "cpu": lambda m: cpu_offload(m, "cpu"), "disk": lambda m: disk_offload(m, "folder", "cpu"),
     "buffers": lambda m: cpu_offload(m, "cpu", offload_buffers=True),
-    "dispatched": lambda m: dispatch_model(m, {"shift": "cpu", "embed": "cpu", "blocks": "disk", "norm": "cpu", "head": "disk"}, offload_dir="folder"),
+    "dispatched": lambda m: dispatch_model(
+        m, {"shift": "cpu", "embed": "cpu", "blocks": "disk", "norm": "cpu", "head": "disk"}, offload_dir="folder",
+    ),
     "one device": lambda m: dispatch_model(m, {"": "cpu"}, force_hooks=True),
     "to meta": lambda m: add_hook_to_module(m, AlignDevicesHook("meta")) and m,
 }  # fmt: skip
@@ -174,13 +80,9 @@ MODULES = ["", "blocks", "blocks.0", "blocks.1.first", "norm"]
 
 
 @probe(
-    "utils.modeling:align_module_device",
-    "utils.modeling:has_offloaded_params",
-    way=list(OFFLOADS),
-    name=MODULES,
-    device=[None, "cpu", "meta", "nothing"],
-    change=[False, True],
-)
+    "utils.modeling:align_module_device", "utils.modeling:has_offloaded_params", way=list(OFFLOADS), name=MODULES,
+    device=[None, "cpu", "meta", "nothing"], change=[False, True],
+)  # fmt: skip
 def align_module_device(way: str, name: str, device: Any, change: bool) -> Any:
     model = OFFLOADS[way](Net())
     module = model.get_submodule(name)
@@ -191,27 +93,6 @@ def align_module_device(way: str, name: str, device: Any, change: bool) -> Any:
             if tensor.dtype.is_floating_point:
                 tensor.data.fill_(3)
     return before, given, inside, state(module)
-
-
-@probe("utils.modeling:align_module_device", model=NOT_MODELS, device=["cpu"])
-def align_others(model: Any, device: Any) -> Any:
-    with modeling.align_module_device(model, device):
-        pass
-
-
-@probe("utils.modeling:has_offloaded_params", hook=[None, AlignDevicesHook(), AlignDevicesHook(offload=True), "text"])
-def has_offloaded_params(hook: Any) -> Any:
-    model = nn.Linear(2, 2)
-    if hook is not None:
-        model._hf_hook = hook
-    return modeling.has_offloaded_params(model)
-
-
-@probe("utils.modeling:get_state_dict_offloaded_model", way=list(OFFLOADS), half=[False, True])
-def get_state_dict_offloaded_model(way: str, half: bool) -> Any:
-    model = Net(tied=True)
-    found = modeling.get_state_dict_offloaded_model(OFFLOADS[way](model.half() if half else model))
-    return {name: found[name] for name in sorted(found) if "." in name}
 
 
 @probe(
@@ -227,12 +108,10 @@ def state_of_root(way: str) -> Any:
 
 
 @probe(
-    "utils.modeling:get_state_dict_from_offload",
-    way=list(OFFLOADS),
+    "utils.modeling:get_state_dict_from_offload", way=list(OFFLOADS),
     name=["embed.weight", "head.weight", "blocks.0.first.bias", "blocks.0.scale", "blocks.0.mask", "norm.nothing"],
-    known=["all", "one"],
-    device=["cpu", torch.device("cpu"), "nothing"],
-)
+    known=["all", "one"], device=["cpu", torch.device("cpu"), "nothing"],
+)  # fmt: skip
 def get_state_dict_from_offload(way: str, name: str, known: str, device: Any) -> Any:
     model = OFFLOADS[way](Net())
     module = model.get_submodule(name.rpartition(".")[0])
@@ -243,60 +122,22 @@ def get_state_dict_from_offload(way: str, name: str, known: str, device: Any) ->
 
 # -- files ----------------------------------------------------------------------------------------------------------
 
-SHAPES = [(), (0,), (1,), (3,), (2, 3), (0, 4), (1, 1, 2)]
-FILE_DTYPES = [
-    "float32",
-    "float64",
-    "float16",
-    "bfloat16",
-    "int8",
-    "uint8",
-    "int16",
-    "int32",
-    "int64",
-    "bool",
-    "complex64",
-    "float8_e4m3fn",
-]
-
 
 def entries(index: dict[str, Any]) -> dict[str, Any]:
     """Return an index without checksums, which 1.15.0 does not write."""
     return {name: {k: v for k, v in entry.items() if k != "xxh3"} for name, entry in index.items()}
 
 
-@probe(
-    "utils.offload:offload_weight",
-    "utils.offload:load_offloaded_weight",
-    dtype=FILE_DTYPES,
-    shape=SHAPES,
-    index=[None, {"old": {"dtype": "int8", "shape": [1]}}],
-)
-def weight_files(dtype: str, shape: tuple[int, ...], index: Any) -> Any:
-    weight = torch.arange(1, 1 + torch.Size(shape).numel()).reshape(shape).to(getattr(torch, dtype))
-    pathlib.Path("folder").mkdir()
-    found = offload.offload_weight(weight, "a.b", "folder", index=index)
-    info = {"dtype": dtype, "shape": list(shape)}
-    return (
-        entries(found or {}),
-        found is index,
-        sorted(p.name for p in pathlib.Path("folder").iterdir()),
-        offload.load_offloaded_weight("folder/a.b.dat", info),
-    )
-
-
 WEIGHTS = {
-    "parameter": lambda: nn.Parameter(torch.ones(2)), "transposed": lambda: torch.arange(6.0).reshape(2, 3).T, "slice": lambda: torch.arange(6.0)[1:6:2],
-    "meta": lambda: torch.ones(2, device="meta"), "number": lambda: 5,
+    "parameter": lambda: nn.Parameter(torch.ones(2)), "transposed": lambda: torch.arange(6.0).reshape(2, 3).T,
+    "slice": lambda: torch.arange(6.0)[1:6:2], "meta": lambda: torch.ones(2, device="meta"), "number": lambda: 5,
 }  # fmt: skip
 
 
 @probe(
-    "utils.offload:offload_weight",
-    weight=WEIGHTS,
-    name=["w", "a/b", "..", "ä", ""],
+    "utils.offload:offload_weight", weight=WEIGHTS, name=["w", "a/b", "..", "ä", ""],
     folder=["folder", pathlib.Path("p"), "."],
-)
+)  # fmt: skip
 def odd_weights(weight: Any, name: str, folder: Any) -> Any:
     pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
     index = offload.offload_weight(weight, name, folder, index={})
@@ -304,9 +145,11 @@ def odd_weights(weight: Any, name: str, folder: Any) -> Any:
 
 
 INFOS = [
-    {"dtype": "float32", "shape": [2]}, {"dtype": "float32", "shape": []}, {"dtype": "float16", "shape": [4]}, {"dtype": "float32", "shape": [3]},
-    {"dtype": "int32", "shape": [1]}, {"dtype": "bfloat16", "shape": [2, 2]}, {"dtype": "nothing", "shape": [2]}, {"shape": [2]}, {"dtype": "float32"}, {}, None,
-    {"dtype": "float32", "shape": (2,)}, {"dtype": "torch.float32", "shape": [2]}, {"dtype": torch.float32, "shape": [2]}, {"dtype": "float32", "shape": [-1]},
+    {"dtype": "float32", "shape": [2]}, {"dtype": "float32", "shape": []}, {"dtype": "float16", "shape": [4]},
+    {"dtype": "float32", "shape": [3]}, {"dtype": "int32", "shape": [1]}, {"dtype": "bfloat16", "shape": [2, 2]},
+    {"dtype": "nothing", "shape": [2]}, {"shape": [2]}, {"dtype": "float32"}, {}, None,
+    {"dtype": "float32", "shape": (2,)}, {"dtype": "torch.float32", "shape": [2]},
+    {"dtype": torch.float32, "shape": [2]}, {"dtype": "float32", "shape": [-1]},
 ]  # fmt: skip
 
 
@@ -339,18 +182,16 @@ def save_offload_index(index: Any, before: Any, folder: str) -> Any:
 
 
 STATES = {
-    "two": lambda: {"w": torch.ones(2), "b.c": torch.zeros(1, dtype=torch.int64)}, "empty": dict, "net": lambda: Net().state_dict(), "mixed": lambda: mixed().state_dict(),
-    "a number": lambda: {"w": 5}, "nested": lambda: {"w": {"v": torch.ones(1)}}, "none": lambda: None, "list": lambda: [torch.ones(2)],
+    "two": lambda: {"w": torch.ones(2), "b.c": torch.zeros(1, dtype=torch.int64)}, "empty": dict,
+    "net": lambda: Net().state_dict(), "mixed": lambda: mixed().state_dict(), "a number": lambda: {"w": 5},
+    "nested": lambda: {"w": {"v": torch.ones(1)}}, "none": lambda: None, "list": lambda: [torch.ones(2)],
 }  # fmt: skip
 
 
 @probe(
-    "utils.offload:offload_state_dict",
-    "utils.offload:OffloadedWeightsLoader",
-    state=STATES,
-    folder=["folder", "a/b", pathlib.Path("p")],
-    twice=[False, True],
-)
+    "utils.offload:offload_state_dict", "utils.offload:OffloadedWeightsLoader", state=STATES,
+    folder=["folder", "a/b", pathlib.Path("p")], twice=[False, True],
+)  # fmt: skip
 def offload_state_dict(state: Any, folder: Any, twice: bool) -> Any:
     if twice:
         offload.offload_state_dict(folder, {"w": torch.zeros(3), "old": torch.ones(1)})
@@ -378,37 +219,13 @@ def sources() -> dict[str, Any]:
 
 
 @probe(
-    "utils.offload:OffloadedWeightsLoader",
-    memory=[None, {"w": torch.zeros(1)}],
-    folder=[None, "folder", "missing"],
+    "utils.offload:OffloadedWeightsLoader", memory=[None, {"w": torch.zeros(1)}], folder=[None, "folder", "missing"],
     index=["none", "empty", "dat", "safetensors", "missing"],
-    key=["w", "f", "s", "x", "h", "m", "n", "nothing", None],
-    device=[None, "cpu"],
-)
+    key=["w", "f", "s", "x", "h", "m", "n", "nothing", None], device=[None, "cpu"],
+)  # fmt: skip
 def loader(memory: Any, folder: Any, index: str, key: Any, device: Any) -> Any:
     made = offload.OffloadedWeightsLoader(state_dict=memory, save_folder=folder, index=sources()[index], device=device)
     return made[key]
-
-
-@probe(
-    "utils.offload:OffloadedWeightsLoader",
-    memory=[None, {"w": torch.zeros(1)}],
-    folder=[None, "folder"],
-    index=["none", "empty", "dat", "safetensors"],
-)
-def loader_as_mapping(memory: Any, folder: Any, index: str) -> Any:
-    made = offload.OffloadedWeightsLoader(memory, folder, sources()[index])
-    return (
-        len(made),
-        list(made),
-        "w" in made,
-        made.get("nothing", 5),
-        sorted(made.all_keys),
-        entries(made.index),
-        made.state_dict,
-        made.save_folder,
-        made.device,
-    )
 
 
 @probe(
@@ -421,20 +238,8 @@ def PrefixedDataset(dataset: Any, prefix: Any, key: Any) -> Any:
     return offload.PrefixedDataset(dataset, prefix)[key]
 
 
-@probe(
-    "utils.offload:PrefixedDataset",
-    dataset=[{}, {"a.x": 1, "a.y": 2, "b.x": 3}, {"x": 1}],
-    prefix=["", "a.", "b.", "c."],
-)
-def prefixed_as_mapping(dataset: Any, prefix: str) -> Any:
-    made = offload.PrefixedDataset(dataset, prefix)
-    return list(made), made.dataset, made.prefix, made.get("x"), made.get("nothing", 7)
-
-
-@probe(
+call(
     "utils.offload:extract_submodules_state_dict",
     state=[{}, {"a": 1, "a.b": 2, "ab.c": 3, "c.a": 4}, {"": 1}, None],
     names=[[], ["a"], ["a", "c"], ["a.b"], [""], ["nothing"], "a", "", None, ("c",), [None]],
 )
-def extract_submodules_state_dict(state: Any, names: Any) -> Any:
-    return offload.extract_submodules_state_dict(state, names)

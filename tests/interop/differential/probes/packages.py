@@ -3,7 +3,6 @@
 import contextlib
 import importlib
 import importlib.util
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,64 +13,38 @@ from interop.differential.core import Words, probe
 
 # Function -> the module it looks for and the name of its distribution.
 PACKAGES = {
-    "is_aim_available": ("aim", "aim"),
-    "is_amdsmi_available": ("amdsmi", "amdsmi"),
-    "is_bnb_available": ("bitsandbytes", "bitsandbytes"),
-    "is_4bit_bnb_available": ("bitsandbytes", "bitsandbytes"),
+    "is_aim_available": ("aim", "aim"), "is_amdsmi_available": ("amdsmi", "amdsmi"),
+    "is_bnb_available": ("bitsandbytes", "bitsandbytes"), "is_4bit_bnb_available": ("bitsandbytes", "bitsandbytes"),
     "is_8bit_bnb_available": ("bitsandbytes", "bitsandbytes"),
     "is_bitsandbytes_multi_backend_available": ("bitsandbytes", "bitsandbytes"),
-    "is_boto3_available": ("boto3", "boto3"),
-    "is_clearml_available": ("clearml", "clearml"),
-    "is_comet_ml_available": ("comet_ml", "comet_ml"),
-    "is_datasets_available": ("datasets", "datasets"),
-    "is_deepspeed_available": ("deepspeed", "deepspeed"),
-    "is_dvclive_available": ("dvclive", "dvclive"),
+    "is_boto3_available": ("boto3", "boto3"), "is_clearml_available": ("clearml", "clearml"),
+    "is_comet_ml_available": ("comet_ml", "comet_ml"), "is_datasets_available": ("datasets", "datasets"),
+    "is_deepspeed_available": ("deepspeed", "deepspeed"), "is_dvclive_available": ("dvclive", "dvclive"),
     "is_fp8_available": ("transformer_engine", "transformer-engine"),
-    "is_import_timer_available": ("import_timer", "import-timer"),
-    "is_lomo_available": ("lomo_optim", "lomo-optim"),
-    "is_matplotlib_available": ("matplotlib", "matplotlib"),
-    "is_megatron_lm_available": ("megatron", "megatron-lm"),
-    "is_mlflow_available": ("mlflow", "mlflow"),
-    "is_msamp_available": ("msamp", "ms-amp"),
-    "is_pandas_available": ("pandas", "pandas"),
-    "is_peft_available": ("peft", "peft"),
-    "is_pippy_available": ("pippy", "torchpippy"),
-    "is_pynvml_available": ("pynvml", "nvidia-ml-py"),
-    "is_pytest_available": ("pytest", "pytest"),
-    "is_rich_available": ("rich", "rich"),
+    "is_import_timer_available": ("import_timer", "import-timer"), "is_lomo_available": ("lomo_optim", "lomo-optim"),
+    "is_matplotlib_available": ("matplotlib", "matplotlib"), "is_megatron_lm_available": ("megatron", "megatron-lm"),
+    "is_mlflow_available": ("mlflow", "mlflow"), "is_msamp_available": ("msamp", "ms-amp"),
+    "is_pandas_available": ("pandas", "pandas"), "is_peft_available": ("peft", "peft"),
+    "is_pippy_available": ("pippy", "torchpippy"), "is_pynvml_available": ("pynvml", "nvidia-ml-py"),
+    "is_pytest_available": ("pytest", "pytest"), "is_rich_available": ("rich", "rich"),
     "is_sagemaker_available": ("sagemaker", "sagemaker"),
-    "is_schedulefree_available": ("schedulefree", "schedulefree"),
-    "is_swanlab_available": ("swanlab", "swanlab"),
-    "is_tensorboard_available": ("tensorboardX", "tensorboardX"),
-    "is_timm_available": ("timm", "timm"),
-    "is_torchao_available": ("torchao", "torchao"),
-    "is_torchdata_available": ("torchdata", "torchdata"),
+    "is_schedulefree_available": ("schedulefree", "schedulefree"), "is_swanlab_available": ("swanlab", "swanlab"),
+    "is_tensorboard_available": ("tensorboardX", "tensorboardX"), "is_timm_available": ("timm", "timm"),
+    "is_torchao_available": ("torchao", "torchao"), "is_torchdata_available": ("torchdata", "torchdata"),
     "is_torchdata_stateful_dataloader_available": ("torchdata", "torchdata"),
-    "is_torchvision_available": ("torchvision", "torchvision"),
-    "is_tqdm_available": ("tqdm", "tqdm"),
+    "is_torchvision_available": ("torchvision", "torchvision"), "is_tqdm_available": ("tqdm", "tqdm"),
     "is_trackio_available": ("trackio", "trackio"),
     "is_transformer_engine_available": ("transformer_engine", "transformer-engine"),
     "is_transformer_engine_mxfp8_available": ("transformer_engine", "transformer-engine"),
-    "is_transformers_available": ("transformers", "transformers"),
-    "is_triton_available": ("triton", "triton"),
+    "is_transformers_available": ("transformers", "transformers"), "is_triton_available": ("triton", "triton"),
     "is_wandb_available": ("wandb", "wandb"),
-}
+}  # fmt: skip
 HARDWARE = (
     "is_bf16_available is_cuda_available is_fp16_available is_habana_gaudi1 is_hpu_available is_mlu_available is_mps_available "
     "is_musa_available is_neuron_available is_npu_available is_numpy_available is_rocm_available is_sdaa_available is_torch_xla_available "
     "is_torch_distributed_available is_weights_only_available is_xccl_available is_xpu_available"
 )
 COVERED = [f"utils.imports:{name}" for name in PACKAGES]
-VARIABLES = {
-    "PJRT_DEVICE": ["", "TPU", "CPU", "GPU"],
-    "ACCELERATE_USE_XPU": ["true", "false", ""],
-    "PYTORCH_NVML_BASED_CUDA_CHECK": ["0", "1"],
-    "ACCELERATE_TORCH_DEVICE": ["cpu", "cuda", "xpu", "hpu"],
-    "CUDA_VISIBLE_DEVICES": ["", "0", "-1"],
-    "USE_TORCH_XLA": ["0", "1"],
-    "ACCELERATE_USE_CPU": ["true", "false"],
-    "TE_VERSION": ["2"],
-}
 
 
 def forget() -> None:
@@ -112,21 +85,15 @@ def made(module: str, distribution: str, version: str | None, text: str) -> Iter
         importlib.invalidate_caches()
 
 
-@probe(
-    *COVERED,
-    *[f"utils.imports:{name}" for name in HARDWARE.split()],
-    function=[*PACKAGES, *HARDWARE.split()],
-)
+@probe(*COVERED, *[f"utils.imports:{name}" for name in HARDWARE.split()], function=[*PACKAGES, *HARDWARE.split()])  # fmt: skip
 def as_it_is(function: str) -> bool:
     return ask(function)
 
 
 @probe(
-    *COVERED,
-    function=list(PACKAGES),
-    version=[None, "0.0.1", "99.0.0"],
+    *COVERED, function=list(PACKAGES), version=[None, "0.0.1", "99.0.0"],
     text=["", "__version__ = '99.0.0'", "raise ImportError"],
-)
+)  # fmt: skip
 def with_package(function: str, version: str | None, text: str) -> bool:
     module, distribution = PACKAGES[function]
     if importlib.util.find_spec(module) is not None:
@@ -144,51 +111,17 @@ VERSIONS = Words([None, "0.0.1", "1.12", "99", "99.0.0.dev0", "", "nonsense"])
 
 
 @probe(
-    "utils.imports:is_mps_available",
-    "utils.imports:is_numpy_available",
-    "utils.imports:is_bnb_available",
-    function=["is_mps_available", "is_numpy_available", "is_bnb_available"],
-    version=VERSIONS,
-)
+    "utils.imports:is_mps_available", "utils.imports:is_numpy_available", "utils.imports:is_bnb_available",
+    function=["is_mps_available", "is_numpy_available", "is_bnb_available"], version=VERSIONS,
+)  # fmt: skip
 def with_version(function: str, version: Any) -> bool:
     return ask(function, version)
 
 
-@probe(function=["is_torch_xla_available"], first=[True, False], second=[True, False])
-def xla(function: str, first: bool, second: bool) -> bool:
-    return imports.is_torch_xla_available(check_is_tpu=first, check_is_gpu=second)
-
-
-CHECKED = [
-    "is_hpu_available",
-    "is_mlu_available",
-    "is_musa_available",
-    "is_npu_available",
-    "is_xpu_available",
-    "is_sdaa_available",
-]
-
-
-@probe(function=CHECKED, value=[True, False])
-def with_device(function: str, value: bool) -> bool:
-    return ask(function, value)
-
-
 @probe(
-    function=HARDWARE.split(), variable=[f"{name}={value}" for name, values in VARIABLES.items() for value in values]
-)
-def with_variable(function: str, variable: str) -> bool:
-    name, _, value = variable.partition("=")
-    os.environ[name] = value
-    return ask(function)
-
-
-@probe(
-    "utils.imports:deepspeed_required",
-    "utils.imports:torchao_required",
-    decorator=["deepspeed_required", "torchao_required"],
-    there=[True, False],
-)
+    "utils.imports:deepspeed_required", "utils.imports:torchao_required",
+    decorator=["deepspeed_required", "torchao_required"], there=[True, False],
+)  # fmt: skip
 def required(decorator: str, there: bool):
     """A function that needs a package."""
 

@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import types
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ import torch
 from accelerate import ParallelismConfig
 from accelerate.utils import dataclasses
 from interop.differential.core import Words, probe
-from interop.differential.probes.plugins import EDGES, fields_of
+from interop.differential.probes.plugins import fields_of
 
 COVERED = "parallelism_config:ParallelismConfig"
 AXES = ["dp_replicate", "dp_shard", "tp", "cp", "sp"]
@@ -19,12 +18,10 @@ PROPERTIES = (
     "dp_shard_enabled fsdp_dim_names non_data_parallel_size non_dp_dim_names sp_enabled total_size tp_enabled"
 )
 MADE: dict[str, Any] = {
-    "none": lambda: None,
-    "tensor": dataclasses.TorchTensorParallelConfig,
+    "none": lambda: None, "tensor": dataclasses.TorchTensorParallelConfig,
     "context": lambda: dataclasses.TorchContextParallelConfig("alltoall"),
-    "sequence": lambda: dataclasses.DeepSpeedSequenceParallelConfig(sp_seq_length=8),
-    "text": lambda: "nonsense",
-}
+    "sequence": lambda: dataclasses.DeepSpeedSequenceParallelConfig(sp_seq_length=8), "text": lambda: "nonsense",
+}  # fmt: skip
 HANDLERS: dict[str, Any] = {
     **dict.fromkeys(["tp_handler", "cp_handler", "sp_handler"], MADE),
     "cp_backend": Words([None, "torch", "TORCH", "deepspeed", "", "nonsense", 1]),
@@ -52,11 +49,6 @@ def sizes(**axes: int):
     )
 
 
-@probe(COVERED, axis=AXES, value=EDGES)
-def one_size(axis: str, value: Any) -> Any:
-    return looks(ParallelismConfig(**{f"{axis}_size": value}))
-
-
 for axis_ in ("tp", "cp", "sp"):
     for name_, values_ in HANDLERS.items():
 
@@ -74,76 +66,7 @@ def changed_size(axis: Any, size: Any) -> Any:
     return [looks(config), config._sizes]
 
 
-@probe(COVERED, device=["cpu", "cuda", None, "", "nonsense"], sizes=[{}, {"tp_size": 2}, {"sp_size": 2}])
-def mesh_of_one_process(device: Any, sizes: dict[str, int]) -> Any:
-    """Without a mesh, or with one for more processes than there are."""
-    config = ParallelismConfig(**sizes)
-    return [
-        config.build_device_mesh(device) is None if not sizes or "sp_size" in sizes else "not built",
-        config.device_mesh is None,
-    ]
-
-
-@probe(COVERED, device=[None, "cpu", ""])
-def mesh_remembered(device: Any) -> Any:
-    return ParallelismConfig().get_device_mesh(device) is None
-
-
-@probe(
-    COVERED,
-    sizes=[
-        {},
-        {"dp_shard_size": 2},
-        {"dp_replicate_size": 2},
-        {"tp_size": 2},
-        {"cp_size": 2},
-        {"dp_shard_size": 2, "tp_size": 2},
-        {"sp_size": 2},
-    ],
-    processes=[1, 2, 4],
-    several=[True, False],
-    fsdp2=[True, False],
-    kind=Words(["MULTI_GPU", "FSDP", "NO", "DEEPSPEED"]),
-)
-def validated(sizes: dict[str, int], processes: int, several: bool, fsdp2: bool, kind: str) -> Any:
-    """Against what stands in for an `Accelerator`."""
-    config = ParallelismConfig(**sizes)
-    config._validate_accelerator(
-        types.SimpleNamespace(
-            num_processes=processes,
-            multi_device=several,
-            use_distributed=several,
-            is_fsdp2=fsdp2,
-            distributed_type=kind,
-        )
-    )
-    return [config._sizes, config.total_size]
-
-
 MESHES = [{}, {"dp_replicate_size": 2}, {"dp_shard_size": 2}, {"tp_size": 2}, {"cp_size": 2}, {"sp_size": 2}]
-
-
-@probe(COVERED, processes=2, sizes=MESHES)
-def mesh(sizes: dict[str, int]) -> Any:
-    """The meshes of two processes, each built by both."""
-    config = ParallelismConfig(**sizes)
-    made = config.get_device_mesh("cpu")
-    if made is None:
-        return [None, config.device_mesh is None]
-    flat = {}
-    for name in ("dp", "dp_shard_cp", "dp_cp", *(made.mesh_dim_names or ())):
-        try:
-            flat[name] = [made[name].size(), made[name].get_local_rank()]
-        except (KeyError, ValueError, RuntimeError):
-            flat[name] = "none"
-    return [
-        made.mesh_dim_names,
-        list(made.mesh.shape),
-        made.device_type,
-        flat,
-        config.get_device_mesh() is made,
-        config.device_mesh is made,
-    ]
 
 
 @probe(COVERED, processes=2, sizes=MESHES[1:4], device=["cuda", "meta"])

@@ -13,17 +13,18 @@ import placement_samples as samples
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, modeling
 from accelerate.utils.dataclasses import AutocastKwargs
-from interop.differential.core import Words, probe
-from interop.differential.probes.modeling import MODELS, NOT_MODELS, SOME, SPECIAL, TIED, Block, Net, named, said
+from interop.differential.core import Words, call, probe
+from interop.differential.probes.modeling import MODELS, NOT_MODELS, SOME, TIED, named, said
 
 # -- budgets and maps -----------------------------------------------------------------------------------------------
 
 BUDGETS = [
-    {}, {"cpu": 10**6}, {"cpu": "1MB"}, {0: 0, "cpu": 10**6}, {0: 100, "cpu": 300}, {0: 300, 1: 300, "cpu": 10**6}, {0: 200, 1: 200, "cpu": 200},
-    {1: 300, 0: 300}, {0: "1KB", "disk": 10**6}, {0: 10**9}, {"disk": 10**6, "cpu": 200, 0: 200}, {0: 500, 1: 0, 2: 500}, {"mps": 10**6}, {0: 300, "mps": 300},
-    {0: "lots"}, {0: -1, "cpu": 10**6}, {"gpu": 5}, {"CPU": 5}, {0: None, "cpu": 10**6}, {0.0: 100, "cpu": 10**6}, {"0": 100}, {None: 5}, [1], "1GB", 5,
+    {}, {"cpu": 10**6}, {"cpu": "1MB"}, {0: 0, "cpu": 10**6}, {0: 100, "cpu": 300}, {0: 300, 1: 300, "cpu": 10**6},
+    {0: 200, 1: 200, "cpu": 200}, {1: 300, 0: 300}, {0: "1KB", "disk": 10**6}, {0: 10**9},
+    {"disk": 10**6, "cpu": 200, 0: 200}, {0: 500, 1: 0, 2: 500}, {"mps": 10**6}, {0: 300, "mps": 300}, {0: "lots"},
+    {0: -1, "cpu": 10**6}, {"gpu": 5}, {"CPU": 5}, {0: None, "cpu": 10**6}, {0.0: 100, "cpu": 10**6}, {"0": 100},
+    {None: 5}, [1], "1GB", 5,
 ]  # fmt: skip
-SPLITS = [None, [], ["Block"], "Block", ["Block", "Linear"], ("Net",), ["nothing"], [""], 5, [None], [Block]]
 
 
 @probe("utils.modeling:get_max_memory", max_memory=[*BUDGETS, {0: 1.5}, {"cpu": "1GiB", 3: "1MiB"}, {True: 5}])
@@ -31,32 +32,7 @@ def get_max_memory(max_memory: Any) -> Any:
     return said(lambda: modeling.get_max_memory(max_memory))["value"]
 
 
-@probe(
-    "utils.modeling:get_max_memory",
-    "utils.modeling:get_balanced_memory",
-    "utils.modeling:infer_auto_device_map",
-    function=["get_max_memory", "get_balanced_memory", "infer_auto_device_map"],
-)
-def without_budgets(function: str) -> Any:
-    arguments = [] if function == "get_max_memory" else [Net()]
-    found = getattr(modeling, function)(*arguments)
-    return {device: type(value) for device, value in found.items()}
-
-
-@probe("utils.modeling:get_balanced_memory", model=SOME, max_memory=BUDGETS, low_zero=[False, True])
-def get_balanced_memory(**given: Any) -> Any:
-    return modeling.get_balanced_memory(**given)
-
-
-@probe(
-    "utils.modeling:get_balanced_memory",
-    model=SOME,
-    no_split_module_classes=SPLITS,
-    dtype=[None, torch.int8, "x"],
-    low_zero=[False, True],
-)
-def balanced_for(**given: Any) -> Any:
-    return modeling.get_balanced_memory(max_memory={0: 10**6, 1: 10**6, 2: 10**6, "cpu": 10**6}, **given)
+call("utils.modeling:get_balanced_memory", model=SOME, max_memory=BUDGETS, low_zero=[False, True])
 
 
 @probe("utils.modeling:infer_auto_device_map", model={**MODELS, **NOT_MODELS}, max_memory=BUDGETS)
@@ -65,39 +41,9 @@ def infer_auto_device_map(**given: Any) -> Any:
 
 
 @probe(
-    "utils.modeling:infer_auto_device_map",
-    model={n: MODELS[n] for n in ("net", "tied", "convolutions")},
-    no_split_module_classes=SPLITS,
-    dtype=[None, "float16"],
-    special_dtypes=SPECIAL,
-)
-def inferred_for(**given: Any) -> Any:
-    return named(
-        given["model"],
-        modeling.infer_auto_device_map(max_memory={0: 250, 1: 250, "cpu": 300}, clean_result=False, **given),
-    )
-
-
-@probe(
-    "utils.modeling:infer_auto_device_map",
-    model={n: MODELS[n] for n in ("net", "tied", "convolutions")},
-    verbose=[False, True],
-    clean_result=[False, True],
-    offload_buffers=[False, True],
-    fallback_allocation=[False, True],
-    first=[0, 40, 120, 400],
-)
-def inferred_with(first: int, **given: Any) -> Any:
-    return named(given["model"], modeling.infer_auto_device_map(max_memory={0: first, "cpu": 300}, **given))
-
-
-@probe(
-    "utils.modeling:fallback_allocate",
-    model=TIED,
-    size_limit=[0, 60, 10**6, -1, 12.5],
-    no_split=[None, ["Block"]],
+    "utils.modeling:fallback_allocate", model=TIED, size_limit=[0, 60, 10**6, -1, 12.5], no_split=[None, ["Block"]],
     ties=[None, True],
-)
+)  # fmt: skip
 def fallback_allocate(model: nn.Module, size_limit: float, no_split: Any, ties: Any) -> Any:
     modules, sizes = list(model.named_children()), modeling.compute_module_sizes(model)
     tied = sorted(modeling.find_tied_parameters(model)) if ties else None
@@ -106,9 +52,11 @@ def fallback_allocate(model: nn.Module, size_limit: float, no_split: Any, ties: 
 
 
 MAPS = [
-    {}, {"": 0}, {"a": 0}, {"a": 0, "b": 0}, {"a": 0, "b": 1}, {"a.b": 0, "a.c": 0}, {"a.b": 0, "a.c": 0, "d": 1}, {"a.b": 0, "a.c": "cpu", "d": "cpu"},
-    {"a.b.c": 0, "a.b.d": 0, "a.e": 0, "f": "disk"}, {"a": 0, "a.b": 0}, {"a": 0, "a.b": 1}, {"ab.c": 0, "a.c": 0, "a.d": 0}, {"": 0, "a": 0}, {"": 0, "a": 1},
-    {"0.weight": 0, "0.bias": 0, "1": 1}, {"a": "cpu", "b": torch.device("cpu")}, {"a": None, "b": None}, {"ä.ö": 0, "ä.ü": 0}, None, ["a"],
+    {}, {"": 0}, {"a": 0}, {"a": 0, "b": 0}, {"a": 0, "b": 1}, {"a.b": 0, "a.c": 0}, {"a.b": 0, "a.c": 0, "d": 1},
+    {"a.b": 0, "a.c": "cpu", "d": "cpu"}, {"a.b.c": 0, "a.b.d": 0, "a.e": 0, "f": "disk"}, {"a": 0, "a.b": 0},
+    {"a": 0, "a.b": 1}, {"ab.c": 0, "a.c": 0, "a.d": 0}, {"": 0, "a": 0}, {"": 0, "a": 1},
+    {"0.weight": 0, "0.bias": 0, "1": 1}, {"a": "cpu", "b": torch.device("cpu")}, {"a": None, "b": None},
+    {"ä.ö": 0, "ä.ü": 0}, None, ["a"],
 ]  # fmt: skip
 
 
@@ -119,9 +67,11 @@ def clean_device_map(device_map: Any, module_name: Any) -> Any:
 
 
 GIVEN = [
-    {}, {"": "cpu"}, {"": 0, "nothing": 1}, {"0": 0, "2": 1}, {"0": 0}, {"shift": 0, "embed": 0, "blocks": 0, "norm": 0, "head": 0},
-    {"shift": 0, "embed": 0, "blocks.0": 0, "blocks.1": "disk", "norm": 0, "head": 0, "lm": 1}, {"embed": 0, "head": 0}, {"weight": 0, "bias": 0}, {"weight": 0},
-    {"conv": 0, "norm": 0, "flat": 0, "out": 0}, {"conv": 0, "norm.weight": 0, "norm.bias": 0, "out": 0}, None, [], "auto",
+    {}, {"": "cpu"}, {"": 0, "nothing": 1}, {"0": 0, "2": 1}, {"0": 0},
+    {"shift": 0, "embed": 0, "blocks": 0, "norm": 0, "head": 0},
+    {"shift": 0, "embed": 0, "blocks.0": 0, "blocks.1": "disk", "norm": 0, "head": 0, "lm": 1},
+    {"embed": 0, "head": 0}, {"weight": 0, "bias": 0}, {"weight": 0}, {"conv": 0, "norm": 0, "flat": 0, "out": 0},
+    {"conv": 0, "norm.weight": 0, "norm.bias": 0, "out": 0}, None, [], "auto",
 ]  # fmt: skip
 
 

@@ -14,38 +14,15 @@ from accelerate.utils import dataclasses
 from interop.differential.core import Words, describe, probe
 
 EDGES = [
-    None,
-    True,
-    False,
-    0,
-    1,
-    2,
-    -1,
-    2.5,
-    10**12,
-    "",
-    "1",
-    "2",
-    "0.5",
-    "true",
-    "FALSE",
-    "auto",
-    "nonsense",
-    [],
-    ["a"],
+    None, True, False, 0, 1, 2, -1, 2.5, 10**12, "", "1", "2", "0.5", "true", "FALSE", "auto", "nonsense", [], ["a"],
     {"a": 1},
-]
+]  # fmt: skip
 NUMBERS = [None, 0, 1, 2, -1, 2.5, "2", "", "nonsense"]
 SWITCHES = [None, True, False, 0, 1, "true", "False", "", "nonsense"]
 STRATEGIES = [
-    "FULL_SHARD",
-    "full_shard",
-    "SHARD_GRAD_OP",
-    "NO_SHARD",
-    "HYBRID_SHARD",
-    "HYBRID_SHARD_ZERO2",
+    "FULL_SHARD", "full_shard", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2",
     "_HYBRID_SHARD_ZERO2",
-]
+]  # fmt: skip
 ADDED = {"shard_iterable_dataset", "continue_after_load", "exact", "async_save", "save_on_signal", "plan"}
 
 
@@ -64,8 +41,7 @@ TABLE: dict[str, tuple[dict[str, Any], dict[str | None, list[Any]]]] = {
         {},
         {
             "config": [None, {}, "nonsense", {"pad_inner_dim": True}],
-            "module_filter_func": [None, named, "nonsense"],
-            "pad_inner_dim": SWITCHES,
+            "module_filter_func": [None, named, "nonsense"], "pad_inner_dim": SWITCHES,
             "enable_fsdp_float8_all_gather": SWITCHES,
         },
     ),
@@ -74,16 +50,14 @@ TABLE: dict[str, tuple[dict[str, Any], dict[str | None, list[Any]]]] = {
     "BnbQuantizationConfig": (
         {"load_in_8bit": True},
         {
-            "load_in_8bit": SWITCHES,
-            "load_in_4bit": SWITCHES,
-            "llm_int8_threshold": [*NUMBERS, 6, float("nan")],
+            "load_in_8bit": SWITCHES, "load_in_4bit": SWITCHES, "llm_int8_threshold": [*NUMBERS, 6, float("nan")],
             "bnb_4bit_quant_type": Words([None, "fp4", "nf4", "NF4", "af4", "", "nonsense", 4]),
             "bnb_4bit_use_double_quant": SWITCHES,
             "bnb_4bit_compute_dtype": Words(
-                [None, "fp16", "bf16", "fp32", "float16", "FP16", "", torch.bfloat16, torch.int8, 4]
+                [None, "fp16", "bf16", "fp32", "float16", "FP16", "", torch.bfloat16, torch.int8, 4],
             ),
             "torch_dtype": Words(
-                [None, "fp16", "bf16", "fp32", "float32", "", "nonsense", torch.float64, torch.bfloat16, 1]
+                [None, "fp16", "bf16", "fp32", "float32", "", "nonsense", torch.float64, torch.bfloat16, 1],
             ),
             "skip_modules": [None, [], ["head"], "head", ("head",), 1, {"head": 1}],
             "keep_in_fp32_modules": [None, [], ["head"], "head", ("head",), 1, [1]],
@@ -93,30 +67,20 @@ TABLE: dict[str, tuple[dict[str, Any], dict[str | None, list[Any]]]] = {
         {},
         {
             **dict.fromkeys(
-                ["split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler", "non_blocking"], EDGES
+                ["split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler", "non_blocking"], EDGES,
             ),
-            "data_seed": NUMBERS,
-            "use_stateful_dataloader": SWITCHES,
+            "data_seed": NUMBERS, "use_stateful_dataloader": SWITCHES,
         },
     ),
     "DeepSpeedSequenceParallelConfig": (
         {},
         {
-            "sp_seq_length": [*NUMBERS, 4096, "4096"],
-            "sp_seq_length_is_variable": SWITCHES,
+            "sp_seq_length": [*NUMBERS, 4096, "4096"], "sp_seq_length_is_variable": SWITCHES,
             "sp_attn_implementation": Words(
                 [
-                    None,
-                    "eager",
-                    "sdpa",
-                    "SDPA",
-                    "flash_attention_2",
-                    "flash_attention_3",
-                    "flash_attention",
-                    "flex",
-                    "",
-                    1,
-                ]
+                    None, "eager", "sdpa", "SDPA", "flash_attention_2", "flash_attention_3", "flash_attention",
+                    "flex", "", 1,
+                ],
             ),
         },
     ),
@@ -124,7 +88,7 @@ TABLE: dict[str, tuple[dict[str, Any], dict[str | None, list[Any]]]] = {
         {},
         {
             **dict.fromkeys(
-                ["dim", "broadcast_buffers", "bucket_cap_mb", "find_unused_parameters", "static_graph"], EDGES
+                ["dim", "broadcast_buffers", "bucket_cap_mb", "find_unused_parameters", "static_graph"], EDGES,
             ),
             **dict.fromkeys(["check_reduction", "gradient_as_bucket_view"], SWITCHES),
             **dict.fromkeys(
@@ -135,8 +99,7 @@ TABLE: dict[str, tuple[dict[str, Any], dict[str | None, list[Any]]]] = {
         },
     ),
     "GradScalerKwargs": (
-        {},
-        dict.fromkeys(["init_scale", "growth_factor", "backoff_factor", "growth_interval", "enabled"], EDGES),
+        {}, dict.fromkeys(["init_scale", "growth_factor", "backoff_factor", "growth_interval", "enabled"], EDGES),
     ),
     "GradientAccumulationPlugin": (
         {},
@@ -158,15 +121,12 @@ TABLE: dict[str, tuple[dict[str, Any], dict[str | None, list[Any]]]] = {
         {
             "activities": [None, [], ["cpu"], ["CPU"], ["cuda"], ["cpu", "cuda"], ["nonsense"], "cpu", 1],
             "schedule_option": [
-                None,
-                {},
-                {"wait": 1, "warmup": 1, "active": 1},
-                {"a": 1},
-                {"wait": 1, "active": 0, "warmup": 0},
-                1,
+                None, {}, {"wait": 1, "warmup": 1, "active": 1}, {"a": 1}, {"wait": 1, "active": 0, "warmup": 0}, 1,
             ],
             "on_trace_ready": [None, named, 1],
-            **dict.fromkeys(["record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules"], SWITCHES),
+            **dict.fromkeys(
+                ["record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules"], SWITCHES,
+            ),
             "output_trace_dir": Words([None, "", "traces", 1, Path("traces")]),
         },
     ),
@@ -174,40 +134,29 @@ TABLE: dict[str, tuple[dict[str, Any], dict[str | None, list[Any]]]] = {
         {},
         {
             **dict.fromkeys(["project_dir", "logging_dir"], Words([None, "", "a", "a/b", "~", "ä", 1, Path("p")])),
-            **dict.fromkeys(["automatic_checkpoint_naming", "save_on_each_node"], SWITCHES),
-            "total_limit": NUMBERS,
+            **dict.fromkeys(["automatic_checkpoint_naming", "save_on_each_node"], SWITCHES), "total_limit": NUMBERS,
             "iteration": NUMBERS,
         },
     ),
     "TorchContextParallelConfig": (
-        {},
-        {"cp_comm_strategy": Words([None, "allgather", "alltoall", "ALLGATHER", "ring", "", 1])},
+        {}, {"cp_comm_strategy": Words([None, "allgather", "alltoall", "ALLGATHER", "ring", "", 1])},
     ),
     "TorchDynamoPlugin": (
         {},
         {
             "backend": Words(
-                [None, "no", "NO", "inductor", "INDUCTOR", "Eager", "aot_eager", "torchxla_trace_once"]
-                + ["", "nonsense", 1]
+                [None, "no", "NO", "inductor", "INDUCTOR", "Eager", "aot_eager", "torchxla_trace_once"] + [
+                    "", "nonsense", 1,
+                ],
             ),
             "mode": Words(
                 [
-                    None,
-                    "default",
-                    "reduce-overhead",
-                    "max-autotune",
-                    "max-autotune-no-cudagraphs",
-                    "DEFAULT",
-                    "",
-                    "x",
-                    1,
-                ]
+                    None, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs", "DEFAULT", "",
+                    "x", 1,
+                ],
             ),
-            "fullgraph": SWITCHES,
-            "dynamic": SWITCHES,
-            "options": [None, {}, {"trace.enabled": True}, "a", 1],
-            "disable": SWITCHES,
-            "use_regional_compilation": SWITCHES,
+            "fullgraph": SWITCHES, "dynamic": SWITCHES, "options": [None, {}, {"trace.enabled": True}, "a", 1],
+            "disable": SWITCHES, "use_regional_compilation": SWITCHES,
         },
     ),
     "TorchTensorParallelConfig": ({}, {"enable_async_tp": EDGES}),
@@ -217,7 +166,7 @@ TABLE: dict[str, tuple[dict[str, Any], dict[str | None, list[Any]]]] = {
         {"shape": [torch.Size([2, 3]), (1,), [], None], "dtype": [torch.int8, None, "float32"]},
     ),
     "KwargsHandler": ({}, {"nothing": [1]}),
-}
+}  # fmt: skip
 """FSDP and the engines are in tables of their own."""
 FSDP: dict[str, list[Any]] = {
     "fsdp_version": [None, 1, 2, 3, 0, -1, "1", "2", "", "nonsense", 2.0],

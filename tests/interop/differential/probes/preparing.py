@@ -3,35 +3,25 @@
 import argparse
 import json
 import os
-import pickle
 import sys
 from typing import Any
 
 from accelerate.commands.config.config_args import SageMakerConfig
-from accelerate.utils import DistributedType
 from accelerate.utils import launch as prepare
 from interop.differential.core import Words, probe
 from interop.differential.probes.launching import OPTIONS, listed, parsed
 
 FEATURES = {
-    "none": "",
-    "cpu": "--cpu",
-    "multi_gpu": "--multi_gpu",
-    "dynamo": "--dynamo_backend inductor",
-    "fsdp": "--use_fsdp",
-    "fsdp2": "--use_fsdp --fsdp_version 2",
-    "deepspeed": "--use_deepspeed",
-    "megatron": "--use_megatron_lm",
-    "parallelism": "--use_parallelism_config",
-    "fp8": "--mixed_precision fp8 --fp8_backend te",
-    "fp8_ao": "--mixed_precision fp8 --fp8_backend ao",
-    "fp8_msamp": "--mixed_precision fp8 --fp8_backend msamp",
-    "debug": "--debug",
-    "tpu": "--tpu",
-}
+    "none": "", "cpu": "--cpu", "multi_gpu": "--multi_gpu", "dynamo": "--dynamo_backend inductor",
+    "fsdp": "--use_fsdp", "fsdp2": "--use_fsdp --fsdp_version 2", "deepspeed": "--use_deepspeed",
+    "megatron": "--use_megatron_lm", "parallelism": "--use_parallelism_config",
+    "fp8": "--mixed_precision fp8 --fp8_backend te", "fp8_ao": "--mixed_precision fp8 --fp8_backend ao",
+    "fp8_msamp": "--mixed_precision fp8 --fp8_backend msamp", "debug": "--debug", "tpu": "--tpu",
+}  # fmt: skip
 SWITCH_OF = {"fsdp": "fsdp", "megatron": "megatron", "parallelism": "parallelism", "dynamo": "dynamo", "fp8": "fp8"}
 DEFAULTS = {
-    "num_processes": 1, "num_machines": 1, "mixed_precision": "no", "dynamo_backend": "no", "num_cpu_threads_per_process": 1, "machine_rank": 0,
+    "num_processes": 1, "num_machines": 1, "mixed_precision": "no", "dynamo_backend": "no",
+    "num_cpu_threads_per_process": 1, "machine_rank": 0,
 }  # fmt: skip
 
 
@@ -73,7 +63,6 @@ def tpu(args: argparse.Namespace) -> Any:
 
 
 STARTERS = {function.__name__: function for function in (simple_command, several, deepspeed, extended, fp8, tpu)}
-OF_FEATURE = {"parallelism": "extended", "fp8": "fp8", "tpu": "tpu"}
 
 
 def prepared(function: str, words: str) -> tuple[Any, dict[str, str]]:
@@ -99,11 +88,9 @@ COVERED = [
 RUNS = {
     "simple_command": "none cpu dynamo debug fp8 fp8_ao fp8_msamp",
     "several": "none multi_gpu dynamo debug fsdp fsdp2 megatron parallelism fp8 fp8_ao fp8_msamp",
-    "deepspeed": "deepspeed",
-    "extended": "none parallelism",
-    "fp8": "none fp8 fp8_ao fp8_msamp",
+    "deepspeed": "deepspeed", "extended": "none parallelism", "fp8": "none fp8 fp8_ao fp8_msamp",
     "tpu": "none tpu debug fp8",
-}
+}  # fmt: skip
 
 
 @probe(*COVERED, run=[f"{function} {feature}" for function, features in RUNS.items() for feature in features.split()])
@@ -121,32 +108,44 @@ def environments(run: str) -> Any:
 
 SETUPS = {
     "simple_command": [
-        "--num_processes 2", "--num_processes 2 --main_process_ip h --main_process_port 5", "--num_processes 2 --main_process_port 0",
-        "--main_process_port 1234", "--main_process_ip h", "--gpu_ids 0,1", "--gpu_ids all", "--gpu_ids 1", "--gpu_ids ,",
-        "--num_cpu_threads_per_process 3", "--num_cpu_threads_per_process 0", "--module", "--no_python", "--module --no_python",
-        "--enable_cpu_affinity", "--mixed_precision bf16", "--mixed_precision fp16", "--quiet", "--downcast_bf16 --mixed_precision bf16",
-        "--cpu --num_cpu_threads_per_process 2", "--debug --cpu", "--tee 3 --log_dir d --role r", "--max_restarts 2 --monitor_interval 3",
+        "--num_processes 2", "--num_processes 2 --main_process_ip h --main_process_port 5",
+        "--num_processes 2 --main_process_port 0", "--main_process_port 1234", "--main_process_ip h",
+        "--gpu_ids 0,1", "--gpu_ids all", "--gpu_ids 1", "--gpu_ids ,", "--num_cpu_threads_per_process 3",
+        "--num_cpu_threads_per_process 0", "--module", "--no_python", "--module --no_python",
+        "--enable_cpu_affinity", "--mixed_precision bf16", "--mixed_precision fp16", "--quiet",
+        "--downcast_bf16 --mixed_precision bf16", "--cpu --num_cpu_threads_per_process 2", "--debug --cpu",
+        "--tee 3 --log_dir d --role r", "--max_restarts 2 --monitor_interval 3",
         "--gradient_accumulation_steps 3 --gradient_clipping 1.5",
     ],
     "several": [
-        "--num_processes 2", "TWO", "TWO --same_network", "TWO --rdzv_backend c10d", "TWO --rdzv_backend c10d --machine_rank 1",
-        "TWO --rdzv_backend static --machine_rank 1", "TWO --same_network --machine_rank 1", "TWO --num_processes 3", "TWO --num_processes 1",
-        "--main_process_port 1234", "--main_process_port 0", "--main_process_ip h", "--gpu_ids 0,1", "--gpu_ids all", "--gpu_ids 1",
-        "--num_cpu_threads_per_process 3", "--module", "--no_python", "--module --no_python", "--enable_cpu_affinity", "--mixed_precision bf16",
-        "--rdzv_conf a=1,b=2", "--tee 3 --log_dir d --role r", "--max_restarts 2 --monitor_interval 3", "--gradient_accumulation_steps 3",
-        "--use_fsdp --use_parallelism_config", "--use_fsdp --mixed_precision fp8 --fp8_backend ao", "--mixed_precision fp16 --debug",
-        "--cpu --use_fsdp --fsdp_cpu_ram_efficient_loading true --fsdp_sync_module_states false", "--use_fsdp --dynamo_backend inductor",
+        "--num_processes 2", "TWO", "TWO --same_network", "TWO --rdzv_backend c10d",
+        "TWO --rdzv_backend c10d --machine_rank 1", "TWO --rdzv_backend static --machine_rank 1",
+        "TWO --same_network --machine_rank 1", "TWO --num_processes 3", "TWO --num_processes 1",
+        "--main_process_port 1234", "--main_process_port 0", "--main_process_ip h", "--gpu_ids 0,1", "--gpu_ids all",
+        "--gpu_ids 1", "--num_cpu_threads_per_process 3", "--module", "--no_python", "--module --no_python",
+        "--enable_cpu_affinity", "--mixed_precision bf16", "--rdzv_conf a=1,b=2", "--tee 3 --log_dir d --role r",
+        "--max_restarts 2 --monitor_interval 3", "--gradient_accumulation_steps 3",
+        "--use_fsdp --use_parallelism_config", "--use_fsdp --mixed_precision fp8 --fp8_backend ao",
+        "--mixed_precision fp16 --debug",
+        "--cpu --use_fsdp --fsdp_cpu_ram_efficient_loading true --fsdp_sync_module_states false",
+        "--use_fsdp --dynamo_backend inductor",
     ],
     "deepspeed": [
-        "--num_processes 2", "--zero_stage 3 --zero3_init_flag true", "--zero_stage 0", "--deepspeed_config_file none.json", "--gpu_ids 0,1",
-        "--mixed_precision bf16", "--mixed_precision fp8 --fp8_backend te", "--debug", "--module", "--no_python", "--module --no_python",
-        "--gradient_accumulation_steps 3 --gradient_clipping 1.5", "--offload_optimizer_device cpu --offload_param_device nvme",
-        "--offload_optimizer_nvme_path /a --offload_param_nvme_path /b", "--deepspeed_moe_layer_cls_names A,B", "--use_parallelism_config",
-        "TWO --deepspeed_multinode_launcher standard", "TWO --deepspeed_hostfile f", "TWO --deepspeed_hostfile f --deepspeed_multinode_launcher pdsh",
-        "TWO --deepspeed_hostfile f --deepspeed_inclusion_filter a@b:0", "TWO --deepspeed_hostfile f --deepspeed_exclusion_filter a:0",
-        "TWO --deepspeed_hostfile f --deepspeed_multinode_launcher openmpi", "TWO --deepspeed_hostfile f --deepspeed_multinode_launcher mvapich", "TWO --deepspeed_hostfile f --module",
+        "--num_processes 2", "--zero_stage 3 --zero3_init_flag true", "--zero_stage 0",
+        "--deepspeed_config_file none.json", "--gpu_ids 0,1", "--mixed_precision bf16",
+        "--mixed_precision fp8 --fp8_backend te", "--debug", "--module", "--no_python", "--module --no_python",
+        "--gradient_accumulation_steps 3 --gradient_clipping 1.5",
+        "--offload_optimizer_device cpu --offload_param_device nvme",
+        "--offload_optimizer_nvme_path /a --offload_param_nvme_path /b", "--deepspeed_moe_layer_cls_names A,B",
+        "--use_parallelism_config", "TWO --deepspeed_multinode_launcher standard", "TWO --deepspeed_hostfile f",
+        "TWO --deepspeed_hostfile f --deepspeed_multinode_launcher pdsh",
+        "TWO --deepspeed_hostfile f --deepspeed_inclusion_filter a@b:0",
+        "TWO --deepspeed_hostfile f --deepspeed_exclusion_filter a:0",
+        "TWO --deepspeed_hostfile f --deepspeed_multinode_launcher openmpi",
+        "TWO --deepspeed_hostfile f --deepspeed_multinode_launcher mvapich", "TWO --deepspeed_hostfile f --module",
         "TWO --deepspeed_hostfile f --no_python", "TWO --deepspeed_hostfile f --deepspeed_multinode_launcher what",
-        "TWO --deepspeed_hostfile f --deepspeed_inclusion_filter a --deepspeed_exclusion_filter b", "TWO --deepspeed_hostfile f --machine_rank 1",
+        "TWO --deepspeed_hostfile f --deepspeed_inclusion_filter a --deepspeed_exclusion_filter b",
+        "TWO --deepspeed_hostfile f --machine_rank 1",
     ],
 }  # fmt: skip
 
@@ -208,8 +207,9 @@ def env_var_path_add(before: str | None, path: str) -> Any:
 @probe(
     "utils.launch:_convert_nargs_to_dict",
     line=[
-        "", "--a 1", "--a 1.5 --b x", "--a", "--a --b", "--a --b 1", "--a true --b False --c none", "-a 1", "--a-b 2", "--a=1", "x", "x y",
-        "--a 1 2", "--a -1", "--a -1.5", "--a 1e-3", "--a 0x10", "--a 1 --a 2", "--a nan", "--a 007", "--a True --b", "--a 1_000", "--a [1,2]",
+        "", "--a 1", "--a 1.5 --b x", "--a", "--a --b", "--a --b 1", "--a true --b False --c none", "-a 1",
+        "--a-b 2", "--a=1", "x", "x y", "--a 1 2", "--a -1", "--a -1.5", "--a 1e-3", "--a 0x10", "--a 1 --a 2",
+        "--a nan", "--a 007", "--a True --b", "--a 1_000", "--a [1,2]",
     ],
 )  # fmt: skip
 def convert_nargs(line: str) -> Any:
@@ -229,21 +229,6 @@ def filter_args(given: list[str], more: dict[str, Any]) -> Any:
     return prepare._filter_args(argparse.Namespace(a=1, **more), parser, given)
 
 
-@probe("utils.launch:_filter_args", words=["", "--num_processes 2 --main_process_port 5", "--max_restarts 3 --monitor_interval 2 --tee 3 --role r", "-m --rdzv_conf a=1 --log_dir d", "--no_python --rdzv_backend c10d"])  # fmt: skip
-def torchrun_args(words: str) -> Any:
-    """Give what torchrun's parser gets of a command line."""
-    from torch.distributed.run import get_args_parser
-
-    args = complete(words)
-    found = vars(
-        prepare._filter_args(
-            args, get_args_parser(), ["--training_script", args.training_script, "--training_script_args", "x"]
-        )
-    )
-    names = "max_restarts monitor_interval tee role rdzv_conf rdzv_backend module no_python training_script training_script_args nnodes log_dir"
-    return {k: found.get(k, "<absent>") for k in names.split()}
-
-
 def work() -> None:
     """Leave the variables of this process for the probe."""
     names = "LOCAL_RANK RANK FORK_LAUNCHED NODE_RANK NPROC ACCELERATE_MIXED_PRECISION ACCELERATE_USE_CPU ACCELERATE_DEBUG_MODE WORLD_SIZE MASTER_ADDR"
@@ -259,21 +244,6 @@ def seen() -> Any:
         return json.load(file)
 
 
-@probe(
-    "utils.launch:PrepareForLaunch",
-    kind=["NO", "MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "FSDP", "DEEPSPEED", "XLA", "MEGATRON_LM", "TP", DistributedType.NO, DistributedType.MULTI_GPU],
-    index=[0, 1],
-    machine=[None, "1"],
-)  # fmt: skip
-def prepare_for_launch(kind: str, index: int, machine: str | None) -> Any:
-    if machine:
-        os.environ.update(NODE_RANK=machine, NPROC="4")
-    starter = pickle.loads(pickle.dumps(prepare.PrepareForLaunch(work, kind)))
-    yield "attributes", [starter.launcher, starter.distributed_type, starter.debug]
-    yield "result", starter(index)
-    yield "variables", seen()
-
-
 @probe("utils.launch:PrepareForLaunch", kind=Words(["no", "multi_gpu", "what", "", None, 0]))
 def prepare_for_launch_words(kind: Any) -> Any:
     starter = prepare.PrepareForLaunch(work, kind)
@@ -281,20 +251,25 @@ def prepare_for_launch_words(kind: Any) -> Any:
 
 
 SAGEMAKER = {
-    "ec2_instance_type": "ml.p3.2xlarge", "iam_role_name": "role", "compute_environment": "AMAZON_SAGEMAKER", "distributed_type": "NO",
-    "mixed_precision": "no", "use_cpu": False, "debug": False,
+    "ec2_instance_type": "ml.p3.2xlarge", "iam_role_name": "role", "compute_environment": "AMAZON_SAGEMAKER",
+    "distributed_type": "NO", "mixed_precision": "no", "use_cpu": False, "debug": False,
 }  # fmt: skip
 
 
 @probe(
     "utils.launch:prepare_sagemager_args_inputs", "commands.config.config_args:SageMakerConfig",
     more=[
-        {}, {"profile": "p"}, {"profile": "p", "region": "eu-west-1"}, {"profile": "p", "image_uri": "i"}, {"profile": "p", "num_machines": 3},
-        {"profile": "p", "distributed_type": "DATA_PARALLEL"}, {"profile": "p", "sagemaker_inputs_file": "inputs.tsv"},
-        {"profile": "p", "sagemaker_metrics_file": "metrics.tsv"}, {"profile": "p", "base_job_name": "b"}, {"profile": "p", "additional_args": {"a": 1}},
+        {}, {"profile": "p"}, {"profile": "p", "region": "eu-west-1"}, {"profile": "p", "image_uri": "i"},
+        {"profile": "p", "num_machines": 3}, {"profile": "p", "distributed_type": "DATA_PARALLEL"},
+        {"profile": "p", "sagemaker_inputs_file": "inputs.tsv"},
+        {"profile": "p", "sagemaker_metrics_file": "metrics.tsv"}, {"profile": "p", "base_job_name": "b"},
+        {"profile": "p", "additional_args": {"a": 1}},
         {"profile": "p", "pytorch_version": "2.0", "transformers_version": "4.30", "py_version": "py310"},
     ],
-    line=["s.py", "s.py --x 1 --y z", "s.py --x", "s.txt --x 1", "--mixed_precision fp16 s.py", "--dynamo_backend inductor s.py --x 1", "--aws_access_key_id k --aws_secret_access_key s d/s.py --x 1.5"],
+    line=[
+        "s.py", "s.py --x 1 --y z", "s.py --x", "s.txt --x 1", "--mixed_precision fp16 s.py",
+        "--dynamo_backend inductor s.py --x 1", "--aws_access_key_id k --aws_secret_access_key s d/s.py --x 1.5",
+    ],
 )  # fmt: skip
 def sagemaker(more: dict[str, Any], line: str) -> Any:
     with open("inputs.tsv", "w") as file:

@@ -8,7 +8,7 @@ import torch
 import yaml
 
 from accelerate.commands import merge, to_fsdp2
-from interop.differential.core import probe
+from interop.differential.core import call, probe
 from interop.differential.probes.launching import listed
 
 
@@ -22,7 +22,10 @@ def shards(nested: bool) -> dict[str, torch.Tensor]:
     return weights
 
 
-@probe("commands.merge:merge_command", options=["", "--unsafe_serialization", "--remove_checkpoint_dir"], nested=[True, False], output=["out", "out/deep", "checkpoint"])  # fmt: skip
+@probe(
+    "commands.merge:merge_command", options=["", "--unsafe_serialization", "--remove_checkpoint_dir"],
+    nested=[True, False], output=["out", "out/deep", "checkpoint"],
+)  # fmt: skip
 def merged(options: str, nested: bool, output: str) -> Any:
     shards(nested)
     merge.merge_command(merge.merge_command_parser().parse_args(["checkpoint", output, *options.split()]))
@@ -33,14 +36,6 @@ def merged(options: str, nested: bool, output: str) -> Any:
     safe = "unsafe" not in options
     path = f"{output}/model.safetensors" if safe else f"{output}/pytorch_model.bin"
     yield "weights", dict(sorted((load_file(path) if safe else torch.load(path, weights_only=True)).items()))
-
-
-@probe("commands.merge:merge_command", line=["none out", "empty out", "file out"])
-def merged_nothing(line: str) -> Any:
-    os.makedirs("empty")
-    with open("file", "w"):
-        pass
-    return merge.merge_command(merge.merge_command_parser().parse_args(line.split()))
 
 
 @probe("commands.to_fsdp2:ConversionStatus")
@@ -78,7 +73,10 @@ FSDP_KEYS = {
 }
 
 
-@probe("commands.to_fsdp2:convert_config_to_fsdp2", base=[{}, {"fsdp_state_dict_type": "SHARDED_STATE_DICT"}], given=[None, *((key, value) for key, values in FSDP_KEYS.items() for value in values)])  # fmt: skip
+@probe(
+    "commands.to_fsdp2:convert_config_to_fsdp2", base=[{}, {"fsdp_state_dict_type": "SHARDED_STATE_DICT"}],
+    given=[None, *((key, value) for key, values in FSDP_KEYS.items() for value in values)],
+)  # fmt: skip
 def converted(base: dict[str, Any], given: Any) -> Any:
     config = {
         "distributed_type": "FSDP",
@@ -89,14 +87,23 @@ def converted(base: dict[str, Any], given: Any) -> Any:
     return {**found, "fsdp_config": dict(sorted(found["fsdp_config"].items()))}
 
 
-@probe("commands.to_fsdp2:convert_config_to_fsdp2", config=[{}, {"distributed_type": "NO"}, {"distributed_type": "MULTI_GPU", "fsdp_config": {}}, {"fsdp_config": {}}, {"distributed_type": "FSDP", "fsdp_config": {}}, {"fsdp_config": None}, None])  # fmt: skip
-def converted_others(config: Any) -> Any:
-    return to_fsdp2.convert_config_to_fsdp2(config)
+call(
+    "commands.to_fsdp2:convert_config_to_fsdp2", "converted_others",
+    config=[
+        {}, {"distributed_type": "NO"}, {"distributed_type": "MULTI_GPU", "fsdp_config": {}}, {"fsdp_config": {}},
+        {"distributed_type": "FSDP", "fsdp_config": {}}, {"fsdp_config": None}, None,
+    ],
+)  # fmt: skip
 
 
 @probe(
     "commands.to_fsdp2:to_fsdp2_command", "commands.to_fsdp2:load_config",
-    line=["--config_file f.yaml", "--config_file f.yaml --output_file g.yaml", "--config_file f.yaml --overwrite", "--config_file f.yaml --output_file h.yaml", "--config_file f.yaml --output_file h.yaml --overwrite", "--config_file none.yaml --overwrite", "--config_file no.yaml --overwrite", "--config_file two.yaml --overwrite", "--config_file f.yaml --output_file d/g.yaml"],
+    line=[
+        "--config_file f.yaml", "--config_file f.yaml --output_file g.yaml", "--config_file f.yaml --overwrite",
+        "--config_file f.yaml --output_file h.yaml", "--config_file f.yaml --output_file h.yaml --overwrite",
+        "--config_file none.yaml --overwrite", "--config_file no.yaml --overwrite",
+        "--config_file two.yaml --overwrite", "--config_file f.yaml --output_file d/g.yaml",
+    ],
 )  # fmt: skip
 def rewritten(line: str) -> Any:
     head = {

@@ -11,8 +11,8 @@ from accelerate.local_sgd import LocalSGD
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import GradientState
-from interop.differential.core import probe
-from interop.differential.probes.nested import RANK, outcome
+from interop.differential.core import attempt, probe
+from interop.differential.probes.nested import RANK
 from interop.differential.probes.training import OPTIMIZER_AXIS, OPTIMIZERS, parameter
 
 BOTH = (1, 2)
@@ -59,12 +59,10 @@ SCHEDULE_AXIS = {k: (lambda v=v: v) for k, v in SCHEDULES.items()}
 
 
 @probe(
-    "optimizer:AcceleratedOptimizer",
-    processes=BOTH,
-    make={k: OPTIMIZER_AXIS[k] for k in ("SGD", "momentum", "AdamW")},
-    accumulation=[1, 2, 3],
+    "optimizer:AcceleratedOptimizer", processes=BOTH,
+    make={k: OPTIMIZER_AXIS[k] for k in ("SGD", "momentum", "AdamW")}, accumulation=[1, 2, 3],
     precision=["no", "bf16"],
-)
+)  # fmt: skip
 def loop(make: Any, accumulation: int, precision: str) -> Iterator[tuple[str, Any]]:
     yield from trained(
         Accelerator(cpu=True, gradient_accumulation_steps=accumulation, mixed_precision=precision), 4, make
@@ -72,13 +70,9 @@ def loop(make: Any, accumulation: int, precision: str) -> Iterator[tuple[str, An
 
 
 @probe(
-    "scheduler:AcceleratedScheduler",
-    processes=BOTH,
-    schedule=SCHEDULE_AXIS,
-    accumulation=[1, 2],
-    step_with=[True, False],
-    split=[False, True],
-)
+    "scheduler:AcceleratedScheduler", processes=BOTH, schedule=SCHEDULE_AXIS, accumulation=[1, 2],
+    step_with=[True, False], split=[False, True],
+)  # fmt: skip
 def scheduled(schedule: Any, accumulation: int, step_with: bool, split: bool) -> Iterator[tuple[str, Any]]:
     from accelerate.utils import DataLoaderConfiguration
 
@@ -92,11 +86,9 @@ def scheduled(schedule: Any, accumulation: int, step_with: bool, split: bool) ->
 
 
 @probe(
-    "scheduler:AcceleratedScheduler",
-    schedule=SCHEDULE_AXIS,
-    several=[False, True],
+    "scheduler:AcceleratedScheduler", schedule=SCHEDULE_AXIS, several=[False, True],
     options=[(), (True,), (False,), (True, True), (True, False)],
-)
+)  # fmt: skip
 def scheduler(schedule: Any, several: bool, options: tuple[bool, ...]) -> Iterator[tuple[str, Any]]:
     Accelerator(cpu=True)
     inner = torch.optim.SGD([parameter()], lr=0.5)
@@ -113,10 +105,10 @@ def scheduler(schedule: Any, several: bool, options: tuple[bool, ...]) -> Iterat
     for step in range(3):
         GradientState()._set_sync_gradients(step != 1)
         wrapped.step()
-        yield f"returned {step}", outcome(made.step)
+        yield f"returned {step}", attempt(made.step)
         yield (
             f"rates {step}",
-            (made.get_last_lr(), outcome(made.get_lr), made.scheduler.last_epoch, made.scheduler._step_count),
+            (made.get_last_lr(), attempt(made.get_lr), made.scheduler.last_epoch, made.scheduler._step_count),
         )
     wrapped._is_overflow = True
     GradientState()._set_sync_gradients(True)
@@ -128,39 +120,14 @@ def scheduler(schedule: Any, several: bool, options: tuple[bool, ...]) -> Iterat
         if k not in ("lr_lambdas", "_schedulers", "anneal_func", "_anneal_func_type")
     }
     yield "state", {k: v for k, v in saved.items() if isinstance(v, (int, float, list, str, bool))}
-    yield "load", outcome(lambda: made.load_state_dict(made.state_dict()))
-    yield "print", outcome(lambda: made.print_lr())
-    yield "unknown", outcome(lambda: made.no_such_thing)
+    yield "load", attempt(lambda: made.load_state_dict(made.state_dict()))
+    yield "print", attempt(lambda: made.print_lr())
+    yield "unknown", attempt(lambda: made.no_such_thing)
     yield "is one", isinstance(made, torch.optim.lr_scheduler.LRScheduler)
     yield (
         "absent",
         [n for n in ("last_epoch", "base_lrs", "optimizer", "_step_count", "get_lr", "print_lr") if hasattr(made, n)],
     )
-
-
-@probe("scheduler:AcceleratedScheduler", metrics=[(), (1.0,), (None,)], patience=[0, 1])
-def plateau(metrics: Any, patience: int) -> Iterator[tuple[str, Any]]:
-    Accelerator(cpu=True)
-    inner = torch.optim.SGD([parameter()], lr=0.5)
-    wrapped = AcceleratedOptimizer(inner)
-    made = AcceleratedScheduler(torch.optim.lr_scheduler.ReduceLROnPlateau(inner, patience=patience), wrapped)
-    for step in range(4):
-        wrapped.step()
-        yield f"step {step}", (outcome(lambda: made.step(*metrics)), inner.param_groups[0]["lr"])
-
-
-@probe("scheduler:AcceleratedScheduler", adjust=[True, False], synchronised=[True, False])
-def adjusted(adjust: bool, synchronised: bool) -> Any:
-    from accelerate.utils import GradientAccumulationPlugin
-
-    accelerator = Accelerator(
-        cpu=True, gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=2, adjust_scheduler=adjust)
-    )
-    inner = torch.optim.SGD([parameter()], lr=0.5)
-    _, made = accelerator.prepare(inner, torch.optim.lr_scheduler.ExponentialLR(inner, 0.5))
-    accelerator.gradient_state._set_sync_gradients(synchronised)
-    made.step()
-    return made.scheduler._step_count, made.get_last_lr()
 
 
 # Local SGD
@@ -188,4 +155,4 @@ def local_sgd_of(steps: Any, enabled: Any) -> Iterator[tuple[str, Any]]:
     accelerator = Accelerator(cpu=True)
     with LocalSGD(accelerator, nn.Linear(1, 1), steps, enabled) as local:
         yield "attributes", (bool(local.enabled), local.num_steps)
-        yield "step", outcome(local.step)
+        yield "step", attempt(local.step)

@@ -7,59 +7,31 @@ from torch import nn
 
 from accelerate import Accelerator, inference
 from accelerate.utils import FullyShardedDataParallelPlugin, fsdp_utils
-from interop.differential.core import probe
+from interop.differential.core import call, probe
 from interop.differential.probes.modeling import MODELS, NOT_MODELS, Net, named, one_parent, shared, two_ties
 
 # -- pipelines ------------------------------------------------------------------------------------------------------
 
-BUDGETS = [None, {"cpu": 10**6}, {0: 300, "cpu": 10**6}, {0: 300, 1: 300, "cpu": 0}, {}, "1GB"]
-
 
 @probe(
-    "inference:generate_device_map",
-    model={**MODELS, **NOT_MODELS},
-    num_processes=[1, 2, 3, 0, -1],
+    "inference:generate_device_map", model={**MODELS, **NOT_MODELS}, num_processes=[1, 2, 3, 0, -1],
     max_memory=[None, {"cpu": 10**6}],
-)
+)  # fmt: skip
 def generate_device_map(**given: Any) -> Any:
     return named(given["model"], inference.generate_device_map(**given))[1]
 
 
-@probe(
-    "inference:generate_device_map",
-    num_processes=[1, 2],
-    no_split_module_classes=[None, [], ["Block"], "Block", ["nothing"]],
-    max_memory=BUDGETS,
-)
-def generated_for(**given: Any) -> Any:
-    return named(model := Net(blocks=3), inference.generate_device_map(model, **given))[1]
-
-
 ARGS = [
-    None,
-    (),
-    (torch.ones(3, 2),),
-    (torch.tensor(1.0), torch.ones(2)),
-    ("text", 5, torch.ones(4)),
-    ([torch.ones(5, 1)],),
-    ({"a": torch.ones(6)},),
-    (None, (torch.zeros(0, 2),)),
-    torch.ones(7, 2),
-    5,
-]
+    None, (), (torch.ones(3, 2),), (torch.tensor(1.0), torch.ones(2)), ("text", 5, torch.ones(4)),
+    ([torch.ones(5, 1)],), ({"a": torch.ones(6)},), (None, (torch.zeros(0, 2),)), torch.ones(7, 2), 5,
+]  # fmt: skip
 KWARGS = [
-    None,
-    {},
-    {"x": torch.ones(8)},
-    {"x": 5, "y": [torch.ones(9)]},
-    {"x": {"y": torch.ones(2, 1)}},
+    None, {}, {"x": torch.ones(8)}, {"x": 5, "y": [torch.ones(9)]}, {"x": {"y": torch.ones(2, 1)}},
     {"x": torch.tensor(1)},
-]
+]  # fmt: skip
 
 
-@probe("inference:find_pippy_batch_size", args=ARGS, kwargs=KWARGS)
-def find_pippy_batch_size(args: Any, kwargs: Any) -> Any:
-    return inference.find_pippy_batch_size(args, kwargs)
+call("inference:find_pippy_batch_size", args=ARGS, kwargs=KWARGS)
 
 
 POINTS = ["auto", [], ["1"], ["2"], ["1", "2"], ["nothing"], "1", None, 5]
@@ -71,25 +43,17 @@ def layers() -> nn.Module:
 
 
 @probe(
-    "inference:prepare_pippy",
-    "inference:build_pipeline",
-    "inference:pippy_forward",
-    split_points=POINTS,
-    args=[(), (torch.ones(2, 3),)],
-    num_chunks=[None, 1, 2],
-)
+    "inference:prepare_pippy", "inference:build_pipeline", "inference:pippy_forward", split_points=POINTS,
+    args=[(), (torch.ones(2, 3),)], num_chunks=[None, 1, 2],
+)  # fmt: skip
 def without_processes(split_points: Any, args: Any, num_chunks: Any) -> Any:
     return type(inference.prepare_pippy(layers(), split_points, example_args=args, num_chunks=num_chunks))
 
 
 @probe(
-    "inference:prepare_pippy",
-    "inference:build_pipeline",
-    "inference:pippy_forward",
-    processes=2,
-    split_points=[["1"], ["2"], ["3"]],
-    chunks=[None, 2],
-)
+    "inference:prepare_pippy", "inference:build_pipeline", "inference:pippy_forward", processes=2,
+    split_points=[["1"], ["2"], ["3"]], chunks=[None, 2],
+)  # fmt: skip
 def prepare_pippy(split_points: Any, chunks: Any) -> Any:
     """What 1.15.0 does on CPUs: no gathering, which fails over gloo, and no mistakes, where ranks would wait for ever."""
     Accelerator(cpu=True)
@@ -122,44 +86,15 @@ def get_parameters_from_modules(modules: Any, device: Any) -> Any:
     return sorted(name for name, p in model.named_parameters() if any(p is q for q in found)), type(found)
 
 
-@probe(
-    "utils.fsdp_utils:get_parameters_from_modules",
-    which=[["head"], ["blocks.0", "blocks.0.first"], ["blocks"], []],
-    kind=[list, tuple, set, iter],
-)
-def parameters_of(which: list[str], kind: Any) -> Any:
-    model = Net(tied=True)
-    found = fsdp_utils.get_parameters_from_modules(kind(model.get_submodule(n) for n in which), model, "cpu")
-    return sorted(name for name, p in model.named_parameters() if any(p is q for q in found))
-
-
 NAMES = [
-    {}, {"a.b": 1}, {"_orig_mod.a": 1}, {"_orig_mod.a._checkpoint_wrapped_module.b": 1}, {"a._checkpoint_wrapped_module._orig_mod.b": 2}, {"_fsdp_wrapped_module.a": 1},
-    {"module.a": 1}, {"_orig_mod": 1}, {"a._orig_mod": 3}, {"x_orig_mod.a": 1}, {"_orig_mod._orig_mod.a": 1}, {"base_layer._fsdp_wrapped_module._checkpoint_wrapped_module.w": 1}, None,
+    {}, {"a.b": 1}, {"_orig_mod.a": 1}, {"_orig_mod.a._checkpoint_wrapped_module.b": 1},
+    {"a._checkpoint_wrapped_module._orig_mod.b": 2}, {"_fsdp_wrapped_module.a": 1}, {"module.a": 1},
+    {"_orig_mod": 1}, {"a._orig_mod": 3}, {"x_orig_mod.a": 1}, {"_orig_mod._orig_mod.a": 1},
+    {"base_layer._fsdp_wrapped_module._checkpoint_wrapped_module.w": 1}, None,
 ]  # fmt: skip
 
 
-@probe("utils.fsdp_utils:fsdp2_canonicalize_names", named_params=NAMES)
-def fsdp2_canonicalize_names(named_params: Any) -> Any:
-    return fsdp_utils.fsdp2_canonicalize_names(named_params)
-
-
-@probe(
-    "utils.fsdp_utils:enable_fsdp_ram_efficient_loading",
-    "utils.fsdp_utils:disable_fsdp_ram_efficient_loading",
-    function=["enable", "disable"],
-    before=[None, "true", "False", "1", ""],
-    used=[None, "true", "false", "0"],
-)
-def ram_efficient_loading(function: str, before: Any, used: Any) -> Any:
-    import os
-
-    for name, value in (("FSDP_CPU_RAM_EFFICIENT_LOADING", before), ("ACCELERATE_USE_FSDP", used)):
-        os.environ.pop(name, None)
-        if value is not None:
-            os.environ[name] = value
-    result = getattr(fsdp_utils, f"{function}_fsdp_ram_efficient_loading")()
-    return result, os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING"), os.environ.get("ACCELERATE_USE_FSDP")
+call("utils.fsdp_utils:fsdp2_canonicalize_names", named_params=NAMES)
 
 
 @probe(
@@ -184,22 +119,17 @@ def ensure_weights_retied(model: nn.Module, device: Any, root: bool) -> Any:
 
 
 POLICIES = [
-    {},
-    {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"},
-    {"auto_wrap_policy": "size_based_wrap", "min_num_params": 20},
-    {"auto_wrap_policy": "NO_WRAP"},
-    {"auto_wrap_policy": "SIZE_BASED_WRAP"},
-    {"auto_wrap_policy": "size_based_wrap", "min_num_params": 0},
-]
+    {}, {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"},
+    {"auto_wrap_policy": "size_based_wrap", "min_num_params": 20}, {"auto_wrap_policy": "NO_WRAP"},
+    {"auto_wrap_policy": "SIZE_BASED_WRAP"}, {"auto_wrap_policy": "size_based_wrap", "min_num_params": 0},
+]  # fmt: skip
 
 
 @probe(
-    "utils.fsdp_utils:fsdp2_prepare_auto_wrap_policy",
-    given=POLICIES,
-    classes=[None, ["Block"], "Block", ["Block", "Embedding"], ["nothing"], []],
-    version=[1, 2],
+    "utils.fsdp_utils:fsdp2_prepare_auto_wrap_policy", given=POLICIES,
+    classes=[None, ["Block"], "Block", ["Block", "Embedding"], ["nothing"], []], version=[1, 2],
     declared=[None, ["Block"], "Linear"],
-)
+)  # fmt: skip
 def fsdp2_prepare_auto_wrap_policy(given: Any, classes: Any, version: int, declared: Any) -> Any:
     model = Net()
     if declared is not None:

@@ -13,7 +13,7 @@ import torch
 import accelerate
 from accelerate import Accelerator, test_utils
 from accelerate.test_utils import examples, testing, training
-from interop.differential.core import probe
+from interop.differential.core import call, probe
 from interop.differential.probes.launching import listed
 
 REQUIRES = listed(
@@ -63,10 +63,7 @@ def decorated(decorator: Any) -> Any:
     yield "call", changed(2)
 
 
-@probe(
-    *(f"test_utils.testing:{name}" for name in DECORATORS), name=DECORATORS,
-    variables=[{}, {"RUN_SLOW": "1"}],
-)  # fmt: skip
+@probe(*(f"test_utils.testing:{name}" for name in DECORATORS), name=DECORATORS, variables=[{}, {"RUN_SLOW": "1"}])  # fmt: skip
 def requirements(name: str, variables: dict[str, str]) -> Any:
     os.environ.update(variables)
     yield from decorated(getattr(testing, name))
@@ -84,15 +81,11 @@ def truth(value: Any) -> Any:
     return bool(value) if value in (0, 1) else value
 
 
-@probe("test_utils.testing:slow", value=["1", "0", "true", "FALSE", "yes", "No", "on", "off", "", "what", "2", None])
-def slow_tests(value: str | None) -> Any:
-    """Read the variable where it is read: at import, or at each use."""
-    if value is not None:
-        os.environ["RUN_SLOW"] = value
-    return truth(testing.parse_flag_from_env("RUN_SLOW"))
-
-
-@probe("test_utils.testing:parse_flag_from_env", value=["1", "0", "true", "FALSE", "yes", "No", "on", "off", "y", "N", "t", "f", "", "what", "2", " true", None], default=[True, False, None, "x", 3])  # fmt: skip
+@probe(
+    "test_utils.testing:parse_flag_from_env",
+    value=["1", "0", "true", "FALSE", "yes", "No", "on", "off", "y", "N", "t", "f", "", "what", "2", " true", None],
+    default=[True, False, None, "x", 3],
+)  # fmt: skip
 def flags(value: str | None, default: Any) -> Any:
     if value is not None:
         os.environ["SOME_FLAG"] = value
@@ -106,30 +99,33 @@ def backend() -> Any:
     yield "names", [testing.torch_device, testing.device_count, test_utils.torch_device, test_utils.device_count]
 
 
-@probe(
-    "test_utils.testing:get_launch_command",
-    options=[
-        {}, {"num_processes": 2}, {"multi_gpu": True}, {"multi_gpu": False}, {"a": None}, {"a": 0}, {"a": ""}, {"a": "x y"}, {"a_b": 1, "c": True},
-        {"a": [1, 2]}, {"a": 1.5}, {"num_processes": 2, "num_machines": 1, "debug": True}, {"A": "ü"},
-    ],
-)  # fmt: skip
-def launch_command(options: dict[str, Any]) -> Any:
-    return testing.get_launch_command(**options)
-
-
 @probe("test_utils.testing:get_launch_command")
 def default_command() -> Any:
     return [testing.DEFAULT_LAUNCH_COMMAND, test_utils.DEFAULT_LAUNCH_COMMAND]
 
 
-@probe("test_utils.testing:path_in_accelerate_package", parts=[(), ("test_utils",), ("test_utils", "scripts", "test_script.py"), ("",), ("..",), ("no", "such"), (1,), (None,), ("a/b",)])  # fmt: skip
+@probe(
+    "test_utils.testing:path_in_accelerate_package",
+    parts=[
+        (), ("test_utils",), ("test_utils", "scripts", "test_script.py"), ("",), ("..",), ("no", "such"), (1,),
+        (None,), ("a/b",),
+    ],
+)  # fmt: skip
 def package_path(parts: tuple[Any, ...]) -> Any:
     path = testing.path_in_accelerate_package(*parts)
     root = Path(accelerate.__file__).resolve().parent
     return [type(path).__name__, os.path.relpath(os.path.realpath(path), root), path.exists()]
 
 
-@probe("test_utils.testing:run_command", command=[[sys.executable, "-c", "print('ü')"], [sys.executable, "-c", "import os; print(os.environ.get('A'))"], [sys.executable, "-c", "raise SystemExit(3)"], ["no-such-program"], [Path(sys.executable), "-c", "print(1)"], []], out=[False, True], env=[None, {"A": "1"}])  # fmt: skip
+@probe(
+    "test_utils.testing:run_command",
+    command=[
+        [sys.executable, "-c", "print('ü')"], [sys.executable, "-c", "import os; print(os.environ.get('A'))"],
+        [sys.executable, "-c", "raise SystemExit(3)"], ["no-such-program"], [Path(sys.executable), "-c", "print(1)"],
+        [],
+    ],
+    out=[False, True], env=[None, {"A": "1"}],
+)  # fmt: skip
 def commands(command: list[Any], out: bool, env: dict[str, str] | None) -> Any:
     return testing.run_command(command, return_stdout=out, env={**os.environ, **env} if env else None)
 
@@ -142,19 +138,15 @@ def command_error() -> Any:
 
 @probe(
     "test_utils.testing:execute_subprocess_async",
-    code=["print('a'); print('b')", "import sys; print('x', file=sys.stderr)", "import sys; print('e', file=sys.stderr); sys.exit(2)", "print('only out'); raise SystemExit(1)", "pass"],
+    code=[
+        "print('a'); print('b')", "import sys; print('x', file=sys.stderr)",
+        "import sys; print('e', file=sys.stderr); sys.exit(2)", "print('only out'); raise SystemExit(1)", "pass",
+    ],
     more=[{}, {"quiet": True, "echo": False}, {"timeout": 60}],
 )  # fmt: skip
 def subprocesses(code: str, more: dict[str, Any]) -> Any:
     result = testing.execute_subprocess_async([sys.executable, "-c", code], env=dict(os.environ), **more)
     return [result.returncode, result.stdout, result.stderr]
-
-
-@probe("test_utils.testing:execute_subprocess_async", timeout=[0.3])
-def too_long(timeout: float) -> Any:
-    return testing.execute_subprocess_async(
-        [sys.executable, "-c", "import time; time.sleep(2)"], env=dict(os.environ), timeout=timeout
-    )
 
 
 @probe(
@@ -170,7 +162,10 @@ def workers(worker: str | None) -> Any:
     yield "port", testing.get_torch_dist_unique_port()
 
 
-@probe("test_utils.testing:assert_exception", expected=[ValueError, Exception, KeyError], msg=[None, "text", "other", ""], raised=[None, ValueError("text"), KeyError("text"), RuntimeError("x")])  # fmt: skip
+@probe(
+    "test_utils.testing:assert_exception", expected=[ValueError, Exception, KeyError],
+    msg=[None, "text", "other", ""], raised=[None, ValueError("text"), KeyError("text"), RuntimeError("x")],
+)  # fmt: skip
 def expected_errors(expected: type[BaseException], msg: str | None, raised: Exception | None) -> Any:
     with testing.assert_exception(expected, msg):
         if raised is not None:
@@ -180,16 +175,17 @@ def expected_errors(expected: type[BaseException], msg: str | None, raised: Exce
 
 
 @probe(
-    "test_utils.testing:capture_call_output",
-    text=["a", "a\nb\n", "", "ü"],
-    arguments=[(), (1, 2)],
+    "test_utils.testing:capture_call_output", text=["a", "a\nb\n", "", "ü"], arguments=[(), (1, 2)],
     more=[{}, {"sep": "-"}],
-)
+)  # fmt: skip
 def captured(text: str, arguments: tuple[Any, ...], more: dict[str, Any]) -> Any:
     return testing.capture_call_output(print, text, *arguments, **more)
 
 
-@probe("test_utils.testing:are_the_same_tensors", processes=(1, 2), values=["same", "rank"], shape=[(), (3,), (2, 2), (0,)], dtype=[torch.float32, torch.int64, torch.bool, torch.bfloat16])  # fmt: skip
+@probe(
+    "test_utils.testing:are_the_same_tensors", processes=(1, 2), values=["same", "rank"],
+    shape=[(), (3,), (2, 2), (0,)], dtype=[torch.float32, torch.int64, torch.bool, torch.bfloat16],
+)  # fmt: skip
 def same_tensors(values: str, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
     rank = Accelerator(cpu=True).process_index
     return testing.are_the_same_tensors(torch.full(shape, rank if values == "rank" else 1).to(dtype))
@@ -286,13 +282,9 @@ FEATURE = BASE.replace(
 ).replace('"--lr")\n', '"--lr")\n    parser.add_argument("--new")\n')
 COMPLETE = FEATURE.replace("        train(model)\n", "        train(model)\n        log(model)\n")
 TEXTS = {
-    "base": BASE,
-    "feature": FEATURE,
-    "complete": COMPLETE,
-    "empty": "",
-    "none": "x = 1\n",
+    "base": BASE, "feature": FEATURE, "complete": COMPLETE, "empty": "", "none": "x = 1\n",
     "tabs": BASE.replace("    ", "\t"),
-}
+}  # fmt: skip
 
 
 @probe(
@@ -304,12 +296,19 @@ def function_lines(text: str, name: str) -> Any:
     return examples.get_function_contents_by_name(TEXTS[text].splitlines(keepends=True), name)
 
 
-@probe("test_utils.examples:clean_lines", lines=[[], ["a\n"], ["# a\n", "  # b\n", "c # d\n", "\n", "   \n", ""], ["x", " y ", "\t#z"], ['"""text"""\n', "#!shebang\n"]])  # fmt: skip
-def cleaned(lines: list[str]) -> Any:
-    return examples.clean_lines(lines)
+call(
+    "test_utils.examples:clean_lines", "cleaned",
+    lines=[
+        [], ["a\n"], ["# a\n", "  # b\n", "c # d\n", "\n", "   \n", ""], ["x", " y ", "\t#z"],
+        ['"""text"""\n', "#!shebang\n"],
+    ],
+)  # fmt: skip
 
 
-@probe("test_utils.examples:compare_against_test", base=["base", "none"], feature=["feature", "base", "complete"], parser=[True, False], second=[None, "complete", "feature", "base"])  # fmt: skip
+@probe(
+    "test_utils.examples:compare_against_test", base=["base", "none"], feature=["feature", "base", "complete"],
+    parser=[True, False], second=[None, "complete", "feature", "base"],
+)  # fmt: skip
 def compared(base: str, feature: str, parser: bool, second: str | None) -> Any:
     os.makedirs("examples")
     Path("examples/nlp_example.py").write_text(BASE)
@@ -335,12 +334,9 @@ def dataset(a: float, b: float, length: int, seed: int | None) -> Any:
 
 
 @probe(
-    "test_utils.training:RegressionModel",
-    a=[0, 2, -1.5],
-    b=[0, 3],
-    double=[False, True],
+    "test_utils.training:RegressionModel", a=[0, 2, -1.5], b=[0, 3], double=[False, True],
     x=[None, torch.ones(2), torch.zeros(0), torch.ones(2, dtype=torch.float64)],
-)
+)  # fmt: skip
 def model(a: float, b: float, double: bool, x: Any) -> Any:
     module = training.RegressionModel(a, b, double)
     yield "state", module.state_dict()
@@ -349,7 +345,10 @@ def model(a: float, b: float, double: bool, x: Any) -> Any:
     yield "output", module(x)
 
 
-@probe("test_utils.training:mocked_dataloaders", "test_utils.training:mocked_dataloaders_for_autoregressive_models", which=["", "_for_autoregressive_models"], batch_size=[16, 2])  # fmt: skip
+@probe(
+    "test_utils.training:mocked_dataloaders", "test_utils.training:mocked_dataloaders_for_autoregressive_models",
+    which=["", "_for_autoregressive_models"], batch_size=[16, 2],
+)  # fmt: skip
 def mocked_loaders(which: str, batch_size: int) -> Any:
     """Ask for loaders where the Hub and the repository's data are out of reach."""
     return getattr(training, f"mocked_dataloaders{which}")(Accelerator(cpu=True), batch_size)

@@ -13,8 +13,8 @@ from accelerate import Accelerator, tracking
 from accelerate.state import PartialState
 from accelerate.tracking import GeneralTracker
 from accelerate.utils import LoggerType
-from interop.differential.core import Words, probe
-from interop.differential.probes.trackers import BOTH, PACKAGES, attempt
+from interop.differential.core import Words, attempt, probe
+from interop.differential.probes.trackers import BOTH, PACKAGES
 
 
 class Own(GeneralTracker):
@@ -47,45 +47,14 @@ class Own(GeneralTracker):
 
 WORDS = Words(
     [
-        None,
-        "all",
-        "tensorboard",
-        "wandb",
-        "comet_ml",
-        "aim",
-        "mlflow",
-        "clearml",
-        "dvclive",
-        "swanlab",
-        "trackio",
-        "ALL",
-        "WandB",
-        "nonsense",
-        "",
-    ]
-)
-
-
-MORE = [
-    [],
-    ["all"],
-    ["wandb", "wandb"],
-    ["tensorboard", "nonsense"],
-    ["wandb", "all"],
-    [LoggerType.WANDB, "aim"],
-    3,
-    ["wandb", None],
-]
+        None, "all", "tensorboard", "wandb", "comet_ml", "aim", "mlflow", "clearml", "dvclive", "swanlab", "trackio",
+        "ALL", "WandB", "nonsense", "",
+    ],
+)  # fmt: skip
 
 
 def shown(items: Any) -> Any:
     return [item if isinstance(item, (str, LoggerType)) else type(item).__name__ for item in items]
-
-
-@probe("tracking:filter_trackers", words=[*WORDS, *MORE, LoggerType.AIM], folder=[None, "logs", ""])
-def filtered(words: Any, folder: Any) -> Any:
-    PartialState(cpu=True)
-    return shown(tracking.filter_trackers(words, folder))
 
 
 ASK = """
@@ -106,11 +75,9 @@ print(json.dumps([[str(item) for item in get_available_trackers()], found, [str(
 
 
 @probe(
-    "tracking:get_available_trackers",
-    "tracking:filter_trackers",
-    slow=True,
+    "tracking:get_available_trackers", "tracking:filter_trackers", slow=True,
     packages=[[], ["wandb"], ["aim", "comet_ml"], PACKAGES],
-)
+)  # fmt: skip
 def available(packages: list[str]) -> Iterator[tuple[str, Any]]:
     """A program that finds packages of these names when it starts."""
     for name in packages:
@@ -126,12 +93,6 @@ def available(packages: list[str]) -> Iterator[tuple[str, Any]]:
     yield "found", found
     yield "through an accelerator", through
     yield from chosen.items()
-
-
-@probe("tracking:filter_trackers", others=[[], ["tensorboard"], ["all"]], times=[1, 2])
-def filtered_own(others: list[str], times: int) -> Any:
-    PartialState(cpu=True)
-    return shown(tracking.filter_trackers([Own()] * times + others, "logs"))
 
 
 def kind_of(**members: Any) -> type:
@@ -181,12 +142,9 @@ def register(kind: Any) -> Iterator[tuple[str, Any]]:
 
 
 @probe(
-    "tracking:GeneralTracker",
-    "tracking:on_main_process",
-    processes=BOTH,
-    main_only=[True, False],
+    "tracking:GeneralTracker", "tracking:on_main_process", processes=BOTH, main_only=[True, False],
     method=["log", "store_init_configuration", "start", "finish"],
-)
+)  # fmt: skip
 def on_main(main_only: bool, method: str) -> Iterator[tuple[str, Any]]:
     """Which ranks run a decorated method."""
     PartialState(cpu=True)
@@ -207,24 +165,10 @@ def on_main(main_only: bool, method: str) -> Iterator[tuple[str, Any]]:
     )
 
 
-@probe("tracking:GeneralTracker")
-def blank() -> Iterator[tuple[str, Any]]:
-    made = GeneralTracker(_blank=True)
-    yield "built", attempt(GeneralTracker)
-    for name in ("start", "finish"):
-        yield name, attempt(getattr(made, name))
-    yield "log", attempt(made.log, {})
-    yield "store", attempt(made.store_init_configuration, {})
-    yield "only", GeneralTracker.main_process_only
-
-
 @probe(
-    "accelerator:Accelerator",
-    processes=BOTH,
-    log_with=["own", "own class", "none", "two", "nonsense"],
-    config=[None, {}, {"a": 1}, {"a": {"b": [1]}}],
-    steps=[None, 3],
-)
+    "accelerator:Accelerator", processes=BOTH, log_with=["own", "own class", "none", "two", "nonsense"],
+    config=[None, {}, {"a": 1}, {"a": {"b": [1]}}], steps=[None, 3],
+)  # fmt: skip
 def through_accelerator(log_with: str, config: Any, steps: Any) -> Iterator[tuple[str, Any]]:
     """init_trackers, log, get_tracker and trackers of an accelerator."""
     Own.calls = []

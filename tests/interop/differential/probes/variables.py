@@ -3,11 +3,10 @@
 import os
 from typing import Any
 
-from accelerate import Accelerator, DataLoaderConfiguration, ParallelismConfig
-from accelerate.logging import get_logger
-from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.utils import dataclasses, fsdp_utils, imports
-from interop.differential.core import Words, describe, probe
+from accelerate import Accelerator, ParallelismConfig
+from accelerate.state import GradientState, PartialState
+from accelerate.utils import dataclasses, fsdp_utils
+from interop.differential.core import Words, probe
 from interop.differential.probes.plugins import fields_of, plain
 
 FLAGS = Words(["", "true", "True", "TRUE", "1", "yes", "on", "false", "FALSE", "0", "no", "nonsense", "2"])
@@ -18,75 +17,44 @@ FSDP = {
     "FSDP_VERSION": Words(["", "1", "2", "3", "0", "v2", "2.0"]),
     "FSDP_SHARDING_STRATEGY": Words(
         [
-            "",
-            "FULL_SHARD",
-            "full_shard",
-            "SHARD_GRAD_OP",
-            "NO_SHARD",
-            "HYBRID_SHARD",
-            "HYBRID_SHARD_ZERO2",
-            "1",
-            "2",
-            "5",
-            "9",
-            "x",
-        ]
+            "", "FULL_SHARD", "full_shard", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "1",
+            "2", "5", "9", "x",
+        ],
     ),
     "FSDP_RESHARD_AFTER_FORWARD": Words([*FLAGS, "FULL_SHARD", "SHARD_GRAD_OP"]),
     "FSDP_AUTO_WRAP_POLICY": Words(
         [
-            "",
-            "TRANSFORMER_BASED_WRAP",
-            "transformer_based_wrap",
-            "SIZE_BASED_WRAP",
-            "size_based_wrap",
-            "NO_WRAP",
-            "no_wrap",
-            "x",
-        ]
+            "", "TRANSFORMER_BASED_WRAP", "transformer_based_wrap", "SIZE_BASED_WRAP", "size_based_wrap", "NO_WRAP",
+            "no_wrap", "x",
+        ],
     ),
     "FSDP_BACKWARD_PREFETCH": Words(
-        ["", "BACKWARD_PRE", "backward_pre", "BACKWARD_POST", "NO_PREFETCH", "no_prefetch", "1", "x"]
+        ["", "BACKWARD_PRE", "backward_pre", "BACKWARD_POST", "NO_PREFETCH", "no_prefetch", "1", "x"],
     ),
     "FSDP_STATE_DICT_TYPE": Words(
         [
-            "",
-            "FULL_STATE_DICT",
-            "full_state_dict",
-            "LOCAL_STATE_DICT",
-            "SHARDED_STATE_DICT",
-            "sharded_state_dict",
-            "1",
-            "2",
-            "x",
-        ]
+            "", "FULL_STATE_DICT", "full_state_dict", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT", "sharded_state_dict",
+            "1", "2", "x",
+        ],
     ),
-    "FSDP_OFFLOAD_PARAMS": FLAGS,
-    "FSDP_FORWARD_PREFETCH": FLAGS,
-    "FSDP_USE_ORIG_PARAMS": FLAGS,
-    "FSDP_SYNC_MODULE_STATES": FLAGS,
-    "FSDP_CPU_RAM_EFFICIENT_LOADING": FLAGS,
-    "FSDP_ACTIVATION_CHECKPOINTING": FLAGS,
-    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": FLAGS,
-    "FSDP_MIN_NUM_PARAMS": NUMBERS,
-    "FSDP_TRANSFORMER_CLS_TO_WRAP": Words(["", "A", "A,B", "A, B", "a"]),
+    "FSDP_OFFLOAD_PARAMS": FLAGS, "FSDP_FORWARD_PREFETCH": FLAGS, "FSDP_USE_ORIG_PARAMS": FLAGS,
+    "FSDP_SYNC_MODULE_STATES": FLAGS, "FSDP_CPU_RAM_EFFICIENT_LOADING": FLAGS,
+    "FSDP_ACTIVATION_CHECKPOINTING": FLAGS, "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": FLAGS,
+    "FSDP_MIN_NUM_PARAMS": NUMBERS, "FSDP_TRANSFORMER_CLS_TO_WRAP": Words(["", "A", "A,B", "A, B", "a"]),
     "FSDP_IGNORED_MODULES": Words(["", "head", "layers.*"]),
-}
+}  # fmt: skip
 DEEPSPEED = {
-    "ACCELERATE_DEEPSPEED_ZERO_STAGE": NUMBERS,
-    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": NUMBERS,
-    "ACCELERATE_GRADIENT_CLIPPING": NUMBERS,
-    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": DEVICES,
+    "ACCELERATE_DEEPSPEED_ZERO_STAGE": NUMBERS, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": NUMBERS,
+    "ACCELERATE_GRADIENT_CLIPPING": NUMBERS, "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": DEVICES,
     "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": DEVICES,
     "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH": Words(["", "none", "/nvme", "NONE"]),
     "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH": Words(["", "none", "/nvme", "NONE"]),
-    "ACCELERATE_DEEPSPEED_ZERO3_INIT": FLAGS,
-    "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": FLAGS,
+    "ACCELERATE_DEEPSPEED_ZERO3_INIT": FLAGS, "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": FLAGS,
     "ACCELERATE_DEEPSPEED_CONFIG_FILE": Words(["", "none", "absent.json"]),
     "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": Words(["", "A", "A,B"]),
     "ACCELERATE_FP8_BACKEND": Words(["", "MSAMP", "msamp", "TE"]),
     "ACCELERATE_FP8_OPT_LEVEL": Words(["", "O1", "O2", "O3", "o2"]),
-}
+}  # fmt: skip
 MEGATRON_FLAGS = (
     "USE_CUSTOM_FSDP NO_LOAD_OPTIM EOD_MASK_LOSS NO_SAVE_OPTIM OPTIMIZER_CPU_OFFLOAD OVERLAP_CPU_OPTIMIZER_D2H_H2D "
     "USE_PRECISION_AWARE_OPTIMIZER SEQUENCE_PARALLELISM RECOMPUTE_ACTIVATIONS USE_DISTRIBUTED_OPTIMIZER ATTENTION_SOFTMAX_IN_FP32 "
@@ -123,11 +91,9 @@ DYNAMO = {
 }
 FP8 = {
     "ACCELERATE_FP8_OPT_LEVEL": Words(["", "O1", "O2", "O3", "o1", "x"]),
-    "ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER": FLAGS,
-    "ACCELERATE_FP8_PAD_INNER_DIM": FLAGS,
-    "ACCELERATE_FP8_MARGIN": NUMBERS,
-    "ACCELERATE_FP8_BACKEND": Words(["", "te", "AO", "msamp", "x"]),
-}
+    "ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER": FLAGS, "ACCELERATE_FP8_PAD_INNER_DIM": FLAGS,
+    "ACCELERATE_FP8_MARGIN": NUMBERS, "ACCELERATE_FP8_BACKEND": Words(["", "te", "AO", "msamp", "x"]),
+}  # fmt: skip
 
 
 def register(title: str, covers: str, variables: dict[str, list[str]], build: Any, **given: Any) -> None:
@@ -145,12 +111,9 @@ def register(title: str, covers: str, variables: dict[str, list[str]], build: An
 DATACLASS = "utils.dataclasses:"
 register("fsdp1", DATACLASS + "FullyShardedDataParallelPlugin", FSDP, dataclasses.FullyShardedDataParallelPlugin)
 register(
-    "fsdp2",
-    DATACLASS + "FullyShardedDataParallelPlugin",
-    FSDP,
-    dataclasses.FullyShardedDataParallelPlugin,
+    "fsdp2", DATACLASS + "FullyShardedDataParallelPlugin", FSDP, dataclasses.FullyShardedDataParallelPlugin,
     fsdp_version=2,
-)
+)  # fmt: skip
 for policy_ in ("transformer_based_wrap", "size_based_wrap"):
     which_ = {name: FSDP[name] for name in ("FSDP_TRANSFORMER_CLS_TO_WRAP", "FSDP_MIN_NUM_PARAMS")}
     register(
@@ -161,12 +124,9 @@ for policy_ in ("transformer_based_wrap", "size_based_wrap"):
         auto_wrap_policy=policy_,
     )
 register(
-    "checkpointing",
-    DATACLASS + "FullyShardedDataParallelPlugin",
-    {"FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": FLAGS},
-    dataclasses.FullyShardedDataParallelPlugin,
-    activation_checkpointing=True,
-)
+    "checkpointing", DATACLASS + "FullyShardedDataParallelPlugin", {"FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": FLAGS},
+    dataclasses.FullyShardedDataParallelPlugin, activation_checkpointing=True,
+)  # fmt: skip
 register("deepspeed", DATACLASS + "DeepSpeedPlugin", DEEPSPEED, dataclasses.DeepSpeedPlugin)
 register("stage3", DATACLASS + "DeepSpeedPlugin", DEEPSPEED, dataclasses.DeepSpeedPlugin, zero_stage=3)
 CONTEXT = {"MEGATRON_LM_CONTEXT_PARALLEL_SIZE": MEGATRON.pop("MEGATRON_LM_CONTEXT_PARALLEL_SIZE")}
@@ -216,33 +176,21 @@ def of_accelerator() -> dict[str, Any]:
 
 
 STATES = {
-    "ACCELERATE_USE_CPU": FLAGS,
-    "ACCELERATE_DEBUG_MODE": FLAGS,
+    "ACCELERATE_USE_CPU": FLAGS, "ACCELERATE_DEBUG_MODE": FLAGS,
     "ACCELERATE_TORCH_DEVICE": Words(["", "cpu", "CPU", "meta", "nonsense"]),
     "ACCELERATE_MIXED_PRECISION": Words(["", "no", "NO", "fp16", "FP16", "bf16", "Bf16", "fp8", "fp32", "nonsense"]),
-    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": NUMBERS,
-    "ACCELERATE_DOWNCAST_BF16": FLAGS,
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": NUMBERS, "ACCELERATE_DOWNCAST_BF16": FLAGS,
     "ACCELERATE_DYNAMO_BACKEND": DYNAMO["ACCELERATE_DYNAMO_BACKEND"],
-    "ACCELERATE_DYNAMO_MODE": DYNAMO["ACCELERATE_DYNAMO_MODE"],
-    "ACCELERATE_DYNAMO_USE_DYNAMIC": FLAGS,
-    "ACCELERATE_USE_FSDP": FLAGS,
-    "ACCELERATE_USE_DEEPSPEED": FLAGS,
-    "ACCELERATE_USE_MEGATRON_LM": FLAGS,
-    "ACCELERATE_USE_PARALLELISM_CONFIG": FLAGS,
-    "ACCELERATE_USE_XPU": FLAGS,
-    "ACCELERATE_USE_SAGEMAKER": FLAGS,
+    "ACCELERATE_DYNAMO_MODE": DYNAMO["ACCELERATE_DYNAMO_MODE"], "ACCELERATE_DYNAMO_USE_DYNAMIC": FLAGS,
+    "ACCELERATE_USE_FSDP": FLAGS, "ACCELERATE_USE_DEEPSPEED": FLAGS, "ACCELERATE_USE_MEGATRON_LM": FLAGS,
+    "ACCELERATE_USE_PARALLELISM_CONFIG": FLAGS, "ACCELERATE_USE_XPU": FLAGS, "ACCELERATE_USE_SAGEMAKER": FLAGS,
     "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": Words(["", "no", "DATA_PARALLEL", "x"]),
-    "ACCELERATE_CPU_AFFINITY": FLAGS,
-    "ACCELERATE_LOG_LEVEL": Words(["", "info", "INFO", "debug", "nonsense", "10"]),
-    "ACCELERATE_FP8_BACKEND": Words(["", "te", "AO", "ao", "MSAMP", "x"]),
-    "FORK_LAUNCHED": FLAGS,
-    "LOCAL_RANK": Words(["", "0", "-1", "1", "x"]),
-    "RANK": Words(["", "0", "-1", "x"]),
-    "WORLD_SIZE": Words(["", "0", "1", "-1", "x"]),
-    "XLA_USE_BF16": FLAGS,
-    "TORCH_DISTRIBUTED_DEBUG": Words(["", "OFF", "INFO", "DETAIL"]),
-    "CUDA_VISIBLE_DEVICES": Words(["", "0", "-1"]),
-}
+    "ACCELERATE_CPU_AFFINITY": FLAGS, "ACCELERATE_LOG_LEVEL": Words(["", "info", "INFO", "debug", "nonsense", "10"]),
+    "ACCELERATE_FP8_BACKEND": Words(["", "te", "AO", "ao", "MSAMP", "x"]), "FORK_LAUNCHED": FLAGS,
+    "LOCAL_RANK": Words(["", "0", "-1", "1", "x"]), "RANK": Words(["", "0", "-1", "x"]),
+    "WORLD_SIZE": Words(["", "0", "1", "-1", "x"]), "XLA_USE_BF16": FLAGS,
+    "TORCH_DISTRIBUTED_DEBUG": Words(["", "OFF", "INFO", "DETAIL"]), "CUDA_VISIBLE_DEVICES": Words(["", "0", "-1"]),
+}  # fmt: skip
 
 
 def register_state(title: str, covers: list[str], build: Any, **more: str) -> None:
@@ -266,19 +214,6 @@ register_state("bf16", ["accelerator:Accelerator"], of_accelerator, ACCELERATE_M
 
 
 @probe(
-    "state:AcceleratorState",
-    "state:PartialState",
-    variable=["ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"],
-    value=FLAGS,
-)
-def state_alone(variable: str, value: str) -> list[Any]:
-    """The flags of strategies on the states without an `Accelerator`."""
-    os.environ[variable] = value
-    state = AcceleratorState()
-    return [state.distributed_type, PartialState().distributed_type, state.mixed_precision, state.device]
-
-
-@probe(
     "utils.fsdp_utils:enable_fsdp_ram_efficient_loading",
     "utils.fsdp_utils:disable_fsdp_ram_efficient_loading",
     value=FLAGS,
@@ -293,42 +228,3 @@ def ram_efficient_loading(value: str):
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = value
         switch()
         yield name, {key: os.environ.get(key) for key in ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")}
-
-
-@probe(
-    "logging:get_logger",
-    level=Words(["", "info", "INFO", "Debug", "nonsense", "10"]),
-    argument=[None, "WARNING", "error"],
-)
-def log_level(level: str, argument: str | None) -> list[Any]:
-    os.environ["ACCELERATE_LOG_LEVEL"] = level
-    PartialState()
-    logger = get_logger("probe.of.variables", log_level=argument)
-    return [logger.logger.level, logger.logger.root.level]
-
-
-@probe("accelerator:Accelerator", value=NUMBERS, given=[1, 4])
-def accumulation_beside_an_argument(value: str, given: int) -> list[Any]:
-    os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = value
-    accelerator = Accelerator(gradient_accumulation_steps=given)
-    plugin = Accelerator(gradient_accumulation_plugin=dataclasses.GradientAccumulationPlugin(num_steps=given))
-    return [accelerator.gradient_accumulation_steps, plugin.gradient_accumulation_steps]
-
-
-@probe("utils.imports:is_rich_available", value=FLAGS, variable=["ACCELERATE_ENABLE_RICH", "ACCELERATE_DISABLE_RICH"])
-def rich(value: str, variable: str) -> bool:
-    os.environ[variable] = value
-    return imports.is_rich_available()
-
-
-@probe(
-    "accelerator:Accelerator",
-    variable=["ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_BACKEND"],
-    value=["fp16", "eager", "EAGER"],
-)
-def argument_wins(variable: str, value: str) -> list[Any]:
-    os.environ[variable] = value
-    accelerator = Accelerator(
-        mixed_precision="bf16", dynamo_backend="inductor", dataloader_config=DataLoaderConfiguration()
-    )
-    return [accelerator.mixed_precision, describe(fields_of(accelerator.state.dynamo_plugin))]

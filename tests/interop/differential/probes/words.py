@@ -4,11 +4,11 @@ from typing import Any
 
 import torch
 
-from accelerate import Accelerator, DataLoaderConfiguration, DistributedType
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.state import PartialState
 from accelerate.utils import dataclasses
-from interop.differential.core import Words, describe, probe
-from interop.differential.probes.plugins import EDGES, SWITCHES, fields_of, plain
+from interop.differential.core import Words, probe
+from interop.differential.probes.plugins import EDGES, SWITCHES, fields_of
 
 ACCELERATOR = ("accelerator:Accelerator", "state:AcceleratorState", "state:PartialState", "state:GradientState")
 PRECISIONS = Words(
@@ -17,31 +17,15 @@ PRECISIONS = Words(
 PRECISIONS += [dataclasses.PrecisionType.BF16, dataclasses.PrecisionType.NO, torch.float16]
 TRACKERS = "all aim tensorboard wandb trackio comet_ml mlflow clearml dvclive swanlab Tensorboard TENSORBOARD COMETML nonsense".split()  # noqa: SIM905
 RNGS = [
-    [],
-    ["torch"],
-    ["generator"],
-    ["cuda"],
-    ["torch", "generator"],
-    ["TORCH"],
-    ["python"],
-    ["numpy"],
-    ["xla"],
-    ["nonsense"],
-    [""],
-]
+    [], ["torch"], ["generator"], ["cuda"], ["torch", "generator"], ["TORCH"], ["python"], ["numpy"], ["xla"],
+    ["nonsense"], [""],
+]  # fmt: skip
 RNGS += ["torch", "generator", None, [dataclasses.RNGType.TORCH], [1], ("torch",), {"torch"}]
 BACKENDS = "no eager aot_eager inductor aot_ts_nvfuser nvprims_nvfuser cudagraphs ofi fx2trt onnxrt tensorrt tvm hpu_backend neuron".split()  # noqa: SIM905
 BACKENDS += [
-    "aot_torchxla_trace_once",
-    "torchxla_trace_once",
-    "torhchxla_trace_once",
-    "INDUCTOR",
-    "Eager",
-    "",
-    "nonsense",
-    None,
-    1,
-]
+    "aot_torchxla_trace_once", "torchxla_trace_once", "torhchxla_trace_once", "INDUCTOR", "Eager", "", "nonsense",
+    None, 1,
+]  # fmt: skip
 
 
 def seen(accelerator: Accelerator) -> dict[str, Any]:
@@ -80,29 +64,17 @@ def seen(accelerator: Accelerator) -> dict[str, Any]:
 
 HANDLERS = ("autocast", "ddp", "scaler", "init", "fp8_recipe", "te_recipe", "msamp_recipe", "ao_recipe", "profile")
 GIVEN: dict[str, list[Any]] = {
-    "mixed_precision": PRECISIONS,
-    "rng_types": RNGS,
-    "dynamo_backend": BACKENDS,
+    "mixed_precision": PRECISIONS, "rng_types": RNGS, "dynamo_backend": BACKENDS,
     "log_with": Words(
-        [None, *TRACKERS, [], ["tensorboard"], ["nonsense"], ["tensorboard", "tensorboard"], ["all"], 1, ""]
+        [None, *TRACKERS, [], ["tensorboard"], ["nonsense"], ["tensorboard", "tensorboard"], ["all"], 1, ""],
     ),
-    "device_placement": SWITCHES,
-    "split_batches": SWITCHES,
-    "step_scheduler_with_optimizer": SWITCHES,
-    "cpu": SWITCHES,
-    "gradient_accumulation_steps": EDGES,
-    "project_dir": Words([None, "", "a", "ä/b", 1]),
-    "dispatch_batches": SWITCHES,
-    "even_batches": SWITCHES,
-    "use_seedable_sampler": SWITCHES,
-    "fsdp_plugin": [None, "nonsense", 1],
-    "deepspeed_plugin": ["nonsense", 1, None],
-    "deepspeed_plugins": ["nonsense", {}, None],
-    "megatron_lm_plugin": ["nonsense", None],
-    "torch_tp_plugin": [None, "nonsense"],
-    "parallelism_config": [None, "nonsense", 1],
-    "no_such_argument": [1],
-}
+    "device_placement": SWITCHES, "split_batches": SWITCHES, "step_scheduler_with_optimizer": SWITCHES,
+    "cpu": SWITCHES, "gradient_accumulation_steps": EDGES, "project_dir": Words([None, "", "a", "ä/b", 1]),
+    "dispatch_batches": SWITCHES, "even_batches": SWITCHES, "use_seedable_sampler": SWITCHES,
+    "fsdp_plugin": [None, "nonsense", 1], "deepspeed_plugin": ["nonsense", 1, None],
+    "deepspeed_plugins": ["nonsense", {}, None], "megatron_lm_plugin": ["nonsense", None],
+    "torch_tp_plugin": [None, "nonsense"], "parallelism_config": [None, "nonsense", 1], "no_such_argument": [1],
+}  # fmt: skip
 
 
 def register(name: str, values: Any) -> None:
@@ -116,26 +88,19 @@ def register(name: str, values: Any) -> None:
 
 
 HANDLED: dict[str, Any] = {
-    "none": lambda: None,
-    "empty": list,
-    "autocast": lambda: [dataclasses.AutocastKwargs(enabled=False)],
+    "none": lambda: None, "empty": list, "autocast": lambda: [dataclasses.AutocastKwargs(enabled=False)],
     "scaler": lambda: [dataclasses.GradScalerKwargs(init_scale=2.0)],
     "ddp": lambda: [dataclasses.DistributedDataParallelKwargs(find_unused_parameters=True)],
     "profile": lambda: [dataclasses.ProfileKwargs(with_flops=True)],
     "several": lambda: [dataclasses.AutocastKwargs(), dataclasses.ProfileKwargs(), dataclasses.GradScalerKwargs()],
     "twice": lambda: [dataclasses.AutocastKwargs(), dataclasses.AutocastKwargs()],
-    "ao": lambda: [dataclasses.AORecipeKwargs()],
-    "msamp": lambda: [dataclasses.MSAMPRecipeKwargs()],
+    "ao": lambda: [dataclasses.AORecipeKwargs()], "msamp": lambda: [dataclasses.MSAMPRecipeKwargs()],
     "two recipes": lambda: [dataclasses.AORecipeKwargs(), dataclasses.MSAMPRecipeKwargs()],
-    "texts": lambda: ["nonsense"],
-    "text": lambda: "nonsense",
-    "number": lambda: [1],
-    "base": lambda: [dataclasses.KwargsHandler()],
-    "tuple": lambda: (dataclasses.AutocastKwargs(),),
-    "class": lambda: [dataclasses.AutocastKwargs],
-    "init": lambda: [dataclasses.InitProcessGroupKwargs()],
+    "texts": lambda: ["nonsense"], "text": lambda: "nonsense", "number": lambda: [1],
+    "base": lambda: [dataclasses.KwargsHandler()], "tuple": lambda: (dataclasses.AutocastKwargs(),),
+    "class": lambda: [dataclasses.AutocastKwargs], "init": lambda: [dataclasses.InitProcessGroupKwargs()],
     "accumulation": lambda: [dataclasses.GradientAccumulationPlugin(num_steps=2)],
-}
+}  # fmt: skip
 
 
 @probe(*ACCELERATOR, handlers=HANDLED, precision=["no", "bf16", "fp8"])
@@ -165,94 +130,7 @@ for name_, values_ in GIVEN.items():
     register(name_, values_)
 
 
-@probe(
-    *ACCELERATOR,
-    precision=["no", "fp16", "bf16"],
-    log_with=[None, "tensorboard"],
-    steps=[1, 3],
-    split=[True, False],
-    rng=[None, ["torch"]],
-)
-def combined(precision: str, log_with: Any, steps: int, split: bool, rng: Any) -> Any:
-    """Several arguments at a time, with a folder that trackers need."""
-    return seen(
-        Accelerator(
-            mixed_precision=precision,
-            log_with=log_with,
-            project_dir="runs",
-            gradient_accumulation_steps=steps,
-            dataloader_config=DataLoaderConfiguration(split_batches=split),
-            rng_types=rng,
-        )
-    )
-
-
-@probe("accelerator:Accelerator", first=PRECISIONS[:8], second=["no", "bf16", "fp16", None])
-def precision_of_a_second(first: Any, second: Any) -> Any:
-    """A second `Accelerator` beside the first."""
-    one = Accelerator(mixed_precision=first)
-    other = Accelerator(mixed_precision=second)
-    return [one.mixed_precision, other.mixed_precision, type(other.scaler).__name__]
-
-
-@probe("state:AcceleratorState", precision=PRECISIONS, cpu=[True, False])
-def state_precision(precision: Any, cpu: bool) -> Any:
-    state = AcceleratorState(precision, cpu, dataclasses.TorchDynamoPlugin(), _from_accelerator=True)
-    return [state.mixed_precision, state._mixed_precision, state.device, state.distributed_type, state.initialized]
-
-
 @probe("state:PartialState", cpu=SWITCHES, backend=Words([None, "gloo", "nccl", "GLOO", "", "nonsense", 1]))
 def partial_backend(cpu: Any, backend: Any) -> Any:
     state = PartialState(cpu=cpu, backend=backend)
     return [state.backend, state.device, state.distributed_type, state.num_processes]
-
-
-@probe(
-    "state:GradientState",
-    name=["num_steps", "adjust_scheduler", "sync_with_dataloader", "sync_each_batch"],
-    value=[None, True, False, 2, "x"],
-)
-def gradient_settings(name: str, value: Any) -> Any:
-    state = GradientState(dataclasses.GradientAccumulationPlugin(**{name: value}))
-    return [
-        state.num_steps,
-        state.adjust_scheduler,
-        state.sync_with_dataloader,
-        state.sync_each_batch,
-        state.sync_gradients,
-    ]
-
-
-@probe(
-    *ACCELERATOR,
-    to=Words(["MULTI_GPU", "multi_gpu", "FSDP", "NO", "", "nonsense", DistributedType.DEEPSPEED]),
-    on=["partial", "accelerator"],
-)
-def assigned_type(to: Any, on: str) -> Any:
-    """Libraries assign another type to a state."""
-    accelerator = Accelerator()
-    state = PartialState() if on == "partial" else accelerator.state
-    state.distributed_type = to
-    return [
-        describe(accelerator.distributed_type),
-        accelerator.use_distributed,
-        plain(accelerator.state.mixed_precision),
-    ]
-
-
-@probe(
-    "accelerator:Accelerator",
-    kind=Words(["no", "bf16", "fp16"]),
-    enabled=[True, False, None],
-    cache=[None, True, False],
-)
-def autocast(kind: str, enabled: Any, cache: Any) -> Any:
-    """What computations inside `autocast` give."""
-    accelerator = Accelerator(mixed_precision=kind)
-    handler = None if enabled is None else dataclasses.AutocastKwargs(enabled=enabled, cache_enabled=cache)
-    with accelerator.autocast(autocast_handler=handler):
-        return [
-            (torch.ones(2, 2) @ torch.ones(2, 2)).dtype,
-            torch.is_autocast_enabled("cpu"),
-            torch.get_autocast_dtype("cpu"),
-        ]

@@ -42,27 +42,21 @@ class Model(torch.nn.Module):
 
 
 @probe(
-    "utils.operations:convert_outputs_to_fp32",
-    "utils.operations:ConvertOutputsToFp32",
-    wrapper=["convert_outputs_to_fp32", "ConvertOutputsToFp32"],
-    value=OUTPUTS,
-    keywords=[{}, {"times": 2}],
-)
+    "utils.operations:convert_outputs_to_fp32", "utils.operations:ConvertOutputsToFp32",
+    wrapper=["convert_outputs_to_fp32", "ConvertOutputsToFp32"], value=OUTPUTS, keywords=[{}, {"times": 2}],
+)  # fmt: skip
 def converted_outputs(wrapper: str, value: Any, keywords: dict[str, Any]) -> Any:
     return getattr(operations, wrapper)(Model().forward)(value, **keywords)
 
 
 @probe(
-    "utils.operations:convert_outputs_to_fp32",
-    "utils.operations:ConvertOutputsToFp32",
+    "utils.operations:convert_outputs_to_fp32", "utils.operations:ConvertOutputsToFp32",
     wrapper=["convert_outputs_to_fp32", "ConvertOutputsToFp32"],
     given={
-        "method": lambda: Model().forward,
-        "function": lambda: double,
-        "lambda": lambda: lambda x: x,
+        "method": lambda: Model().forward, "function": lambda: double, "lambda": lambda: lambda x: x,
         "class": lambda: int,
     },
-)
+)  # fmt: skip
 def converter(wrapper: str, given: Any) -> Iterator[tuple[str, Any]]:
     made = getattr(operations, wrapper)(given)
     yield "kind", type(made).__name__
@@ -99,17 +93,12 @@ def warned(dim: int) -> Any:
 @probe(
     "utils.operations:GatheredParameters",
     params={
-        "parameter": lambda: torch.nn.Parameter(torch.ones(2)),
-        "list": lambda: [torch.nn.Parameter(torch.ones(2))],
-        "empty": list,
-        "generator": lambda: Model().parameters(),
-        "None": lambda: None,
+        "parameter": lambda: torch.nn.Parameter(torch.ones(2)), "list": lambda: [torch.nn.Parameter(torch.ones(2))],
+        "empty": list, "generator": lambda: Model().parameters(), "None": lambda: None,
         "tensor": lambda: torch.ones(2),
     },
-    modifier_rank=[None, 0],
-    enabled=[True, False],
-    fwd_module={"None": lambda: None, "module": Model},
-)
+    modifier_rank=[None, 0], enabled=[True, False], fwd_module={"None": lambda: None, "module": Model},
+)  # fmt: skip
 def gathered_parameters(params: Any, modifier_rank: Any, enabled: bool, fwd_module: Any) -> Iterator[tuple[str, Any]]:
     Accelerator(cpu=True)
     with operations.GatheredParameters(params, modifier_rank, fwd_module, enabled) as inside:
@@ -120,12 +109,10 @@ def gathered_parameters(params: Any, modifier_rank: Any, enabled: bool, fwd_modu
 
 
 @probe(
-    "utils.operations:verify_operation",
-    "utils.operations:chained_operation",
-    decorator=["verify_operation", "chained_operation"],
-    debug=["0", "1"],
+    "utils.operations:verify_operation", "utils.operations:chained_operation",
+    decorator=["verify_operation", "chained_operation"], debug=["0", "1"],
     raises=[None, ValueError, "DistributedOperationException"],
-)
+)  # fmt: skip
 def decorated(decorator: str, debug: str, raises: Any) -> Iterator[tuple[str, Any]]:
     os.environ["ACCELERATE_DEBUG_MODE"] = debug
     PartialState(cpu=True)
