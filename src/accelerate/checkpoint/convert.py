@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from accelerate.checkpoint import formats, layouts, manifest, optimizers, state, weights
+from accelerate.checkpoint import formats, layouts, manifest, optimizers, state
 from accelerate.checkpoint.inspect import all_files
 from accelerate.checkpoint.layouts import Found, Kind
 from accelerate.checkpoint.manifest import (
@@ -84,7 +84,7 @@ def _part(folder: str, files: Collection[str], kind: Kind, index: int) -> Found 
 
 
 def _storable(stored: "Stored", dtype: torch.dtype | None = None) -> dict[str, Any]:
-    """Return a model's tensors under the names that the user wrote, as `weights.write` takes them: read when they are written.
+    """Return a model's tensors under the names that the user wrote, as `formats.write_weights` takes them: read when they are written.
 
     Args:
         stored: the model.
@@ -172,7 +172,7 @@ def export(
     elif found.kind != "complete":
         logger.warning("%s is incomplete, but its weights are whole: %s.", storage.location, found.reason)
     content = _storable(part.open(), DTYPES[dtype] if dtype else None)
-    return weights.replace(there, pattern=_pattern(0), limit=limit, **content)
+    return formats.replace_weights(there, pattern=_pattern(0), limit=limit, **content)
 
 
 def _pattern(index: int) -> str:
@@ -349,7 +349,7 @@ def _converted(parts: Collection[Found], staged: str, layout: str, shards: int) 
                 known_names[found.index] = [list(group["params"]) for group in values["param_groups"]]
             write(manifest.optimizer_file(found.index), formats.write_torch, stored.read(state.numbered(values)))
         elif all(isinstance(value, torch.Tensor) for value in values.values()):
-            entries |= weights.write(staged, pattern=_pattern(found.index), **_storable(stored))
+            entries |= formats.write_weights(staged, pattern=_pattern(found.index), **_storable(stored))
         else:  # safetensors has no place for what is no tensor
             write(manifest.model_file(found.index, False), formats.write_torch, stored.read(values))
     if known_names:

@@ -30,6 +30,7 @@ from accelerate.utils.constants import FSDP_MODEL_NAME
 
 if TYPE_CHECKING:
     from accelerate.checkpoint.shards import Stored
+    from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 
 Path = str | os.PathLike[str]
 Kind = Literal["model", "optimizer"]
@@ -68,7 +69,8 @@ class Found:
             files = self.files()
             listed = [entries[file] for file in files if file in entries]
             aliases = {alias: kept for entry in listed for alias, kept in entry.aliases.items()}
-            stored = Stored.in_files([os.path.join(self.folder, file) for file in files], aliases)
+            paths = [os.path.join(self.folder, file) for file in files]
+            stored = Stored.in_files({path: load.mapped_file(path) for path in paths}, aliases)
             stored.verified = len(listed) == len(files)
             return stored
         rank, size = state.rank_and_size()
@@ -78,7 +80,7 @@ class Found:
                 f"{self.name}_rank*.bin in {self.folder!r} were written by {written} ranks, and only as many can load them; "
                 f"there are {size}. Save with SHARDED_STATE_DICT and use_dcp=True to load on any number of ranks."
             )
-        held = formats.mapped(os.path.join(self.folder, manifest.rank_file(self.name, rank)))
+        held = load.mapped_file(os.path.join(self.folder, manifest.rank_file(self.name, rank)))
         return Stored(f"{self.name} of rank {rank}", held)
 
     def files(self) -> list[str]:
@@ -278,6 +280,43 @@ def like(own: torch.Tensor, value: torch.Tensor, stored: "Stored", over: bool = 
 # -- saving and loading what is spread over ranks ----------------------------------------------------------------------
 
 
+def layout_of(plugin: "FullyShardedDataParallelPlugin", kind: Kind, use_dcp: bool = True) -> Layout:
+    """Return how a checkpoint keeps the shards.
+
+    Args:
+        plugin: its `state_dict_type` chooses.
+        kind: what is saved.
+        use_dcp: False for a file per rank instead of a folder that any number of ranks can load.
+    """
+    chosen = plugin.state_dict_type.name
+    if chosen == "FULL_STATE_DICT":
+        return "full"
+    return "sharded" if use_dcp and (kind == "optimizer" or chosen == "SHARDED_STATE_DICT") else "local"
+
+
+def save_model(
+    plugin: "FullyShardedDataParallelPlugin",
+    model: nn.Module,
+    folder: Path,
+    index: int = 0,
+    use_dcp: bool = True,
+    getter: Callable[..., dict[str, Any]] | None = None,
+) -> None:
+    """Write a model's state as `layout_of` says. All ranks.
+
+    Args:
+        plugin: see `layout_of`.
+        model: of any kind.
+        folder: see `write`.
+        index: see `write`.
+        use_dcp: see `layout_of`.
+        getter: of `state.model_state`.
+    """
+    flat = plugin.state_dict_type.name == "LOCAL_STATE_DICT" and state.is_fsdp1(model)
+    values = state.model_state(model, getter, "local" if flat else "sharded").values
+    write(values, folder, "model", index, layout_of(plugin, "model", use_dcp), flat)
+
+
 def write(
     values: dict[str, Any], folder: Path, kind: Kind, index: int = 0, layout: Layout = "sharded", flat: bool = False
 ) -> None:
@@ -285,7 +324,7 @@ def write(
 
     Args:
         values: the state.
-        folder: the checkpoint's folder, which all ranks see, or the `SavePlan` of a save.
+        folder: the checkpoint's folder, which all ranks see and which is made if missing, or the `SavePlan` of a save.
         kind: what it is the state of.
         index: which of the models or optimizers it is, from 0.
         layout: how it is written.
@@ -311,6 +350,7 @@ def write(
         return
 
     def put() -> None:
+        os.makedirs(folder, exist_ok=True)
         if os.path.exists(os.path.join(folder, NAME)):
             raise ValueError(
                 f"{os.fspath(folder)!r} is a checkpoint of save_state, with a manifest. Save to another folder."

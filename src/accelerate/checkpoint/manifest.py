@@ -189,21 +189,11 @@ class FileEntry:
         return {key: value for key, value in values.items() if value is not None}
 
     @classmethod
-    def from_json(cls, values: Any, where: str = "") -> "FileEntry":
-        """Return the entry that `to_json` returned, in a manifest or on another rank; nothing in it is trusted.
-
-        Args:
-            values: plain data.
-            where: what is in front of the message of an error.
-
-        Raises:
-            ValueError: a value is missing, or of another type.
-        """
-        entry = _checked(values, _FILE, ("size", "checksum"), where)
-        if "tensors" in entry:
-            tensors = {name: _checked(one, _TENSOR, _TENSOR, where) for name, one in entry["tensors"].items()}
-            entry["tensors"] = {name: TensorEntry(tuple(one["shape"]), one["dtype"]) for name, one in tensors.items()}
-        return cls(**entry)
+    def from_json(cls, values: Mapping[str, Any]) -> "FileEntry":
+        """Return the entry that `to_json` returned, on another rank; what a manifest says has been checked."""
+        if (tensors := values.get("tensors")) is not None:
+            tensors = {name: TensorEntry(tuple(one["shape"]), one["dtype"]) for name, one in tensors.items()}
+        return cls(**{**values, "tensors": tensors})
 
 
 def library_versions() -> dict[str, str]:
@@ -283,7 +273,8 @@ class Manifest:
                 raise ValueError(f"its checksums are not {_CHECKSUM}, or its world_size is 0")
             if outside := [name for name in values["files"] if not is_inside(name)]:
                 raise ValueError(f"the file name {outside[0]!r:.80} leads out of the folder")
-            values["files"] = {name: FileEntry.from_json(one, f"{name}: ") for name, one in values["files"].items()}
+            files = {name: FileEntry.from_json(_checked_file(name, one)) for name, one in values["files"].items()}
+            values["files"] = files
             return cls(**{"created": "", "versions": {}, **values})
         except (ValueError, RecursionError) as error:
             raise DamagedCheckpoint(f"{origin} is not a manifest of a checkpoint: {error}") from None
@@ -352,6 +343,14 @@ def _checked(data: Any, types: Mapping[str, Any], required: Iterable[str], where
         if not _is(value, types[key]):
             raise ValueError(f"{where}{key} cannot be {value!r:.80}")
     return values
+
+
+def _checked_file(name: str, data: Any) -> dict[str, Any]:
+    """Return what `FileEntry.from_json` takes."""
+    entry = _checked(data, _FILE, ("size", "checksum"), f"{name}: ")
+    for one in entry.get("tensors", {}).values():
+        _checked(one, _TENSOR, _TENSOR, f"{name}: ")
+    return entry
 
 
 def _is(value: Any, kind: Any) -> bool:

@@ -17,7 +17,7 @@ import os
 import pickle
 import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import IO, Any
 
 import torch
@@ -109,27 +109,25 @@ class Stored:
         return stored
 
     @classmethod
-    def in_files(cls, files: Sequence[Path], aliases: Mapping[str, str] | None = None) -> "Stored":
+    def in_files(cls, files: Mapping[str, Any], aliases: Mapping[str, str] | None = None) -> "Stored":
         """Return what files of whole tensors hold.
 
         Args:
-            files: local files, of safetensors or in torch's format; the state dict of one model if they are several.
+            files: what `load.mapped_file` returned for each; the state dict of one model if they are several.
             aliases: names that are not in the files, to those that have their values.
 
         Raises:
-            DamagedCheckpoint: a file is not what its name says.
-            UnpicklingError: a file holds objects that are not plain data.
+            DamagedCheckpoint: a file holds no state dict, or what another one holds.
         """
-        origin = os.fspath(files[0]) if len(files) == 1 else os.path.dirname(os.fspath(files[0]))
+        origin = next(iter(files)) if len(files) == 1 else os.path.dirname(next(iter(files)))
         state: dict[Any, Any] = {}
         found: dict[str, str] = {}
-        for file in files:
-            held = formats.mapped(file)
+        for file, held in files.items():
             if not isinstance(held, Mapping):
-                raise DamagedCheckpoint(f"{os.fspath(file)} holds a {type(held).__name__}, not a state dict.")
+                raise DamagedCheckpoint(f"{file} holds a {type(held).__name__}, not a state dict.")
             if twice := sorted(held.keys() & state.keys(), key=str):
                 raise DamagedCheckpoint(f"{origin} has two values of the name {twice[0]!r}.")
-            if not os.fspath(file).endswith(".safetensors"):
+            if not file.endswith(".safetensors"):
                 found |= same_tensors(held)
             state.update(held)
         found |= {name: kept for name, kept in (aliases or {}).items() if name not in state and kept in state}
