@@ -21,29 +21,16 @@ from accelerate.checkpoint.manifest import INDEX_SUFFIX, FileEntry, TensorEntry
 from accelerate.runtime.durable import STAGING_PREFIX, Path, durable, of_file, sync_folder
 
 # What safetensors calls torch's dtypes, as far as this torch has them.
-DTYPE_NAMES = {
-    getattr(torch, dtype): name
-    for dtype, name in {
-        "float64": "F64",
-        "float32": "F32",
-        "float16": "F16",
-        "bfloat16": "BF16",
-        "int64": "I64",
-        "int32": "I32",
-        "int16": "I16",
-        "int8": "I8",
-        "uint64": "U64",
-        "uint32": "U32",
-        "uint16": "U16",
-        "uint8": "U8",
-        "bool": "BOOL",
-        "complex64": "C64",
-        "float8_e4m3fn": "F8_E4M3",
-        "float8_e5m2": "F8_E5M2",
-        "float8_e8m0fnu": "F8_E8M0",
-    }.items()
-    if hasattr(torch, dtype)
+_ODD = {
+    "bfloat16": "BF16",
+    "bool": "BOOL",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e8m0fnu": "F8_E8M0",
 }
+_BITS = {"float": (64, 32, 16), "int": (64, 32, 16, 8), "uint": (64, 32, 16, 8), "complex": (64,)}
+_NAMES = _ODD | {f"{kind}{bits}": f"{kind[0].upper()}{bits}" for kind, sizes in _BITS.items() for bits in sizes}
+DTYPE_NAMES = {getattr(torch, dtype): name for dtype, name in _NAMES.items() if hasattr(torch, dtype)}
 
 
 def tensor_entry(shape: Iterable[int], dtype: torch.dtype) -> TensorEntry:

@@ -9,11 +9,10 @@ Parameters have the names that the user wrote (see `checkpoint.state`), so each 
 ranks. Everything is read before anything changes.
 """
 
-import dataclasses
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -126,9 +125,8 @@ def usual_names(kind: Kind, index: int) -> tuple[str, str]:
 
 def whole_names(index: int) -> list[tuple[str, str]]:
     """Return the names of a model's file of weights, and of an index instead: of safetensors, and of torch's format."""
-    return [
-        (file, f"{file}{INDEX_SUFFIX}") for file in (manifest.model_file(index), manifest.model_file(index, False))
-    ]
+    files = manifest.model_file(index), manifest.model_file(index, False)
+    return [(file, f"{file}{INDEX_SUFFIX}") for file in files]
 
 
 def candidates(folder: Path, files: Collection[str], kind: Kind, index: int) -> list[Found]:
@@ -170,7 +168,7 @@ def find(folder: Path, kind: Kind, index: int = 0, prefer: Layout | None = None)
     if os.path.isfile(os.path.join(folder, name, manifest.METADATA)):
         files.add(f"{shards}/{manifest.METADATA}")
     found = min(candidates(folder, files, kind, index), key=lambda one: one.layout != prefer, default=None)
-    return dataclasses.replace(found, name=name) if found is not None and found.layout == "sharded" else found
+    return replace(found, name=name) if found is not None and found.layout == "sharded" else found
 
 
 def required(folder: Path, kind: Kind, index: int, prefer: Layout | None, verify: bool = True) -> Found:
@@ -249,12 +247,7 @@ def read_model(
         read[name] = like(mine, value, stored, over) if all(tensors) else value
         if any(tensors) and (not all(tensors) or read[name] is None):
             wrong.append(f"{name} is {_shape(value)} there and {_shape(mine)} in the model")
-    if wrong:
-        more = [f"and {len(wrong) - 10} more"] if len(wrong) > 10 else []
-        raise RuntimeError(
-            f"The weights in {stored.origin} do not fit the model; nothing was loaded.\n  "
-            + "\n  ".join([*wrong[:10], *more, "Build the model as it was when the checkpoint was saved."])
-        )
+    load.refuse_misfit(stored.origin, "the model", wrong)
     stored.fill()
     return read
 
@@ -295,12 +288,7 @@ def layout_of(plugin: "FullyShardedDataParallelPlugin", kind: Kind, use_dcp: boo
 
 
 def save_model(
-    plugin: "FullyShardedDataParallelPlugin",
-    model: nn.Module,
-    folder: Path,
-    index: int = 0,
-    use_dcp: bool = True,
-    getter: Callable[..., dict[str, Any]] | None = None,
+    plugin: "FullyShardedDataParallelPlugin", model: nn.Module, folder: Path, index: int, use_dcp: bool, getter: Any
 ) -> None:
     """Write a model's state as `layout_of` says. All ranks.
 
@@ -357,17 +345,14 @@ def write(
             )
         if owns and layout != "sharded":
             formats.write_torch(os.path.join(folder, name), values, rank)
-
-    def clear() -> None:
-        for file in filter(Found(os.fspath(folder), stem, "local").has, os.listdir(folder)):
-            if file not in [manifest.rank_file(stem, number) for number in range(size)]:
+        current = [manifest.rank_file(stem, number) for number in range(size)]
+        for file in os.listdir(folder) if layout == "local" and rank == 0 else ():
+            if Found(os.fspath(folder), stem, "local").has(file) and file not in current:
                 os.unlink(os.path.join(folder, file))  # of a save on more ranks
 
     together(put)
     if layout == "sharded":
         _publish_shards({kind: values}, os.path.join(folder, shards))
-    elif layout == "local":
-        together(lambda: clear() if rank == 0 else None)
 
 
 def _publish_shards(values: dict[str, Any], folder: str) -> None:
@@ -423,7 +408,7 @@ def read_for_model(
 
 
 def read_whole_model(model: nn.Module, folder: Path, index: int = 0, **options: Any) -> dict[str, Any]:
-    """Read a model's weights under the names that the model has, in whatever layout they were written. Any rank, alone.
+    """Read what `load.read_model` does not find: a model's weights in whatever layout they were written. Any rank, alone.
 
     Args:
         model: the model, wrapped or not; it is not changed.
@@ -436,8 +421,7 @@ def read_whole_model(model: nn.Module, folder: Path, index: int = 0, **options: 
         RuntimeError: names or shapes differ; the message lists them.
         DamagedCheckpoint: the shards are damaged.
     """
-    direct = any(os.path.exists(os.path.join(folder, file)) for file, _ in whole_names(index))
-    found = None if direct else find(folder, "model", index)
+    found = find(folder, "model", index)
     if found is None or found.layout == "local":
         return load.read_model(model, folder, index, **options)
     stored = found.open()

@@ -10,7 +10,7 @@ import inspect
 import logging
 import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -49,7 +49,7 @@ def _reported(path: str) -> Iterator[None]:
     except Exception as error:
         if path in str(error):
             raise
-        raise RuntimeError(f"{path} could not be read, so it is damaged: {type(error).__name__}: {error}") from error
+        raise DamagedCheckpoint(f"{path} could not be read, so it is damaged: {error!r}") from error
 
 
 def tensor_device(map_location: str | None, device: torch.device) -> Any:
@@ -80,11 +80,11 @@ def read_file(
             f"{os.fspath(folder)!r} has no state for {what}: {file} is missing. Prepare what was saved, in the same "
             "order, or load another folder."
         )
+    if path.endswith(".safetensors"):
+        return {name: tensor.to(device) for name, tensor in mapped_file(path).items()}
+    if mapped and device == "cpu" and not load_kwargs:
+        return mapped_file(path)
     with _reported(path):
-        if path.endswith(".safetensors"):
-            return {name: tensor.to(device) for name, tensor in mapped_file(path).items()}
-        if mapped and device == "cpu" and not load_kwargs:
-            return mapped_file(path)
         return torch.load(path, map_location=device, **{"weights_only": True, **(load_kwargs or {})})
 
 
@@ -93,7 +93,7 @@ def read_optimizer(folder: Path, index: int = 0, **options: Any) -> Any:
     return read_file(folder, manifest.optimizer_file(index), f"optimizer {index}", mapped=True, **options)
 
 
-def mapped_file(path: Path) -> Any:
+def mapped_file(path: str) -> Any:
     """Return what a file of tensors holds; their memory is the file's, read when it is touched and not written back.
 
     Args:
@@ -103,18 +103,14 @@ def mapped_file(path: Path) -> Any:
         UnpicklingError: it holds objects that are not plain data; no code of it ran.
         DamagedCheckpoint: it is damaged.
     """
-    try:
-        if os.fspath(path).endswith(".safetensors"):
+    with _reported(path):
+        if path.endswith(".safetensors"):
             with safe_open(path, framework="pt") as file:
                 return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  no mapping
         try:
             return torch.load(path, "cpu", mmap=True, weights_only=True)
         except (NotImplementedError, RuntimeError):  # no plain memory, or a file from before torch 1.6
             return torch.load(path, "cpu", weights_only=True)
-    except (pickle.UnpicklingError, OSError):
-        raise
-    except Exception as error:  # whatever a damaged file runs into
-        raise DamagedCheckpoint(f"{os.fspath(path)} could not be read: {error!r}") from error
 
 
 def weights_file(folder: Path, index: int = 0) -> str | None:
@@ -175,14 +171,23 @@ def fit_to_model(model: nn.Module, found: Mapping[str, Any], origin: str, strict
     if strict and loads_by_name(model):
         problems += [f"{name} is missing in the file" for name in own if name not in state]
         problems += [f"{name} is unexpected in the file" for name in state if name not in own]
-    if problems:
-        more = [f"and {len(problems) - 10} more"] if len(problems) > 10 else []
-        raise RuntimeError(
-            f"The weights in {origin} do not fit {type(model).__name__}; nothing was loaded.\n  "
-            + "\n  ".join([*problems[:10], *more])
-            + "\nBuild the model as it was when the checkpoint was saved, or load with strict=False, which accepts other names."
-        )
+    refuse_misfit(origin, type(model).__name__, problems, ", or load with strict=False, which accepts other names")
     return state
+
+
+def refuse_misfit(origin: str, model: str, problems: Sequence[str], more: str = "") -> None:
+    """Raise if weights do not fit a model.
+
+    Args:
+        origin: where the weights come from.
+        model: what they are for.
+        problems: a line for each difference; none if they fit.
+        more: what else the user may do.
+    """
+    if problems:
+        lines = "\n  ".join(manifest.first_of(problems))
+        advice = f"Build the model as it was when the checkpoint was saved{more}."
+        raise RuntimeError(f"The weights in {origin} do not fit {model}; nothing was loaded.\n  {lines}\n{advice}")
 
 
 def loads_by_name(model: Any) -> bool:
@@ -390,7 +395,7 @@ def _take_over(optimizer: Any, mapped: set[int], former: dict[Any, dict[str, Any
 
 
 def in_memory(state: Any) -> Any:
-    """Return a state with plain tensors of its own memory, where those of `mapped` are the file's.
+    """Return a state with plain tensors of its own memory, where those of `mapped_file` are the file's.
 
     Args:
         state: nested containers; they are not changed.

@@ -154,11 +154,11 @@ def _facts(accelerator: "Accelerator", backend: Backend) -> dict[str, Any]:
 
 def _automatic(
     accelerator: "Accelerator",
-) -> tuple[Callable[[CheckpointStorage], Any] | None, Callable[[CheckpointStorage], Any] | None]:
+) -> tuple[Callable[[CheckpointStorage], Any], ...]:
     """With automatic naming: what is done before a checkpoint is staged, and once it is in its place."""
     project = accelerator.project_configuration
     if not project.automatic_checkpoint_naming:
-        return None, None
+        return ()
     number, limit, loaded = project.iteration, project.total_limit, accelerator._loaded_checkpoint
     unfinished = accelerator._unfinished_save
 
