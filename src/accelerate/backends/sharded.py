@@ -166,7 +166,7 @@ class Sharded(Backend):
 
     # -- checkpoint ----------------------------------------------------------------------------------------------
 
-    def layout(self, accelerator: "Accelerator", kind: str, use_dcp: bool = True) -> Layout:
+    def layout(self, accelerator: "Accelerator", kind: layouts.Kind, use_dcp: bool = True) -> Layout:
         """Return how a checkpoint keeps the shards.
 
         Args:
@@ -174,7 +174,7 @@ class Sharded(Backend):
             kind: ``"model"`` or ``"optimizer"``.
             use_dcp: False for a file per rank instead of a folder that any number of ranks can load.
         """
-        return fsdp_utils._layout(accelerator.state.fsdp_plugin, use_dcp, kind == "optimizer")
+        return layouts.layout_of(accelerator.state.fsdp_plugin, kind, use_dcp)
 
     def model_state(self, accelerator: "Accelerator", model: nn.Module, unwrap: bool) -> dict[str, Any]:
         """Return the whole state dict in host memory on rank 0, and an empty one elsewhere. All ranks."""
@@ -185,22 +185,22 @@ class Sharded(Backend):
         self, accelerator: "Accelerator", state: dict[str, Any], folder: str, index: int, **options: Any
     ) -> None:
         """Write the shards of a model. All ranks."""
-        model = accelerator._models[index]
-        used = {name: options[name] for name in ("adapter_only", "use_dcp") if name in options}
-        fsdp_utils.save_fsdp_model(accelerator.state.fsdp_plugin, accelerator, model, folder, index, **used)
+        plugin, model, use_dcp = (
+            accelerator.state.fsdp_plugin,
+            accelerator._models[index],
+            options.get("use_dcp", True),
+        )
+        layouts.save_model(plugin, model, folder, index, use_dcp, _getter(options.get("adapter_only", False)))
 
     def load_model(
         self, accelerator: "Accelerator", model: nn.Module, folder: str, index: int, **options: Any
     ) -> tuple[ShardedModel, dict[str, Any]]:
         """Read this rank's shards of a model, whichever ranks wrote it, and return what takes them, and them. All ranks."""
         adapter_only = options.get("adapter_only", False)
-        getter: dict[str, Any] = {}
-        if adapter_only:
-            getter["getter"] = functools.partial(fsdp_utils._get_model_state_dict, adapter_only=True)
         prefer, strict = self.layout(accelerator, "model"), options.get("strict", True)
         over = not adapter_only and loads_by_name(model)
         state, own, layout, finish = layouts.read_for_model(
-            model, folder, index, prefer, strict, verify=False, over=over, **getter
+            model, folder, index, prefer, strict, verify=False, over=over, getter=_getter(adapter_only)
         )
         return ShardedModel(model, own, layout, adapter_only, finish), state
 
@@ -220,6 +220,11 @@ class Sharded(Backend):
         prefer = self.layout(accelerator, "optimizer")
         over = keeps_values(states.inner_optimizer(optimizer))
         return optimizers.read_for_optimizer(optimizer, model, folder, index, prefer, verify=False, over=over)
+
+
+def _getter(adapter_only: bool) -> Callable[..., dict[str, Any]] | None:
+    """Return what takes the state of an active adapter alone; None for the whole model."""
+    return functools.partial(fsdp_utils._get_model_state_dict, adapter_only=True) if adapter_only else None
 
 
 @contextlib.contextmanager

@@ -10,13 +10,12 @@ import atexit
 import copy
 import io
 import logging
-import multiprocessing
+import multiprocessing.util
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable
-from multiprocessing import util as multiprocessing_util
 from typing import Any
 
 import torch
@@ -253,10 +252,8 @@ class Background:
             reason: what waits for it, for the log; None says nothing.
         """
         self._join(reason)
-        self._thread, self.pending = (
-            None,
-            False,
-        )  # not before: a caller that is interrupted while it waits has not waited
+        # Not before: a caller that is interrupted while it waits has not waited.
+        self._thread, self.pending = None, False
         cause, self._problem = self._problem, None
         _unsettled.discard(self)
         if cause is None:
@@ -271,10 +268,7 @@ class Background:
             return
         self._hurry.set()
         if reason is not None and thread.is_alive():
-            begun = time.monotonic()
             logger.warning("%s waits for the checkpoint %s, which is still being written.", reason, self._what)
-            thread.join()
-            logger.warning("%s waited %.1f s for the checkpoint %s.", reason, time.monotonic() - begun, self._what)
         thread.join()
 
 
@@ -295,7 +289,7 @@ def _wait_at_exit() -> None:
             threading._register_atexit(_join_all)
         if multiprocessing.parent_process() is not None:
             # Such a process leaves without a look at `atexit`, and first reports to the other ranks that it ends.
-            multiprocessing_util.Finalize(None, _leave, exitpriority=1000)
+            multiprocessing.util.Finalize(None, _leave, exitpriority=1000)
         _registered_in = os.getpid()
 
 

@@ -96,15 +96,10 @@ class Group:
         """
         # A storage that is no file system is the same for all nodes.
         each_node = accelerator.project_configuration.save_on_each_node and storage.shared
-        return cls(
-            accelerator.process_index,
-            accelerator.num_processes,
-            accelerator.local_process_index,
-            # Where no launcher sets it, each rank looks after itself.
-            int(os.environ.get("LOCAL_WORLD_SIZE") or 1),
-            each_node,
-            storage.shared and not each_node,
-        )
+        ranks = accelerator.process_index, accelerator.num_processes, accelerator.local_process_index
+        # Where no launcher sets it, each rank looks after itself.
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+        return cls(*ranks, local_size, each_node, storage.shared and not each_node)
 
 
 class SaveBarrier:
@@ -359,8 +354,7 @@ def _message(title: str, notes: dict[int, Note], others: dict[int, str] | None =
     texts = {rank: f"called {note['kind']}({note['location']!r}) at {note['site']}" for rank, note in notes.items()}
     lines = _lines(dict(sorted((texts | (others or {})).items())))
     kind = min(note["kind"] for note in notes.values())
-    reason = "" if kind == "load_state" else ": only one of them writes each file"
-    return "\n  ".join([title, *lines]) + f"\nCall {kind} on every rank, with the same path{reason}."
+    return "\n  ".join([title, *lines]) + f"\nCall {kind} on every rank, with the same path."
 
 
 def _lines(texts: dict[int, str]) -> list[str]:

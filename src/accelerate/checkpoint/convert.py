@@ -16,18 +16,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from accelerate.checkpoint import formats, layouts, manifest, optimizers, state, weights
+from accelerate.checkpoint import formats, layouts, manifest, optimizers, state
 from accelerate.checkpoint.inspect import all_files
 from accelerate.checkpoint.layouts import Found, Kind
-from accelerate.checkpoint.manifest import (
-    INDEX_SUFFIX,
-    NAME,
-    DamagedCheckpoint,
-    FileEntry,
-    Manifest,
-    damaged,
-    problems,
-)
+from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, FileEntry, Manifest, damaged, problems
 from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, State, storage_of
 from accelerate.modules.unwrap import canonical_name
 from accelerate.offload.sizes import convert_file_size_to_int
@@ -42,8 +34,6 @@ logger = logging.getLogger(__name__)
 
 Entries = dict[str, FileEntry]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# In front of the names of what a save that was killed left, and of its lock.
-_OF_SAVES = (*manifest.HIDDEN_PREFIXES, manifest.LOCK_PREFIX)
 
 # -- the source and the target -----------------------------------------------------------------------------------------
 
@@ -84,7 +74,7 @@ def _part(folder: str, files: Collection[str], kind: Kind, index: int) -> Found 
 
 
 def _storable(stored: "Stored", dtype: torch.dtype | None = None) -> dict[str, Any]:
-    """Return a model's tensors under the names that the user wrote, as `weights.write` takes them: read when they are written.
+    """Return a model's tensors under the names that the user wrote, as `formats.write_weights` takes them: read when they are written.
 
     Args:
         stored: the model.
@@ -164,7 +154,7 @@ def export(
             f"It has {', '.join(sorted(names)) or 'no files'}."
         )
     # The files that an index lists are known when it is here.
-    folder = storage.fetch(None if part.name.endswith(INDEX_SUFFIX) else part.has)
+    folder = storage.fetch(None if part.name.endswith(manifest.INDEX_SUFFIX) else part.has)
     part = dataclasses.replace(part, folder=folder)
     part.verify()
     if found.manifest is None:
@@ -172,7 +162,7 @@ def export(
     elif found.kind != "complete":
         logger.warning("%s is incomplete, but its weights are whole: %s.", storage.location, found.reason)
     content = _storable(part.open(), DTYPES[dtype] if dtype else None)
-    return weights.replace(there, pattern=_pattern(0), limit=limit, **content)
+    return formats.replace_weights(there, pattern=_pattern(0), limit=limit, **content)
 
 
 def _pattern(index: int) -> str:
@@ -242,7 +232,7 @@ def merge_fsdp_weights(
         if safe_serialization:
             tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
             entry = formats.write_safetensors(
-                path, tensors, {"format": "pt"}, read=lambda name: stored.read(tensors[name])
+                path, tensors, {"format": "pt"}, read=lambda key: stored.read(tensors[key])
             )
         else:
             entry = formats.write_torch(path, stored.read(values))
@@ -251,7 +241,6 @@ def merge_fsdp_weights(
             if durable.of_file(path) != (entry.size, entry.checksum):
                 raise OSError(f"{path} is not what was written, so no shards were deleted.")
             shutil.rmtree(source)
-        logger.info("The merged weights are in %s.", path)
 
     state.together(lambda: merge() if process.is_main_process else None)
     process.wait_for_everyone()
@@ -349,7 +338,7 @@ def _converted(parts: Collection[Found], staged: str, layout: str, shards: int) 
                 known_names[found.index] = [list(group["params"]) for group in values["param_groups"]]
             write(manifest.optimizer_file(found.index), formats.write_torch, stored.read(state.numbered(values)))
         elif all(isinstance(value, torch.Tensor) for value in values.values()):
-            entries |= weights.write(staged, pattern=_pattern(found.index), **_storable(stored))
+            entries |= formats.write_weights(staged, pattern=_pattern(found.index), **_storable(stored))
         else:  # safetensors has no place for what is no tensor
             write(manifest.model_file(found.index, False), formats.write_torch, stored.read(values))
     if known_names:
@@ -388,7 +377,7 @@ def _copied(
     entries: Entries = {}
     for name in sorted(files):
         steps = name.split("/")
-        if steps[0] in converted or any(step.startswith(_OF_SAVES) for step in steps):
+        if steps[0] in converted or any(step.startswith(manifest.OF_SAVES) for step in steps):
             continue
         copy = os.path.join(staged, *steps)
         os.makedirs(os.path.dirname(copy), exist_ok=True)

@@ -4,9 +4,12 @@ Weights are written as safetensors straight from their memory, without a copy of
 as upstream does. The formats are those of the libraries, which read what is written here.
 """
 
+import contextlib
 import json
+import math
 import os
-import pickle
+import re
+import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -14,36 +17,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from accelerate.checkpoint.manifest import DamagedCheckpoint, FileEntry, TensorEntry
-from accelerate.runtime.durable import durable, of_file
-from accelerate.utils.other import load
-
-Path = str | os.PathLike[str]
+from accelerate.checkpoint.manifest import INDEX_SUFFIX, FileEntry, TensorEntry
+from accelerate.runtime.durable import STAGING_PREFIX, Path, durable, of_file, sync_folder
 
 # What safetensors calls torch's dtypes, as far as this torch has them.
-DTYPE_NAMES = {
-    getattr(torch, dtype): name
-    for dtype, name in {
-        "float64": "F64",
-        "float32": "F32",
-        "float16": "F16",
-        "bfloat16": "BF16",
-        "int64": "I64",
-        "int32": "I32",
-        "int16": "I16",
-        "int8": "I8",
-        "uint64": "U64",
-        "uint32": "U32",
-        "uint16": "U16",
-        "uint8": "U8",
-        "bool": "BOOL",
-        "complex64": "C64",
-        "float8_e4m3fn": "F8_E4M3",
-        "float8_e5m2": "F8_E5M2",
-        "float8_e8m0fnu": "F8_E8M0",
-    }.items()
-    if hasattr(torch, dtype)
+_ODD = {
+    "bfloat16": "BF16",
+    "bool": "BOOL",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e8m0fnu": "F8_E8M0",
 }
+_BITS = {"float": (64, 32, 16), "int": (64, 32, 16, 8), "uint": (64, 32, 16, 8), "complex": (64,)}
+_NAMES = _ODD | {f"{kind}{bits}": f"{kind[0].upper()}{bits}" for kind, sizes in _BITS.items() for bits in sizes}
+DTYPE_NAMES = {getattr(torch, dtype): name for dtype, name in _NAMES.items() if hasattr(torch, dtype)}
 
 
 def tensor_entry(shape: Iterable[int], dtype: torch.dtype) -> TensorEntry:
@@ -169,33 +156,88 @@ def describe(path: Path, rank: int = 0, threads: int = 1) -> FileEntry:
     return FileEntry(size, digest, rank)
 
 
-def mapped(path: Path) -> Any:
-    """Return what a file of tensors holds; their memory is the file's, read when it is touched and not written back.
+# -- weights alone, as Hugging Face's libraries read them: one file, or several with an index. One process. ------------
+
+
+def write_weights(
+    folder: Path,
+    tensors: Mapping[str, torch.Tensor],
+    pattern: str,
+    limit: float = math.inf,
+    aliases: Mapping[str, str] | None = None,
+    read: Callable[[str], torch.Tensor] | None = None,
+) -> dict[str, FileEntry]:
+    """Write weights durably into a folder that has none; return what was written.
 
     Args:
-        path: a file in safetensors' or torch's format.
-
-    Raises:
-        UnpicklingError: it holds objects that are not plain data; no code of it ran.
-        DamagedCheckpoint: it is damaged.
+        folder: where to.
+        tensors: by name.
+        pattern: of the names of files, such as ``model{suffix}.safetensors``; those of another extension are in torch's format.
+        limit: the largest size of a file; a larger tensor has a file for itself. One file by default.
+        aliases: as `write_safetensors` takes them.
+        read: as `write_safetensors` takes it.
     """
-    try:
-        if os.fspath(path).endswith(".safetensors"):
-            from safetensors import safe_open
+    from huggingface_hub import split_torch_state_dict_into_shards
 
-            with safe_open(path, framework="pt") as file:
-                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  no mapping
-        try:
-            return load(path, "cpu", mmap=True)
-        except (
-            NotImplementedError,
-            RuntimeError,
-        ):  # tensors that have no plain memory, and files from before torch 1.6
-            return load(path, "cpu")
-    except (pickle.UnpicklingError, OSError):
-        raise
-    except Exception as error:  # whatever a damaged file runs into
-        raise DamagedCheckpoint(f"{os.fspath(path)} could not be read: {error!r}") from error
+    split = split_torch_state_dict_into_shards(tensors, filename_pattern=pattern, max_shard_size=limit)
+    one = pattern.format(suffix="")
+    entries, where = {}, dict(split.tensor_to_filename)
+    for file, names in (split.filename_to_tensors or {one: []}).items():
+        path, part = os.path.join(folder, file), {name: tensors[name] for name in names}
+        if one.endswith(".safetensors"):
+            tied = {name: kept for name, kept in (aliases or {}).items() if kept in part}
+            where.update(dict.fromkeys(tied, file))
+            # Tied names stand in the metadata, where huggingface_hub looks for them.
+            entries[file] = write_safetensors(path, part, {"format": "pt", **tied}, aliases=tied, read=read)
+        else:
+            entries[file] = write_torch(path, part)
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": where}
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        entries[one + INDEX_SUFFIX] = write_bytes(os.path.join(folder, one + INDEX_SUFFIX), text.encode())
+    return entries
+
+
+def replace_weights(
+    folder: Path, tensors: Mapping[str, torch.Tensor], pattern: str, limit: float, **options: Any
+) -> dict[str, FileEntry]:
+    """Write weights aside, and let them take the place of those of the same pattern; other files stay.
+
+    At no moment are old files and new ones taken for one model.
+
+    Args:
+        folder: where to; it is made if missing.
+        tensors: as `write_weights` takes them.
+        pattern: as `write_weights` takes it.
+        limit: as `write_weights` takes it.
+        **options: of `write_weights`.
+    """
+    aside = os.path.join(folder, f"{STAGING_PREFIX}model")
+    shutil.rmtree(aside, ignore_errors=True)  # of a process that was killed
+    os.makedirs(aside)
+    index_name = pattern.format(suffix="") + INDEX_SUFFIX
+    try:
+        entries = write_weights(aside, tensors, pattern, limit, **options)
+        index = os.path.join(folder, index_name)
+        if index_name in entries and os.path.exists(index):
+            os.unlink(index)  # without it the shards are no model
+        for name in entries:  # the index is the last one
+            os.replace(os.path.join(aside, name), os.path.join(folder, name))
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            os.rmdir(folder)  # if a failure leaves it empty
+    # Of an earlier save with another number of shards.
+    stem, _, extension = pattern.partition("{suffix}")
+    ours = re.compile(rf"{re.escape(stem)}(-\d{{5}}-of-\d{{5}})?{re.escape(extension)}")
+    for entry in sorted(os.listdir(folder), key=lambda name: name != index_name):
+        if entry not in entries and (ours.fullmatch(entry) or entry == index_name):
+            os.remove(os.path.join(folder, entry))
+    sync_folder(os.fspath(folder))
+    return entries
+
+
+# -- states -----------------------------------------------------------------------------------------------------------
 
 
 def rebuilt(state: Any, change: Callable[[Any], Any], known: dict[int, Any] | None = None) -> Any:
@@ -231,25 +273,3 @@ def plain(state: Any) -> Any:
         state: nested containers; they are not changed.
     """
     return rebuilt(state, lambda value: value.item() if isinstance(value, np.generic) else value)
-
-
-def in_memory(state: Any) -> Any:
-    """Return a state with plain tensors of its own memory, where those of `mapped` are the file's.
-
-    Args:
-        state: nested containers; they are not changed.
-    """
-    plain_tensors = (torch.Tensor, torch.nn.Parameter)
-    return rebuilt(state, lambda value: value.clone() if type(value) in plain_tensors else value)
-
-
-def storages(state: Any) -> set[int]:
-    """Return the addresses of the memory that the plain tensors of a state have.
-
-    Args:
-        state: nested containers.
-    """
-    if type(state) is torch.Tensor:
-        return {state.untyped_storage().data_ptr()}
-    children = state.values() if isinstance(state, Mapping) else state if isinstance(state, (list, tuple)) else ()
-    return set().union(*map(storages, children))

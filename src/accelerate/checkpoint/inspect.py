@@ -19,10 +19,6 @@ from accelerate.checkpoint import manifest
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, FileEntry, TensorEntry
 from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, State, Stored
 
-# The name in a table of the folder itself, where it has files of a checkpoint and other checkpoints lie in it.
-ITSELF = "."
-
-
 # -- which there are ---------------------------------------------------------------------------------------------------
 
 
@@ -49,8 +45,8 @@ class Summary:
 
     @property
     def number(self) -> int | None:
-        """The number of an automatically named checkpoint; None for others, and for the folder that was looked at."""
-        return None if self.name == ITSELF else manifest.number_of(self.storage.name)
+        """The number of an automatically named checkpoint; None for others."""
+        return manifest.number_of(self.storage.name)
 
     @property
     def age(self) -> float | None:
@@ -85,7 +81,8 @@ def summarize(storage: CheckpointStorage, name: str | None = None) -> Summary:
         with contextlib.suppress(ValueError, OverflowError):  # the manifest's date may be any text
             saved = datetime.fromisoformat(state.manifest.created)
             saved = saved.replace(tzinfo=saved.tzinfo or timezone.utc)
-            return Summary(name, storage, state, state.manifest.size, saved.timestamp())
+            size = sum(entry.size for entry in state.manifest.files.values())
+            return Summary(name, storage, state, size, saved.timestamp())
     stored = storage.stored()
     unread = state.kind == "incomplete" and state.manifest is None and _has_manifest(storage)
     return Summary(name, storage, state, stored.size, stored.modified, unread)
@@ -122,11 +119,8 @@ def survey(folder: CheckpointStorage) -> list[Summary]:
     ]
     if not found and (state := folder.state()).kind == "absent":
         raise FileNotFoundError(f"{folder.location!r}: {state.reason}.")
-    if not found:
-        return [summarize(folder)] if _has_parts(folder) else []
-    if _has_parts(folder):
-        size = sum(stored.size for stored in folder.files().values())  # without the checkpoints inside
-        found.append(Summary(ITSELF, folder, folder.state(), size, None))
+    if not found and _has_parts(folder):
+        return [summarize(folder)]
     return sorted(found, key=lambda one: (one.saved or 0.0, one.name))
 
 
@@ -138,12 +132,6 @@ def _has_parts(storage: CheckpointStorage) -> bool:
     """Whether a folder has files of a checkpoint, ours or another library's."""
     entries = [*storage.files(), *(entry.name for entry in storage.entries())]
     return any(entry == NAME or manifest.is_checkpoint_file(entry) for entry in entries)
-
-
-def _series(found: list[Summary], home: CheckpointStorage) -> list[Summary]:
-    """The automatically named checkpoints of one folder, by number; those of another folder are another run's."""
-    numbered = [one for one in found if one.number is not None and one.storage.parent() == home]
-    return sorted(numbered, key=lambda one: one.number or 0)
 
 
 def all_files(storage: CheckpointStorage) -> dict[str, int]:
@@ -384,7 +372,9 @@ def plan_pruning(folder: CheckpointStorage, keep: int, foreign: bool = False) ->
     plan = Pruning([folder, inner], None) if inner.parent() == folder else Pruning([folder], elsewhere=inner)
     kinds = ("complete", "foreign") if foreign else ("complete",)
     for home in plan.homes:
-        series = _series(found, home)
+        # By number; those of another folder are another run's.
+        series = [one for one in found if one.number is not None and one.storage.parent() == home]
+        series.sort(key=lambda one: one.number or 0)
         whole = [one for one in series if one.state.kind in kinds]
         newest = next((one for one in reversed(whole) if one.state.kind == "complete"), None)
         plan.old.extend(one for one in whole[:-keep] if one is not newest)

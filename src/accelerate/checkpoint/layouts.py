@@ -9,11 +9,10 @@ Parameters have the names that the user wrote (see `checkpoint.state`), so each 
 ranks. Everything is read before anything changes.
 """
 
-import dataclasses
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -30,6 +29,7 @@ from accelerate.utils.constants import FSDP_MODEL_NAME
 
 if TYPE_CHECKING:
     from accelerate.checkpoint.shards import Stored
+    from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 
 Path = str | os.PathLike[str]
 Kind = Literal["model", "optimizer"]
@@ -68,7 +68,8 @@ class Found:
             files = self.files()
             listed = [entries[file] for file in files if file in entries]
             aliases = {alias: kept for entry in listed for alias, kept in entry.aliases.items()}
-            stored = Stored.in_files([os.path.join(self.folder, file) for file in files], aliases)
+            paths = [os.path.join(self.folder, file) for file in files]
+            stored = Stored.in_files({path: load.mapped_file(path) for path in paths}, aliases)
             stored.verified = len(listed) == len(files)
             return stored
         rank, size = state.rank_and_size()
@@ -78,7 +79,7 @@ class Found:
                 f"{self.name}_rank*.bin in {self.folder!r} were written by {written} ranks, and only as many can load them; "
                 f"there are {size}. Save with SHARDED_STATE_DICT and use_dcp=True to load on any number of ranks."
             )
-        held = formats.mapped(os.path.join(self.folder, manifest.rank_file(self.name, rank)))
+        held = load.mapped_file(os.path.join(self.folder, manifest.rank_file(self.name, rank)))
         return Stored(f"{self.name} of rank {rank}", held)
 
     def files(self) -> list[str]:
@@ -124,9 +125,8 @@ def usual_names(kind: Kind, index: int) -> tuple[str, str]:
 
 def whole_names(index: int) -> list[tuple[str, str]]:
     """Return the names of a model's file of weights, and of an index instead: of safetensors, and of torch's format."""
-    return [
-        (file, f"{file}{INDEX_SUFFIX}") for file in (manifest.model_file(index), manifest.model_file(index, False))
-    ]
+    files = manifest.model_file(index), manifest.model_file(index, False)
+    return [(file, f"{file}{INDEX_SUFFIX}") for file in files]
 
 
 def candidates(folder: Path, files: Collection[str], kind: Kind, index: int) -> list[Found]:
@@ -168,7 +168,7 @@ def find(folder: Path, kind: Kind, index: int = 0, prefer: Layout | None = None)
     if os.path.isfile(os.path.join(folder, name, manifest.METADATA)):
         files.add(f"{shards}/{manifest.METADATA}")
     found = min(candidates(folder, files, kind, index), key=lambda one: one.layout != prefer, default=None)
-    return dataclasses.replace(found, name=name) if found is not None and found.layout == "sharded" else found
+    return replace(found, name=name) if found is not None and found.layout == "sharded" else found
 
 
 def required(folder: Path, kind: Kind, index: int, prefer: Layout | None, verify: bool = True) -> Found:
@@ -247,12 +247,7 @@ def read_model(
         read[name] = like(mine, value, stored, over) if all(tensors) else value
         if any(tensors) and (not all(tensors) or read[name] is None):
             wrong.append(f"{name} is {_shape(value)} there and {_shape(mine)} in the model")
-    if wrong:
-        more = [f"and {len(wrong) - 10} more"] if len(wrong) > 10 else []
-        raise RuntimeError(
-            f"The weights in {stored.origin} do not fit the model; nothing was loaded.\n  "
-            + "\n  ".join([*wrong[:10], *more, "Build the model as it was when the checkpoint was saved."])
-        )
+    load.refuse_misfit(stored.origin, "the model", wrong)
     stored.fill()
     return read
 
@@ -278,6 +273,38 @@ def like(own: torch.Tensor, value: torch.Tensor, stored: "Stored", over: bool = 
 # -- saving and loading what is spread over ranks ----------------------------------------------------------------------
 
 
+def layout_of(plugin: "FullyShardedDataParallelPlugin", kind: Kind, use_dcp: bool = True) -> Layout:
+    """Return how a checkpoint keeps the shards.
+
+    Args:
+        plugin: its `state_dict_type` chooses.
+        kind: what is saved.
+        use_dcp: False for a file per rank instead of a folder that any number of ranks can load.
+    """
+    chosen = plugin.state_dict_type.name
+    if chosen == "FULL_STATE_DICT":
+        return "full"
+    return "sharded" if use_dcp and (kind == "optimizer" or chosen == "SHARDED_STATE_DICT") else "local"
+
+
+def save_model(
+    plugin: "FullyShardedDataParallelPlugin", model: nn.Module, folder: Path, index: int, use_dcp: bool, getter: Any
+) -> None:
+    """Write a model's state as `layout_of` says. All ranks.
+
+    Args:
+        plugin: see `layout_of`.
+        model: of any kind.
+        folder: see `write`.
+        index: see `write`.
+        use_dcp: see `layout_of`.
+        getter: of `state.model_state`.
+    """
+    flat = plugin.state_dict_type.name == "LOCAL_STATE_DICT" and state.is_fsdp1(model)
+    values = state.model_state(model, getter, "local" if flat else "sharded").values
+    write(values, folder, "model", index, layout_of(plugin, "model", use_dcp), flat)
+
+
 def write(
     values: dict[str, Any], folder: Path, kind: Kind, index: int = 0, layout: Layout = "sharded", flat: bool = False
 ) -> None:
@@ -285,7 +312,7 @@ def write(
 
     Args:
         values: the state.
-        folder: the checkpoint's folder, which all ranks see, or the `SavePlan` of a save.
+        folder: the checkpoint's folder, which all ranks see and which is made if missing, or the `SavePlan` of a save.
         kind: what it is the state of.
         index: which of the models or optimizers it is, from 0.
         layout: how it is written.
@@ -311,23 +338,21 @@ def write(
         return
 
     def put() -> None:
+        os.makedirs(folder, exist_ok=True)
         if os.path.exists(os.path.join(folder, NAME)):
             raise ValueError(
                 f"{os.fspath(folder)!r} is a checkpoint of save_state, with a manifest. Save to another folder."
             )
         if owns and layout != "sharded":
             formats.write_torch(os.path.join(folder, name), values, rank)
-
-    def clear() -> None:
-        for file in filter(Found(os.fspath(folder), stem, "local").has, os.listdir(folder)):
-            if file not in [manifest.rank_file(stem, number) for number in range(size)]:
+        current = [manifest.rank_file(stem, number) for number in range(size)]
+        for file in os.listdir(folder) if layout == "local" and rank == 0 else ():
+            if Found(os.fspath(folder), stem, "local").has(file) and file not in current:
                 os.unlink(os.path.join(folder, file))  # of a save on more ranks
 
     together(put)
     if layout == "sharded":
         _publish_shards({kind: values}, os.path.join(folder, shards))
-    elif layout == "local":
-        together(lambda: clear() if rank == 0 else None)
 
 
 def _publish_shards(values: dict[str, Any], folder: str) -> None:
@@ -383,7 +408,7 @@ def read_for_model(
 
 
 def read_whole_model(model: nn.Module, folder: Path, index: int = 0, **options: Any) -> dict[str, Any]:
-    """Read a model's weights under the names that the model has, in whatever layout they were written. Any rank, alone.
+    """Read what `load.read_model` does not find: a model's weights in whatever layout they were written. Any rank, alone.
 
     Args:
         model: the model, wrapped or not; it is not changed.
@@ -396,8 +421,7 @@ def read_whole_model(model: nn.Module, folder: Path, index: int = 0, **options: 
         RuntimeError: names or shapes differ; the message lists them.
         DamagedCheckpoint: the shards are damaged.
     """
-    direct = any(os.path.exists(os.path.join(folder, file)) for file, _ in whole_names(index))
-    found = None if direct else find(folder, "model", index)
+    found = find(folder, "model", index)
     if found is None or found.layout == "local":
         return load.read_model(model, folder, index, **options)
     stored = found.open()

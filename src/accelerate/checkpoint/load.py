@@ -10,21 +10,23 @@ import inspect
 import logging
 import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
 
 from accelerate.checkpoint import formats, manifest
 from accelerate.checkpoint.background import copied
+from accelerate.checkpoint.manifest import DamagedCheckpoint
 from accelerate.checkpoint.state import POSITIONS, Common, inner_optimizer, keeps_state
 from accelerate.data import resume
 from accelerate.data.loader import PreparedLoader
 from accelerate.modules.unwrap import extract_model_from_parallel, match_names, shared_tensor_names
-from accelerate.utils import other
+from accelerate.utils import other  # noqa: F401 (it lets torch load numpy's arrays and numbers)
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +49,7 @@ def _reported(path: str) -> Iterator[None]:
     except Exception as error:
         if path in str(error):
             raise
-        raise RuntimeError(f"{path} could not be read, so it is damaged: {type(error).__name__}: {error}") from error
+        raise DamagedCheckpoint(f"{path} could not be read, so it is damaged: {error!r}") from error
 
 
 def tensor_device(map_location: str | None, device: torch.device) -> Any:
@@ -68,7 +70,7 @@ def read_file(
         what: Whose state it is; where that is empty, a file that is not there is None.
         map_location: Where tensors go; the CPU by default.
         load_kwargs: Passed to ``torch.load``.
-        mapped: The memory of tensors on the CPU may be the file's; see `formats.mapped`.
+        mapped: The memory of tensors on the CPU may be the file's; see `mapped_file`.
     """
     path, device = os.path.join(folder, file), str(map_location or "cpu")
     if not os.path.exists(path):
@@ -78,17 +80,37 @@ def read_file(
             f"{os.fspath(folder)!r} has no state for {what}: {file} is missing. Prepare what was saved, in the same "
             "order, or load another folder."
         )
+    if path.endswith(".safetensors"):
+        return {name: tensor.to(device) for name, tensor in mapped_file(path).items()}
+    if mapped and device == "cpu" and not load_kwargs:
+        return mapped_file(path)
     with _reported(path):
-        if path.endswith(".safetensors"):
-            return {name: tensor.to(device) for name, tensor in formats.mapped(path).items()}
-        if mapped and device == "cpu" and not load_kwargs:
-            return formats.mapped(path)
-        return other.load(path, map_location=device, **(load_kwargs or {}))
+        return torch.load(path, map_location=device, **{"weights_only": True, **(load_kwargs or {})})
 
 
 def read_optimizer(folder: Path, index: int = 0, **options: Any) -> Any:
     """Read the state of optimizer number `index`; the memory of its tensors may be the file's. Any rank, alone."""
     return read_file(folder, manifest.optimizer_file(index), f"optimizer {index}", mapped=True, **options)
+
+
+def mapped_file(path: str) -> Any:
+    """Return what a file of tensors holds; their memory is the file's, read when it is touched and not written back.
+
+    Args:
+        path: a file in safetensors' or torch's format.
+
+    Raises:
+        UnpicklingError: it holds objects that are not plain data; no code of it ran.
+        DamagedCheckpoint: it is damaged.
+    """
+    with _reported(path):
+        if path.endswith(".safetensors"):
+            with safe_open(path, framework="pt") as file:
+                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  no mapping
+        try:
+            return torch.load(path, "cpu", mmap=True, weights_only=True)
+        except (NotImplementedError, RuntimeError):  # no plain memory, or a file from before torch 1.6
+            return torch.load(path, "cpu", weights_only=True)
 
 
 def weights_file(folder: Path, index: int = 0) -> str | None:
@@ -149,14 +171,23 @@ def fit_to_model(model: nn.Module, found: Mapping[str, Any], origin: str, strict
     if strict and loads_by_name(model):
         problems += [f"{name} is missing in the file" for name in own if name not in state]
         problems += [f"{name} is unexpected in the file" for name in state if name not in own]
-    if problems:
-        more = [f"and {len(problems) - 10} more"] if len(problems) > 10 else []
-        raise RuntimeError(
-            f"The weights in {origin} do not fit {type(model).__name__}; nothing was loaded.\n  "
-            + "\n  ".join([*problems[:10], *more])
-            + "\nBuild the model as it was when the checkpoint was saved, or load with strict=False, which accepts other names."
-        )
+    refuse_misfit(origin, type(model).__name__, problems, ", or load with strict=False, which accepts other names")
     return state
+
+
+def refuse_misfit(origin: str, model: str, problems: Sequence[str], more: str = "") -> None:
+    """Raise if weights do not fit a model.
+
+    Args:
+        origin: where the weights come from.
+        model: what they are for.
+        problems: a line for each difference; none if they fit.
+        more: what else the user may do.
+    """
+    if problems:
+        lines = "\n  ".join(manifest.first_of(problems))
+        advice = f"Build the model as it was when the checkpoint was saved{more}."
+        raise RuntimeError(f"The weights in {origin} do not fit {model}; nothing was loaded.\n  {lines}\n{advice}")
 
 
 def loads_by_name(model: Any) -> bool:
@@ -189,8 +220,6 @@ def _read_own(folder: str, process_index: int) -> dict[str, Any] | None:
     path = os.path.join(folder, manifest.generators_file(process_index))
     if not os.path.exists(path):
         return states
-    from safetensors import safe_open
-
     with _reported(path), safe_open(path, framework="pt") as opened:
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
         return {**(states or {}), **resume.decode_generators(tensors, opened.metadata() or {})}
@@ -267,12 +296,12 @@ class Contents:
                 _restore_loader(loader, state, position)
             for model, state in self.models:
                 if loads_by_name(model):
-                    own = formats.in_memory(state) if load_model_kwargs.get("assign") else state
+                    own = in_memory(state) if load_model_kwargs.get("assign") else state
                     self.remaining.append(partial(model.load_state_dict, own, **load_model_kwargs))
                 else:
                     self.keep(model)
                     # Its own code may keep what it gets.
-                    model.load_state_dict(formats.in_memory(state), **load_model_kwargs)
+                    model.load_state_dict(in_memory(state), **load_model_kwargs)
         except BaseException:
             self.undo()
             raise
@@ -314,12 +343,12 @@ class Contents:
         inner = inner_optimizer(optimizer)
         if keeps_values(inner):
             tensors = {parameter: dict(values) for parameter, values in inner.state.items()}
-            self.remaining.append(partial(_take_over, inner, formats.storages(state), tensors))
+            self.remaining.append(partial(_take_over, inner, storages(state), tensors))
             # Loading the former state again would give its tensors the dtypes of the parameters.
             former = {"state": inner.state, "param_groups": inner.param_groups}
             self._undoing.append(partial(inner.__setstate__, former))
         else:  # its own code, or that of a hook, may keep what it gets, and change the tensors that it has
-            state = formats.in_memory(state)
+            state = in_memory(state)
             self._undoing.append(partial(inner.load_state_dict, copied(inner.state_dict())))
         inner.load_state_dict(state)
 
@@ -363,6 +392,28 @@ def _take_over(optimizer: Any, mapped: set[int], former: dict[Any, dict[str, Any
             if type(value) is torch.Tensor and value.untyped_storage().data_ptr() in mapped:
                 before = replaced.pop(name, None)
                 state[name] = before.copy_(value) if _kind(before) == _kind(value) else value.clone()
+
+
+def in_memory(state: Any) -> Any:
+    """Return a state with plain tensors of its own memory, where those of `mapped_file` are the file's.
+
+    Args:
+        state: nested containers; they are not changed.
+    """
+    plain_tensors = (torch.Tensor, torch.nn.Parameter)
+    return formats.rebuilt(state, lambda value: value.clone() if type(value) in plain_tensors else value)
+
+
+def storages(state: Any) -> set[int]:
+    """Return the addresses of the memory that the plain tensors of a state have.
+
+    Args:
+        state: nested containers.
+    """
+    if type(state) is torch.Tensor:
+        return {state.untyped_storage().data_ptr()}
+    children = state.values() if isinstance(state, Mapping) else state if isinstance(state, (list, tuple)) else ()
+    return set().union(*map(storages, children))
 
 
 def _kind(tensor: Any) -> Any:

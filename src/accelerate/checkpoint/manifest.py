@@ -10,8 +10,8 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from datetime import datetime, timezone
 from typing import Any, get_args, get_origin
 
@@ -49,6 +49,7 @@ HIDDEN_PREFIXES = (STAGING_PREFIX, READY_PREFIX, REPLACED_PREFIX, REMOVED_PREFIX
 
 # A file that a process holds locked while it saves there. One that no process holds means nothing.
 LOCK_PREFIX = ".lock_"
+OF_SAVES = (*HIDDEN_PREFIXES, LOCK_PREFIX)
 
 # Lies in the newer one of two checkpoints that are being exchanged.
 PUBLISHING_MARKER = ".publishing"
@@ -189,21 +190,11 @@ class FileEntry:
         return {key: value for key, value in values.items() if value is not None}
 
     @classmethod
-    def from_json(cls, values: Any, where: str = "") -> "FileEntry":
-        """Return the entry that `to_json` returned, in a manifest or on another rank; nothing in it is trusted.
-
-        Args:
-            values: plain data.
-            where: what is in front of the message of an error.
-
-        Raises:
-            ValueError: a value is missing, or of another type.
-        """
-        entry = _checked(values, _FILE, ("size", "checksum"), where)
-        if "tensors" in entry:
-            tensors = {name: _checked(one, _TENSOR, _TENSOR, where) for name, one in entry["tensors"].items()}
-            entry["tensors"] = {name: TensorEntry(tuple(one["shape"]), one["dtype"]) for name, one in tensors.items()}
-        return cls(**entry)
+    def from_json(cls, values: Mapping[str, Any]) -> "FileEntry":
+        """Return the entry that `to_json` returned, on another rank; what a manifest says has been checked."""
+        if (tensors := values.get("tensors")) is not None:
+            tensors = {name: TensorEntry(tuple(one["shape"]), one["dtype"]) for name, one in tensors.items()}
+        return cls(**{**values, "tensors": tensors})
 
 
 def library_versions() -> dict[str, str]:
@@ -226,32 +217,27 @@ class Manifest:
 
     Attributes:
         files: entries by path within the folder, with ``/`` between parts.
+        format: version of the format.
+        created: when, in UTC, ISO 8601.
+        versions: of Python and of the libraries that wrote it.
+        save: name of the save, the same on all machines that have a part of it, and no other save's; empty if it had none.
         world_size: number of ranks that saved.
         strategy: name of the backend that saved: ``"single"``, ``"ddp"``, ...
         mesh: sizes of the mesh dims by name, or None without a mesh.
         step: the run's count of batches within the accumulation window, as upstream counts.
         iteration: number of the checkpoint in its run.
-        created: when, in UTC, ISO 8601.
-        versions: of Python and of the libraries that wrote it.
-        save: name of the save, the same on all machines that have a part of it, and no other save's; empty if it had none.
-        format: version of the format.
     """
 
     files: Mapping[str, FileEntry]
+    format: int = FORMAT
+    created: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
+    versions: dict[str, str] = field(default_factory=library_versions)
+    save: str = ""
     world_size: int = 1
     strategy: str = "single"
     mesh: dict[str, int] | None = None
     step: int = 0
     iteration: int = 0
-    created: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
-    versions: dict[str, str] = field(default_factory=library_versions)
-    save: str = ""
-    format: int = FORMAT
-
-    @property
-    def size(self) -> int:
-        """Bytes of all files."""
-        return sum(entry.size for entry in self.files.values())
 
     def to_json(self, **more: Any) -> str:
         """Return the text of the manifest, with a line for each value and for each file, so that people and `diff` can read it.
@@ -283,8 +269,8 @@ class Manifest:
                 raise ValueError(f"its checksums are not {_CHECKSUM}, or its world_size is 0")
             if outside := [name for name in values["files"] if not is_inside(name)]:
                 raise ValueError(f"the file name {outside[0]!r:.80} leads out of the folder")
-            values["files"] = {name: FileEntry.from_json(one, f"{name}: ") for name, one in values["files"].items()}
-            return cls(**{"created": "", "versions": {}, **values})
+            files = {name: FileEntry.from_json(_checked_file(name, one)) for name, one in values["files"].items()}
+            return cls(**{"created": "", "versions": {}, **values, "files": files})
         except (ValueError, RecursionError) as error:
             raise DamagedCheckpoint(f"{origin} is not a manifest of a checkpoint: {error}") from None
 
@@ -324,19 +310,8 @@ def is_inside(name: Any) -> bool:
 
 _CHECKSUM = {"algorithm": durable.ALGORITHM, "chunk": durable.CHUNK}
 # The keys of each mapping, in the order of the file, and the types of their values. Other keys are ignored.
-_MANIFEST = {
-    "format": int,
-    "created": str,
-    "versions": dict[str, str],
-    "save": str,
-    "world_size": int,
-    "strategy": str,
-    "mesh": dict[str, int],
-    "step": int,
-    "iteration": int,
-    "checksum": dict[str, Any],
-    "files": dict[str, Any],
-}
+_MANIFEST = {one.name: one.type for one in fields(Manifest)}
+_MANIFEST |= {"mesh": dict[str, int], "checksum": dict[str, Any], "files": dict[str, Any]}
 _FILE = {"size": int, "checksum": str, "rank": int, "tensors": dict[str, Any], "aliases": dict[str, str]}
 _TENSOR = {"shape": list[int], "dtype": str}
 
@@ -349,12 +324,20 @@ def _checked(data: Any, types: Mapping[str, Any], required: Iterable[str], where
     if missing := [key for key in required if key not in values]:
         raise ValueError(f"{where}there is no {missing[0]}")
     for key, value in values.items():
-        if not _is(value, types[key]):
+        if not is_of(value, types[key]):
             raise ValueError(f"{where}{key} cannot be {value!r:.80}")
     return values
 
 
-def _is(value: Any, kind: Any) -> bool:
+def _checked_file(name: str, data: Any) -> dict[str, Any]:
+    """Return what `FileEntry.from_json` takes."""
+    entry = _checked(data, _FILE, ("size", "checksum"), f"{name}: ")
+    for one in entry.get("tensors", {}).values():
+        _checked(one, _TENSOR, _TENSOR, f"{name}: ")
+    return entry
+
+
+def is_of(value: Any, kind: Any) -> bool:
     """Say whether a value of JSON has a type, with all that is in it; no number is below zero."""
     if kind is Any:
         return True
@@ -363,7 +346,7 @@ def _is(value: Any, kind: Any) -> bool:
     if not isinstance(value, get_origin(kind) or kind):
         return False
     inner = value.values() if isinstance(value, dict) else value
-    return kind is str or all(_is(one, get_args(kind)[-1]) for one in inner)
+    return kind is str or all(is_of(one, get_args(kind)[-1]) for one in inner)
 
 
 # -- comparing it with the files ---------------------------------------------------------------------------------------
@@ -396,10 +379,8 @@ def problems(
         entry, path = manifest.files[name], os.path.join(folder, *name.split("/"))
         try:
             size = os.stat(path).st_size if os.path.isfile(path) else None
-            if size is None:
-                found.append(f"{name} is missing ({entry.size} bytes were written)")
-            elif size != entry.size:
-                found.append(f"{name} has {size} bytes, but {entry.size} were written")
+            if size != entry.size:
+                found.append(difference(name, entry.size, size))
             elif deep and (digest := durable.of_file(path, threads, progress)[1]) != entry.checksum:
                 found.append(f"{name} has changed: its checksum is {digest}, but {entry.checksum} was written")
         except OSError as error:
@@ -413,10 +394,27 @@ def problems(
     return found
 
 
+def difference(name: str, written: int, size: int | None) -> str:
+    """Return what is wrong with the size of a file; None stands for a file that is missing."""
+    if size is None:
+        return f"{name} is missing ({written} bytes were written)"
+    return f"{name} has {size} bytes, but {written} were written"
+
+
+def files_below(folder: Path) -> dict[str, int]:
+    """Return the sizes of the files below a local folder, by path with ``/`` between parts."""
+    paths = [os.path.join(where, file) for where, _, files in os.walk(folder) for file in files]
+    return {os.path.relpath(path, folder).replace(os.sep, "/"): os.path.getsize(path) for path in paths}
+
+
+def first_of(lines: Sequence[str]) -> list[str]:
+    """Return the first lines of a list for a message, and how many more there are."""
+    return [*lines[:10], *([f"and {len(lines) - 10} more"] if len(lines) > 10 else [])]
+
+
 def damaged(folder: Path, found: Iterable[str]) -> DamagedCheckpoint:
     """Return the error for a checkpoint in a folder, or at a location, with what `problems` returned."""
-    lines = list(found)
-    listed = "\n  ".join(lines[:10] + ([f"and {len(lines) - 10} more"] if len(lines) > 10 else []))
+    listed = "\n  ".join(first_of(list(found)))
     return DamagedCheckpoint(
         f"The checkpoint {os.fspath(folder)!r} is damaged; nothing was loaded.\n  {listed}\n"
         "Load another one: `accelerate checkpoint ls` lists them, `load_state(latest=True)` takes the newest whole one."

@@ -28,7 +28,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from accelerate.checkpoint import manifest
-from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest, damaged, is_inside
+from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest, damaged, files_below, is_inside
 from accelerate.checkpoint.storage import CheckpointStorage, Stored, refuse_unfinished
 from accelerate.runtime.durable import each
 
@@ -122,7 +122,9 @@ class ObjectStore(CheckpointStorage):
         """Return what the manifest among the entries names. Nothing in it is trusted."""
         if entries.get(NAME) is None:
             return _Published()
-        text, url = self._objects.read(NAME), self._objects.url(NAME)
+        url = self._objects.url(NAME)
+        with self._objects.at(NAME, "read") as (system, path):
+            text = system.cat_file(path)
         listing, generation = Manifest.from_json(text, url), json.loads(text).get("generation", "")
         if generation != "" and not _GENERATION.fullmatch(str(generation)):
             raise DamagedCheckpoint(f"{url} names the generation {repr(generation)[:80]}, which is none")
@@ -173,7 +175,7 @@ class ObjectStore(CheckpointStorage):
                 folder = _copies[key].name
                 chosen = {name: size for name, size in sizes.items() if wanted is None or wanted(name)}
                 self._download(published.generation, chosen, folder)
-                found = _differences(chosen, _files(folder))
+                found = _differences(chosen, files_below(folder))
                 if not found:
                     if published.manifest is not None:
                         published.manifest.write(folder)
@@ -192,11 +194,14 @@ class ObjectStore(CheckpointStorage):
 
     def _download(self, generation: str, sizes: Mapping[str, int], folder: str) -> None:
         """Bring files into a folder, but for those that are there already, and those that are missing in the store."""
-        here = _files(folder)
+        here = files_below(folder)
 
         def get(name: str) -> None:
-            with contextlib.suppress(FileNotFoundError):
-                self._objects.get(f"{generation}/{name}".lstrip("/"), os.path.join(folder, name))
+            file, key = os.path.join(folder, name), f"{generation}/{name}".lstrip("/")
+            with contextlib.suppress(FileNotFoundError), self._objects.at(key, "downloaded") as (system, path):
+                os.makedirs(os.path.dirname(file), exist_ok=True)
+                system.get_file(path, f"{file}.part")
+                os.replace(f"{file}.part", file)  # there in full, or not at all
 
         _move(get, {name: size for name, size in sizes.items() if here.get(name) != size})
 
@@ -232,10 +237,12 @@ class ObjectStore(CheckpointStorage):
         """
 
         def put(name: str) -> None:
-            self._objects.put(os.path.join(staged, name), f"{self.generation}/{name}")
-            os.unlink(os.path.join(staged, name))
+            file = os.path.join(staged, name)
+            with self._objects.at(f"{self.generation}/{name}", "uploaded") as (system, path):
+                system.put_file(file, path)
+            os.unlink(file)
 
-        _move(put, {name: size for name, size in _files(staged).items() if name != NAME})
+        _move(put, {name: size for name, size in files_below(staged).items() if name != NAME})
 
     def publish(self) -> None:
         """Upload what is not there yet, and let it be the checkpoint. The process with the manifest; all others have uploaded.
@@ -287,13 +294,10 @@ class ObjectStore(CheckpointStorage):
             for name, stored in storage._superseded().items()
         }
 
-    def sweep(self) -> list[str]:
-        """Remove what killed saves left in here and in its folders. Only the process that writes here calls it.
-
-        Returns:
-            The URLs removed.
-        """
-        return [url for storage in (self, *self.entries()) for url in storage._clear()]
+    def sweep(self) -> None:
+        """Remove what killed saves left in here and in its folders. Only the process that writes here calls it."""
+        for storage in (self, *self.entries()):
+            storage._clear()
 
     def _superseded(self) -> dict[str, Stored | None]:
         """Return the entries that do not count any more: of killed saves, or of what has been replaced."""
@@ -310,14 +314,13 @@ class ObjectStore(CheckpointStorage):
             parts = [name for name in parts if _GENERATION.fullmatch(name)]
         return {name: entries[name] for name in parts if name != current}
 
-    def _clear(self) -> list[str]:
-        """Remove what does not count any more; return its URLs."""
+    def _clear(self) -> None:
+        """Remove what does not count any more."""
         superseded = self._superseded()
         for name in superseded:
             self._objects.remove(name)
         if superseded and not self._objects.entries():
             self._objects.remove()  # a file system with real folders keeps the empty one
-        return [self._objects.url(name) for name in superseded]
 
 
 class _Published(NamedTuple):
@@ -359,7 +362,7 @@ class _Objects:
         return posixpath.join(self.location, name) if name else self.location
 
     @contextlib.contextmanager
-    def _at(self, name: str, done: str) -> Iterator[tuple[Any, str]]:
+    def at(self, name: str, done: str) -> Iterator[tuple[Any, str]]:
         """Give the file system, without the listings that it remembers, and the path of an object or a folder in it."""
         system, root = self._system()
         system.invalidate_cache()
@@ -376,7 +379,7 @@ class _Objects:
     def entries(self, folder: str = "") -> dict[str, Stored | None]:
         """Return what lies directly in a folder: names of objects, and names of folders with None."""
         infos: list[dict[str, Any]] = []
-        with contextlib.suppress(FileNotFoundError), self._at(folder, "listed") as (system, base):
+        with contextlib.suppress(FileNotFoundError), self.at(folder, "listed") as (system, base):
             infos = system.ls(base, detail=True)
         found: dict[str, Stored | None] = {}
         for info in infos:
@@ -390,7 +393,7 @@ class _Objects:
     def below(self, folder: str = "") -> dict[str, int]:
         """Return the sizes of all objects below a folder, by their path relative to it; that of an object itself is empty."""
         infos: dict[str, dict[str, Any]] = {}
-        with contextlib.suppress(FileNotFoundError), self._at(folder, "listed") as (system, base):
+        with contextlib.suppress(FileNotFoundError), self.at(folder, "listed") as (system, base):
             infos = system.find(base, detail=True)
         return {
             system._strip_protocol(path)[len(base) :].strip("/"): int(info["size"] or 0)
@@ -398,38 +401,21 @@ class _Objects:
             if info["type"] == "file" and not path.endswith("/")
         }
 
-    def read(self, name: str) -> bytes:
-        """Return the content of a small object."""
-        with self._at(name, "read") as (system, path):
-            return system.cat_file(path)
-
     def write(self, name: str, data: bytes) -> None:
         """Write a small object at once: it is there in full, or as it was before."""
-        with self._at(name, "written") as (system, path):
+        with self.at(name, "written") as (system, path):
             system.pipe_file(path, data)
-
-    def put(self, file: str, name: str) -> None:
-        """Upload a local file."""
-        with self._at(name, "uploaded") as (system, path):
-            system.put_file(file, path)
-
-    def get(self, name: str, file: str) -> None:
-        """Download an object; the local file is there in full, or not at all."""
-        with self._at(name, "downloaded") as (system, path):
-            os.makedirs(os.path.dirname(file), exist_ok=True)
-            system.get_file(path, f"{file}.part")
-            os.replace(f"{file}.part", file)
 
     def remove(self, name: str = "") -> None:
         """Remove an object, or all objects below a folder and the folder where it is one by itself; but never a bucket."""
 
         # One by one: fsspec takes names for patterns when it removes several together.
         def remove(file: str) -> None:
-            with contextlib.suppress(FileNotFoundError), self._at(file, "removed") as (system, path):
+            with contextlib.suppress(FileNotFoundError), self.at(file, "removed") as (system, path):
                 system.rm_file(path)
 
         each(remove, [f"{name}/{inner}".strip("/") for inner in self.below(name)], _AT_ONCE)
-        with contextlib.suppress(FileNotFoundError), self._at(name, "removed") as (system, path):
+        with contextlib.suppress(FileNotFoundError), self.at(name, "removed") as (system, path):
             is_pattern = any(sign in path for sign in "*?[")
             if "/" in path.strip("/") and not is_pattern and system.isdir(path):
                 system.rm(path, recursive=True)
@@ -445,12 +431,6 @@ def _folder() -> TemporaryDirectory[str]:
     return TemporaryDirectory(prefix="accelerate_checkpoint_", ignore_cleanup_errors=True)
 
 
-def _files(folder: str) -> dict[str, int]:
-    """Return the sizes of the files below a local folder, by path with ``/`` between parts."""
-    paths = [os.path.join(where, file) for where, _, files in os.walk(folder) for file in files]
-    return {os.path.relpath(path, folder).replace(os.sep, "/"): os.path.getsize(path) for path in paths}
-
-
 def _move(task: Callable[[str], None], sizes: Mapping[str, int]) -> None:
     """Call a task that moves a file with the name of each."""
     each(task, [name for name in sizes if sizes[name] > _LARGE], _LARGE_AT_ONCE)
@@ -462,10 +442,5 @@ def _sizes(listing: Manifest) -> dict[str, int]:
 
 
 def _differences(expected: Mapping[str, int], there: Mapping[str, int]) -> list[str]:
-    return [
-        f"{name} has {there[name]} bytes, but {size} were written"
-        if name in there
-        else f"{name} is missing ({size} bytes were written)"
-        for name, size in sorted(expected.items())
-        if there.get(name) != size
-    ]
+    wrong = (name for name, size in sorted(expected.items()) if there.get(name) != size)
+    return [manifest.difference(name, expected[name], there.get(name)) for name in wrong]

@@ -3,11 +3,10 @@
 The names of parameters connect the two, as the numbers in an optimizer's state do not.
 """
 
-import dataclasses
 import json
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,10 +34,9 @@ def read_names(folder: Path, index: int = 0) -> list[list[str]] | None:
     try:
         with open(path, encoding="utf-8") as file:
             groups = json.load(file).get(str(index))
-        names = groups is None or all(type(group) is list and {*map(type, group)} <= {str} for group in groups)
-    except (ValueError, TypeError, AttributeError):
-        names = False
-    if not names:
+    except (ValueError, AttributeError):
+        groups = False
+    if groups is not None and not manifest.is_of(groups, list[list[str]]):
         raise DamagedCheckpoint(f"{path} does not hold names for optimizer {index}.")
     return groups
 
@@ -152,9 +150,8 @@ def named(raw: Mapping[str, Any], order: Sequence[str]) -> dict[str, Any]:
     groups = raw["param_groups"]
     known = dict(zip((number for group in groups for number in group["params"]), order, strict=True))
     kept = [{key: value for key, value in group.items() if key != "param_names"} for group in groups]
-    kept = [{**group, "params": [known[number] for number in group["params"]]} for group in kept]
     states = {key: value for key, value in raw["state"].items() if key in known or not isinstance(key, int)}
-    return {**raw, "state": {known.get(key, key): value for key, value in states.items()}, "param_groups": kept}
+    return {**raw, **state.renamed({"state": states, "param_groups": kept}, lambda key: known.get(key, key))}
 
 
 @state.quietly()
@@ -229,9 +226,8 @@ def _own_groups(
         f"a state for {name}, which is not among them" for name in states if name in home and name not in known
     ]
     if problems:
-        more = f", and {len(problems) - 10} more" if len(problems) > 10 else ""
         raise RuntimeError(
-            f"For the optimizer's parameters {origin} has {', '.join(problems[:10])}{more}; nothing was loaded. {_REMEDY}"
+            f"For the optimizer's parameters {origin} has {', '.join(manifest.first_of(problems))}; nothing was loaded. {_REMEDY}"
         )
     return made
 
@@ -317,7 +313,7 @@ def read_for_optimizer(
     def read() -> tuple[dict[str, Any], "Stored"]:
         found = required(folder, "optimizer", index, prefer, verify)
         stored = found.open()
-        takes = dataclasses.replace(goal, over=over and stored.verified and not state.is_fsdp1(model))
+        takes = replace(goal, over=over and stored.verified and not state.is_fsdp1(model))
         return read_optimizer(takes, stored, found), stored
 
     values, stored = together(read)

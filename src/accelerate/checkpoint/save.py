@@ -8,6 +8,7 @@ import contextlib
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,8 +24,6 @@ from accelerate.data.loader import PreparedLoader
 from accelerate.modules.unwrap import clean_state_dict_for_safetensors, same_tensors
 from accelerate.process import PartialState
 from accelerate.runtime import durable
-
-Path = str | os.PathLike[str]
 
 # Files that are written at a time. Two keep a disk busy while one of them waits for its hash or for the interpreter.
 WRITERS = 2
@@ -130,7 +129,7 @@ def writes(save_on_each_node: bool = False) -> bool:
 
 
 @contextlib.contextmanager
-def planned(folder: Path, save_on_each_node: bool = False) -> Iterator[SavePlan]:
+def planned(folder: durable.Path, save_on_each_node: bool = False) -> Iterator[SavePlan]:
     """Give the plan that takes files: the caller's, or one for a plain folder, written when the block ends."""
     if isinstance(folder, SavePlan):
         yield folder
@@ -155,7 +154,7 @@ def plain_names(state_dict: Mapping[str, Any]) -> OrderedDict[str, Any]:
 
 def write_model(
     state_dict: Mapping[str, Any],
-    folder: Path,
+    folder: durable.Path,
     index: int = 0,
     safe_serialization: bool = True,
     save_on_each_node: bool = False,
@@ -180,14 +179,14 @@ def write_model(
             os.remove(os.path.join(folder, manifest.model_file(index, not safe_serialization)))
 
 
-def write_optimizer(state: Any, folder: Path, index: int = 0, save_on_each_node: bool = False) -> None:
+def write_optimizer(state: Any, folder: durable.Path, index: int = 0, save_on_each_node: bool = False) -> None:
     """Write the state of optimizer number `index`. All ranks call it, one process writes."""
     with planned(folder, save_on_each_node) as plan:
         if plan.writes_shared:
             plan.add_object(manifest.optimizer_file(index), state)
 
 
-def write_common(common: Common, folder: Path, step: int, save_on_each_node: bool = False) -> None:
+def write_common(common: Common, folder: durable.Path, step: int, save_on_each_node: bool = False) -> None:
     """Write the states of what every strategy saves alike. All ranks call it: one writes what is shared, and each its own.
 
     Args:
@@ -236,6 +235,7 @@ def shard_group(made: dict[Any, Any]) -> Any | None:
     return made[world]
 
 
+@dataclass
 class Save:
     """The saving of one checkpoint. Each rank makes one and goes through the same steps.
 
@@ -245,31 +245,26 @@ class Save:
         facts: What the manifest says of the run.
         refusing: Called with the storage by the leader before it stages; raises where the storage must not be taken.
         rotating: Called with the storage by the rank that published, once the checkpoint is there.
+        shards: The process group of the ranks that write shards together; None for the default one.
 
     Attributes:
+        barrier: Where the ranks meet.
         plan: What takes the files of this rank; from `begin` on.
         problem: Why this rank cannot go on; the next step of all ranks reports it.
     """
 
-    def __init__(
-        self,
-        storage: CheckpointStorage,
-        group: Group,
-        facts: dict[str, Any],
-        refusing: Callable[[CheckpointStorage], Any] | None = None,
-        rotating: Callable[[CheckpointStorage], Any] | None = None,
-    ) -> None:
-        self.storage = storage
-        self.group = group
-        self.facts = facts
-        self.rotating = rotating
-        # The process group of the ranks that write shards together; None for the default one.
-        self.shards: Any = None
-        self.refusing = refusing
-        self.barrier = SaveBarrier("save_state", storage.location, group, default_store())
-        self.plan: SavePlan | None = None
-        self.problem: BaseException | None = None
-        self._leader = 0
+    storage: CheckpointStorage
+    group: Group
+    facts: dict[str, Any]
+    refusing: Callable[[CheckpointStorage], Any] = lambda storage: None
+    rotating: Callable[[CheckpointStorage], Any] = lambda storage: None
+    shards: Any = None
+    plan: SavePlan | None = field(default=None, init=False)
+    problem: BaseException | None = field(default=None, init=False)
+    _leader: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.barrier = SaveBarrier("save_state", self.storage.location, self.group, default_store())
 
     def begin(self, former: BaseException | None = None) -> None:
         """Meet the other ranks, and learn where to write.
@@ -313,11 +308,11 @@ class Save:
             RuntimeError: another rank failed; this one's own error is raised as it is.
         """
         entries = self._attempt(lambda: self.plan.write(writers, self.shards))
-        notes = self._exchange([self._leader, listed(entries)])
+        notes = self._exchange([self._leader, _listed(entries)])
         if self._leads:
             entries = self._attempt(lambda: self._complete(notes, writers))
         if not self.group.shared:  # several ranks lead, and none publishes if one of them has failed
-            notes = self._exchange(listed(entries if self._leads else {}))
+            notes = self._exchange(_listed(entries if self._leads else {}))
             if not self.group.each_node:
                 entries = merged(notes)  # all nodes have uploaded their part of one checkpoint
         if self.group.rank == (self._leader if self.group.each_node else 0):
@@ -342,8 +337,7 @@ class Save:
             raise
 
     def _stage(self) -> str:
-        if self.refusing is not None:
-            self.refusing(self.storage)
+        self.refusing(self.storage)
         return self.storage.stage()
 
     def _complete(self, notes: list[Any], threads: int) -> dict[str, FileEntry]:
@@ -357,26 +351,16 @@ class Save:
     def _publish(self, entries: dict[str, FileEntry]) -> None:
         Manifest(entries, save=self.barrier.name, **self.facts).write(self.plan.folder)
         self.storage.publish()
-        if self.rotating is not None:
-            self.rotating(self.storage)
-
-
-def listed(entries: Mapping[str, FileEntry] | None) -> dict[str, Any]:
-    """Return entries as JSON, for the other ranks.
-
-    Args:
-        entries: by name; None where they could not be made.
-    """
-    return {name: entry.to_json() for name, entry in (entries or {}).items()}
+        self.rotating(self.storage)
 
 
 def merged(notes: Iterable[dict[str, Any]]) -> dict[str, FileEntry]:
-    """Return the files that several ranks `listed`.
-
-    Args:
-        notes: what they listed.
-    """
+    """Return the files that several ranks listed as JSON."""
     return {name: FileEntry.from_json(entry) for note in notes for name, entry in note.items()}
+
+
+def _listed(entries: Mapping[str, FileEntry] | None) -> dict[str, Any]:
+    return {name: entry.to_json() for name, entry in (entries or {}).items()}
 
 
 def unlisted(folder: str, known: Iterable[str], rank: int, threads: int = 1) -> dict[str, FileEntry]:
@@ -391,16 +375,10 @@ def unlisted(folder: str, known: Iterable[str], rank: int, threads: int = 1) -> 
     Raises:
         ValueError: a file has a name that no manifest may have.
     """
-    known, found = set(known), {}
-    for where, _, entries in os.walk(folder):
-        for entry in entries:
-            path = os.path.join(where, entry)
-            name = os.path.relpath(path, folder).replace(os.sep, "/")
-            if name not in known and name != manifest.NAME:
-                if not manifest.is_inside(name):
-                    raise ValueError(
-                        f"The file {name!r} cannot be part of a checkpoint: not every system can have a file of that name. Let the "
-                        "hook that writes it choose a name without a backslash, and without a colon behind one letter."
-                    )
-                found[name] = formats.describe(path, rank, threads)
-    return found
+    names = sorted(manifest.files_below(folder).keys() - {*known, manifest.NAME})
+    if bad := [name for name in names if not manifest.is_inside(name)]:
+        raise ValueError(
+            f"The file {bad[0]!r} cannot be part of a checkpoint: not every system can have a file of that name. Let the "
+            "hook that writes it choose a name without a backslash, and without a colon behind one letter."
+        )
+    return {name: formats.describe(os.path.join(folder, name), rank, threads) for name in names}

@@ -17,7 +17,8 @@ import os
 import pickle
 import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import IO, Any
 
 import torch
@@ -25,15 +26,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
 
 from accelerate.checkpoint import formats
 from accelerate.checkpoint.manifest import METADATA, DamagedCheckpoint, FileEntry, is_inside
@@ -42,44 +35,34 @@ from accelerate.modules.unwrap import same_tensors
 from accelerate.runtime import durable
 from accelerate.utils.other import load
 
-Path = str | os.PathLike[str]
-
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class Stored:
     """A stored state: its structure at once, the values of its tensors when they are asked for. Any rank, alone.
 
-    Args:
+    Attributes:
         origin: the folder or file, for messages.
-        state: the nested state.
+        state: nested; in a folder of shards, each tensor is a placeholder on the meta device; in files, it is mapped.
         reader: reads the tensors of the state that have a key; None if there is nothing more to read.
         metadata: of the reader.
         aliases: names of tensors that are stored under another name, to that name.
-
-    Attributes:
-        state: in a folder of shards, each tensor is a placeholder on the meta device; in files, it is mapped.
         verified: the files have been compared with their checksums, so that they may be read over what is there (`over`).
     """
 
-    verified = False
-
-    def __init__(
-        self,
-        origin: str,
-        state: Any,
-        reader: "dcp.StorageReader | _WholeTensors | None" = None,
-        metadata: Metadata | None = None,
-        aliases: Mapping[str, str] | None = None,
-    ) -> None:
-        self.origin, self.state, self.aliases = origin, state, aliases or {}
-        self._reader, self._metadata = reader, metadata
-        self._wanted: dict[str, Any] = {}
-        self._over: dict[str, list[torch.Tensor]] = {}
-        self._reading = threading.Lock()
+    origin: str
+    state: Any
+    reader: "dcp.StorageReader | _WholeTensors | None" = None
+    metadata: Metadata | None = None
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    verified: bool = False
+    _wanted: dict[str, Any] = field(default_factory=dict)
+    _over: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    _reading: Any = field(default_factory=threading.Lock)
 
     @classmethod
-    def in_folder(cls, folder: Path, verified: bool = False) -> "Stored":
+    def in_folder(cls, folder: durable.Path, verified: bool = False) -> "Stored":
         """Return what a folder in torch's format holds.
 
         Args:
@@ -92,8 +75,7 @@ class Stored:
         metadata = read_metadata(folder)
         reader = dcp.FileSystemReader(folder)
         reader.set_up_storage_reader(metadata, True)
-        stored = cls(os.fspath(folder), None, reader, metadata)
-        stored.verified = verified
+        stored = cls(os.fspath(folder), None, reader, metadata, verified=verified)
         with _damage_named(stored.origin):
             values: dict[str, Any] = {}
             for key, spec in metadata.state_dict_metadata.items():
@@ -109,27 +91,25 @@ class Stored:
         return stored
 
     @classmethod
-    def in_files(cls, files: Sequence[Path], aliases: Mapping[str, str] | None = None) -> "Stored":
+    def in_files(cls, files: Mapping[str, Any], aliases: Mapping[str, str] | None = None) -> "Stored":
         """Return what files of whole tensors hold.
 
         Args:
-            files: local files, of safetensors or in torch's format; the state dict of one model if they are several.
+            files: what `load.mapped_file` returned for each; the state dict of one model if they are several.
             aliases: names that are not in the files, to those that have their values.
 
         Raises:
-            DamagedCheckpoint: a file is not what its name says.
-            UnpicklingError: a file holds objects that are not plain data.
+            DamagedCheckpoint: a file holds no state dict, or what another one holds.
         """
-        origin = os.fspath(files[0]) if len(files) == 1 else os.path.dirname(os.fspath(files[0]))
+        origin = next(iter(files)) if len(files) == 1 else os.path.dirname(next(iter(files)))
         state: dict[Any, Any] = {}
         found: dict[str, str] = {}
-        for file in files:
-            held = formats.mapped(file)
+        for file, held in files.items():
             if not isinstance(held, Mapping):
-                raise DamagedCheckpoint(f"{os.fspath(file)} holds a {type(held).__name__}, not a state dict.")
+                raise DamagedCheckpoint(f"{file} holds a {type(held).__name__}, not a state dict.")
             if twice := sorted(held.keys() & state.keys(), key=str):
                 raise DamagedCheckpoint(f"{origin} has two values of the name {twice[0]!r}.")
-            if not os.fspath(file).endswith(".safetensors"):
+            if not file.endswith(".safetensors"):
                 found |= same_tensors(held)
             state.update(held)
         found |= {name: kept for name, kept in (aliases or {}).items() if name not in state and kept in state}
@@ -194,9 +174,9 @@ class Stored:
             return {}
         planner = _LoadPlanner(flatten_state_dict=False)
         with _damage_named(self.origin), torch.no_grad():
-            planner.set_up_planner(wanted, self._metadata, True)
+            planner.set_up_planner(wanted, self.metadata, True)
             plan = planner.finish_plan(planner.create_global_plan([planner.create_local_plan()])[0])
-            self._reader.read_data(plan, planner)
+            self.reader.read_data(plan, planner)
         return wanted
 
     def read(self, value: Any) -> Any:
@@ -241,7 +221,7 @@ class _WholeTensors:
         if isinstance(value, torch.Tensor) and not hasattr(value, "stored_key"):
             value.stored_key = str(len(self._tensors))
             self._tensors[value.stored_key] = value
-            chunk = ChunkStorageMetadata(torch.Size([0] * value.dim()), value.shape)
+            chunk = dcp.metadata.ChunkStorageMetadata(torch.Size([0] * value.dim()), value.shape)
             self.specs[value.stored_key] = TensorStorageMetadata(TensorProperties(value.dtype), value.shape, [chunk])
         return value
 
@@ -301,14 +281,14 @@ class _SavePlanner(dcp.DefaultSavePlanner):
         return found if self._stored is None else self._stored.read(found)
 
 
-def _writer(folder: Path, rank: int, entries: dict[str, FileEntry], files: int) -> dcp.FileSystemWriter:
+def _writer(folder: durable.Path, rank: int, entries: dict[str, FileEntry], files: int) -> dcp.FileSystemWriter:
     """Return torch's writer, whose files are hashed on their way and on the disk when they are closed; `entries` gets what they are."""
 
     class DurableFiles(FileSystem):
         """The file system of torch's writer."""
 
         @contextlib.contextmanager
-        def create_stream(self, path: Path, mode: str) -> Iterator[Any]:
+        def create_stream(self, path: durable.Path, mode: str) -> Iterator[Any]:
             with durable.durable(path) as file:
                 yield file
             # The metadata is written aside, and renamed.
@@ -321,7 +301,7 @@ def _writer(folder: Path, rank: int, entries: dict[str, FileEntry], files: int) 
 
 def save(
     state: dict[str, Any],
-    folder: Path,
+    folder: durable.Path,
     group: "dist.ProcessGroup | None" = None,
     stored: Stored | None = None,
     files: int = 1,
@@ -373,21 +353,15 @@ class _Properties(TensorProperties):
 class _Unpickler(pickle.Unpickler):
     """Reads the pickle of a ``.metadata`` file; whatever it names beside torch's plain records is refused."""
 
-    _RECORDS = (
-        Metadata,
-        StorageMeta,
-        MetadataIndex,
-        TensorStorageMetadata,
-        BytesStorageMetadata,
-        ChunkStorageMetadata,
-    )
+    _RECORDS = ("StorageMeta", "BytesStorageMetadata", "ChunkStorageMetadata")
     _PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
     _UNUSED = {"_MEM_FORMAT_ENCODING", "_get_layout", *_PATHS}  # functions that return nothing stand for these
 
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__(file)
         # Subclasses for each pickle, so that one which sets attributes of a class spoils only its own.
-        records = {record.__name__: record for record in (*self._RECORDS, _StorageInfo)}
+        named = [getattr(dcp.metadata, name) for name in self._RECORDS]
+        records = {one.__name__: one for one in (Metadata, MetadataIndex, TensorStorageMetadata, _StorageInfo, *named)}
         records["TensorProperties"] = _Properties
         self._classes = {name: type(name, (record,), {}) for name, record in records.items()}
         self._classes |= {"Size": torch.Size, "OrderedDict": dict}
@@ -403,7 +377,7 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}, which has no place in metadata")
 
 
-def read_metadata(folder: Path) -> Metadata:
+def read_metadata(folder: durable.Path) -> Metadata:
     """Return what a sharded checkpoint says of its tensors, after comparing that with the files. Any rank, alone.
 
     No code of the file runs.
@@ -426,7 +400,7 @@ def read_metadata(folder: Path) -> Metadata:
         return Metadata(found.state_dict_metadata, paths, places)
 
 
-def _problem_of_files(places: Mapping[MetadataIndex, _StorageInfo], folder: Path) -> str:
+def _problem_of_files(places: Mapping[MetadataIndex, _StorageInfo], folder: durable.Path) -> str:
     """Say which file does not have what it should; an empty text if all have."""
     sizes: dict[str, int] = {}
     for index, place in places.items():

@@ -10,7 +10,7 @@ import itertools
 import json
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -288,16 +288,15 @@ def owner(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) -> tupl
     return None, []
 
 
-def names_file(optimizers: Iterable[torch.optim.Optimizer], models: Iterable[nn.Module]) -> bytes | None:
+def names_file(optimizers: Iterable[torch.optim.Optimizer], models: Collection[nn.Module]) -> bytes | None:
     """Return the content of the file that says which parameters the numbers in the optimizers' files mean; None without any.
 
     Args:
         optimizers: those of the run, in order.
         models: the models of the run.
     """
-    models = list(models)
-    names = {index: owner(optimizer, models)[1] for index, optimizer in enumerate(optimizers)}
-    known = {index: groups for index, groups in names.items() if groups}
+    names = [owner(optimizer, models)[1] for optimizer in optimizers]
+    known = {index: groups for index, groups in enumerate(names) if groups}
     return names_text(known) if known else None
 
 
@@ -356,11 +355,11 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[
 
         with _fsdp1(model, "sharded"):
             raw = FullyShardedDataParallel.optim_state_dict(_unwrapped(model), inner, group=_group(model))
-        return _renamed(raw, canonical_name)
+        return renamed(raw, canonical_name)
     raw = inner.state_dict()
     order = dict(zip(_flat(raw["param_groups"]), itertools.chain(*groups), strict=True))
     # Some optimizers keep what belongs to no parameter beside the parameters' states.
-    return _renamed(raw, lambda number: order.get(number, number))
+    return renamed(raw, lambda number: order.get(number, number))
 
 
 def _group(model: nn.Module) -> Any:
@@ -563,7 +562,7 @@ def optimizer_to_load(optimizer: torch.optim.Optimizer, model: nn.Module, state:
         canonical_name(name): ".".join(step for step in name.split(".") if step not in own)
         for name in itertools.chain.from_iterable(_names_in_modules(optimizer, model))
     }
-    raw = _renamed(state, lambda name: names.get(name, name))
+    raw = renamed(state, lambda name: names.get(name, name))
     with _fsdp1(model, "sharded"):
         inner = inner_optimizer(optimizer)
         return FullyShardedDataParallel.optim_state_dict_to_load(_unwrapped(model), inner, raw, group=_group(model))
@@ -577,10 +576,10 @@ def numbered(state: Mapping[str, Any]) -> dict[str, Any]:
     """
     order = {name: number for number, name in enumerate(_flat(state["param_groups"]))}
     states = sorted(state["state"].items(), key=lambda item: order.get(item[0], len(order)))
-    return {**state, **_renamed({**state, "state": dict(states)}, lambda name: order.get(name, name))}
+    return {**state, **renamed({**state, "state": dict(states)}, lambda name: order.get(name, name))}
 
 
-def _renamed(state: Mapping[str, Any], new: Callable[[Any], Any]) -> dict[str, Any]:
+def renamed(state: Mapping[str, Any], new: Callable[[Any], Any]) -> dict[str, Any]:
     """Return an optimizer's state keyed in another way: by names, or by numbers."""
     groups = [{**group, "params": [new(key) for key in group["params"]]} for group in state["param_groups"]]
     return {"state": {new(key): value for key, value in state["state"].items()}, "param_groups": groups}

@@ -14,7 +14,7 @@ import posixpath
 import shutil
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -165,9 +165,9 @@ class CheckpointStorage(ABC):
     def remove(self) -> None:
         """Remove the checkpoint; no reader sees a part of it meanwhile."""
 
-    def sweep(self) -> list[str]:
-        """Remove what killed runs left among the checkpoints here, and return it; only a process that writes here calls it."""
-        return []
+    def sweep(self) -> None:
+        """Remove what killed runs left among the checkpoints here; only a process that writes here calls it."""
+        return
 
     def stored(self) -> Stored:
         """Return the bytes of all that is here, and when any of it was last written to, where that is known."""
@@ -225,14 +225,13 @@ def newest_first(folder: CheckpointStorage) -> tuple[list[CheckpointStorage], li
     states = [(storage, storage.state()) for _, storage in reversed(folder.checkpoints())]
     if all(state.kind == "absent" for _, state in states):
         state = folder.state()
-        states = (
-            [(folder, state)] if state.kind == "complete" or (state.kind == "incomplete" and folder.files()) else []
-        )
+        is_one = state.kind == "complete" or (state.kind == "incomplete" and folder.files())
+        states = [(folder, state)] if is_one else []
     found = [storage for storage, state in states if state.loads]
     return found, [f"{storage.location}: {state.reason}" for storage, state in states if state.kind == "incomplete"]
 
 
-def prune(folder: CheckpointStorage, limit: int | None, keep: Iterable[str | None]) -> list[str]:
+def prune(folder: CheckpointStorage, limit: int | None, keep: Collection[str | None]) -> None:
     """Remove the oldest checkpoints beyond a limit, once the newest one is at its location. One rank per file system calls it.
 
     Only complete ones count and go, and what killed saves left; a damaged checkpoint stays, so that it can be looked at.
@@ -241,25 +240,19 @@ def prune(folder: CheckpointStorage, limit: int | None, keep: Iterable[str | Non
         folder: where the checkpoints are.
         limit: how many complete ones stay, at least one; None keeps all.
         keep: locations of checkpoints that stay whatever their number: the one just written, and the one the run began from.
-
-    Returns:
-        The locations removed.
     """
-    kept = set(keep)
-    removed = folder.sweep()
+    folder.sweep()
     if limit is None:
-        return removed
+        return
     # What a link leads to is not ours to remove.
     whole = [storage for _, storage in folder.checkpoints() if storage.parent() == folder and storage.state().loads]
     surplus = max(0, len(whole) - max(limit, 1))
-    for storage in [storage for storage in whole if storage.location not in kept][:surplus]:
+    for storage in [storage for storage in whole if storage.location not in keep][:surplus]:
         logger.info("Removing the checkpoint %s (total_limit=%d).", storage.location, limit)
         try:
             storage.remove()
-            removed.append(storage.location)
         except OSError as error:  # the new checkpoint is whole all the same
             logger.warning("The checkpoint %s could not be removed: %s", storage.location, error)
-    return removed
 
 
 # -- folders -----------------------------------------------------------------------------------------------------------
@@ -431,16 +424,12 @@ class LocalStorage(CheckpointStorage):
             os.rename(self.location, hidden)
             shutil.rmtree(hidden, ignore_errors=True)
 
-    def sweep(self) -> list[str]:
-        """Remove what killed runs left among the checkpoints here, and return the paths."""
-        prefixes = (*manifest.HIDDEN_PREFIXES, manifest.LOCK_PREFIX)
-        left = [entry.name for entry in _scan(self.location) if entry.name.startswith(prefixes)]
+    def sweep(self) -> None:
+        """Remove what killed runs left among the checkpoints here."""
+        left = [entry.name for entry in _scan(self.location) if entry.name.startswith(manifest.OF_SAVES)]
         for name in dict.fromkeys(entry.partition("_")[2] for entry in left):
             with contextlib.suppress(Busy), self.child(name)._locked(waits=False):
                 pass  # it has removed what it found
-        removed = [name for name in left if name.startswith((manifest.STAGING_PREFIX, manifest.REMOVED_PREFIX))]
-        paths = [os.path.join(self.location, name) for name in removed]
-        return [path for path in paths if not os.path.lexists(path)]
 
     # -- one writer at a time ------------------------------------------------------------------------------------------
 

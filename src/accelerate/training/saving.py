@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from accelerate.backends.base import Backend
-from accelerate.checkpoint import weights
+from accelerate.checkpoint import formats
 from accelerate.checkpoint.background import snapshot
 from accelerate.checkpoint.barrier import Group
 from accelerate.checkpoint.manifest import CHECKPOINTS_FOLDER, PARAMETER_NAMES, numbered_folder
@@ -154,11 +154,11 @@ def _facts(accelerator: "Accelerator", backend: Backend) -> dict[str, Any]:
 
 def _automatic(
     accelerator: "Accelerator",
-) -> tuple[Callable[[CheckpointStorage], Any] | None, Callable[[CheckpointStorage], Any] | None]:
+) -> tuple[Callable[[CheckpointStorage], Any], ...]:
     """With automatic naming: what is done before a checkpoint is staged, and once it is in its place."""
     project = accelerator.project_configuration
     if not project.automatic_checkpoint_naming:
-        return None, None
+        return ()
     number, limit, loaded = project.iteration, project.total_limit, accelerator._loaded_checkpoint
     unfinished = accelerator._unfinished_save
 
@@ -415,7 +415,7 @@ def save_model(
     if safe_serialization:
         state = clean_state_dict_for_safetensors(state)
     pattern = SAFE_WEIGHTS_PATTERN_NAME if safe_serialization else WEIGHTS_PATTERN_NAME
-    weights.replace(save_directory, state, pattern, convert_file_size_to_int(max_shard_size))
+    formats.replace_weights(save_directory, state, pattern, convert_file_size_to_int(max_shard_size))
     readers_first = [os.path.join(save_directory, name) for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)]
     if not safe_serialization and any(map(os.path.exists, readers_first)):
         warn_caller(

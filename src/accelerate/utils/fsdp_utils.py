@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from accelerate._lazy import front
-from accelerate.checkpoint import formats, layouts, optimizers
+from accelerate.checkpoint import layouts, load, optimizers
 from accelerate.checkpoint import state as states
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin, get_module_class_from_name
 from accelerate.logging import get_logger
@@ -358,13 +358,6 @@ def _load_adapter(model: nn.Module, adapter: Mapping[str, Any]) -> Any:
 # -- checkpoints -------------------------------------------------------------------------------------------------
 
 
-def _layout(fsdp_plugin: FullyShardedDataParallelPlugin, use_dcp: bool, optimizer: bool = False) -> states.Layout:
-    kind = fsdp_plugin.state_dict_type.name
-    if kind == "FULL_STATE_DICT":
-        return "full"
-    return "sharded" if use_dcp and (optimizer or kind == "SHARDED_STATE_DICT") else "local"
-
-
 def save_fsdp_model(
     fsdp_plugin: FullyShardedDataParallelPlugin,
     accelerator: Any,
@@ -391,12 +384,8 @@ def save_fsdp_model(
         ValueError: `output_dir` is a checkpoint of `save_state`, whose manifest lists its files.
         RuntimeError: writing failed on some rank; raised on all of them.
     """
-    layout = _layout(fsdp_plugin, use_dcp)
-    flat = fsdp_plugin.state_dict_type.name == "LOCAL_STATE_DICT" and states.is_fsdp1(model)
-    states.together(lambda: os.makedirs(output_dir, exist_ok=True))
     getter = partial(_get_model_state_dict, adapter_only=adapter_only)
-    own = states.model_state(model, getter, layout="local" if flat else "sharded")
-    layouts.write(own.values, output_dir, "model", model_index, layout, flat)
+    layouts.save_model(fsdp_plugin, model, output_dir, model_index, use_dcp, getter)
 
 
 def load_fsdp_model(
@@ -433,7 +422,7 @@ def load_fsdp_model(
 
     getter = partial(_get_model_state_dict, adapter_only=adapter_only)
     setter = partial(_set_model_state_dict, adapter_only=adapter_only)
-    prefer = _layout(fsdp_plugin, use_dcp)
+    prefer = layouts.layout_of(fsdp_plugin, "model", use_dcp)
     state, own, layout, _ = layouts.read_for_model(model, input_dir, model_index, prefer, getter=getter)
     return states.apply_model(model, state, own, setter, layout)
 
@@ -463,8 +452,7 @@ def save_fsdp_optimizer(
         ValueError: the optimizer has a parameter that the model does not have, or `output_dir` is a checkpoint of `save_state`.
         RuntimeError: writing failed on some rank; raised on all of them.
     """
-    layout = _layout(fsdp_plugin, use_dcp, optimizer=True)
-    states.together(lambda: os.makedirs(output_dir, exist_ok=True))
+    layout = layouts.layout_of(fsdp_plugin, "optimizer", use_dcp)
     layouts.write(states.optimizer_state(optimizer, model), output_dir, "optimizer", optimizer_index, layout)
 
 
@@ -498,10 +486,10 @@ def load_fsdp_optimizer(
         RuntimeError: it is the state of other parameters, or reading failed on some rank; the optimizer is as it was.
         DamagedCheckpoint: a file is damaged; the optimizer is as it was.
     """
-    prefer = _layout(fsdp_plugin, use_dcp, optimizer=True)
+    prefer = layouts.layout_of(fsdp_plugin, "optimizer", use_dcp)
     state = optimizers.read_for_optimizer(optimizer, model, input_dir, optimizer_index, prefer).state
     # What it keeps as it is may be memory of the file.
-    states.inner_optimizer(optimizer).load_state_dict(formats.in_memory(state))
+    states.inner_optimizer(optimizer).load_state_dict(load.in_memory(state))
 
 
 # -- sharding ----------------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """Saving and loading objects, and small helpers; with ``accelerate.modules`` the public home of module questions."""
 
 import codecs
-import contextlib
 import logging
 import os
 import platform
@@ -47,6 +46,7 @@ TORCH_SAFE_GLOBALS = [
     _multiarray.scalar,
     *(type(np.dtype(kind)) for kind in ("?", "e", "f", "d", "F", "D", "b", "B", "h", "H", "i", "l", "L", "q", "Q")),
 ]
+torch.serialization.add_safe_globals(TORCH_SAFE_GLOBALS)
 
 DEFAULT_PORT = 29500
 OLDEST_GOOD_KERNEL = (5, 5, 0)
@@ -93,16 +93,7 @@ def load(f: Path | BinaryIO, map_location: Any = None, **kwargs: Any) -> Any:
     Source:
         https://docs.pytorch.org/docs/stable/generated/torch.load.html
     """
-    kwargs.setdefault("weights_only", True)
-    with _safe_globals():
-        return torch.load(f, map_location=map_location, **kwargs)
-
-
-def _safe_globals() -> contextlib.AbstractContextManager:
-    if hasattr(torch.serialization, "safe_globals"):
-        return torch.serialization.safe_globals(TORCH_SAFE_GLOBALS)
-    torch.serialization.add_safe_globals(TORCH_SAFE_GLOBALS)  # torch 2.4 can only add them for good
-    return contextlib.nullcontext()
+    return torch.load(f, map_location=map_location, **{"weights_only": True, **kwargs})
 
 
 def wait_for_everyone() -> None:

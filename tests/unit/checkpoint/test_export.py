@@ -14,9 +14,9 @@ from torch.distributed.checkpoint import FileSystemWriter, save
 
 import checkpoint_samples as samples
 from accelerate.checkpoint.convert import export
+from accelerate.checkpoint.formats import write_weights
 from accelerate.checkpoint.inspect import weight_map
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, generators_file, model_file
-from accelerate.checkpoint.weights import write
 from sharded_io import same
 
 
@@ -166,7 +166,7 @@ def test_shards_of_a_second_model(tmp_path):
     (tmp_path / "two").mkdir()
     for index, pattern in enumerate(("model{suffix}.safetensors", "model_1{suffix}.safetensors")):
         wanted = {name: value + index for name, value in samples.tensors().items()}
-        write(tmp_path / "two", wanted, pattern, 60)
+        write_weights(tmp_path / "two", wanted, pattern, 60)
         assert (tmp_path / "two" / (model_file(index) + ".index.json")).exists()
         export(tmp_path / "two", tmp_path / f"out{index}", model=index)
         assert same(loaded(tmp_path / f"out{index}"), wanted)

@@ -167,7 +167,7 @@ def test_a_killed_save_leaves_the_old_checkpoint_or_the_new_one(memory, monkeypa
     if counts == 1:
         assert save(URL, step=3).state().manifest.step == 3
     else:
-        assert len(folder.sweep()) == 1
+        folder.sweep()
     assert folder.leftovers() == {}
     assert objects(storage) == sorted([NAME, *CONTENT])
 
@@ -179,7 +179,7 @@ def test_a_first_save_that_is_killed_is_incomplete_until_it_is_swept(memory, mon
     assert (storage.state().kind, storage.state().reason) == ("incomplete", "its saving did not come to its end")
     with pytest.raises(DamagedCheckpoint, match="did not come to its end"):
         storage.fetch()
-    assert len(folder.sweep()) == 1
+    folder.sweep()
     assert (storage.state().kind, folder.entries()) == ("absent", [])
 
 
@@ -294,7 +294,7 @@ def test_a_checkpoint_of_another_library(base):
     assert storage.state().kind == "foreign"
     assert read(storage.fetch(lambda name: name == "notes.txt")) == {"notes.txt": b"3"}
     assert read(storage.fetch()) == everything
-    assert storage.sweep() == [f"{storage.location}/{FORMER}"]
+    storage.sweep()
     assert objects(storage) == sorted(everything)
     put(f"{storage.location}/model.safetensors", b"11")
     assert read(storage.fetch())["model.safetensors"] == b"11"

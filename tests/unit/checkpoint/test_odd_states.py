@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import sharded_io
-from accelerate.checkpoint import shards, weights
+from accelerate.checkpoint import formats, shards
 from accelerate.checkpoint.convert import reshard
 from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest
 from accelerate.checkpoint.save import unlisted
@@ -217,7 +217,7 @@ def test_what_a_manifest_says_is_compared(tmp_path, layout):
 
 def test_files_that_an_index_lists_are_compared(tmp_path):
     model, _ = job()
-    Manifest(weights.write(tmp_path, model.state_dict(), "model{suffix}.safetensors", 40)).write(tmp_path)
+    Manifest(formats.write_weights(tmp_path, model.state_dict(), "model{suffix}.safetensors", 40)).write(tmp_path)
     sharded_io.load_model(model, tmp_path)
     file = sorted(tmp_path.glob("model-00002-*.safetensors"))[0]
     flip(file)
