@@ -13,14 +13,12 @@ from accelerate.devices.probe import detect
 from accelerate.modules.tensors import id_tensor_storage
 from accelerate.offload.device_map import check_device_map, clean_device_map, fallback_allocate, infer_auto_device_map
 from accelerate.offload.loading import load_checkpoint_in_model, load_offloaded_weights, load_state_dict
-from accelerate.offload.memory import get_balanced_memory, get_max_memory
 from accelerate.offload.placement import (
     align_module_device,
     check_device_same,
     has_offloaded_params,
     set_module_tensor_to_device,
 )
-from accelerate.offload.report import device_map_report
 from accelerate.offload.sizes import (
     _get_proper_dtype,
     calculate_maximum_sizes,
@@ -28,19 +26,22 @@ from accelerate.offload.sizes import (
     compute_module_total_buffer_size,
     convert_file_size_to_int,
     dtype_byte_size,
+    get_balanced_memory,
     get_max_layer_size,
+    get_max_memory,
     get_module_leaves,
 )
-from accelerate.offload.state import get_state_dict_from_offload, get_state_dict_offloaded_model
-from accelerate.offload.tensors import get_non_persistent_buffers, named_module_tensors
-from accelerate.offload.tied import (
+from accelerate.offload.tensors import (
     check_tied_parameters_in_config,
     check_tied_parameters_on_same_device,
     find_tied_parameters,
     get_module_size_with_ties,
+    get_non_persistent_buffers,
     is_peft_model,
+    named_module_tensors,
     retie_parameters,
 )
+from accelerate.offload.weights import device_map_report, get_state_dict_from_offload, get_state_dict_offloaded_model
 from accelerate.precision.amp import autocast_context
 from accelerate.precision.base import precision
 from accelerate.state import AcceleratorState
