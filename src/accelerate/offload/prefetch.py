@@ -90,7 +90,7 @@ def _read_pages(tensor: torch.Tensor) -> None:
         # ctypes lets other threads run meanwhile; mmap.madvise does not.
         if ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), _POPULATE_READ) == 0:
             return
-    tensor.view(-1).view(torch.uint8)[:: mmap.PAGESIZE].sum()  # a byte of each page
+    tensor.detach().view(-1).view(torch.uint8)[:: mmap.PAGESIZE].sum()  # a byte of each page
 
 
 class HostTransfer:
@@ -198,7 +198,7 @@ class Unit:
     def bring(self) -> tuple[Tensors, Any]:
         """Read the weights. Runs in the prefetching thread."""
         weights = self.hook.weights_map
-        return self.transfer.bring({name: (weights[name].detach(), dtype) for name, dtype in self.dtypes.items()})
+        return self.transfer.bring({name: (weights[name], dtype) for name, dtype in self.dtypes.items()})
 
 
 class Prefetcher:

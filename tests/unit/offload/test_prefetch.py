@@ -98,6 +98,18 @@ def test_the_order_is_learned_in_the_first_forward(model, inputs, tmp_path):
     assert not any(read_ahead)
 
 
+def test_what_is_read_ahead_in_place_is_the_same_parameter_each_time(model, inputs, tmp_path):
+    disk_offload(model, tmp_path)
+    filled = []
+    model.layers[2].register_forward_hook(lambda layer, args, output: filled.append(layer._parameters["weight"]))
+    inside = model.layers[2]._old_forward
+    model.layers[2]._old_forward = lambda x: (filled.append(model.layers[2].weight), inside(x))[1]
+    for _ in range(3):
+        model(inputs)
+    present, empty = filled[::2], filled[1::2]
+    assert all(one is present[0] for one in present) and all(one is empty[0] and one.is_meta for one in empty)
+
+
 def test_another_way_through_the_model_is_read_as_it_comes(model, inputs, tmp_path):
     orders = [None, [3, 2, 1, 0], [0, 0, 0], None, [1, 1, 2]]
     plain = [model(inputs, order) for order in orders]
