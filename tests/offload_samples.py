@@ -135,10 +135,24 @@ def prefetching(value: str | None) -> Iterator[None]:
         if value is None:
             os.environ.pop(VARIABLE, None)
         if importlib.util.find_spec("accelerate.offload") is not None:  # the peer has none
-            lanes = importlib.import_module("accelerate.offload.lanes")
-            for lane in (lanes.PageLane, lanes.HostLane):
-                stack.enter_context(mock.patch.object(lane, "smallest", 0))
+            reader = importlib.import_module("accelerate.offload.prefetch")
+            stack.enter_context(mock.patch.object(reader, "SMALLEST_ON_CPU", 0))
         yield
+
+
+@contextmanager
+def arrivals() -> Iterator[list[bool]]:
+    """Note of each module that brings weights in whether they were read ahead."""
+    reader = importlib.import_module("accelerate.offload.prefetch").Prefetcher
+    enter, noted = reader.enter, []
+
+    def noting(self: Any, hook: Any) -> dict[str, torch.Tensor]:
+        found = enter(self, hook)
+        noted.append(bool(found))
+        return found
+
+    with mock.patch.object(reader, "enter", noting):
+        yield noted
 
 
 @dataclass(frozen=True)

@@ -18,17 +18,14 @@ from accelerate.hooks import (
     attach_align_device_hook,
     attach_align_device_hook_on_blocks,
 )
-from accelerate.offload.alignment import check_devices
-from accelerate.offload.device_map import infer_auto_device_map
-from accelerate.offload.disk import OffloadedWeightsLoader
+from accelerate.offload.device_map import check_devices, disjoint_map, infer_auto_device_map
 from accelerate.offload.hooks_base import guard_method, undone_on_failure
-from accelerate.offload.init_device import init_empty_weights, init_on_device
 from accelerate.offload.loading import load_checkpoint_in_model, load_into
-from accelerate.offload.memory import get_balanced_memory
-from accelerate.offload.overlap import disjoint_map
-from accelerate.offload.placement import Device, as_device
+from accelerate.offload.placement import Device, as_device, init_empty_weights, init_on_device
 from accelerate.offload.prefetch import aligning_hook, attach_prefetcher, prefetch_budget
-from accelerate.offload.tied import (
+from accelerate.offload.sizes import get_balanced_memory
+from accelerate.offload.store import OffloadedWeightsLoader
+from accelerate.offload.tensors import (
     check_tied_parameters_on_same_device,
     find_tied_parameters,
     retie_parameters,

@@ -11,9 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.offload.alignment import any_elsewhere, exact_device
-from accelerate.offload.bnb_parameters import scales_name
-from accelerate.offload.disk import PrefixedDataset, stored_at
 from accelerate.offload.hooks_base import (
     CpuOffload,
     LayerwiseCastingHook,
@@ -25,8 +22,10 @@ from accelerate.offload.hooks_base import (
     remove_hook_from_module,
     remove_hook_from_submodules,
 )
-from accelerate.offload.placement import Device, set_module_tensor_to_device
+from accelerate.offload.placement import Device, any_elsewhere, exact_device, set_module_tensor_to_device
 from accelerate.offload.prefetch import Prefetcher
+from accelerate.offload.quantized import scales_name
+from accelerate.offload.store import PrefixedDataset, as_stored
 from accelerate.offload.tensors import named_module_tensors
 from accelerate.utils.operations import find_device, send_to_device
 
@@ -225,8 +224,7 @@ class AlignDevicesHook(ModelHook):
             self._bring_in(module)
 
     def _bring_in(self, module: nn.Module) -> None:
-        read = self.prefetcher.enter(self) if self.prefetcher is not None else None
-        ahead = read.tensors() if read is not None else {}
+        ahead = self.prefetcher.enter(self) if self.prefetcher is not None else {}
         if self.place_submodules or self.weights_map is None:
             for name, _ in self.offloaded_tensors(module):
                 self._onload(module, name, ahead.get(name))
@@ -274,7 +272,7 @@ class AlignDevicesHook(ModelHook):
             return
         self._present[name] = (table, filled, empty)
         # The stored weight itself is worth keeping. Copies are not, because memory is what offloading saves.
-        if filled.data_ptr() == value.data_ptr() and stored_at(self.weights_map, name).tensor() is value:
+        if filled.data_ptr() == value.data_ptr() and as_stored(self.weights_map, name) is value:
             self._kept[name] = (value, filled)
 
     def _note_tie(self, name: str) -> None:

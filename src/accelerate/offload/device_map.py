@@ -3,19 +3,18 @@
 import logging
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from accelerate.offload.memory import get_max_memory
+from accelerate.devices import probe
+from accelerate.diagnostics.table import table
+from accelerate.offload.placement import Device, as_device
 from accelerate.offload.planner import Plan, fitting, make_plan, parts
-from accelerate.offload.report import placement_table
-from accelerate.offload.sizes import class_names, format_bytes
-from accelerate.offload.tied import Ties, check_tied_parameters_in_config, name_and_parents
-from accelerate.offload.waiting import Catalogue
+from accelerate.offload.sizes import class_names, format_bytes, get_max_memory
+from accelerate.offload.tensors import Ties, check_tied_parameters_in_config, device_of, name_and_parents
 
 logger = logging.getLogger("accelerate.utils.modeling")
 
@@ -103,18 +102,18 @@ def infer_auto_device_map(
         {'0': 'cpu', '1': 'disk', '2': 'disk'}
     """
     budgets, no_split = get_max_memory(max_memory), class_names(no_split_module_classes)
-    catalogue = Catalogue(model, no_split, {"dtype": dtype, "special_dtypes": special_dtypes})
-    planned = partial(make_plan, catalogue, budgets, offload_buffers=offload_buffers)
-    plan = planned(fallback=fallback_allocation, verbose=verbose)
+    dtypes = {"dtype": dtype, "special_dtypes": special_dtypes}
+    options = {"offload_buffers": offload_buffers, "fallback": fallback_allocation, "verbose": verbose}
+    plan = make_plan(model, budgets, no_split, dtypes, **options)
     if not plan.tied and check_tied_parameters_in_config(model):
         logger.warning(
             "The model weights are not tied, although its configuration says that they should be. Call "
             "`model.tie_weights()` before `infer_auto_device_map`, or tied layers may land on different devices."
         )
     _warn_of_buffers(plan)
-    _warn_of_empty_devices(plan, lambda: plan if fallback_allocation else planned(fallback=True))
+    _warn_of_empty_devices(plan)
     if explain:
-        print(placement_table(plan.devices, plan.refusals))
+        print(_explanation(plan))
     found = OrderedDict(plan.device_map)
     return clean_device_map(found) if clean_result else found
 
@@ -130,30 +129,45 @@ def _warn_of_buffers(plan: Plan) -> None:
         )
 
 
-def _warn_of_empty_devices(plan: Plan, with_fallback: Callable[[], Plan]) -> None:
-    """A budget of nothing is a wish; one that holds nothing is a mistake. The second plan shows what would help."""
+def _warn_of_empty_devices(plan: Plan) -> None:
+    """A budget of nothing is a wish; one that holds nothing is a mistake."""
     budgets = {use.device: use.budget for use in plan.devices if not use.used}
     lines = {}
     for refusal in plan.refusals:
         budget = budgets.get(refusal.device)
         if refusal.emptied and budget:
             shares = f"{refusal.size} for {refusal.name!r}"
-            if refusal.layer:
-                shares += f" and {refusal.reserve} kept free for the largest layer, {refusal.layer!r}"
+            if refusal.reserve:
+                shares += f" and {refusal.reserve} kept free for the largest layer"
             lines[refusal.device] = (
                 f"\n  - {refusal.device}: {refusal.size + refusal.reserve} bytes required ({shares}), the budget is "
                 f"{budget} ({format_bytes(budget)})"
             )
     if lines:
-        filled = [use.device for use in with_fallback().devices if use.used and use.device in lines]
-        hint = (
-            f"\nWith `fallback_allocation=True` deeper modules fit on {', '.join(map(str, filled))}." if filled else ""
-        )
         logger.warning(
-            "These devices have too little memory for the next module and stay empty in this device map:%s%s",
+            "These devices have too little memory for the next module and stay empty in this device map. Give them more, or let "
+            "`fallback_allocation=True` look for smaller modules:%s",
             "".join(lines.values()),
-            hint,
         )
+
+
+def _explanation(plan: Plan) -> str:
+    """The table that ``infer_auto_device_map(explain=True)`` prints."""
+    rows = []
+    for use in plan.devices:
+        budget = free = "unlimited"
+        if use.budget not in (None, float("inf")):
+            budget, free = format_bytes(use.budget), format_bytes(use.budget - use.used)
+        rows.append(
+            [str(use.device), budget, format_bytes(use.reserve), format_bytes(use.used), free, str(use.modules)]
+        )
+    lines = [table(["device", "budget", "kept free for the largest layer", "used", "free", "modules"], rows)]
+    if plan.refusals:
+        lines += ["", "What did not fit:"]
+    for refusal in plan.refusals:
+        left = f"{format_bytes(max(0, refusal.left))} left"
+        lines.append(f"  {refusal.name} ({format_bytes(refusal.size)}) on {refusal.device} ({left}): {refusal.cause}")
+    return "\n".join(lines)
 
 
 def clean_device_map(device_map: dict[str, int | str], module_name: str = "") -> dict[str, int | str]:
@@ -218,3 +232,94 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
             f"The device_map provided gives no device to these tensors: {', '.join(missing)}. Add them, a module that "
             "holds them, or '' for the rest of the model."
         )
+
+
+def check_devices(device_map: Mapping[str, Any]) -> None:
+    """Refuse a device map that names devices which this machine does not have.
+
+    Args:
+        device_map: Module names to devices; ``"disk"`` is none.
+
+    Raises:
+        ValueError: A device is not there, or is no device.
+    """
+    for device in dict.fromkeys(device for device in device_map.values() if device != "disk"):
+        found = as_device(device)
+        if found.type in ("cpu", "meta"):
+            continue
+        kind = probe.row(found.type)
+        count = kind.count() if kind.available() else 0
+        if (found.index or 0) >= count:
+            module = next(name for name, value in device_map.items() if value == device)
+            raise ValueError(
+                f"The device_map puts {module or 'the model'!r} on {device!r}, but this machine has {count} {found.type} "
+                "devices. Use 'cpu' or 'disk', or device_map='auto'."
+            )
+
+
+def disjoint_map(model: nn.Module, device_map: Mapping[str, Device]) -> dict[str, Device]:
+    """Return a device map that says the same with entries none of which lies below another.
+
+    The longest entry that a tensor lies under decides, so ``{"": "cpu", "head": "disk"}`` is everything but the head on the CPU.
+    A module that has several names is where the first of them is.
+
+    Args:
+        model: The model.
+        device_map: Module or tensor names to devices; every tensor is covered.
+
+    Returns:
+        The map itself, copied, where nothing overlaps.
+
+    Example:
+        >>> disjoint_map(nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1)), {"": "cpu", "2": "disk"})
+        {'0': 'cpu', '1': 'cpu', '2': 'disk'}
+    """
+    entries = {**device_map, **_places_of_other_names(model, device_map)}
+    opened = set()
+    for name in entries:
+        parent = name
+        while parent:
+            parent = parent.rpartition(".")[0]
+            opened.add(parent)
+    if opened.isdisjoint(entries):
+        return entries
+    disjoint: dict[str, Device] = {}
+    for name, device in entries.items():
+        _add(model, name, device, entries, opened, disjoint)
+    return disjoint
+
+
+def _add(
+    model: nn.Module,
+    name: str,
+    device: Device,
+    entries: Mapping[str, Device],
+    opened: set[str],
+    disjoint: dict[str, Device],
+) -> None:
+    """Add an entry, or, if others lie below it, one for each part that they leave."""
+    if name not in opened:
+        disjoint[name] = device
+        return
+    module = model.get_submodule(name)
+    prefix = f"{name}." if name else ""
+    # The tables themselves, because torch's iterators leave out a second name for the same thing.
+    for part, thing in (*module._parameters.items(), *module._buffers.items(), *module._modules.items()):
+        if thing is not None and prefix + part not in entries:
+            _add(model, prefix + part, device, entries, opened, disjoint)
+
+
+def _places_of_other_names(model: nn.Module, device_map: Mapping[str, Device]) -> dict[str, Device]:
+    """Entries for the tensors of modules that have several names, where the map gives the further ones another place."""
+    first = {id(module): name for name, module in model.named_modules()}
+    places: dict[str, Device] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        known = first[id(module)]
+        for tensor in (*module._parameters, *module._buffers) if known != name else ():
+            if tensor in module._non_persistent_buffers_set:
+                continue  # in no checkpoint: they stay with the module
+            other = f"{name}.{tensor}"
+            place = device_of(f"{known}.{tensor}" if known else tensor, device_map)
+            if getattr(module, tensor) is not None and place != device_of(other, device_map):
+                places[other] = place
+    return places

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from accelerate.offload.placement import Device, as_device, check_device_same, default_device
-from accelerate.offload.tied import retie_parameters
+from accelerate.offload.tensors import retie_parameters
 from accelerate.utils.operations import send_to_device
 
 # Methods that dispatch_model replaces on a dispatched model, because moving such a model undoes the dispatch.

@@ -2,9 +2,8 @@
 
 import logging
 import os
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,29 +11,34 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from accelerate.devices.probe import detect
 from accelerate.modules.unwrap import model_has_dtensor
-from accelerate.offload.alignment import check_devices
-from accelerate.offload.bnb_parameters import scales_name
-from accelerate.offload.disk import OffloadedWeightsLoader
-from accelerate.offload.mapped import TorchFile, WeightFile, check_format, open_weights
-from accelerate.offload.overlap import disjoint_map
-from accelerate.offload.placement import as_device, set_module_tensor_to_device
-from accelerate.offload.quantized import quantize_and_offload_8bit
+from accelerate.offload.device_map import check_devices, disjoint_map
+from accelerate.offload.files import (
+    Entry,
+    Path_,
+    WeightFile,
+    check_fit,
+    check_format,
+    checkpoint_files,
+    files_of,
+    listed,
+    open_checkpoint,
+)
+from accelerate.offload.placement import as_device, default_device, set_module_tensor_to_device
+from accelerate.offload.quantized import INT8, scales_name
 from accelerate.offload.sizes import _get_proper_dtype
-from accelerate.offload.sources import Entry, Path_, check_fit, checkpoint_files, files_of, listed, open_checkpoint
-from accelerate.offload.tensors import tensor_at
-from accelerate.offload.tied import (
+from accelerate.offload.store import OffloadedWeightsLoader, OffloadWriter
+from accelerate.offload.tensors import (
     check_tied_parameters_in_config,
     check_tied_parameters_on_same_device,
     device_of,
     find_tied_parameters,
     retie_parameters,
+    tensor_at,
 )
 from accelerate.offload.weights import check_data
-from accelerate.offload.writer import OffloadWriter
 from accelerate.runtime import storage
-
-__all__ = ["checkpoint_files", "load_checkpoint_in_model", "load_into", "load_offloaded_weights", "load_state_dict"]
 
 logger = logging.getLogger("accelerate.utils.modeling")
 
@@ -113,6 +117,70 @@ def load_offloaded_weights(model: nn.Module, index: Mapping[str, dict] | None, o
         set_module_tensor_to_device(model, name, "cpu", value=value, dtype=value.dtype, fp16_statistics=statistics)
 
 
+def quantize_and_offload_8bit(
+    model: nn.Module,
+    param: torch.Tensor,
+    param_name: str,
+    new_dtype: torch.dtype | None,
+    offload_folder: str | os.PathLike,
+    offload_index: dict[str, dict],
+    fp16_statistics: torch.Tensor | None,
+) -> None:
+    """Write a tensor to a folder and leave it on the meta device; the weight of an 8-bit layer is quantised before.
+
+    Args:
+        model: The model that the tensor belongs to.
+        param: Its value: floating-point numbers, or with ``fp16_statistics`` an 8-bit weight that is quantised already.
+        param_name: Full name of the tensor.
+        new_dtype: Dtype that floating-point numbers are cast to, before they are quantised where they are. None: that of the
+            tensor in the model.
+        offload_folder: Where the files go: one for the tensor, and one for the scales of an 8-bit weight.
+        offload_index: Receives their entries.
+        fp16_statistics: The scales of a weight that is quantised already.
+
+    Raises:
+        ValueError: The model has no such tensor, or an 8-bit weight comes without its scales.
+
+    Source: LLM.int8() (arXiv 2208.07339)
+    """
+    value, scales = _quantized(model, param, param_name, new_dtype, fp16_statistics)
+    with OffloadWriter(offload_folder, extends_index=False) as writer:
+        _leave_quantized(model, param_name, value, scales, writer)
+    offload_index.update(writer.index)
+    if detect().type != "cpu":
+        detect().empty_cache()
+
+
+def _quantized(
+    model: nn.Module, value: torch.Tensor, full_name: str, dtype: torch.dtype | None, scales: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A tensor as it is stored when 8-bit layers are offloaded, on the CPU, and its scales if it is the weight of one."""
+    owner, name = tensor_at(model, full_name)
+    old = getattr(owner, name, None)
+    if not isinstance(old, torch.Tensor):
+        raise ValueError(f"{type(owner).__name__} has no parameter or buffer named {full_name!r}.")
+    if scales is None and type(old).__name__ == INT8:
+        # On the device that computes, so that the weight is what it would be without offloading.
+        set_module_tensor_to_device(owner, name, default_device(), value=value, dtype=dtype, clear_cache=False)
+        placed = getattr(owner, name)
+        value, scales = placed.data, placed.SCB
+    elif scales is None and value.is_floating_point():
+        value = value.to(old.dtype if dtype is None else dtype)
+    return value.to("cpu"), None if scales is None else scales.to("cpu")
+
+
+def _leave_quantized(
+    model: nn.Module, name: str, value: torch.Tensor, scales: torch.Tensor | None, writer: OffloadWriter
+) -> None:
+    if scales is not None:
+        # Small, and wanted in the state dict, so they stay in memory too.
+        writer.add(scales_name(name), scales)
+    writer.add(name, value)
+    set_module_tensor_to_device(
+        model, name, "meta", value=value.to("meta"), dtype=value.dtype, fp16_statistics=scales, clear_cache=False
+    )
+
+
 def _kept_in_fp32(name: str, kept: Iterable[str]) -> bool:
     """Whether a tensor is one of those named, or lies in a module whose name ends like that, such as `input_norm` for ``norm``."""
     return any(name == part or f"{part}." in name for part in kept)
@@ -183,7 +251,7 @@ class _Loader:
         check_fit(self.tensors, entries, f"The checkpoint {os.fspath(self.checkpoint)}")
         self.files = files_of(entries)
         self.read = {name for name in entries if name in self.tensors}
-        self.read |= self.extra.keys() & {name for file in self.files for name in file.keys()}  # noqa: SIM118 - no dict
+        self.read |= self.extra.keys() & {name for file in self.files for name in file.keys}
         self.unexpected = {name for name in entries.keys() - self.read if not name.endswith(_BELONG_TO_WEIGHTS)}
         steps = [self._step(name, entry, entries) for name, entry in entries.items() if name in self.tensors]
         return steps + [self._step(name, entry, entries) for name, entry in self._aliases(entries)]
@@ -210,7 +278,7 @@ class _Loader:
     def carry_out(self, steps: Sequence[_Step]) -> dict[str, dict[str, Any]]:
         """Write what goes to disk, place the rest, and return the index of what is on disk."""
         needs_folder = [
-            s.name for s in steps if s.device == "disk" and not (s.entry.in_place and not self.offload_8bit)
+            s.name for s in steps if s.device == "disk" and not (s.entry.file.in_place and not self.offload_8bit)
         ]
         if needs_folder and self.offload_folder is None:
             raise ValueError(
@@ -223,16 +291,11 @@ class _Loader:
             if self.offload_folder is not None:
                 writer = stack.enter_context(OffloadWriter(self.offload_folder))
             stack.enter_context(self._empty_again_on_failure(steps))
-            if self.offload_8bit and self.offload_folder is not None:
-                stack.enter_context(_new_files_removed_on_failure(self.offload_folder, steps))
             index: dict[str, dict[str, Any]] = {} if writer is None else writer.index
-            spilled: dict[str, dict] = {}
-            spill = stack.enter_context(tempfile.TemporaryDirectory()) if self.offload_8bit else None
             bar = stack.enter_context(_progress(steps))
             for number, step in enumerate(steps):
                 if self.offload_8bit and step.device in ("cpu", "disk"):
-                    folder, into = (self.offload_folder, index) if step.device == "disk" else (spill, spilled)
-                    self._quantize(step, folder, into)
+                    self._quantize(step, writer)
                 elif step.device == "disk":
                     self._leave_on_disk(step, index, writer)
                 else:
@@ -240,38 +303,42 @@ class _Loader:
                 bar.update(step.entry.nbytes)
                 if number + 1 == len(steps) or steps[number + 1].entry.file is not step.entry.file:
                     step.entry.file.close()
-            if spill is not None:
-                load_offloaded_weights(self.model, spilled, spill)
             self._set_extra_states()
         return index
 
     def _set_extra_states(self) -> None:
         """Give modules what they keep beside tensors, in a form that only they understand."""
         for file in self.files if self.extra else ():
-            for name in self.extra.keys() & set(file.keys()):
+            for name in self.extra.keys() & file.keys.keys():
                 self.extra[name].set_extra_state(file.tensor(name))
             file.close()
 
     def _leave_on_disk(self, step: _Step, index: dict[str, dict[str, Any]], writer: OffloadWriter | None) -> None:
         dtype = step.on_disk_as(self.tensors[step.name])
-        if step.entry.in_place:
+        if step.entry.file.in_place:
             index[step.name] = step.entry.reference(dtype)
         else:
             writer.add(step.name, step.entry.tensor().to(dtype))
         set_module_tensor_to_device(self.model, step.name, "meta", dtype=dtype)
 
-    def _quantize(self, step: _Step, folder: Path_ | None, index: dict[str, dict]) -> None:
+    def _quantize(self, step: _Step, writer: OffloadWriter | None) -> None:
         value = step.entry.tensor()
         if value.is_floating_point():
             value = value.to(step.on_disk_as(self.tensors[step.name]))
-        statistics = step.statistics.tensor() if step.statistics is not None else None
-        quantize_and_offload_8bit(self.model, value, step.name, step.dtype, folder, index, statistics)
+        scales = step.statistics.tensor() if step.statistics is not None else None
+        value, scales = _quantized(self.model, value, step.name, step.dtype, scales)
+        if step.device == "disk":
+            _leave_quantized(self.model, step.name, value, scales, writer)
+        else:
+            set_module_tensor_to_device(
+                self.model, step.name, "cpu", value=value, dtype=value.dtype, fp16_statistics=scales
+            )
 
     def _place(self, step: _Step) -> None:
         value = step.entry.tensor()
         if step.dtype is not None and value.is_floating_point():
             value = value.to(step.dtype)
-        if not step.entry.in_place and step.device == "cpu" and value.dtype is step.entry.dtype:
+        if not step.entry.file.in_place and step.device == "cpu" and value.dtype is step.entry.dtype:
             # Files of torch.save are overwritten in place by whoever saves again, so nothing stays mapped to them.
             value = value.clone()
         set_module_tensor_to_device(
@@ -294,24 +361,6 @@ class _Loader:
                 owner, last = tensor_at(self.model, name)
                 (owner._parameters if last in owner._parameters else owner._buffers)[last] = old
             raise
-
-
-@contextmanager
-def _new_files_removed_on_failure(folder: Path_, steps: Sequence[_Step]) -> Iterator[None]:
-    """For weights that are quantised and written one by one, past the writer that publishes the others together."""
-    names = [name for step in steps if step.device == "disk" for name in (step.name, scales_name(step.name))]
-    made = not os.path.isdir(folder)
-    new = [path for name in names if not os.path.exists(path := os.path.join(folder, f"{name}.dat"))]
-    try:
-        yield
-    except BaseException:
-        for path in new:
-            with suppress(FileNotFoundError):
-                os.unlink(path)
-        with suppress(OSError):
-            if made:
-                os.rmdir(folder)
-        raise
 
 
 def _progress(steps: Sequence[_Step]) -> Any:
@@ -454,7 +503,7 @@ def _names_in_common(model: nn.Module, checkpoint: Path_) -> tuple[set[str], set
     state = model.state_dict(keep_vars=True)
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
     check_fit(tensors, entries, f"The checkpoint {os.fspath(checkpoint)}")
-    names = entries.keys() | {name for file in files_of(entries) for name in file.keys()}  # noqa: SIM118 - no dict
+    names = entries.keys() | {name for file in files_of(entries) for name in file.keys}
     return names & state.keys(), names - state.keys()
 
 
@@ -462,13 +511,13 @@ def _load_plain(model: nn.Module, files: Sequence[str]) -> None:
     # Tensors on the meta device get the dtype of the file, and the others do then, too: layers that compute together agree.
     partly_empty = any(place.is_meta for place in (*model.parameters(), *model.buffers()))
     for path in files:
-        file = open_weights(path)  # mapped, so that host memory need not hold all of it beside the model
-        values = {name: file.tensor(name) for name in file.keys()}  # noqa: SIM118 - no dict
+        file = WeightFile(path)  # mapped, so that host memory need not hold all of it beside the model
+        values = {name: file.tensor(name) for name in file.keys}
         for name, place in model.state_dict(keep_vars=True).items():
             if name not in values or not isinstance(place, torch.Tensor):
                 continue
             if place.is_meta:  # has no memory to copy into
-                value = values[name].clone() if isinstance(file, TorchFile) else values[name]
+                value = values[name].clone() if not file.in_place else values[name]
                 set_module_tensor_to_device(model, name, "cpu", value=value, dtype=value.dtype)
             elif partly_empty and place.is_floating_point():
                 place.data = place.data.to(

@@ -1,4 +1,4 @@
-"""Putting one tensor of a module onto a device, and a module's tensors for the length of a block."""
+"""Tensors on devices: making them there, putting one of a module there, or all of a module for the length of a block."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,15 +8,17 @@ import torch
 from torch import nn
 
 from accelerate.devices.probe import detect
-from accelerate.offload.bnb_parameters import FOUR_BIT, INT8, is_settled, place_quantized, quantizes
+from accelerate.offload.quantized import FOUR_BIT, is_settled, place_quantized, quantizes
 from accelerate.offload.tensors import tensor_at
 from accelerate.runtime import storage
+from accelerate.utils.environment import parse_flag_from_env
 
 Device = int | str | torch.device
 
+# Types of arguments that hold no tensors and have no `to`; others join when they are first seen.
+_INERT: set[type] = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
 # Tensors that are what their data is; the others have to be made by their class.
 _PLAIN = (nn.Parameter, torch.Tensor)
-_QUANTIZED_PARAMETERS = (INT8, *FOUR_BIT)
 
 
 def as_device(device: Device) -> torch.device:
@@ -40,6 +42,54 @@ def as_device(device: Device) -> torch.device:
         return torch.device(device)
     except RuntimeError as error:
         raise ValueError(f"device={device!r} is no torch device. Use an index, 'cpu', 'meta' or 'cuda:0'.") from error
+
+
+def exact_device(device: Device) -> torch.device:
+    """Return a device with the index that tensors on it tell, so that the two compare equal.
+
+    Args:
+        device: The device, as it stands in a device map.
+    """
+    found = as_device(device)
+    if found.index is None and found.type not in ("cpu", "meta"):
+        return torch.empty(0, device=found).device
+    return found
+
+
+def any_elsewhere(value: Any, device: torch.device) -> bool:
+    """Say whether something among a forward's arguments may have to move to a device.
+
+    Args:
+        value: Arguments: tensors, nested in tuples, lists and dicts, and anything else.
+        device: The device, as `exact_device` returns it.
+
+    Returns:
+        False if all tensors are there. True also for objects that nobody can look into, such as batches with a `to` of their
+        own.
+
+    Example:
+        >>> any_elsewhere((torch.ones(1), {"past": None}), torch.device("cpu"))
+        False
+    """
+    kind = type(value)
+    if kind in _INERT:
+        return False
+    if kind is tuple or kind is list:
+        for item in value:  # noqa: SIM110 - a generator costs more than the look
+            if any_elsewhere(item, device):
+                return True
+        return False
+    if kind is dict:
+        for item in value.values():  # noqa: SIM110
+            if any_elsewhere(item, device):
+                return True
+        return False
+    if isinstance(value, torch.Tensor):
+        return value.device != device
+    if hasattr(value, "to") or isinstance(value, (tuple, list)) or hasattr(value, "keys"):
+        return True
+    _INERT.add(kind)
+    return False
 
 
 def default_device() -> torch.device:
@@ -229,7 +279,7 @@ def _moved(
     return moved.detach() if moved.requires_grad or isinstance(moved, nn.Parameter) else moved
 
 
-def _offloading_hook(module: nn.Module) -> Any | None:
+def offloading_hook(module: nn.Module) -> Any | None:
     """The hook (or the one among several) that keeps a module's weights elsewhere. Known by its attributes, because
     the hook classes are built on this file."""
     hook = module.__dict__.get("_hf_hook")
@@ -246,7 +296,7 @@ def has_offloaded_params(module: nn.Module) -> bool:
         module: Any module; its submodules are not looked at.
     """
     hook = module.__dict__.get("_hf_hook")
-    return hook is not None and _offloading_hook(module) is hook
+    return hook is not None and offloading_hook(module) is hook
 
 
 @contextlib.contextmanager
@@ -266,7 +316,7 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
         ...     layer.weight.device.type
         'meta'
     """
-    hook = _offloading_hook(module)
+    hook = offloading_hook(module)
     if hook is not None:
         usual = hook.execution_device
         if execution_device is not None:
@@ -302,3 +352,78 @@ def _bring_back(module: nn.Module, name: str, original: torch.Tensor) -> None:
         with torch.no_grad():
             original.copy_(current)
     table[name] = original
+
+
+@contextlib.contextmanager
+def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
+    """Have the parameters of modules made inside live on the meta device, so that a model larger than memory can be made.
+
+    Works as a ``with`` block and as a decorator. Such a model has shapes and dtypes, but no data: load a checkpoint with
+    `load_checkpoint_and_dispatch` before using it.
+
+    Args:
+        include_buffers: Put buffers on the meta device too, and every other tensor made inside. None: as
+            ``ACCELERATE_INIT_INCLUDE_BUFFERS`` says, else no.
+
+    Example:
+        >>> with init_empty_weights():
+        ...     layer = nn.Linear(1000, 1000)
+        >>> layer.weight.device.type
+        'meta'
+    """
+    with init_on_device(torch.device("meta"), include_buffers=include_buffers):
+        yield
+
+
+@contextlib.contextmanager
+def init_on_device(device: int | str | torch.device, include_buffers: bool | None = None) -> Iterator[None]:
+    """Have the parameters of modules made inside live on a device. Works as a ``with`` block and as a decorator.
+
+    Args:
+        device: The device.
+        include_buffers: Put buffers there too, and every other tensor made inside. None: as
+            ``ACCELERATE_INIT_INCLUDE_BUFFERS`` says, else no.
+
+    Example:
+        >>> @init_on_device("meta")
+        ... def build():
+        ...     return nn.Linear(2, 2)
+        >>> build().weight.device.type
+        'meta'
+    """
+    if include_buffers is None:
+        include_buffers = parse_flag_from_env("ACCELERATE_INIT_INCLUDE_BUFFERS", False)
+    if include_buffers:
+        # torch makes every tensor there; no memory is ever taken elsewhere.
+        with torch.device(device):
+            yield
+        return
+    register = nn.Module.register_parameter
+
+    def register_on_device(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(module, name, param)
+        if param is not None:
+            module._parameters[name] = _parameter_on(param, torch.device(device))
+
+    nn.Module.register_parameter = register_on_device
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
+
+
+def _parameter_on(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    if parameter.device == device:
+        return parameter
+    # Out of the meta device there is nothing to copy: such a parameter is still to be initialised.
+    made = (
+        torch.empty_like(parameter, device=device)
+        if parameter.device.type == "meta"
+        else parameter.detach().to(device)
+    )
+    if type(parameter) is nn.Parameter or not issubclass(type(parameter), nn.Parameter):
+        new = nn.Parameter(made, requires_grad=parameter.requires_grad)
+    else:
+        new = torch.Tensor._make_subclass(type(parameter), made, parameter.requires_grad)
+    new.__dict__.update(getattr(parameter, "__dict__", {}))
+    return new

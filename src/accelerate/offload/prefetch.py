@@ -1,45 +1,50 @@
 """Reading the weights of the next modules while this one computes.
 
-A dispatched model with offloaded weights gets one `Prefetcher`, which all its hooks share. Each hook announces that its module
-is about to run. From the announcements the prefetcher learns which module follows which two, so that a module called twice in a
-forward, an encoder before a decoder, and a generation step each find their successor. A thread then reads ahead, in that order,
-and no further than a budget of bytes; what was guessed wrong is dropped. What is read ahead is used as it is or not at all, so
-results do not depend on it.
-
-What reading means is a `Lane`: pages of mapped files are made present (`PageLane`), weights are cast (`HostLane`), or copied to
-an accelerator through pinned buffers on a stream of their own (`StreamLane`).
+A dispatched model with offloaded weights gets one `Prefetcher`, which all its hooks share. In a forward of the model each hook that
+brings weights in announces itself; the order of the last forward says which hooks follow. A thread reads their weights ahead, in that
+order and no further than a budget of bytes; where the model takes another way, what is ahead is dropped. Nothing is ahead between two
+forwards, when weights may be changed, so results do not depend on it.
 """
 
+import ctypes
 import logging
+import mmap
 import os
 import queue
+import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
 from accelerate.devices import probe
-from accelerate.offload.alignment import exact_device
-from accelerate.offload.disk import stored_at
-from accelerate.offload.lanes import HostLane, Lane, PageLane, Ready, StreamLane
-from accelerate.offload.placement import _QUANTIZED_PARAMETERS, _offloading_hook
+from accelerate.offload.placement import exact_device, offloading_hook
+from accelerate.offload.quantized import FOUR_BIT, INT8
 from accelerate.offload.sizes import convert_file_size_to_int
+from accelerate.offload.store import OffloadedWeightsLoader, resolved
 from accelerate.utils.environment import str_to_bool
 
 logger = logging.getLogger(__name__)
 
 PREFETCH_VARIABLE = "ACCELERATE_OFFLOAD_PREFETCH"
 
-# Where nothing but pages is read, which the kernel takes back when it needs them, at least this much may be ahead.
-_PAGES_AHEAD = 256 * 2**20
+# Where the CPU computes, at least this much may be ahead: mostly pages of files, which the kernel takes back when it needs them.
+_AHEAD_ON_CPU = 256 * 2**20
+# There, modules with fewer bytes than this are not worth a thread's while.
+SMALLEST_ON_CPU = 64 * 1024
+# Size of each of the pinned buffers that weights travel through; two are enough to fill one while the other is sent.
+STAGING_BYTES = 64 * 2**20
 
-# Stands in the learned order for the end of the model's forward.
-_END = 0
+_POPULATE_READ = 22  # of madvise(2); kernels before 5.14 do not know it
+
+Tensors = dict[str, torch.Tensor]
 
 
 def prefetch_budget(prefetch: bool | int | str | None) -> int | None:
@@ -75,35 +80,125 @@ def prefetch_budget(prefetch: bool | int | str | None) -> int | None:
         ) from error
 
 
-@dataclass
+def _read_pages(tensor: torch.Tensor) -> None:
+    """Have the pages of a mapped tensor read and mapped in one go, which is several times faster than a fault at a time."""
+    if not tensor.nbytes or not tensor.is_contiguous():
+        return
+    if sys.platform == "linux":
+        begin = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+        length = tensor.data_ptr() + tensor.nbytes - begin
+        # ctypes lets other threads run meanwhile; mmap.madvise does not.
+        if ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), _POPULATE_READ) == 0:
+            return
+    tensor.detach().view(-1).view(torch.uint8)[:: mmap.PAGESIZE].sum()  # a byte of each page
+
+
+class HostTransfer:
+    """For weights that compute on the CPU: the pages of their files are read, and what has another dtype is cast."""
+
+    def bring(self, weights: dict[str, tuple[torch.Tensor, torch.dtype]]) -> tuple[Tensors, None]:
+        """Read the weights, each with the dtype that it has to have. Runs in the prefetching thread."""
+        for tensor, _ in weights.values():
+            _read_pages(tensor)
+        return {name: tensor.to(dtype) for name, (tensor, dtype) in weights.items()}, None
+
+    def receive(self, tensors: Tensors, event: None) -> Tensors:
+        """Return the weights to the module that runs now."""
+        return tensors
+
+
+class StreamTransfer:
+    """For weights that compute on an accelerator: cast into pinned buffers, and sent on a stream of their own.
+
+    Args:
+        device: The accelerator, with its index.
+        namespace: Its torch module, such as ``torch.cuda``, with ``Stream``, ``Event``, ``stream`` and ``current_stream``.
+        staging_bytes: Size of each of the two pinned buffers.
+
+    Source:
+        https://docs.pytorch.org/docs/stable/notes/cuda.html#use-pinned-memory-buffers
+    """
+
+    def __init__(self, device: torch.device, namespace: ModuleType, staging_bytes: int = STAGING_BYTES) -> None:
+        self.device = device
+        self.namespace = namespace
+        self._staging_bytes = staging_bytes
+        self._stream: Any = None
+        self._buffers: list[torch.Tensor] = []
+        self._sent: list[Any] = [None, None]
+        self._turn = 0
+
+    def bring(self, weights: dict[str, tuple[torch.Tensor, torch.dtype]]) -> tuple[Tensors, Any]:
+        """Send the weights; the copies may still be under way when this returns, before the event behind them."""
+        if self._stream is None:
+            self._buffers = [self._pinned(), self._pinned()]
+            self._stream = self.namespace.Stream(device=self.device)
+        arrived = {name: self._send(tensor, dtype) for name, (tensor, dtype) in weights.items()}
+        event = self.namespace.Event()
+        event.record(self._stream)
+        return arrived, event
+
+    def receive(self, tensors: Tensors, event: Any) -> Tensors:
+        """Return the weights; what their device's current stream computes from here on waits for their copies."""
+        stream = self.namespace.current_stream(self.device)  # another device may be current
+        stream.wait_event(event)
+        for tensor in tensors.values():
+            # The memory belongs to the copying stream, which must not hand it out again before this one is done.
+            tensor.record_stream(stream)
+        return tensors
+
+    def _pinned(self) -> torch.Tensor:
+        return torch.empty(self._staging_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+    def _send(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        tensor = tensor.detach()
+        with torch.no_grad(), self.namespace.stream(self._stream):
+            if not tensor.is_contiguous():
+                return tensor.to(self.device, dtype)  # keeps the strides, on which the bits of results may depend
+            flat = tensor.reshape(-1)
+            arrived = torch.empty(flat.shape, dtype=dtype, device=self.device)
+            for begin, end in self._chunks(flat.numel(), dtype):
+                buffer = self._next_buffer()[: (end - begin) * dtype.itemsize].view(dtype)
+                buffer.copy_(flat[begin:end])  # reads the file and casts, while the chunk before is on its way
+                arrived[begin:end].copy_(buffer, non_blocking=True)
+                self._sent[self._turn].record(self._stream)
+        return arrived.reshape(tensor.shape)
+
+    def _chunks(self, count: int, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
+        step = self._staging_bytes // dtype.itemsize
+        for begin in range(0, count, step):
+            yield begin, min(begin + step, count)
+
+    def _next_buffer(self) -> torch.Tensor:
+        """The buffer that was sent longest ago, once it has arrived."""
+        self._turn = 1 - self._turn
+        if self._sent[self._turn] is None:
+            self._sent[self._turn] = self.namespace.Event()
+        else:
+            self._sent[self._turn].synchronize()
+        return self._buffers[self._turn]
+
+
+@dataclass(frozen=True)
 class Unit:
     """The offloaded weights that one hook brings in at once.
 
     Attributes:
-        owner: The hook.
-        lane: How the weights are brought in.
-        read: Returns the weights by name as they are stored, each with the dtype that it has to have.
+        hook: The hook.
+        transfer: How the weights are brought in.
+        dtypes: The dtype that each has to have, by name.
         nbytes: What they take where they are needed.
     """
 
-    owner: Any
-    lane: Lane
-    read: Callable[[], Mapping[str, tuple[torch.Tensor, torch.dtype]]]
+    hook: Any
+    transfer: HostTransfer | StreamTransfer
+    dtypes: dict[str, torch.dtype]
     nbytes: int
 
-
-@dataclass
-class _Request:
-    unit: Unit
-    done: threading.Event | None  # set once it was served; None where there is nothing to wait for
-    ready: Ready | None = None
-    sources: dict[str, tuple[torch.Tensor, int, int]] = field(default_factory=dict)
-    dropped: bool = False
-
-
-def _stamp(tensor: torch.Tensor) -> tuple[torch.Tensor, int, int]:
-    """A tensor with what changes when somebody writes to it. The tensor itself, because another may get its address."""
-    return tensor, tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version
+    def bring(self) -> tuple[Tensors, Any]:
+        """Read the weights. Runs in the prefetching thread."""
+        weights = self.hook.weights_map
+        return self.transfer.bring({name: (weights[name], dtype) for name, dtype in self.dtypes.items()})
 
 
 class Prefetcher:
@@ -112,197 +207,151 @@ class Prefetcher:
     Args:
         units: What each hook brings in.
         budget: Bytes that may be ahead of the module that computes.
-
-    Attributes:
-        budget: As given.
-        ahead: Bytes that are ahead now.
-        most_ahead: The most that ever were.
-        hits: How many modules found their weights read.
-        misses: How many were not foreseen, or did not fit into the budget.
     """
 
-    def __init__(self, units: Iterable[Unit], budget: int) -> None:
+    def __init__(self, units: list[Unit], budget: int) -> None:
         self.budget = budget
-        self.ahead = self.most_ahead = self.hits = self.misses = 0
-        self._units = {id(unit.owner): unit for unit in units}
-        self._after: dict[tuple[int, int], int] = {}
-        self._after_one: dict[int, int] = {}
-        self._last = self._last_but_one = _END
-        self._asked: set[int] = set()
-        self._requests: deque[_Request] = deque()
-        self._jobs: queue.SimpleQueue[_Request | None] | None = None
+        self._units = {id(unit.hook): unit for unit in units}
+        self._order: list[Unit] = []  # of the last forward
+        self._now: list[Unit] | None = None  # of this one; None between forwards
+        self._next = 0  # what is expected next in that order
+        self._ahead: deque[tuple[Unit, Future]] = deque()  # what was asked for: from there on
+        self._bytes_ahead = 0
+        self._lock = threading.Lock()
+        self._jobs: queue.SimpleQueue | None = None  # of the thread, if there is one
         self._process = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        # A copied model has other hooks; whoever copies it may ask for a prefetcher of its own.
-        return None
+        return None  # a copied model has other hooks
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_nothing, ())
 
-    def enter(self, hook: Any) -> Ready | None:
+    def begin(self) -> None:
+        """Note that a forward of the whole model begins, and have its first modules read."""
+        with self._lock:
+            self._drop()
+            self._now, self._next = [], 0
+            self._extend()
+
+    def end(self) -> None:
+        """Note that a forward of the whole model ended, and drop what is ahead: weights may be changed before the next."""
+        with self._lock:
+            self._drop()
+            if self._now is not None:
+                self._order, self._now = self._now, None
+
+    def enter(self, hook: Any) -> Tensors:
         """Note that a hook's module runs now, have the next ones read, and return what was read for this one.
 
         Args:
             hook: The hook.
 
         Returns:
-            Its weights on the execution device, or None where the hook has to bring them itself.
+            Its weights on the execution device by name; nothing where the hook has to bring them itself.
         """
-        key = id(hook)
-        foreseen = bool(self._requests) and id(self._requests[0].unit.owner) == key
-        ready = self._take(key)
-        if not foreseen and key in self._units:
-            self._units[key].lane.unforeseen(self._units[key].read)
-        self._note(key)
-        self._extend()
-        return ready
-
-    def begin(self) -> None:
-        """Note that a forward of the whole model begins, and have its first modules read."""
-        self.drop()
-        self._extend()
-
-    def end(self) -> None:
-        """Note that a forward of the whole model ended, and drop what is ahead: weights may be changed before the next."""
-        self.drop()
-        self._note(_END)
-
-    def drop(self) -> None:
-        """Let go of what is ahead."""
-        while self._requests:
-            request = self._requests.popleft()
-            self.ahead -= request.unit.nbytes
-            request.dropped, request.ready = True, None
-        self._asked.clear()
+        unit = self._units.get(id(hook))
+        if unit is None or self._now is None:
+            return {}
+        with self._lock:
+            self._now.append(unit)
+            found = None
+            if self._ahead and self._ahead[0][0] is unit:
+                found = self._ahead.popleft()[1]
+                self._bytes_ahead -= unit.nbytes
+            else:
+                self._drop()
+                self._find(unit)
+            self._next += 1
+            self._extend()
+        return self._received(unit, found) if found is not None else {}
 
     def close(self) -> None:
         """End the thread; the prefetcher starts a new one if it is used again."""
-        self.drop()
-        if self._jobs is not None and self._process == os.getpid():
-            self._jobs.put(None)
-        self._jobs = None
+        with self._lock:
+            self._drop()
+            if self._jobs is not None and self._process == os.getpid():
+                self._jobs.put(None)
+            self._jobs = None
 
-    def _note(self, key: int) -> None:
-        before, last = self._last_but_one, self._last
-        self._after[before, last] = self._after_one[last] = key
-        self._last_but_one, self._last = last, key
-
-    def _take(self, key: int) -> Ready | None:
-        if not self._requests:
-            return None
-        request = self._requests[0]
-        if id(request.unit.owner) != key:
-            # The model took another way than last time: what was foreseen from here on is wrong.
-            self.misses += 1
-            self.drop()
-            return None
-        self._requests.popleft()
-        self._asked.discard(key)
-        self.ahead -= request.unit.nbytes
-        self.hits += 1
-        if request.done is None:
-            return None
-        if not request.done.is_set():
-            if not request.unit.lane.worth_waiting:
-                return None
-            if self._process != os.getpid():
-                self.drop()  # of the process that forked this one; nobody serves it here
-                return None
-            request.done.wait()
-        if not request.unit.lane.delivers:
-            return None
-        return request.ready if self._is_current(request) else None
-
-    def _is_current(self, request: _Request) -> bool:
-        """Whether the weights are still those that were read: somebody may have written to them meanwhile."""
-        if request.ready is None:
-            return False
-        try:
-            found = request.unit.read()
-        except (KeyError, OSError, RuntimeError, ValueError):
-            return False  # the hook finds out, and says so
-        for name, (tensor, _) in found.items():
-            known, *before = request.sources.get(name, (None,))
-            if tensor is not known or [*_stamp(tensor)[1:]] != before:
-                return False
-        return True
+    def _find(self, unit: Unit) -> None:
+        """Set what is expected now to where a unit comes next in the known order; to its end if it does not."""
+        for position in (*range(self._next, len(self._order)), *range(min(self._next, len(self._order)))):
+            if self._order[position] is unit:
+                self._next = position
+                return
+        self._next = len(self._order)
 
     def _extend(self) -> None:
         """Ask for the modules that follow, as far as the budget goes."""
-        if self._requests:
-            last = id(self._requests[-1].unit.owner)
-            before = id(self._requests[-2].unit.owner) if len(self._requests) > 1 else self._last
-        else:
-            before, last = self._last_but_one, self._last
-        while True:
-            key = self._after.get((before, last), self._after_one.get(last, _END))
-            unit = self._units.get(key)
-            if unit is None or key in self._asked or self.ahead + unit.nbytes > self.budget:
+        position = self._next + len(self._ahead)
+        while position < len(self._order):
+            unit = self._order[position]
+            if self._bytes_ahead + unit.nbytes > self.budget or not self._ask(unit):
                 return
-            self._ask(unit)
-            before, last = last, key
+            position += 1
 
-    def _ask(self, unit: Unit) -> None:
+    def _ask(self, unit: Unit) -> bool:
         # A forked process has the queue, but not the thread.
         if (self._jobs is None or self._process != os.getpid()) and not self._start():
-            return
-        request = _Request(unit, None if unit.lane.off else threading.Event())
-        self._requests.append(request)
-        self._asked.add(id(unit.owner))
-        self.ahead += unit.nbytes
-        self.most_ahead = max(self.most_ahead, self.ahead)
-        if not unit.lane.off:
-            self._jobs.put(request)
+            return False
+        future: Future[tuple[Tensors, Any]] = Future()
+        self._jobs.put((future, unit.bring))
+        self._ahead.append((unit, future))
+        self._bytes_ahead += unit.nbytes
+        return True
 
     def _start(self) -> bool:
-        jobs: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
+        jobs: queue.SimpleQueue = queue.SimpleQueue()
         try:
             threading.Thread(target=_work, args=(jobs,), name="accelerate-prefetch", daemon=True).start()
         except RuntimeError as error:
-            self.budget = -1
-            logger.warning("Weights are not read ahead, because a thread for it cannot be started: %s", error)
+            self._turn_off(f"Weights are not read ahead, because a thread for it cannot be started: {error}")
             return False
         self._jobs, self._process = jobs, os.getpid()
         weakref.finalize(self, jobs.put, None)
         return True
+
+    def _received(self, unit: Unit, found: "Future[tuple[Tensors, Any]]") -> Tensors:
+        try:
+            return unit.transfer.receive(*found.result())
+        except torch.OutOfMemoryError as error:
+            self._turn_off(
+                "Reading weights ahead ran out of memory and is off from now on; they are read when they are needed. Give a smaller "
+                f"`prefetch` budget. ({str(error).partition(chr(10))[0]})"
+            )
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            # The hook reads again itself, and raises there, where the user can see it.
+            logger.debug("Reading ahead failed: %s", error)
+        return {}
+
+    def _turn_off(self, reason: str) -> None:
+        if self.budget >= 0:
+            logger.warning(reason)
+        self.budget = -1
+
+    def _drop(self) -> None:
+        while self._ahead:
+            self._ahead.popleft()[1].cancel()
+        self._bytes_ahead = 0
 
 
 def _nothing() -> None:
     return None
 
 
-def _work(jobs: "queue.SimpleQueue[_Request | None]") -> None:
+def _work(jobs: "queue.SimpleQueue[tuple[Future, Callable[[], Any]] | None]") -> None:
     """Serve requests until there is None. Holds no reference to the prefetcher, which ends the thread when it goes."""
-    while (request := jobs.get()) is not None:
-        lane = request.unit.lane
-        try:
-            if not request.dropped and not lane.off:
-                _serve(request)
-        except torch.OutOfMemoryError as error:
-            lane.off = True
-            logger.warning(
-                "Reading weights ahead ran out of memory on %s and is off from now on; they are read when they are needed. "
-                "Give a smaller `prefetch` budget. (%s)",
-                lane.device,
-                str(error).partition("\n")[0],
-            )
-        except BaseException as error:
-            # The hook reads again itself, and raises there, where the user can see it. Panics of Rust are no `Exception`.
-            logger.debug("Reading ahead failed: %s", error)
-        finally:
-            if request.done is not None:
-                request.done.set()
-            del request, lane
-
-
-def _serve(request: _Request) -> None:
-    weights = request.unit.read()
-    # Before they are read, so that what is written to them meanwhile counts as a change.
-    request.sources = {name: _stamp(tensor) for name, (tensor, _) in weights.items()}
-    ready = request.unit.lane.bring(weights)
-    if not request.dropped:
-        request.ready = ready
+    while (job := jobs.get()) is not None:
+        future, bring = job
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(bring())
+            except BaseException as error:  # panics of Rust are no `Exception`
+                future.set_exception(error)
+        del job, future, bring
 
 
 def attach_prefetcher(model: nn.Module, prefetch: bool | int | str | None) -> Prefetcher | None:
@@ -315,20 +364,20 @@ def attach_prefetcher(model: nn.Module, prefetch: bool | int | str | None) -> Pr
     Returns:
         The prefetcher that the hooks share, or None.
     """
-    budget = prefetch_budget(prefetch)
-    lanes: dict[tuple[torch.device, bool], Lane] = {}
-    units = [] if budget == 0 else [unit for module in model.modules() if (unit := _unit(module, lanes)) is not None]
-    if not units:
+    budget, leading = prefetch_budget(prefetch), aligning_hook(model)
+    transfers: dict[torch.device, Any] = {}
+    units = (
+        [] if budget == 0 else [unit for module in model.modules() if (unit := _unit(module, transfers)) is not None]
+    )
+    if not units or leading is None:
         return None
     if budget is None:
-        pages = not any(unit.lane.delivers for unit in units)
-        budget = max(_PAGES_AHEAD if pages else 0, *(unit.nbytes for unit in units))
+        on_cpu = all(device.type == "cpu" for device in transfers)
+        budget = max(_AHEAD_ON_CPU if on_cpu else 0, *(unit.nbytes for unit in units))
     prefetcher = Prefetcher(units, budget)
     for unit in units:
-        unit.owner.prefetcher = prefetcher
-    leading = aligning_hook(model)
-    if leading is not None:
-        leading.leads = prefetcher
+        unit.hook.prefetcher = prefetcher
+    leading.leads = prefetcher
     return prefetcher
 
 
@@ -342,50 +391,37 @@ def aligning_hook(module: nn.Module) -> Any | None:
     return next((one for one in (hook, *getattr(hook, "hooks", ())) if hasattr(one, "io_same_device")), None)
 
 
-def _unit(module: nn.Module, lanes: dict[tuple[torch.device, bool], Lane]) -> Unit | None:
+def _unit(module: nn.Module, transfers: dict[torch.device, Any]) -> Unit | None:
     """What a module's hook brings in, if reading it ahead is of use: not what is in memory already, nor what is quantised."""
-    hook = _offloading_hook(module)
+    hook = offloading_hook(module)
     if hook is None or hook.weights_map is None or hook.execution_device is None:
         return None
     device = exact_device(hook.execution_device)
-    if device.type == "meta":
+    offloaded = dict(hook.offloaded_tensors(module))
+    if device.type == "meta" or any(type(tensor).__name__ in (INT8, *FOUR_BIT) for tensor in offloaded.values()):
         return None
-    offloaded = hook.offloaded_tensors(module)
-    if not offloaded or any(type(tensor).__name__ in _QUANTIZED_PARAMETERS for _, tensor in offloaded):
+    nbytes = sum(tensor.numel() * tensor.dtype.itemsize for tensor in offloaded.values())
+    too_small = SMALLEST_ON_CPU if device.type == "cpu" else 1
+    if nbytes < too_small or (
+        device.type == "cpu" and not any(_in_file(hook.weights_map, name) for name in offloaded)
+    ):
         return None
-    nbytes = sum(tensor.numel() * tensor.dtype.itemsize for _, tensor in offloaded)
-    if device.type == "cpu" and nbytes < min(PageLane.smallest, HostLane.smallest):
+    transfer = transfers.get(device) or _transfer(device)
+    if transfer is None:
         return None
-    places = [(name, tensor.dtype, stored_at(hook.weights_map, name)) for name, tensor in offloaded]
-    if any(place.cast not in (None, place.dtype, dtype) for _, dtype, place in places):
-        return None  # cast twice on the way
-    casts = any(place.dtype is not dtype for _, dtype, place in places)
-    if _is_at_home(device, casts, any(place.in_file for _, _, place in places)):
-        return None
-    lane = _lane(device, casts, lanes)
-
-    def read() -> dict[str, tuple[torch.Tensor, torch.dtype]]:
-        return {name: (stored_at(hook.weights_map, name).tensor(), dtype) for name, dtype, _ in places}
-
-    return Unit(hook, lane, read, nbytes) if lane is not None and nbytes >= lane.smallest else None
+    transfers[device] = transfer
+    return Unit(hook, transfer, {name: tensor.dtype for name, tensor in offloaded.items()}, nbytes)
 
 
-def _is_at_home(device: torch.device, casts: bool, in_file: bool) -> bool:
-    """Whether weights are used where they are kept, so that there is nothing to wait for."""
-    return device.type == "cpu" and not casts and not in_file
+def _in_file(weights: Any, name: str) -> bool:
+    weights, name = resolved(weights, name)
+    return isinstance(weights, OffloadedWeightsLoader) and name not in weights.state_dict
 
 
-def _lane(device: torch.device, casts: bool, lanes: dict[tuple[torch.device, bool], Lane]) -> Lane | None:
-    """The way to a device, made once; None for accelerators without streams."""
-    casts = casts and device.type == "cpu"
-    if (device, casts) in lanes:
-        return lanes[device, casts]
-    lane: Lane | None = None
+def _transfer(device: torch.device) -> HostTransfer | StreamTransfer | None:
+    """The way to a device; None for accelerators without streams."""
     if device.type == "cpu":
-        lane = HostLane() if casts else PageLane()
-    else:
-        namespace = probe.row(device.type).namespace()
-        if hasattr(namespace, "Stream") and hasattr(namespace, "Event"):
-            lane = StreamLane(device, namespace)
-    lanes[device, casts] = lane
-    return lane
+        return HostTransfer()
+    namespace = probe.row(device.type).namespace()
+    has_streams = hasattr(namespace, "Stream") and hasattr(namespace, "Event")
+    return StreamTransfer(device, namespace) if has_streams else None

@@ -1,19 +1,31 @@
-"""Where the weights of a model's offloaded modules are kept: gathering them, and checking that none is missing."""
+"""Where the weights of a model are: gathering the offloaded ones, checking that none is missing, the state dict, a report."""
 
 import logging
 import os
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from accelerate.offload.bnb_parameters import FOUR_BIT
-from accelerate.offload.disk import OffloadedWeightsLoader, extract_submodules_state_dict
-from accelerate.offload.placement import Device
-from accelerate.offload.sources import listed
-from accelerate.offload.tied import device_of
-from accelerate.offload.writer import INDEX_NAME, Folder, OffloadWriter, checksum, read_index, tensor_bytes
+from accelerate.diagnostics.table import table
+from accelerate.offload.files import listed
+from accelerate.offload.placement import Device, as_device, offloading_hook
+from accelerate.offload.quantized import FOUR_BIT
+from accelerate.offload.sizes import format_bytes
+from accelerate.offload.store import (
+    INDEX_NAME,
+    Folder,
+    OffloadedWeightsLoader,
+    OffloadWriter,
+    checksum,
+    extract_submodules_state_dict,
+    read_index,
+    resolved,
+    tensor_bytes,
+)
+from accelerate.offload.tensors import device_of, named_module_tensors
 
 logger = logging.getLogger("accelerate.big_modeling")
 
@@ -273,3 +285,242 @@ def shared_pointers(model: nn.Module, tied: Sequence[Sequence[str]]) -> dict[int
     parameters = dict(model.named_parameters(remove_duplicate=False)) if tied else {}
     named = (parameters[name] for group in tied for name in group)
     return {parameter.data_ptr(): {} for parameter in named if parameter.device.type != "meta"}
+
+
+def _offloaded_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors that a module's hook keeps elsewhere, by their name below the module."""
+    hook = offloading_hook(module)
+    if hook is None or hook.weights_map is None:
+        return {}
+    tensors = named_module_tensors(module, recurse=hook.place_submodules, remove_non_persistent=True)
+    return {
+        name: hook.weights_map[name].detach()
+        for name, tensor in tensors
+        if tensor.device.type == "meta" and name in hook.weights_map
+    }
+
+
+def tensors_without_data(model: nn.Module) -> list[str]:
+    """Return the names of tensors that are on the meta device although no hook keeps their data.
+
+    Args:
+        model: The model, dispatched or not.
+    """
+    empty = {name for name, tensor in model.named_parameters(remove_duplicate=False) if tensor.device.type == "meta"}
+    empty |= {name for name, tensor in model.named_buffers(remove_duplicate=False) if tensor.device.type == "meta"}
+    for path, module in model.named_modules(remove_duplicate=False) if empty else ():
+        hook = offloading_hook(module)
+        if hook is not None and hook.weights_map is not None:
+            prefix = f"{path}." if path else ""
+            below = named_module_tensors(module, recurse=hook.place_submodules)
+            empty -= {prefix + name for name, _ in below if name in hook.weights_map}
+    return sorted(empty)
+
+
+def get_state_dict_from_offload(
+    module: nn.Module,
+    module_name: str,
+    state_dict: dict[str, Any],
+    device_to_put_offload: int | str | torch.device = "cpu",
+) -> dict[str, Any]:
+    """Fill the entries of a state dict that belong to one module with the module's real weights.
+
+    Args:
+        module: The module, offloaded or not.
+        module_name: Full name of one of its tensors in the model, such as ``"layers.0.weight"``.
+        state_dict: Receives the tensors, for the names that it already has.
+        device_to_put_offload: Where tensors that are offloaded are read to.
+
+    Returns:
+        The same dict.
+    """
+    prefix = module_name.rpartition(".")[0]
+    prefix = f"{prefix}." if prefix else ""
+    own = dict(module.state_dict())
+    own.update({name: tensor.to(device_to_put_offload) for name, tensor in _offloaded_tensors(module).items()})
+    for name, tensor in own.items():
+        if prefix + name in state_dict:
+            state_dict[prefix + name] = tensor
+    return state_dict
+
+
+def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
+    """Return the whole state dict of a model, offloaded weights included, without moving the model.
+
+    Weights on disk come as tensors mapped to their files, so they take host memory only while they are read. Any rank
+    may call it alone.
+
+    Args:
+        model: A model that `dispatch_model`, `cpu_offload` or `disk_offload` prepared, or any other.
+
+    Returns:
+        Name to tensor, offloaded ones on the CPU, the others where they are.
+    """
+    state_dict = model.state_dict()
+    for path, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        for name, tensor in _offloaded_tensors(module).items():
+            if prefix + name in state_dict:
+                state_dict[prefix + name] = tensor
+    empty = tensors_without_data(model)
+    if empty:
+        logger.warning("No hook of the model knows the data of these tensors on the meta device: %s", ", ".join(empty))
+    return state_dict
+
+
+@dataclass
+class Place:
+    """The tensors of a model that are in one place between forwards.
+
+    Attributes:
+        device: A torch device, such as ``"cuda:0"``, or ``"disk"``.
+        kept: ``"there"`` for tensors that stay in the modules; else where offloaded ones wait: ``"host memory"``,
+            ``"safetensors"`` or ``".dat files"``.
+        parameters: Bytes of parameters, a tied one counted once unless it was written to several files. Of those that are
+            spread over processes (DTensor), the part of this process.
+        buffers: Bytes of buffers.
+        modules: How many modules have tensors of their own there.
+        runs_on: The devices that the modules run on.
+    """
+
+    device: str
+    kept: str
+    parameters: int = 0
+    buffers: int = 0
+    modules: int = 0
+    runs_on: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class DeviceMapReport:
+    """Where the tensors of a model are; ``str()`` gives a table.
+
+    Attributes:
+        places: One entry per device, and per way in which tensors are kept there.
+        without_data: Names of tensors that are on the meta device although no hook has their data.
+    """
+
+    places: tuple[Place, ...]
+    without_data: tuple[str, ...]
+
+    def __str__(self) -> str:
+        rows = [
+            [
+                p.device,
+                format_bytes(p.parameters),
+                format_bytes(p.buffers),
+                str(p.modules),
+                p.kept,
+                ", ".join(p.runs_on),
+            ]
+            for p in self.places
+        ]
+        head = ["device", "parameters", "buffers", "modules", "kept between forwards", "runs on"]
+        lines = [table(head, rows)]
+        if self.without_data:
+            lines += ["", f"Without data (on meta, and no hook has them): {listed(self.without_data, 30)}"]
+        return "\n".join(lines)
+
+
+def device_map_report(model: nn.Module) -> DeviceMapReport:
+    """Return a report of where a model's tensors are kept, where they are brought to, and which have no data.
+
+    Nothing is moved or read; the model may be dispatched, offloaded, on the meta device or none of these.
+
+    Args:
+        model: The model.
+
+    Returns:
+        The report; print it for a table.
+
+    Raises:
+        ValueError: It is no module.
+
+    Example:
+        >>> report = device_map_report(nn.Linear(2, 2))
+        >>> [(place.device, place.parameters) for place in report.places]
+        [('cpu', 24)]
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"model is a {type(model).__name__}, which is no torch.nn.Module. Of a pipeline, give one model at a time."
+        )
+    places: dict[tuple[str, str], Place] = {}
+    counted: set[Any] = set()
+    for path, module, governor in _with_hooks(model, "", None, set()):
+        own = [*_named(module._parameters, False), *_named(module._buffers, True)]
+        present: set[tuple[str, str]] = set()
+        for name, tensor, is_buffer in own:
+            found = _where(tensor, f"{path}.{name}" if path else name, governor)
+            if found is None:
+                continue
+            key, identity = found
+            place = places.setdefault(key, Place(*key))
+            device = str(tensor.device) if governor is None else _full_name(governor[1].execution_device)
+            place.runs_on = tuple(dict.fromkeys((*place.runs_on, device)))
+            present.add(key)
+            if identity not in counted:
+                counted.add(identity)
+                kind = "buffers" if is_buffer else "parameters"
+                local = getattr(tensor, "_local_tensor", tensor)
+                setattr(place, kind, getattr(place, kind) + local.numel() * local.element_size())
+        for key in present:
+            places[key].modules += 1
+    return DeviceMapReport(tuple(places.values()), tuple(tensors_without_data(model)))
+
+
+def _named(tensors: Mapping[str, torch.Tensor | None], is_buffer: bool) -> list[tuple[str, torch.Tensor, bool]]:
+    return [(name, tensor, is_buffer) for name, tensor in tensors.items() if tensor is not None]
+
+
+def _with_hooks(
+    module: nn.Module, path: str, above: tuple[str, Any] | None, seen: set[int]
+) -> Iterator[tuple[str, nn.Module, tuple[str, Any] | None]]:
+    """Yield every module once, with its name and the hook that decides on its own tensors: its own one, or one further up that
+    includes submodules, with the name of the module that it is on."""
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    own, below = above, above
+    hook = module.__dict__.get("_hf_hook")
+    for candidate in (hook, *getattr(hook, "hooks", ())):
+        offloads = getattr(candidate, "offload", False) is True
+        if getattr(candidate, "execution_device", None) is None or (not offloads and above is not None):
+            continue
+        own = (path, candidate)
+        # CpuOffload moves modules as a whole, too.
+        if getattr(candidate, "place_submodules", hasattr(candidate, "prev_module_hook")):
+            below = own
+    yield path, module, own
+    prefix = f"{path}." if path else ""
+    for name, child in module.named_children():
+        yield from _with_hooks(child, prefix + name, below, seen)
+
+
+def _full_name(device: Device) -> str:
+    """The name that tensors there give to their device, which a hook may have as 0, "cuda" or "cuda:0"."""
+    try:
+        found = as_device(device)
+    except ValueError:  # an error here would hide the report
+        return str(device)
+    return found.type if found.type in ("cpu", "meta") else f"{found.type}:{found.index or 0}"
+
+
+def _where(tensor: torch.Tensor, name: str, governor: tuple[str, Any] | None) -> tuple[tuple[str, str], Any] | None:
+    """Return the device and manner in which a tensor is kept, and what tells tied ones."""
+    if tensor.device.type != "meta":
+        return (str(tensor.device), "there"), id(tensor)
+    path, hook = governor or ("", None)
+    weights = getattr(hook, "weights_map", None)
+    key = name[len(path) + 1 :] if path else name
+    if weights is None or key not in weights:
+        return None
+    weights, key = resolved(weights, key)
+    if isinstance(weights, OffloadedWeightsLoader) and key not in weights.state_dict:
+        entry = weights.index[key]
+        file = entry.get("safetensors_file")
+        if file is not None:
+            return ("disk", "safetensors"), (file, entry.get("weight_name", key))
+        return ("disk", ".dat files"), (weights.save_folder, entry.get("dat_name", key))
+    value = weights[key]
+    return (str(value.device), "host memory"), (value.data_ptr(), value.shape)

@@ -14,13 +14,12 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from accelerate.big_modeling import dispatch_model, init_empty_weights
 from accelerate.config.bnb import BnbQuantizationConfig
 from accelerate.config.enums import CustomDtype
-from accelerate.offload.bnb_parameters import quantizes
 from accelerate.offload.device_map import check_device_map, infer_auto_device_map
-from accelerate.offload.loading import load_into
-from accelerate.offload.memory import get_balanced_memory
+from accelerate.offload.loading import load_into, quantize_and_offload_8bit
 from accelerate.offload.placement import Device, default_device, set_module_tensor_to_device
-from accelerate.offload.quantized import quantize_and_offload_8bit
-from accelerate.offload.tied import device_of, find_tied_parameters
+from accelerate.offload.quantized import quantizes
+from accelerate.offload.sizes import get_balanced_memory
+from accelerate.offload.tensors import device_of, find_tied_parameters
 from accelerate.utils.imports import is_4bit_bnb_available, is_8bit_bnb_available
 
 __all__ = [

@@ -1,6 +1,6 @@
-"""Weights kept in files. The public path of `accelerate.offload.disk`."""
+"""Weights kept in files. The public path of `accelerate.offload.store`."""
 
-from accelerate.offload.disk import (
+from accelerate.offload.store import (
     OffloadedWeightsLoader,
     PrefixedDataset,
     extract_submodules_state_dict,

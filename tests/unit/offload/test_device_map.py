@@ -12,8 +12,7 @@ from accelerate.offload.device_map import (
     fallback_allocate,
     infer_auto_device_map,
 )
-from accelerate.offload.memory import get_balanced_memory
-from accelerate.offload.sizes import compute_module_sizes
+from accelerate.offload.sizes import compute_module_sizes, get_balanced_memory
 
 
 class _Net(nn.Module):
@@ -108,7 +107,7 @@ def test_devices_that_hold_nothing_are_warned_about_once(caplog):
     device_map = infer_auto_device_map(_Net(), {0: 10, 1: 5, 2: 0, "cpu": 1000}, offload_buffers=True)
     assert device_map == {"": "cpu"}
     (told,) = [record.getMessage() for record in caplog.records if "too little memory" in record.getMessage()]
-    assert "0: 164 bytes required (64 for 'linear1' and 100 kept free for the largest layer, 'linear2')" in told
+    assert "0: 164 bytes required (64 for 'linear1' and 100 kept free for the largest layer)" in told
     assert "1: 64 bytes required (64 for 'linear1'), the budget is 5" in told
     assert "2:" not in told and "cpu:" not in told  # what was told to stay empty, and what did not
 
@@ -134,64 +133,29 @@ def _explained(capsys, *args, **kwargs):
     return {row[0]: [cell.strip() for cell in row[1:] if cell.strip()] for row in rows}, refused
 
 
-@pytest.mark.parametrize("budget, helps", [(41_000, True), (300, False)])
-def test_an_empty_device_that_fallback_allocation_would_fill_is_named(budget, helps, caplog):
-    model = nn.Sequential(nn.Linear(100, 100), nn.Linear(10, 10), nn.Linear(100, 100))
-    infer_auto_device_map(model, max_memory={0: budget, "cpu": 10**6})
-    assert ("With `fallback_allocation=True` deeper modules fit on 0." in caplog.text) == helps
-    caplog.clear()
-    chosen = infer_auto_device_map(model, max_memory={0: budget, "cpu": 10**6}, fallback_allocation=True)
-    assert (0 in chosen.values()) == helps and "fallback_allocation" not in caplog.text
-
-
 def test_an_explanation_has_a_row_per_device(capsys):
     table, refused = _explained(capsys, _Net(), {0: 200, 1: 72, "cpu": 4096})
     assert table == {
         "device": ["budget", "kept free for the largest layer", "used", "free", "modules"],
-        "0": ["200 bytes", "100 bytes (linear2)", "64 bytes", "136 bytes", "1"],
-        "1": ["72 bytes", "-", "72 bytes", "0 bytes", "1"],
-        "cpu": ["4.00 KiB", "-", "100 bytes", "3.90 KiB", "1"],
-        "disk": ["unlimited", "-", "0 bytes", "unlimited", "0"],
+        "0": ["200 bytes", "100 bytes", "64 bytes", "136 bytes", "1"],
+        "1": ["72 bytes", "0 bytes", "72 bytes", "0 bytes", "1"],
+        "cpu": ["4.00 KiB", "0 bytes", "100 bytes", "3.90 KiB", "1"],
+        "disk": ["unlimited", "0 bytes", "0 bytes", "unlimited", "0"],
     }
-    assert refused.splitlines()[0] == (
-        "  norm (72 bytes) on 0 (36 bytes left): larger than what is left; it cannot be split: class BatchNorm1d has no "
-        "submodules"
-    )
+    assert refused.splitlines()[0] == "  norm (72 bytes) on 0 (36 bytes left): it cannot be split"
 
 
-def test_an_explanation_names_the_causes(capsys):
+def test_an_explanation_names_what_is_split_and_what_is_tied(capsys):
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4))
-    model.scale = nn.Parameter(torch.ones(9))
-    budgets = {0: 0, 1: 30, "cpu": 79}
-    _, refused = _explained(capsys, model, budgets, no_split_module_classes="Sequential")
-    assert (
-        "scale (36 bytes) on 0 (0 bytes left): the device has no budget; it cannot be split: it is a single" in refused
-    )
-    assert "scale (36 bytes) on 1 (30 bytes left): larger than the budget" in refused
-    assert "on cpu (0 bytes left): the budget is smaller than the largest layer, 0;" in refused
-    _, refused = _explained(capsys, model, {"cpu": 250}, no_split_module_classes="Sequential")
-    assert "0 (160 bytes) on cpu (134 bytes left): larger than what is left; it cannot be split: class Seq" in refused
-    assert "class Sequential is in no_split_module_classes" in refused
-    _, refused = _explained(capsys, model, {"cpu": 250})
-    assert "0 (160 bytes) on cpu (134 bytes left): larger than what is left; it was split" in refused
-    _, refused = _explained(capsys, _tied(), {0: 0, 1: 100, "cpu": 0})
-    assert refused.count("\n") == 3 and "mid (64 bytes) on 1 (36 bytes left): larger than what is left" in refused
-
-
-def test_an_explanation_names_what_is_tied(capsys):
+    for whole, cause in (("Sequential", "it cannot be split"), (None, "it was split")):
+        _, refused = _explained(capsys, model, {"cpu": 200}, no_split_module_classes=whole)
+        assert f"0 (160 bytes) on cpu (120 bytes left): {cause}" in refused
     model = _tied()
     model["head"] = nn.Sequential(model["head"], nn.Linear(20, 20))
     _, refused = _explained(capsys, model, {0: 1680 + 64, 1: 64, "cpu": 10**5})
     assert "emb (1.70 KiB) on 0 (64 bytes left): tied to head, which was split" in refused
     _, refused = _explained(capsys, model, {0: 1680 + 64, "cpu": 10**5}, no_split_module_classes=["Sequential"])
-    assert "emb (1.70 KiB) on 0 (64 bytes left): tied to head, so that all of them need room together" in refused
-
-
-def test_a_long_explanation_is_cut(capsys):
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
-    infer_auto_device_map(model, {**dict.fromkeys(range(40), 1), "cpu": 1000}, explain=True)
-    printed = capsys.readouterr().out
-    assert "... and 10 more" in printed and len(printed.splitlines()) == 43 + 2 + 30 + 1
+    assert "emb (1.70 KiB) on 0 (64 bytes left): tied to head, and it cannot be split" in refused
 
 
 def test_explanations_do_not_come_unasked(capsys):

@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from accelerate.offload import disk
-from accelerate.offload.disk import (
+from accelerate.offload import store as disk
+from accelerate.offload.store import (
     OffloadedWeightsLoader,
     PrefixedDataset,
     extract_submodules_state_dict,
@@ -136,7 +136,7 @@ def test_a_weight_that_is_written_anew_is_seen_by_a_thread_that_comes_second(tmp
     loader = OffloadedWeightsLoader(save_folder=tmp_path)
     loader["a"]
     offload_state_dict(tmp_path, {"a": torch.zeros(2)})
-    real, seen = disk._stamp, []
+    real, seen = disk.file_stamp, []
 
     def stamped(path):
         if not seen:
@@ -144,5 +144,5 @@ def test_a_weight_that_is_written_anew_is_seen_by_a_thread_that_comes_second(tmp
             seen.append(loader["a"])  # what another thread does meanwhile
         return real(path)
 
-    monkeypatch.setattr(disk, "_stamp", stamped)
+    monkeypatch.setattr(disk, "file_stamp", stamped)
     assert not loader["a"].any() and not seen[1].any()

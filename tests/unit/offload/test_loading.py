@@ -9,14 +9,14 @@ from safetensors.torch import save_file
 from torch import nn
 
 from accelerate.big_modeling import cpu_offload, disk_offload, load_checkpoint_and_dispatch
-from accelerate.offload.disk import offload_weight
-from accelerate.offload.init_device import init_empty_weights
 from accelerate.offload.loading import (
     checkpoint_files,
     load_checkpoint_in_model,
     load_offloaded_weights,
     load_state_dict,
 )
+from accelerate.offload.placement import init_empty_weights
+from accelerate.offload.store import OffloadWriter, offload_weight
 
 
 class _Net(nn.Module):
@@ -297,17 +297,17 @@ def test_one_name_of_a_shared_module_is_enough(device_map, tmp_path):
 
 @pytest.mark.parametrize("there", [False, True])
 def test_eight_bit_weights_that_were_written_before_an_error_are_removed(there, source, tmp_path, monkeypatch):
-    from accelerate.offload import loading
+    real, written = OffloadWriter.add, []
 
-    def writes_two(model, value, name, dtype, folder, index, statistics):
-        if len(index) == 2:
+    def add(self, name, weight):
+        if len(written) == 2:
             raise RuntimeError("no more")
-        offload_weight(value, name, folder, index=index)
+        written.append(real(self, name, weight))
 
-    monkeypatch.setattr(loading, "quantize_and_offload_8bit", writes_two)
     torch.save(source, tmp_path / "m.bin")
     if there:
         offload_weight(torch.ones(1), "other", tmp_path / "o")
+    monkeypatch.setattr(OffloadWriter, "add", add)
     model = _empty()
     weight = model.linear1.weight
     with pytest.raises(RuntimeError, match="no more"):

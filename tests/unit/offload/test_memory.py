@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from accelerate.offload.memory import get_balanced_memory, get_max_memory
+from accelerate.offload.sizes import get_balanced_memory, get_max_memory
 
 
 def test_without_accelerator_the_host_memory_is_the_budget():

@@ -448,9 +448,9 @@ import os, signal, sys, torch
 from safetensors.torch import save_file
 from torch import nn
 from accelerate import init_empty_weights, load_checkpoint_and_dispatch
-from accelerate.offload import lanes
+from accelerate.offload import prefetch
 
-lanes.HostLane.smallest = 0  # that small weights are read ahead, and waited for
+prefetch.SMALLEST_ON_CPU = 0  # that small weights are read ahead, and waited for
 plain = nn.Sequential(*(nn.Linear(6, 6) for _ in range(6)))
 save_file({name: tensor.double() for name, tensor in plain.state_dict().items()}, sys.argv[1])
 with init_empty_weights():

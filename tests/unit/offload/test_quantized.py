@@ -5,9 +5,8 @@ import torch
 from torch import nn
 
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-from accelerate.offload.disk import load_offloaded_weight
-from accelerate.offload.loading import load_offloaded_weights
-from accelerate.offload.quantized import quantize_and_offload_8bit
+from accelerate.offload.loading import load_offloaded_weights, quantize_and_offload_8bit
+from accelerate.offload.store import load_offloaded_weight
 from accelerate.utils.offload import OffloadedWeightsLoader
 
 

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from accelerate.big_modeling import dispatch_model, init_empty_weights, load_checkpoint_and_dispatch
+from accelerate.offload.files import check_fit, checkpoint_files, listed, open_checkpoint
 from accelerate.offload.loading import load_checkpoint_in_model
-from accelerate.offload.sources import check_fit, checkpoint_files, listed, open_checkpoint
 
 
 class _Net(nn.Module):

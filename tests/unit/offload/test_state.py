@@ -6,8 +6,12 @@ import torch
 from torch import nn
 
 from accelerate.hooks import attach_align_device_hook
-from accelerate.offload.init_device import init_empty_weights
-from accelerate.offload.state import get_state_dict_from_offload, get_state_dict_offloaded_model, tensors_without_data
+from accelerate.offload.placement import init_empty_weights
+from accelerate.offload.weights import (
+    get_state_dict_from_offload,
+    get_state_dict_offloaded_model,
+    tensors_without_data,
+)
 
 
 def _model():

@@ -11,10 +11,17 @@ import torch
 from torch import nn
 
 from accelerate.big_modeling import disk_offload, dispatch_model
-from accelerate.offload import writer as writer_module
-from accelerate.offload.disk import OffloadedWeightsLoader, load_offloaded_weight, offload_state_dict, offload_weight
+from accelerate.offload import store as writer_module
+from accelerate.offload.store import (
+    OffloadedWeightsLoader,
+    OffloadWriter,
+    load_offloaded_weight,
+    offload_state_dict,
+    offload_weight,
+    read_index,
+    save_offload_index,
+)
 from accelerate.offload.weights import write_missing
-from accelerate.offload.writer import OffloadWriter, read_index, write_index
 
 
 def _listing(folder):
@@ -99,7 +106,7 @@ def test_bytes_are_verified_when_they_are_first_read(tmp_path):
 @pytest.mark.parametrize("text", ["{", "[]", '{"a": 1}', "\x00"])
 def test_a_damaged_index_is_named_and_kept(text, tmp_path):
     (tmp_path / "index.json").write_text(text)
-    for call in (lambda: read_index(tmp_path), lambda: write_index({"a": {}}, tmp_path)):
+    for call in (lambda: read_index(tmp_path), lambda: save_offload_index({"a": {}}, tmp_path)):
         with pytest.raises(ValueError, match=r"index\.json is no index"):
             call()
     assert _listing(tmp_path) == {"index.json": text.encode()}

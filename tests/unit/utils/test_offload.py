@@ -1,6 +1,6 @@
 """The public path of offload files."""
 
-import accelerate.offload.disk as disk
+import accelerate.offload.store as disk
 import accelerate.utils.offload as offload
 
 

@@ -7,15 +7,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from accelerate.offload import mapped
-from accelerate.offload.disk import OffloadedWeightsLoader
-from accelerate.offload.lanes import PageLane
-from accelerate.offload.mapped import SafetensorsFile, TorchFile, open_weights
+from accelerate.offload import files
+from accelerate.offload.files import WeightFile
+from accelerate.offload.store import OffloadedWeightsLoader
 
 
 @pytest.fixture(autouse=True)
 def look_at_every_use(monkeypatch):
-    monkeypatch.setattr(mapped, "CHECK_EVERY", 0.0)
+    monkeypatch.setattr(files, "CHECK_EVERY", 0.0)
 
 
 @pytest.fixture
@@ -35,22 +34,22 @@ def _mapped_at(tensor):
 
 
 def test_tensors_are_views_of_the_file(path):
-    file = SafetensorsFile(path)
+    file = WeightFile(path)
     assert file.describe() == {"w": ((6,), torch.float32), "b": ((2,), torch.bfloat16)}
     tensor = file.tensor("w")
     assert torch.equal(tensor, torch.arange(6.0))
     if os.path.exists("/proc/self/maps"):
         assert _mapped_at(tensor) == "m.safetensors"
     tensor.zero_()
-    assert torch.equal(SafetensorsFile(path).tensor("w"), torch.arange(6.0))
+    assert torch.equal(WeightFile(path).tensor("w"), torch.arange(6.0))
 
 
 @pytest.mark.parametrize("legacy", [False, True])
 def test_files_of_torch_are_mapped_if_they_can_be(legacy, tmp_path):
     state = {"w": torch.arange(6.0), "extra": {"not": "a tensor"}}
     torch.save(state, tmp_path / "m.bin", _use_new_zipfile_serialization=not legacy)
-    file = open_weights(tmp_path / "m.bin")
-    assert isinstance(file, TorchFile) and file.describe() == {"w": ((6,), torch.float32)}
+    file = WeightFile(tmp_path / "m.bin")
+    assert not file.in_place and file.describe() == {"w": ((6,), torch.float32)}
     # What cannot be mapped is not held in memory between its description and its use.
     assert (file._tensors is None) == legacy
     assert torch.equal(file.tensor("w"), torch.arange(6.0))
@@ -68,16 +67,16 @@ def test_truncated_files_are_named(name, share, path, tmp_path):
     data = (tmp_path / name).read_bytes()
     (tmp_path / name).write_bytes(data[: int(len(data) * share)])
     with pytest.raises(ValueError, match=rf"{name} \([\d,]+ bytes\) is truncated or no"):
-        open_weights(tmp_path / name)
+        WeightFile(tmp_path / name)
 
 
 def test_what_is_no_state_dict_is_refused(tmp_path):
     for number, content in enumerate(([torch.ones(1)], {"epoch": 3})):
         torch.save(content, tmp_path / f"{number}.bin")
         with pytest.raises(ValueError, match="no state dict"):
-            open_weights(tmp_path / f"{number}.bin").describe()
+            WeightFile(tmp_path / f"{number}.bin").describe()
     with pytest.raises(FileNotFoundError, match=r"absent\.bin does not exist"):
-        open_weights(tmp_path / "absent.bin")
+        WeightFile(tmp_path / "absent.bin")
 
 
 def test_a_file_that_is_replaced_is_still_read_and_one_that_is_rewritten_is_refused(path, tmp_path, monkeypatch):
@@ -95,7 +94,7 @@ def test_a_file_that_is_replaced_is_still_read_and_one_that_is_rewritten_is_refu
     os.utime(path, ns=(1, 1))  # clocks of file systems may be too coarse to tell
     with pytest.raises(RuntimeError, match="was changed while weights in it are in use"):
         other["w"]
-    monkeypatch.setattr(mapped, "CHECK_EVERY", 3600)
+    monkeypatch.setattr(files, "CHECK_EVERY", 3600)
     with pytest.raises(RuntimeError, match="was changed while weights in it are in use"):
         other["w"]  # nor later, however soon
     os.unlink(path)
@@ -108,7 +107,7 @@ def test_an_entry_that_is_replaced_is_mapped_anew_and_casts_are_not_kept(path):
     assert loader["w"] is loader["w"]
     loader.index["w"] = {"safetensors_file": str(path), "weight_name": "b", "dtype": "float32"}
     assert torch.equal(loader["w"], torch.ones(2)) and loader["w"].dtype is torch.float32
-    assert loader["w"] is not loader["w"] and loader.stored_at("w").dtype is torch.bfloat16
+    assert loader["w"] is not loader["w"] and loader.stored("w").dtype is torch.bfloat16
     again = pickle.loads(pickle.dumps(loader))
     assert torch.equal(again["w"], torch.ones(2))
 
@@ -120,20 +119,3 @@ def test_what_is_mapped_in_inference_mode_works_outside_of_it(path):
     x = torch.ones(6, requires_grad=True)
     (x * loader["w"]).sum().backward()
     assert torch.equal(x.grad, torch.arange(6.0))
-
-
-@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="only Linux tells which pages are in memory")
-def test_pages_that_were_dropped_are_told_and_read_in_one_go(tmp_path):
-    save_file({"w": torch.arange(2.0**20)}, tmp_path / "big.safetensors")
-    with open(tmp_path / "big.safetensors", "rb") as file:
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    tensor = SafetensorsFile(tmp_path / "big.safetensors").tensor("w")
-    was_dropped = not mapped.is_resident(tensor)  # file systems in memory cannot drop any
-    lane = PageLane()
-    for _ in range(2):
-        lane.bring({"w": (tensor, torch.float32)})
-        assert mapped.is_resident(tensor) and lane.worth_waiting == was_dropped
-        was_dropped = False
-    lane.unforeseen(lambda: {"w": (tensor, torch.float32), "none": (torch.zeros(0), torch.float32)})
-    assert mapped.is_resident(torch.zeros(0)) and torch.equal(tensor, torch.arange(2.0**20))

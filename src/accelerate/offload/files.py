@@ -1,23 +1,178 @@
-"""Checkpoints as a set of named weights in files, opened and checked before anything is done with them."""
+"""Checkpoints as sets of named weights in files, opened and checked before anything is done with them.
+
+A weight is a view of its file, and costs no memory of its own. The kernel reads a page when it is first used, keeps it while there is
+room, and drops it when there is none, because the file still has it. Nothing has to be copied to be offloaded.
+"""
 
 import json
 import os
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from accelerate.offload.bnb_parameters import FOUR_BIT, scales_name
-from accelerate.offload.mapped import TorchFile, WeightFile, open_weights
+from accelerate.offload.quantized import FOUR_BIT, scales_name
 from accelerate.utils.constants import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 
 Path_ = str | os.PathLike
 
+# Seconds between two looks at a file that is in use: a look takes a microsecond on a local disk, and much longer on others.
+CHECK_EVERY = 1.0
+
+_FOREIGN_FORMATS = ("tf", "flax", "np", "mlx")
 # A message names this many of what is wrong, and counts the rest.
 _SHOWN = 8
+
+
+def file_stamp(path: Path_) -> tuple[int, int, int] | None:
+    """Return what changes when a file is replaced (the first number) or rewritten; None if it is gone."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+class WeightFile:
+    """A file of weights, opened once: in safetensors, else what `torch.save` wrote, of which only tensors in plain containers are
+    accepted, so that no code in it runs.
+
+    What it is read for stays valid while the file is replaced, but not when it is rewritten.
+
+    Args:
+        path: The file.
+
+    Attributes:
+        path: The file's path as text.
+        keys: The names of the tensors in it.
+        in_place: Whether weights can be read from it whenever they are needed, so that they need not be kept elsewhere.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        OSError: Its metadata names an unknown format.
+        ValueError: It cannot be read: truncated, or not what its name says.
+    """
+
+    def __init__(self, path: Path_) -> None:
+        self.path = os.path.abspath(path)  # wherever the process goes later
+        if not os.path.isfile(self.path):
+            raise FileNotFoundError(f"The file of weights {self.path} does not exist.")
+        self.in_place = self.path.endswith(".safetensors")
+        self._stamp = file_stamp(self.path)
+        self._next_look = time.monotonic() + CHECK_EVERY
+        self._handle: Any = None
+        self._tensors: dict[str, Any] | None = None
+        self._mapped = True
+        self._open()
+        if self.in_place:
+            check_format(self.path, self._handle.metadata())
+        self.keys = dict.fromkeys(
+            self._handle.keys() if self.in_place else self._tensors
+        )  # in order, and looked up quickly
+
+    def _open(self) -> None:
+        kind = "safetensors file" if self.in_place else "state dict of torch.save"
+        try:
+            if self.in_place:
+                self._handle = safe_open(self.path, framework="pt")
+            else:
+                self._tensors, self._mapped = _load_torch(self.path)
+        except (SafetensorError, RuntimeError, EOFError, OSError, ValueError) as error:
+            raise ValueError(
+                f"{self.path} ({os.path.getsize(self.path):,} bytes) is truncated or no {kind}: "
+                f"{str(error).partition(chr(10))[0]}. Copy or download it again."
+            ) from error
+
+    def tensor(self, key: str) -> torch.Tensor:
+        """Return a tensor, as a view of the file if that can be mapped; writing to it does not change the file.
+
+        Raises:
+            KeyError: The file has no tensor of that name; the message names the file.
+        """
+        if key not in self.keys:
+            raise KeyError(f"{self.path} has no tensor {key!r}; it has {listed(map(repr, self.keys), 5)}.")
+        if self.in_place:
+            return self._handle.get_tensor(key)
+        if self._tensors is None:
+            self._open()
+        return self._tensors[key]
+
+    def describe(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
+        """Return the shape and dtype of every tensor by name; what is no tensor is left out."""
+        found = {key: self.tensor(key) for key in self.keys}
+        # Modules may keep extra state in other forms, which only their own `load_state_dict` understands.
+        described = {key: (t.shape, t.dtype) for key, t in found.items() if isinstance(t, torch.Tensor)}
+        if found and not described:
+            raise ValueError(
+                f"{self.path} is no state dict: {listed(map(repr, found), 5)} are no tensors. Save model.state_dict() alone."
+            )
+        self.close()
+        return described
+
+    def close(self) -> None:
+        """Let go of tensors that are not mapped; they are read again when they are asked for."""
+        if not self._mapped:
+            self._tensors = None
+
+    def check(self) -> None:
+        """Raise if the file was changed in place since it was opened, because then so were the tensors read from it.
+
+        A file that was replaced or deleted is fine: the mapping is of the old one. Looks at most once in `CHECK_EVERY`.
+
+        Raises:
+            RuntimeError: It was changed.
+        """
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        found = file_stamp(self.path)
+        if found is not None and found[0] == self._stamp[0] and found != self._stamp:
+            raise RuntimeError(
+                f"The file {self.path} was changed while weights in it are in use, so these weights are lost. Load the model "
+                "again; write new checkpoints to another folder, or replace the file in one step (os.replace)."
+            )
+        self._next_look = now + CHECK_EVERY
+
+
+def check_format(path: str, metadata: Mapping[str, str] | None) -> None:
+    """Refuse a safetensors file that was written for another framework.
+
+    Args:
+        path: The file, for the message.
+        metadata: What its header says; without a format it is taken for torch's.
+
+    Raises:
+        OSError: The format is unknown.
+        ValueError: It is that of another framework.
+    """
+    written_for = (metadata or {}).get("format", "pt")
+    if written_for in _FOREIGN_FORMATS:
+        raise ValueError(f"{path} was written for {written_for!r}; a model of PyTorch needs a file of format 'pt'.")
+    if written_for != "pt":
+        raise OSError(
+            f"The metadata of {path} names the format {written_for!r}, which is unknown. Save it with "
+            "save_file(..., metadata={'format': 'pt'})."
+        )
+
+
+def _load_torch(path: str) -> tuple[dict[str, Any], bool]:
+    """The content of a file of `torch.save`, and whether its tensors are mapped."""
+    mapped = True
+    try:
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except RuntimeError as error:
+        # Files of torch before 1.6 are no zip archives and cannot be mapped.
+        if "mmap can only be used" not in str(error):
+            raise
+        loaded, mapped = torch.load(path, map_location="cpu", weights_only=True), False
+    if not isinstance(loaded, Mapping):
+        raise ValueError(f"it holds a {type(loaded).__name__}")
+    return dict(loaded), mapped
 
 
 @dataclass(frozen=True)
@@ -41,11 +196,6 @@ class Entry:
         """The bytes that it takes in the file."""
         return self.shape.numel() * self.dtype.itemsize
 
-    @property
-    def in_place(self) -> bool:
-        """Whether it can be read from the file whenever it is needed, so that it need not be kept elsewhere."""
-        return not isinstance(self.file, TorchFile)
-
     def tensor(self) -> torch.Tensor:
         """Return it on the CPU, as a view of the file."""
         return self.file.tensor(self.key)
@@ -57,7 +207,7 @@ class Entry:
             dtype: What it is cast to when it is read.
         """
         return {
-            "safetensors_file": os.path.abspath(self.file.path),
+            "safetensors_file": self.file.path,
             "weight_name": self.key,
             "dtype": str(dtype).removeprefix("torch."),
             "shape": list(self.shape),
@@ -132,7 +282,7 @@ def open_checkpoint(checkpoint: Path_) -> dict[str, Entry]:
     """
     entries: dict[str, Entry] = {}
     for path, expected in _located(checkpoint).items():
-        file = open_weights(path)
+        file = WeightFile(path)
         for key, (shape, dtype) in file.describe().items():
             entries[key] = Entry(file, key, shape, dtype)
         absent = [name for name in expected if name not in entries]

@@ -1,0 +1,547 @@
+"""Offloaded weights by name, wherever they are kept: in memory, in a folder that has a file of raw bytes for each beside an
+``index.json``, or in existing safetensors files. Folders are filled all at once or not at all.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import xxhash
+from safetensors import safe_open
+
+from accelerate.offload.files import WeightFile, file_stamp
+from accelerate.runtime.durable import STAGING_PREFIX
+
+INDEX_NAME = "index.json"
+Folder = str | os.PathLike
+
+
+def tensor_bytes(weight: torch.Tensor) -> memoryview:
+    """Return a tensor's elements as bytes, row-major, in the machine's byte order.
+
+    Args:
+        weight: A tensor of any dtype and device but meta.
+    """
+    # reshape before view: a scalar has no last dimension to reinterpret.
+    return memoryview(weight.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def checksum(data: memoryview | bytes) -> str:
+    """Return the checksum that an index keeps for the bytes of a weight: XXH3, 64 bits, in hexadecimal.
+
+    Source:
+        https://xxhash.com
+    """
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+def read_index(folder: Folder) -> dict[str, dict[str, Any]]:
+    """Return the index of an offload folder; an empty one where there is none.
+
+    Args:
+        folder: The folder.
+
+    Raises:
+        ValueError: The file is there and is no index.
+    """
+    path = Path(folder) / INDEX_NAME
+    if not path.is_file():
+        return {}
+    try:
+        index = json.loads(path.read_text("utf-8"))
+    except (ValueError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"{path} is no index of offloaded weights ({error}). Delete the folder and offload again."
+        ) from error
+    if not isinstance(index, dict) or not all(isinstance(entry, dict) for entry in index.values()):
+        raise ValueError(f"{path} is no index of offloaded weights: it must map names to entries.")
+    return index
+
+
+def weight_path(folder: Folder, name: str) -> str:
+    """Return the file of a weight in an offload folder, which is never outside of it.
+
+    Args:
+        folder: The folder.
+        name: The weight's name.
+
+    Raises:
+        ValueError: The name cannot be that of a file.
+    """
+    file = f"{name}.dat"
+    if os.path.basename(file) != file or "\0" in file:
+        raise ValueError(
+            f"The weight {name!r} cannot be a file in {os.fspath(folder)}, because of a character in its name. Rename the module, "
+            "or leave it on the CPU; checkpoints in safetensors are read in place, whatever their names are."
+        )
+    return os.path.join(folder, file)
+
+
+# Counts publications of this process, so that a loader that has files mapped knows when to look whether they were replaced.
+class _Publications:
+    count = 0
+
+
+publications = _Publications()
+
+
+class OffloadWriter:
+    """Writes weights aside in a folder; leaving the ``with`` block publishes them together with their index.
+
+    If the block raises, or a disk is full, what was written is removed, and the folder too if it was made here. A process that has
+    mapped a file that is replaced goes on reading the former one.
+
+    Args:
+        folder: The offload folder.
+        extends_index: Whether the folder's index gets what is new; entries of files that are replaced are brought up to date anyway,
+            because they hold checksums.
+
+    Attributes:
+        index: Entries of what was added: ``{"dtype", "shape", "xxh3"}`` of files; the caller may add others, of weights that stay in
+            files of their own.
+
+    Example:
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with OffloadWriter(folder) as writer:
+        ...         writer.add("weight", torch.ones(2))
+        ...     sorted(os.listdir(folder))
+        ['index.json', 'weight.dat']
+    """
+
+    def __init__(self, folder: Folder, extends_index: bool = True) -> None:
+        self.folder = Path(folder)
+        self.index: dict[str, dict[str, Any]] = {}
+        self._extends_index = extends_index
+        self._aside: Path | None = None
+        self._made: list[Path] = []  # folders, the innermost first
+
+    def __enter__(self) -> "OffloadWriter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None and self.index:
+                known = read_index(self.folder)
+                entries = {n: entry for n, entry in self.index.items() if self._extends_index or n in known}
+                if entries:
+                    self._write(INDEX_NAME, json.dumps({**known, **entries}, indent=2).encode("utf-8"))
+                self._publish()
+        finally:
+            if self._aside is not None:
+                shutil.rmtree(self._aside, ignore_errors=True)
+            with contextlib.suppress(OSError):  # another process has written there
+                for path in self._made:
+                    path.rmdir()
+
+    def add(self, name: str, weight: torch.Tensor) -> None:
+        """Write a weight aside.
+
+        Args:
+            name: Its name, which gives the file ``<name>.dat``.
+            weight: The tensor, of any dtype.
+
+        Raises:
+            OSError: The disk is full, or the folder cannot be written; the message names the folder and the bytes needed.
+            ValueError: The tensor is on the meta device, or its name cannot be that of a file.
+        """
+        if weight.device.type == "meta":
+            raise ValueError(f"The weight {name!r} is on the meta device and has no data to offload.")
+        path = weight_path(self.folder, name)
+        data = tensor_bytes(weight)
+        self._write(os.path.basename(path), data)
+        self.index[name] = {
+            "dtype": str(weight.dtype).removeprefix("torch."),
+            "shape": list(weight.shape),
+            "xxh3": checksum(data),
+        }
+
+    def _write(self, file: str, data: memoryview | bytes) -> None:
+        with self._named(file, len(data)):
+            if self._aside is None:
+                self._made = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
+                self.folder.mkdir(parents=True, exist_ok=True)
+                # Several processes may write to one folder.
+                self._aside = Path(tempfile.mkdtemp(prefix=STAGING_PREFIX, dir=self.folder))
+            (self._aside / file).write_bytes(data)
+
+    def _publish(self) -> None:
+        """Give every file its name, the index last."""
+        new = []
+        try:
+            for aside in sorted(self._aside.iterdir(), key=lambda path: path.name == INDEX_NAME):
+                path = self.folder / aside.name
+                there = os.path.lexists(path)
+                with self._named(path.name, aside.stat().st_size):
+                    os.replace(aside, path)
+                if not there:
+                    new.append(path)
+        except BaseException:
+            for path in new:
+                os.unlink(path)
+            raise
+        self._made = []
+        publications.count += 1
+
+    @contextlib.contextmanager
+    def _named(self, file: str, nbytes: int) -> Iterator[None]:
+        """Have errors say what was to be written, where to, and what to do."""
+        try:
+            yield
+        except OSError as error:
+            free = ""
+            with contextlib.suppress(OSError):
+                free = f"{shutil.disk_usage(self.folder).free:,} bytes are free there. "
+            raise type(error)(
+                error.errno or errno.EIO,
+                f"Offloading {file} ({nbytes:,} bytes) to {self.folder} failed: {error.strerror or error}. "
+                f"{free}Nothing of it was kept; use a folder that can be written, on a larger disk",
+            ) from error
+
+
+def offload_weight(
+    weight: torch.Tensor, weight_name: str, offload_folder: Folder, index: dict[str, dict] | None = None
+) -> dict[str, dict] | None:
+    """Write a tensor to ``<offload_folder>/<weight_name>.dat`` as raw bytes, row-major, in the machine's byte order.
+
+    Args:
+        weight: The tensor; any dtype that torch has.
+        weight_name: Name of the tensor, used as file name.
+        offload_folder: Where the file goes; made if it does not exist.
+        index: Receives the entry ``{"dtype", "shape", "xxh3"}``; `load_offloaded_weight` needs the first two, and verifies the
+            third.
+
+    Returns:
+        The index that was given.
+
+    Raises:
+        OSError: The disk is full; nothing is left behind.
+        ValueError: The tensor is on the meta device, so that there is nothing to write.
+    """
+    with OffloadWriter(offload_folder, extends_index=False) as writer:
+        writer.add(weight_name, weight)
+    if index is not None:
+        index.update(writer.index)
+    return index
+
+
+def load_offloaded_weight(weight_file: Folder, weight_info: Mapping[str, Any]) -> torch.Tensor:
+    """Return a tensor that `offload_weight` wrote, mapped into memory: bytes are read when they are used.
+
+    Args:
+        weight_file: The ``.dat`` file.
+        weight_info: Its index entry, with ``dtype`` (a name) and ``shape``; with ``xxh3`` the bytes are read and verified.
+
+    Returns:
+        A tensor on the CPU. Writing to it does not change the file.
+
+    Raises:
+        FileNotFoundError: The file is not there.
+        ValueError: The file has another size or another checksum than the entry says.
+    """
+    dtype, shape = getattr(torch, weight_info["dtype"]), tuple(weight_info["shape"])
+    count = torch.Size(shape).numel()
+    if count == 0:
+        return torch.empty(shape, dtype=dtype)
+    check_size(weight_file, weight_info)
+    path = os.fspath(weight_file)
+    tensor = torch.from_file(path, shared=False, size=count, dtype=dtype).reshape(shape)
+    if "xxh3" in weight_info and checksum(tensor_bytes(tensor)) != weight_info["xxh3"]:
+        raise ValueError(f"The offloaded weight {path} is damaged: its checksum differs. Offload the model again.")
+    return tensor
+
+
+def check_size(weight_file: Folder, weight_info: Mapping[str, Any]) -> None:
+    """Check that a ``.dat`` file is there and as long as its index entry says.
+
+    Args:
+        weight_file: The file.
+        weight_info: Its entry.
+
+    Raises:
+        FileNotFoundError: It is not there.
+        ValueError: It has another size.
+    """
+    path = os.fspath(weight_file)
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f"The offloaded weight {path} is gone; was its folder temporary?")
+    expected = torch.Size(weight_info["shape"]).numel() * getattr(torch, weight_info["dtype"]).itemsize
+    found = os.path.getsize(path)
+    if expected != found:
+        raise ValueError(
+            f"The offloaded weight {path} has {found:,} bytes, but {weight_info['dtype']} of shape {weight_info['shape']} takes "
+            f"{expected:,}. Offload the model again."
+        )
+
+
+def save_offload_index(index: Mapping[str, dict] | None, offload_folder: Folder) -> None:
+    """Merge entries into ``<offload_folder>/index.json``; new ones replace old ones of the same name.
+
+    Args:
+        index: Tensor name to entry. None or empty: nothing is written.
+        offload_folder: The folder.
+    """
+    with OffloadWriter(offload_folder) as writer:
+        writer.index.update(index or {})
+
+
+def offload_state_dict(save_dir: Folder, state_dict: Mapping[str, torch.Tensor]) -> None:
+    """Write every tensor of a state dict into a folder, for `OffloadedWeightsLoader`.
+
+    Args:
+        save_dir: The folder; made if it does not exist.
+        state_dict: Names and tensors.
+
+    Raises:
+        OSError: The disk is full; then nothing is left behind.
+        ValueError: A tensor is on the meta device.
+    """
+    with OffloadWriter(save_dir) as writer:
+        for name, tensor in state_dict.items():
+            writer.add(name, tensor)
+
+
+class PrefixedDataset(Mapping):
+    """The part of a mapping below a prefix, read by what follows the prefix. Nothing is copied.
+
+    Iteration gives the full names, which can be looked up too.
+
+    Args:
+        dataset: The mapping to read.
+        prefix: What all keys of the part begin with, such as ``"layers.0."``.
+
+    Example:
+        >>> PrefixedDataset({"a.weight": 1, "b.weight": 2}, "b.")["weight"]
+        2
+    """
+
+    __module__ = "accelerate.utils.offload"  # the path in pickles
+
+    def __init__(self, dataset: Mapping, prefix: str) -> None:
+        self.dataset = dataset
+        self.prefix = prefix
+
+    def __getitem__(self, key: str) -> Any:
+        try:
+            return self.dataset[self.prefix + key]
+        except KeyError:
+            if not key.startswith(self.prefix):
+                raise
+            return self.dataset[key]
+
+    def __contains__(self, key: object) -> bool:
+        if not isinstance(key, str):
+            return False
+        return self.prefix + key in self.dataset or (key.startswith(self.prefix) and key in self.dataset)
+
+    def __iter__(self) -> Iterator[str]:
+        return (key for key in self.dataset if key.startswith(self.prefix))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+# Attributes of a loader that copies and pickles leave out.
+_OF_THIS_RUN = ("_files", "_views", "_looked")
+
+
+class OffloadedWeightsLoader(Mapping):
+    """Weights by name, from memory where they are there, else from offload or safetensors files, which are mapped in place.
+
+    Args:
+        state_dict: Weights in memory; they win over files.
+        save_folder: A folder that `offload_state_dict` filled; its ``index.json`` is read if no index is given.
+        index: Name to ``{"dtype", "shape"}`` (a ``.dat`` file in ``save_folder``) or to ``{"safetensors_file",
+            "weight_name", "dtype"}``, of which the last two may be missing. A dtype that differs from the file's is cast to
+            at each look-up.
+        device: Where weights of safetensors files are read to. None: the CPU, as views of the file.
+
+    Raises:
+        ValueError: None of the first three is given.
+    """
+
+    __module__ = "accelerate.utils.offload"  # the path in pickles
+
+    def __init__(
+        self,
+        state_dict: Mapping[str, torch.Tensor] | None = None,
+        save_folder: Folder | None = None,
+        index: Mapping[str, dict] | None = None,
+        device: int | str | torch.device | None = None,
+    ) -> None:
+        if state_dict is None and save_folder is None and index is None:
+            raise ValueError("Give a `state_dict`, a `save_folder` or an `index` to load offloaded weights from.")
+        self.state_dict = {} if state_dict is None else state_dict
+        if index is None and save_folder is not None:
+            if not (Path(save_folder) / INDEX_NAME).is_file():
+                raise FileNotFoundError(
+                    f"save_folder={os.fspath(save_folder)!r} holds no {INDEX_NAME} of offloaded weights."
+                )
+            index = read_index(save_folder)
+        self.index = {} if index is None else dict(index)
+        self.save_folder = save_folder
+        self.all_keys = [*self.state_dict, *(key for key in self.index if key not in self.state_dict)]
+        self.device = device
+        self._forget()
+
+    def _forget(self) -> None:
+        # What is open, by path, and what was mapped, by name: the entry that said where, the file or stamp, and the view.
+        self._files: dict[str, WeightFile] = {}
+        self._views: dict[str, tuple[Mapping[str, Any], Any, torch.Tensor]] = {}
+        self._looked = publications.count
+        # Where a relative folder lies, wherever the process goes later.
+        self._base = "" if self.save_folder is None or os.path.isabs(self.save_folder) else os.getcwd()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in _OF_THIS_RUN}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        if key in self.state_dict:
+            return self.state_dict[key]
+        file = self.index[key].get("safetensors_file")
+        if self.device is None or file is None:
+            tensor = self.stored(key)
+        else:
+            device = str(self.device) if isinstance(self.device, torch.device) else self.device
+            with safe_open(file, framework="pt", device=device) as opened:
+                tensor = opened.get_tensor(self.index[key].get("weight_name", key))
+        dtype = self.index[key].get("dtype")
+        return tensor if dtype is None else tensor.to(getattr(torch, dtype))
+
+    def stored(self, key: str) -> torch.Tensor:
+        """Return a weight as it is kept, the same tensor each time until its file is replaced or its entry changed.
+
+        Args:
+            key: Its name.
+        """
+        if key in self.state_dict:
+            return self.state_dict[key]
+        if self._looked != publications.count:
+            self._look_for_replaced()
+        info = self.index[key]
+        known = self._views.get(key)
+        if known is None or known[0] is not info:
+            # What is mapped in inference mode could not be used outside of it.
+            with torch.inference_mode(False):
+                known = self._views[key] = (info, *self._map(key, info))
+        if isinstance(known[1], WeightFile):
+            known[1].check()
+        return known[2]
+
+    def _map(self, key: str, info: Mapping[str, Any]) -> tuple[Any, torch.Tensor]:
+        path = info.get("safetensors_file")
+        if path is None:
+            path = self._dat_file(key)
+            return file_stamp(path), load_offloaded_weight(path, info)
+        if path not in self._files:
+            self._files[path] = WeightFile(path)
+        return self._files[path], self._files[path].tensor(info.get("weight_name", key))
+
+    def _look_for_replaced(self) -> None:
+        """Let go of weights whose ``.dat`` file this process has written anew."""
+        now = publications.count
+        # A thread that reads ahead may be at it too, and add to what is known.
+        seen = [(key, view[1]) for key, view in list(self._views.items()) if not isinstance(view[1], WeightFile)]
+        replaced = [key for key, stamp in seen if stamp != file_stamp(self._dat_file(key))]
+        entries = read_index(os.path.join(self._base, self.save_folder)) if replaced else {}
+        for key in replaced:
+            self._views.pop(key, None)
+            name = self.index[key].get("dat_name", key)
+            if name in entries:
+                self.index[key] = {**({"dat_name": name} if name != key else {}), **entries[name]}
+        self._looked = now
+
+    def _dat_file(self, key: str) -> str:
+        if self.save_folder is None:
+            raise ValueError(
+                f"The index says that {key!r} is in a .dat file, but there is no `save_folder` to find it in."
+            )
+        # A tied weight has the file of the name that was written.
+        return weight_path(os.path.join(self._base, self.save_folder), self.index[key].get("dat_name", key))
+
+    def stored_shape(self, key: str) -> Sequence[int]:
+        """Return the shape of a weight in a file, once the file is known to have it. The weight is not read.
+
+        Args:
+            key: Its name.
+
+        Raises:
+            FileNotFoundError: The file is not there.
+            KeyError: The file does not have it.
+            ValueError: The file is truncated, or there is no folder to find it in.
+        """
+        info = self.index[key]
+        if info.get("safetensors_file") is not None:
+            return self.stored(key).shape
+        check_size(self._dat_file(key), info)
+        return info["shape"]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.state_dict or key in self.index
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.all_keys)
+
+    def __len__(self) -> int:
+        return len(self.all_keys)
+
+
+def resolved(weights: Mapping, name: str) -> tuple[Mapping, str]:
+    """Return the mapping that has a weight of a hook's ``weights_map``, below all its prefixes, and the weight's name there.
+
+    Args:
+        weights: A plain mapping, an `OffloadedWeightsLoader`, or a `PrefixedDataset` of either.
+        name: The weight's name in it.
+    """
+    while isinstance(weights, PrefixedDataset):
+        full = weights.prefix + name
+        name = full if full in weights.dataset or not name.startswith(weights.prefix) else name
+        weights = weights.dataset
+    return weights, name
+
+
+def as_stored(weights: Mapping, name: str) -> torch.Tensor:
+    """Return a weight of a hook's ``weights_map`` as it is kept, not cast to another dtype.
+
+    Args:
+        weights: As for `resolved`.
+        name: The weight's name in it.
+    """
+    weights, name = resolved(weights, name)
+    return weights.stored(name) if isinstance(weights, OffloadedWeightsLoader) else weights[name]
+
+
+def extract_submodules_state_dict(state_dict: Mapping[str, Any], submodule_names: Sequence[str]) -> dict[str, Any]:
+    """Return the entries of a state dict that belong to some submodules, with their full names.
+
+    Args:
+        state_dict: Names and tensors of a whole model.
+        submodule_names: Names of modules or tensors; ``""`` is everything.
+
+    Example:
+        >>> extract_submodules_state_dict({"a.w": 1, "ab.w": 2}, ["a"])
+        {'a.w': 1}
+    """
+    wanted: dict[str, list[str]] = {name: [] for name in submodule_names}
+    if "" in wanted:
+        return dict(state_dict)
+    for key in state_dict:
+        part = key
+        while part:
+            if part in wanted:
+                wanted[part].append(key)
+            part = part.rpartition(".")[0]
+    return {key: state_dict[key] for keys in wanted.values() for key in keys}
