@@ -163,14 +163,13 @@ def _library_on_hub(model_name: str, access_token: str | None) -> str:
             f"There is no file or folder {model_name!r}. Name one that exists, or a model of the Hub as in owner/name."
         )
     info = verify_on_hub(name, access_token)
-    if info is False:
-        raise HubError(
-            f"The Hub cannot be reached to look up {model_name!r}. Name a local file or folder, or the --library_name of a model "
-            "that is in its cache."
-        )
-    if isinstance(info, str):
-        why = "is gated: agree to its terms there" if info == "gated" else "is not there, or private: correct the name"
-        raise HubError(f"{model_name!r} cannot be had from the Hub, where it {why}, or log in with `hf auth login`.")
+    if not info or isinstance(info, str):
+        reasons = {
+            False: "The Hub cannot be reached: name a local file or folder, or the --library_name of a model in its cache",
+            "gated": "It is gated: agree to its terms there, or log in with `hf auth login`",
+            "repo": "It is not there, or private: correct the name, or log in with `hf auth login`",
+        }
+        raise HubError(f"{model_name!r} cannot be had from the Hub. {reasons[info]}.")
     library = getattr(info, "library_name", None)
     if library is None:
         raise LaunchError(f"The Hub does not say which library {model_name!r} is for; give --library_name.")
@@ -246,9 +245,9 @@ def gather_data(args: argparse.Namespace) -> list[list[Any]]:
     inventory = _inventory(args)
     rows = []
     for dtype in args.dtypes:
-        sizes = [inventory.largest, inventory.size]
-        if dtype != "float32":
-            sizes = [size / _SHRINKS[dtype] for size in sizes]
+        sizes = [
+            size if dtype == "float32" else size / _SHRINKS[dtype] for size in (inventory.largest, inventory.size)
+        ]
         rows.append([dtype, *sizes, estimate_training_usage(inventory.size, dtype)])
     return rows
 
@@ -375,7 +374,3 @@ def main() -> None:
         SystemExit: with status 2 for a request that cannot be answered.
     """
     or_exit("accelerate estimate-memory", estimate_command, estimate_command_parser().parse_args())
-
-
-if __name__ == "__main__":
-    main()

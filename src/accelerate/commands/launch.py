@@ -20,17 +20,6 @@ DEEPSPEED_MULTINODE_LAUNCHERS = list(BY_NAME["deepspeed_multinode_launcher"].wor
 DYNAMO_BACKENDS = [word.upper() for word in DYNAMO_WORDS.split() if word != "no"]
 TORCH_DYNAMO_MODES = list(BY_NAME["dynamo_mode"].choices or ())
 
-__all__ = [
-    "DEEPSPEED_MULTINODE_LAUNCHERS",
-    "DYNAMO_BACKENDS",
-    "TORCH_DYNAMO_MODES",
-    "CustomHelpFormatter",
-    "clean_option",
-    "launch_command",
-    "launch_command_parser",
-    "main",
-]
-
 
 def clean_option(option: str) -> str | None:
     """Return the name that a long flag stands for, or None for a short one.

@@ -3,6 +3,7 @@
 import argparse
 import os
 import pathlib
+import re
 import shlex
 import subprocess
 import sys
@@ -90,24 +91,17 @@ def _gcloud(args: argparse.Namespace, config: dict[str, Any]) -> list[str]:
 
 
 def _requirement(version: str) -> str:
-    from packaging.version import InvalidVersion, Version  # only for a version
-
     if version == "latest":
         return "accelerate -U"
-    try:
-        # A shell of the pod reads it.
-        return f"accelerate=={Version(version)}"
-    except InvalidVersion:
-        raise LaunchError(
-            f"--accelerate_version is {version!r}; write latest, or the number of a release such as 1.2.0."
-        ) from None
+    if re.fullmatch(r"\d[\w.]*", version):  # a shell of the pod reads it
+        return f"accelerate=={version}"
+    raise LaunchError(f"--accelerate_version is {version!r}; write latest, or the number of a release such as 1.2.0.")
 
 
 def _commands(args: argparse.Namespace, config: dict[str, Any]) -> list[str]:
     if args.command:
         found = []
         for words in args.command:
-            words = [words] if isinstance(words, str) else words
             # `--command "echo a" "echo b"` are two commands; `--command echo a` is one that was not quoted.
             found += words if any(" " in word for word in words) else [" ".join(words)]
         return found
@@ -132,7 +126,3 @@ def main() -> None:
         SystemExit: as in `console`.
     """
     console(tpu_command_parser().parse_args())
-
-
-if __name__ == "__main__":
-    main()

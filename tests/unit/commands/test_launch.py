@@ -41,10 +41,7 @@ def test_console_replaces_the_console_script(monkeypatch, name):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["none.py"], "There is no script 'none.py'"),
         (["--use_megatron_lm", "train.py"], "Megatron-LM (--use_megatron_lm, from the command line) is not available"),
-        (["--config_file", "none.yaml", "train.py"], "--config_file is 'none.yaml'"),
-        (["--mixed_precision", "fp17", "train.py"], "invalid choice: 'fp17'"),
     ],
 )
 def test_bad_requests_are_one_line_and_status_2(ran, accelerate, words, message):

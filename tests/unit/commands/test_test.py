@@ -7,7 +7,6 @@ import time
 
 import pytest
 
-from accelerate.commands import test as command
 from accelerate.launch import runners
 
 SCRIPT = "accelerate.test_utils.scripts.test_script"
@@ -59,7 +58,3 @@ def test_a_request_to_end_reaches_the_check(place):
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=30) == 143
         assert "The self check failed" in process.stderr.read()
-
-
-def test_pytest_leaves_the_command_alone():
-    assert command.test_command.__test__ is False

@@ -49,7 +49,7 @@ class Asker:
             optional: an empty line without a default is an answer, None.
             shown: how the default is shown.
         """
-        shown = shown or (_shown(default) if default is not None else "none" if optional else "")
+        shown = shown or (as_text(default) if default is not None else "none" if optional else "")
         while True:
             answer = self._line(f"{question} [{shown}] " if shown else f"{question} ").strip()
             if answer == "?":
@@ -149,10 +149,11 @@ def _questionary() -> Any:
     return questionary
 
 
-def _shown(default: Any) -> str:
-    if isinstance(default, (list, tuple)):
-        return ",".join(map(_shown, default))
-    return str(default).lower() if isinstance(default, bool) else str(default)
+def as_text(value: Any) -> str:
+    """Return a value as a person would type it."""
+    if isinstance(value, (list, tuple)):
+        return ",".join(map(as_text, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 @dataclass

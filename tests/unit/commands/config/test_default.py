@@ -5,8 +5,6 @@ import json
 import pytest
 import yaml
 
-from accelerate.commands.config import get_config_parser
-from accelerate.commands.config.config_args import default_json_config_file
 from accelerate.commands.config.default import write_basic_config
 from accelerate.launch.errors import LaunchError
 
@@ -49,14 +47,10 @@ def test_command(accelerate, place, machine):
     assert json.loads((place / "c.json").read_text())["mixed_precision"] == "bf16"
 
 
-def test_the_default_place():
-    assert get_config_parser().parse_args(["default"]).save_location == default_json_config_file
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("folder", "folder is a folder; name a file in it"),
+        ("folder", "folder is a folder or a device; name a file"),
         ("", "is ''; name a file"),
         ("file/c.yaml", "is no folder that you may write to"),
     ],
