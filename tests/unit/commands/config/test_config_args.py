@@ -50,7 +50,6 @@ def test_default_file(place):
     [
         ("num_processes: 2", "lacks `distributed_type`"),
         ("distributed_type: NO\nwrong: 1", "unknown keys: wrong"),
-        ("distributed_type: NO\nnum_proceses: 1", "did you mean num_processes"),
         ("distributed_type: WRONG", "WRONG"),
         ("compute_environment: WRONG\ndistributed_type: NO", "WRONG"),
         ("compute_environment: AMAZON_SAGEMAKER\ndistributed_type: NO", "lacks ec2_instance_type, iam_role_name"),
