@@ -5,7 +5,6 @@ It needs no GPU and no process group. Only `export` and `reshard` load torch, an
 
 import argparse
 import contextlib
-import datetime
 import json
 import pickle
 import sys
@@ -19,7 +18,7 @@ from accelerate.checkpoint.inspect import Details, Pruning, Summary
 from accelerate.checkpoint.manifest import CHECKPOINTS_FOLDER
 from accelerate.checkpoint.storage import CheckpointStorage, storage_of
 from accelerate.commands.utils import brief, make_parser
-from accelerate.diagnostics.table import table
+from accelerate.diagnostics.table import age_text, size_text, table
 from accelerate.launch.errors import LaunchError, RunError
 
 # What was written to within this time may belong to a run that is saving right now.
@@ -249,10 +248,8 @@ def _refuse_if_busy(plan: Pruning) -> None:
     written = {one.name: one.saved for one in plan.unfinished}
     written |= {path: left.modified for path, left in (plan.left | plan.put_back).items()}
     if busy := [name for name, when in written.items() if when is not None and when > time.time() - BUSY_SECONDS]:
-        raise LaunchError(
-            f"{busy[0]} was written to within the last {BUSY_SECONDS // 60} minutes: a run may be saving. Run this again "
-            "later, or without --incomplete."
-        )
+        recent = f"{busy[0]} was written to within the last {BUSY_SECONDS // 60} minutes"
+        raise LaunchError(f"{recent}: a run may be saving. Run this again later, or without --incomplete.")
 
 
 def _remove(plan: Pruning) -> int:
@@ -271,40 +268,6 @@ def _remove(plan: Pruning) -> int:
         print(problem, file=sys.stderr)
     print(f"{len(plan.left) + len(plan.old) + len(plan.unfinished) - len(problems)} removed.")
     return int(bool(problems))
-
-
-# -- how it looks ------------------------------------------------------------------------------------------------------
-
-
-def size_text(size: int) -> str:
-    """Return a size in the largest unit that fits.
-
-    Args:
-        size: bytes.
-
-    Example:
-        >>> size_text(1_500_000), size_text(12)
-        ('1.5 MB', '12 B')
-    """
-    amount = float(size)
-    for unit in ("B", "KB", "MB", "GB", "TB"):
-        if amount < 999.5 or unit == "TB":
-            break
-        amount /= 1000
-    return f"{size} B" if unit == "B" else f"{amount:.3g} {unit}"
-
-
-def age_text(seconds: float | None) -> str:
-    """Return a length of time, as days and hours, minutes and seconds.
-
-    Args:
-        seconds: None if it is not known.
-
-    Example:
-        >>> age_text(150), age_text(90_000), age_text(None)
-        ('0:02:30', '1 day, 1:00:00', '-')
-    """
-    return "-" if seconds is None else str(datetime.timedelta(seconds=int(seconds)))
 
 
 # -- the command line --------------------------------------------------------------------------------------------------

@@ -122,9 +122,8 @@ def create_empty_model(
     elif library is None:
         library = _library_on_hub(model_name, access_token)
     if library not in _LIBRARIES:
-        raise LaunchError(
-            f"Models of the library {library!r} cannot be built; --library_name takes {' or '.join(_LIBRARIES)}."
-        )
+        known = " or ".join(_LIBRARIES)
+        raise LaunchError(f"Models of the library {library!r} cannot be built; --library_name takes {known}.")
     try:
         package = importlib.import_module(library)
     except Exception as error:  # such as compiled parts for another version of torch
@@ -149,19 +148,15 @@ def _configuration(path: str) -> dict[str, Any]:
         except ValueError as error:
             raise LaunchError(f"{file!r} is no JSON: {error}") from error
     if not isinstance(content, dict) or not content.keys() & {"model_type", "auto_map", "architecture"}:
-        raise LaunchError(
-            f"{file!r} does not say which model it is for: it has neither model_type (transformers) nor architecture (timm). "
-            "Name the model's .safetensors file, or add the entry."
-        )
+        entry = "neither model_type (transformers) nor architecture (timm)"
+        raise LaunchError(f"{file!r} has {entry}. Name the model's .safetensors file, or add the entry.")
     return content
 
 
 def _library_on_hub(model_name: str, access_token: str | None) -> str:
     name = model_name.removeprefix("hf-hub:")
     if not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name):
-        raise LaunchError(
-            f"There is no file or folder {model_name!r}. Name one that exists, or a model of the Hub as in owner/name."
-        )
+        raise LaunchError(f"There is no file or folder {model_name!r}; a model of the Hub is named owner/name.")
     info = verify_on_hub(name, access_token)
     if not info or isinstance(info, str):
         reasons = {

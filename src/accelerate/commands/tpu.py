@@ -80,9 +80,7 @@ def _gcloud(args: argparse.Namespace, config: dict[str, Any]) -> list[str]:
     name = args.tpu_name or config.get("tpu_name")
     zone = args.tpu_zone or config.get("tpu_zone")
     if not name or not zone:
-        raise LaunchError(
-            "Which pod? Give --tpu_name and --tpu_zone, or put tpu_name and tpu_zone in the configuration file."
-        )
+        raise LaunchError("Which pod? Give --tpu_name and --tpu_zone, or put them into the configuration file.")
     installs = [f"pip install {_requirement(args.accelerate_version)}"] if args.install_accelerate else []
     commands = [*installs, *_commands(args, config)]
     if not commands:
@@ -110,9 +108,7 @@ def _commands(args: argparse.Namespace, config: dict[str, Any]) -> list[str]:
         try:
             text = pathlib.Path(file).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise LaunchError(
-                f"The command file {str(file)!r} cannot be read: {getattr(error, 'strerror', None) or error}."
-            ) from None
+            raise LaunchError(f"The command file {str(file)!r} cannot be read: {error}.") from None
         # They become one line, in which a comment would hide what follows.
         return [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
     commands = config.get("commands") or []

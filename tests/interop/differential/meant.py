@@ -510,7 +510,7 @@ _FSDP2 = "`to-fsdp2` refuses unknown strategies"
 _OUTPUT = "`merge-weights` and `to-fsdp2` make the folder"
 _TPU = "`tpu-config` says which of name and zone is missing"
 _KMP = "`OMP_NUM_THREADS` is left alone for one process"
-_QUESTIONS = "The helpers of the questionnaire"
+_QUESTIONS = "A questionnaire whose input ends"
 _SAGEMAKER = "SageMaker: `MODEL_PARALLEL` sets a real distribution"
 MEANT += [
     Meant(
@@ -697,9 +697,7 @@ MEANT += [
             "launches.debug_counts(*",
         ),
     ),
-    Meant(_QUESTIONS, ("commands.conversions(given=('_convert_yes_no_to_bool', '*')*",), None, "KeyError"),
     Meant(_QUESTIONS, ("configs.ended_input(*",), "EOFError", "ValueError"),
-    Meant(_WORDS, ("commands.conversions(given=('_convert_dynamo_backend', '11')*",), "", "ValueError"),
     Meant(
         _TABLE,
         ("commands.table(*", "commands.on_hub(*", "commands.has_model(name='RuntimeError', text='Unknown model*"),

@@ -117,13 +117,11 @@ class Asker:
         Args:
             question: the question.
         """
-        if sys.stdin is not None and sys.stdin.isatty():
+        if sys.stdin.isatty():
             return getpass.getpass(f"{question} ").strip()
         return self._line(f"{question} ").strip()
 
     def _line(self, prompt: str) -> str:
-        if sys.stdin is None or sys.stdout is None:  # closed before this process began
-            raise EOFError
         if _questionary() is not None:
             # What is typed ahead of a menu is with its library, which `input` does not ask.
             from prompt_toolkit import prompt as ask

@@ -38,6 +38,7 @@ _deepspeed = rows(
     env="ACCELERATE_DEEPSPEED_*",
     style=LOWER,
 )
+_without_file = partial(_deepspeed, when={"deepspeed_config_file": NOT_GIVEN})
 _of_launcher = partial(_deepspeed, env=None, when=_LOGS_IN, optional=True)
 
 DEEPSPEED_OPTIONS: tuple[Option, ...] = (
@@ -49,12 +50,11 @@ DEEPSPEED_OPTIONS: tuple[Option, ...] = (
         chapter="deepspeed file",
         check=json_file,
     ),
-    _deepspeed(
+    _without_file(
         "zero_stage",
         "ZeRO stage: 0, 1, 2 or 3.",
         "Which stage of ZeRO should be used?",
         words=("0", "1", "2", "3"),
-        when={"deepspeed_config_file": NOT_GIVEN},
         offer=2,
     ),
     _deepspeed(
@@ -86,24 +86,22 @@ DEEPSPEED_OPTIONS: tuple[Option, ...] = (
         offer="/nvme",
     ),
     # Where a person sets the variable, Accelerator reads it in every run; the launcher sets it for DeepSpeed alone.
-    _deepspeed(
+    _without_file(
         "gradient_accumulation_steps",
         "Batches whose gradients are added up before the optimizer steps.",
         "How many batches' gradients are added up before the optimizer steps?",
         unset=("auto",),
         env="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
-        when={"deepspeed_config_file": NOT_GIVEN},
         offer=1,
         check=at_least(1),
     ),
-    _deepspeed(
+    _without_file(
         "gradient_clipping",
         "Largest norm of the gradients.",
         "What is the largest norm of the gradients?",
         type="float",
         unset=("auto",),
         env="ACCELERATE_GRADIENT_CLIPPING",
-        when={"deepspeed_config_file": NOT_GIVEN},
         optional=True,
         check=above_zero,
     ),
@@ -148,13 +146,12 @@ DEEPSPEED_OPTIONS: tuple[Option, ...] = (
         words=tuple(DEEPSPEED_MULTINODE_LAUNCHERS),
         when={"num_machines": SEVERAL},
     ),
-    _deepspeed(
+    _without_file(
         "deepspeed_moe_layer_cls_names",
         "Classes of mixture-of-experts layers, separated by commas.",
         "Which classes are mixture-of-experts layers (separated by commas)?",
         env="ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
         after="zero3_save_16bit_model",
-        when={"deepspeed_config_file": NOT_GIVEN},
         optional=True,
     ),
 )
@@ -163,15 +160,15 @@ DEEPSPEED_OPTIONS: tuple[Option, ...] = (
 _fsdp = rows(
     "FSDP Arguments", "fsdp_", section="fsdp_config", feature="fsdp", chapter="fsdp", env="FSDP_*", style=LOWER
 )
-_fsdp_truth = partial(_fsdp, words=TRUE_OR_FALSE)
+_fsdp_off = partial(_fsdp, words=TRUE_OR_FALSE, default="false")
+_fsdp_on = partial(_fsdp_off, default="true")
 
 FSDP_OPTIONS: tuple[Option, ...] = (
     _fsdp("version", "FSDP generation.", "Which generation of FSDP should be used?", choices=("1", "2"), default="1"),
-    _fsdp_truth(
+    _fsdp_off(
         "offload_params",
         "Keep parameters and gradients on the CPU (true or false).",
         "Should parameters and gradients be kept on the CPU?",
-        default="false",
         after="fsdp_reshard_after_forward",
     ),
     _fsdp(
@@ -229,44 +226,39 @@ FSDP_OPTIONS: tuple[Option, ...] = (
         special_words=(_FSDP_2, tuple(FSDP2_STATE_DICT_TYPE)),
         offer="SHARDED_STATE_DICT",
     ),
-    _fsdp_truth(
+    _fsdp_off(
         "forward_prefetch",
         "Gather the next parameters during the forward pass too.",
         "Should the next parameters be gathered during the forward pass too?",
-        default="false",
         when=_FSDP_1,
     ),
-    _fsdp_truth(
+    _fsdp_on(
         "use_orig_params",
         "Keep the original parameters visible (FSDP 1).",
         "Should the original parameters stay visible?",
-        default="true",
         when=_FSDP_1,
     ),
-    _fsdp_truth(
+    _fsdp_on(
         "cpu_ram_efficient_loading",
         "Let only the first process load pretrained weights; the others receive them.",
         "Should only the first process load pretrained weights?",
-        default="true",
     ),
-    _fsdp_truth(
+    # What only the first process loads must reach the others, so the question comes where every process loads.
+    _fsdp_on(
         "sync_module_states",
         "Broadcast the weights of the first process (FSDP 1).",
         "Should every process receive the weights of the first one?",
-        default="true",
         when={**_FSDP_1, "fsdp_cpu_ram_efficient_loading": ("false",)},
     ),
-    _fsdp_truth(
+    _fsdp_off(
         "activation_checkpointing",
         "Recompute activations in the backward pass instead of keeping them.",
         "Should activations be recomputed in the backward pass to save memory?",
-        default="false",
     ),
-    _fsdp_truth(
+    _fsdp_off(
         "activation_checkpointing_offload",
         "Keep the inputs of checkpointed layers in CPU memory (FSDP 2).",
         "Should the inputs of recomputed layers be kept in CPU memory?",
-        default="false",
         when={**_FSDP_2, "fsdp_activation_checkpointing": ("true",)},
     ),
 )
@@ -284,21 +276,15 @@ _megatron_bool = partial(_megatron, default=False)
 _megatron_word = partial(_megatron, style=LOWER)
 _megatron_truth = partial(_megatron_word, words=TRUE_OR_FALSE)
 _megatron_int = partial(_megatron, type="int", check=at_least(1))
+_megatron_one = partial(_megatron_int, offer=1)
+_degree = partial(_megatron_int, default=1, chapter="megatron")
+_recommended = partial(_megatron_truth, offer="true", chapter="megatron")
+_dropout = partial(_megatron, type="float", optional=True, check=fraction)
 
 MEGATRON_OPTIONS: tuple[Option, ...] = (
-    _megatron_int(
-        "tp_degree",
-        "Degree of tensor parallelism.",
-        "How many processes share each layer (tensor parallelism)?",
-        default=1,
-        chapter="megatron",
-    ),
-    _megatron_int(
-        "pp_degree",
-        "Degree of pipeline parallelism.",
-        "How many stages has the pipeline (pipeline parallelism)?",
-        default=1,
-        chapter="megatron",
+    _degree("tp_degree", "Degree of tensor parallelism.", "How many processes share each layer (tensor parallelism)?"),
+    _degree(
+        "pp_degree", "Degree of pipeline parallelism.", "How many stages has the pipeline (pipeline parallelism)?"
     ),
     _megatron_int(
         "num_micro_batches",
@@ -308,28 +294,22 @@ MEGATRON_OPTIONS: tuple[Option, ...] = (
         when={"megatron_lm_pp_degree": SEVERAL},
         offer=1,
     ),
-    _megatron_truth(
+    _recommended(
         "sequence_parallelism",
         "Split sequences over the tensor-parallel processes (true or false).",
         "Should sequences be split over the tensor-parallel processes?",
         after="megatron_lm_tp_degree",
-        chapter="megatron",
         when={"megatron_lm_tp_degree": SEVERAL},
-        offer="true",
     ),
-    _megatron_truth(
+    _recommended(
         "recompute_activations",
         "Recompute selected activations (true or false).",
         "Should selected activations be recomputed to save memory?",
-        chapter="megatron",
-        offer="true",
     ),
-    _megatron_truth(
+    _recommended(
         "use_distributed_optimizer",
         "Shard the optimizer over the data-parallel processes.",
         "Should the optimizer be sharded over the data-parallel processes?",
-        chapter="megatron",
-        offer="true",
     ),
     _megatron(
         "gradient_clipping",
@@ -353,12 +333,11 @@ MEGATRON_OPTIONS: tuple[Option, ...] = (
         words=("uniform", "block"),
         when=_RECOMPUTES_ALL,
     ),
-    _megatron_int(
+    _megatron_one(
         "recompute_num_layers",
         "Layers of one unit of recomputation.",
         "How many layers are one unit of recomputation?",
         when=_RECOMPUTES_ALL,
-        offer=1,
     ),
     _megatron_word(
         "attention_backend",
@@ -367,22 +346,8 @@ MEGATRON_OPTIONS: tuple[Option, ...] = (
         words=("flash", "fused", "unfused", "local", "auto"),
         offer="auto",
     ),
-    _megatron(
-        "attention_dropout",
-        "Dropout of the attention.",
-        "What is the dropout of the attention?",
-        type="float",
-        optional=True,
-        check=fraction,
-    ),
-    _megatron(
-        "hidden_dropout",
-        "Dropout of the hidden layers.",
-        "What is the dropout of the hidden layers?",
-        type="float",
-        optional=True,
-        check=fraction,
-    ),
+    _dropout("attention_dropout", "Dropout of the attention.", "What is the dropout of the attention?"),
+    _dropout("hidden_dropout", "Dropout of the hidden layers.", "What is the dropout of the hidden layers?"),
     _megatron_truth(
         "attention_softmax_in_fp32",
         "Compute the softmax of the attention in fp32 (true or false).",
@@ -403,23 +368,16 @@ MEGATRON_OPTIONS: tuple[Option, ...] = (
         "Leave end-of-document tokens out of the loss.",
         "Should end-of-document tokens be left out of the loss?",
     ),
-    _megatron_int(
-        "context_parallel_size",
-        "Degree of context parallelism.",
-        "What is the degree of context parallelism?",
-        offer=1,
+    _megatron_one(
+        "context_parallel_size", "Degree of context parallelism.", "What is the degree of context parallelism?"
     ),
-    _megatron_int(
-        "expert_model_parallel_size",
-        "Degree of expert parallelism.",
-        "What is the degree of expert parallelism?",
-        offer=1,
+    _megatron_one(
+        "expert_model_parallel_size", "Degree of expert parallelism.", "What is the degree of expert parallelism?"
     ),
-    _megatron_int(
+    _megatron_one(
         "expert_tensor_parallel_size",
         "Degree of tensor parallelism within an expert.",
         "What is the degree of tensor parallelism within an expert?",
-        offer=1,
     ),
     _megatron_int(
         "decoder_last_pipeline_num_layers",

@@ -30,6 +30,7 @@ _dynamo = rows(
 _dynamo_switch = partial(_dynamo, default=False, switch=True)
 _paradigm = rows(PARADIGM, "use_", default=False, switch=True, key="", env="ACCELERATE_USE_*", style=ON)
 _distributed = rows(DISTRIBUTED, chapter="machines", when={"num_machines": SEVERAL})
+_machines = partial(_distributed, feature="machines")
 _runner = rows(DISTRIBUTED, key="")
 
 OPTIONS: tuple[Option, ...] = (
@@ -148,28 +149,22 @@ OPTIONS: tuple[Option, ...] = (
         offer="all",
         check=matching(r"all|\d+(\s*,\s*\d+)*", "write numbers separated by commas, such as 0,1, or all"),
     ),
-    _distributed(
+    _machines(
         "same_network",
         "All machines are in one local network.",
         "Are all machines in one local network?",
         default=False,
         switch=True,
-        feature="machines",
         after="main_process_port",
         offer=True,
     ),
-    _distributed(
-        "machine_rank",
-        "The number of this machine, from 0.",
-        "What is the number of this machine (from 0)?",
-        feature="machines",
-        offer=0,
+    _machines(
+        "machine_rank", "The number of this machine, from 0.", "What is the number of this machine (from 0)?", offer=0
     ),
-    _distributed(
+    _machines(
         "main_process_ip",
         "Address of machine 0.",
         "What is the address of machine 0?",
-        feature="machines",
         check=matching(r"(?![^:]+:\d+$)[\w.:%\[\]-]+", "write a name or an address without a port, such as 10.0.0.1"),
     ),
     _distributed(

@@ -16,6 +16,7 @@ from accelerate.config.options.schema import (
 TPU = "TPU"
 _tpu = rows(TPU, feature="tpu", chapter="tpu")
 _pod = partial(_tpu, when={"tpu_use_cluster": (True,)})
+_pod_key = partial(_pod, flags=())
 
 TPU_OPTIONS: tuple[Option, ...] = (
     _tpu(
@@ -68,13 +69,12 @@ TPU_OPTIONS: tuple[Option, ...] = (
         chapter="precision",
         when={"kind": ("XLA",), "mixed_precision": ("bf16",)},
     ),
-    _pod("tpu_name", "Name of the TPU.", "What is the name of the TPU?", flags=()),
-    _pod("tpu_zone", "Zone of the TPU.", "In which zone is the TPU?", flags=()),
-    _pod(
+    _pod_key("tpu_name", "Name of the TPU.", "What is the name of the TPU?"),
+    _pod_key("tpu_zone", "Zone of the TPU.", "In which zone is the TPU?"),
+    _pod_key(
         "command_file",
         "File of commands to run in the pod.",
         "Which file holds the commands to run in the pod first?",
-        flags=(),
         optional=True,
         check=existing_file,
     ),
@@ -224,6 +224,7 @@ _parallelism = rows(
     chapter="parallelism",
     env="PARALLELISM_CONFIG_*",
 )
+_ulysses = partial(_parallelism, above_one="parallelism_config_sp_size", when=_ULYSSES)
 _parallel_size = partial(_parallelism, default=1, check=at_least(1))
 
 PARALLELISM_OPTIONS: tuple[Option, ...] = (
@@ -281,31 +282,26 @@ PARALLELISM_OPTIONS: tuple[Option, ...] = (
         default="deepspeed",
         when=_ULYSSES,
     ),
-    _parallelism(
+    _ulysses(
         "sp_seq_length",
         "Its sequence length.",
         "How long are the sequences?",
-        above_one="parallelism_config_sp_size",
         after="parallelism_config_sp_seq_length_is_variable",
         when={**_ULYSSES, "parallelism_config_sp_seq_length_is_variable": (False,)},
         check=matching(r"0*[1-9][0-9]*", "it must be a whole number of at least 1"),
     ),
-    _parallelism(
+    _ulysses(
         "sp_seq_length_is_variable",
         "The sequence length differs from batch to batch.",
         "Does the length of the sequences differ from batch to batch?",
         default=True,
-        above_one="parallelism_config_sp_size",
-        when=_ULYSSES,
     ),
-    _parallelism(
+    _ulysses(
         "sp_attn_implementation",
         "Its attention: eager, flash_attention_2, flash_attention_3 or sdpa.",
         "Which attention should sequence parallelism use?",
         default="sdpa",
-        above_one="parallelism_config_sp_size",
         words=("sdpa", "flash_attention_2", "flash_attention_3"),
         open=True,
-        when=_ULYSSES,
     ),
 )

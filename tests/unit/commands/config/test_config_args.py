@@ -8,7 +8,6 @@ import yaml
 from accelerate.commands.config.config_args import BaseConfig, ClusterConfig, SageMakerConfig, load_config_from_file
 from accelerate.config.enums import ComputeEnvironment, DistributedType, SageMakerDistributedType
 from accelerate.launch.config_file import known_keys, read
-from accelerate.launch.errors import LaunchError
 
 CONFIG = ClusterConfig(
     "LOCAL_MACHINE", "MULTI_CPU", "bf16", True, False, num_processes=2, fsdp_config={"fsdp_version": 2}
@@ -57,7 +56,7 @@ def test_default_file(place):
 )
 def test_faults(place, text, message):
     (place / "c.yaml").write_text(text)
-    with pytest.raises(LaunchError, match=message):
+    with pytest.raises(ValueError, match=message):
         load_config_from_file(place / "c.yaml")
 
 
