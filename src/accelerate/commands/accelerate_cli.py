@@ -10,7 +10,6 @@ from typing import NoReturn
 
 from accelerate import __version__
 from accelerate.commands.utils import COMPLETING, CustomArgumentParser, as_program, or_exit
-from accelerate.config.options import OPTIONS
 
 
 @dataclass(frozen=True)
@@ -69,10 +68,11 @@ def _run(command: Command, prog: str, words: list[str]) -> None:
 
 def _without_command(word: str | None) -> NoReturn:
     """Answer a command line that does not begin with a command."""
+    width = max(map(len, COMMANDS)) + 2
     parser = CustomArgumentParser(
         "accelerate",
         usage="accelerate <command> [<args>]",
-        description=_overview(),
+        description="\n".join(["commands:", *(f"  {name:{width}}{row.help}" for name, row in COMMANDS.items())]),
         epilog="`accelerate <command> --help` lists the arguments of a command.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -88,23 +88,15 @@ def _without_command(word: str | None) -> NoReturn:
 
 def _correction(word: str) -> str:
     """Say what to write instead of a word that is no command."""
-    import difflib  # only for those who mistyped
+    from accelerate.launch.config_file import nearest  # only for those who mistyped
 
     if word.startswith("-"):
-        flag = word.partition("=")[0]
-        if any(flag in option.spellings for option in OPTIONS):
-            return f"{flag} comes after a command: accelerate launch {flag} ... train.py"
-        return f"{flag} is unknown; write a command first, such as launch. `accelerate --help` lists them."
+        return f"write a command before {word.partition('=')[0]}, such as launch; `accelerate --help` lists them."
     if word.endswith(".py") or os.path.isfile(word):
         return f"{word!r} is no command; did you mean `accelerate launch {word}`?"
-    near = difflib.get_close_matches(word.lower().replace("_", "-"), COMMANDS, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(COMMANDS)}."
+    near = nearest(word.lower().replace("_", "-"), COMMANDS)
+    hint = f"did you mean {near}?" if near else f"choose one of {', '.join(COMMANDS)}."
     return f"{word!r} is no command; {hint}"
-
-
-def _overview() -> str:
-    width = max(map(len, COMMANDS)) + 2
-    return "\n".join(["commands:", *(f"  {name:{width}}{command.help}" for name, command in COMMANDS.items())])
 
 
 if __name__ == "__main__":

@@ -11,18 +11,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accelerate.checkpoint import inspect
 from accelerate.checkpoint.inspect import Details, Pruning, Summary
 from accelerate.checkpoint.manifest import CHECKPOINTS_FOLDER
 from accelerate.checkpoint.storage import CheckpointStorage, storage_of
 from accelerate.commands.utils import brief, make_parser
-from accelerate.diagnostics.table import table
+from accelerate.diagnostics.table import age_text, size_text, table
 from accelerate.launch.errors import LaunchError, RunError
-
-if TYPE_CHECKING:
-    from tqdm import tqdm
 
 # What was written to within this time may belong to a run that is saving right now.
 BUSY_SECONDS = 600
@@ -99,12 +96,15 @@ def _state(one: Summary) -> str:
 
 def verify_command(args: argparse.Namespace) -> int:
     """Compare every file of a checkpoint, or of each in a folder, with its checksum; return 1 if there is a problem."""
+    from tqdm import tqdm
+
     folder = storage_of(args.checkpoint)
     found = inspect.survey(folder)
     if not found:
         raise FileNotFoundError(f"There is no checkpoint in {folder.location!r}.")
     results = []
-    with _progress_bar(sum(one.size for one in found if one.state.manifest is not None)) as bar:
+    total = sum(one.size for one in found if one.state.manifest is not None)
+    with tqdm(total=total, unit="B", unit_scale=True, leave=False, disable=None) as bar:  # on a terminal only
         for one in found:
             results.append(inspect.verify(one, bar.update))
             one.storage.release()
@@ -122,13 +122,6 @@ def verify_command(args: argparse.Namespace) -> int:
     if len(found) > 1:
         print(f"{whole} of {len(found)} checkpoints are whole.")
     return int(any(results))
-
-
-def _progress_bar(total: int) -> "tqdm":
-    """Return a bar of bytes on stderr, which shows only on a terminal."""
-    from tqdm import tqdm
-
-    return tqdm(total=total, unit="B", unit_scale=True, leave=False, disable=None)
 
 
 # -- info --------------------------------------------------------------------------------------------------------------
@@ -255,10 +248,8 @@ def _refuse_if_busy(plan: Pruning) -> None:
     written = {one.name: one.saved for one in plan.unfinished}
     written |= {path: left.modified for path, left in (plan.left | plan.put_back).items()}
     if busy := [name for name, when in written.items() if when is not None and when > time.time() - BUSY_SECONDS]:
-        raise LaunchError(
-            f"{busy[0]} was written to within the last {BUSY_SECONDS // 60} minutes: a run may be saving. Run this again "
-            "later, or without --incomplete."
-        )
+        recent = f"{busy[0]} was written to within the last {BUSY_SECONDS // 60} minutes"
+        raise LaunchError(f"{recent}: a run may be saving. Run this again later, or without --incomplete.")
 
 
 def _remove(plan: Pruning) -> int:
@@ -279,45 +270,6 @@ def _remove(plan: Pruning) -> int:
     return int(bool(problems))
 
 
-# -- how it looks ------------------------------------------------------------------------------------------------------
-
-
-def size_text(size: int) -> str:
-    """Return a size in the largest unit that fits.
-
-    Args:
-        size: bytes.
-
-    Example:
-        >>> size_text(1_500_000), size_text(12)
-        ('1.5 MB', '12 B')
-    """
-    amount = float(size)
-    for unit in ("B", "KB", "MB", "GB", "TB"):
-        if amount < 999.5 or unit == "TB":
-            break
-        amount /= 1000
-    return f"{size} B" if unit == "B" else f"{amount:.3g} {unit}"
-
-
-def age_text(seconds: float | None) -> str:
-    """Return a length of time, roughly.
-
-    Args:
-        seconds: None if it is not known.
-
-    Example:
-        >>> age_text(150), age_text(90_000), age_text(None)
-        ('2 min', '25 h', '-')
-    """
-    if seconds is None:
-        return "-"
-    for unit, length, most in (("s", 1, 90), ("min", 60, 90), ("h", 3600, 48)):
-        if seconds < most * length:
-            return f"{int(seconds // length)} {unit}"
-    return f"{int(seconds // 86400)} days"
-
-
 # -- the command line --------------------------------------------------------------------------------------------------
 
 
@@ -331,43 +283,45 @@ def checkpoint_command_parser(subparsers: Any = None) -> argparse.ArgumentParser
     parser = make_parser("checkpoint", description, subparsers, checkpoint_command)
     commands = parser.add_subparsers(title="subcommands", required=True)
 
-    def add(name: str, run: Callable[[argparse.Namespace], int], description: str) -> argparse.ArgumentParser:
+    def add(
+        name: str, run: Callable[[argparse.Namespace], int], description: str, **positional: str
+    ) -> argparse.ArgumentParser:
         made = make_parser(name, description, commands, checkpoint_command)
         made.set_defaults(run=run)
+        for dest, text in positional.items():
+            made.add_argument(dest, help=text)
         return made
 
     where = "A folder, or a URL that fsspec understands."
-    made = add("ls", list_command, "List the checkpoints in a folder, newest last.")
-    made.add_argument("folder", help=f"A project's folder, a folder of checkpoints, or a checkpoint. {where}")
+    folder = f"A project's folder, a folder of checkpoints, or a checkpoint. {where}"
+    made = add("ls", list_command, "List the checkpoints in a folder, newest last.", folder=folder)
     made.add_argument("--json", action="store_true", help="Print JSON.")
 
-    made = add("verify", verify_command, "Read all files and compare their checksums; status 1 if something is wrong.")
-    made.add_argument("checkpoint", help=f"A checkpoint, or a folder of checkpoints. {where}")
+    text = "Read all files and compare their checksums; status 1 if something is wrong."
+    add("verify", verify_command, text, checkpoint=f"A checkpoint, or a folder of checkpoints. {where}")
 
-    made = add("info", info_command, "Show what a checkpoint consists of.")
-    made.add_argument("checkpoint", help=f"A checkpoint. {where}")
+    made = add("info", info_command, "Show what a checkpoint consists of.", checkpoint=f"A checkpoint. {where}")
     made.add_argument("--tensors", action="store_true", help="List every tensor.")
     made.add_argument("--json", action="store_true", help="Print JSON.")
 
-    made = add("reshard", reshard_command, "Write a checkpoint of a sharded model again in another layout.")
-    made.add_argument("checkpoint", help="A checkpoint.")
-    made.add_argument("out", help="The folder to write; it must be empty or missing.")
+    out = "The folder to write; it must be empty or missing."
+    text = "Write a checkpoint of a sharded model again in another layout."
+    made = add("reshard", reshard_command, text, checkpoint="A checkpoint.", out=out)
     made.add_argument("--layout", choices=["full", "sharded"], required=True, help="Whole state dicts, or shards.")
     made.add_argument("--shards", type=int, default=1, help="How many shards (with --layout sharded).")
 
-    made = add("export", export_command, "Write a model's weights as Hugging Face safetensors.")
-    made.add_argument("checkpoint", help=f"A checkpoint. {where}")
-    made.add_argument("out", help="The folder to write; it must be empty or missing.")
+    text = "Write a model's weights as Hugging Face safetensors."
+    made = add("export", export_command, text, checkpoint=f"A checkpoint. {where}", out=out)
     made.add_argument("--model", type=int, default=0, help="Which model, in the order in which they were prepared.")
     made.add_argument("--max_shard_size", default="5GB", help="Largest size of a file: bytes, or as in 500MB.")
-    dtypes = "What floating-point tensors become; as they are by default."
-    made.add_argument("--dtype", choices=["bf16", "fp16", "fp32"], help=dtypes)
+    text = "What floating-point tensors become; as they are by default."
+    made.add_argument("--dtype", choices=["bf16", "fp16", "fp32"], help=text)
     made.add_argument("--overwrite", action="store_true", help="Replace the weights in OUT; its other files stay.")
 
-    made = add("prune", prune_command, "Remove the oldest automatically named checkpoints.")
-    made.add_argument("folder", help=f"A project's folder, or a folder of checkpoints. {where}")
-    keep = "How many of the newest complete ones stay in each folder, at least 1."
-    made.add_argument("--keep", type=int, required=True, help=keep)
+    folder = f"A project's folder, or a folder of checkpoints. {where}"
+    made = add("prune", prune_command, "Remove the oldest automatically named checkpoints.", folder=folder)
+    text = "How many of the newest complete ones stay in each folder, at least 1."
+    made.add_argument("--keep", type=int, required=True, help=text)
     made.add_argument("--dry_run", action="store_true", help="Only say what would be removed.")
     made.add_argument("--yes", action="store_true", help="Do not ask.")
     made.add_argument("--incomplete", action="store_true", help="Remove incomplete ones, too, and what saves left.")

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from accelerate import __version__
-from accelerate.commands.utils import make_parser, or_exit
+from accelerate.commands.utils import brief, make_parser, or_exit
 from accelerate.config.options import OPTIONS
 from accelerate.launch import config_file
 from accelerate.launch.secrets import masked
@@ -92,7 +92,7 @@ def _system() -> dict[str, Any]:
     try:
         facts |= _torch()
     except Exception as error:  # a torch that does not load is what many reports are about
-        facts["PyTorch version"] = f"{_version('torch') or 'not installed'}; {_brief(error)}"
+        facts["PyTorch version"] = f"{_version('torch') or 'not installed'}; {masked(brief(error))}"
     facts["System RAM"] = f"{psutil.virtual_memory().total / 1024**3:.2f} GB"
     facts["CPU cores"] = os.cpu_count()
     versions = {name: _version(name) for name in _COMPANIONS.split()}
@@ -102,7 +102,6 @@ def _system() -> dict[str, Any]:
 
 def _torch() -> dict[str, Any]:
     import torch
-    import torch.distributed as dist
 
     from accelerate.devices import probe
 
@@ -112,14 +111,10 @@ def _torch() -> dict[str, Any]:
         name_of = getattr(device.namespace(), "get_device_name", lambda index: device.type)
         names = dict.fromkeys(name_of(index) for index in range(device.count()))
         devices = f"{device.count()} ({', '.join(names)})"
-    # A backend without a test of its own is a vendor's, or torch's for its own tests.
-    theirs = set(dist.Backend.backend_list) - {"undefined", "fake", "threaded"} if dist.is_available() else set()
-    backends = [name for name in sorted(theirs) if getattr(dist, f"is_{name}_available", lambda: True)()]
     return {
         "PyTorch version": torch.__version__,
         "PyTorch accelerator": device.type.upper() if device.type != "cpu" else "none",
         "Devices": devices,
-        "Process group backends": ", ".join(backends) or "none; torch was built without torch.distributed",
     }
 
 
@@ -134,7 +129,7 @@ def _launch(args: argparse.Namespace) -> str:
     try:
         plan = resolve(launch_command_parser().parse_args([*config, "--module", _SOME_MODULE]))
     except Exception as error:  # a fault of this package belongs into the report as well
-        return f"would not start: {_brief(error)}"
+        return f"would not start: {masked(brief(error))}"
     started = f"{summary(plan)}, started {RUNNERS[plan.runner]} (runner: {plan.runner})"
     return "; ".join([started, *map(masked, plan.notes)])
 
@@ -145,10 +140,6 @@ def _list(content: Mapping[str, Any], indent: str = "\t") -> str:
         nested = isinstance(value, Mapping) and value
         lines.append(f"\n{indent}- {key}: {_list(value, indent + chr(9)) if nested else value}")
     return "".join(lines)
-
-
-def _brief(error: BaseException) -> str:
-    return masked(" ".join(f"{error}".split())) or type(error).__name__
 
 
 def _version(distribution: str) -> str:
@@ -165,7 +156,3 @@ def main() -> None:
         SystemExit: with status 2 if the configuration file does not exist.
     """
     or_exit("accelerate env", env_command, env_command_parser().parse_args())
-
-
-if __name__ == "__main__":
-    main()

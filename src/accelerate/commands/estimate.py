@@ -122,9 +122,8 @@ def create_empty_model(
     elif library is None:
         library = _library_on_hub(model_name, access_token)
     if library not in _LIBRARIES:
-        raise LaunchError(
-            f"Models of the library {library!r} cannot be built; --library_name takes {' or '.join(_LIBRARIES)}."
-        )
+        known = " or ".join(_LIBRARIES)
+        raise LaunchError(f"Models of the library {library!r} cannot be built; --library_name takes {known}.")
     try:
         package = importlib.import_module(library)
     except Exception as error:  # such as compiled parts for another version of torch
@@ -149,28 +148,23 @@ def _configuration(path: str) -> dict[str, Any]:
         except ValueError as error:
             raise LaunchError(f"{file!r} is no JSON: {error}") from error
     if not isinstance(content, dict) or not content.keys() & {"model_type", "auto_map", "architecture"}:
-        raise LaunchError(
-            f"{file!r} does not say which model it is for: it has neither model_type (transformers) nor architecture (timm). "
-            "Name the model's .safetensors file, or add the entry."
-        )
+        entry = "neither model_type (transformers) nor architecture (timm)"
+        raise LaunchError(f"{file!r} has {entry}. Name the model's .safetensors file, or add the entry.")
     return content
 
 
 def _library_on_hub(model_name: str, access_token: str | None) -> str:
     name = model_name.removeprefix("hf-hub:")
     if not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name):
-        raise LaunchError(
-            f"There is no file or folder {model_name!r}. Name one that exists, or a model of the Hub as in owner/name."
-        )
+        raise LaunchError(f"There is no file or folder {model_name!r}; a model of the Hub is named owner/name.")
     info = verify_on_hub(name, access_token)
-    if info is False:
-        raise HubError(
-            f"The Hub cannot be reached to look up {model_name!r}. Name a local file or folder, or the --library_name of a model "
-            "that is in its cache."
-        )
-    if isinstance(info, str):
-        why = "is gated: agree to its terms there" if info == "gated" else "is not there, or private: correct the name"
-        raise HubError(f"{model_name!r} cannot be had from the Hub, where it {why}, or log in with `hf auth login`.")
+    if not info or isinstance(info, str):
+        reasons = {
+            False: "The Hub cannot be reached: name a local file or folder, or the --library_name of a model in its cache",
+            "gated": "It is gated: agree to its terms there, or log in with `hf auth login`",
+            "repo": "It is not there, or private: correct the name, or log in with `hf auth login`",
+        }
+        raise HubError(f"{model_name!r} cannot be had from the Hub. {reasons[info]}.")
     library = getattr(info, "library_name", None)
     if library is None:
         raise LaunchError(f"The Hub does not say which library {model_name!r} is for; give --library_name.")
@@ -246,9 +240,9 @@ def gather_data(args: argparse.Namespace) -> list[list[Any]]:
     inventory = _inventory(args)
     rows = []
     for dtype in args.dtypes:
-        sizes = [inventory.largest, inventory.size]
-        if dtype != "float32":
-            sizes = [size / _SHRINKS[dtype] for size in sizes]
+        sizes = [
+            size if dtype == "float32" else size / _SHRINKS[dtype] for size in (inventory.largest, inventory.size)
+        ]
         rows.append([dtype, *sizes, estimate_training_usage(inventory.size, dtype)])
     return rows
 
@@ -375,7 +369,3 @@ def main() -> None:
         SystemExit: with status 2 for a request that cannot be answered.
     """
     or_exit("accelerate estimate-memory", estimate_command, estimate_command_parser().parse_args())
-
-
-if __name__ == "__main__":
-    main()

@@ -20,17 +20,6 @@ DEEPSPEED_MULTINODE_LAUNCHERS = list(BY_NAME["deepspeed_multinode_launcher"].wor
 DYNAMO_BACKENDS = [word.upper() for word in DYNAMO_WORDS.split() if word != "no"]
 TORCH_DYNAMO_MODES = list(BY_NAME["dynamo_mode"].choices or ())
 
-__all__ = [
-    "DEEPSPEED_MULTINODE_LAUNCHERS",
-    "DYNAMO_BACKENDS",
-    "TORCH_DYNAMO_MODES",
-    "CustomHelpFormatter",
-    "clean_option",
-    "launch_command",
-    "launch_command_parser",
-    "main",
-]
-
 
 def clean_option(option: str) -> str | None:
     """Return the name that a long flag stands for, or None for a short one.
@@ -107,11 +96,7 @@ def launch_command(args: argparse.Namespace) -> None:
         subprocess.CalledProcessError: the script failed in its one process.
         torch.distributed.elastic.multiprocessing.errors.ChildFailedError: it failed in one of several.
     """
-    plan = resolve(args)
-    if plan["dry_run"]:
-        _print(plan)
-    else:
-        runners.run(plan)
+    _run(resolve(args), replace=False)
 
 
 def console(args: argparse.Namespace, replace: bool | None = None) -> None:
@@ -125,11 +110,8 @@ def console(args: argparse.Namespace, replace: bool | None = None) -> None:
         SystemExit: status 2 if nothing was started, else the status of the process that failed first.
     """
     plan = or_exit("accelerate launch", resolve, args)
-    if plan["dry_run"]:
-        _print(plan)
-        return
     try:
-        runners.run(plan, replace=_owns_process() if replace is None else replace)
+        _run(plan, _owns_process() if replace is None else replace)
     except LaunchError as error:
         # What only the runner can see: a program that is not installed, machines that disagree.
         print(f"accelerate launch: error: {error}", file=sys.stderr)
@@ -144,11 +126,14 @@ def console(args: argparse.Namespace, replace: bool | None = None) -> None:
         raise SystemExit(status) from None
 
 
-def _print(plan: LaunchPlan) -> None:
-    """Print what a plan would start."""
-    from accelerate.launch import report  # only --dry-run needs it
+def _run(plan: LaunchPlan, replace: bool) -> None:
+    """Start what a plan says, or print it."""
+    if plan["dry_run"]:
+        from accelerate.launch import report  # not for a run
 
-    print(report.describe(plan))
+        print(report.describe(plan))
+    else:
+        runners.run(plan, replace=replace)
 
 
 def _owns_process() -> bool:

@@ -5,8 +5,9 @@ import os
 from typing import Any
 
 from accelerate.checkpoint.manifest import METADATA
-from accelerate.commands.checkpoint import one_line_errors, size_text
+from accelerate.commands.checkpoint import one_line_errors
 from accelerate.commands.utils import make_parser, or_exit
+from accelerate.diagnostics.table import size_text
 from accelerate.launch.errors import LaunchError
 from accelerate.utils.constants import (
     SAFE_WEIGHTS_INDEX_NAME,
@@ -44,15 +45,11 @@ def _check_shards(folder: str) -> None:
     from accelerate.checkpoint.inspect import tensors_of_shards
 
     if os.path.isfile(folder):
-        raise LaunchError(
-            f"checkpoint_directory {folder!r} is a file; name the folder of shards, with its {METADATA}."
-        )
+        raise LaunchError(f"checkpoint_directory {folder!r} is a file; name the folder of shards ({METADATA}).")
     # Without metadata, the function that merges them reports what is there instead.
     names = tensors_of_shards(folder) if os.path.isfile(os.path.join(folder, METADATA)) else {}
     if names and all(name.partition(".")[0] in ("state", "param_groups") for name in names):
-        raise LaunchError(
-            f"checkpoint_directory {folder!r} holds the state of an optimizer, not the weights of a model."
-        )
+        raise LaunchError(f"checkpoint_directory {folder!r} holds the state of an optimizer, and no weights.")
 
 
 def _check_output(folder: str, safe: bool, overwrite: bool) -> None:
@@ -63,10 +60,8 @@ def _check_output(folder: str, safe: bool, overwrite: bool) -> None:
     there = [name for name in names if os.path.lexists(os.path.join(folder, name))]
     written = SAFE_WEIGHTS_NAME if safe else WEIGHTS_NAME
     if there and not overwrite:
-        raise LaunchError(
-            f"output_path {folder!r} has weights already: {', '.join(there)}. Name another folder, or add --overwrite to "
-            f"replace {written}."
-        )
+        present = f"output_path {folder!r} has weights already: {', '.join(there)}"
+        raise LaunchError(f"{present}. Name another folder, or add --overwrite to replace {written}.")
 
 
 def merge_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
@@ -93,7 +88,3 @@ def main() -> None:
         SystemExit: with status 2 if there is no such checkpoint, 1 if the result cannot be written.
     """
     or_exit("accelerate merge-weights", merge_command, merge_command_parser().parse_args())
-
-
-if __name__ == "__main__":
-    main()

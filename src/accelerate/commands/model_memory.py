@@ -145,10 +145,8 @@ def of_path(path: str) -> Inventory | None:
         size = 4 * count if floating else count * bits // 8
         items.append(Item(entry.shape, size, floating, block, block or name.rpartition(".")[0]))
     if stored[False] > stored[True]:
-        raise LaunchError(
-            f"{path!r} has weights that are packed into integers ({stored.total():,} bytes), so their size in other types is "
-            "unknown. With --library_name transformers they are counted by config.json."
-        )
+        packed = f"{path!r} has weights that are packed into integers ({stored.total():,} bytes)"
+        raise LaunchError(f"{packed}: their size in other types is unknown. --library_name transformers counts them.")
     return Inventory(files[0] if len(files) == 1 else f"{len(files)} files of weights", tuple(items))
 
 
@@ -164,10 +162,8 @@ def _files_of(path: str) -> list[str]:
         return [os.path.join(os.path.dirname(path), name) for name in sorted(names)]
     if path.endswith(".json"):
         return []
-    raise LaunchError(
-        f"{path!r} is no file whose tensors can be listed without loading it. Name a .safetensors file, its .index.json, a "
-        "config.json, or a folder with one of them."
-    )
+    known = "a .safetensors file, its .index.json, a config.json, or a folder with one of them"
+    raise LaunchError(f"The tensors of {path!r} cannot be listed without loading it. Name {known}.")
 
 
 def _files_in(folder: str) -> list[str]:

@@ -42,11 +42,6 @@ def test_command(args: argparse.Namespace) -> None:
     print("The self check passed: this machine is ready to train.")
 
 
-# pytest collects functions of this name.
-test_command.__test__ = False
-test_command_parser.__test__ = False
-
-
 def main() -> None:
     """Run `accelerate test` as a program of its own.
 
@@ -54,7 +49,3 @@ def main() -> None:
         SystemExit: as in `test_command`.
     """
     or_exit("accelerate test", test_command, test_command_parser().parse_args())
-
-
-if __name__ == "__main__":
-    main()

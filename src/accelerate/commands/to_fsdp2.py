@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from accelerate.commands.utils import make_parser, or_exit
+from accelerate.commands.utils import make_parser
 from accelerate.launch.errors import LaunchError
 from accelerate.utils.constants import FSDP_SHARDING_STRATEGY
 
@@ -29,15 +29,10 @@ _RESHARDS = {
     "HYBRID_SHARD_ZERO2": False,
     "NO_SHARD": False,
 }
-# What a strategy without a successor becomes.
-_COPIES = (
-    " by this name: the new file shards over all processes. For copies of the model that are sharded within a machine, set "
-    "parallelism_config_dp_replicate_size to the number of machines and parallelism_config_dp_shard_size to the processes of a "
-    "machine, in parallelism_config."
-)
+# What to do about a strategy without a successor.
+_COPIES = "For copies of a sharded model set dp_replicate_size and dp_shard_size in parallelism_config."
 _LOST = {
-    "NO_SHARD": ", which always shards: the new file says SHARD_GRAD_OP's settings. To keep the whole model on every process, remove "
-    "fsdp_config and set distributed_type to MULTI_GPU instead.",
+    "NO_SHARD": "To keep the whole model on every process, set distributed_type to MULTI_GPU instead.",
     "HYBRID_SHARD": _COPIES,
     "HYBRID_SHARD_ZERO2": _COPIES,
 }
@@ -125,18 +120,9 @@ def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
             new[target] = value
         elif value is not None:
             new[target] = _reshards(key, value)
-    kind = new.get("fsdp_state_dict_type")
-    if kind is None:
-        logger.warning(
-            "fsdp_state_dict_type is not set: checkpoints were FULL_STATE_DICT, and FSDP 2 makes them SHARDED_STATE_DICT. Set it "
-            "to choose."
-        )
-    elif str(kind).upper() in ("LOCAL_STATE_DICT", "2"):
-        logger.warning(
-            "fsdp_state_dict_type: LOCAL_STATE_DICT does not exist in FSDP 2; it becomes SHARDED_STATE_DICT. Checkpoints that "
-            "were saved in the old form cannot be read in the new one."
-        )
+    if str(new.get("fsdp_state_dict_type")).upper() in ("LOCAL_STATE_DICT", "2"):
         new["fsdp_state_dict_type"] = "SHARDED_STATE_DICT"
+        logger.warning("LOCAL_STATE_DICT does not exist in FSDP 2: SHARDED_STATE_DICT cannot read its checkpoints.")
     return {**config, "fsdp_config": new}
 
 
@@ -164,7 +150,7 @@ def _reshards(key: str, value: Any) -> bool:
     if name not in _RESHARDS:
         raise LaunchError(f"fsdp_config.{key} is {value!r}; FSDP 1 knows {', '.join(_RESHARDS)}.")
     if name in _LOST:
-        logger.warning("%s: %s does not exist in FSDP 2%s", key, name, _LOST[name])
+        logger.warning("%s: %s does not exist in FSDP 2: all processes share the shards. %s", key, name, _LOST[name])
     return _RESHARDS[name]
 
 
@@ -204,16 +190,3 @@ def to_fsdp2_command(args: argparse.Namespace) -> None:
     config_utils.check_writable(target)
     config_utils.write(target, converted)
     print(f"accelerate configuration saved at {target}")
-
-
-def main() -> None:
-    """Run `accelerate to-fsdp2` as a program of its own.
-
-    Raises:
-        SystemExit: with status 2 for a request that cannot be run.
-    """
-    or_exit("accelerate to-fsdp2", to_fsdp2_command, to_fsdp2_command_parser().parse_args())
-
-
-if __name__ == "__main__":
-    main()

@@ -3,6 +3,7 @@
 import argparse
 import os
 import pathlib
+import re
 import shlex
 import subprocess
 import sys
@@ -79,9 +80,7 @@ def _gcloud(args: argparse.Namespace, config: dict[str, Any]) -> list[str]:
     name = args.tpu_name or config.get("tpu_name")
     zone = args.tpu_zone or config.get("tpu_zone")
     if not name or not zone:
-        raise LaunchError(
-            "Which pod? Give --tpu_name and --tpu_zone, or put tpu_name and tpu_zone in the configuration file."
-        )
+        raise LaunchError("Which pod? Give --tpu_name and --tpu_zone, or put them into the configuration file.")
     installs = [f"pip install {_requirement(args.accelerate_version)}"] if args.install_accelerate else []
     commands = [*installs, *_commands(args, config)]
     if not commands:
@@ -90,24 +89,17 @@ def _gcloud(args: argparse.Namespace, config: dict[str, Any]) -> list[str]:
 
 
 def _requirement(version: str) -> str:
-    from packaging.version import InvalidVersion, Version  # only for a version
-
     if version == "latest":
         return "accelerate -U"
-    try:
-        # A shell of the pod reads it.
-        return f"accelerate=={Version(version)}"
-    except InvalidVersion:
-        raise LaunchError(
-            f"--accelerate_version is {version!r}; write latest, or the number of a release such as 1.2.0."
-        ) from None
+    if re.fullmatch(r"\d[\w.]*", version):  # a shell of the pod reads it
+        return f"accelerate=={version}"
+    raise LaunchError(f"--accelerate_version is {version!r}; write latest, or the number of a release such as 1.2.0.")
 
 
 def _commands(args: argparse.Namespace, config: dict[str, Any]) -> list[str]:
     if args.command:
         found = []
         for words in args.command:
-            words = [words] if isinstance(words, str) else words
             # `--command "echo a" "echo b"` are two commands; `--command echo a` is one that was not quoted.
             found += words if any(" " in word for word in words) else [" ".join(words)]
         return found
@@ -116,9 +108,7 @@ def _commands(args: argparse.Namespace, config: dict[str, Any]) -> list[str]:
         try:
             text = pathlib.Path(file).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise LaunchError(
-                f"The command file {str(file)!r} cannot be read: {getattr(error, 'strerror', None) or error}."
-            ) from None
+            raise LaunchError(f"The command file {str(file)!r} cannot be read: {error}.") from None
         # They become one line, in which a comment would hide what follows.
         return [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
     commands = config.get("commands") or []
@@ -132,7 +122,3 @@ def main() -> None:
         SystemExit: as in `console`.
     """
     console(tpu_command_parser().parse_args())
-
-
-if __name__ == "__main__":
-    main()

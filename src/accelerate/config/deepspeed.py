@@ -275,9 +275,7 @@ class DeepSpeedPlugin:
     def _resolve_zero3_init(self) -> None:
         self.zero3_init_flag = env.setting(self.zero3_init_flag, "zero3_init_flag", self.zero_stage == 3)
         if self.zero3_init_flag and self.zero_stage != 3:
-            warnings.warn(
-                f"zero3_init_flag=True is ignored: the ZeRO stage is {self.zero_stage}, not 3.", stacklevel=4
-            )
+            warnings.warn(f"zero3_init_flag=True is ignored: the ZeRO stage is {self.zero_stage}.", stacklevel=4)
             self.zero3_init_flag = False
 
     def _resolve_msamp(self) -> None:
@@ -323,7 +321,7 @@ class DeepSpeedPlugin:
         if value == "auto":
             if ds_key_long not in kwargs:
                 raise ValueError(
-                    f"`{ds_key_long}` is 'auto' in the DeepSpeed config, and nothing determines it; set it there."
+                    f"`{ds_key_long}` is 'auto' in the DeepSpeed config and nothing determines it; set it."
                 )
             node[key] = kwargs[ds_key_long]
         elif must_match and value is not None and mismatches is not None:
@@ -381,10 +379,8 @@ class DeepSpeedPlugin:
             if section.get("enabled", "auto") == "auto":
                 section["enabled"] = half == wanted
             if section["enabled"] and wanted not in (None, half):
-                raise ValueError(
-                    f"mixed_precision is {mixed_precision!r}, but the DeepSpeed config enables {half}. Set {half}.enabled to "
-                    "'auto' or false there, or change mixed_precision."
-                )
+                wrong = f"mixed_precision is {mixed_precision!r}, but the DeepSpeed config enables {half}"
+                raise ValueError(f"{wrong}. Set {half}.enabled to 'auto' or false there, or change mixed_precision.")
             if half == wanted and not section["enabled"]:
                 logger.warning("mixed_precision=%s is ignored: the config disables %s.", mixed_precision, half)
 
@@ -497,7 +493,5 @@ class DeepSpeedPlugin:
         classes = {name: get_module_class_from_name(model, name) for name in to_names(names)}
         missing = [name for name, cls in classes.items() if cls is None]
         if missing:
-            raise ValueError(
-                f"transformer_moe_cls_names has {missing}, which {type(model).__name__} does not contain."
-            )
+            raise ValueError(f"transformer_moe_cls_names has {missing}; {type(model).__name__} does not contain them.")
         set_z3_leaf_modules(model, list(classes.values()))

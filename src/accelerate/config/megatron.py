@@ -98,9 +98,7 @@ def _one_length(plugin: "MegatronLMPlugin", preferred: str, batch_data: Mapping[
     """Resolve `plugin.seq_length` where a more specific length may be set too."""
     specific = getattr(plugin, preferred)
     if specific is not None and plugin.seq_length is not None:
-        warnings.warn(
-            f"seq_length={plugin.seq_length} is ignored, because {preferred}={specific} is set.", stacklevel=4
-        )
+        warnings.warn(f"seq_length={plugin.seq_length} is ignored: {preferred}={specific} is set.", stacklevel=4)
     plugin.seq_length = _first(specific, plugin.seq_length, _columns(batch_data), limit)
     return plugin.seq_length
 
@@ -410,7 +408,11 @@ class MegatronLMPlugin:
             setattr(self, field, env.setting(getattr(self, field), option.name, default, field))
         self.attention_backend = to_bool(self.attention_backend, "attention_backend")
         self._resolve_recomputation()
-        self._complete_consumed_samples()
+        given = self.consumed_samples or []
+        if not isinstance(given, Sequence):
+            raise TypeError(f"consumed_samples is {given!r}; give the numbers for train, valid and test as a list.")
+        if 0 < len(given) < 3:  # those that are left out begin
+            self.consumed_samples = [*given, 0, 0][:3]
         # Pipelines and sharded optimizers keep gradients in one buffer, which only Megatron-LM's own wrapper has.
         self.DDP_impl = "local" if self.pp_degree > 1 or self.use_distributed_optimizer else "torch"
         self.megatron_lm_default_args: dict[str, Any] = {
@@ -430,13 +432,6 @@ class MegatronLMPlugin:
         if self.recompute_granularity == "full":  # a method and a number of layers exist for this one only
             self.recompute_method = "uniform" if self.recompute_method is None else self.recompute_method
             self.recompute_num_layers = 1 if self.recompute_num_layers is None else self.recompute_num_layers
-
-    def _complete_consumed_samples(self) -> None:
-        given = self.consumed_samples
-        if given is not None and not isinstance(given, Sequence):
-            raise TypeError(f"consumed_samples is {given!r}; give the numbers for train, valid and test as a list.")
-        if given and len(given) < 3:  # those that are left out begin
-            self.consumed_samples = [*given, 0, 0][:3]
 
     def set_network_size_args(self, model: "nn.Module", batch_data: Mapping[str, Any] | None = None) -> None:
         """Read the network's sizes from the model's configuration.
@@ -523,9 +518,7 @@ class MegatronLMPlugin:
             self.megatron_lm_default_args[name] = getattr(self, name)
 
     def _ignore(self, name: str, instead: int | None) -> None:
-        warnings.warn(
-            f"{name}={getattr(self, name)} is ignored: the scheduler's numbers of steps count.", stacklevel=3
-        )
+        warnings.warn(f"{name}={getattr(self, name)} is ignored: the scheduler's steps count.", stacklevel=3)
         setattr(self, name, instead)
 
     def _per_replica(self, steps: int | None, name: str) -> int:

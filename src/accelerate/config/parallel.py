@@ -123,15 +123,14 @@ class DeepSpeedSequenceParallelConfig:
     sp_attn_implementation: str | None = None
 
     def __post_init__(self) -> None:
-        prefix = "parallelism_config_"
         variable = "PARALLELISM_CONFIG_SP_SEQ_LENGTH"
-        env.fill(self, {"sp_seq_length_is_variable": (f"{prefix}sp_seq_length_is_variable", True)})
-        env.fill(self, {"sp_attn_implementation": (f"{prefix}sp_attn_implementation", None)})
+        defaults = {"sp_seq_length_is_variable": True, "sp_attn_implementation": None}
+        env.fill(self, {name: (f"parallelism_config_{name}", default) for name, default in defaults.items()})
         if not self.sp_seq_length_is_variable:
-            env.fill(self, {"sp_seq_length": (f"{prefix}sp_seq_length", None)})
+            env.fill(self, {"sp_seq_length": ("parallelism_config_sp_seq_length", None)})
             if self.sp_seq_length is None:
                 raise ValueError(
-                    f"sp_seq_length_is_variable=False needs the common length: sp_seq_length or {variable}."
+                    f"sp_seq_length_is_variable=False needs the common length, sp_seq_length or {variable}."
                 )
             self.sp_seq_length = to_int(self.sp_seq_length, variable)
         chosen, known = self.sp_attn_implementation, ("flash_attention_2", "flash_attention_3", "sdpa")

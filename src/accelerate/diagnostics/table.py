@@ -1,5 +1,6 @@
-"""Tables in plain text: the one printer, and the one type, of reports."""
+"""Reports in plain text: the one printer of tables, the one type of reports, and sizes and times."""
 
+import datetime
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,3 +51,34 @@ class Report:
     def __str__(self) -> str:
         body = [row.cells() for row in self.rows]
         return "\n".join([self.title, table(self.columns, body, self.columns[self.texts :], rule=True), *self.notes])
+
+
+def size_text(size: int) -> str:
+    """Return a size in the largest unit that fits.
+
+    Args:
+        size: bytes.
+
+    Example:
+        >>> size_text(1_500_000), size_text(12)
+        ('1.5 MB', '12 B')
+    """
+    amount = float(size)
+    for unit in ("B", "KB", "MB", "GB", "TB"):
+        if amount < 999.5 or unit == "TB":
+            break
+        amount /= 1000
+    return f"{size} B" if unit == "B" else f"{amount:.3g} {unit}"
+
+
+def age_text(seconds: float | None) -> str:
+    """Return a length of time, as days and hours, minutes and seconds.
+
+    Args:
+        seconds: None if it is not known.
+
+    Example:
+        >>> age_text(150), age_text(90_000), age_text(None)
+        ('0:02:30', '1 day, 1:00:00', '-')
+    """
+    return "-" if seconds is None else str(datetime.timedelta(seconds=int(seconds)))

@@ -294,8 +294,7 @@ ROWS: dict[str, list[tuple[str | None, ...]]] = {
         ("SystemExit", None, "launching.options(given='fp8_override_linear_precision=*')*",
          "preparing.variables_of_options(given='fp8_override_*"),
         ("SystemExit", "", "commands.lines(given='* --config f')*"),
-        ("", "ValueError", "preparing.prepare_for_launch_words(kind='*')*",
-         "commands.conversions(given=('_convert_dynamo_backend', '11')*"),
+        ("", "ValueError", "preparing.prepare_for_launch_words(kind='*')*"),
     ],
     "`accelerate config --config_file FILE default`": [
         ("", "", "commands.lines(given='config --config_file f *')*"),
@@ -349,10 +348,7 @@ ROWS: dict[str, list[tuple[str | None, ...]]] = {
     "A SageMaker file with `distributed_type: NO` loads.": [
         ("", "ValueError", "configs.loaded(content='amazon kind NO'*"),
     ],
-    "The helpers of the questionnaire": [
-        (None, "KeyError", "commands.conversions(given=('_convert_yes_no_to_bool', '*')*"),
-        ("EOFError", "ValueError", "configs.ended_input(*"),
-    ],
+    "A questionnaire whose input ends": [("EOFError", "ValueError", "configs.ended_input(*")],
     "The table of `estimate-memory` may be empty": [
         (None, None, "commands.table(*", "commands.on_hub(*",
          "commands.has_model(name='RuntimeError', text='Unknown model*"),

@@ -64,8 +64,7 @@ def test_version(accelerate, flag):
         ("estimate_memory", "'estimate_memory' is no command; did you mean estimate-memory?"),
         ("train.py", "'train.py' is no command; did you mean `accelerate launch train.py`?"),
         ("xyz", "'xyz' is no command; choose one of checkpoint, config, env,"),
-        ("--num_processes=2", "--num_processes comes after a command: accelerate launch --num_processes ... train.py"),
-        ("--foo", "--foo is unknown; write a command first, such as launch."),
+        ("--num_processes=2", "write a command before --num_processes, such as launch;"),
     ],
 )
 def test_unknown_command(accelerate, word, answer):
@@ -80,30 +79,11 @@ def test_unknown_command_that_is_a_file(accelerate, place):
     assert "did you mean `accelerate launch train`?" in accelerate("train")[2]
 
 
-def mistyped():
-    """One option of each command with a letter too many."""
-    for name in COMMANDS:
-        for words, parser in parsers_of(name):
-            flag = next(
-                (f for a in parser._actions for f in a.option_strings if f.startswith("--") and f != "--help"), None
-            )
-            if flag is not None:
-                yield pytest.param(words, flag, id=" ".join(words))
-
-
-@pytest.mark.parametrize(("words", "flag"), list(mistyped()))
-@pytest.mark.parametrize("value", ["", "=1"])
-def test_unknown_option_is_answered_with_the_nearest(accelerate, words, flag, value):
-    wrong = flag + flag[-1]
-    status, out, err = accelerate(*words, wrong + value)
-    assert (status, out) == (2, "")
-    assert f"accelerate {' '.join(words)}: error: {wrong} is unknown; did you mean {flag}?" in err
-
-
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
         ("env more", "more is not expected here."),
+        ("config default --config_fill=x", "--config_fill is unknown; did you mean --config_file?"),
         ("launch", "the following arguments are required: training_script\n"),
         ("launch --num_processes two train.py", "num_processes is 'two'; it must be an integer."),
         ("launch --mixed_precision fp17 train.py", "choose from"),

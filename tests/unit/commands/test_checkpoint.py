@@ -6,14 +6,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 import checkpoint_samples as samples
-from accelerate.checkpoint import inspect
 from accelerate.checkpoint.manifest import INCOMPLETE_MARKER, NAME, REMOVED_PREFIX, STAGING_PREFIX
 from accelerate.checkpoint.storage import LocalStorage, storage_of
-from accelerate.commands import checkpoint as module
 
 
 def run(accelerate, *words, status=0):
@@ -68,27 +67,18 @@ def test_ls(accelerate, project):
     header, *lines = rows(out)
     assert header == ["NAME", "STEP", "ITERATION", "SIZE", "AGE", "RANKS", "STRATEGY", "STATE"]
     assert lines[1] == [
-        *("checkpoints/checkpoint_1", "1", "1", lines[1][3], "KB", "4", "h", "2", "ddp", "complete"),
+        *("checkpoints/checkpoint_1", "1", "1", lines[1][3], "KB", "4:00:00", "2", "ddp", "complete"),
     ]
     assert lines[4][0] == "checkpoints/checkpoint_4"
     assert "incomplete: optimizer.bin is missing" in out
     assert (lines[5][0], lines[5][1], lines[5][-1]) == ("checkpoints/epoch_1", "-", "foreign")
 
 
-def test_ls_json(accelerate, project, tmp_path):
+def test_ls_json_and_of_nothing(accelerate, project, tmp_path):
     found = json.loads(run(accelerate, "ls", project / "checkpoints", "--json"))
     assert [one["name"] for one in found] == [f"checkpoint_{number}" for number in range(5)]
     facts = {"state": "complete", "number": 2, "step": 2, "world_size": 2, "strategy": "ddp"}
-    assert facts.items() <= found[2].items()
-    assert 3 * 3600 <= found[2]["age"] < 3 * 3600 + 60
-    assert found[2]["size"] > 0
-    assert found[4]["state"] == "incomplete"
-    assert run(accelerate, "ls", tmp_path, "--json") == "[]\n"
-
-
-def test_ls_of_one_and_of_nothing(accelerate, project, tmp_path):
-    out = run(accelerate, "ls", project / "checkpoints" / "checkpoint_3")
-    assert [row[0] for row in rows(out)] == ["NAME", "checkpoint_3"]
+    assert facts.items() <= found[2].items() and found[4]["state"] == "incomplete"
     assert run(accelerate, "ls", tmp_path) == f"There is no checkpoint in {tmp_path}.\n"
     err = run(accelerate, "ls", tmp_path / "nowhere", status=2)
     assert err == f"accelerate checkpoint: error: {str(tmp_path / 'nowhere')!r}: there is no such folder.\n"
@@ -102,9 +92,6 @@ def test_ls_lists_leftovers(accelerate, project):
     out = run(accelerate, "ls", project / "checkpoints")
     assert f"{left} (2 MB)" in out
     assert len(rows(out)) == 8
-
-
-# -- verify ------------------------------------------------------------------------------------------------------------
 
 
 def test_verify(accelerate, project, tmp_path):
@@ -136,9 +123,6 @@ def sharded(tmp_path):
     return folder
 
 
-# -- info --------------------------------------------------------------------------------------------------------------
-
-
 def test_info(accelerate, tmp_path):
     folder = samples.write(
         tmp_path / "checkpoint_0", aliases={"head.weight": "embed.weight"}, world_size=2, mesh={"dp": 2}, age=7200
@@ -146,7 +130,7 @@ def test_info(accelerate, tmp_path):
     out = run(accelerate, "info", folder)
     facts = {line.split()[0]: line.split(None, 1)[1] for line in out.splitlines()[:8] if line}
     assert facts["State"] == "complete"
-    assert facts["Saved"].endswith("UTC, 2 h ago")
+    assert facts["Saved"].endswith("UTC, 2:00:00 ago")
     assert facts["Tensors"] == "5 with 66 numbers (40 F32, 25 BF16, 1 I64)"
     assert facts["Ranks"] == "2 (single, mesh dp=2)"
     assert "torch " in facts["Versions"]
@@ -166,16 +150,13 @@ def test_info_json(accelerate, project):
     found = json.loads(run(accelerate, "info", folder, "--json", "--tensors"))
     assert found["files"]["optimizer.bin"]["size"] == (folder / "optimizer.bin").stat().st_size
     assert found["tensors"]["list"]["model.safetensors"]["steps"] == {"shape": [], "dtype": "I64"}
-    assert "list" not in json.loads(run(accelerate, "info", folder, "--json"))["tensors"]
 
 
 def test_info_of_others(accelerate, project):
-    err = run(accelerate, "info", project, status=2)
-    assert "checkpoints/checkpoint_0" in err
+    assert "checkpoints/checkpoint_0" in run(accelerate, "info", project, status=2)
     out = run(accelerate, "info", project / "checkpoints" / "checkpoint_4")
     assert "incomplete: optimizer.bin is missing" in out
-    out = run(accelerate, "info", samples.foreign(project / "epoch_1"))
-    assert "5 with 66 numbers" in out
+    assert "5 with 66 numbers" in run(accelerate, "info", samples.foreign(project / "epoch_1"))
 
 
 def test_info_of_shards(accelerate, sharded, tmp_path):
@@ -211,30 +192,18 @@ def test_export_of_what_is_damaged(accelerate, project, tmp_path):
     folder = project / "checkpoints" / "checkpoint_3"
     samples.flip(folder / "model.safetensors")
     err = run(accelerate, "export", folder, tmp_path / "out", status=2)
-    assert err.startswith("accelerate checkpoint: error: The checkpoint")
-    assert "model.safetensors has changed" in err
-    assert len(err.splitlines()) == 1
-    assert not (tmp_path / "out").exists()
-    run(accelerate, "export", folder, tmp_path / "out", "--max_shard_size", "many", status=2)
-    run(accelerate, "export", folder, tmp_path / "out", "--model", "7", status=2)
+    assert err.startswith("accelerate checkpoint: error: The checkpoint") and len(err.splitlines()) == 1
+    assert "model.safetensors has changed" in err and not (tmp_path / "out").exists()
 
 
 def test_reshard(accelerate, sharded, tmp_path):
-    where = str(sharded)
-    assert (
-        run(accelerate, "reshard", where, "two", "--layout", "sharded", "--shards", "2") == "two: sharded, 2 shards\n"
-    )
+    words = ("reshard", str(sharded), "two", "--layout", "sharded", "--shards", "2")
+    assert run(accelerate, *words) == "two: sharded, 2 shards\n"
     assert len(list((tmp_path / "two").rglob("*.distcp"))) == 2
     assert run(accelerate, "reshard", "two", "one", "--layout", "full") == "one: full\n"
     assert (tmp_path / "one" / "model.safetensors").exists()
-    for line in (
-        "one --layout full",
-        "x --layout full --shards 2",
-        "x --layout sharded --shards 0",
-        "x --layout other",
-        "x",
-    ):
-        run(accelerate, "reshard", where, *line.split(), status=2)
+    for line in ("one --layout full", "x --layout full --shards 2", "x --layout sharded --shards 0", "x"):
+        run(accelerate, "reshard", sharded, *line.split(), status=2)
     assert not (tmp_path / "x").exists()
 
 
@@ -245,26 +214,13 @@ def test_what_cannot_be_converted_is_one_line(accelerate, tmp_path, monkeypatch)
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / "ran"),)
 
-    kinds = {
-        "objects": ({"a": Hostile()}, "and is not run."),
-        "complex": ({"a": torch.ones(2, dtype=torch.complex128)}, "'a'"),
-        "sparse": ({"a": torch.ones(2, 3).to_sparse()}, ""),
-    }
-    for kind, (content, said) in kinds.items():
-        (tmp_path / kind).mkdir()
-        torch.save(content, tmp_path / kind / "pytorch_model.bin")
-        for command in (["export"], ["reshard", "--layout", "full"]):
-            err = run(accelerate, *command, tmp_path / kind, tmp_path / "out", status=2)
-            lines = [line for line in err.splitlines() if line.startswith("accelerate checkpoint: error: ")]
-            assert len(lines) == 1 and (command == ["export"] or said in lines[0]), (kind, command, err)
+    torch.save({"a": Hostile()}, tmp_path / "pytorch_model.bin")
+    for command in (["export"], ["reshard", "--layout", "full"]):
+        assert "and is not run." in run(accelerate, *command, tmp_path, tmp_path / "out", status=2)
     assert not (tmp_path / "ran").exists()
-    for error in (IndexError("tuple index out of range"), RuntimeError("a\nb"), MemoryError(), OverflowError("long")):
-
-        def fail(*arguments, error=error):
-            raise error
-
-        monkeypatch.setattr("accelerate.checkpoint.convert.reshard", fail)
-        err = run(accelerate, "reshard", tmp_path / "sparse", tmp_path / "out", "--layout", "full", status=2)
+    for error in (IndexError("tuple index out of range"), RuntimeError("a\nb"), MemoryError()):
+        monkeypatch.setattr("accelerate.checkpoint.convert.reshard", Mock(side_effect=error))
+        err = run(accelerate, "reshard", tmp_path, tmp_path / "out", "--layout", "full", status=2)
         assert len(err.splitlines()) == 1
 
 
@@ -343,15 +299,6 @@ def test_prune_incomplete(accelerate, project):
     assert len(left_in(project)) == 5
 
 
-def test_a_project_with_nothing_but_leftovers(accelerate, tmp_path):
-    folder = tmp_path / "checkpoints" / (STAGING_PREFIX + "checkpoint_0")
-    folder.mkdir(parents=True)
-    samples.touch(tmp_path, 700)
-    assert str(folder) in run(accelerate, "ls", tmp_path)
-    prune(accelerate, tmp_path, 1, "--incomplete")
-    assert left_in(tmp_path) == []
-
-
 def test_prune_foreign(accelerate, project):
     samples.foreign(project / "checkpoints" / "checkpoint_9")
     before = left_in(project)
@@ -404,26 +351,17 @@ def test_prune_never_removes_the_folder_itself(accelerate, tmp_path, how):
     assert (folder / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("how", ["newer", "forbidden", "broken", "pipe"])
-def test_prune_leaves_what_cannot_be_read_here(accelerate, tmp_path, monkeypatch, how):
+@pytest.mark.parametrize("how", ["newer", "broken", "pipe"])
+def test_prune_leaves_what_cannot_be_read_here(accelerate, tmp_path, how):
     numbered(tmp_path, 2)
     path = tmp_path / "checkpoint_0" / NAME
     if how == "newer":
         path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99}))
     elif how == "broken":
         path.write_text("{")
-    elif how == "pipe":
+    else:
         path.unlink()
         os.mkfifo(path)
-    else:
-        real = open
-
-        def refuse(file, *arguments, **options):
-            if os.fspath(file) == str(path):
-                raise PermissionError(13, "Permission denied")
-            return real(file, *arguments, **options)
-
-        monkeypatch.setattr("builtins.open", refuse)
     (tmp_path / "checkpoint_2").mkdir()
     samples.touch(tmp_path, 9999)
     assert "checkpoint_0 stays" in prune(accelerate, tmp_path, 1, "--incomplete")
@@ -479,73 +417,22 @@ def store():
 
 
 def test_object_store(accelerate, store, tmp_path):
-    from safetensors.torch import load_file
-
     out = run(accelerate, "ls", store)
-    assert [row[0] for row in rows(out)[1:]] == ["checkpoint_0", "checkpoint_1", "checkpoint_2"]
-    assert [row[1] for row in rows(out)[2:]] == ["1", "2"]
+    assert [row[:2] for row in rows(out)[2:]] == [["checkpoint_1", "1"], ["checkpoint_2", "2"]]
     assert "incomplete: optimizer.bin is missing" in out
-    out = run(accelerate, "verify", store, status=1)
-    assert "2 of 3 checkpoints are whole." in out
-    out = run(accelerate, "info", f"{store}/checkpoint_2")
-    assert "5 with 66 numbers" in out
-    run(accelerate, "export", f"{store}/checkpoint_2", tmp_path / "out")
-    assert len(load_file(tmp_path / "out" / "model.safetensors")) == 5
+    assert "2 of 3 checkpoints are whole." in run(accelerate, "verify", store, status=1)
+    assert "5 with 66 numbers" in run(accelerate, "info", f"{store}/checkpoint_2")
+    assert "5 tensors in 1 file" in run(accelerate, "export", f"{store}/checkpoint_2", tmp_path / "out")
     prune(accelerate, store, 1)
     found = json.loads(run(accelerate, "ls", store, "--json"))
     assert [one["name"] for one in found] == ["checkpoint_0", "checkpoint_2"]
-    run(accelerate, "ls", "memory://bucket/nowhere", status=2)
-    run(accelerate, "ls", "nonsense://bucket/nowhere", status=2)
-
-
-def test_prune_of_an_object_store_leaves_what_cannot_be_read_here(accelerate, store, monkeypatch):
-    monkeypatch.setattr(module, "BUSY_SECONDS", -60)
-    memory = pytest.importorskip("fsspec").filesystem("memory")
-    path = f"/bucket/run/checkpoint_1/{NAME}"
-    memory.pipe(path, json.dumps({**json.loads(memory.cat(path)), "format": 99}).encode())
-    out = run(accelerate, "prune", store, "--keep", "1", "--incomplete", "--yes")
-    assert "checkpoint_1 stays" in out
-    assert [memory.exists(f"/bucket/run/checkpoint_{number}/{NAME}") for number in range(3)] == [False, True, True]
-
-
-# -- the program -------------------------------------------------------------------------------------------------------
-
-
-PROGRAM = """
-import sys
-from accelerate.commands.accelerate_cli import main
-statuses = []
-for line in {lines!r}:
-    if line.startswith("export"):
-        print([name for name in ("torch", "numpy", "huggingface_hub", "safetensors") if name in sys.modules])
-    sys.argv = ["accelerate", "checkpoint", *line.split()]
-    try:
-        main()
-        statuses.append(0)
-    except SystemExit as end:
-        statuses.append(end.code)
-from accelerate.process import PartialState
-print(statuses, PartialState._shared_state)
-"""
-
-
-def test_as_a_program(project, tmp_path):
-    """Only an export loads torch, and nothing joins a process group."""
-    lines = ["ls .", "info checkpoint_0", "verify .", "prune . --keep 1 --yes", f"export checkpoint_3 {tmp_path}/out"]
-    folder = project / "checkpoints"
-    command = [sys.executable, "-c", PROGRAM.format(lines=lines)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=120)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "\n[]\n" in done.stdout
-    assert done.stdout.splitlines()[-1] == "[0, 0, 1, 0, 0] {}"
-    assert (tmp_path / "out" / "model.safetensors").exists()
-    assert NAME in os.listdir(folder / "checkpoint_3")
-    assert left_in(project) == ["checkpoint_3", "checkpoint_4"]
+    for url in ("memory://bucket/nowhere", "nonsense://bucket/nowhere"):
+        run(accelerate, "ls", url, status=2)
 
 
 def test_checkpoints_of_a_run(accelerate, tmp_path):
+    """The checkpoints that `save_state` writes, with a tied weight."""
     import torch
-    from safetensors.torch import load_file
 
     from accelerate import Accelerator
     from accelerate.utils import ProjectConfiguration
@@ -553,28 +440,23 @@ def test_checkpoints_of_a_run(accelerate, tmp_path):
     made = Accelerator(cpu=True, project_config=ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True))
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
     model[1].weight = model[0].weight
-    model, optimizer = made.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for _ in range(3):
+    made.prepare(model)
+    for _ in range(2):
         made.save_state()
-    found = json.loads(run(accelerate, "ls", tmp_path, "--json"))
-    assert [(one["name"], one["state"], one["iteration"]) for one in found] == [
-        (f"checkpoints/checkpoint_{number}", "complete", number) for number in range(3)
-    ]
     run(accelerate, "verify", tmp_path)
-    folder = tmp_path / "checkpoints" / "checkpoint_2"
+    folder = tmp_path / "checkpoints" / "checkpoint_1"
     assert ["1.weight", "0.weight", "model.safetensors"] in rows(run(accelerate, "info", folder))
-    run(accelerate, "export", folder, tmp_path / "out")
-    exported = load_file(tmp_path / "out" / "model.safetensors")
-    assert set(exported) == {"0.weight", "0.bias", "1.bias"}
-    assert torch.equal(exported["0.weight"], model[0].weight)
+    assert "3 tensors in 1 file" in run(accelerate, "export", folder, tmp_path / "out")
     prune(accelerate, tmp_path, 1)
-    assert left_in(tmp_path) == ["checkpoint_2"]
+    assert left_in(tmp_path) == ["checkpoint_1"]
 
 
-def test_a_disk_that_refuses_is_no_mistake_of_the_users(accelerate, tmp_path, monkeypatch):
-    def full(folder):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(inspect, "survey", full)
-    assert "No space left on device" in run(accelerate, "ls", tmp_path, status=1)
-    run(accelerate, status=2)
+def test_only_an_export_loads_torch(project):
+    lines = ["ls .", "info checkpoint_0", "verify .", "prune . --keep 1 --yes"]
+    program = f"import sys\nfrom accelerate.commands.accelerate_cli import main\nfor line in {lines!r}:\n"
+    program += "    sys.argv = ['accelerate', 'checkpoint', *line.split()]\n    try:\n        main()\n"
+    program += (
+        "    except SystemExit as end:\n        assert end.code == 1\nassert not {'torch', 'numpy'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=project / "checkpoints", timeout=120)
+    assert left_in(project) == ["checkpoint_3", "checkpoint_4"]

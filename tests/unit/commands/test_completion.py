@@ -57,22 +57,16 @@ def complete(line, place, module="accelerate.commands.accelerate_cli"):
         ("accelerate ", sorted(COMMANDS)),
         ("accelerate launch --mixed_precision ", ["no", "fp16", "bf16", "fp8"]),
         ("accelerate launch --fsdp_use_orig_params ", ["true", "false"]),
-        ("accelerate launch --rdzv_backend ", ["static", "c10d"]),
         ("accelerate launch --num_processes ", [""]),
         ("accelerate launch --num_p", ["--num_processes "]),
         ("accelerate launch --cpu --num_processes 2 --num_m", ["--num_machines "]),
-        ("accelerate launch --num_processes=2 --num_m", ["--num_machines "]),
         ("accelerate launch --num-p", ["--num-processes "]),
         ("accelerate launch train.py --num_p", [""]),  # the script's own
-        ("accelerate launch --num_processes 2 train.py x --num_p", [""]),
         ("accelerate launch --cpu ", [".hidden.py", "sub/", "train.py"]),
         ("accelerate launch tr", ["train.py "]),
         ("accelerate launch sub/m", ["sub/more.py "]),
-        ("accelerate launch .h", [".hidden.py "]),
-        ("accelerate launch nowhere/", [""]),
         ("accelerate launch train.py n", ["notes.txt "]),
         ("accelerate launch --config_file ", ["c.json", "c.yaml", "sub/"]),
-        ("accelerate config default --mixed_p", ["--mixed_precision "]),
         ("accelerate env --conf", ["--config_file "]),
     ],
 )
@@ -87,15 +81,6 @@ def test_in_a_shell(place, line, words):
 def test_other_console_scripts_complete_too(place):
     pytest.importorskip("argcomplete", reason="completion is optional: pip install argcomplete")
     assert complete("accelerate-launch --mixed_p", place, "accelerate.commands.launch") == ["--mixed_precision "]
-
-
-def test_argcomplete_is_not_loaded_otherwise():
-    program = (
-        "import sys\nfrom accelerate.commands.launch import launch_command_parser\n"
-        "launch_command_parser().parse_args(['train.py'])\n"
-        "assert not {'argcomplete', 'accelerate.commands.completion'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
 def test_the_marker_for_shells_that_complete_everything():

@@ -105,12 +105,6 @@ def test_training_usage():
         assert set(estimate.estimate_training_usage(100, *arguments).values()) == {-1}
 
 
-def test_table_is_rectangular():
-    lines = estimate.create_ascii_table(["a", "b"], [["1", "22"], ["333", "4"]], "A long title").splitlines()
-    assert len({len(line) for line in lines}) == 1
-    assert "A long title" in lines[1]
-
-
 # -- weights on this machine -------------------------------------------------------------------------------------------
 
 
@@ -132,30 +126,24 @@ def test_file_of_weights(accelerate, place, no_hub):
         assert float16["training"] == 16 * 56 + 8 + 2 * 56
 
 
-def shards(folder, names=("a", "b")):
-    """Write an index, and a file for each name with a tensor of 12 bytes."""
-    folder.mkdir(exist_ok=True)
-    index = {}
-    for number, name in enumerate(names, 1):
-        index[name] = f"model-{number:05}-of-{len(names):05}.safetensors"
-        save_file({name: torch.zeros(3)}, folder / index[name])
-    path = folder / "model.safetensors.index.json"
-    path.write_text(json.dumps({"metadata": {}, "weight_map": index}))
-    return path
-
-
 def test_index_of_weights(accelerate, place, no_hub):
-    index = shards(place / "m")
+    index = place / "m" / "model.safetensors.index.json"
+    index.parent.mkdir()
+    names = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    index.write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    for name, file in names.items():
+        save_file({name: torch.zeros(3)}, place / "m" / file)
     save_file({"z": torch.zeros(9)}, place / "m" / "consolidated.safetensors")
     for name in (index, place / "m"):
         assert answer(accelerate, name)["sizes"][0]["total_size"] == 24, "what libraries load counts"
-    (place / "m" / "model-00002-of-00002.safetensors").unlink()
-    assert "model-00002-of-00002.safetensors': No such file" in refused(accelerate, index)
+    (place / "m" / names["b"]).unlink()
+    assert f"{names['b']}': No such file" in refused(accelerate, index)
     index.write_text('{"weight_map": {"a": "../../etc/passwd"}}')
     assert "is no index of shards" in refused(accelerate, index)
     index.unlink()
-    found = "several files of weights: consolidated.safetensors, model-00001-of-00002.safetensors. Name one"
-    assert found in refused(accelerate, place / "m")
+    assert f"several files of weights: consolidated.safetensors, {names['a']}. Name one" in refused(
+        accelerate, place / "m"
+    )
 
 
 def test_sharded_checkpoint(accelerate, place, no_hub):
@@ -177,20 +165,9 @@ def test_packed_weights(accelerate, place):
     assert "packed into integers (2,064 bytes)" in error and "--library_name transformers" in error
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda data: b"",
-        lambda data: data[:-1],
-        lambda data: b"\xff" * 8 + data[8:],
-        lambda data: data.replace(b"F32", b"F99"[:2] + b"\xff"),
-        lambda data: data[:8] + b"[]" + data[10:],
-    ],
-    ids=["empty", "truncated", "length", "text", "json"],
-)
-def test_damaged_header(accelerate, place, damage):
+def test_damaged_header(accelerate, place):
     save_file({"a": torch.zeros(3)}, place / "x.safetensors")
-    (place / "x.safetensors").write_bytes(damage((place / "x.safetensors").read_bytes()))
+    (place / "x.safetensors").write_bytes((place / "x.safetensors").read_bytes()[:-1])
     assert "'x.safetensors' is damaged" in refused(accelerate, "x.safetensors")
 
 
@@ -203,8 +180,6 @@ def test_damaged_header(accelerate, place, damage):
         ("x.bin", b"", "without loading it"),
         ("config.json", b"{", "is no JSON"),
         ("config.json", b"[1]", "neither model_type"),
-        ("config.json", b"{}", "neither model_type"),
-        ("config.json", b"\xff\xfe", "is no JSON"),
         ("folder/pytorch_model.bin", b"", "neither a .safetensors file nor a config.json, but pytorch_model.bin"),
     ],
 )
@@ -215,7 +190,7 @@ def test_places_without_a_model(accelerate, place, name, content, message):
     assert "has no model" in refused(accelerate, "folder")
 
 
-@pytest.mark.parametrize("name", ["", "./nothing", "/a/b/c", "a/b/c", "x y", "~/none/of/it", "a\\b"])
+@pytest.mark.parametrize("name", ["", "./nothing", "a/b/c", "x y", "~/none/of/it"])
 def test_no_such_path(accelerate, no_hub, name):
     assert "There is no file or folder" in refused(accelerate, name)
 
@@ -258,7 +233,7 @@ def test_configuration_without_architecture(accelerate, config, changed):
 
 @pytest.mark.parametrize(
     "changed",
-    [{"model_type": "no_such_type"}, {"hidden_size": -1}, {"hidden_size": "many"}, {"num_attention_heads": 0}],
+    [{"model_type": "no_such_type"}, {"hidden_size": -1}],
 )
 def test_configuration_that_cannot_be_built(accelerate, config, changed):
     config(**changed)
@@ -298,18 +273,10 @@ def test_timm(accelerate, place, monkeypatch, no_hub):
 # -- the Hub -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("error", "kind"),
-    [
-        (RuntimeError("Unknown model (x)"), "timm"),
-        (ValueError("x model type y"), "transformers"),
-        (RuntimeError("x model type y"), "unknown"),
-        (ValueError("Unknown model (x)"), "unknown"),
-        (ValueError("z"), "unknown"),
-    ],
-)
-def test_check_has_model(error, kind):
-    assert estimate.check_has_model(error) == kind
+def test_check_has_model():
+    assert estimate.check_has_model(RuntimeError("Unknown model (x)")) == "timm"
+    assert estimate.check_has_model(ValueError("x model type y")) == "transformers"
+    assert estimate.check_has_model(RuntimeError("x model type y")) == "unknown"
 
 
 @pytest.mark.parametrize(
@@ -330,46 +297,24 @@ def test_models_that_cannot_be_built(accelerate, monkeypatch, answer, kind, mess
     assert message in refused(accelerate, "owner/name")
 
 
-def test_errors_of_the_library_are_one_line(accelerate, monkeypatch, no_hub):
-    """Where the library is named, it looks for the model itself, in its cache too."""
-
-    def fail(*args, **options):
-        raise OSError("no connection,\nand not in the cache")
-
-    fake = types.SimpleNamespace(AutoConfig=types.SimpleNamespace(from_pretrained=fail))
-    monkeypatch.setitem(sys.modules, "transformers", fake)
-    error = refused(accelerate, "owner/name", "--library_name", "transformers")
-    assert "The configuration of 'owner/name' cannot be loaded: no connection, and not in the cache" in error
-
-
 def test_library_that_cannot_be_imported(accelerate, place, monkeypatch):
-    """It is not installed, or broken, as one with compiled parts for another version of torch."""
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    monkeypatch.setattr(estimate, "verify_on_hub", lambda *args: types.SimpleNamespace(library_name="transformers"))
-    with pytest.raises(ImportError, match="transformers cannot be imported"):
-        estimate.create_empty_model("x", None)
+    """It is broken, as one with compiled parts for another version of torch."""
     (place / "timm.py").write_text("raise RuntimeError('operator x::y does not exist')")
     monkeypatch.delitem(sys.modules, "timm", raising=False)
     monkeypatch.syspath_prepend(place)
+    with pytest.raises(ImportError, match="timm cannot be imported"):
+        estimate.create_empty_model("x", "timm")
     assert "timm cannot be imported: operator x::y" in refused(accelerate, "x", "--library_name", "timm")
 
 
 # -- against what places models, and what torch allocates ----------------------------------------------------------------
 
 
-SIZES = {
-    "vocab_size": 100,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-}
-T5 = {"vocab_size": 100, "num_layers": 2, "num_heads": 4, "d_model": 16, "d_kv": 4, "d_ff": 32}
+SIZES = {"vocab_size": 100, "num_hidden_layers": 3, "num_attention_heads": 4}
+SIZES |= {"hidden_size": 16, "intermediate_size": 32}
 CONFIGURATIONS = {
     "LlamaForCausalLM": {"model_type": "llama", **SIZES, "tie_word_embeddings": False},
-    "MistralForCausalLM": {"model_type": "mistral", **SIZES, "num_key_value_heads": 2, "tie_word_embeddings": True},
     "BertForSequenceClassification": {"model_type": "bert", **SIZES},  # with buffers of integers
-    "T5ForConditionalGeneration": {"model_type": "t5", **T5},  # three names for one table
 }
 
 

@@ -1,15 +1,11 @@
-"""Merging the shards of a checkpoint: what comes out, what is refused, and that a half file never has the name."""
+"""Merging the shards of a checkpoint: what comes out, and what is refused. The merging itself: `utils/test_fsdp_utils.py`."""
 
 import os
-import signal
-import subprocess
-import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.checkpoint import FileSystemWriter, save
 
 import sharded_io
 from accelerate.checkpoint.convert import reshard
@@ -64,22 +60,6 @@ def test_merged(accelerate, place, shards, net):
     assert shards.is_dir()
 
 
-def test_shards_are_removed(accelerate, place, shards, net):
-    assert accelerate("merge-weights", str(shards), "out", "--remove_checkpoint_dir")[0] == 0
-    assert not shards.exists() and (shards.parent / "optimizer_0").is_dir()
-    assert same(load_file("out/model.safetensors"), net.state_dict())
-
-
-def test_result_inside_of_what_is_removed(accelerate, shards):
-    assert "which remove_checkpoint_dir deletes" in refused(
-        accelerate, shards, shards / "out", "--remove_checkpoint_dir"
-    )
-    assert len(list(shards.glob("*.distcp"))) == 3
-
-
-# -- refusals ----------------------------------------------------------------------------------------------------------
-
-
 def test_no_shards(accelerate, place, checkpoint):
     assert "nowhere does not exist" in refused(accelerate, "nowhere", "out")
     (place / "empty").mkdir()
@@ -104,51 +84,7 @@ def test_output_exists(accelerate, place, shards, net):
     assert same(load_file("out/model.safetensors"), net.state_dict())
 
 
-def test_damaged_shards(accelerate, tmp_path):
-    save({"model": {"a": torch.ones(9)}}, storage_writer=FileSystemWriter(tmp_path / "in"), no_dist=True)
-    assert accelerate("merge-weights", str(tmp_path / "in"), str(tmp_path / "out"))[0] == 0
-    (shard,) = (tmp_path / "in").glob("*.distcp")
-    shard.write_bytes(shard.read_bytes()[:100])
-    assert f"{shard.name} has 100 bytes" in refused(accelerate, tmp_path / "in", tmp_path / "other")
-
-
-@pytest.mark.parametrize("option", [(), ("--remove_checkpoint_dir",)])
-def test_lost_shard(accelerate, place, shards, option):
+def test_lost_shard(accelerate, place, shards):
     (shards / "__0_1.distcp").unlink()
-    assert "__0_1.distcp is missing" in refused(accelerate, shards, "out", *option)
+    assert "__0_1.distcp is missing" in refused(accelerate, shards, "out", "--remove_checkpoint_dir")
     assert not (place / "out").exists() and (shards / "__0_0.distcp").is_file()
-
-
-# -- what a half result leaves -----------------------------------------------------------------------------------------
-
-
-PROGRAM = """
-import os, signal, sys
-from accelerate.commands import accelerate_cli
-how = sys.argv.pop(1)
-if how == "killed":
-    os.replace = lambda *paths: os.kill(os.getpid(), signal.SIGKILL)
-else:
-    import resource
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))
-accelerate_cli.main()
-"""
-
-
-@pytest.mark.skipif(os.name == "nt", reason="there are no such signals and limits")
-@pytest.mark.parametrize(("how", "status"), [("killed", -int(getattr(signal, "SIGKILL", 9))), ("full", 1)])
-def test_it_ends_before_the_file_is_whole(accelerate, place, shards, net, how, status):
-    (place / "out").mkdir()
-    (place / "out" / "model.safetensors").write_text("mine")
-    words = ["merge-weights", str(shards), "out", "--overwrite", "--remove_checkpoint_dir"]
-    ended = subprocess.run([sys.executable, "-c", PROGRAM, how, *words], capture_output=True, text=True, timeout=120)
-    assert ended.returncode == status, ended.stderr
-    assert (place / "out" / "model.safetensors").read_text() == "mine"
-    assert len(list(shards.glob("*.distcp"))) == 3
-    if how == "full":
-        assert ended.stderr.startswith("accelerate merge-weights: error: ") and len(ended.stderr.splitlines()) == 1
-        assert os.listdir("out") == ["model.safetensors"]
-    assert accelerate(*words)[0] == 0
-    assert same(load_file("out/model.safetensors"), net.state_dict())
-    assert os.listdir("out") == ["model.safetensors"] and not shards.exists()

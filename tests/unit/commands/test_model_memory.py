@@ -106,27 +106,6 @@ def test_a_real_step(llama):
     assert needs["working"] == 0
 
 
-def test_a_real_step_in_mixed_precision(llama):
-    """Autocast's copies of the weights, which the backward pass needs, are the working part; the rest is as in fp32."""
-    model = of_model(llama, "a test")
-    needs = training(model, "bfloat16")
-    shapes = {tuple(parameter.shape) for parameter in llama.parameters()}
-    copies = {}
-
-    def pack(tensor):
-        shape = tuple(tensor.shape)
-        if tensor.dtype is torch.bfloat16 and (shape in shapes or shape[::-1] in shapes):
-            copies[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16):
-        optimizer = step(llama)
-    assert allocated(llama, optimizer) == sizes(needs)[:3]
-    # Tables that are looked up and norms are not cast.
-    linear = sum(module.weight.numel() for module in llama.modules() if isinstance(module, nn.Linear))
-    assert sum(copies.values()) == 2 * linear <= needs["working"]
-
-
 @pytest.fixture
 def group_of():
     """A process group whose other ranks are not there: what a rank keeps does not depend on them."""

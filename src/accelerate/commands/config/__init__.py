@@ -4,21 +4,11 @@ import argparse
 from typing import Any
 
 from accelerate.commands.config.config import config_command_parser
-from accelerate.commands.config.config_args import default_config_file, load_config_from_file
+from accelerate.commands.config.config_args import default_config_file, load_config_from_file  # noqa: F401, recorded here
 from accelerate.commands.config.default import default_command_parser
 from accelerate.commands.config.show import show_command_parser, validate_command_parser
 from accelerate.commands.config.update import update_command_parser
 from accelerate.commands.utils import or_exit
-
-__all__ = [
-    "config_command_parser",
-    "default_command_parser",
-    "default_config_file",
-    "get_config_parser",
-    "load_config_from_file",
-    "main",
-    "update_command_parser",
-]
 
 
 class _Commands(argparse._SubParsersAction):
@@ -55,7 +45,3 @@ def main() -> None:
     """
     args = get_config_parser().parse_args()
     or_exit("accelerate config", args.func, args)
-
-
-if __name__ == "__main__":
-    main()

@@ -37,7 +37,7 @@ def load_config_from_file(config_file: str | os.PathLike[str] | None) -> "BaseCo
 
     Raises:
         FileNotFoundError: there is no such file.
-        LaunchError: it holds an unknown key, or lacks `distributed_type`.
+        ValueError: it holds an unknown key or word, or lacks `distributed_type`.
 
     Example:
         >>> import tempfile
@@ -58,10 +58,10 @@ def config_of(content: Mapping[str, Any], path: str | os.PathLike[str]) -> "Base
         path: the file, for errors.
 
     Raises:
-        LaunchError: as in `load_config_from_file`.
+        ValueError: as in `load_config_from_file`.
     """
     environment = content.get("compute_environment") or ComputeEnvironment.LOCAL_MACHINE
-    sagemaker = _member(ComputeEnvironment, environment) is ComputeEnvironment.AMAZON_SAGEMAKER
+    sagemaker = ComputeEnvironment(environment) is ComputeEnvironment.AMAZON_SAGEMAKER
     return (SageMakerConfig if sagemaker else ClusterConfig)._from_mapping(content, path)
 
 
@@ -124,7 +124,7 @@ class BaseConfig:
             json_file: the file; None is the default one.
 
         Raises:
-            LaunchError: as in `load_config_from_file`.
+            ValueError: as in `load_config_from_file`.
         """
         return cls.from_yaml_file(json_file)  # the ending decides
 
@@ -136,7 +136,7 @@ class BaseConfig:
             yaml_file: the file; None is the default one.
 
         Raises:
-            LaunchError: as in `load_config_from_file`.
+            ValueError: as in `load_config_from_file`.
         """
         path = files.find_required(yaml_file)
         return cls._from_mapping(files.load_mapping(path), path)
@@ -186,10 +186,10 @@ class BaseConfig:
         return cls(**content)
 
     def __post_init__(self) -> None:
-        self.compute_environment = _member(ComputeEnvironment, self.compute_environment)
+        self.compute_environment = ComputeEnvironment(self.compute_environment)
         sagemaker = self.compute_environment is ComputeEnvironment.AMAZON_SAGEMAKER
         kinds = SageMakerDistributedType if sagemaker else DistributedType
-        self.distributed_type = _member(kinds, self.distributed_type)
+        self.distributed_type = kinds(self.distributed_type)
         for section in SECTIONS:
             if getattr(self, section, self) is None:
                 setattr(self, section, {})
@@ -255,10 +255,3 @@ class SageMakerConfig(BaseConfig):
     additional_args: dict[str, Any] | None = None
     dynamo_config: dict[str, Any] | None = None
     enable_cpu_affinity: bool = False
-
-
-def _member(kind: type[Enum], value: Any) -> Any:
-    try:
-        return kind(value)
-    except ValueError as error:
-        raise LaunchError(f"In the configuration file: {error}") from None

@@ -6,33 +6,17 @@ import json
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from accelerate.commands.config.interview import Asker
 from accelerate.commands.utils import CustomArgumentParser, make_parser
-from accelerate.config.enums import (
-    ComputeEnvironment,
-    DistributedType,
-    DynamoBackend,
-    FP8BackendType,
-    PrecisionType,
-    SageMakerDistributedType,
-)
 from accelerate.config.options import DYNAMO_WORDS
-from accelerate.config.values import to_bool
 from accelerate.launch.errors import LaunchError
 from accelerate.runtime.durable import written_whole
 
-T = TypeVar("T")
 Path = str | os.PathLike[str]
 
 DYNAMO_BACKENDS = [word.upper() for word in DYNAMO_WORDS.split() if word != "no"]
-# In the order in which the kinds of machines are offered.
-KIND_WORDS = (
-    *("NO", "MULTI_CPU", "MULTI_XPU", "MULTI_HPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA"),
-    *("MULTI_NEURON", "XLA"),
-)
 
 
 class SubcommandHelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -64,10 +48,8 @@ def check_writable(path: Path) -> None:
     if not os.fspath(path):
         raise LaunchError("--config_file is ''; name a file, or leave the option out for the default one.")
     path = pathlib.Path(path)
-    if path.is_dir():
-        raise LaunchError(f"{path} is a folder; name a file in it, such as {path / 'default_config.yaml'}.")
     if path.exists() and not path.is_file():
-        raise LaunchError(f"{path} is a pipe or a device; it must be a file.")
+        raise LaunchError(f"{path} is a folder or a device; name a file, such as {path / 'default_config.yaml'}.")
     above = next(folder for folder in path.absolute().parents if folder.exists())
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
         raise LaunchError(f"{path} cannot be written: {above} is no folder that you may write to.")
@@ -118,50 +100,11 @@ def back_up(path: Path) -> pathlib.Path:
         LaunchError: it cannot be written.
     """
     source = pathlib.Path(os.path.realpath(path))
-    endings = itertools.chain(["bak"], (f"bak{number}" for number in itertools.count(2)))
-    copies = (source.with_name(f"{source.name}.{ending}") for ending in endings)
+    numbers = itertools.chain([""], itertools.count(2))
+    copies = (source.with_name(f"{source.name}.bak{number}") for number in numbers)
     copy = next(copy for copy in copies if not os.path.lexists(copy))
     try:
         shutil.copy(source, copy)
     except OSError as error:
         raise LaunchError(f"{copy} cannot be written: {error.strerror or error}.") from None
     return copy
-
-
-# What the questionnaires of other packages use
-
-
-def _ask_field(
-    input_text: str,
-    convert_value: Callable[[str], T] | None = None,
-    default: T | None = None,
-    error_message: str | None = None,
-) -> T | str | None:
-    """Ask for a line of text until it can be converted."""
-
-    def parse(text: str) -> Any:
-        try:
-            return text if convert_value is None else convert_value(text)
-        except Exception as error:  # a foreign function may raise anything
-            raise ValueError(error_message or str(error)) from None
-
-    answer = Asker().text(input_text.strip(), parse, default, optional=default is None and convert_value is None)
-    return "" if answer is None else answer
-
-
-def _convert_yes_no_to_bool(value: str) -> bool:
-    return to_bool(value, "The answer")
-
-
-def _by_number(members: Sequence[T]) -> Callable[[Any], T]:
-    """Return a function from an answer, a number, to the member of that number."""
-    return lambda value: members[int(value)]
-
-
-_BACKENDS = [DynamoBackend(word.replace("TORHCHXLA", "TORCHXLA")).value for word in DYNAMO_BACKENDS]
-_convert_compute_environment = _by_number(list(ComputeEnvironment))
-_convert_distributed_mode = _by_number([DistributedType(word) for word in KIND_WORDS])
-_convert_dynamo_backend = _by_number(_BACKENDS)
-_convert_mixed_precision = _by_number([PrecisionType(word) for word in ("no", "fp16", "bf16", "fp8")])
-_convert_sagemaker_distributed_mode = _by_number(list(SageMakerDistributedType))
-_convert_fp8_backend = _by_number([FP8BackendType(word) for word in ("AO", "TE", "MSAMP")])

@@ -9,9 +9,6 @@ from accelerate.commands.config import config_utils
 from accelerate.commands.config.config_args import ClusterConfig, default_json_config_file
 from accelerate.config.options import BY_NAME
 from accelerate.launch import hardware
-from accelerate.launch.errors import LaunchError
-
-_PRECISIONS = BY_NAME["mixed_precision"].choices or ()
 
 
 def write_basic_config(
@@ -29,7 +26,7 @@ def write_basic_config(
         The file, or False if there was one already.
 
     Raises:
-        LaunchError: `mixed_precision` is none of these, or the file cannot be written.
+        ValueError: `mixed_precision` is none of these, or (a LaunchError) the file cannot be written.
 
     Example:
         >>> import tempfile
@@ -43,9 +40,7 @@ def write_basic_config(
         print(f"There is a configuration at {path} already; it stays as it is. Remove it, or name another place.")
         return False
     config_utils.check_writable(save_location)
-    precision = str(mixed_precision).lower()
-    if precision not in _PRECISIONS:
-        raise LaunchError(f"mixed_precision is {mixed_precision!r}; choose one of {', '.join(_PRECISIONS)}.")
+    precision = BY_NAME["mixed_precision"].parse(str(mixed_precision))
     from accelerate.commands.config.cluster import KINDS  # not for --help
 
     machine = hardware.detect(os.environ)

@@ -49,7 +49,7 @@ class Asker:
             optional: an empty line without a default is an answer, None.
             shown: how the default is shown.
         """
-        shown = shown or (_shown(default) if default is not None else "none" if optional else "")
+        shown = shown or (as_text(default) if default is not None else "none" if optional else "")
         while True:
             answer = self._line(f"{question} [{shown}] " if shown else f"{question} ").strip()
             if answer == "?":
@@ -117,13 +117,11 @@ class Asker:
         Args:
             question: the question.
         """
-        if sys.stdin is not None and sys.stdin.isatty():
+        if sys.stdin.isatty():
             return getpass.getpass(f"{question} ").strip()
         return self._line(f"{question} ").strip()
 
     def _line(self, prompt: str) -> str:
-        if sys.stdin is None or sys.stdout is None:  # closed before this process began
-            raise EOFError
         if _questionary() is not None:
             # What is typed ahead of a menu is with its library, which `input` does not ask.
             from prompt_toolkit import prompt as ask
@@ -149,10 +147,11 @@ def _questionary() -> Any:
     return questionary
 
 
-def _shown(default: Any) -> str:
-    if isinstance(default, (list, tuple)):
-        return ",".join(map(_shown, default))
-    return str(default).lower() if isinstance(default, bool) else str(default)
+def as_text(value: Any) -> str:
+    """Return a value as a person would type it."""
+    if isinstance(value, (list, tuple)):
+        return ",".join(map(as_text, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 @dataclass

@@ -1,5 +1,7 @@
 """What is wrong with a configuration although each of its values, taken alone, is of the right type."""
 
+import math
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -40,9 +42,6 @@ def contradictions(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if values.get(name) and values.get("cpu"):
             kind = "TPUs" if name == PARADIGMS[1] else "GPUs"
             yield "cpu", f"use_cpu is true, and distributed_type asks for {kind}; MULTI_CPU is the type for CPUs."
-    if machines < 1:
-        yield "num_machines", f"num_machines is {machines}; it must be at least 1."
-        return
     rank = values.get("machine_rank", 0)
     if machines > 1 and not 0 <= rank < machines:
         yield "machine_rank", f"machine_rank is {rank}, and num_machines is {machines}; ranks start at 0."
@@ -63,11 +62,9 @@ def contradictions(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def parallel_size(values: Mapping[str, Any]) -> int:
     """Return how many processes the sizes of the parallelism need; a run has as many, or a multiple."""
-    product = 1
-    for name, value in values.items():
-        if name.startswith("parallelism_config_") and name.endswith("_size"):
-            product *= max(value, 1)
-    return product
+    return math.prod(
+        max(value, 1) for name, value in values.items() if re.fullmatch("parallelism_config_.*_size", name)
+    )
 
 
 def _faults_of_values(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -13,7 +13,7 @@ from accelerate.commands.config.interview import Asker, Interview
 from accelerate.config.enums import ComputeEnvironment
 from accelerate.config.options import OPTIONS, Option
 from accelerate.config.options.features import CHAPTERS
-from accelerate.config.options.schema import matching
+from accelerate.config.options.schema import Check, matching, rows
 from accelerate.launch.errors import LaunchError
 from accelerate.launch.runners.sagemaker import create_role
 from accelerate.utils.constants import SAGEMAKER_PARALLEL_EC2_INSTANCES, TORCH_DYNAMO_MODES  # noqa: F401
@@ -26,36 +26,36 @@ _KINDS = {
 }
 
 
-def _row(name: str, pattern: str, example: str, question: str, **rest: Any) -> Option:
-    check = matching(pattern, f"an example of the right form is {example}")
-    return Option(name, "Amazon SageMaker", "", question=question, check=check, **rest)
+_row = rows("Amazon SageMaker")
 
 
-def _file(of: str, columns: str) -> Option:
-    question = f"Which file lists the {of} (columns: {columns}, separated by a tabulator)?"
-    return _row(f"sagemaker_{of}_file", ".+", f"{of}.tsv", question, optional=True)
+def _like(pattern: str, example: str) -> Check:
+    return matching(pattern, f"an example of the right form is {example}")
 
 
 _INSTANCE, _JOB = "ml.p3.2xlarge", "accelerate-sagemaker-1"
 _TYPES = ({"distributed_type": ("DATA_PARALLEL", "MODEL_PARALLEL")}, tuple(SAGEMAKER_PARALLEL_EC2_INSTANCES))
-_TYPE_FORM, _JOB_FORM = r"ml\.[\w-]+\.[\w-]+", r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}"
+_FILES = "Which file lists the {} (columns: name, {}, separated by a tabulator)?"
+_REGION, _JOB_NAMES = r"[a-z]{2}(-[a-z]+)+-\d+", r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}"
 # Keys that only a file for SageMaker has, so that they are no options of `accelerate launch`.
 _OPTIONS: tuple[Option, ...] = (
-    _row("profile", r"\S+", "default", "What is the name of the profile?", offer="default"),
-    _row("region", r"[a-z]{2}(-[a-z]+)+-\d+", "us-east-1", "In which region of AWS should the jobs run?"),
-    _row("iam_role_name", r"[\w+=,.@/:-]{1,256}", ROLE_NAME, "What is the name of the role?"),
-    _row("image_uri", r"\S+", "registry/name:tag", "What is the address of the image?"),
-    _file("inputs", "name, address"),
-    _file("metrics", "name, expression"),
+    _row("profile", "", "What is the name of the profile?", offer="default"),
+    _row("region", "", "In which region of AWS should the jobs run?", check=_like(_REGION, "us-east-1")),
+    _row("iam_role_name", "", "What is the name of the role?"),
+    _row("image_uri", "", "What is the address of the image?"),
+    _row("sagemaker_inputs_file", "", _FILES.format("inputs", "address"), optional=True),
+    _row("sagemaker_metrics_file", "", _FILES.format("metrics", "expression"), optional=True),
     _row(
         "ec2_instance_type",
-        _TYPE_FORM,
-        _INSTANCE,
+        "",
         "On which type of instance should the jobs run?",
         offer=_INSTANCE,
         special_words=_TYPES,
+        check=_like(r"ml\.[\w-]+\.[\w-]+", _INSTANCE),
     ),
-    _row("base_job_name", _JOB_FORM, _JOB, "With what should the names of the jobs begin?", offer=_JOB),
+    _row(
+        "base_job_name", "", "With what should the names of the jobs begin?", offer=_JOB, check=_like(_JOB_NAMES, _JOB)
+    ),
 )
 
 

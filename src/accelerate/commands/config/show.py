@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from accelerate.commands.config.config_utils import add_command
+from accelerate.commands.config.interview import as_text
 from accelerate.commands.utils import OneSpelling, make_parser
 from accelerate.launch import config_file as files
 from accelerate.launch.errors import LaunchError
@@ -77,8 +78,10 @@ def show_command(args: argparse.Namespace) -> None:
     else:
         cells = []
         for row in rows:
-            effect = f"({row['effect']})" if row["effect"] else ""
-            cells.append((row["name"], _plain(row["value"]), row["where"] or row["source"], effect))
+            value = "-" if row["value"] is None else as_text(row["value"])
+            cells.append(
+                (row["name"], value, row["where"] or row["source"], f"({row['effect']})" if row["effect"] else "")
+            )
         print(table(["setting", "value", "from", ""], cells))
     for note in merged.notes:
         print(f"note: {note}")
@@ -104,14 +107,6 @@ def _rows(values: Mapping[str, Any], file: Any) -> list[dict[str, Any]]:
             }
         )
     return rows
-
-
-def _plain(value: Any) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return ",".join(map(_plain, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
 def validate_command_parser(parser: Any, parents: list[argparse.ArgumentParser]) -> argparse.ArgumentParser:

@@ -13,6 +13,7 @@ from accelerate.config.options.schema import (
     existing_file,
     fraction,
     json_file,
+    rows,
 )
 from accelerate.utils.constants import (
     DEEPSPEED_MULTINODE_LAUNCHERS,
@@ -29,466 +30,376 @@ _LOGS_IN = {"deepspeed_multinode_launcher": [word for word in DEEPSPEED_MULTINOD
 _FSDP_1, _FSDP_2 = {"fsdp_version": ("1",)}, {"fsdp_version": ("2",)}
 _RECOMPUTES_ALL = {"megatron_lm_recompute_granularity": ("full",)}
 
-_deepspeed = partial(
-    Option,
-    group="DeepSpeed Arguments",
+_deepspeed = rows(
+    "DeepSpeed Arguments",
     section="deepspeed_config",
     feature="deepspeed",
     chapter="deepspeed",
+    env="ACCELERATE_DEEPSPEED_*",
     style=LOWER,
 )
+_without_file = partial(_deepspeed, when={"deepspeed_config_file": NOT_GIVEN})
+_of_launcher = partial(_deepspeed, env=None, when=_LOGS_IN, optional=True)
 
 DEEPSPEED_OPTIONS: tuple[Option, ...] = (
     _deepspeed(
-        name="deepspeed_config_file",
+        "deepspeed_config_file",
+        "DeepSpeed's own configuration file (JSON).",
+        "Which configuration file of DeepSpeed (JSON) should be used?",
         env="ACCELERATE_DEEPSPEED_CONFIG_FILE",
-        help="DeepSpeed's own configuration file (JSON).",
-        question="Which configuration file of DeepSpeed (JSON) should be used?",
         chapter="deepspeed file",
         check=json_file,
     ),
-    _deepspeed(
-        name="zero_stage",
-        type="int",
-        env="ACCELERATE_DEEPSPEED_ZERO_STAGE",
-        help="ZeRO stage: 0, 1, 2 or 3.",
-        question="Which stage of ZeRO should be used?",
+    _without_file(
+        "zero_stage",
+        "ZeRO stage: 0, 1, 2 or 3.",
+        "Which stage of ZeRO should be used?",
         words=("0", "1", "2", "3"),
-        when={"deepspeed_config_file": NOT_GIVEN},
         offer=2,
     ),
     _deepspeed(
-        name="offload_optimizer_device",
-        env="ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
-        help="Where optimizer state is kept: none, cpu or nvme.",
-        question="Where should the optimizer's state be kept?",
+        "offload_optimizer_device",
+        "Where optimizer state is kept: none, cpu or nvme.",
+        "Where should the optimizer's state be kept?",
         words=_OFFLOAD,
         when={"zero_stage": (1, 2, 3)},
     ),
     _deepspeed(
-        name="offload_param_device",
-        env="ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
-        help="Where parameters are kept: none, cpu or nvme.",
-        question="Where should the parameters be kept?",
+        "offload_param_device",
+        "Where parameters are kept: none, cpu or nvme.",
+        "Where should the parameters be kept?",
         words=_OFFLOAD,
         when=_ZERO_3,
     ),
     _deepspeed(
-        name="offload_optimizer_nvme_path",
-        env="ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH",
-        help="Directory on the NVMe disk for optimizer state.",
-        question="Which directory on the NVMe disk is for the optimizer's state?",
+        "offload_optimizer_nvme_path",
+        "Directory on the NVMe disk for optimizer state.",
+        "Which directory on the NVMe disk is for the optimizer's state?",
         when={"offload_optimizer_device": ("nvme",)},
         offer="/nvme",
     ),
     _deepspeed(
-        name="offload_param_nvme_path",
-        env="ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH",
-        help="Directory on the NVMe disk for parameters.",
-        question="Which directory on the NVMe disk is for the parameters?",
+        "offload_param_nvme_path",
+        "Directory on the NVMe disk for parameters.",
+        "Which directory on the NVMe disk is for the parameters?",
         when={"offload_param_device": ("nvme",)},
         offer="/nvme",
     ),
     # Where a person sets the variable, Accelerator reads it in every run; the launcher sets it for DeepSpeed alone.
-    _deepspeed(
-        name="gradient_accumulation_steps",
-        type="int",
+    _without_file(
+        "gradient_accumulation_steps",
+        "Batches whose gradients are added up before the optimizer steps.",
+        "How many batches' gradients are added up before the optimizer steps?",
         unset=("auto",),
         env="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
-        help="Batches whose gradients are added up before the optimizer steps.",
-        question="How many batches' gradients are added up before the optimizer steps?",
-        when={"deepspeed_config_file": NOT_GIVEN},
         offer=1,
         check=at_least(1),
     ),
-    _deepspeed(
-        name="gradient_clipping",
+    _without_file(
+        "gradient_clipping",
+        "Largest norm of the gradients.",
+        "What is the largest norm of the gradients?",
         type="float",
         unset=("auto",),
         env="ACCELERATE_GRADIENT_CLIPPING",
-        help="Largest norm of the gradients.",
-        question="What is the largest norm of the gradients?",
-        when={"deepspeed_config_file": NOT_GIVEN},
         optional=True,
         check=above_zero,
     ),
     _deepspeed(
-        name="zero3_init_flag",
+        "zero3_init_flag",
+        "With ZeRO 3, build the model in shards (true or false).",
+        "Should the model be built in shards (zero.Init), for models larger than one device?",
         env="ACCELERATE_DEEPSPEED_ZERO3_INIT",
-        help="With ZeRO 3, build the model in shards (true or false).",
-        question="Should the model be built in shards (zero.Init), for models larger than one device?",
         words=TRUE_OR_FALSE,
         when={"zero_stage": (3, None)},
     ),
     _deepspeed(
-        name="zero3_save_16bit_model",
-        env="ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
-        help="With ZeRO 3, save the gathered 16-bit weights (true or false).",
-        question="Should the gathered 16-bit weights be saved?",
+        "zero3_save_16bit_model",
+        "With ZeRO 3, save the gathered 16-bit weights (true or false).",
+        "Should the gathered 16-bit weights be saved?",
         words=TRUE_OR_FALSE,
         when=_ZERO_3,
     ),
-    _deepspeed(
-        name="deepspeed_hostfile",
-        help="Host file of DeepSpeed's launcher.",
-        question="Which host file should DeepSpeed's launcher read?",
-        when=_LOGS_IN,
-        optional=True,
+    _of_launcher(
+        "deepspeed_hostfile",
+        "Host file of DeepSpeed's launcher.",
+        "Which host file should DeepSpeed's launcher read?",
         check=existing_file,
     ),
-    _deepspeed(
-        name="deepspeed_exclusion_filter",
-        help="Hosts and GPUs of that file to leave out.",
-        question="Which hosts and GPUs of that file should be left out?",
-        when=_LOGS_IN,
-        optional=True,
+    _of_launcher(
+        "deepspeed_exclusion_filter",
+        "Hosts and GPUs of that file to leave out.",
+        "Which hosts and GPUs of that file should be left out?",
     ),
-    _deepspeed(
-        name="deepspeed_inclusion_filter",
-        help="Hosts and GPUs of that file to use.",
-        question="Which hosts and GPUs of that file should be used?",
+    _of_launcher(
+        "deepspeed_inclusion_filter",
+        "Hosts and GPUs of that file to use.",
+        "Which hosts and GPUs of that file should be used?",
         when={**_LOGS_IN, "deepspeed_exclusion_filter": NOT_GIVEN},
-        optional=True,
     ),
     _deepspeed(
-        name="deepspeed_multinode_launcher",
-        help="How DeepSpeed starts other machines: pdsh, standard, openmpi, mvapich, mpich, nossh or slurm.",
-        question="How should the processes on the other machines be started?",
+        "deepspeed_multinode_launcher",
+        "How DeepSpeed starts other machines: pdsh, standard, openmpi, mvapich, mpich, nossh or slurm.",
+        "How should the processes on the other machines be started?",
+        env=None,
         after="deepspeed_moe_layer_cls_names",
         words=tuple(DEEPSPEED_MULTINODE_LAUNCHERS),
         when={"num_machines": SEVERAL},
     ),
-    _deepspeed(
-        name="deepspeed_moe_layer_cls_names",
+    _without_file(
+        "deepspeed_moe_layer_cls_names",
+        "Classes of mixture-of-experts layers, separated by commas.",
+        "Which classes are mixture-of-experts layers (separated by commas)?",
         env="ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
-        help="Classes of mixture-of-experts layers, separated by commas.",
-        question="Which classes are mixture-of-experts layers (separated by commas)?",
         after="zero3_save_16bit_model",
-        when={"deepspeed_config_file": NOT_GIVEN},
         optional=True,
     ),
 )
 
 
-def _fsdp(name: str, help: str, **rest: object) -> Option:
-    return Option(
-        name=name,
-        help=help,
-        group="FSDP Arguments",
-        section="fsdp_config",
-        feature="fsdp",
-        chapter="fsdp",
-        style=LOWER,
-        **{"env": name.upper(), **rest},
-    )
-
-
-_fsdp_truth = partial(_fsdp, words=TRUE_OR_FALSE)
+_fsdp = rows(
+    "FSDP Arguments", "fsdp_", section="fsdp_config", feature="fsdp", chapter="fsdp", env="FSDP_*", style=LOWER
+)
+_fsdp_off = partial(_fsdp, words=TRUE_OR_FALSE, default="false")
+_fsdp_on = partial(_fsdp_off, default="true")
 
 FSDP_OPTIONS: tuple[Option, ...] = (
-    _fsdp(
-        "fsdp_version",
-        "FSDP generation.",
-        choices=("1", "2"),
-        default="1",
-        question="Which generation of FSDP should be used?",
-    ),
-    _fsdp_truth(
-        "fsdp_offload_params",
+    _fsdp("version", "FSDP generation.", "Which generation of FSDP should be used?", choices=("1", "2"), default="1"),
+    _fsdp_off(
+        "offload_params",
         "Keep parameters and gradients on the CPU (true or false).",
-        default="false",
-        question="Should parameters and gradients be kept on the CPU?",
+        "Should parameters and gradients be kept on the CPU?",
         after="fsdp_reshard_after_forward",
     ),
     _fsdp(
-        "fsdp_min_num_params",
+        "min_num_params",
         "Parameters from which a submodule is wrapped (SIZE_BASED_WRAP).",
-        type="int",
+        "From how many parameters on is a submodule wrapped?",
         default=100_000_000,
-        question="From how many parameters on is a submodule wrapped?",
         after="fsdp_transformer_layer_cls_to_wrap",
         when={"fsdp_auto_wrap_policy": ("SIZE_BASED_WRAP",)},
         check=at_least(1),
     ),
     _fsdp(
-        "fsdp_sharding_strategy",
+        "sharding_strategy",
         "What is sharded (FSDP 1): FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD or HYBRID_SHARD_ZERO2.",
+        "What should be sharded?",
         default="FULL_SHARD",
-        question="What should be sharded?",
         words=tuple(FSDP_SHARDING_STRATEGY),
         when=_FSDP_1,
     ),
     _fsdp(
-        "fsdp_reshard_after_forward",
+        "reshard_after_forward",
         "Free gathered parameters after the forward pass: true or false (FSDP 2), or a sharding strategy (FSDP 1).",
+        "Should gathered parameters be freed after the forward pass?",
         default="true",
-        question="Should gathered parameters be freed after the forward pass?",
         words=TRUE_OR_FALSE,
         open=True,
         when=_FSDP_2,
     ),
     _fsdp(
-        "fsdp_auto_wrap_policy",
+        "auto_wrap_policy",
         "What is wrapped: TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP.",
-        question="How should the model be divided into wrapped parts?",
+        "How should the model be divided into wrapped parts?",
         words=tuple(FSDP_AUTO_WRAP_POLICY),
     ),
     _fsdp(
-        "fsdp_transformer_layer_cls_to_wrap",
+        "transformer_layer_cls_to_wrap",
         "Class names of the layers to wrap, separated by commas (TRANSFORMER_BASED_WRAP).",
+        "Which classes of layers are wrapped (separated by commas; none for the model's own list)?",
         env="FSDP_TRANSFORMER_CLS_TO_WRAP",
-        question="Which classes of layers are wrapped (separated by commas; none for the model's own list)?",
         when={"fsdp_auto_wrap_policy": ("TRANSFORMER_BASED_WRAP",)},
         optional=True,
     ),
     _fsdp(
-        "fsdp_backward_prefetch",
+        "backward_prefetch",
         "When the next parameters are gathered in the backward pass: BACKWARD_PRE, BACKWARD_POST or NO_PREFETCH.",
-        question="When should the next parameters be gathered in the backward pass?",
+        "When should the next parameters be gathered in the backward pass?",
         words=tuple(FSDP_BACKWARD_PREFETCH),
         when=_FSDP_1,
     ),
     _fsdp(
-        "fsdp_state_dict_type",
+        "state_dict_type",
         "Shape of checkpoints: FULL_STATE_DICT, LOCAL_STATE_DICT or SHARDED_STATE_DICT.",
-        question="Which shape should checkpoints have?",
+        "Which shape should checkpoints have?",
         words=tuple(FSDP_STATE_DICT_TYPE),
         special_words=(_FSDP_2, tuple(FSDP2_STATE_DICT_TYPE)),
         offer="SHARDED_STATE_DICT",
     ),
-    _fsdp_truth(
-        "fsdp_forward_prefetch",
+    _fsdp_off(
+        "forward_prefetch",
         "Gather the next parameters during the forward pass too.",
-        default="false",
-        question="Should the next parameters be gathered during the forward pass too?",
+        "Should the next parameters be gathered during the forward pass too?",
         when=_FSDP_1,
     ),
-    _fsdp_truth(
-        "fsdp_use_orig_params",
+    _fsdp_on(
+        "use_orig_params",
         "Keep the original parameters visible (FSDP 1).",
-        default="true",
-        question="Should the original parameters stay visible?",
+        "Should the original parameters stay visible?",
         when=_FSDP_1,
     ),
-    _fsdp_truth(
-        "fsdp_cpu_ram_efficient_loading",
+    _fsdp_on(
+        "cpu_ram_efficient_loading",
         "Let only the first process load pretrained weights; the others receive them.",
-        default="true",
-        question="Should only the first process load pretrained weights?",
+        "Should only the first process load pretrained weights?",
     ),
-    _fsdp_truth(
-        "fsdp_sync_module_states",
+    # What only the first process loads must reach the others, so the question comes where every process loads.
+    _fsdp_on(
+        "sync_module_states",
         "Broadcast the weights of the first process (FSDP 1).",
-        default="true",
-        question="Should every process receive the weights of the first one?",
-        # What only the first process loads must reach the others.
+        "Should every process receive the weights of the first one?",
         when={**_FSDP_1, "fsdp_cpu_ram_efficient_loading": ("false",)},
     ),
-    _fsdp_truth(
-        "fsdp_activation_checkpointing",
+    _fsdp_off(
+        "activation_checkpointing",
         "Recompute activations in the backward pass instead of keeping them.",
-        default="false",
-        question="Should activations be recomputed in the backward pass to save memory?",
+        "Should activations be recomputed in the backward pass to save memory?",
     ),
-    _fsdp_truth(
-        "fsdp_activation_checkpointing_offload",
+    _fsdp_off(
+        "activation_checkpointing_offload",
         "Keep the inputs of checkpointed layers in CPU memory (FSDP 2).",
-        default="false",
-        question="Should the inputs of recomputed layers be kept in CPU memory?",
+        "Should the inputs of recomputed layers be kept in CPU memory?",
         when={**_FSDP_2, "fsdp_activation_checkpointing": ("true",)},
     ),
 )
 
 
-def _megatron(name: str, help: str, **rest: object) -> Option:
-    name = f"megatron_lm_{name}"
-    return Option(
-        name=name,
-        help=help,
-        group="Megatron-LM Arguments",
-        section="megatron_lm_config",
-        feature="megatron",
-        **{"env": name.upper(), "chapter": "megatron details", **rest},
-    )
-
-
-_megatron_bool = partial(_megatron, type="bool", default=False)
+_megatron = rows(
+    "Megatron-LM Arguments",
+    "megatron_lm_",
+    section="megatron_lm_config",
+    feature="megatron",
+    chapter="megatron details",
+    env="MEGATRON_LM_*",
+)
+_megatron_bool = partial(_megatron, default=False)
 _megatron_word = partial(_megatron, style=LOWER)
 _megatron_truth = partial(_megatron_word, words=TRUE_OR_FALSE)
 _megatron_int = partial(_megatron, type="int", check=at_least(1))
+_megatron_one = partial(_megatron_int, offer=1)
+_degree = partial(_megatron_int, default=1, chapter="megatron")
+_recommended = partial(_megatron_truth, offer="true", chapter="megatron")
+_dropout = partial(_megatron, type="float", optional=True, check=fraction)
 
 MEGATRON_OPTIONS: tuple[Option, ...] = (
-    _megatron_int(
-        "tp_degree",
-        "Degree of tensor parallelism.",
-        default=1,
-        question="How many processes share each layer (tensor parallelism)?",
-        chapter="megatron",
-    ),
-    _megatron_int(
-        "pp_degree",
-        "Degree of pipeline parallelism.",
-        default=1,
-        question="How many stages has the pipeline (pipeline parallelism)?",
-        chapter="megatron",
+    _degree("tp_degree", "Degree of tensor parallelism.", "How many processes share each layer (tensor parallelism)?"),
+    _degree(
+        "pp_degree", "Degree of pipeline parallelism.", "How many stages has the pipeline (pipeline parallelism)?"
     ),
     _megatron_int(
         "num_micro_batches",
         "Micro-batches of one pipeline pass.",
-        question="How many micro-batches are in one pipeline pass?",
+        "How many micro-batches are in one pipeline pass?",
         chapter="megatron",
         when={"megatron_lm_pp_degree": SEVERAL},
         offer=1,
     ),
-    _megatron_truth(
+    _recommended(
         "sequence_parallelism",
         "Split sequences over the tensor-parallel processes (true or false).",
-        question="Should sequences be split over the tensor-parallel processes?",
+        "Should sequences be split over the tensor-parallel processes?",
         after="megatron_lm_tp_degree",
-        chapter="megatron",
         when={"megatron_lm_tp_degree": SEVERAL},
-        offer="true",
     ),
-    _megatron_truth(
+    _recommended(
         "recompute_activations",
         "Recompute selected activations (true or false).",
-        question="Should selected activations be recomputed to save memory?",
-        chapter="megatron",
-        offer="true",
+        "Should selected activations be recomputed to save memory?",
     ),
-    _megatron_truth(
+    _recommended(
         "use_distributed_optimizer",
         "Shard the optimizer over the data-parallel processes.",
-        question="Should the optimizer be sharded over the data-parallel processes?",
-        chapter="megatron",
-        offer="true",
+        "Should the optimizer be sharded over the data-parallel processes?",
     ),
     _megatron(
         "gradient_clipping",
         "Largest norm of the gradients; 0 is no limit.",
-        type="float",
+        "What is the largest norm of the gradients (0 for no limit)?",
         default=1.0,
-        question="What is the largest norm of the gradients (0 for no limit)?",
         chapter="megatron",
         check=at_least(0),
     ),
     _megatron_word(
         "recompute_granularity",
         "What is recomputed: full or selective.",
-        question="What should be recomputed?",
+        "What should be recomputed?",
         words=("full", "selective"),
         when={"megatron_lm_recompute_activations": ("true",)},
     ),
     _megatron_word(
         "recompute_method",
         "How full recomputation is spread: uniform or block.",
-        question="How should full recomputation be spread?",
+        "How should full recomputation be spread?",
         words=("uniform", "block"),
         when=_RECOMPUTES_ALL,
     ),
-    _megatron_int(
+    _megatron_one(
         "recompute_num_layers",
         "Layers of one unit of recomputation.",
-        question="How many layers are one unit of recomputation?",
+        "How many layers are one unit of recomputation?",
         when=_RECOMPUTES_ALL,
-        offer=1,
     ),
     _megatron_word(
         "attention_backend",
         "Attention kernel: flash, fused, unfused, local or auto.",
-        question="Which kernel should compute the attention?",
+        "Which kernel should compute the attention?",
         words=("flash", "fused", "unfused", "local", "auto"),
         offer="auto",
     ),
-    _megatron(
-        "attention_dropout",
-        "Dropout of the attention.",
-        type="float",
-        question="What is the dropout of the attention?",
-        optional=True,
-        check=fraction,
-    ),
-    _megatron(
-        "hidden_dropout",
-        "Dropout of the hidden layers.",
-        type="float",
-        question="What is the dropout of the hidden layers?",
-        optional=True,
-        check=fraction,
-    ),
+    _dropout("attention_dropout", "Dropout of the attention.", "What is the dropout of the attention?"),
+    _dropout("hidden_dropout", "Dropout of the hidden layers.", "What is the dropout of the hidden layers?"),
     _megatron_truth(
         "attention_softmax_in_fp32",
         "Compute the softmax of the attention in fp32 (true or false).",
-        question="Should the softmax of the attention be computed in fp32?",
+        "Should the softmax of the attention be computed in fp32?",
     ),
     _megatron_truth(
         "use_rotary_position_embeddings",
         "Use rotary position embeddings (true or false).",
-        question="Are rotary position embeddings used?",
+        "Are rotary position embeddings used?",
     ),
     _megatron_truth(
         "calculate_per_token_loss",
         "Scale the loss by the number of tokens (true or false).",
-        question="Should the loss be scaled by the number of tokens?",
+        "Should the loss be scaled by the number of tokens?",
     ),
     _megatron_bool(
         "eod_mask_loss",
         "Leave end-of-document tokens out of the loss.",
-        question="Should end-of-document tokens be left out of the loss?",
+        "Should end-of-document tokens be left out of the loss?",
     ),
-    _megatron_int(
-        "context_parallel_size",
-        "Degree of context parallelism.",
-        question="What is the degree of context parallelism?",
-        offer=1,
+    _megatron_one(
+        "context_parallel_size", "Degree of context parallelism.", "What is the degree of context parallelism?"
     ),
-    _megatron_int(
-        "expert_model_parallel_size",
-        "Degree of expert parallelism.",
-        question="What is the degree of expert parallelism?",
-        offer=1,
+    _megatron_one(
+        "expert_model_parallel_size", "Degree of expert parallelism.", "What is the degree of expert parallelism?"
     ),
-    _megatron_int(
+    _megatron_one(
         "expert_tensor_parallel_size",
         "Degree of tensor parallelism within an expert.",
-        question="What is the degree of tensor parallelism within an expert?",
-        offer=1,
+        "What is the degree of tensor parallelism within an expert?",
     ),
     _megatron_int(
         "decoder_last_pipeline_num_layers",
         "Decoder layers of the last pipeline stage.",
-        question="How many decoder layers has the last pipeline stage?",
+        "How many decoder layers has the last pipeline stage?",
         optional=True,
     ),
-    _megatron_bool(
-        "use_custom_fsdp",
-        "Use Megatron's own FSDP.",
-        question="Should Megatron's own FSDP be used?",
-    ),
-    _megatron_bool(
-        "optimizer_cpu_offload",
-        "Run the optimizer on the CPU.",
-        question="Should the optimizer run on the CPU?",
-    ),
+    _megatron_bool("use_custom_fsdp", "Use Megatron's own FSDP.", "Should Megatron's own FSDP be used?"),
+    _megatron_bool("optimizer_cpu_offload", "Run the optimizer on the CPU.", "Should the optimizer run on the CPU?"),
     _megatron_bool(
         "overlap_cpu_optimizer_d2h_h2d",
         "Overlap the CPU optimizer with the copies to and from the GPU.",
-        question="Should the CPU optimizer overlap with the copies to and from the GPU?",
+        "Should the CPU optimizer overlap with the copies to and from the GPU?",
         when={"megatron_lm_optimizer_cpu_offload": (True,)},
     ),
     _megatron_bool(
         "use_precision_aware_optimizer",
         "Use the optimizer that keeps its state in low precision.",
-        question="Should the optimizer keep its state in low precision?",
+        "Should the optimizer keep its state in low precision?",
     ),
     _megatron_bool(
-        "no_load_optim",
-        "Do not load the optimizer.",
-        question="Should the optimizer be left out when a checkpoint is loaded?",
+        "no_load_optim", "Do not load the optimizer.", "Should the optimizer be left out when a checkpoint is loaded?"
     ),
-    _megatron_bool(
-        "no_save_optim",
-        "Do not save the optimizer.",
-        question="Should the optimizer be left out of checkpoints?",
-    ),
+    _megatron_bool("no_save_optim", "Do not save the optimizer.", "Should the optimizer be left out of checkpoints?"),
 )

@@ -42,7 +42,8 @@ class Option:
         name: the attribute of the parsed arguments, and the default of the flag and of the key in a configuration file.
         group: the heading it is listed under in `accelerate launch --help`.
         help: one sentence for `--help`.
-        type: `str`, `int`, `float`, `bool`, `strs` (repeatable, a list) or `bools` (comma-separated truth values).
+        type: `str`, `int`, `float`, `bool`, `strs` (repeatable, a list) or `bools` (comma-separated truth values). By default
+            `bool` for a switch, else that of `default` or of `offer`, else `str`.
         default: the value when nobody sets it. None means that the launcher or the worker decides.
         choices: the accepted words, or None for anything.
         corrections: accepted words that stand for others.
@@ -76,7 +77,7 @@ class Option:
     name: str
     group: str
     help: str
-    type: str = "str"
+    type: str = ""
     default: Any = None
     choices: tuple[str, ...] | None = None
     corrections: Mapping[str, str] = field(default_factory=dict)
@@ -107,7 +108,10 @@ class Option:
     variables: tuple[str, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Derive the two spellings of each flag, the key in a file, and the variables."""
+        """Derive the type, the two spellings of each flag, the key in a file, and the variables."""
+        usual = self.offer if self.default is None else self.default
+        kind = bool if self.switch else str if usual is None else type(usual)
+        object.__setattr__(self, "type", self.type or kind.__name__)
         flags = (f"--{self.name}",) if self.flags is None else self.flags
         object.__setattr__(self, "spellings", both_spellings(flags))
         object.__setattr__(self, "file_key", (self.name if self.key is None else self.key) or None)
@@ -243,6 +247,25 @@ class Chapter:
     question: str | None = None
     when: Answers = field(default_factory=dict)
     was: str | None = None
+
+
+def rows(group: str, prefix: str = "", **shared: Any) -> Callable[..., Option]:
+    """Return a function that makes the options of a heading from a name, a help text, a question and the fields of its own.
+
+    Args:
+        group: the heading.
+        prefix: what the names begin with.
+        shared: fields that the options have in common. In `env` and `key`, `*` stands for the name without the prefix.
+    """
+
+    def row(name: str, help: str, question: str | None = None, **own: Any) -> Option:
+        fields = {**shared, **own}
+        for field_name, word in (("env", name.upper()), ("key", name)):
+            if fields.get(field_name):
+                fields[field_name] = fields[field_name].replace("*", word)
+        return Option(prefix + name, group, help, question=question, **fields)
+
+    return row
 
 
 # What a value must be beyond its type

@@ -19,7 +19,7 @@ from accelerate.commands import accelerate_cli, env, estimate, merge, to_fsdp2, 
 from accelerate.commands import test as test_command
 from accelerate.commands import utils as command_utils
 from accelerate.commands.config import config as config_module
-from accelerate.commands.config import config_utils, get_config_parser
+from accelerate.commands.config import get_config_parser
 from accelerate.commands.config import main as config_main
 from interop.differential.core import Words, call, probe
 
@@ -114,48 +114,6 @@ def custom_parser(group: str | None, words: str) -> Any:
     found = vars(parser.parse_args(words.split()))
     found.pop("nondefault", None)
     yield "parsed", sorted(found.items())
-
-
-HELPERS = {
-    "_convert_compute_environment": ["0", "1", "2", 0, "-1", "x", ""],
-    "_convert_distributed_mode": [*map(str, range(12)), 3, "-1", "x", ""],
-    "_convert_dynamo_backend": [*map(str, range(16)), 3, "-1", "x", ""],
-    "_convert_mixed_precision": ["0", "1", "2", "3", "4", 1, "-1", "x", ""],
-    "_convert_sagemaker_distributed_mode": ["0", "1", "2", "3", 0, "-1", "x"],
-    "_convert_fp8_backend": ["0", "1", "2", "3", 0, "-1", "x"],
-    "_convert_yes_no_to_bool": ["yes", "no", "YES", "No", "y", "n", "true", "1", "", "x"],
-}
-
-
-@probe(
-    "commands.config.config_utils:SubcommandHelpFormatter",
-    given=[(name, value) for name, values in HELPERS.items() for value in values],
-)
-def conversions(given: tuple[str, Any]) -> Any:
-    """Turn answers of the questionnaire into values, as other packages' questionnaires do."""
-    return getattr(config_utils, given[0])(given[1])
-
-
-def answering(*answers: str) -> Any:
-    """Answer `input` from a list, then end the input."""
-    left = iter(answers)
-
-    def reply(*_: Any) -> str:
-        try:
-            return next(left)
-        except StopIteration:
-            raise EOFError from None
-
-    return mock.patch.object(builtins, "input", reply)
-
-
-@probe(
-    "commands.config.config_utils:SubcommandHelpFormatter", answers=[["3"], [""], ["x", "4"], ["x"], []],
-    convert=[None, int], default=[None, 7], message=[None, "wrong"],
-)  # fmt: skip
-def ask_field(answers: list[str], convert: Any, default: Any, message: str | None) -> Any:
-    with answering(*answers):
-        return config_utils._ask_field("Which? ", convert, default, message)
 
 
 # ---- estimate-memory

@@ -8,7 +8,6 @@ import yaml
 from accelerate.commands.config.config_args import BaseConfig, ClusterConfig, SageMakerConfig, load_config_from_file
 from accelerate.config.enums import ComputeEnvironment, DistributedType, SageMakerDistributedType
 from accelerate.launch.config_file import known_keys, read
-from accelerate.launch.errors import LaunchError
 
 CONFIG = ClusterConfig(
     "LOCAL_MACHINE", "MULTI_CPU", "bf16", True, False, num_processes=2, fsdp_config={"fsdp_version": 2}
@@ -50,7 +49,6 @@ def test_default_file(place):
     [
         ("num_processes: 2", "lacks `distributed_type`"),
         ("distributed_type: NO\nwrong: 1", "unknown keys: wrong"),
-        ("distributed_type: NO\nnum_proceses: 1", "did you mean num_processes"),
         ("distributed_type: WRONG", "WRONG"),
         ("compute_environment: WRONG\ndistributed_type: NO", "WRONG"),
         ("compute_environment: AMAZON_SAGEMAKER\ndistributed_type: NO", "lacks ec2_instance_type, iam_role_name"),
@@ -58,7 +56,7 @@ def test_default_file(place):
 )
 def test_faults(place, text, message):
     (place / "c.yaml").write_text(text)
-    with pytest.raises(LaunchError, match=message):
+    with pytest.raises(ValueError, match=message):
         load_config_from_file(place / "c.yaml")
 
 

@@ -9,45 +9,36 @@ import struct
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import yaml
+
+import accelerate
 
 pty = pytest.importorskip("pty", reason="Windows has no pseudo-terminals")
 termios = pytest.importorskip("termios")
 
 UP, DOWN, ENTER = "\x1b[A", "\x1b[B", "\r"
+SOURCE = Path(accelerate.__file__).parents[1]
 PROGRAM = "import sys; from accelerate.commands.accelerate_cli import main; sys.argv[0] = 'accelerate'; main()"
 
 
 class Terminal:
     """A process in a pseudo-terminal of a given size."""
 
-    def __init__(self, place, columns=80, rows=24, **variables):
+    def __init__(self, place, **variables):
         self.main, self.worker = pty.openpty()
-        fcntl.ioctl(self.main, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        fcntl.ioctl(self.main, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
         self.before = termios.tcgetattr(self.worker)
         self.output = ""
         self.seen = 0
+        environ = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
         # Nothing here answers the question where the cursor is.
-        environ = {
-            **os.environ,
-            "TERM": "xterm",
-            "PROMPT_TOOLKIT_NO_CPR": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-            **variables,
-        }
-        for name in ("COLUMNS", "LINES"):
-            environ.pop(name, None)
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, "config", "--config_file", str(place / "c.yaml")],
-            stdin=self.worker,
-            stdout=self.worker,
-            stderr=self.worker,
-            cwd=place,
-            env=environ,
-            preexec_fn=self._own_terminal,
-        )
+        environ |= {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1", "CUDA_VISIBLE_DEVICES": "", **variables}
+        words = [sys.executable, "-c", PROGRAM, "config", "--config_file", str(place / "c.yaml")]
+        streams = dict.fromkeys(("stdin", "stdout", "stderr"), self.worker)
+        self.process = subprocess.Popen(words, cwd=place, env=environ, preexec_fn=self._own_terminal, **streams)
 
     @staticmethod
     def _own_terminal():
@@ -85,9 +76,7 @@ class Terminal:
     def end(self):
         """Wait for the end; returns the status and what was printed since the last wait."""
         deadline = time.monotonic() + 60
-        while self.process.poll() is None and time.monotonic() < deadline:
-            self._read(0.2)
-        while self._read(0):
+        while self._read(0.2) or (self.process.poll() is None and time.monotonic() < deadline):
             pass
         return self.process.wait(timeout=1), self.output[self.seen :]
 
@@ -116,14 +105,6 @@ def terminal(place):
 @pytest.fixture
 def menus():
     pytest.importorskip("questionary")
-
-
-@pytest.fixture
-def no_menus(place):
-    """Return the variables under which `questionary` cannot be imported."""
-    (place / "hidden").mkdir()
-    (place / "hidden" / "questionary.py").write_text("raise ImportError")
-    return {"PYTHONPATH": str(place / "hidden")}
 
 
 def test_menus_and_lines(terminal, place, menus):
@@ -178,20 +159,10 @@ def test_an_end_of_the_questions_leaves_nothing(terminal, place, menus, key, at,
     assert termios.tcgetattr(window.worker) == window.before
 
 
-@pytest.mark.parametrize("library", [True, False])
-def test_typed_ahead(terminal, place, request, library):
-    request.getfixturevalue("menus") if library else None
-    window = terminal(**({} if library else request.getfixturevalue("no_menus")))
-    window.type(ENTER * 8)
-    status, _ = window.end()
-    assert status == 0, window.output
-    assert yaml.safe_load((place / "c.yaml").read_text())["distributed_type"] == "NO"
-
-
 @pytest.mark.parametrize("why", ["dumb", "", "not installed"])
-def test_numbers_where_there_are_no_menus(terminal, request, why):
-    variables = request.getfixturevalue("no_menus") if why == "not installed" else {"TERM": why}
-    window = terminal(**variables)
+def test_numbers_where_there_are_no_menus(terminal, place, why):
+    (place / "questionary.py").write_text("raise ImportError")
+    window = terminal(**({"PYTHONPATH": f"{place}:{SOURCE}"} if why == "not installed" else {"TERM": why}))
     window.answer("Number: [1]", "\n", "11. TPUs of Google", "", "Number: [1]", "2\n")
     window.until("How many machines")
     window.type("\x03")
