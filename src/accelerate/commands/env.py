@@ -156,3 +156,7 @@ def main() -> None:
         SystemExit: with status 2 if the configuration file does not exist.
     """
     or_exit("accelerate env", env_command, env_command_parser().parse_args())
+
+
+if __name__ == "__main__":
+    main()

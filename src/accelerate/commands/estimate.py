@@ -369,3 +369,7 @@ def main() -> None:
         SystemExit: with status 2 for a request that cannot be answered.
     """
     or_exit("accelerate estimate-memory", estimate_command, estimate_command_parser().parse_args())
+
+
+if __name__ == "__main__":
+    main()

@@ -88,3 +88,7 @@ def main() -> None:
         SystemExit: with status 2 if there is no such checkpoint, 1 if the result cannot be written.
     """
     or_exit("accelerate merge-weights", merge_command, merge_command_parser().parse_args())
+
+
+if __name__ == "__main__":
+    main()

@@ -49,3 +49,7 @@ def main() -> None:
         SystemExit: as in `test_command`.
     """
     or_exit("accelerate test", test_command, test_command_parser().parse_args())
+
+
+if __name__ == "__main__":
+    main()

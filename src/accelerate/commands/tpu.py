@@ -122,3 +122,7 @@ def main() -> None:
         SystemExit: as in `console`.
     """
     console(tpu_command_parser().parse_args())
+
+
+if __name__ == "__main__":
+    main()

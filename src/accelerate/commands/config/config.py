@@ -98,3 +98,7 @@ def main() -> None:
         SystemExit: as in `accelerate.commands.config.main`.
     """
     or_exit("accelerate config", config_command, config_command_parser().parse_args())
+
+
+if __name__ == "__main__":
+    main()
