@@ -219,7 +219,13 @@ OPTIONS: tuple[Option, ...] = (
         open=True,
     ),
     _runner(name="rdzv_conf", default="", help="Settings of that method: key=value,key=value."),
-    _runner(name="max_restarts", type="int", default=0, help="How often to restart all processes after a failure."),
+    _runner(
+        name="max_restarts",
+        type="int",
+        default=0,
+        help="How often to restart all processes after a failure.",
+        check=at_least(0),
+    ),
     _runner(
         name="monitor_interval",
         type="float",
