@@ -140,10 +140,3 @@ def _wait_until_gone(process):
         time.sleep(0.05)
     os.kill(process, signal.SIGKILL)
     pytest.fail(f"process {process} outlived the run")
-
-
-def test_too_few_slots_start_nothing(command, environment, tmp_path):
-    words = command("open('started', 'w')", 2)
-    words[words.index("--num_processes") + 1] = "3"
-    done = run(words, environment, tmp_path)
-    assert done.returncode == 2 and "has 2 slots" in done.stderr and not (tmp_path / "started").exists()

@@ -181,37 +181,6 @@ def test_one_task_a_node_starts_the_processes_of_the_node(slurm):
     ]
 
 
-def test_one_task_of_srun_is_a_machine(slurm):
-    done = slurm.run("srun", "-N1", "--ntasks-per-node=1", *LAUNCH, "--num_processes", "2", "script.py")
-    assert done.returncode == 0, done.stderr
-    assert [line.partition(" on ")[0] for line in ranks(done.stdout)] == ["rank 0 local 0 of 2", "rank 1 local 1 of 2"]
-
-
-@pytest.mark.slow
-def test_nodes_with_different_numbers_of_tasks(slurm):
-    done = slurm.run("srun", "-N2", "-n3", "-m", "block", *LAUNCH, "script.py")
-    assert done.returncode == 0, done.stderr
-    said = ranks(done.stdout)
-    assert len(said) == 3 and all(line.endswith("all [0, 1, 2]") for line in said)
-    assert sorted(line.split()[5] for line in said) == ["1", "2", "2"]
-
-
-@pytest.mark.slow
-def test_heterogeneous_components_meet_on_the_first_one(slurm):
-    (slurm.folder / "job").write_text(
-        f"#!/bin/bash\n#SBATCH -N1 -n1 -w {NODES[1]}\n#SBATCH hetjob\n#SBATCH -N1 -n2 -w {NODES[0]}\n"
-        f"srun --het-group=0,1 {' '.join(LAUNCH)} script.py\n"
-    )
-    done = slurm.run("sbatch", "-W", "-o", "said", "job")
-    said = (slurm.folder / "said").read_text()
-    assert done.returncode == 0, said
-    assert [line.partition(" all")[0] for line in ranks(said)] == [
-        "rank 0 local 0 of 1 on 127.0.0.2",
-        "rank 1 local 0 of 2 on 127.0.0.1",
-        "rank 2 local 1 of 2 on 127.0.0.1",
-    ]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
@@ -231,16 +200,6 @@ def test_a_batch_script_uses_its_own_node_and_says_so(slurm):
     assert done.returncode == 7, said
     assert len(ranks(said)) == 2 and "all [0, 1]" in said
     assert "the allocation has 2 nodes" in said and "srun --ntasks-per-node=1 accelerate launch" in said
-
-
-@pytest.mark.slow
-def test_a_batch_script_that_a_step_submits_is_not_that_step(slurm):
-    # sbatch passes on the variables of the step, which speak of two tasks.
-    (slurm.folder / "job").write_text(f"#!/bin/bash\n{' '.join(LAUNCH)} script.py\n")
-    (slurm.folder / "submit").write_text('[ "$SLURM_PROCID" != 0 ] || sbatch -W -N1 -n2 -o said job\n')
-    done = slurm.run("srun", "-N1", "-n2", "bash", "submit")
-    assert done.returncode == 0, done.stderr
-    assert "rank 0 local 0 of 1 " in (slurm.folder / "said").read_text()
 
 
 @pytest.mark.slow

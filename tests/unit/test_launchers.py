@@ -8,7 +8,7 @@ import pytest
 
 from accelerate import launchers
 from accelerate.launch import notebook
-from accelerate.launch.errors import LaunchError, NotAvailableError
+from accelerate.launch.errors import NotAvailableError
 from accelerate.launchers import debug_launcher, notebook_launcher
 from accelerate.launchers import test_launch as join_only
 from accelerate.state import PartialState
@@ -61,21 +61,6 @@ def started(monkeypatch):
 
 def train():
     pass
-
-
-def test_one_process_runs_here():
-    seen = []
-    notebook_launcher(
-        lambda: seen.append((os.getpid(), os.environ["ACCELERATE_MIXED_PRECISION"])), mixed_precision="BF16"
-    )
-    assert seen == [(os.getpid(), "bf16")]
-    assert "ACCELERATE_MIXED_PRECISION" not in os.environ
-
-
-def test_an_error_of_the_one_process_is_itself():
-    with pytest.raises(KeyError, match="mine"):
-        notebook_launcher(lambda: {}["mine"])
-    assert "ACCELERATE_MIXED_PRECISION" not in os.environ
 
 
 @pytest.mark.parametrize(("argument", "variable", "effective"), [("no", "bf16", "bf16"), ("fp16", "bf16", "fp16")])
@@ -151,23 +136,6 @@ def test_one_process_per_device_by_default(device, started, capsys):
     assert capsys.readouterr().out == "Launching training on 3 GPUs.\n"
 
 
-def test_the_processor_is_asked_for(device, started):
-    device(types.SimpleNamespace(type="cpu", count=lambda: 1))
-    notebook_launcher(train, num_processes=2, mixed_precision="bf16")
-    assert started[0].environment["ACCELERATE_USE_CPU"] == "true"
-    assert started[0].environment["ACCELERATE_MIXED_PRECISION"] == "bf16"
-
-
-def test_an_apple_gpu_is_one(device, started, capsys):
-    device(types.SimpleNamespace(type="mps", count=lambda: 1, namespace=lambda: types.SimpleNamespace()))
-    seen = []
-    notebook_launcher(lambda: seen.append(1))
-    assert seen == [1]
-    assert "one MPS" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="there are 1 mps devices"):
-        notebook_launcher(train, num_processes=2)
-
-
 def test_a_device_in_use_is_refused(device, started):
     device(Device(in_use=True))
     with pytest.raises(RuntimeError, match="The cuda device is in use in this process already.*Restart the notebook"):
@@ -192,16 +160,6 @@ def test_colab_takes_what_it_has(device, started, monkeypatch, capsys, gpus, ask
     assert [call.num_processes for call in started] == ([] if count is None else [count])
     assert len(seen) == (count is None)
     assert ("num_processes=8 is not used" in capsys.readouterr().out) is (asked == 8)
-
-
-def test_colab_on_the_processor(started, monkeypatch, capsys):
-    monkeypatch.setenv("COLAB_RELEASE_TAG", "x")
-    notebook_launcher(train, num_processes=2)
-    assert started == []
-    assert "Launching training on one CPU" in capsys.readouterr().out
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    notebook_launcher(train, num_processes=2)
-    assert started[0].num_processes == 2
 
 
 @pytest.mark.parametrize("variable", ["KAGGLE_KERNEL_RUN_TYPE", "COLAB_RELEASE_TAG", None])
@@ -229,40 +187,11 @@ def test_tpus(device, monkeypatch, capsys, asked, words):
     assert words in capsys.readouterr().out
 
 
-def test_tpus_do_not_inherit_a_state(device):
-    PartialState(cpu=True)
-    device(types.SimpleNamespace(type="xla"))
-    with pytest.raises(ValueError, match="has an Accelerator already"):
-        notebook_launcher(train)
-
-
-def test_several_machines(started, capsys):
-    notebook_launcher(
-        train, num_processes=1, num_nodes=2, node_rank=1, master_addr="127.0.0.1", rdzv_conf={"timeout": 5}
-    )
-    assert started[0].num_processes == 1
-    out = capsys.readouterr().out
-    assert "Launching training on 2 CPUs" in out
-    assert "Number 1 of 2 machines waits at 127.0.0.1:29500 for the others" in out
-
-
 def test_all_arguments_arrive(started):
     meeting = ("c10d", "127.0.0.1:29502", {"timeout": 3}, "mine")
     given = (train, (), 2, "no", "29501", "127.0.0.1", 0, 1, *meeting, 4, 0.5, "[${rank}] ")
     notebook_launcher(*given)
     assert tuple(vars(started[0].request).values()) == given
-
-
-def test_bad_arguments_start_nothing(started):
-    for start in (debug_launcher, notebook_launcher):
-        with pytest.raises(ValueError, match="num_processes is 0"):
-            start(train, num_processes=0)
-        with pytest.raises(TypeError, match="function is 'train'"):
-            start("train")
-        with pytest.raises(TypeError, match="args is 5"):
-            start(train, 5)
-    assert started == []
-    assert issubclass(launchers.MeetingError, RuntimeError) and issubclass(LaunchError, ValueError)
 
 
 def test_tokenizers_is_kept_from_its_threads(started, monkeypatch):
@@ -274,9 +203,3 @@ def test_tokenizers_is_kept_from_its_threads(started, monkeypatch):
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
     debug_launcher(train)
     assert [call.environment.get("TOKENIZERS_PARALLELISM") for call in started] == [None, "false", "true"]
-
-
-def test_the_launch_test_joins():
-    join_only()
-    assert PartialState._shared_state
-    assert join_only.__test__ is False

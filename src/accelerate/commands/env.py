@@ -121,9 +121,8 @@ def _torch() -> dict[str, Any]:
 def _launch(args: argparse.Namespace) -> str:
     """Say what a launch with no arguments but a script would do, or why it would not start."""
     from accelerate.commands.launch import launch_command_parser
-    from accelerate.launch.report import summary
     from accelerate.launch.resolve import resolve
-    from accelerate.launch.runners import RUNNERS
+    from accelerate.launch.runners import RUNNERS, summary
 
     config = [] if args.config_file is None else ["--config_file", args.config_file]
     try:

@@ -11,7 +11,7 @@ from typing import Any
 from accelerate.commands.utils import CustomArgumentParser, OneSpelling, make_parser, or_exit
 from accelerate.config.options import BY_NAME, DYNAMO_WORDS, FEATURES
 from accelerate.launch import config_file, runners
-from accelerate.launch.errors import LaunchError, RunError
+from accelerate.launch.errors import LaunchError, RunError, failure_of
 from accelerate.launch.option import add_options
 from accelerate.launch.plan import LaunchPlan, Source
 from accelerate.launch.resolve import resolve
@@ -118,7 +118,7 @@ def console(args: argparse.Namespace, replace: bool | None = None) -> None:
         raise SystemExit(2) from None
     except BaseException as error:
         known = isinstance(error, RunError)
-        status, line = (error.status, str(error)) if known else runners.failure_of(error)
+        status, line = (error.status, str(error)) if known else failure_of(error)
         if plan["debug"]:
             traceback.print_exception(error)
         # A process that failed has said why; of a machine that is lost only the launcher can report.
@@ -129,9 +129,7 @@ def console(args: argparse.Namespace, replace: bool | None = None) -> None:
 def _run(plan: LaunchPlan, replace: bool) -> None:
     """Start what a plan says, or print it."""
     if plan["dry_run"]:
-        from accelerate.launch import report  # not for a run
-
-        print(report.describe(plan))
+        print(runners.describe(plan))
     else:
         runners.run(plan, replace=replace)
 

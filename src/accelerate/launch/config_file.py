@@ -21,7 +21,8 @@ Key = tuple[str, ...]
 # Real files have fewer than 100 lines; these leave room for long lists of commands.
 LARGEST_FILE = 256 * 1024
 MOST_VALUES = 10_000
-DEEPEST = 20
+MOST_ALIASES = 10
+DEEPEST = 30
 TOP_LEVEL = {option.file_key: option for option in OPTIONS if option.section is None and option.file_key}
 # Keys that mean something only to SageMaker: they are known here, and `SageMakerConfig` holds them.
 SAGEMAKER_KEYS = frozenset(
@@ -122,8 +123,7 @@ def find(given: str | os.PathLike[str] | None, environ: Mapping[str, str] | None
         return pathlib.Path(path) if os.path.isfile(path) else None
     if not os.path.exists(given):
         raise FileNotFoundError(
-            f"--config_file is {os.fspath(given)!r}: there is no such file. Write one with `accelerate config default "
-            f"--config_file {given}`, or leave the option out."
+            f"--config_file is {os.fspath(given)!r}: there is no such file; `accelerate config` writes one."
         )
     return pathlib.Path(given)
 
@@ -135,16 +135,11 @@ def find_required(given: str | os.PathLike[str] | None) -> pathlib.Path:
         given: as in `find`.
 
     Raises:
-        FileNotFoundError: there is no such file, or it is a folder.
+        FileNotFoundError: there is no such file.
     """
     path = find(given)
     if path is None:
-        raise FileNotFoundError(
-            f"There is no configuration file {default_path()!r}. Write one with `accelerate config default`, or name another "
-            "with --config_file."
-        )
-    if path.is_dir():
-        raise FileNotFoundError(f"The configuration file {path} is a folder; name the file in it.")
+        raise FileNotFoundError(f"There is no file {default_path()!r}. Write one with `accelerate config default`.")
     return path
 
 
@@ -165,33 +160,24 @@ def _load(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[Key, list[
     import yaml  # most launches have no file
 
     class Loader(yaml.SafeLoader):
-        """Counts values before it builds them; an alias counts as everything that it stands for."""
+        """Counts values before it builds them, and aliases, each of which can double what the file stands for."""
 
-        count = depth = 0
+        values = aliases = depth = 0
 
         def compose_node(self, parent: Any, index: Any) -> Any:
-            event, before = self.peek_event(), self.count
-            if isinstance(event, yaml.AliasEvent):
-                if sizes.get(event.anchor) is None and event.anchor in self.anchors:
-                    raise LaunchError(f"line {event.start_mark.line + 1}: {event.anchor} contains itself.")
-                self.count += sizes.get(event.anchor, 1)
-            else:
-                self.count += 1
-            if self.count > MOST_VALUES:
-                raise LaunchError(f"it holds more than {MOST_VALUES} values, or aliases that stand for so many.")
+            self.values += 1
+            self.aliases += self.check_event(yaml.AliasEvent)
+            if self.values > MOST_VALUES or self.aliases > MOST_ALIASES:
+                raise LaunchError(f"it holds more than {MOST_VALUES} values, or more than {MOST_ALIASES} aliases.")
             self.depth += 1
-            if self.depth > DEEPEST and isinstance(event, yaml.CollectionStartEvent):
-                raise LaunchError(f"line {event.start_mark.line + 1}: it is nested more than {DEEPEST} levels deep.")
+            if self.depth > DEEPEST:
+                raise LaunchError(f"it is nested more than {DEEPEST} levels deep.")
             node = super().compose_node(parent, index)
             self.depth -= 1
-            sizes[event.anchor] = self.count - before
             return node
 
     path = pathlib.Path(path)
-    sizes: dict[str | None, int] = {}
     lines: dict[Key, list[int]] = defaultdict(list)
-    if path.is_dir():
-        raise LaunchError(f"The configuration file {path} is a folder; name the file in it.")
     try:
         with open(path, "rb") as stream:
             data = stream.read(LARGEST_FILE + 1)
@@ -203,6 +189,7 @@ def _load(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[Key, list[
             loader = Loader(data)
             node = loader.get_single_node()
             content = node and loader.construct_document(node)
+            json.dumps(content, default=str, skipkeys=True)  # refuses what contains itself
             for key, line in _keys(node, ()) if isinstance(content, dict) else ():
                 lines[key].append(line)
     except yaml.MarkedYAMLError as error:
@@ -215,14 +202,10 @@ def _load(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[Key, list[
         raise LaunchError(f"The configuration file {path} cannot be read: {said or type(error).__name__}") from error
     if content is None:
         raise LaunchError(
-            f"The configuration file {path} is empty. Write it with `accelerate config --config_file {path}`, or remove it: "
-            "`accelerate launch` needs no file."
+            f"The configuration file {path} is empty. `accelerate config --config_file {path}` writes it."
         )
     if not isinstance(content, dict):
-        raise LaunchError(
-            f"The configuration file {path} holds a {type(content).__name__}; it must hold keys and values, such as "
-            "`num_processes: 2`."
-        )
+        raise LaunchError(f"The configuration file {path} holds a {type(content).__name__}, not keys and values.")
     return content, lines
 
 
@@ -263,10 +246,7 @@ def modernise(content: Mapping[str, Any], notes: list[str] | None = None) -> dic
         notes.append(f"distributed_type: {kind} is now {_OLD_TYPES[kind]}.")
     ipex = new.pop("ipex_config", None)
     if isinstance(ipex, dict) and any(ipex.values()):
-        notes.append(
-            "ipex_config has no effect: the extension of Intel is no longer applied; current versions of torch carry its "
-            "speedups themselves."
-        )
+        notes.append("ipex_config has no effect: current versions of torch carry the speedups of Intel's extension.")
     fsdp = new.get("fsdp_config")
     if isinstance(fsdp, dict) and _OLD_PREFETCH in fsdp:
         new["fsdp_config"] = {_PREFETCH if key == _OLD_PREFETCH else key: value for key, value in fsdp.items()}

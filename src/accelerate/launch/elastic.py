@@ -74,28 +74,22 @@ def streams(plan: LaunchPlan) -> dict[int, Std]:
     Raises:
         LaunchError: one of them cannot be used; the message names it.
     """
-    restarts, interval, tee = (plan.settings[name] for name in ("max_restarts", "monitor_interval", "tee"))
-    if restarts.value < 0:
-        raise LaunchError(f"--max_restarts is {restarts.value} ({restarts.origin}); it is a number from 0.")
+    interval, tee = plan.settings["monitor_interval"], plan.settings["tee"]
     if not 0 < interval.value <= _LONGEST_INTERVAL_S:  # not a number is not in between either
         raise LaunchError(
-            f"--monitor_interval is {interval.value} ({interval.origin}); it is a number of seconds above 0, up to "
-            f"{_LONGEST_INTERVAL_S:g}."
+            f"--monitor_interval is {interval.value}; it is seconds above 0, up to {_LONGEST_INTERVAL_S:g}."
         )
     text, ranks = str(tee.value).strip(), range(plan.local_processes)
-    how = "Write 0 (nothing), 1 (stdout), 2 (stderr) or 3 (both), for all processes or by local rank: 0:3,1:2."
+    if plan["log_dir"] is not None and tee.source is Source.DEFAULT:
+        text = "3"
     try:
         chosen = Std.from_str(text)
     except ValueError:
-        raise LaunchError(f"--tee is {text!r}. {how}") from None
-    if plan["log_dir"] is not None and tee.source is Source.DEFAULT:
-        chosen = Std.ALL
-    if not isinstance(chosen, dict):
-        return dict.fromkeys(ranks, chosen)
-    if max(chosen) not in ranks:
-        raise LaunchError(
-            f"--tee is {text!r}, and there is no local rank {max(chosen)}: they go from 0 to {ranks[-1]}. {how}"
-        )
+        chosen = {-1: Std.NONE}
+    chosen = chosen if isinstance(chosen, dict) else dict.fromkeys(ranks, chosen)
+    if not chosen.keys() <= set(ranks):
+        how = f"0 (nothing), 1 (stdout), 2 (stderr) or 3 (both), or each by local rank up to {ranks[-1]}: 0:3,1:2"
+        raise LaunchError(f"--tee is {text!r}. Write {how}.")
     return chosen
 
 
@@ -114,9 +108,7 @@ def directory(given: str | None) -> Iterator[str]:
         os.makedirs(given, exist_ok=True)
         tempfile.TemporaryFile(dir=given).close()
     except OSError as error:
-        raise LaunchError(
-            f"--log_dir is {given!r}, which cannot be used: {error.strerror}. Name another one."
-        ) from None
+        raise LaunchError(f"--log_dir is {given!r}, which cannot be used: {error.strerror}.") from None
     yield given
 
 
@@ -342,10 +334,11 @@ class Agent(OpenAgent):
         """Dismiss the guard, and remove empty files."""
         if self.guard is not None:
             self.guard.close()
-        for path in map(failure.fault_file, self.error_files.values()):
+        for path in self.error_files.values():
+            faults = os.path.join(os.path.dirname(path), failure.FAULTS)
             with contextlib.suppress(OSError):
-                if os.path.getsize(path) == 0:
-                    os.remove(path)
+                if os.path.getsize(faults) == 0:
+                    os.remove(faults)
 
 
 def stopped_by(number: int) -> SignalException:

@@ -16,9 +16,7 @@ from typing import Any
 from accelerate.config.exit_status import PREEMPTED
 
 PREFIX = "accelerate launch: "
-_SAVED = (
-    f"the run ended with exit status {PREEMPTED}: a signal came, and it has saved itself. Start it again to go on."
-)
+_SAVED = f"the run ended with exit status {PREEMPTED}: a signal came, and it has saved itself. Start it again."
 # What torch says on the ranks that are left when one goes: gloo, the key-value store, NCCL, and our own checks.
 _LEFT_ALONE = re.compile(
     r"Connection (closed|reset) by peer|Connection refused.*gloo|Broken pipe|failed to recv, got 0 bytes|"

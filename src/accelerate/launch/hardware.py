@@ -9,8 +9,7 @@ import pathlib
 import re
 import socket
 import sys
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from accelerate.launch.errors import RunError
@@ -22,11 +21,6 @@ _QUOTA = pathlib.Path("/sys/fs/cgroup/cpu.max")
 # Addresses that are set aside for documentation (RFC 5737, RFC 3849): no machine has them, so the way to them is the way out.
 _OUTSIDE = ((socket.AF_INET, ("192.0.2.1", 9)), (socket.AF_INET6, ("2001:db8::1", 9)))
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-_CONNECT_S = 5.0
-_PAUSE_S = 0.25
-# A machine that is merely a moment later than this one is not worth a line.
-_FIRST_LINE_S = 2.0
-_NEXT_LINE_S = 10.0
 
 
 # -- devices and cores -------------------------------------------------------------------------------------------------
@@ -106,19 +100,13 @@ def _is_split(library: ctypes.CDLL, index: int) -> bool:
     return failed == 0 and now.value == 1
 
 
-def _visible(selection: str | None, count: int) -> int:
-    """Count the devices that `CUDA_VISIBLE_DEVICES` leaves.
-
-    The driver stops at the first entry that names no device, and a repeated entry hides everything.
-    """
-    kept: set[str] = set()
-    for entry in map(str.strip, (selection or "").split(",")):
-        if not entry.startswith(("GPU-", "MIG-")) and not (entry.isdigit() and int(entry) < count):
-            break
-        if entry in kept:
-            return 0
-        kept.add(entry)
-    return count if selection is None else len(kept)
+def _visible(selection: str | None, count: int) -> int | None:
+    """Count the devices that `CUDA_VISIBLE_DEVICES` leaves; None where it holds more than the numbers of some of them."""
+    if selection is None:
+        return count
+    entries = [entry.strip() for entry in selection.split(",")] if selection.strip() else []
+    plain = all(entry.isdigit() and int(entry) < count for entry in entries) and len({*entries}) == len(entries)
+    return len(entries) if plain else None
 
 
 def _ask_torch() -> Hardware:
@@ -171,13 +159,10 @@ def local_address(towards: str, port: int) -> str:
     try:
         found = _sources(_addresses(towards, port))
     except OSError as error:
-        raise RunError(
-            f"The address {towards!r} cannot be looked up on this machine: {_reason(error)}. Check the name (--main_process_ip)."
-        ) from None
+        reason = error.strerror or error
+        raise RunError(f"The address {towards!r} cannot be looked up: {reason}. Check --main_process_ip.") from None
     if not found:
-        raise RunError(
-            f"There is no way from this machine to {towards!r}. Check the address (--main_process_ip) and the network."
-        )
+        raise RunError(f"There is no way from this machine to {towards!r} (--main_process_ip). Check the network.")
     outward = [address for address in found if not _is_loopback(address)]
     if not outward and not _is_loopback(towards) and not towards.lower().rstrip(".").endswith("localhost"):
         outward = _sources(_OUTSIDE)
@@ -209,39 +194,6 @@ def gloo_variables(address: str, environ: Mapping[str, str] | None = None) -> di
             # NCCL takes a name for a prefix, unless it begins with an equals sign.
             return dict(zip(_INTERFACES, (name, name, f"={name}"), strict=True))
     return {}
-
-
-def wait_for(host: str, port: int, seconds: float, report: Callable[[str], None]) -> None:
-    """Wait until a program listens at an address. Names are looked up anew each time, as theirs may come late too.
-
-    Args:
-        host: name or address.
-        port: the port.
-        seconds: how long to wait at most; a connection is tried at least once.
-        report: is called with a line for the user soon, and every ten seconds.
-
-    Raises:
-        RunError: nothing listened in time.
-    """
-    started, next_line, where = time.monotonic(), _FIRST_LINE_S, f"{host}, port {port}"
-    while True:
-        left = seconds - (time.monotonic() - started)
-        try:
-            socket.create_connection((host, port), timeout=min(_CONNECT_S, max(left, _PAUSE_S))).close()
-            return
-        except (OSError, UnicodeError, OverflowError) as error:  # the last two: no name, no port
-            reason = _reason(error)
-        waited = time.monotonic() - started
-        if waited >= seconds:
-            raise RunError(
-                f"Nothing has answered at {where}, within {seconds:g} s: {reason}. Check that machine 0 has been started and is "
-                "still running, that --main_process_ip and --main_process_port are the same on all machines, and that no firewall is "
-                "between them."
-            )
-        if waited >= next_line:
-            report(f"waiting for machine 0 at {where}: {reason} ({waited:.0f} of {seconds:g} s)")
-            next_line = waited + _NEXT_LINE_S
-        time.sleep(min(_PAUSE_S, seconds - waited))
 
 
 def is_this_machine(host: str) -> bool:
@@ -278,11 +230,3 @@ def _is_loopback(address: str) -> bool:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
         return False
-
-
-def _reason(error: Exception) -> str:
-    """Return an error of the system without its number."""
-    words = getattr(error, "strerror", None)
-    if isinstance(error, TimeoutError) and not words:
-        return "no reply"
-    return (words or str(error)).rstrip(".")

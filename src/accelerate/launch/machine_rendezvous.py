@@ -37,12 +37,14 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from accelerate.config.exit_status import PREEMPTED
 from accelerate.launch import elastic, hardware
 from accelerate.launch.errors import LaunchError, RunError, endings_of
+from accelerate.launch.plan import Machines, Rendezvous
 
 # How often a launcher looks for the others, and how often it reports that it waits.
 _LOOK_S = 0.1
-_REPORT_S = 15.0
-# How long one request to the store may take while the machines join.
+_REPORT_S = 10.0
+# How long one request to the store may take while the machines join, and one attempt to reach it.
 _ANSWER_S = timedelta(seconds=30)
+_CONNECT_S = 5.0
 # For how long a record may stand still and its machine is there; after how long it is taken over.
 _FRESH_S = 1.0
 _STALE_S = 5.0
@@ -76,10 +78,6 @@ class Member:
         return f"machine {self.machine} ({self.host}, {self.address})"
 
 
-class MachineLost(RunError):
-    """A machine does not answer any more."""
-
-
 class FailedElsewhere(RunError):
     """Processes of another machine have failed, or saved their run; `what` is what `Heartbeat.failure` returned."""
 
@@ -101,42 +99,47 @@ class MachineRendezvous(StaticTCPRendezvous):
     """The rendezvous of one launcher with those of the other machines.
 
     Args:
-        host: name or address of machine 0.
-        port: the port there.
-        machines: how many machines take part.
-        machine: the number of this one; None takes a free one, 0 on the machine that has the address.
+        meet: where the machines meet. Its settings say for how many seconds to wait for the others (`join_timeout`, or `timeout`), and
+            after how many seconds of silence a machine is lost (`heartbeat_timeout`).
+        machines: how many take part, and the number of this one; without it, the machine that has the address is 0, and each of the
+            others takes a free number.
         processes: how many processes this machine runs.
-        join_timeout: how long to wait for the others, in seconds.
-        heartbeat_timeout: after how many seconds of silence a machine is lost.
-        report: prints a line for the user.
         restarts: how often the run may be restarted.
+        report: prints a line for the user.
+
+    Attributes:
+        variables: those by which the processes talk through the interface that the other machines reach.
+
+    Raises:
+        RunError: the address of machine 0 cannot be looked up, or reached.
     """
 
     def __init__(
         self,
-        host: str,
-        port: int,
-        machines: int,
-        machine: int | None,
+        meet: Rendezvous,
+        machines: Machines,
         processes: int,
-        join_timeout: float = 600.0,
-        heartbeat_timeout: float = 30.0,
-        report: Callable[[str], None] = print,
         restarts: int = 0,
+        report: Callable[[str], None] = print,
     ) -> None:
-        super().__init__(host, port, machine or 0, machines, "accelerate_machines", join_timeout)
-        self.host, self.port, self.machines, self.machine = host, port, machines, machine
-        self.join_timeout, self.heartbeat_timeout, self.report = join_timeout, heartbeat_timeout, report
+        host, port, machine = meet.host, meet.port, machines.rank
+        self.join_timeout = float(meet.settings.get("join_timeout", meet.settings.get("timeout", 600)))
+        self.heartbeat_timeout = float(meet.settings.get("heartbeat_timeout", 30))
+        super().__init__(host, port, machine or 0, machines.count, "accelerate_machines", self.join_timeout)
+        self.host, self.port, self.machines, self.machine, self.report = host, port, machines.count, machine, report
+        address = hardware.local_address(host, port)
+        self.variables = hardware.gloo_variables(address)
         self.is_host = machine == 0 or (machine is None and hardware.is_this_machine(host))
-        self._numbers = [0] if self.is_host else [machine] if machine is not None else list(range(1, machines))
-        self._record = {"machines": machines, "processes": processes, "restarts": restarts, "beat": 0}
-        self._record |= {"host": socket.gethostname(), "identity": uuid.uuid4().hex}
+        self._numbers = [0] if self.is_host else [machine] if machine is not None else list(range(1, machines.count))
+        self._record = {"machines": machines.count, "processes": processes, "restarts": restarts, "beat": 0}
+        self._record |= {"host": socket.gethostname(), "address": address, "identity": uuid.uuid4().hex}
+        self._place = f"{host}, port {port}"
         self.name, self.round, self.members, self.heartbeat = "", -1, [], None
         self._server: TCPStore | None = None
         self._round_server: TCPStore | None = None
         self._client: TCPStore | None = None
         self._seen: dict[str, tuple[str, float]] = {}  # the records, and since when they stand still
-        self._connected = self._next_report = 0.0
+        self._connected = self._deadline = self._next_report = 0.0
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Join the next round and wait until all machines have.
@@ -148,52 +151,48 @@ class MachineRendezvous(StaticTCPRendezvous):
         self._stop_heartbeat()
         # After a machine was lost, the former connection may hang.
         self._client, self._seen = None, {}
-        started = time.monotonic()
-        self._next_report = started + _REPORT_S
-        while (port := self._join(started + self.join_timeout)) is None:
+        self._deadline, self._next_report = time.monotonic() + self.join_timeout, time.monotonic() + _REPORT_S
+        while (port := self._join()) is None:
             time.sleep(_LOOK_S)
         self.heartbeat = Heartbeat(self)
         self.heartbeat.start()
         store = PrefixStore(f"round/{self.round}", self._client)
         return RendezvousInfo(store, self.machine, self.machines, RendezvousStoreInfo(self.host, port))
 
-    def _join(self, deadline: float) -> int | None:
+    def _join(self) -> int | None:
         """Take one step towards the next round; return the port of its processes if it has begun with this machine."""
         try:
             if self._client is None:
-                self._connect(deadline)
-            return self._step(self._client, deadline)
+                self._listen() if self.is_host else self._connect()
+                self._connected = time.monotonic()
+            return self._step(self._client)
         except RunError:
             raise
-        except (RuntimeError, ConnectionError, TimeoutError) as error:  # torch's own are RuntimeErrors
-            self._client = None
-            if self.is_host or time.monotonic() > deadline:
-                raise RunError(
-                    f"The store at {self.host}, port {self.port}, cannot be used: {_line_of(error)}"
-                ) from error
+        except (RuntimeError, OSError, UnicodeError, OverflowError) as error:  # torch's own; no listener, name or port
+            self._client, reason = None, _line_of(error)
+            if self.is_host:
+                raise RunError(f"The store at {self._place}, cannot be used: {reason}") from error
+            self._wait(f"machine 0 to answer at {self._place}: {reason}")
             return None
 
-    def _connect(self, deadline: float) -> None:
-        if not self.is_host:
-            left = round(max(deadline - time.monotonic(), 0.0), 1)
-            hardware.wait_for(self.host, self.port, left, self.report)
-            self._client = TCPStore(self.host, self.port, is_master=False, timeout=_ANSWER_S, wait_for_workers=False)
-        elif self._server is None:
+    def _connect(self) -> None:
+        # Torch's store does not say why it cannot connect, and is deaf to signals meanwhile.
+        socket.create_connection((self.host, self.port), timeout=min(_CONNECT_S, self.join_timeout)).close()
+        self._client = TCPStore(self.host, self.port, is_master=False, timeout=_ANSWER_S, wait_for_workers=False)
+
+    def _listen(self) -> None:
+        if self._server is None:
             try:
                 self._server = elastic.serve(self.host, self.port, _ANSWER_S)
             except (RuntimeError, ValueError) as error:
-                raise RunError(
-                    f"Machine 0 cannot listen at {self.host}, port {self.port}: {_line_of(error)}. Choose a free --main_process_port, on "
-                    "all machines, and let --main_process_ip be an address of machine 0."
-                ) from error
+                hint = "Choose a free --main_process_port, and let --main_process_ip be an address of machine 0."
+                raise RunError(f"Machine 0 cannot listen at {self._place}: {_line_of(error)}. {hint}") from error
             # A new launcher of machine 0 begins a new run, with an empty store.
             self._server.set("round", f"{self._record['identity']}/0")
-        self._client = self._client or self._server
-        self._record["address"] = hardware.local_address(self.host, self.port)
-        self._connected = time.monotonic()
+        self._client = self._server
 
-    def _step(self, store: Store, deadline: float) -> int | None:
-        name, place = store.get("round").decode(), f"{self.host}, port {self.port},"
+    def _step(self, store: Store) -> int | None:
+        name = store.get("round").decode()
         if name == self.name:  # a machine of the last round opens the next one
             run, _, number = name.partition("/")
             name = store.compare_set("round", name, f"{run}/{int(number) + 1}").decode()
@@ -206,17 +205,13 @@ class MachineRendezvous(StaticTCPRendezvous):
             if not missing and self.is_host:
                 self._begin(store, name, here)
             elif missing:
-                line = f"machine {missing} of {self.machines} (numbered from 0)"
-                in_vain = f"{line} did not come to {place} within {self.join_timeout:g} s. Start the same command there, with its own "
-                in_vain += "--machine_rank; --rdzv_conf join_timeout=SECONDS waits longer."
-                self._wait(f"waiting for {line} to come to {place}", in_vain, deadline)
+                self._wait(f"machine {missing} of {self.machines} (numbered from 0) to come to {self._place}")
             return None
         begun = json.loads(begun)
         members = [Member(**record) for record in begun["members"]]
         if self._record["identity"] not in [member.identity for member in members]:
             # This launcher is new, the run is not. Only the machines in it may end a round: this one may be one too many.
-            late = f"the run at {place} has begun without this machine, and lets it in when it restarts"
-            self._wait(late, f"{late}, which it has not done within {self.join_timeout:g} s.", deadline)
+            self._wait(f"the run at {self._place}, to restart: it has begun without this machine")
             return None
         self.name, self.round, self.members = name, int(name.rpartition("/")[2]), members
         return begun["port"]
@@ -240,11 +235,10 @@ class MachineRendezvous(StaticTCPRendezvous):
             return  # it may be the record of a launcher that has just ended
         if len(self._numbers) > 1 or self.machine is None:
             raise LaunchError(
-                f"There are {self.machines} machines already; this one is one too many. Correct --num_machines."
+                f"There are {self.machines} machines already (--num_machines); this one is one too many."
             )
         raise LaunchError(
-            f"--machine_rank is {self.machine} on this machine ({socket.gethostname()}) and on {holders[0].host} "
-            f"({holders[0].address}) too. Give each machine a number of its own."
+            f"--machine_rank is {self.machine} on this machine and on {holders[0]}; each needs a number of its own."
         )
 
     def _stands_still(self, key: str, text: str) -> float:
@@ -271,10 +265,8 @@ class MachineRendezvous(StaticTCPRendezvous):
                 if getattr(mine, name) != getattr(other, name):
                     if self.is_host:  # the store ends with this launcher; the others must read the records first
                         time.sleep(3 * _LOOK_S)
-                    raise LaunchError(
-                        f"The machines do not agree on {option}: {getattr(mine, name)} on {mine}, {getattr(other, name)} on {other}. Give "
-                        "all of them the same --num_machines, --num_processes and --max_restarts."
-                    )
+                    said = f"{getattr(mine, name)} on {mine}, {getattr(other, name)} on {other}"
+                    raise LaunchError(f"The machines do not agree on {option}: {said}. Give all of them the same.")
 
     def _begin(self, store: Store, name: str, here: dict[int, Member]) -> None:
         """Begin a round: let the machines know who takes part, and at which port the processes meet."""
@@ -286,13 +278,13 @@ class MachineRendezvous(StaticTCPRendezvous):
         members = [vars(here[machine]) for machine in sorted(here)]
         store.set(f"begun/{name}", json.dumps({"members": members, "port": self._round_server.port}))
 
-    def _wait(self, waiting: str, in_vain: str, deadline: float) -> None:
+    def _wait(self, what: str) -> None:
         """Report what this machine waits for; an error after the deadline."""
         now = time.monotonic()
-        if now > deadline:
-            raise RunError(in_vain)
+        if now > self._deadline:
+            raise RunError(f"Waited {self.join_timeout:g} s (--rdzv_conf join_timeout) in vain for {what}.")
         if now > self._next_report:
-            self.report(waiting)
+            self.report(f"waiting for {what}")
             self._next_report = now + _REPORT_S
 
     # -- while the processes run -------------------------------------------------------------------------------------
@@ -331,8 +323,9 @@ def _value(store: Store, key: str) -> str | None:
 
 
 def _line_of(error: BaseException) -> str:
-    """Return an error of the store in one line; torch may add where in its code it happened."""
-    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+    """Return an error of the system or the store in one line; torch may add where in its code it happened."""
+    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return text.splitlines()[0].rstrip(".")
 
 
 # -- the heartbeat -----------------------------------------------------------------------------------------------------
@@ -385,21 +378,20 @@ class Heartbeat(threading.Thread):
         """Whether the processes of all machines are done."""
         return len(self.said("done")) == len(self._members)
 
-    def lost(self) -> MachineLost | None:
+    def lost(self) -> RunError | None:
         """Return the error that names a machine which does not answer; None if all do."""
         silent = time.monotonic() - self._answered
         if self.all_done():
             return None
-        for line in self.said("lost").values():
-            return MachineLost(f"{line} The processes of the other machines are ended.")
-        if not self._broken and silent <= self._timeout:
-            return None
-        closed = f"has closed the connection ({self._broken})"
-        why = closed if self._broken else f"has not answered for {silent:.0f} s"
-        return MachineLost(
-            f"{self._members[0]} {why} at {self._host}, port {self._port}: it is down, or one of the two machines is cut off. The "
-            f"processes of this machine ({self.own.host}) are ended."
-        )
+        line = next(iter(self.said("lost").values()), None)
+        if line is None and (self._broken or silent > self._timeout):
+            why = (
+                f"has closed the connection ({self._broken})"
+                if self._broken
+                else f"has not answered for {silent:.0f} s"
+            )
+            line = f"{self._members[0]} {why}: it is down, or one of the two machines is cut off."
+        return line and RunError(f"{line} The processes of the other machines are ended.")
 
     def stop(self) -> None:
         """Publish what is left and end; this waits a moment at most, because the store may never answer."""
@@ -435,7 +427,7 @@ class Heartbeat(threading.Thread):
             silent = now - self._changed[machine]
             if silent > self._timeout and "done" not in state and "left" not in state:
                 self.publish(
-                    lost=f"{self._members[machine]} has not answered for {silent:.0f} s: it is down, or its network is."
+                    lost=f"{self._members[machine]} has not answered for {silent:.0f} s: it or its network is down."
                 )
         self._states = states
         self.current = store.get("round").decode()
@@ -491,7 +483,7 @@ class MachineAgent(elastic.Agent):
                 raise FailedElsewhere(elsewhere)
         return result
 
-    def _give_up(self, worker_group: WorkerGroup, lost: MachineLost) -> RunResult:
+    def _give_up(self, worker_group: WorkerGroup, lost: RunError) -> RunResult:
         """End the processes of this machine because another machine is lost; start a new round if there may be one."""
         self._stop_workers(worker_group)
         for number in self._forwarded:
@@ -499,10 +491,8 @@ class MachineAgent(elastic.Agent):
         if not self.restarts_left:
             raise lost
         machines = self._machines
-        machines.report(
-            f"{lost} Waiting up to {machines.join_timeout:g} s for all {machines.machines} machines to be back; start the same command "
-            "on the one that is lost."
-        )
+        back = f"all {machines.machines} machines to be back; start the same command on the one that is lost"
+        machines.report(f"{lost} Waiting up to {machines.join_timeout:g} s for {back}.")
         return RunResult(state=WorkerState.FAILED)
 
     def _failed_here(self, result: RunResult) -> RunResult:

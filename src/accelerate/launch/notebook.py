@@ -1,22 +1,41 @@
 """Functions started in several processes, from a notebook, a console or a test; `accelerate.launchers` is the public home.
 
-A request is checked, and the agent of `accelerate launch` runs the function in forked processes.
+A request is checked, and the agent of `accelerate launch` runs the function in forked processes. Importing this module imports
+torch.
 """
 
+import contextlib
 import functools
 import importlib
 import inspect
+import io
+import multiprocessing
+import os
 import re
 import signal
+import string
+import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from accelerate.config.exit_status import PREEMPTED
 from accelerate.config.options import BY_NAME
-from accelerate.launch.errors import LaunchError, Reporter, RunError, WorkerFailure, endings_of
+from accelerate.launch import elastic, machine_rendezvous
+from accelerate.launch.errors import LaunchError, Reporter, RunError, Seen, WorkerFailure, endings_of
 from accelerate.launch.plan import Machines, Rendezvous
+from accelerate.runtime import failure
 
 # Torch's default, for a port that the user has not chosen.
 DEFAULT_PORT = 29500
@@ -28,10 +47,12 @@ _NAMES = {
     "--machine_rank": "node_rank",
     "--num_machines": "num_nodes",
     "--num_processes": "num_processes",
-    "--rdzv_conf join_timeout=SECONDS waits": "rdzv_conf={'join_timeout': SECONDS} waits",
-    "Start the same command there": "Make the same call there",
+    "--rdzv_conf": "rdzv_conf",
 }
 _POISONED = re.compile("Cannot re-initialize|CUDA error: initialization error|in forked subprocess")
+# A function of Python's does not run while the process waits inside torch, so these end a rank at once.
+_SIGNALS = ("SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
+_INTERRUPTED = 130
 _USED_BEFORE = "The GPU was used before the processes were forked. Restart, and use it only inside the function."
 
 
@@ -126,27 +147,27 @@ def check(request: Request) -> None:
         ValueError: an argument has an impossible value.
     """
     _check_function(request)
-    for name, least, hint in (
-        ("num_processes", 1, "leave it out for one process per device"),
-        ("num_nodes", 1, "it is the number of machines"),
-        ("node_rank", 0, "machines are numbered from 0"),
-        ("max_restarts", 0, "0 is for none"),
-    ):
+    for name, least in {"num_processes": 1, "num_nodes": 1, "node_rank": 0, "max_restarts": 0}.items():
         value = getattr(request, name)
         if name == "num_processes" and value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} is {value!r}; give an integer ({hint}).")
+            raise TypeError(f"{name} is {value!r}; give an integer.")
         if value < least:
-            raise ValueError(f"{name} is {value}; it must be at least {least} ({hint}).")
-    if request.node_rank >= request.num_nodes:
-        given = f"node_rank is {request.node_rank}, and num_nodes is {request.num_nodes}"
-        raise ValueError(f"{given}: machines are numbered from 0 to {request.num_nodes - 1}.")
-    if not isinstance(request.monitor_interval, (int, float)) or not request.monitor_interval > 0:
-        raise ValueError(f"monitor_interval is {request.monitor_interval!r}; give a number of seconds above 0.")
-    if request.precision is None:
-        raise ValueError("mixed_precision is None; choose one of no, fp16, bf16, fp8.")
-    _check_rendezvous(request)
+            raise ValueError(f"{name} is {value}; it must be at least {least}.")
+    if request.rdzv_conf is not None and not isinstance(request.rdzv_conf, Mapping):
+        raise TypeError(f"rdzv_conf is {request.rdzv_conf!r}; give a dictionary, such as {{'timeout': 60}}.")
+    interval = request.monitor_interval
+    for name, fits, wanted in (
+        ("node_rank", request.node_rank < request.num_nodes, f"{request.num_nodes} machines are numbered from 0"),
+        ("monitor_interval", isinstance(interval, (int, float)) and interval > 0, "give a number of seconds above 0"),
+        ("mixed_precision", request.precision is not None, "choose one of no, fp16, bf16, fp8"),
+        ("use_port", re.fullmatch(r"\d{0,5}", str(request.use_port or "")) and request.port <= 65535, "give a port"),
+        ("rdzv_backend", request.rdzv_backend in _BACKENDS, f"choose one of {', '.join(_BACKENDS)}"),
+        ("rdzv_endpoint", re.fullmatch(r"(.+:\d{1,5})?", request.rdzv_endpoint), "give host:port"),
+    ):
+        if not fits:
+            raise ValueError(f"{name} is {getattr(request, name)!r}; {wanted}.")
 
 
 def _check_function(request: Request) -> None:
@@ -168,15 +189,175 @@ def _check_function(request: Request) -> None:
         raise TypeError(f"args is {given}, which does not fit {name}{signature}: {error}.") from None
 
 
-def _check_rendezvous(request: Request) -> None:
-    if not re.fullmatch(r"\d{0,5}", str(request.use_port or "")) or request.port > 65535:
-        raise ValueError(f"use_port is {request.use_port!r}; give a port up to 65535, or none for a free one.")
-    if request.rdzv_backend not in _BACKENDS:
-        raise ValueError(f"rdzv_backend is {request.rdzv_backend!r}; choose one of {', '.join(_BACKENDS)}.")
-    if request.rdzv_conf is not None and not isinstance(request.rdzv_conf, Mapping):
-        raise TypeError(f"rdzv_conf is {request.rdzv_conf!r}; give a dictionary, such as {{'timeout': 60}}.")
-    if request.rdzv_endpoint and not re.fullmatch(r".+:\d{1,5}", request.rdzv_endpoint):
-        raise ValueError(f"rdzv_endpoint is {request.rdzv_endpoint!r}; give host:port.")
+# -- in each process ------------------------------------------------------------------------------------------------------
+
+
+class Worker:
+    """What a rank runs: the function, without what the process has inherited, and with a record of its failure.
+
+    Args:
+        function: the function.
+        prefix: what stands before each line of its output, with `${rank}`, `${local_rank}` and `${role_name}`; or None.
+
+    Attributes:
+        may_run: all ranks are forked. Before that a rank must not connect to the launcher's store: a thread of the launcher
+            would look up its name, and a process that is forked meanwhile inherits the locked lock of glibc's resolver.
+    """
+
+    def __init__(self, function: Callable[..., Any], prefix: str | None = None) -> None:
+        self.function, self.prefix = function, prefix
+        self.may_run = multiprocessing.get_context("fork").Event()
+        self.__name__ = self.__qualname__ = name_of(function)
+
+    def __call__(self, *args: Any) -> None:
+        """Run the function; what it returns is dropped, as it would have to be sent home and need not be picklable.
+
+        Args:
+            args: of the function.
+        """
+        try:
+            self._begin_afresh()
+            self.function(*args)
+        except SystemExit as end:
+            if end.code in (None, 0):
+                return
+            if end.code != PREEMPTED:  # then it has saved itself, and has not failed
+                _leave(end)
+            raise
+        except BaseException as error:
+            _leave(error)
+            # Any other exception would make torch write its own report over this one; and torch takes an interrupted process
+            # for one that is done, and waits for its result for ever.
+            raise SystemExit(_INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1) from None
+        finally:
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(
+                    Exception
+                ):  # an error of the function must not be hidden by one of its output
+                    stream.flush()
+
+    def _begin_afresh(self) -> None:
+        # Torch requests SIGINT, which waits for Python; a process inside a collective would stay, with its memory on the GPU.
+        end_with_the_parent = getattr(torch.multiprocessing, "_prctl_pr_set_pdeathsig", lambda number: None)
+        end_with_the_parent(signal.SIGTERM)
+        # Signals do what they do in a fresh process: the launcher's handlers came along with the fork.
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            for number in (getattr(signal, name) for name in _SIGNALS):
+                if callable(signal.getsignal(number)):
+                    signal.signal(number, signal.SIG_DFL)
+        names = {"rank": "RANK", "local_rank": "LOCAL_RANK", "role_name": "ROLE_NAME"}
+        values = {name: os.environ.get(variable) for name, variable in names.items()}
+        write_whole_lines(string.Template(self.prefix or "").safe_substitute(values))
+        # GNU OpenMP does not survive a fork: a parallel region would wait for threads that only the parent has.
+        torch.set_num_threads(1)
+        _forget_states()
+        self.may_run.wait()
+
+
+def on_core(function: Callable[..., Any], forked: bool, index: int, *args: Any) -> None:
+    """Run the function on the TPU core `index`: in a process of torch_xla's, or for one core in this process."""
+    if forked:
+        _forget_states()
+    function(*args)
+
+
+def _forget_states() -> None:
+    from accelerate.state import AcceleratorState, GradientState
+
+    os.environ["FORK_LAUNCHED"] = "1"
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def _leave(error: BaseException) -> None:
+    """Write the error into the error file, without the launcher's own frames at the beginning of its traceback."""
+    trace: TracebackType | None = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    with contextlib.suppress(OSError):  # a full disk must not hide the error itself
+        failure.leave(os.environ[failure.ERROR_FILE], failure.record(type(error), error, trace or error.__traceback__))
+
+
+# -- output --------------------------------------------------------------------------------------------------------------
+
+
+class _WholeLines:
+    """Collects whole lines before a notebook's stream, which sends each piece of a `print`, and puts a prefix before each."""
+
+    def __init__(self, stream: Any, prefix: str) -> None:
+        self._stream, self._prefix, self._held = stream, prefix, ""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        lines, newline, self._held = (self._held + text).rpartition("\n")
+        self._send(lines + newline)
+        return len(text)
+
+    def flush(self) -> None:
+        held, self._held = self._held, ""
+        self._send(held)
+        self._stream.flush()
+
+    def _send(self, text: str) -> None:
+        if text:
+            self._stream.write("".join(self._prefix + line for line in text.splitlines(keepends=True)))
+
+
+def write_whole_lines(prefix: str = "") -> None:
+    """Let this process print whole lines, each behind a prefix; a console's own streams are left alone without one."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        # PYTHONUNBUFFERED sets write_through.
+        if stream is not None and (prefix or not isinstance(stream, io.TextIOWrapper) or stream.write_through):
+            setattr(sys, name, _WholeLines(stream, prefix))
+
+
+# -- the agent -----------------------------------------------------------------------------------------------------------
+
+
+class FunctionAgent(elastic.Agent):
+    """The agent of processes that run a function and no program: torch keeps them in another place."""
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        may_run = worker_group.spec.entrypoint.may_run
+        before = set(multiprocessing.active_children())
+        may_run.clear()
+        try:
+            started = super()._start_workers(worker_group)
+        except BaseException:  # torch forgets the processes of a start that fails half-way
+            for process in set(multiprocessing.active_children()) - before:
+                process.kill()
+                process.join()
+            raise
+        may_run.set()
+        # A rank that waits in a collective for one that is done would wait on. What that returns, None, outlives it in a pipe.
+        self.let_finished_functions_end()
+        return started
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result = super()._monitor_workers(worker_group)
+        statuses, vanished = self.statuses, []
+        if result.state == WorkerState.HEALTHY:
+            # Processes that ended well before their function did (`os._exit(0)`): torch would wait for them for ever.
+            vanished = [local for local, status in statuses.items() if status == 0 and not self.has_returned(local)]
+        if not vanished and not result.failures:
+            return result
+        failures = {}
+        by_itself = {*vanished, *(one.local_rank for one in result.failures.values())}
+        for local, process in self.processes.items():
+            if statuses[local] or local in vanished:
+                one = ProcessFailure(local, process.pid, statuses[local], self.error_files[local])
+                # Torch has stopped those that were alive at the agent's last look.
+                one.seen = self._seen.get(local, Seen(time.time(), stopped=local not in by_itself))
+                failures[worker_group.workers[local].global_rank] = one
+        return RunResult(state=WorkerState.FAILED, failures=failures)
+
+
+class MachineFunctionAgent(machine_rendezvous.MachineAgent, FunctionAgent):
+    """The same on one of several machines."""
 
 
 # -- running -------------------------------------------------------------------------------------------------------------
@@ -198,18 +379,10 @@ def run(request: Request, environment: Mapping[str, str], num_processes: int) ->
         SystemExit: the processes have saved themselves after a signal; the status is that of such a run.
         torch.distributed.elastic.multiprocessing.api.SignalException: another signal stopped them.
     """
-    import torch.distributed as dist
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous.api import RendezvousError
-
-    from accelerate.launch import elastic, notebook_worker
-    from accelerate.launch.machine_rendezvous import FailedElsewhere
-
     reporter = Reporter()
     try:
         with tempfile.TemporaryDirectory(prefix="accelerate_launch_", ignore_cleanup_errors=True) as directory:
-            worker = notebook_worker.Worker(request.function, request.log_line_prefix_template)
+            worker = Worker(request.function, request.log_line_prefix_template)
             config, agent, more = _configured(request, num_processes, directory)
             elastic.start(config, worker, tuple(request.args), {**more, **environment}, agent=agent)
     except ChildFailedError as error:
@@ -221,7 +394,7 @@ def run(request: Request, environment: Mapping[str, str], num_processes: int) ->
         if error.sigval == signal.SIGINT:
             raise KeyboardInterrupt from None
         raise
-    except FailedElsewhere as error:
+    except machine_rendezvous.FailedElsewhere as error:
         raise WorkerError(_in_arguments(error)) from None
     except LaunchError as error:
         raise LaunchError(_in_arguments(error)) from None
@@ -233,22 +406,20 @@ def run(request: Request, environment: Mapping[str, str], num_processes: int) ->
 
 def _configured(request: Request, num_processes: int, directory: str) -> tuple[Any, type, Mapping[str, str]]:
     """Return torch's configuration, the class of its agent, and further variables of the processes."""
-    from accelerate.launch import elastic, notebook_worker
-    from accelerate.launch.runners import local
-
     settings = request.rdzv_conf or {}
-    agent, variables = notebook_worker.FunctionAgent, {}
+    agent, variables = FunctionAgent, {}
     rendezvous = Rendezvous(request.rdzv_backend, port=request.chosen_port, settings=settings)
     if request.num_nodes > 1:
-        agent = notebook_worker.MachineFunctionAgent
+        agent = MachineFunctionAgent
         host, _, port = request.endpoint.rpartition(":")
         meet = Rendezvous(request.rdzv_backend, host.strip("[]"), int(port), settings)
         # With c10d machines number themselves, and node_rank may be 0 on each of them.
         numbered = request.rdzv_backend == "static" or request.node_rank > 0
         machines = Machines(request.num_nodes, request.node_rank if numbered else None)
-        rendezvous, variables = local.between_machines(
-            meet, machines, num_processes, lambda line: print(_in_arguments(line)), restarts=request.max_restarts
+        rendezvous = machine_rendezvous.MachineRendezvous(
+            meet, machines, num_processes, request.max_restarts, lambda line: print(_in_arguments(line))
         )
+        variables = rendezvous.variables
     options = {name: getattr(request, name) for name in ("max_restarts", "monitor_interval")}
     config = elastic.make_config(num_processes, rendezvous, directory, start_method="fork", **options)
     if request.rdzv_id != "none":
@@ -296,14 +467,10 @@ def run_on_tpu(request: Request) -> None:
 
     Source: https://docs.pytorch.org/xla/master/learn/api-guide.html
     """
-    from accelerate.launch import notebook_worker
-
     library = getattr(importlib.import_module("torch_xla"), "_XLAC", None)
     if getattr(library, "_xla_runtime_is_initialized", lambda: False)():
-        raise RuntimeError(
-            "This process uses the TPU already. Restart the notebook, and use it only inside the function."
-        )
+        raise RuntimeError("This process uses the TPU already. Restart, and use it only inside the function.")
     starter = importlib.import_module("torch_xla.distributed.xla_multiprocessing")
-    on_core = functools.partial(notebook_worker.on_core, request.function, request.num_processes != 1)
+    function = functools.partial(on_core, request.function, request.num_processes != 1)
     # It takes one process, or None for as many as there are cores.
-    starter.spawn(on_core, args=tuple(request.args), nprocs=request.num_processes, start_method="fork")
+    starter.spawn(function, args=tuple(request.args), nprocs=request.num_processes, start_method="fork")

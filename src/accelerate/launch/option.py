@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from accelerate.config.options import OPTIONS, Option
 from accelerate.config.options.schema import both_spellings
+from accelerate.launch.config_file import nearest
 
 # Stands for an argument that was not given. A list, because argparse appends repeated arguments to a copy of it.
 _NOT_GIVEN: list[Any] = []
@@ -33,8 +34,6 @@ class Parser(_SpelledTwice, argparse.ArgumentParser):
     """
 
     group_class = ArgumentGroup
-    # What is being parsed, for errors.
-    _words: Sequence[str] = ()
 
     def add_argument_group(self, *args: Any, **kwargs: Any) -> ArgumentGroup:
         """Add a heading whose arguments are spelled both ways too."""
@@ -61,7 +60,6 @@ class Parser(_SpelledTwice, argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse what is known, and note in `nondefault` which arguments were given."""
-        self._words = sys.argv[1:] if args is None else list(args)
         if namespace is not None:
             return super().parse_known_args(args, namespace)
         # argparse assigns a default only to a missing attribute: what still holds the mark afterwards was not given.
@@ -94,15 +92,9 @@ class Parser(_SpelledTwice, argparse.ArgumentParser):
         """Print the usage and the error on stderr, and end with status 2.
 
         Args:
-            message: the error. Where argparse only misses an argument, an unknown option is named first: it is the likely
-                reason.
+            message: the error.
         """
-        message = message.replace(", training_script_args", "")  # may be empty, whatever argparse says
-        long = [word for word in self._words if word.startswith("--") and word != "--"]
-        strangers = [word for word in long if word.partition("=")[0] not in self._option_string_actions]
-        super().error(
-            f"{self.unknown(strangers)} Besides, {message}" if strangers and "required" in message else message
-        )
+        super().error(message.replace(", training_script_args", ""))  # may be empty, whatever argparse says
 
     def _innermost(self, words: Sequence[str]) -> "Parser":
         """Return the parser of the subcommand that was chosen, or this one."""
@@ -114,14 +106,10 @@ class Parser(_SpelledTwice, argparse.ArgumentParser):
         return self
 
     def _correction(self, flag: str) -> str:
-        import difflib  # only for those who mistyped
-
-        plain = flag.lower().replace("-", "_")
-        known = {spelling: spelling.replace("-", "_") for spelling in self._option_string_actions}
-        near = difflib.get_close_matches(plain, known.values(), n=1, cutoff=0.7)
-        if not near:
-            return f"{flag} is unknown; `{self.prog} --help` lists the options."
-        return f"{flag} is unknown; did you mean {next(spelling for spelling in known if known[spelling] == near[0])}?"
+        known = {spelling.replace("-", "_"): spelling for spelling in reversed(self._option_string_actions)}
+        near = nearest(flag.lower().replace("-", "_"), known)
+        hint = f"did you mean {known[near]}?" if near else f"`{self.prog} --help` lists the options."
+        return f"{flag} is unknown; {hint}"
 
 
 def add_options(parser: Parser, options: Iterable[Option] = OPTIONS) -> None:

@@ -59,11 +59,6 @@ class Rendezvous:
     port: int = 0
     settings: Mapping[str, str] = field(default_factory=dict)
 
-    @property
-    def endpoint(self) -> str:
-        """Host and port in torch's notation."""
-        return f"{self.host}:{self.port}"
-
 
 @dataclass(frozen=True)
 class Machines:
@@ -72,12 +67,10 @@ class Machines:
     Attributes:
         count: how many take part.
         rank: the number of this one, from 0; None where the rendezvous numbers them.
-        source: the scheduler that gave the number, or None for the options.
     """
 
     count: int = 1
     rank: int | None = 0
-    source: str | None = None
 
 
 @dataclass(frozen=True)

@@ -5,15 +5,13 @@ then what the hardware suggests, then default.
 """
 
 import argparse
-import importlib.util
 import math
 import os
+import re
 import shutil
 import socket
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from importlib.machinery import PathFinder
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -111,16 +109,11 @@ def resolve(
 
     other = _other_launcher(values, on, job)
     task = job.task if job and not other else None
-    machines = Machines() if other or task else _machines(values, job)
+    machines = Machines() if other or task else _machines(values)
     devices, usable = _devices(values, environ)
     if task:
         count, local = _count_tasks(values, task, job.source, notes), task.local_world_size or 1
     elif other:
-        if job and job.task:
-            notes.append(
-                f"{job.source} has started {job.task.world_size} of these launches, and each of them starts a whole run by {other}. "
-                "Start one."
-            )
         several = values["num_machines"].value or 1
         count = _count(values, usable, several, f"as {other} finds them")
         local = max(count // several, 1)
@@ -220,8 +213,7 @@ def _ask_scheduler(values: Values, found: "Cluster | None", notes: list[str]) ->
     asked = values["num_machines"]
     if asked.source is Source.COMMAND_LINE and asked.value != found.machines:
         notes.append(
-            f"--num_machines is {asked.value} on the command line, and {found.source} speaks of {found.machines}: "
-            f"{found.source} is not asked for ranks and addresses."
+            f"--num_machines is {asked.value}, not {found.machines} as with {found.source}, which is not asked then."
         )
         return None
     if found.machines == 1 and found.task is None:
@@ -230,7 +222,7 @@ def _ask_scheduler(values: Values, found: "Cluster | None", notes: list[str]) ->
         offered, former = getattr(found, field), values[name]
         if offered is None or former.source >= Source.ENVIRONMENT:
             continue
-        values[name] = Resolved(offered, Source.ENVIRONMENT, f"{found.source} ({found.detail})")
+        values[name] = Resolved(offered, Source.ENVIRONMENT, found.source)
         if former.source is Source.FILE and former.value != offered:
             notes.append(
                 f"{name} is {offered!r} (from {found.source}), not {former.value!r} (from the {former.origin})."
@@ -277,18 +269,10 @@ def _check_script(args: argparse.Namespace, values: Values, needs_script: bool) 
         raise LaunchError("--module and --no_python exclude each other. Choose one.")
     if is_program and shutil.which(script) is None:
         raise LaunchError(f"{script!r} is no program: it is neither on the PATH nor an executable file.")
-    if is_module and not _is_module(script.partition(".")[0]):
-        raise LaunchError(f"There is no module {script!r}, neither installed nor in {os.getcwd()}.")
     if not (is_module or is_program or os.path.exists(script)):
         hint = " It looks like an option: options of the launcher come before the script."
         hint = hint if script.startswith("-") else ""
         raise LaunchError(f"There is no script {script!r} (looked in {os.getcwd()}).{hint}")
-
-
-def _is_module(name: str) -> bool:
-    # `python -m` looks in the working directory first, which is not on the path of a console script.
-    here = PathFinder.find_spec(name, [os.getcwd()]) if name else None
-    return bool(here or name in sys.modules or (name and importlib.util.find_spec(name)))
 
 
 # Who starts the processes, and on which machines and devices
@@ -322,7 +306,7 @@ def _own_runner(values: Values, count: int, machines: Machines, task: Ranks | No
     return "local" if count > 1 or values["max_restarts"].value or logs else "single"
 
 
-def _machines(values: Values, job: "Cluster | None") -> Machines:
+def _machines(values: Values) -> Machines:
     """Return the machines of a run that torch's elastic launcher starts."""
     if values["num_machines"].value is None:
         values["num_machines"] = replace(values["num_machines"], value=1)
@@ -330,25 +314,22 @@ def _machines(values: Values, job: "Cluster | None") -> Machines:
     if count == 1:
         return Machines()
     if rank.value is not None and not 0 <= rank.value < count:
-        raise LaunchError(
-            f"{_shown(values, 'machine_rank')}, and {_shown(values, 'num_machines')}: machines are numbered from 0 to {count - 1}."
-        )
+        raise LaunchError(f"{_shown(values, 'machine_rank')}; {count} machines are numbered from 0 to {count - 1}.")
     if rank.value is None and values["rdzv_backend"].value == "static":
-        raise LaunchError(
-            f"{_shown(values, 'num_machines')}, and nothing says which machine this is. Give --machine_rank, from 0 to "
-            f"{count - 1}, another one on each machine; or --rdzv_backend c10d, which numbers them itself."
+        hint = (
+            f"Give --machine_rank, from 0 to {count - 1}, or --rdzv_backend c10d, which numbers the machines itself."
         )
+        raise LaunchError(f"{_shown(values, 'num_machines')}, and nothing says which machine this is. {hint}")
     if not values["main_process_ip"].value:
         raise LaunchError(
-            f"{_shown(values, 'num_machines')}, and nothing says where the machines meet. Give --main_process_ip, the address of "
-            f"machine 0, on each of them. {job.no_address if job else ''}".rstrip()
+            f"{_shown(values, 'num_machines')}. Give --main_process_ip, the address of machine 0, on each."
         )
     port = values["main_process_port"]
     if port.value is None:
         values["main_process_port"] = Resolved(DEFAULT_PORT, Source.DEFAULT, "torch's default")
     elif fault := BY_NAME["main_process_port"].check(port.value):
         raise LaunchError(f"{_shown(values, 'main_process_port')}; {fault}, the same on each of them.")
-    return Machines(count, rank.value, job.source if job and rank.detail.startswith(job.source) else None)
+    return Machines(count, rank.value)
 
 
 def _devices(values: Values, environ: Environ) -> tuple[hardware.Hardware, int]:
@@ -379,17 +360,14 @@ def _count_tasks(values: Values, task: Ranks, scheduler: str, notes: list[str]) 
     asked, count = values["num_processes"], task.world_size
     if asked.source is Source.COMMAND_LINE and asked.value != count:
         raise LaunchError(
-            f"--num_processes is {asked.value}, and {scheduler} has started {count} tasks, each of which is one process of the "
-            "run. Leave the option out, or let the scheduler start one task on each machine."
+            f"--num_processes is {asked.value}, and {scheduler} has started {count} tasks, each a process of the run."
         )
     if asked.source is Source.FILE and asked.value != count:
         notes.append(f"num_processes is {count} ({scheduler}'s tasks), not {asked.value} ({asked.origin}).")
     values["num_processes"] = Resolved(count, Source.ENVIRONMENT, f"{scheduler}'s tasks")
     for name in ("max_restarts", "log_dir", "tee"):
         if values[name].source is Source.COMMAND_LINE:
-            notes.append(
-                f"--{name} has no effect: {scheduler} has started each process by itself, and watches over it."
-            )
+            notes.append(f"--{name} has no effect: {scheduler} has started each process by itself.")
     return count
 
 
@@ -400,23 +378,17 @@ def _count_by_devices(values: Values, devices: hardware.Hardware, usable: int, m
     count = _count(values, usable, machines, why)
     here, multi_gpu, asked = count // machines, values["multi_gpu"], _shown(values, "num_processes")
     if count % machines:
-        raise LaunchError(
-            f"{asked}, over all machines, and cannot be shared evenly by {machines} machines ({values['num_machines'].origin}). "
-            f"Ask for {here * machines or machines}, say."
-        )
+        fitting = here * machines or machines
+        raise LaunchError(f"{asked}, which cannot be shared evenly by {machines} machines. Ask for {fitting}, say.")
     if multi_gpu.value and devices.device == "cpu":
-        raise LaunchError(
-            f"--multi_gpu (from the {multi_gpu.origin}) needs GPUs, and this machine shows none. Add --cpu to "
-            "run the processes on the CPU."
-        )
+        hint = "needs GPUs, and this machine shows none. Add --cpu to run the processes on the CPU."
+        raise LaunchError(f"--multi_gpu (from the {multi_gpu.origin}) {hint}")
     if multi_gpu.value and multi_gpu.source is Source.COMMAND_LINE and count < 2:
         raise LaunchError(f"--multi_gpu needs at least two processes, and {asked}.")
     if usable and here > usable and not devices.shareable:
         each = f", {here} for each of {machines} machines" if machines > 1 else ""
-        raise LaunchError(
-            f"{asked}{each}, and there are {usable} {devices.device} devices to use. Ask for at most {usable * machines}, or add "
-            "--cpu to run on the CPU."
-        )
+        hint = f"Ask for at most {usable * machines}, or add --cpu to run on the CPU."
+        raise LaunchError(f"{asked}{each}, and there are {usable} {devices.device} devices to use. {hint}")
     if count > 1 and devices.device == "cpu" and not values["cpu"].value:
         values["cpu"] = Resolved(True, Source.MACHINE, "there is no GPU")
         notes.append(f"There is no GPU: {count} processes run on the CPU (gloo). --cpu says that this is meant.")
@@ -446,10 +418,9 @@ def _check_sizes(values: Values) -> None:
         return  # the worker takes all processes for copies where no size is set
     factors = [f"{name.removeprefix('parallelism_config_')}={size}" for name, size in sizes.items() if size > 1]
     product = f"{' x '.join(factors)} = {total}" if len(factors) > 1 else factors[0]
-    raise LaunchError(
-        f"The sizes of --use_parallelism_config are for {product} processes, and {_shown(values, 'num_processes')}. Launch {total} "
-        "processes, or change the --parallelism_config_*_size options so that they multiply to the number of processes."
-    )
+    hint = "or change the --parallelism_config_*_size options so that they multiply to the number of processes"
+    asked = f"are for {product} processes, and {_shown(values, 'num_processes')}. Launch {total} processes, {hint}."
+    raise LaunchError(f"The sizes of --use_parallelism_config {asked}")
 
 
 def _share_cores(values: Values, local: int, tasks: "Cluster | None", notes: list[str]) -> None:
@@ -473,43 +444,31 @@ def _share_cores(values: Values, local: int, tasks: "Cluster | None", notes: lis
 def _rendezvous(values: Values, machines: Machines, notes: list[str]) -> Rendezvous:
     backend, port = values["rdzv_backend"].value, values["main_process_port"].value or 0
     if backend not in _BACKENDS:
-        hint = " etcd is not offered; c10d does the same without a server." if str(backend).startswith("etcd") else ""
-        raise LaunchError(
-            f"--rdzv_backend is {backend!r} ({values['rdzv_backend'].origin}); choose one of {', '.join(_BACKENDS)}.{hint}"
-        )
+        raise LaunchError(f"{_shown(values, 'rdzv_backend')}; choose one of {', '.join(_BACKENDS)}.")
     found = Rendezvous(backend, port=port, settings=_rendezvous_settings(values))
     if machines.count == 1:
         if port:
             _check_port(values)
         return found
-    notes += [
-        f"--rdzv_conf {key}={value} has no effect on several machines; {', '.join(_SECONDS)} have."
-        for key, value in found.settings.items()
-        if key not in _SECONDS
-    ]
+    unknown = sorted(found.settings.keys() - {*_SECONDS})
+    notes += [f"--rdzv_conf {key} has no effect on several machines; {', '.join(_SECONDS)} have." for key in unknown]
     if backend == "static" and values["max_restarts"].value:
         backend = "c10d"
         notes.append(
-            "--max_restarts on several machines needs a rendezvous that machines can come back to: c10d is used, at the same address."
+            "--max_restarts on several machines needs the rendezvous c10d, which is used at the same address."
         )
     return replace(found, backend=backend, host=str(values["main_process_ip"].value))
 
 
 def _rendezvous_settings(values: Values) -> dict[str, str]:
     settings = {}
-    for part in str(values["rdzv_conf"].value or "").split(","):
-        key, equals, value = part.partition("=")
-        if part and not equals:
+    for part in filter(None, str(values["rdzv_conf"].value or "").split(",")):
+        key, equals, value = map(str.strip, part.partition("="))
+        if not equals:
             raise LaunchError(f"--rdzv_conf holds {part!r}; write key=value,key=value.")
-        if part:
-            settings[key.strip()] = value.strip()
-    for key in _SECONDS:
-        try:
-            is_right = key not in settings or 0 < float(settings[key]) < math.inf
-        except ValueError:
-            is_right = False
-        if not is_right:
-            raise LaunchError(f"--rdzv_conf holds {key}={settings[key]}; it takes a number of seconds above 0.")
+        if key in _SECONDS and not (re.fullmatch(r"\d+(\.\d+)?", value) and float(value)):
+            raise LaunchError(f"--rdzv_conf holds {part}; it takes a number of seconds above 0.")
+        settings[key] = value
     return settings
 
 
@@ -518,9 +477,7 @@ def _check_port(values: Values) -> None:
         # It sets SO_REUSEADDR, as torch's store does: a port whose last connections are merely closing down is free.
         socket.create_server(("", values["main_process_port"].value)).close()
     except (OSError, OverflowError) as error:
-        raise LaunchError(
-            f"{_shown(values, 'main_process_port')}: {error} Leave the option out to get a free port."
-        ) from None
+        raise LaunchError(f"{_shown(values, 'main_process_port')}: {error} Leave it out to get a free one.") from None
 
 
 def _extra(values: Values, environ: Environ, tasks: "Cluster | None", is_alone: bool) -> dict[str, str]:
@@ -541,10 +498,8 @@ def _rank_variables(values: Values, environ: Environ, tasks: "Cluster") -> dict[
     alone = task.local_world_size in (None, task.world_size) and machines in (None, 1)
     address = values["main_process_ip"].value or environ.get("MASTER_ADDR") or ("127.0.0.1" if alone else None)
     if address is None:
-        raise LaunchError(
-            f"{tasks.source} has started tasks on {machines} machines, and does not say where they meet. Give --main_process_ip, "
-            f"the address of the machine of rank 0, to all of them. {tasks.no_address}".rstrip()
-        )
+        where = f"{tasks.source} has started tasks on {machines} machines, and does not say where they meet"
+        raise LaunchError(f"{where}. Give --main_process_ip, the address of the machine of rank 0, to all of them.")
     known = {
         "RANK": task.rank,
         "WORLD_SIZE": task.world_size,

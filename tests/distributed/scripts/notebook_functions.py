@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from accelerate import Accelerator, PartialState, debug_launcher, notebook_launcher
+from accelerate import Accelerator, PartialState, notebook_launcher
 
 
 def note(**what: object) -> None:
@@ -99,18 +99,6 @@ def fail_at_first() -> None:
     note(attempt=attempt, size=state.num_processes)
 
 
-def nest() -> None:
-    """Start a launcher inside a process of a launcher."""
-    debug_launcher(total)
-
-
-def print_things() -> None:
-    """Write to both streams, and past Python."""
-    print("printed", "in", "pieces")
-    print("an error", file=sys.stderr)
-    os.write(1, b"past Python\n")
-
-
 def wait_in_python() -> None:
     """Say that it runs, and sleep."""
     print("up", os.getpid(), flush=True)
@@ -130,11 +118,6 @@ def wait_and_ignore() -> None:
         signal.signal(number, signal.SIG_IGN)
     print("up", os.getpid(), flush=True)
     time.sleep(600)
-
-
-def save_itself() -> None:
-    """End as a run does that has saved itself after a signal."""
-    raise SystemExit(75)
 
 
 def main() -> None:

@@ -1,8 +1,5 @@
 """What schedulers say. "Seen" sets of variables were recorded from a real run; the others follow the scheduler's documentation."""
 
-import subprocess
-import sys
-
 import pytest
 
 from accelerate.launch.cluster import find
@@ -90,6 +87,8 @@ JSRUN |= {name.replace("OMPI_COMM_WORLD", "JSM_NAMESPACE"): value for name, valu
 @pytest.mark.parametrize(
     ("environ", "machines", "machine_rank", "address", "rank"),
     [
+        # task 0 is not on the node that the list begins with
+        ({**TASKS, "SLURM_PROCID": "0", "SLURM_GTIDS": "0"}, 2, 1, None, 0),
         # one task on each node is a machine; several are processes
         (SRUN, 2, 1, "n1", None),
         ({**SRUN, **FIRST, "SLURMD_NODENAME": "n1"}, 2, 0, "n1", None),
@@ -110,27 +109,19 @@ JSRUN |= {name.replace("OMPI_COMM_WORLD", "JSM_NAMESPACE"): value for name, valu
 def test_srun(environ, machines, machine_rank, address, rank):
     found = find(environ)
     assert where(found) == ("Slurm", machines, machine_rank, address, rank)
-    assert found.notes == () and bool(found.no_address) is (address is None)
+    assert found.notes == ()
 
 
 def test_what_else_srun_says():
     found = find(SRUN)
     assert (found.port, found.cpus_per_task) == (20005, 1) and find({**SRUN, **FIRST}).port == 20005
-    assert found.detail == "SLURM_STEP_NUM_NODES, SLURM_NNODES, SLURM_NODEID"
     assert find(TASKS).task == Ranks(4, 5, 0, 1, "Slurm") and find(ONE_NODE).task == Ranks(4, 5, 4, 5, "Slurm")
     found = find({**SRUN, "MASTER_ADDR": "n1-ib", "MASTER_PORT": "6000"})
-    assert found.port == 6000 and "MASTER_ADDR, MASTER_PORT" in found.detail
+    assert found.port == 6000
     assert find({**BATCH, "MASTER_ADDR": "n1"}).address is None
 
 
-@pytest.mark.parametrize(
-    "environ",
-    [
-        BATCH,
-        INTERACTIVE,
-    ],
-    ids=["batch", "salloc"],
-)
+@pytest.mark.parametrize("environ", [BATCH, INTERACTIVE], ids=["batch", "salloc"])
 def test_without_srun_a_launch_uses_one_node_and_says_so(environ):
     found = find(environ)
     assert where(found) == ("Slurm", 1, 0, None, None)
@@ -159,7 +150,8 @@ def test_the_terminal_of_a_step_does_not_wait_for_the_other_tasks(monkeypatch):
         {"WORLD_SIZE": "8"},  # exported by hand, and nobody else speaks
         mpirun(0, 1, 0, 1, 1),
         {"PBS_JOBID": "1.server"},
-        {"LSB_JOBID": "7", "LSB_HOSTS": "a a a a"},
+        {"LSB_JOBID": "7", "LSB_MCPU_HOSTS": "a 4"},
+        {"PBS_JOBID": "1", "PBS_NODEFILE": "/dev/zero"},
     ],
 )
 def test_one_process_or_torchrun(environ):
@@ -176,6 +168,8 @@ def test_one_process_or_torchrun(environ):
         # one launch on each machine
         (mpirun(2, 3, 0, 1, 3, **AWAY), "c", ("Open MPI", 3, 2, "192.0.2.2", None)),
         (mpirun(0, 3, 0, 1, 3), "a", ("Open MPI", 3, 0, "192.0.2.2", None)),
+        # mpirun was started on a machine that takes no part
+        (mpirun(0, 3, 0, 1, 3, **AWAY), "a", ("Open MPI", 3, 0, None, None)),
         # a lone launch beside machines with several is a task
         (mpirun(8, 9, 0, 1, 3), "c", ("Open MPI", 3, None, "192.0.2.2", 8)),
         (PRRTE, "b", ("Open MPI", 2, 1, "login-1", None)),
@@ -205,35 +199,6 @@ def test_mpi(environ, hostname, expected):
     assert where(find(environ, hostname)) == expected
 
 
-def test_what_else_mpi_says():
-    found = find(MPIRUN)
-    assert found.port == find({**MPIRUN, "PMIX_RANK": "0", "PMIX_ID": "770048001.0"}).port
-    assert 20000 <= found.port < 32768 and found.task == Ranks(1, 2, 1, 2, "Open MPI")
-    assert "OMPI_MCA_orte_hnp_uri" in find(mpirun(2, 3, 0, 1, 3, **AWAY), "c").detail
-    assert find(HYDRA).task == Ranks(1, 2, 1, 2, "MPI") and find(JSRUN).task == Ranks(7, 12, 1, 6, "jsrun")
-
-
-@pytest.mark.parametrize(
-    ("environ", "reason"),
-    [
-        ({**TASKS, "SLURM_PROCID": "0", "SLURM_GTIDS": "0"}, "on n2, but SLURM_STEP_NODELIST begins with n1."),
-        # mpirun was started on a machine that takes no part
-        (mpirun(0, 3, 0, 1, 3, **AWAY), "on a, but mpirun runs on 192.0.2.2."),
-        ({**PRRTE, "OMPI_COMM_WORLD_RANK": "0"}, "on a, but mpirun runs on login-1."),
-        ({**SRUN, **mpirun(0, 3, 0, 2, 2), "SLURMD_NODENAME": "n2"}, "on n2, but SLURM_JOB_NODELIST begins with n1."),
-    ],
-)
-def test_a_first_process_elsewhere_has_no_address(environ, reason):
-    found = find(environ, "a")
-    assert found.address is None and found.no_address == f"This launch has number 0 and runs {reason}"
-
-
-def test_a_world_size_by_hand_must_agree():
-    assert find({**HYDRA, "WORLD_SIZE": "2"}).task.world_size == 2
-    with pytest.raises(LaunchError, match="WORLD_SIZE is 3 but PMI_SIZE is 2"):
-        find({**HYDRA, "WORLD_SIZE": "3"})
-
-
 # PBS and LSF
 
 
@@ -255,7 +220,7 @@ def pbs(tmp_path):
 )
 def test_the_hosts_of_pbs_are_numbered_as_in_its_file(pbs, more, hostname, machine):
     found = find({**pbs, **more}, hostname)
-    assert where(found) == ("PBS", 3, machine, "a.site", None) and "PBS_NODEFILE" in found.detail
+    assert where(found) == ("PBS", 3, machine, "a.site", None)
     assert found.port == find(pbs, "b.site").port != find({**pbs, "PBS_JOBID": "123[5].server"}, "b").port
 
 
@@ -273,14 +238,7 @@ def test_a_launch_that_uses_one_host_of_pbs_says_so(pbs, more, hostname, fragmen
     assert where(found) == ("PBS", 1, 0, None, None) and all(fragment in found.notes[0] for fragment in fragments)
 
 
-def test_mpiexec_in_a_pbs_job_meets_on_its_first_host(pbs):
-    assert where(find({**pbs, **hydra(4, 5, 0, 1)}, "c")) == ("MPI", 3, None, "a.site", 4)
-    assert find({**pbs, **hydra(0, 5, 0, 2)}, "b").address is None
-
-
-@pytest.mark.parametrize(
-    "hosts", [{"LSB_MCPU_HOSTS": "a 4 b 4"}, {"LSB_HOSTS": "a a a a b b b b"}, {"LSB_DJOB_HOSTFILE": None}]
-)
+@pytest.mark.parametrize("hosts", [{"LSB_MCPU_HOSTS": "a 4 b 4"}, {"LSB_DJOB_HOSTFILE": None}])
 def test_hosts_of_lsf(hosts, tmp_path):
     (tmp_path / "hosts").write_text("a\na\nb\nb\n")
     environ = {"LSB_JOBID": "17", **{name: value or str(tmp_path / "hosts") for name, value in hosts.items()}}
@@ -288,11 +246,6 @@ def test_hosts_of_lsf(hosts, tmp_path):
     assert where(find({**environ, "LSF_PM_TASKID": "1"}, "a")) == ("LSF", 2, 0, "a", None)
     found = find(environ, "a")
     assert found.machines == 1 and "blaunch" in found.notes[0]
-
-
-def test_array_jobs_of_lsf_do_not_share_a_port():
-    environ = {"LSB_JOBID": "17", "LSB_MCPU_HOSTS": "a 1 b 1"}
-    assert find({**environ, "LSB_JOBINDEX": "1"}, "b").port != find({**environ, "LSB_JOBINDEX": "2"}, "b").port
 
 
 # Malformed and hostile
@@ -308,8 +261,7 @@ def test_array_jobs_of_lsf_do_not_share_a_port():
         ({**SRUN, "SLURM_JOB_ID": "abc"}, ("SLURM_JOB_ID", "'abc'")),
         ({**MPIRUN, "OMPI_COMM_WORLD_SIZE": "many"}, ("OMPI_COMM_WORLD_SIZE", "'many'")),
         ({**MPIRUN, "OMPI_COMM_WORLD_RANK": "2"}, ("OMPI_COMM_WORLD_RANK is 2", "0 to 1")),
-        ({"LSB_JOBID": "1", "LSB_MCPU_HOSTS": "a 1 b"}, ("LSB_MCPU_HOSTS", "'a 1 b'")),
-        ({"LSB_JOBID": "1", "LSB_MCPU_HOSTS": "a x b 2"}, ("LSB_MCPU_HOSTS",)),
+        ({**HYDRA, "WORLD_SIZE": "3"}, ("WORLD_SIZE is 3 but PMI_SIZE is 2",)),
     ],
 )
 def test_malformed_variables_are_named(environ, fragments):
@@ -334,13 +286,3 @@ def test_malformed_variables_are_named(environ, fragments):
 def test_hostile_variables_cost_neither_memory_nor_time(environ):
     found = find(environ, "b")
     assert found is not None and len(repr(found)) < 2000
-
-
-@pytest.mark.parametrize("path", ["/dev/zero", "/", "/none"])  # a device without an end, a folder, nothing
-def test_what_is_no_file_of_hosts_says_nothing(path):
-    assert find({"PBS_JOBID": "1", "PBS_NODEFILE": path}, "a") is None
-
-
-def test_asking_loads_no_torch():
-    program = f"import sys; from accelerate.launch.cluster import find; find({TASKS!r}); print('torch' in sys.modules)"
-    assert subprocess.check_output([sys.executable, "-c", program], text=True, timeout=60).strip() == "False"

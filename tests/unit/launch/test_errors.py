@@ -1,8 +1,6 @@
 """Whose traceback is shown, what is said about the others, and the exit status; real launches are in tests/distributed."""
 
-import signal
 import subprocess
-import sys
 import types
 
 import pytest
@@ -90,12 +88,6 @@ def test_who_failed_first(first, ranks):
     assert endings_of(ChildError(**ranks).failures)[0].rank == first
 
 
-def test_without_our_agent_torch_decides():
-    plain = types.SimpleNamespace(pid=1, exitcode=2, error_file_data={"message": "<NONE>"}, timestamp=5)
-    earlier = types.SimpleNamespace(pid=1, exitcode=3, error_file_data={"accelerate": "no mapping"}, timestamp=4)
-    assert failure_of(ChildError(r0=plain, r1=earlier))[0] == 3
-
-
 @pytest.fixture
 def report():
     written = []
@@ -172,33 +164,6 @@ def test_a_process_that_does_not_end_is_shown_once(monkeypatch):
     reporter.started(2, 2, None)  # the next attempt is another matter
     reporter.failed({2: ended(1, "ValueError: x", 1.0)}, 2, 2)
     assert "".join(written).count("Traceback of") == 2
-
-
-def test_the_course_of_a_run():
-    written = []
-    Reporter(write=written.append, keeps_logs=False).started(1, 1, "a folder that goes with the run")
-    reporter = Reporter(write=written.append)
-    reporter.started(1, 3, None)
-    reporter.started(2, 3, "logs/run/attempt_1")
-    reporter.stopping(signal.SIGINT, 30)
-    reporter.stopping(signal.SIGTERM, 30.0)
-    assert "".join(written).replace("accelerate launch: ", "").splitlines() == [
-        "all processes start again: attempt 2 of 3.",
-        "the output of local rank N is copied to logs/run/attempt_1, folder N.",
-        "SIGINT came: the processes have 30 s to end; Ctrl-C again kills them.",
-        "SIGTERM came: the processes have 30 s to end.",
-    ]
-
-
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ValueError("I/O operation on closed file")])
-def test_standard_error_that_takes_nothing_ends_no_run(monkeypatch, error):
-    def fail(text):
-        raise error
-
-    monkeypatch.setattr(sys, "stderr", types.SimpleNamespace(write=fail, flush=lambda: None))
-    Reporter().tell("x")
-    monkeypatch.setattr(sys, "stderr", None)
-    Reporter().tell("x")
 
 
 def test_why_a_process_was_killed(tmp_path, monkeypatch):

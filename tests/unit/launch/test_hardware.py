@@ -13,7 +13,6 @@ from accelerate.launch import hardware
 from accelerate.launch.errors import RunError
 
 DETECT = hardware.detect  # before the fixture of this folder replaces it
-USABLE_CORES = hardware.usable_cores
 NONE = hardware.Hardware("cpu", 0)
 BY_TORCH = hardware.Hardware("npu", 3, "ASCEND_RT_VISIBLE_DEVICES", True)
 
@@ -75,17 +74,16 @@ def machine(monkeypatch, tmp_path):
         ("", 0),
         ("0", 1),
         ("1, 0", 2),
-        ("1,0,9,2", 2),
-        ("-1", 0),
-        ("0,0", 0),
-        ("GPU-1,GPU-2", 2),
-        ("MIG-1", 1),
+        ("1,0,9,2", None),  # torch knows what the driver makes of the others
+        ("0,0", None),
+        ("GPU-1,GPU-2", None),
     ],
 )
 def test_selected_gpus(machine, selection, left):
     machine(Driver(4), cuda="12.8")
     found = DETECT({} if selection is None else {"CUDA_VISIBLE_DEVICES": selection})
-    assert found == (hardware.Hardware("cuda", left, "CUDA_VISIBLE_DEVICES") if left else NONE)
+    known = hardware.Hardware("cuda", left, "CUDA_VISIBLE_DEVICES") if left else NONE
+    assert found == (BY_TORCH if left is None else known)
 
 
 @pytest.mark.parametrize(
@@ -123,10 +121,6 @@ def test_the_real_torch_agrees():
     count, imported = subprocess.check_output([sys.executable, "-c", program], text=True, timeout=60).split()
     assert int(count) == torch.cuda.device_count()
     assert imported == "False" or torch.version.cuda is None or int(count)
-
-
-def test_usable_cores():
-    assert USABLE_CORES() >= 1
 
 
 # -- addresses ---------------------------------------------------------------------------------------------------------
@@ -168,15 +162,6 @@ def routes(monkeypatch):
 
 
 @pytest.fixture
-def clock(monkeypatch):
-    """Time that passes when the process waits."""
-    now = [100.0]
-    monkeypatch.setattr(hardware.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(hardware.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
-    return now
-
-
-@pytest.fixture
 def interfaces(monkeypatch):
     import psutil
 
@@ -211,22 +196,11 @@ def test_ways_to_other_machines(names, routes):
     assert hardware.local_address("node0", 1) == OUTWARD
     assert hardware.local_address("both", 1) == "10.0.0.9"
     assert hardware.local_address("localhost", 1) == hardware.local_address("127.0.0.1", 1) == "127.0.0.1"
+    assert hardware.is_this_machine("127.0.0.1") and not hardware.is_this_machine("unknown")
     with pytest.raises(RunError, match=r"'nowhere' cannot be looked up.*Name or service not known.*--main_process_ip"):
         hardware.local_address("nowhere", 1)
     with pytest.raises(RunError, match="no way from this machine to 'far'"):
         hardware.local_address("far", 1)
-
-
-def test_names_of_this_machine(names):
-    names |= {"me": ["127.0.0.1"], "other": ["192.0.2.200", "198.51.100.7"], "two": ["198.51.100.7", "127.0.0.1"]}
-    assert hardware.is_this_machine("me") and hardware.is_this_machine("two")
-    assert not hardware.is_this_machine("other") and not hardware.is_this_machine("unknown")
-
-
-def test_a_name_that_cannot_be_one():
-    with pytest.raises(RunError, match="cannot be looked up"):
-        hardware.local_address("a" * 70, 1)
-    assert not hardware.is_this_machine("a" * 70)
 
 
 def test_the_interface_of_an_address(interfaces):
@@ -234,42 +208,3 @@ def test_the_interface_of_an_address(interfaces):
     assert hardware.gloo_variables(OUTWARD, {"NCCL_SOCKET_IFNAME": "ib0"}) == {}
     for address in ("127.0.0.1", "::1", "10.1.1.1", "no address"):
         assert hardware.gloo_variables(address, {}) == {}
-
-
-def test_names_and_listeners_that_come_late(monkeypatch, clock):
-    outcomes = [socket.gaierror(-2, "Name or service not known")] * 60
-    outcomes.append(ConnectionRefusedError(111, "Connection refused"))
-
-    def connect(address, timeout):
-        if outcomes:
-            raise outcomes.pop(0)
-        return socket.socket()
-
-    monkeypatch.setattr(socket, "create_connection", connect)
-    lines = []
-    hardware.wait_for("node0", 29500, 600, lines.append)
-    assert not outcomes and len(lines) == 2
-    assert lines[0] == "waiting for machine 0 at node0, port 29500: Name or service not known (2 of 600 s)"
-    assert "(12 of 600 s)" in lines[1]
-
-
-@pytest.mark.parametrize(
-    ("error", "reason"),
-    [
-        (ConnectionRefusedError(111, "Connection refused"), "Connection refused"),
-        (TimeoutError("timed out"), "no reply"),
-        (OverflowError("port must be 0-65535"), "port must be 0-65535"),
-    ],
-)
-def test_no_answer(monkeypatch, clock, error, reason):
-    limits = []
-
-    def connect(address, timeout):
-        limits.append(timeout)
-        clock[0] += timeout
-        raise error
-
-    monkeypatch.setattr(socket, "create_connection", connect)
-    with pytest.raises(RunError, match=f"at 10.0.0.1, port 29500, within 7 s: {reason}. Check"):
-        hardware.wait_for("10.0.0.1", 29500, 7, lambda line: None)
-    assert clock[0] - 100 == pytest.approx(7, abs=0.5) and all(0 < limit <= 5 for limit in limits)

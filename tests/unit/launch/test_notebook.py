@@ -1,6 +1,5 @@
 """What a launcher of functions refuses, and what the errors of a run become."""
 
-import functools
 import json
 import os
 import pickle
@@ -25,75 +24,29 @@ def train(rate, steps=1):
     pass
 
 
-class Callable:
-    def __call__(self, rate):
-        pass
-
-
-@pytest.mark.parametrize(
-    ("function", "args"),
-    [
-        (train, [1, 2]),
-        (functools.partial(train, 1), ()),
-        (Callable(), (1,)),
-        (print, ("a", "b")),
-        (lambda: None, ()),
-        (dict, ()),
-    ],
-)
-def test_what_is_fine(function, args):
-    check(Request(function, args))
-
-
 @pytest.mark.parametrize(
     ("error", "message", "arguments"),
     [
         (TypeError, "function is None, which cannot be called. Pass the function itself", {"function": None}),
-        (TypeError, "function is 'train', which cannot be called", {"function": "train"}),
         (TypeError, r"args is 5; give a tuple of the function's arguments, as in args=\(5,\)", {"args": 5}),
-        (TypeError, "args is 'ab'; give a tuple", {"args": "ab"}),
-        (TypeError, r"args is 'x{56}\.\.\.; give", {"args": "x" * 10_000}),
-        (TypeError, "args is {'rate': 1}; give a tuple", {"args": {"rate": 1}}),
         (TypeError, r"args is \(\), which does not fit train\(rate, steps=1\): missing a required", {"args": ()}),
-        (TypeError, r"args is \(\), which does not fit Callable\(rate\)", {"function": Callable(), "args": ()}),
         (TypeError, r"does not fit train\(rate, steps=1\): too many positional", {"args": (1, 2, 3)}),
         (ValueError, "num_processes is 0; it must be at least 1", {"num_processes": 0}),
         (TypeError, "num_processes is '2'; give an integer", {"num_processes": "2"}),
-        (TypeError, "num_processes is True", {"num_processes": True}),
         (ValueError, "mixed_precision is 'fp17'; choose one of no, fp16, bf16, fp8", {"mixed_precision": "fp17"}),
         (ValueError, "mixed_precision is None; choose one of no, fp16, bf16, fp8", {"mixed_precision": None}),
-        (ValueError, "num_nodes is 0", {"num_nodes": 0}),
         (ValueError, "node_rank is -1", {"node_rank": -1}),
-        (ValueError, "node_rank is 2, and num_nodes is 2: machines are numbered", {"node_rank": 2, "num_nodes": 2}),
-        (ValueError, "node_rank is 1, and num_nodes is 1", {"node_rank": 1}),
-        (ValueError, "max_restarts is -1", {"max_restarts": -1}),
+        (ValueError, "node_rank is 2; 2 machines are numbered from 0", {"node_rank": 2, "num_nodes": 2}),
         (ValueError, "monitor_interval is 0;", {"monitor_interval": 0}),
-        (ValueError, "monitor_interval is 'x'", {"monitor_interval": "x"}),
-        (ValueError, "use_port is 'abc'", {"use_port": "abc"}),
         (ValueError, "use_port is 65536", {"use_port": 65536}),
         (ValueError, "rdzv_backend is 'etcd'; choose one of static, c10d", {"rdzv_backend": "etcd"}),
         (TypeError, "rdzv_conf is 'timeout=1'; give a dictionary", {"rdzv_conf": "timeout=1"}),
         (ValueError, "rdzv_endpoint is 'there'; give host:port", {"rdzv_endpoint": "there"}),
-        (ValueError, "rdzv_endpoint is ':1'; give host:port", {"rdzv_endpoint": ":1"}),
     ],
 )
 def test_what_is_refused(error, message, arguments):
     with pytest.raises(error, match=message):
         check(Request(**{"function": train, "args": (1,), **arguments}))
-
-
-@pytest.mark.parametrize(
-    ("port", "number"), [("29501", 29501), (29501, 29501), ("29500", 0), ("", 0), ("0", 0), (None, 0)]
-)
-def test_the_port_is_a_free_one_unless_the_user_has_chosen(port, number):
-    assert Request(train, use_port=port).chosen_port == number
-
-
-def test_where_machines_meet():
-    assert Request(train, master_addr="a", use_port=3).endpoint == "a:3"
-    assert Request(train, master_addr="a").endpoint == "a:29500"
-    assert Request(train, master_addr="a", rdzv_endpoint="b:4").endpoint == "b:4"
-    assert Request(train, rdzv_endpoint="127.0.0.1:29500").chosen_port == 29500
 
 
 # -- a run ---------------------------------------------------------------------------------------------------------------
@@ -156,11 +109,7 @@ def test_a_taken_port(start):
             MeetingError,
             "Check master_addr and use_port;",
         ),
-        (
-            RunError("--rdzv_conf join_timeout=SECONDS waits"),
-            MeetingError,
-            r"rdzv_conf=\{'join_timeout': SECONDS\} wa",
-        ),
+        (RunError("Waited (--rdzv_conf join_timeout)"), MeetingError, r"Waited \(rdzv_conf join_timeout"),
         (LaunchError("--machine_rank is 1 twice"), LaunchError, "node_rank is 1 twice"),
         (FailedElsewhere("machine 1: rank 2 ended"), WorkerError, "machine 1: rank 2 ended"),
     ],
@@ -171,7 +120,7 @@ def test_errors_of_several_machines_speak_of_arguments(start, error, kind, messa
 
 
 def test_an_address_that_is_unknown_is_named(start):
-    with pytest.raises(MeetingError, match=r"'no such host' cannot be looked up.*\(master_addr\)"):
+    with pytest.raises(MeetingError, match=r"'no such host' cannot be looked up.*Check master_addr"):
         start(lambda config: None, num_nodes=2, master_addr="no such host")
 
 
@@ -185,8 +134,6 @@ def failed(exitcode):
         (3, "The process 7 failed with exit status 3, and left no traceback"),
         (0, "The process 7 ended with exit status 0, before its function was done"),
         (-9, "killed by SIGKILL, and left no traceback.\n\nrank 0 was killed by SIGKILL: the launcher did not"),
-        (-11, "was killed by SIGSEGV"),
-        (-63, "killed by signal 63"),
     ],
 )
 def test_processes_without_a_traceback(start, exitcode, words):
@@ -270,10 +217,3 @@ def test_a_process_for_each_core_starts_without_a_state_and_one_core_is_used_fro
     notebook.run_on_tpu(request)
     os.environ.pop("FORK_LAUNCHED", None)
     assert seen == [(5, state) for state in states] and torch_xla.calls == [(asked, "fork")]
-
-
-def test_a_tpu_in_use_is_refused(torch_xla):
-    torch_xla.initialized = True
-    with pytest.raises(RuntimeError, match="uses the TPU already"):
-        notebook.run_on_tpu(Request(print))
-    assert torch_xla.calls == []

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from accelerate.commands.launch import launch_command_parser
-from accelerate.config.options import BY_NAME, OPTIONS
+from accelerate.config.options import OPTIONS
 from accelerate.config.options.schema import ON, ONE
 from accelerate.launch import plan as launcher
 from accelerate.launch.plan import Resolved, Source
@@ -166,18 +166,3 @@ def test_precedence(place, option):
                 assert (resolved.value, resolved.source) == (values[layers[0]], layers[0]), layers
             else:
                 assert resolved.source is Source.DEFAULT
-
-
-@by_name
-def test_every_spelling_of_every_flag(option):
-    value = three_values(option)[0]
-    for flag in [flag for flag in option.spellings if flag.startswith("--")]:
-        args = PARSER.parse_args([*on_command_line(option, value, flag), "train.py"])
-        assert getattr(args, option.name) == value and option.name in args.nondefault
-
-
-def test_every_option_knows_where_it_came_from(place):
-    resolved = merge(PARSER.parse_args(["--num_processes", "2", "train.py"]), {"HF_HOME": str(place)}).values
-    assert set(resolved) == set(BY_NAME)
-    assert resolved["num_processes"].origin == "command line"
-    assert all(value.origin for value in resolved.values())

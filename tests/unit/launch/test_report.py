@@ -2,12 +2,12 @@
 
 import pytest
 
-from accelerate.launch import report
+from accelerate.launch import runners
 
 
 @pytest.fixture
 def lines(plan):
-    return lambda line, environ: report.describe(plan(line, environ), environ).splitlines()
+    return lambda line, environ: runners.describe(plan(line, environ), environ).splitlines()
 
 
 def row(lines, name):
@@ -26,42 +26,13 @@ def test_every_value_has_its_source(lines, place, monkeypatch):
     assert row(told, "num_cpu_threads_per_process") == ["4", "8 cores"]
 
 
-@pytest.mark.parametrize(
-    ("words", "variables", "first", "label"),
-    [
-        ("--cpu", {}, "1 process on the CPU would be started in place of the launcher.", "the process: "),
-        (
-            "--cpu",
-            {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
-            "1 of 2 processes on the CPU would be started in place of the launcher.",
-            "rank 1: ",
-        ),
-        ("--tpu", {}, "1 process on TPU cores would be started by torch_xla on this machine.", ""),
-    ],
-)
-def test_one_process(lines, words, variables, first, label):
-    told = lines(words, variables)
-    assert told[0] == first
-    assert any(line.startswith(label) for line in told)
-
-
-def test_machines_are_said(lines):
-    words = "--cpu --num_machines 2 --num_processes 4 --main_process_ip 10.0.0.1"
-    told = lines(f"{words} --machine_rank 1", {})
-    assert told[2] == "2 machines take part, 2 processes each; this one is machine 1."
-    assert any(line.startswith("rank 3: ") for line in told) and "  MASTER_ADDR=10.0.0.1" in told
-    told = lines(f"{words} --rdzv_backend c10d", {})
-    assert told[2].endswith("this one takes its number when they meet.")
-    assert any(line.startswith("local rank 1: ") for line in told)
-
-
 def test_arguments_are_quoted_and_secrets_hidden(parse, place, monkeypatch):
     from accelerate.launch.resolve import resolve
 
     monkeypatch.setenv("HF_TOKEN", "hf_very_secret")
     args = parse("--cpu --num_processes 2 train.py")
     args.training_script_args = ["a b", "$HOME", "--hub_token", "hf_very_secret"]
-    told = report.describe(resolve(args), {})
+    told = runners.describe(resolve(args), {})
     assert "train.py 'a b' '$HOME' --hub_token '(hidden)'" in told
     assert "hf_very_secret" not in told and "HF_TOKEN='(hidden)'" in told
 

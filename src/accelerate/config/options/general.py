@@ -191,7 +191,7 @@ OPTIONS: tuple[Option, ...] = (
         open=True,
     ),
     _runner("rdzv_conf", "Settings of that method: key=value,key=value.", default=""),
-    _runner("max_restarts", "How often to restart all processes after a failure.", default=0),
+    _runner("max_restarts", "How often to restart all processes after a failure.", default=0, check=at_least(0)),
     _runner("monitor_interval", "How often to look whether the processes are alive, in seconds.", default=0.1),
     _general("module", "The script is the name of a module, as in python -m.", flags=("-m", "--module"), switch=True),
     _general("no_python", "Run the script itself instead of handing it to Python.", switch=True),

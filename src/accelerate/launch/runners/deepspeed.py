@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from accelerate.config.options import BY_NAME
-from accelerate.launch import config_file, runners
+from accelerate.launch import runners
 from accelerate.launch.errors import LaunchError
 from accelerate.launch.plan import LaunchPlan, Resolved, Source
 from accelerate.launch.runners import Process, mpi
@@ -38,10 +38,8 @@ def processes(plan: LaunchPlan, environment: Mapping[str, str]) -> list[Process]
     runners.refuse_elastic(plan, f"DeepSpeed's launcher {name}", starts_all=name != "nossh")
     path = plan["deepspeed_hostfile"] or _DEFAULT_HOSTFILE
     if not plan["deepspeed_hostfile"] and not os.path.isfile(path):  # DeepSpeed would go on with this machine alone
-        raise LaunchError(
-            f"There is no host file that names the machines. Give {_OPTION}, a file of lines such as `node1 slots=8`; or "
-            "--deepspeed_multinode_launcher standard, and launch on every machine."
-        )
+        hint = "or take --deepspeed_multinode_launcher standard, and launch on every machine"
+        raise LaunchError(f"There is no host file. Give {_OPTION}, a file of lines such as `node1 slots=8`; {hint}.")
     options = {name: resolved.value for name, resolved in plan.settings.items()}
     options |= {"num_processes": plan.num_processes, "deepspeed_hostfile": path}
     words = command(options, plan.script, plan.script_args)
@@ -111,11 +109,10 @@ def command(options: Mapping[str, Any], script: str, script_args: Sequence[str])
 
 
 def check_launcher(name: str) -> None:
-    """Refuse a value of `--deepspeed_multinode_launcher` that DeepSpeed does not have; the error suggests the nearest one."""
+    """Refuse a value of `--deepspeed_multinode_launcher` that DeepSpeed does not have."""
     if name not in DEEPSPEED_MULTINODE_LAUNCHERS:
-        near = config_file.nearest(name, DEEPSPEED_MULTINODE_LAUNCHERS)
-        hint = f"did you mean {near}?" if near else f"choose one of {', '.join(DEEPSPEED_MULTINODE_LAUNCHERS)}."
-        raise LaunchError(f"--deepspeed_multinode_launcher is {name!r}; {hint}")
+        known = ", ".join(DEEPSPEED_MULTINODE_LAUNCHERS)
+        raise LaunchError(f"--deepspeed_multinode_launcher is {name!r}; choose one of {known}.")
 
 
 def exports(settings: Mapping[str, Resolved], environment: Mapping[str, str]) -> dict[str, str]:
@@ -167,8 +164,6 @@ def _check(hosts: Mapping[str, int | None], options: Mapping[str, Any]) -> None:
     each, slots = options["num_processes"] // machines, [number or 0 for number in hosts.values()]
     exact = name in _BY_SLOTS
     if len(hosts) != machines or not all(number == each or (number > each and not exact) for number in slots):
-        raise LaunchError(
-            f"--num_processes is {options['num_processes']} and --num_machines is {machines}, and "
-            f"{options['deepspeed_hostfile']} ({_OPTION}) has these slots: "
-            f"{', '.join(f'{host} has {number or 0}' for host, number in hosts.items())}. Make them agree."
-        )
+        found = ", ".join(f"{host} has {number or 0}" for host, number in hosts.items())
+        asked = f"--num_processes is {options['num_processes']} and --num_machines is {machines}"
+        raise LaunchError(f"{asked}, which do not fit the slots of {_OPTION}: {found}.")

@@ -8,12 +8,11 @@ import gc
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 from accelerate.launch import hardware, runners
 from accelerate.launch.errors import Reporter, RunError
-from accelerate.launch.plan import LaunchPlan, Machines, Rendezvous
+from accelerate.launch.plan import LaunchPlan
 from accelerate.launch.runners import Process
 
 # Read once, when torch is imported.
@@ -71,15 +70,16 @@ def run(plan: LaunchPlan, environment: Mapping[str, str], replace: bool = False)
     rendezvous, agent = plan.rendezvous, elastic.Agent
     if plan.runner == "machines":
         from accelerate.launch.machine_rendezvous import MachineAgent as agent
+        from accelerate.launch.machine_rendezvous import MachineRendezvous
 
-        rendezvous, variables = between_machines(
+        rendezvous = MachineRendezvous(
             plan.rendezvous,
             plan.machines,
             plan.local_processes,
+            plan["max_restarts"],
             lambda line: runners.tell(plan, line),
-            restarts=plan["max_restarts"],
         )
-        environment = {**variables, **environment}
+        environment = {**rendezvous.variables, **environment}
     script, *arguments = plan.command
     tee = elastic.streams(plan)
     options = {name: plan[name] for name in ("role", "max_restarts", "monitor_interval")}
@@ -87,30 +87,6 @@ def run(plan: LaunchPlan, environment: Mapping[str, str], replace: bool = False)
         config = elastic.make_config(plan.local_processes, rendezvous, directory, tee=tee, **options)
         reporter = Reporter(quiet=bool(plan["quiet"]), keeps_logs=plan["log_dir"] is not None)
         elastic.start(config, script, tuple(arguments), environment, bool(plan["debug"]), agent, reporter)
-
-
-def between_machines(
-    meet: Rendezvous, machines: Machines, processes: int, report: Callable[[str], None], **more: Any
-) -> tuple[Any, dict[str, str]]:
-    """Return the rendezvous of several machines, and the variables by which gloo takes the address that the others reach.
-
-    Args:
-        meet: where the machines meet; its settings hold `join_timeout` (or `timeout`) and `heartbeat_timeout`, in seconds.
-        machines: how many there are, and which of them this is.
-        processes: how many processes this machine runs.
-        report: prints a line for the user.
-        more: further arguments of `MachineRendezvous`.
-
-    Raises:
-        RunError: the address of machine 0 cannot be looked up, or reached.
-    """
-    from accelerate.launch.machine_rendezvous import MachineRendezvous
-
-    address = hardware.local_address(meet.host, meet.port)
-    timeouts = {"join_timeout": float(meet.settings.get("join_timeout", meet.settings.get("timeout", 600)))}
-    timeouts["heartbeat_timeout"] = float(meet.settings.get("heartbeat_timeout", 30))
-    places = (meet.host, meet.port, machines.count, machines.rank)
-    return MachineRendezvous(*places, processes, report=report, **timeouts, **more), hardware.gloo_variables(address)
 
 
 @contextlib.contextmanager

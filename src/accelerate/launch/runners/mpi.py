@@ -74,8 +74,7 @@ def _flavour(environment: Mapping[str, str]) -> str:
         if any(words in done.stdout.lower() for words in answers):
             return flavour
     raise LaunchError(
-        "This mpirun is none that is known here: Open MPI, MPICH, Intel MPI or MVAPICH. Its --version prints "
-        f"{done.stdout.strip()[:200]!r} (exit status {done.returncode})."
+        f"This mpirun is none of {', '.join(_ANSWERS)}: its --version prints {done.stdout.strip()[:200]!r}."
     )
 
 
@@ -120,10 +119,8 @@ def read_hosts(path: str, option: str) -> dict[str, int | None]:
             continue
         match = _LINE.fullmatch(text)
         if match is None or match[1] in slots:
-            raise LaunchError(
-                f"Line {number} of {path} ({option}) is {text[:100]!r}; write each machine once, with its slots, such as "
-                "`node1 slots=4`."
-            )
+            hint = "write each machine once, with its slots, such as `node1 slots=4`"
+            raise LaunchError(f"Line {number} of {path} ({option}) is {text[:100]!r}; {hint}.")
         count = match[2] or match[3]
         slots[match[1]] = int(count) if count else None
     if not slots:
@@ -156,8 +153,7 @@ def layout(hosts: Mapping[str, int | None], count: int, machines: int | None) ->
         return dict.fromkeys(chosen, each)
     if slotless:
         raise LaunchError(
-            f"--num_processes is {count}, which does not divide evenly over the {len(chosen)} machines of {_OPTION}. Change it, "
-            "or write slots=N behind each machine."
+            f"--num_processes is {count}, which does not divide evenly over the {len(chosen)} machines of {_OPTION}."
         )
     shares, left = {}, count
     for name, slots in chosen.items():
@@ -165,7 +161,6 @@ def layout(hosts: Mapping[str, int | None], count: int, machines: int | None) ->
         left -= shares[name]
     if left:
         raise LaunchError(
-            f"--num_processes is {count}, and {_OPTION} has {count - left} slots on {len(chosen)} machines. Ask for fewer "
-            "processes, or add slots."
+            f"--num_processes is {count}, and {_OPTION} has {count - left} slots on {len(chosen)} machines."
         )
     return {name: share for name, share in shares.items() if share}

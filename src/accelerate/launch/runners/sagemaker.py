@@ -208,13 +208,6 @@ def estimator_arguments(
         raise LaunchError(f"{script!r} is no Python file; a SageMaker job starts a script ending in .py.")
     kind = SageMakerDistributedType(job.distributed_type)
     given = dict(job.additional_args or {})
-    machine = job.ec2_instance_type
-    parallel = kind is SageMakerDistributedType.MODEL_PARALLEL and "distribution" not in given
-    if parallel and machine not in constants.SAGEMAKER_PARALLEL_EC2_INSTANCES:
-        raise LaunchError(
-            f"distributed_type MODEL_PARALLEL on {machine}: how many GPUs that has is not known here. Choose one of "
-            f"{', '.join(constants.SAGEMAKER_PARALLEL_EC2_INSTANCES)}, or write `distribution` under additional_args."
-        )
     inputs = dict(_table(job.sagemaker_inputs_file, "sagemaker_inputs_file")) or None
     metrics = _table(job.sagemaker_metrics_file, "sagemaker_metrics_file")
     variables = {"ACCELERATE_USE_SAGEMAKER": "true", **environment}
@@ -226,7 +219,7 @@ def estimator_arguments(
         "role": job.iam_role_name,
         **{name: getattr(job, name) for name in _ARGUMENTS},
         "instance_count": job.num_machines,
-        "instance_type": machine,
+        "instance_type": job.ec2_instance_type,
         "debugger_hook_config": False,
         "distribution": _DISTRIBUTIONS.get(kind),
         "hyperparameters": hyperparameters(script_args),
@@ -269,9 +262,9 @@ def hyperparameters(arguments: Sequence[str]) -> dict[str, Any]:
 def _typed(text: str) -> Any:
     if text in ("True", "False"):  # in other letters it is a text to the script as well
         return text == "True"
-    for kind in (int, float):
+    for kind in (int, float) if "_" not in text else ():
         with contextlib.suppress(ValueError):
-            return text if "_" in text else kind(text)
+            return kind(text)
     return text
 
 

@@ -108,9 +108,7 @@ def pod_variables(assignments: Sequence[str]) -> list[str]:
         if not equals or not name.isidentifier():
             raise LaunchError(f"--env is {name[:50]!r}; write NAME=VALUE.")
         if not runners.may_be_shown(name, value):
-            raise LaunchError(
-                f"--env {name} holds a secret, which every user of the pod could read. Set it there instead."
-            )
+            raise LaunchError(f"--env {name} holds a secret, which every user of the pod could read. Set it there.")
     return ["ACCELERATE_IN_TPU_POD=1", *assignments]
 
 

@@ -7,9 +7,7 @@ import signal
 import pytest
 
 from accelerate.launch import elastic, runners
-from accelerate.launch.errors import LaunchError
 from accelerate.launch.runners import local
-from accelerate.utils.other import get_free_port
 
 
 @pytest.fixture
@@ -19,40 +17,6 @@ def started(monkeypatch):
     monkeypatch.setattr(elastic, "make_config", lambda *args, **kwargs: calls.append((args, kwargs)))
     monkeypatch.setattr(elastic, "start", lambda *args, **kwargs: calls.append((args, kwargs)))
     return calls
-
-
-def test_one_process_replaces_the_launcher_only_where_it_may(plan, monkeypatch):
-    calls = []
-    monkeypatch.setattr(runners, "start", lambda command, environment, replace: calls.append((command[-1], replace)))
-    runners.run(plan("--cpu"), replace=True)
-    runners.run(plan("--cpu"))
-    assert calls == [("train.py", True), ("train.py", False)]
-    assert runners.processes(plan("--cpu"))[0].command[-1] == "train.py"
-
-
-def test_options_reach_the_launcher(plan, started):
-    runners.run(
-        plan("--cpu --num_processes 2 --max_restarts 2 --monitor_interval 0.5 --role x --tee 1:2 --log_dir out")
-    )
-    (args, options), _ = started
-    assert args[0] == 2 and args[2] == "out"
-    assert options == {"tee": {1: 2}, "role": "x", "max_restarts": 2, "monitor_interval": 0.5}
-
-
-def test_nothing_starts_with_options_that_cannot_be_used(plan, started):
-    with pytest.raises(LaunchError, match="--tee"):
-        runners.run(plan("--cpu --num_processes 2 --tee x"))
-    assert started == []
-
-
-def test_what_would_be_started(plan):
-    first, second = local.processes(plan("--cpu --num_processes 2"), {"A": "1"})
-    assert (first.label, second.label) == ("rank 0", "rank 1")
-    wanted = {"A": "1", "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    wanted["MASTER_ADDR"] = "127.0.0.1"
-    assert wanted.items() <= second.environment.items() and "MASTER_PORT" not in second.environment
-    (first, _) = local.processes(plan(f"--cpu --num_processes 2 --main_process_port {get_free_port()}"), {})
-    assert int(first.environment["MASTER_PORT"]) > 0
 
 
 def test_notes_are_printed_unless_quiet(plan, started, capsys):

@@ -1,7 +1,6 @@
 """The call of mpirun, for each that there is, and the host files; real ones run in tests/distributed/test_mpi.py."""
 
 import socket
-import subprocess
 import sys
 
 import pytest
@@ -49,13 +48,7 @@ def called(programs, plan):
 @pytest.mark.parametrize(
     ("makers", "text", "count", "words"),
     [
-        (
-            "openmpi openmpi3",
-            "localhost slots=2",
-            2,
-            "--host localhost:2 --bind-to socket:overload-allowed -n 2",
-        ),
-        ("openmpi", "localhost:2", 2, "--host localhost:2"),
+        ("openmpi openmpi3", "localhost slots=2", 2, "--host localhost:2 --bind-to socket:overload-allowed -n 2"),
         ("openmpi", "192.0.2.1\n192.0.2.2", 4, "--host 192.0.2.1:2,192.0.2.2:2"),
         ("openmpi", "192.0.2.1 slots=2\n192.0.2.2 slots=1", 3, "--host 192.0.2.1:2,192.0.2.2:1"),
         ("mpich intel mvapich", "localhost:2", 2, "-hosts localhost -ppn 2 -n 2"),
@@ -69,12 +62,6 @@ def test_each_mpirun_is_called_in_its_words(called, hosts, makers, text, count, 
         arguments, _ = called(f"--num_processes {count} {hosts(text)}", maker)
         assert arguments[: len(words.split())] == words.split()
         assert arguments[-5:] == ["-n", str(count), sys.executable, "-u", "train.py"]
-
-
-def test_modules(called, hosts, written):
-    written("train.py.py", "")
-    line = f"--num_processes 1 {hosts('localhost slots=1')} --module"
-    assert called(line)[0][-4:] == [sys.executable, "-u", "-m", "train.py"]
 
 
 def test_variables_reach_other_machines_by_their_names_alone(called, hosts, monkeypatch):
@@ -106,14 +93,6 @@ def test_address_and_port(called, hosts):
         assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == expected
 
 
-def test_workers_hear_mpirun_alone(called, hosts, monkeypatch):
-    names = {"RANK", "LOCAL_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK"}
-    for name in names:
-        monkeypatch.setenv(name, "0")
-    environment = called(f"--num_processes 2 {hosts('localhost slots=2')}")[1]
-    assert not {*names, "WORLD_SIZE"} & {*environment}
-
-
 def test_threads_and_settings_of_intel(called, hosts, written, monkeypatch):
     monkeypatch.setenv("KMP_BLOCKTIME", "7")
     option = hosts("localhost\n192.0.2.7")
@@ -126,23 +105,11 @@ def test_threads_and_settings_of_intel(called, hosts, written, monkeypatch):
     assert called(line)[1]["OMP_NUM_THREADS"] == "3"
 
 
-def test_exit_status_is_kept(programs, plan, hosts, monkeypatch):
-    programs.add("mpirun", VERSIONS["openmpi"])
-    monkeypatch.setenv("FAKE_STATUS", "7")
-    with pytest.raises(subprocess.CalledProcessError) as caught:
-        runners.run(plan(f"--cpu --quiet --num_processes 1 {hosts('localhost')}"))
-    assert runners.failure_of(caught.value)[0] == 7
-
-
 @pytest.mark.parametrize(
     ("line", "text", "fragment"),
     [
-        ("--num_processes 3", "localhost slots=2", "has 2 slots"),
-        ("--num_processes 2 --num_machines 2", "localhost slots=2", "--num_machines is 2"),
         ("--num_processes 2 --machine_rank 1", "localhost slots=2", "Launch on one machine only"),
         ("--num_processes 2 --max_restarts 1", "localhost slots=2", "--max_restarts is an option of torch's"),
-        ("--num_processes 2 --log_dir x", "localhost slots=2", "--log_dir"),
-        ("--num_processes 2", "", "names no machine"),
     ],
 )
 def test_refusals(called, programs, hosts, line, text, fragment):
@@ -184,14 +151,9 @@ def test_styles_of_host_files(written, text, expected):
         (b"# only a comment\n\n", "names no machine"),
         (b"a slots=two", "Line 1 of hosts (--x) is 'a slots=two'"),
         (b"a\nb slots=0", "Line 2"),
-        (b"a:", "Line 1"),
-        (b"a slots = 2", "`node1 slots=4`"),
         (b"-oProxyCommand=evil", "Line 1"),
-        (b"me@-a", "Line 1"),
-        (b"a;rm", "Line 1"),
         (b"$(id) slots=1", "Line 1"),
         (b"a slots=2\na slots=2", "Line 2 of hosts (--x) is 'a slots=2'; write each machine once"),
-        (b"\xff\xfe\x00", "--x: the host file cannot be read"),
         (None, "--x: the host file cannot be read"),
     ],
 )
@@ -208,15 +170,11 @@ def test_malformed_host_files(tmp_path, content, fragment):
     [
         ({"a": 2, "b": 2}, 2, None, {"a": 2}),
         ({"a": 2, "b": 2}, 2, 2, {"a": 1, "b": 1}),
-        ({"a": 2, "b": 2}, 3, None, {"a": 2, "b": 1}),
         ({"a": 4, "b": 2}, 4, 2, {"a": 2, "b": 2}),
         ({"a": 4, "b": 2, "c": 9}, 4, 3, {"a": 4}),
         ({"a": None, "b": None}, 4, None, {"a": 2, "b": 2}),
-        ({"a": None, "b": None}, 1, None, {"a": 1}),
-        ({"a": None, "b": None}, 3, 1, {"a": 3}),
         ({"a": 2}, 2, 2, "--num_machines is 2, and --mpirun_hostfile names 1"),
         ({"a": 2, "b": 1}, 4, None, "has 3 slots on 2 machines"),
-        ({"a": 2, "b": 9}, 4, 1, "has 2 slots on 1 machines"),
         ({"a": None, "b": None}, 3, None, "does not divide evenly over the 2 machines"),
     ],
 )

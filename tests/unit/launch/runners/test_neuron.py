@@ -7,7 +7,6 @@ import torch
 
 from accelerate.devices import probe
 from accelerate.launch import hardware, runners
-from accelerate.launch.errors import LaunchError
 from accelerate.launch.hardware import Hardware
 from accelerate.launch.plan import worker_environment
 from accelerate.utils import imports
@@ -42,14 +41,3 @@ def test_chosen_cores(plan):
     assert found.num_processes == 2 and environment["NEURON_RT_VISIBLE_CORES"] == "1,3"
     assert environment["ACCELERATE_MIXED_PRECISION"] == "bf16" and "CUDA_VISIBLE_DEVICES" not in environment
     assert "NEURON_RT_VISIBLE_CORES" not in worker_environment(plan("--cpu --gpu_ids 1"), {})
-
-
-def test_a_configuration_file_for_neuron(plan, written):
-    written("c.yaml", "distributed_type: MULTI_NEURON\nnum_processes: 2\n")
-    found = plan("--config_file c.yaml")
-    assert found["multi_gpu"] and found.num_processes == 2 and not found.on_cpu
-
-
-def test_more_processes_than_cores(plan):
-    with pytest.raises(LaunchError, match="there are 4 neuron devices"):
-        plan("--num_processes 5")

@@ -19,14 +19,6 @@ def start(text, **options):
     runners.start([sys.executable, "-c", text], {**os.environ, **variables}, **believed)
 
 
-def test_a_child_gets_its_variables_and_its_failure_is_raised(tmp_path):
-    start("import os, pathlib; pathlib.Path(os.environ['OUT']).write_text('done')", out=tmp_path / "out")
-    assert (tmp_path / "out").read_text() == "done"
-    with pytest.raises(subprocess.CalledProcessError) as caught:
-        start("raise SystemExit(4)")
-    assert caught.value.returncode == 4
-
-
 @posix
 @pytest.mark.parametrize("streams", ["", "sys.stdout = sys.stderr = None; "])  # a daemon has none
 def test_the_launcher_becomes_the_program(streams):
@@ -44,7 +36,7 @@ ENDS_WITH_0 = f"import signal, sys\nsignal.signal(int(__import__('os').environ['
 @pytest.mark.parametrize(
     ("text", "name", "stopped_is_failed", "fails"),
     [
-        *((ENDS_BY_ITSELF, name, False, True) for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")),
+        *((ENDS_BY_ITSELF, name, False, True) for name in ("SIGTERM", "SIGUSR1")),
         (ENDS_WITH_0, "SIGTERM", False, False),
         (ENDS_WITH_0, "SIGTERM", True, True),  # MPICH's mpirun does that now and then
         (ENDS_WITH_0, "SIGUSR1", True, False),  # that stops nothing, so 0 is believed after it
@@ -100,16 +92,6 @@ def test_an_interrupt_that_no_terminal_sends_reaches_the_child(tmp_path):
     assert done.returncode == 5 and (tmp_path / "out").read_text() == "interrupted"
 
 
-def test_variables_of_this_machine_stay():
-    given = ("PATH", "HOME", "XDG_SEAT", "SSH_AUTH_SOCK", "OMPI_MCA_btl", "_", "BASH_FUNC_a%%", "A-B", "HOME_OF_MINE")
-    assert runners.handed_on(dict.fromkeys(given, "x")) == ["HOME_OF_MINE", "PATH"]
-
-
 def test_ranks_of_another_launcher_are_dropped():
     given = ("RANK", "WORLD_SIZE", "PMI_RANK", "OMPI_COMM_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "A")
     assert runners.without_ranks(dict.fromkeys(given, "0")) == {"A": "0"}
-
-
-def test_secrets_and_logins_are_not_shown():
-    shown = {"A": "http://proxy:80", "B": "http://me:pw@proxy", "HF_TOKEN": "x", "TOKENIZERS_PARALLELISM": "true"}
-    assert [n for n, value in shown.items() if runners.may_be_shown(n, value)] == ["A", "TOKENIZERS_PARALLELISM"]

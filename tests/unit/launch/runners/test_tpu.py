@@ -3,7 +3,6 @@
 import json
 import shlex
 import subprocess
-import sys
 
 import pytest
 
@@ -73,26 +72,13 @@ def test_one_core_a_module_and_arguments(xla, parse):
 
 
 @pytest.mark.parametrize(
-    ("function", "status", "words"),
-    [
-        ("other", 7, ""),
-        ("nothing", 2, "train.py has no function 'nothing'"),
-        ("number", 2, "train.py has no function 'number'"),
-    ],
+    ("function", "status", "words"), [("other", 7, ""), ("nothing", 2, "train.py has no function 'nothing'")]
 )
 def test_a_function_that_fails_or_is_none(xla, plan, function, status, words, capfd):
     with pytest.raises(subprocess.CalledProcessError) as caught:
         runners.run(plan(f"--tpu --quiet --num_processes 8 --main_training_function {function}"))
     said = capfd.readouterr().err
     assert caught.value.returncode == status and words in said and "Traceback" not in said
-
-
-def test_refusals_on_one_machine(plan, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch_xla", None)
-    with pytest.raises(ImportError, match="needs torch_xla"):
-        runners.run(plan("--tpu --quiet --num_processes 8"))
-    with pytest.raises(LaunchError, match="--log_dir"):
-        runners.processes(plan("--tpu --num_processes 8 --log_dir x"))
 
 
 @pytest.mark.parametrize(
@@ -143,11 +129,9 @@ def test_sudo_machines_options_and_status(programs, pod, monkeypatch):
     ("line", "config", "fragment"),
     [
         ("--env A", CONFIG, "--env is 'A'; write NAME=VALUE"),
-        ("--env 1A=2", CONFIG, "--env is '1A'"),
         ("--env HF_TOKEN=verysecret", CONFIG, "--env HF_TOKEN holds a secret"),
         ("", CONFIG.replace("tpu_name: pod", ""), "Which pod?"),
         ("", CONFIG.replace("tpu_name: pod", "tpu_name: --command=evil"), "is no name of a TPU"),
-        ("--max_restarts 1", CONFIG, "--max_restarts"),
     ],
 )
 def test_refusals_on_a_pod(programs, pod, line, config, fragment):
@@ -155,10 +139,3 @@ def test_refusals_on_a_pod(programs, pod, line, config, fragment):
         runners.run(pod(line, config=config))
     assert fragment in str(caught.value) and "verysecret" not in str(caught.value)
     assert programs.calls() == []
-
-
-def test_a_dry_run_needs_no_gcloud(programs, pod):
-    (programs.folder / "gcloud").unlink()
-    with pytest.raises(LaunchError, match="gcloud is not on the PATH"):
-        runners.run(pod())
-    assert runners.processes(pod())[0].command[0] == "gcloud"
