@@ -14,8 +14,35 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 USERS = ["src", "examples", "tools", "benchmarks"]
 # Names that others call, and who does.
 CALLED: dict[str, str] = {
-    "_missing_": "enum",
-    "__dir__": "dir()",
+    **dict.fromkeys(["memo", "objtype"], "Python: parameters of __deepcopy__ and __get__"),
+    **dict.fromkeys(["_missing_", "__dir__", "find_class", "__signature__"], "Python: enum, dir(), pickle, inspect"),
+    **dict.fromkeys(["load_bytes", "create_stream", "fs"], "torch.distributed.checkpoint"),
+    **dict.fromkeys(
+        ["next_rendezvous", "num_nodes_waiting", "_assign_worker_ranks", "_exit_barrier"], "torch's elastic launcher"
+    ),
+    **dict.fromkeys(["allow_tf32"], "torch: a setting"),
+    **dict.fromkeys(
+        ["SingleProcess", "TensorParallel", "checkpoint_command_parser"], "our registries, which hold names"
+    ),
+    **dict.fromkeys(["_accelerate_loaded"], "ours, through __dict__"),
+    **dict.fromkeys(["state_exists"], "the patch that tools/upstream_patches writes"),
+    **dict.fromkeys(["batches_yielded"], "tests of resume, which see by it where a loader stands"),
+    **dict.fromkeys(["completer", "_render_traceback_", "__test__"], "argcomplete, IPython, pytest"),
+    **dict.fromkeys(["CB", "bnb_quantized", "support_avx512bf16_for_cpu"], "bitsandbytes"),
+    **dict.fromkeys(["dschf", "DDP_impl"], "transformers (kept alive for it), Megatron-LM"),
+    **dict.fromkeys(
+        [
+            *[
+                "has_fp8_handler",
+                "delayed_fp8_autocast",
+                "hf_cache_home",
+                "param_original_devices",
+                "buffer_original_devices",
+            ],
+            *["pippy_stage", "user_provided_run_name", "active_run"],
+        ],
+        "users: attributes that upstream's objects have",
+    ),
 }
 
 

@@ -77,7 +77,7 @@ def _piece(name: str, parameter: nn.Parameter, owner: Any) -> Piece:
     dtype = parameter.dtype
     compute = reduce = unreduced = dtype
     if owner is not None:
-        fsdp_parameter, policy = owner
+        _, policy = owner
         compute = policy.param_dtype or dtype
         # While nothing is exchanged fully_shard adds gradients up in the dtype of the exchange.
         reduce = unreduced = policy.reduce_dtype or compute

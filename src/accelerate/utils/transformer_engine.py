@@ -1,6 +1,5 @@
 """Training in 8-bit floating point with NVIDIA Transformer Engine."""
 
-import contextlib
 import functools
 import inspect
 import warnings
@@ -179,20 +178,6 @@ def engine_recipe(handler: Any) -> Any:
     if ignored:
         warnings.warn(f"{', '.join(ignored)}: not an option of this Transformer Engine's {kind.__name__}; ignored.")
     return kind(**{name: value for name, value in options.items() if name in known})
-
-
-def fp8_context(handler: Any, training: bool = True) -> contextlib.AbstractContextManager:
-    """Return Transformer Engine's 8-bit context for a piece of a training loop.
-
-    Args:
-        handler: as in `engine_recipe`.
-        training: whether the model trains; while it evaluates, `use_autocast_during_eval` decides.
-
-    Raises:
-        ImportError: Transformer Engine is not installed.
-    """
-    enabled = training or bool(getattr(handler, "use_autocast_during_eval", False))
-    return _transformer_engine().fp8_autocast(enabled=enabled, fp8_recipe=engine_recipe(handler))
 
 
 def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: Any) -> nn.Module:
