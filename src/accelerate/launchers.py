@@ -1,6 +1,7 @@
 """Start a training function in several processes from a notebook, a console or a test."""
 
 import importlib.util
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -90,7 +91,8 @@ def notebook_launcher(
         ValueError: an argument has an impossible value or does not fit the machine, an `Accelerator` exists already, or this
             process is one of a run itself.
         TypeError: an argument has the wrong type, or `function` does not take `args`.
-        RuntimeError: a GPU is in use in this process already, or the system cannot fork.
+        LaunchError: a GPU is in use in this process already, and `function` cannot be sent to fresh ones.
+        RuntimeError: a fresh process imports a script that calls this without `if __name__ == "__main__"`.
 
     Example:
         >>> def train(rate):
@@ -129,14 +131,8 @@ def notebook_launcher(
     _refuse_state()
     if device.type == "cpu":
         variables["ACCELERATE_USE_CPU"] = "true"
-    _refuse_no_fork()
-    if device.type != "cpu" and getattr(device.namespace(), "is_initialized", lambda: False)():
-        raise RuntimeError(
-            f"The {device.type} device is in use in this process already, and a process that has used it cannot be forked. Restart "
-            "the notebook, and use the device only inside the training function."
-        )
     _announce(request, count, device.type)
-    notebook.run(request, _environment(variables), count)
+    notebook.run(request, _environment(variables), count, notebook.method_for(device))
 
 
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
@@ -162,8 +158,7 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
     _refuse_nesting("debug_launcher")
     _refuse_group()
     environment = _environment({"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_CPU": "true"})
-    _refuse_no_fork()
-    notebook.run(request, environment, num_processes)
+    notebook.run(request, environment, num_processes, "fork" if hasattr(os, "fork") else "spawn")
 
 
 def _lacks_torch_xla() -> bool:
@@ -196,13 +191,6 @@ def _count(request: Request, device: Any) -> int:
             "set ACCELERATE_USE_CPU=true to run on the CPU."
         )
     return asked or devices or 1
-
-
-def _refuse_no_fork() -> None:
-    if not hasattr(os, "fork"):
-        raise NotAvailableError(
-            "Functions run in forked processes, which this system does not have. Use accelerate launch."
-        )
 
 
 def _launch_xla(request: Request, variables: Mapping[str, str]) -> None:
@@ -240,6 +228,10 @@ def _run_here(request: Request, variables: Mapping[str, str]) -> None:
 
 
 def _refuse_nesting(launcher: str, harmless: bool = False) -> None:
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise RuntimeError(
+            f"{launcher} starts fresh processes, which import this script: put it behind `if __name__ == '__main__':`."
+        )
     rank, size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE", "")
     if rank is None or not size.isdigit() or int(size) < 2 or harmless:
         return

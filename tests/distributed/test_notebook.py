@@ -294,3 +294,24 @@ def test_an_interrupt_of_the_cell(kernel):
     assert error.startswith("KeyboardInterrupt")
     out, error = kernel.run("import multiprocessing; print(multiprocessing.active_children())")
     assert (out, error) == ("[]\n", "")
+
+
+FRESH = """
+import os
+from accelerate.launch import notebook
+
+if __name__ == "__main__":
+    factor = 6
+    request = notebook.Request(lambda value: print("rank", os.environ["RANK"], 1 // value * factor), ARGS)
+    notebook.run(request, {**os.environ, "ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "no"}, 2, "spawn")
+"""
+
+
+def test_fresh_processes_get_a_function_of_the_program(tmp_path):
+    pytest.importorskip("cloudpickle")
+    script = tmp_path / "cell.py"
+    for args, status, words in (("(1,)", 0, ["rank 0 6", "rank 1 6"]), ("(0,)", 1, ["ZeroDivisionError", "Rank "])):
+        script.write_text(FRESH.replace("ARGS", args))
+        done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=LIMIT_S)
+        output = done.stdout + done.stderr
+        assert done.returncode == status and all(word in output for word in words), output

@@ -52,7 +52,7 @@ def started(monkeypatch):
     """Start nothing; list what would be."""
     calls = []
 
-    def run(request, environment, num_processes):
+    def run(request, environment, num_processes, method):
         calls.append(types.SimpleNamespace(**{k: v for k, v in locals().items() if k != "calls"}))
 
     monkeypatch.setattr(notebook, "run", run)
@@ -136,18 +136,28 @@ def test_one_process_per_device_by_default(device, started, capsys):
     assert capsys.readouterr().out == "Launching training on 3 GPUs.\n"
 
 
-def test_a_device_in_use_is_refused(device, started):
+def test_a_device_in_use_means_fresh_processes_and_who_used_it(device, started, capsys, monkeypatch):
     device(Device(in_use=True))
-    with pytest.raises(RuntimeError, match="The cuda device is in use in this process already.*Restart the notebook"):
-        notebook_launcher(join_only, num_processes=2)
-    assert started == []
+    notebook_launcher(join_only, num_processes=2)
+    monkeypatch.setitem(notebook._first_uses, "cuda", "cell.py, line 3, in f: x.cuda()")
+    notebook_launcher(join_only, num_processes=2)
+    assert [call.method for call in started] == ["spawn", "spawn"]
+    printed = capsys.readouterr().out
+    assert "used first by an unknown line" in printed and "used first by cell.py, line 3, in f: x.cuda()." in printed
 
 
 @pytest.mark.parametrize("start", [debug_launcher, notebook_launcher])
 def test_systems_without_fork(monkeypatch, started, start):
+    start(join_only, num_processes=2)
     monkeypatch.delattr(os, "fork")
-    with pytest.raises(NotAvailableError, match="forked processes, which this system does not have"):
-        start(join_only, num_processes=2)
+    start(join_only, num_processes=2)
+    assert [call.method for call in started] == ["fork", "spawn"]
+
+
+def test_a_fresh_process_that_imports_the_script_starts_no_other(monkeypatch, started):
+    monkeypatch.setattr(launchers.multiprocessing, "current_process", lambda: types.SimpleNamespace(_inheriting=True))
+    with pytest.raises(RuntimeError, match="behind `if __name__ == '__main__':`"):
+        debug_launcher(join_only)
     assert started == []
 
 

@@ -11,6 +11,7 @@ import inspect
 import io
 import multiprocessing
 import os
+import pickle
 import re
 import signal
 import string
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -81,6 +83,45 @@ class WorkerError(RuntimeError):
 
 class MeetingError(RunError):
     """The processes could not meet: no answer came in time, the port is taken, or a machine was lost."""
+
+
+# -- who uses a device first ----------------------------------------------------------------------------------------------
+
+# By torch's name of the device.
+_first_uses: dict[str, str] = {}
+
+
+def watch() -> None:
+    """Note which line uses a GPU first; torch keeps a list of what to call then."""
+    for name in ("cuda", "xpu"):
+        namespace = getattr(torch, name, None)
+        if hasattr(namespace, "_lazy_call") and not namespace.is_initialized():
+            namespace._lazy_call(functools.partial(_note, name))
+
+
+def _note(name: str) -> None:
+    with contextlib.suppress(Exception):  # torch gives the device up if this raises
+        stack = [frame for frame in traceback.extract_stack() if "/torch/" not in frame.filename.replace(os.sep, "/")]
+        user = [frame for frame in stack if frame.filename != __file__][-1]
+        _first_uses[name] = f"{user.filename}, line {user.lineno}, in {user.name}: {user.line}"
+
+
+def method_for(device: Any) -> str:
+    """Return how to start processes: "fork", or "spawn" where a fork would not work; then a line says why.
+
+    Args:
+        device: a row of `accelerate.devices`.
+    """
+    why = "" if hasattr(os, "fork") else "this system cannot fork"
+    if device.type != "cpu" and getattr(device.namespace(), "is_initialized", lambda: False)():
+        user = _first_uses.get(device.type, "an unknown line, as accelerate was imported later")
+        why = (
+            f"this process uses the {device.type} device already, which cannot be forked; it was used first by {user}"
+        )
+    if not why:
+        return "fork"
+    print(f"Starting fresh processes, which takes longer: {why}.")
+    return "spawn"
 
 
 # -- the request ---------------------------------------------------------------------------------------------------------
@@ -198,26 +239,26 @@ class Worker:
     Args:
         function: the function.
         prefix: what stands before each line of its output, with `${rank}`, `${local_rank}` and `${role_name}`; or None.
+        method: "fork"; or "spawn", where the function is sent to fresh processes.
 
     Attributes:
         may_run: all ranks are forked. Before that a rank must not connect to the launcher's store: a thread of the launcher
             would look up its name, and a process that is forked meanwhile inherits the locked lock of glibc's resolver.
     """
 
-    def __init__(self, function: Callable[..., Any], prefix: str | None = None) -> None:
-        self.function, self.prefix = function, prefix
-        self.may_run = multiprocessing.get_context("fork").Event()
+    def __init__(self, function: Callable[..., Any], prefix: str | None = None, method: str = "fork") -> None:
+        self.function, self.prefix, self.method = function, prefix, method
+        self.may_run = multiprocessing.get_context(method).Event()
         self.__name__ = self.__qualname__ = name_of(function)
 
-    def __call__(self, *args: Any) -> None:
-        """Run the function; what it returns is dropped, as it would have to be sent home and need not be picklable.
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrived, (_sent(self.function), self.prefix, self.method, self.may_run)
 
-        Args:
-            args: of the function.
-        """
+    def __call__(self) -> None:
+        """Run the function; what it returns is dropped, as it would have to be sent home and need not be picklable."""
         try:
             self._begin_afresh()
-            self.function(*args)
+            self.function()
         except SystemExit as end:
             if end.code in (None, 0):
                 return
@@ -253,6 +294,26 @@ class Worker:
         torch.set_num_threads(1)
         _forget_states()
         self.may_run.wait()
+
+
+def _sent(function: Callable[..., Any]) -> bytes:
+    """Return a function as bytes: one of a cell by value, if cloudpickle is installed; else by its name, as pickle does."""
+    try:
+        pickler = importlib.import_module("cloudpickle")
+    except ImportError:
+        pickler = pickle
+    try:
+        return pickler.dumps(function)
+    except Exception as error:
+        raise LaunchError(
+            f"{name_of(function)} cannot be sent to fresh processes: {error}. Install cloudpickle, or move it into a module."
+        ) from error
+
+
+def _arrived(data: bytes, prefix: str | None, method: str, may_run: Any) -> Worker:
+    worker = Worker(pickle.loads(data), prefix, method)  # from the process that started this one
+    worker.may_run = may_run
+    return worker
 
 
 def on_core(function: Callable[..., Any], forked: bool, index: int, *args: Any) -> None:
@@ -363,13 +424,14 @@ class MachineFunctionAgent(machine_rendezvous.MachineAgent, FunctionAgent):
 # -- running -------------------------------------------------------------------------------------------------------------
 
 
-def run(request: Request, environment: Mapping[str, str], num_processes: int) -> None:
+def run(request: Request, environment: Mapping[str, str], num_processes: int, method: str = "fork") -> None:
     """Start processes and wait for their end.
 
     Args:
         request: what the user asks for, checked.
         environment: all variables of the processes.
         num_processes: how many, on this machine.
+        method: as `Worker` takes it.
 
     Raises:
         WorkerError: a process failed.
@@ -382,9 +444,10 @@ def run(request: Request, environment: Mapping[str, str], num_processes: int) ->
     reporter = Reporter()
     try:
         with tempfile.TemporaryDirectory(prefix="accelerate_launch_", ignore_cleanup_errors=True) as directory:
-            worker = Worker(request.function, request.log_line_prefix_template)
-            config, agent, more = _configured(request, num_processes, directory)
-            elastic.start(config, worker, tuple(request.args), {**more, **environment}, agent=agent)
+            function = functools.partial(request.function, *request.args)
+            worker = Worker(function, request.log_line_prefix_template, method)
+            config, agent, more = _configured(request, num_processes, directory, method)
+            elastic.start(config, worker, (), {**more, **environment}, agent=agent)
     except ChildFailedError as error:
         found = endings_of(error.failures)
         if found[0].exitcode == PREEMPTED:
@@ -404,7 +467,9 @@ def run(request: Request, environment: Mapping[str, str], num_processes: int) ->
         raise MeetingError(_why_no_rendezvous(request, error)) from error
 
 
-def _configured(request: Request, num_processes: int, directory: str) -> tuple[Any, type, Mapping[str, str]]:
+def _configured(
+    request: Request, num_processes: int, directory: str, method: str
+) -> tuple[Any, type, Mapping[str, str]]:
     """Return torch's configuration, the class of its agent, and further variables of the processes."""
     settings = request.rdzv_conf or {}
     agent, variables = FunctionAgent, {}
@@ -421,7 +486,7 @@ def _configured(request: Request, num_processes: int, directory: str) -> tuple[A
         )
         variables = rendezvous.variables
     options = {name: getattr(request, name) for name in ("max_restarts", "monitor_interval")}
-    config = elastic.make_config(num_processes, rendezvous, directory, start_method="fork", **options)
+    config = elastic.make_config(num_processes, rendezvous, directory, start_method=method, **options)
     if request.rdzv_id != "none":
         config.run_id = request.rdzv_id
     return config, agent, variables
@@ -474,3 +539,6 @@ def run_on_tpu(request: Request) -> None:
     function = functools.partial(on_core, request.function, request.num_processes != 1)
     # It takes one process, or None for as many as there are cores.
     starter.spawn(function, args=tuple(request.args), nprocs=request.num_processes, start_method="fork")
+
+
+watch()
