@@ -4,12 +4,13 @@
     python tools/size.py --table    the folders alone
 
 A walk is what one rank of two runs of `src/accelerate` for one operation, seen with `sys.setprofile`: calls, functions, files.
-Each walk is taken the second time the operation runs, so that imports and caches do not count.
+Each walk but the launcher's is taken the second time the operation runs, so that imports and caches do not count.
 """
 
 import argparse
 import collections
 import contextlib
+import inspect
 import json
 import os
 import pathlib
@@ -36,7 +37,9 @@ class Walk:
         self.calls: collections.Counter[Any] = collections.Counter()
 
     def _see(self, frame: FrameType, event: str, _: object) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(str(PACKAGE)):
+        # What runs when a module or a class is made is no call.
+        is_function = frame.f_code.co_flags & inspect.CO_OPTIMIZED
+        if event == "call" and is_function and frame.f_code.co_filename.startswith(str(PACKAGE)):
             self.calls[frame.f_code] += 1
 
     @contextlib.contextmanager

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from accelerate.config import env
 from accelerate.config.enums import at_public_path
 from accelerate.config.fsdp import get_module_class_from_name
-from accelerate.config.values import to_names
+from accelerate.config.options.schema import to_names
 from accelerate.utils.imports import is_deepspeed_available, is_transformers_available
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from accelerate.config.options import BY_NAME
-from accelerate.config.values import to_bool
+from accelerate.config.options.schema import to_bool
 
 _instead: ContextVar[Mapping[str, str] | None] = ContextVar("environment_of_plugins", default=None)
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from accelerate.config import env
 from accelerate.config.enums import at_public_path
 from accelerate.config.handlers import KwargsHandler
-from accelerate.config.values import to_bool
+from accelerate.config.options.schema import to_bool
 from accelerate.utils.imports import is_msamp_available, is_torchao_available, is_transformer_engine_available
 
 # Fields of `TERecipeKwargs`, the options that stand for them, and their defaults.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate.config import env
 from accelerate.config.enums import at_public_path
-from accelerate.config.values import to_bool, to_enum, to_int, to_names
+from accelerate.config.options.schema import to_bool, to_enum, to_int, to_names
 from accelerate.utils.constants import FSDP2_PYTORCH_VERSION, FSDP_AUTO_WRAP_POLICY
 from accelerate.utils.versions import is_torch_version
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from accelerate.config import env
 from accelerate.config.enums import at_public_path
 from accelerate.config.options import of_feature
-from accelerate.config.values import to_bool
+from accelerate.config.options.schema import to_bool
 from accelerate.utils.imports import is_megatron_lm_available
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import Any
 
 from accelerate.config import env
 from accelerate.config.enums import at_public_path
-from accelerate.config.values import to_int
+from accelerate.config.options.schema import to_int
 from accelerate.utils.constants import BETA_TP_AVAILABLE_TRANSFORMERS_VERSION
 from accelerate.utils.imports import is_transformers_available
 from accelerate.utils.versions import compare_versions

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from accelerate.config.enums import at_public_path
-from accelerate.config.values import to_int
+from accelerate.config.options.schema import to_int
 
 
 @at_public_path

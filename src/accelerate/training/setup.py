@@ -24,8 +24,8 @@ from accelerate.config.handlers import (
 )
 from accelerate.config.megatron import MegatronLMPlugin
 from accelerate.config.options import BY_NAME
+from accelerate.config.options.schema import to_int
 from accelerate.config.project import DataLoaderConfiguration, ProjectConfiguration
-from accelerate.config.values import to_int
 from accelerate.runtime import storage
 from accelerate.training.prepared import models, warn_caller
 

@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 
 from accelerate.commands.config.rules import contradictions
 from accelerate.config.options import OPTIONS, Option
-from accelerate.config.options.schema import TRUE_OR_FALSE, Chapter, agree
-from accelerate.config.values import to_bool
+from accelerate.config.options.schema import TRUE_OR_FALSE, Chapter, agree, to_bool
 from accelerate.launch.hardware import Hardware
 
 T = TypeVar("T")

@@ -2,7 +2,7 @@ import enum
 
 import pytest
 
-from accelerate.config.values import to_bool, to_enum, to_int, to_names
+from accelerate.config.options.schema import to_bool, to_enum, to_int, to_names
 
 
 class Colour(enum.Enum):
