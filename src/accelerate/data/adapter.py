@@ -379,6 +379,9 @@ class DataLoaderAdapter:
         """
         return dataset_length(self.dataset)
 
+    def _remainder_ahead(self) -> int:
+        return -1
+
     def _samples_per_step(self) -> int | None:
         """Samples that all processes together receive in one step; None if that varies."""
         return global_batch_size(self.base_dataloader)

@@ -154,7 +154,7 @@ def _check_mesh(accelerator: "Accelerator", objects: Sequence[Any]) -> None:
         raise ValueError(
             f"dp_shard_size={layout.dp_shard_size} shards parameters, which needs FSDP, but distributed_type is "
             f"{accelerator.distributed_type}. Pass fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2), or use "
-            f"dp_replicate_size={layout.data_parallel_size} and dp_shard_size=1."
+            f"dp_replicate_size={layout.data_parallel_size} and dp_shard_size=1. A model that is sharded already is not adopted yet."
         )
     if layout.tp_enabled and accelerator.fp8_enabled:
         raise ValueError(

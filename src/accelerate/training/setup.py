@@ -123,7 +123,7 @@ def accumulation(plugin: GradientAccumulationPlugin | None, steps: int) -> Gradi
                 "`num_steps` field."
             )
         return plugin
-    for source, value in ((option.name, steps), (option.env, option.read(os.environ))):
+    for source, value in ((option.name, steps), (option.env, os.environ.get(option.env, "").strip() or None)):
         if value is not None:
             steps = to_int(value, source)
             if steps < 1:

@@ -90,13 +90,12 @@ def gather_for_metrics(parts, counts, end, remainder, objects, **mesh):
     """The library's own function, with the exchange replaced by the parts of all ranks."""
     loader = SimpleNamespace(batch_counts=counts)
     state = SimpleNamespace(active_dataloader=loader, end_of_dataloader=end, remainder=remainder)
-    accelerator = SimpleNamespace(gradient_state=state, **(mesh or {"parallelism_config": None}))
+    accelerator = SimpleNamespace(gradient_state=state, _communicator=None, **(mesh or {"parallelism_config": None}))
 
     def gather(_, __):
         return [item for part in parts for item in part.tolist()] if objects else torch.cat(parts)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, "communicator", lambda _: None)
         patch.setattr(operations, "gather_object_with" if objects else "gather_with", gather)
         gathered = collectives.gather_for_metrics(accelerator, parts[0], objects)
     return gathered if objects else gathered.tolist()

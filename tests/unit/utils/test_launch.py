@@ -100,7 +100,7 @@ def test_deepspeed_standard_is_torchrun():
     args = parse(f"{line} standard")
     assert launch.prepare_deepspeed_cmd_env(args)[0] is None
     assert (args.nproc_per_node, args.nnodes) == ("4", "2")
-    with pytest.raises(LaunchError, match="did you mean pdsh"):
+    with pytest.raises(LaunchError, match="choose one of pdsh"):
         launch.prepare_deepspeed_cmd_env(parse(f"{line} pdhs"))
 
 

@@ -19,7 +19,7 @@ from accelerate.commands import accelerate_cli, env, estimate, merge, to_fsdp2, 
 from accelerate.commands import test as test_command
 from accelerate.commands import utils as command_utils
 from accelerate.commands.config import config as config_module
-from accelerate.commands.config import get_config_parser
+from accelerate.commands.config import config_utils, get_config_parser
 from accelerate.commands.config import main as config_main
 from interop.differential.core import Words, call, probe
 
@@ -114,6 +114,16 @@ def custom_parser(group: str | None, words: str) -> Any:
     found = vars(parser.parse_args(words.split()))
     found.pop("nondefault", None)
     yield "parsed", sorted(found.items())
+
+
+@probe("commands.config.config_utils:SubcommandHelpFormatter", width=[60, 100])
+def subcommand_help(width: int) -> Any:
+    parser = argparse.ArgumentParser(
+        "p", formatter_class=lambda prog: config_utils.SubcommandHelpFormatter(prog, width=width)
+    )
+    parser.add_argument("--one", help="first")
+    parser.add_subparsers().add_parser("sub", help="second")
+    return sorted(set(parser.format_help().split()) & {"--one", "sub", "first", "second"})
 
 
 # ---- estimate-memory

@@ -95,7 +95,7 @@ def test_which_file(accelerate, place):
         assert status == 2
         return err
 
-    assert "There is no configuration file" in errors()
+    assert "There is no file" in errors()
     assert "--config_file is 'none.yaml': there is no such file" in errors("none.yaml")
     assert "Name one file" in errors("a.yaml", "--config_file", "b.yaml")
     (place / "home" / "accelerate").mkdir(parents=True)
