@@ -214,7 +214,8 @@ def replace_weights(
     """
     aside = os.path.join(folder, f"{STAGING_PREFIX}model")
     shutil.rmtree(aside, ignore_errors=True)  # of a process that was killed
-    os.makedirs(aside)
+    os.makedirs(folder, exist_ok=True)  # also refuses an empty name
+    os.mkdir(aside)
     index_name = pattern.format(suffix="") + INDEX_SUFFIX
     try:
         entries = write_weights(aside, tensors, pattern, limit, **options)

@@ -73,7 +73,7 @@ def setting(argument: Any, name: str, default: Any = None, field: str | None = N
         return default
     if option.is_truth:
         return to_bool(argument, source)
-    if option.type not in ("int", "float"):
+    if option.type not in ("int", "float") or (option.type == "float" and type(argument) is int):
         return argument
     value = option.parse(argument, source)
     return default if value is None else value

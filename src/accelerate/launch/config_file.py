@@ -121,7 +121,7 @@ def find(given: str | os.PathLike[str] | None, environ: Mapping[str, str] | None
     if given is None:
         path = default_path(environ)
         return pathlib.Path(path) if os.path.isfile(path) else None
-    if not os.path.exists(given):
+    if not os.path.exists(given) or os.path.isdir(given):
         raise FileNotFoundError(
             f"--config_file is {os.fspath(given)!r}: there is no such file; `accelerate config` writes one."
         )

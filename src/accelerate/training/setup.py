@@ -123,11 +123,10 @@ def accumulation(plugin: GradientAccumulationPlugin | None, steps: int) -> Gradi
                 "`num_steps` field."
             )
         return plugin
-    for source, value in ((option.name, steps), (option.env, os.environ.get(option.env, "").strip() or None)):
-        if value is not None:
-            steps = to_int(value, source)
-            if steps < 1:
-                raise ValueError(f"{source}={steps!r} is not a positive integer; 1 accumulates nothing.")
+    for source, value in ((option.name, steps), (option.env, os.environ.get(option.env, "").strip() or steps)):
+        steps = to_int(value, source)
+        if steps < 1:
+            raise ValueError(f"{source}={steps!r} is not a positive integer; 1 accumulates nothing.")
     return GradientAccumulationPlugin(num_steps=steps) if plugin is None else replace(plugin, num_steps=steps)
 
 
