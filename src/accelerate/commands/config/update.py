@@ -1,6 +1,7 @@
 """`accelerate config update`: an old configuration file in today's shape."""
 
 import argparse
+import os
 import pathlib
 from typing import Any
 
@@ -28,6 +29,8 @@ def update_config(args: argparse.Namespace) -> str:
     try:
         files.find(args.config_file)
     except FileNotFoundError as error:
+        if os.path.isdir(args.config_file):
+            raise
         raise LaunchError(str(error)) from None
     path = files.find_required(args.config_file)
     _update(path)
