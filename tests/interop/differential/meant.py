@@ -348,7 +348,7 @@ ROWS: dict[str, list[tuple[str | None, ...]]] = {
     "A SageMaker file with `distributed_type: NO` loads.": [
         ("", "ValueError", "configs.loaded(content='amazon kind NO'*"),
     ],
-    "A questionnaire whose input ends": [("EOFError", "ValueError", "configs.ended_input(*")],
+    "A questionnaire whose input ends": [(None, None, "configs.ended_input(*")],
     "The table of `estimate-memory` may be empty": [
         (None, None, "commands.table(*", "commands.on_hub(*",
          "commands.has_model(name='RuntimeError', text='Unknown model*"),

@@ -1,5 +1,6 @@
 """What runs in the processes of a function, and their output."""
 
+import functools
 import io
 import json
 import multiprocessing
@@ -40,7 +41,7 @@ def ended(error_file, monkeypatch):
         monkeypatch.setenv(name, value)
 
     def run(function, *args, prefix=None):
-        process = multiprocessing.get_context("fork").Process(target=ready(function, prefix), args=args)
+        process = multiprocessing.get_context("fork").Process(target=ready(functools.partial(function, *args), prefix))
         process.start()
         process.join(60)
         left = json.loads(error_file.read_text())["accelerate"] if error_file.exists() else None
