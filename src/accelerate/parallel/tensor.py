@@ -342,7 +342,14 @@ def _cut(model: nn.Module, styles: Mapping[str, Any], mesh: "DeviceMesh") -> Non
         parallelize_module(module, mesh, style)
     for first, *others in ties:
         kept = model.get_parameter(first)
-        for owner, _, own in (name.rpartition(".") for name in others):
+        for name in others:
+            other, (owner, _, own) = model.get_parameter(name), name.rpartition(".")
+            laid_out = [getattr(value, "placements", "whole") for value in (kept, other)]
+            if laid_out[0] != laid_out[1]:  # by styles of the user's own, which `_check_ties` cannot know
+                raise ValueError(
+                    f"{first} and {name} are one tied parameter, but their styles laid it out as {laid_out[0]} and "
+                    f"{laid_out[1]}. Give both the same."
+                )
             modules[owner]._parameters[own] = kept
     for name, value in model.named_parameters(remove_duplicate=False):
         value.requires_grad_(trains.get(name, value.requires_grad))

@@ -204,6 +204,12 @@ def refused():
             tensor.prepare(accelerator_for(plan), (model,))
         assert all(one is two for one, two in zip(model.parameters(), before, strict=True))
 
+    class Own(RowwiseParallel):
+        """A style of the user's, of which a plan does not say how it cuts."""
+
+    with raised(ValueError, "embed.weight and head.weight are one tied parameter", "Give both the same"):
+        tensor.prepare(accelerator_for({"embed": Own()}), (Mlp(),))
+
 
 def same_work():
     """Ranks that share layers read the same batches and drop the same elements, whatever their generators have drawn."""
