@@ -138,6 +138,7 @@ class MachineRendezvous(StaticTCPRendezvous):
         self._server: TCPStore | None = None
         self._round_server: TCPStore | None = None
         self._client: TCPStore | None = None
+        self.beat_store: TCPStore | None = None
         self._seen: dict[str, tuple[str, float]] = {}  # the records, and since when they stand still
         self._connected = self._deadline = self._next_report = 0.0
 
@@ -164,6 +165,12 @@ class MachineRendezvous(StaticTCPRendezvous):
         try:
             if self._client is None:
                 self._listen() if self.is_host else self._connect()
+                # A store looks up who connects. Processes that are forked during that inherit a locked resolver, so the heartbeat
+                # connects before the round begins.
+                limit = timedelta(seconds=max(self.heartbeat_timeout, 1.0))
+                self.beat_store = TCPStore(
+                    self.host, self.port, is_master=False, timeout=limit, wait_for_workers=False
+                )
                 self._connected = time.monotonic()
             return self._step(self._client)
         except RunError:
@@ -342,14 +349,15 @@ class Heartbeat(threading.Thread):
     Attributes:
         own: this machine.
         current: the name of the round that is open.
+        busy: held while the store is used. A process that is forked meanwhile would inherit torch's own locks, locked.
     """
 
     def __init__(self, rendezvous: MachineRendezvous) -> None:
         super().__init__(name="accelerate-heartbeat", daemon=True)
         self._members, self.own = rendezvous.members, rendezvous.members[rendezvous.machine]
-        self._host, self._port, self._timeout = rendezvous.host, rendezvous.port, rendezvous.heartbeat_timeout
+        self._store, self._timeout = rendezvous.beat_store, rendezvous.heartbeat_timeout
         self._round = self.current = rendezvous.name
-        self._wake, self._stopped = threading.Event(), False
+        self._wake, self._stopped, self.busy = threading.Event(), False, threading.Lock()
         self._answered, self._broken = time.monotonic(), ""
         self._state: dict[str, Any] = {}
         # Those of all machines, and since when each stands still.
@@ -402,13 +410,12 @@ class Heartbeat(threading.Thread):
     def run(self) -> None:
         """Exchange states with the store until the thread is stopped or the connection breaks."""
         try:
-            limit = timedelta(seconds=max(self._timeout, 1.0))
-            store = TCPStore(self._host, self._port, is_master=False, timeout=limit, wait_for_workers=False)
             last = False
             while not last:
                 self._wake.clear()
                 last = self._stopped
-                self._exchange(store)
+                with self.busy:
+                    self._exchange(self._store)
                 self._answered = time.monotonic()
                 if not last:
                     self._wake.wait(min(_BEAT_S, self._timeout / 4))
