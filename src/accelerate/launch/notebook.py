@@ -420,6 +420,10 @@ class FunctionAgent(elastic.Agent):
 class MachineFunctionAgent(machine_rendezvous.MachineAgent, FunctionAgent):
     """The same on one of several machines."""
 
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        with worker_group.spec.rdzv_handler.heartbeat.busy:
+            return super()._start_workers(worker_group)
+
 
 # -- running -------------------------------------------------------------------------------------------------------------
 
