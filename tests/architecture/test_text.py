@@ -21,7 +21,7 @@ TYPE_TESTERS = {"accelerate/runtime/traits.py", "accelerate/backends/registry.py
 
 
 # Processes of one run send each other objects, as torch's own collectives do; they trust each other with everything anyway.
-UNPICKLERS = {"accelerate/comm/torch_dist.py"}
+UNPICKLERS = {"accelerate/comm/torch_dist.py", "accelerate/launch/notebook.py"}
 
 
 def relative(path: pathlib.Path) -> str:
