@@ -114,6 +114,11 @@ def resolve(
     if task:
         count, local = _count_tasks(values, task, job.source, notes), task.local_world_size or 1
     elif other:
+        if job and job.task:
+            notes.append(
+                f"{job.source} has started {job.task.world_size} of these launches, and each of them starts a whole run by {other}. "
+                "Start one launch, or leave the other launcher out."
+            )
         several = values["num_machines"].value or 1
         count = _count(values, usable, several, f"as {other} finds them")
         local = max(count // several, 1)

@@ -7,6 +7,7 @@ forwards, when weights may be changed, so results do not depend on it.
 """
 
 import ctypes
+import functools
 import logging
 import mmap
 import os
@@ -80,6 +81,11 @@ def prefetch_budget(prefetch: bool | int | str | None) -> int | None:
         ) from error
 
 
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
+
+
 def _read_pages(tensor: torch.Tensor) -> None:
     """Have the pages of a mapped tensor read and mapped in one go, which is several times faster than a fault at a time."""
     if not tensor.nbytes or not tensor.is_contiguous():
@@ -88,7 +94,7 @@ def _read_pages(tensor: torch.Tensor) -> None:
         begin = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
         length = tensor.data_ptr() + tensor.nbytes - begin
         # ctypes lets other threads run meanwhile; mmap.madvise does not.
-        if ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), _POPULATE_READ) == 0:
+        if _libc().madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), _POPULATE_READ) == 0:
             return
     tensor.detach().view(-1).view(torch.uint8)[:: mmap.PAGESIZE].sum()  # a byte of each page
 

@@ -80,6 +80,7 @@ def take_from_first(tensor: torch.Tensor, device: torch.device, group: Any = Non
     if tensor.is_meta or not local.numel():
         return
     sent = local.to(device).contiguous()
-    torch.distributed.broadcast(sent, group=group, group_src=0)
+    first = 0 if group is None else torch.distributed.get_global_rank(group, 0)
+    torch.distributed.broadcast(sent, src=first, group=group)
     if sent.data_ptr() != local.data_ptr():
         local.copy_(sent)

@@ -119,6 +119,16 @@ def test_who_starts_the_processes(plan, place, line, runner):
     assert plan(line).runner == runner
 
 
+def test_tasks_of_a_scheduler_and_another_launcher_are_said(plan):
+    """Each of the tasks would start mpirun: nothing of what the scheduler says reaches the run, and a line says so."""
+    tasks = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1", "SLURM_JOB_ID": "7"}
+    tasks |= {"SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "2"}
+    found = plan("--cpu --mpirun_hostfile hosts --num_processes 2", tasks)
+    assert found.runner == "mpi" and "RANK" not in found.extra
+    assert any("Slurm has started 2 of these launches" in note for note in found.notes)
+    assert not any("of these launches" in note for note in plan("--cpu --mpirun_hostfile hosts").notes)
+
+
 def test_settings_without_effect_are_said(plan, file):
     assert plan("--zero_stage 2").notes == ("--zero_stage has no effect without --use_deepspeed.",)
     assert plan("--machine_rank 1").notes == ("--machine_rank has no effect without --num_machines N.",)

@@ -175,6 +175,10 @@ def job_variables(settings: Mapping[str, Resolved]) -> dict[str, str]:
 def _described(plan: LaunchPlan) -> tuple[Any, dict[str, Any], _Inputs]:
     """Return the job of a plan, the arguments of its estimator and its inputs."""
     runners.refuse_elastic(plan, "SageMaker")
+    if ignored := [f"--{name}" for name in ("module", "no_python") if plan[name]]:
+        raise LaunchError(
+            f"{ignored[0]} does not go with SageMaker, which starts a Python file. Name a script ending in .py."
+        )
     path = config_file.find(plan["config_file"], os.environ)
     if path is None:
         raise LaunchError("A SageMaker job needs a configuration file. Write one with `accelerate config`.")

@@ -152,6 +152,7 @@ def test_a_job_of_a_configuration_object(sdk, place):
     [
         ("job.sh.py.txt", CONFIG, (), "'job.sh.py.txt' is no Python file"),
         ("", CONFIG, ("--flag",), "'--flag' is no `--name value`"),
+        ("--no_python env --name=x.py", CONFIG, (), "--no_python does not go with SageMaker"),
         ("", CONFIG.replace("iam_role_name: trainer", ""), (), "lacks iam_role_name"),
         ("", CONFIG + "additional_args: 3\n", (), "additional_args"),
         ("", CONFIG + "sagemaker_inputs_file: bad.tsv\n", (), "bad.tsv (sagemaker_inputs_file) holds ['foo bar']"),
