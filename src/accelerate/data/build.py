@@ -113,10 +113,6 @@ def prepare_data_loader(
     layout = ShardLayout.of(num_processes, process_index, torch_device_mesh)
     reading = _reading(dataloader, layout, num_processes, shard_iterable_dataset, dispatch_batches, put_on_device)
     dispatch = reading == plan.DISPATCHED
-    if dispatch and not put_on_device:
-        raise ValueError(
-            "dispatch_batches=True needs put_on_device=True: the batches arrive on the device of each process."
-        )
     if slice_fn_for_dispatch is not None and not dispatch:
         warnings.warn(
             "slice_fn_for_dispatch has no effect, because this loader does not dispatch. Pass dispatch_batches=True.",
@@ -196,6 +192,10 @@ def _reading(
     """How the data is read; warns where processes would read different orders, or the parts of some not at all."""
     dataset, shards, stream = dataloader.dataset, layout.num_shards, is_stream(dataloader)
     divided = stream and (not shard_stream or iterable.is_split_by_node(dataset, shards))
+    if dispatch and not put_on_device:
+        raise ValueError(
+            "dispatch_batches=True needs put_on_device=True: the batches arrive on the device of each process."
+        )
     if dispatch or (dispatch is None and stream and put_on_device and not divided):
         if divided:
             warnings.warn(
