@@ -297,7 +297,7 @@ def test_an_interrupt_of_the_cell(kernel):
 
 
 FRESH = """
-import os
+import os, sys
 from accelerate.launch import notebook
 
 if __name__ == "__main__":
@@ -310,7 +310,11 @@ if __name__ == "__main__":
 def test_fresh_processes_get_a_function_of_the_program(tmp_path):
     pytest.importorskip("cloudpickle")
     script = tmp_path / "cell.py"
-    for args, status, words in (("(1,)", 0, ["rank 0 6", "rank 1 6"]), ("(0,)", 1, ["ZeroDivisionError", "Rank "])):
+    for args, status, words in (
+        ("(1,)", 0, ["rank 0 6", "rank 1 6"]),
+        ("(0,)", 1, ["ZeroDivisionError", "Rank "]),
+        ("(sys.modules.update(cloudpickle=None),)", 1, ["<lambda> cannot be sent", "Install cloudpickle"]),
+    ):
         script.write_text(FRESH.replace("ARGS", args))
         done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=LIMIT_S)
         output = done.stdout + done.stderr
