@@ -382,7 +382,7 @@ def problems(
             if size != entry.size:
                 found.append(difference(name, entry.size, size))
             elif deep and (digest := durable.of_file(path, threads, progress)[1]) != entry.checksum:
-                found.append(f"{name} has changed: its checksum is {digest}, but {entry.checksum} was written")
+                found.append(changed(name, entry, digest))
         except OSError as error:
             found.append(f"{name} could not be read: {error}")
     if only is None:
@@ -392,6 +392,11 @@ def problems(
             extra = sorted(entry for entry in os.listdir(folder) if is_checkpoint_file(entry) and entry not in listed)
             found += [f"{entry} is not in the manifest: something else has put it there" for entry in extra]
     return found
+
+
+def changed(name: str, entry: FileEntry, digest: str) -> str:
+    """Return what is wrong with a file of another checksum."""
+    return f"{name} has changed: its checksum is {digest}, but {entry.checksum} was written"
 
 
 def difference(name: str, written: int, size: int | None) -> str:

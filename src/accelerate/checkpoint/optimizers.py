@@ -337,8 +337,6 @@ def read_whole_optimizer(
         RuntimeError: it is the state of other parameters; the message says which.
         DamagedCheckpoint: the shards are damaged.
     """
-    from accelerate.checkpoint.shards import Stored
-
     file = manifest.optimizer_file(index)
     if os.path.exists(os.path.join(folder, file)):
         found = Found(os.fspath(folder), file, "full", index, "optimizer")
@@ -362,4 +360,6 @@ def read_whole_optimizer(
         same = order == goal.order and [len(g["params"]) for g in groups] == list(map(len, goal.groups))
         if order is None or same:
             return raw
+    from accelerate.checkpoint.shards import Stored  # it imports torch's distributed checkpoints: 50 ms
+
     return state.numbered(read_optimizer(goal, Stored(os.path.join(folder, file), raw), found))

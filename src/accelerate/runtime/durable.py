@@ -122,11 +122,34 @@ def of_file(path: Path, threads: int = 2, progress: Callable[[int], None] | None
     Raises:
         OSError: the file cannot be read.
     """
+    size = os.stat(path).st_size
+    return size, combined(digests(path, range(0, size, CHUNK), size, threads, progress))
+
+
+def combined(pieces: Iterable[bytes]) -> str:
+    """Return the checksum of a file from the digests of its pieces, in their order."""
     import xxhash
 
+    return xxhash.xxh3_128(b"".join(pieces)).hexdigest()
+
+
+def digests(
+    path: Path, starts: Iterable[int], size: int, threads: int = 2, progress: Callable[[int], None] | None = None
+) -> list[bytes]:
+    """Return the digests of pieces of a file. Any rank, alone.
+
+    Args:
+        path: the file.
+        starts: where the pieces begin, each a multiple of ``CHUNK``.
+        size: of the file, in bytes.
+        threads: how many pieces are read at a time.
+        progress: called with the number of bytes of each piece, from any thread.
+
+    Raises:
+        OSError: the file cannot be read, or is shorter.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        size = os.fstat(descriptor).st_size
 
         def piece(start: int) -> bytes:
             end = min(start + CHUNK, size)
@@ -135,7 +158,7 @@ def of_file(path: Path, threads: int = 2, progress: Callable[[int], None] | None
                 progress(end - start)
             return digest
 
-        return size, xxhash.xxh3_128(b"".join(each(piece, range(0, size, CHUNK), threads))).hexdigest()
+        return each(piece, starts, threads)
     finally:
         os.close(descriptor)
 

@@ -3,7 +3,8 @@
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -210,13 +211,13 @@ def _verified(
         return [here, None if state.manifest is None else state.manifest.save], []
 
     def verify() -> tuple[Any, list[str]]:
-        following, checked, problems = _following_number(accelerator, candidate), [], []
+        following, hashed, problems = _following_number(accelerator, candidate), [], []
         if state.manifest is not None:
-            checked = _share(state.manifest, group)
-            problems = _damage(folder, state.manifest, checked)
+            problems = manifest.problems(folder, state.manifest)
+            hashed = [] if problems else _hashed(folder, state.manifest, group)
         elif group.rank == 0:
             logger.warning("%s is loaded unverified: %s.", candidate.location, state.reason)
-        return [following, leader, checked], problems
+        return [following, leader, hashed], problems
 
     notes, problems = _on_all(barrier, fetch)
     if not problems and len({save for _, save in notes}) > 1:
@@ -229,27 +230,56 @@ def _verified(
     notes, problems = _on_all(barrier, verify)
     following = max((note[0] for note in notes if note and note[0] is not None), default=None)
     if not problems and state.manifest is not None:
-        # Variables of a launcher may be wrong: in a machine's copy may be files that no rank has looked at.
-        files, seen = set(state.manifest.files), {}
-        for _, of, checked in notes:
-            seen.setdefault(of, set()).update(checked)
-        if any(files - looked for looked in seen.values()):
-            _, problems = _on_all(barrier, lambda: (None, _damage(folder, state.manifest, files - seen[leader])))
-    return folder, problems, following
+        unread, copies = set(), {note[1] for note in notes}
+        for copy in copies:
+            digests = {
+                (name, start): digest for _, of, hashed in notes if of == copy for name, start, digest in hashed
+            }
+            changed, missing = _compared(state.manifest, digests)
+            problems += changed
+            unread |= missing
+        if unread:  # variables of a launcher are wrong: in a machine's copy are pieces that no rank has read
+            again = partial(
+                manifest.problems,
+                folder,
+                state.manifest,
+                deep=True,
+                only=unread.__contains__,
+                threads=durable.threads(),
+            )
+            problems += _on_all(barrier, lambda: (None, again()))[1]
+    return folder, list(dict.fromkeys(problems)), following
 
 
-def _share(listing: Manifest, group: Group) -> list[str]:
-    """Return the files that this rank verifies: the ranks of a node share the work of hashing."""
-    order = sorted(listing.files, key=lambda name: (-listing.files[name].size, name))
+def _hashed(folder: str, listing: Manifest, group: Group) -> list[tuple[str, int, str]]:
+    """Hash this rank's pieces of the files, with file and offset: the ranks of a node share the bytes evenly."""
     local = min(max(1, group.local_world_size), group.world_size)
-    return order[group.local_rank % local :: local]
+    every = [(name, start) for name in sorted(listing.files) for start in _pieces(listing, name)]
+    own: dict[str, list[int]] = {}
+    for name, start in every[group.local_rank % local :: local]:
+        own.setdefault(name, []).append(start)
+    found = []
+    for name, starts in own.items():
+        digests = durable.digests(os.path.join(folder, name), starts, listing.files[name].size, durable.threads())
+        found += [(name, start, digest.hex()) for start, digest in zip(starts, digests, strict=True)]
+    return found
 
 
-def _damage(folder: str, listing: Manifest, chosen: Iterable[str]) -> list[str]:
-    """Return what is wrong with a checkpoint, whose chosen files are hashed. Any rank, alone."""
-    is_chosen = frozenset(chosen).__contains__
-    found = manifest.problems(folder, listing)
-    return found or manifest.problems(folder, listing, deep=True, only=is_chosen, threads=durable.threads())
+def _compared(listing: Manifest, digests: dict[tuple[str, int], str]) -> tuple[list[str], set[str]]:
+    """Return a line for each file that has changed, and the files of which no rank has hashed some piece."""
+    lines, unread = [], set()
+    for name, entry in sorted(listing.files.items()):
+        pieces = [digests.get((name, start)) for start in _pieces(listing, name)]
+        if None in pieces:
+            unread.add(name)
+        elif (checksum := durable.combined(map(bytes.fromhex, pieces))) != entry.checksum:
+            lines.append(manifest.changed(name, entry, checksum))
+    return lines, unread
+
+
+def _pieces(listing: Manifest, name: str) -> range:
+    """Return where the pieces of a file begin that have a digest each."""
+    return range(0, listing.files[name].size, durable.CHUNK)
 
 
 def _read(accelerator: "Accelerator", folder: str, options: dict[str, Any], model_options: dict[str, Any]) -> Contents:
