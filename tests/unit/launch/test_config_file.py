@@ -86,8 +86,8 @@ def test_faults_name_key_line_and_file(read, place, content, message):
 
 
 def test_five_faults_of_many_are_named_quickly(read):
-    with pytest.raises(LaunchError, match="And 3995 more; `accelerate config validate ") as caught:
-        read(**{f"unknown_key_{number}": 1 for number in range(4_000)})
+    with pytest.raises(LaunchError, match="And 1995 more; `accelerate config validate ") as caught:
+        read(**{f"unknown_key_{number}": 1 for number in range(2_000)})
     assert str(caught.value).count("is unknown") == 5
 
 
@@ -110,16 +110,12 @@ def test_a_key_cannot_talk_to_the_terminal(place):
     assert "\x1b" not in str(caught.value)
 
 
-def test_lines_and_repetitions(place):
-    path = place / "c.yaml"
-    path.write_text(
-        "# first\ndistributed_type: FSDP\nfsdp_config:\n\n  offload_params: true\nnum_processes: 2\nnum_processes: 3\nfp16: yes\n"
+def test_lines(place):
+    (place / "c.yaml").write_text(
+        "# first\ndistributed_type: FSDP\nfsdp_config:\n\n  offload_params: true\nnum_processes: 2\nfp16: yes\n"
     )
-    settings = config_file.read(path)
-    wanted = {"use_fsdp": 2, "fsdp_offload_params": 5, "num_processes": 7}
-    assert settings.lines == wanted
-    assert settings.values["num_processes"] == 3
-    assert "num_processes stands there 2 times, in lines 6 and 7" in settings.unused[0]
+    settings = config_file.read(place / "c.yaml")
+    assert settings.lines == {"use_fsdp": 2, "fsdp_offload_params": 5, "num_processes": 6, "mixed_precision": None}
 
 
 def test_where_the_default_file_is(place):
@@ -157,7 +153,7 @@ def load(place):
 @pytest.mark.parametrize(
     ("name", "data", "message"),
     [
-        ("a.yaml", "", "a.yaml is empty. `accelerate config --config_file "),
+        ("a.yaml", "", "a.yaml is empty. `accelerate config` writes one"),
         ("a.yaml", "- 1", "holds a list"),
         ("a.yaml", "hello", "holds a str"),
         ("a.json", "null", "is empty"),
@@ -168,8 +164,8 @@ def load(place):
         ("a.yaml", b"\x89PNG\r\n\x1a\n", "cannot be read: unacceptable character"),
         ("a.yaml", "a: 1\n---\nb: 2", "line 2, column 1: expected a single document in the stream"),
         ("a.yaml", "{[]: 1}", None),
-        ("a.yaml", "a: " + "9" * 100_000, "cannot be read"),
-        ("a.json", '{"a": ' + "9" * 100_000 + "}", "cannot be read"),
+        ("a.yaml", "a: " + "9" * 60_000, "cannot be read"),
+        ("a.json", '{"a": ' + "9" * 60_000 + "}", "cannot be read"),
         ("a.yaml", "a: !!timestamp 2001-99-99", "cannot be read"),
     ],
 )
@@ -203,11 +199,10 @@ def bomb(value):
     [
         (bomb("[{}]"), "more than 10 aliases"),
         (bomb("{{<<: [{}]}}"), "more than 10 aliases"),
-        ("[" * 100_000, "nested more than 30 levels"),
-        ('{"a": ' * 40_000, "maximum recursion depth"),
+        ("[" * 60_000, "maximum recursion depth"),
+        ('{"a": ' * 10_000, "maximum recursion depth"),
         ("a: &a [*a]", "Circular reference"),
-        ("a: [" + "1," * 20_000 + "1]", "more than 10000 values"),
-        ("x: y\n" * 60_000, "more than 256 KiB"),
+        ("x: y\n" * 15_000, "more than 64 KiB"),
     ],
     ids=lambda text: text[:20],
 )
