@@ -313,7 +313,7 @@ class _Validator:
 
             known = SageMakerDistributedType.__members__
         if not isinstance(raw, str) or raw not in known:
-            self.add(f"distributed_type is {_shown(raw)}; choose one of {', '.join(known)}.", "distributed_type")
+            self.add(f"distributed_type is {raw!r:.80}; choose one of {', '.join(known)}.", "distributed_type")
         elif self.sagemaker:
             return
         elif switch := SWITCH_OF_DISTRIBUTED_TYPE[raw]:
@@ -323,7 +323,7 @@ class _Validator:
 
     def section(self, section: str, raw: Any) -> None:
         if raw is not None and not isinstance(raw, dict):
-            self.add(f"{section} is {_shown(raw)}; it must hold keys and values.", section)
+            self.add(f"{section} is {raw!r:.80}; it must hold keys and values.", section)
             return
         before = len(self.values)
         today = self.content[section] = {}
@@ -366,7 +366,7 @@ def _parsed(option: Option, raw: Any, source: str) -> Any:
         raw = ",".join(map(str, raw))
     if isinstance(raw, (list, dict)) and not (flat and is_list):
         wanted = "a list of single values" if is_list else "a single value"
-        raise ValueError(f"{source} is {_shown(raw)}; it must be {wanted}.")
+        raise ValueError(f"{source} is {raw!r:.80}; it must be {wanted}.")
     if isinstance(raw, bool) and option.type in ("int", "float"):
         raise ValueError(f"{source} is {str(raw).lower()}; it must be a number.")
     return option.parse(raw, source)
@@ -435,8 +435,3 @@ def _name(key: Any) -> str:
     """Return a key as it may be printed: it can hold escape sequences for the terminal."""
     text = str(key)[:100]
     return text if text.isidentifier() else repr(text)
-
-
-def _shown(raw: Any) -> str:
-    text = repr(raw)
-    return text if len(text) <= 80 else f"{text[:80]}..."

@@ -77,20 +77,15 @@ def streams(plan: LaunchPlan) -> dict[int, Std]:
     interval, tee = plan.settings["monitor_interval"], plan.settings["tee"]
     if not 0 < interval.value <= _LONGEST_INTERVAL_S:  # not a number is not in between either
         raise LaunchError(
-            f"--monitor_interval is {interval.value}; it is seconds above 0, up to {_LONGEST_INTERVAL_S:g}."
+            f"--monitor_interval is {interval.value}; give seconds above 0, up to {_LONGEST_INTERVAL_S:g}."
         )
-    text, ranks = str(tee.value).strip(), range(plan.local_processes)
-    if plan["log_dir"] is not None and tee.source is Source.DEFAULT:
-        text = "3"
+    text = "3" if plan["log_dir"] is not None and tee.source is Source.DEFAULT else str(tee.value)
     try:
         chosen = Std.from_str(text)
     except ValueError:
-        chosen = {-1: Std.NONE}
-    chosen = chosen if isinstance(chosen, dict) else dict.fromkeys(ranks, chosen)
-    if not chosen.keys() <= set(ranks):
-        how = f"0 (nothing), 1 (stdout), 2 (stderr) or 3 (both), or each by local rank up to {ranks[-1]}: 0:3,1:2"
-        raise LaunchError(f"--tee is {text!r}. Write {how}.")
-    return chosen
+        how = "0 (nothing), 1 (stdout), 2 (stderr) or 3 (both), or each by local rank: 0:3,1:2"
+        raise LaunchError(f"--tee is {text!r}. Write {how}.") from None
+    return chosen if isinstance(chosen, dict) else dict.fromkeys(range(plan.local_processes), chosen)
 
 
 @contextlib.contextmanager
@@ -133,9 +128,12 @@ class StoreRendezvous(StaticTCPRendezvous):
 
 
 def serve(host: str, port: int, timeout: Any) -> TCPStore:
-    """Return a new store that listens at an address; without libuv where torch has none: for Windows it is built without."""
-    libuv = os.environ.get("USE_LIBUV", "0" if sys.platform == "win32" else "1") == "1"
-    return TCPStore(host, port, None, True, timeout, wait_for_workers=False, use_libuv=libuv)
+    """Return a new store that listens at an address."""
+    return TCPStore(host, port, None, True, timeout, wait_for_workers=False, use_libuv=_libuv())
+
+
+def _libuv() -> bool:
+    return os.environ.get("USE_LIBUV", "0" if sys.platform == "win32" else "1") == "1"  # torch for Windows has none
 
 
 class Agent(OpenAgent):
@@ -179,7 +177,7 @@ class Agent(OpenAgent):
             if self.reporter is not None:
                 self._groups = list(started.values()) if hasattr(os, "killpg") else []
                 self.guard.watch(self._groups)
-                self.reporter.started(*self._attempt(), self.log_folder)
+                self.reporter.started(*self._attempt())
         finally:
             self._phase = "running"
         for number in set(self._received).intersection(STOPPING):
@@ -273,11 +271,9 @@ class Agent(OpenAgent):
 
     def _show_if_it_lingers(self, local: int) -> None:
         """Show the traceback of a process that has failed and does not end."""
-        with contextlib.suppress(OSError):
-            if time.time() - os.path.getmtime(self.error_files[local]) > _LINGERING_S:
-                record = _read(self.error_files[local])
-                if record and not record.get("interrupt"):
-                    self.reporter.lingers(record.get("rank", local), record)
+        record = _read(self.error_files[local])
+        if record and not record.get("interrupt") and not self._lasts(f"lingers {local}", _LINGERING_S):
+            self.reporter.lingers(record.get("rank", local), record)
 
     def _report(self, result: RunResult) -> None:
         for ended in result.failures.values():
@@ -331,14 +327,9 @@ class Agent(OpenAgent):
         end_groups(groups, 0.0 if killed else _ORPHANS_S)
 
     def close(self) -> None:
-        """Dismiss the guard, and remove empty files."""
+        """Dismiss the guard."""
         if self.guard is not None:
             self.guard.close()
-        for path in self.error_files.values():
-            faults = os.path.join(os.path.dirname(path), failure.FAULTS)
-            with contextlib.suppress(OSError):
-                if os.path.getsize(faults) == 0:
-                    os.remove(faults)
 
 
 def stopped_by(number: int) -> SignalException:
@@ -352,7 +343,7 @@ def _read(path: str) -> Mapping[str, Any] | None:
         record = json.loads(_text(path)).get(failure.OURS)
     except (ValueError, AttributeError):
         return None
-    return record if isinstance(record, dict) else None
+    return record
 
 
 def _text(path: str) -> str:
@@ -423,18 +414,16 @@ def start(
     spec = WorkerSpec(
         local_world_size=config.nproc_per_node, rdzv_handler=handler, entrypoint=entrypoint, args=arguments, **shared
     )
-    rest = (
-        "start_method",
-        "log_line_prefix_template",
-        "shutdown_timeout",
-    )  # the last one is not in all versions of torch
-    watcher = agent(spec, config.logs_specs, **{name: getattr(config, name) for name in rest if hasattr(config, name)})
+    rest = {"start_method": config.start_method, "log_line_prefix_template": config.log_line_prefix_template}
+    if hasattr(config, "shutdown_timeout"):  # not in all versions of torch
+        rest["shutdown_timeout"] = config.shutdown_timeout
+    watcher = agent(spec, config.logs_specs, **rest)
     environment = {**environment, "TORCHELASTIC_SIGNALS_TO_HANDLE": _SIGNAL_OF_TORCH}
     if isinstance(entrypoint, str):
         environment[failure.LAUNCHER] = str(os.getpid())  # the processes leave their tracebacks to the launcher
         watcher.reporter, watcher.guard = reporter or Reporter(), Guard(watcher.shutdown_timeout)
-        if sys.platform == "win32":  # torch for Windows is built without libuv
-            environment.setdefault("USE_LIBUV", "0")
+        if not _libuv():
+            environment["USE_LIBUV"] = "0"
         if isinstance(sys.stdout, io.TextIOWrapper):  # torch copies the lines of the processes to it
             sys.stdout.reconfigure(line_buffering=True)
     for name, level in _QUIET.items() if not verbose else ():

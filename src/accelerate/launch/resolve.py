@@ -50,6 +50,7 @@ _OF_ONE_VERSION = {
     "fsdp_reshard_after_forward": ("2", "--fsdp_sharding_strategy says what is sharded"),
 }
 _SIZES = [f"parallelism_config_{axis}_size" for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp")]
+_SP_SIZE = _SIZES[-1]
 
 Values = dict[str, Resolved]
 Environ = Mapping[str, str]
@@ -115,10 +116,8 @@ def resolve(
         count, local = _count_tasks(values, task, job.source, notes), task.local_world_size or 1
     elif other:
         if job and job.task:
-            notes.append(
-                f"{job.source} has started {job.task.world_size} of these launches, and each of them starts a whole run by {other}. "
-                "Start one launch, or leave the other launcher out."
-            )
+            started = f"{job.source} has started {job.task.world_size} of these launches"
+            notes.append(f"{started}, and each of them starts a whole run by {other}. Start one launch alone.")
         several = values["num_machines"].value or 1
         count = _count(values, usable, several, f"as {other} finds them")
         local = max(count // several, 1)
@@ -218,7 +217,7 @@ def _ask_scheduler(values: Values, found: "Cluster | None", notes: list[str]) ->
     asked = values["num_machines"]
     if asked.source is Source.COMMAND_LINE and asked.value != found.machines:
         notes.append(
-            f"--num_machines is {asked.value}, not {found.machines} as with {found.source}, which is not asked then."
+            f"--num_machines is {asked.value}, not {found.machines} as with {found.source}, which is not asked."
         )
         return None
     if found.machines == 1 and found.task is None:
@@ -229,9 +228,7 @@ def _ask_scheduler(values: Values, found: "Cluster | None", notes: list[str]) ->
             continue
         values[name] = Resolved(offered, Source.ENVIRONMENT, found.source)
         if former.source is Source.FILE and former.value != offered:
-            notes.append(
-                f"{name} is {offered!r} (from {found.source}), not {former.value!r} (from the {former.origin})."
-            )
+            notes.append(f"{name} is {offered!r} (from {found.source}), not {former.value!r} ({former.origin}).")
     return found
 
 
@@ -240,10 +237,8 @@ def _check_settings(values: Values, on: set[str], file: FileSettings | None, not
     for name in sorted(on):
         feature = FEATURES[name]
         if feature.instead:
-            line = (
-                f"{feature.title} ({feature.request}, from the {values[feature.switch].origin}) is not available in this version "
-                f"yet. What works: {feature.instead}."
-            )
+            asked = f"{feature.title} ({feature.request}, from the {values[feature.switch].origin})"
+            line = f"{asked} is not available in this version yet. What works: {feature.instead}."
             if not values["dry_run"].value:
                 raise NotAvailableError(line)
             notes.append(line)
@@ -275,9 +270,7 @@ def _check_script(args: argparse.Namespace, values: Values, needs_script: bool) 
     if is_program and shutil.which(script) is None:
         raise LaunchError(f"{script!r} is no program: it is neither on the PATH nor an executable file.")
     if not (is_module or is_program or os.path.exists(script)):
-        hint = " It looks like an option: options of the launcher come before the script."
-        hint = hint if script.startswith("-") else ""
-        raise LaunchError(f"There is no script {script!r} (looked in {os.getcwd()}).{hint}")
+        raise LaunchError(f"There is no script {script!r} (looked in {os.getcwd()}).")
 
 
 # Who starts the processes, and on which machines and devices
@@ -321,14 +314,10 @@ def _machines(values: Values) -> Machines:
     if rank.value is not None and not 0 <= rank.value < count:
         raise LaunchError(f"{_shown(values, 'machine_rank')}; {count} machines are numbered from 0 to {count - 1}.")
     if rank.value is None and values["rdzv_backend"].value == "static":
-        hint = (
-            f"Give --machine_rank, from 0 to {count - 1}, or --rdzv_backend c10d, which numbers the machines itself."
-        )
+        hint = f"Give --machine_rank, from 0 to {count - 1}; --rdzv_backend c10d numbers the machines itself."
         raise LaunchError(f"{_shown(values, 'num_machines')}, and nothing says which machine this is. {hint}")
     if not values["main_process_ip"].value:
-        raise LaunchError(
-            f"{_shown(values, 'num_machines')}. Give --main_process_ip, the address of machine 0, on each."
-        )
+        raise LaunchError(f"{_shown(values, 'num_machines')}. Give --main_process_ip, the address of machine 0.")
     port = values["main_process_port"]
     if port.value is None:
         values["main_process_port"] = Resolved(DEFAULT_PORT, Source.DEFAULT, "torch's default")
@@ -364,9 +353,8 @@ def _count_tasks(values: Values, task: Ranks, scheduler: str, notes: list[str]) 
     """Each task that a scheduler has started is one process."""
     asked, count = values["num_processes"], task.world_size
     if asked.source is Source.COMMAND_LINE and asked.value != count:
-        raise LaunchError(
-            f"--num_processes is {asked.value}, and {scheduler} has started {count} tasks, each a process of the run."
-        )
+        started = f"{scheduler} has started {count} tasks, each a process of the run"
+        raise LaunchError(f"--num_processes is {asked.value}, and {started}.")
     if asked.source is Source.FILE and asked.value != count:
         notes.append(f"num_processes is {count} ({scheduler}'s tasks), not {asked.value} ({asked.origin}).")
     values["num_processes"] = Resolved(count, Source.ENVIRONMENT, f"{scheduler}'s tasks")
@@ -416,9 +404,7 @@ def _check_sizes(values: Values) -> None:
     sizes = {name: values[name].value or 1 for name in _SIZES}
     total, count = math.prod(sizes.values()), values["num_processes"].value
     # Beside DeepSpeed's sequence parallelism, the processes left over are its data parallelism.
-    by_deepspeed = (
-        sizes["parallelism_config_sp_size"] > 1 and values["parallelism_config_sp_backend"].value == "deepspeed"
-    )
+    by_deepspeed = values["parallelism_config_sp_backend"].value == "deepspeed" and sizes[_SP_SIZE] > 1
     if total in (1, count) or (by_deepspeed and count % total == 0):
         return  # the worker takes all processes for copies where no size is set
     factors = [f"{name.removeprefix('parallelism_config_')}={size}" for name, size in sizes.items() if size > 1]
@@ -433,13 +419,12 @@ def _share_cores(values: Values, local: int, tasks: "Cluster | None", notes: lis
     if values["num_cpu_threads_per_process"].value is not None or local == 1:
         return
     cores = hardware.usable_cores()
-    if tasks and (tasks.cpus_per_task or hardware.is_bound()):  # the scheduler has shared them already
-        threads, why = min(tasks.cpus_per_task or cores, cores), f"cores of this task ({tasks.source})"
+    if tasks and hardware.is_bound():  # the scheduler has shared them already
+        threads, why = cores, f"cores of this task ({tasks.source})"
     else:
         threads, why = max(1, cores // local), f"{cores} cores"
-        notes.append(
-            f"OMP_NUM_THREADS={threads} for each of {local} processes ({why}); --num_cpu_threads_per_process changes it."
-        )
+        each = f"OMP_NUM_THREADS={threads} for each of {local} processes ({why})"
+        notes.append(f"{each}; --num_cpu_threads_per_process changes it.")
     values["num_cpu_threads_per_process"] = Resolved(threads, Source.MACHINE, why)
 
 
@@ -458,10 +443,8 @@ def _rendezvous(values: Values, machines: Machines, notes: list[str]) -> Rendezv
     unknown = sorted(found.settings.keys() - {*_SECONDS})
     notes += [f"--rdzv_conf {key} has no effect on several machines; {', '.join(_SECONDS)} have." for key in unknown]
     if backend == "static" and values["max_restarts"].value:
-        backend = "c10d"
-        notes.append(
-            "--max_restarts on several machines needs the rendezvous c10d, which is used at the same address."
-        )
+        backend, needed = "c10d", "the rendezvous c10d, which is used at the same address"
+        notes.append(f"--max_restarts on several machines needs {needed}.")
     return replace(found, backend=backend, host=str(values["main_process_ip"].value))
 
 

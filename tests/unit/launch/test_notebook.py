@@ -29,8 +29,8 @@ def train(rate, steps=1):
     [
         (TypeError, "function is None, which cannot be called. Pass the function itself", {"function": None}),
         (TypeError, r"args is 5; give a tuple of the function's arguments, as in args=\(5,\)", {"args": 5}),
-        (TypeError, r"args is \(\), which does not fit train\(rate, steps=1\): missing a required", {"args": ()}),
-        (TypeError, r"does not fit train\(rate, steps=1\): too many positional", {"args": (1, 2, 3)}),
+        (TypeError, r"args is \(\), which does not fit train: missing a required", {"args": ()}),
+        (TypeError, "does not fit train: too many positional", {"args": (1, 2, 3)}),
         (ValueError, "num_processes is 0; it must be at least 1", {"num_processes": 0}),
         (TypeError, "num_processes is '2'; give an integer", {"num_processes": "2"}),
         (ValueError, "mixed_precision is 'fp17'; choose one of no, fp16, bf16, fp8", {"mixed_precision": "fp17"}),
@@ -133,7 +133,7 @@ def failed(exitcode):
     [
         (3, "The process 7 failed with exit status 3, and left no traceback"),
         (0, "The process 7 ended with exit status 0, before its function was done"),
-        (-9, "killed by SIGKILL, and left no traceback.\n\nrank 0 was killed by SIGKILL: the launcher did not"),
+        (-9, "killed by SIGKILL, and left no traceback.\n\nrank 0 was killed by SIGKILL: the kernel did"),
     ],
 )
 def test_processes_without_a_traceback(start, exitcode, words):

@@ -106,9 +106,8 @@ def _start(job: Any, account: tuple[str | None, str | None], arguments: dict[str
             to_stderr(f"{PREFIX}SageMaker: {error}\n")
             raise subprocess.CalledProcessError(1, [arguments["entry_point"]]) from error
         except KeyboardInterrupt:
-            to_stderr(
-                f"{PREFIX}the job goes on; `aws sagemaker stop-training-job --training-job-name NAME` ends it.\n"
-            )
+            ends = "`aws sagemaker stop-training-job --training-job-name NAME` ends it"
+            to_stderr(f"{PREFIX}the job goes on; {ends}.\n")
             raise
 
 
@@ -124,7 +123,7 @@ def create_role(name: str, profile: str | None = None, region: str | None = None
         False if a role of that name was there already; it stays as it is.
 
     Raises:
-        LaunchError: boto3 is not installed, or AWS refused; no half-made role stays behind.
+        LaunchError: boto3 is not installed, or AWS refused.
     """
     with _refusals(f"create the IAM role {name!r}"):
         import boto3
@@ -134,14 +133,8 @@ def create_role(name: str, profile: str | None = None, region: str | None = None
             client.create_role(RoleName=name, AssumeRolePolicyDocument=_policy(_TRUST))
         except client.exceptions.EntityAlreadyExistsException:
             return False
-        try:
-            policy = f"{name}_policy_permission"
-            client.put_role_policy(RoleName=name, PolicyName=policy, PolicyDocument=_policy(_PERMISSIONS))
-        except BaseException:
-            # A role without permissions would be taken for a finished one the next time.
-            with contextlib.suppress(Exception):
-                client.delete_role(RoleName=name)
-            raise
+        policy = f"{name}_policy_permission"
+        client.put_role_policy(RoleName=name, PolicyName=policy, PolicyDocument=_policy(_PERMISSIONS))
     return True
 
 
@@ -166,19 +159,18 @@ def _refusals(doing: str) -> Iterator[None]:
 
 def job_variables(settings: Mapping[str, Resolved]) -> dict[str, str]:
     """Return the variables that carry settings, by option name, into the container of a job."""
-    variables = {name: value for name, value in exports(settings).items() if name.startswith("ACCELERATE_")}
-    # The container has its own devices.
-    variables.pop("ACCELERATE_USE_CPU", None)
-    return variables
+    variables = exports(settings).items()  # the container has its own devices
+    return {
+        name: value for name, value in variables if name.startswith("ACCELERATE_") and name != "ACCELERATE_USE_CPU"
+    }
 
 
 def _described(plan: LaunchPlan) -> tuple[Any, dict[str, Any], _Inputs]:
     """Return the job of a plan, the arguments of its estimator and its inputs."""
     runners.refuse_elastic(plan, "SageMaker")
-    if ignored := [f"--{name}" for name in ("module", "no_python") if plan[name]]:
-        raise LaunchError(
-            f"{ignored[0]} does not go with SageMaker, which starts a Python file. Name a script ending in .py."
-        )
+    for name in ("module", "no_python"):
+        if plan[name]:
+            raise LaunchError(f"--{name} does not go with SageMaker, which starts a Python file.")
     path = config_file.find(plan["config_file"], os.environ)
     if path is None:
         raise LaunchError("A SageMaker job needs a configuration file. Write one with `accelerate config`.")

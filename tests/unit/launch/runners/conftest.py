@@ -85,10 +85,6 @@ def fake_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..
             file.write_text(text)
 
     yield make
-    for module in [
-        module
-        for module in sys.modules
-        if module.split(".")[0] in ("torch_xla", "deepspeed", "sagemaker", "torch_neuronx")
-    ]:
-        if str(tmp_path) in str(getattr(sys.modules[module], "__file__", "")):
-            del sys.modules[module]
+    for name, module in list(sys.modules.items()):
+        if str(tmp_path) in str(getattr(module, "__file__", "")):
+            del sys.modules[name]

@@ -120,12 +120,8 @@ def test_what_was_held_back_is_said_and_the_file_is_gone_after_a_failure(program
     [
         (f"{BY} zzz", "choose one of pdsh, standard"),
         ("--deepspeed_inclusion_filter node1 --deepspeed_exclusion_filter node2", "exclude each other"),
-        ("--num_machines 3 --num_processes 6", "--num_machines is 3, which"),
         ("--num_processes 3", "multiple of --num_machines"),
-        (f"--num_processes 2 {BY} openmpi", "node1 has 2, node2 has 2"),
-        (f"--num_processes 4 {BY} mpich --deepspeed_hostfile uneven", "node1 has 1, node2 has 3"),
         ("--deepspeed_hostfile none", "--deepspeed_hostfile: the host file cannot be read"),
-        ("--deepspeed_hostfile plain", "node1 has 0, node2 has 0"),
         ("--deepspeed_hostfile=", "There is no host file"),
         (f"{BY} nossh", "needs --main_process_ip"),
         (
@@ -135,9 +131,7 @@ def test_what_was_held_back_is_said_and_the_file_is_gone_after_a_failure(program
         ("--max_restarts 2", "--max_restarts is an option of torch's"),
     ],
 )
-def test_refusals(called, programs, written, line, fragment):
-    written("plain", "node1\nnode2")
-    written("uneven", "node1 slots=1\nnode2 slots=3")
+def test_refusals(called, programs, line, fragment):
     with pytest.raises(LaunchError) as caught:
         called(line)
     assert fragment in str(caught.value)
