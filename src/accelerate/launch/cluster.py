@@ -143,8 +143,6 @@ def find(environ: Environ, hostname: str | None = None) -> Cluster | None:
             return found
         # Many scripts of jobs set these two.
         host, port = environ.get("MASTER_ADDR", "").strip(), slurm.integer(environ, "MASTER_PORT")
-    except LaunchError:
-        raise
     except ValueError as error:
         raise LaunchError(str(error)) from None
     return replace(found, address=host or found.address, port=found.port if port is None else port)

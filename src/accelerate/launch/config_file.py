@@ -22,11 +22,9 @@ LARGEST_FILE = 64 * 1024
 MOST_ALIASES = 10
 TOP_LEVEL = {option.file_key: option for option in OPTIONS if option.section is None and option.file_key}
 # Keys that mean something only to SageMaker: they are known here, and `SageMakerConfig` holds them.
-SAGEMAKER_KEYS = frozenset(
-    (
-        *("ec2_instance_type", "iam_role_name", "image_uri", "profile", "region", "base_job_name", "additional_args"),
-        *("pytorch_version", "transformers_version", "py_version", "sagemaker_inputs_file", "sagemaker_metrics_file"),
-    )
+SAGEMAKER_KEYS = (
+    *("ec2_instance_type", "iam_role_name", "image_uri", "profile", "region", "base_job_name", "additional_args"),
+    *("pytorch_version", "transformers_version", "py_version", "sagemaker_inputs_file", "sagemaker_metrics_file"),
 )
 # What older releases wrote, and what it is called today.
 _OLD_TYPES = {"TPU": "XLA", "MPS": "NO"}
@@ -120,7 +118,7 @@ def find(given: str | os.PathLike[str] | None, environ: Mapping[str, str] | None
         return pathlib.Path(path) if os.path.isfile(path) else None
     if not os.path.exists(given) or os.path.isdir(given):
         raise FileNotFoundError(
-            f"--config_file is {os.fspath(given)!r}: there is no such file. `accelerate config` writes one."
+            f"--config_file is {str(given)!r}: there is no such file; `accelerate config` writes it."
         )
     return pathlib.Path(given)
 

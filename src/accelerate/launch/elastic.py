@@ -30,7 +30,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.launcher.api import LaunchConfig
 
 from accelerate.config.exit_status import PREEMPTED
-from accelerate.launch.errors import LaunchError, Reporter, Seen, follows
+from accelerate.launch.errors import LaunchError, Reporter, follows
 from accelerate.launch.guard import Guard, end_groups
 from accelerate.launch.plan import LaunchPlan, Rendezvous, Source
 from accelerate.launch.torch_compat import OpenAgent
@@ -53,7 +53,7 @@ _CAUSE_S = 2.0
 # How long the descendants of failed processes have to end.
 _ORPHANS_S = 3.0
 # A longer pause between two looks would outlast any patience, and a sleep has a limit of its own.
-_LONGEST_INTERVAL_S = 3600.0
+_LONGEST_S = 3600.0
 # Torch wants a signal to handle, and the agent handles the others. No user sends these two by accident.
 _SIGNAL_OF_TORCH = "SIGQUIT" if hasattr(signal, "SIGQUIT") else "SIGBREAK"
 # Torch's log lines about failures and signals repeat what the reporter prints.
@@ -75,10 +75,8 @@ def streams(plan: LaunchPlan) -> dict[int, Std]:
         LaunchError: one of them cannot be used; the message names it.
     """
     interval, tee = plan.settings["monitor_interval"], plan.settings["tee"]
-    if not 0 < interval.value <= _LONGEST_INTERVAL_S:  # not a number is not in between either
-        raise LaunchError(
-            f"--monitor_interval is {interval.value}; give seconds above 0, up to {_LONGEST_INTERVAL_S:g}."
-        )
+    if not 0 < interval.value <= _LONGEST_S:  # not a number is not in between either
+        raise LaunchError(f"--monitor_interval is {interval.value}; give seconds, above 0 and up to {_LONGEST_S:g}.")
     text = "3" if plan["log_dir"] is not None and tee.source is Source.DEFAULT else str(tee.value)
     try:
         chosen = Std.from_str(text)
@@ -156,7 +154,7 @@ class Agent(OpenAgent):
         self._phase, self._gone = "joining", False
         self._stopping: int | None = None
         self._groups: list[int] = []
-        self._seen: dict[int, Seen] = {}
+        self._died: dict[int, float] = {}
         self._since: dict[str, float] = {}
 
     # -- starting ----------------------------------------------------------------------------------------------------
@@ -169,7 +167,7 @@ class Agent(OpenAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         # A handler that raises while torch starts processes would make torch forget those that it has started.
-        self._phase, self._seen, self._since = "starting", {}, {}
+        self._phase, self._died, self._since = "starting", {}, {}
         try:
             started = super()._start_workers(worker_group)
             self._install_handlers()  # torch before TORCHELASTIC_SIGNALS_TO_HANDLE puts its own there
@@ -254,7 +252,7 @@ class Agent(OpenAgent):
         statuses = self.statuses
         for local, status in statuses.items():
             if status:
-                self._seen.setdefault(local, Seen(time.time()))
+                self._died.setdefault(local, time.time())
             elif status is None and self.reporter is not None:
                 self._show_if_it_lingers(local)
         if self._is_ending(statuses) or self._waits_for_cause(statuses):
@@ -277,10 +275,8 @@ class Agent(OpenAgent):
 
     def _report(self, result: RunResult) -> None:
         for ended in result.failures.values():
-            # Torch has stopped those that were alive at the last look.
-            seen = self._seen.get(ended.local_rank, Seen(time.time(), stopped=True))
-            fault = _text(failure.fault_file(self.error_files[ended.local_rank]))
-            ended.seen = Seen(seen.time, seen.stopped, fault)
+            ended.died = self._died.get(ended.local_rank)  # torch has stopped those that were alive at the last look
+            ended.fault = _text(failure.fault_file(self.error_files[ended.local_rank]))
         self._complete_logs()
         attempt, attempts = self._attempt()
         self.reporter.failed(result.failures, attempt, attempts if self.restarts_left else attempt)
@@ -325,11 +321,6 @@ class Agent(OpenAgent):
         groups, self._groups = self._groups, []
         killed = self._stopping and -getattr(signal, "SIGKILL", 9) in self.statuses.values()
         end_groups(groups, 0.0 if killed else _ORPHANS_S)
-
-    def close(self) -> None:
-        """Dismiss the guard."""
-        if self.guard is not None:
-            self.guard.close()
 
 
 def stopped_by(number: int) -> SignalException:
@@ -386,7 +377,7 @@ def start(
     verbose: bool = False,
     agent: type[Agent] = Agent,
     reporter: Reporter | None = None,
-) -> dict[int, Any]:
+) -> None:
     """Start processes and wait for all of them. A failed one stops the others, and so does a signal; none stays behind.
 
     Args:
@@ -398,9 +389,6 @@ def start(
         agent: the class of the agent.
         reporter: prints what happens to the processes of a program; everything by default.
 
-    Returns:
-        What a function returned, by rank.
-
     Raises:
         torch.distributed.elastic.multiprocessing.errors.ChildFailedError: a process failed.
         torch.distributed.elastic.multiprocessing.api.SignalException: a signal stopped them.
@@ -411,9 +399,8 @@ def start(
         handler = StoreRendezvous(HOST, handler.port, 0, 1, config.run_id, timeout)
     # Torch's launcher would build its own agent from the same fields, and takes no other class.
     shared = {name: getattr(config, name) for name in ("role", "max_restarts", "monitor_interval")}
-    spec = WorkerSpec(
-        local_world_size=config.nproc_per_node, rdzv_handler=handler, entrypoint=entrypoint, args=arguments, **shared
-    )
+    shared |= {"local_world_size": config.nproc_per_node, "rdzv_handler": handler}
+    spec = WorkerSpec(entrypoint=entrypoint, args=arguments, **shared)
     rest = {"start_method": config.start_method, "log_line_prefix_template": config.log_line_prefix_template}
     if hasattr(config, "shutdown_timeout"):  # not in all versions of torch
         rest["shutdown_timeout"] = config.shutdown_timeout
@@ -435,10 +422,10 @@ def start(
             watcher.sweep()
             raise
         finally:
-            watcher.close()
+            if watcher.guard is not None:
+                watcher.guard.close()
     if result.is_failed():
         raise ChildFailedError(spec.get_entrypoint_name(), result.failures)
-    return result.return_values
 
 
 @contextlib.contextmanager

@@ -94,11 +94,6 @@ class WorkerFailure:
         return _ending(1 if self._stopped_after_error else self.exitcode)
 
     @property
-    def follows(self) -> bool:
-        """Whether it failed because another rank was gone."""
-        return follows(self.record)
-
-    @property
     def own(self) -> bool:
         """Whether it ended by itself."""
         return not self.stopped or bool(self.record)
@@ -111,22 +106,7 @@ class WorkerFailure:
     def _order(self) -> tuple[Any, ...]:
         # Libraries abort a process whose peer is gone, and leave no message of ours.
         aborted = self.exitcode == -signal.SIGABRT
-        return not self.own, self.follows, aborted, self.time, self.rank
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What the agent saw of a rank's end.
-
-    Attributes:
-        time: when it was first seen dead.
-        stopped: it was alive when the agent began to stop all ranks.
-        fault: what it wrote when the system killed it for a fault of its own.
-    """
-
-    time: float = 0.0
-    stopped: bool = False
-    fault: str = ""
+        return not self.own, follows(self.record), aborted, self.time, self.rank
 
 
 def follows(record: Mapping[str, Any]) -> bool:
@@ -145,18 +125,19 @@ def endings_of(failures: Mapping[int, Any]) -> list[WorkerFailure]:
     killed leaves no time.
 
     Args:
-        failures: by rank, torch's `ProcessFailure`; the agent has added what it saw (`Seen`).
+        failures: by rank, torch's `ProcessFailure`. The agent has added when the rank was first seen dead (`died`; None for one that
+            was alive when the agent began to stop all ranks) and where its threads stood (`fault`).
     """
     from accelerate.runtime.failure import OURS  # the help of every command imports this module
 
     found = []
     for rank, failure in failures.items():
-        seen = getattr(failure, "seen", None) or Seen(float(failure.timestamp or 0))
+        died = getattr(failure, "died", failure.timestamp)
         data = failure.error_file_data
         record = data.get(OURS) if isinstance(data, dict) else None
         record = record if isinstance(record, dict) else {}
-        time = record.get("time") or seen.time
-        found.append(WorkerFailure(rank, failure.pid, failure.exitcode, record, time, seen.stopped, seen.fault))
+        time, fault = record.get("time") or float(died or 0), getattr(failure, "fault", "")
+        found.append(WorkerFailure(rank, failure.pid, failure.exitcode, record, time, died is None, fault))
     return sorted(found, key=lambda one: one._order)
 
 
@@ -278,7 +259,7 @@ def _beside(first: WorkerFailure, ending: WorkerFailure) -> str:
     if summary == first.record.get("summary"):
         return "failed with the same error."
     last = summary.splitlines()[-1]
-    if ending.follows and not first.follows:
+    if follows(ending.record) and not follows(first.record):
         return f"failed because another rank had gone: {last}"
     return f"failed as well, with another error: {last} ({ending.record.get('where', '')})"
 

@@ -35,7 +35,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 from accelerate.config.exit_status import PREEMPTED
 from accelerate.launch import elastic, hardware
-from accelerate.launch.errors import LaunchError, RunError, endings_of
+from accelerate.launch.errors import LaunchError, RunError, endings_of, follows
 from accelerate.launch.plan import Machines, Rendezvous
 
 # How often a launcher looks for the others, and how often it reports that it waits.
@@ -474,7 +474,7 @@ class MachineAgent(elastic.Agent):
 
     def _failed_here(self, result: RunResult) -> RunResult:
         first, beat = endings_of(result.failures)[0], self._machines.heartbeat
-        if first.follows and not self.restarts_left:
+        if follows(first.record) and not self.restarts_left:
             # All of them have lost a peer. The machine of that peer is about to report it.
             deadline = time.monotonic() + _FOLLOWING_S
             while beat.failure() is None and beat.lost() is None and time.monotonic() < deadline:

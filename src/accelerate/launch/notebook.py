@@ -34,27 +34,23 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from accelerate.config.exit_status import PREEMPTED
 from accelerate.config.options import BY_NAME
 from accelerate.launch import elastic, machine_rendezvous
-from accelerate.launch.errors import LaunchError, Reporter, RunError, Seen, WorkerFailure, endings_of
+from accelerate.launch.errors import LaunchError, Reporter, RunError, WorkerFailure, endings_of
 from accelerate.launch.plan import Machines, Rendezvous
 from accelerate.runtime import failure
 
 # Torch's default, for a port that the user has not chosen.
 DEFAULT_PORT = 29500
 _BACKENDS = ("static", "c10d")
-# What the command line calls the arguments of `notebook_launcher`.
+# What the command line calls otherwise than `notebook_launcher`.
 _NAMES = {
-    "--main_process_ip": "master_addr",
-    "--main_process_port": "use_port",
-    "--machine_rank": "node_rank",
-    "--num_machines": "num_nodes",
-    "--num_processes": "num_processes",
-    "--rdzv_conf": "rdzv_conf",
+    "main_process_ip": "master_addr",
+    "main_process_port": "use_port",
+    "machine_rank": "node_rank",
+    "num_machines": "num_nodes",
 }
-_POISONED = re.compile("Cannot re-initialize|CUDA error: initialization error|in forked subprocess")
 # A function of Python's does not run while the process waits inside torch, so these end a rank at once.
 _SIGNALS = ("SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 _INTERRUPTED = 130
-_USED_BEFORE = "The GPU was used before the processes were forked. Restart, and use it only inside the function."
 
 
 class WorkerError(RuntimeError):
@@ -395,7 +391,7 @@ class FunctionAgent(elastic.Agent):
             if statuses[local] or local in ended:
                 one = ProcessFailure(local, process.pid, statuses[local], self.error_files[local])
                 # Torch has stopped those that were alive at the agent's last look.
-                one.seen = self._seen.get(local, Seen(time.time(), stopped=local not in ended))
+                one.died = self._died.get(local, time.time() if local in ended else None)
                 failures[worker_group.workers[local].global_rank] = one
         return RunResult(state=WorkerState.FAILED, failures=failures)
 
@@ -482,17 +478,15 @@ def _worker_error(request: Request, failures: Sequence[WorkerFailure]) -> Worker
     words = first.words if first.exitcode else "ended with exit status 0, before its function was done"
     silent = f"The process {first.pid} {words}, and left no traceback."
     lines = [f"Rank {first.rank} failed in {name_of(request.function)}:", "", (first.traceback or silent).rstrip()]
-    if _POISONED.search(first.traceback or ""):
-        lines += ["", _USED_BEFORE]
     if others := Reporter.about(found):
         lines += ["", *others]
     return WorkerError("\n".join(lines), found)
 
 
 def _in_arguments(message: object) -> str:
-    text = str(message)
-    for flag, name in _NAMES.items():
-        text = text.replace(flag, name)
+    text = str(message).replace("--", "")
+    for option, argument in _NAMES.items():
+        text = text.replace(option, argument)
     return text
 
 

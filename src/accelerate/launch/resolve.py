@@ -11,7 +11,7 @@ import re
 import shutil
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -28,13 +28,6 @@ if TYPE_CHECKING:
 # Where none of these is set, no scheduler and no MPI launcher has anything to say.
 _SPEAKERS = (*[names[0] for _, names in SCHEMES[1:]], "SLURM_STEP_ID", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 
-# What a scheduler can know, and the field of `Cluster` that holds it.
-_FROM_SCHEDULER = {
-    "num_machines": "machines",
-    "machine_rank": "machine_rank",
-    "main_process_ip": "address",
-    "main_process_port": "port",
-}
 _BACKENDS = ("static", "c10d")
 # What `--rdzv_conf` can say about several machines, in seconds.
 _SECONDS = ("timeout", "join_timeout", "heartbeat_timeout")
@@ -56,24 +49,7 @@ Values = dict[str, Resolved]
 Environ = Mapping[str, str]
 
 
-@dataclass(frozen=True)
-class Settings:
-    """All options after the layers are merged, before scheduler and hardware are looked at.
-
-    Attributes:
-        values: option name to resolved value.
-        file: the configuration file, or None.
-        notes: messages about settings that have no effect.
-    """
-
-    values: Mapping[str, Resolved]
-    file: FileSettings | None
-    notes: tuple[str, ...]
-
-
-def resolve(
-    args: argparse.Namespace, environ: Mapping[str, str] | None = None, needs_script: bool = True
-) -> LaunchPlan:
+def resolve(args: argparse.Namespace, environ: Environ | None = None, needs_script: bool = True) -> LaunchPlan:
     """Decide what a command line starts.
 
     Nothing is started or changed: the environment is read, the configuration file and the script are looked at.
@@ -95,8 +71,8 @@ def resolve(
         (2, 'command line')
     """
     environ = os.environ if environ is None else environ
-    settings = merge(args, environ)
-    values, notes = dict(settings.values), list(settings.notes)
+    values, file = merge(args, environ)
+    notes = list(file.unused) if file else []
     choose_paradigm(values)
     scheduler = None
     if not environ.keys().isdisjoint(_SPEAKERS):
@@ -105,8 +81,9 @@ def resolve(
         scheduler = cluster.find(environ)
     job = _ask_scheduler(values, scheduler, notes)
     on = features_on(values)
-    _check_settings(values, on, settings.file, notes)
-    _check_script(args, values, needs_script)
+    _check_settings(values, on, file, notes)
+    if needs_script:
+        _check_script(args, values)
 
     other = _other_launcher(values, on, job)
     task = job.task if job and not other else None
@@ -150,12 +127,15 @@ def resolve(
 # The layers
 
 
-def merge(args: argparse.Namespace, environ: Environ) -> Settings:
+def merge(args: argparse.Namespace, environ: Environ) -> tuple[Values, FileSettings | None]:
     """Merge the layers: command line over environment over configuration file over default.
 
     Args:
         args: parsed arguments. Without `nondefault`, a value that differs from the default counts as given.
         environ: the variables.
+
+    Returns:
+        The value of each option by its name, before scheduler and hardware are looked at; and the configuration file, or None.
 
     Raises:
         LaunchError: a variable or the configuration file holds something that is no value of its option.
@@ -179,7 +159,7 @@ def merge(args: argparse.Namespace, environ: Environ) -> Settings:
     for name in ("mixed_precision", "dynamo_backend"):
         if values[name].value is None:
             values[name] = Resolved("no")
-    return Settings(values, file, file.unused if file else ())
+    return values, file
 
 
 def _exported(option: Option, environ: Environ) -> Any:
@@ -216,14 +196,14 @@ def _ask_scheduler(values: Values, found: "Cluster | None", notes: list[str]) ->
         return None
     asked = values["num_machines"]
     if asked.source is Source.COMMAND_LINE and asked.value != found.machines:
-        notes.append(
-            f"--num_machines is {asked.value}, not {found.machines} as with {found.source}, which is not asked."
-        )
+        notes.append(f"--num_machines is {asked.value}, not {found.machines} as with {found.source}, which is unused.")
         return None
     if found.machines == 1 and found.task is None:
         return found
-    for name, field in _FROM_SCHEDULER.items():
-        offered, former = getattr(found, field), values[name]
+    offers = {"num_machines": found.machines, "machine_rank": found.machine_rank}
+    offers |= {"main_process_ip": found.address, "main_process_port": found.port}
+    for name, offered in offers.items():
+        former = values[name]
         if offered is None or former.source >= Source.ENVIRONMENT:
             continue
         values[name] = Resolved(offered, Source.ENVIRONMENT, found.source)
@@ -261,10 +241,8 @@ def _check_settings(values: Values, on: set[str], file: FileSettings | None, not
             notes.append(f"{section} in {file.path} has no effect without {FEATURES[needed].request}.")
 
 
-def _check_script(args: argparse.Namespace, values: Values, needs_script: bool) -> None:
+def _check_script(args: argparse.Namespace, values: Values) -> None:
     script, is_module, is_program = args.training_script, values["module"].value, values["no_python"].value
-    if not needs_script:
-        return
     if is_module and is_program:
         raise LaunchError("--module and --no_python exclude each other. Choose one.")
     if is_program and shutil.which(script) is None:
@@ -371,8 +349,7 @@ def _count_by_devices(values: Values, devices: hardware.Hardware, usable: int, m
     count = _count(values, usable, machines, why)
     here, multi_gpu, asked = count // machines, values["multi_gpu"], _shown(values, "num_processes")
     if count % machines:
-        fitting = here * machines or machines
-        raise LaunchError(f"{asked}, which cannot be shared evenly by {machines} machines. Ask for {fitting}, say.")
+        raise LaunchError(f"{asked}, which cannot be shared evenly by {machines} machines. Ask for a multiple.")
     if multi_gpu.value and devices.device == "cpu":
         hint = "needs GPUs, and this machine shows none. Add --cpu to run the processes on the CPU."
         raise LaunchError(f"--multi_gpu (from the {multi_gpu.origin}) {hint}")

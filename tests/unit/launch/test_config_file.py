@@ -91,16 +91,12 @@ def test_five_faults_of_many_are_named_quickly(read):
     assert str(caught.value).count("is unknown") == 5
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ({"fsdp_config": {"fsdp_offload_parms": 1}},
-         "fsdp_config.fsdp_offload_parms is unknown and has no effect; did you mean fsdp_offload_params? (in "),
-        ({"ipex_config": {"ipex": True}}, "ipex_config has no effect"),
-    ],
-)  # fmt: skip
-def test_what_has_no_effect(read, content, message):
-    assert read(**content).unused[0].startswith(message)
+def test_what_has_no_effect(read):
+    (section,) = read(fsdp_config={"fsdp_offload_parms": 1}).unused
+    assert section.startswith(
+        "fsdp_config.fsdp_offload_parms is unknown and has no effect; did you mean fsdp_offload_"
+    )
+    assert read(ipex_config={"ipex": True}).unused[0].startswith("ipex_config has no effect")
 
 
 def test_a_key_cannot_talk_to_the_terminal(place):
@@ -163,21 +159,17 @@ def load(place):
         ("a.yaml", b"\x00\x01\x02", "cannot be read"),
         ("a.yaml", b"\x89PNG\r\n\x1a\n", "cannot be read: unacceptable character"),
         ("a.yaml", "a: 1\n---\nb: 2", "line 2, column 1: expected a single document in the stream"),
-        ("a.yaml", "{[]: 1}", None),
+        ("a.yaml", "{[]: 1}", "cannot be read"),
         ("a.yaml", "a: " + "9" * 60_000, "cannot be read"),
         ("a.json", '{"a": ' + "9" * 60_000 + "}", "cannot be read"),
         ("a.yaml", "a: !!timestamp 2001-99-99", "cannot be read"),
     ],
 )
 def test_one_line_of_error(load, name, data, message):
-    try:
+    with pytest.raises(LaunchError) as caught:
         load(data, name)
-    except LaunchError as error:
-        assert message is None or message in str(error)
-        assert "\n" not in str(error)
-        assert len(str(error)) < 600
-    else:
-        assert message is None
+    said = str(caught.value)
+    assert message in said and "\n" not in said and len(said) < 600
 
 
 @pytest.mark.parametrize(
@@ -224,7 +216,6 @@ def test_what_is_meant_well(load):
 
 
 def test_what_is_no_file(place):
-    (place / "folder").mkdir()
-    for name, message in [("folder", "cannot be read: Is a directory"), ("nowhere", "cannot be read: No such file")]:
+    for path, message in [(place, "cannot be read: Is a directory"), (place / "x", "cannot be read: No such file")]:
         with pytest.raises(LaunchError, match=message):
-            config_file.load_mapping(place / name)
+            config_file.load_mapping(path)

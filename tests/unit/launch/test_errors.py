@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from accelerate.launch.errors import Reporter, Seen, endings_of, failure_of
+from accelerate.launch.errors import Reporter, endings_of, failure_of
 
 CLOSED = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
 
@@ -25,8 +25,8 @@ def ended(code, summary=None, time=0.0, *, stopped=False, fault="", **told):
     if summary is not None:
         record = {"summary": summary, "traceback": f"Traceback of {summary}\n{summary}\n", "where": "a.py:3 in main"}
         data["accelerate"] = {**record, "time": time, "host": "here", **told}
-    seen = Seen(time, stopped, fault)
-    return types.SimpleNamespace(pid=7, exitcode=code, error_file_data=data, seen=seen, timestamp=99)
+    died = None if stopped else time
+    return types.SimpleNamespace(pid=7, exitcode=code, error_file_data=data, died=died, fault=fault, timestamp=99)
 
 
 @pytest.mark.parametrize(

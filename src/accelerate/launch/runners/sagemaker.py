@@ -41,7 +41,7 @@ _DISTRIBUTIONS: Mapping[SageMakerDistributedType, dict[str, Any]] = {
         "mpi": {"enabled": True, "processes_per_host": 8},
     },
 }
-# Keys of the configuration file that are arguments of the estimator as well, and other keys; with their defaults.
+# Keys of the configuration file that are arguments of the estimator as well, and all of its keys; with their defaults.
 _ARGUMENTS = {
     "image_uri": None,
     "transformers_version": constants.SAGEMAKER_TRANSFORMERS_VERSION,
@@ -49,8 +49,7 @@ _ARGUMENTS = {
     "py_version": constants.SAGEMAKER_PYTHON_VERSION,
     "base_job_name": "accelerate-sagemaker-1",
 }
-_OTHERS = "ec2_instance_type iam_role_name profile sagemaker_inputs_file sagemaker_metrics_file additional_args"
-_JOB = {**_ARGUMENTS, **dict.fromkeys(_OTHERS.split()), "region": "us-east-1", "distributed_type": "NO"}
+_JOB = {**dict.fromkeys(config_file.SAGEMAKER_KEYS), **_ARGUMENTS, "region": "us-east-1", "distributed_type": "NO"}
 _Inputs = dict[str, str] | None
 
 
@@ -86,7 +85,7 @@ def run_job(job: Any, args: argparse.Namespace) -> None:
     Raises:
         LaunchError, subprocess.CalledProcessError: as in `run`.
     """
-    variables = job_variables(merge(args, os.environ).values)
+    variables = job_variables(merge(args, os.environ)[0])
     arguments, inputs = estimator_arguments(job, args.training_script, args.training_script_args or (), variables)
     _start(job, keys(args.aws_access_key_id, args.aws_secret_access_key), arguments, inputs)
 
@@ -159,10 +158,9 @@ def _refusals(doing: str) -> Iterator[None]:
 
 def job_variables(settings: Mapping[str, Resolved]) -> dict[str, str]:
     """Return the variables that carry settings, by option name, into the container of a job."""
-    variables = exports(settings).items()  # the container has its own devices
-    return {
-        name: value for name, value in variables if name.startswith("ACCELERATE_") and name != "ACCELERATE_USE_CPU"
-    }
+    given = exports(settings)
+    given.pop("ACCELERATE_USE_CPU", None)  # the container has its own devices
+    return {name: value for name, value in given.items() if name.startswith("ACCELERATE_")}
 
 
 def _described(plan: LaunchPlan) -> tuple[Any, dict[str, Any], _Inputs]:
@@ -171,9 +169,7 @@ def _described(plan: LaunchPlan) -> tuple[Any, dict[str, Any], _Inputs]:
     for name in ("module", "no_python"):
         if plan[name]:
             raise LaunchError(f"--{name} does not go with SageMaker, which starts a Python file.")
-    path = config_file.find(plan["config_file"], os.environ)
-    if path is None:
-        raise LaunchError("A SageMaker job needs a configuration file. Write one with `accelerate config`.")
+    path = config_file.find(plan["config_file"], os.environ)  # it alone can ask for SageMaker
     content = config_file.modernise(config_file.load_mapping(path))
     known = {name: content[name] for name in _JOB if content.get(name) is not None}
     # A flag or a variable may name the number as well; where neither does, the plan has the value of the file.
