@@ -424,6 +424,10 @@ def start(
         finally:
             if watcher.guard is not None:
                 watcher.guard.close()
+            for path in map(failure.fault_file, watcher.error_files.values()):
+                with contextlib.suppress(OSError):
+                    if os.path.getsize(path) == 0:
+                        os.remove(path)
     if result.is_failed():
         raise ChildFailedError(spec.get_entrypoint_name(), result.failures)
 

@@ -43,7 +43,6 @@ _OF_ONE_VERSION = {
     "fsdp_reshard_after_forward": ("2", "--fsdp_sharding_strategy says what is sharded"),
 }
 _SIZES = [f"parallelism_config_{axis}_size" for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp")]
-_SP_SIZE = _SIZES[-1]
 
 Values = dict[str, Resolved]
 Environ = Mapping[str, str]
@@ -381,7 +380,7 @@ def _check_sizes(values: Values) -> None:
     sizes = {name: values[name].value or 1 for name in _SIZES}
     total, count = math.prod(sizes.values()), values["num_processes"].value
     # Beside DeepSpeed's sequence parallelism, the processes left over are its data parallelism.
-    by_deepspeed = values["parallelism_config_sp_backend"].value == "deepspeed" and sizes[_SP_SIZE] > 1
+    by_deepspeed = values["parallelism_config_sp_backend"].value == "deepspeed" and sizes[_SIZES[-1]] > 1
     if total in (1, count) or (by_deepspeed and count % total == 0):
         return  # the worker takes all processes for copies where no size is set
     factors = [f"{name.removeprefix('parallelism_config_')}={size}" for name, size in sizes.items() if size > 1]
