@@ -42,7 +42,6 @@ class Cluster:
         port: a port that all of them compute alike from the number of the job; None without such a number.
         task: which process this is, where each process has been started by itself: the launcher starts that one only.
         notes: lines for the user.
-        cpus_per_task: how many CPUs were asked for each launch, whether or not this process is bound to them.
     """
 
     source: str
@@ -52,7 +51,6 @@ class Cluster:
     port: int | None
     task: Ranks | None
     notes: tuple[str, ...] = ()
-    cpus_per_task: int | None = None
 
 
 def _in_file(path: str) -> Iterable[str]:
@@ -145,8 +143,6 @@ def find(environ: Environ, hostname: str | None = None) -> Cluster | None:
             return found
         # Many scripts of jobs set these two.
         host, port = environ.get("MASTER_ADDR", "").strip(), slurm.integer(environ, "MASTER_PORT")
-    except LaunchError:
-        raise
     except ValueError as error:
         raise LaunchError(str(error)) from None
     return replace(found, address=host or found.address, port=found.port if port is None else port)
@@ -171,7 +167,6 @@ def _srun(environ: Environ, task: Ranks) -> Cluster:
         address=address,
         port=slurm.port(environ),
         task=None if one_each else task,
-        cpus_per_task=slurm.integer(environ, "SLURM_CPUS_PER_TASK"),
     )
 
 

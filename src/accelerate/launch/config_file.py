@@ -1,15 +1,14 @@
 """Configuration files: where they are, what they hold, and what that means in terms of options.
 
 `inspect` compares a file with the option table and finds everything that is wrong; a launch (`read`), `accelerate config show`,
-`validate` and `update` all use it. A file may come from anywhere: PyYAML's safe loader reads it, and counts its values before it
-builds them.
+`validate` and `update` all use it. A file may come from anywhere: its size and the number of its aliases are bounded before PyYAML's
+safe loader builds anything.
 """
 
 import json
 import os
 import pathlib
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,18 +17,14 @@ from accelerate.launch.errors import LaunchError
 
 Key = tuple[str, ...]
 
-# Real files have fewer than 100 lines; these leave room for long lists of commands.
-LARGEST_FILE = 256 * 1024
-MOST_VALUES = 10_000
+# Real files have fewer than 100 lines; this leaves room for long lists of commands.
+LARGEST_FILE = 64 * 1024
 MOST_ALIASES = 10
-DEEPEST = 30
 TOP_LEVEL = {option.file_key: option for option in OPTIONS if option.section is None and option.file_key}
 # Keys that mean something only to SageMaker: they are known here, and `SageMakerConfig` holds them.
-SAGEMAKER_KEYS = frozenset(
-    (
-        *("ec2_instance_type", "iam_role_name", "image_uri", "profile", "region", "base_job_name", "additional_args"),
-        *("pytorch_version", "transformers_version", "py_version", "sagemaker_inputs_file", "sagemaker_metrics_file"),
-    )
+SAGEMAKER_KEYS = (
+    *("ec2_instance_type", "iam_role_name", "image_uri", "profile", "region", "base_job_name", "additional_args"),
+    *("pytorch_version", "transformers_version", "py_version", "sagemaker_inputs_file", "sagemaker_metrics_file"),
 )
 # What older releases wrote, and what it is called today.
 _OLD_TYPES = {"TPU": "XLA", "MPS": "NO"}
@@ -44,13 +39,13 @@ class FileSettings:
         path: the file.
         values: option name to value.
         unused: messages about keys that have no effect.
-        lines: option name to the line that sets it, from 1.
+        lines: option name to the line that sets it, from 1; None where no line can be named.
     """
 
     path: pathlib.Path
     values: Mapping[str, Any]
     unused: tuple[str, ...] = ()
-    lines: Mapping[str, int] = field(default_factory=dict)
+    lines: Mapping[str, int | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -123,7 +118,7 @@ def find(given: str | os.PathLike[str] | None, environ: Mapping[str, str] | None
         return pathlib.Path(path) if os.path.isfile(path) else None
     if not os.path.exists(given) or os.path.isdir(given):
         raise FileNotFoundError(
-            f"--config_file is {os.fspath(given)!r}: there is no such file; `accelerate config` writes one."
+            f"--config_file is {str(given)!r}: there is no such file; `accelerate config` writes it."
         )
     return pathlib.Path(given)
 
@@ -155,29 +150,23 @@ def load_mapping(path: str | os.PathLike[str]) -> dict[str, Any]:
     return _load(path)[0]
 
 
-def _load(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[Key, list[int]]]:
-    """Return the content of a file, and the lines of each key; keys of a section are `(section, key)`. JSON has no lines."""
+def _load(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[Key, int]]:
+    """Return the content of a file, and the line of each key; keys of a section are `(section, key)`. JSON has no lines."""
     import yaml  # most launches have no file
 
     class Loader(yaml.SafeLoader):
-        """Counts values before it builds them, and aliases, each of which can double what the file stands for."""
+        """Counts aliases, each of which can double what the file stands for."""
 
-        values = aliases = depth = 0
+        aliases = 0
 
         def compose_node(self, parent: Any, index: Any) -> Any:
-            self.values += 1
             self.aliases += self.check_event(yaml.AliasEvent)
-            if self.values > MOST_VALUES or self.aliases > MOST_ALIASES:
-                raise LaunchError(f"it holds more than {MOST_VALUES} values, or more than {MOST_ALIASES} aliases.")
-            self.depth += 1
-            if self.depth > DEEPEST:
-                raise LaunchError(f"it is nested more than {DEEPEST} levels deep.")
-            node = super().compose_node(parent, index)
-            self.depth -= 1
-            return node
+            if self.aliases > MOST_ALIASES:
+                raise LaunchError(f"it holds more than {MOST_ALIASES} aliases.")
+            return super().compose_node(parent, index)
 
     path = pathlib.Path(path)
-    lines: dict[Key, list[int]] = defaultdict(list)
+    lines: dict[Key, int] = {}
     try:
         with open(path, "rb") as stream:
             data = stream.read(LARGEST_FILE + 1)
@@ -190,8 +179,7 @@ def _load(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[Key, list[
             node = loader.get_single_node()
             content = node and loader.construct_document(node)
             json.dumps(content, default=str, skipkeys=True)  # refuses what contains itself
-            for key, line in _keys(node, ()) if isinstance(content, dict) else ():
-                lines[key].append(line)
+            lines = dict(_keys(node, ())) if isinstance(content, dict) else {}
     except yaml.MarkedYAMLError as error:
         where = f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
         said = ", ".join(text for text in (error.context, error.problem) if text)
@@ -201,9 +189,7 @@ def _load(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[Key, list[
         said = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())[:300]
         raise LaunchError(f"The configuration file {path} cannot be read: {said or type(error).__name__}") from error
     if content is None:
-        raise LaunchError(
-            f"The configuration file {path} is empty. `accelerate config --config_file {path}` writes it."
-        )
+        raise LaunchError(f"The configuration file {path} is empty. `accelerate config` writes one.")
     if not isinstance(content, dict):
         raise LaunchError(f"The configuration file {path} holds a {type(content).__name__}, not keys and values.")
     return content, lines
@@ -289,7 +275,6 @@ def inspect(path: pathlib.Path) -> Inspection:
     notes: list[str] = []
     validator = _Validator(modernise(content, notes), lines)
     validator.top_level()
-    validator.repetitions()
     problems = tuple(sorted(validator.problems, key=lambda problem: problem.line or 0))
     unused = [problem.text for problem in problems if not problem.fatal]
     unused += [note for note in notes if "no effect" in note]
@@ -300,11 +285,11 @@ def inspect(path: pathlib.Path) -> Inspection:
 class _Validator:
     """Turns the content of a file into values of options, and notes what does not fit the table."""
 
-    def __init__(self, content: dict[str, Any], lines_of_keys: Mapping[Key, Sequence[int]]) -> None:
+    def __init__(self, content: dict[str, Any], lines_of_keys: Mapping[Key, int]) -> None:
         self.content = content
         self.lines_of_keys = lines_of_keys
         self.values: dict[str, Any] = {}
-        self.lines: dict[str, int] = {}
+        self.lines: dict[str, int | None] = {}
         self.problems: list[Problem] = []
         self.sagemaker = content.get("compute_environment") == "AMAZON_SAGEMAKER"
 
@@ -319,12 +304,6 @@ class _Validator:
             elif key not in SAGEMAKER_KEYS:
                 self.add(unknown_key(key, known_keys(self.sagemaker)), str(key))
 
-    def repetitions(self) -> None:
-        for key, lines in self.lines_of_keys.items():
-            if len(lines) > 1:
-                times = f"{len(lines)} times, in lines {' and '.join(map(str, lines))}"
-                self.add(f"{'.'.join(key)} stands there {times}; keep one.", *key, fatal=False)
-
     def distributed_type(self, raw: Any) -> None:
         known: Iterable[str] = SWITCH_OF_DISTRIBUTED_TYPE
         if self.sagemaker:
@@ -332,7 +311,7 @@ class _Validator:
 
             known = SageMakerDistributedType.__members__
         if not isinstance(raw, str) or raw not in known:
-            self.add(f"distributed_type is {_shown(raw)}; choose one of {', '.join(known)}.", "distributed_type")
+            self.add(f"distributed_type is {raw!r:.80}; choose one of {', '.join(known)}.", "distributed_type")
         elif self.sagemaker:
             return
         elif switch := SWITCH_OF_DISTRIBUTED_TYPE[raw]:
@@ -342,7 +321,7 @@ class _Validator:
 
     def section(self, section: str, raw: Any) -> None:
         if raw is not None and not isinstance(raw, dict):
-            self.add(f"{section} is {_shown(raw)}; it must hold keys and values.", section)
+            self.add(f"{section} is {raw!r:.80}; it must hold keys and values.", section)
             return
         before = len(self.values)
         today = self.content[section] = {}
@@ -351,16 +330,12 @@ class _Validator:
             today[option.file_key if option else key] = value
             if option:
                 self.value(option, value, section, str(key))
-            else:
-                self.unknown_in_section(section, key)
+                continue
+            near = nearest(str(key), [option.file_key for option in _options_of(section)])
+            hint = f"; did you mean {near}?" if near else "."
+            self.add(f"{section}.{_name(key)} is unknown and has no effect{hint}", section, str(key), fatal=False)
         if section == "parallelism_config" and len(self.values) > before:
             self.values["use_parallelism_config"] = True
-
-    def unknown_in_section(self, section: str, key: Any) -> None:
-        known = [option.file_key for option in OPTIONS if option.section == section and option.file_key]
-        near = nearest(str(key), known)
-        hint = f"; did you mean {near}?" if near else "."
-        self.add(f"{section}.{_name(key)} is unknown and has no effect{hint}", section, str(key), fatal=False)
 
     def value(self, option: Option, raw: Any, *key: str) -> None:
         source = ".".join(key)
@@ -375,15 +350,10 @@ class _Validator:
             self.set(option.name, value, *key)
 
     def set(self, name: str, value: Any, *key: str) -> None:
-        self.values[name] = value
-        if (line := self.line(key)) is not None:
-            self.lines[name] = line
+        self.values[name], self.lines[name] = value, self.lines_of_keys.get(key)
 
     def add(self, text: str, *key: str, fatal: bool = True) -> None:
-        self.problems.append(Problem(text, self.line(key), fatal))
-
-    def line(self, key: Key) -> int | None:
-        return self.lines_of_keys[key][-1] if key in self.lines_of_keys else None
+        self.problems.append(Problem(text, self.lines_of_keys.get(key), fatal))
 
 
 def _parsed(option: Option, raw: Any, source: str) -> Any:
@@ -394,7 +364,7 @@ def _parsed(option: Option, raw: Any, source: str) -> Any:
         raw = ",".join(map(str, raw))
     if isinstance(raw, (list, dict)) and not (flat and is_list):
         wanted = "a list of single values" if is_list else "a single value"
-        raise ValueError(f"{source} is {_shown(raw)}; it must be {wanted}.")
+        raise ValueError(f"{source} is {raw!r:.80}; it must be {wanted}.")
     if isinstance(raw, bool) and option.type in ("int", "float"):
         raise ValueError(f"{source} is {str(raw).lower()}; it must be a number.")
     return option.parse(raw, source)
@@ -409,6 +379,10 @@ def known_keys(sagemaker: bool = False) -> list[str]:
     return sorted({*TOP_LEVEL, "distributed_type", *SECTIONS, *(SAGEMAKER_KEYS if sagemaker else ())})
 
 
+def _options_of(section: str) -> list[Option]:
+    return [option for option in OPTIONS if option.section == section and option.file_key]
+
+
 def of_section(section: str, key: Any) -> Option | None:
     """Return the option that a key of a section sets; the prefix of the section may be left out.
 
@@ -420,10 +394,8 @@ def of_section(section: str, key: Any) -> Option | None:
         >>> of_section("fsdp_config", "offload_params").name
         'fsdp_offload_params'
     """
-    options = [option for option in OPTIONS if option.section == section and option.file_key]
-    by_key = {option.name: option for option in options} | {option.file_key: option for option in options}
-    prefixes = ("", section.removesuffix("config"), f"{section}_")
-    return next((by_key[prefix + str(key)] for prefix in prefixes if prefix + str(key) in by_key), None)
+    words = [prefix + str(key) for prefix in ("", section.removesuffix("config"), f"{section}_")]
+    return next((option for option in _options_of(section) if {option.name, option.file_key} & {*words}), None)
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
@@ -461,8 +433,3 @@ def _name(key: Any) -> str:
     """Return a key as it may be printed: it can hold escape sequences for the terminal."""
     text = str(key)[:100]
     return text if text.isidentifier() else repr(text)
-
-
-def _shown(raw: Any) -> str:
-    text = repr(raw)
-    return text if len(text) <= 80 else f"{text[:80]}..."

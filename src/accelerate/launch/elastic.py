@@ -30,7 +30,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.launcher.api import LaunchConfig
 
 from accelerate.config.exit_status import PREEMPTED
-from accelerate.launch.errors import LaunchError, Reporter, Seen, follows
+from accelerate.launch.errors import LaunchError, Reporter, follows
 from accelerate.launch.guard import Guard, end_groups
 from accelerate.launch.plan import LaunchPlan, Rendezvous, Source
 from accelerate.launch.torch_compat import OpenAgent
@@ -53,7 +53,7 @@ _CAUSE_S = 2.0
 # How long the descendants of failed processes have to end.
 _ORPHANS_S = 3.0
 # A longer pause between two looks would outlast any patience, and a sleep has a limit of its own.
-_LONGEST_INTERVAL_S = 3600.0
+_LONGEST_S = 3600.0
 # Torch wants a signal to handle, and the agent handles the others. No user sends these two by accident.
 _SIGNAL_OF_TORCH = "SIGQUIT" if hasattr(signal, "SIGQUIT") else "SIGBREAK"
 # Torch's log lines about failures and signals repeat what the reporter prints.
@@ -75,22 +75,15 @@ def streams(plan: LaunchPlan) -> dict[int, Std]:
         LaunchError: one of them cannot be used; the message names it.
     """
     interval, tee = plan.settings["monitor_interval"], plan.settings["tee"]
-    if not 0 < interval.value <= _LONGEST_INTERVAL_S:  # not a number is not in between either
-        raise LaunchError(
-            f"--monitor_interval is {interval.value}; it is seconds above 0, up to {_LONGEST_INTERVAL_S:g}."
-        )
-    text, ranks = str(tee.value).strip(), range(plan.local_processes)
-    if plan["log_dir"] is not None and tee.source is Source.DEFAULT:
-        text = "3"
+    if not 0 < interval.value <= _LONGEST_S:  # not a number is not in between either
+        raise LaunchError(f"--monitor_interval is {interval.value}; give seconds, above 0 and up to {_LONGEST_S:g}.")
+    text = "3" if plan["log_dir"] is not None and tee.source is Source.DEFAULT else str(tee.value)
     try:
         chosen = Std.from_str(text)
     except ValueError:
-        chosen = {-1: Std.NONE}
-    chosen = chosen if isinstance(chosen, dict) else dict.fromkeys(ranks, chosen)
-    if not chosen.keys() <= set(ranks):
-        how = f"0 (nothing), 1 (stdout), 2 (stderr) or 3 (both), or each by local rank up to {ranks[-1]}: 0:3,1:2"
-        raise LaunchError(f"--tee is {text!r}. Write {how}.")
-    return chosen
+        how = "0 (nothing), 1 (stdout), 2 (stderr) or 3 (both), or each by local rank: 0:3,1:2"
+        raise LaunchError(f"--tee is {text!r}. Write {how}.") from None
+    return chosen if isinstance(chosen, dict) else dict.fromkeys(range(plan.local_processes), chosen)
 
 
 @contextlib.contextmanager
@@ -133,9 +126,12 @@ class StoreRendezvous(StaticTCPRendezvous):
 
 
 def serve(host: str, port: int, timeout: Any) -> TCPStore:
-    """Return a new store that listens at an address; without libuv where torch has none: for Windows it is built without."""
-    libuv = os.environ.get("USE_LIBUV", "0" if sys.platform == "win32" else "1") == "1"
-    return TCPStore(host, port, None, True, timeout, wait_for_workers=False, use_libuv=libuv)
+    """Return a new store that listens at an address."""
+    return TCPStore(host, port, None, True, timeout, wait_for_workers=False, use_libuv=_libuv())
+
+
+def _libuv() -> bool:
+    return os.environ.get("USE_LIBUV", "0" if sys.platform == "win32" else "1") == "1"  # torch for Windows has none
 
 
 class Agent(OpenAgent):
@@ -158,7 +154,7 @@ class Agent(OpenAgent):
         self._phase, self._gone = "joining", False
         self._stopping: int | None = None
         self._groups: list[int] = []
-        self._seen: dict[int, Seen] = {}
+        self._died: dict[int, float] = {}
         self._since: dict[str, float] = {}
 
     # -- starting ----------------------------------------------------------------------------------------------------
@@ -171,7 +167,7 @@ class Agent(OpenAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         # A handler that raises while torch starts processes would make torch forget those that it has started.
-        self._phase, self._seen, self._since = "starting", {}, {}
+        self._phase, self._died, self._since = "starting", {}, {}
         try:
             started = super()._start_workers(worker_group)
             self._install_handlers()  # torch before TORCHELASTIC_SIGNALS_TO_HANDLE puts its own there
@@ -179,7 +175,7 @@ class Agent(OpenAgent):
             if self.reporter is not None:
                 self._groups = list(started.values()) if hasattr(os, "killpg") else []
                 self.guard.watch(self._groups)
-                self.reporter.started(*self._attempt(), self.log_folder)
+                self.reporter.started(*self._attempt())
         finally:
             self._phase = "running"
         for number in set(self._received).intersection(STOPPING):
@@ -256,7 +252,7 @@ class Agent(OpenAgent):
         statuses = self.statuses
         for local, status in statuses.items():
             if status:
-                self._seen.setdefault(local, Seen(time.time()))
+                self._died.setdefault(local, time.time())
             elif status is None and self.reporter is not None:
                 self._show_if_it_lingers(local)
         if self._is_ending(statuses) or self._waits_for_cause(statuses):
@@ -273,18 +269,14 @@ class Agent(OpenAgent):
 
     def _show_if_it_lingers(self, local: int) -> None:
         """Show the traceback of a process that has failed and does not end."""
-        with contextlib.suppress(OSError):
-            if time.time() - os.path.getmtime(self.error_files[local]) > _LINGERING_S:
-                record = _read(self.error_files[local])
-                if record and not record.get("interrupt"):
-                    self.reporter.lingers(record.get("rank", local), record)
+        record = _read(self.error_files[local])
+        if record and not record.get("interrupt") and not self._lasts(f"lingers {local}", _LINGERING_S):
+            self.reporter.lingers(record.get("rank", local), record)
 
     def _report(self, result: RunResult) -> None:
         for ended in result.failures.values():
-            # Torch has stopped those that were alive at the last look.
-            seen = self._seen.get(ended.local_rank, Seen(time.time(), stopped=True))
-            fault = _text(failure.fault_file(self.error_files[ended.local_rank]))
-            ended.seen = Seen(seen.time, seen.stopped, fault)
+            ended.died = self._died.get(ended.local_rank)  # torch has stopped those that were alive at the last look
+            ended.fault = _text(failure.fault_file(self.error_files[ended.local_rank]))
         self._complete_logs()
         attempt, attempts = self._attempt()
         self.reporter.failed(result.failures, attempt, attempts if self.restarts_left else attempt)
@@ -330,16 +322,6 @@ class Agent(OpenAgent):
         killed = self._stopping and -getattr(signal, "SIGKILL", 9) in self.statuses.values()
         end_groups(groups, 0.0 if killed else _ORPHANS_S)
 
-    def close(self) -> None:
-        """Dismiss the guard, and remove empty files."""
-        if self.guard is not None:
-            self.guard.close()
-        for path in self.error_files.values():
-            faults = os.path.join(os.path.dirname(path), failure.FAULTS)
-            with contextlib.suppress(OSError):
-                if os.path.getsize(faults) == 0:
-                    os.remove(faults)
-
 
 def stopped_by(number: int) -> SignalException:
     """Return the exception with which torch's agent ends a run after a signal."""
@@ -352,7 +334,7 @@ def _read(path: str) -> Mapping[str, Any] | None:
         record = json.loads(_text(path)).get(failure.OURS)
     except (ValueError, AttributeError):
         return None
-    return record if isinstance(record, dict) else None
+    return record
 
 
 def _text(path: str) -> str:
@@ -395,7 +377,7 @@ def start(
     verbose: bool = False,
     agent: type[Agent] = Agent,
     reporter: Reporter | None = None,
-) -> dict[int, Any]:
+) -> None:
     """Start processes and wait for all of them. A failed one stops the others, and so does a signal; none stays behind.
 
     Args:
@@ -407,9 +389,6 @@ def start(
         agent: the class of the agent.
         reporter: prints what happens to the processes of a program; everything by default.
 
-    Returns:
-        What a function returned, by rank.
-
     Raises:
         torch.distributed.elastic.multiprocessing.errors.ChildFailedError: a process failed.
         torch.distributed.elastic.multiprocessing.api.SignalException: a signal stopped them.
@@ -420,21 +399,18 @@ def start(
         handler = StoreRendezvous(HOST, handler.port, 0, 1, config.run_id, timeout)
     # Torch's launcher would build its own agent from the same fields, and takes no other class.
     shared = {name: getattr(config, name) for name in ("role", "max_restarts", "monitor_interval")}
-    spec = WorkerSpec(
-        local_world_size=config.nproc_per_node, rdzv_handler=handler, entrypoint=entrypoint, args=arguments, **shared
-    )
-    rest = (
-        "start_method",
-        "log_line_prefix_template",
-        "shutdown_timeout",
-    )  # the last one is not in all versions of torch
-    watcher = agent(spec, config.logs_specs, **{name: getattr(config, name) for name in rest if hasattr(config, name)})
+    shared |= {"local_world_size": config.nproc_per_node, "rdzv_handler": handler}
+    spec = WorkerSpec(entrypoint=entrypoint, args=arguments, **shared)
+    rest = {"start_method": config.start_method, "log_line_prefix_template": config.log_line_prefix_template}
+    if hasattr(config, "shutdown_timeout"):  # not in all versions of torch
+        rest["shutdown_timeout"] = config.shutdown_timeout
+    watcher = agent(spec, config.logs_specs, **rest)
     environment = {**environment, "TORCHELASTIC_SIGNALS_TO_HANDLE": _SIGNAL_OF_TORCH}
     if isinstance(entrypoint, str):
         environment[failure.LAUNCHER] = str(os.getpid())  # the processes leave their tracebacks to the launcher
         watcher.reporter, watcher.guard = reporter or Reporter(), Guard(watcher.shutdown_timeout)
-        if sys.platform == "win32":  # torch for Windows is built without libuv
-            environment.setdefault("USE_LIBUV", "0")
+        if not _libuv():
+            environment["USE_LIBUV"] = "0"
         if isinstance(sys.stdout, io.TextIOWrapper):  # torch copies the lines of the processes to it
             sys.stdout.reconfigure(line_buffering=True)
     for name, level in _QUIET.items() if not verbose else ():
@@ -446,10 +422,14 @@ def start(
             watcher.sweep()
             raise
         finally:
-            watcher.close()
+            if watcher.guard is not None:
+                watcher.guard.close()
+            for path in map(failure.fault_file, watcher.error_files.values()):
+                with contextlib.suppress(OSError):
+                    if os.path.getsize(path) == 0:
+                        os.remove(path)
     if result.is_failed():
         raise ChildFailedError(spec.get_entrypoint_name(), result.failures)
-    return result.return_values
 
 
 @contextlib.contextmanager

@@ -10,7 +10,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from accelerate.config.exit_status import PREEMPTED
@@ -23,7 +22,6 @@ _LEFT_ALONE = re.compile(
     r"DistNetworkError|remote process exited|ncclRemoteError|rank \d+ (has ended|was killed)",
     re.I,
 )
-_KERNEL = Path("/proc/vmstat")
 
 
 class LaunchError(ValueError):
@@ -96,11 +94,6 @@ class WorkerFailure:
         return _ending(1 if self._stopped_after_error else self.exitcode)
 
     @property
-    def follows(self) -> bool:
-        """Whether it failed because another rank was gone."""
-        return follows(self.record)
-
-    @property
     def own(self) -> bool:
         """Whether it ended by itself."""
         return not self.stopped or bool(self.record)
@@ -113,22 +106,7 @@ class WorkerFailure:
     def _order(self) -> tuple[Any, ...]:
         # Libraries abort a process whose peer is gone, and leave no message of ours.
         aborted = self.exitcode == -signal.SIGABRT
-        return not self.own, self.follows, aborted, self.time, self.rank
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What the agent saw of a rank's end.
-
-    Attributes:
-        time: when it was first seen dead.
-        stopped: it was alive when the agent began to stop all ranks.
-        fault: what it wrote when the system killed it for a fault of its own.
-    """
-
-    time: float = 0.0
-    stopped: bool = False
-    fault: str = ""
+        return not self.own, follows(self.record), aborted, self.time, self.rank
 
 
 def follows(record: Mapping[str, Any]) -> bool:
@@ -147,18 +125,19 @@ def endings_of(failures: Mapping[int, Any]) -> list[WorkerFailure]:
     killed leaves no time.
 
     Args:
-        failures: by rank, torch's `ProcessFailure`; the agent has added what it saw (`Seen`).
+        failures: by rank, torch's `ProcessFailure`. The agent has added when the rank was first seen dead (`died`; None for one that
+            was alive when the agent began to stop all ranks) and where its threads stood (`fault`).
     """
     from accelerate.runtime.failure import OURS  # the help of every command imports this module
 
     found = []
     for rank, failure in failures.items():
-        seen = getattr(failure, "seen", None) or Seen(float(failure.timestamp or 0))
+        died = getattr(failure, "died", failure.timestamp)
         data = failure.error_file_data
         record = data.get(OURS) if isinstance(data, dict) else None
         record = record if isinstance(record, dict) else {}
-        time = record.get("time") or seen.time
-        found.append(WorkerFailure(rank, failure.pid, failure.exitcode, record, time, seen.stopped, seen.fault))
+        time, fault = record.get("time") or float(died or 0), getattr(failure, "fault", "")
+        found.append(WorkerFailure(rank, failure.pid, failure.exitcode, record, time, died is None, fault))
     return sorted(found, key=lambda one: one._order)
 
 
@@ -199,12 +178,10 @@ class Reporter:
     Args:
         quiet: print tracebacks alone, which the processes would have printed.
         write: takes each piece of text; standard error by default.
-        keeps_logs: the files of the processes' output stay when the run is over.
     """
 
-    def __init__(self, quiet: bool = False, write: Callable | None = None, keeps_logs: bool = True) -> None:
-        self._quiet, self._write, self._keeps_logs = quiet, write or to_stderr, keeps_logs
-        self._kills = _kills()
+    def __init__(self, quiet: bool = False, write: Callable | None = None) -> None:
+        self._quiet, self._write = quiet, write or to_stderr
         self._shown: set[int] = set()
 
     def tell(self, *lines: str) -> None:
@@ -212,13 +189,11 @@ class Reporter:
         if not self._quiet:
             self._write("".join(f"{PREFIX}{line}\n" for line in lines))
 
-    def started(self, attempt: int, attempts: int, folder: str | None) -> None:
-        """Report a start of all processes: which of how many, and where the files of their output are, if there are any."""
+    def started(self, attempt: int, attempts: int) -> None:
+        """Report a start of all processes: which of how many."""
         self._shown.clear()
         if attempt > 1:
             self.tell(f"all processes start again: attempt {attempt} of {attempts}.")
-        if folder and self._keeps_logs:
-            self.tell(f"the output of local rank N is copied to {folder}, folder N.")
 
     def lingers(self, rank: int, record: Mapping[str, Any]) -> None:
         """Report a process that has left a record in its error file, and does not end."""
@@ -241,7 +216,8 @@ class Reporter:
         if attempt < attempts:
             self.tell(f"rank {first.rank} (pid {first.pid}) {first.words}.")
 
-    def about(self, endings: list[WorkerFailure]) -> list[str]:
+    @staticmethod
+    def about(endings: list[WorkerFailure]) -> list[str]:
         """Return a line for each group of ranks beside the one that failed first, and why the system may have killed that one.
 
         Args:
@@ -253,10 +229,8 @@ class Reporter:
             groups.setdefault(_beside(first, ending), []).append(ending.rank)
         lines = [f"{_ranks(ranks)} {words}" for words, ranks in groups.items()]
         if first.signal == "SIGKILL":
-            cause = "the launcher did not do that: another program did, or the kernel because memory ran out"
-            if _kills() > self._kills:
-                cause = "memory ran out, and the kernel killed it or another process"
-            lines.append(f"rank {first.rank} was killed by SIGKILL: {cause}.")
+            cause = "the kernel did that because memory ran out, or another program"
+            lines.append(f"rank {first.rank} was killed by SIGKILL: {cause}; the launcher did not.")
         return lines
 
     def stopping(self, number: int, grace: float) -> None:
@@ -285,21 +259,15 @@ def _beside(first: WorkerFailure, ending: WorkerFailure) -> str:
     if summary == first.record.get("summary"):
         return "failed with the same error."
     last = summary.splitlines()[-1]
-    if ending.follows and not first.follows:
+    if follows(ending.record) and not follows(first.record):
         return f"failed because another rank had gone: {last}"
     return f"failed as well, with another error: {last} ({ending.record.get('where', '')})"
 
 
 def _ranks(ranks: Iterable[int]) -> str:
-    """Name ranks: `rank 3`, `ranks 1-3, 7`."""
-    parts: list[list[int]] = []
-    for rank in sorted(ranks):
-        if parts and rank == parts[-1][-1] + 1:
-            parts[-1].append(rank)
-        else:
-            parts.append([rank])
-    names = [f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts]
-    return f"{'rank' if len(parts) == len(parts[0]) == 1 else 'ranks'} {', '.join(names)}"
+    """Name ranks: `rank 3`, `ranks 1, 2, 7`."""
+    names = [str(rank) for rank in sorted(ranks)]
+    return f"{'rank' if len(names) == 1 else 'ranks'} {', '.join(names)}"
 
 
 def to_stderr(text: str) -> None:
@@ -323,11 +291,3 @@ def _signal(number: int) -> str:
 
 def _ending(code: int) -> str:
     return f"failed with exit status {code}" if code >= 0 else f"was killed by {_signal(-code)}"
-
-
-def _kills() -> int:
-    """Return how many processes the kernel has killed because memory ran out, of the machine or of a control group (Linux)."""
-    with contextlib.suppress(OSError):
-        if count := re.search(r"^oom_kill (\d+)$", _KERNEL.read_text(), re.M):
-            return int(count[1])
-    return 0

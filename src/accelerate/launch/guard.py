@@ -57,10 +57,8 @@ class Guard:
             # Outputs closed: a reader of the launcher's output must see its end when the launcher ends. A session of its own: what
             # the terminal sends to the launcher is not for it.
             command = [sys.executable, "-I", "-S", __file__, str(grace)]
-            out = subprocess.DEVNULL
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=out, stderr=out, start_new_session=True
-            )
+            streams = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+            self._process = subprocess.Popen(command, **streams, start_new_session=True)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

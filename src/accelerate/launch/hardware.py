@@ -63,13 +63,7 @@ def detect(environ: Mapping[str, str]) -> Hardware:
 
 def _torch_build() -> set[str]:
     """Read what torch was built for from its version file, since importing torch would cost a second."""
-    spec = importlib.util.find_spec("torch")
-    if spec is None or not spec.origin:
-        return set()
-    try:
-        text = (pathlib.Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
-    except OSError:
-        return {"unknown"}
+    text = pathlib.Path(importlib.util.find_spec("torch").origin).with_name("version.py").read_text(encoding="utf-8")
     return set(re.findall(r"^(cuda|hip|xpu)\b[^=\n]*=\s*['\"][^'\"]", text, re.M))
 
 
@@ -208,10 +202,7 @@ def is_this_machine(host: str) -> bool:
 
 
 def _addresses(host: str, port: int) -> list[tuple[int, tuple]]:
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
-    except UnicodeError as error:  # a label of more than 63 characters
-        raise OSError(str(error)) from None
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
     return [(family, target) for family, _, _, _, target in found]
 
 

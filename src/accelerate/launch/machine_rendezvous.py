@@ -24,7 +24,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -36,7 +35,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 from accelerate.config.exit_status import PREEMPTED
 from accelerate.launch import elastic, hardware
-from accelerate.launch.errors import LaunchError, RunError, endings_of
+from accelerate.launch.errors import LaunchError, RunError, endings_of, follows
 from accelerate.launch.plan import Machines, Rendezvous
 
 # How often a launcher looks for the others, and how often it reports that it waits.
@@ -56,26 +55,9 @@ _BEAT_S = 1.0
 _CHECKS = {"machines": "--num_machines", "processes": "processes of each machine", "restarts": "--max_restarts"}
 
 
-@dataclass(frozen=True)
-class Member:
-    """What a machine says of itself.
-
-    Attributes:
-        identity: differs from launcher to launcher.
-        beat: counts up while the machine waits.
-    """
-
-    machine: int
-    host: str
-    address: str
-    machines: int
-    processes: int
-    restarts: int
-    identity: str
-    beat: int
-
-    def __str__(self) -> str:
-        return f"machine {self.machine} ({self.host}, {self.address})"
+# What a machine says of itself: its number (`machine`), `host`, `address` and what `_CHECKS` names; an `identity` that differs from
+# launcher to launcher; and a `beat`, which counts up while the machine waits.
+Record = dict[str, Any]
 
 
 class FailedElsewhere(RunError):
@@ -115,30 +97,23 @@ class MachineRendezvous(StaticTCPRendezvous):
     """
 
     def __init__(
-        self,
-        meet: Rendezvous,
-        machines: Machines,
-        processes: int,
-        restarts: int = 0,
-        report: Callable[[str], None] = print,
+        self, meet: Rendezvous, machines: Machines, processes: int, restarts: int = 0, report: Callable = print
     ) -> None:
-        host, port, machine = meet.host, meet.port, machines.rank
-        self.join_timeout = float(meet.settings.get("join_timeout", meet.settings.get("timeout", 600)))
-        self.heartbeat_timeout = float(meet.settings.get("heartbeat_timeout", 30))
+        host, port, machine, conf = meet.host, meet.port, machines.rank, meet.settings
+        self.join_timeout = float(conf.get("join_timeout", conf.get("timeout", 600)))
+        self.heartbeat_timeout = float(conf.get("heartbeat_timeout", 30))
         super().__init__(host, port, machine or 0, machines.count, "accelerate_machines", self.join_timeout)
         self.host, self.port, self.machines, self.machine, self.report = host, port, machines.count, machine, report
         address = hardware.local_address(host, port)
         self.variables = hardware.gloo_variables(address)
         self.is_host = machine == 0 or (machine is None and hardware.is_this_machine(host))
         self._numbers = [0] if self.is_host else [machine] if machine is not None else list(range(1, machines.count))
-        self._record = {"machines": machines.count, "processes": processes, "restarts": restarts, "beat": 0}
+        self._record: Record = {"machines": machines.count, "processes": processes, "restarts": restarts, "beat": 0}
         self._record |= {"host": socket.gethostname(), "address": address, "identity": uuid.uuid4().hex}
         self._place = f"{host}, port {port}"
         self.name, self.round, self.members, self.heartbeat = "", -1, [], None
-        self._server: TCPStore | None = None
-        self._round_server: TCPStore | None = None
-        self._client: TCPStore | None = None
-        self.beat_store: TCPStore | None = None
+        # The store of the run and that of a round, which machine 0 holds; and the connections to the first.
+        self._server = self._round_server = self._client = self.beat_store = None
         self._seen: dict[str, tuple[str, float]] = {}  # the records, and since when they stand still
         self._connected = self._deadline = self._next_report = 0.0
 
@@ -167,10 +142,7 @@ class MachineRendezvous(StaticTCPRendezvous):
                 self._listen() if self.is_host else self._connect()
                 # A store looks up who connects. Processes that are forked during that inherit a locked resolver, so the heartbeat
                 # connects before the round begins.
-                limit = timedelta(seconds=max(self.heartbeat_timeout, 1.0))
-                self.beat_store = TCPStore(
-                    self.host, self.port, is_master=False, timeout=limit, wait_for_workers=False
-                )
+                self.beat_store = self._client_within(timedelta(seconds=max(self.heartbeat_timeout, 1.0)))
                 self._connected = time.monotonic()
             return self._step(self._client)
         except RunError:
@@ -185,7 +157,10 @@ class MachineRendezvous(StaticTCPRendezvous):
     def _connect(self) -> None:
         # Torch's store does not say why it cannot connect, and is deaf to signals meanwhile.
         socket.create_connection((self.host, self.port), timeout=min(_CONNECT_S, self.join_timeout)).close()
-        self._client = TCPStore(self.host, self.port, is_master=False, timeout=_ANSWER_S, wait_for_workers=False)
+        self._client = self._client_within(_ANSWER_S)
+
+    def _client_within(self, limit: timedelta) -> TCPStore:
+        return TCPStore(self.host, self.port, is_master=False, timeout=limit, wait_for_workers=False)
 
     def _listen(self) -> None:
         if self._server is None:
@@ -215,38 +190,32 @@ class MachineRendezvous(StaticTCPRendezvous):
                 self._wait(f"machine {missing} of {self.machines} (numbered from 0) to come to {self._place}")
             return None
         begun = json.loads(begun)
-        members = [Member(**record) for record in begun["members"]]
-        if self._record["identity"] not in [member.identity for member in members]:
+        if self._record["identity"] not in [member["identity"] for member in begun["members"]]:
             # This launcher is new, the run is not. Only the machines in it may end a round: this one may be one too many.
             self._wait(f"the run at {self._place}, to restart: it has begun without this machine")
             return None
-        self.name, self.round, self.members = name, int(name.rpartition("/")[2]), members
+        self.name, self.round, self.members = name, int(name.rpartition("/")[2]), begun["members"]
         return begun["port"]
 
     def _write_record(self, store: Store, name: str) -> None:
         """Write the record of this machine under its number in the round, or a free one; again, to show that it waits."""
         self._record["beat"] += 1
-        holders = []
         for machine in sorted(self._numbers, key=lambda machine: machine != self.machine):
             key = f"member/{name}/{machine}"
             text = json.dumps({**self._record, "machine": machine})
             found = store.compare_set(key, "", text).decode()
-            holder = Member(**json.loads(found))
-            if holder.identity == self._record["identity"] or self._stands_still(key, found) > _STALE_S:
+            holder = json.loads(found)
+            if holder["identity"] == self._record["identity"] or self._stands_still(key, found) > _STALE_S:
                 found = store.compare_set(key, found, text).decode()
             if found == text:
                 self.machine = machine
                 return
-            holders.append(holder)
         if time.monotonic() - self._connected < 2 * _STALE_S:
             return  # it may be the record of a launcher that has just ended
-        if len(self._numbers) > 1 or self.machine is None:
-            raise LaunchError(
-                f"There are {self.machines} machines already (--num_machines); this one is one too many."
-            )
-        raise LaunchError(
-            f"--machine_rank is {self.machine} on this machine and on {holders[0]}; each needs a number of its own."
-        )
+        if self.machine is None:
+            raise LaunchError(f"There are {self.machines} machines already (--num_machines); this is one too many.")
+        here = f"--machine_rank is {self.machine} on this machine and on {_named(holder)}"
+        raise LaunchError(f"{here}; each needs a number of its own.")
 
     def _stands_still(self, key: str, text: str) -> float:
         """Return for how long a record has not changed, in seconds."""
@@ -255,34 +224,34 @@ class MachineRendezvous(StaticTCPRendezvous):
             self._seen[key] = text, now
         return now - self._seen[key][1]
 
-    def _waiting(self, store: Store, name: str) -> dict[int, Member]:
+    def _waiting(self, store: Store, name: str) -> dict[int, Record]:
         """Return the machines that wait for the round to begin."""
         found = {}
         for machine in range(self.machines):
             key = f"member/{name}/{machine}"
             text = _value(store, key)
             if text is not None and (machine == self.machine or self._stands_still(key, text) < _FRESH_S):
-                found[machine] = Member(**json.loads(text))
+                found[machine] = json.loads(text)
         return found
 
-    def _check_agreement(self, here: dict[int, Member]) -> None:
+    def _check_agreement(self, here: dict[int, Record]) -> None:
         mine = here.get(self.machine)
         for other in here.values() if mine is not None else ():
             for name, option in _CHECKS.items():
-                if getattr(mine, name) != getattr(other, name):
+                if mine[name] != other[name]:
                     if self.is_host:  # the store ends with this launcher; the others must read the records first
                         time.sleep(3 * _LOOK_S)
-                    said = f"{getattr(mine, name)} on {mine}, {getattr(other, name)} on {other}"
+                    said = f"{mine[name]} on {_named(mine)}, {other[name]} on {_named(other)}"
                     raise LaunchError(f"The machines do not agree on {option}: {said}. Give all of them the same.")
 
-    def _begin(self, store: Store, name: str, here: dict[int, Member]) -> None:
+    def _begin(self, store: Store, name: str, here: dict[int, Record]) -> None:
         """Begin a round: let the machines know who takes part, and at which port the processes meet."""
         # Torch leaves the addresses of the last round in a store, so each round but the first one has a store of its own.
         first = name.endswith("/0")
         self._round_server = self._server if first else elastic.serve(self.host, 0, _ANSWER_S)
         for machine in here:
             store.set(f"state/{name}/{machine}", "{}")
-        members = [vars(here[machine]) for machine in sorted(here)]
+        members = [here[machine] for machine in sorted(here)]
         store.set(f"begun/{name}", json.dumps({"members": members, "port": self._round_server.port}))
 
     def _wait(self, what: str) -> None:
@@ -325,6 +294,10 @@ class MachineRendezvous(StaticTCPRendezvous):
             self.heartbeat = None
 
 
+def _named(member: Record) -> str:
+    return f"machine {member['machine']} ({member['host']}, {member['address']})"
+
+
 def _value(store: Store, key: str) -> str | None:
     return store.get(key).decode() if store.check([key]) else None
 
@@ -347,22 +320,23 @@ class Heartbeat(threading.Thread):
     The last two are lines for the user.
 
     Attributes:
-        own: this machine.
+        own: the name of this machine.
         current: the name of the round that is open.
         busy: held while the store is used. A process that is forked meanwhile would inherit torch's own locks, locked.
     """
 
     def __init__(self, rendezvous: MachineRendezvous) -> None:
         super().__init__(name="accelerate-heartbeat", daemon=True)
-        self._members, self.own = rendezvous.members, rendezvous.members[rendezvous.machine]
+        self._names, self._machine = [_named(member) for member in rendezvous.members], rendezvous.machine
+        self.own = self._names[self._machine]
         self._store, self._timeout = rendezvous.beat_store, rendezvous.heartbeat_timeout
         self._round = self.current = rendezvous.name
         self._wake, self._stopped, self.busy = threading.Event(), False, threading.Lock()
         self._answered, self._broken = time.monotonic(), ""
         self._state: dict[str, Any] = {}
         # Those of all machines, and since when each stands still.
-        self._states: list[dict[str, Any]] = [{} for _ in self._members]
-        self._changed = [self._answered] * len(self._members)
+        self._states: list[dict[str, Any]] = [{} for _ in self._names]
+        self._changed = [self._answered] * len(self._names)
 
     def publish(self, **words: Any) -> None:
         """Let the other machines know what is new; what is said already stays."""
@@ -384,21 +358,18 @@ class Heartbeat(threading.Thread):
 
     def all_done(self) -> bool:
         """Whether the processes of all machines are done."""
-        return len(self.said("done")) == len(self._members)
+        return len(self.said("done")) == len(self._names)
 
     def lost(self) -> RunError | None:
         """Return the error that names a machine which does not answer; None if all do."""
-        silent = time.monotonic() - self._answered
         if self.all_done():
             return None
+        silent = time.monotonic() - self._answered
+        why = f"has not answered for {silent:.0f} s" if silent > self._timeout else ""
+        why = f"has closed the connection ({self._broken})" if self._broken else why
         line = next(iter(self.said("lost").values()), None)
-        if line is None and (self._broken or silent > self._timeout):
-            why = (
-                f"has closed the connection ({self._broken})"
-                if self._broken
-                else f"has not answered for {silent:.0f} s"
-            )
-            line = f"{self._members[0]} {why}: it is down, or one of the two machines is cut off."
+        if line is None and why:
+            line = f"{self._names[0]} {why}: it is down, or one of the two machines is cut off."
         return line and RunError(f"{line} The processes of the other machines are ended.")
 
     def stop(self) -> None:
@@ -423,9 +394,9 @@ class Heartbeat(threading.Thread):
             self._broken = _line_of(error)
 
     def _exchange(self, store: TCPStore) -> None:
-        beat = self._states[self.own.machine].get("beat", 0) + 1
-        keys = [f"state/{self._round}/{machine}" for machine in range(len(self._members))]
-        store.set(keys[self.own.machine], json.dumps({**self._state, "beat": beat}))
+        beat = self._states[self._machine].get("beat", 0) + 1
+        keys = [f"state/{self._round}/{machine}" for machine in range(len(self._names))]
+        store.set(keys[self._machine], json.dumps({**self._state, "beat": beat}))
         now = time.monotonic()
         states = [json.loads(text) for text in store.multi_get(keys)]
         for machine, state in enumerate(states):
@@ -433,9 +404,8 @@ class Heartbeat(threading.Thread):
                 self._changed[machine] = now
             silent = now - self._changed[machine]
             if silent > self._timeout and "done" not in state and "left" not in state:
-                self.publish(
-                    lost=f"{self._members[machine]} has not answered for {silent:.0f} s: it or its network is down."
-                )
+                line = f"{self._names[machine]} has not answered for {silent:.0f} s: it or its network is down."
+                self.publish(lost=line)
         self._states = states
         self.current = store.get("round").decode()
 
@@ -485,7 +455,8 @@ class MachineAgent(elastic.Agent):
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
             return self._failed_here(result)
         if result.state == WorkerState.HEALTHY and elsewhere is not None and not self.restarts_left:
-            if not self._lasts("elsewhere", elastic.ENDING_S if is_preempted(elsewhere) else _FOLLOWING_S):
+            patience = elastic.ENDING_S if is_preempted(elsewhere) else _FOLLOWING_S
+            if not self._lasts("elsewhere", patience):
                 self._stop_workers(worker_group)
                 raise FailedElsewhere(elsewhere)
         return result
@@ -497,14 +468,13 @@ class MachineAgent(elastic.Agent):
             raise elastic.stopped_by(number)
         if not self.restarts_left:
             raise lost
-        machines = self._machines
-        back = f"all {machines.machines} machines to be back; start the same command on the one that is lost"
-        machines.report(f"{lost} Waiting up to {machines.join_timeout:g} s for {back}.")
+        limit = f"{self._machines.join_timeout:g} s"
+        self._machines.report(f"{lost} Waiting up to {limit} for it; start the same command there again.")
         return RunResult(state=WorkerState.FAILED)
 
     def _failed_here(self, result: RunResult) -> RunResult:
         first, beat = endings_of(result.failures)[0], self._machines.heartbeat
-        if first.follows and not self.restarts_left:
+        if follows(first.record) and not self.restarts_left:
             # All of them have lost a peer. The machine of that peer is about to report it.
             deadline = time.monotonic() + _FOLLOWING_S
             while beat.failure() is None and beat.lost() is None and time.monotonic() < deadline:

@@ -17,7 +17,6 @@ import signal
 import string
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -35,27 +34,23 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from accelerate.config.exit_status import PREEMPTED
 from accelerate.config.options import BY_NAME
 from accelerate.launch import elastic, machine_rendezvous
-from accelerate.launch.errors import LaunchError, Reporter, RunError, Seen, WorkerFailure, endings_of
+from accelerate.launch.errors import LaunchError, Reporter, RunError, WorkerFailure, endings_of
 from accelerate.launch.plan import Machines, Rendezvous
 from accelerate.runtime import failure
 
 # Torch's default, for a port that the user has not chosen.
 DEFAULT_PORT = 29500
 _BACKENDS = ("static", "c10d")
-# What the command line calls the arguments of `notebook_launcher`.
+# What the command line calls otherwise than `notebook_launcher`.
 _NAMES = {
-    "--main_process_ip": "master_addr",
-    "--main_process_port": "use_port",
-    "--machine_rank": "node_rank",
-    "--num_machines": "num_nodes",
-    "--num_processes": "num_processes",
-    "--rdzv_conf": "rdzv_conf",
+    "main_process_ip": "master_addr",
+    "main_process_port": "use_port",
+    "machine_rank": "node_rank",
+    "num_machines": "num_nodes",
 }
-_POISONED = re.compile("Cannot re-initialize|CUDA error: initialization error|in forked subprocess")
 # A function of Python's does not run while the process waits inside torch, so these end a rank at once.
 _SIGNALS = ("SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 _INTERRUPTED = 130
-_USED_BEFORE = "The GPU was used before the processes were forked. Restart, and use it only inside the function."
 
 
 class WorkerError(RuntimeError):
@@ -112,14 +107,13 @@ def method_for(device: Any) -> str:
     Args:
         device: a row of `accelerate.devices`.
     """
-    why = "" if hasattr(os, "fork") else "this system cannot fork"
     if device.type != "cpu" and getattr(device.namespace(), "is_initialized", lambda: False)():
         user = _first_uses.get(device.type, "an unknown line, as accelerate was imported later")
-        why = (
-            f"this process uses the {device.type} device already, which cannot be forked; it was used first by {user}"
-        )
-    if not why:
+        why = f"this process uses the {device.type} device already, which cannot be forked; used first by {user}"
+    elif hasattr(os, "fork"):
         return "fork"
+    else:
+        why = "this system cannot fork"
     print(f"Starting fresh processes, which takes longer: {why}.")
     return "spawn"
 
@@ -191,7 +185,7 @@ def check(request: Request) -> None:
     for name, least in {"num_processes": 1, "num_nodes": 1, "node_rank": 0, "max_restarts": 0}.items():
         value = getattr(request, name)
         if name == "num_processes" and value is None:
-            continue
+            continue  # then the devices decide
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{name} is {value!r}; give an integer.")
         if value < least:
@@ -216,18 +210,14 @@ def _check_function(request: Request) -> None:
     if not callable(function):
         hint = " Pass the function itself, without calling it." if function is None else ""
         raise TypeError(f"function is {function!r}, which cannot be called.{hint}")
-    given = repr(args) if len(repr(args)) <= 60 else f"{args!r:.57}..."
+    given = f"{args!r:.60}"
     if isinstance(args, (str, bytes, bytearray)) or not isinstance(args, Sequence):
         raise TypeError(f"args is {given}; give a tuple of the function's arguments, as in args=({given},).")
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # builtins need not have one
-        return
-    try:
-        signature.bind(*args)
-    except TypeError as error:
-        name = name_of(function)
-        raise TypeError(f"args is {given}, which does not fit {name}{signature}: {error}.") from None
+    with contextlib.suppress(ValueError):  # builtins need not have a signature
+        try:
+            inspect.signature(function).bind(*args)
+        except TypeError as error:
+            raise TypeError(f"args is {given}, which does not fit {name_of(function)}: {error}.") from None
 
 
 # -- in each process ------------------------------------------------------------------------------------------------------
@@ -247,12 +237,15 @@ class Worker:
     """
 
     def __init__(self, function: Callable[..., Any], prefix: str | None = None, method: str = "fork") -> None:
-        self.function, self.prefix, self.method = function, prefix, method
+        self.function, self.prefix = function, prefix
         self.may_run = multiprocessing.get_context(method).Event()
         self.__name__ = self.__qualname__ = name_of(function)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _arrived, (_sent(self.function), self.prefix, self.method, self.may_run)
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "function": _sent(self.function)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, function=pickle.loads(state["function"]))  # from the process that started this one
 
     def __call__(self) -> None:
         """Run the function; what it returns is dropped, as it would have to be sent home and need not be picklable."""
@@ -272,9 +265,7 @@ class Worker:
             raise SystemExit(_INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1) from None
         finally:
             for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(
-                    Exception
-                ):  # an error of the function must not be hidden by one of its output
+                with contextlib.suppress(Exception):  # it must not hide an error of the function
                     stream.flush()
 
     def _begin_afresh(self) -> None:
@@ -282,13 +273,11 @@ class Worker:
         end_with_the_parent = getattr(torch.multiprocessing, "_prctl_pr_set_pdeathsig", lambda number: None)
         end_with_the_parent(signal.SIGTERM)
         # Signals do what they do in a fresh process: the launcher's handlers came along with the fork.
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            for number in (getattr(signal, name) for name in _SIGNALS):
-                if callable(signal.getsignal(number)):
-                    signal.signal(number, signal.SIG_DFL)
-        names = {"rank": "RANK", "local_rank": "LOCAL_RANK", "role_name": "ROLE_NAME"}
-        values = {name: os.environ.get(variable) for name, variable in names.items()}
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in (getattr(signal, name) for name in _SIGNALS):
+            if callable(signal.getsignal(number)):
+                signal.signal(number, signal.SIG_DFL)
+        values = {name: os.environ.get(name.upper()) for name in ("rank", "local_rank", "role_name")}
         write_whole_lines(string.Template(self.prefix or "").safe_substitute(values))
         # GNU OpenMP does not survive a fork: a parallel region would wait for threads that only the parent has.
         torch.set_num_threads(1)
@@ -305,15 +294,8 @@ def _sent(function: Callable[..., Any]) -> bytes:
     try:
         return pickler.dumps(function)
     except Exception as error:
-        raise LaunchError(
-            f"{name_of(function)} cannot be sent to fresh processes: {error}. Install cloudpickle, or move it into a module."
-        ) from error
-
-
-def _arrived(data: bytes, prefix: str | None, method: str, may_run: Any) -> Worker:
-    worker = Worker(pickle.loads(data), prefix, method)  # from the process that started this one
-    worker.may_run = may_run
-    return worker
+        hint = "Install cloudpickle, or move it into a module."
+        raise LaunchError(f"{name_of(function)} cannot be sent to fresh processes: {error}. {hint}") from error
 
 
 def on_core(function: Callable[..., Any], forked: bool, index: int, *args: Any) -> None:
@@ -353,18 +335,16 @@ class _WholeLines:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        lines, newline, self._held = (self._held + text).rpartition("\n")
-        self._send(lines + newline)
+        *lines, self._held = (self._held + text).split("\n")
+        if lines:
+            self._stream.write("".join(f"{self._prefix}{line}\n" for line in lines))
         return len(text)
 
     def flush(self) -> None:
-        held, self._held = self._held, ""
-        self._send(held)
+        if self._held:
+            self._stream.write(self._prefix + self._held)
+        self._held = ""
         self._stream.flush()
-
-    def _send(self, text: str) -> None:
-        if text:
-            self._stream.write("".join(self._prefix + line for line in text.splitlines(keepends=True)))
 
 
 def write_whole_lines(prefix: str = "") -> None:
@@ -400,19 +380,18 @@ class FunctionAgent(elastic.Agent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
-        statuses, vanished = self.statuses, []
+        statuses, ended = self.statuses, {one.local_rank for one in result.failures.values()}
         if result.state == WorkerState.HEALTHY:
             # Processes that ended well before their function did (`os._exit(0)`): torch would wait for them for ever.
-            vanished = [local for local, status in statuses.items() if status == 0 and not self.has_returned(local)]
-        if not vanished and not result.failures:
+            ended = {local for local, status in statuses.items() if status == 0 and not self.has_returned(local)}
+        if not ended:
             return result
         failures = {}
-        by_itself = {*vanished, *(one.local_rank for one in result.failures.values())}
         for local, process in self.processes.items():
-            if statuses[local] or local in vanished:
+            if statuses[local] or local in ended:
                 one = ProcessFailure(local, process.pid, statuses[local], self.error_files[local])
                 # Torch has stopped those that were alive at the agent's last look.
-                one.seen = self._seen.get(local, Seen(time.time(), stopped=local not in by_itself))
+                one.died = self._died.get(local, time.time() if local in ended else None)
                 failures[worker_group.workers[local].global_rank] = one
         return RunResult(state=WorkerState.FAILED, failures=failures)
 
@@ -445,7 +424,6 @@ def run(request: Request, environment: Mapping[str, str], num_processes: int, me
         SystemExit: the processes have saved themselves after a signal; the status is that of such a run.
         torch.distributed.elastic.multiprocessing.api.SignalException: another signal stopped them.
     """
-    reporter = Reporter()
     try:
         with tempfile.TemporaryDirectory(prefix="accelerate_launch_", ignore_cleanup_errors=True) as directory:
             function = functools.partial(request.function, *request.args)
@@ -456,7 +434,7 @@ def run(request: Request, environment: Mapping[str, str], num_processes: int, me
         found = endings_of(error.failures)
         if found[0].exitcode == PREEMPTED:
             raise SystemExit(PREEMPTED) from None
-        raise _worker_error(request, found, reporter) from None
+        raise _worker_error(request, found) from None
     except SignalException as error:
         if error.sigval == signal.SIGINT:
             raise KeyboardInterrupt from None
@@ -471,9 +449,7 @@ def run(request: Request, environment: Mapping[str, str], num_processes: int, me
         raise MeetingError(_why_no_rendezvous(request, error)) from error
 
 
-def _configured(
-    request: Request, num_processes: int, directory: str, method: str
-) -> tuple[Any, type, Mapping[str, str]]:
+def _configured(request: Request, num_processes: int, directory: str, method: str) -> tuple[Any, type, dict[str, str]]:
     """Return torch's configuration, the class of its agent, and further variables of the processes."""
     settings = request.rdzv_conf or {}
     agent, variables = FunctionAgent, {}
@@ -485,9 +461,8 @@ def _configured(
         # With c10d machines number themselves, and node_rank may be 0 on each of them.
         numbered = request.rdzv_backend == "static" or request.node_rank > 0
         machines = Machines(request.num_nodes, request.node_rank if numbered else None)
-        rendezvous = machine_rendezvous.MachineRendezvous(
-            meet, machines, num_processes, request.max_restarts, lambda line: print(_in_arguments(line))
-        )
+        asked = (meet, machines, num_processes, request.max_restarts)
+        rendezvous = machine_rendezvous.MachineRendezvous(*asked, lambda line: print(_in_arguments(line)))
         variables = rendezvous.variables
     options = {name: getattr(request, name) for name in ("max_restarts", "monitor_interval")}
     config = elastic.make_config(num_processes, rendezvous, directory, start_method=method, **options)
@@ -496,24 +471,22 @@ def _configured(
     return config, agent, variables
 
 
-def _worker_error(request: Request, failures: Sequence[WorkerFailure], reporter: Reporter) -> WorkerError:
+def _worker_error(request: Request, failures: Sequence[WorkerFailure]) -> WorkerError:
     """Return the error for the caller: the first failure with its traceback, and a line for each group of others."""
     found = [failure for failure in failures if failure.own] or list(failures)[:1]
     first = found[0]
-    words = "ended with exit status 0, before its function was done" if first.exitcode == 0 else first.words
+    words = first.words if first.exitcode else "ended with exit status 0, before its function was done"
     silent = f"The process {first.pid} {words}, and left no traceback."
     lines = [f"Rank {first.rank} failed in {name_of(request.function)}:", "", (first.traceback or silent).rstrip()]
-    if _POISONED.search(first.traceback or ""):
-        lines += ["", _USED_BEFORE]
-    if others := reporter.about(found):
+    if others := Reporter.about(found):
         lines += ["", *others]
     return WorkerError("\n".join(lines), found)
 
 
 def _in_arguments(message: object) -> str:
-    text = str(message)
-    for flag, name in _NAMES.items():
-        text = text.replace(flag, name)
+    text = str(message).replace("--", "")
+    for option, argument in _NAMES.items():
+        text = text.replace(option, argument)
     return text
 
 

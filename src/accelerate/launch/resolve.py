@@ -11,7 +11,7 @@ import re
 import shutil
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -28,13 +28,6 @@ if TYPE_CHECKING:
 # Where none of these is set, no scheduler and no MPI launcher has anything to say.
 _SPEAKERS = (*[names[0] for _, names in SCHEMES[1:]], "SLURM_STEP_ID", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 
-# What a scheduler can know, and the field of `Cluster` that holds it.
-_FROM_SCHEDULER = {
-    "num_machines": "machines",
-    "machine_rank": "machine_rank",
-    "main_process_ip": "address",
-    "main_process_port": "port",
-}
 _BACKENDS = ("static", "c10d")
 # What `--rdzv_conf` can say about several machines, in seconds.
 _SECONDS = ("timeout", "join_timeout", "heartbeat_timeout")
@@ -55,24 +48,7 @@ Values = dict[str, Resolved]
 Environ = Mapping[str, str]
 
 
-@dataclass(frozen=True)
-class Settings:
-    """All options after the layers are merged, before scheduler and hardware are looked at.
-
-    Attributes:
-        values: option name to resolved value.
-        file: the configuration file, or None.
-        notes: messages about settings that have no effect.
-    """
-
-    values: Mapping[str, Resolved]
-    file: FileSettings | None
-    notes: tuple[str, ...]
-
-
-def resolve(
-    args: argparse.Namespace, environ: Mapping[str, str] | None = None, needs_script: bool = True
-) -> LaunchPlan:
+def resolve(args: argparse.Namespace, environ: Environ | None = None, needs_script: bool = True) -> LaunchPlan:
     """Decide what a command line starts.
 
     Nothing is started or changed: the environment is read, the configuration file and the script are looked at.
@@ -94,8 +70,8 @@ def resolve(
         (2, 'command line')
     """
     environ = os.environ if environ is None else environ
-    settings = merge(args, environ)
-    values, notes = dict(settings.values), list(settings.notes)
+    values, file = merge(args, environ)
+    notes = list(file.unused) if file else []
     choose_paradigm(values)
     scheduler = None
     if not environ.keys().isdisjoint(_SPEAKERS):
@@ -104,8 +80,9 @@ def resolve(
         scheduler = cluster.find(environ)
     job = _ask_scheduler(values, scheduler, notes)
     on = features_on(values)
-    _check_settings(values, on, settings.file, notes)
-    _check_script(args, values, needs_script)
+    _check_settings(values, on, file, notes)
+    if needs_script:
+        _check_script(args, values)
 
     other = _other_launcher(values, on, job)
     task = job.task if job and not other else None
@@ -115,10 +92,8 @@ def resolve(
         count, local = _count_tasks(values, task, job.source, notes), task.local_world_size or 1
     elif other:
         if job and job.task:
-            notes.append(
-                f"{job.source} has started {job.task.world_size} of these launches, and each of them starts a whole run by {other}. "
-                "Start one launch, or leave the other launcher out."
-            )
+            started = f"{job.source} has started {job.task.world_size} of these launches"
+            notes.append(f"{started}, and each of them starts a whole run by {other}. Start one launch alone.")
         several = values["num_machines"].value or 1
         count = _count(values, usable, several, f"as {other} finds them")
         local = max(count // several, 1)
@@ -151,12 +126,15 @@ def resolve(
 # The layers
 
 
-def merge(args: argparse.Namespace, environ: Environ) -> Settings:
+def merge(args: argparse.Namespace, environ: Environ) -> tuple[Values, FileSettings | None]:
     """Merge the layers: command line over environment over configuration file over default.
 
     Args:
         args: parsed arguments. Without `nondefault`, a value that differs from the default counts as given.
         environ: the variables.
+
+    Returns:
+        The value of each option by its name, before scheduler and hardware are looked at; and the configuration file, or None.
 
     Raises:
         LaunchError: a variable or the configuration file holds something that is no value of its option.
@@ -180,7 +158,7 @@ def merge(args: argparse.Namespace, environ: Environ) -> Settings:
     for name in ("mixed_precision", "dynamo_backend"):
         if values[name].value is None:
             values[name] = Resolved("no")
-    return Settings(values, file, file.unused if file else ())
+    return values, file
 
 
 def _exported(option: Option, environ: Environ) -> Any:
@@ -217,21 +195,19 @@ def _ask_scheduler(values: Values, found: "Cluster | None", notes: list[str]) ->
         return None
     asked = values["num_machines"]
     if asked.source is Source.COMMAND_LINE and asked.value != found.machines:
-        notes.append(
-            f"--num_machines is {asked.value}, not {found.machines} as with {found.source}, which is not asked then."
-        )
+        notes.append(f"--num_machines is {asked.value}, not {found.machines} as with {found.source}, which is unused.")
         return None
     if found.machines == 1 and found.task is None:
         return found
-    for name, field in _FROM_SCHEDULER.items():
-        offered, former = getattr(found, field), values[name]
+    offers = {"num_machines": found.machines, "machine_rank": found.machine_rank}
+    offers |= {"main_process_ip": found.address, "main_process_port": found.port}
+    for name, offered in offers.items():
+        former = values[name]
         if offered is None or former.source >= Source.ENVIRONMENT:
             continue
         values[name] = Resolved(offered, Source.ENVIRONMENT, found.source)
         if former.source is Source.FILE and former.value != offered:
-            notes.append(
-                f"{name} is {offered!r} (from {found.source}), not {former.value!r} (from the {former.origin})."
-            )
+            notes.append(f"{name} is {offered!r} (from {found.source}), not {former.value!r} ({former.origin}).")
     return found
 
 
@@ -240,10 +216,8 @@ def _check_settings(values: Values, on: set[str], file: FileSettings | None, not
     for name in sorted(on):
         feature = FEATURES[name]
         if feature.instead:
-            line = (
-                f"{feature.title} ({feature.request}, from the {values[feature.switch].origin}) is not available in this version "
-                f"yet. What works: {feature.instead}."
-            )
+            asked = f"{feature.title} ({feature.request}, from the {values[feature.switch].origin})"
+            line = f"{asked} is not available in this version yet. What works: {feature.instead}."
             if not values["dry_run"].value:
                 raise NotAvailableError(line)
             notes.append(line)
@@ -266,18 +240,14 @@ def _check_settings(values: Values, on: set[str], file: FileSettings | None, not
             notes.append(f"{section} in {file.path} has no effect without {FEATURES[needed].request}.")
 
 
-def _check_script(args: argparse.Namespace, values: Values, needs_script: bool) -> None:
+def _check_script(args: argparse.Namespace, values: Values) -> None:
     script, is_module, is_program = args.training_script, values["module"].value, values["no_python"].value
-    if not needs_script:
-        return
     if is_module and is_program:
         raise LaunchError("--module and --no_python exclude each other. Choose one.")
     if is_program and shutil.which(script) is None:
         raise LaunchError(f"{script!r} is no program: it is neither on the PATH nor an executable file.")
     if not (is_module or is_program or os.path.exists(script)):
-        hint = " It looks like an option: options of the launcher come before the script."
-        hint = hint if script.startswith("-") else ""
-        raise LaunchError(f"There is no script {script!r} (looked in {os.getcwd()}).{hint}")
+        raise LaunchError(f"There is no script {script!r} (looked in {os.getcwd()}).")
 
 
 # Who starts the processes, and on which machines and devices
@@ -321,14 +291,10 @@ def _machines(values: Values) -> Machines:
     if rank.value is not None and not 0 <= rank.value < count:
         raise LaunchError(f"{_shown(values, 'machine_rank')}; {count} machines are numbered from 0 to {count - 1}.")
     if rank.value is None and values["rdzv_backend"].value == "static":
-        hint = (
-            f"Give --machine_rank, from 0 to {count - 1}, or --rdzv_backend c10d, which numbers the machines itself."
-        )
+        hint = f"Give --machine_rank, from 0 to {count - 1}; --rdzv_backend c10d numbers the machines itself."
         raise LaunchError(f"{_shown(values, 'num_machines')}, and nothing says which machine this is. {hint}")
     if not values["main_process_ip"].value:
-        raise LaunchError(
-            f"{_shown(values, 'num_machines')}. Give --main_process_ip, the address of machine 0, on each."
-        )
+        raise LaunchError(f"{_shown(values, 'num_machines')}. Give --main_process_ip, the address of machine 0.")
     port = values["main_process_port"]
     if port.value is None:
         values["main_process_port"] = Resolved(DEFAULT_PORT, Source.DEFAULT, "torch's default")
@@ -364,9 +330,8 @@ def _count_tasks(values: Values, task: Ranks, scheduler: str, notes: list[str]) 
     """Each task that a scheduler has started is one process."""
     asked, count = values["num_processes"], task.world_size
     if asked.source is Source.COMMAND_LINE and asked.value != count:
-        raise LaunchError(
-            f"--num_processes is {asked.value}, and {scheduler} has started {count} tasks, each a process of the run."
-        )
+        started = f"{scheduler} has started {count} tasks, each a process of the run"
+        raise LaunchError(f"--num_processes is {asked.value}, and {started}.")
     if asked.source is Source.FILE and asked.value != count:
         notes.append(f"num_processes is {count} ({scheduler}'s tasks), not {asked.value} ({asked.origin}).")
     values["num_processes"] = Resolved(count, Source.ENVIRONMENT, f"{scheduler}'s tasks")
@@ -383,8 +348,7 @@ def _count_by_devices(values: Values, devices: hardware.Hardware, usable: int, m
     count = _count(values, usable, machines, why)
     here, multi_gpu, asked = count // machines, values["multi_gpu"], _shown(values, "num_processes")
     if count % machines:
-        fitting = here * machines or machines
-        raise LaunchError(f"{asked}, which cannot be shared evenly by {machines} machines. Ask for {fitting}, say.")
+        raise LaunchError(f"{asked}, which cannot be shared evenly by {machines} machines. Ask for a multiple.")
     if multi_gpu.value and devices.device == "cpu":
         hint = "needs GPUs, and this machine shows none. Add --cpu to run the processes on the CPU."
         raise LaunchError(f"--multi_gpu (from the {multi_gpu.origin}) {hint}")
@@ -416,9 +380,7 @@ def _check_sizes(values: Values) -> None:
     sizes = {name: values[name].value or 1 for name in _SIZES}
     total, count = math.prod(sizes.values()), values["num_processes"].value
     # Beside DeepSpeed's sequence parallelism, the processes left over are its data parallelism.
-    by_deepspeed = (
-        sizes["parallelism_config_sp_size"] > 1 and values["parallelism_config_sp_backend"].value == "deepspeed"
-    )
+    by_deepspeed = values["parallelism_config_sp_backend"].value == "deepspeed" and sizes[_SIZES[-1]] > 1
     if total in (1, count) or (by_deepspeed and count % total == 0):
         return  # the worker takes all processes for copies where no size is set
     factors = [f"{name.removeprefix('parallelism_config_')}={size}" for name, size in sizes.items() if size > 1]
@@ -433,13 +395,12 @@ def _share_cores(values: Values, local: int, tasks: "Cluster | None", notes: lis
     if values["num_cpu_threads_per_process"].value is not None or local == 1:
         return
     cores = hardware.usable_cores()
-    if tasks and (tasks.cpus_per_task or hardware.is_bound()):  # the scheduler has shared them already
-        threads, why = min(tasks.cpus_per_task or cores, cores), f"cores of this task ({tasks.source})"
+    if tasks and hardware.is_bound():  # the scheduler has shared them already
+        threads, why = cores, f"cores of this task ({tasks.source})"
     else:
         threads, why = max(1, cores // local), f"{cores} cores"
-        notes.append(
-            f"OMP_NUM_THREADS={threads} for each of {local} processes ({why}); --num_cpu_threads_per_process changes it."
-        )
+        each = f"OMP_NUM_THREADS={threads} for each of {local} processes ({why})"
+        notes.append(f"{each}; --num_cpu_threads_per_process changes it.")
     values["num_cpu_threads_per_process"] = Resolved(threads, Source.MACHINE, why)
 
 
@@ -458,10 +419,8 @@ def _rendezvous(values: Values, machines: Machines, notes: list[str]) -> Rendezv
     unknown = sorted(found.settings.keys() - {*_SECONDS})
     notes += [f"--rdzv_conf {key} has no effect on several machines; {', '.join(_SECONDS)} have." for key in unknown]
     if backend == "static" and values["max_restarts"].value:
-        backend = "c10d"
-        notes.append(
-            "--max_restarts on several machines needs the rendezvous c10d, which is used at the same address."
-        )
+        backend, needed = "c10d", "the rendezvous c10d, which is used at the same address"
+        notes.append(f"--max_restarts on several machines needs {needed}.")
     return replace(found, backend=backend, host=str(values["main_process_ip"].value))
 
 

@@ -7,7 +7,6 @@ Tried on: torch 2.13.0.
 Source: https://docs.pytorch.org/docs/stable/elastic/agent.html
 """
 
-import os
 import subprocess
 from collections.abc import Mapping
 from typing import Any
@@ -58,12 +57,6 @@ class OpenAgent(LocalElasticAgent):
     def stderr_files(self) -> Mapping[int, str]:
         """By local rank, the file of standard error; empty for none."""
         return self._pcontext.stderrs
-
-    @property
-    def log_folder(self) -> str | None:
-        """The folder that holds the files of output of this attempt; None if there are no files."""
-        paths = [path for path in (*self._pcontext.stdouts.values(), *self._pcontext.stderrs.values()) if path]
-        return os.path.dirname(os.path.dirname(paths[0])) if paths else None
 
     def let_finished_functions_end(self) -> None:
         """Let a process end when its function returns; torch keeps it until all functions have returned."""

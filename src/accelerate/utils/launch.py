@@ -238,7 +238,7 @@ def _convert_nargs_to_dict(nargs: Sequence[str]) -> dict[str, Any]:
 def _settings(args: argparse.Namespace) -> dict[str, Resolved]:
     return {
         name: Resolved(getattr(args, name)) if getattr(args, name, None) is not None else resolved
-        for name, resolved in merge(args, os.environ).values.items()
+        for name, resolved in merge(args, os.environ)[0].items()
         if name in BY_NAME
     }
 

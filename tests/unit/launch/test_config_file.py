@@ -86,21 +86,17 @@ def test_faults_name_key_line_and_file(read, place, content, message):
 
 
 def test_five_faults_of_many_are_named_quickly(read):
-    with pytest.raises(LaunchError, match="And 3995 more; `accelerate config validate ") as caught:
-        read(**{f"unknown_key_{number}": 1 for number in range(4_000)})
+    with pytest.raises(LaunchError, match="And 1995 more; `accelerate config validate ") as caught:
+        read(**{f"unknown_key_{number}": 1 for number in range(2_000)})
     assert str(caught.value).count("is unknown") == 5
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ({"fsdp_config": {"fsdp_offload_parms": 1}},
-         "fsdp_config.fsdp_offload_parms is unknown and has no effect; did you mean fsdp_offload_params? (in "),
-        ({"ipex_config": {"ipex": True}}, "ipex_config has no effect"),
-    ],
-)  # fmt: skip
-def test_what_has_no_effect(read, content, message):
-    assert read(**content).unused[0].startswith(message)
+def test_what_has_no_effect(read):
+    (section,) = read(fsdp_config={"fsdp_offload_parms": 1}).unused
+    assert section.startswith(
+        "fsdp_config.fsdp_offload_parms is unknown and has no effect; did you mean fsdp_offload_"
+    )
+    assert read(ipex_config={"ipex": True}).unused[0].startswith("ipex_config has no effect")
 
 
 def test_a_key_cannot_talk_to_the_terminal(place):
@@ -110,16 +106,12 @@ def test_a_key_cannot_talk_to_the_terminal(place):
     assert "\x1b" not in str(caught.value)
 
 
-def test_lines_and_repetitions(place):
-    path = place / "c.yaml"
-    path.write_text(
-        "# first\ndistributed_type: FSDP\nfsdp_config:\n\n  offload_params: true\nnum_processes: 2\nnum_processes: 3\nfp16: yes\n"
+def test_lines(place):
+    (place / "c.yaml").write_text(
+        "# first\ndistributed_type: FSDP\nfsdp_config:\n\n  offload_params: true\nnum_processes: 2\nfp16: yes\n"
     )
-    settings = config_file.read(path)
-    wanted = {"use_fsdp": 2, "fsdp_offload_params": 5, "num_processes": 7}
-    assert settings.lines == wanted
-    assert settings.values["num_processes"] == 3
-    assert "num_processes stands there 2 times, in lines 6 and 7" in settings.unused[0]
+    settings = config_file.read(place / "c.yaml")
+    assert settings.lines == {"use_fsdp": 2, "fsdp_offload_params": 5, "num_processes": 6, "mixed_precision": None}
 
 
 def test_where_the_default_file_is(place):
@@ -157,7 +149,7 @@ def load(place):
 @pytest.mark.parametrize(
     ("name", "data", "message"),
     [
-        ("a.yaml", "", "a.yaml is empty. `accelerate config --config_file "),
+        ("a.yaml", "", "a.yaml is empty. `accelerate config` writes one"),
         ("a.yaml", "- 1", "holds a list"),
         ("a.yaml", "hello", "holds a str"),
         ("a.json", "null", "is empty"),
@@ -167,21 +159,17 @@ def load(place):
         ("a.yaml", b"\x00\x01\x02", "cannot be read"),
         ("a.yaml", b"\x89PNG\r\n\x1a\n", "cannot be read: unacceptable character"),
         ("a.yaml", "a: 1\n---\nb: 2", "line 2, column 1: expected a single document in the stream"),
-        ("a.yaml", "{[]: 1}", None),
-        ("a.yaml", "a: " + "9" * 100_000, "cannot be read"),
-        ("a.json", '{"a": ' + "9" * 100_000 + "}", "cannot be read"),
+        ("a.yaml", "{[]: 1}", "cannot be read"),
+        ("a.yaml", "a: " + "9" * 60_000, "cannot be read"),
+        ("a.json", '{"a": ' + "9" * 60_000 + "}", "cannot be read"),
         ("a.yaml", "a: !!timestamp 2001-99-99", "cannot be read"),
     ],
 )
 def test_one_line_of_error(load, name, data, message):
-    try:
+    with pytest.raises(LaunchError) as caught:
         load(data, name)
-    except LaunchError as error:
-        assert message is None or message in str(error)
-        assert "\n" not in str(error)
-        assert len(str(error)) < 600
-    else:
-        assert message is None
+    said = str(caught.value)
+    assert message in said and "\n" not in said and len(said) < 600
 
 
 @pytest.mark.parametrize(
@@ -203,11 +191,10 @@ def bomb(value):
     [
         (bomb("[{}]"), "more than 10 aliases"),
         (bomb("{{<<: [{}]}}"), "more than 10 aliases"),
-        ("[" * 100_000, "nested more than 30 levels"),
-        ('{"a": ' * 40_000, "maximum recursion depth"),
+        ("[" * 60_000, "maximum recursion depth"),
+        ('{"a": ' * 10_000, "maximum recursion depth"),
         ("a: &a [*a]", "Circular reference"),
-        ("a: [" + "1," * 20_000 + "1]", "more than 10000 values"),
-        ("x: y\n" * 60_000, "more than 256 KiB"),
+        ("x: y\n" * 15_000, "more than 64 KiB"),
     ],
     ids=lambda text: text[:20],
 )
@@ -229,7 +216,6 @@ def test_what_is_meant_well(load):
 
 
 def test_what_is_no_file(place):
-    (place / "folder").mkdir()
-    for name, message in [("folder", "cannot be read: Is a directory"), ("nowhere", "cannot be read: No such file")]:
+    for path, message in [(place, "cannot be read: Is a directory"), (place / "x", "cannot be read: No such file")]:
         with pytest.raises(LaunchError, match=message):
-            config_file.load_mapping(place / name)
+            config_file.load_mapping(path)

@@ -39,16 +39,11 @@ def test_groups_are_asked_first_and_killed_then(group):
     guard.end_groups([asked.pid, deaf.pid], grace=30)  # nobody is left to wait for
 
 
-def test_a_dismissed_guard_ends_no_process(group):
-    process, watching = group(SLEEP), guard.Guard(0.1)
-    watching.watch([process.pid])
-    watching.close()
-    watching.close()  # twice does no harm
-    assert process.poll() is None
-
-
-def test_a_guard_ends_those_named_last(group):
-    before, now, watching = group(SLEEP), group(SLEEP), guard.Guard(0.1)
+def test_a_guard_ends_those_named_last_unless_it_is_dismissed(group):
+    before, now, dismissed, watching = group(SLEEP), group(SLEEP), guard.Guard(0.1), guard.Guard(0.1)
+    dismissed.watch([before.pid])
+    dismissed.close()
+    dismissed.close()  # twice does no harm
     watching.watch([before.pid])
     watching.watch([now.pid])
     for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"):

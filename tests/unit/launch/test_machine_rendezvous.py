@@ -2,8 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -19,41 +18,27 @@ def at():
     """Return a function that makes the rendezvous of one machine at one port."""
     port = get_free_port()
 
-    def at(machine: int | None, machines: int = 2, processes: int = 1, **rest: Any) -> MachineRendezvous:
-        times = {
-            "join_timeout": rest.pop("join_timeout", 20.0),
-            "heartbeat_timeout": rest.pop("heartbeat_timeout", 20.0),
-        }
+    def at(machine, machines=2, processes=1, restarts=0, join_timeout=20.0, heartbeat_timeout=20.0):
+        times = {"join_timeout": join_timeout, "heartbeat_timeout": heartbeat_timeout}
         meet = Rendezvous(host="127.0.0.1", port=port, settings=times)
-        return MachineRendezvous(meet, Machines(machines, machine), processes, report=lambda line: None, **rest)
+        return MachineRendezvous(meet, Machines(machines, machine), processes, restarts, lambda line: None)
 
     return at
 
 
-def together(*calls: Callable[[], Any]) -> list[Any]:
+def together(*calls):
     """Call functions at the same time; return what they returned or raised."""
-    results: list[Any] = [None] * len(calls)
-
-    def call(index: int) -> None:
-        try:
-            results[index] = calls[index]()
-        except Exception as error:
-            results[index] = error
-
-    threads = [threading.Thread(target=call, args=(index,)) for index in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return results
+    with ThreadPoolExecutor() as pool:
+        futures = [pool.submit(call) for call in calls]
+        return [future.exception(60) or future.result() for future in futures]
 
 
 @pytest.fixture
 def join():
     """Return a function that lets machines join a round; they leave at the end of the test."""
-    joined: list[MachineRendezvous] = []
+    joined = []
 
-    def join(*machines: MachineRendezvous) -> list[Any]:
+    def join(*machines):
         joined.extend(machine for machine in machines if machine not in joined)
         return together(*(machine.next_rendezvous for machine in machines))
 
@@ -66,7 +51,7 @@ def join():
 def pair(at, join):
     """Return a function that makes two machines in round 0."""
 
-    def pair(**first: Any) -> list[MachineRendezvous]:
+    def pair(**first):
         machines = [at(0, **first), at(1)]
         all_well(join(*machines))
         return machines
@@ -74,11 +59,11 @@ def pair(at, join):
     return pair
 
 
-def all_well(results: list[Any]) -> None:
+def all_well(results):
     assert not any(isinstance(result, Exception) for result in results), results
 
 
-def until(found: Callable[[], Any]) -> Any:
+def until(found):
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         if result := found():
@@ -99,13 +84,13 @@ def test_a_late_launcher_does_not_disturb(at, pair, join):
 
 def test_a_new_launcher_takes_the_number_of_a_lost_one(at, pair, join):
     first, second = pair(heartbeat_timeout=1.0)
-    former = second.members[1].identity
+    former = second.members[1]["identity"]
     second._stop_heartbeat()  # without a word, as if it was killed
     lost = str(until(first.heartbeat.lost))
     assert "machine 1 (" in lost and "has not answered" in lost
     new = at(1)
     all_well(join(first, new))
-    assert (first.round, new.round) == (1, 1) and first.members[1].identity != former
+    assert (first.round, new.round) == (1, 1) and first.members[1]["identity"] != former
 
 
 @pytest.mark.parametrize(
@@ -140,7 +125,7 @@ def test_the_port_is_taken(at, join):
 def test_a_machine_that_stops_waiting_frees_its_number(at, join, impatient):
     """Its record stands still."""
     host, gone, again = at(0, machines=3), at(1, machines=3, join_timeout=0.5), at(1, machines=3)
-    infos: list[Any] = []
+    infos = []
     waiting = threading.Thread(target=lambda: infos.extend(join(host)))
     waiting.start()
     (error,) = together(gone.next_rendezvous)
@@ -149,4 +134,4 @@ def test_a_machine_that_stops_waiting_frees_its_number(at, join, impatient):
     infos += join(again, at(2, machines=3))
     waiting.join(60)
     all_well(infos)
-    assert len(infos) == 3 and [member.machine for member in host.members] == [0, 1, 2]
+    assert len(infos) == 3 and [member["machine"] for member in host.members] == [0, 1, 2]

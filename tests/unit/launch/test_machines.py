@@ -15,18 +15,11 @@ def srun(monkeypatch):
 
     def be(rank, node, tasks_per_node, **more):
         counts = [int(count) for count in tasks_per_node.split(",")]
-        variables = {
-            "SLURM_JOB_ID": 7,
-            "SLURM_STEP_ID": 0,
-            "SLURM_STEP_NUM_TASKS": sum(counts),
-            "SLURM_STEP_NUM_NODES": len(counts),
-            "SLURM_STEP_TASKS_PER_NODE": tasks_per_node,
-            "SLURM_STEP_NODELIST": f"n[1-{len(counts)}]",
-            "SLURM_PROCID": rank,
-            "SLURM_LOCALID": rank - sum(counts[:node]),
-            "SLURM_NODEID": node,
-        }
-        for name, value in {**variables, **more}.items():
+        nodes, local = len(counts), rank - sum(counts[:node])
+        step = {"ID": 0, "NUM_TASKS": sum(counts), "NUM_NODES": nodes, "TASKS_PER_NODE": tasks_per_node}
+        step["NODELIST"] = f"n[1-{nodes}]"
+        more |= {"SLURM_JOB_ID": 7, "SLURM_PROCID": rank, "SLURM_LOCALID": local, "SLURM_NODEID": node}
+        for name, value in {**{f"SLURM_STEP_{name}": value for name, value in step.items()}, **more}.items():
             monkeypatch.setenv(name, str(value))
 
     return be

@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import traceback
 import types
 
 import pytest
@@ -22,26 +21,21 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
 
 @pytest.fixture
-def error_file(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    return tmp_path / "error.json"
-
-
-def ready(function, prefix=None):
-    """Return a worker that does not wait for the other ranks."""
-    worker = Worker(function, prefix)
-    worker.may_run.set()
-    return worker
-
-
-@pytest.fixture
-def ended(error_file, monkeypatch):
+def ended(tmp_path, monkeypatch):
     """Run a function as a rank in a forked process; return its exit status, and what it has left."""
-    for name, value in {"RANK": "3", "LOCAL_RANK": "1", "ROLE_NAME": "role"}.items():
-        monkeypatch.setenv(name, value)
+    error_file = tmp_path / "error.json"
+    for name, value in {
+        "RANK": "3",
+        "LOCAL_RANK": "1",
+        "ROLE_NAME": "role",
+        "TORCHELASTIC_ERROR_FILE": error_file,
+    }.items():
+        monkeypatch.setenv(name, str(value))
 
     def run(function, *args, prefix=None):
-        process = multiprocessing.get_context("fork").Process(target=ready(functools.partial(function, *args), prefix))
+        worker = Worker(functools.partial(function, *args), prefix)
+        worker.may_run.set()
+        process = multiprocessing.get_context("fork").Process(target=worker)
         process.start()
         process.join(60)
         left = json.loads(error_file.read_text())["accelerate"] if error_file.exists() else None
@@ -50,43 +44,19 @@ def ended(error_file, monkeypatch):
     return run
 
 
-def in_child(function, path):
-    """Run a function in a forked child; return what it wrote down, and the exit status."""
-    child = os.fork()
-    if child == 0:
-        status = 99
-        try:
-            (path / "seen").write_text(json.dumps(function()))
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    return (json.loads((path / "seen").read_text()) if status == 0 else None), status
+def test_a_forked_process_begins_afresh(ended, monkeypatch):
+    def function():
+        assert not storage.process.current and torch.get_num_threads() == 1 and os.environ["FORK_LAUNCHED"] == "1"
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
-
-def test_a_forked_process_begins_afresh(tmp_path):
-    def child():
-        storage.process.current["left"] = "behind"
-        torch.set_num_threads(2)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: None)
-        seen = []
-
-        def function():
-            handlers = [
-                signal.getsignal(signal.SIGINT) is signal.default_int_handler,
-                signal.getsignal(signal.SIGTERM) is signal.SIG_DFL,
-            ]
-            seen.extend(
-                [dict(storage.process.current), torch.get_num_threads(), os.environ["FORK_LAUNCHED"], handlers]
-            )
-
-        ready(function)()
-        return seen
-
-    assert in_child(child, tmp_path) == ([{}, 1, "1", [True, True]], 0)
+    monkeypatch.setitem(storage.process.current, "left", "behind")
+    former = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        assert ended(function) == (0, None)
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
 
 
 def test_no_rank_runs_before_all_are_forked(tmp_path):
@@ -112,7 +82,7 @@ def test_a_failure_leaves_its_traceback_without_frames_of_the_launcher(ended):
 
 @pytest.mark.parametrize(
     ("code", "status", "text"),
-    [(None, 0, None), (0, 0, None), (3, 3, "SystemExit: 3"), ("x", 1, "SystemExit: x"), (PREEMPTED, PREEMPTED, None)],
+    [(None, 0, None), (3, 3, "SystemExit: 3"), ("x", 1, "SystemExit: x"), (PREEMPTED, PREEMPTED, None)],
 )
 def test_ends_with_and_without_a_fault(ended, code, status, text):
     found, record = ended(sys.exit, code)
@@ -122,32 +92,17 @@ def test_ends_with_and_without_a_fault(ended, code, status, text):
 # -- output --------------------------------------------------------------------------------------------------------------
 
 
-class Pieces:
-    """A stream that keeps what it is given, piece by piece."""
-
-    def __init__(self):
-        self.pieces = []
-
-    def write(self, text):
-        self.pieces.append(text)
-
-    def flush(self):
-        pass
-
-    def isatty(self):
-        return False
-
-
 def test_a_notebook_gets_whole_lines_and_progress_bars_move(monkeypatch):
-    monkeypatch.setattr(sys, "stdout", stream := Pieces())
+    pieces = []
+    stream = types.SimpleNamespace(write=pieces.append, flush=lambda: None, isatty=lambda: False)
+    monkeypatch.setattr(sys, "stdout", stream)
     write_whole_lines()
     print("a", 1, "ü")
     print("no end", end="")
-    assert stream.pieces == ["a 1 ü\n"]
+    assert pieces == ["a 1 ü\n"]
     sys.stdout.flush()
-    assert stream.pieces[1:] == ["no end"]
     print("\r10%", end="", flush=True)
-    assert stream.pieces[-1] == "\r10%" and not sys.stdout.isatty()
+    assert pieces[1:] == ["no end", "\r10%"] and not sys.stdout.isatty()
 
 
 def test_consoles_are_left_alone_unless_they_are_unbuffered(monkeypatch):

@@ -43,10 +43,7 @@ def test_values(parse, line, name, value):
         ("--mixed_precision fp17", "invalid choice: 'fp17' (choose from 'no', 'fp16', 'bf16', 'fp8')"),
         ("--fsdp_version 7", "(choose from '1', '2')\n"),
         ("--num_processes two", "num_processes is 'two'; it must be an integer"),
-        (
-            "--gradient_clipping auto",
-            "gradient_clipping is 'auto'; leave the option out",
-        ),  # it cannot undo a lower layer
+        ("--gradient_clipping auto", "gradient_clipping is 'auto'; leave the option out"),
         ("--num_proceses 2", "error: --num_proceses is unknown; did you mean --num_processes?"),
         ("--num-proceses=2", "error: --num-proceses is unknown; did you mean --num_processes?"),
         ("--qqq", "error: --qqq is unknown; `accelerate launch --help` lists the options."),

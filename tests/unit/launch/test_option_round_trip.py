@@ -97,7 +97,7 @@ def merged(place, option, layers):
         path = place / "config.yaml"
         path.write_text(yaml.safe_dump(in_file(option, layers[Source.FILE]), allow_unicode=True), encoding="utf-8")
         words = ["--config_file", str(path), *words]
-    return merge(PARSER.parse_args(words), {"HF_HOME": str(place), **variables}).values
+    return merge(PARSER.parse_args(words), {"HF_HOME": str(place), **variables})[0]
 
 
 @by_name
@@ -129,7 +129,7 @@ def test_the_worker_reads_what_was_resolved(option, data):
         assert option.read(variables) == value
     # And a launch inside the worker starts from the same value.
     if doors_of(option, value).count(Source.ENVIRONMENT):
-        again = merge(argparse.Namespace(), {"HF_HOME": os.devnull, **variables}).values[option.name]
+        again = merge(argparse.Namespace(), {"HF_HOME": os.devnull, **variables})[0][option.name]
         assert (again.value, again.source) == (value, Source.ENVIRONMENT)
 
 
@@ -137,7 +137,7 @@ def test_the_worker_reads_what_was_resolved(option, data):
 def test_a_blank_variable_says_nothing(option):
     blank = dict.fromkeys((option.env,) if option.env else option.env_names, "")
     assert option.read(blank) is None
-    assert merge(argparse.Namespace(), {"HF_HOME": os.devnull, **blank}).values[option.name].source is Source.DEFAULT
+    assert merge(argparse.Namespace(), {"HF_HOME": os.devnull, **blank})[0][option.name].source is Source.DEFAULT
 
 
 def three_values(option):

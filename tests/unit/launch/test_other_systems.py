@@ -50,58 +50,18 @@ def run(system, program, *, torch=False, cwd=None):
     return subprocess.run([sys.executable, "-c", text], cwd=cwd, capture_output=True, text=True, timeout=120)
 
 
-@SYSTEMS
-def test_everything_of_the_launcher_can_be_imported(system):
-    program = """
+IMPORTS = """
 import pkgutil, importlib, accelerate.launch, accelerate.commands
 names = [m.name for p in (accelerate.launch, accelerate.commands) for m in pkgutil.walk_packages(p.__path__, p.__name__ + ".")]
+assert len(names) > 30
 for name in names:
     if not name.endswith("__main__"):
         importlib.import_module(name)
-import accelerate.runtime.failure, accelerate.devices.affinity
-print(len(names))
+from accelerate.devices import affinity
+assert affinity.bind("exclusive", 0, 2) is None
 """
-    done = run(system, program, torch=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert int(done.stdout) > 30
-
-
-@SYSTEMS
-def test_a_launch_of_one_process(system, tmp_path):
-    script = "import os, sys; print('ran', sys.argv[1:], os.environ['ACCELERATE_USE_CPU'], flush=True); sys.exit(7)"
-    (tmp_path / "script.py").write_text(script)
-    program = """
-from accelerate.commands import accelerate_cli
-from accelerate.commands import launch
-launch._owns_process = lambda: True  # as the console script
-sys.argv = ["accelerate", "launch", "--cpu", "script.py", "a"]
-accelerate_cli.main()
-"""
-    done = run(system, program, cwd=tmp_path)
-    assert done.returncode == 7 and done.stdout.startswith("ran ['a']"), done.stderr[-3000:]
-    # A console of Windows would take the launcher for ended, so there it waits for its child.
-    assert ("the script failed with exit status 7" in done.stderr) is (system is WINDOWS)
-
-
-@SYSTEMS
-def test_help_and_plan(system, tmp_path):
-    (tmp_path / "script.py").touch()
-    program = """
-from accelerate.commands import accelerate_cli
-for words in (["--help"], ["launch", "--help"], ["launch", "--cpu", "--num_processes", "2", "--dry_run", "script.py"]):
-    sys.argv = ["accelerate", *words]
-    try:
-        accelerate_cli.main()
-    except SystemExit as end:
-        assert not end.code, words
-"""
-    done = run(system, program, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
-def test_agents_and_guards_without_process_groups():
-    """What several processes need there: a store without libuv, a signal that exists, and no guard."""
-    program = """
+# What several processes need on Windows: a store without libuv, a signal that exists, and no guard.
+WITHOUT_GROUPS = """
 from accelerate.launch import elastic, errors, guard
 assert [int(number) for number in (*elastic.FORWARDED, *elastic.STOPPING)] == [15, 2]
 assert elastic._SIGNAL_OF_TORCH == "SIGBREAK"
@@ -111,30 +71,45 @@ watching = guard.Guard()
 watching.watch([1])
 watching.close()
 guard.end_groups([], 1.0)
-import types
-one = types.SimpleNamespace(pid=1, exitcode=3221225477, error_file_data={}, timestamp=1)
-assert "failed with exit status 3221225477" in errors.failure_of(type("E", (Exception,), {"failures": {0: one}})())[1]
-errors.Reporter(write=lambda text: None).failed({0: one}, 1, 1)
 """
-    done = run(WINDOWS, program, torch=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+LAUNCHES = """
+from accelerate.commands import accelerate_cli, launch
+launch._owns_process = lambda: True  # as the console script
+cpu = ["launch", "--cpu"]
+for words in (["--help"], ["launch", "--help"], [*cpu, "--num_processes", "2", "--dry_run", "script.py"], [*cpu, "script.py", "a"]):
+    sys.argv = ["accelerate", *words]
+    try:
+        accelerate_cli.main()
+    except SystemExit as end:
+        if end.code:
+            raise
+"""
+LEAVES = """
+os.environ.update(ACCELERATE_LAUNCHER_PID=str(os.getppid()), TORCHELASTIC_ERROR_FILE="error.json")
+from accelerate.runtime import failure
+failure.watch()
+raise ValueError("x")
+"""
 
 
 @SYSTEMS
-def test_processors_cannot_be_bound_and_that_is_said(system):
-    program = "from accelerate.devices import affinity\nassert affinity.bind('exclusive', 0, 2) is None"
-    done = run(system, program, torch=True)
+def test_the_launcher_is_imported_and_processors_are_not_bound(system):
+    done = run(system, IMPORTS + (WITHOUT_GROUPS if system is WINDOWS else ""), torch=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "this system cannot bind" in done.stderr
 
 
 @SYSTEMS
+def test_help_plan_and_a_launch_of_one_process(system, tmp_path):
+    script = "import os, sys; print('ran', sys.argv[1:], os.environ['ACCELERATE_USE_CPU'], flush=True); sys.exit(7)"
+    (tmp_path / "script.py").write_text(script)
+    done = run(system, LAUNCHES, cwd=tmp_path)
+    assert done.returncode == 7 and "ran ['a']" in done.stdout, done.stderr[-3000:]
+    # A console of Windows would take the launcher for ended, so there it waits for its child.
+    assert ("the script failed with exit status 7" in done.stderr) is (system is WINDOWS)
+
+
+@SYSTEMS
 def test_a_rank_leaves_its_traceback_there_too(system, tmp_path):
-    program = f"""
-os.environ.update(ACCELERATE_LAUNCHER_PID=str(os.getppid()), TORCHELASTIC_ERROR_FILE={str(tmp_path / "error.json")!r})
-from accelerate.runtime import failure
-failure.watch()
-raise ValueError("x")
-"""
-    done = run(system, program)
+    done = run(system, LEAVES, cwd=tmp_path)
     assert done.returncode == 1 and done.stderr == "" and (tmp_path / "error.json").exists()

@@ -3,6 +3,7 @@
 import pytest
 
 from accelerate.launch import runners
+from accelerate.launch.resolve import resolve
 
 
 @pytest.fixture
@@ -26,9 +27,7 @@ def test_every_value_has_its_source(lines, place, monkeypatch):
     assert row(told, "num_cpu_threads_per_process") == ["4", "8 cores"]
 
 
-def test_arguments_are_quoted_and_secrets_hidden(parse, place, monkeypatch):
-    from accelerate.launch.resolve import resolve
-
+def test_arguments_are_quoted_and_secrets_hidden(parse, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_very_secret")
     args = parse("--cpu --num_processes 2 train.py")
     args.training_script_args = ["a b", "$HOME", "--hub_token", "hf_very_secret"]

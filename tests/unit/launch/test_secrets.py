@@ -47,16 +47,8 @@ def test_secrets_within_a_text(text, left):
 
 
 def test_command_lines():
-    words = [
-        "train.py",
-        "--hub_token",
-        "hunter2",
-        "--password=hunter2",
-        "--use_token",
-        "--lr",
-        "1",
-        "HF_TOKEN=hunter2",
-    ]
-    printed = command(words)
+    printed = command(
+        ["train.py", "--hub_token", "hunter2", "--password=hunter2", "--use_token", "--lr", "1", "HF_TOKEN=hunter2"]
+    )
     assert "hunter" not in " ".join(printed)
     assert (printed[0], printed[4:7]) == ("train.py", ["--use_token", "--lr", "1"])

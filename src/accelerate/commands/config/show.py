@@ -64,13 +64,13 @@ def show_command(args: argparse.Namespace) -> None:
     from accelerate.diagnostics.table import table  # not for --help
     from accelerate.launch import resolve
 
-    merged = resolve.merge(args, os.environ)
-    values = dict(merged.values)
+    values, file = resolve.merge(args, os.environ)
+    notes = list(file.unused) if file else []
     resolve.choose_paradigm(values)  # what a higher layer rules out is not what a launch would use
-    rows = [row for row in _rows(values, merged.file) if args.all or row["source"] != "default"]
-    path = str(merged.file.path) if merged.file else None
+    rows = [row for row in _rows(values, file) if args.all or row["source"] != "default"]
+    path = str(file.path) if file else None
     if args.json:
-        print(json.dumps({"config_file": path, "settings": rows, "notes": list(merged.notes)}, indent=2, default=str))
+        print(json.dumps({"config_file": path, "settings": rows, "notes": notes}, indent=2, default=str))
         return
     print(f"configuration file: {path or f'none ({files.default_path()} does not exist)'}")
     if not rows:
@@ -83,7 +83,7 @@ def show_command(args: argparse.Namespace) -> None:
                 (row["name"], value, row["where"] or row["source"], f"({row['effect']})" if row["effect"] else "")
             )
         print(table(["setting", "value", "from", ""], cells))
-    for note in merged.notes:
+    for note in notes:
         print(f"note: {note}")
 
 

@@ -293,16 +293,13 @@ def refuse_elastic(plan: LaunchPlan, title: str, starts_all: bool = False) -> No
         raise LaunchError(f"--machine_rank: {title} starts the processes of all machines. Launch on one machine only.")
     for name in _ELASTIC:
         if plan.settings[name].source > Source.DEFAULT and plan[name] not in (None, 0, "0", ""):
-            raise LaunchError(
-                f"--{name} is an option of torch's elastic launcher, and {title} starts these processes."
-            )
+            raise LaunchError(f"--{name} is an option of torch's elastic launcher; {title} starts these processes.")
 
 
 def without_ranks(environment: Mapping[str, str]) -> dict[str, str]:
     """Return an environment without what another launcher has written about the rank of this process."""
-    return {
-        name: value for name, value in environment.items() if name not in _RANKS and not name.startswith(_OF_LAUNCHERS)
-    }
+    others = {name for name in environment if name in _RANKS or name.startswith(_OF_LAUNCHERS)}
+    return {name: value for name, value in environment.items() if name not in others}
 
 
 def handed_on(environment: Mapping[str, str]) -> list[str]:

@@ -44,7 +44,8 @@ def processes(plan: LaunchPlan, environment: Mapping[str, str]) -> list[Process]
     options |= {"num_processes": plan.num_processes, "deepspeed_hostfile": path}
     words = command(options, plan.script, plan.script_args)
     hosts = mpi.read_hosts(path, _OPTION)
-    _check(hosts, options)
+    if name == "nossh" and not plan["main_process_ip"]:
+        raise LaunchError(f"--deepspeed_multinode_launcher {name} needs --main_process_ip, the address of machine 0.")
     variables = runners.without_ranks(environment)
     # DeepSpeed does not hand its --master_addr on to the processes of every launcher.
     variables["MASTER_ADDR"] = str(plan["main_process_ip"] or next(iter(hosts)).rpartition("@")[2])
@@ -122,12 +123,8 @@ def exports(settings: Mapping[str, Resolved], environment: Mapping[str, str]) ->
         settings: option name to resolved value.
         environment: the variables it would have otherwise.
     """
-    fields = [
-        name
-        for name, resolved in settings.items()
-        if resolved.source is Source.FILE
-        and (name == "mixed_precision" or (name in BY_NAME and BY_NAME[name].section == "deepspeed_config"))
-    ]
+    read = {"mixed_precision", *(name for name in BY_NAME if BY_NAME[name].section == "deepspeed_config")}
+    fields = [name for name, resolved in settings.items() if resolved.source is Source.FILE and name in read]
     folders = [part for part in environment.get("PYTHONPATH", "").split(os.pathsep) if part]
     path = os.pathsep.join(dict.fromkeys([*folders, os.path.abspath(".")]))
     return {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_CONFIG_DS_FIELDS": ",".join(fields), "PYTHONPATH": path}
@@ -152,18 +149,3 @@ def _write_variables(path: str, environment: Mapping[str, str]) -> list[str]:
             lines += filter(str.strip, given.read_text(encoding="utf-8").splitlines())
     pathlib.Path(path).write_text("\n".join(lines), encoding="utf-8")
     return held_back
-
-
-def _check(hosts: Mapping[str, int | None], options: Mapping[str, Any]) -> None:
-    """Refuse a host file and numbers that do not fit: DeepSpeed would start other processes than were asked for."""
-    name, machines = _launcher(options), options["num_machines"] or 1
-    if name == "nossh" and not options["main_process_ip"]:
-        raise LaunchError("--deepspeed_multinode_launcher nossh needs --main_process_ip, the address of machine 0.")
-    if options["deepspeed_inclusion_filter"] or options["deepspeed_exclusion_filter"]:
-        return  # then DeepSpeed counts
-    each, slots = options["num_processes"] // machines, [number or 0 for number in hosts.values()]
-    exact = name in _BY_SLOTS
-    if len(hosts) != machines or not all(number == each or (number > each and not exact) for number in slots):
-        found = ", ".join(f"{host} has {number or 0}" for host, number in hosts.items())
-        asked = f"--num_processes is {options['num_processes']} and --num_machines is {machines}"
-        raise LaunchError(f"{asked}, which do not fit the slots of {_OPTION}: {found}.")

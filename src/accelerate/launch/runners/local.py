@@ -72,20 +72,15 @@ def run(plan: LaunchPlan, environment: Mapping[str, str], replace: bool = False)
         from accelerate.launch.machine_rendezvous import MachineAgent as agent
         from accelerate.launch.machine_rendezvous import MachineRendezvous
 
-        rendezvous = MachineRendezvous(
-            plan.rendezvous,
-            plan.machines,
-            plan.local_processes,
-            plan["max_restarts"],
-            lambda line: runners.tell(plan, line),
-        )
+        asked = (plan.rendezvous, plan.machines, plan.local_processes, plan["max_restarts"])
+        rendezvous = MachineRendezvous(*asked, lambda line: runners.tell(plan, line))
         environment = {**rendezvous.variables, **environment}
     script, *arguments = plan.command
     tee = elastic.streams(plan)
     options = {name: plan[name] for name in ("role", "max_restarts", "monitor_interval")}
     with elastic.directory(plan["log_dir"]) as directory:
         config = elastic.make_config(plan.local_processes, rendezvous, directory, tee=tee, **options)
-        reporter = Reporter(quiet=bool(plan["quiet"]), keeps_logs=plan["log_dir"] is not None)
+        reporter = Reporter(quiet=bool(plan["quiet"]))
         elastic.start(config, script, tuple(arguments), environment, bool(plan["debug"]), agent, reporter)
 
 
@@ -98,8 +93,9 @@ def in_one_go() -> Iterator[None]:
     """
     # Importing torch makes many objects that live for ever; looking through them for garbage costs a tenth of the time. Its
     # import and that of NumPy catch whatever an optional part raises, an interrupt included, which was lost then. A store whose
-    # other side is gone writes a page of addresses of its functions; the launcher says in a line what it means.
-    collects, came, is_quiet = gc.isenabled(), [], _LOG_LEVEL in os.environ
+    # other side is gone writes a page of addresses of its functions; the launcher says in a line what it means. The processes have
+    # an environment of their own, and keep their warnings.
+    collects, came = gc.isenabled(), []
     main = threading.current_thread() is threading.main_thread()
     puts_off = main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     gc.disable()
@@ -111,8 +107,6 @@ def in_one_go() -> Iterator[None]:
     finally:
         if puts_off:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        if not is_quiet:  # the processes keep their warnings
-            os.environ.pop(_LOG_LEVEL, None)
         if collects:
             gc.enable()
     if came:

@@ -73,9 +73,8 @@ def _flavour(environment: Mapping[str, str]) -> str:
     for flavour, answers in _ANSWERS.items():
         if any(words in done.stdout.lower() for words in answers):
             return flavour
-    raise LaunchError(
-        f"This mpirun is none of {', '.join(_ANSWERS)}: its --version prints {done.stdout.strip()[:200]!r}."
-    )
+    answer = done.stdout.strip()[:200]
+    raise LaunchError(f"This mpirun is none of {', '.join(_ANSWERS)}: its --version prints {answer!r}.")
 
 
 def _variables(plan: LaunchPlan, environment: Mapping[str, str], shares: Mapping[str, int]) -> dict[str, str]:
@@ -151,16 +150,13 @@ def layout(hosts: Mapping[str, int | None], count: int, machines: int | None) ->
     slotless = None in chosen.values()
     if not rest and (slotless or (machines is not None and min(chosen.values()) >= each)):
         return dict.fromkeys(chosen, each)
+    asked, there = f"--num_processes is {count}", f"{len(chosen)} machines"
     if slotless:
-        raise LaunchError(
-            f"--num_processes is {count}, which does not divide evenly over the {len(chosen)} machines of {_OPTION}."
-        )
+        raise LaunchError(f"{asked}, which does not divide evenly over the {there} of {_OPTION}.")
     shares, left = {}, count
     for name, slots in chosen.items():
         shares[name] = min(slots, left)
         left -= shares[name]
     if left:
-        raise LaunchError(
-            f"--num_processes is {count}, and {_OPTION} has {count - left} slots on {len(chosen)} machines."
-        )
+        raise LaunchError(f"{asked}, and {_OPTION} has {count - left} slots on {there}.")
     return {name: share for name, share in shares.items() if share}

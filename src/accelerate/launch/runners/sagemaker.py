@@ -41,7 +41,7 @@ _DISTRIBUTIONS: Mapping[SageMakerDistributedType, dict[str, Any]] = {
         "mpi": {"enabled": True, "processes_per_host": 8},
     },
 }
-# Keys of the configuration file that are arguments of the estimator as well, and other keys; with their defaults.
+# Keys of the configuration file that are arguments of the estimator as well, and all of its keys; with their defaults.
 _ARGUMENTS = {
     "image_uri": None,
     "transformers_version": constants.SAGEMAKER_TRANSFORMERS_VERSION,
@@ -49,8 +49,7 @@ _ARGUMENTS = {
     "py_version": constants.SAGEMAKER_PYTHON_VERSION,
     "base_job_name": "accelerate-sagemaker-1",
 }
-_OTHERS = "ec2_instance_type iam_role_name profile sagemaker_inputs_file sagemaker_metrics_file additional_args"
-_JOB = {**_ARGUMENTS, **dict.fromkeys(_OTHERS.split()), "region": "us-east-1", "distributed_type": "NO"}
+_JOB = {**dict.fromkeys(config_file.SAGEMAKER_KEYS), **_ARGUMENTS, "region": "us-east-1", "distributed_type": "NO"}
 _Inputs = dict[str, str] | None
 
 
@@ -86,7 +85,7 @@ def run_job(job: Any, args: argparse.Namespace) -> None:
     Raises:
         LaunchError, subprocess.CalledProcessError: as in `run`.
     """
-    variables = job_variables(merge(args, os.environ).values)
+    variables = job_variables(merge(args, os.environ)[0])
     arguments, inputs = estimator_arguments(job, args.training_script, args.training_script_args or (), variables)
     _start(job, keys(args.aws_access_key_id, args.aws_secret_access_key), arguments, inputs)
 
@@ -106,9 +105,8 @@ def _start(job: Any, account: tuple[str | None, str | None], arguments: dict[str
             to_stderr(f"{PREFIX}SageMaker: {error}\n")
             raise subprocess.CalledProcessError(1, [arguments["entry_point"]]) from error
         except KeyboardInterrupt:
-            to_stderr(
-                f"{PREFIX}the job goes on; `aws sagemaker stop-training-job --training-job-name NAME` ends it.\n"
-            )
+            ends = "`aws sagemaker stop-training-job --training-job-name NAME` ends it"
+            to_stderr(f"{PREFIX}the job goes on; {ends}.\n")
             raise
 
 
@@ -124,7 +122,7 @@ def create_role(name: str, profile: str | None = None, region: str | None = None
         False if a role of that name was there already; it stays as it is.
 
     Raises:
-        LaunchError: boto3 is not installed, or AWS refused; no half-made role stays behind.
+        LaunchError: boto3 is not installed, or AWS refused.
     """
     with _refusals(f"create the IAM role {name!r}"):
         import boto3
@@ -134,14 +132,8 @@ def create_role(name: str, profile: str | None = None, region: str | None = None
             client.create_role(RoleName=name, AssumeRolePolicyDocument=_policy(_TRUST))
         except client.exceptions.EntityAlreadyExistsException:
             return False
-        try:
-            policy = f"{name}_policy_permission"
-            client.put_role_policy(RoleName=name, PolicyName=policy, PolicyDocument=_policy(_PERMISSIONS))
-        except BaseException:
-            # A role without permissions would be taken for a finished one the next time.
-            with contextlib.suppress(Exception):
-                client.delete_role(RoleName=name)
-            raise
+        policy = f"{name}_policy_permission"
+        client.put_role_policy(RoleName=name, PolicyName=policy, PolicyDocument=_policy(_PERMISSIONS))
     return True
 
 
@@ -166,22 +158,18 @@ def _refusals(doing: str) -> Iterator[None]:
 
 def job_variables(settings: Mapping[str, Resolved]) -> dict[str, str]:
     """Return the variables that carry settings, by option name, into the container of a job."""
-    variables = {name: value for name, value in exports(settings).items() if name.startswith("ACCELERATE_")}
-    # The container has its own devices.
-    variables.pop("ACCELERATE_USE_CPU", None)
-    return variables
+    given = exports(settings)
+    given.pop("ACCELERATE_USE_CPU", None)  # the container has its own devices
+    return {name: value for name, value in given.items() if name.startswith("ACCELERATE_")}
 
 
 def _described(plan: LaunchPlan) -> tuple[Any, dict[str, Any], _Inputs]:
     """Return the job of a plan, the arguments of its estimator and its inputs."""
     runners.refuse_elastic(plan, "SageMaker")
-    if ignored := [f"--{name}" for name in ("module", "no_python") if plan[name]]:
-        raise LaunchError(
-            f"{ignored[0]} does not go with SageMaker, which starts a Python file. Name a script ending in .py."
-        )
-    path = config_file.find(plan["config_file"], os.environ)
-    if path is None:
-        raise LaunchError("A SageMaker job needs a configuration file. Write one with `accelerate config`.")
+    for name in ("module", "no_python"):
+        if plan[name]:
+            raise LaunchError(f"--{name} does not go with SageMaker, which starts a Python file.")
+    path = config_file.find(plan["config_file"], os.environ)  # it alone can ask for SageMaker
     content = config_file.modernise(config_file.load_mapping(path))
     known = {name: content[name] for name in _JOB if content.get(name) is not None}
     # A flag or a variable may name the number as well; where neither does, the plan has the value of the file.

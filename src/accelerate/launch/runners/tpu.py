@@ -69,14 +69,12 @@ def _is_on(value: object) -> bool:
     return bool(value) and str(value).lower() not in ("no", "false")
 
 
-def remote_launch(
-    options: Mapping[str, object], num_processes: int, script: str, script_args: Sequence[str]
-) -> list[str]:
+def remote_launch(options: Mapping[str, object], count: int, script: str, script_args: Sequence[str]) -> list[str]:
     """Return the command that each machine of a pod runs.
 
     Args:
         options: the value of each option, by name.
-        num_processes: the processes of one machine.
+        count: the processes of one machine.
         script: the script.
         script_args: its arguments.
     """
@@ -84,7 +82,7 @@ def remote_launch(
     words += ["accelerate-launch", "--tpu", "--no_tpu_cluster", "--num_machines", "1"]
     words += ["--mixed_precision", str(options.get("mixed_precision") or "no")]
     words += ["--dynamo_backend", str(options.get("dynamo_backend") or "no").lower()]
-    words += ["--num_processes", str(num_processes)]
+    words += ["--num_processes", str(count)]
     words += ["--main_training_function", str(options.get("main_training_function") or _FUNCTION)]
     words += [f"--{name}" for name in ("downcast_bf16", "debug", "module") if _is_on(options.get(name))]
     return [*words, script, *script_args]

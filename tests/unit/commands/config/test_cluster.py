@@ -79,13 +79,13 @@ def test_launch_reads_back_what_was_answered(place, at_random, machine, monkeypa
     monkeypatch.setattr(cluster, "Interview", lambda *a, **k: talks.append(Interview(*a, **k)) or talks[-1])
     config = ask_cluster(at_random(f"{seed} {devices}"))
     path = config.save(place / ("c.json" if seed % 2 else "c.yaml"))
-    merged = merge(launch_command_parser().parse_args(["--config_file", str(path), "train.py"]), {})
+    merged, file = merge(launch_command_parser().parse_args(["--config_file", str(path), "train.py"]), {})
     for name, value in talks[0].values.items():
-        assert merged.values[name].value == value, name
-        assert merged.values[name].source is Source.FILE
+        assert merged[name].value == value, name
+        assert merged[name].source is Source.FILE
     switch = SWITCH_OF_DISTRIBUTED_TYPE[config.to_dict()["distributed_type"]]
-    assert switch is None or merged.values[switch].value is True
-    assert merged.notes == ()
+    assert switch is None or merged[switch].value is True
+    assert file.unused == ()
     assert load_config_from_file(path).to_dict() == config.to_dict()
     problems, notes = rules.check(config_file.inspect(path))
     assert ([problem.text for problem in problems], notes) == ([], [])

@@ -4,9 +4,6 @@ import json
 import os
 import stat
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,17 +23,12 @@ sys.exit(int(os.environ.get("FAKE_STATUS", "0")))
 
 
 class Programs:
-    """Fake programs in a folder of their own at the front of the PATH.
+    """Fake programs in a folder of their own."""
 
-    Args:
-        folder: where they lie.
-    """
+    def __init__(self, folder):
+        self.folder, self.record = folder, folder.parent / "record.jsonl"
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.record = folder.parent / "record.jsonl"
-
-    def add(self, name: str, version: str | None = None) -> None:
+    def add(self, name, version=None):
         """Put a program there; it answers `--version` with a text if there is one."""
         answer = self.folder.parent / f"{name}.version"
         if version is not None:
@@ -45,13 +37,13 @@ class Programs:
         file.write_text(RECORDER.format(python=sys.executable, version=str(answer), record=str(self.record)))
         file.chmod(file.stat().st_mode | stat.S_IXUSR)
 
-    def calls(self) -> list[dict[str, Any]]:
+    def calls(self):
         """Return how they were called, in order."""
         return [json.loads(line) for line in self.record.read_text().splitlines()] if self.record.exists() else []
 
 
 @pytest.fixture
-def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
+def programs(tmp_path, monkeypatch):
     """Only these programs are on the PATH."""
     if os.name != "posix":
         pytest.skip("the fake programs are scripts with a #! line")
@@ -62,10 +54,10 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
 
 
 @pytest.fixture
-def written(tmp_path: Path) -> Callable[[str, str], str]:
+def written(tmp_path):
     """Write a file into the working directory, and return its name."""
 
-    def write(name: str, text: str) -> str:
+    def write(name, text):
         (tmp_path / name).write_text(text)
         return name
 
@@ -73,10 +65,10 @@ def written(tmp_path: Path) -> Callable[[str, str], str]:
 
 
 @pytest.fixture
-def fake_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def fake_package(tmp_path, monkeypatch):
     """Make an importable package of files; it is forgotten after the test."""
 
-    def make(name: str, **files: str) -> None:
+    def make(name, **files):
         folder = tmp_path / "packages"
         monkeypatch.syspath_prepend(str(folder))
         for path, text in {"__init__": "", **files}.items():
@@ -85,10 +77,6 @@ def fake_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..
             file.write_text(text)
 
     yield make
-    for module in [
-        module
-        for module in sys.modules
-        if module.split(".")[0] in ("torch_xla", "deepspeed", "sagemaker", "torch_neuronx")
-    ]:
-        if str(tmp_path) in str(getattr(sys.modules[module], "__file__", "")):
-            del sys.modules[module]
+    for name, module in list(sys.modules.items()):
+        if str(tmp_path) in str(getattr(module, "__file__", "")):
+            del sys.modules[name]

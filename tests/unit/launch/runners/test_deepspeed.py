@@ -54,8 +54,8 @@ def called(programs, parse):
             "--node_rank 1 --no_ssh --no_local_rank --num_gpus 2 --master_addr 10.0.0.1 --master_port 1234",
         ),
         (
-            "--deepspeed_inclusion_filter node1:0,1@node2:0,1",
-            "--no_local_rank --launcher pdsh --include node1:0,1@node2:0,1 --master_port 29500",
+            "--deepspeed_inclusion_filter a:0,1@b:0,1",
+            "--no_local_rank --launcher pdsh --include a:0,1@b:0,1 --master_port 29500",
         ),
         ("--module", "--no_local_rank --launcher pdsh --num_gpus 2 --master_port 29500 --module"),
     ],
@@ -68,12 +68,8 @@ def test_variables_of_the_engine(called):
     environment = called(f"--zero_stage 2 {BY} slurm")["environment"]
     assert environment["ACCELERATE_USE_DEEPSPEED"] == "true" and environment["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "2"
     assert environment["PYTHONPATH"] == os.getcwd()
-    settings = {
-        "zero_stage": Resolved(3, Source.FILE),
-        "mixed_precision": Resolved("bf16", Source.FILE),
-        "gradient_clipping": Resolved(1.0, Source.COMMAND_LINE),
-        "num_processes": Resolved(2, Source.FILE),
-    }
+    settings = {name: Resolved(1, Source.FILE) for name in ("zero_stage", "mixed_precision", "num_processes")}
+    settings["gradient_clipping"] = Resolved(1.0, Source.COMMAND_LINE)
     assert deepspeed.exports(settings, {})["ACCELERATE_CONFIG_DS_FIELDS"] == "zero_stage,mixed_precision"
     assert deepspeed.exports({}, {"PYTHONPATH": "/a"})["PYTHONPATH"] == f"/a{os.pathsep}{os.getcwd()}"
 
@@ -120,24 +116,15 @@ def test_what_was_held_back_is_said_and_the_file_is_gone_after_a_failure(program
     [
         (f"{BY} zzz", "choose one of pdsh, standard"),
         ("--deepspeed_inclusion_filter node1 --deepspeed_exclusion_filter node2", "exclude each other"),
-        ("--num_machines 3 --num_processes 6", "--num_machines is 3, which"),
         ("--num_processes 3", "multiple of --num_machines"),
-        (f"--num_processes 2 {BY} openmpi", "node1 has 2, node2 has 2"),
-        (f"--num_processes 4 {BY} mpich --deepspeed_hostfile uneven", "node1 has 1, node2 has 3"),
         ("--deepspeed_hostfile none", "--deepspeed_hostfile: the host file cannot be read"),
-        ("--deepspeed_hostfile plain", "node1 has 0, node2 has 0"),
         ("--deepspeed_hostfile=", "There is no host file"),
         (f"{BY} nossh", "needs --main_process_ip"),
-        (
-            "--machine_rank 1",
-            "DeepSpeed's launcher pdsh starts the processes of all machines. Launch on one machine only",
-        ),
+        ("--machine_rank 1", "DeepSpeed's launcher pdsh starts the processes of all machines. Launch on one machine"),
         ("--max_restarts 2", "--max_restarts is an option of torch's"),
     ],
 )
-def test_refusals(called, programs, written, line, fragment):
-    written("plain", "node1\nnode2")
-    written("uneven", "node1 slots=1\nnode2 slots=3")
+def test_refusals(called, programs, line, fragment):
     with pytest.raises(LaunchError) as caught:
         called(line)
     assert fragment in str(caught.value)

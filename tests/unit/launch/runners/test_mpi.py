@@ -105,20 +105,6 @@ def test_threads_and_settings_of_intel(called, hosts, written, monkeypatch):
     assert called(line)[1]["OMP_NUM_THREADS"] == "3"
 
 
-@pytest.mark.parametrize(
-    ("line", "text", "fragment"),
-    [
-        ("--num_processes 2 --machine_rank 1", "localhost slots=2", "Launch on one machine only"),
-        ("--num_processes 2 --max_restarts 1", "localhost slots=2", "--max_restarts is an option of torch's"),
-    ],
-)
-def test_refusals(called, programs, hosts, line, text, fragment):
-    with pytest.raises(LaunchError) as caught:
-        called(f"{line} {hosts(text)}")
-    assert fragment in str(caught.value)
-    assert programs.calls() == []
-
-
 def test_dry_run_starts_nothing_and_needs_a_known_mpirun(programs, plan, hosts):
     request = plan(f"--cpu --num_processes 1 {hosts('localhost slots=1')}")
     with pytest.raises(LaunchError, match="mpirun is not on the PATH"):
@@ -130,6 +116,10 @@ def test_dry_run_starts_nothing_and_needs_a_known_mpirun(programs, plan, hosts):
     (process,) = runners.processes(request)
     assert process.command[0] == "mpirun" and programs.calls() == []
     assert request.runner == "mpi" and request.settings["num_machines"].source <= Source.DEFAULT
+    with pytest.raises(LaunchError, match="Launch on one machine only"):
+        runners.processes(plan(f"--cpu --machine_rank 1 {hosts('localhost')}"))
+    with pytest.raises(LaunchError, match="--max_restarts is an option of torch's"):
+        runners.processes(plan(f"--cpu --max_restarts 1 {hosts('localhost')}"))
 
 
 @pytest.mark.parametrize(
@@ -139,30 +129,28 @@ def test_dry_run_starts_nothing_and_needs_a_known_mpirun(programs, plan, hosts):
         ("a slots=2\nme@b.c slots=3 max_slots=4\n", {"a": 2, "me@b.c": 3}),
         ("a:2\nb:1 # comment\n\n# all\n", {"a": 2, "b": 1}),
         ("\ta  max_slots=3 slots=2\r\n10.0.0.1 user=x", {"a": 2, "10.0.0.1": None}),
-    ],
-)
-def test_styles_of_host_files(written, text, expected):
-    assert mpi.read_hosts(written("hosts", text), "--x") == expected
-
-
-@pytest.mark.parametrize(
-    ("content", "fragment"),
-    [
-        (b"# only a comment\n\n", "names no machine"),
-        (b"a slots=two", "Line 1 of hosts (--x) is 'a slots=two'"),
-        (b"a\nb slots=0", "Line 2"),
-        (b"-oProxyCommand=evil", "Line 1"),
-        (b"$(id) slots=1", "Line 1"),
-        (b"a slots=2\na slots=2", "Line 2 of hosts (--x) is 'a slots=2'; write each machine once"),
+        ("# only a comment\n\n", "names no machine"),
+        ("a slots=two", "Line 1 of hosts (--x) is 'a slots=two'"),
+        ("a\nb slots=0", "Line 2"),
+        ("-oProxyCommand=evil", "Line 1"),
+        ("$(id) slots=1", "Line 1"),
+        ("a slots=2\na slots=2", "Line 2 of hosts (--x) is 'a slots=2'; write each machine once"),
         (None, "--x: the host file cannot be read"),
     ],
 )
-def test_malformed_host_files(tmp_path, content, fragment):
-    if content is not None:
-        (tmp_path / "hosts").write_bytes(content)
+def test_host_files(written, text, expected):
+    path = "nowhere" if text is None else written("hosts", text)
+    found_or_refused(expected, mpi.read_hosts, path, "--x")
+
+
+def found_or_refused(expected, function, *args):
+    """Expect a value, or a text of the refusal."""
+    if not isinstance(expected, str):
+        assert function(*args) == expected
+        return
     with pytest.raises(LaunchError) as caught:
-        mpi.read_hosts("hosts", "--x")
-    assert fragment in str(caught.value)
+        function(*args)
+    assert expected in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -179,9 +167,4 @@ def test_malformed_host_files(tmp_path, content, fragment):
     ],
 )
 def test_layout(hosts, count, machines, expected):
-    if isinstance(expected, str):
-        with pytest.raises(LaunchError) as caught:
-            mpi.layout(hosts, count, machines)
-        assert expected in str(caught.value)
-    else:
-        assert mpi.layout(hosts, count, machines) == expected
+    found_or_refused(expected, mpi.layout, hosts, count, machines)

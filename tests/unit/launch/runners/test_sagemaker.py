@@ -2,12 +2,12 @@
 
 import subprocess
 import sys
-import types
 
 import pytest
 
 from accelerate.launch import runners
 from accelerate.launch.errors import LaunchError
+from accelerate.launch.resolve import resolve
 from accelerate.launch.runners import sagemaker
 
 boto3 = pytest.importorskip("boto3")
@@ -56,14 +56,10 @@ def sdk(fake_package):
 
 
 @pytest.fixture
-def launch(plan, written):
-    def run(line="", config=CONFIG, arguments=()):
-        from accelerate.commands.launch import launch_command_parser
-        from accelerate.launch.resolve import resolve
-
+def launch(parse, written):
+    def run(line="", config=CONFIG, arguments=""):
         written("c.yaml", config)
-        words = [*f"--config_file c.yaml --quiet {line}".split(), *([] if ".py" in line else ["train.py"])]
-        return resolve(launch_command_parser().parse_args([*words, *arguments]))
+        return resolve(parse(f"--config_file c.yaml --quiet {line} {'' if '.py' in line else 'train.py'} {arguments}"))
 
     return run
 
@@ -72,7 +68,7 @@ KEYS = "--aws_access_key_id AKID --aws_secret_access_key verysecret"
 
 
 def test_a_job(sdk, launch):
-    runners.run(launch(KEYS, arguments=("--lr", "1e-3", "--x", "True")))
+    runners.run(launch(KEYS, arguments="--lr 1e-3 --x True"))
     (arguments,), (inputs,) = sdk.calls, sdk.fits
     session = arguments.pop("sagemaker_session").boto_session
     credentials = session.get_credentials()
@@ -115,7 +111,7 @@ def test_profile_machines_and_further_arguments(sdk, launch, written, tmp_path):
 
 
 def test_dry_run_starts_nothing_and_hides_secrets(sdk, launch):
-    (process,) = runners.processes(launch(KEYS, arguments=("--hf_token", "alsosecret", "--lr", "1")))
+    (process,) = runners.processes(launch(KEYS, arguments="--hf_token alsosecret --lr 1"))
     text = repr(process)
     assert "secret" not in text and "AKID" not in text and "'lr': 1" in text
     assert process.label == "SageMaker job" and sdk.calls == []
@@ -131,16 +127,14 @@ def test_a_job_that_fails(sdk, launch, capsys):
     assert "out of memory" in capsys.readouterr().err
 
 
-def test_a_job_of_a_configuration_object(sdk, place):
+def test_a_job_of_a_configuration_object(sdk, parse):
     from accelerate.commands.config.config_args import SageMakerConfig
-    from accelerate.commands.launch import launch_command_parser, sagemaker_launcher
+    from accelerate.commands.launch import sagemaker_launcher
 
     common = {"mixed_precision": "bf16", "use_cpu": False, "debug": False}
-    job = SageMakerConfig(
-        "AMAZON_SAGEMAKER", "NO", **common, ec2_instance_type="ml.g5.xlarge", iam_role_name="trainer"
-    )
-    line = f"--mixed_precision bf16 {KEYS} train.py --lr 1".split()
-    sagemaker_launcher(job, launch_command_parser().parse_args(line))
+    common |= {"ec2_instance_type": "ml.g5.xlarge", "iam_role_name": "trainer"}
+    job = SageMakerConfig("AMAZON_SAGEMAKER", "NO", **common)
+    sagemaker_launcher(job, parse(f"--mixed_precision bf16 {KEYS} train.py --lr 1"))
     (arguments,) = sdk.calls
     assert arguments["hyperparameters"] == {"lr": 1} and arguments["role"] == "trainer"
     assert arguments["environment"]["ACCELERATE_MIXED_PRECISION"] == "bf16"
@@ -150,14 +144,14 @@ def test_a_job_of_a_configuration_object(sdk, place):
 @pytest.mark.parametrize(
     ("line", "config", "arguments", "fragment"),
     [
-        ("job.sh.py.txt", CONFIG, (), "'job.sh.py.txt' is no Python file"),
-        ("", CONFIG, ("--flag",), "'--flag' is no `--name value`"),
-        ("--no_python env --name=x.py", CONFIG, (), "--no_python does not go with SageMaker"),
-        ("", CONFIG.replace("iam_role_name: trainer", ""), (), "lacks iam_role_name"),
-        ("", CONFIG + "additional_args: 3\n", (), "additional_args"),
-        ("", CONFIG + "sagemaker_inputs_file: bad.tsv\n", (), "bad.tsv (sagemaker_inputs_file) holds ['foo bar']"),
-        ("--aws_access_key_id AKID", CONFIG, (), "--aws_secret_access_key is missing"),
-        ("", CONFIG + "profile: nobody\n", (), "The config profile (nobody) could not be found"),
+        ("job.sh.py.txt", CONFIG, "", "'job.sh.py.txt' is no Python file"),
+        ("", CONFIG, "--flag", "'--flag' is no `--name value`"),
+        ("--no_python env --name=x.py", CONFIG, "", "--no_python does not go with SageMaker"),
+        ("", CONFIG.replace("iam_role_name: trainer", ""), "", "lacks iam_role_name"),
+        ("", CONFIG + "additional_args: 3\n", "", "additional_args"),
+        ("", CONFIG + "sagemaker_inputs_file: bad.tsv\n", "", "bad.tsv (sagemaker_inputs_file) holds ['foo bar']"),
+        ("--aws_access_key_id AKID", CONFIG, "", "--aws_secret_access_key is missing"),
+        ("", CONFIG + "profile: nobody\n", "", "The config profile (nobody) could not be found"),
     ],
 )
 def test_refusals(sdk, launch, written, tmp_path, line, config, arguments, fragment):
@@ -211,25 +205,3 @@ def test_a_role_is_created_once_with_what_a_job_needs(iam):
     assert {"s3:GetObject", "s3:PutObject", "logs:PutLogEvents", "ecr:BatchGetImage"} <= {*allowed["Action"]}
     assert not [action for action in allowed["Action"] if "*" in action]
     assert {action.partition(":")[0] for action in allowed["Action"]} == {"cloudwatch", "ecr", "logs", "s3"}
-
-
-def test_a_half_made_role_is_taken_back(monkeypatch):
-    from botocore.exceptions import ClientError
-
-    calls = []
-
-    class Iam:
-        exceptions = types.SimpleNamespace(EntityAlreadyExistsException=KeyError)
-
-        def __getattr__(self, name):
-            def call(**arguments):
-                calls.append((name, arguments["RoleName"]))
-                if name == "put_role_policy":
-                    raise ClientError({"Error": {"Code": "LimitExceeded", "Message": "no more"}}, name)
-
-            return call
-
-    monkeypatch.setattr(boto3, "Session", lambda **options: types.SimpleNamespace(client=lambda service: Iam()))
-    with pytest.raises(LaunchError, match="AWS did not let us create the IAM role 'trainer': .*no more"):
-        sagemaker.create_role("trainer")
-    assert calls == [(name, "trainer") for name in ("create_role", "put_role_policy", "delete_role")]

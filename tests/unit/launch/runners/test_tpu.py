@@ -35,15 +35,8 @@ def other():
     sys.exit(7)
 number = 3
 """
-CONFIG = """
-distributed_type: XLA
-num_processes: 8
-tpu_use_cluster: true
-tpu_name: pod
-tpu_zone: zone-a
-tpu_env: [A=1]
-main_training_function: run
-"""
+CONFIG = """{distributed_type: XLA, num_processes: 8, tpu_use_cluster: true, tpu_name: pod, tpu_zone: zone-a,
+tpu_env: [A=1], main_training_function: run}"""
 WORKER = (
     "accelerate-launch --tpu --no_tpu_cluster --num_machines 1 --mixed_precision bf16 --dynamo_backend no --num_processes 8 "
     "--main_training_function run"
@@ -71,9 +64,7 @@ def test_one_core_a_module_and_arguments(xla, parse):
     assert (name, argv[1:], seen["XLA_DOWNCAST_BF16"]) == ("train", ["--lr", "1", "--", "-x"], "1")
 
 
-@pytest.mark.parametrize(
-    ("function", "status", "words"), [("other", 7, ""), ("nothing", 2, "train.py has no function 'nothing'")]
-)
+@pytest.mark.parametrize(("function", "status", "words"), [("other", 7, ""), ("none", 2, "has no function 'none'")])
 def test_a_function_that_fails_or_is_none(xla, plan, function, status, words, capfd):
     with pytest.raises(subprocess.CalledProcessError) as caught:
         runners.run(plan(f"--tpu --quiet --num_processes 8 --main_training_function {function}"))
@@ -81,12 +72,8 @@ def test_a_function_that_fails_or_is_none(xla, plan, function, status, words, ca
     assert caught.value.returncode == status and words in said and "Traceback" not in said
 
 
-@pytest.mark.parametrize(
-    ("precision", "downcast", "expected"),
-    [("bf16", False, "XLA_USE_BF16"), ("bf16", "no", "XLA_USE_BF16"), ("no", True, None), (None, False, None)],
-)
-def test_precision(precision, downcast, expected):
-    assert tpu.precision_variables(precision, downcast) == ({expected: "1"} if expected else {})
+def test_precision():
+    assert tpu.precision_variables("bf16", "no") == {"XLA_USE_BF16": "1"} and not tpu.precision_variables("no", True)
 
 
 @pytest.fixture
@@ -130,7 +117,7 @@ def test_sudo_machines_options_and_status(programs, pod, monkeypatch):
     [
         ("--env A", CONFIG, "--env is 'A'; write NAME=VALUE"),
         ("--env HF_TOKEN=verysecret", CONFIG, "--env HF_TOKEN holds a secret"),
-        ("", CONFIG.replace("tpu_name: pod", ""), "Which pod?"),
+        ("", CONFIG.replace("tpu_name: pod,", ""), "Which pod?"),
         ("", CONFIG.replace("tpu_name: pod", "tpu_name: --command=evil"), "is no name of a TPU"),
     ],
 )
