@@ -14,8 +14,6 @@ from torch.nn.functional import scaled_dot_product_attention as imported_by_name
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     T5Config,
@@ -110,30 +108,6 @@ def half_precision_is_near():
         assert out.dtype == torch.bfloat16
         worst = (out.float() - my_part(expected, accelerator, axis, 2)).abs().max()
         assert worst < 0.03, (axis, worst)
-        autocast_is_near(axis, accelerator)
-
-
-def autocast_is_near(axis, accelerator):
-    """Under autocast the inputs are cast, and nothing within: what is summed up stays in float32, as in a kernel."""
-    torch.manual_seed(0)
-    given = [2 * torch.randn(2, 4, 4 * LENGTH, 32) for _ in range(4)]
-
-    def attended(query, key, value, gradient):
-        inputs = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
-        with torch.autocast("cpu", torch.bfloat16):
-            out = F.scaled_dot_product_attention(*inputs, is_causal=True)
-        assert out.dtype == torch.bfloat16
-        out.float().backward(gradient)
-        return [out.float(), *(tensor.grad for tensor in inputs)]
-
-    rounded = [tensor.to(torch.bfloat16).float().requires_grad_() for tensor in given[:3]]
-    out = F.scaled_dot_product_attention(*rounded, is_causal=True)
-    out.backward(given[3])
-    with accelerator.maybe_context_parallel(given, [2] * 4):
-        mine = attended(*given)
-    for name, found, exact in zip("oqkv", mine, [out.detach(), *(tensor.grad for tensor in rounded)], strict=True):
-        worst = (found - my_part(exact, accelerator, axis, 2)).abs().max()
-        assert worst < 0.25, (axis, name, worst)
 
 
 # -- what happens to the buffers -------------------------------------------------------------------------------------
@@ -219,7 +193,7 @@ def bad_input_is_refused_together():
 
 
 class Plain(nn.Module):
-    """A causal language model of one layer, of torch alone."""
+    """A causal language model of one layer, of torch alone; its attention is computed again in the backward pass."""
 
     def __init__(self, width=16, heads=4):
         super().__init__()
@@ -234,14 +208,6 @@ class Plain(nn.Module):
 
     def forward(self, ids, places):
         hidden = self.words(ids) + self.places(places)
-        return self.head(hidden + self.attend(hidden))
-
-
-class Recomputed(Plain):
-    """The same, whose attention is computed again in the backward pass."""
-
-    def forward(self, ids, places):
-        hidden = self.words(ids) + self.places(places)
         return self.head(hidden + checkpoint(self.attend, hidden, use_reentrant=False))
 
 
@@ -251,14 +217,6 @@ def llama():
         num_key_value_heads=2, max_position_embeddings=64, attn_implementation="sdpa", pad_token_id=0,
     )  # fmt: skip
     return LlamaForCausalLM(config)
-
-
-def gpt2():
-    config = GPT2Config(
-        vocab_size=WORDS, n_embd=32, n_layer=2, n_head=4, n_positions=64, attn_implementation="sdpa",
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=1,
-    )  # fmt: skip
-    return GPT2LMHeadModel(config)
 
 
 def batches(steps=3, rows=2):
@@ -334,26 +292,21 @@ def hf_forward(model, ids, mask, places=None):
     return model(input_ids=ids, attention_mask=mask).logits
 
 
-def plain_models_train_the_same():
-    for kind in (Plain, Recomputed):
-        model = kind()
-        expected = trained_whole(model, plain_forward)
-        for axis in KINDS:
-            same_training(expected, trained_shared(model, plain_forward, axis), (kind.__name__, axis))
+def own_loss_of_transformers(shared, ids, shifted):
+    return shared(input_ids=ids, labels=shifted, shift_labels=shifted).loss
 
 
-def transformers_train_the_same():
-    for make in (llama, gpt2):
+def models_train_the_same():
+    for make, forward, own_loss in (
+        (Plain, plain_forward, None),
+        (llama, hf_forward, None),
+        (llama, hf_forward, own_loss_of_transformers),
+    ):
         model = make()
-        expected = trained_whole(model, hf_forward)
+        expected = trained_whole(model, forward)
         for axis in KINDS:
-            same_training(expected, trained_shared(model, hf_forward, axis), (make.__name__, axis))
-
-            def of_the_model(shared, ids, shifted):
-                return shared(input_ids=ids, labels=shifted, shift_labels=shifted).loss
-
-            done = trained_shared(model, hf_forward, axis, own_loss=of_the_model)
-            same_training(expected, done, (make.__name__, axis, "own loss"))
+            done = trained_shared(model, forward, axis, own_loss=own_loss)
+            same_training(expected, done, (make.__name__, axis, own_loss))
 
 
 def replicas_of_shared_sequences():
@@ -561,23 +514,20 @@ def models_that_cannot_are_refused():
 
 def main():
     warnings.simplefilter("ignore", FutureWarning)
-    checks = [
+    run(
         attention_equals_the_whole,
         half_precision_is_near,
         buffers_come_back,
         bad_input_is_refused_together,
-        plain_models_train_the_same,
-        transformers_train_the_same,
         facade_trains_the_same,
         uneven_losses_are_exact,
         counted_windows_are_exact,
         teachers_follow,
         models_that_cannot_are_refused,
+        models_train_the_same,
         compiled_before_or_after,
-    ]
-    if PartialState().num_processes == 4:
-        checks.append(replicas_of_shared_sequences)
-    run(*checks)
+        *([replicas_of_shared_sequences] if PartialState().num_processes == 4 else []),
+    )
     torch.distributed.destroy_process_group()
 
 
