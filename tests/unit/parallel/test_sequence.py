@@ -126,6 +126,10 @@ def test_cpu_gets_the_reference_path_once():
     kept = accelerator._cp_context
     sequence.prepare(accelerator, "cp", ())
     assert type(kept) is Region and accelerator._cp_context is kept
+    copied = pickle.loads(pickle.dumps(kept))  # without its group
+    assert copied.group is None and copied.size == 2
+    with pytest.raises(RuntimeError, match="Call `prepare` again"), copied():
+        pass
 
 
 # -- the region ------------------------------------------------------------------------------------------------------
@@ -163,15 +167,6 @@ def test_elsewhere_than_on_cpu_notes_are_compared_once(monkeypatch):
     assert len(told) == 1
 
 
-def test_regions_are_copied_and_pickled_without_groups():
-    accelerator = stub("cpu")
-    sequence.prepare(accelerator, "cp", ())
-    copied = pickle.loads(pickle.dumps(accelerator._cp_context))
-    assert copied.group is None and copied.size == 2
-    with pytest.raises(RuntimeError, match="Call `prepare` again"), copied():
-        pass
-
-
 # -- models ----------------------------------------------------------------------------------------------------------
 
 
@@ -190,6 +185,12 @@ class TinyForCausalLM(PreTrainedModel):
     pass
 
 
+def eager():
+    model = TinyForCausalLM()
+    model.config._attn_implementation = "eager"
+    return model
+
+
 class NoPositions(PreTrainedModel):
     def forward(self, input_ids, attention_mask=None):
         return input_ids
@@ -204,19 +205,12 @@ class NoPositions(PreTrainedModel):
         (TinyForCausalLM(layer_types=["full_attention", "linear_attention"]), "linear_attention"),
         (nn.Sequential(nn.MultiheadAttention(4, 2)), "0 is a torch.nn.MultiheadAttention"),
         (nn.Sequential(NoPositions()), "takes no position_ids"),
+        (nn.Sequential(eager()), "'eager'.*attn_implementation='sdpa'"),
     ],
 )
 def test_models_that_need_the_whole_are_refused(model, said):
     with pytest.raises(ValueError, match=said):
         models.check(model, "cp")
-
-
-def test_only_sdpa():
-    model = TinyForCausalLM()
-    models.check(model, "cp")
-    model.config._attn_implementation = "eager"
-    with pytest.raises(ValueError, match="'eager'.*attn_implementation='sdpa'"):
-        models.check(nn.Sequential(model), "cp")
 
 
 class Attention(nn.Module):
