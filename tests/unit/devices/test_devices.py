@@ -26,6 +26,8 @@ def test_the_search_runs_once_until_it_is_forgotten(monkeypatch):
 
 
 def test_environment_chooses_the_device(monkeypatch):
+    probe.forget()
+    assert detect().available() and detect(cpu=True) is DEVICES["cpu"]
     monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "mps:0")
     assert detect().type == "mps"
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")

@@ -228,6 +228,14 @@ def test_a_lost_store_ends_the_thread_quietly(store, monkeypatch, caplog):
     assert caplog.text == ""
 
 
+def test_a_forked_copy_leaves_no_word(store, watched, monkeypatch):
+    watcher = watched(1)
+    monkeypatch.setattr(watcher, "_pid", watcher._pid + 1)
+    watcher.end()
+    assert watcher._thread.is_alive() and not ask(store, [1], 2)[1].ended
+    monkeypatch.undo()
+
+
 def test_the_holder_of_the_store_ends_after_the_others_know(monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     held = dist.TCPStore("127.0.0.1", 0, 1, True)
