@@ -3,7 +3,6 @@
 import copy
 import sys
 from collections import OrderedDict
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,6 @@ from torch.utils.data import DataLoader
 
 from accelerate import FullyShardedDataParallelPlugin, PartialState
 from accelerate.modules.norms import clip_grad_norm
-from accelerate.modules.repoint import MovedParameters
 from accelerate.parallel import tensor
 from accelerate.utils import DataLoaderConfiguration, ParallelismConfig, TorchTensorParallelConfig, set_seed
 
@@ -56,16 +54,6 @@ def accelerator_for(plan=None, **sizes):
     accelerator = fresh_accelerator(parallelism_config=ParallelismConfig(**sizes, tp_handler=handler))
     accelerator._prepare_device_mesh()
     return accelerator
-
-
-class Described:
-    """What `tensor.prepare` and `repoint` ask of an Accelerator, for meshes whose strategies are applied by hand."""
-
-    def __init__(self, mesh, plan=None, is_fsdp2=False):
-        self.torch_device_mesh, self.is_fsdp2 = mesh, is_fsdp2
-        self.parallelism_config = SimpleNamespace(tp_handler=TorchTensorParallelConfig(plan=plan))
-        self._registry = SimpleNamespace(moved=MovedParameters())
-        self._optimizers = []
 
 
 def full(value):
@@ -212,13 +200,6 @@ def same_work():
     assert_same_everywhere([dropped, model.shift.grad.to_local()])
 
 
-def unequal_in_group(model, mesh):
-    """Change the weights of all ranks of a group but the first."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(mesh.get_local_rank())
-
-
 def tiny(family, **changes):
     import transformers
 
@@ -284,48 +265,10 @@ def recomputed():
         compare(ready, reference, train(ready, optimizer, 32), expected)
 
 
-def with_fully_shard():
-    """2 x 2: torch's `fully_shard` over what `tensor.prepare` made of our model and of transformers'."""
-    from transformers import AutoModelForCausalLM
-
-    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp_shard", "tp"))
-    rank = mesh["dp_shard"].get_local_rank()
-    makers = [(lambda: tiny("Llama", tie_word_embeddings=True), None), (lambda: tiny("Qwen3"), None), (Mlp, PLAN)]
-    for make, plan in makers:
-        torch.manual_seed(5)
-        model = make()
-        vocabulary = 12 if plan else 32
-        reference, expected = reference_of(model, vocabulary)
-        unequal_in_group(model, mesh["tp"])
-        accelerator = Described(mesh, plan, is_fsdp2=True)
-        (ready,) = tensor.prepare(accelerator, (model.to(DEVICE),))
-        for layer in getattr(getattr(ready, "model", None), "layers", []):
-            fully_shard(layer, mesh=mesh["dp_shard"])
-        fully_shard(ready, mesh=mesh["dp_shard"])
-        assert all(isinstance(value, DTensor) for value in ready.parameters())
-        optimizer = adamw(ready, foreach=True)
-        losses = []
-        for step in range(STEPS):
-            tokens = batch(step, vocabulary=vocabulary).chunk(2)[rank]
-            loss = loss_of(ready, tokens)
-            loss.backward()
-            clip_grad_norm(ready.parameters(), 0.5)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(torch.tensor(everywhere(loss.item())).mean())
-        compare(ready, reference, torch.stack(losses).to(DEVICE), expected)
-    with shared_folder() as folder:
-        if dist.get_rank() == 0:
-            tiny("Llama").save_pretrained(folder)
-        dist.barrier()
-        loaded = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto")
-    with raised(ValueError, "tp_size is 2", "spread over 4 processes"):
-        tensor.prepare(Described(mesh), (loaded,))
-
-
 def with_fsdp2():
-    """2 x 2 through the Accelerator."""
-    for make, plan in ((lambda: tiny("Qwen3", tie_word_embeddings=True), None), (Mlp, PLAN)):
+    """2 x 2: layers are cut, then sharded."""
+    makers = [(lambda: tiny("Llama"), None), (lambda: tiny("Qwen3", tie_word_embeddings=True), None), (Mlp, PLAN)]
+    for make, plan in makers:
         torch.manual_seed(5)
         model, vocabulary = make(), 12 if plan else 32
         reference, expected = reference_of(model, vocabulary)
@@ -334,7 +277,11 @@ def with_fsdp2():
             parallelism_config=ParallelismConfig(dp_shard_size=2, tp_size=2, tp_handler=handler),
             fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2),
         )
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(dist.get_rank() % 2)  # the first rank of a group wins
         ready, optimizer = accelerator.prepare(model, adamw(model, foreach=True))
+        assert all(isinstance(value, DTensor) for value in ready.parameters())
         rank = accelerator.torch_device_mesh["dp_shard"].get_local_rank()
         losses = []
         for step in range(STEPS):
@@ -350,7 +297,7 @@ def with_fsdp2():
 if __name__ == "__main__":
     PartialState(cpu=CPU)
     if PartialState().num_processes == 4:
-        run(with_fully_shard, with_fsdp2)
+        run(with_fsdp2)
     else:
         checks = [plan_of_the_user, again, refused, same_work, of_transformers]
         run(*checks, *([compiled, recomputed] if sys.argv[1:] else []))
