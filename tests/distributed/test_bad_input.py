@@ -1,7 +1,5 @@
 """Bad input is a clear error on every rank, without a hang, and the exit code says so."""
 
-import pytest
-
 CASES = {
     "gather_shapes": ("DistributedOperationException", "[2, 3]", "[3, 3]"),
     "gather_dimensions": ("DistributedOperationException",),
@@ -16,32 +14,15 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_every_rank_says_what_is_wrong(launch, case):
-    done = launch("fail.py", case, succeeds=False, cpu=True)
-    output = done.stdout + done.stderr
+def test_every_rank_says_what_is_wrong(launch):
+    lines = launch("fail.py", succeeds=False, cpu=True).stdout.splitlines()
     for rank in (0, 1):
-        lines = [line for line in output.splitlines() if f"rank {rank}: " in line]
-        assert lines, output
-        for fragment in CASES[case]:
-            assert fragment in output, (fragment, output)
-        assert "no error" not in lines[0]
+        said = {case: line for case in CASES for line in lines if f"rank {rank}: {case}: " in line}
+        assert said.keys() == CASES.keys(), lines
+        for case, fragments in CASES.items():
+            assert all(fragment in said[case] for fragment in fragments), (fragments, said[case])
 
 
 def test_script_that_is_not_there(launch):
     done = launch("no_such_script.py", succeeds=False)
     assert "no_such_script.py" in done.stderr + done.stdout
-
-
-@pytest.mark.parametrize(
-    ("variables", "fragment"),
-    [
-        ({"WORLD_SIZE": "two", "RANK": "0"}, "two"),
-        ({"WORLD_SIZE": "2", "RANK": "5"}, "5"),
-        ({"WORLD_SIZE": "2"}, "RANK"),
-    ],
-)
-def test_contradicting_world_size_variables(variables, fragment, run_python):
-    done = run_python("from accelerate import PartialState; PartialState(cpu=True)", variables)
-    assert done.returncode != 0
-    assert "ValueError" in done.stderr and fragment in done.stderr, done.stderr

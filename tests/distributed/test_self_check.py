@@ -29,7 +29,9 @@ def test_the_self_check_passes_on_two_processes(tmp_path):
     assert lines[-2:] == ["All checks passed.", "The self check passed: this machine is ready to train."]
 
 
-@pytest.mark.parametrize("broken", [(0,), (1,), (0, 1, 2)], ids=str)
+@pytest.mark.parametrize(
+    "broken", [(1,), *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in [(0,), (0, 1, 2)])]
+)
 def test_a_failure_names_the_check_and_the_rank(launch, broken):
     """Ranks that wait for the broken one in a collective do not keep the run."""
     done = launch("failing_checks.py", *map(str, broken), processes=3, succeeds=False)

@@ -4,7 +4,7 @@ import pytest
 
 
 def test_tensor_parallel(launch):
-    assert launch("check_tensor_parallel.py").stdout.count("ok ") == 8
+    assert launch("check_tensor_parallel.py").stdout.count("ok ") == 6
 
 
 def test_clipping(launch):
@@ -13,7 +13,7 @@ def test_clipping(launch):
 
 @pytest.mark.slow
 def test_tensor_parallel_and_fully_shard(launch):
-    assert launch("check_tensor_parallel.py", processes=4).stdout.count("ok ") == 3
+    assert launch("check_tensor_parallel.py", processes=4).stdout.count("ok ") == 2
 
 
 @pytest.mark.slow

@@ -194,16 +194,6 @@ def _bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
-def write(operation: str, structure: Any, tensors: Sequence[torch.Tensor], inline: float) -> Letter:
-    """Describe an exchange of tensors."""
-    shapes = tuple((tensor.dtype, tuple(tensor.shape)) for tensor in tensors)
-    words = [OPERATIONS.index(operation), checksum(structure), checksum(shapes), 0, len(tensors)]
-    for dtype, shape in shapes:
-        words[3] += _aligned(_bytes(dtype, shape))
-        words += [_CODES.get(dtype, 0), len(shape), *shape]
-    return Letter((operation, structure, shapes), header(words), words[3], inline)
-
-
 def header(words: list[int]) -> torch.Tensor:
     """Return a header: operation, checksums of structure and shapes, bytes, number of tensors, then their shapes."""
     return torch.tensor((words + [0] * WORDS)[:WORDS], dtype=torch.int64).view(torch.uint8)
@@ -261,7 +251,12 @@ class Post:
         if letter is None:
             if len(self._letters) >= MEMORY:
                 self._letters.clear()
-            letter = self._letters[key] = write(operation, structure, tensors, inline)
+            shapes = tuple((tensor.dtype, tuple(tensor.shape)) for tensor in tensors)
+            words = [OPERATIONS.index(operation), checksum(structure), checksum(shapes), 0, len(tensors)]
+            for dtype, shape in shapes:
+                words[3] += _aligned(_bytes(dtype, shape))
+                words += [_CODES.get(dtype, 0), len(shape), *shape]
+            letter = self._letters[key] = Letter((operation, structure, shapes), header(words), words[3], inline)
         return letter
 
     def _expected(self) -> tuple[Any, int]:

@@ -64,8 +64,7 @@ class Topology:
         """Return the processors of each memory node, in the order of the nodes; one node where the kernel knows of none."""
         folders = (self._root / "devices/system/node").glob("node[0-9]*")
         numbers = sorted(int(folder.name[4:]) for folder in folders if folder.name[4:].isdigit())
-        found = [self.node(number) for number in numbers]
-        return [cpus for cpus in found if cpus] or [set(self.allowed)]
+        return [cpus for number in numbers if (cpus := self.node(number))] or [set(self.allowed)]
 
     def node(self, number: int) -> set[int]:
         """Return the processors of a memory node; empty if there is no such node.
@@ -199,10 +198,7 @@ def bind(
 
 def _threads() -> list[int]:
     # Each thread has a mask of its own; those that torch has started already keep the old one otherwise.
-    try:
-        return [int(name) for name in os.listdir("/proc/self/task")]
-    except (OSError, ValueError):
-        return [0]
+    return [int(name) for name in os.listdir("/proc/self/task")]
 
 
 def bind_as_told(index: int, device_type: str, asked: bool = False, environ: Mapping[str, str] = os.environ) -> bool:
@@ -237,15 +233,8 @@ _bound = 0
 
 
 def _local_size(environ: Mapping[str, str]) -> int:
-    for name in _LOCAL_SIZES:
-        if environ.get(name, "").strip():
-            try:
-                return int(environ[name])
-            except ValueError:
-                raise ValueError(
-                    f"The environment variable {name} is {environ[name]!r}; set it to an integer."
-                ) from None
-    return 1
+    given = [environ[name] for name in _LOCAL_SIZES if environ.get(name, "").strip()]
+    return int(given[0]) if given else 1
 
 
 def _devices(count: int) -> list[str]:
@@ -254,10 +243,7 @@ def _devices(count: int) -> list[str]:
 
     if torch.cuda.device_count() < count:
         return []
-    found = []
-    for index in range(count):
-        properties = torch.cuda.get_device_properties(index)
-        if not hasattr(properties, "pci_bus_id"):
-            return []
-        found.append(f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0")
-    return found
+    found = [torch.cuda.get_device_properties(index) for index in range(count)]
+    if not all(hasattr(gpu, "pci_bus_id") for gpu in found):  # older torch
+        return []
+    return [f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0" for gpu in found]

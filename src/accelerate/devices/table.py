@@ -234,8 +234,10 @@ class Xla(Device):
 _T, _R = DistributedType, RNGType
 
 
-def _with_device(probe: Any) -> Any:
-    return functools.partial(probe, check_device=True)
+def _vendor(name: str, backends: tuple[str, ...], visible_env: str | None = None) -> Device:
+    """Return the row of a device whose names follow from one another."""
+    probe = functools.partial(getattr(imports, f"is_{name}_available"), check_device=True)
+    return Device(name, _T[f"MULTI_{name.upper()}"], backends, _R(name), probe, visible_env)
 
 
 # Vendor plug-ins come before CUDA: some of them pose as CUDA devices once they are loaded.
@@ -243,32 +245,14 @@ DEVICES: dict[str, Device] = {
     row.type: row
     for row in (
         Xla("xla", _T.XLA, ("xla",), _R.XLA, imports.is_torch_xla_available),
-        Device("mlu", _T.MULTI_MLU, ("cncl",), _R.MLU, _with_device(imports.is_mlu_available), "MLU_VISIBLE_DEVICES"),
-        Device("sdaa", _T.MULTI_SDAA, ("tccl",), _R.SDAA, _with_device(imports.is_sdaa_available)),
-        Device(
-            "musa", _T.MULTI_MUSA, ("mccl",), _R.MUSA, _with_device(imports.is_musa_available), "MUSA_VISIBLE_DEVICES"
-        ),
-        Device(
-            "npu", _T.MULTI_NPU, ("hccl",), _R.NPU, _with_device(imports.is_npu_available), "ASCEND_RT_VISIBLE_DEVICES"
-        ),
+        _vendor("mlu", ("cncl",), "MLU_VISIBLE_DEVICES"),
+        _vendor("sdaa", ("tccl",)),
+        _vendor("musa", ("mccl",), "MUSA_VISIBLE_DEVICES"),
+        _vendor("npu", ("hccl",), "ASCEND_RT_VISIBLE_DEVICES"),
         Hpu("hpu", _T.MULTI_HPU, ("hccl",), _R.HPU, lambda: imports.is_hpu_available(init_hccl=False)),
-        Device(
-            "neuron",
-            _T.MULTI_NEURON,
-            ("neuron",),
-            _R.NEURON,
-            _with_device(imports.is_neuron_available),
-            "NEURON_RT_VISIBLE_CORES",
-        ),
+        _vendor("neuron", ("neuron",), "NEURON_RT_VISIBLE_CORES"),
         Device("cuda", _T.MULTI_GPU, ("nccl", "gloo"), _R.CUDA, torch.cuda.is_available, "CUDA_VISIBLE_DEVICES"),
-        Device(
-            "xpu",
-            _T.MULTI_XPU,
-            ("xccl", "ccl", "gloo"),
-            _R.XPU,
-            _with_device(imports.is_xpu_available),
-            "ZE_AFFINITY_MASK",
-        ),
+        _vendor("xpu", ("xccl", "ccl", "gloo"), "ZE_AFFINITY_MASK"),
         Mps("mps", _T.NO, (), None, lambda: torch.backends.mps.is_available()),
         Cpu("cpu", _T.MULTI_CPU, ("gloo", "mpi"), None, lambda: True, shareable=True),
     )

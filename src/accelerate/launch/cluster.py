@@ -88,7 +88,7 @@ class _Scheduler:
 _SLURM = _Scheduler(
     "Slurm",
     "SLURM_JOB_ID",
-    dict.fromkeys(("SLURM_JOB_NODELIST", "SLURM_NODELIST"), slurm.some_hosts),
+    dict.fromkeys(("SLURM_JOB_NODELIST", "SLURM_NODELIST"), slurm.hosts),
     "`srun --ntasks-per-node=1 accelerate launch ...`",
 )
 _PBS = _Scheduler(

@@ -154,34 +154,34 @@ def followed(accelerator: Any, model: nn.Module, alike: bool = False) -> Iterato
     Raises:
         ValueError: As `repoint`.
     """
-    before = named(model)
+    before, tied = named(model), ties(model)
     yield
-    _tie_again(model, before)
+    tie(model, tied)
     repoint(accelerator, model, before, alike)
 
 
-def _tie_again(model: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
-    """Give names that meant one parameter one parameter again."""
-    groups: dict[int, list[str]] = {}
-    for name, old in before.items():
-        groups.setdefault(id(old), []).append(name)
-    after = named(model)
-    for names in groups.values():
-        names = [name for name in names if name in after]
-        if len(names) < 2:
-            continue
-        old = before[names[0]]
-        # A layer that was not replaced, such as an embedding, keeps its parameter.
-        shared = old if any(after[name] is old for name in names) else after[names[0]]
-        for name in names:
-            if after[name] is not shared:
-                owner, _, attribute = name.rpartition(".")
-                setattr(_submodule(model, owner), attribute, shared)
+def ties(model: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:
+    """Return the parameters that have several names, with these."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, value in model.named_parameters(remove_duplicate=False):
+        names.setdefault(value, []).append(name)
+    return [(value, several) for value, several in names.items() if len(several) > 1]
 
 
-def _submodule(model: nn.Module, name: str) -> nn.Module:
-    # `named` leaves out the parts that wrappers put in, so the path in the model may be longer.
-    return next(module for path, module in model.named_modules() if canonical_name(path) == name)
+def tie(model: nn.Module, before: list[tuple[nn.Parameter, list[str]]]) -> None:
+    """Give names that meant one parameter one parameter again: the old one if it still has one of them.
+
+    Args:
+        model: Whose parameters were replaced.
+        before: `ties` of the model as it was.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for old, names in before:
+        owners = [(modules.get(owner), own) for owner, _, own in (name.rpartition(".") for name in names)]
+        places = [(owner._parameters, own) for owner, own in owners if own in getattr(owner, "_parameters", ())]
+        now = [parameters[own] for parameters, own in places]
+        for parameters, own in places:
+            parameters[own] = old if any(value is old for value in now) else now[0]
 
 
 def repoint(accelerator: Any, model: nn.Module, before: Mapping[str, nn.Parameter], alike: bool = False) -> None:

@@ -47,27 +47,21 @@ def check(model: nn.Module, axis: str) -> None:
                     f"{kind} was loaded with attn_implementation={used!r}, but {what} works through "
                     "torch.nn.functional.scaled_dot_product_attention alone. Load it with attn_implementation='sdpa'."
                 )
-        if getattr(config, "is_encoder_decoder", False):
-            raise ValueError(
-                f"{kind} is an encoder-decoder, whose two sequences {what} cannot cut. Use a decoder-only model, or set "
-                f"{axis}_size=1."
-            )
-        if kind.endswith(_WHOLE):
-            raise ValueError(
-                f"{kind} pools or compares tokens over the whole sequence after attention, and a rank has a part of them. Use a "
-                f"model with an output for each token, or set {axis}_size=1."
-            )
-        if "position_ids" not in _parameters(found):
-            raise ValueError(
-                f"{kind}.forward takes no position_ids, so positions would restart on every rank. Use another model, or set "
-                f"{axis}_size=1."
-            )
         kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-        if kinds:
-            raise ValueError(
-                f"{kind} has layers of the kinds {sorted(kinds)}, which are local or recurrent along the sequence and know "
-                f"nothing of other ranks. Use a model of full attention, or set {axis}_size=1."
-            )
+        reasons = {
+            f"is an encoder-decoder, whose two sequences {what} cannot cut": getattr(
+                config, "is_encoder_decoder", False
+            ),
+            "pools or compares tokens over the whole sequence after attention, and a rank has a part": kind.endswith(
+                _WHOLE
+            ),
+            "takes no position_ids in its forward, so positions would restart on every rank": (
+                "position_ids" not in _parameters(found)
+            ),
+            f"has layers of the kinds {sorted(kinds)}, which are local or recurrent along the sequence": kinds,
+        }
+        if reason := next((reason for reason, holds in reasons.items() if holds), None):
+            raise ValueError(f"{kind} {reason}. Use another model, or set {axis}_size=1.")
 
 
 def join(model: nn.Module, region: Any, evaluation: bool) -> None:
@@ -282,33 +276,26 @@ class ModelHook:
                 "cannot be given there: leave it out, or give a mask of [batch, length] that pads at the right, with buffers."
             )
         wrong = torch.zeros(2, dtype=torch.int32, device=(mask if mask is not None else given).device)
-        real = None
+        counts = torch.ones((), dtype=torch.bool, device=wrong.device)  # the tokens whose places matter
         if mask is not None:
-            real = mask.bool()
+            real, places = mask.bool(), active.positions
             tokens = real.sum(dim=-1, keepdim=True)
-            places: Tensor = active.positions
             if mask.shape[-1] == active.length:
-                places = torch.arange(active.length, device=mask.device).unsqueeze(0)
+                places = torch.arange(active.length, device=mask.device)
             else:
                 distributed.all_reduce(tokens, group=self.region.group)
+                counts = real
             # Where every token sees all others, padding anywhere would be seen.
             wrong[0] = (real != (places < tokens)).any() if self.causal else (~real).any()
-            real = None if mask.shape[-1] == active.length else real
         if given is not None:
-            differs = given != active.positions
-            # What stands at padding does not matter.
-            wrong[1] = (differs & real).any() if real is not None else differs.any()
+            wrong[1] = ((given != active.positions) & counts).any()
         distributed.all_reduce(wrong, op=distributed.ReduceOp.MAX, group=self.region.group)
-        unaligned, renumbered = wrong.tolist()
-        if unaligned:
-            if not self.causal:
-                raise ValueError(
-                    f"attention_mask has padding, but the attention of {self.name} is not causal: every token would see the "
-                    f"padding, since {self.region.what} has no mask. Use sequences without padding."
-                )
+        unmaskable, renumbered = wrong.tolist()
+        if unmaskable:
             raise ValueError(
-                f"attention_mask has padding before real tokens, which {self.region.what} cannot mask. Pad at the right "
-                "(padding_side='right' of the tokenizer), where causal attention never looks."
+                f"attention_mask of {self.name} has padding that {self.region.what} cannot mask: only padding at the right "
+                "(padding_side='right' of the tokenizer) of causal attention needs no mask, and this is padding before real tokens "
+                f"or attention that is not causal (causal: {self.causal}). Pad at the right, or use sequences without padding."
             )
         if renumbered:
             raise ValueError(

@@ -157,12 +157,10 @@ class Inputs:
                 "Give the model its inputs there: tensors whose first dimension is the batch."
             )
         if structure != self._structure:
-            known, given = {leaf.name for leaf in self.leaves}, {name for name, _ in values}
-            differing = sorted(known ^ given) or sorted(given)
             raise ValueError(
-                f"The arguments are not those that the pipeline was traced with: {', '.join(differing)} "
-                f"{'is missing' if known - given else 'was not in the example'}. Give the same ones in every call, or call "
-                "`prepare_pippy` with these as `example_args` and `example_kwargs`."
+                f"The pipeline was traced with {', '.join(leaf.name for leaf in self.leaves)}, and is called with "
+                f"{', '.join(name for name, _ in values)}. Give the same arguments in every call, or call `prepare_pippy` with "
+                "these as `example_args` and `example_kwargs`."
             )
         return rows, [
             self._compared(leaf, _leaf(*value), value[1], rows)
@@ -336,14 +334,13 @@ def trace(
 
 def _check_points(model: nn.Module, split_points: Sequence[str], stages: int) -> None:
     names = [name for name, _ in model.named_modules() if name]
-    for point in split_points:
-        if point not in names:
-            near = difflib.get_close_matches(str(point), names, n=3, cutoff=0.5) or names[:3]
-            raise ValueError(
-                f"split_points={list(split_points)}: {type(model).__name__} has no module {point!r}. Name one of its modules, "
-                f"such as {', '.join(map(repr, near))}."
-            )
-    if len(set(split_points)) != stages - 1 or len(split_points) != stages - 1:
+    if unknown := [str(point) for point in split_points if point not in names]:
+        near = difflib.get_close_matches(unknown[0], names, n=3, cutoff=0.5) or names[:3]
+        raise ValueError(
+            f"split_points={list(split_points)}: {type(model).__name__} has no module {unknown[0]!r}. Name one of its modules, such "
+            f"as {', '.join(map(repr, near))}."
+        )
+    if not len(set(split_points)) == len(split_points) == stages - 1:
         raise ValueError(
             f"split_points={list(split_points)} name {len(set(split_points))} modules, but {stages} processes are {stages} stages, "
             f"each but the first of which begins with one of them. Name {stages - 1} modules, or use 'auto'."

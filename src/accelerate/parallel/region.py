@@ -198,17 +198,13 @@ class Region:
         """
         problem = self._problem(buffers, dims, lasting)
         on_cpu = all(not isinstance(buffer, Tensor) or buffer.device.type == "cpu" for buffer in buffers)
-        if self._compared and not on_cpu:
-            if problem:
-                raise ValueError(problem)
-            return
-        mine = (problem, None if problem else [_content(buffer) for buffer in buffers])
-        seen: list[Any] = [None] * self.size
-        distributed.all_gather_object(seen, mine, group=self.group)
-        self._compared = True
-        for rank, (other, _) in enumerate(seen):
-            if other:
-                raise ValueError(other if problem else f"{other} (Seen on rank {rank} of {self.axis}.)")
+        seen: list[Any] = [(problem, None)] * self.size
+        if on_cpu or not self._compared:
+            mine = (problem, None if problem else [_content(buffer) for buffer in buffers])
+            distributed.all_gather_object(seen, mine, group=self.group)
+            self._compared = True
+        if found := next((other for other, _ in seen if other), None):
+            raise ValueError(found)
         for rank, (_, content) in enumerate(seen):
             if content != seen[0][1]:
                 raise ValueError(
@@ -248,13 +244,11 @@ class Region:
         if length % whole == 0 and length > 0:
             return None
         more = -length % whole or whole
-        parts, why = f"{self.axis}_size={whole}", ""
-        if self.cuts > 1:
-            parts = f"{self.cuts} x {self.axis}_size={self.size} = {whole}"
-            why = " (each rank gets one part from the front and one from the back, which balances causal attention)"
         return (
-            f"The sequence has {length} tokens, which is not divisible by {parts}{why}: {length} = {length // whole} x {whole} + "
-            f"{length % whole}. Pad it by {more} to {length + more}, or cut it to {length // whole * whole}."
+            f"The sequence has {length} tokens, which is not divisible by {whole}, {self.cuts} x {self.axis}_size={self.size}"
+            f"{' (causal attention is balanced by two parts for each rank)' if self.cuts > 1 else ''}: {length} = "
+            f"{length // whole} x {whole} + {length % whole}. Pad it by {more} to {length + more}, or cut it to "
+            f"{length // whole * whole}."
         )
 
     def _no_buffers(self) -> str | None:

@@ -7,23 +7,19 @@ cut, and losses weighted by tokens after.
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from accelerate.parallel import mesh, models
-from accelerate.parallel.attention import by_gathering, by_ring, exchange
 from accelerate.parallel.region import ATTENTION, NO_MASK, Region, replace
 
 if TYPE_CHECKING:
     from accelerate.accelerator import Accelerator
     from accelerate.config.parallel import DeepSpeedSequenceParallelConfig
 
-_EXPERIMENTAL = "torch.distributed.tensor.experimental"
-# Where torch has kept the choice of the rotation: 2.7 to 2.13 have the first, the second is what it leads to since 2.9.
-_ROTATION_HOMES = (f"{_EXPERIMENTAL}._attention", f"{_EXPERIMENTAL}._context_parallel._attention")
 _HEADS, _LENGTH = 1, 2  # dimensions of query, key and value
 
 
@@ -62,21 +58,19 @@ def prepare(accelerator: "Accelerator", axis: str, objects: Sequence[Any]) -> tu
             raise ValueError(
                 f"{axis}_size={size}, but the device mesh has no dimension {axis!r}. Set {axis}_size above 1."
             )
-        accelerator._cp_context = _context_region(accelerator, part) if axis == "cp" else _ulysses_region(layout, part)
+        if axis == "sp":
+            accelerator._cp_context = SequenceRegion(part, _fixed_length(layout.sp_handler))
+        elif accelerator.device.type == "cpu":
+            # torch deals out two parts to each rank; a length that would fail on an accelerator shall fail on a laptop, too.
+            accelerator._cp_context = Region("cp", part, by_gathering, cuts=2)
+        else:
+            accelerator._cp_context = TorchRegion(part, layout.cp_handler.cp_comm_strategy)
     for model in found:
         models.attach(model, accelerator._cp_context)
     return tuple(objects)
 
 
 # -- context parallelism ---------------------------------------------------------------------------------------------
-
-
-def _context_region(accelerator: "Accelerator", part: Any) -> Region:
-    strategy = accelerator.parallelism_config.cp_handler.cp_comm_strategy
-    if accelerator.device.type != "cpu":
-        return TorchRegion(part, strategy)
-    # torch deals out two parts to each rank; a length that would fail on an accelerator shall fail on a laptop, too.
-    return Region("cp", part, by_ring if strategy == "alltoall" else by_gathering, cuts=2)
 
 
 class TorchRegion(Region):
@@ -124,32 +118,60 @@ class TorchRegion(Region):
 
 
 def _torch_parts() -> tuple[Callable, Callable]:
-    """Return torch's context manager and the setter of its rotation, wherever this version keeps them."""
-    context = getattr(import_module(_EXPERIMENTAL), "context_parallel", None)
-    for home in _ROTATION_HOMES:
-        try:
-            setter = getattr(import_module(home), "set_rotate_method", None)
-        except ImportError:
-            continue
-        if context is not None and setter is not None:
-            return context, setter
-    raise ImportError(
-        f"torch {torch.__version__} has no {_EXPERIMENTAL}.context_parallel with set_rotate_method. Install torch 2.7 to 2.13, or "
-        "set cp_size=1."
-    )
+    """Return torch's context manager and the setter of its rotation."""
+    try:
+        from torch.distributed.tensor.experimental import context_parallel
+        from torch.distributed.tensor.experimental._attention import set_rotate_method
+    except ImportError as error:
+        raise ImportError(
+            f"torch {torch.__version__} has no torch.distributed.tensor.experimental.context_parallel with set_rotate_method. "
+            "Install torch 2.7 to 2.13, or set cp_size=1."
+        ) from error
+    return context_parallel, set_rotate_method
+
+
+def by_gathering(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout: float,
+    causal: bool,
+    scale: float | None,
+    gqa: bool,
+    region: Region,
+) -> Tensor:
+    """Attend from this rank's queries to the keys and values of all ranks: the reference path, for CPUs. All ranks of the group.
+
+    torch's own context parallelism needs the flash or memory-efficient kernels of an accelerator. Tensors are [batch, heads,
+    length / size, width], of the same shapes on all ranks.
+    """
+    if dropout > 0:
+        raise ValueError(
+            f"dropout_p={dropout} in scaled_dot_product_attention: context parallelism on CPU computes exact attention, and "
+            "dropout over a sharded sequence would draw other numbers than over a whole one. Set the attention dropout of the "
+            "model to 0 (`attention_dropout`, `attn_pdrop` or `attention_probs_dropout_prob` of a transformers config)."
+        )
+    together = torch.cat((key, value), dim=-1)
+    copies = together.expand(region.size, *together.shape)
+    together = torch.cat(_all_to_all(copies, region.group).unbind(0), dim=-2)
+    key, value = together.split((key.shape[-1], value.shape[-1]), dim=-1)
+    mask = None
+    if causal:
+        places = torch.arange(query.shape[-2], device=query.device) + region.rank * query.shape[-2]
+        mask = places[:, None] >= torch.arange(key.shape[-2], device=query.device)
+    return ATTENTION(query, key, value, attn_mask=mask, scale=scale, enable_gqa=gqa)
+
+
+def _all_to_all(parts: Tensor, group: Any) -> Tensor:
+    """Give rank i of a group the i-th of the parts, and return what all ranks gave this one, differentiably."""
+    return all_to_all_single_autograd(parts.contiguous(), None, None, group)
 
 
 # -- sequence parallelism -------------------------------------------------------------------------------------------
 
 
 def check_heads(heads: int, key_heads: int, size: int, of: str = "attention") -> None:
-    """Refuse heads that cannot be dealt out to the ranks.
-
-    Args:
-        heads: query heads.
-        key_heads: heads of keys and values, fewer where queries share them.
-        size: ranks that share a sequence.
-        of: whose heads these are, for the message.
+    """Refuse heads that cannot be dealt out to `size` ranks; of few key heads, each goes to several ranks.
 
     Raises:
         ValueError: `heads` is not divisible by `size`, or neither of `key_heads` and `size` by the other.
@@ -158,26 +180,16 @@ def check_heads(heads: int, key_heads: int, size: int, of: str = "attention") ->
         >>> check_heads(32, 8, 4)
         >>> check_heads(32, 2, 4)  # each key head goes to two ranks
     """
-
-    def fits(ranks: int) -> bool:
-        return heads % ranks == 0 and (key_heads % ranks == 0 or ranks % key_heads == 0)
-
-    if fits(size):
-        return
-    why = (
-        f"{heads} heads, and {heads} = {heads // size} x {size} + {heads % size}, so they cannot be dealt out evenly"
-        if heads % size
-        else f"{key_heads} key and value heads, which can be dealt out if {key_heads} is a multiple of {size}, and repeated if "
-        f"{size} is a multiple of {key_heads}"
-    )
-    raise ValueError(
-        f"sp_size={size}: {of} has {why}. Set sp_size to one of {[n for n in range(1, heads + 1) if fits(n)]}, or use context "
-        "parallelism (cp_size), which cuts no heads."
-    )
-
-
-def _ulysses_region(layout: Any, part: Any) -> Region:
-    return SequenceRegion(part, _fixed_length(layout.sp_handler))
+    fitting = [
+        ranks
+        for ranks in range(1, heads + 1)
+        if heads % ranks == 0 and (key_heads % ranks == 0 or ranks % key_heads == 0)
+    ]
+    if size not in fitting:
+        raise ValueError(
+            f"sp_size={size}: {of} has {heads} heads and {key_heads} heads of keys and values, which cannot be dealt out evenly. "
+            f"Set sp_size to one of {fitting}, or use context parallelism (cp_size), which cuts no heads."
+        )
 
 
 def _check_config(model: nn.Module, size: int) -> None:
@@ -235,27 +247,11 @@ def ulysses(
     causal: bool,
     scale: float | None,
     gqa: bool,
-    region: Any,
+    region: Region,
 ) -> Tensor:
-    """Attend over the whole sequence with a part of the heads, and hand the result back in parts of the sequence.
+    """Attend over the whole sequence with a part of the heads, and return the result in parts of the sequence. All ranks of the group.
 
-    All ranks of the group call it, with shards of the same shape. Dropout is drawn on each rank for its heads.
-
-    Args:
-        query: [batch, heads, length / size, width].
-        key: [batch, key heads, length / size, width].
-        value: [batch, key heads, length / size, value width].
-        dropout: probability that a weight is zeroed.
-        causal: whether a query sees only keys at its place and before.
-        scale: factor of the scores; None means 1 / sqrt(width).
-        gqa: whether several query heads share a key head.
-        region: the ranks that share the sequence: `group`, `size`.
-
-    Returns:
-        [batch, heads, length / size, value width].
-
-    Raises:
-        ValueError: tensors without heads, or heads that cannot be dealt out.
+    Tensors are as in `by_gathering`. Dropout is drawn on each rank for its heads.
     """
     if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
         raise ValueError(
@@ -267,9 +263,15 @@ def ulysses(
     if key_heads % size:
         # Fewer key heads than ranks: those whose queries share one get a copy each. The gradients of copies add up.
         key, value = (tensor.repeat_interleave(size // key_heads, dim=_HEADS) for tensor in (key, value))
-    query, key, value = (exchange(tensor, _HEADS, _LENGTH, region.group, size) for tensor in (query, key, value))
+    query, key, value = (_exchange(tensor, _HEADS, _LENGTH, region) for tensor in (query, key, value))
     out = ATTENTION(query, key, value, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=gqa)
-    return exchange(out, _LENGTH, _HEADS, region.group, size)
+    return _exchange(out, _LENGTH, _HEADS, region)
+
+
+def _exchange(tensor: Tensor, split: int, join: int, region: Region) -> Tensor:
+    """Distribute the dimension `split`, which is whole here, and make `join` whole, which is distributed."""
+    parts = torch.stack(tensor.chunk(region.size, dim=split))
+    return torch.cat(_all_to_all(parts, region.group).unbind(0), dim=join)
 
 
 # -- labels and losses -----------------------------------------------------------------------------------------------

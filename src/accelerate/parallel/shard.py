@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accelerate.modules.repoint import named, repoint
+from accelerate.modules.repoint import named, repoint, tie, ties
 from accelerate.modules.unwrap import canonical_name
 from accelerate.parallel import consistency
 from accelerate.parallel.mesh import shard_mesh
@@ -125,8 +125,8 @@ def shard(
         master.upcast(model)
     consistency.require_same_model(accelerator, model, ignored or (), from_main=plugin.cpu_ram_efficient_loading)
     before = named(model)
-    ties = _ties(model)
-    weights = _take_weights(model, ties) if plugin.cpu_ram_efficient_loading else None
+    tied = ties(model)
+    weights = _take_weights(model) if plugin.cpu_ram_efficient_loading else None
     options: dict[str, Any] = {
         "mesh": mesh_of(accelerator),
         "mp_policy": plugin.mixed_precision_policy or MixedPrecisionPolicy(),
@@ -152,7 +152,7 @@ def shard(
         _free_replaced(held)
     if weights is not None:
         allocate(model, accelerator.device, offloads)
-        _tie(ties)
+        tie(model, tied)
         distribute(accelerator, model, weights)
     else:
         _leave_meta(model, plugin.param_init_fn)
@@ -197,19 +197,6 @@ def _free_replaced(held: list[tuple[tuple[nn.Module, str], nn.Parameter]]) -> No
 # -- weights that only rank 0 has ------------------------------------------------------------------------------------
 
 
-def _ties(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    for place, parameter in _held(model):
-        places.setdefault(id(parameter), []).append(place)
-    return [group for group in places.values() if len(group) > 1]
-
-
-def _tie(ties: list[list[tuple[nn.Module, str]]]) -> None:
-    for (first, name), *others in ties:
-        for module, other in others:
-            module._parameters[other] = first._parameters[name]
-
-
 def allocate(model: nn.Module, device: torch.device, offloads: bool) -> None:
     """Give a model memory, off the meta device. Any rank, alone.
 
@@ -220,17 +207,10 @@ def allocate(model: nn.Module, device: torch.device, offloads: bool) -> None:
     """
     from torch.distributed.tensor import DTensor
 
-    model.to_empty(device="cpu" if offloads else device)
-    if not offloads:
-        return
-    for (module, name), parameter in list(_held(model)):
-        if not isinstance(parameter, DTensor):
-            whole = torch.empty_like(parameter, device=device)
-            module._parameters[name] = nn.Parameter(whole, parameter.requires_grad)
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = torch.empty_like(buffer, device=device)
+    def filled(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(tensor, device="cpu" if offloads and isinstance(tensor, DTensor) else device)
+
+    model._apply(filled)  # as `to_empty` does, which knows one device
 
 
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -240,21 +220,20 @@ def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {canonical_name(name): tensor for name, tensor in found.items()}
 
 
-def _take_weights(model: nn.Module, ties: list[list[tuple[nn.Module, str]]]) -> dict[str, torch.Tensor]:
+def _take_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """Move a model to the meta device, in place, and return rank 0's tensors; the other ranks' are dropped."""
     main = torch.distributed.get_rank() == 0
     weights = {name: tensor.detach() for name, tensor in _tensors(model).items()} if main else {}
-    missing = [name for name, tensor in weights.items() if tensor.is_meta]
-    if missing := _from_main(missing):
+    if missing := _from_main([name for name, tensor in weights.items() if tensor.is_meta]):
         raise ValueError(
             f"cpu_ram_efficient_loading=True sends the weights of rank 0 to the others, but {len(missing)} of them are on the "
             f"meta device there, {missing[0]!r} for one. Load the weights on rank 0."
         )
-    held = list(_held(model))
+    held, tied = list(_held(model)), ties(model)
     for (module, name), parameter in held:
         module._parameters[name] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
     _free_replaced(held)
-    _tie(ties)
+    tie(model, tied)
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
@@ -284,9 +263,12 @@ def distribute(
             f"Rank 0's weights do not fit {type(model).__name__}; nothing was loaded: {'; '.join(problems[:5])}. Pass the full "
             "state dict of the model."
         )
-    with torch.no_grad():
-        for name, target in targets.items():
-            _receive(target, weights[name] if main else None, accelerator.device)
+    for name, target in targets.items():
+        sent = torch.empty(target.shape, dtype=target.dtype, device=accelerator.device)
+        if main:
+            sent.copy_(weights[name])
+        torch.distributed.broadcast(sent, src=0)
+        local_part(target).detach().copy_(sent[_box(target)])
 
 
 def _from_main(problems: list[str]) -> list[str]:
@@ -296,23 +278,12 @@ def _from_main(problems: list[str]) -> list[str]:
 
 
 def _misfits(targets: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> list[str]:
-    found = []
-    for name, target in targets.items():
-        stored = weights.get(name)
-        if stored is None:
-            found.append(f"{name} is missing")
-        elif stored.shape != target.shape:
-            found.append(f"{name} is {tuple(stored.shape)} there and {tuple(target.shape)} in the model")
-    return found
-
-
-def _receive(target: torch.Tensor, whole: torch.Tensor | None, device: torch.device) -> None:
-    """Fill one tensor from the whole one that rank 0 has and sends."""
-    sent = torch.empty(target.shape, dtype=target.dtype, device=device)
-    if whole is not None:
-        sent.copy_(whole)
-    torch.distributed.broadcast(sent, src=0)
-    local_part(target).copy_(sent[_box(target)])
+    there = {name: tuple(weights[name].shape) if name in weights else "missing" for name in targets}
+    return [
+        f"{name} is {there[name]} there and {tuple(target.shape)} in the model"
+        for name, target in targets.items()
+        if there[name] != tuple(target.shape)
+    ]
 
 
 def _box(tensor: torch.Tensor) -> tuple[slice, ...]:

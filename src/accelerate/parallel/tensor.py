@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from accelerate.modules.repoint import named, repoint
+from accelerate.modules.repoint import named, repoint, tie, ties
 from accelerate.modules.unwrap import is_compiled_module
 from accelerate.parallel.mesh import submesh, take_from_first
 from accelerate.precision.base import warn_user
@@ -182,12 +182,10 @@ def resolve(model: nn.Module, given: Mapping[str, Any] | None, size: int) -> dic
             f"{_HELP.format(size=size)}."
         )
     matched = _match(model, {f"{prefix}{key}": style for key, style in plan.items()}, strict=bool(given))
-    # A model's own plan has entries for parts that this model may lack.
-    unknown = {
-        key: word
-        for key, word in plan.items()
-        if isinstance(word, str) and word not in WORDS and (given or _present(model, f"{prefix}{key}"))
-    }
+    unknown = {key: word for key, word in plan.items() if isinstance(word, str) and word not in WORDS}
+    if not given:  # a model's own plan has entries for parts that this model may lack
+        names = [name for pairs in (model.named_modules(), model.named_parameters()) for name, _ in pairs]
+        unknown = {k: word for k, word in unknown.items() if any(_fits(name, f"{prefix}{k}") for name in names)}
     if unknown:
         entries = ", ".join(f"{key!r}: {word!r}" for key, word in unknown.items())
         raise ValueError(
@@ -214,11 +212,6 @@ def _own_plan(model: nn.Module) -> tuple[str, Mapping[str, str]]:
 def _fits(name: str, pattern: str) -> bool:
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
-
-
-def _present(model: nn.Module, pattern: str) -> bool:
-    names = (name for pairs in (model.named_modules(), model.named_parameters()) for name, _ in pairs)
-    return any(_fits(name, pattern) for name in names)
 
 
 def _match(model: nn.Module, plan: Mapping[str, Any], strict: bool) -> dict[str, Any]:
@@ -264,23 +257,14 @@ def _check_styles(model: nn.Module, modules: dict[str, nn.Module], styles: Mappi
         for own, parameter in module.named_parameters(recurse=False):
             dimension = cut_dimension(style, module, own)
             if dimension is not None and parameter.shape[dimension] % size:
-                raise ValueError(_indivisible(f"{name}.{own}", module, parameter.shape, dimension, size))
+                extent = parameter.shape[dimension]
+                raise ValueError(
+                    f"{name}.{own} of shape {tuple(parameter.shape)} cannot be cut over tp_size={size} ranks: {extent} = "
+                    f"{extent // size} x {size} + {extent % size}. Choose a tp_size that divides it, leave the module out of the plan, "
+                    f"or pad a vocabulary: model.resize_token_embeddings(pad_to_multiple_of={size})."
+                )
     _check_heads(model, styles, size)
     _check_ties(model, modules, styles)
-
-
-def _indivisible(name: str, module: nn.Module, shape: torch.Size, dimension: int, size: int) -> str:
-    embedding, extent = isinstance(module, nn.Embedding), shape[dimension]
-    what = ("num_embeddings", "embedding_dim") if embedding else ("out_features", "in_features")
-    advice = "Choose a tp_size that divides it, or leave the module out of the plan."
-    if embedding or "lm_head" in name:
-        advice = (
-            f"Pad the vocabulary, model.resize_token_embeddings(pad_to_multiple_of={size}), or choose another tp_size."
-        )
-    return (
-        f"{name} of shape {tuple(shape)} cannot be cut over tp_size={size} ranks: {what[dimension]} is {extent}, and {extent} = "
-        f"{extent // size} x {size} + {extent % size}. {advice}"
-    )
 
 
 def _check_heads(model: nn.Module, styles: Mapping[str, Any], size: int) -> None:
@@ -305,28 +289,15 @@ def _check_heads(model: nn.Module, styles: Mapping[str, Any], size: int) -> None
 def _check_ties(model: nn.Module, modules: dict[str, nn.Module], styles: Mapping[str, Any]) -> None:
     """Refuse a plan that cuts one tied parameter in two ways."""
     of_module = {id(modules[name]): style for name, style in styles.items()}
-    for names in _ties(model):
-        ways: dict[str, int | None] = {}
-        for name in names:
-            owner, _, own = name.rpartition(".")
-            ways[name] = cut_dimension(of_module.get(id(modules[owner])), modules[owner], own)
-        if len(set(ways.values())) > 1:
-            ways_in_words = "; ".join(
-                f"{name}: {'whole' if cut is None else f'dimension {cut}'}" for name, cut in ways.items()
-            )
+    for _, names in ties(model):
+        places = [(modules[owner], own) for owner, _, own in (name.rpartition(".") for name in names)]
+        ways = [cut_dimension(of_module.get(id(module)), module, own) for module, own in places]
+        if len(set(ways)) > 1:
             raise ValueError(
-                f"{' and '.join(names)} are one tied parameter, and the tensor-parallel plan cuts it in different ways ({ways_in_words}). "
-                "For an embedding tied to its output layer, plan the embedding as 'embedding_rowwise' and the layer as "
-                "'colwise_rep', or leave out both."
+                f"{' and '.join(names)} are one tied parameter, and the tensor-parallel plan cuts it along different dimensions "
+                f"({', '.join(map(str, ways))}; None is whole). For an embedding tied to its output layer, plan the embedding as "
+                "'embedding_rowwise' and the layer as 'colwise_rep', or leave out both."
             )
-
-
-def _ties(model: nn.Module) -> list[list[str]]:
-    """Return the names of each parameter that has several."""
-    names: dict[int, list[str]] = {}
-    for name, value in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(value), []).append(name)
-    return [several for several in names.values() if len(several) > 1]
 
 
 # -- cutting ----------------------------------------------------------------------------------------------------
@@ -334,23 +305,13 @@ def _ties(model: nn.Module) -> list[list[str]]:
 
 def _cut(model: nn.Module, styles: Mapping[str, Any], mesh: "DeviceMesh") -> None:
     """Apply the styles, and restore what torch's do not keep: ties, and which parameters are frozen."""
-    ties = _ties(model)
+    tied = ties(model)
     trains = {name: value.requires_grad for name, value in model.named_parameters(remove_duplicate=False)}
     modules = dict(model.named_modules(remove_duplicate=False))
     # A module may have several names, and is cut once.
     for module, style in {id(modules[name]): (modules[name], style) for name, style in styles.items()}.values():
         parallelize_module(module, mesh, style)
-    for first, *others in ties:
-        kept = model.get_parameter(first)
-        for name in others:
-            other, (owner, _, own) = model.get_parameter(name), name.rpartition(".")
-            laid_out = [getattr(value, "placements", "whole") for value in (kept, other)]
-            if laid_out[0] != laid_out[1]:  # by styles of the user's own, which `_check_ties` cannot know
-                raise ValueError(
-                    f"{first} and {name} are one tied parameter, but their styles laid it out as {laid_out[0]} and "
-                    f"{laid_out[1]}. Give both the same."
-                )
-            modules[owner]._parameters[own] = kept
+    tie(model, tied)
     for name, value in model.named_parameters(remove_duplicate=False):
         value.requires_grad_(trains.get(name, value.requires_grad))
 
@@ -366,7 +327,8 @@ def _place_others(model: nn.Module, mesh: "DeviceMesh", keep_plain: bool) -> Non
                 take_from_first(value, torch.device(mesh.device_type), mesh.get_group())
                 placed[id(value)] = value
             elif id(value) not in placed:
-                placed[id(value)] = replicate(value, mesh)
+                whole = distribute_tensor(value.detach(), mesh, [Replicate()])  # with the first rank's values
+                placed[id(value)] = nn.Parameter(whole, requires_grad=value.requires_grad)
             module._parameters[name] = placed[id(value)]
         if own and not keep_plain and not shows_local_views(module):
             LocalView(own).install(module)
@@ -430,17 +392,6 @@ class LocalView:
 def shows_local_views(module: nn.Module) -> bool:
     """Say whether a module computes with plain views of its parameters already."""
     return any(isinstance(getattr(hook, "__self__", None), LocalView) for hook in module._forward_pre_hooks.values())
-
-
-def replicate(parameter: nn.Parameter, mesh: "DeviceMesh") -> nn.Parameter:
-    """Return a parameter as a DTensor that every rank of a mesh has whole, with the first rank's values.
-
-    Args:
-        parameter: a plain parameter, of any device.
-        mesh: one dimension. Every rank of it calls this.
-    """
-    made = distribute_tensor(parameter.detach(), mesh, [Replicate()])
-    return nn.Parameter(made, requires_grad=parameter.requires_grad)
 
 
 class SummedReplica(ParallelStyle):

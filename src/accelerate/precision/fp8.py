@@ -259,6 +259,26 @@ def _new_models(accelerator: "Accelerator", objects: Sequence[Any]) -> Iterator[
             yield item
 
 
+def _convert(
+    accelerator: "Accelerator", objects: Sequence[Any], engine: Engine, convert: Callable, rule: str
+) -> list[nn.Module]:
+    """Convert the new models among some objects, let their optimizers follow, and return those with layers of the library."""
+    found = list(_new_models(accelerator, objects))
+    for model in found:
+        if not engine.converted(model):  # else by its own library, or by the user
+            with followed(accelerator, model):
+                convert(model)
+        if not engine.converted(model):
+            layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
+            odd = sum(1 for layer in layers if layer.in_features % 16 or layer.out_features % 16)
+            warn_user(
+                f"mixed_precision='fp8' converted no layer of {type(model).__name__}, which computes in bfloat16 then: it has "
+                f"{len(layers)} linear layers, {odd} of them with a side that is no multiple of 16, and {rule}, or use "
+                "mixed_precision='bf16'."
+            )
+    return [model for model in found if engine.converted(model)]
+
+
 def prepare_ao(accelerator: "Accelerator", objects: Sequence[Any], converter: Callable) -> tuple[Any, ...]:
     """Convert the models among some objects to float8, and let their optimizers follow. All ranks.
 
@@ -272,13 +292,14 @@ def prepare_ao(accelerator: "Accelerator", objects: Sequence[Any], converter: Ca
     """
     engine, recipe = ENGINES[FP8BackendType.AO], accelerator.ao_recipe_handler
     config = ao_config(recipe.config, accelerator.device, accelerator.is_fsdp2)
-    for model in _new_models(accelerator, objects):
-        if engine.converted(model):
-            continue  # by its own library or by the user
-        with followed(accelerator, model):
-            converter(model, config=config, module_filter_func=recipe.module_filter_func)
-        if not engine.converted(model):
-            _say_nothing_was_converted(model, recipe)
+    rule = "module_filter_func took none of them" if recipe.module_filter_func else "the first and the last stay"
+
+    def convert(model: nn.Module) -> None:
+        converter(model, config=config, module_filter_func=recipe.module_filter_func)
+
+    _convert(
+        accelerator, objects, engine, convert, f"{rule}. Pass AORecipeKwargs(module_filter_func=...) to choose others"
+    )
     return tuple(objects)
 
 
@@ -294,17 +315,6 @@ def ao_config(config: Any, device: torch.device, sharded: bool) -> Any:
     return config
 
 
-def _say_nothing_was_converted(model: nn.Module, recipe: AORecipeKwargs) -> None:
-    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    odd = sum(1 for layer in layers if layer.in_features % 16 or layer.out_features % 16)
-    rule = "module_filter_func took none of them" if recipe.module_filter_func else "the first and the last stay"
-    warn_user(
-        f"mixed_precision='fp8' converted no layer of {type(model).__name__}, which computes in bfloat16 then: it has "
-        f"{len(layers)} linear layers, {odd} of them with a side that is no multiple of 16, and {rule}. Pass "
-        "AORecipeKwargs(module_filter_func=...) to choose others, or use mixed_precision='bf16'.",
-    )
-
-
 def prepare_te(accelerator: "Accelerator", objects: Sequence[Any]) -> tuple[Any, ...]:
     """Convert the models among some objects to Transformer Engine, and let their optimizers follow. All ranks.
 
@@ -317,16 +327,9 @@ def prepare_te(accelerator: "Accelerator", objects: Sequence[Any]) -> tuple[Any,
     """
     engine = ENGINES[FP8BackendType.TE]
     recipe = accelerator.te_recipe_handler or accelerator.fp8_recipe_handler
-    for model in _new_models(accelerator, objects):
-        if not engine.converted(model):
-            with followed(accelerator, model):
-                transformer_engine.convert_model(model)
-        if not engine.converted(model):
-            warn_user(
-                f"mixed_precision='fp8' converted no layer of {type(model).__name__}, which computes in bfloat16 then: no "
-                "linear layer has sides that are multiples of 16, and there is no layer norm with weight and bias.",
-            )
-        elif not transformer_engine.runs_in_fp8(model):
+    rule = "no layer norm has weight and bias. Widen the layers"
+    for model in _convert(accelerator, objects, engine, transformer_engine.convert_model, rule):
+        if not transformer_engine.runs_in_fp8(model):
             transformer_engine.apply_fp8_autowrap(model, recipe)
     return tuple(objects)
 

@@ -173,11 +173,7 @@ def _digest(descriptor: int, start: int, end: int, path: str) -> bytes:
         os.posix_fadvise(descriptor, start, end - start, os.POSIX_FADV_WILLNEED)
     while start < end:
         part = scratch[: min(_STEP, end - start)]
-        if hasattr(os, "preadv"):
-            length = os.preadv(descriptor, [part], start)
-        else:
-            data = os.pread(descriptor, len(part), start)
-            part[: len(data)], length = data, len(data)
+        length = os.preadv(descriptor, [part], start)
         if not length:
             raise OSError(f"{path!r} became shorter while it was read")
         digest.update(part[:length])

@@ -83,30 +83,30 @@ def resolve(environ: Mapping[str, str] | None = None) -> Ranks | None:
     """
     environ = os.environ if environ is None else environ
     found = [(source, names, [integer(environ, name) for name in names]) for source, names in SCHEMES]
-    (_, _, (rank, size, _, _)), others = found[0], found[1:]
-    if rank is None and size is not None and size > 1:
+    rank, size = found[0][2][:2]
+    if rank is not None and size is not None:
+        return _checked(*found[0])
+    if rank is not None and rank > 0:
+        raise ValueError(
+            f"RANK is {rank} but WORLD_SIZE is not set. Set it to the number of processes, or unset RANK."
+        )
+    others = [entry for entry in found[1:] if entry[2][0] is not None]
+    if size is not None and size > 1:
         # mpirun does not set RANK, but its users often export WORLD_SIZE: then the two must be equal.
-        spoken = [entry for entry in others if entry[2][0] is not None]
-        if not spoken:
+        if not others:
             raise ValueError(
                 f"WORLD_SIZE is {size} but RANK is not set. Start the script with `accelerate launch` or torchrun, or set "
                 "RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in every process."
             )
-        source, names, numbers = spoken[0]
-        if numbers[1] is not None and numbers[1] != size:
+        _, names, numbers = others[0]
+        if numbers[1] not in (None, size):
             raise ValueError(
                 f"WORLD_SIZE is {size} but {names[1]} is {numbers[1]}. Unset WORLD_SIZE, or make them equal."
             )
-        return _checked(source, names, numbers)
-    if size is None and rank is not None and rank > 0:
-        raise ValueError(
-            f"RANK is {rank} but WORLD_SIZE is not set. Set it to the number of processes, or unset RANK."
-        )
-    if rank is not None and size is not None:
-        return _checked(*found[0])
+        return _checked(*others[0])
     for source, names, numbers in others:
-        if numbers[0] is not None and numbers[1] is not None and numbers[1] > 1:
-            # `srun --mpi=pmi2` sets PMI_RANK and PMI_SIZE as well, but only Slurm's own variables tell the local rank.
+        if numbers[1] is not None and numbers[1] > 1:
+            # `srun --mpi=pmi2` sets PMI_RANK and PMI_SIZE as well, but only Slurm's own variables give the local rank.
             step = _slurm(environ) if numbers[2] is None else None
             same = step is not None and [step.rank, step.world_size] == numbers[:2]
             return step if same else _checked(source, names, numbers)
@@ -124,19 +124,12 @@ def _checked(source: str, names: tuple[str, ...], numbers: list[int | None]) -> 
             f"{names[3]} is {local_size} but {names[1]} is {size}: a machine cannot run that many of them."
         )
     if local_rank is None or local_rank < 0:
-        if local_size is not None and local_size > 1:
-            if local_size != size:
-                raise ValueError(
-                    f"{names[2]} is not set although {names[3]} is {local_size}; set it in every process."
-                )
-            local_rank = rank
-        else:
-            local_rank = 0
-    if local_rank >= (size if local_size is None else local_size):
-        raise ValueError(
-            f"{names[2]} is {local_rank} but {names[1] if local_size is None else names[3]} is "
-            f"{size if local_size is None else local_size}: local ranks must be smaller."
-        )
+        if local_size not in (None, 1, size):
+            raise ValueError(f"{names[2]} is not set although {names[3]} is {local_size}; set it in every process.")
+        local_rank = rank if local_size == size else 0
+    here, name = (size, names[1]) if local_size is None else (local_size, names[3])
+    if local_rank >= here:
+        raise ValueError(f"{names[2]} is {local_rank} but {name} is {here}: local ranks must be smaller.")
     return Ranks(rank, size, local_rank, local_size, source)
 
 

@@ -7,18 +7,15 @@ seen with Slurm 22.05 and is noted where it matters.
 import itertools
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 # Steps with these numbers and above are no `srun` of a user: the interactive shell of salloc, the batch script, ...
 _SPECIAL_STEPS = 0xFFFFFF00
 # Linux hands out ports from 32768 on to a program that asks for any port; a port below is not taken by chance.
 PORTS = range(20000, 32768)
-_MOST_BRACKETS = 16
 # A name with lists of numbers in it.
 _ENTRY = r"(?:[^\[\],\s]|\[[0-9]+(?:-[0-9]+)?(?:,[0-9]+(?:-[0-9]+)?)*\])+"
-# Longer lists are not searched to the end: no cluster has as many machines, and a hostile list must not cost memory or hours.
-_MOST_HOSTS = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -59,68 +56,44 @@ def integer(environ: Mapping[str, str], name: str) -> int | None:
         return int(text)
     except ValueError:
         raise ValueError(
-            f"The environment variable {name} is {_shown(text)}; a launcher sets it to an integer. Correct or unset it."
+            f"The environment variable {name} is {text!r}; a launcher sets it to an integer. Correct or unset it."
         ) from None
 
 
-def _shown(text: str) -> str:
-    return repr(text) if len(text) <= 200 else f"{text[:200]!r}... ({len(text)} characters)"
-
-
-def hosts(text: str, name: str = "SLURM_NODELIST") -> Iterator[str]:
-    """Expand a list of nodes, one name after the other, so that a long list costs no memory.
+def hosts(text: str, name: str = "SLURM_NODELIST") -> list[str]:
+    """Expand a list of nodes.
 
     Args:
         text: the list, such as "gpu[03-05,09],login1" or "rack[0-1]blade[2-3]".
         name: the variable it comes from, for messages.
 
     Raises:
-        ValueError: it is malformed; raised when the iteration gets there.
+        ValueError: it is malformed.
 
     Example:
-        >>> list(hosts("gpu[08-10],login1"))
+        >>> hosts("gpu[08-10],login1")
         ['gpu08', 'gpu09', 'gpu10', 'login1']
     """
-    try:
-        if re.fullmatch(rf"\s*{_ENTRY}\s*(,\s*{_ENTRY}\s*)*", text) is None:
-            raise ValueError("names are parted by commas, and have lists such as [1-3,7]")
-        for entry in re.findall(_ENTRY, text):
-            if entry.count("[") > _MOST_BRACKETS:
-                raise ValueError(f"an entry has more than {_MOST_BRACKETS} brackets")
-            yield from _expanded(re.split(r"\[(.*?)\]", entry))
-    except ValueError as error:
+    if re.fullmatch(rf"\s*{_ENTRY}\s*(,\s*{_ENTRY}\s*)*", text) is None:
         raise ValueError(
-            f"The environment variable {name} is {_shown(text)}, which is no list of nodes: {error}. Correct or unset it."
-        ) from None
+            f"The environment variable {name} is {text!r}, which is no list of nodes: names are parted by commas, and have lists "
+            "such as [1-3,7]. Correct or unset it."
+        )
+    found: list[str] = []
+    for entry in re.findall(_ENTRY, text):
+        # A part of a name, the list after it, the next part, ...: the last list runs fastest.
+        parts = re.split(r"\[(.*?)\]", entry)
+        choices = [_numbers(part) if place % 2 else [part] for place, part in enumerate(parts)]
+        found += map("".join, itertools.product(*choices))
+    return found
 
 
-def _expanded(parts: list[str]) -> Iterator[str]:
-    """Expand a part of a name, the list after it, the next part, ...: the last list runs fastest."""
-    head, *rest = parts
-    if not rest:
-        yield head
-        return
-    for numbers in rest[0].split(","):
-        first, _, last = numbers.partition("-")
-        low, high = int(first), int(last or first)
-        if high < low:
-            raise ValueError(f"the range {numbers} runs backwards")
-        for number in range(low, high + 1):
-            for tail in _expanded(rest[1:]):
-                yield head + str(number).zfill(len(first)) + tail
-
-
-def some_hosts(text: str, name: str = "SLURM_NODELIST") -> Iterator[str]:
-    """Expand a list of nodes, and stop where no real one goes on: for those who keep the names.
-
-    Args:
-        text: the list.
-        name: the variable it comes from, for messages.
-
-    Raises:
-        ValueError: it is malformed; raised when the iteration gets there.
-    """
-    return itertools.islice(hosts(text, name), _MOST_HOSTS)
+def _numbers(text: str) -> list[str]:
+    found: list[str] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        found += [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]
+    return found
 
 
 def tasks_on(text: str, node: int, name: str = "SLURM_STEP_TASKS_PER_NODE") -> int | None:
@@ -147,7 +120,7 @@ def tasks_on(text: str, node: int, name: str = "SLURM_STEP_TASKS_PER_NODE") -> i
         match = re.fullmatch(r"\s*([0-9]+)(?:\(x([0-9]+)\))?\s*", part)
         if match is None:
             raise ValueError(
-                f"The environment variable {name} is {_shown(text)}; Slurm writes numbers of tasks, such as 4(x2),3. "
+                f"The environment variable {name} is {text!r}; Slurm writes numbers of tasks, such as 4(x2),3. "
                 "Correct or unset it."
             )
         node -= int(match[2] or 1)
@@ -177,7 +150,8 @@ def step(environ: Mapping[str, str]) -> Step | None:
     if size is None or size < 2 or rank is None or is_terminal(environ):
         return None
     node = integer(environ, "SLURM_NODEID") or 0
-    here = _tasks_here(environ)
+    numbers = environ.get("SLURM_GTIDS", "").strip()  # of the tasks that Slurm has started here; some users unset it
+    here = numbers.count(",") + 1 if numbers else None
     listed = tasks_on(environ.get("SLURM_STEP_TASKS_PER_NODE", ""), node)
     # A heterogeneous step lists the nodes by name, and numbers them by component.
     mixed = (integer(environ, "SLURM_HET_SIZE") or 1) > 1
@@ -187,7 +161,10 @@ def step(environ: Mapping[str, str]) -> Step | None:
         return None
     local_rank = integer(environ, "SLURM_LOCALID")
     local_size = here if mixed and here else listed or here
-    return Step(rank, size, local_rank, local_size, node, nodes or _count(environ, size) or node + 1)
+    if not nodes:
+        listing, name = node_list(environ)
+        nodes = len(hosts(listing, name)) if listing else node + 1
+    return Step(rank, size, local_rank, local_size, node, nodes)
 
 
 def in_step(environ: Mapping[str, str]) -> bool:
@@ -198,17 +175,6 @@ def in_step(environ: Mapping[str, str]) -> bool:
     """
     number = environ.get("SLURM_STEP_ID", "").strip()
     return number.isdecimal() and int(number) < _SPECIAL_STEPS
-
-
-def _tasks_here(environ: Mapping[str, str]) -> int | None:
-    """Return how many tasks Slurm has started on this node; it writes their numbers. Some users unset the variable."""
-    text = environ.get("SLURM_GTIDS", "").strip()
-    return text.count(",") + 1 if text else None
-
-
-def _count(environ: Mapping[str, str], size: int) -> int:
-    text, name = node_list(environ)
-    return sum(1 for _ in itertools.islice(hosts(text, name), size)) if text else 0
 
 
 def is_terminal(environ: Mapping[str, str]) -> bool:
@@ -257,14 +223,12 @@ def first_node(environ: Mapping[str, str]) -> str | None:
     if not text:
         return None
     # The list is sorted by name. In a heterogeneous step the nodes of the first component come first all the same.
-    for component in range(min(integer(environ, "SLURM_HET_SIZE") or 0, _MOST_HOSTS)):
+    names = hosts(text, name)
+    for component in range(integer(environ, "SLURM_HET_SIZE") or 0):
         own = f"SLURM_JOB_NODELIST_HET_GROUP_{component}"
-        if not environ.get(own):
-            break
-        first = next(hosts(environ[own], own))
-        if first in some_hosts(text, name):
+        if environ.get(own) and (first := hosts(environ[own], own)[0]) in names:
             return first
-    return next(hosts(text, name))
+    return names[0]
 
 
 def port(environ: Mapping[str, str]) -> int | None:

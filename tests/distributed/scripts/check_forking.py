@@ -5,7 +5,7 @@ from harness import fresh_accelerator
 from torch import nn
 from torch.utils.data import DataLoader
 
-EPOCHS, LIMIT_S = 100, 30
+EPOCHS, LIMIT_S = 40, 30
 
 
 def main():

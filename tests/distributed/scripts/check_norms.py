@@ -17,7 +17,7 @@ from accelerate.modules import norms
 
 CPU = not torch.cuda.is_available()
 DEVICE = "cpu" if CPU else "cuda"
-NORMS = (1.0, 2.0, 3.0, math.inf)
+NORMS = (2.0, 3.0, math.inf)
 WIDTH = 7  # odd: shards are uneven, and with four ranks the last one of a bias of 2 has none
 
 
@@ -57,7 +57,7 @@ def full(gradient):
 
 def same_as_one_process(build, label):
     """Clip `build(whole())` in every norm, and compare norms and gradients with the model of one process."""
-    for norm_type, limit in itertools.product(NORMS, (0.7, 1e6)):
+    for norm_type, limit in zip(NORMS, (0.7, 1e6, 0.7), strict=True):
         reference, model = whole(), build(whole())
         backward(reference)
         backward(model)

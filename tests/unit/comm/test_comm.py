@@ -21,11 +21,6 @@ def test_alone_there_is_nobody_to_ask():
         communicator.all_reduce(tensor, "median")
 
 
-def test_current_builds_the_state_if_it_must():
-    assert type(comm.current()) is Communicator
-    assert PartialState._shared_state
-
-
 def test_type_decides_and_groups_are_told_apart(process_group):
     first = comm.for_type("MULTI_CPU")
     assert isinstance(first, TorchCommunicator) and comm.for_type("FSDP") is first
@@ -33,11 +28,9 @@ def test_type_decides_and_groups_are_told_apart(process_group):
     assert comm.for_type("MULTI_CPU") is not first
 
 
-def test_engine_of_a_lone_process_without_a_group():
-    assert type(comm.for_type("FSDP")) is Communicator
-
-
 def test_several_processes_without_a_group():
+    assert type(comm.for_type("FSDP")) is Communicator, "an engine of a lone process"
+    assert type(comm.current()) is Communicator and PartialState._shared_state
     storage.process.current["num_processes"] = 2
     with pytest.raises(RuntimeError, match="destroyed"):
         comm.for_type("MULTI_CPU")

@@ -42,24 +42,16 @@ def test_types_are_kept(data):
         assert torch.equal(new, old + 1) if isinstance(old, torch.Tensor) else new == old
 
 
-def test_default_factory_survives():
+def test_arguments_reach_the_function_and_other_types_can_be_refused():
     assert plus_one(defaultdict(list, a=torch.ones(1)))["new"] == []
-
-
-def test_arguments_reach_the_function():
     result = nested.recursively_apply(
         lambda a, b, c=0: a + b + c, {"n": 1, "t": "x"}, 2, test_type=lambda o: o == 1, c=3
     )
     assert result == {"n": 6, "t": "x"}
-
-
-def test_other_types_can_be_refused():
-    with pytest.raises(TypeError, match=r"str.*plus"):
-
-        def plus(tensor):
-            return tensor
-
-        nested.recursively_apply(plus, {"a": "text"}, error_on_other_type=True)
+    with pytest.raises(TypeError, match=r"str.*plus_one"):
+        nested.recursively_apply(plus_one, {"a": "text"}, error_on_other_type=True)
+    with pytest.raises(TypeError, match=r"NoneType.*`reduce`"):
+        nested.flatten([torch.ones(1), None], "reduce")
 
 
 def test_flatten_and_rebuild():
@@ -70,11 +62,6 @@ def test_flatten_and_rebuild():
     result = nested.rebuild(data, [t * 10 for t in tensors])
     assert result["b"][1] == Pair(torch.tensor([30]), torch.tensor([40]))
     assert nested.flatten(torch.ones(1), "gather")[1] is None
-
-
-def test_flatten_names_the_operation():
-    with pytest.raises(TypeError, match=r"NoneType.*`reduce`"):
-        nested.flatten([torch.ones(1), None], "reduce")
 
 
 def test_namedtuple_or_not():
@@ -126,21 +113,18 @@ def test_pieces(inputs, first, second):
     assert nested.piece(inputs, 1, 2, False) == second
 
 
+def test_dictionaries():
+    with pytest.raises(ValueError, match=r"same length.*'a': 2.*'b': 3"):
+        nested.piece({"a": [1, 2], "b": [1, 2, 3]}, 0, 2, False)
+    data = {"a": [1, 2], "b": 5}
+    assert nested.piece(data, 0, 1, True) is data, "one process gets everything"
+
+
 def test_tensors_are_cut_along_the_first_dimension():
     data = torch.arange(6).view(3, 2)
     assert nested.piece(data, 1, 2, True).tolist() == [[4, 5], [4, 5]]
     assert nested.piece(torch.arange(1), 2, 3, True).tolist() == [0]
     assert nested.piece(torch.arange(0), 1, 2, True).tolist() == []
-
-
-def test_dictionary_with_values_of_different_length():
-    with pytest.raises(ValueError, match=r"same length.*'a': 2.*'b': 3"):
-        nested.piece({"a": [1, 2], "b": [1, 2, 3]}, 0, 2, False)
-
-
-def test_alone_everything_comes_back():
-    data = {"a": [1, 2], "b": 5}
-    assert nested.piece(data, 0, 1, True) is data
 
 
 def test_datasets_are_selected_from(monkeypatch):

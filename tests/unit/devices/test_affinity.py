@@ -43,43 +43,38 @@ def all_of(kind, count, topology, devices=()):
     return [choose(kind, index, count, topology, devices) for index in range(count)]
 
 
-def test_processes_are_spread_over_nodes_and_sockets(machine):
-    assert all_of("node", 4, machine()) == [node(0), node(1), node(2), node(3)]
-    assert all_of("node", 2, machine()) == [node(0), node(2)]
-    assert all_of("node", 8, machine())[2:4] == [node(1), node(1)]
-    assert all_of("socket", 2, machine()) == [node(0) | node(1), node(2) | node(3)]
-    assert set().union(*all_of("exclusive", 12, machine())) == set(range(32))
+DEVICES = ["0000:FF:00.0", "0000:1b:02.0", "0000:aa:00.0"]
+SOME = {2, 3, 18, 9}  # a container or a scheduler has said so
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "allowed", "devices", "expected"),
+    [
+        ("node", 4, range(32), (), [node(0), node(1), node(2), node(3)]),
+        ("node", 2, range(32), (), [node(0), node(2)]),
+        ("socket", 2, range(32), (), [node(0) | node(1), node(2) | node(3)]),
+        ("node", 2, SOME, (), [{2, 3, 18}, {9}]),
+        ("socket", 2, SOME, (), [{2, 3, 18}, {9}]),
+        ("exclusive", 1, SOME, (), [{2, 3, 18}]),
+        ("exclusive", 3, {0, 1, 2}, (), [{0}, {1}, {2}]),
+        ("exclusive", 3, {0, 16, 1}, (), [{0, 16}, {1}, {0, 16}]),  # more processes than cores
+        ("node", 3, range(32), DEVICES, [node(2), node(0), node(3)]),
+        ("exclusive", 2, range(32), DEVICES[:1] * 2, [{8, 9, 24, 25}, {10, 11, 26, 27}]),
+        # A device that the kernel knows nothing about, or whose node this process may not use, is as none.
+        ("node", 2, range(32), ["0000:00:00.0", DEVICES[1]], [node(0), node(0)]),
+        ("node", 1, {4}, DEVICES[1:2], [{4}]),
+    ],
+)
+def test_places(machine, kind, count, allowed, devices, expected):
+    assert all_of(kind, count, machine(allowed), devices) == expected
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8, 16])
-def test_nobody_shares_a_core_as_long_as_there_are_enough(machine, count):
+def test_processes_share_no_core_as_long_as_there_are_enough(machine, count):
     chosen = all_of("exclusive", count, machine())
     assert all(chosen) and sum(map(len, chosen)) == len(set().union(*chosen))
     for cpus in chosen:
         assert {cpu % 16 for cpu in cpus if cpu < 16} == {cpu % 16 for cpu in cpus if cpu >= 16}  # whole cores
-
-
-def test_more_processes_than_cores_share(machine):
-    chosen = all_of("exclusive", 5, machine({0, 16, 1}))
-    assert chosen[:2] == [{0, 16}, {1}] and all(chosen)
-
-
-def test_only_what_the_process_may_use(machine):
-    """A container or a scheduler has said so."""
-    allowed = {2, 3, 18, 9}
-    assert all_of("node", 2, machine(allowed)) == [{2, 3, 18}, {9}]
-    assert all_of("socket", 2, machine(allowed)) == [{2, 3, 18}, {9}]
-    assert all_of("exclusive", 1, machine(allowed)) == [{2, 3, 18}]
-    assert all_of("exclusive", 3, machine({0, 1, 2})) == [{0}, {1}, {2}]
-
-
-def test_devices_decide(machine):
-    devices = ["0000:FF:00.0", "0000:1b:02.0", "0000:aa:00.0"]
-    assert all_of("node", 3, machine(), devices) == [node(2), node(0), node(3)]
-    assert all_of("exclusive", 2, machine(), [devices[0]] * 2)[0] == {8, 9, 24, 25}
-    # One that the kernel knows nothing about, or whose node this process may not use, is placed like one without a device.
-    assert all_of("node", 2, machine(), ["0000:00:00.0", devices[1]]) == [node(0), node(0)]
-    assert all_of("node", 1, machine({4}), [devices[1]]) == [{4}]
 
 
 def test_a_machine_without_nodes(tmp_path):
@@ -101,24 +96,15 @@ def bound(monkeypatch):
     return calls
 
 
-def test_all_threads_are_bound(bound, tmp_path):
-    assert affinity.bind("exclusive", 1, 2, root=tmp_path) == {2, 3}
-    assert bound == [(5, {2, 3}), (6, {2, 3})]
-
-
-def test_other_systems_say_that_they_cannot(bound, monkeypatch, caplog):
-    monkeypatch.delattr(os, "sched_setaffinity")
-    assert affinity.bind("node", 0, 1) is None
-    assert "--numa_affinity node has no effect" in caplog.text
-
-
-def test_a_refusal_is_told(bound, monkeypatch, tmp_path, caplog):
+def test_what_cannot_be_done_is_logged(bound, monkeypatch, tmp_path, caplog):
     def refuse(pid, cpus):
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(os, "sched_setaffinity", refuse)
     assert affinity.bind("node", 0, 1, root=tmp_path) is None
-    assert "Process 0 keeps its processors" in caplog.text
+    monkeypatch.delattr(os, "sched_setaffinity")
+    assert affinity.bind("node", 0, 1) is None
+    assert "Process 0 keeps its processors" in caplog.text and "--numa_affinity node has no effect" in caplog.text
 
 
 def told(monkeypatch, index, device="cpu", asked=False, **environ):
@@ -140,8 +126,6 @@ def test_the_variables_of_the_launcher(bound, monkeypatch):
     assert told(monkeypatch, 0, device="cuda", asked=True) == (False, [])  # the recorded function does that
     with pytest.raises(ValueError, match="choose one of none, node"):
         told(monkeypatch, 0, ACCELERATE_NUMA_AFFINITY="moon")
-    with pytest.raises(ValueError, match="LOCAL_WORLD_SIZE is 'two'"):
-        told(monkeypatch, 0, ACCELERATE_NUMA_AFFINITY="node", LOCAL_WORLD_SIZE="two")
 
 
 def test_a_process_is_bound_once(bound, monkeypatch):

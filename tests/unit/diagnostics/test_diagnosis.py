@@ -40,60 +40,37 @@ def at(rank, waits=False, position="here", backend="gloo", inside="", **counters
     )
 
 
-def test_who_waits_in_a_collective_that_we_have_not_joined_is_stuck(diagnosis, clock):
-    hear(diagnosis, clock, 1, at(0, world=5), at(1, world=6, waits=True), at(2, world=5))
-    assert diagnosis.stuck([1, 2]) == [1]
+RECEIVES = "torch.distributed.c10d_logger.wrapper > torch.distributed.distributed_c10d.recv"
+BEHIND = [at(0, world=5), at(2, world=5)]
 
 
-def test_one_answer_is_not_enough(diagnosis, clock):
-    hear(diagnosis, clock, 0, at(0, world=5), at(1, world=6, waits=True), at(2, world=5))
-    clock[0] -= 1
-    assert diagnosis.stuck([1, 2]) == []
+@pytest.mark.parametrize(
+    ("seconds", "answers", "stuck"),
+    [
+        (1, [*BEHIND, at(1, world=6, waits=True)], [1]),  # in a collective that we have not joined
+        (-1, [*BEHIND, at(1, world=6, waits=True)], []),  # one answer is not enough
+        # Rank 1 has started nothing that rank 0 has not: it waits for rank 2, which computes.
+        (100, [*BEHIND, at(1, world=5, pair=3, waits=True)], []),
+        (100, [*BEHIND, at(1, world=9)], []),  # it computes, and gloo counts messages between two ranks as well
+        (100, [*BEHIND, at(1, world=6, waits=True, inside=RECEIVES)], []),  # for a message
+        # On a GPU it does not matter where one stands still.
+        (1, [at(rank, world=5 + rank % 2, backend="nccl") for rank in range(3)], [1]),
+        (3, [at(0), at(1, waits=True), at(2)], []),  # without counters waiting must last
+        (7, [at(0), at(1, waits=True), at(2)], [1]),
+        (10, [at(0, world=5), at(1, world=5, waits=True), at(2, world=5, waits=True)], []),
+        (16, [at(0, world=5), at(1, world=5, waits=True), at(2, world=5, waits=True)], [1, 2]),  # both wait
+    ],
+)
+def test_who_is_stuck(diagnosis, clock, seconds, answers, stuck):
+    hear(diagnosis, clock, max(seconds, 0), *answers)
+    clock[0] += min(seconds, 0)
+    assert diagnosis.stuck([1, 2]) == stuck
 
 
 def test_who_moves_is_not_stuck(diagnosis, clock):
     hear(diagnosis, clock, 1, at(0, world=5), at(1, world=6, waits=True), at(2, world=5))
     diagnosis.observations[1].add(clock[0], at(1, world=6, waits=True, position="elsewhere"))
     assert diagnosis.stuck([1, 2]) == []
-
-
-def test_who_waits_for_a_third_rank_is_waited_for(diagnosis, clock):
-    # Rank 1 has started nothing that rank 0 has not: it waits for rank 2, which computes.
-    hear(diagnosis, clock, 100, at(0, world=5), at(1, world=5, pair=3, waits=True), at(2, world=5))
-    assert diagnosis.stuck([1, 2]) == []
-
-
-def test_who_computes_is_waited_for_even_if_ahead(diagnosis, clock):
-    # gloo counts messages between two ranks as well.
-    hear(diagnosis, clock, 100, at(0, world=5), at(1, world=9), at(2, world=5))
-    assert diagnosis.stuck([1, 2]) == []
-
-
-def test_who_waits_for_a_message_is_waited_for(diagnosis, clock):
-    inside = "torch.distributed.c10d_logger.wrapper > torch.distributed.distributed_c10d.recv"
-    hear(diagnosis, clock, 100, at(0, world=5), at(1, world=6, waits=True, inside=inside), at(2, world=5))
-    assert diagnosis.stuck([1, 2]) == []
-
-
-def test_on_a_gpu_it_does_not_matter_where_one_stands_still(diagnosis, clock):
-    hear(diagnosis, clock, 1, *(at(rank, world=5 + rank % 2, backend="nccl") for rank in range(3)))
-    assert diagnosis.stuck([1, 2]) == [1]
-
-
-def test_without_counters_waiting_must_last(diagnosis, clock):
-    answers = [at(0), at(1, waits=True), at(2)]
-    hear(diagnosis, clock, 3, *answers)
-    assert diagnosis.stuck([1, 2]) == []
-    hear(diagnosis, clock, 3, *answers)
-    assert diagnosis.stuck([1, 2]) == [1]
-
-
-def test_where_all_wait_nobody_comes(diagnosis, clock):
-    answers = [at(0, world=5), at(1, world=5, waits=True), at(2, world=5, waits=True)]
-    hear(diagnosis, clock, 10, *answers)
-    assert diagnosis.stuck([1, 2]) == []
-    hear(diagnosis, clock, 6, *answers)
-    assert diagnosis.stuck([1, 2]) == [1, 2]
 
 
 def test_silence_counts_unless_the_process_is_seen(diagnosis, clock):

@@ -11,7 +11,6 @@ from accelerate.config.enums import FP8BackendType
 from accelerate.diagnostics.memory import memory_report
 from accelerate.diagnostics.precision import precision_report
 from accelerate.diagnostics.table import table
-from accelerate.precision.footprint import no_sync_memory_note
 from precision_table import Net, check, rows
 
 
@@ -52,16 +51,10 @@ def test_it_prints_as_a_table(trained):
         accelerator.precision_report(3)
 
 
-def test_before_the_first_step_it_says_what_gradients_will_be():
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
-    report = accelerator.precision_report(accelerator.prepare(nn.Linear(2, 2)))
-    assert report.dtype_of("gradients") == "float32" and report.dtype_of("optimizer state") == "-"
-    assert not report.notes
-
-
 def test_contradictions_are_warnings(trained):
     accelerator, model = trained
     report = accelerator.precision_report(accelerator.prepare(nn.Linear(2, 2).to(torch.bfloat16)))
+    assert report.dtype_of("gradients") == "bfloat16" and report.dtype_of("optimizer state") == "-"
     assert report.warnings == 2 and "pure bfloat16 training, without float32 master weights" in report.notes[0]
     assert "\nwarning: mixed_precision='bf16' asked for, but 2 trainable" in str(report)
     model.more = nn.Parameter(torch.ones(1))
@@ -114,7 +107,3 @@ def test_a_device_with_an_allocator(monkeypatch):
     report = memory_report([nn.Linear(2, 2)], [], torch.device("mtia"), lambda numbers: numbers, None)
     assert (report.rows[0].peak, report.rows[0].activations) == (1000, 1000)  # the model is on the CPU
     assert "torch.mtia.reset_peak_memory_stats()" in str(report)
-
-
-def test_only_shards_have_a_note_on_no_sync():
-    assert no_sync_memory_note(nn.Linear(4, 4)) == ""

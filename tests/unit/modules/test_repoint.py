@@ -41,14 +41,9 @@ def moved():
     return MovedParameters()
 
 
-def test_a_parameter_that_never_moved_is_itself(moved):
-    (parameter,) = parameters(1)
-    assert moved.now(parameter) is parameter
-    assert not moved.follow(torch.optim.SGD([parameter]))
-
-
 def test_replacements_chain(moved):
     first, second, third = parameters(3)
+    assert moved.now(first) is first and not moved.follow(torch.optim.SGD([first]))
     moved.record("w", first, second)
     moved.record("w", second, third)
     assert moved.now(first) is third
@@ -56,6 +51,8 @@ def test_replacements_chain(moved):
     assert moved.follow(optimizer)
     assert held(optimizer) == [[id(third)]]
     assert not moved.follow(optimizer)
+    moved.clear()
+    assert moved.now(first) is first
 
 
 def test_groups_keep_their_order_and_options(moved):
@@ -110,13 +107,6 @@ def test_old_parameters_are_not_kept_alive(moved):
     assert len(moved._new) == len(moved._names) == 0
 
 
-def test_clear_forgets(moved):
-    old, new = parameters(2)
-    moved.record("w", old, new)
-    moved.clear()
-    assert moved.now(old) is old
-
-
 def test_names_are_the_users():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].weight = model[0].weight
@@ -135,17 +125,6 @@ def test_prepared_optimizers_follow_and_later_ones_can():
     assert held(prepared) == wanted
     assert owner._registry.moved.follow(later)
     assert held(later) == wanted
-
-
-def test_a_tied_parameter_counts_once():
-    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
-    model[1].weight = model[0].weight
-    owner, before = accelerator(), named(model)
-    replace(model)
-    repoint(owner, model, before)
-    optimizer = torch.optim.SGD([before["0.weight"]])
-    assert owner._registry.moved.follow(optimizer)
-    assert held(optimizer) == [[id(model[0].weight)]]
 
 
 def test_a_refusal_leaves_the_replacements_known():

@@ -4,7 +4,6 @@ import functools
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -17,22 +16,9 @@ from accelerate.modules.unwrap import (
 )
 
 
-@pytest.fixture
-def group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def test_a_plain_model_is_returned_as_it_is():
+def test_wrappers_come_off(process_group):
     net = nn.Linear(1, 1)
-    assert extract_model_from_parallel(net) is net
-    assert extract_model_from_parallel(net, False, False, True) is net
-    assert not is_parallel_wrapper(net)
-
-
-def test_wrappers_come_off(group):
-    net = nn.Linear(1, 1)
+    assert extract_model_from_parallel(net, False, False, True) is net and not is_parallel_wrapper(net)
     assert extract_model_from_parallel(nn.DataParallel(net)) is net
     wrapped = DistributedDataParallel(net)
     assert is_parallel_wrapper(wrapped)
@@ -57,41 +43,24 @@ def test_an_engine_is_recognised_once_its_library_is_loaded(monkeypatch):
     assert extract_model_from_parallel(DeepSpeedEngine(net)) is net
 
 
-def test_compilation_is_kept_or_taken_off(group):
-    net = nn.Linear(1, 1)
-    compiled = torch.compile(net, backend="eager")
-    assert extract_model_from_parallel(compiled) is compiled
-    assert extract_model_from_parallel(compiled, keep_torch_compile=False) is net
-    wrapped = DistributedDataParallel(compiled)
-    assert extract_model_from_parallel(wrapped) is compiled
-    assert extract_model_from_parallel(wrapped, keep_torch_compile=False) is net
+def test_compilation_is_kept_or_taken_off(process_group):
+    net = nn.ModuleDict({"blocks": nn.ModuleList([nn.ReLU(), nn.ReLU()]), "head": nn.Linear(1, 1)})
+    regions, whole = compile_regions(net, backend="eager"), torch.compile(net, backend="eager")
+    again = torch.compile(DistributedDataParallel(whole), backend="eager")
+    wrappers = [(DistributedDataParallel(regions), regions), (DistributedDataParallel(whole), whole), (again, whole)]
+    for wrapped, compiled in [(regions, regions), (whole, whole), *wrappers]:
+        assert extract_model_from_parallel(wrapped) is compiled
+        assert extract_model_from_parallel(wrapped, keep_torch_compile=False) is net
 
 
-def test_a_compiled_wrapper_stays_usable(group):
+def test_a_compiled_wrapper_stays_usable(process_group):
     net = nn.Linear(1, 1)
     wrapped = DistributedDataParallel(net)
     compiled = torch.compile(wrapped, backend="eager")
     inner = extract_model_from_parallel(compiled)
     assert is_compiled_module(inner) and inner._orig_mod is net
     assert compiled._orig_mod is wrapped, "the model in use still synchronises gradients"
-    x = torch.ones(1, 1)
-    assert torch.equal(inner(x), net(x))
-
-
-def test_compiled_inside_a_compiled_wrapper(group):
-    net = nn.Linear(1, 1)
-    compiled = torch.compile(net, backend="eager")
-    outer = torch.compile(DistributedDataParallel(compiled), backend="eager")
-    assert extract_model_from_parallel(outer) is compiled
-    assert extract_model_from_parallel(outer, keep_torch_compile=False) is net
-
-
-def test_compiled_regions_are_kept_or_taken_off(group):
-    net = nn.ModuleDict({"blocks": nn.ModuleList([nn.ReLU(), nn.ReLU()]), "head": nn.Linear(1, 1)})
-    compiled = compile_regions(net, backend="eager")
-    wrapped = DistributedDataParallel(compiled)
-    assert extract_model_from_parallel(wrapped) is compiled
-    assert extract_model_from_parallel(wrapped, keep_torch_compile=False) is net
+    assert torch.equal(inner(torch.ones(1, 1)), net(torch.ones(1, 1)))
 
 
 def test_inner_wrappers_come_off_on_request():
@@ -102,7 +71,7 @@ def test_inner_wrappers_come_off_on_request():
     assert outer[0][0] is net
 
 
-def test_a_wrapper_that_was_compiled_comes_off_a_submodule(group):
+def test_a_wrapper_that_was_compiled_comes_off_a_submodule(process_group):
     net = nn.Linear(1, 1)
     wrapped = DistributedDataParallel(net)
     outer = nn.ModuleDict({"part": torch.compile(wrapped, backend="eager"), "same": wrapped})
@@ -113,7 +82,7 @@ def test_a_wrapper_that_was_compiled_comes_off_a_submodule(group):
     assert torch.equal(outer["part"](torch.ones(1, 1)), net(torch.ones(1, 1))), "the wrapper does not run any more"
 
 
-def test_a_module_of_ones_own_called_module_is_no_wrapper(group):
+def test_a_module_of_ones_own_called_module_is_no_wrapper(process_group):
     own = nn.Module()
     own.module = nn.Linear(1, 1)
     outer = nn.Sequential(DistributedDataParallel(own))
@@ -139,13 +108,8 @@ def test_a_forward_that_was_on_the_instance_goes_back_there():
     net.forward = lambda x: "wrapped"
     extract_model_from_parallel(net, keep_fp32_wrapper=False)
     assert net.__dict__["forward"] is hooked
-
-
-def test_a_forward_that_nobody_replaced_stays():
-    net = nn.Linear(1, 1)
-    net.forward = patched = functools.partial(nn.Linear.forward, net)
-    extract_model_from_parallel(net, keep_fp32_wrapper=False)
-    assert net.__dict__["forward"] is patched
+    extract_model_from_parallel(net, keep_fp32_wrapper=False)  # there is none any more
+    assert net.__dict__["forward"] is hooked
 
 
 def test_canonical_name():

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 
 from accelerate.parallel import tensor
 from accelerate.utils import ParallelismConfig, TorchTensorParallelConfig
@@ -33,49 +35,35 @@ def kinds(model, plan, size=2):
     return {name: type(style).__name__ for name, style in tensor.resolve(model, plan, size).items()}
 
 
-def test_a_pattern_reaches_every_layer():
-    found = kinds(Model(), {"layers.*.up": "colwise", "layers.*.down": "rowwise", "embed": "embedding_rowwise"})
-    assert found == {
-        "layers.0.up": "ColwiseParallel",
-        "layers.1.up": "ColwiseParallel",
-        "layers.0.down": "RowwiseParallel",
-        "layers.1.down": "RowwiseParallel",
-        "embed": "RowwiseParallel",
-    }
+UP = {"layers.0.up": "ColwiseParallel", "layers.1.up": "ColwiseParallel"}
 
 
-def test_a_star_stays_between_its_dots():
-    assert kinds(Model(), {"*": "replicate", "layers.*.norm": "sequence_parallel"}) == {
-        "layers.0.norm": "SplitSequence",
-        "layers.1.norm": "SplitSequence",
-    }
-
-
-def test_a_name_comes_before_a_pattern():
-    from torch.distributed.tensor.parallel import ColwiseParallel
-
-    own = ColwiseParallel()
-    found = tensor.resolve(Model(), {"layers.*.up": "colwise_rep", "layers.1.up": own}, 2)
-    assert found["layers.1.up"] is own and found["layers.0.up"] is not own
-
-
-def test_a_model_brings_its_plan_also_inside_a_wrapper():
+@pytest.mark.parametrize(
+    ("plan", "found"),
+    [
+        ({"layers.*.up": "colwise", "embed": "embedding_rowwise"}, {**UP, "embed": "RowwiseParallel"}),
+        # A star stays between its dots.
+        (
+            {"*": "replicate", "layers.*.norm": "sequence_parallel"},
+            {f"layers.{n}.norm": "SplitSequence" for n in (0, 1)},
+        ),
+        # A name comes before a pattern.
+        ({"layers.*.up": "rowwise", "layers.1.up": "colwise"}, {**UP, "layers.0.up": "RowwiseParallel"}),
+        ({"layers.0.down": "rowwise"}, {"layers.0.down": "RowwiseParallel"}),  # the user's comes before the model's
+        (None, UP),
+    ],
+)
+def test_plans(plan, found):
     model = Model()
     model._tp_plan = {"layers.*.up": "colwise", "layers.*.absent": "moe_tp_experts"}
-    wrapper = nn.Module()
-    wrapper.base = model
-    assert set(kinds(wrapper, None)) == {"base.layers.0.up", "base.layers.1.up"}
-
-
-def test_the_plan_of_the_user_comes_before_the_models():
-    model = Model()
-    model._tp_plan = {"layers.*.up": "colwise"}
-    assert set(kinds(model, {"layers.0.down": "rowwise"})) == {"layers.0.down"}
+    assert kinds(model, plan) == found
+    if plan is None:
+        wrapper = nn.Module()
+        wrapper.base = model
+        assert kinds(wrapper, None) == {f"base.{name}": kind for name, kind in UP.items()}
 
 
 def test_token_numbers_of_an_embedding_are_never_split():
-    from torch.distributed.tensor import Replicate
-
     style = tensor.resolve(Model(), {"embed": "rowwise"}, 2)["embed"]
     assert style.input_layouts == (Replicate(),)
 
@@ -100,25 +88,18 @@ def test_a_plan_that_does_not_fit_is_refused(plan, message):
 
 
 @pytest.mark.parametrize(
-    ("plan", "message"),
+    ("plan", "size", "message"),
     [
-        (
-            {"layers.*.up": "colwise"},
-            r"layers\.0\.up\.weight of shape \(16, 8\).*tp_size=3.*out_features is 16, and 16 = 5 x 3 \+ 1",
-        ),
-        ({"layers.*.down": "rowwise"}, r"in_features is 16, and 16 = 5 x 3 \+ 1"),
-        ({"embed": "embedding_colwise"}, r"embedding_dim is 8, and 8 = 2 x 3 \+ 2"),
+        ({"layers.*.up": "colwise"}, 3, r"layers\.0\.up\.weight of shape \(16, 8\).*tp_size=3.*16 = 5 x 3 \+ 1"),
+        ({"layers.*.down": "rowwise"}, 3, r"\(8, 16\).*16 = 5 x 3 \+ 1"),
+        ({"embed": "embedding_colwise"}, 3, r"8 = 2 x 3 \+ 2"),
+        ({"embed": "embedding_rowwise"}, 2, r"13 = 6 x 2 \+ 1\..* pad a vocabulary"),
+        ({"lm_head": "colwise_rep"}, 2, r"13 = 6 x 2 \+ 1\..* pad a vocabulary"),
     ],
 )
-def test_what_cannot_be_divided_is_refused_with_the_arithmetic(plan, message):
+def test_what_cannot_be_divided_is_refused_with_the_arithmetic(plan, size, message):
     with pytest.raises(ValueError, match=message):
-        tensor.resolve(Model(), plan, 3)
-
-
-def test_a_vocabulary_that_cannot_be_divided_is_to_be_padded():
-    for plan in ({"embed": "embedding_rowwise"}, {"lm_head": "colwise_rep"}):
-        with pytest.raises(ValueError, match=r"is 13, and 13 = 6 x 2 \+ 1\. Pad the vocabulary"):
-            tensor.resolve(Model(rows=13), plan, 2)
+        tensor.resolve(Model(rows=13), plan, size)
 
 
 @pytest.mark.parametrize(("field", "heads"), [("num_attention_heads", 3), ("num_key_value_heads", 1)])
@@ -170,19 +151,14 @@ class Scaled(nn.Module):
 @pytest.fixture
 def scaled():
     """A module whose parameter is a DTensor on a mesh of one process, and shown as a plain tensor."""
-    from torch.distributed.device_mesh import init_device_mesh
-
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     module = Scaled()
-    module.weight = tensor.replicate(module.weight, init_device_mesh("cpu", (1,), mesh_dim_names=("tp",)))
-    tensor.LocalView(["weight"]).install(module)
+    tensor._place_others(module, init_device_mesh("cpu", (1,), mesh_dim_names=("tp",)), keep_plain=False)
     yield module
     torch.distributed.destroy_process_group()
 
 
 def test_a_module_sees_plain_tensors_only_while_it_runs(scaled):
-    from torch.distributed.tensor import DTensor
-
     kept = scaled.weight
     for options in ({}, {"again": True}):
         scaled(torch.tensor([3.0]), **options).sum().backward()
@@ -198,8 +174,6 @@ def test_the_parameters_come_back_after_an_error(scaled):
 
 
 def test_a_copy_shows_its_own_parameters(scaled):
-    from torch.distributed.tensor import DTensor
-
     other = copy.deepcopy(scaled)
     with torch.no_grad():
         other.weight.to_local().fill_(5.0)

@@ -26,30 +26,9 @@ class Named(nn.Module):
         return {"logits": output, "raw_dtype": output.dtype}
 
 
-def test_forward_runs_in_the_low_dtype_and_returns_float32():
-    model = Named()
-    amp.wrap_forward(model, "cpu", precision("bf16"))
-    output = model(torch.ones(1, 2))
-    assert output["raw_dtype"] is torch.bfloat16 and output["logits"].dtype is torch.float32
-
-
-def test_signature_stays_the_models_own():
-    model = Named()
-    amp.wrap_forward(model, "cpu", precision("bf16"))
-    assert list(inspect.signature(model.forward).parameters) == ["inputs", "scale"]
-
-
-def test_unwrapping_leaves_no_trace():
-    model = Named()
-    before = set(model.__dict__)
-    amp.wrap_forward(model, "cpu", precision("bf16"))
-    amp.unwrap_forward(model)
-    assert set(model.__dict__) == before
-    assert model(torch.ones(1, 2))["raw_dtype"] is torch.float32
-
-
 def test_wrapping_twice_wraps_once_and_a_deep_copy_is_its_own():
     model = Named()
+    before = set(model.__dict__)
     amp.wrap_forward(model, "cpu", precision("bf16"))
     amp.wrap_forward(model, "cpu", precision("bf16"))
     assert model.forward.__wrapped__ is Named.forward
@@ -57,7 +36,13 @@ def test_wrapping_twice_wraps_once_and_a_deep_copy_is_its_own():
     with torch.no_grad():
         twin.layer.weight.zero_(), twin.layer.bias.zero_()
     assert twin(torch.ones(1, 2))["logits"].abs().sum() == 0
-    assert model(torch.ones(1, 2))["logits"].abs().sum() != 0
+    output = model(torch.ones(1, 2))
+    assert output["raw_dtype"] is torch.bfloat16 and output["logits"].dtype is torch.float32
+    assert output["logits"].abs().sum() != 0
+    assert list(inspect.signature(model.forward).parameters) == ["inputs", "scale"]
+    amp.unwrap_forward(model)
+    assert set(model.__dict__) == before
+    assert model(torch.ones(1, 2))["raw_dtype"] is torch.float32
 
 
 def test_a_forward_replaced_on_the_instance_is_put_back():
@@ -117,14 +102,12 @@ def test_without_a_precision_nothing_is_cast_or_scaled():
     assert "forward" not in model.__dict__
     assert amp.make_scaler("cpu", precision("no")) is amp.make_scaler("cpu", precision("bf16")) is None
     assert amp.make_scaler("cpu", precision("fp16"), GradScalerKwargs(init_scale=8.0)).get_scale() == 8.0
-    with amp.autocast_context("cpu", precision("no")):
-        assert not torch.is_autocast_enabled("cpu")
-
-
-def test_autocast_can_be_switched_off():
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        with amp.autocast_context("cpu", precision("no"), AutocastKwargs(enabled=False)):
-            assert not torch.is_autocast_enabled("cpu")
+    for handler, outside in ((None, False), (AutocastKwargs(enabled=False), True)):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=outside):
+            with amp.autocast_context("cpu", precision("no"), handler):
+                assert not torch.is_autocast_enabled("cpu")
+    with pytest.raises(ValueError, match="fp17.*bf16"):
+        precision("fp17")
 
 
 def test_float16_weights_are_refused_by_name():
@@ -133,11 +116,6 @@ def test_float16_weights_are_refused_by_name():
         amp.check_weights(nn.Linear(1, 1).half(), scaler)
     amp.check_weights(nn.Linear(1, 1).half().requires_grad_(False), scaler)
     amp.check_weights(nn.Linear(1, 1).half(), None)
-
-
-def test_unknown_precision_lists_the_choices():
-    with pytest.raises(ValueError, match="fp17.*bf16"):
-        precision("fp17")
 
 
 @pytest.mark.parametrize(

@@ -94,27 +94,40 @@ def test_the_general_recipe_names_its_library(installed, capability):
     assert fp8.setup(accelerator(CUDA), handlers(fp8_recipe_handler=bare(FP8RecipeKwargs, backend="MSAMP"))) is MSAMP
 
 
-def test_no_library(installed):
-    with pytest.raises(ImportError, match="none is installed"):
-        fp8.setup(accelerator(), handlers())
-
-
-def test_a_recipe_whose_library_is_missing(installed):
-    installed(AO)
-    with pytest.raises(ImportError, match=r"MSAMPRecipeKwargs.*`msamp` is not installed"):
-        fp8.setup(accelerator(CUDA), handlers(msamp_recipe_handler=MSAMPRecipeKwargs()))
-
-
-def test_two_recipes(installed):
-    installed(AO, MSAMP)
-    both = handlers(ao_recipe_handler=bare(AORecipeKwargs), msamp_recipe_handler=MSAMPRecipeKwargs())
-    with pytest.raises(ValueError, match="AORecipeKwargs and MSAMPRecipeKwargs"):
-        fp8.setup(accelerator(), both)
-    both = handlers(
-        fp8_recipe_handler=bare(FP8RecipeKwargs, backend="MSAMP"), msamp_recipe_handler=MSAMPRecipeKwargs()
-    )
-    with pytest.raises(ValueError, match="FP8RecipeKwargs and MSAMPRecipeKwargs"):
-        fp8.setup(accelerator(), both)
+@pytest.mark.parametrize(
+    ("there", "device", "given", "error", "said"),
+    [
+        ((), CPU, {}, ImportError, "none is installed"),
+        ((AO,), CUDA, {"msamp": MSAMPRecipeKwargs()}, ImportError, r"MSAMPRecipeKwargs.*`msamp` is not installed"),
+        (
+            (AO, MSAMP),
+            CPU,
+            {"ao": bare(AORecipeKwargs), "msamp": MSAMPRecipeKwargs()},
+            ValueError,
+            "AORecipeKwargs and MSAMPRecipeKwargs",
+        ),
+        (
+            (AO, MSAMP),
+            CPU,
+            {"fp8": bare(FP8RecipeKwargs, backend="MSAMP"), "msamp": MSAMPRecipeKwargs()},
+            ValueError,
+            "FP8RecipeKwargs and MSAMPRecipeKwargs",
+        ),
+        ((TE, MSAMP), CPU, {}, ValueError, r"Transformer Engine.*'cpu'; MS-AMP.*'cpu'.*pip install torchao"),
+        (
+            (TE, MSAMP),
+            CPU,
+            {"te": bare(TERecipeKwargs)},
+            ValueError,
+            "Transformer Engine does not compute in 8 bits on 'cpu'",
+        ),
+        ((TE, AO), torch.device("mps"), {}, ValueError, "'mps'"),
+    ],
+)
+def test_refusals(installed, there, device, given, error, said):
+    installed(*there)
+    with pytest.raises(error, match=said):
+        fp8.setup(accelerator(device), handlers(**{f"{name}_recipe_handler": one for name, one in given.items()}))
 
 
 @pytest.mark.parametrize(("word", "kind"), [("TE", TE), ("msamp", MSAMP), ("Ao", AO), ("NO", NO), ("", NO)])
@@ -140,17 +153,7 @@ def test_old_gpus_are_refused_with_what_they_are(installed, capability):
     assert fp8.setup(accelerator(CUDA), handlers()) is TE
 
 
-def test_libraries_for_gpus_alone_are_refused_on_a_cpu(installed):
-    installed(TE, MSAMP)
-    with pytest.raises(ValueError, match=r"Transformer Engine.*'cpu'; MS-AMP.*'cpu'.*pip install torchao"):
-        fp8.setup(accelerator(), handlers())
-    with pytest.raises(ValueError, match="Transformer Engine does not compute in 8 bits on 'cpu'"):
-        fp8.setup(accelerator(), handlers(te_recipe_handler=bare(TERecipeKwargs)))
-
-
 def test_intels_gaudi_and_other_devices(installed):
     installed(TE, AO)
     assert fp8.choose_engine({TE: bare(TERecipeKwargs)}, torch.device("hpu")) is TE
-    with pytest.raises(ValueError, match="'mps'"):
-        fp8.choose_engine({}, torch.device("mps"))
     assert fp8.choose_engine({}) is TE  # hardware left out

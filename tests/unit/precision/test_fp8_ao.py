@@ -11,9 +11,8 @@ from torch import nn
 
 from accelerate import Accelerator
 from accelerate.config.enums import FP8BackendType
-from accelerate.config.fp8 import AORecipeKwargs
 from accelerate.precision import fp8
-from accelerate.utils.ao import convert_model_to_fp8_ao
+from accelerate.state import AcceleratorState
 from accelerate.utils.imports import is_torchao_available
 
 real = pytest.mark.skipif(not is_torchao_available(), reason="needs torchao")
@@ -103,19 +102,10 @@ def test_a_model_of_which_nothing_is_converted_is_named(recorded):
 
 
 def train(precision, steps=12):
-    from accelerate.state import AcceleratorState
-
     AcceleratorState._reset_state(True)
     model = net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    if precision == "fp8":
-        from torchao.float8 import Float8LinearConfig
-
-        run = accelerator(AORecipeKwargs(config=Float8LinearConfig(emulate=True)))
-        fp8.prepare_ao(run, (model, optimizer), convert_model_to_fp8_ao)
-    else:
-        run = Accelerator(cpu=True, mixed_precision=precision)
-    model, optimizer = run.prepare(model, optimizer)
+    run = Accelerator(cpu=True, mixed_precision=precision)
+    model, optimizer = run.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
     generator = torch.Generator().manual_seed(1)
     losses = []
     for _ in range(steps):
@@ -125,66 +115,21 @@ def train(precision, steps=12):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return model, losses
+    return run, model, losses
 
 
 @real
-def test_training_in_float8_stays_near_bfloat16():
-    model, losses = train("fp8")
+def test_training_in_float8_stays_near_bfloat16_and_pickles(tmp_path):
+    with pytest.warns(UserWarning, match="emulated"):
+        run, model, losses = train("fp8")
     names = [name for name, module in model.named_modules() if type(module).__name__ == "Float8Linear"]
     assert names == ["2"]  # neither first nor last, nor those with a side of 24
-    _, reference = train("bf16")
-    assert losses[-1] < losses[0] * 0.97
-    assert losses != reference
-    assert max(abs(a - b) / b for a, b in zip(losses, reference, strict=True)) < 0.02
-
-
-@real
-def test_the_weights_of_converted_layers_are_trained_and_saved(tmp_path):
-    recipe = AORecipeKwargs()
-    assert (
-        recipe.config.enable_fsdp_float8_all_gather
-    )  # torchao replaces parameters for it; only FSDP2 has a use for that
-    run = accelerator(recipe)
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    with pytest.warns(UserWarning, match="emulated"):
-        fp8.prepare_ao(run, (model, optimizer), convert_model_to_fp8_ao)
-    model, optimizer = run.prepare(model, optimizer)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    run.backward(model(torch.randn(4, 16)).pow(2).sum())
-    optimizer.step()
-    assert all(not torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    before, untrained = model[2].weight, net()[2].weight
+    assert not torch.equal(before, untrained), "converted layers are trained"
     run.save_model(model, tmp_path)
     assert (tmp_path / "model.safetensors").stat().st_size > 0
-
-
-@real
-def test_torchaos_own_parameters_are_followed(process_group):
-    """FSDP2's gathering in 8 bits needs a parameter of torchao's own type, which optimizers made before do not have."""
-    from torchao.float8 import Float8LinearConfig
-
-    recipe = AORecipeKwargs(config=Float8LinearConfig(emulate=True, enable_fsdp_float8_all_gather=True))
-    run = Accelerator(cpu=True)
-    stand_in = types.SimpleNamespace(
-        ao_recipe_handler=recipe, device=run.device, is_fsdp2=True, _registry=run._registry, _optimizers=[]
-    )
-    model = net()
-    old = model[2].weight
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    fp8.prepare_ao(stand_in, (model, optimizer), convert_model_to_fp8_ao)
-    assert model[2].weight is not old and run._registry.moved.now(old) is model[2].weight
-    run._registry.moved.follow(optimizer)
-    assert any(held is model[2].weight for held in optimizer.param_groups[0]["params"])
-
-
-@real
-def test_the_facade_converts_at_prepare_and_pickles():
-    run = Accelerator(cpu=True, mixed_precision="fp8")
     assert run.fp8_backend is FP8BackendType.AO and run.has_fp8_handler
-    model = net()
-    with pytest.warns(UserWarning, match="emulated"):
-        model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
-    assert [name for name, module in model.named_modules() if type(module).__name__ == "Float8Linear"] == ["2"]
-    assert model(torch.ones(2, 16)).dtype is torch.float32
     assert pickle.loads(pickle.dumps(run)).fp8_backend is FP8BackendType.AO
+    reference = train("bf16")[2]
+    assert losses[-1] < losses[0] * 0.97 and losses != reference
+    assert max(abs(a - b) / b for a, b in zip(losses, reference, strict=True)) < 0.02

@@ -41,6 +41,13 @@ def test_nothing_to_do_says_nothing(recwarn):
     low = nn.Linear(2, 2).half()
     with pytest.warns(UserWarning):
         assert upcast(low) == 6 * 2
+    with torch.device("meta"):
+        empty = nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
+    with pytest.warns(UserWarning):
+        assert upcast(empty) == 32
+    assert empty.weight.dtype is torch.float32 and empty.weight.is_meta
+    with pytest.raises(ValueError, match="bfloat16.*no wider"):
+        upcast(nn.Linear(1, 1), torch.bfloat16)
     recwarn.clear()
     assert upcast(low) == 0 and not recwarn.list
 
@@ -53,14 +60,6 @@ def test_a_gradient_follows_and_training_goes_on():
     assert model.weight.grad.dtype is torch.float32
     model(torch.ones(1, 2)).sum().backward()
     assert model.weight.grad.tolist() == [[2.0, 2.0], [2.0, 2.0]]
-
-
-def test_meta_parameters_change_without_memory():
-    with torch.device("meta"):
-        model = nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
-    with pytest.warns(UserWarning):
-        assert upcast(model) == 32
-    assert model.weight.dtype is torch.float32 and model.weight.is_meta
 
 
 def test_a_spread_parameter_changes_inside_and_outside(process_group):
@@ -86,11 +85,6 @@ def test_only_the_main_process_warns(recwarn):
         storage.process.bind({"process_index": 1})
         assert upcast(nn.Linear(2, 2).half()) == 12
     assert not [item for item in recwarn.list if "trainable parameters" in str(item.message)]
-
-
-def test_a_dtype_that_is_no_wider_is_refused():
-    with pytest.raises(ValueError, match="bfloat16.*no wider"):
-        upcast(nn.Linear(1, 1), torch.bfloat16)
 
 
 @pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (-(2**31), "-2.0 GiB")])
