@@ -4,40 +4,18 @@ import gc
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from accelerate.data.adapter import DataLoaderStateMixin
 from accelerate.data.build import prepare_data_loader, skip_first_batches
 from accelerate.data.loader import DataLoaderShard, SkipDataLoader
 from accelerate.state import GradientState
-
-
-class Numbers(torch.utils.data.Dataset):
-    def __init__(self, length=10):
-        self.length = length
-
-    def __len__(self):
-        return self.length
-
-    def __getitem__(self, index):
-        return index
-
-
-class Stream(IterableDataset):
-    def __init__(self, length=10):
-        self.length = length
-
-    def __iter__(self):
-        return iter(range(self.length))
+from loader_samples import Numbers, Stream, values
 
 
 def prepared(length=10, batch_size=3, processes=1, index=0, **options):
     loader = DataLoader(Numbers(length), batch_size, **options)
     return prepare_data_loader(loader, num_processes=processes, process_index=index)
-
-
-def values(loader):
-    return [batch.tolist() for batch in loader]
 
 
 def test_the_last_batch_is_known_as_such():
