@@ -133,7 +133,7 @@ def test_the_buffer_of_a_datasets_stream_is_seen():
     assert iterable.has_buffer(shuffled) and iterable.has_buffer(shuffled.map(lambda row: row))
 
 
-# -- ending together, with the other processes played by the test; tests/distributed/test_streams.py has real ones ------
+# -- ending together, with the other processes played by the test; tests/distributed/test_loaders.py has real ones ------
 
 READY, ENDED, FAILED = 0, 1, 2
 
