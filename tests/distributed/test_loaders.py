@@ -5,7 +5,7 @@ import pytest
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize("processes", [pytest.param(1, marks=SLOW), 2, pytest.param(3, marks=SLOW), 4])
+@pytest.mark.parametrize("processes", [2, *(pytest.param(number, marks=SLOW) for number in (1, 3, 4))])
 def test_loaders_across_processes(launch, processes):
     assert "ok all" in launch("check_loaders.py", processes=processes).stdout
 

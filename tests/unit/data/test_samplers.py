@@ -1,6 +1,5 @@
 """Random orders that can be drawn again, and batch samplers that are divided among processes."""
 
-import pickle
 from itertools import cycle, islice
 
 import pytest
@@ -12,11 +11,9 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 from accelerate.data.samplers import (
     BatchSamplerShard,
     ReplayableRandomSampler,
-    SamplerShard,
     SeedableRandomSampler,
     SkipBatchSampler,
     batches_from,
-    draw_seed,
 )
 
 
@@ -47,12 +44,6 @@ def test_an_abandoned_iteration_does_not_move_the_epoch_on():
     sampler = SeedableRandomSampler(range(8), data_seed=1)
     next(iter(sampler))
     assert sampler.epoch == 0
-
-
-def test_the_pickle_names_the_public_path():
-    sampler = SeedableRandomSampler(range(8), data_seed=1)
-    assert b"accelerate.data_loader" in pickle.dumps(sampler)
-    assert list(pickle.loads(pickle.dumps(sampler))) == order_of(1)
 
 
 @pytest.mark.parametrize("options", [{}, {"num_samples": 5}, {"replacement": True, "num_samples": 70}])
@@ -94,13 +85,6 @@ def test_a_sampler_with_a_generator_uses_it():
     sampler = RandomSampler(range(8), generator=torch.Generator().manual_seed(9))
     ReplayableRandomSampler.adopt(sampler)
     assert list(sampler) == order_of(9)
-
-
-def test_draw_seed_is_one_draw():
-    torch.manual_seed(0)
-    seed = draw_seed()
-    torch.manual_seed(0)
-    assert int(torch.empty((), dtype=torch.int64).random_()) == seed
 
 
 # -- sharding of batch samplers; test_truth_samplers.py has every small case ---------------------------------------------
@@ -186,11 +170,3 @@ def test_skipping_a_sequential_sampler_builds_nothing():
     assert next(iter(SkipBatchSampler(shard, 100_000_000))) == [800_000_004, 800_000_005, 800_000_006, 800_000_007]
     assert next(batches_from(BatchSampler(counted(100), 4, False), 3)) == [12, 13, 14, 15]
     assert len(drawn) == 16, "an unknown sampler is drawn from, but once only"
-
-
-def test_single_indices_are_taken_in_turn():
-    shards = [SamplerShard(range(5), 2, index) for index in range(2)]
-    assert [list(shard) for shard in shards] == [[0, 2, 4], [1, 3, 0]]
-    assert [len(shard) for shard in shards] == [3, 3]
-    assert shards[0].round_log == {2: (1, 0)}
-    assert list(SamplerShard(range(5), 2, 1, even_batches=False)) == [1, 3]
