@@ -14,6 +14,7 @@ from __future__ import annotations
 import io
 import math
 import pickle
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,6 +49,8 @@ def over_leaves(function: Callable[..., Any], batch: Any, *others: Any) -> Any:
     """Apply `function` to the corresponding leaves of equally built batches; the containers are built anew."""
     if isinstance(batch, torch.Tensor):
         return function(batch, *others)
+    if type(batch) is dict and not others:  # the common batch, spared the questions below
+        return {key: over_leaves(function, value) for key, value in batch.items()}
     items = children(batch)
     if items is None:
         return function(batch, *others)
@@ -196,14 +199,15 @@ class BatchBroadcast:
         """Send a batch, or what ends an epoch in its place: a failure, or None if there is no batch at all."""
         file = io.BytesIO()
         pickler = _Pickler(file)
-        pickler.dump(value)
-        parts = [torch.frombuffer(file.getbuffer(), dtype=torch.uint8), *pickler.parts]
-        size = sum(aligned(len(part)) for part in parts)
+        pickler.dump((value.batch, value.real, value.sizes, value.last) if isinstance(value, Message) else value)
+        described, offset = file.tell(), aligned(file.tell())
+        size = offset + sum(aligned(len(part)) for part in pickler.parts)
         fits = size <= self.shared
         buffer = self._on_host(HEADER + self.shared)
-        buffer[:HEADER].numpy().view("int64")[:3] = (self.sequence, len(parts[0]), size)
-        body, offset = buffer[HEADER:] if fits else self._on_host(size), 0
-        for part in parts:
+        body = buffer[HEADER:] if fits else self._on_host(size)
+        memoryview(buffer.numpy())[:HEADER] = struct.pack(f"3q{HEADER - 24}x", self.sequence, described, size)
+        memoryview(body.numpy())[:described] = file.getbuffer()
+        for part in pickler.parts:
             body[offset : offset + len(part)].copy_(part)
             offset += aligned(len(part))
         self._broadcast(buffer.to(self.device))
@@ -233,7 +237,7 @@ class BatchBroadcast:
         value = _Unpickler(description, body[aligned(described) :]).load()
         if isinstance(value, Failure):
             raise RuntimeError(f"The dispatching process could not read its next batch: {value.reason}")
-        return value
+        return None if value is None else Message(*value)
 
     def _on_host(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
