@@ -223,18 +223,15 @@ def as_stateful(loader: DataLoader, **changes: Any) -> DataLoader:
     stateful = stateful_loader_class()
     if isinstance(loader, stateful):
         return variant(loader, next_iter_state=None, **changes)
-    settings = {name: getattr(loader, name) for name in _LOADER_PARAMETERS if hasattr(loader, name)} | changes
+    given = {name: getattr(loader, name, None) for name in _LOADER_PARAMETERS} | changes
+    # torch warns about an empty pin_memory_device, too.
+    settings = {name: value for name, value in given.items() if value is not None and value != ""}
     if is_stream(loader):
         unused = {"sampler", "batch_sampler"}
-    elif settings["batch_sampler"] is None:
-        settings["batch_size"] = None
-        unused = {"batch_sampler", "drop_last"}
-    else:
+    elif "batch_sampler" in settings:
         unused = {"batch_size", "sampler", "drop_last"}
-    if not loader.num_workers:
-        unused |= {"persistent_workers", "prefetch_factor"}
-    if not settings.get("pin_memory_device"):
-        unused.add("pin_memory_device")  # torch warns about it even when it is empty
+    else:
+        settings["batch_size"], unused = None, {"drop_last"}
     return stateful(**{name: value for name, value in settings.items() if name not in unused})
 
 
@@ -328,7 +325,10 @@ class DataLoaderAdapter:
 
     def __reduce_ex__(self, protocol: int) -> Any:
         # The default would name the class above and rebuild something else than what was saved.
-        return _rebuild, (type(self), self.__dict__.copy())
+        return object.__new__, (type(self),), self._state_to_pickle()
+
+    def _state_to_pickle(self) -> dict[str, Any]:
+        return vars(self).copy()
 
     def __len__(self) -> int:
         try:
@@ -434,12 +434,6 @@ class DataLoaderAdapter:
             )
 
 
-def _rebuild(cls: type, state: dict[str, Any]) -> Any:
-    loader = object.__new__(cls)
-    loader.__dict__.update(state)
-    return loader
-
-
 class DataLoaderStateMixin:
     """Loop state of a loader: it tells `GradientState` that it is being iterated, and where it stands.
 
@@ -457,8 +451,6 @@ class DataLoaderStateMixin:
     end_of_dataloader: bool = False
     remainder: int = -1
     _drop_last: bool = False
-    # On XLA devices a thread reads ahead; the wrapper around this loader is the active one then.
-    read_in_background: bool = False
 
     def reset(self) -> None:
         """Forget the end and the remainder of the last iteration."""
@@ -470,14 +462,12 @@ class DataLoaderStateMixin:
         self.reset()
         self.remainder = self._remainder_ahead()
         self._progress.running = True
-        if not self.read_in_background:
-            self.gradient_state._add_dataloader(self)
+        self.gradient_state._add_dataloader(self)
 
     def end(self) -> None:
         """Finish an iteration: the loader that was active before becomes active again."""
         self._progress.running = False
-        if not self.read_in_background:
-            self.gradient_state._remove_dataloader(self)
+        self.gradient_state._remove_dataloader(self)
 
     @functools.cached_property
     def _progress(self) -> Progress:

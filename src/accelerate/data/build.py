@@ -6,7 +6,6 @@ import copy
 import logging
 import math
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
@@ -21,18 +20,18 @@ from accelerate.data.dispatcher import DataLoaderDispatcher
 from accelerate.data.iterable import CountingCollate, IterableDatasetShard
 from accelerate.data.loader import DataLoaderShard, PreparedLoader, SkipDataLoader, skipping
 from accelerate.data.plan import DataPlan, ShardLayout
-from accelerate.data.resume import is_stateful
+from accelerate.data.resume import Pending, is_stateful
 from accelerate.data.samplers import (
     BatchSamplerShard,
     ReplayableRandomSampler,
     SamplerShard,
     SeedableRandomSampler,
+    check_split,
     draw_seed,
 )
 from accelerate.data.workers import SeededDataset
 from accelerate.process import PartialState
 from accelerate.runtime import traits
-from accelerate.utils.random import synchronize_rng_states
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +85,7 @@ def prepare_data_loader(
             WebDataset's `split_by_node`, and torch datapipes with a `sharding_filter`.
 
     Returns:
-        A `DataLoaderShard` or `DataLoaderDispatcher`; on XLA devices wrapped into torch_xla's loader.
+        A `DataLoaderShard` or `DataLoaderDispatcher`; on XLA devices one that torch_xla's loader reads for.
 
     Raises:
         TypeError: `dataloader` is not a torch loader.
@@ -110,8 +109,9 @@ def prepare_data_loader(
     state = PartialState()
     num_processes = state.num_processes if num_processes is None else num_processes
     process_index = state.process_index if process_index is None else process_index
-    layout = ShardLayout.of(num_processes, process_index, torch_device_mesh)
-    reading = _reading(dataloader, layout, num_processes, shard_iterable_dataset, dispatch_batches, put_on_device)
+    layouts = [ShardLayout.of(num_processes, rank, torch_device_mesh) for rank in range(num_processes)]
+    layout = layouts[process_index]
+    reading = _reading(dataloader, layout.num_shards, shard_iterable_dataset, dispatch_batches, put_on_device)
     dispatch = reading == plan.DISPATCHED
     if slice_fn_for_dispatch is not None and not dispatch:
         warnings.warn(
@@ -119,7 +119,10 @@ def prepare_data_loader(
             stacklevel=2,
         )
     if split_batches:
-        _check_split(dataloader, layout.num_shards)
+        size = dataloader.batch_size
+        check_split(
+            getattr(batching_sampler(dataloader), "batch_size", None) if size is None else size, layout.num_shards
+        )
     if use_seedable_sampler:
         dataloader = _with_seedable_sampler(dataloader, num_processes, data_seed)
     generator = None if dispatch or num_processes == 1 else _shared_generator(dataloader)
@@ -128,14 +131,7 @@ def prepare_data_loader(
     ReplayableRandomSampler.adopt(get_sampler(dataloader))
 
     made = plan.make(
-        dataloader,
-        layout,
-        reading=reading,
-        num_processes=num_processes,
-        process_index=process_index,
-        mesh=torch_device_mesh,
-        split_batches=split_batches,
-        even_batches=even_batches,
+        dataloader, layouts, process_index, reading=reading, split_batches=split_batches, even_batches=even_batches
     )
     changes = _changes(dataloader, layout, reading, split_batches, even_batches)
     stateful = use_stateful_dataloader or is_stateful(dataloader)
@@ -147,19 +143,18 @@ def prepare_data_loader(
         "torch_device_mesh": torch_device_mesh,
         "_base": base,
     }
-    device = state.device if device is None else device
-    on_xla = not dispatch and put_on_device and traits.of(state.distributed_type).xla
     if dispatch:
-        loader = DataLoaderDispatcher(
+        loader: PreparedLoader = DataLoaderDispatcher(
             base.dataset, split_batches=split_batches, slice_fn=slice_fn_for_dispatch, **common
         )
     else:
-        own_device = device if put_on_device and not on_xla else None
-        loader = DataLoaderShard(base.dataset, own_device, rng_types, generator, **common)
+        kind = xla_shard() if put_on_device and traits.of(state.distributed_type).xla else DataLoaderShard
+        own_device = (state.device if device is None else device) if put_on_device else None
+        loader = kind(base.dataset, own_device, rng_types, generator, **common)
     loader.plan = made
     if state.is_main_process:
         logger.info("Prepared a data loader: %s.", made.summary)
-    return xla_wrapper()(loader, device) if on_xla else loader
+    return loader
 
 
 def plan_of(loader: DataLoader) -> DataPlan:
@@ -171,26 +166,20 @@ def plan_of(loader: DataLoader) -> DataPlan:
     Raises:
         TypeError: the loader was not prepared.
     """
-    inner = unwrapped(loader)
     # By the real type, because prepared loaders pass as the loader they wrap.
-    if not (issubclass(type(inner), PreparedLoader) and isinstance(inner.plan, DataPlan)):
+    if not (issubclass(type(loader), PreparedLoader) and isinstance(loader.plan, DataPlan)):
         raise TypeError(
-            f"loader is a {type(inner).__name__} that was not prepared, so nothing was planned for it. Pass what "
+            f"loader is a {type(loader).__name__} that was not prepared, so nothing was planned for it. Pass what "
             "accelerator.prepare(loader) returned."
         )
-    return inner.plan
+    return loader.plan
 
 
 def _reading(
-    dataloader: DataLoader,
-    layout: ShardLayout,
-    num_processes: int,
-    shard_stream: bool,
-    dispatch: bool | None,
-    put_on_device: bool,
+    dataloader: DataLoader, shards: int, shard_stream: bool, dispatch: bool | None, put_on_device: bool
 ) -> str:
-    """How the data is read; warns where processes would read different orders, or the parts of some not at all."""
-    dataset, shards, stream = dataloader.dataset, layout.num_shards, is_stream(dataloader)
+    """How the data is read; warns where the parts of some processes would not be read."""
+    dataset, stream = dataloader.dataset, is_stream(dataloader)
     divided = stream and (not shard_stream or iterable.is_split_by_node(dataset, shards))
     if dispatch and not put_on_device:
         raise ValueError(
@@ -206,31 +195,9 @@ def _reading(
         return plan.DISPATCHED
     if not stream:
         return plan.OWN_SHARD
-    if min(num_processes, comm.current().world_size) > 1 and iterable.differs_between_ranks(dataset):
-        warnings.warn(
-            "The dataset was shuffled without a seed, so each process has it in another order and their parts overlap. "
-            "Use dataset.shuffle(seed=...) with the same seed on all processes, or dispatch_batches=True.",
-            stacklevel=3,
-        )
     if divided:
         return plan.SPLIT_ALREADY
     return plan.BY_PIECES if shards > 1 and iterable.can_shard_itself(dataset, shards) else plan.EVERYTHING
-
-
-def _check_split(dataloader: DataLoader, shards: int) -> None:
-    """Refuse a batch size that cannot be divided."""
-    sampler = batching_sampler(dataloader)
-    size = dataloader.batch_size if dataloader.batch_size is not None else getattr(sampler, "batch_size", None)
-    if size is None:
-        raise ValueError(
-            "split_batches=True needs a batch size, but neither dataloader.batch_size nor that of its batch sampler "
-            f"({type(sampler).__name__}) is set. Give the batch sampler a batch_size, or use split_batches=False."
-        )
-    if size % shards:
-        raise ValueError(
-            f"split_batches=True divides the batch size of {size} among {shards} processes, which does "
-            f"not come out even. Use a batch_size that is a multiple of {shards}, or split_batches=False."
-        )
 
 
 def _with_seedable_sampler(dataloader: DataLoader, num_processes: int, seed: int | None) -> DataLoader:
@@ -280,9 +247,7 @@ def _changes(
     changes: dict[str, Any] = {}
     if reading == plan.DISPATCHED:
         if iterable.is_datapipe(dataset):
-            changes["dataset"] = iterable.PlainStream(
-                dataset
-            )  # only one process iterates: it would wait for the others
+            changes["dataset"] = iterable.PlainStream(dataset)
     elif shards > 1 and is_stream(dataloader):
         return _sharded_stream(dataloader, layout, reading, split_batches)
     elif shards > 1:
@@ -347,9 +312,6 @@ def skip_first_batches(dataloader: DataLoader, num_batches: int = 0) -> DataLoad
     num_batches = math.ceil(num_batches or 0)
     if num_batches < 0:
         raise ValueError(f"num_batches is {num_batches}; pass the number of batches to leave out, 0 or more.")
-    inner = unwrapped(dataloader)
-    if inner is not dataloader:
-        return xla_wrapper()(skip_first_batches(inner, num_batches), dataloader.device)
     if not isinstance(dataloader, DataLoader):
         raise TypeError(f"dataloader is a {type(dataloader).__name__}; pass a torch.utils.data.DataLoader.")
     if num_batches == 0:
@@ -371,98 +333,27 @@ def skip_first_batches(dataloader: DataLoader, num_batches: int = 0) -> DataLoad
     return skipping(dataloader, num_batches)
 
 
-# XLA devices, where torch_xla's own loader moves the batches in the background ---------------------------------------------
-
-
-class ReadAhead:
-    """A prepared loader that notes, for each batch, what it knew when it read that batch.
-
-    torch_xla reads it in a thread of its own, and hands the batches out later in the same order.
-
-    Args:
-        loader: a prepared loader.
-
-    Attributes:
-        notes: for each batch that was read and not handed out yet: whether it is the last one, `remainder` and
-            `batch_counts` of the loader, and epoch, batches yielded and whether the epoch is at its end.
-    """
-
-    def __init__(self, loader: Any) -> None:
-        self.loader = loader
-        self.notes: deque[tuple[bool, int, tuple[int, ...] | None, tuple[int, int, bool]]] = deque()
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        loader, progress = self.loader, self.loader._progress
-        for batch in loader:
-            position = (progress.epoch, progress.batches, progress.at_end)
-            self.notes.append((loader.end_of_dataloader, loader.remainder, loader.batch_counts, position))
-            yield batch
+# XLA devices, where torch_xla reads ahead and moves the batches in the background -------------------------------------------
 
 
 @lru_cache(maxsize=1)
-def xla_wrapper() -> type:
-    """Build the class around torch_xla's `MpDeviceLoader`; called only where torch_xla is installed."""
+def xla_shard() -> type[DataLoaderShard]:
+    """Build the class of loaders on XLA devices, which passes as torch_xla's own; called only where torch_xla is installed."""
     from torch_xla.distributed.parallel_loader import MpDeviceLoader
 
-    class MpDeviceLoaderWrapper(MpDeviceLoader):
-        """Moves batches of a prepared loader to an XLA device ahead of use, and otherwise passes as that loader.
-
-        Args:
-            dataloader: a prepared loader that leaves its batches on the CPU.
-            device: the XLA device.
-        """
+    class MpDeviceLoaderWrapper(DataLoaderShard, MpDeviceLoader):
+        """A loader whose raw batches torch_xla reads in a thread; this loop hands them out."""
 
         __module__ = "accelerate.data_loader"
+        _reads_ahead = _notes_nothing = True
 
-        def __init__(self, dataloader: Any, device: torch.device) -> None:
-            self._read_ahead = ReadAhead(dataloader)
-            super().__init__(self._read_ahead, device)
-            self.dataloader = dataloader
-            self.device = device
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self._parallel_loader_kwargs: dict[str, Any] = {}  # libraries fill it, as that of torch_xla's loader
 
-        def __iter__(self) -> Any:
-            # Background threads may read several batches ahead: the synchronisation that opens an epoch has to come
-            # before them, in step with the other processes.
-            prepared = self.dataloader
-            gradient_state = prepared.gradient_state
-            watch = gradient_state._step_watch
-            if watch is not None:
-                watch.before_loop(self)
-            rng_types, prepared.rng_types = prepared.rng_types, None
-            if rng_types is not None:
-                synchronize_rng_states(rng_types, prepared.synchronized_generator)
-            prepared.read_in_background = True
-            gradient_state._add_dataloader(self)
-            try:
-                for batch in super().__iter__():
-                    # What the loader says of itself is about the batch that was read last, several batches ahead.
-                    self.end_of_dataloader, self.remainder, self.batch_counts, position = (
-                        self._read_ahead.notes.popleft()
-                    )
-                    prepared._progress.handed_out = position
-                    gradient_state._activate(self)
-                    yield batch
-                    if watch is not None:
-                        watch.before_batch(self, at_end=position[2])
-            finally:
-                gradient_state._remove_dataloader(self)
-                prepared._progress.handed_out = None
-                prepared.read_in_background = False
-                prepared.rng_types = rng_types
-                self._read_ahead.notes.clear()
-
-        def __getattr__(self, name: str) -> Any:
-            if name == "dataloader":
-                raise AttributeError(name)
-            return getattr(self.dataloader, name)
+        def _iterate(self, pending: Pending | None) -> Iterator[Any]:
+            reading = self._open(pending)
+            reading.batches = iter(MpDeviceLoader(reading.batches, self.device, **self._parallel_loader_kwargs))
+            return self._run(reading, None)
 
     return MpDeviceLoaderWrapper
-
-
-def unwrapped(dataloader: Any) -> Any:
-    """The prepared loader inside torch_xla's, or the loader itself."""
-    wrapped = xla_wrapper.cache_info().currsize > 0 and isinstance(dataloader, xla_wrapper())
-    return dataloader.dataloader if wrapped else dataloader

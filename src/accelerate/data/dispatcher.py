@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from accelerate import comm
 from accelerate.data import broadcast
 from accelerate.data.adapter import DataLoaderAdapter, placer
-from accelerate.data.broadcast import BatchBroadcast, Message, Transport
+from accelerate.data.broadcast import BatchBroadcast, Failure, Message
 from accelerate.data.loader import PreparedLoader
 from accelerate.data.plan import ShardLayout
 from accelerate.data.resume import Pending
@@ -68,12 +69,10 @@ class DataLoaderDispatcher(PreparedLoader):
         self.torch_device_mesh = torch_device_mesh
         self._drop_last = _drop_last
         self._non_blocking = _non_blocking
-        self._broadcast: BatchBroadcast | None = None
         self._counts: tuple[int, ...] | None = None
 
-    def __reduce_ex__(self, protocol: int) -> Any:
-        rebuild, (inner, cls, state) = super().__reduce_ex__(protocol)
-        return rebuild, (inner, cls, {**state, "_broadcast": None})
+    def _state_to_pickle(self) -> dict[str, Any]:
+        return {name: value for name, value in super()._state_to_pickle().items() if name != "_connection"}
 
     def _begin_epoch(self) -> None:
         self.set_epoch(self.iteration)
@@ -89,7 +88,6 @@ class DataLoaderDispatcher(PreparedLoader):
 
     def _run_alone(self, pending: Pending | None) -> Iterator[Any]:
         reading = self._open(pending)
-        reading.batches = self._keeping_states(reading.batches)
         for batch in self._run(reading, placer(self.state.device, self._non_blocking)):
             if self.end_of_dataloader:
                 self.remainder = broadcast.batch_length(batch) or -1
@@ -99,15 +97,9 @@ class DataLoaderDispatcher(PreparedLoader):
         """Yield this process's part of every round."""
         progress, layout = self._progress, self._layout()
         place = placer(self.state.device, self._non_blocking)
-        connection = self._connection(layout)
-        if self.state.process_index == 0:
-            rounds, number = self._send_rounds(connection, layout, pending)
-        else:
-            rounds = iter(connection.receive, None)
-            number = self._left_out() if pending is None else pending.batches
-            progress.replaying = False
+        number = self._left_out() if pending is None else pending.batches
         progress.batches, progress.at_end = number, False
-        for message in rounds:
+        for message in self._rounds(pending):
             number += 1
             progress.batches = number
             start = sum(message.sizes[: layout.shard_index])
@@ -127,27 +119,33 @@ class DataLoaderDispatcher(PreparedLoader):
                 break
         self._finish_epoch()
 
-    def _connection(self, layout: ShardLayout) -> BatchBroadcast | None:
-        if self._broadcast is None and self.state.num_processes > 1:
-            # gloo can move device tensors only by way of the host; so the bytes had better start there.
-            transport = Transport(comm.current())
-            on_host = self.state.backend == "gloo" or transport.communicator.group is None
-            device = torch.device("cpu") if on_host else self.state.device
-            self._broadcast = BatchBroadcast(transport, layout.num_shards, device)
-        return self._broadcast
+    @functools.cached_property
+    def _connection(self) -> BatchBroadcast:
+        # gloo can move device tensors only by way of the host; so the bytes had better start there.
+        communicator = comm.current()
+        on_host = self.state.backend == "gloo" or communicator.group is None
+        device = torch.device("cpu") if on_host else self.state.device
+        return BatchBroadcast(communicator, device)
 
-    def _send_rounds(
-        self, connection: BatchBroadcast | None, layout: ShardLayout, pending: Pending | None
-    ) -> tuple[Iterator[Message], int]:
-        """Open the loader; return the rounds, each of which is sent before it is yielded, and the steps left out."""
+    def _rounds(self, pending: Pending | None) -> Iterator[Message]:
+        """The rounds: read, and sent before they are yielded, on the main process; received on the others."""
+        connection = self._connection if self.state.num_processes > 1 else None
+        if self.state.process_index > 0:
+            self._progress.replaying = False
+            yield from iter(self._connection.receive, None)
+            return
         try:
             reading = self._open(pending)
+            for message in self._form_rounds(reading.batches, self._layout().num_shards, reading.head):
+                if connection is not None:
+                    connection.send(message)
+                yield message
         except Exception as error:
             if connection is not None:
-                connection.fail(error)
+                connection.send(Failure(f"{type(error).__name__}: {error}"))
             raise
-        rounds = self._form_rounds(reading.batches, layout.num_shards, reading.head)
-        return rounds if connection is None else _sent(rounds, connection), reading.start
+        if connection is not None:
+            connection.send(None)
 
     def _needs_head(self) -> bool:
         return self._layout().num_shards > 1 and not self._drop_last
@@ -156,7 +154,6 @@ class DataLoaderDispatcher(PreparedLoader):
         """Join, complete and divide batches into rounds, one read ahead; `first` are those of the epoch's first round."""
         per_round = self._reads_per_step()
         groups: Iterator[list[Any]] = iter(lambda: list(islice(batches, per_round)), [])
-        groups = self._keeping_states(groups)
         if self._drop_last:
             groups = (group for group in groups if len(group) == per_round)
         head = None
@@ -195,21 +192,6 @@ class DataLoaderDispatcher(PreparedLoader):
     def batch_counts(self) -> tuple[int, ...] | None:
         """Number of real samples in each shard's batch of the round yielded last; None if all samples are real."""
         return self._counts
-
-
-def _sent(rounds: Iterator[Message], connection: BatchBroadcast) -> Iterator[Message]:
-    """Send each round before it is yielded, and what ends them: an error, or that there is none."""
-    while True:
-        try:
-            message = next(rounds, None)
-        except Exception as error:
-            connection.fail(error)
-            raise
-        if message is None:
-            connection.finish()
-            return
-        connection.send(message)
-        yield message
 
 
 def _length(batch: Any) -> int:

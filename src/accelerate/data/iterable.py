@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import chain, cycle, islice
+from itertools import chain, count, cycle, islice
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate import comm
 from accelerate.comm.base import Communicator
-from accelerate.data.samplers import real_per_shard
+from accelerate.data.samplers import check_split, real_per_shard
 
 logger = logging.getLogger(__name__)
 
@@ -57,12 +57,8 @@ class IterableDatasetShard(IterableDataset):
         process_index: int = 0,
         split_batches: bool = False,
     ) -> None:
-        if split_batches and batch_size % num_processes:
-            raise ValueError(
-                f"split_batches=True cuts every batch into num_processes={num_processes} equal parts, which a batch "
-                f"size of {batch_size} does not allow. Use a batch_size that is a multiple of {num_processes}, or "
-                "split_batches=False."
-            )
+        if split_batches:
+            check_split(batch_size, num_processes)
         self.dataset = dataset
         self.batch_size = batch_size
         self.drop_last = drop_last
@@ -219,16 +215,6 @@ def can_shard_itself(dataset: Any, num_shards: int) -> bool:
     return callable(getattr(dataset, "shard", None)) and isinstance(count, int) and count >= num_shards
 
 
-def differs_between_ranks(dataset: Any) -> bool:
-    """Whether the processes shuffle a `datasets` stream with different generators, because it has no seed. All ranks."""
-    if type(dataset).__module__.partition(".")[0] != "datasets":
-        return False
-    stages = [dataset, getattr(dataset, "_shuffling", None), *_stages(dataset)]
-    generators = [getattr(getattr(stage, "generator", None), "bit_generator", None) for stage in stages]
-    states = [repr(generator.state) for generator in generators if generator is not None]
-    return bool(states) and len(set(map(tuple, comm.current().gather_object(states)))) > 1
-
-
 def has_buffer(dataset: Any) -> bool:
     """Whether a stream of the library `datasets` shuffles in a buffer, which its state leaves out: samples would be lost."""
     return any("BufferShuffled" in type(stage).__name__ for stage in _stages(dataset))
@@ -283,15 +269,13 @@ def ends_are_uneven() -> bool:
     return _uneven > 0
 
 
-def in_step(batches: Iterator[Any], belonging: tuple[tuple[Any, str], ...] = ()) -> Iterator[Any]:
+def in_step(batches: Iterator[Any]) -> Iterator[Any]:
     """Yield batches as long as every process has one; then all stop together, at the shortest. All ranks.
 
     It reads one batch ahead of what it yields.
 
     Args:
         batches: reads this process's batches.
-        belonging: pairs of an object and the name of an attribute that each read changes. A batch is yielded with the
-            values that its own read left behind, as if nothing had been read ahead.
 
     Raises:
         RuntimeError: another process failed to read its batch (the message names it), or left the loop at another step.
@@ -307,25 +291,22 @@ def in_step(batches: Iterator[Any], belonging: tuple[tuple[Any, str], ...] = ())
         yield from batches
         return
     _loops += 1
-    reads, loop, step = _reads(batches), _loops, 0
+    reads, loop = _reads(batches), _loops
 
-    def read() -> tuple[Any, list[Any], Callable[[], list[list[int]]]]:
+    def read(step: int) -> tuple[Any, Callable[[], list[list[int]]]]:
         status, item = next(reads)
-        return item, [getattr(*part) for part in belonging], _vote(communicator, [loop, step, status])
+        return item, _vote(communicator, [loop, step, status])
 
-    item, values, outcome = read()
-    while True:
+    item, outcome = read(0)
+    for step in count():
         statuses = _statuses(outcome(), loop, step, communicator.rank)
         if _FAILED in statuses:
             _raise(communicator, item, statuses, step)
         if _ENDED in statuses:
-            _restore(belonging, values)
             _report_left_over(communicator, statuses, step)
             return
-        current, current_values = item, values
-        step += 1
-        item, values, outcome = read()
-        _restore(belonging, current_values)
+        current = item
+        item, outcome = read(step + 1)
         yield current
 
 
@@ -340,11 +321,6 @@ def _reads(batches: Iterator[Any]) -> Iterator[tuple[int, Any]]:
     yield _ENDED, None
 
 
-def _restore(belonging: tuple[tuple[Any, str], ...], values: list[Any]) -> None:
-    for (owner, name), value in zip(belonging, values, strict=True):
-        setattr(owner, name, value)
-
-
 def _vote(communicator: Communicator, vote: list[int]) -> Callable[[], list[list[int]]]:
     """Send a vote; return a function that waits for those of all processes."""
     # A sum in which each rank fills its own row: cheaper to start than a gathering, and the same for all backends.
@@ -357,13 +333,7 @@ def _vote(communicator: Communicator, vote: list[int]) -> Callable[[], list[list
     work = dist.all_reduce(board, group=_groups[communicator], async_op=True)
 
     def wait() -> list[list[int]]:
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise RuntimeError(
-                "A process was lost while the ranks voted on whether all have another batch. The output of the process "
-                "that ended first names the cause."
-            ) from error
+        work.wait()
         return board.tolist()
 
     return wait

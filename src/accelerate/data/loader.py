@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from accelerate.data import adapter, iterable, resume
 from accelerate.data.adapter import DataLoaderAdapter, DataLoaderStateMixin, as_stateful, is_stream, placer, variant
 from accelerate.data.iterable import CountingCollate, IterableDatasetShard, has_buffer, restores, uncounted
-from accelerate.data.resume import Pending, Progress, generators_kept, is_stateful
+from accelerate.data.resume import Noted, Pending, Progress, generators_kept, is_stateful
 from accelerate.data.samplers import BatchSamplerShard, EndAhead, ReplayableRandomSampler, SkipBatchSampler
 from accelerate.data.workers import SeededDataset
 from accelerate.process import PartialState
@@ -63,6 +63,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     continue_after_load = True
     # Whether this kind of loader reads a batch before it is asked for.
     _reads_ahead = False
+    # Whether a thread reads so many steps ahead that a run that goes on does not repeat them.
+    _notes_nothing = False
 
     def __init__(
         self,
@@ -76,15 +78,15 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self.skip_batches = skip_batches
         self.gradient_state = GradientState()
         self._progress = Progress(epoch=iteration)
-        self._is_view = False
-        self._origin: PreparedLoader | None = None
+        self._origin: PreparedLoader | None = None  # of a view that `skip_first_batches` made
         ReplayableRandomSampler.adopt(self.get_sampler())
 
-    def __reduce_ex__(self, protocol: int) -> Any:
+    def _state_to_pickle(self) -> dict[str, Any]:
         # The gradient state belongs to the process, not to the loader.
-        rebuild, (cls, state) = super().__reduce_ex__(protocol)
-        state.pop("gradient_state")
-        return _rebuild_prepared, (rebuild, cls, state)
+        return {**super()._state_to_pickle(), "gradient_state": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, gradient_state=GradientState())
 
     def __len__(self) -> int:
         return max(0, super().__len__() - self.skip_batches)
@@ -94,8 +96,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         if instead is not None:
             yield from instead
             return
-        # A thread that reads ahead is not where the training is, so it does not look for signals.
-        watch = None if self.read_in_background else self.gradient_state._step_watch
+        watch = self.gradient_state._step_watch
         if watch is not None:
             watch.before_loop(self)
         pending = resume.settle(self)
@@ -162,7 +163,11 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             A dict of numbers, strings, lists and dicts, which JSON can hold; and what a dataset or its sampler says of itself.
             Each process has its own.
         """
-        state = super().state_dict() if is_stateful(self.base_dataloader) else {}
+        noted = (self._progress.noted or {}).get(self._progress.batches + 1)
+        if noted is not None and noted.loader is not None:
+            state = noted.loader
+        else:
+            state = super().state_dict() if is_stateful(self.base_dataloader) else {}
         return {**state, resume.KEY: resume.plain(resume.capture(self))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -198,7 +203,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def _skipping(self, number: int) -> PreparedLoader:
         """A view that leaves out the first batches and shares the epoch with this loader."""
         view = object.__new__(type(self))
-        view.__dict__.update(self.__dict__, _is_view=True, _origin=self._origin or self)
+        vars(view).update(vars(self), _origin=self._origin or self)
         if is_stream(self):
             view.skip_batches = self.skip_batches + number
         else:
@@ -242,16 +247,27 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             base.dataset.load_state_dict(dataset_state)
             to_drop = 0
         replaying, progress.replaying = progress.replaying, False
+        drawn: dict[str, Any] | None = None
         watch = self.gradient_state._step_watch
         with nullcontext() if watch is None else watch.masked_start(base):
             if replaying:
-                batches = _replayed(base, progress.at_start, to_drop, known, reads, order)
+                # What opening the loader and drawing the order draw was drawn before the interruption. It is drawn again
+                # from the states at the start of the epoch, and the present states stay as they are.
+                with generators_kept():
+                    if progress.at_start is not None:
+                        resume.set_states(progress.at_start)
+                    batches = iter(base)
+                    if order is not None:
+                        order.draw()
+                    drawn = resume.states()
             else:
                 batches = self._iterator(base)
-                batches = _dropped(batches, to_drop, reads) if to_drop else batches
+        if to_drop or known:
+            batches = _continued(batches, drawn, to_drop, known, reads)
         progress.workers_kept = progress.workers_kept or bool(base.num_workers and base.persistent_workers)
         ahead = None if self._reads_ahead else order
-        if (ahead is None or self._ends_unevenly()) and not base.num_workers:
+        noting = is_stateful(base) or ((ahead is None or self._ends_unevenly()) and not base.num_workers)
+        if noting and not self._notes_nothing:
             batches = _noting(batches, progress, base, reads, start, known)
         if isinstance(base.collate_fn, CountingCollate):
             batches = uncounted(batches, start, base.dataset.round_log)
@@ -296,21 +312,6 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             torch.empty((), dtype=torch.int64).random_(generator=base.generator)
             return batches
         return iter(base)
-
-    def _keeping_states(self, reads: Iterator[Any]) -> Iterator[Any]:
-        """Of a stateful loader, keep the state from before each read: that of the step yielded last.
-
-        Args:
-            reads: iterator that reads one step ahead of what is yielded.
-        """
-        return self._with_states(reads) if is_stateful(self.base_dataloader) else reads
-
-    def _with_states(self, reads: Iterator[Any]) -> Iterator[Any]:
-        self.adjust_state_dict_for_prefetch()
-        for step in reads:
-            yield step
-            self.adjust_state_dict_for_prefetch()
-        self.adjust_state_dict_for_prefetch()
 
     # Handing out -----------------------------------------------------------------------------------------------------
 
@@ -369,15 +370,11 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _finish_epoch(self) -> None:
         progress = self._progress
+        if progress.noted is not None:  # this process has read the data
+            self.adjust_state_dict_for_prefetch()
+        progress.noted = None
         progress.batches = progress.extra_samples = 0
-        progress.before_read = None
         progress.epoch += 1
-
-
-def _rebuild_prepared(rebuild: Any, cls: type, state: dict[str, Any]) -> Any:
-    loader = rebuild(cls, state)
-    loader.gradient_state = GradientState()
-    return loader
 
 
 def skipping(loader: DataLoader, number: int, extra: int = 0) -> DataLoader:
@@ -393,73 +390,58 @@ def skipping(loader: DataLoader, number: int, extra: int = 0) -> DataLoader:
 def _noting(
     batches: Iterator[Any], progress: Progress, loader: DataLoader, reads: int, start: int, known: list[dict[str, Any]]
 ) -> Iterator[Any]:
-    """Note the random states, and the stream's own state, from before the reads of each step.
+    """Note the random states, the stream's own state and that of a stateful loader from before the reads of each step.
 
     The step yielded last is one or two behind the step read last. A checkpoint belongs to the former, so it needs what
     the reads that went ahead have used up.
 
     Args:
-        batches: reads the wrapped loader in this process.
-        progress: gets the states.
+        batches: reads the wrapped loader.
+        progress: gets the notes.
         loader: the wrapped loader.
         reads: batches that make one step.
         start: number of steps before the first.
-        known: states for the first steps, when they were noted before an interruption.
+        known: random states for the first steps, when they were noted before an interruption.
     """
-    state_of = loader.dataset.state_dict if restores(loader) else None
-    progress.before_read = noted = {}
-    for step in count(start + 1):
-        ahead = step - start - 1
-        noted[step] = known[ahead] if ahead < len(known) else resume.states()
+    restored, stateful = restores(loader), is_stateful(loader)
+    progress.noted = noted = {}
+
+    def note(step: int) -> None:
+        random, ahead = None, step - start - 1
+        if not loader.num_workers:
+            random = known[ahead] if ahead < len(known) else resume.states()
+        dataset = loader.dataset.state_dict() if restored else None
+        noted[step] = Noted(random, dataset, loader.state_dict() if stateful else None)
         noted.pop(step - _AHEAD, None)
-        if state_of is not None:
-            progress.dataset_state = state_of()
+
+    for step in count(start + 1):
+        note(step)
         taken = 0
         for batch in islice(batches, reads):
             taken += 1
             yield batch
         if taken < reads:
+            note(step + (taken > 0))  # a stateful loader knows now that it is at its end
             return
 
 
-def _replayed(
-    loader: DataLoader,
-    at_start: dict[str, Any] | None,
-    drop: int,
-    before_read: list[dict[str, Any]],
-    reads: int,
-    order: EndAhead | None,
+def _continued(
+    batches: Iterator[Any], drawn: dict[str, Any] | None, drop: int, before_read: list[dict[str, Any]], reads: int
 ) -> Iterator[Any]:
-    """Iterate over the rest of an interrupted epoch, with random numbers as if it had not been interrupted.
-
-    What opening the loader, drawing the order and reading the dropped batches draw has been drawn before the
-    interruption. It is drawn again from the states at the start of the epoch, and the present states stay as they are.
+    """Leave out the beginning of an epoch, and read again what the interrupted run had read ahead.
 
     Args:
-        loader: the wrapped loader.
-        at_start: the states at the start of the epoch.
+        batches: reads the wrapped loader.
+        drawn: of an epoch that was interrupted the random states after its order was drawn; the present ones are kept.
         drop: number of batches to read and drop.
         before_read: states for each step that the interrupted run had read ahead.
         reads: batches that make one step.
-        order: what draws the order, or None if the loader does that when it is opened.
     """
-    with generators_kept():
-        if at_start is not None:
-            resume.set_states(at_start)
-        batches = iter(loader)
-        if order is not None:
-            order.draw()
-        opened = resume.states()
-    return _continued(batches, opened, drop, before_read, reads) if drop or before_read else batches
-
-
-def _continued(
-    batches: Iterator[Any], opened: dict[str, Any], drop: int, before_read: list[dict[str, Any]], reads: int
-) -> Iterator[Any]:
-    with generators_kept():
-        resume.set_states(opened)
+    first: list[Any] = []
+    with nullcontext() if drawn is None else generators_kept():
+        if drawn is not None:
+            resume.set_states(drawn)
         _drop(batches, drop, reads)
-        first = []
         for states in before_read:
             resume.set_states(states)
             first += islice(batches, reads)
@@ -467,15 +449,8 @@ def _continued(
     yield from batches
 
 
-def _dropped(batches: Iterator[Any], number: int, reads: int) -> Iterator[Any]:
-    _drop(batches, number, reads)
-    yield from batches
-
-
 def _drop(batches: Iterator[Any], number: int, reads: int) -> None:
     """Leave out the first batches, by reading and dropping them."""
-    if not number:
-        return
     from accelerate.utils.tqdm import tqdm
 
     hidden = not PartialState().is_local_main_process
@@ -549,11 +524,9 @@ class DataLoaderShard(PreparedLoader):
         self.set_epoch(self.iteration)
 
     def _iterate(self, pending: Pending | None) -> Iterator[Any]:
-        reading, progress = self._open(pending), self._progress
-        reading.batches = self._keeping_states(reading.batches)
+        reading = self._open(pending)
         if self._ends_unevenly():
-            belonging = ((progress, "before_read"), (progress, "dataset_state"), (self, "_yielded_state"))
-            reading.batches = iterable.in_step(reading.batches, belonging)
+            reading.batches = iterable.in_step(reading.batches)
         return self._run(reading, placer(self.device, self._non_blocking))
 
     def _remainder_ahead(self) -> int:
@@ -567,7 +540,7 @@ class DataLoaderShard(PreparedLoader):
         return -1 if size is None or samples is None else (samples - self._progress.extra_samples) % size
 
 
-class SkipDataLoader(PreparedLoader):
+class SkipDataLoader(DataLoaderShard):
     """A loader without its first batches, for streams: they are read and dropped.
 
     Args:
@@ -586,9 +559,11 @@ class SkipDataLoader(PreparedLoader):
     def __init__(
         self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
     ) -> None:
-        super().__init__(dataset, skip_batches, use_stateful_dataloader, **kwargs)
+        options = {"skip_batches": skip_batches, "use_stateful_dataloader": use_stateful_dataloader}
+        super().__init__(dataset, **options, **kwargs)
 
-    def _iterate(self, pending: Pending | None) -> Iterator[Any]:
-        reading = self._open(pending)
-        reading.batches = self._keeping_states(reading.batches)
-        return self._run(reading, None)
+    def _begin_epoch(self) -> None:
+        """Leave the epoch to the program, whose own loader this is a copy of."""
+
+    def _remainder_ahead(self) -> int:
+        return -1

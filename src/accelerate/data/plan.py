@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from accelerate.data import adapter
 from accelerate.data.adapter import batching_sampler, is_stream, known_length
 from accelerate.data.samplers import real_per_shard
+from accelerate.diagnostics.table import table
 
 # Mesh dimensions along which one model replica is spread: their ranks work together on the same samples.
 SHARED_DATA_DIMS = frozenset({"tp", "cp", "sp"})
@@ -50,17 +52,11 @@ class ShardLayout:
         """
         if mesh is None:
             return cls(num_processes, process_index)
-        names = mesh.mesh_dim_names
-        if not names:
+        names, place = mesh.mesh_dim_names, (mesh.mesh == process_index).nonzero()
+        if not names or len(place) != 1:
             raise ValueError(
-                "torch_device_mesh has no dimension names, so it is not known which ranks share their data. "
-                "Build it with mesh_dim_names=(...)."
-            )
-        place = (mesh.mesh == process_index).nonzero()
-        if len(place) != 1:
-            raise ValueError(
-                f"torch_device_mesh holds process {process_index} {len(place)} times; it should hold it once. "
-                "Pass the mesh that spans all processes."
+                f"torch_device_mesh has the dimension names {names} and holds process {process_index} {len(place)} times, so "
+                "it is not known which ranks share their data. Build the mesh over all processes, with mesh_dim_names=(...)."
             )
         num_shards, shard_index = 1, 0
         for name, size, coordinate in zip(names, mesh.mesh.shape, place[0].tolist(), strict=True):
@@ -139,17 +135,13 @@ class DataPlan:
         return f"{len(self.shards)} shards; " + "; ".join(f"{name}: {value}" for name, value in self._facts())
 
     def __str__(self) -> str:
-        lines = [f"{name:<8} {value}" for name, value in self._facts()]
-        rows = [("shard", "ranks", "samples", "duplicates", "batches", "reads")]
+        rows = []
         for shard in self.shards:
             reads = "unknown" if shard.read is None else f"{100 * shard.read:.3g}%"
             numbers = map(_known, (shard.samples, shard.duplicates, shard.batches))
             rows.append((str(shard.index), ", ".join(map(str, shard.ranks)), *numbers, reads))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        for row in rows:
-            cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-            lines.append("  ".join(cells).rstrip())
-        return "\n".join(lines)
+        facts = [f"{name:<8} {value}" for name, value in self._facts()]
+        return "\n".join([*facts, table(("shard", "ranks", "samples", "duplicates", "batches", "reads"), rows)])
 
     def _facts(self) -> list[tuple[str, str]]:
         used = [f"{_known(getattr(self, name))} {name}" for name in ("samples", "duplicates", "dropped")]
@@ -170,12 +162,10 @@ def _known(value: Any | None) -> str:
 
 def make(
     dataloader: DataLoader,
-    layout: ShardLayout,
+    layouts: Sequence[ShardLayout],
+    process_index: int,
     *,
     reading: str,
-    num_processes: int,
-    process_index: int,
-    mesh: Any | None,
     split_batches: bool,
     even_batches: bool,
 ) -> DataPlan:
@@ -183,43 +173,41 @@ def make(
 
     Args:
         dataloader: the loader before it is sharded.
-        layout: the shard of this process.
+        layouts: the shard of each process.
+        process_index: the process that makes the plan.
         reading: how it will be read, one of the constants of this module.
-        num_processes: number of parts asked for.
-        process_index: number of this process among them.
-        mesh: the device mesh of the run, or None.
         split_batches: the batch size is that of all shards together.
         even_batches: the last round is completed.
     """
-    count, stream = layout.num_shards, is_stream(dataloader)
-    drop_last = bool(dataloader.drop_last or getattr(batching_sampler(dataloader), "drop_last", False))
-    total, size = adapter.samples_per_epoch(dataloader), _batch_size(dataloader, reading)
+    count, own, stream = layouts[0].num_shards, layouts[process_index].shard_index, is_stream(dataloader)
+    batching = batching_sampler(dataloader)
+    drop_last = bool(dataloader.drop_last or getattr(batching, "drop_last", False))
+    total, size = adapter.samples_per_epoch(dataloader), _batch_size(dataloader, batching, reading)
     if size is not None and split_batches:
         size //= count
     known: list[tuple[int | None, int | None, int | None]] = [(None, None, None)] * count
-    if total is not None and size is not None and _is_plain(dataloader):
+    if total is not None and size is not None and _is_plain(dataloader, batching):
         if reading == SPLIT_ALREADY and count > 1:  # the other processes' parts are not in sight
-            [known[layout.shard_index]] = shards_of(total, size, 1, drop_last=drop_last, fill="nothing")
+            [known[own]] = shards_of(total, size, 1, drop_last=drop_last, fill="nothing")
         elif reading != BY_PIECES:  # how many samples a piece holds is known to the stream alone
             # Streams that are divided round by round are always completed.
             fill = "batches" if even_batches or stream else "nothing"
             fill = "nothing" if count == 1 else "round" if reading == DISPATCHED else fill
-            known[:] = shards_of(total, size, count, drop_last=drop_last, fill=fill)
-    ranks: list[list[int]] = [[] for _ in range(count)]
-    for rank in range(num_processes):
-        ranks[ShardLayout.of(num_processes, rank, mesh).shard_index].append(rank)
-    shards = [
-        ShardPlan(shard, tuple(ranks[shard]), *known[shard], _read(reading, shard, count)) for shard in range(count)
-    ]
+            known = shards_of(total, size, count, drop_last=drop_last, fill=fill)
+    parts = {EVERYTHING: [1.0] * count, OWN_SHARD: [1 / count] * count, DISPATCHED: [1.0] + [0.0] * (count - 1)}
+    read = [1.0] if count == 1 else parts.get(reading, [None] * count)
+    shards = []
+    for shard, numbers in enumerate(known):
+        ranks = tuple(rank for rank, layout in enumerate(layouts) if layout.shard_index == shard)
+        shards.append(ShardPlan(shard, ranks, *numbers, read[shard]))
     samples, duplicates, _ = (None if None in column else sum(column) for column in zip(*known, strict=True))
-    length = None if reading == SPLIT_ALREADY else known_length(adapter.dataset_length, dataloader.dataset)
     return DataPlan(
         kind="stream" if stream else "map-style",
         reading=reading,
         process_index=process_index,
-        shard_index=layout.shard_index,
+        shard_index=own,
         shards=tuple(shards),
-        dataset_length=length,
+        dataset_length=None if reading == SPLIT_ALREADY else known_length(adapter.dataset_length, dataloader.dataset),
         samples=samples,
         duplicates=duplicates,
         dropped=None if samples is None or total is None else total - samples,
@@ -232,34 +220,22 @@ def make(
     )
 
 
-def _is_plain(dataloader: DataLoader) -> bool:
+def _is_plain(dataloader: DataLoader, batching: Any) -> bool:
     """Whether batches are cut from the order of the samples as torch's own loader and batch sampler do it."""
-    outer = batching_sampler(dataloader)
-    if not adapter.iterates_plainly(dataloader):
-        return False
-    if is_stream(dataloader):
-        return dataloader.num_workers < 2  # what each worker makes of the stream is not known
-    unbatched = dataloader.batch_sampler is None and not isinstance(outer, BatchSampler)
-    return unbatched or type(outer) is BatchSampler
+    if is_stream(dataloader):  # what each of several workers makes of the stream is not known
+        return adapter.iterates_plainly(dataloader) and dataloader.num_workers < 2
+    unbatched = dataloader.batch_sampler is None and not isinstance(batching, BatchSampler)
+    return adapter.iterates_plainly(dataloader) and (unbatched or type(batching) is BatchSampler)
 
 
-def _batch_size(dataloader: DataLoader, reading: str) -> int | None:
-    outer = batching_sampler(dataloader)
-    size = getattr(outer, "batch_size", None)
+def _batch_size(dataloader: DataLoader, batching: Any, reading: str) -> int | None:
+    size = getattr(batching, "batch_size", None)
     if dataloader.batch_sampler is not None:
         return dataloader.batch_size if size is None else size
     if reading == DISPATCHED:
         return None  # what the dataset gives is a batch of any size
     # Not batched: the sampler gives single indices, unless it is a batch sampler itself.
-    return size if isinstance(outer, BatchSampler) else 1
-
-
-def _read(reading: str, shard: int, count: int) -> float | None:
-    if reading == EVERYTHING or count == 1:
-        return 1.0
-    if reading == OWN_SHARD:
-        return 1 / count
-    return float(shard == 0) if reading == DISPATCHED else None
+    return size if isinstance(batching, BatchSampler) else 1
 
 
 def shards_of(samples: int, size: int, shards: int, *, drop_last: bool, fill: str) -> list[tuple[int, int, int]]:

@@ -14,11 +14,11 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset, SequentialSampler
+from torch.utils.data import IterableDataset
 
 from accelerate.data.samplers import ReplayableRandomSampler, SeedableRandomSampler, skips_samples
 from accelerate.devices.table import DEVICES
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 KEY = "accelerate_position"
-VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -50,6 +49,21 @@ class Pending:
     alone: bool = True
 
 
+@dataclass(frozen=True)
+class Noted:
+    """What a run that goes on at a step needs of the time before that step was read, each None where it is not needed.
+
+    Args:
+        random: states of the generators of this process.
+        dataset: what a stream's own `state_dict` returned.
+        loader: what the wrapped loader's `state_dict` returned.
+    """
+
+    random: dict[str, Any] | None = None
+    dataset: Any = None
+    loader: dict[str, Any] | None = None
+
+
 @dataclass
 class Progress:
     """Where a loader stands. The views that `skip_first_batches` makes share it with their origin.
@@ -65,10 +79,8 @@ class Progress:
         at_end: the batch yielded last is the last one of the epoch.
         generator_state: state of the shuffling generator when the running epoch began, if there is such a generator.
         at_start: states of the random generators when the running epoch began.
-        before_read: by step, counted from 1, states of the random generators before the reads of the last few steps.
-        dataset_state: state of a stream's own `state_dict`, as of the batch yielded last.
+        noted: by step, counted from 1, what was noted before the reads of the last few steps.
         workers_kept: persistent workers have been started, which no later epoch does again.
-        handed_out: epoch, batches and end of what the training has received, where a thread reads several batches ahead.
         worker_seed: seed of the run that worker processes derive theirs from.
     """
 
@@ -82,10 +94,8 @@ class Progress:
     at_end: bool = False
     generator_state: torch.Tensor | None = None
     at_start: dict[str, Any] | None = None
-    before_read: dict[int, dict[str, Any]] | None = None
-    dataset_state: Any = None
+    noted: dict[int, Noted] | None = None
     workers_kept: bool = False
-    handed_out: tuple[int, int, bool] | None = None
     worker_seed: int | None = None
 
 
@@ -99,12 +109,10 @@ def states() -> dict[str, Any]:
 
 def set_states(saved: dict[str, Any]) -> None:
     """Give the three generators of this process their states back: from `states`, or that in the form of `plain`."""
-    version, numbers, gauss = saved["python"]
-    random.setstate((version, tuple(numbers), gauss))
+    version, words, gauss = saved["python"]
+    random.setstate((version, tuple(words), gauss))
     legacy = saved["numpy"]  # a dict, if the program has given numpy another bit generator
-    np.random.set_state(
-        legacy if isinstance(legacy, dict) else (legacy[0], np.asarray(legacy[1], np.uint32), *legacy[2:])
-    )
+    np.random.set_state(legacy if isinstance(legacy, dict) else tuple(legacy))
     torch.set_rng_state(generator_state(saved["torch"]))
 
 
@@ -120,6 +128,17 @@ def plain_states(saved: Any) -> Any:
     if isinstance(saved, (list, tuple)):
         return [plain_states(value) for value in saved]
     return saved.tolist() if isinstance(saved, (np.ndarray, np.generic, torch.Tensor)) else saved
+
+
+def mixed(*parts: Any) -> int:
+    """Mix numbers, strings or lists of them into a seed of 63 bits; equal parts give equal seeds on every machine.
+
+    Example:
+        >>> mixed(3, [1, 2]) == mixed(3, [1, 2]), mixed(3, [1, 2]) == mixed(3, [2, 1])
+        (True, False)
+    """
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 def seed_all(seed: int) -> None:
@@ -172,40 +191,40 @@ def capture(loader: PreparedLoader) -> dict[str, Any]:
         loader: a prepared loader.
 
     Returns:
-        `version`, `epoch`, `batches` (of this process, in this epoch), `samples` (of all processes, None if batches
+        `epoch`, `batches` (of this process, in this epoch), `samples` (of all processes, None if batches
         have no fixed size), `shards` (batches that a step takes over all processes), `order` (what the order is drawn
         from, see `restore`), `running` (whether the loader is being iterated), `data` (what the loader reads, to tell a
         checkpoint of other data), `worker_seed`, `workers_kept`, `finished` (batches of the epoch that is over with the
-        batch yielded last), and where they are needed the generator's state `anew`, the random states `at_start` and
+        batch yielded last), and within an epoch the generator's state `anew`, the random states `at_start` and
         `before_read` and the stream's `dataset_state`.
     """
     progress = loader._progress
     if progress.pending is not None:
         return dict(progress.pending.position)
-    epoch, yielded, at_end = progress.handed_out or (progress.epoch, progress.batches, progress.at_end)
+    epoch, yielded, at_end = progress.epoch, progress.batches, progress.at_end
     in_epoch = yielded > 0 and not at_end
     batches = yielded if in_epoch else 0
     size = loader._samples_per_step()
     position = {
-        "version": VERSION,
         "epoch": epoch if in_epoch or yielded == 0 else epoch + 1,
         "batches": batches,
         "samples": None if size is None else size * batches + (progress.extra_samples if in_epoch else 0),
         "order": _order(loader, in_epoch),
         "shards": loader._batches_per_step(),
-        "running": in_epoch and (progress.running or progress.handed_out is not None),
+        "running": in_epoch and progress.running,
         "data": loader._data(),
         "worker_seed": progress.worker_seed,
         "workers_kept": progress.workers_kept,
         "finished": yielded if at_end else 0,
     }
     if in_epoch:
-        generator, noted = shuffling_generator(loader), progress.before_read
+        generator, noted = shuffling_generator(loader), progress.noted or {}
         position["anew"] = None if generator is None else generator.get_state()
-        position["at_start"] = progress.at_start if _drawn_at_start(loader, position["order"]) else None
+        position["at_start"] = progress.at_start
         # The reads that went ahead of the batch yielded last: a run that goes on makes them again.
-        position["before_read"] = noted and [noted[step] for step in sorted(noted) if step > batches]
-        position["dataset_state"] = progress.dataset_state
+        ahead = [noted[step] for step in sorted(noted) if step > batches]
+        position["before_read"] = [note.random for note in ahead if note.random is not None]
+        position["dataset_state"] = ahead[0].dataset if ahead else None
     return position
 
 
@@ -223,14 +242,6 @@ def _order(loader: PreparedLoader, in_epoch: bool) -> dict[str, Any]:
     if isinstance(sampler, ReplayableRandomSampler) and in_epoch:
         return {"kind": "seed", "seed": sampler.seed}
     return {"kind": "unrecorded"}
-
-
-def _drawn_at_start(loader: PreparedLoader, order: dict[str, Any]) -> bool:
-    """Whether the epoch depends on the random states at its start: the order of an unknown sampler, streams, and samples
-    of the first step that complete the last one."""
-    in_order = isinstance(loader.get_sampler(), SequentialSampler)
-    unknown = order["kind"] == "unrecorded" and not in_order
-    return unknown or isinstance(loader.dataset, IterableDataset) or loader._needs_head()
 
 
 def kept(loader: PreparedLoader) -> Callable[[], None]:
@@ -259,13 +270,8 @@ def check(loader: PreparedLoader, position: dict[str, Any], name: str = "The loa
         name: which loader it is, for messages.
 
     Raises:
-        ValueError: the position was written by a later version, or with a dataset of another length, or another kind of
-            sampler.
+        ValueError: the position was saved with a dataset of another length, or another kind of sampler.
     """
-    if position["version"] > VERSION:
-        raise ValueError(
-            f"position has version {position['version']}, this library reads up to {VERSION}. Update the library."
-        )
     saved, own = position.get("data"), loader._data()
     if saved is None or position["batches"] == 0:
         return
@@ -293,7 +299,7 @@ def restore(loader: PreparedLoader, position: dict[str, Any], continuing: bool =
         Number of batches, per process, that the epoch has behind it.
 
     Raises:
-        ValueError: the position belongs to other data, or was written by a later version.
+        ValueError: the position belongs to other data.
     """
     if continuing:
         check(loader, position)
@@ -377,7 +383,7 @@ def instead_of(view: PreparedLoader) -> Iterable[Any] | None:
     """
     progress = view._progress
     finished, progress.finished = progress.finished, 0
-    if not view._is_view:
+    if view._origin is None:
         return None
     left_out, pending = view._left_out(), progress.pending
     if finished and pending is None and left_out == finished:
@@ -399,10 +405,10 @@ def settle(loader: PreparedLoader) -> Pending | None:
     if pending is None:
         return None
     left_out = loader._left_out()
-    goes_on = left_out == pending.batches or (pending.alone and not loader._is_view)
+    goes_on = left_out == pending.batches or (pending.alone and loader._origin is None)
     progress.replaying = bool(goes_on or left_out)
     if goes_on:
-        if not loader._is_view:
+        if loader._origin is None:
             _report(
                 "The loader goes on in epoch %d after %d of its batches, where the checkpoint was saved. "
                 "DataLoaderConfiguration(continue_after_load=False) begins epochs anew.",
@@ -427,26 +433,20 @@ def is_stateful(loader: Any) -> bool:
 # Generators in checkpoints: the same, and those of the devices ---------------------------------------------------------
 
 
-class Source(NamedTuple):
-    """A random generator that a checkpoint remembers: its name in the file and in messages, and its functions."""
+def _sources(device: torch.device) -> dict[str, tuple[str, Callable[[], Any], Callable[[Any], None]]]:
+    """Return the name for messages, the reader and the setter of each generator, by its key in a checkpoint.
 
-    key: str
-    label: str
-    get: Callable[[], Any]
-    set: Callable[[Any], None]
-
-
-def sources(device: torch.device) -> list[Source]:
-    """Return the generators of this process; of the devices only that of the run: to ask another one's would start it up."""
-    found = [
-        Source("random_state", "Python", random.getstate, random.setstate),
-        Source("numpy_random_seed", "numpy", np.random.get_state, np.random.set_state),
-        Source("torch_manual_seed", "torch (CPU)", torch.get_rng_state, torch.set_rng_state),
-    ]
+    Of the devices only that of the run: to ask another one's would start it up.
+    """
+    found = {
+        "random_state": ("Python", random.getstate, random.setstate),
+        "numpy_random_seed": ("numpy", np.random.get_state, np.random.set_state),
+        "torch_manual_seed": ("torch (CPU)", torch.get_rng_state, torch.set_rng_state),
+    }
     if device.type not in ("cpu", "mps"):
         row = DEVICES[device.type]
         key, name = ("xm_seed", "XLA") if device.type == "xla" else (f"torch_{device.type}_manual_seed", device.type)
-        found.append(Source(key, f"torch ({name})", row.get_rng_state_all, row.set_rng_state_all))
+        found[key] = (f"torch ({name})", row.get_rng_state_all, row.set_rng_state_all)
     return found
 
 
@@ -456,7 +456,7 @@ def collect_generators(device: torch.device) -> dict[str, Any]:
     Args:
         device: The device of this rank.
     """
-    return {source.key: source.get() for source in sources(device)}
+    return {key: get() for key, (_, get, _) in _sources(device).items()}
 
 
 def encode_generators(states: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -469,25 +469,23 @@ def encode_generators(states: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor
         Tensors by name, and metadata: under ``"generators"`` what else belongs to each state, as JSON.
     """
     tensors: dict[str, torch.Tensor] = {}
-    more: dict[str, Any] = {}
+    more: dict[str, Any] = {key: {} for key in states}
     for key, state in states.items():
         if key == "random_state":
             version, words, gauss = state
-            tensors[key], more[key] = torch.tensor(words, dtype=torch.int64), {"version": version, "gauss": gauss}
-        elif key == "numpy_random_seed" and isinstance(state, dict):  # the program has chosen another bit generator
-            more[key] = {"state": state}
-        elif key == "numpy_random_seed":
+            tensors[key], more[key] = torch.tensor(words), {"version": version, "gauss": gauss}
+        elif key == "numpy_random_seed" and isinstance(state, tuple):
             kind, words, position, has_gauss, gauss = state
-            tensors[key] = torch.from_numpy(np.asarray(words).astype(np.int64))
+            tensors[key] = torch.from_numpy(words.astype(np.int64))
             more[key] = {"kind": kind, "position": position, "has_gauss": has_gauss, "gauss": gauss}
         elif isinstance(state, torch.Tensor):
-            tensors[key], more[key] = state.cpu(), {}
+            tensors[key] = state.cpu()
         elif isinstance(state, (list, tuple)):  # of every device
             tensors |= {f"{key}.{index}": part.cpu() for index, part in enumerate(state)}
             more[key] = {"devices": len(state)}
-        else:
-            more[key] = {"value": state}
-    return tensors, {"format": "pt", "generators": json.dumps(more, default=_to_json)}
+        else:  # the seed of torch_xla, or what another bit generator of numpy holds
+            more[key] = {"value": plain_states(state)}
+    return tensors, {"format": "pt", "generators": json.dumps(more)}
 
 
 def decode_generators(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> dict[str, Any]:
@@ -498,10 +496,10 @@ def decode_generators(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str
         metadata: From `encode_generators`.
     """
     try:
-        described = dict(json.loads(metadata["generators"], object_hook=_from_json))
+        described = dict(json.loads(metadata["generators"]))
     except (KeyError, ValueError, TypeError) as error:
         problem = ValueError(f"the description of the generators is unreadable ({type(error).__name__}: {error})")
-        return {source.key: problem for source in sources(torch.device("cpu"))}
+        return dict.fromkeys(_sources(torch.device("cpu")), problem)
     found = {}
     for key, more in described.items():
         try:
@@ -512,26 +510,14 @@ def decode_generators(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str
 
 
 def _decoded(key: str, more: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Any:
-    if key == "random_state":
+    if "version" in more:
         return more["version"], tuple(tensors[key].tolist()), more["gauss"]
     if "kind" in more:
         words = tensors[key].numpy().astype(np.uint32)
         return more["kind"], words, more["position"], more["has_gauss"], more["gauss"]
     if "devices" in more:
         return [tensors[f"{key}.{index}"] for index in range(more["devices"])]
-    if "state" in more:
-        return more["state"]
     return more["value"] if "value" in more else tensors[key]
-
-
-def _to_json(value: Any) -> Any:
-    """Return what JSON has for a value of numpy's."""
-    return {"array": value.tolist(), "dtype": str(value.dtype)} if isinstance(value, np.ndarray) else value.item()
-
-
-def _from_json(value: dict[str, Any]) -> Any:
-    """Return what `_to_json` was given."""
-    return np.array(value["array"], value["dtype"]) if value.keys() == {"array", "dtype"} else value
 
 
 def restore_generators(states: dict[str, Any], device: torch.device, origin: str) -> None:
@@ -544,15 +530,15 @@ def restore_generators(states: dict[str, Any], device: torch.device, origin: str
         device: The device of this rank.
         origin: Where the states come from, for messages.
     """
-    for source in sources(device):
-        state = states.get(source.key, KeyError("it is not there"))
+    for key, (name, _, set_state) in _sources(device).items():
+        state = states.get(key, KeyError("it is not there"))
         try:
             if isinstance(state, Exception):
                 raise state
-            source.set(_on_cpu(state))
+            set_state(_on_cpu(state))
         except Exception as error:
             logger.warning(
-                f"The random state of {source.label} in {origin} could not be restored, so a resumed run draws "
+                f"The random state of {name} in {origin} could not be restored, so a resumed run draws "
                 f"other numbers from it: {type(error).__name__}: {error}"
             )
 
@@ -568,10 +554,7 @@ def derive_generators(first: dict[str, Any], rank: int, device: torch.device, re
         device: Its device.
         reason: Why, for the log.
     """
-    state = first.get("torch_manual_seed")
-    digest = hashlib.blake2b(b"" if state is None else bytes(_on_cpu(state).tolist()), digest_size=8, salt=b"rank")
-    digest.update(str(rank).encode())
-    seed = int.from_bytes(digest.digest(), "little") >> 1
+    seed = mixed(plain_states(first.get("torch_manual_seed")), rank)
     logger.warning(
         f"{reason}: the checkpoint was saved by fewer processes. Rank {rank} is new and seeds its random generators "
         f"with {seed}, derived from those of the first rank."

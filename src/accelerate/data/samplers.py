@@ -81,16 +81,8 @@ class ReplayableRandomSampler(RandomSampler):
             yield from super().__iter__()
             return
         self.seed, self.replay = (draw_seed() if self.replay is None else self.replay), None
-        order = super().__iter__()
-        # The base class reads the generator when the first index is asked for and keeps it to itself afterwards; left
-        # in place it would decide the next epoch too.
-        self.generator = torch.Generator().manual_seed(self.seed)
-        try:
-            first = list(islice(order, 1))
-        finally:
-            self.generator = None
-        yield from first
-        yield from order
+        generator = torch.Generator().manual_seed(self.seed)
+        yield from RandomSampler(self.data_source, self.replacement, self._num_samples, generator)
 
 
 def draw_seed() -> int:
@@ -183,6 +175,15 @@ def real_per_shard(real: int, size: int, shards: int) -> tuple[int, ...]:
     return tuple(min(max(real - shard * size, 0), size) for shard in range(shards))
 
 
+def check_split(batch_size: int | None, num_shards: int) -> None:
+    """Refuse a batch size that `split_batches` cannot divide."""
+    if batch_size is None or batch_size % num_shards:
+        raise ValueError(
+            f"split_batches=True cuts every batch into {num_shards} equal parts, which a batch size of {batch_size} does not "
+            f"allow. Use a batch_size that is a multiple of {num_shards}, or split_batches=False."
+        )
+
+
 class BatchSamplerShard(BatchSampler):
     """Gives one process its part of the batches of another batch sampler.
 
@@ -231,12 +232,8 @@ class BatchSamplerShard(BatchSampler):
         self.batch_size = getattr(batch_sampler, "batch_size", None)
         self.drop_last = getattr(batch_sampler, "drop_last", False)
         self.round_log: dict[int, tuple[int, ...]] = {}
-        if split_batches and (self.batch_size is None or self.batch_size % num_processes):
-            raise ValueError(
-                f"split_batches=True cuts every batch into num_processes={num_processes} equal parts, which a batch "
-                f"size of {self.batch_size} does not allow. Use a batch_size that is a multiple of {num_processes}, "
-                "or split_batches=False."
-            )
+        if split_batches:
+            check_split(self.batch_size, num_processes)
 
     @property
     def total_length(self) -> int:
@@ -252,6 +249,14 @@ class BatchSamplerShard(BatchSampler):
             return rounds
         return rounds + 1 if self.even_batches or self.process_index < rest else rounds
 
+    def _misses_last_batch(self) -> bool:
+        """Whether an uneven split leaves nothing of the short last batch for this process."""
+        sampler = getattr(self.batch_sampler, "sampler", None)
+        if self.even_batches or self.drop_last or not hasattr(sampler, "__len__"):
+            return False
+        rest = len(sampler) % self.batch_size
+        return 0 < rest <= self.process_index * (self.batch_size // self.num_processes)
+
     def __iter__(self) -> Iterator[list[int]]:
         return self.iter_from(0)
 
@@ -266,67 +271,39 @@ class BatchSamplerShard(BatchSampler):
                 consumed them. Needs a torch `BatchSampler`.
         """
         self.round_log.clear()
-        return self._parts_of_batches(start, extra) if self.split_batches else self._batches_in_turn(start, extra)
-
-    def _misses_last_batch(self) -> bool:
-        """Whether an uneven split leaves nothing of the short last batch for this process."""
-        sampler = getattr(self.batch_sampler, "sampler", None)
-        if self.even_batches or self.drop_last or not hasattr(sampler, "__len__"):
-            return False
-        rest = len(sampler) % self.batch_size
-        return 0 < rest <= self.process_index * (self.batch_size // self.num_processes)
-
-    def _parts_of_batches(self, start: int, extra: int) -> Iterator[list[int]]:
-        share = self.batch_size // self.num_processes
-        head, batches = split_head(self.batch_sampler, 1, start, extra)
-        for number, (batch, is_last) in enumerate(look_ahead(batches), start):
-            if len(batch) == self.batch_size:
-                yield batch[share * self.process_index : share * (self.process_index + 1)]
-            elif not (is_last and self.drop_last):
-                yield from self._part_of_odd_batch(batch, head[0], number, is_last)
-
-    def _part_of_odd_batch(self, batch: list[int], head: list[int], number: int, is_last: bool) -> Iterator[list[int]]:
-        """This process's part, if any, of a batch that has not the declared size."""
-        shards, share = self.num_processes, self.batch_size // self.num_processes
-        if not is_last or len(batch) > self.batch_size:
-            # A sampler that does not keep to its batch_size: cut what there is, lose nothing.
-            share = -(-len(batch) // shards)
-        elif not self.even_batches:
-            shards = 0
-        if len(batch) < share * shards:
-            self.round_log[number] = real_per_shard(len(batch), share, shards)
-            batch = list(islice(chain(batch, cycle(head)), share * shards))
-        part = batch[share * self.process_index : share * (self.process_index + 1)]
-        if part:
-            yield part
-
-    def _batches_in_turn(self, start: int, extra: int) -> Iterator[list[int]]:
-        shards = self.num_processes
-        head, batches = split_head(self.batch_sampler, shards, start * shards, extra)
-        rounds = iter(lambda: list(islice(batches, shards)), [])
+        split, size, shards, index = self.split_batches, self.batch_size, self.num_processes, self.process_index
+        per_round = 1 if split else shards
+        own = slice(size // shards * index, size // shards * (index + 1)) if split else slice(0)
+        head, batches = split_head(self.batch_sampler, per_round, start * per_round, extra)
+        rounds = iter(lambda: list(islice(batches, per_round)), [])
         for number, (group, is_last) in enumerate(look_ahead(rounds), start):
-            complete = len(group) == shards and self.batch_size in (None, len(group[-1]))
-            if complete or not is_last:
-                yield group[self.process_index]
-            elif not self.drop_last:
-                yield from self._batch_of_last_round(group, head, number)
+            complete = len(group) == per_round and size in (None, len(group[-1]))
+            if complete or not (is_last or split):
+                yield group[0][own] if split else group[index]
+            elif not (is_last and self.drop_last):
+                yield from self._part_of_odd_round(group, head, number, is_last)
 
-    def _batch_of_last_round(self, group: list[list[int]], head: list[list[int]], number: int) -> Iterator[list[int]]:
-        """This process's batch, if any, of a round in which batches are missing or the last one is short."""
+    def _part_of_odd_round(
+        self, group: list[list[int]], head: list[list[int]], number: int, is_last: bool
+    ) -> list[list[int]]:
+        """This process's batch, if any, of a round whose batches do not have the declared number or size."""
         shards, index = self.num_processes, self.process_index
-        if not self.even_batches:
-            yield from group[index : index + 1]
-        elif self.batch_size is None:
+        if self.batch_size is None:
             # Nothing says how large a batch should be, so the round is completed with whole batches.
-            self.round_log[number] = tuple(len(batch) for batch in group) + (0,) * (shards - len(group))
-            yield list(islice(chain(group, cycle(head)), shards))[index]
-        else:
-            samples = list(chain.from_iterable(group))
-            size = max(self.batch_size, -(-len(samples) // shards))
-            if len(samples) < size * shards:
-                self.round_log[number] = real_per_shard(len(samples), size, shards)
-            filled = chain(samples, cycle(chain.from_iterable(head)))
-            yield list(islice(filled, size * index, size * (index + 1)))
+            if self.even_batches:
+                self.round_log[number] = tuple(len(batch) for batch in group) + (0,) * (shards - len(group))
+                group = list(islice(chain(group, cycle(head)), shards))
+            return group[index : index + 1]
+        samples = list(chain.from_iterable(group))
+        # A sampler may not keep to its batch_size: divide what there is, lose nothing.
+        size = -(-len(samples) // shards)
+        if is_last:
+            size = max(size, self.batch_size // shards if self.split_batches else self.batch_size)
+        if (self.even_batches or not is_last) and len(samples) < size * shards:
+            self.round_log[number] = real_per_shard(len(samples), size, shards)
+            samples = list(islice(chain(samples, cycle(chain.from_iterable(head))), size * shards))
+        part = samples[size * index : size * (index + 1)]
+        return [part] if part else []
 
 
 class SkipBatchSampler(BatchSampler):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import multiprocessing
 import os
 import signal
@@ -15,20 +14,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from accelerate.data.resume import seed_all
+from accelerate.data.resume import mixed, seed_all
 
 # Random numbers --------------------------------------------------------------------------------------------------------
-
-
-def mixed(*parts: Any) -> int:
-    """Mix numbers, strings or lists of them into a seed of 63 bits; equal parts give equal seeds on every machine.
-
-    Example:
-        >>> mixed(3, [1, 2]) == mixed(3, [1, 2]), mixed(3, [1, 2]) == mixed(3, [2, 1])
-        (True, False)
-    """
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
 
 
 class SeededDataset:

@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader
 
 from accelerate.backends.registry import resolve
 from accelerate.config.enums import FP8BackendType
-from accelerate.data.build import unwrapped
 from accelerate.data.loader import PreparedLoader
 from accelerate.modules.repoint import follow_any, followed
 from accelerate.modules.unwrap import (
@@ -478,8 +477,8 @@ def prepare_data_loader(
             torch_device_mesh=accelerator.torch_device_mesh,
             **divided,
         )
-    if not getattr(config, "continue_after_load", True) and isinstance(inner := unwrapped(wrapped), PreparedLoader):
-        inner.continue_after_load = False
+    if not getattr(config, "continue_after_load", True) and isinstance(wrapped, PreparedLoader):
+        wrapped.continue_after_load = False
     return register(accelerator, "loader", wrapped, data_loader)
 
 

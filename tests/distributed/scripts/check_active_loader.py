@@ -5,7 +5,7 @@ import itertools
 import warnings
 
 import torch
-from harness import everywhere, fresh_accelerator, run
+from harness import everywhere, fresh_accelerator
 from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate import DataLoaderConfiguration
@@ -147,25 +147,6 @@ def loops_that_take_turns():
         at_rest(accelerator)
 
 
-def zipped():
-    for kind, (left, right) in itertools.product(KINDS, ((3, 3), (3, 2), (2, 3))):
-        accelerator = accelerator_for(kind)
-        one, one_want = numbered(accelerator, kind, left, 0, short=1)
-        two, two_want = numbered(accelerator, kind, right, 50, short=1)
-        steps = 0
-        for number, (batch, other) in enumerate(zip(one, two, strict=False)):
-            # Each knows about itself; what is gathered goes by the one that has drawn last.
-            assert one.end_of_dataloader is (number == left - 1) and two.end_of_dataloader is (number == right - 1)
-            expect(accelerator, two, number == right - 1, other, two_want[number])
-            if left == right:
-                assert counted(accelerator, batch) == one_want[number]
-            steps += 1
-        assert steps == min(left, right)
-        gc.collect()
-        at_rest(accelerator)
-        assert [counted(accelerator, batch) for batch in one] == one_want
-
-
 def a_loader_in_two_loops_at_once():
     for kind in KINDS:
         accelerator = accelerator_for(kind)
@@ -260,14 +241,12 @@ def views_are_loaders_of_their_own():
         assert everywhere(loader.iteration) == [1] * accelerator.num_processes
 
 
-if __name__ == "__main__":
-    run(
-        three_deep,
-        evaluation_at_any_micro_batch,
-        loops_that_take_turns,
-        zipped,
-        a_loader_in_two_loops_at_once,
-        a_loop_that_is_not_closed,
-        exceptions,
-        views_are_loaders_of_their_own,
-    )
+CHECKS = (
+    three_deep,
+    evaluation_at_any_micro_batch,
+    loops_that_take_turns,
+    a_loader_in_two_loops_at_once,
+    a_loop_that_is_not_closed,
+    exceptions,
+    views_are_loaders_of_their_own,
+)

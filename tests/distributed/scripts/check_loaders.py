@@ -1,37 +1,36 @@
-"""Prepared loaders across real processes: nothing lost, nothing doubled, all in step.
+"""Loaders across real processes: nothing lost, nothing doubled, all in step; and what the processes have to share.
 
 accelerate launch --cpu --num_processes 2 check_loaders.py
 """
 
-import argparse
-import time
+import warnings
 
+import check_active_loader
+import check_metrics_property
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
+from harness import everywhere, fresh_accelerator, raised, run
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
-from accelerate import comm
+from accelerate import DataLoaderConfiguration
 from accelerate.data_loader import DataLoaderDispatcher, prepare_data_loader, skip_first_batches
 from accelerate.state import GradientState, PartialState
 from accelerate.utils.random import synchronize_rng_states
 
 
-class Rows(Dataset):
+class Values(IterableDataset):
     def __init__(self, length):
         self.length = length
 
-    def __len__(self):
-        return self.length
-
-    def __getitem__(self, index):
-        return {"index": torch.tensor([index]), "name": f"row {index}"}
+    def __iter__(self):
+        return iter(torch.arange(self.length))
 
 
-class Stream(IterableDataset):
-    """A stream that only the main process can read as it is."""
+class Rows(IterableDataset):
+    """A stream that only the main process can read, of rows that grow wider; some of them it cannot read."""
 
     def __init__(self, length, error_at=None):
-        self.length = length
-        self.error_at = error_at
+        self.length, self.error_at = length, error_at
 
     def __iter__(self):
         if PartialState().process_index != 0:
@@ -39,166 +38,224 @@ class Stream(IterableDataset):
         for index in range(self.length):
             if index == self.error_at:
                 raise OSError(f"row {index}")
-            # Rows of growing width: each batch has its own shape.
-            yield {
-                "index": torch.tensor([index]),
-                "wide": torch.full((2 + index // 4,), float(index)),
-                "name": f"row {index}",
-            }
+            yield {"index": index, "wide": [float(index)] * (2 + index // 4), "name": f"row {index}"}
 
 
-def indices(batch):
-    return batch["index"].view(-1).tolist()
+def by_width(rows):
+    """Each batch has a shape of its own."""
+    width = 2 + rows[0]["index"] // 8
+    wide = torch.tensor([(row["wide"] + [row["index"]] * width)[:width] for row in rows], dtype=torch.float32)
+    return {"index": torch.tensor([row["index"] for row in rows]), "wide": wide, "name": [row["name"] for row in rows]}
 
 
-def everywhere(state, value):
-    """The values of all processes, in their order."""
-    return comm.for_type(state.distributed_type).gather_object(value) if state.num_processes > 1 else [value]
+def values(loader):
+    return [batch.tolist() for batch in loader]
 
 
-def check_sharded(state, **options):
-    for length in (1, 7, 12, 13):
-        loader = prepare_data_loader(
-            DataLoader(Rows(length), 2, shuffle=True), put_on_device=True, rng_types=["generator"], **options
-        )
-        orders = []
-        for _ in range(2):
-            mine, steps = [], 0
-            for batch in loader:
-                assert batch["index"].device == state.device
-                assert batch["name"] == [f"row {index}" for index in indices(batch)]
-                counts, shard = loader.batch_counts, state.process_index
-                mine += indices(batch) if counts is None else indices(batch)[: counts[shard]]
-                steps += 1
-            parts = everywhere(state, (mine, steps, loader.remainder))
-            assert sorted(sum((part for part, *_ in parts), [])) == list(range(length)), (length, parts)
-            assert len({(steps, remainder) for _, steps, remainder in parts}) == 1, parts
-            orders.append(parts)
-        assert length < 7 or orders[0] != orders[1], "every epoch has its own order"
+def indices(loader):
+    return [batch["index"].tolist() for batch in loader]
 
 
-def check_independent_generators(state):
+def independent_generators_draw_one_order():
     """Processes whose default generators differ still draw one common order."""
-    torch.manual_seed(state.process_index)
-    torch.rand(state.process_index + 1)
+    rank = fresh_accelerator().process_index
+    torch.manual_seed(rank)
+    torch.rand(rank + 1)
     for sampler in (None, WeightedRandomSampler([1.0] * 12, 12, replacement=False)):
-        loader = DataLoader(Rows(12), 2, sampler=sampler, shuffle=sampler is None)
+        loader = DataLoader(range(12), 2, sampler=sampler, shuffle=sampler is None)
         for seedable in (False, True):
             prepared = prepare_data_loader(loader, rng_types=["generator"], use_seedable_sampler=seedable)
-            mine = sum((indices(batch) for batch in prepared), [])
-            seen = sum(everywhere(state, mine), [])
-            assert set(seen) == set(range(12)), seen
-    torch.manual_seed(0)
+            orders = [sum(sum(everywhere(values(prepared)), []), []) for _ in range(2)]
+            assert set(orders[0]) == set(orders[1]) == set(range(12)) and orders[0] != orders[1], orders
     synchronize_rng_states(["torch"])
 
 
-def check_dispatched(state):
-    count = state.num_processes
-    for length in (0, 1, 5, 8, 13):
-        for split in (False, True):
-            for drop_last in (False, True):
-                loader = DataLoader(Stream(length), 2 * count if split else 2, drop_last=drop_last, collate_fn=widest)
-                loader = prepare_data_loader(loader, put_on_device=True, split_batches=split)
-                assert isinstance(loader, DataLoaderDispatcher)
-                for epoch in range(2):
-                    mine, ends = [], []
-                    for batch in loader:
-                        assert batch["index"].device == state.device
-                        assert batch["name"] == [f"row {index}" for index in indices(batch)]
-                        assert [row.max().item() for row in batch["wide"]] == indices(batch)
-                        counts = loader.batch_counts
-                        mine += indices(batch) if counts is None else indices(batch)[: counts[state.process_index]]
-                        ends.append((loader.end_of_dataloader, loader.remainder))
-                    parts = everywhere(state, (mine, ends))
-                    kept = length // (2 * count) * 2 * count if drop_last else length
-                    assert sorted(sum((part for part, _ in parts), [])) == list(range(kept)), (length, parts)
-                    assert all(ends == parts[0][1] for _, ends in parts)
-                    assert [end for end, _ in ends] == [False] * (len(ends) - 1) + [True] * bool(ends)
-                    assert loader.iteration == epoch + 1
+def rows_of_any_width_are_dispatched():
+    accelerator = fresh_accelerator()
+    rank, world = accelerator.process_index, accelerator.num_processes
+    whole = DataLoader(Rows(16 * world), 4 * world, collate_fn=by_width)
+    loader = prepare_data_loader(whole, put_on_device=True, split_batches=True)
+    assert isinstance(loader, DataLoaderDispatcher)
+    for epoch in range(2):
+        mine = []
+        for batch in loader:
+            assert batch["index"].device == batch["wide"].device == accelerator.device
+            assert batch["name"] == [f"row {index}" for index in batch["index"].tolist()]
+            assert [row.max().item() for row in batch["wide"]] == batch["index"].tolist()
+            counts = loader.batch_counts
+            mine += batch["index"].tolist()[: None if counts is None else counts[rank]]
+        assert sorted(sum(everywhere(mine), [])) == list(range(16 * world)) and loader.iteration == epoch + 1
 
 
-def widest(rows):
-    """Pad the rows of a batch to one width; dispatched batches of different width are joined by the caller's choice."""
-    width = 6
-    return {
-        "index": torch.stack([row["index"] for row in rows]),
-        "wide": torch.stack([torch.nn.functional.pad(row["wide"], (0, width - len(row["wide"]))) for row in rows]),
-        "name": [row["name"] for row in rows],
-    }
-
-
-def check_views_and_early_ends(state):
-    loader = prepare_data_loader(DataLoader(Stream(12), 2, collate_fn=widest), put_on_device=True)
-    whole = [indices(batch) for batch in loader]
-    assert [indices(batch) for batch in skip_first_batches(loader, 1)] == whole[1:] and loader.iteration == 2
+def dispatched_loops_are_left_early_or_fail_together():
+    rank = fresh_accelerator().process_index
+    whole = DataLoader(Rows(24), 2 * PartialState().num_processes, collate_fn=by_width)
+    loader = prepare_data_loader(whole, put_on_device=True, split_batches=True)
+    found = indices(loader)
+    assert indices(skip_first_batches(loader, 1)) == found[1:] and loader.iteration == 2
     for batch in loader:
-        assert indices(batch) == whole[0]
+        assert batch["index"].tolist() == found[0]
         break
     assert not GradientState().in_dataloader
-    assert [indices(batch) for batch in loader] == whole, "all processes left at the same batch and start anew"
-
-    loader = prepare_data_loader(DataLoader(Stream(12, error_at=5), 2, collate_fn=widest), put_on_device=True)
-    try:
+    assert indices(loader) == found, "all processes left at the same batch and start anew"
+    loader = prepare_data_loader(
+        DataLoader(Rows(12, error_at=5), 4, collate_fn=by_width), put_on_device=True, dispatch_batches=True
+    )
+    with raised(*((OSError,) if rank == 0 else (RuntimeError, "OSError")), "row 5"):
         list(loader)
-    except OSError as error:
-        assert state.process_index == 0 and "row 5" in str(error)
-    except RuntimeError as error:
-        assert state.process_index > 0 and "OSError: row 5" in str(error)
-    else:
-        raise AssertionError("the error has to reach every process")
-    state.wait_for_everyone()
+    assert everywhere(1) == [1] * PartialState().num_processes
 
 
-def check_resuming(state):
-    def build():
-        return prepare_data_loader(DataLoader(Rows(24), 2, shuffle=True), rng_types=["generator"])
+def ranks_of_one_replica_share_their_data():
+    accelerator = fresh_accelerator()
+    world = accelerator.num_processes
+    if world % 2:
+        return
+    halves = world // 2
+    # Ranks in the layout of a mesh: which of them read alike, and which shard it is.
+    layouts = {
+        ("dp_shard", "tp"): ((halves, 2), [rank // 2 for rank in range(world)], halves),
+        ("tp", "dp_shard"): ((2, halves), [rank % halves for rank in range(world)], halves),
+        ("dp_replicate", "dp_shard"): ((2, halves), list(range(world)), world),
+        ("cp", "tp"): ((halves, 2), [0] * world, 1),
+    }
+    for names, (shape, shard_of, shards) in layouts.items():
+        mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=names)
+        for dataset, dispatch, seedable in (
+            (range(11), False, False),
+            (range(11), False, True),
+            (range(11), True, False),
+            (Values(11), False, False),
+            (Values(11), True, False),
+        ):
+            loader = prepare_data_loader(
+                DataLoader(dataset, batch_size=2, shuffle=seedable),
+                put_on_device=True,
+                dispatch_batches=dispatch,
+                torch_device_mesh=mesh,
+                use_seedable_sampler=seedable,
+                data_seed=5,
+            )
+            case = (names, type(dataset).__name__, dispatch, seedable)
+            for _ in range(2):
+                told = everywhere(values(loader))
+                for rank, batches in enumerate(told):
+                    assert batches == told[shard_of.index(shard_of[rank])], (case, told)
+                of_shards = [told[shard_of.index(shard)] for shard in range(shards)]
+                seen = [number for batches in of_shards for batch in batches for number in batch]
+                assert set(seen) == set(range(11)) and len({len(batches) for batches in of_shards}) == 1, (case, told)
+                rounds = [[n for part in step for n in part] for step in zip(*of_shards, strict=True)]
+                order = [number for step in rounds for number in step][:11]
+                assert sorted(order) == list(range(11)), (case, order)
+                assert seedable or order == list(range(11)), (case, order)
+            rest = values(skip_first_batches(loader, 1))
+            loader.set_epoch(loader.iteration - 1)  # the same once more
+            whole = values(loader)
+            if dispatch:
+                # What completes the last round is not the same there; it does not count.
+                real = (
+                    None if loader.batch_counts is None else loader.batch_counts[shard_of[accelerator.process_index]]
+                )
+                rest[-1:], whole[-1:] = [rest[-1][:real]], [whole[-1][:real]]
+            assert rest == whole[1:], (case, rest, whole)
 
-    torch.manual_seed(3)
-    loader = build()
-    list(loader)
-    seen = []
-    for batch in loader:
-        seen.append(indices(batch))
-        if len(seen) == 2:
-            saved, generator = loader.state_dict(), torch.get_rng_state()
-    following = [indices(batch) for batch in loader]
-    torch.manual_seed(77 + state.process_index)
-    again = build()
-    torch.set_rng_state(generator)
-    again.load_state_dict(saved)
-    assert [indices(batch) for batch in again] == seen[2:]
-    assert [indices(batch) for batch in again] == following
+
+def a_slice_function_cuts_the_parts():
+    accelerator = fresh_accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
+    rank, world = accelerator.process_index, accelerator.num_processes
+    calls = []
+
+    def every_nth(batch, part, process_index=None, num_processes=None):
+        calls.append((part.stop - part.start, process_index, num_processes))
+        return batch[process_index::num_processes]
+
+    whole = DataLoader(torch.arange(4 * world), batch_size=2)
+    loader = accelerator.prepare_data_loader(whole, slice_fn_for_dispatch=every_nth)
+    got = values(loader)
+    assert got == [list(range(at + rank, at + 2 * world, world)) for at in (0, 2 * world)], got
+    assert calls == [(2, rank, world)] * 2
+    # Without dispatching it has no part in anything, and that is said.
+    accelerator = fresh_accelerator()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loader = accelerator.prepare_data_loader(whole, slice_fn_for_dispatch=every_nth)
+    assert any("slice_fn_for_dispatch" in str(item.message) for item in caught) and len(calls) == 2
+    assert sorted(sum(sum(everywhere(values(loader)), []), [])) == list(range(4 * world))
 
 
-def measure(state, batches=400):
-    """Median time per batch of a dispatched loader, in microseconds."""
-    rows = [{"x": torch.zeros(8), "y": torch.zeros(1)}] * (batches * state.num_processes)
-    loader = prepare_data_loader(DataLoader(rows, 4), put_on_device=True, dispatch_batches=True)
-    times, start = [], time.perf_counter()
-    for _ in loader:
-        now = time.perf_counter()
-        times.append(now - start)
-        start = now
-    return sorted(times)[len(times) // 2] * 1e6
+def the_order_is_that_of_the_data_seed():
+    """Whatever the seeds of the ranks are, and whether the order is drawn on each rank or on one."""
+    expected = {}
+    for data_seed in (None, 3):
+        for dispatch in (False, True):
+            torch.manual_seed(7)
+            accelerator = fresh_accelerator(
+                dataloader_config=DataLoaderConfiguration(
+                    use_seedable_sampler=True, data_seed=data_seed, dispatch_batches=dispatch
+                )
+            )
+            if accelerator.process_index > 0:
+                torch.manual_seed(100 + accelerator.process_index)
+            loader = accelerator.prepare(DataLoader(torch.arange(13), batch_size=2, shuffle=True))
+            for epoch in range(2):
+                torch.rand(accelerator.process_index)
+                found = torch.cat([accelerator.gather_for_metrics(batch) for batch in loader]).tolist()
+                seed = 7 if data_seed is None else data_seed
+                want = torch.randperm(13, generator=torch.Generator().manual_seed(seed + epoch)).tolist()
+                assert found == want, (data_seed, dispatch, epoch, found, want)
+                assert expected.setdefault((data_seed, epoch), found) == found
 
 
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--measure", action="store_true")
-    arguments = parser.parse_args()
-    state = PartialState(cpu=not torch.cuda.is_available())
-    check_sharded(state)
-    check_sharded(state, use_seedable_sampler=True)
-    check_independent_generators(state)
-    check_dispatched(state)
-    check_views_and_early_ends(state)
-    check_resuming(state)
-    if arguments.measure:
-        state.print(f"dispatched: {measure(state):.0f} us per batch")
-    state.print("ok loaders")
-    state.wait_for_everyone()
-    state.destroy_process_group()
+def objects_and_tensors_of_different_widths():
+    accelerator = fresh_accelerator()
+    for length in (1, 5, 8):
+        loader = accelerator.prepare(DataLoader(range(length), batch_size=2))
+        as_objects, padded, scalars = [], [], 0
+        for batch in loader:
+            answers = [{"row": number} for number in batch.tolist()]
+            as_objects += accelerator.gather_for_metrics(answers, use_gather_object=True)
+            # Each rank pads to its own longest row, as generation does.
+            width = int(batch.max()) + 1
+            wide = batch[:, None].expand(-1, width)
+            wide = accelerator.pad_across_processes(wide, dim=1, pad_index=-1)
+            padded += accelerator.gather_for_metrics(wide)[:, 0].tolist()
+            tensors = [torch.full((n + 1,), n) for n in batch.tolist()]
+            different = accelerator.gather_for_metrics(tensors, use_gather_object=True)
+            assert [len(tensor) - 1 for tensor in different] == padded[-len(different) :]
+            scalars += accelerator.gather(torch.tensor(1, device=accelerator.device)).sum().item()
+        assert [answer["row"] for answer in as_objects] == list(range(length))
+        assert padded == list(range(length))
+        assert scalars == len(loader) * accelerator.num_processes
+
+
+def uneven_ranks_are_counted_by_hand():
+    """Without even batches, ranks may stop at different steps, so what they saw is gathered after the loop."""
+    for length, size in ((1, 1), (1, 3), (5, 2), (8, 3), (11, 2)):
+        accelerator = fresh_accelerator(dataloader_config=DataLoaderConfiguration(even_batches=False))
+        model = accelerator.prepare(torch.nn.Linear(1, 1))
+        loader = accelerator.prepare(DataLoader(range(length), batch_size=size))
+        mine = []
+        with accelerator.join_uneven_inputs([model]):
+            for batch in loader:
+                accelerator.backward(model(batch[:, None].float()).sum())
+                mine += batch.tolist()
+        assert sorted(sum(everywhere(mine), [])) == list(range(length)), (length, size)
+
+
+def sixty_evaluation_loops():
+    check_metrics_property.generated(60)
 
 
 if __name__ == "__main__":
-    main()
+    run(
+        independent_generators_draw_one_order,
+        rows_of_any_width_are_dispatched,
+        dispatched_loops_are_left_early_or_fail_together,
+        ranks_of_one_replica_share_their_data,
+        a_slice_function_cuts_the_parts,
+        the_order_is_that_of_the_data_seed,
+        objects_and_tensors_of_different_widths,
+        uneven_ranks_are_counted_by_hand,
+        sixty_evaluation_loops,
+        *check_active_loader.CHECKS,
+    )

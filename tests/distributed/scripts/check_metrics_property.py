@@ -295,14 +295,8 @@ RARE = (
 )
 
 
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("cases", type=int)
-    parser.add_argument("--seed", type=int)
-    arguments = parser.parse_args()
-    # Before the test's own limit: should ranks ever wait for each other, this tells where.
-    faulthandler.dump_traceback_later(220, exit=True)
-    fresh_accelerator()
+def generated(cases, chosen=None):
+    """Run the rare cases, and so many generated ones: the same on every rank, and no clock that could make them differ."""
     for case in RARE:
         check(case)
     count = 0
@@ -312,20 +306,21 @@ def main():
         count += 1
         check(case)
 
-    # The same cases on every rank, and no clock that could make them differ.
     test = given(CASES)(counted)
-    test = seed(arguments.seed)(test) if arguments.seed is not None else test
-    settings(
-        max_examples=arguments.cases,
-        derandomize=arguments.seed is None,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )(test)()
-    if PartialState().is_main_process:
-        print(f"ok {count} cases", flush=True)
+    test = test if chosen is None else seed(chosen)(test)
+    options = {"derandomize": chosen is None, "database": None, "deadline": None, "phases": [Phase.generate]}
+    settings(max_examples=cases, suppress_health_check=list(HealthCheck), **options)(test)()
+    assert count == cases
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("cases", type=int)
+    parser.add_argument("--seed", type=int)
+    arguments = parser.parse_args()
+    # Before the test's own limit: should ranks ever wait for each other, this tells where.
+    faulthandler.dump_traceback_later(220, exit=True)
+    fresh_accelerator()
+    generated(arguments.cases, arguments.seed)
+    if PartialState().is_main_process:
+        print(f"ok {arguments.cases} cases", flush=True)

@@ -6,12 +6,11 @@ accelerate launch --cpu --num_processes 2 check_streams.py [check ...]
 import logging
 import os
 import sys
-import time
 import warnings
 from contextlib import contextmanager
 
 import torch
-from harness import everywhere, fresh_accelerator, raised, run, warned
+from harness import everywhere, fresh_accelerator, raised, run
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data.datapipes.iter import IterableWrapper
 
@@ -160,16 +159,6 @@ def split_streams_are_left_alone():
         prepare(split_dataset_by_node(stored(2), rank=rank(), world_size=world() + 1), None)
 
 
-def unseeded_shuffling_is_told():
-    with warned(1, "shuffled without a seed"):
-        prepare(stored(world()).shuffle(buffer_size=2), SHARDED)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        _, loader, _ = prepare(stored(world()).shuffle(seed=3, buffer_size=2), SHARDED)
-    parts = everywhere(sum(rows(loader), []))
-    assert len(set(sum(parts, []))) == 4 * world()
-
-
 def workers_see_each_sample_once():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -283,21 +272,6 @@ def datapipes_are_divided_by_torch_or_by_us():
             assert sorted(sum(parts, [])) == list(range(4 * world())), parts
 
 
-def measure(steps=2000):
-    """Time that the vote adds to a step, in microseconds."""
-    times = []
-    for pause in (True, False):
-        batches = iter(range(steps))
-        start = time.perf_counter()
-        if pause:
-            with iterable.uneven_ends():
-                list(iterable.in_step(batches))
-        else:
-            list(iterable.in_step(batches))
-        times.append((time.perf_counter() - start) / steps * 1e6)
-    PartialState().print(f"a step without a vote {times[0]:.1f} us, with {times[1]:.1f} us")
-
-
 def lost_process():
     """One rank dies in the middle; the others must end with an error, not wait."""
     _, loader, _ = prepare(Own([10**6] * world()), DIVIDED)
@@ -313,7 +287,6 @@ if __name__ == "__main__":
         uneven_pieces_end_together,
         too_few_pieces_are_read_by_all,
         split_streams_are_left_alone,
-        unseeded_shuffling_is_told,
         workers_see_each_sample_once,
         parts_of_the_users_own_end_together,
         the_end_is_known_when_the_last_batch_is_given,
@@ -325,7 +298,7 @@ if __name__ == "__main__":
         join_uneven_inputs_is_left_to_itself,
         datapipes_are_divided_by_torch_or_by_us,
     ]
-    extra = [check for check in (measure, lost_process) if check.__name__ in sys.argv[1:]]
+    extra = [check for check in (lost_process,) if check.__name__ in sys.argv[1:]]
     fresh_accelerator()
     run(*checks, *extra)
     PartialState().wait_for_everyone()

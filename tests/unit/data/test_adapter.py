@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, TensorDataset
 
 from accelerate.data import adapter
 from accelerate.data.adapter import (
@@ -14,23 +14,13 @@ from accelerate.data.adapter import (
     as_stateful,
     keep_on_cpu,
     placer,
-    stateful_loader_class,
     variant,
 )
 from accelerate.data.build import prepare_data_loader, skip_first_batches
 from accelerate.data.loader import DataLoaderShard
-from accelerate.data.samplers import SkipBatchSampler
-from accelerate.utils.imports import is_torchdata_stateful_dataloader_available
+from loader_samples import SizedStream, Stream, needs_torchdata
 
-needs_torchdata = pytest.mark.skipif(
-    not is_torchdata_stateful_dataloader_available(), reason="needs torchdata's StatefulDataLoader"
-)
 DATA = TensorDataset(torch.arange(10))
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(range(10))
 
 
 class Custom(DataLoader):
@@ -93,26 +83,7 @@ def test_states_of_plain_loaders_are_refused():
         DataLoaderAdapter(DATA, batch_size=4).state_dict()
 
 
-@needs_torchdata
-@pytest.mark.parametrize(
-    "loader",
-    [DataLoader(DATA, 4), DataLoader(DATA, batch_size=None), DataLoader(Stream(), 2, drop_last=True)],
-    ids=["batches", "samples", "stream"],
-)
-def test_stateful_twins_yield_the_same(loader):
-    twin = as_stateful(loader)
-    assert isinstance(twin, stateful_loader_class())
-    assert str(list(twin)) == str(list(loader))
-    again = as_stateful(twin)
-    assert again is not twin and str(list(again)) == str(list(loader))
-
-
 # -- questions --------------------------------------------------------------------------------------------------------------
-
-
-class SizedStream(Stream):
-    def __len__(self):
-        return 10
 
 
 def prepared(loader, **options):
@@ -199,11 +170,6 @@ def test_everybody_who_wants_hears_the_epoch_once():
     skip_first_batches(loader, 1).set_epoch(3)
     assert heard == [("batches", 3), ("sampler", 3), ("data", 3)]
     assert loader.iteration == 3
-
-
-def test_skipped_batches_add_up():
-    loader = DataLoader(DATA, batch_sampler=SkipBatchSampler(SkipBatchSampler(BatchSampler(range(9), 2, False), 1), 2))
-    assert adapter.unskipped(loader.batch_sampler)[1] == 3
 
 
 # -- batches on their device ------------------------------------------------------------------------------------------------

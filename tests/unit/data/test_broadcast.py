@@ -1,67 +1,39 @@
 """What the dispatching process sends to the others, and how batches are cut and joined."""
 
-import pickle
-from collections import OrderedDict, deque, namedtuple
+from collections import OrderedDict, namedtuple
 
 import numpy
 import pytest
 import torch
 
 from accelerate.data import broadcast
-from accelerate.data.broadcast import BatchBroadcast, Message
-
-
-class Line:
-    """One direction of a connection, within this process."""
-
-    def __init__(self):
-        self.sent = deque()
-        self.sends = True
-
-    def tensor(self, tensor):
-        if self.sends:
-            self.sent.append(tensor.clone())
-        else:
-            arrived = self.sent.popleft()
-            assert arrived.numel() == tensor.numel(), "both sides have to agree on the size"
-            tensor.copy_(arrived)
-
-    def object(self, value=None):
-        if self.sends:
-            self.sent.append(value)
-            return value
-        return self.sent.popleft()
+from accelerate.data.broadcast import BatchBroadcast, Failure, Message
+from loader_samples import CPU, Line
 
 
 class Connection:
-    def __init__(self, shards=2, stages=False):
-        self.line = Line()
-        self.sender, self.receiver = (BatchBroadcast(self.line, shards, torch.device("cpu")) for _ in range(2))
-        for end in (self.sender, self.receiver):
-            end._stages = stages  # as on an accelerator: filled on the host, sent from the device
+    """Both ends of a connection, within this process."""
 
-    def pass_on(self, message):
+    def __init__(self):
+        self.sent = []
+        self.sender = BatchBroadcast(Line(self.sent, sends=True), CPU)
+        self.line = Line([], sends=False)
+        self.receiver = BatchBroadcast(self.line, CPU)
+
+    def pass_on(self, value):
         """Send and receive; returns what arrived and how many broadcasts that took."""
-        self.line.sends = True
-        self.sender.send(message)
-        broadcasts = len(self.line.sent)
-        return self.receive(), broadcasts
-
-    def receive(self):
-        self.line.sends = False
-        return self.receiver.receive()
+        self.sent.clear()
+        self.sender.send(value)
+        self.line.sent.extend(self.sent)
+        return self.receiver.receive(), len(self.sent)
 
 
 def message(batch, sizes=(1, 1), real=2, last=False):
     return Message(batch, real, sizes, last)
 
 
-@pytest.fixture(params=[False, True], ids=["bytes", "staged"])
-def connection(request):
-    return Connection(stages=request.param)
-
-
-def test_batches_arrive_as_they_were_sent(connection):
+def test_batches_arrive_as_they_were_sent():
+    connection = Connection()
     batch = {
         "x": torch.arange(6.0).view(2, 3),
         "list": [torch.tensor(7), (torch.zeros(0, 4, dtype=torch.bool), torch.ones(2, dtype=torch.bfloat16))],
@@ -83,35 +55,20 @@ def test_batches_arrive_as_they_were_sent(connection):
         assert torch.equal(got["weight"], torch.ones(2))
 
 
-def test_equal_shapes_travel_in_one_broadcast():
+@pytest.mark.parametrize(
+    ("widths", "counts"),
+    [
+        pytest.param([4, 4, 4, 4], [2, 1, 1, 1], id="equal: at once"),
+        pytest.param([4, 40, 8, 8], [2, 2, 1, 1], id="larger: by itself"),
+        pytest.param([1 << 18, 1 << 18], [2, 2], id="large: always by itself"),
+    ],
+)
+def test_a_batch_that_is_no_larger_than_the_last_travels_in_one_broadcast(widths, counts):
     connection = Connection()
-    counts = [connection.pass_on(message({"x": torch.full((2, 4), n)}))[1] for n in range(4)]
-    assert counts == [4, 1, 1, 1], "header, structure, header, payload; then everything at once"
-
-
-def test_changing_shapes_travel_without_the_structure():
-    connection = Connection()
-    sizes = [4, 4, 9, 2, 2]
-    counts = []
-    for size in sizes:
-        arrived, count = connection.pass_on(message({"x": torch.arange(2 * size).view(2, size)}))
-        counts.append(count)
-        assert arrived.batch["x"].tolist() == torch.arange(2 * size).view(2, size).tolist()
-    assert counts == [4, 1, 2, 1, 1]
-
-
-def test_large_payloads_travel_by_themselves(monkeypatch):
-    monkeypatch.setattr(broadcast, "LARGEST_SHARED_PAYLOAD", 64)
-    connection = Connection()
-    counts = [connection.pass_on(message({"x": torch.zeros(2, 64)}))[1] for _ in range(3)]
-    assert counts == [4, 2, 2]
-
-
-def test_what_is_equal_but_of_another_type_is_sent_again():
-    connection = Connection()
-    for value in (1, True, 1.0, "1"):
-        got = connection.pass_on(message({"x": torch.zeros(2), "value": value}))[0].batch["value"]
-        assert type(got) is type(value) and got == value
+    for width, count in zip(widths, counts, strict=True):
+        batch = torch.arange(2 * width).view(2, width)
+        arrived, broadcasts = connection.pass_on(message({"x": batch}))
+        assert torch.equal(arrived.batch["x"], batch) and broadcasts == count
 
 
 def test_received_batches_do_not_share_memory():
@@ -120,24 +77,12 @@ def test_received_batches_do_not_share_memory():
     assert [batch.tolist() for batch in batches] == [[n, n] for n in range(4)]
 
 
-def test_an_empty_stream_ends_at_once(connection):
-    connection.sender.finish()
-    assert connection.receive() is None
-
-
-def test_a_failure_reaches_the_receivers(connection):
-    connection.sender.fail(KeyError("row 3"))
-    with pytest.raises(RuntimeError, match="KeyError.*row 3"):
-        connection.receive()
-    assert connection.pass_on(message(torch.zeros(2)))[0].batch.tolist() == [0, 0], "the connection is usable after it"
-
-
-def test_what_cannot_be_sent_is_reported_on_both_sides():
+def test_an_end_and_a_failure_reach_the_receivers():
     connection = Connection()
-    with pytest.raises(Exception, match=r"(?i)sparse|layout|contiguous"):
-        connection.sender.send(message(torch.eye(2).to_sparse()))
-    with pytest.raises(RuntimeError, match="could not read its next batch"):
-        connection.receive()
+    assert connection.pass_on(None)[0] is None
+    with pytest.raises(RuntimeError, match="could not read its next batch: row 3"):
+        connection.pass_on(Failure("row 3"))
+    assert connection.pass_on(message(torch.zeros(2)))[0].batch.tolist() == [0, 0], "the connection is usable after it"
 
 
 def test_processes_that_are_not_in_step_are_told():
@@ -199,28 +144,3 @@ def test_batches_that_differ_are_refused():
         broadcast.join([torch.zeros(2, 3), torch.zeros(2, 4)])
     with pytest.raises(ValueError, match="cannot be joined"):
         broadcast.join([[torch.zeros(2)], [torch.zeros(2), torch.zeros(2)]])
-
-
-def test_without_torch_distributed_bytes_travel_as_objects():
-    """As under torch_xla, whose communicator has no process group."""
-    sent = deque()
-
-    class Communicator:
-        group = None
-
-        def __init__(self, sends):
-            self.sends = sends
-
-        def broadcast_object_list(self, values, source):
-            if self.sends:
-                sent.append(pickle.dumps(values))
-            else:
-                values[:] = pickle.loads(sent.popleft())
-
-    sender, receiver = (
-        BatchBroadcast(broadcast.Transport(Communicator(sends)), 2, torch.device("cpu")) for sends in (True, False)
-    )
-    for number in range(3):
-        sender.send(message({"x": torch.full((2, 3), number), "text": ["a", "b"]}))
-        got = receiver.receive().batch
-        assert got["x"].tolist() == [[number] * 3] * 2 and got["text"] == ["a", "b"]

@@ -1,55 +1,27 @@
 """Who reads what: the decisions of `prepare_data_loader`."""
 
 import logging
-import sys
-import types
 import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRandomSampler
 from torch.utils.data.datapipes.iter import IterableWrapper
 
-from accelerate.config.enums import DistributedType
 from accelerate.data import plan
-from accelerate.data.build import plan_of, prepare_data_loader, skip_first_batches
+from accelerate.data.build import prepare_data_loader
 from accelerate.data.dispatcher import DataLoaderDispatcher
 from accelerate.data.iterable import IterableDatasetShard, is_datapipe
 from accelerate.data.loader import DataLoaderShard
 from accelerate.data.samplers import BatchSamplerShard, SamplerShard, SeedableRandomSampler
 from accelerate.data.workers import SeededDataset
 from accelerate.process import PartialState
-from accelerate.utils.imports import is_torchdata_stateful_dataloader_available
-
-TWO = {"num_processes": 2, "process_index": 1}
-needs_torchdata = pytest.mark.skipif(
-    not is_torchdata_stateful_dataloader_available(), reason="needs torchdata's StatefulDataLoader"
-)
-
-
-class Numbers(Dataset):
-    def __init__(self, length=8):
-        self.length = length
-
-    def __len__(self):
-        return self.length
-
-    def __getitem__(self, index):
-        return index
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(range(8))
-
-
-def values(loader):
-    return [batch.tolist() for batch in loader]
+from loader_samples import TWO, Numbers, Stream, needs_torchdata, values
 
 
 def test_alone_the_samplers_stay_as_they_are():
-    loader = DataLoader(Numbers(), 2, shuffle=True)
+    loader = DataLoader(Numbers(8), 2, shuffle=True)
     prepared = prepare_data_loader(loader)
     assert type(prepared) is DataLoaderShard
     assert prepared.batch_sampler is loader.batch_sampler and prepared.sampler is loader.sampler
@@ -60,17 +32,17 @@ def test_alone_the_samplers_stay_as_they_are():
 
 
 def test_map_style_data_is_sharded_by_batches():
-    prepared = prepare_data_loader(DataLoader(Numbers(), 2), **TWO)
+    prepared = prepare_data_loader(DataLoader(Numbers(8), 2), **TWO)
     assert type(prepared.batch_sampler) is BatchSamplerShard and prepared.batch_size == 2
     assert values(prepared) == [[2, 3], [6, 7]]
-    prepared = prepare_data_loader(DataLoader(Numbers(), 4), split_batches=True, **TWO)
+    prepared = prepare_data_loader(DataLoader(Numbers(8), 4), split_batches=True, **TWO)
     assert values(prepared) == [[2, 3], [6, 7]] and prepared.batch_size == 2
     prepared = prepare_data_loader(DataLoader(Numbers(6), 2), even_batches=False, **TWO)
     assert values(prepared) == [[2, 3]]
 
 
 def test_data_that_is_not_batched_is_sharded_too():
-    prepared = prepare_data_loader(DataLoader(Numbers(), batch_size=None), **TWO)
+    prepared = prepare_data_loader(DataLoader(Numbers(8), batch_size=None), **TWO)
     assert type(prepared.sampler) is SamplerShard and list(prepared) == [1, 3, 5, 7]
     lists = BatchSampler(range(8), 2, False)
     prepared = prepare_data_loader(DataLoader([10] * 8, sampler=lists, batch_size=None), **TWO)
@@ -78,12 +50,12 @@ def test_data_that_is_not_batched_is_sharded_too():
 
 
 def test_streams_are_sharded_or_dispatched():
-    prepared = prepare_data_loader(DataLoader(Stream(), 2), **TWO)
+    prepared = prepare_data_loader(DataLoader(Stream(8), 2), **TWO)
     assert type(prepared.dataset) is IterableDatasetShard and values(prepared) == [[2, 3], [6, 7]]
-    prepared = prepare_data_loader(DataLoader(Stream(), 4), split_batches=True, **TWO)
+    prepared = prepare_data_loader(DataLoader(Stream(8), 4), split_batches=True, **TWO)
     assert values(prepared) == [[2, 3], [6, 7]] and prepared.batch_size == 2
-    assert type(prepare_data_loader(DataLoader(Stream(), 2), put_on_device=True)) is DataLoaderDispatcher
-    one = prepare_data_loader(DataLoader(Stream(), 2), put_on_device=True, dispatch_batches=False)
+    assert type(prepare_data_loader(DataLoader(Stream(8), 2), put_on_device=True)) is DataLoaderDispatcher
+    one = prepare_data_loader(DataLoader(Stream(8), 2), put_on_device=True, dispatch_batches=False)
     assert type(one) is DataLoaderShard
 
 
@@ -115,16 +87,16 @@ def test_streams_that_can_divide_themselves_do(caplog):
 
 
 def test_a_stream_divided_by_its_user_is_not_divided_again():
-    prepared = prepare_data_loader(DataLoader(Stream(), 4), put_on_device=True, shard_iterable_dataset=False, **TWO)
+    prepared = prepare_data_loader(DataLoader(Stream(8), 4), put_on_device=True, shard_iterable_dataset=False, **TWO)
     assert type(prepared) is DataLoaderShard and values(prepared) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert prepared.plan.reading == plan.SPLIT_ALREADY
-    halved = prepare_data_loader(DataLoader(Stream(), 4), split_batches=True, shard_iterable_dataset=False, **TWO)
+    halved = prepare_data_loader(DataLoader(Stream(8), 4), split_batches=True, shard_iterable_dataset=False, **TWO)
     assert values(halved) == [[0, 1], [2, 3], [4, 5], [6, 7]] and halved.batch_size == 2
-    map_style = prepare_data_loader(DataLoader(Numbers(), 2), shard_iterable_dataset=False, **TWO)
+    map_style = prepare_data_loader(DataLoader(Numbers(8), 2), shard_iterable_dataset=False, **TWO)
     assert values(map_style) == [[2, 3], [6, 7]], "data with indices is divided all the same"
     with pytest.warns(UserWarning, match="will not be read"):
         prepare_data_loader(
-            DataLoader(Stream(), 4), put_on_device=True, dispatch_batches=True, shard_iterable_dataset=False, **TWO
+            DataLoader(Stream(8), 4), put_on_device=True, dispatch_batches=True, shard_iterable_dataset=False, **TWO
         )
 
 
@@ -141,17 +113,17 @@ def test_a_dispatched_datapipe_does_not_wait_for_processes_that_do_not_read():
     pipe = IterableWrapper(range(8))
     prepared = prepare_data_loader(DataLoader(pipe, 2), put_on_device=True)
     assert type(prepared) is DataLoaderDispatcher and not is_datapipe(prepared.base_dataloader.dataset)
-    assert values(prepared) == values(DataLoader(Stream(), 2)) and len(prepared) == 4
+    assert values(prepared) == values(DataLoader(Stream(8), 2)) and len(prepared) == 4
 
 
 @pytest.mark.parametrize("options", [{}, TWO])
 def test_worker_processes_of_map_style_data_are_seeded(options):
-    data = Numbers()
+    data = Numbers(8)
     loader = DataLoader(data, 2, num_workers=1)
     prepared = prepare_data_loader(loader, **options)
     assert type(prepared.base_dataloader.dataset) is SeededDataset and loader.dataset is data
     assert prepared.dataset is data and len(prepared) == (2 if options else 4) and prepared.total_dataset_length == 8
-    for other in (DataLoader(data, 2), DataLoader(Stream(), 2, num_workers=1)):
+    for other in (DataLoader(data, 2), DataLoader(Stream(8), 2, num_workers=1)):
         assert type(prepare_data_loader(other, **options).base_dataloader.dataset) is not SeededDataset
 
 
@@ -170,7 +142,7 @@ def test_ranks_of_one_replica_read_the_same():
     mesh = SimpleNamespace(mesh=torch.arange(4).view(2, 2), mesh_dim_names=("dp_shard", "tp"))
     parts = [
         values(
-            prepare_data_loader(DataLoader(Numbers(), 2), num_processes=4, process_index=rank, torch_device_mesh=mesh)
+            prepare_data_loader(DataLoader(Numbers(8), 2), num_processes=4, process_index=rank, torch_device_mesh=mesh)
         )
         for rank in range(4)
     ]
@@ -179,25 +151,25 @@ def test_ranks_of_one_replica_read_the_same():
 
 def test_shuffling_shards_share_a_generator():
     torch.manual_seed(0)
-    loader = DataLoader(Numbers(), 2, shuffle=True)
+    loader = DataLoader(Numbers(8), 2, shuffle=True)
     prepared = prepare_data_loader(loader, rng_types=["torch", "generator"], **TWO)
     assert prepared.synchronized_generator is loader.sampler.generator is not None
     assert prepared.rng_types == ["torch", "generator"]
     weighted = WeightedRandomSampler([1.0] * 8, 8)
-    prepared = prepare_data_loader(DataLoader(Numbers(), 2, sampler=weighted), rng_types=["generator"], **TWO)
+    prepared = prepare_data_loader(DataLoader(Numbers(8), 2, sampler=weighted), rng_types=["generator"], **TWO)
     assert prepared.synchronized_generator is weighted.generator is not None
 
 
 def test_without_shuffling_there_is_no_generator_to_synchronise():
     wanted = ["torch", "generator"]
-    prepared = prepare_data_loader(DataLoader(Numbers(), 2), rng_types=wanted, **TWO)
+    prepared = prepare_data_loader(DataLoader(Numbers(8), 2), rng_types=wanted, **TWO)
     assert prepared.rng_types == ["torch"] and prepared.synchronized_generator is None
     assert wanted == ["torch", "generator"], "the caller's list is not touched"
 
 
 @pytest.mark.parametrize("options", [{}, TWO])
 def test_a_seedable_sampler_replaces_the_random_one(options):
-    loader = DataLoader(Numbers(), 2, shuffle=True)
+    loader = DataLoader(Numbers(8), 2, shuffle=True)
     prepared = prepare_data_loader(loader, use_seedable_sampler=True, data_seed=7, **options)
     sampler = prepared.get_sampler()
     assert type(sampler) is SeedableRandomSampler and sampler.initial_seed == 7
@@ -210,17 +182,17 @@ def test_a_seedable_sampler_replaces_the_random_one(options):
 
 def test_a_seedable_sampler_keeps_the_settings_and_the_seed():
     torch.manual_seed(31)
-    random = RandomSampler(Numbers(), replacement=True, num_samples=5)
-    sampler = prepare_data_loader(DataLoader(Numbers(), 2, sampler=random), use_seedable_sampler=True).get_sampler()
+    random = RandomSampler(Numbers(8), replacement=True, num_samples=5)
+    sampler = prepare_data_loader(DataLoader(Numbers(8), 2, sampler=random), use_seedable_sampler=True).get_sampler()
     assert (sampler.replacement, sampler.num_samples, sampler.initial_seed) == (True, 5, 31)
-    plain = prepare_data_loader(DataLoader(Numbers(), 2), use_seedable_sampler=True)
+    plain = prepare_data_loader(DataLoader(Numbers(8), 2), use_seedable_sampler=True)
     assert not isinstance(plain.get_sampler(), RandomSampler)
 
 
 def test_a_given_seed_holds_for_a_seedable_sampler_too():
     orders = []
-    for sampler in (SeedableRandomSampler(Numbers(), data_seed=7), RandomSampler(Numbers())):
-        loader = DataLoader(Numbers(), 2, sampler=sampler)
+    for sampler in (SeedableRandomSampler(Numbers(8), data_seed=7), RandomSampler(Numbers(8))):
+        loader = DataLoader(Numbers(8), 2, sampler=sampler)
         orders.append(values(prepare_data_loader(loader, use_seedable_sampler=True, data_seed=5)))
     assert orders[0] == orders[1]
 
@@ -229,7 +201,7 @@ def test_settings_and_class_of_the_loader_survive():
     class Custom(DataLoader):
         pass
 
-    loader = Custom(Numbers(), 2, num_workers=1, persistent_workers=True, prefetch_factor=3, timeout=7)
+    loader = Custom(Numbers(8), 2, num_workers=1, persistent_workers=True, prefetch_factor=3, timeout=7)
     prepared = prepare_data_loader(loader, **TWO)
     assert isinstance(prepared, Custom)
     assert (prepared.num_workers, prepared.persistent_workers, prepared.prefetch_factor, prepared.timeout) == (
@@ -241,34 +213,34 @@ def test_settings_and_class_of_the_loader_survive():
 
 
 def test_the_device_is_that_of_the_process_unless_given():
-    assert prepare_data_loader(DataLoader(Numbers(), 2)).device is None
-    assert prepare_data_loader(DataLoader(Numbers(), 2), put_on_device=True).device == PartialState().device
-    meta = prepare_data_loader(DataLoader(Numbers(), 2), device=torch.device("meta"), put_on_device=True)
+    assert prepare_data_loader(DataLoader(Numbers(8), 2)).device is None
+    assert prepare_data_loader(DataLoader(Numbers(8), 2), put_on_device=True).device == PartialState().device
+    meta = prepare_data_loader(DataLoader(Numbers(8), 2), device=torch.device("meta"), put_on_device=True)
     assert next(iter(meta)).device.type == "meta"
 
 
 def test_contradictions_are_refused():
-    loader = DataLoader(Numbers(), 3)
+    loader = DataLoader(Numbers(8), 3)
     with pytest.raises(TypeError, match="dataloader is a list"):
         prepare_data_loader([1])
     with pytest.raises(ValueError, match="put_on_device=True"):
         prepare_data_loader(loader, dispatch_batches=True)
-    with pytest.raises(ValueError, match="batch size of 3 among 2 processes"):
+    with pytest.raises(ValueError, match="2 equal parts, which a batch size of 3 does not"):
         prepare_data_loader(loader, split_batches=True, **TWO)
-    with pytest.raises(ValueError, match="split_batches=True needs a batch size"):
-        prepare_data_loader(DataLoader(Numbers(), batch_sampler=[[0]]), split_batches=True, **TWO)
+    with pytest.raises(ValueError, match="batch size of None"):
+        prepare_data_loader(DataLoader(Numbers(8), batch_sampler=[[0]]), split_batches=True, **TWO)
 
 
 def test_a_slice_function_without_dispatching_is_warned_about():
     with pytest.warns(UserWarning, match="slice_fn_for_dispatch has no effect"):
-        prepare_data_loader(DataLoader(Numbers(), 2), slice_fn_for_dispatch=lambda *args: args)
+        prepare_data_loader(DataLoader(Numbers(8), 2), slice_fn_for_dispatch=lambda *args: args)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        prepare_data_loader(DataLoader(Numbers(), 2), put_on_device=True, rng_types=["torch"], **TWO)
+        prepare_data_loader(DataLoader(Numbers(8), 2), put_on_device=True, rng_types=["torch"], **TWO)
 
 
 def test_a_prepared_loader_is_not_sharded_again():
-    prepared = prepare_data_loader(DataLoader(Numbers(), 2), **TWO)
+    prepared = prepare_data_loader(DataLoader(Numbers(8), 2), **TWO)
     with pytest.warns(UserWarning, match="prepared already"):
         assert prepare_data_loader(prepared, **TWO) is prepared
 
@@ -279,46 +251,9 @@ def test_stateful_loaders_are_built_or_kept():
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     for loader, options in (
-        (DataLoader(Numbers(), 2), {"use_stateful_dataloader": True}),
-        (StatefulDataLoader(Numbers(), 2), {}),
+        (DataLoader(Numbers(8), 2), {"use_stateful_dataloader": True}),
+        (StatefulDataLoader(Numbers(8), 2), {}),
     ):
         prepared = prepare_data_loader(loader, **options, **TWO)
         assert isinstance(prepared, StatefulDataLoader) and prepared.use_stateful_dataloader
         assert values(prepared) == [[2, 3], [6, 7]]
-
-
-def test_on_xla_torch_xlas_loader_moves_the_batches(monkeypatch):
-    class MpDeviceLoader:
-        def __init__(self, loader, device):
-            self._loader, self._device = loader, device
-
-        def __iter__(self):
-            return iter(self._loader)
-
-        def __len__(self):
-            return len(self._loader)
-
-    module = types.ModuleType("torch_xla.distributed.parallel_loader")
-    module.MpDeviceLoader = MpDeviceLoader
-    for name in ("torch_xla", "torch_xla.distributed"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    from accelerate.data import build
-
-    synchronised = []
-    monkeypatch.setattr(build, "synchronize_rng_states", lambda *args: synchronised.append(args))
-    monkeypatch.setitem(PartialState().__dict__, "distributed_type", DistributedType.XLA)
-    build.xla_wrapper.cache_clear()
-    try:
-        device = torch.device("cpu")
-        loader = prepare_data_loader(
-            DataLoader(Numbers(), 2), device=device, put_on_device=True, rng_types=["torch"], **TWO
-        )
-        assert type(loader).__name__ == "MpDeviceLoaderWrapper" and type(loader.dataloader) is DataLoaderShard
-        assert loader.dataloader.device is None and loader.total_batch_size == 4 and len(loader) == 2
-        assert plan_of(loader).samples == 8
-        assert values(loader) == [[2, 3], [6, 7]]
-        assert synchronised == [(["torch"], None)] and loader.dataloader.rng_types == ["torch"]
-        assert values(skip_first_batches(loader, 1)) == [[6, 7]]
-    finally:
-        build.xla_wrapper.cache_clear()

@@ -2,14 +2,11 @@
 
 import logging
 import re
-from itertools import chain, cycle, islice
 from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 from accelerate import comm
@@ -19,40 +16,10 @@ from accelerate.data.iterable import (
     IterableDatasetShard,
     PlainStream,
     can_shard_itself,
-    differs_between_ranks,
     is_datapipe,
     is_split_by_node,
 )
-
-
-class Stream(IterableDataset):
-    def __init__(self, length):
-        self.length = length
-
-    def __iter__(self):
-        return iter(range(self.length))
-
-
-class SizedStream(Stream):
-    def __len__(self):
-        return self.length
-
-
-@given(st.integers(0, 50), st.integers(1, 6), st.booleans(), st.integers(1, 4), st.booleans())
-def test_a_shard_holds_its_part_of_every_round(length, share, drop_last, shards, split):
-    size = share * shards
-    rounds = [list(range(length))[at : at + size] for at in range(0, length, size)]
-    counts = None
-    if rounds and len(rounds[-1]) < size:
-        last = rounds.pop()
-        if not drop_last:
-            counts = tuple(len(last[share * shard : share * (shard + 1)]) for shard in range(shards))
-            rounds.append(list(islice(chain(last, cycle(range(length)[:size])), size)))
-    for index in range(shards):
-        shard = IterableDatasetShard(SizedStream(length), size if split else share, drop_last, shards, index, split)
-        want = list(chain.from_iterable(part[share * index : share * (index + 1)] for part in rounds))
-        assert list(shard) == want and len(shard) == len(want)
-        assert list(shard.round_log.values()) == ([] if counts is None else [counts])
+from loader_samples import Stream
 
 
 def test_length_is_that_of_the_stream_or_an_error():
@@ -125,33 +92,6 @@ def test_streams_in_enough_pieces_divide_themselves():
     assert not can_shard_itself(Stream(1), 1)
 
 
-def stored(shards, **options):
-    datasets = pytest.importorskip("datasets")
-
-    def read(numbers):
-        for number in numbers:
-            for row in range(3 + number):
-                yield {"x": 10 * number + row}
-
-    stream = datasets.IterableDataset.from_generator(read, gen_kwargs={"numbers": list(range(shards))})
-    return stream.shuffle(buffer_size=4, **options) if options else stream
-
-
-def test_shuffling_without_a_seed_is_noticed(monkeypatch):
-    seeded, unseeded = stored(2, seed=3), stored(2, seed=None)
-    gathered = []
-
-    def differs(stream, *others):
-        communicator = SimpleNamespace(gather_object=lambda own: gathered.append(own) or [own, *others])
-        monkeypatch.setattr(comm, "current", lambda: communicator)
-        return differs_between_ranks(stream)
-
-    assert not differs(seeded) and differs(seeded, ["another"])
-    assert not differs(stored(2), ["never asked"]) and not differs(Stream(2), ["never asked"])
-    differs(unseeded), differs(stored(2, seed=None))
-    assert gathered[-2] != gathered[-1]
-
-
 class StreamWithState(Stream):
     def state_dict(self):
         return {}
@@ -193,7 +133,7 @@ def test_the_buffer_of_a_datasets_stream_is_seen():
     assert iterable.has_buffer(shuffled) and iterable.has_buffer(shuffled.map(lambda row: row))
 
 
-# -- ending together, with the other processes played by the test; tests/distributed/test_streams.py has real ones ------
+# -- ending together, with the other processes played by the test; tests/distributed/test_loaders.py has real ones ------
 
 READY, ENDED, FAILED = 0, 1, 2
 
@@ -318,22 +258,6 @@ def test_paused_loops_end_where_their_own_data_ends(partner):
     assert list(iterable.in_step(iter("ab"))) == []
 
 
-def test_what_belongs_to_a_batch_is_that_of_its_own_read(partner):
-    class Notes:
-        before = None
-
-    def reading():
-        for number in range(3):
-            Notes.before = f"before {number}"
-            yield number
-        Notes.before = "after"
-
-    partner(READY, READY, READY, ENDED)
-    seen = [(number, Notes.before) for number in iterable.in_step(reading(), ((Notes, "before"),))]
-    assert seen == [(number, f"before {number}") for number in range(3)]
-    assert Notes.before == "after"
-
-
 def test_one_batch_is_read_ahead(partner):
     read = []
 
@@ -349,15 +273,7 @@ def test_one_batch_is_read_ahead(partner):
     steps.close()
 
 
-def test_votes_of_real_groups_travel_in_a_group_of_their_own(process_group, monkeypatch):
+def test_votes_of_real_groups_travel_in_a_group_of_their_own(process_group):
     communicator = comm.for_type("MULTI_CPU")
     assert iterable._vote(communicator, [7, 2, ENDED])() == [[7, 2, ENDED]]
     assert iterable._groups[communicator] is not communicator.group
-
-    class Lost:
-        def wait(self):
-            raise RuntimeError("Connection closed by peer")
-
-    monkeypatch.setattr(iterable.dist, "all_reduce", lambda *args, **options: Lost())
-    with pytest.raises(RuntimeError, match="A process was lost"):
-        iterable._vote(communicator, [7, 3, READY])()

@@ -4,40 +4,18 @@ import gc
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from accelerate.data.adapter import DataLoaderStateMixin
 from accelerate.data.build import prepare_data_loader, skip_first_batches
 from accelerate.data.loader import DataLoaderShard, SkipDataLoader
 from accelerate.state import GradientState
-
-
-class Numbers(torch.utils.data.Dataset):
-    def __init__(self, length=10):
-        self.length = length
-
-    def __len__(self):
-        return self.length
-
-    def __getitem__(self, index):
-        return index
-
-
-class Stream(IterableDataset):
-    def __init__(self, length=10):
-        self.length = length
-
-    def __iter__(self):
-        return iter(range(self.length))
+from loader_samples import Numbers, Stream, values
 
 
 def prepared(length=10, batch_size=3, processes=1, index=0, **options):
     loader = DataLoader(Numbers(length), batch_size, **options)
     return prepare_data_loader(loader, num_processes=processes, process_index=index)
-
-
-def values(loader):
-    return [batch.tolist() for batch in loader]
 
 
 def test_the_last_batch_is_known_as_such():
@@ -171,11 +149,6 @@ def test_epochs_count_up_and_reach_the_dataset():
     assert data.epochs[-1] == 9
 
 
-def test_an_empty_loader_yields_nothing():
-    loader = prepare_data_loader(DataLoader(Stream(0), 2))
-    assert values(loader) == [] and loader.iteration == 1 and not GradientState().in_dataloader
-
-
 def test_generators_are_synchronised_before_the_order_is_drawn(monkeypatch):
     calls = []
 
@@ -196,15 +169,6 @@ def test_it_can_be_built_directly():
     assert values(loader) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert loader.total_batch_size == 4 and loader.total_dataset_length == 10
     assert loader.device == "cpu"
-
-
-def test_samplers_can_be_replaced_and_shards_reassigned():
-    loader = prepared(8, 2, processes=2, index=1)
-    assert loader.batch_sampler.batch_sampler.batch_size == 2
-    loader.set_sampler(range(4))
-    assert values(loader) == [[2, 3]] and loader.get_sampler() == range(4)
-    loader.batch_sampler.num_processes, loader.batch_sampler.process_index = 1, 0
-    assert values(loader) == [[0, 1], [2, 3]]
 
 
 def test_streams_are_skipped_by_reading():

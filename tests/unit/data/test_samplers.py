@@ -1,7 +1,6 @@
 """Random orders that can be drawn again, and batch samplers that are divided among processes."""
 
-import pickle
-from itertools import chain, cycle, islice
+from itertools import cycle, islice
 
 import pytest
 import torch
@@ -12,11 +11,9 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 from accelerate.data.samplers import (
     BatchSamplerShard,
     ReplayableRandomSampler,
-    SamplerShard,
     SeedableRandomSampler,
     SkipBatchSampler,
     batches_from,
-    draw_seed,
 )
 
 
@@ -47,12 +44,6 @@ def test_an_abandoned_iteration_does_not_move_the_epoch_on():
     sampler = SeedableRandomSampler(range(8), data_seed=1)
     next(iter(sampler))
     assert sampler.epoch == 0
-
-
-def test_the_pickle_names_the_public_path():
-    sampler = SeedableRandomSampler(range(8), data_seed=1)
-    assert b"accelerate.data_loader" in pickle.dumps(sampler)
-    assert list(pickle.loads(pickle.dumps(sampler))) == order_of(1)
 
 
 @pytest.mark.parametrize("options", [{}, {"num_samples": 5}, {"replacement": True, "num_samples": 70}])
@@ -96,85 +87,7 @@ def test_a_sampler_with_a_generator_uses_it():
     assert list(sampler) == order_of(9)
 
 
-def test_draw_seed_is_one_draw():
-    torch.manual_seed(0)
-    seed = draw_seed()
-    torch.manual_seed(0)
-    assert int(torch.empty((), dtype=torch.int64).random_()) == seed
-
-
-# -- sharding of batch samplers, against a specification in terms of rounds --------------------------------------------
-
-
-def specified(samples, batch_size, drop_last, shards, index, split, even):
-    """The batches of one shard and the real samples per shard of the last round, if that has duplicates.
-
-    A round takes as many samples as all shards consume in one step; shard `i` gets the `i`-th equal part of it.
-    """
-    size = batch_size if split else batch_size * shards
-    share = size // shards
-    rounds = [samples[at : at + size] for at in range(0, len(samples), size)]
-    counts = None
-    if rounds and len(rounds[-1]) < size:
-        last = rounds.pop()
-        if not drop_last:
-            if even:
-                counts = tuple(len(last[share * shard : share * (shard + 1)]) for shard in range(shards))
-                last = list(islice(chain(last, cycle(samples[:size])), size))
-            rounds.append(last)
-    parts = [part[share * index : share * (index + 1)] for part in rounds]
-    return [part for part in parts if part], counts
-
-
-cases = st.fixed_dictionaries(
-    {
-        "length": st.integers(0, 60),
-        "batch_size": st.integers(1, 9),
-        "drop_last": st.booleans(),
-        "shards": st.integers(1, 5),
-        "split": st.booleans(),
-        "even": st.booleans(),
-    }
-)
-
-
-def build(case, index, sampler=None):
-    sampler = SequentialSampler(range(case["length"])) if sampler is None else sampler
-    batches = BatchSampler(sampler, case["batch_size"], case["drop_last"])
-    return BatchSamplerShard(batches, case["shards"], index, split_batches=case["split"], even_batches=case["even"])
-
-
-def splittable(case):
-    return not case["split"] or case["batch_size"] % case["shards"] == 0
-
-
-@given(case=cases.filter(splittable), skip=st.integers(0, 8))
-def test_shards_follow_the_specification(case, skip):
-    samples = list(range(case["length"]))
-    for index in range(case["shards"]):
-        shard = build(case, index)
-        want, counts = specified(
-            samples, case["batch_size"], case["drop_last"], case["shards"], index, case["split"], case["even"]
-        )
-        assert list(shard) == want
-        assert len(shard) == len(want)
-        assert list(shard.round_log.values()) == ([] if counts is None else [counts])
-        assert shard.total_length == len(shard.batch_sampler)
-        # Skipping gives the same as dropping, also from a sampler that cannot be skipped cheaply.
-        assert list(batches_from(shard, skip)) == want[skip:]
-        assert list(batches_from(build(case, index, sampler=samples), skip)) == want[skip:]
-
-
-@given(case=cases.filter(splittable))
-def test_no_sample_is_lost_or_seen_twice(case):
-    case = {**case, "drop_last": False}
-    shards = [build(case, index) for index in range(case["shards"])]
-    seen = []
-    for batches, index in zip(map(list, shards), range(case["shards"]), strict=True):
-        for number, batch in enumerate(batches):
-            counts = shards[index].round_log.get(number)
-            seen += batch if counts is None else batch[: counts[index]]
-    assert sorted(seen) == list(range(case["length"]))
+# -- sharding of batch samplers; test_truth_samplers.py has every small case ---------------------------------------------
 
 
 class Varying:
@@ -257,11 +170,3 @@ def test_skipping_a_sequential_sampler_builds_nothing():
     assert next(iter(SkipBatchSampler(shard, 100_000_000))) == [800_000_004, 800_000_005, 800_000_006, 800_000_007]
     assert next(batches_from(BatchSampler(counted(100), 4, False), 3)) == [12, 13, 14, 15]
     assert len(drawn) == 16, "an unknown sampler is drawn from, but once only"
-
-
-def test_single_indices_are_taken_in_turn():
-    shards = [SamplerShard(range(5), 2, index) for index in range(2)]
-    assert [list(shard) for shard in shards] == [[0, 2, 4], [1, 3, 0]]
-    assert [len(shard) for shard in shards] == [3, 3]
-    assert shards[0].round_log == {2: (1, 0)}
-    assert list(SamplerShard(range(5), 2, 1, even_batches=False)) == [1, 3]

@@ -2,38 +2,12 @@
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader
 
 from accelerate.data.build import prepare_data_loader, skip_first_batches
 from accelerate.data.loader import DataLoaderShard, SkipDataLoader
 from accelerate.data.samplers import SkipBatchSampler
-
-
-class Numbers(Dataset):
-    def __init__(self, length=10):
-        self.length = length
-        self.loaded = []
-
-    def __len__(self):
-        return self.length
-
-    def __getitem__(self, index):
-        self.loaded.append(index)
-        return index
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(range(10))
-
-
-class SizedStream(Stream):
-    def __len__(self):
-        return 10
-
-
-def values(loader):
-    return [batch.tolist() for batch in loader]
+from loader_samples import Numbers, SizedStream, Stream, values
 
 
 def test_a_torch_loader_stays_one():
@@ -59,13 +33,6 @@ def test_a_prepared_loader_stays_one(data, options):
         values(skip_first_batches(loader, 99))
 
 
-def test_a_view_knows_the_end_and_the_remainder():
-    view = skip_first_batches(prepare_data_loader(DataLoader(Numbers(), 3)), 2)
-    assert [(view.end_of_dataloader, view.remainder) for _ in view] == [(False, 1), (True, 1)]
-    view = skip_first_batches(prepare_data_loader(DataLoader(Stream(), 3), num_processes=2, process_index=0), 1)
-    assert [(view.remainder, view.batch_counts) for _ in view] == [(4, (3, 1))]
-
-
 def test_the_original_goes_on_with_the_next_epoch():
     def loader():
         return prepare_data_loader(DataLoader(Numbers(), 3, shuffle=True), use_seedable_sampler=True, data_seed=1)
@@ -76,13 +43,6 @@ def test_the_original_goes_on_with_the_next_epoch():
     assert values(resumed) == epochs[0]
     assert values(skip_first_batches(resumed, 2)) == epochs[1][2:]
     assert values(resumed) == epochs[2]
-
-
-def test_samples_can_be_skipped_without_batching():
-    loader = DataLoader(Numbers(4), batch_size=None)
-    assert list(skip_first_batches(loader, 3)) == [3]
-    prepared = prepare_data_loader(DataLoader(Numbers(4), batch_size=None), num_processes=2, process_index=1)
-    assert list(skip_first_batches(prepared, 1)) == [3]
 
 
 def test_streams_are_read_and_dropped():

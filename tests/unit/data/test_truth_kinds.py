@@ -5,19 +5,13 @@ import pickle
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from accelerate.data.build import prepare_data_loader, skip_first_batches
 from accelerate.data.loader import PreparedLoader
-from accelerate.utils.imports import is_torchdata_stateful_dataloader_available
+from loader_samples import Stream, needs_torchdata, values
 
-STATEFUL = is_torchdata_stateful_dataloader_available()
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(range(11))
 
 
 class Doubling(DataLoader):
@@ -28,14 +22,6 @@ class Doubling(DataLoader):
     def __iter__(self):
         for batch in super().__iter__():
             yield 2 * batch
-
-
-class Renamed(DataLoader):
-    """A loader that adds attributes only."""
-
-    def __init__(self, *args, factor=1, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.factor = factor
 
 
 class Collating:
@@ -49,11 +35,7 @@ class Collating:
 
 
 def dataset(stream):
-    return Stream() if stream else list(range(11))
-
-
-def values(loader):
-    return [batch.tolist() for batch in loader]
+    return Stream(11) if stream else list(range(11))
 
 
 def expected(world):
@@ -61,9 +43,7 @@ def expected(world):
     return {1: [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]], 2: [[4, 5, 6, 7], [1, 2, 3, 4]]}[world]
 
 
-@pytest.mark.parametrize(
-    "stateful", [False, pytest.param(True, marks=pytest.mark.skipif(not STATEFUL, reason="torchdata"))]
-)
+@pytest.mark.parametrize("stateful", [False, pytest.param(True, marks=needs_torchdata)])
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("world", [1, 2])
@@ -110,13 +90,7 @@ def test_classes_of_ones_own_keep_their_iteration(world, stream, workers):
     assert values(whole) == [[2 * number for number in batch] for batch in expected(1)]
 
 
-def test_attributes_of_ones_own_are_kept():
-    loader = prepare_data_loader(Renamed(dataset(False), 4, factor=3), num_processes=2, process_index=1)
-    assert isinstance(loader, Renamed) and loader.factor == 3 and values(loader) == expected(2)
-    assert skip_first_batches(loader, 1).factor == 3
-
-
-@pytest.mark.skipif(not STATEFUL, reason="needs torchdata's StatefulDataLoader")
+@needs_torchdata
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_the_state_of_every_batch_continues_after_it(workers, stream):

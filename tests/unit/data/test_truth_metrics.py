@@ -1,6 +1,5 @@
 """What an evaluation loop gathers, for any number of processes: the loaders of all ranks side by side in this process."""
 
-from collections import deque
 from itertools import islice, zip_longest
 from types import SimpleNamespace
 
@@ -8,27 +7,12 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader
 
-from accelerate.data.broadcast import BatchBroadcast
 from accelerate.data.build import prepare_data_loader, skip_first_batches
 from accelerate.training import collectives
 from accelerate.utils import operations
-
-CPU = torch.device("cpu")
-
-
-class Stream(IterableDataset):
-    def __init__(self, length):
-        self.length = length
-
-    def __iter__(self):
-        return iter(range(self.length))
-
-
-class SizedStream(Stream):
-    def __len__(self):
-        return self.length
+from loader_samples import SizedStream, Stream, dispatched
 
 
 class Batches:
@@ -45,40 +29,15 @@ class Batches:
         return len(self.batches)
 
 
-class Line:
-    """Carries what the main process broadcasts to one receiver after the other."""
-
-    def __init__(self, sent, sending):
-        self.sent = sent if sending else deque(sent)
-        self.sending = sending
-
-    def tensor(self, tensor):
-        self.sent.append(tensor.clone()) if self.sending else tensor.copy_(self.sent.popleft())
-
-    def object(self, value=None):
-        if not self.sending:
-            return self.sent.popleft()
-        self.sent.append(value)
-        return value
-
-
 def ranks(make, world, dispatch, **options):
     """The prepared loaders of all ranks. A dispatching one has to be run to its end before the next begins."""
     sent = []
     for rank in range(world):
-        loader = prepare_data_loader(
-            make(),
-            num_processes=world,
-            process_index=rank,
-            put_on_device=dispatch,
-            device=CPU if dispatch else None,
-            dispatch_batches=dispatch,
-            **options,
-        )
+        numbers = {"num_processes": world, "process_index": rank}
         if dispatch:
-            loader.state = SimpleNamespace(num_processes=world, process_index=rank, device=CPU)
-            loader._broadcast = BatchBroadcast(Line(sent, sending=rank == 0), world, CPU)
-        yield loader
+            yield dispatched(make(), sent, world, rank, **numbers, **options)
+        else:
+            yield prepare_data_loader(make(), dispatch_batches=False, **numbers, **options)
 
 
 def steps_of(loader):

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from accelerate.data.build import prepare_data_loader, skip_first_batches
 from accelerate.data.iterable import IterableDatasetShard
@@ -16,6 +16,7 @@ from accelerate.data.samplers import (
     batches_from,
     skips_samples,
 )
+from loader_samples import SizedStream, Stream
 
 LENGTHS, SIZES, WORLDS, FLAGS = range(10), (1, 2, 3), (1, 2, 3), (False, True)
 
@@ -137,19 +138,6 @@ def test_sampler_shard():
         for rank in range(world):
             expected = [sample for (sample,) in dealt(range(length), 1, world, rank, even=even)]
             check(SamplerShard(range(length), world, rank, even_batches=even), expected)
-
-
-class Stream(IterableDataset):
-    def __init__(self, length):
-        self.length = length
-
-    def __iter__(self):
-        return iter(range(self.length))
-
-
-class SizedStream(Stream):
-    def __len__(self):
-        return self.length
 
 
 @pytest.mark.parametrize("split", FLAGS)

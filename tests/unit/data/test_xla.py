@@ -1,6 +1,5 @@
 """torch_xla's loader reads several batches ahead in a thread: what a loader says is about the batch handed out."""
 
-import contextlib
 import queue
 import sys
 import threading
@@ -50,7 +49,7 @@ def prepare(monkeypatch):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setitem(state.__dict__, "distributed_type", DistributedType.XLA)
-    build.xla_wrapper.cache_clear()
+    build.xla_shard.cache_clear()
     yield lambda length, shard=0: prepare_data_loader(
         DataLoader(list(range(length)), 2),
         device=torch.device("cpu"),
@@ -58,7 +57,7 @@ def prepare(monkeypatch):
         num_processes=2,
         process_index=shard,
     )
-    build.xla_wrapper.cache_clear()
+    build.xla_shard.cache_clear()
 
 
 def test_the_end_belongs_to_the_batch_that_is_handed_out(prepare):
@@ -68,17 +67,17 @@ def test_the_end_belongs_to_the_batch_that_is_handed_out(prepare):
         assert [batch for batch, *_ in seen] == [[0, 1], [4, 5], [8, 9]]
         assert [end for _, end, _ in seen] == [False, False, True]
         assert seen[-1][2] == 2 and not state.in_dataloader
-    assert loader.dataloader.iteration == 2 and not loader.dataloader.read_in_background
+    assert loader.iteration == 2
 
 
 def test_a_position_is_that_of_the_batch_that_is_handed_out(prepare):
     loader = prepare(10)
     positions = []
     for _ in loader:
-        position = resume.capture(loader.dataloader)
+        position = resume.capture(loader)
         positions.append((position["epoch"], position["batches"], position["running"]))
     assert positions == [(0, 1, True), (0, 2, True), (1, 0, False)]
-    position = resume.capture(loader.dataloader)
+    position = resume.capture(loader)
     assert (position["epoch"], position["batches"]) == (1, 0)
 
 
@@ -98,24 +97,4 @@ def test_a_loop_inside_and_one_that_is_left(prepare):
 def test_a_view_goes_on_and_shares_the_epoch(prepare):
     loader = prepare(10, shard=1)
     assert [batch.tolist() for batch in skip_first_batches(loader, 1)] == [[6, 7], [0, 1]]
-    assert loader.dataloader.iteration == 1
-
-
-def test_whoever_watches_the_loop_is_asked_where_the_training_is(prepare):
-    asked = []
-
-    class Watch:
-        def before_loop(self, loader):
-            asked.append(("loop", threading.current_thread() is threading.main_thread()))
-
-        def before_batch(self, loader, at_end):
-            position = resume.capture(loader.dataloader)
-            asked.append((position["epoch"], position["batches"], at_end))
-
-        def masked_start(self, loader):
-            return contextlib.nullcontext()
-
-    loader, state = prepare(10), GradientState()
-    state._step_watch = Watch()
-    assert len(list(loader)) == 3
-    assert asked == [("loop", True), (0, 1, False), (0, 2, False), (1, 0, True)]
+    assert loader.iteration == 1

@@ -1,0 +1,73 @@
+"""Data sets for tests of loaders, and the broadcasts of a dispatching process within this one."""
+
+import pickle
+from collections import deque
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+from accelerate.data.broadcast import BatchBroadcast
+from accelerate.data.build import prepare_data_loader
+from accelerate.utils.imports import is_torchdata_stateful_dataloader_available
+
+CPU = torch.device("cpu")
+TWO = {"num_processes": 2, "process_index": 1}
+needs_torchdata = pytest.mark.skipif(
+    not is_torchdata_stateful_dataloader_available(), reason="needs torchdata's StatefulDataLoader"
+)
+
+
+class Numbers(Dataset):
+    """The numbers up to a length; `loaded` are those that were asked for."""
+
+    def __init__(self, length=10):
+        self.length, self.loaded = length, []
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        self.loaded.append(index)
+        return index
+
+
+class Stream(IterableDataset):
+    def __init__(self, length=10):
+        self.length = length
+
+    def __iter__(self):
+        return iter(range(self.length))
+
+
+class SizedStream(Stream):
+    def __len__(self):
+        return self.length
+
+
+def values(loader):
+    return [batch.tolist() for batch in loader]
+
+
+class Line:
+    """A communicator that keeps what the main process broadcasts, or gives a receiver what was kept."""
+
+    group = None
+
+    def __init__(self, sent, sends):
+        self.sent, self.sends = sent if sends else deque(sent), sends
+
+    def broadcast_object_list(self, values, source):
+        if self.sends:
+            self.sent.append(pickle.dumps(values))
+        else:
+            values[:] = pickle.loads(self.sent.popleft())
+
+
+def dispatched(loader, sent, world, rank, **options):
+    """A dispatching loader of a rank; rank 0 has to be run to its end before another one begins."""
+    loader = prepare_data_loader(loader, put_on_device=True, device=CPU, dispatch_batches=True, **options)
+    loader.state = SimpleNamespace(num_processes=world, process_index=rank, device=CPU)
+    loader._connection = BatchBroadcast(Line(sent, sends=rank == 0), CPU)
+    return loader
