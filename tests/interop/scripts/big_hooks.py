@@ -29,17 +29,10 @@ from accelerate.utils import OffloadedWeightsLoader, PrefixedDataset, offload_st
 from interop.tiny_models import MODELS
 from offload_samples import Reference, same
 
-MIXED = {
-    "model.embed_tokens": "cpu",
-    "model.layers.0": "disk",
-    "model.layers.1.self_attn": "cpu",
-    "model.layers.1.mlp": "disk",
-    "model.layers.1.input_layernorm": "cpu",
-    "model.layers.1.post_attention_layernorm": "disk",
-    "model.norm": "disk",
-    "model.rotary_emb": "cpu",
-    "lm_head": "cpu",
-}
+MIXED = dict.fromkeys(["model.embed_tokens", "model.layers.1.self_attn", "model.layers.1.input_layernorm"], "cpu")
+MIXED |= dict.fromkeys(["model.rotary_emb", "lm_head"], "cpu")
+MIXED |= dict.fromkeys(["model.layers.0", "model.layers.1.mlp", "model.layers.1.post_attention_layernorm"], "disk")
+MIXED["model.norm"] = "disk"
 # Those whose weights come from memory and those read from safetensors; the peer can read no model to "disk" as a whole.
 WAYS = {
     "cpu_offload": lambda reference: reference.offloaded("cpu_offload", {}),

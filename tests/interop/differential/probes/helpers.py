@@ -2,7 +2,6 @@
 
 import os
 import pathlib
-import socket
 import sys
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -14,9 +13,6 @@ from torch import nn
 from accelerate import PartialState
 from accelerate.utils import other
 from interop.differential.core import attempt, call, probe
-
-BOTH = (1, 2)
-
 
 # utils.other
 
@@ -65,18 +61,6 @@ class Deep:
         self.linear = nn.Sequential(nn.Linear(1, 1))
 
 
-@probe(
-    "utils.other:recursive_getattr",
-    attr=[
-        "a", "a.inner", "a.method", "linear.0", "linear.0.bias.shape", "", ".", "a.", "a..inner", "b", "a.b", None,
-        1,
-    ],
-)  # fmt: skip
-def recursive_getattr(attr: Any) -> Any:
-    result = other.recursive_getattr(Deep(), attr)
-    return type(result).__name__
-
-
 call(
     "utils.other:get_pretty_name",
     value={
@@ -98,26 +82,7 @@ def merge_dicts_badly(pair: Any) -> Any:
     return other.merge_dicts(*pair)
 
 
-@probe("utils.other:is_port_in_use", "utils.other:get_free_port", port=["free", "listening", "text", "bound"])
-def ports(port: str) -> Any:
-    number = other.get_free_port()
-    if port == "free":
-        return other.is_port_in_use(number), isinstance(number, int), 1024 <= number < 65536
-    with socket.socket() as server:
-        server.bind(("localhost", 0))
-        if port != "bound":
-            server.listen()
-        number = server.getsockname()[1]
-        return other.is_port_in_use(str(number) if port == "text" else number)
-
-
 call("utils.other:is_port_in_use", port=[0, -1, 65536, 10**10, "x", "", 1.5, True, [1], "1 "])
-
-
-@probe("utils.other:wait_for_everyone", processes=BOTH)
-def wait_for_everyone() -> Any:
-    PartialState(cpu=True)
-    return other.wait_for_everyone()
 
 
 # Saving

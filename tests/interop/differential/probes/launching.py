@@ -123,16 +123,6 @@ def changed(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def switches(name: str, spelling: str) -> dict[str, Any]:
-    words = ["--" + (name if spelling == "_" else name.replace("_", "-"))]
-    return changed(parsed(*words, "s.py"))
-
-
-probe(
-    "commands.launch:launch_command_parser", "commands.utils:CustomArgumentParser", name=SWITCHES, spelling=["_", "-"]
-)(switches)
-
-
 def options(given: str) -> dict[str, Any]:
     """Give a value as one word or as two, in one of the two spellings."""
     name, _, value = given.partition("=")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.utils import imports, versions
-from interop.differential.core import Words, probe
+from interop.differential.core import probe
 
 # Function -> the module it looks for and the name of its distribution.
 PACKAGES = {
@@ -90,49 +90,6 @@ def as_it_is(function: str) -> bool:
     return ask(function)
 
 
-@probe(
-    *COVERED, function=list(PACKAGES), version=[None, "0.0.1", "99.0.0"],
-    text=["", "__version__ = '99.0.0'", "raise ImportError"],
-)  # fmt: skip
-def with_package(function: str, version: str | None, text: str) -> bool:
-    module, distribution = PACKAGES[function]
-    if importlib.util.find_spec(module) is not None:
-        return True  # it is really there
-    with made(module, distribution, version, text):
-        return ask(function)
-
-
 @probe("utils.imports:is_bf16_available", ignore=[True, False, None, "x"])
 def bf16(ignore: Any) -> bool:
     return ask("is_bf16_available", ignore)
-
-
-VERSIONS = Words([None, "0.0.1", "1.12", "99", "99.0.0.dev0", "", "nonsense"])
-
-
-@probe(
-    "utils.imports:is_mps_available", "utils.imports:is_numpy_available", "utils.imports:is_bnb_available",
-    function=["is_mps_available", "is_numpy_available", "is_bnb_available"], version=VERSIONS,
-)  # fmt: skip
-def with_version(function: str, version: Any) -> bool:
-    return ask(function, version)
-
-
-@probe(
-    "utils.imports:deepspeed_required", "utils.imports:torchao_required",
-    decorator=["deepspeed_required", "torchao_required"], there=[True, False],
-)  # fmt: skip
-def required(decorator: str, there: bool):
-    """A function that needs a package."""
-
-    def function(value: int, *, more: int = 0) -> int:
-        """Add."""
-        return value + more
-
-    decorated = getattr(imports, decorator)(function)
-    yield "name", [decorated.__name__, decorated.__doc__, decorated.__wrapped__ is function]
-    if there and decorator == "deepspeed_required":
-        with made("deepspeed", "deepspeed", "1.0", ""):
-            yield "called", decorated(1, more=2)
-    else:
-        yield "called", decorated(1, more=2)

@@ -38,11 +38,6 @@ def merged(options: str, nested: bool, output: str) -> Any:
     yield "weights", dict(sorted((load_file(path) if safe else torch.load(path, weights_only=True)).items()))
 
 
-@probe("commands.to_fsdp2:ConversionStatus")
-def statuses() -> Any:
-    return [(member.name, member.value) for member in to_fsdp2.ConversionStatus]
-
-
 FSDP_KEYS = {
     "fsdp_sharding_strategy": [
         "FULL_SHARD",
@@ -130,14 +125,3 @@ def rewritten(line: str) -> Any:
             name: yaml.safe_load(Path(name).read_text()) for name in sorted(os.listdir()) if name.endswith(".yaml")
         }
     yield from found.items()
-
-
-@probe(
-    "commands.to_fsdp2:load_config",
-    text=["a: 1\nb: [1, 2]\n", "", "- 1", "a: [", '{"a": 1}', "a: no\n"],
-    name=["f.yaml", "f.json", "f.txt"],
-)
-def loaded(text: str, name: str) -> Any:
-    with open(name, "w") as file:
-        file.write(text)
-    return to_fsdp2.load_config(name)

@@ -163,15 +163,6 @@ def configuration(tracker: str, value: Any, nested: bool) -> Iterator[tuple[str,
         yield "content", [yaml.unsafe_load(path.read_text()) for path in pathlib.Path().glob("logs/**/*.yml")]
 
 
-@probe(*COVERED, tracker=list(TRACKERS), name=["", "ü n", None])
-def names(tracker: str, name: Any) -> Any:
-    with installed(TRACKERS[tracker]) as calls:
-        more = ["logs"] if tracker in ("TensorBoardTracker", "AimTracker") else []
-        made = getattr(tracking, tracker)(name, *more)
-        made.start()
-        return calls
-
-
 @probe(
     "tracking:WandBTracker", "tracking:ClearMLTracker", tracker=["WandBTracker", "ClearMLTracker", "AimTracker"],
     columns=[None, ["a", "b"], []], data=[None, [[1, 2], [3, 4]], []], dataframe=[False, True], step=[None, 3],

@@ -142,30 +142,6 @@ def register(kind: Any) -> Iterator[tuple[str, Any]]:
 
 
 @probe(
-    "tracking:GeneralTracker", "tracking:on_main_process", processes=BOTH, main_only=[True, False],
-    method=["log", "store_init_configuration", "start", "finish"],
-)  # fmt: skip
-def on_main(main_only: bool, method: str) -> Iterator[tuple[str, Any]]:
-    """Which ranks run a decorated method."""
-    PartialState(cpu=True)
-
-    @tracking.on_main_process
-    def run(self: Any, *args: Any) -> Any:
-        return "run", args
-
-    kind = kind_of(name="made", requires_logging_directory=False, main_process_only=main_only, **{method: run})
-    yield "called", attempt(lambda: getattr(kind(), method)(1))
-    yield "name", getattr(kind, method).__name__
-    yield (
-        "inherited",
-        [
-            attempt(getattr(kind_of(name="x", requires_logging_directory=False)(), name))
-            for name in ("start", "finish")
-        ],
-    )
-
-
-@probe(
     "accelerator:Accelerator", processes=BOTH, log_with=["own", "own class", "none", "two", "nonsense"],
     config=[None, {}, {"a": 1}, {"a": {"b": [1]}}], steps=[None, 3],
 )  # fmt: skip

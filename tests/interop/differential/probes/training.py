@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from accelerate import Accelerator
-from accelerate.optimizer import AcceleratedOptimizer, move_to_device, patch_optimizer_step
+from accelerate.optimizer import AcceleratedOptimizer, move_to_device
 from interop.differential.core import probe
 
 
@@ -52,31 +52,10 @@ def parameter(value: float = 1.0) -> nn.Parameter:
     return made
 
 
-def scaler(kind: str) -> Any:
-    """Return a gradient scaler that works on the CPU, or None."""
-    return {
-        "none": lambda: None,
-        "scaler": lambda: torch.amp.GradScaler("cpu", init_scale=4.0),
-        "off": lambda: torch.amp.GradScaler("cpu", enabled=False),
-    }[kind]()
-
-
 @probe("optimizer:AcceleratedOptimizer", given=[None, "text", 1])
 def optimizer_of(given: Any) -> Any:
     Accelerator(cpu=True)
     return AcceleratedOptimizer(given).optimizer
-
-
-@probe("optimizer:patch_optimizer_step", arguments=[(), (None,), (lambda: 3,)])
-def patched_step(arguments: Any) -> Iterator[tuple[str, Any]]:
-    class Owner:
-        _accelerate_step_called = False
-
-    owner, calls = Owner(), []
-    method = patch_optimizer_step(owner, lambda *args, **kwargs: calls.append((len(args), kwargs)) or "result")
-    yield "before", owner._accelerate_step_called
-    yield "result", method(*arguments)
-    yield "after", (owner._accelerate_step_called, calls)
 
 
 @probe(
