@@ -20,27 +20,12 @@ from interop.differential.core import attempt, call, probe
 call(
     "utils.other:convert_bytes",
     size=[
-        0,
-        1,
-        1023,
-        1024,
-        1025,
-        1536,
-        2**20,
-        2**20 - 1,
-        1.5 * 2**30,
-        2**40,
-        2**50,
-        2**60,
-        2**70,
-        -1,
-        -2048,
-        0.5,
+        0, 1, 1023, 1024, 1025, 1536, 2**20, 2**20 - 1, 1.5 * 2**30, 2**40, 2**50, 2**60, 2**70, -1, -2048, 0.5,
         1023.999,
     ]
     + [10**n for n in range(1, 20)]
     + [True, float("inf"), "1024", None],
-)
+)  # fmt: skip
 
 
 class Holder:

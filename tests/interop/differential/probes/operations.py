@@ -56,20 +56,13 @@ call(
     value={
         k: VALUES[k]
         for k in (
-            "scalar",
-            "no rows",
-            "text",
-            "None",
-            "mixed dict",
-            "empty list",
-            "torch.bool",
-            "torch.int64",
+            "scalar", "no rows", "text", "None", "mixed dict", "empty list", "torch.bool", "torch.int64",
             "user dict",
         )
     },
     batch_size=[0, 2, 3],
     num_processes=[2, 3],
-)
+)  # fmt: skip
 
 
 def double(item: Any, *args: Any, **kwargs: Any) -> Any:

@@ -3,6 +3,8 @@
 import argparse
 import functools
 import importlib
+import logging
+import sys
 import types
 from collections import namedtuple
 from pathlib import Path
@@ -12,7 +14,7 @@ import torch
 from torch import nn
 
 from accelerate import Accelerator, PartialState
-from accelerate.utils import CustomDtype, TensorInformation, dataclasses
+from accelerate.utils import CustomDtype, TensorInformation, dataclasses, other
 from interop.differential.core import probe
 from interop.differential.probes.launching import listed
 
@@ -253,3 +255,24 @@ row("test_utils.training:RegressionDataset", (2, 3, 4, 1), ())
 row("test_utils.training:RegressionModel", (1, 2), (1, 2, True))
 for name_ in ("mocked_dataloaders", "mocked_dataloaders_for_autoregressive_models"):
     row(f"test_utils.training:{name_}", (None,))
+row("test_utils.testing:run_command", ([sys.executable, "-c", "print(1)"], True), ([sys.executable, "-c", "exit(3)"],))
+row("test_utils.testing:execute_subprocess_async", ([sys.executable, "-c", "print(1)"], None, None, 60, True, False))
+row("test_utils.examples:clean_lines", (["a\n", "# b\n", "\n", "  c # d\n"],))
+row("test_utils.examples:compare_against_test", ("no.py", "such.py", True), ("no.py", "such.py", False, "file.py"))
+
+row("logging:get_logger", ("name",), ("name", "DEBUG"), ("name", "what"))
+row("logging:MultiProcessAdapter", (logging.getLogger("name"), {}))
+row("optimizer:move_to_device", ({"a": torch.ones(2), "b": [torch.ones(1)]}, "meta"), (1, "cpu"))
+row("tracking:GeneralTracker", ())
+row("tracking:filter_trackers", ([],), (["tensorboard"],), (["what"], "."), ("all", "."), state=True)
+row("tracking:get_available_trackers", ())
+row("tracking:register_tracker_class", (dict,), (None,))
+for name_ in ("compile_regions", "compile_regions_fsdp2"):
+    row(f"utils.other:{name_}", (Own(),), (nn.Linear(1, 1),))
+row("utils.other:compile_regions_deepspeed", (Own(),))
+
+
+@probe("utils.other:get_free_port")
+def free_port() -> Any:
+    port = other.get_free_port()
+    return 1024 <= port < 65536, other.is_port_in_use(port)

@@ -40,16 +40,8 @@ def merged(options: str, nested: bool, output: str) -> Any:
 
 FSDP_KEYS = {
     "fsdp_sharding_strategy": [
-        "FULL_SHARD",
-        "SHARD_GRAD_OP",
-        "HYBRID_SHARD",
-        "HYBRID_SHARD_ZERO2",
-        "NO_SHARD",
-        "1",
-        1,
-        "full_shard",
-        "what",
-        None,
+        "FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "NO_SHARD", "1", 1, "full_shard",
+        "what", None,
     ],
     "fsdp_auto_wrap_policy": ["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP", "what"],
     "fsdp_state_dict_type": ["FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT", "what"],
@@ -65,7 +57,7 @@ FSDP_KEYS = {
     "fsdp_transformer_layer_cls_to_wrap": ["Block", "A,B"],
     "fsdp_version": [1, 2, "1", "2", 3],
     "fsdp_what": [1],
-}
+}  # fmt: skip
 
 
 @probe(

@@ -17,14 +17,12 @@ from accelerate import tracking
 from accelerate.state import PartialState
 from interop.differential.core import attempt, probe
 
-PACKAGES = ["wandb", "comet_ml", "aim", "mlflow", "clearml", "dvclive", "swanlab", "trackio"]
 TRACKERS = {
     "AimTracker": "aim", "ClearMLTracker": "clearml", "CometMLTracker": "comet_ml", "DVCLiveTracker": "dvclive",
     "MLflowTracker": "mlflow", "SwanLabTracker": "swanlab", "TensorBoardTracker": "torch.utils.tensorboard",
     "TrackioTracker": "trackio", "WandBTracker": "wandb",
 }  # fmt: skip
 COVERED = tuple(f"tracking:{name}" for name in TRACKERS)
-BOTH = (1, 2)
 
 
 class Recorder:
