@@ -41,13 +41,13 @@ def test_the_peer_reads_what_we_write(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.json").write_text("{}")
     paths = []
-    for seed in range(60):
+    for seed in range(120):
         machine = Hardware("cuda", 4) if seed % 2 else Hardware("cpu", 0)
         monkeypatch.setattr(hardware, "detect", lambda environ, machine=machine: machine)
         config = ask_cluster(AtRandom(seed, "a.json"))
         if OURS not in config.to_dict():
             paths.append(str(config.save(tmp_path / f"{seed}.{'json' if seed % 5 == 0 else 'yaml'}")))
-    for seed in range(8):
+    for seed in range(20):
         config = ask_sagemaker(AtRandom(seed, "a.json"))
         if config.to_dict()["distributed_type"] != "NO":
             paths.append(str(config.save(tmp_path / f"sagemaker{seed}.yaml")))

@@ -7,6 +7,7 @@ import logging
 import sys
 import types
 from collections import namedtuple
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def row(cover: str, *calls: tuple[Any, ...], state: bool = False) -> None:
     """
     module, _, name = cover.partition(":")
 
-    def run(given: Any) -> Any:
+    def run(given: Any) -> Iterator[tuple[str, Any]]:
         if state:
             PartialState(cpu=True)
         *args, last = [*given, None]
@@ -67,7 +68,8 @@ def row(cover: str, *calls: tuple[Any, ...], state: bool = False) -> None:
         result = getattr(importlib.import_module(f"accelerate.{module}"), name)(
             *args, **vars(last or argparse.Namespace())
         )
-        return shown(result), [shown(value) for value in args if not callable(value)]
+        yield "result", shown(result)
+        yield "arguments", [shown(value) for value in args if not callable(value)]
 
     run.__name__, run.__module__ = f"{module.rpartition('.')[2]}_{name}", __name__
     given = {str(n): (c if callable(c) else functools.partial(lambda v: v, c)) for n, c in enumerate(calls)}
