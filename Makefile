@@ -122,7 +122,7 @@ test-transformers-%: .venv-transformers-%/.ready
 	PATH="$(CURDIR)/.venv-transformers-$*/bin:$$PATH" .venv-transformers-$*/bin/python -m pytest -m 'not slow and not gpu' $(TRANSFORMERS_TESTS) $(ARGS)
 
 test-upstream: $(UPSTREAM_READY) ## the exported patches, on upstream's source distributions
-	$(PYTEST) tests/interop/test_upstream_transformers.py tests/interop/test_upstream_accelerate.py $(ARGS)
+	$(PYTEST) tests/interop/test_upstream.py $(ARGS)
 
 test-crash: $(VENV)/.ready ## kill runs and break disks while they save and load, and damage checkpoints; CRASH_SEED and FUZZ_SEED choose
 	$(PYTEST) -m slow -s tests/distributed/test_crash.py tests/unit/checkpoint/test_fuzz.py $(ARGS)

@@ -7,7 +7,8 @@ import pytest
 from interop.programs import NO_PEER, PEER, figures
 
 pytestmark = pytest.mark.interop
-
+# Tests of one process; each runs the script once.
+SHARED = ["checks"]
 SCRIPT = "bnb_models.py"
 QUICK = ["tokens", "same 8", "same 4", "offloaded 8", "offloaded 4"]
 

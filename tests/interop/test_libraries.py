@@ -14,6 +14,8 @@ NEEDS = {
     "diffusion.py": ["diffusers", "transformers"],
     "sentence.py": ["sentence_transformers", "datasets"],
 }
+QUICK = [("trainer.py", 2), ("sft.py", 1), ("lora.py", 2), ("diffusion.py", 1), ("sentence.py", 2)]
+LATER = [(script, 3 - processes) for script, processes in QUICK]
 
 
 def need(script):
@@ -26,8 +28,7 @@ def numbers(value):
     return [n for item in value for n in numbers(item)] if isinstance(value, list) else [value]
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("script", NEEDS)
+@pytest.mark.parametrize("script, processes", [*QUICK, *(pytest.param(*run, marks=pytest.mark.slow) for run in LATER)])
 def test_library_trains(script, processes, run_ours):
     need(script)
     result = run_ours(script, processes)
@@ -35,18 +36,14 @@ def test_library_trains(script, processes, run_ours):
     assert "already prepared" not in stderr, stderr[-3000:]
     for name, value in result.items():
         assert numbers(value) and all(math.isfinite(number) for number in numbers(value)), (name, value)
+    if script == "trainer.py":
+        assert result["resumed"] == pytest.approx(result["losses"], abs=1e-6)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_training_arguments_leave_a_live_accelerator_whole(processes, run_ours):
     need("trainer.py")
     assert run_ours("state_reset.py", processes)["worlds"] == [processes, processes]
-
-
-def test_trainer_resumes_where_it_stopped(run_ours):
-    need("trainer.py")
-    result = run_ours("trainer.py", 1)
-    assert result["resumed"] == pytest.approx(result["losses"], abs=1e-6)
 
 
 @pytest.mark.slow

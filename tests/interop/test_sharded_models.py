@@ -9,8 +9,8 @@ import pytest
 from interop.programs import ROOT, SCRIPTS, figures, finished, last_figures, starter
 
 pytestmark = pytest.mark.interop
-# Of TRL with an adapter, of meshes, and of the other ways to keep a checkpoint.
-MORE = ["mesh", "shards", "fsdp1_orig", "sft"]
+# What the quick run leaves out, of TRL with an adapter, meshes, and the other ways to keep a checkpoint.
+MORE = ["fsdp1", "context", "mesh", "shards", "fsdp1_orig"]
 
 
 def need(*names):
@@ -59,10 +59,17 @@ def test_example_stops_and_goes_on(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", MORE)
-def test_trainer_on_other_layouts(strategy, launched):
-    need("transformers", *(["trl", "peft", "datasets"] if strategy == "sft" else []))
-    launched("sharded_trainer.py", strategy)
+@pytest.mark.parametrize(
+    "script, words, more",
+    [
+        ("sharded_models.py", ["all"], ["peft"]),
+        ("sharded_trainer.py", MORE, []),
+        ("sharded_trainer.py", ["sft"], ["trl", "peft", "datasets"]),
+    ],
+)
+def test_every_layout(script, words, more, launched):
+    need("transformers", *more)
+    launched(script, *words)
 
 
 @pytest.mark.slow

@@ -50,51 +50,29 @@ KINDS = {
     "t5": AutoModelForSeq2SeqLM,
     "bert": AutoModelForMaskedLM,
 }
+
+
+def places(**modules: str) -> dict[str, str]:
+    """Return a device map: place -> the modules on it, in words."""
+    return {name: place for place, names in modules.items() for name in names.split()}
+
+
 MIXED = {
-    "llama": {
-        "model.embed_tokens": "cpu",
-        "model.layers.0": "disk",
-        "model.layers.1": "cpu",
-        "model.norm": "disk",
-        "model.rotary_emb": "cpu",
-        "lm_head": "disk",
-    },
-    "tied_llama": {"model": "disk", "lm_head": "disk"},
-    "mixtral": {
-        "model.embed_tokens": "disk",
-        "model.layers.0.self_attn": "cpu",
-        "model.layers.0.mlp": "disk",
-        "model.layers.0.input_layernorm": "cpu",
-        "model.layers.0.post_attention_layernorm": "disk",
-        "model.layers.1": "cpu",
-        "model.norm": "disk",
-        "model.rotary_emb": "cpu",
-        "lm_head": "cpu",
-    },
-    "t5": {
-        "shared": "cpu",
-        "encoder": "disk",
-        "decoder.embed_tokens": "cpu",
-        "decoder.block.0": "cpu",
-        "decoder.block.1": "disk",
-        "decoder.final_layer_norm": "disk",
-        "decoder.dropout": "cpu",
-        "lm_head": "cpu",
-    },
-    "bert": {"bert.embeddings": "cpu", "bert.encoder": "disk", "cls": "cpu"},
-    "unet": {
-        "conv_in": "cpu",
-        "time_proj": "cpu",
-        "time_embedding": "disk",
-        "down_blocks.0": "cpu",
-        "down_blocks.1.resnets": "disk",
-        "down_blocks.1.attentions": "cpu",
-        "mid_block": "disk",
-        "up_blocks": "disk",
-        "conv_norm_out": "cpu",
-        "conv_act": "cpu",
-        "conv_out": "disk",
-    },
+    "llama": big_hooks.MIXED,
+    "tied_llama": places(disk="model lm_head"),
+    "mixtral": places(
+        cpu="model.layers.0.self_attn model.layers.0.input_layernorm model.layers.1 model.rotary_emb lm_head",
+        disk="model.embed_tokens model.layers.0.mlp model.layers.0.post_attention_layernorm model.norm",
+    ),
+    "t5": places(
+        cpu="shared decoder.embed_tokens decoder.block.0 decoder.dropout lm_head",
+        disk="encoder decoder.block.1 decoder.final_layer_norm",
+    ),
+    "bert": places(cpu="bert.embeddings cls", disk="bert.encoder"),
+    "unet": places(
+        cpu="conv_in time_proj down_blocks.0 down_blocks.1.attentions conv_norm_out conv_act",
+        disk="time_embedding down_blocks.1.resnets mid_block up_blocks conv_out",
+    ),
 }
 
 
@@ -424,21 +402,26 @@ def sentence_encoder(folder: Path) -> dict[str, Any]:
     return {"embeddings": digest([wanted])}
 
 
-CHECKS = {
+QUICK = {
     **big_hooks.CHECKS,
+    "transformers-t5": from_pretrained("t5"),
+    "peft-on-offloaded": adapter_on_offloaded,
+    "diffusers-model": pipeline_offload("model"),
+    "diffusers-from-disk": pipeline_from_disk,
+    "sentence-transformers": sentence_encoder,
+}
+CHECKS = {
+    **QUICK,
     **{f"transformers-{name}": from_pretrained(name) for name in KINDS},
     "transformers-saved-over": saved_over,
-    "peft-on-offloaded": adapter_on_offloaded,
     "peft-overwrites": adapter_that_overwrites,
     "peft-with-model": adapters_offloaded_with_model,
     "peft-on-checkpoint": adapter_on_checkpoint,
     **{f"diffusers-{way}": pipeline_offload(way) for way in ("model", "sequential", "group")},
     "diffusers-by-hand": pipeline_by_hand,
-    "diffusers-from-disk": pipeline_from_disk,
     "diffusers-casting": layerwise_casting,
-    "sentence-transformers": sentence_encoder,
 }
 
 if __name__ == "__main__":
     logging.getLogger("accelerate").setLevel(logging.ERROR)
-    run(CHECKS)
+    run(CHECKS, QUICK)

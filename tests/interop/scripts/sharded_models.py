@@ -1,8 +1,9 @@
 """Models of transformers, sharded: they train as on one process, and what is saved of them loads again.
 
-accelerate launch --cpu --num_processes 2 sharded_models.py FOLDER [CHECK ...]
+accelerate launch --cpu --num_processes 2 sharded_models.py FOLDER [all | CHECK ...]
 """
 
+import functools
 import os
 import sys
 import warnings
@@ -26,7 +27,6 @@ from transformers import (
 )
 
 from accelerate import Accelerator
-from accelerate.parallel import mesh as meshes
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import FullyShardedDataParallelPlugin
 
@@ -36,60 +36,25 @@ ROUNDED = 2e-2  # eight bits of a bfloat16 number
 VARIABLES = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
 
 
-def llama(**options: Any) -> LlamaForCausalLM:
+SPECIAL = {"vocab_size": WORDS, "pad_token_id": 0, "eos_token_id": 2}
+
+
+def llama() -> LlamaForCausalLM:
     """Two layers, with a rotary buffer that no state dict holds."""
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=WORDS,
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            max_position_embeddings=32,
-            bos_token_id=1,
-            eos_token_id=2,
-            pad_token_id=0,
-            **options,
-        )
-    )
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "max_position_embeddings": 32}
+    return LlamaForCausalLM(LlamaConfig(**SPECIAL, **sizes, num_attention_heads=2, num_key_value_heads=2))
 
 
 def gpt2() -> GPT2LMHeadModel:
     """Two layers, whose word embedding is its head."""
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=WORDS,
-            n_positions=32,
-            n_embd=16,
-            n_layer=2,
-            n_head=2,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            bos_token_id=1,
-            eos_token_id=2,
-            pad_token_id=0,
-        )
-    )
+    sizes = {"n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    return GPT2LMHeadModel(GPT2Config(**SPECIAL, **sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
 
 
 def t5() -> T5ForConditionalGeneration:
     """An encoder and a decoder that share one embedding with the head."""
-    return T5ForConditionalGeneration(
-        T5Config(
-            vocab_size=WORDS,
-            d_model=16,
-            d_kv=8,
-            d_ff=32,
-            num_layers=2,
-            num_heads=2,
-            dropout_rate=0.0,
-            decoder_start_token_id=0,
-            eos_token_id=2,
-            pad_token_id=0,
-        )
-    )
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0}
+    return T5ForConditionalGeneration(T5Config(**{**SPECIAL, **sizes}, dropout_rate=0.0))
 
 
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {"llama": llama, "gpt2": gpt2, "t5": t5}
@@ -128,14 +93,8 @@ def alone(model: nn.Module) -> tuple[list[float], list[float], dict[str, torch.T
 
 def train(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> tuple[list[float], list[float]]:
     """Train on this rank's share of each batch; return the losses and norms, which are those of the whole batch."""
-    layout, mesh = accelerator.parallelism_config, accelerator.torch_device_mesh
-    shares, share = (
-        (layout.data_parallel_size, meshes.rank(mesh, "dp"))
-        if mesh
-        else (accelerator.num_processes, accelerator.process_index)
-    )
-    rows, losses, norms = BATCH // shares, [], []
-    for ids in batches()[:, share * rows : (share + 1) * rows]:
+    rows, losses, norms = BATCH // accelerator.num_processes, [], []
+    for ids in batches()[:, accelerator.process_index * rows :][:, :rows]:
         with accelerator.accumulate(model):
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
             accelerator.backward(loss)
@@ -169,12 +128,8 @@ def accelerator_of(version: int, plugin: dict[str, Any] | None = None, **options
     AcceleratorState._reset_state(True)
     try:
         settings = {"auto_wrap_policy": "transformer_based_wrap", **(plugin or {})}
-        accelerator = Accelerator(
-            cpu=True,
-            fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=version, **settings),
-            gradient_accumulation_steps=WINDOW,
-            **options,
-        )
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=version, **settings)
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, gradient_accumulation_steps=WINDOW, **options)
         yield accelerator
         accelerator.free_memory()
     finally:
@@ -286,8 +241,7 @@ def lora() -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     return get_peft_model(
-        llama(),
-        LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False),
+        llama(), LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     )
 
 
@@ -358,29 +312,26 @@ def loads_on_one_rank(folder: str, version: int) -> None:
 
 
 LOADING: dict[int, dict[str, Any]] = {1: {"sync_module_states": True}, 2: {}}
-CHECKS: dict[str, Callable[[str], None]] = {
-    **{
-        f"{name}{version}": lambda folder, name=name, version=version: trains_as_one(folder, version, name)
-        for name in MODELS
-        for version in (1, 2)
-    },
-    "bf16_1": lambda folder: keeps_master_weights(folder, 1),
-    "bf16_2": lambda folder: keeps_master_weights(folder, 2),
-    "generate2": lambda folder: generates(folder, 2),
-    "generate1": lambda folder: generates(folder, 1),
-    "loading2": lambda folder: loads_on_one_rank(folder, 2),
-    "loading1": lambda folder: loads_on_one_rank(folder, 1),
-    "lora2": lambda folder: trains_adapter(folder, 2),
-    "lora1": lambda folder: trains_adapter(folder, 1),
+ABILITIES: dict[str, Callable[[str, int], None]] = {
+    **{name: functools.partial(trains_as_one, name=name) for name in MODELS},
+    "bf16": keeps_master_weights,
+    "generate": generates,
+    "loading": loads_on_one_rank,
+    "lora": trains_adapter,
 }
+# Each ability once, and both versions; `all` runs every one under both.
+QUICK = ["gpt2 2", "t5 1", "bf16 2", "generate 2", "loading 1", "lora 2"]
 
 
 def main() -> None:
     folder, *chosen = sys.argv[1:]
     warnings.simplefilter("ignore", FutureWarning)
-    for name in chosen or CHECKS:
-        CHECKS[name](folder)
-    report(passed=len(chosen or CHECKS))
+    every = [f"{name} {version}" for name in ABILITIES for version in (2, 1)]
+    checks = every if chosen == ["all"] else chosen or QUICK
+    for check in checks:
+        name, version = check.split()
+        ABILITIES[name](folder, int(version))
+    report(passed=len(checks))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from sharded_models import EXACT, LENGTH, WORDS, adam, close, llama, seeded
+from sharded_models import EXACT, LENGTH, WORDS, close, llama, seeded
 from tiny import report
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -35,7 +35,7 @@ STRATEGIES: dict[str, tuple[int, Any]] = {
     "mesh": (2, lambda: {**fsdp(2), "parallelism_config": ParallelismConfig(dp_shard_size=2)}),
     "context": (4, lambda: {**fsdp(2), "parallelism_config": ParallelismConfig(cp_size=2)}),
 }
-USUAL = ("fsdp2", "fsdp1", "context")
+QUICK = ("fsdp2", "tensors")
 
 
 class Rows(torch.utils.data.Dataset):
@@ -52,23 +52,10 @@ class Rows(torch.utils.data.Dataset):
 
 
 def build(folder: str, batch: int, model: Any = None, **options: Any) -> Trainer:
-    arguments = TrainingArguments(
-        output_dir=folder,
-        per_device_train_batch_size=batch,
-        per_device_eval_batch_size=batch,
-        gradient_accumulation_steps=2,
-        max_steps=STEPS,
-        learning_rate=1e-2,
-        adam_epsilon=adam([torch.zeros(1)]).defaults["eps"],
-        max_grad_norm=0.5,
-        logging_steps=1,
-        save_steps=2,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        seed=3,
-        **options,
-    )
+    common = {"per_device_train_batch_size": batch, "per_device_eval_batch_size": batch, "max_steps": STEPS, "seed": 3}
+    common |= {"gradient_accumulation_steps": 2, "learning_rate": 1e-2, "adam_epsilon": 1e-4, "max_grad_norm": 0.5}
+    common |= {"logging_steps": 1, "save_steps": 2, "report_to": [], "use_cpu": True, "disable_tqdm": True}
+    arguments = TrainingArguments(folder, **common, **options)
     return Trainer(model or seeded(llama), arguments, train_dataset=Rows(48), eval_dataset=Rows(8))
 
 
@@ -141,42 +128,16 @@ def trains_in_tensors(folder: str, expected: list[float], expected_loss: float) 
 
 def tunes(folder: str) -> None:
     """TRL's SFTTrainer with an adapter, sharded: the same losses as data-parallel, and an adapter that loads."""
-    from datasets import Dataset
-    from peft import LoraConfig, PeftModel
-    from tiny import causal_model, sentences, tokenizer
-    from trl import SFTConfig, SFTTrainer
+    from peft import PeftModel
+    from sft import ADAPTER
+    from sft import build as sft_trainer
+    from tiny import causal_model
 
     found = []
     for name, options in (("plain", {}), ("sharded", fsdp(2, transformer_layer_cls_to_wrap=["GPT2Block"]))):
         with apart():
-            arguments = SFTConfig(
-                output_dir=f"{folder}/sft_{name}",
-                per_device_train_batch_size=2,
-                gradient_accumulation_steps=2,
-                max_steps=STEPS,
-                learning_rate=1e-2,
-                adam_epsilon=1e-4,
-                logging_steps=1,
-                save_strategy="no",
-                report_to=[],
-                use_cpu=True,
-                bf16=False,
-                gradient_checkpointing=False,
-                disable_tqdm=True,
-                max_length=16,
-                seed=5,
-                **options,
-            )
-            adapter = LoraConfig(
-                r=4, lora_alpha=8, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM"
-            )
-            trainer = SFTTrainer(
-                model=causal_model().eval(),
-                args=arguments,
-                train_dataset=Dataset.from_dict({"text": sentences(32)}),
-                processing_class=tokenizer(),
-                peft_config=adapter,
-            )
+            settings = {"gradient_accumulation_steps": 2, "adam_epsilon": 1e-4, **options}
+            trainer = sft_trainer(f"{folder}/sft_{name}", causal_model().eval(), ADAPTER, **settings)
             for module in trainer.model.modules():
                 if isinstance(module, torch.nn.Dropout):
                     module.p = 0.0
@@ -197,7 +158,7 @@ def main() -> None:
         plain.train()
         expected, loss = logged(plain), plain.evaluate()["eval_loss"]
     assert len(expected) == 2 * STEPS, expected
-    chosen = chosen or [*USUAL, "tensors"]
+    chosen = chosen or QUICK
     for name in chosen:
         if name == "tensors":
             trains_in_tensors(folder, expected, loss)

@@ -41,20 +41,16 @@ MAKERS = {"trl": sft, "sentence_transformers": sentence}
 
 
 def outcome(name, folder):
-    """Say whether a library's trainer shares: by default, when told to keep, when told to reset; the first one trains."""
+    """Say whether a library's trainer shares, which trains, and what the flag is when it is told to reset."""
     module, make, found = importlib.import_module(name), MAKERS[name], []
     folder = f"{folder}/{name}"
-    for changes in ({}, {"preserve_accelerator_state": True}, {"preserve_accelerator_state": False}):
-        accelerator = start()
-        trainer = make(module, folder, **changes)
-        if changes.get("preserve_accelerator_state", True):
-            found.append(shared(accelerator, trainer.args, trainer))
-            works(accelerator)
-        else:
-            found.append(trainer.args.preserve_accelerator_state)
-        if not changes:
-            trainer.train()
-            works(accelerator)
+    accelerator = start()
+    trainer = make(module, folder)
+    found.append(shared(accelerator, trainer.args, trainer))
+    trainer.train()
+    works(accelerator)
+    start()
+    found.append(make(module, folder, preserve_accelerator_state=False).args.preserve_accelerator_state)
     return found
 
 

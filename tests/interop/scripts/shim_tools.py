@@ -15,18 +15,8 @@ from accelerate.state import AcceleratorState, PartialState
 
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 PHRASES = ("is not applied", "reset the accelerator state")
-COMMON = {
-    "per_device_train_batch_size": 4,
-    "max_steps": 4,
-    "learning_rate": 1e-2,
-    "logging_steps": 1,
-    "eval_strategy": "no",
-    "save_strategy": "no",
-    "report_to": [],
-    "use_cpu": True,
-    "disable_tqdm": True,
-    "seed": 3,
-}
+COMMON = {"per_device_train_batch_size": 4, "max_steps": 4, "learning_rate": 1e-2, "logging_steps": 1, "seed": 3}
+COMMON |= {"eval_strategy": "no", "save_strategy": "no", "report_to": [], "use_cpu": True, "disable_tqdm": True}
 
 
 class Line(torch.nn.Module):
@@ -60,12 +50,15 @@ def train(arguments, model=None):
     return trainer, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def start(**options):
-    """Forget the state and build an Accelerator, as a fresh program would."""
-    os.environ.pop(
-        "ACCELERATE_MIXED_PRECISION", None
-    )  # transformers 4 leaves the precision of the last arguments there
+def forget():
+    """Forget the state, and the precision that arguments of transformers 4 leave in the environment."""
+    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
     AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def start(**options):
+    """Build an Accelerator as a fresh program would."""
+    forget()
     return Accelerator(cpu=True, **options)
 
 
@@ -76,7 +69,6 @@ def works(accelerator):
     assert accelerator.device.type == "cpu"
     assert accelerator.gather(torch.tensor([accelerator.process_index])).tolist() == list(range(WORLD))
     accelerator.wait_for_everyone()
-    return True
 
 
 def shared(accelerator, arguments, trainer=None):
@@ -85,12 +77,7 @@ def shared(accelerator, arguments, trainer=None):
     full = [AcceleratorState(), accelerator.state] if AcceleratorState._shared_state else [accelerator.state, None]
     if trainer is not None:
         full.append(trainer.accelerator.state)
-    return one_of(process) and one_of(full)
-
-
-def one_of(states):
-    """Say whether states are one: those of a kind share their attributes."""
-    return all(getattr(state, "__dict__", None) is states[0].__dict__ for state in states)
+    return all(getattr(s, "__dict__", None) is kind[0].__dict__ for kind in (process, full) for s in kind)
 
 
 @contextmanager
@@ -104,15 +91,6 @@ def messages():
     texts.extend(str(warning.message) for warning in ours)
     # Each points at the line that builds the arguments, not into a library.
     assert all(Path(warning.filename).name == "shim_tools.py" for warning in ours), [str(warning) for warning in ours]
-
-
-def failure(kind, make):
-    """Return the message of the error that a call must raise."""
-    try:
-        make()
-    except kind as error:
-        return str(error)
-    raise AssertionError(f"no {kind.__name__} was raised")
 
 
 def finish(**figures):

@@ -27,19 +27,15 @@ def entry(monkeypatch, version="5.0.0", finding=KNOWN, **changes):
     return Entry(**{**values, "reason": "because", "module": "borrowed_patch", **changes})
 
 
-@pytest.mark.parametrize("version", ["3.9", "6.0.0", "6.0.0.dev0"])
-def test_a_release_outside_the_range_is_refused(monkeypatch, version):
-    with pytest.raises(
-        UnsupportedVersion, match=rf"borrowed {re.escape(version)} is installed.*>=4,<6.*Nothing was changed"
-    ):
-        entry(monkeypatch, version).check()
-
-
-@pytest.mark.parametrize("version", ["4.0", "5.24.0.dev0", "5.99"])
-def test_a_release_of_the_range_is_judged_by_its_shape(monkeypatch, version):
-    assert entry(monkeypatch, version).check().needed
+def test_a_release_outside_the_range_is_refused_and_one_inside_judged_by_its_shape(monkeypatch):
+    for version in ("3.9", "6.0.0", "6.0.0.dev0"):
+        refusal = rf"borrowed {re.escape(version)} is installed.*>=4,<6.*Nothing was changed"
+        with pytest.raises(UnsupportedVersion, match=refusal):
+            entry(monkeypatch, version).check()
+    for version in ("4.0", "5.24.0.dev0", "5.99"):
+        assert entry(monkeypatch, version).check().needed
     with pytest.raises(UnsupportedVersion, match=r"a is gone; b is new.*Nothing was changed.*5\.0\.0"):
-        entry(monkeypatch, version, Finding(("a is gone", "b is new"), True)).check()
+        entry(monkeypatch, "5.99", Finding(("a is gone", "b is new"), True)).check()
 
 
 def test_a_missing_package_is_named():

@@ -45,15 +45,9 @@ def module(setup=None, config=Config, more=(), drop=(), **extra):
     return made
 
 
-def test_the_known_shape_has_no_problems():
+def test_the_known_shape_is_patched_where_it_is_needed():
     assert examine(module()) == Finding((), needed=True)
-
-
-def test_a_function_that_does_not_reset_needs_no_patch():
     assert examine(module(lambda self: PartialState().device)) == Finding((), needed=False)
-
-
-def test_a_class_that_has_the_flag_needs_no_patch():
     assert examine(module(more=["preserve_accelerator_state"])) == Finding((), needed=False)
 
 
@@ -87,37 +81,15 @@ def arguments(**values):
 
 
 @pytest.mark.parametrize("strategy", training_args.STRATEGIES)
-@pytest.mark.parametrize("flag", [True, False])
-def test_without_a_state_there_is_nothing_to_keep(strategy, flag):
-    assert not keeps_state(arguments(preserve_accelerator_state=flag), strategy, configured=False)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "made_by_arguments", "configured", "kept"),
-    [
-        ("preserve", False, False, True),
-        ("preserve", True, False, True),
-        ("preserve", False, True, True),
-        ("flag", False, False, True),
-        ("flag", True, False, True),
-        ("conditional", False, False, True),
-        ("conditional", True, False, False),
-        ("conditional", False, True, False),
-    ],
-)
-def test_what_a_strategy_keeps(strategy, made_by_arguments, configured, kept):
+@pytest.mark.parametrize("made_by_arguments, configured", [(False, False), (True, False), (False, True)])
+def test_what_a_strategy_keeps(strategy, made_by_arguments, configured):
+    assert not keeps_state(arguments(), strategy, configured=False)  # there is no state
     Accelerator(cpu=True)
     if made_by_arguments:
         PartialState._shared_state[training_args._MADE_HERE] = True
+    kept = strategy != "conditional" or not (made_by_arguments or configured)
     assert keeps_state(arguments(), strategy, configured) is kept
     assert keeps_state(arguments(preserve_accelerator_state=True), strategy, configured) is kept
-
-
-@pytest.mark.parametrize("strategy", ["flag", "conditional"])
-def test_the_flag_lets_single_arguments_reset(strategy, recwarn):
-    Accelerator(cpu=True)
-    assert not keeps_state(arguments(preserve_accelerator_state=False), strategy, configured=False)
-    assert not recwarn.list
 
 
 def test_a_reset_against_the_strategy_is_said_aloud():

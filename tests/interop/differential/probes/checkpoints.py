@@ -207,43 +207,6 @@ def naming(count: int, limit: Any, start: int, through: str) -> Iterator[tuple[s
 
 
 @probe(
-    "checkpointing:save_custom_state", "checkpointing:load_custom_state",
-    what=["none", "text", "model", "optimizer"], path=[".", "nowhere"],
-)  # fmt: skip
-def custom_odd(what: str, path: str) -> Iterator[tuple[str, Any]]:
-    PartialState(cpu=True)
-    net = model()
-    item = {"none": None, "text": "x", "model": net, "optimizer": torch.optim.SGD(net.parameters(), 0.1)}[what]
-    yield "saved", attempt(checkpointing.save_custom_state, item, path)
-    yield "loaded", attempt(checkpointing.load_custom_state, item, path)
-
-
-@probe(
-    "checkpointing:save_accelerator_state", "checkpointing:load_accelerator_state", models=[0, 2], rules=[0, 1, 2],
-    rank=[0, 7], step=[5], safe=[True, False], each=[False, True],
-)  # fmt: skip
-def parts(models: int, rules: int, rank: int, step: int, safe: bool, each: bool) -> Iterator[tuple[str, Any]]:
-    """The functions by themselves."""
-    PartialState(cpu=True)
-    pathlib.Path("folder").mkdir()
-    nets = [model() for _ in range(models)]
-    optimizers = [torch.optim.SGD(model().parameters(), 0.1 * (n + 1)) for n in range(rules)]
-    schedules = [torch.optim.lr_scheduler.StepLR(optimizer, 1) for optimizer in optimizers]
-    states = [net.state_dict() for net in nets]
-    given = (states, optimizers, schedules, [], rank, step)
-    returned = attempt(
-        checkpointing.save_accelerator_state, "folder", *given, save_on_each_node=each, safe_serialization=safe
-    )
-    yield "returned", str(returned) if not isinstance(returned, Exception) else returned
-    yield "files", files("folder")
-    for optimizer in optimizers:
-        optimizer.param_groups[0]["lr"] = 0.0
-    found = attempt(checkpointing.load_accelerator_state, "folder", nets, optimizers, schedules, [], rank)
-    yield "loaded", found
-    yield "rates", [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
-
-
-@probe(
     "checkpointing:load_accelerator_state",
     given=[
         {"map_location": "cpu"}, {"map_location": None}, {"map_location": "on_device"}, {"map_location": "x"},

@@ -33,28 +33,10 @@ def started() -> None:
     PartialState(cpu=True)
 
 
-@probe("utils.operations:gather", processes=BOTH, value=REFUSED)
-def gather_others(value: Any) -> Any:
-    started()
-    return operations.gather(value)
-
-
 @probe("utils.operations:gather_object", processes=BOTH, value=REFUSED | FEW)
 def gather_object(value: Any) -> Any:
     started()
     return operations.gather_object(value)
-
-
-@probe("utils.operations:broadcast", processes=2, value=FEW, from_process=[1])
-def broadcast_of_last(value: Any, from_process: int) -> Iterator[tuple[str, Any]]:
-    started()
-    yield from seen(operations.broadcast(value, from_process=from_process), value)
-
-
-@probe("utils.operations:broadcast", processes=BOTH, value=REFUSED)
-def broadcast_others(value: Any) -> Any:
-    started()
-    return operations.broadcast(value)
 
 
 @probe(
@@ -71,18 +53,6 @@ def broadcast_object_list(value: Any, from_process: int) -> Iterator[tuple[str, 
     if from_process and PartialState().num_processes == 1:
         from_process = 0
     yield from seen(operations.broadcast_object_list(value, from_process=from_process), value)
-
-
-@probe("utils.operations:reduce", processes=BOTH, value=REFUSED)
-def reduce_others(value: Any) -> Any:
-    started()
-    return operations.reduce(value)
-
-
-@probe("utils.operations:pad_across_processes", processes=BOTH, value=REFUSED, dim=[0, 1])
-def pad_others(value: Any, dim: int) -> Any:
-    started()
-    return operations.pad_across_processes(value, dim=dim)
 
 
 # With gloo, 1.15.0 gives memory that nobody wrote behind the shape, and waits for ever where one rank of several has the tensor.

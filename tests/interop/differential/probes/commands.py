@@ -1,7 +1,6 @@
 """Comparisons of the commands beside `accelerate launch`: what they parse, print as data, and write."""
 
 import argparse
-import builtins
 import io
 import json
 import os
@@ -17,9 +16,8 @@ import yaml
 
 from accelerate.commands import accelerate_cli, env, estimate, merge, to_fsdp2, tpu
 from accelerate.commands import test as test_command
-from accelerate.commands import utils as command_utils
 from accelerate.commands.config import config as config_module
-from accelerate.commands.config import config_utils, get_config_parser
+from accelerate.commands.config import get_config_parser
 from accelerate.commands.config import main as config_main
 from interop.differential.core import Words, call, probe
 
@@ -98,34 +96,6 @@ def mains(name: str, line: str) -> Any:
         return bool(end.code)
 
 
-@probe(
-    "commands.utils:CustomArgumentParser", "commands.utils:CustomArgumentGroup", group=[None, "Group"],
-    words=["--a-b 1 --c_d", "--a_b 1", "--c-d", "--e 1", "", "--a 1", "--x"],
-)  # fmt: skip
-def custom_parser(group: str | None, words: str) -> Any:
-    """Take flags in both spellings."""
-    parser = command_utils.CustomArgumentParser("prog", allow_abbrev=False)
-    inside = parser.add_argument_group(group) if group else parser
-    inside.add_argument("--a_b", type=int, default=0)
-    inside.add_argument("--c-d", action="store_true")
-    inside.add_argument("--e", "-f")
-    yield "spellings", sorted([sorted(action.option_strings), action.dest] for action in parser._actions)
-    yield "kind", [type(inside).__name__, isinstance(inside, command_utils.CustomArgumentGroup)]
-    found = vars(parser.parse_args(words.split()))
-    found.pop("nondefault", None)
-    yield "parsed", sorted(found.items())
-
-
-@probe("commands.config.config_utils:SubcommandHelpFormatter", width=[60, 100])
-def subcommand_help(width: int) -> Any:
-    parser = argparse.ArgumentParser(
-        "p", formatter_class=lambda prog: config_utils.SubcommandHelpFormatter(prog, width=width)
-    )
-    parser.add_argument("--one", help="first")
-    parser.add_subparsers().add_parser("sub", help="second")
-    return sorted(set(parser.format_help().split()) & {"--one", "sub", "first", "second"})
-
-
 # ---- estimate-memory
 
 
@@ -134,16 +104,6 @@ call(
     "timm_prefix",
     name=["a", "a/b", "timm/a", "hf-hub:a", "hf-hub:a/b", "", "/", "a/b/c", "ü/x"],
 )
-
-
-@probe(
-    "commands.estimate:check_has_model",
-    name=["ValueError", "OSError", "RuntimeError", "GatedRepoError", "RepositoryNotFoundError", "EnvironmentError"],
-    text=["", "Unknown model (x)", "resnet does not appear to have a file named pytorch_model.bin", "Unknown model"],
-)  # fmt: skip
-def has_model(name: str, text: str) -> Any:
-    kind = getattr(builtins, name, None) or type(name, (Exception,), {})
-    return estimate.check_has_model(kind(text))
 
 
 call(

@@ -3,7 +3,6 @@
 import argparse
 import builtins
 import json
-import os
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -94,17 +93,6 @@ def loaded(content: str, ending: str) -> Any:
     return described(config)
 
 
-@probe(
-    *COVERED, kind=["BaseConfig", "ClusterConfig", "SageMakerConfig"],
-    content=[
-        "empty", "head", "old fp16", "old dynamo", "unknown", "dynamo", "kind NO", "kind TPU",
-        "without mixed_precision", "amazon",
-    ],
-)  # fmt: skip
-def process_config(kind: str, content: str) -> Any:
-    return dict(sorted(getattr(config_args, kind).process_config(dict(CONTENTS[content])).items()))
-
-
 # ---- default and update
 
 
@@ -118,19 +106,6 @@ def basic_config(precision: str, place: Any) -> Any:
     result = default.write_basic_config(precision, place)
     yield "returns", result
     yield "content", yaml.safe_load(Path(place).read_text())
-
-
-@probe(
-    "commands.config.default:default_config_command",
-    args=[
-        {"config_file": "a.json", "mixed_precision": "bf16"}, {"config_file": "d/a.yaml", "mixed_precision": "no"},
-        {"config_file": "a.json", "mixed_precision": "what"},
-    ],
-)  # fmt: skip
-def default_command(args: dict[str, str]) -> Any:
-    yield "returns", default.default_config_command(argparse.Namespace(**args))
-    path = Path(args["config_file"])
-    yield "content", yaml.safe_load(path.read_text()) if path.exists() else None
 
 
 OLD = [
@@ -147,12 +122,6 @@ def updated(content: str, ending: str, way: str) -> Any:
     path = write(content, ending)
     yield "returns", getattr(update, way)(argparse.Namespace(config_file=path))
     yield "content", yaml.safe_load(Path(path).read_text())
-
-
-@probe("commands.config.update:update_config", path=["none.yaml", "folder"])
-def updated_nothing(path: str) -> Any:
-    os.makedirs("folder")
-    return update.update_config(argparse.Namespace(config_file=path))
 
 
 # ---- the questionnaire: questions differ, so only what comes of no answer is compared

@@ -94,27 +94,6 @@ def dispatch_model(device_map: str, model: nn.Module, folder: Any, buffers: bool
 
 
 @probe(
-    "big_modeling:dispatch_model",
-    what=["to", "cuda", "half", "cpu", "state", "deepcopy", "train", "again", "remove", "to dtype"],
-    device_map=["cpu", "some disk", "disk"], force=[False, True], skip=[None, "ids"],
-)  # fmt: skip
-def dispatched(what: str, device_map: str, force: bool, skip: Any) -> Any:
-    model = accelerate.dispatch_model(
-        Net(), DISPATCH[device_map], offload_dir="folder", force_hooks=force, skip_keys=skip
-    )
-    ways = {
-        "to": lambda: model.to("cpu"), "to dtype": lambda: model.to(torch.float64), "cuda": lambda: model.cuda(), "half": lambda: model.half(), "cpu": lambda: model.cpu(), "state": lambda: sorted(model.state_dict()), "deepcopy": lambda: output(copy.deepcopy(model)), "train": lambda: model.train().training,
-        "again": lambda: hooked(accelerate.dispatch_model(model, DISPATCH[device_map], offload_dir="folder", force_hooks=force)), "remove": lambda: hooks.remove_hook_from_module(model, recurse=True),
-    }  # fmt: skip
-    found = ways[what]()
-    return (
-        "the model" if found is model else found,
-        {n: (t.device.type, t.dtype) for n, (_, t) in state(model).items()},
-        output(model),
-    )
-
-
-@probe(
     "big_modeling:load_checkpoint_and_dispatch", kind=["half", "shards", "nothing"],
     device_map=[*LOAD_MAPS, "balanced", "sequential", "words"], meta=[True, False], buffers=[False, True],
 )  # fmt: skip

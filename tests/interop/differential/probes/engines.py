@@ -2,14 +2,9 @@
 
 import contextlib
 import types
-from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import nn
-
-from accelerate import Accelerator
-from accelerate.utils import dataclasses, deepspeed, megatron_lm
+from accelerate.utils import dataclasses, deepspeed
 from interop.differential.core import Words, probe
 from interop.differential.probes.plugins import EDGES, NUMBERS, SWITCHES, plain, register
 
@@ -74,11 +69,6 @@ for field_, values_ in MEGATRON.items():
 
 # -- DeepSpeedPlugin's methods -----------------------------------------------------------------------------------
 
-KEYS = [
-    "zero_optimization.stage", "zero_optimization", "gradient_clipping", "bf16.enabled", "optimizer.params.lr",
-    "a.b.c", "", "fp16",
-]  # fmt: skip
-
 
 FILLS = [
     {}, {"gradient_clipping": 1.0}, {"optimizer.params.lr": 0.1, "train_micro_batch_size_per_gpu": 2},
@@ -118,96 +108,6 @@ def plugin_actions(do: str) -> Any:
 # -- utils.deepspeed ---------------------------------------------------------------------------------------------
 
 
-@probe("utils.deepspeed:HfDeepSpeedConfig", config=CONFIGS, key=KEYS, must_exist=[True, False])
-def config_deleted(config: dict[str, Any], key: str, must_exist: bool) -> Any:
-    read = deepspeed.HfDeepSpeedConfig(config)
-    result = read.del_config_sub_tree(key, must_exist=must_exist)
-    return [result, plain(read.config)]
-
-
-PARAMETERS = {
-    "none": list, "one": lambda: [nn.Parameter(torch.ones(2))], "text": lambda: "params", "nothing": lambda: None,
-}  # fmt: skip
-
-
-@probe(
-    "utils.deepspeed:DummyOptim",
-    params=PARAMETERS,
-    given=[{}, {"lr": 0.1}, {"lr": 0, "weight_decay": 0.1, "eps": 1, "a": "b"}],
-)
-def dummy_optimizer(params: Any, given: dict[str, Any]) -> Any:
-    made = deepspeed.DummyOptim(params, **given)
-    return {name: value for name, value in sorted(vars(made).items()) if name != "params"} | {
-        "params": made.params is params
-    }
-
-
-@probe(
-    "utils.deepspeed:DummyScheduler", "utils.megatron_lm:MegatronLMDummyScheduler",
-    kind=["DummyScheduler", "MegatronLMDummyScheduler"],
-    given=[
-        {}, {"total_num_steps": 10}, {"total_num_steps": 0, "warmup_num_steps": 3}, {"lr_scheduler_callable": len},
-        {"a": 1},
-    ],
-    optimizer=[None, 1],
-)  # fmt: skip
-def dummy_scheduler(kind: str, given: dict[str, Any], optimizer: object) -> Any:
-    made = getattr(deepspeed if kind == "DummyScheduler" else megatron_lm, kind)(optimizer, **given)
-    return {name: plain(value) for name, value in sorted(vars(made).items())}
-
-
-class Engine:
-    """Stands in for DeepSpeed's engine."""
-
-    def __init__(self) -> None:
-        self.called: list[Any] = []
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        return lambda *args, **kwargs: self.called.append([name, list(args), dict(kwargs)])
-
-
-@probe("utils.deepspeed:DeepSpeedEngineWrapper", sync=[True, False, None], given=[{}, {"scale_wrt_gas": True}])
-def engine_wrapper(sync: bool | None, given: dict[str, Any]):
-    engine = Engine()
-    wrapper = deepspeed.DeepSpeedEngineWrapper(engine)
-    yield "engine", [wrapper.engine is engine, sorted(vars(wrapper))]
-    wrapper.backward(1, **({} if sync is None else {"sync_gradients": sync}), **given)
-    yield "called", engine.called
-    engine.called.clear()
-    engine.get_global_grad_norm = lambda: torch.tensor(2.0)
-    yield "norm", wrapper.get_global_grad_norm()
-
-
-@probe("utils.deepspeed:DeepSpeedOptimizerWrapper", overflow=[None, True, False], set_to_none=[None, True, False])
-def optimizer_wrapper(overflow: bool | None, set_to_none: bool | None) -> Any:
-    Accelerator()
-    parameter = nn.Parameter(torch.ones(2))
-    parameter.grad = torch.ones(2)
-    inner = torch.optim.SGD([parameter], lr=1.0)
-    if overflow is not None:
-        inner.overflow = overflow
-    wrapper = deepspeed.DeepSpeedOptimizerWrapper(inner)
-    wrapper.step()
-    wrapper.zero_grad(set_to_none)
-    return [parameter, parameter.grad, wrapper.step_was_skipped, wrapper.optimizer is inner, len(wrapper.param_groups)]
-
-
-@probe("utils.deepspeed:DeepSpeedSchedulerWrapper", steps=[0, 1, 3])
-def scheduler_wrapper(steps: int) -> Any:
-    Accelerator()
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0)
-    inner = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    wrapper = deepspeed.DeepSpeedSchedulerWrapper(inner, optimizer)
-    for _ in range(steps):
-        wrapper.step()
-    return [
-        wrapper.get_last_lr(),
-        wrapper.scheduler is inner,
-        wrapper.state_dict()["last_epoch"],
-        wrapper.split_batches,
-    ]
-
-
 PLUGINS = {
     "none": lambda: None, "empty": dict, "one": lambda: {"a": dataclasses.DeepSpeedPlugin()},
     "bare": dataclasses.DeepSpeedPlugin,
@@ -225,10 +125,3 @@ def active_plugin(plugins: Any, distributed: str, select: bool) -> Any:
     state = types.SimpleNamespace(deepspeed_plugins=plugins, distributed_type=distributed)
     found = deepspeed.get_active_deepspeed_plugin(state)
     return [type(found).__name__, getattr(found, "selected", "<absent>")]
-
-
-@probe("utils.deepspeed:map_pytorch_optim_to_deepspeed", kind=["SGD", "Adam", "AdamW", "Adagrad", "RMSprop"])
-def mapped_optimizer(kind: str) -> Any:
-    return type(
-        deepspeed.map_pytorch_optim_to_deepspeed(getattr(torch.optim, kind)([nn.Parameter(torch.ones(2))]))
-    ).__name__

@@ -2,7 +2,6 @@
 
 import os
 import pathlib
-import socket
 import sys
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -15,36 +14,18 @@ from accelerate import PartialState
 from accelerate.utils import other
 from interop.differential.core import attempt, call, probe
 
-BOTH = (1, 2)
-
-
 # utils.other
 
 
 call(
     "utils.other:convert_bytes",
     size=[
-        0,
-        1,
-        1023,
-        1024,
-        1025,
-        1536,
-        2**20,
-        2**20 - 1,
-        1.5 * 2**30,
-        2**40,
-        2**50,
-        2**60,
-        2**70,
-        -1,
-        -2048,
-        0.5,
+        0, 1, 1023, 1024, 1025, 1536, 2**20, 2**20 - 1, 1.5 * 2**30, 2**40, 2**50, 2**60, 2**70, -1, -2048, 0.5,
         1023.999,
     ]
     + [10**n for n in range(1, 20)]
     + [True, float("inf"), "1024", None],
-)
+)  # fmt: skip
 
 
 class Holder:
@@ -63,18 +44,6 @@ class Deep:
     def __init__(self) -> None:
         self.a = Holder()
         self.linear = nn.Sequential(nn.Linear(1, 1))
-
-
-@probe(
-    "utils.other:recursive_getattr",
-    attr=[
-        "a", "a.inner", "a.method", "linear.0", "linear.0.bias.shape", "", ".", "a.", "a..inner", "b", "a.b", None,
-        1,
-    ],
-)  # fmt: skip
-def recursive_getattr(attr: Any) -> Any:
-    result = other.recursive_getattr(Deep(), attr)
-    return type(result).__name__
 
 
 call(
@@ -98,26 +67,7 @@ def merge_dicts_badly(pair: Any) -> Any:
     return other.merge_dicts(*pair)
 
 
-@probe("utils.other:is_port_in_use", "utils.other:get_free_port", port=["free", "listening", "text", "bound"])
-def ports(port: str) -> Any:
-    number = other.get_free_port()
-    if port == "free":
-        return other.is_port_in_use(number), isinstance(number, int), 1024 <= number < 65536
-    with socket.socket() as server:
-        server.bind(("localhost", 0))
-        if port != "bound":
-            server.listen()
-        number = server.getsockname()[1]
-        return other.is_port_in_use(str(number) if port == "text" else number)
-
-
 call("utils.other:is_port_in_use", port=[0, -1, 65536, 10**10, "x", "", 1.5, True, [1], "1 "])
-
-
-@probe("utils.other:wait_for_everyone", processes=BOTH)
-def wait_for_everyone() -> Any:
-    PartialState(cpu=True)
-    return other.wait_for_everyone()
 
 
 # Saving

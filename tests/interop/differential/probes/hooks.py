@@ -122,18 +122,6 @@ def hooked_calls(hook: Any, call: str) -> Any:
     return CALLS[call](hooks.add_hook_to_module(Signed(), hook))
 
 
-ODD = {"none": lambda: None, "text": lambda: "hook", "class": lambda: hooks.ModelHook, "list": list, "object": object}
-
-
-@probe(
-    "hooks:add_hook_to_module", "hooks:remove_hook_from_module", "hooks:remove_hook_from_submodules",
-    module={"linear": lambda: nn.Linear(2, 2), **ODD}, hook={"hook": hooks.ModelHook, **ODD},
-    function=["add_hook_to_module", "remove_hook_from_module", "remove_hook_from_submodules"],
-)  # fmt: skip
-def odd_hooks(module: Any, hook: Any, function: str) -> Any:
-    return type(getattr(hooks, function)(module, *([hook] if function.startswith("add") else [])))
-
-
 # -- devices --------------------------------------------------------------------------------------------------------
 
 DEVICES = [None, "cpu", torch.device("cpu"), "nothing"]
@@ -152,21 +140,6 @@ def AlignDevicesHook(**given: Any) -> Any:
     again = hooked(model)
     hooks.remove_hook_from_module(model)
     return before, after, found, again, hooked(model)
-
-
-FUNCTIONS = ["attach_align_device_hook", "attach_align_device_hook_on_blocks", "attach_execution_device_hook"]
-SOME = {n: MODELS[n] for n in ("linear", "empty", "net", "tied", "shared", "convolutions")}
-
-
-@probe(
-    "hooks:attach_align_device_hook", "hooks:attach_execution_device_hook", function=FUNCTIONS[::2],
-    model={n: SOME[n] for n in ("net", "shared", "empty")}, device=["cpu", None], preload=[None, ["Block"]],
-    offload=[False, True], buffers=[False, True],
-)  # fmt: skip
-def attach(function: str, model: nn.Module, device: Any, preload: Any, offload: bool, buffers: bool) -> Any:
-    more = {"offload": offload, "offload_buffers": buffers} if function == FUNCTIONS[0] else {}
-    result = getattr(hooks, function)(model, execution_device=device, preload_module_classes=preload, **more)
-    return result, hooked(model), output(model) if device == "cpu" else None
 
 
 BLOCKS = [
@@ -207,17 +180,6 @@ def CpuOffload(device: Any, previous: Any, end: str) -> Any:
     found = output(model)
     getattr(hook, end, lambda: None)()
     return kinds, found, "_hf_hook" in model.__dict__, [p.device.type for p in model.parameters()]
-
-
-DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float64]
-
-
-@probe("hooks:LayerwiseCastingHook", storage=DTYPES, compute=DTYPES[:3], non_blocking=[False, True])
-def LayerwiseCastingHook(storage: Any, compute: Any, non_blocking: bool) -> Any:
-    model = nn.Linear(3, 2)
-    hook = hooks.LayerwiseCastingHook(storage, compute, non_blocking)
-    hooks.add_hook_to_module(model, hook)
-    return fields(hook), model.weight, model(torch.ones(1, 3).to(compute)), model.weight.dtype
 
 
 @probe(

@@ -201,19 +201,6 @@ def notebook(processes_: Any, precision: str) -> Any:
     return [result, seen(), os.environ.get("ACCELERATE_MIXED_PRECISION")]
 
 
-@probe(
-    "launchers:notebook_launcher",
-    more=[
-        {"node_rank": 1}, {"node_rank": -1}, {"num_nodes": 0}, {"rdzv_backend": "c10d"}, {"rdzv_backend": "what"}, {"rdzv_backend": ""},
-        {"rdzv_conf": {}}, {"rdzv_conf": {"timeout": 3}}, {"rdzv_id": "x"}, {"rdzv_endpoint": "h:1"}, {"use_port": 29500}, {"use_port": "0"},
-        {"max_restarts": 2}, {"max_restarts": -1}, {"monitor_interval": 1}, {"log_line_prefix_template": "a"}, {"master_addr": "h"},
-    ],
-)  # fmt: skip
-def notebook_options(more: dict[str, Any]) -> Any:
-    launchers.notebook_launcher(work, num_processes=1, **more)
-    return seen()
-
-
 def broken() -> None:
     raise KeyError("k")
 
@@ -257,11 +244,6 @@ def debug_arguments(arguments: tuple[Any, ...]) -> Any:
 def debug_counts(count: Any) -> Any:
     launchers.debug_launcher(left, num_processes=count)
     return collected()
-
-
-@probe("launchers:test_launch")
-def joined() -> Any:
-    return launchers.test_launch()
 
 
 @probe("commands.launch:multi_gpu_launcher", slow=True, count=[1, 2], ending=["", "sys.exit(3)"])

@@ -31,11 +31,6 @@ FREE = ["x", "X Y", "ü", ""]
 BOOLS = ["true", "false", "True", "FALSE", "1", "0", "yes", "no", "x", ""]
 INTEGERS = ["0", "1", "2", "-1", "007", "1_0", "99999999999999999999", "1.0", "x", ""]
 FLOATS = ["0", "1.5", "-1", "1e3", "nan", "inf", "x", ""]
-SWITCHES = listed(
-    "quiet cpu multi_gpu tpu enable_cpu_affinity dynamo_use_fullgraph dynamo_use_dynamic dynamo_use_regional_compilation "
-    "use_deepspeed use_fsdp use_parallelism_config use_megatron_lm same_network module no_python tpu_cluster no_tpu_cluster "
-    "tpu_use_sudo downcast_bf16 fp8_use_autocast_during_eval debug"
-)
 OPTIONS = {
     "mixed_precision": PRECISIONS,
     "dynamo_backend": BACKENDS,
@@ -121,16 +116,6 @@ def changed(args: argparse.Namespace) -> dict[str, Any]:
         **{k: v for k, v in now.items() if plain.get(k, "<absent>") != v},
         **{k: "<absent>" for k in plain if k not in now},
     }
-
-
-def switches(name: str, spelling: str) -> dict[str, Any]:
-    words = ["--" + (name if spelling == "_" else name.replace("_", "-"))]
-    return changed(parsed(*words, "s.py"))
-
-
-probe(
-    "commands.launch:launch_command_parser", "commands.utils:CustomArgumentParser", name=SWITCHES, spelling=["_", "-"]
-)(switches)
 
 
 def options(given: str) -> dict[str, Any]:

@@ -15,10 +15,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from accelerate.data_loader import (
-    SeedableRandomSampler,
-    prepare_data_loader,
-)
+from accelerate.data_loader import SeedableRandomSampler, prepare_data_loader
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import TorchDynamoPlugin
 from interop.differential.core import attempt, probe

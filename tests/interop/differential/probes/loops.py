@@ -3,13 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from torch.utils.data import (
-    DataLoader,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from accelerate import data_loader as loaders
 from accelerate.data_loader import (
@@ -20,7 +14,7 @@ from accelerate.data_loader import (
     prepare_data_loader,
 )
 from interop.differential.core import attempt, probe
-from interop.differential.probes.loaders import BOTH, SOURCES, Stream, plain, shown, started
+from interop.differential.probes.loaders import SOURCES, Stream, plain, shown, started
 
 
 @probe(
@@ -90,23 +84,6 @@ def built(kind: type, given: dict[str, Any], dataset: Any) -> Iterator[tuple[str
         "is a loader",
         (isinstance(made, DataLoader), isinstance(made, kind), isinstance(made, loaders.DataLoaderAdapter)),
     )
-
-
-@probe("data_loader:DataLoaderAdapter", stateful=[False, True], batch=[1, 3], processes=BOTH)
-def adapter(stateful: bool, batch: int) -> Iterator[tuple[str, Any]]:
-    made = loaders.DataLoaderAdapter(range(5), use_stateful_dataloader=stateful, batch_size=batch)
-    yield "length", len(made)
-    yield "base", type(made.base_dataloader).__name__
-    yield "class", made.__class__.__name__
-    yield "is a loader", isinstance(made, DataLoader)
-    for name in ("batch_size", "num_workers", "drop_last", "use_stateful_dataloader", "nothing", "dataset"):
-        yield name, attempt(getattr, made, name)
-    yield "state", sorted(made.state_dict()) if stateful else attempt(made.state_dict)
-    yield "load", attempt(made.load_state_dict, {})
-    yield "adjust", None if stateful else attempt(made.adjust_state_dict_for_prefetch)
-    made.extra = 4
-    yield "assigned", (made.extra, hasattr(made.base_dataloader, "extra"))
-    yield "dict", hasattr(made, "base_dataloader")
 
 
 @probe(

@@ -1,6 +1,5 @@
 """States and checkpoints of sharded models, and how models are sharded."""
 
-import argparse
 import pathlib
 import re
 from typing import Any
@@ -13,36 +12,10 @@ from accelerate import Accelerator
 from accelerate.commands import merge
 from accelerate.utils import FullyShardedDataParallelPlugin, fsdp_utils
 from interop.differential.core import probe
-from interop.differential.probes.modeling import MODELS, Block, Net
+from interop.differential.probes.modeling import Block, Net
 from interop.differential.probes.offload import state
 
 # -- states and checkpoints -----------------------------------------------------------------------------------------
-
-
-def options(kind: Any) -> Any:
-    from torch.distributed.checkpoint.state_dict import StateDictOptions
-
-    return {
-        None: None,
-        "plain": StateDictOptions(),
-        "full": StateDictOptions(full_state_dict=True),
-        "host": StateDictOptions(full_state_dict=True, cpu_offload=True),
-        "text": "options",
-    }[kind]
-
-
-@probe(
-    "utils.fsdp_utils:_get_model_state_dict", "utils.fsdp_utils:_set_model_state_dict", processes=(1, 2),
-    model={n: MODELS[n] for n in ("net", "tied", "half", "empty")}, adapter_only=[False, True],
-    kind=[None, "plain", "full", "host", "text"],
-)  # fmt: skip
-def model_state_dict(model: nn.Module, adapter_only: bool, kind: Any) -> Any:
-    found = fsdp_utils._get_model_state_dict(model, adapter_only=adapter_only, sd_options=options(kind))
-    given = {name: tensor + 1 for name, tensor in found.items()}
-    result = fsdp_utils._set_model_state_dict(
-        model, given, adapter_only=adapter_only, sd_options=options(kind if kind != "host" else "plain")
-    )
-    return dict(found), [list(result.missing_keys), list(result.unexpected_keys)], state(model)
 
 
 KINDS = ["FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"]
@@ -106,18 +79,6 @@ LINES = [
     ["c", "o"], ["c", "o", "--unsafe_serialization"], ["c", "o", "--remove_checkpoint_dir"], ["c"], [],
     ["c", "o", "x"], ["c", "o", "--nothing"], ["--help"],
 ]  # fmt: skip
-
-
-@probe("commands.merge:merge_command_parser", "commands.merge:main", line=LINES, sub=[False, True])
-def merge_command_parser(line: list[str], sub: bool) -> Any:
-    if not sub:
-        parser = merge.merge_command_parser()
-    else:
-        parser = argparse.ArgumentParser()
-        merge.merge_command_parser(parser.add_subparsers())
-        line = ["merge-weights", *line]
-    found = vars(parser.parse_args(line))
-    return {name: value for name, value in found.items() if name not in ("func", "overwrite", "nondefault")}
 
 
 @probe("commands.merge:main", line=LINES)

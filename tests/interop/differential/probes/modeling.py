@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from accelerate.utils import CustomDtype, modeling
-from interop.differential.core import Words, call, probe
+from interop.differential.core import call, probe
 
 # -- models ---------------------------------------------------------------------------------------------------------
 
@@ -133,9 +133,6 @@ def said(call: Callable[[], Any]) -> dict[str, Any]:
 # -- sizes ----------------------------------------------------------------------------------------------------------
 
 DTYPES = [None, torch.float32, torch.float16, torch.int8, torch.bool, torch.float64, CustomDtype.INT4, CustomDtype.FP8]
-NAMES = Words(
-    ["float16", "torch.bfloat16", "int8", "FLOAT16", "half", "fp16", "auto", "", "Tensor", "torch.", "float8_e5m2"]
-)
 SPECIAL = {
     "none": lambda: None, "empty": dict, "of no tensor": lambda: {"nothing": torch.float16},
     "weights": lambda: dict.fromkeys(("0.weight", "head.weight", "float16", "conv.weight"), torch.float64),
@@ -147,11 +144,6 @@ SPECIAL = {
 
 @probe("utils.modeling:compute_module_sizes", model=MODELS, dtype=DTYPES, buffers_only=[False, True])
 def compute_module_sizes(**given: Any) -> Any:
-    return dict(modeling.compute_module_sizes(**given))
-
-
-@probe("utils.modeling:compute_module_sizes", model=NOT_MODELS, dtype=[None, 4, 0.5, torch.ones(1)])
-def compute_sizes_of_others(**given: Any) -> Any:
     return dict(modeling.compute_module_sizes(**given))
 
 
@@ -183,20 +175,6 @@ SIZES = [
 call("utils.modeling:convert_file_size_to_int", size=SIZES)
 
 
-ODD = [
-    *CustomDtype, *NAMES, None, 1, 2.0, "float32", "bool", "int4", "fp8", "x8", [], torch.ones(1),
-    torch.device("cpu"),
-]  # fmt: skip
-
-
-@probe(
-    "utils.modeling:dtype_byte_size", "utils.modeling:_get_proper_dtype", dtype=ODD,
-    function=["dtype_byte_size", "_get_proper_dtype"],
-)  # fmt: skip
-def other_dtypes(dtype: Any, function: str) -> Any:
-    return getattr(modeling, function)(dtype)
-
-
 SIZE_MAPS = [
     {}, {"": 5}, {"": 5, "a": 5}, {"a": 1, "b": 2}, {"": 9, "a": 4, "a.b": 4, "a.c": 0}, {"a.b.c": 1},
     {"a.b.c": 1, "a": 2, "ab": 3}, {"": 1, "0": 1, "0.weight": 1, "00": 2, "0.0": 3}, {"ä": 1, "ä.ö": 1}, {1: 2},
@@ -205,18 +183,6 @@ SIZE_MAPS = [
 
 
 call("utils.modeling:get_module_leaves", module_sizes=SIZE_MAPS)
-
-
-@probe(
-    "utils.modeling:get_module_leaves", "utils.modeling:get_max_layer_size", model=MODELS,
-    no_split=[[], ["Block"], ["Block", "Linear"], ("Net",), None, "Block", [Block]], what=["own", "leaves"],
-)  # fmt: skip
-def layers(model: Any, no_split: Any, what: str) -> Any:
-    sizes = modeling.compute_module_sizes(model)
-    if what == "leaves":
-        return modeling.get_module_leaves(sizes)
-    own = [*model.named_parameters(recurse=False), *model.named_children(), *model.named_buffers(recurse=False)]
-    return modeling.get_max_layer_size(own, sizes, no_split)
 
 
 @probe(
@@ -231,22 +197,6 @@ call(
     "utils.modeling:get_non_persistent_buffers", module={**MODELS, **NOT_MODELS},
     recurse=[True, False], fqns=[True, False],
 )  # fmt: skip
-
-
-VIEWS = {
-    "itself": lambda t: t, "view": lambda t: t.view(2, 2), "slice": lambda t: t[2:], "copy": lambda t: t.clone(),
-    "detached": lambda t: t.detach(), "parameter": nn.Parameter, "meta": lambda t: t.to("meta"),
-    "empty": lambda t: t[:0], "cast": lambda t: t.double(), "conjugate": lambda t: t.conj(),
-    "sparse": lambda t: t.to_sparse(), "text": str,
-}  # fmt: skip
-
-
-@probe("utils.modeling:id_tensor_storage", first=list(VIEWS), second=list(VIEWS))
-def id_tensor_storage(first: str, second: str) -> Any:
-    base = torch.ones(4)
-    one, other = VIEWS[first](base), VIEWS[second](base)
-    a, b = modeling.id_tensor_storage(one), modeling.id_tensor_storage(other)
-    return a == b, len(a), a[0], a[2]
 
 
 # -- ties -----------------------------------------------------------------------------------------------------------
@@ -275,43 +225,11 @@ TIED = {
 }  # fmt: skip
 
 
-@probe(
-    "utils.modeling:find_tied_parameters", "utils.modeling:check_tied_parameters_in_config",
-    "utils.modeling:is_peft_model", model={**TIED, **NOT_MODELS},
-    function=["find_tied_parameters", "check_tied_parameters_in_config", "is_peft_model"],
-)  # fmt: skip
-def about_ties(model: Any, function: str) -> Any:
-    found = getattr(modeling, function)(model)
-    return sorted(found) if isinstance(found, list) else found
-
-
 GROUPS = [
     [], [[]], [["head.weight", "embed.weight"]], [["a.weight", "b.weight", "z.weight"]],
     [["0.weight", "1.weight"], ["0.bias", "1.bias"]], [["a", "b"]], [["weight"]], [["nothing", "head.weight"]],
     [["no.such", "head.weight"]], [["shift", "norm.bias"]], None, ["ab"], [[""]],
 ]  # fmt: skip
-
-
-@probe(
-    "utils.modeling:retie_parameters",
-    model={n: TIED[n] for n in ("net", "tied", "twice", "two ties", "one parent", "shared", "meta tied")},
-    tied_params=GROUPS,
-    before=["as it is", "first on meta", "others on meta"],
-)
-def retie_parameters(model: nn.Module, tied_params: Any, before: str) -> Any:
-    for group in tied_params or ():
-        for index, name in enumerate(group):
-            if (
-                (index == 0) == (before == "first on meta")
-                and before != "as it is"
-                and name in dict(model.named_parameters())
-            ):
-                modeling.set_module_tensor_to_device(model, name, "meta")
-    modeling.retie_parameters(model, tied_params)
-    groups: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        groups.setdefault(id(parameter), []).append(f"{name} {parameter.device}")
-    return list(groups.values())
 
 
 PLACES = [

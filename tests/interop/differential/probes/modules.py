@@ -1,7 +1,6 @@
 """Questions about modules, their compilation, and taking them out of wrappers."""
 
 import types
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -49,22 +48,16 @@ NO_MODULES: dict[str, Any] = {
     *(
         f"utils.other:{name}"
         for name in (
-            "is_compiled_module",
-            "has_compiled_regions",
-            "is_repeated_blocks",
-            "has_repeated_blocks",
+            "is_compiled_module", "has_compiled_regions", "is_repeated_blocks", "has_repeated_blocks",
             "model_has_dtensor",
         )
     ),
     question=[
-        "is_compiled_module",
-        "has_compiled_regions",
-        "is_repeated_blocks",
-        "has_repeated_blocks",
+        "is_compiled_module", "has_compiled_regions", "is_repeated_blocks", "has_repeated_blocks",
         "model_has_dtensor",
     ],
     module=MODULES,
-)
+)  # fmt: skip
 def asked(question: str, module: Any) -> bool:
     return getattr(other, question)(module)
 
@@ -115,40 +108,3 @@ def extract_model_from_parallel(model: Any, keep_fp32_wrapper: bool, keep_torch_
     result = other.extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile, recursive)
     modules = [type(part).__name__ for part in result.modules()] if isinstance(result, nn.Module) else []
     return result is model, type(result).__name__, modules
-
-
-@probe(
-    *(
-        f"utils.other:{name}"
-        for name in (
-            "compile_regions",
-            "compile_regions_fsdp2",
-            "compile_regions_deepspeed",
-            "is_compiled_module",
-            "has_compiled_regions",
-        )
-    ),
-    slow=True,
-    function=["compile_regions", "compile_regions_fsdp2", "compile_regions_deepspeed", "torch.compile"],
-    module={k: v for k, v in MODULES.items() if k not in ("parameters", "empty list")},
-)
-def compiled(function: str, module: Any) -> Iterator[tuple[str, Any]]:
-    call = torch.compile if function == "torch.compile" else getattr(other, function)
-    result = call(module, backend="eager")
-    for label, item in {"result": result, "argument": module}.items():
-        if item is None:
-            yield f"{label} is None", True
-            continue
-        yield (
-            f"{label} parts",
-            [(n, type(m).__name__, m._compiled_call_impl is not None) for n, m in item.named_modules()],
-        )
-        yield (
-            f"{label} asked",
-            [other.is_compiled_module(item), other.has_compiled_regions(item), other.has_repeated_blocks(item)],
-        )
-        yield f"{label} parameters", sorted(n for n, _ in item.named_parameters())
-    if isinstance(result, nn.Module):
-        for keep in (True, False):
-            inner = other.extract_model_from_parallel(result, keep_torch_compile=keep)
-            yield f"extracted {keep}", (inner is module, inner is result, type(inner).__name__)

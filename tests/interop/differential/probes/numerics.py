@@ -87,14 +87,6 @@ def own_parser(name: Any, asked: str) -> Any:
         parsers.update(known)
 
 
-@probe(
-    "utils.dataclasses:get_module_class_from_name",
-    name=Words(["Linear", "LayerNorm", "linear", "ReLU", "Named", "", None, 1]),
-)
-def class_by_name(name: Any) -> Any:
-    return dataclasses.get_module_class_from_name(Named(), name)
-
-
 BACKENDS = Words([None, "te", "TE", "msamp", "MSAMP", "ao", "", "nonsense", 1])
 
 
@@ -133,27 +125,6 @@ def training_settings(batch: Any, degree: Any, micro: int | None) -> Any:
 
 # -- utils.megatron_lm -------------------------------------------------------------------------------------------
 
-MASKS = {
-    "ones": lambda: torch.ones(2, 3, 3), "half": lambda: torch.tensor([[[1.0, 0.0], [1.0, 1.0]]]),
-    "bool": lambda: torch.tensor([[[True, False], [True, True]]]),
-    "ints": lambda: torch.eye(3, dtype=torch.long)[None], "empty": lambda: torch.ones(0, 2, 2),
-    "text": lambda: "mask", "meta": lambda: torch.ones(1, 2, 2, device="meta"),
-}  # fmt: skip
-
-
-@probe("utils.megatron_lm:T5TrainStep", mask=MASKS)
-def t5_postprocessed(mask: Any) -> Any:
-    return megatron_lm.T5TrainStep.attn_mask_postprocess(mask)
-
-
-@probe(
-    "utils.megatron_lm:MegatronLMDummyDataLoader",
-    given=[{}, {"data_path": ["a"], "seq_length": 3}, {"splits_string": "1,1"}],
-)
-def megatron_data(given: dict[str, Any]) -> Any:
-    made = megatron_lm.MegatronLMDummyDataLoader(**given)
-    return dict(sorted(vars(made).items()))
-
 
 @probe(
     "utils.megatron_lm:MegatronLMDummyDataLoader", "utils.megatron_lm:avg_losses_across_data_parallel_group",
@@ -171,18 +142,6 @@ def without_megatron(do: str) -> Any:
     }
     made = does[do]() if do in does else getattr(megatron_lm, do)(accelerator, types.SimpleNamespace())
     return type(made).__name__
-
-
-@probe("utils.megatron_lm:AbstractTrainStep", name=["a", "", None])
-def abstract_step(name: Any):
-    own = type(
-        "Own",
-        (megatron_lm.AbstractTrainStep,),
-        {m: lambda self: 1 for m in ("get_batch_func", "get_loss_func", "get_forward_step_func")},
-    )
-    yield "own", own(name).name
-    yield "abstract", sorted(megatron_lm.AbstractTrainStep.__abstractmethods__ or [])
-    yield "bare", megatron_lm.AbstractTrainStep(name).name
 
 
 # -- utils.ao and utils.transformer_engine -----------------------------------------------------------------------
@@ -208,25 +167,10 @@ MODELS = {
         nn.Linear(16, 16, device="meta"), nn.Linear(16, 16, device="meta"), nn.Linear(16, 16, device="meta"),
     ),
 }  # fmt: skip
-FUNCTIONS = ["find_first_last_linear_layers", "has_ao_layers"]
 
 
 def kinds(model: Any) -> Any:
     return {name: type(part).__name__ for name, part in model.named_modules()}
-
-
-@probe(*[f"utils.ao:{name}" for name in FUNCTIONS], function=FUNCTIONS, model=MODELS)
-def ao_looks(function: str, model: Any) -> Any:
-    return getattr(ao, function)(model)
-
-
-@probe(
-    "utils.ao:filter_linear_layers",
-    model=MODELS,
-    kept=[[], ["head"], ["first", "head"], ["0"], ["blocks.0"], None, "head"],
-)
-def ao_filtered(model: Any, kept: Any) -> Any:
-    return {name: ao.filter_linear_layers(part, name, kept) for name, part in model.named_modules()}
 
 
 @probe("utils.ao:filter_first_and_last_linear_layers", model=MODELS)

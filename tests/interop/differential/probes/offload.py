@@ -1,6 +1,5 @@
 """Weights that are put on devices one by one, kept in files, loaded from checkpoints and quantised."""
 
-import json
 import pathlib
 from typing import Any
 
@@ -12,7 +11,7 @@ from accelerate import cpu_offload, disk_offload, dispatch_model
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from accelerate.utils import modeling, offload
 from interop.differential.core import Words, call, probe
-from interop.differential.probes.modeling import Net, mixed, on_meta
+from interop.differential.probes.modeling import Net, on_meta
 
 # -- one tensor -----------------------------------------------------------------------------------------------------
 
@@ -107,19 +106,6 @@ def state_of_root(way: str) -> Any:
     )
 
 
-@probe(
-    "utils.modeling:get_state_dict_from_offload", way=list(OFFLOADS),
-    name=["embed.weight", "head.weight", "blocks.0.first.bias", "blocks.0.scale", "blocks.0.mask", "norm.nothing"],
-    known=["all", "one"], device=["cpu", torch.device("cpu"), "nothing"],
-)  # fmt: skip
-def get_state_dict_from_offload(way: str, name: str, known: str, device: Any) -> Any:
-    model = OFFLOADS[way](Net())
-    module = model.get_submodule(name.rpartition(".")[0])
-    given = {"all": dict.fromkeys(model.state_dict()), "none": {}, "one": {name: None}}[known]
-    found = modeling.get_state_dict_from_offload(module, name, given, device_to_put_offload=device)
-    return {n: t for n, t in found.items() if t is not None}, found is given
-
-
 # -- files ----------------------------------------------------------------------------------------------------------
 
 
@@ -162,46 +148,6 @@ def load_offloaded_weight(info: Any, file: Any) -> Any:
     pathlib.Path("w.dat").write_bytes(torch.tensor([1.0, 2.0]).numpy().tobytes())
     pathlib.Path("empty.dat").write_bytes(b"")
     return offload.load_offloaded_weight(file, info)
-
-
-INDEX = {"w": {"dtype": "float32", "shape": [2]}}
-
-
-@probe(
-    "utils.offload:save_offload_index",
-    index=[None, {}, INDEX, {"v": {"dtype": "int8", "shape": []}}, {"w": {}}, []],
-    before=[None, "{}", json.dumps(INDEX), '{"x": 1}', "broken"],
-    folder=["folder", "missing"],
-)
-def save_offload_index(index: Any, before: Any, folder: str) -> Any:
-    pathlib.Path("folder").mkdir()
-    if before is not None:
-        pathlib.Path("folder/index.json").write_text(before)
-    result = offload.save_offload_index(index, folder)
-    return result, {str(path): json.loads(path.read_text()) for path in pathlib.Path(folder).glob("*.json")}
-
-
-STATES = {
-    "two": lambda: {"w": torch.ones(2), "b.c": torch.zeros(1, dtype=torch.int64)}, "empty": dict,
-    "net": lambda: Net().state_dict(), "mixed": lambda: mixed().state_dict(), "a number": lambda: {"w": 5},
-    "nested": lambda: {"w": {"v": torch.ones(1)}}, "none": lambda: None, "list": lambda: [torch.ones(2)],
-}  # fmt: skip
-
-
-@probe(
-    "utils.offload:offload_state_dict", "utils.offload:OffloadedWeightsLoader", state=STATES,
-    folder=["folder", "a/b", pathlib.Path("p")], twice=[False, True],
-)  # fmt: skip
-def offload_state_dict(state: Any, folder: Any, twice: bool) -> Any:
-    if twice:
-        offload.offload_state_dict(folder, {"w": torch.zeros(3), "old": torch.ones(1)})
-    result = offload.offload_state_dict(folder, state)
-    loader = offload.OffloadedWeightsLoader(save_folder=folder)
-    return (
-        result,
-        entries(json.loads(pathlib.Path(folder, "index.json").read_text())),
-        {name: loader[name] for name in loader},
-    )
 
 
 def sources() -> dict[str, Any]:

@@ -1,15 +1,14 @@
 """Operations on nested structures that no other process takes part in."""
 
-import collections
 import copy
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from accelerate.utils import TensorInformation, operations
+from accelerate.utils import operations
 from interop.differential.core import call, probe
-from interop.differential.probes.nested import HOLLOW, TENSORS, VALUES, Fixed, Lookalike, Pair, Rows
+from interop.differential.probes.nested import HOLLOW, TENSORS, VALUES
 
 PLAIN = {k: v for k, v in VALUES.items() if k not in ("generator", "torch.nested", "sparse", "object", "namespace")}
 FEW = {
@@ -25,35 +24,7 @@ def seen(result: Any, given: Any) -> Iterator[tuple[str, Any]]:
     yield "argument", given
 
 
-@probe(
-    *(f"utils.operations:{name}" for name in ("is_torch_tensor", "is_namedtuple", "is_tensor_information")),
-    question=["is_torch_tensor", "is_namedtuple", "is_tensor_information"],
-    value={
-        **{k: v for k, v in VALUES.items() if not k.startswith("torch.")},
-        "information": lambda: TensorInformation((1,), torch.float32),
-        "named tuple's class": lambda: Pair,
-        "tensor's class": lambda: torch.Tensor,
-    },
-)
-def asked(question: str, value: Any) -> Any:
-    return getattr(operations, question)(value)
-
-
 call("utils.operations:is_torch_xpu_tensor", value={k: VALUES[k] for k in ("vector", "dict", "text")})
-
-
-@probe(
-    "utils.operations:find_device", "utils.operations:find_batch_size", "utils.operations:ignorant_find_batch_size",
-    "utils.operations:get_shape", "utils.operations:get_data_structure", "utils.operations:listify",
-    "utils.operations:convert_to_fp32",
-    function=[
-        "find_device", "find_batch_size", "ignorant_find_batch_size", "get_shape", "get_data_structure", "listify",
-        "convert_to_fp32",
-    ],
-    value=PLAIN,
-)  # fmt: skip
-def mapped(function: str, value: Any) -> Any:
-    return getattr(operations, function)(value)
 
 
 @probe("utils.operations:send_to_device", value=VALUES)
@@ -85,20 +56,13 @@ call(
     value={
         k: VALUES[k]
         for k in (
-            "scalar",
-            "no rows",
-            "text",
-            "None",
-            "mixed dict",
-            "empty list",
-            "torch.bool",
-            "torch.int64",
+            "scalar", "no rows", "text", "None", "mixed dict", "empty list", "torch.bool", "torch.int64",
             "user dict",
         )
     },
     batch_size=[0, 2, 3],
     num_processes=[2, 3],
-)
+)  # fmt: skip
 
 
 def double(item: Any, *args: Any, **kwargs: Any) -> Any:
@@ -120,24 +84,3 @@ TESTS: dict[str, Any] = {
 )  # fmt: skip
 def recursively_apply(value: Any, test_type: Any, error_on_other_type: bool) -> Any:
     return operations.recursively_apply(double, value, test_type=test_type, error_on_other_type=error_on_other_type)
-
-
-class Odd(dict):
-    """A mapping that can be made from keyword arguments alone."""
-
-    def __init__(self, **items: Any) -> None:
-        super().__init__(**items)
-
-
-@probe(
-    "utils.operations:honor_type", "utils.operations:recursively_apply",
-    obj={
-        "list": list, "tuple": tuple, "pair": lambda: Pair(1, 2), "rows": Rows, "fixed": Fixed,
-        "lookalike": Lookalike, "size": lambda: torch.Size([1]), "set": set, "dict": dict,
-        "deque": collections.deque, "text": str, "number": lambda: 1, "None": lambda: None,
-        "range": lambda: range(2), "odd": Odd,
-    },
-    elements=[[1, 2], (), [1], "ab", [("a", 1), ("b", 2)], [3, 4, 5], None, 5],
-)  # fmt: skip
-def honor_type(obj: Any, elements: Any) -> Any:
-    return operations.honor_type(obj, elements if elements is None or isinstance(elements, int) else iter(elements))

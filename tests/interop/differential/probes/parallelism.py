@@ -4,8 +4,6 @@ import copy
 import pickle
 from typing import Any
 
-import torch
-
 from accelerate import ParallelismConfig
 from accelerate.utils import dataclasses
 from interop.differential.core import Words, probe
@@ -74,11 +72,3 @@ def other_device(sizes: dict[str, int], device: str) -> Any:
     config = ParallelismConfig(**sizes)
     config.get_device_mesh("cpu")
     return config.get_device_mesh(device) is None
-
-
-@probe(COVERED, "utils.dataclasses:TorchTensorParallelPlugin", processes=2, size=[1, 2])
-def tensor_parallel_plugin(size: int) -> Any:
-    torch.distributed.barrier()
-    plugin = dataclasses.TorchTensorParallelPlugin(tp_size=size)
-    made = plugin.torch_device_mesh
-    return [plugin.tp_size, made and [made.mesh_dim_names, list(made.mesh.shape)]]

@@ -10,10 +10,8 @@ import torch
 from torch import nn
 
 import placement_samples as samples
-from accelerate import Accelerator
-from accelerate.utils import DistributedType, modeling
-from accelerate.utils.dataclasses import AutocastKwargs
-from interop.differential.core import Words, call, probe
+from accelerate.utils import modeling
+from interop.differential.core import call, probe
 from interop.differential.probes.modeling import MODELS, NOT_MODELS, SOME, TIED, named, said
 
 # -- budgets and maps -----------------------------------------------------------------------------------------------
@@ -78,15 +76,6 @@ GIVEN = [
 @probe("utils.modeling:check_device_map", model={**MODELS, **NOT_MODELS}, device_map=GIVEN)
 def check_device_map(**given: Any) -> Any:
     return said(lambda: modeling.check_device_map(**given))
-
-
-DEVICES = ["cpu", "cpu:0", "cpu:1", "cuda", "cuda:0", "cuda:1", "meta", "meta:0", "mps", "xpu", "xpu:0", "npu:1"]
-
-
-@probe("utils.modeling:check_device_same", first=[*DEVICES, None, 0, "text"], second=[*DEVICES, None])
-def check_device_same(first: Any, second: Any) -> Any:
-    one, other = (torch.device(d) if d in DEVICES and (d != "npu:1") else d for d in (first, second))
-    return modeling.check_device_same(one, other)
 
 
 # -- random models --------------------------------------------------------------------------------------------------
@@ -182,34 +171,3 @@ for seeds, slow in ((range(30), False), (range(30, 600), True)):
 
 
 # -- precision ------------------------------------------------------------------------------------------------------
-
-KINDS = Words(["NO", "MULTI_CPU", "FSDP", "fsdp", "XLA", "DEEPSPEED", "MEGATRON_LM", "", "nothing"])
-
-
-@probe(
-    "utils.modeling:get_grad_scaler",
-    distributed_type=[None, *DistributedType, *KINDS, 5],
-    given=[{}, {"init_scale": 4.0}, {"enabled": False}, {"growth_interval": 0}, {"nothing": 1}],
-)
-def get_grad_scaler(distributed_type: Any, given: dict[str, Any]) -> Any:
-    scaler = modeling.get_grad_scaler(distributed_type, **given)
-    return type(scaler), scaler.is_enabled(), scaler.get_scale(), scaler._device
-
-
-@probe(
-    "utils.modeling:get_mixed_precision_context_manager",
-    mixed_precision=["no", "bf16", "fp16", None],
-    native_amp=[True, False],
-    handler=[None, AutocastKwargs(), AutocastKwargs(enabled=False), AutocastKwargs(cache_enabled=False)],
-)
-def get_mixed_precision_context_manager(mixed_precision: Any, native_amp: bool, handler: Any) -> Any:
-    if mixed_precision is not None:
-        Accelerator(mixed_precision=mixed_precision, cpu=True)
-    context = modeling.get_mixed_precision_context_manager(native_amp, handler)
-    with context:
-        return (
-            type(context),
-            torch.is_autocast_enabled("cpu"),
-            torch.get_autocast_dtype("cpu"),
-            torch.is_autocast_cache_enabled(),
-        )

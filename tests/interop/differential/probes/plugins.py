@@ -173,22 +173,7 @@ FSDP: dict[str, list[Any]] = {
     "sharding_strategy": Words([None, *STRATEGIES, *strategies(), 1, 2, 3, 4, 5, 9, "1", "3", "9", "", "nonsense"]),
     "reshard_after_forward": Words(
         [
-            None,
-            True,
-            False,
-            0,
-            1,
-            2,
-            -1,
-            "true",
-            "TRUE",
-            "False",
-            "0",
-            "1",
-            "2",
-            "",
-            "nonsense",
-            *STRATEGIES,
+            None, True, False, 0, 1, 2, -1, "true", "TRUE", "False", "0", "1", "2", "", "nonsense", *STRATEGIES,
             *strategies(),
         ]
     ),
@@ -197,55 +182,28 @@ FSDP: dict[str, list[Any]] = {
         + [fsdp.BackwardPrefetch.BACKWARD_POST]
     ),
     "mixed_precision_policy": [
-        None,
-        "nonsense",
-        {},
-        {"param_dtype": torch.float16},
+        None, "nonsense", {}, {"param_dtype": torch.float16},
         {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32, "buffer_dtype": torch.float32},
-        {"param_dtype": torch.bfloat16, "output_dtype": torch.float32},
-        {"nonsense": 1},
-        {"param_dtype": "bf16"},
-        "bf16",
-        "fp16",
-        "no",
-        "BF16",
-        "fp32",
-        fsdp.MixedPrecision(param_dtype=torch.float16),
-        fsdp.MixedPrecisionPolicy(param_dtype=torch.float16),
+        {"param_dtype": torch.bfloat16, "output_dtype": torch.float32}, {"nonsense": 1},
+        {"param_dtype": "bf16"}, "bf16", "fp16", "no", "BF16", "fp32",
+        fsdp.MixedPrecision(param_dtype=torch.float16), fsdp.MixedPrecisionPolicy(param_dtype=torch.float16),
     ],
     "auto_wrap_policy": Words(
         [
-            None,
-            "TRANSFORMER_BASED_WRAP",
-            "transformer_based_wrap",
-            "SIZE_BASED_WRAP",
-            "size_based_wrap",
-            "NO_WRAP",
-            "no_wrap",
-            named,
+            None, "TRANSFORMER_BASED_WRAP", "transformer_based_wrap", "SIZE_BASED_WRAP", "size_based_wrap",
+            "NO_WRAP", "no_wrap", named,
         ]
         + ["", "nonsense", 1]
     ),
     "cpu_offload": [
-        *SWITCHES,
-        fsdp.CPUOffload(offload_params=True),
-        fsdp.CPUOffload(offload_params=False),
-        fsdp.CPUOffloadPolicy(),
-        fsdp.OffloadPolicy(),
+        *SWITCHES, fsdp.CPUOffload(offload_params=True), fsdp.CPUOffload(offload_params=False),
+        fsdp.CPUOffloadPolicy(), fsdp.OffloadPolicy(),
     ],
     "ignored_modules": [None, [], "head", ["head"], "layers.*", 1],
     "state_dict_type": Words(
         [
-            None,
-            "FULL_STATE_DICT",
-            "full_state_dict",
-            "LOCAL_STATE_DICT",
-            "SHARDED_STATE_DICT",
-            "sharded_state_dict",
-            1,
-            2,
-            3,
-            "1",
+            None, "FULL_STATE_DICT", "full_state_dict", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT",
+            "sharded_state_dict", 1, 2, 3, "1",
         ]
         + ["2", "4", "", "nonsense", fsdp.StateDictType.SHARDED_STATE_DICT]
     ),
@@ -261,7 +219,7 @@ FSDP: dict[str, list[Any]] = {
     "cpu_ram_efficient_loading": SWITCHES,
     "transformer_cls_names_to_wrap": [None, "", "A", "A,B", "A, B", ["A"], ["A", "B"], ("A",), [], {"A"}, 1],
     "min_num_params": [*NUMBERS, 10**8, "100000000"],
-}
+}  # fmt: skip
 
 
 def plain(value: Any) -> Any:

@@ -196,39 +196,6 @@ def variables_of_options(given: str) -> dict[str, Any]:
 probe(*COVERED, given=[f"{name}={value}" for name, values in VALUES.items() for value in values])(variables_of_options)
 
 
-@probe("utils.launch:env_var_path_add", before=[None, "", "/a", "/a:/b", ":"], path=["/c", "", "/a", "c d", "ü"])
-def env_var_path_add(before: str | None, path: str) -> Any:
-    os.environ.pop("SOME_PATH", None)
-    if before is not None:
-        os.environ["SOME_PATH"] = before
-    return [prepare.env_var_path_add("SOME_PATH", path), os.environ.get("SOME_PATH")]
-
-
-@probe(
-    "utils.launch:_convert_nargs_to_dict",
-    line=[
-        "", "--a 1", "--a 1.5 --b x", "--a", "--a --b", "--a --b 1", "--a true --b False --c none", "-a 1",
-        "--a-b 2", "--a=1", "x", "x y", "--a 1 2", "--a -1", "--a -1.5", "--a 1e-3", "--a 0x10", "--a 1 --a 2",
-        "--a nan", "--a 007", "--a True --b", "--a 1_000", "--a [1,2]",
-    ],
-)  # fmt: skip
-def convert_nargs(line: str) -> Any:
-    return prepare._convert_nargs_to_dict(line.split())
-
-
-@probe(
-    "utils.launch:_filter_args",
-    given=[[], ["--b", "9"], ["--b", "9", "--z", "1"], ["--d"]],
-    more=[{}, {"b": 5}, {"b": None, "c": "x", "q": 1}],
-)
-def filter_args(given: list[str], more: dict[str, Any]) -> Any:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--b", type=int, default=3)
-    parser.add_argument("--c", default="c")
-    parser.add_argument("--d", action="store_true")
-    return prepare._filter_args(argparse.Namespace(a=1, **more), parser, given)
-
-
 def work() -> None:
     """Leave the variables of this process for the probe."""
     names = "LOCAL_RANK RANK FORK_LAUNCHED NODE_RANK NPROC ACCELERATE_MIXED_PRECISION ACCELERATE_USE_CPU ACCELERATE_DEBUG_MODE WORLD_SIZE MASTER_ADDR"

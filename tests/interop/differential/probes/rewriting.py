@@ -38,23 +38,10 @@ def merged(options: str, nested: bool, output: str) -> Any:
     yield "weights", dict(sorted((load_file(path) if safe else torch.load(path, weights_only=True)).items()))
 
 
-@probe("commands.to_fsdp2:ConversionStatus")
-def statuses() -> Any:
-    return [(member.name, member.value) for member in to_fsdp2.ConversionStatus]
-
-
 FSDP_KEYS = {
     "fsdp_sharding_strategy": [
-        "FULL_SHARD",
-        "SHARD_GRAD_OP",
-        "HYBRID_SHARD",
-        "HYBRID_SHARD_ZERO2",
-        "NO_SHARD",
-        "1",
-        1,
-        "full_shard",
-        "what",
-        None,
+        "FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "NO_SHARD", "1", 1, "full_shard",
+        "what", None,
     ],
     "fsdp_auto_wrap_policy": ["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP", "what"],
     "fsdp_state_dict_type": ["FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT", "what"],
@@ -70,7 +57,7 @@ FSDP_KEYS = {
     "fsdp_transformer_layer_cls_to_wrap": ["Block", "A,B"],
     "fsdp_version": [1, 2, "1", "2", 3],
     "fsdp_what": [1],
-}
+}  # fmt: skip
 
 
 @probe(
@@ -130,14 +117,3 @@ def rewritten(line: str) -> Any:
             name: yaml.safe_load(Path(name).read_text()) for name in sorted(os.listdir()) if name.endswith(".yaml")
         }
     yield from found.items()
-
-
-@probe(
-    "commands.to_fsdp2:load_config",
-    text=["a: 1\nb: [1, 2]\n", "", "- 1", "a: [", '{"a": 1}', "a: no\n"],
-    name=["f.yaml", "f.json", "f.txt"],
-)
-def loaded(text: str, name: str) -> Any:
-    with open(name, "w") as file:
-        file.write(text)
-    return to_fsdp2.load_config(name)

@@ -5,20 +5,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    RandomSampler,
-    SequentialSampler,
-)
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
-from accelerate.data_loader import (
-    BatchSamplerShard,
-    IterableDatasetShard,
-    SeedableRandomSampler,
-    SkipBatchSampler,
-)
+from accelerate.data_loader import BatchSamplerShard, SeedableRandomSampler
 from interop.differential.core import attempt, probe
-from interop.differential.probes.loaders import Stream
 
 SAMPLERS = {
     "sequential": lambda: BatchSampler(SequentialSampler(range(7)), 2, False),
@@ -59,21 +49,6 @@ def batch_sampler_ranks(world: Any, rank: Any) -> Any:
     return list(BatchSamplerShard(BatchSampler(range(7), 2, False), world, rank))
 
 
-@probe("data_loader:IterableDatasetShard", epoch=[0, 1, 7, -1, None, "2"], kind=["stream", "list", "generator"])
-def iterable_epoch(epoch: Any, kind: str) -> Iterator[tuple[str, Any]]:
-    source = {"stream": lambda: Stream(5), "list": lambda: [1, 2, 3], "generator": lambda: (i for i in range(3))}[
-        kind
-    ]()
-    shard = IterableDatasetShard(source, 2, False, 2, 1)
-    yield "set", attempt(shard.set_epoch, epoch)
-    yield "epoch", attempt(getattr, shard, "epoch")
-    yield "samples", attempt(list, shard)
-    yield (
-        "attributes",
-        (shard.batch_size, shard.drop_last, shard.num_processes, shard.process_index, shard.split_batches),
-    )
-
-
 @probe(
     "data_loader:SeedableRandomSampler",
     given=[
@@ -95,8 +70,3 @@ def seedable(given: dict[str, Any], generator: Any, epoch: Any) -> Iterator[tupl
     yield "restored", (type(restored).__module__, restored.epoch, list(restored))
     sampler.epoch = 2
     yield "assigned", list(sampler)
-
-
-@probe("data_loader:SkipBatchSampler", skip=[None, "1", 1.0, 1.5, True])
-def skip_odd(skip: Any) -> Any:
-    return list(SkipBatchSampler(BatchSampler(range(7), 2, False), skip))

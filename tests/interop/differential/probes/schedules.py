@@ -13,9 +13,42 @@ from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import GradientState
 from interop.differential.core import attempt, probe
 from interop.differential.probes.nested import RANK
-from interop.differential.probes.training import OPTIMIZER_AXIS, OPTIMIZERS, parameter
 
 BOTH = (1, 2)
+
+
+class Modal(torch.optim.SGD):
+    """An optimizer with modes, as schedule-free ones have."""
+
+    mode = "none"
+
+    def train(self) -> None:
+        self.mode = "train"
+
+    def eval(self) -> None:
+        self.mode = "eval"
+
+
+class Plain(torch.optim.SGD):
+    """An optimizer whose `zero_grad` takes nothing."""
+
+    def zero_grad(self) -> None:  # type: ignore[override]
+        super().zero_grad(set_to_none=False)
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9), "SGD": lambda p: torch.optim.SGD(p, lr=0.5),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1), "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.1),
+    "modal": lambda p: Modal(p, lr=0.5), "plain": lambda p: Plain(p, lr=0.5),
+}  # fmt: skip
+OPTIMIZER_AXIS = {k: (lambda v=v: v) for k, v in OPTIMIZERS.items()}
+
+
+def parameter(value: float = 1.0) -> nn.Parameter:
+    """Return a parameter with a gradient."""
+    made = nn.Parameter(torch.full((2,), value))
+    made.grad = torch.tensor([0.5, -0.25])
+    return made
 
 
 def trained(

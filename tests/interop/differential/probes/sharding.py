@@ -34,20 +34,9 @@ KWARGS = [
 call("inference:find_pippy_batch_size", args=ARGS, kwargs=KWARGS)
 
 
-POINTS = ["auto", [], ["1"], ["2"], ["1", "2"], ["nothing"], "1", None, 5]
-
-
 def layers() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3), nn.Linear(3, 2))
-
-
-@probe(
-    "inference:prepare_pippy", "inference:build_pipeline", "inference:pippy_forward", split_points=POINTS,
-    args=[(), (torch.ones(2, 3),)], num_chunks=[None, 1, 2],
-)  # fmt: skip
-def without_processes(split_points: Any, args: Any, num_chunks: Any) -> Any:
-    return type(inference.prepare_pippy(layers(), split_points, example_args=args, num_chunks=num_chunks))
 
 
 @probe(
@@ -157,12 +146,3 @@ def fsdp2_switch_optimizer_parameters(known: str, groups: int) -> Any:
         [next((n for n, q in other.named_parameters() if q is p), None) for p in group["params"]]
         for group in optimizer.param_groups
     ]
-
-
-@probe(
-    "utils.fsdp_utils:get_fsdp2_grad_scaler",
-    given=[{}, {"init_scale": 4.0}, {"enabled": False}, {"device": "cpu"}, {"nothing": 1}],
-)
-def get_fsdp2_grad_scaler(given: Any) -> Any:
-    scaler = fsdp_utils.get_fsdp2_grad_scaler(**given)
-    return type(scaler), scaler._device, scaler.is_enabled(), scaler.get_scale()

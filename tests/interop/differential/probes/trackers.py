@@ -17,14 +17,12 @@ from accelerate import tracking
 from accelerate.state import PartialState
 from interop.differential.core import attempt, probe
 
-PACKAGES = ["wandb", "comet_ml", "aim", "mlflow", "clearml", "dvclive", "swanlab", "trackio"]
 TRACKERS = {
     "AimTracker": "aim", "ClearMLTracker": "clearml", "CometMLTracker": "comet_ml", "DVCLiveTracker": "dvclive",
     "MLflowTracker": "mlflow", "SwanLabTracker": "swanlab", "TensorBoardTracker": "torch.utils.tensorboard",
     "TrackioTracker": "trackio", "WandBTracker": "wandb",
 }  # fmt: skip
 COVERED = tuple(f"tracking:{name}" for name in TRACKERS)
-BOTH = (1, 2)
 
 
 class Recorder:
@@ -161,15 +159,6 @@ def configuration(tracker: str, value: Any, nested: bool) -> Iterator[tuple[str,
         yield "calls", calls
         yield "files", sorted(path.name for path in pathlib.Path().glob("logs/**/*.yml"))
         yield "content", [yaml.unsafe_load(path.read_text()) for path in pathlib.Path().glob("logs/**/*.yml")]
-
-
-@probe(*COVERED, tracker=list(TRACKERS), name=["", "ü n", None])
-def names(tracker: str, name: Any) -> Any:
-    with installed(TRACKERS[tracker]) as calls:
-        more = ["logs"] if tracker in ("TensorBoardTracker", "AimTracker") else []
-        made = getattr(tracking, tracker)(name, *more)
-        made.start()
-        return calls
 
 
 @probe(

@@ -2,13 +2,8 @@
 
 import contextlib
 import gc
-import io
 import os
-import platform
 import random
-import subprocess
-import sys
-import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,8 +11,8 @@ import numpy as np
 import torch
 from packaging.version import Version
 
-from accelerate import Accelerator, PartialState
-from accelerate.utils import memory, torch_xla
+from accelerate import Accelerator
+from accelerate.utils import memory
 from accelerate.utils import random as seeds
 from interop.differential.core import Words, attempt, call, probe
 
@@ -72,19 +67,6 @@ def synchronize_rng_state(rng_type: str, generator: Any) -> Iterator[tuple[str, 
     yield from synchronized(lambda: seeds.synchronize_rng_state(kind, generator), generator)
 
 
-@probe(
-    "utils.random:synchronize_rng_states",
-    processes=BOTH,
-    rng_types=[
-        *([], ["torch"], ("torch", "generator"), ["generator"], ["generator", "torch"], ["cuda"], ["torch", "torch"]),
-        *("torch", ["TORCH"], ["nothing"], ["torch", "nothing"], [None], {"torch"}, [""]),
-    ],
-    generator=GENERATORS,
-)
-def synchronize_rng_states(rng_types: Any, generator: Any) -> Iterator[tuple[str, Any]]:
-    yield from synchronized(lambda: seeds.synchronize_rng_states(rng_types, generator), generator)
-
-
 # Memory
 
 
@@ -97,21 +79,6 @@ def uncollected() -> Iterator[None]:
         yield
     finally:
         gc.collect = collect
-
-
-@probe("utils.memory:clear_device_cache", garbage_collection=[False, True, None])
-def clear_device_cache(garbage_collection: Any) -> Any:
-    with uncollected():
-        return memory.clear_device_cache(garbage_collection)
-
-
-@probe(
-    "utils.memory:release_memory",
-    objects=[[], [None], [1, "a"], [torch.ones(2), [torch.ones(2)]], [torch.nn.Linear(1, 1), {}, ()]],
-)
-def release_memory(objects: Any) -> Any:
-    with uncollected():
-        return memory.release_memory(*objects), objects
 
 
 MESSAGES = [
@@ -171,89 +138,3 @@ call(
 
 
 # Progress bars and torch_xla
-
-
-def bar(call: Any) -> Iterator[tuple[str, Any]]:
-    """Make a bar, use it up and say how it is configured."""
-    PartialState(cpu=True)
-    shown = io.StringIO()
-    with contextlib.redirect_stderr(shown):
-        made = call()
-        yield "options", (made.disable, made.total, made.desc or "", made.n, made.leave)
-        yield "items", list(made) if made.iterable is not None else made.update(2)
-        made.close()
-    yield "spoke", bool(shown.getvalue())
-
-
-@probe(
-    "utils.tqdm:tqdm", processes=BOTH, args=[(), ([1, 2],), (range(3), "text"), ({"a": 1},), ("ab",), (None,)],
-    main_process_only=["left out", True, False, None, 1],
-    keywords=[
-        {}, {"disable": True}, {"disable": False}, {"disable": None}, {"desc": "d", "total": 7}, {"leave": False},
-    ],
-)  # fmt: skip
-def tqdm(args: Any, main_process_only: Any, keywords: Any) -> Iterator[tuple[str, Any]]:
-    from accelerate.utils import tqdm as progress
-
-    choice = {} if main_process_only == "left out" else {"main_process_only": main_process_only}
-    yield from bar(lambda: progress(*args, **choice, **keywords))
-
-
-@probe("utils.torch_xla:install_xla", upgrade=[False, True, None, "yes"], colab=[False, True])
-def install_xla(upgrade: Any, colab: bool) -> Iterator[tuple[str, Any]]:
-    """No command is run: it is recorded."""
-    ran: list[Any] = []
-
-    def record(command: Any, *args: Any, **kwargs: Any) -> Any:
-        ran.append(command)
-        return subprocess.CompletedProcess(command, 0, b"", b"")
-
-    kept = {name: getattr(subprocess, name) for name in ("run", "check_call", "call", "check_output", "Popen")}
-    shell = os.system
-    if colab:
-        module = types.ModuleType("IPython")
-        shell_class = type("Shell", (), {"__module__": "google.colab._shell"})
-        module.get_ipython = shell_class  # type: ignore[attr-defined]
-        sys.modules["IPython"] = module
-    try:
-        for name in kept:
-            setattr(subprocess, name, record)
-        os.system = record  # type: ignore[assignment]
-        yield "result", attempt(lambda: torch_xla.install_xla(upgrade))
-    finally:
-        for name, function in kept.items():
-            setattr(subprocess, name, function)
-        os.system = shell
-        if colab:
-            del sys.modules["IPython"]
-    yield "ran something", bool(ran)
-
-
-@probe(
-    "utils.other:check_os_kernel",
-    system=["Linux", "Darwin", "Windows"],
-    release=["5.4.0", "5.5.0", "4.19.1-generic", "6.1", "5.15.0-azure", "odd", "5.4.99", "10.0"],
-)
-def check_os_kernel(system: str, release: str) -> Iterator[tuple[str, Any]]:
-    import logging
-
-    from accelerate.utils import other
-
-    PartialState(cpu=True)
-    records: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = records.append  # type: ignore[method-assign]
-    logger = logging.getLogger("accelerate.utils.other")
-    kept, propagate = platform.uname, logger.propagate
-    logger.addHandler(handler)
-    logger.propagate = False
-    platform.uname = lambda: types.SimpleNamespace(
-        system=system, release=release, machine="x", version="", node="", processor=""
-    )  # type: ignore
-    try:
-        yield "result", attempt(other.check_os_kernel)
-    finally:
-        platform.uname = kept
-        logger.removeHandler(handler)
-        logger.propagate = propagate
-    yield "said", [record.levelname for record in records]

@@ -5,7 +5,7 @@ from typing import Any
 
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.state import GradientState, PartialState
-from accelerate.utils import dataclasses, fsdp_utils
+from accelerate.utils import dataclasses
 from interop.differential.core import Words, probe
 from interop.differential.probes.plugins import fields_of, plain
 
@@ -211,20 +211,3 @@ register_state("partial", ["state:PartialState"], of_partial_state)
 register_state("accelerator", ["accelerator:Accelerator", "state:AcceleratorState"], of_accelerator)
 register_state("fp8", ["accelerator:Accelerator"], of_accelerator, ACCELERATE_MIXED_PRECISION="fp8")
 register_state("bf16", ["accelerator:Accelerator"], of_accelerator, ACCELERATE_MIXED_PRECISION="bf16")
-
-
-@probe(
-    "utils.fsdp_utils:enable_fsdp_ram_efficient_loading",
-    "utils.fsdp_utils:disable_fsdp_ram_efficient_loading",
-    value=FLAGS,
-)
-def ram_efficient_loading(value: str):
-    """Both switches, from each value before."""
-    for name, switch in (
-        ("on", fsdp_utils.enable_fsdp_ram_efficient_loading),
-        ("off", fsdp_utils.disable_fsdp_ram_efficient_loading),
-    ):
-        os.environ.pop("ACCELERATE_USE_FSDP", None)
-        os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = value
-        switch()
-        yield name, {key: os.environ.get(key) for key in ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")}

@@ -1,0 +1,43 @@
+"""Offloaded models give the same bits as whole ones, and transformers, PEFT, diffusers and sentence-transformers can use them."""
+
+import importlib.util
+
+import pytest
+
+from interop.programs import NO_PEER, PEER, figures
+
+pytestmark = pytest.mark.interop
+PEER_FAILS = {
+    "hooks-pickled": "its hooked forward is a local function",
+    "transformers-t5": "tied weights on the CPU and on disk",
+    "peft-on-checkpoint": "no whole model to disk; and weights written anew, which PEFT cannot use",
+    "diffusers-sequential": "buffers that are offloaded come back as parameters",
+}
+
+
+def outcomes_of(folder, *checks, ours=True):
+    for name in ("transformers", "peft", "diffusers", "sentence_transformers"):
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"{name} is not installed; `make setup` installs it")
+    return figures("big_libraries.py", folder, 1, ours, *checks)["checks"]
+
+
+def errors(outcomes):
+    return {name: outcome["error"] for name, outcome in outcomes.items() if outcome["error"] is not None}
+
+
+def test_same_bits(tmp_path):
+    outcomes = outcomes_of(tmp_path)
+    assert len(outcomes) >= 5 and not errors(outcomes), "\n".join(errors(outcomes).values())
+
+
+@pytest.mark.slow
+def test_every_use_and_its_facts_equal_the_peers(tmp_path):
+    if not PEER.exists():
+        pytest.skip(NO_PEER)
+    ours, theirs = (outcomes_of(tmp_path / str(ours), "all", ours=ours) for ours in (True, False))
+    assert not errors(ours), "\n".join(errors(ours).values())
+    assert errors(theirs).keys() == PEER_FAILS.keys(), errors(theirs)
+    assert ours.keys() == theirs.keys() and len(ours) == 21
+    for name in ours.keys() - PEER_FAILS.keys():
+        assert ours[name]["facts"] == theirs[name]["facts"], name

@@ -1,0 +1,348 @@
+"""The pull requests for accelerate and transformers, proved on upstream's own sources, on one and two processes.
+
+Needed: the unpacked sources in `.cache/upstream` (`make test-upstream` fetches them; another folder: `UPSTREAM_SOURCES_DIR=DIR`).
+What is not there is skipped. The sources stand before this package on PYTHONPATH, and every program says what it ran.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.interop]
+
+ROOT = Path(__file__).parents[2]
+SOURCES = Path(os.environ.get("UPSTREAM_SOURCES_DIR", ROOT / ".cache" / "upstream"))
+# An older transformers runs in an environment of its own.
+ENVIRONMENTS = {"transformers-4.57.6": ROOT / ".venv-transformers-4.57.6" / "bin" / "python"}
+NEWEST = "accelerate-1.15.0"
+ACCELERATES, TRANSFORMERS = ["accelerate-1.12.0", NEWEST], ["transformers-4.57.6", "transformers-5.23.0"]
+TESTS = {"accelerate": "tests/test_double_prepare.py", "transformers": "tests/trainer/test_accelerator_state.py"}
+ADDED = {
+    "accelerate": "src/accelerate/utils/prepared.py",
+    "transformers": "src/transformers/utils/accelerator_state.py",
+}
+CHANGED = {"accelerate": "src/accelerate/accelerator.py", "transformers": "src/transformers/training_args.py"}
+TITLES = {
+    "accelerate": "Detect objects that are prepared twice",
+    "transformers": "Keep an existing accelerator state in TrainingArguments",
+}
+IDENTITY = ["-c", "user.name=Applier", "-c", "user.email=applier@example.org", "-c", "commit.gpgsign=false"]
+AUTHOR, DATE = "Ada Lovelace <ada@example.org>", "2026-01-31T12:00:00+00:00"
+LIMIT_S = 400
+# Threads of the gloo backend abort a process that is being torn down now and then, with plain torch as well.
+ABORTED = "terminate called without an active exception"
+
+# A model that is evaluated first and trained then; shown in docs/upstream/double-prepare.md, with what it printed.
+EVALUATED_FIRST = """\
+import json, os
+import accelerate, torch
+from accelerate import Accelerator
+
+torch.manual_seed(0)
+accelerator = Accelerator(cpu=True)
+network = torch.nn.Linear(3, 1)
+accelerator.prepare_model(network, evaluation_mode=True)
+model = accelerator.prepare(network)
+inputs = torch.full((2, 3), 1.0 + accelerator.process_index)
+accelerator.backward(model(inputs).sum())
+gradients = accelerator.gather(network.weight.grad[:, :1]).flatten().tolist()
+if accelerator.is_main_process:
+    seen = {"version": accelerate.__version__, "file": accelerate.__file__, "model": type(model).__name__}
+    print(json.dumps({**seen, "listed": len(accelerator._models), "gradients": gradients}), flush=True)
+accelerator.wait_for_everyone()
+os._exit(0)
+"""
+# Ordinary programs: nothing is prepared twice in them, so nothing may change.
+ORDINARY = """\
+import json, os, sys, warnings
+import accelerate, torch
+from torch import nn
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+
+def train(accelerator, figures):
+    set_seed(1)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    data = torch.utils.data.TensorDataset(torch.randn(24, 4), torch.randn(24, 1))
+    loader = torch.utils.data.DataLoader(data, batch_size=3, shuffle=True)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    for _ in range(2):
+        for x, y in loader:
+            with accelerator.accumulate(model):
+                loss = nn.functional.mse_loss(model(x), y)
+                accelerator.backward(loss)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            figures.append(accelerator.gather(loss.detach()[None]).tolist())
+    figures.append([len(loader), scheduler.get_last_lr()[0], type(model).__name__])
+
+def compete(accelerator, figures):
+    set_seed(2)
+    maker, judge = nn.Linear(2, 3), nn.Linear(3, 1)
+    steps = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (maker, judge)]
+    maker, judge, *steps = accelerator.prepare(maker, judge, *steps)
+    for _ in range(4):
+        fake = maker(torch.randn(5, 2))
+        for step, sign, made in ((steps[1], -1, fake.detach()), (steps[0], 1, fake)):
+            loss = sign * judge(made).mean()
+            step.zero_grad()
+            accelerator.backward(loss)
+            step.step()
+        figures.append(accelerator.gather(loss.detach()[None]).tolist())
+
+def one_by_one(accelerator, figures):
+    set_seed(3)
+    model = nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model), accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    optimizer.step()
+    folder = os.path.join(sys.argv[1], "state")
+    accelerator.save_state(folder)
+    accelerator.wait_for_everyone()
+    accelerator.load_state(folder)
+    figures.append([value.tolist() for value in accelerator.get_state_dict(model).values()])
+
+figures = []
+warnings.filterwarnings("error", message=".*prepared.*")
+accelerator = Accelerator(cpu=True, mixed_precision=sys.argv[2], gradient_accumulation_steps=2)
+for program in (train, compete, one_by_one):
+    program(accelerator, figures)
+    accelerator.free_memory()
+if accelerator.is_main_process:
+    print(json.dumps({"file": accelerate.__file__, "figures": figures}), flush=True)
+accelerator.wait_for_everyone()
+os._exit(0)
+"""
+PICKLED = """\
+import json, pickle
+import accelerate, torch
+from accelerate import Accelerator
+accelerator = Accelerator(cpu=True)
+model, optimizer = torch.nn.Linear(2, 2), None
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+accelerator.prepare(model, optimizer)
+again, copied = pickle.loads(pickle.dumps((accelerator, model)))
+assert again.prepare(copied) is copied and len(again._models) == 1 and again._models[0] is copied
+print(json.dumps({"file": accelerate.__file__, "optimizers": len(again._optimizers)}))
+"""
+# Shown in docs/upstream/state-reset.md, with what it printed.
+REPRODUCTION = """\
+import json, sys
+import torch
+import accelerate, transformers
+from accelerate import Accelerator
+from transformers import TrainingArguments
+
+accelerator = Accelerator(cpu=True)
+if accelerator.is_main_process:
+    print(json.dumps({"accelerate": accelerate.__version__, "transformers": transformers.__version__}), flush=True)
+before = accelerator.state.distributed_type
+arguments = TrainingArguments(output_dir=sys.argv[1], use_cpu=True, report_to=[])
+assert accelerator.state.distributed_type == before
+rank = torch.tensor([accelerator.process_index])
+assert accelerator.gather(rank).tolist() == list(range(accelerator.num_processes))
+accelerator.wait_for_everyone()
+if accelerator.is_main_process:
+    print(json.dumps({"processes": accelerator.num_processes, "arguments": arguments.world_size}), flush=True)
+torch.distributed.destroy_process_group()
+"""
+
+
+@dataclass(frozen=True)
+class Release:
+    """One release: its unpacked source, the same with the patch applied, and the exported folder."""
+
+    name: str
+    source: Path
+    patched: Path
+    exported: Path
+
+    @property
+    def package(self) -> str:
+        return self.name.partition("-")[0]
+
+    @property
+    def version(self) -> str:
+        return self.name.partition("-")[2]
+
+    def run(self, tree: Path, *program: str, processes: int = 0) -> subprocess.CompletedProcess[str]:
+        """Run Python on a tree, and transformers on upstream's accelerate; `processes` under torch's launcher."""
+        trees = [tree, *([SOURCES / NEWEST] if self.package == "transformers" else [])]
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
+        variables = {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        variables |= {"ACCELERATE_USE_CPU": "true", "PYTHONPATH": os.pathsep.join(str(tree / "src") for tree in trees)}
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+        command = [str(ENVIRONMENTS.get(self.name, sys.executable)), *(launcher if processes else []), *program]
+        for _ in range(3):
+            done = subprocess.run(command, env=kept | variables, capture_output=True, text=True, timeout=LIMIT_S)
+            if ABORTED not in done.stderr:
+                break
+        return done
+
+    def figures(self, tree: Path, *program: str, processes: int = 0) -> dict[str, Any]:
+        """Return what a program prints on a tree, after a check that it ran on this tree."""
+        done = self.run(tree, *program, processes=processes)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+        found = printed(done)
+        assert Path(found.pop("file", tree)).is_relative_to(tree)
+        return found
+
+
+def printed(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {name: value for line in lines for name, value in line.items()}
+
+
+def git(folder: Path, *command: str) -> str:
+    done = subprocess.run(["git", *IDENTITY, *command], cwd=folder, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def release(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Release:
+    """Export the pull request for one release, and apply it in a repository of its own with `git am`."""
+    name = request.param
+    for needed in (SOURCES / name, SOURCES / NEWEST, ENVIRONMENTS.get(name, Path(sys.executable))):
+        if not needed.exists():
+            pytest.skip(f"{needed} is not there; `make test-upstream` makes it")
+    folder = tmp_path_factory.mktemp(name)
+    found = Release(name, SOURCES / name, folder / "patched", folder / "out")
+    words = ["--package", found.package, "--source", str(found.source), "--out", str(found.exported)]
+    command = [sys.executable, str(ROOT / "tools/upstream_patches"), *words, "--author", AUTHOR, "--date", DATE]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    shutil.copytree(found.source, found.patched)
+    git(found.patched, "init", "--quiet")
+    git(found.patched, "add", "--all", "--force")
+    git(found.patched, "commit", "--quiet", "-m", "as it was released")
+    (patch,) = found.exported.glob("0001-*.patch")
+    git(found.patched, "apply", "--check", "--whitespace=error", str(patch))
+    git(found.patched, "am", "--quiet", str(patch))
+    return found
+
+
+def of(*names: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("release", names, indirect=True)
+
+
+@pytest.fixture
+def script(tmp_path: Path):
+    """Write a program to a file, and return its name."""
+
+    def write(text: str) -> str:
+        (tmp_path / "program.py").write_text(text, "utf-8")
+        return str(tmp_path / "program.py")
+
+    return write
+
+
+@of(*ACCELERATES, *TRANSFORMERS)
+def test_the_patch_is_one_commit_that_only_adds_lines(release):
+    shown = git(release.patched, "log", "--format=%an <%ae>|%aI|%s", "HEAD~1..HEAD").strip()
+    assert shown == f"{AUTHOR}|{DATE}|{TITLES[release.package]}"
+    lines = git(release.patched, "diff", "--name-status", "HEAD~1").splitlines()
+    added = dict.fromkeys((ADDED[release.package], TESTS[release.package]), "A")
+    assert {path: status for status, path in map(str.split, lines)} == {CHANGED[release.package]: "M", **added}
+    assert git(release.patched, "diff", "--numstat", "HEAD~1").split()[1::3] == ["0", "0", "0"]
+    assert git(release.patched, "status", "--porcelain") == ""
+    test = TESTS[release.package]
+    assert (release.exported / test).read_bytes() == (release.patched / test).read_bytes()
+
+
+@of(*ACCELERATES, *TRANSFORMERS)
+def test_the_exported_tests_pass_on_the_patched_package_alone(release):
+    words = ["-m", "unittest", "discover", "-p", Path(TESTS[release.package]).name, "-s"]
+    if release.package == "accelerate":
+        words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short"]
+    target = release.exported / TESTS[release.package]
+    program = [*words, str(target if release.package == "accelerate" else target.parent)]
+    after, before = release.run(release.patched, *program), release.run(release.source, *program)
+    assert after.returncode == 0 and "skipped" not in after.stdout + after.stderr, after.stdout[-8000:] + after.stderr
+    assert re.search(r"\b[1-9]\d* passed|Ran 12 tests", after.stdout + after.stderr)
+    assert before.returncode != 0
+
+
+@of(*ACCELERATES)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_preparing_twice(release, processes):
+    def numbers(tree):
+        program = str(ROOT / "examples" / "prepare_twice.py")
+        done = release.run(tree, program, "--double-prepare", processes=processes)
+        # Rank 0 has printed everything before a process is torn down.
+        assert done.returncode == 0 or ABORTED in done.stderr, done.stderr
+        found = {key.strip(): value for key, value in re.findall(r"^([^:\n]+): (.*)$", done.stdout, re.M)}
+        return {**found, "all": done.stdout}
+
+    before, after = numbers(release.source), numbers(release.patched)
+    calls = {f"state_dict calls, {what}_state": f"{[1] * processes} (one number a rank)" for what in ("save", "load")}
+    wanted = {"warnings": "3", "models in the registry": "1", "distinct wrappers": "1", **calls}
+    wanted["wrappers around the module"] = str(processes - 1)
+    assert {key: after[key] for key in wanted} == wanted
+    assert re.search(r"^the warning, at prepare_twice\.py:\d+: This model .* already prepared", after["all"], re.M)
+    assert before["warnings"] == "0"
+    if processes > 1:
+        assert before["models in the registry"] == "4" and int(before["distinct wrappers"]) > 1
+
+
+@of(*ACCELERATES)
+def test_evaluated_first_then_trained(release, script):
+    program = script(EVALUATED_FIRST)
+    before = release.figures(release.source, program, processes=2)
+    after = release.figures(release.patched, program, processes=2)
+    wanted = {"model": "DistributedDataParallel", "listed": 1, "gradients": [3.0, 3.0]}
+    assert after == {"version": release.version, **wanted}
+    # 1.12.0 lists the model twice; 1.15.0 leaves it without a wrapper, and each process keeps its own gradients.
+    assert (before["model"], before["listed"], before["gradients"]) == {
+        "1.12.0": ("DistributedDataParallel", 2, [3.0, 3.0]),
+        "1.15.0": ("Linear", 1, [2.0, 4.0]),
+    }[release.version]
+
+
+@of(*ACCELERATES)
+@pytest.mark.parametrize("processes, precision", [(1, "no"), (2, "bf16")])
+def test_ordinary_programs_are_the_same(release, script, tmp_path, processes, precision):
+    program = script(ORDINARY)
+    trees = (release.source, release.patched)
+    runs = [(tree, program, str(tmp_path / tree.name), precision) for tree in trees]
+    before, after = (release.figures(*words, processes=processes) for words in runs)
+    assert before == after and len(before["figures"]) > 10
+
+
+@of(*ACCELERATES)
+def test_the_accelerator_still_pickles(release, script):
+    assert release.figures(release.patched, script(PICKLED)) == {"optimizers": 1}
+
+
+@of(*TRANSFORMERS)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_arguments_keep_the_state_once_patched(release, script, tmp_path, processes):
+    program = [script(REPRODUCTION), str(tmp_path / "arguments")]
+    versions = {"accelerate": "1.15.0", "transformers": release.version}
+    kept = release.figures(release.patched, *program, processes=processes)
+    assert kept == {**versions, "processes": processes, "arguments": processes}
+    lost = release.run(release.source, *program, processes=processes)
+    assert lost.returncode != 0 and "AttributeError" in lost.stderr and "distributed_type" in lost.stderr
+    assert printed(lost) == versions
+
+
+@of(*TRANSFORMERS)
+def test_positional_arguments_stay_where_they_are(release):
+    program = (
+        "import inspect, json; from transformers import TrainingArguments as T\n"
+        "kinds = inspect.signature(T).parameters.values()\n"
+        "print(json.dumps({'names': [p.name for p in kinds if p.kind is p.POSITIONAL_OR_KEYWORD]}))"
+    )
+    old, new = (release.figures(tree, "-c", program)["names"] for tree in (release.source, release.patched))
+    assert len(old) > 50 and new[: len(old)] == old
