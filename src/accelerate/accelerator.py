@@ -44,7 +44,7 @@ from accelerate.state import AcceleratorState, GradientState
 from accelerate.trackers.base import GeneralTracker
 from accelerate.trackers.registry import LOGGER_TYPE_TO_CLASS, filter_trackers
 from accelerate.training import collectives, gradients, preemption, prepare, restoring, saving, setup, tracking
-from accelerate.training.prepared import PreparedRegistry
+from accelerate.training.prepared import PreparedObjects
 from accelerate.utils import operations
 from accelerate.utils.ao import convert_model_to_fp8_ao
 from accelerate.utils.constants import (
@@ -94,6 +94,11 @@ logger = get_logger(__name__)
 
 # Differs from `split_batches=False`: nothing was given, since the argument moved into DataLoaderConfiguration.
 _split_batches = object()
+
+
+def _in_record(name: str) -> property:
+    """Return an attribute that libraries read and assign, and that the record of prepared objects holds."""
+    return property(lambda self: getattr(self.prepared, name), lambda self, value: setattr(self.prepared, name, value))
 
 
 def _from_main_process(method: Callable) -> Callable:
@@ -155,6 +160,13 @@ class Accelerator:
         ...     optimizer.step()
         ...     optimizer.zero_grad()
     """
+
+    _models = _in_record("models")
+    _optimizers = _in_record("optimizers")
+    _schedulers = _in_record("schedulers")
+    _dataloaders = _in_record("dataloaders")
+    _custom_objects = _in_record("custom_objects")
+    _cp_context = _in_record("sequence_context")
 
     def __init__(
         self,
@@ -231,13 +243,7 @@ class Accelerator:
         self._window = gradients.Window()
         self.has_lomo_optimizer = False
         self.step = 0
-        self._models: list[nn.Module] = []
-        self._optimizers: list[Any] = []
-        self._schedulers: list[Any] = []
-        self._dataloaders: list[Any] = []
-        self._registry = PreparedRegistry()
-        self._told: set[str] = set()  # what is said once
-        self._custom_objects: list[Any] = []
+        self.prepared = PreparedObjects()
         self._background = Background()
         self._loaded_checkpoint: str | None = None
         self._unfinished_save: str | None = None
@@ -245,11 +251,6 @@ class Accelerator:
         self._save_model_state_pre_hook: OrderedDict[int, Callable] = OrderedDict()
         self._activations_peak: int | None = None
         self.flag_tensor: torch.Tensor | None = None
-        self._cp_context: Callable | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Weak references belong to this process; a copy starts with what its own lists hold.
-        return {key: value for key, value in self.__dict__.items() if key != "_registry"}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Accelerator":
         # A copied trainer takes part in the same run as the one it was copied from.
@@ -257,7 +258,6 @@ class Accelerator:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._registry = PreparedRegistry()
         prepare.restore_registry(self)
 
     @property
@@ -368,7 +368,7 @@ class Accelerator:
     @property
     def optimizer_step_was_skipped(self) -> bool:
         """Whether the last step of any prepared optimizer was left out because gradients overflowed."""
-        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
+        return any(optimizer.step_was_skipped for optimizer in self.prepared.optimizers)
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
@@ -700,19 +700,28 @@ class Accelerator:
 
     def _prepare_fsdp2(self, *args: Any) -> tuple[Any, ...]:
         """Prepare objects for FSDP2."""
-        return backends.load("fsdp2").prepare(self, args, [None] * len(args))
+        return prepare.in_order(self, args)
 
-    def _fsdp2_prepare_model(self, model: nn.Module) -> nn.Module:
-        """Shard a model. The function is looked up here, because libraries replace it in this module."""
+    def shard_model(self, model: nn.Module) -> nn.Module:
+        """Shard a model in place with FSDP2, which `prepare` calls, by the function that libraries replace in this module. All ranks.
+
+        Args:
+            model: The model, not wrapped.
+
+        Returns:
+            The model.
+        """
         return fsdp2_prepare_model(self, model)
 
     def _prepare_deepspeed(self, *args: Any) -> tuple[Any, ...]:
         """Prepare objects for DeepSpeed."""
-        return backends.load("deepspeed").prepare(self, args, [None] * len(args))
+        backends.load("deepspeed")  # refuses: this version does not have it
+        return prepare.in_order(self, args)
 
     def _prepare_megatron_lm(self, *args: Any) -> tuple[Any, ...]:
         """Prepare objects for Megatron-LM."""
-        return backends.load("megatron").prepare(self, args, [None] * len(args))
+        backends.load("megatron")  # refuses: this version does not have it
+        return prepare.in_order(self, args)
 
     def _prepare_te(self, *args: Any) -> tuple[Any, ...]:
         """Convert the models among the objects to Transformer Engine."""
@@ -796,7 +805,7 @@ class Accelerator:
             >>> print(report)  # doctest: +SKIP
         """
         hook = getattr(self.ddp_handler, "comm_hook", None)
-        return precision_report(model, self._optimizers, self.mixed_precision, self.fp8_backend, hook)
+        return precision_report(model, self.prepared.optimizers, self.mixed_precision, self.fp8_backend, hook)
 
     def memory_report(self) -> Report:
         """Return how much memory each rank's parameters, gradients and optimizer states take, and its peak. All ranks.
@@ -810,7 +819,7 @@ class Accelerator:
             >>> accelerator.memory_report().rows[0].parameters
             12
         """
-        held = self._models, self._optimizers
+        held = self.prepared.models, self.prepared.optimizers
         return memory.memory_report(*held, self.device, self.gather, self._activations_peak)
 
     @contextlib.contextmanager
@@ -823,7 +832,7 @@ class Accelerator:
             >>> with accelerator.measure_activations():
             ...     accelerator.backward(model(torch.ones(4, 2)).sum())
         """
-        with memory.measure_activations(self._models) as peak:
+        with memory.measure_activations(self.prepared.models) as peak:
             yield
         self._activations_peak = peak()
 
@@ -872,7 +881,7 @@ class Accelerator:
             >>> with accelerator.no_sync(model):
             ...     accelerator.backward(model(torch.ones(1, 1)).sum())
         """
-        return backends.resolve(self.state).no_sync(self, model)
+        return gradients.no_sync(self, model)
 
     @staticmethod
     def trigger_sync_in_backward(model: nn.Module) -> contextlib.AbstractContextManager:
@@ -1111,11 +1120,10 @@ class Accelerator:
             buffer_seq_dims: The sequence dimension of each.
             no_restore_buffers: Those that stay sharded afterwards.
         """
-        if self._cp_context is not None:
-            return self._cp_context(
-                buffers=buffers, buffer_seq_dims=buffer_seq_dims, no_restore_buffers=no_restore_buffers
-            )
-        return contextlib.nullcontext()
+        context = self.prepared.sequence_context
+        if context is None:
+            return contextlib.nullcontext()
+        return context(buffers=buffers, buffer_seq_dims=buffer_seq_dims, no_restore_buffers=no_restore_buffers)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 

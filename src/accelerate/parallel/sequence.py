@@ -16,9 +16,9 @@ from torch import Tensor, distributed, nn
 from accelerate.parallel import mesh, models
 from accelerate.parallel.attention import by_gathering, by_ring, exchange
 from accelerate.parallel.region import ATTENTION, NO_MASK, Region, replace
+from accelerate.runtime.run import Run
 
 if TYPE_CHECKING:
-    from accelerate.accelerator import Accelerator
     from accelerate.config.parallel import DeepSpeedSequenceParallelConfig
 
 _EXPERIMENTAL = "torch.distributed.tensor.experimental"
@@ -27,7 +27,7 @@ _ROTATION_HOMES = (f"{_EXPERIMENTAL}._attention", f"{_EXPERIMENTAL}._context_par
 _HEADS, _LENGTH = 1, 2  # dimensions of query, key and value
 
 
-def prepare(accelerator: "Accelerator", axis: str, objects: Sequence[Any]) -> tuple[Any, ...]:
+def prepare(accelerator: Run, axis: str, objects: Sequence[Any]) -> tuple[Any, ...]:
     """Get models and the Accelerator ready for sequences that are cut. All ranks call it, from `Accelerator.prepare`.
 
     Models of transformers get hooks that act inside the context alone: they refuse what would be wrong on a part of a sequence,
@@ -55,23 +55,25 @@ def prepare(accelerator: "Accelerator", axis: str, objects: Sequence[Any]) -> tu
         if axis == "sp":
             for inner in models.outermost(model):
                 _check_config(inner, layout.sp_size)
-    if not isinstance(accelerator._cp_context, Region):
+    if not isinstance(accelerator.prepared.sequence_context, Region):
         part = mesh.submesh(accelerator.torch_device_mesh, axis)
         if part is None:
             size = getattr(layout, f"{axis}_size")
             raise ValueError(
                 f"{axis}_size={size}, but the device mesh has no dimension {axis!r}. Set {axis}_size above 1."
             )
-        accelerator._cp_context = _context_region(accelerator, part) if axis == "cp" else _ulysses_region(layout, part)
+        accelerator.prepared.sequence_context = (
+            _context_region(accelerator, part) if axis == "cp" else _ulysses_region(layout, part)
+        )
     for model in found:
-        models.attach(model, accelerator._cp_context)
+        models.attach(model, accelerator.prepared.sequence_context)
     return tuple(objects)
 
 
 # -- context parallelism ---------------------------------------------------------------------------------------------
 
 
-def _context_region(accelerator: "Accelerator", part: Any) -> Region:
+def _context_region(accelerator: Run, part: Any) -> Region:
     strategy = accelerator.parallelism_config.cp_handler.cp_comm_strategy
     if accelerator.device.type != "cpu":
         return TorchRegion(part, strategy)

@@ -64,8 +64,7 @@ class Described:
     def __init__(self, mesh, plan=None, is_fsdp2=False):
         self.torch_device_mesh, self.is_fsdp2 = mesh, is_fsdp2
         self.parallelism_config = SimpleNamespace(tp_handler=TorchTensorParallelConfig(plan=plan))
-        self._registry = SimpleNamespace(moved=MovedParameters())
-        self._optimizers = []
+        self.prepared = SimpleNamespace(moved=MovedParameters(), optimizers=[])
 
 
 def full(value):

@@ -31,8 +31,9 @@ def held(optimizer):
 
 def accelerator(*optimizers):
     return SimpleNamespace(
-        _registry=SimpleNamespace(moved=MovedParameters()),
-        _optimizers=[SimpleNamespace(optimizer=optimizer) for optimizer in optimizers],
+        prepared=SimpleNamespace(
+            moved=MovedParameters(), optimizers=[SimpleNamespace(optimizer=optimizer) for optimizer in optimizers]
+        ),
     )
 
 
@@ -133,7 +134,7 @@ def test_prepared_optimizers_follow_and_later_ones_can():
     repoint(owner, model, before)
     wanted = [[id(now["0.weight"]), id(now["0.bias"]), id(before["1.bias"])]]
     assert held(prepared) == wanted
-    assert owner._registry.moved.follow(later)
+    assert owner.prepared.moved.follow(later)
     assert held(later) == wanted
 
 
@@ -144,7 +145,7 @@ def test_a_tied_parameter_counts_once():
     replace(model)
     repoint(owner, model, before)
     optimizer = torch.optim.SGD([before["0.weight"]])
-    assert owner._registry.moved.follow(optimizer)
+    assert owner.prepared.moved.follow(optimizer)
     assert held(optimizer) == [[id(model[0].weight)]]
 
 
@@ -157,4 +158,4 @@ def test_a_refusal_leaves_the_replacements_known():
     replace(model)
     with pytest.raises(ValueError, match="has a state"):
         repoint(owner, model, before)
-    assert owner._registry.moved.now(before["weight"]) is model.weight
+    assert owner.prepared.moved.now(before["weight"]) is model.weight

@@ -166,15 +166,13 @@ def test_torchaos_own_parameters_are_followed(process_group):
 
     recipe = AORecipeKwargs(config=Float8LinearConfig(emulate=True, enable_fsdp_float8_all_gather=True))
     run = Accelerator(cpu=True)
-    stand_in = types.SimpleNamespace(
-        ao_recipe_handler=recipe, device=run.device, is_fsdp2=True, _registry=run._registry, _optimizers=[]
-    )
+    stand_in = types.SimpleNamespace(ao_recipe_handler=recipe, device=run.device, is_fsdp2=True, prepared=run.prepared)
     model = net()
     old = model[2].weight
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     fp8.prepare_ao(stand_in, (model, optimizer), convert_model_to_fp8_ao)
-    assert model[2].weight is not old and run._registry.moved.now(old) is model[2].weight
-    run._registry.moved.follow(optimizer)
+    assert model[2].weight is not old and run.prepared.moved.now(old) is model[2].weight
+    run.prepared.moved.follow(optimizer)
     assert any(held is model[2].weight for held in optimizer.param_groups[0]["params"])
 
 
