@@ -45,7 +45,7 @@ from accelerate.trackers.base import GeneralTracker
 from accelerate.trackers.registry import LOGGER_TYPE_TO_CLASS, filter_trackers
 from accelerate.training import collectives, gradients, preemption, prepare, restoring, saving, setup, tracking
 from accelerate.training.prepared import PreparedObjects
-from accelerate.utils import operations
+from accelerate.utils import operations, other
 from accelerate.utils.ao import convert_model_to_fp8_ao
 from accelerate.utils.constants import (
     DTENSOR_PYTORCH_VERSION,
@@ -235,7 +235,6 @@ class Accelerator:
 
     def _begin(self, accumulation: GradientAccumulationPlugin) -> None:
         """Set what belongs to gradients, to prepared and registered objects, and to checkpoints: none yet."""
-        setup.announce_steps(accumulation)
         self.gradient_state = GradientState(gradient_accumulation_plugin=accumulation)
         self._exact_accumulation = accumulation.exact
         self._sync_each_batch = accumulation.sync_each_batch
@@ -1175,7 +1174,7 @@ class Accelerator:
         Example:
             >>> Accelerator(cpu=True).wait_for_checkpoint()
         """
-        saving.wait_for_checkpoint(self)
+        self._background.finish()
 
     def load_state(
         self,
@@ -1216,7 +1215,8 @@ class Accelerator:
             f: The file.
             safe_serialization: Whether to write a dict of tensors as safetensors.
         """
-        saving.save(self, obj, f, safe_serialization)
+        each_node = self.project_configuration.save_on_each_node
+        other.save(obj, f, save_on_each_node=each_node, safe_serialization=safe_serialization)
 
     def save_model(
         self,
@@ -1264,7 +1264,7 @@ class Accelerator:
         Returns:
             A handle whose ``remove()`` takes the hook away.
         """
-        return saving.register_save_state_pre_hook(self, hook)
+        return saving.register_hook(self._save_model_state_pre_hook, hook)
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Add a function that is called before ``load_state`` reads, with models and folder.
@@ -1275,7 +1275,7 @@ class Accelerator:
         Returns:
             A handle whose ``remove()`` takes the hook away.
         """
-        return saving.register_load_state_pre_hook(self, hook)
+        return saving.register_hook(self._load_model_state_pre_hook, hook)
 
     def data_plan(self, loader: Any) -> DataPlan:
         """Return who reads what of a prepared loader: shards, samples, batches, duplicates. Any rank, alone.
@@ -1359,7 +1359,7 @@ class Accelerator:
         if watch is not None and watch.accelerator() is self:
             watch.close()
         try:
-            saving.wait_for_checkpoint(self)
+            self._background.finish()
         finally:
             tracking.finish(self)
             self.state.destroy_process_group()

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,8 +70,9 @@ class FSDP1(Sharded):
             # Torch does it between devices only.
             _send_states(inner, options["param_init_fn"])
             options.update(sync_module_states=False, param_init_fn=None)
-        with _standing_in(inner, ignored) if not plugin.use_orig_params else contextlib.nullcontext():
-            wrapped = FullyShardedDataParallel(inner, **options)
+        if not plugin.use_orig_params:
+            _stand_in(inner, ignored)
+        wrapped = FullyShardedDataParallel(inner, **options)
         if plugin.activation_checkpointing:
             _checkpoint_activations(wrapped, plugin)
         if plugin.use_orig_params:
@@ -233,34 +234,20 @@ def _send_states(model: nn.Module, initialise: Any) -> None:
         take_from_first(tensor, tensor.device)
 
 
-@contextlib.contextmanager
-def _standing_in(model: nn.Module, ignored: list[nn.Parameter]) -> Iterator[None]:
-    """Put new parameters with the same memory in the place of a model's, and leave the old ones empty; after an error undo it.
+def _stand_in(model: nn.Module, ignored: list[nn.Parameter]) -> None:
+    """Put new parameters with the same memory in the place of a model's, and leave the old ones empty.
 
     Torch frees what it has flattened, unit by unit, if nothing else holds it; but optimizers made before, and the names that they
     are followed by, hold the old parameters.
     """
-    _stand_in(model, {id(parameter) for parameter in ignored})
-    try:
-        yield
-    except BaseException:
-        for module in model.modules():
-            for name, new in module._parameters.items():
-                if (old := getattr(new, "_accelerate_old", None)) is not None:
-                    old.data, module._parameters[name] = new.data, old
-        raise
-
-
-def _stand_in(model: nn.Module, kept: set[int]) -> None:
-    made: dict[int, nn.Parameter] = {}
-    replaced = []
+    kept, made, replaced = {id(parameter) for parameter in ignored}, {}, []
     for module in model.modules():
         for name, old in module._parameters.items():
             if type(old) is not nn.Parameter or id(old) in kept:
                 continue
             if id(old) not in made:
                 new = made[id(old)] = nn.Parameter(old.detach(), old.requires_grad)
-                new.__dict__.update(old.__dict__, _accelerate_old=old)
+                new.__dict__.update(old.__dict__)
                 replaced.append(old)
             module._parameters[name] = made[id(old)]
     for old in replaced:

@@ -85,6 +85,7 @@ class Sharded(Backend):
     synchronises = True
     # A checkpoint has the shards as they are; the whole is not gathered for it.
     saves_shards = True
+    save_options = ("use_dcp", "adapter_only")
 
     # -- prepare -------------------------------------------------------------------------------------------------
 
@@ -159,11 +160,8 @@ class Sharded(Backend):
 
     def save_model(self, accelerator: Run, state: dict[str, Any], folder: str, index: int, **options: Any) -> None:
         """Write the shards of a model. All ranks."""
-        plugin, model, use_dcp = (
-            accelerator.state.fsdp_plugin,
-            accelerator.prepared.models[index],
-            options.get("use_dcp", True),
-        )
+        plugin, model = accelerator.state.fsdp_plugin, accelerator.prepared.models[index]
+        use_dcp = options.get("use_dcp", True)
         layouts.save_model(plugin, model, folder, index, use_dcp, _getter(options.get("adapter_only", False)))
 
     def load_model(

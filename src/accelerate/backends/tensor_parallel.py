@@ -25,6 +25,7 @@ class TensorParallel(Sharded):
     synchronises = False
     # The weights are gathered one after the other into a file that anybody reads.
     saves_shards = False
+    save_options = ()
 
     def check(self, accelerator: Run, objects: Sequence[Any]) -> None:
         """Refuse nothing: the mesh was checked when it was described."""

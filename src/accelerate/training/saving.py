@@ -124,18 +124,6 @@ def _as_given(storage: CheckpointStorage, path: Folder) -> Path | str:
     return Path(storage.location) if isinstance(storage, LocalStorage) else storage.location
 
 
-def wait_for_checkpoint(accelerator: Facade) -> None:
-    """Wait until the checkpoint that is being written in the background is in its place. Any rank, alone.
-
-    Args:
-        accelerator: The Accelerator.
-
-    Raises:
-        RuntimeError: It could not be saved.
-    """
-    accelerator._background.finish()
-
-
 def _facts(accelerator: Facade, backend: Backend) -> dict[str, Any]:
     """Return what a manifest says of the run."""
     mesh = accelerator.torch_device_mesh
@@ -238,7 +226,7 @@ def _collect(
     models = [backend.unwrap_model(model) for model in accelerator.prepared.models] if hooks else []
     for hook in hooks:
         hook(models, states, plan.folder)
-    options = _used_options(backend, "save_model", model_options)
+    options = _used_options(backend, model_options)
     for index in range(len(accelerator.prepared.models) if backend.saves_shards else len(states)):
         backend.save_model(
             accelerator,
@@ -259,12 +247,11 @@ def _collect(
     write_common(Common.of(accelerator, schedulers), plan, accelerator.step, each_node)
 
 
-def _used_options(backend: Backend, method: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that a strategy's own method uses; the base method uses none, and says so."""
-    if options and getattr(type(backend), method) is getattr(Backend, method):
-        warn_caller(f"save_state got {sorted(options)}, which the strategy {backend.name!r} does not use.")
-        return {}
-    return options
+def _used_options(backend: Backend, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options that a strategy's ``save_model`` uses, and warn of the others."""
+    if unused := sorted(options.keys() - set(backend.save_options)):
+        warn_caller(f"save_state got {unused}, which the strategy {backend.name!r} does not use.")
+    return {name: value for name, value in options.items() if name in backend.save_options}
 
 
 def register_for_checkpointing(accelerator: Facade, *objects: Any) -> None:
@@ -290,33 +277,16 @@ def register_for_checkpointing(accelerator: Facade, *objects: Any) -> None:
     accelerator.prepared.custom_objects.extend(objects)
 
 
-def register_save_state_pre_hook(accelerator: Facade, hook: Callable[..., None]) -> RemovableHandle:
-    """Call a function before each ``save_state`` writes the models.
+def register_hook(hooks: "OrderedDict[int, Callable[..., None]]", hook: Callable[..., None]) -> RemovableHandle:
+    """Add a function that is called before models are saved or loaded.
 
     Args:
-        accelerator: The Accelerator.
-        hook: Receives ``(models, weights, output_dir)``; what it takes out of ``weights`` is not saved.
+        hooks: The hooks of that kind.
+        hook: The function.
 
     Returns:
-        A handle whose ``remove()`` unregisters the function.
+        A handle whose ``remove()`` takes the function away.
     """
-    return _register(accelerator._save_model_state_pre_hook, hook)
-
-
-def register_load_state_pre_hook(accelerator: Facade, hook: Callable[..., None]) -> RemovableHandle:
-    """Call a function before each ``load_state`` loads the models.
-
-    Args:
-        accelerator: The Accelerator.
-        hook: Receives ``(models, input_dir)``; what it takes out of ``models`` is not loaded.
-
-    Returns:
-        A handle whose ``remove()`` unregisters the function.
-    """
-    return _register(accelerator._load_model_state_pre_hook, hook)
-
-
-def _register(hooks: "OrderedDict[int, Callable[..., None]]", hook: Callable[..., None]) -> RemovableHandle:
     if not callable(hook):
         raise TypeError(f"A hook is called, but got {hook!r} ({type(hook).__name__}).")
     handle = RemovableHandle(hooks)
@@ -325,23 +295,6 @@ def _register(hooks: "OrderedDict[int, Callable[..., None]]", hook: Callable[...
 
 
 # -- models and objects --------------------------------------------------------------------------------------------
-
-
-def save(accelerator: Facade, obj: Any, f: Any, safe_serialization: bool = False) -> None:
-    """Save an object to a file on one process. All ranks may call it.
-
-    Args:
-        accelerator: The Accelerator; its ``save_on_each_node`` decides who writes.
-        obj: What to save.
-        f: A path, or a binary file.
-        safe_serialization: Write safetensors; ``obj`` is then a dict of names and tensors.
-    """
-    other.save(
-        obj,
-        f,
-        save_on_each_node=accelerator.project_configuration.save_on_each_node,
-        safe_serialization=safe_serialization,
-    )
 
 
 def get_state_dict(
