@@ -5,7 +5,7 @@ import pytest
 SCRIPTS = ("check_gradients.py", "check_training.py", "check_wrappers.py", "check_prepare.py", "check_processes.py")
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_training(launch, processes):
     several = ("check_collective_errors.py", *SCRIPTS) if processes > 1 else SCRIPTS
     done = launch("several.py", *several, processes=processes)

@@ -69,13 +69,13 @@ def load_state(
         chosen, folder, following = _choose(accelerator, barrier, group, storage, latest)
         contents = _read(accelerator, folder, options, load_model_func_kwargs)
         contents.begin(**load_model_func_kwargs)
-    except _Agreed as agreed:  # every rank raises it, so no rank waits for another's
+    except _Refused as refused:  # every rank raises it, so no rank waits for another's
         barrier.leave()
         # One that cannot be read is no reason to begin anew, and to save over it.
-        if missing_ok and agreed.nothing:
-            logger.info("%s Nothing was loaded.", agreed.problem)
+        if missing_ok and refused.nothing:
+            logger.info("%s Nothing was loaded.", refused.problem)
             return None
-        raise agreed.problem from None
+        raise refused.problem from None
     except BaseException as error:  # the other ranks would wait for a rank that leaves now
         problem = error
     try:
@@ -108,7 +108,7 @@ def _complete(
     barrier.leave()
 
 
-class _Agreed(Exception):
+class _Refused(Exception):
     """A problem that all ranks have found together.
 
     Args:
@@ -168,7 +168,7 @@ def _choose(
     if latest:
         notes, problems = _on_all(barrier, search)
         if problems:
-            raise _Agreed(OSError(f"{storage.location!r} could not be searched for checkpoints. {problems[0]}"))
+            raise _Refused(OSError(f"{storage.location!r} could not be searched for checkpoints. {problems[0]}"))
         candidates, passed = notes[0]
         for line in passed if group.rank == 0 else ():
             logger.warning("Passed over %s", line)
@@ -182,7 +182,7 @@ def _choose(
             if problems[0].startswith(_ABSENT):
                 reason = problems[0].removeprefix(_ABSENT)
                 refusal = ValueError(f"load_state({candidate.location!r}): {reason}.")
-            raise _Agreed(refusal, nothing=all(line.startswith(_ABSENT) for line in problems))
+            raise _Refused(refusal, nothing=all(line.startswith(_ABSENT) for line in problems))
         passed.append(f"{candidate.location}: {'; '.join(problems)}")
         if group.rank == 0:
             logger.warning("Passed over %s", passed[-1])
@@ -190,7 +190,7 @@ def _choose(
     problem = FileNotFoundError(
         f"There is no complete checkpoint in {storage.location!r}. Save one first, or name one.{more}"
     )
-    raise _Agreed(problem, nothing=not passed)
+    raise _Refused(problem, nothing=not passed)
 
 
 def _verified(
