@@ -44,8 +44,8 @@ from accelerate.state import AcceleratorState, GradientState
 from accelerate.trackers.base import GeneralTracker
 from accelerate.trackers.registry import LOGGER_TYPE_TO_CLASS, filter_trackers
 from accelerate.training import collectives, gradients, preemption, prepare, restoring, saving, setup, tracking
-from accelerate.training.prepared import PreparedRegistry
-from accelerate.utils import operations
+from accelerate.training.prepared import PreparedObjects
+from accelerate.utils import operations, other
 from accelerate.utils.ao import convert_model_to_fp8_ao
 from accelerate.utils.constants import (
     DTENSOR_PYTORCH_VERSION,
@@ -94,6 +94,11 @@ logger = get_logger(__name__)
 
 # Differs from `split_batches=False`: nothing was given, since the argument moved into DataLoaderConfiguration.
 _split_batches = object()
+
+
+def _in_record(name: str) -> property:
+    """Return an attribute that libraries read and assign, and that the record of prepared objects holds."""
+    return property(lambda self: getattr(self.prepared, name), lambda self, value: setattr(self.prepared, name, value))
 
 
 def _from_main_process(method: Callable) -> Callable:
@@ -155,6 +160,13 @@ class Accelerator:
         ...     optimizer.step()
         ...     optimizer.zero_grad()
     """
+
+    _models = _in_record("models")
+    _optimizers = _in_record("optimizers")
+    _schedulers = _in_record("schedulers")
+    _dataloaders = _in_record("dataloaders")
+    _custom_objects = _in_record("custom_objects")
+    _cp_context = _in_record("sequence_context")
 
     def __init__(
         self,
@@ -223,7 +235,6 @@ class Accelerator:
 
     def _begin(self, accumulation: GradientAccumulationPlugin) -> None:
         """Set what belongs to gradients, to prepared and registered objects, and to checkpoints: none yet."""
-        setup.announce_steps(accumulation)
         self.gradient_state = GradientState(gradient_accumulation_plugin=accumulation)
         self._exact_accumulation = accumulation.exact
         self._sync_each_batch = accumulation.sync_each_batch
@@ -231,13 +242,7 @@ class Accelerator:
         self._window = gradients.Window()
         self.has_lomo_optimizer = False
         self.step = 0
-        self._models: list[nn.Module] = []
-        self._optimizers: list[Any] = []
-        self._schedulers: list[Any] = []
-        self._dataloaders: list[Any] = []
-        self._registry = PreparedRegistry()
-        self._told: set[str] = set()  # what is said once
-        self._custom_objects: list[Any] = []
+        self.prepared = PreparedObjects()
         self._background = Background()
         self._loaded_checkpoint: str | None = None
         self._unfinished_save: str | None = None
@@ -245,11 +250,6 @@ class Accelerator:
         self._save_model_state_pre_hook: OrderedDict[int, Callable] = OrderedDict()
         self._activations_peak: int | None = None
         self.flag_tensor: torch.Tensor | None = None
-        self._cp_context: Callable | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Weak references belong to this process; a copy starts with what its own lists hold.
-        return {key: value for key, value in self.__dict__.items() if key != "_registry"}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Accelerator":
         # A copied trainer takes part in the same run as the one it was copied from.
@@ -257,7 +257,6 @@ class Accelerator:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._registry = PreparedRegistry()
         prepare.restore_registry(self)
 
     @property
@@ -368,7 +367,7 @@ class Accelerator:
     @property
     def optimizer_step_was_skipped(self) -> bool:
         """Whether the last step of any prepared optimizer was left out because gradients overflowed."""
-        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
+        return any(optimizer.step_was_skipped for optimizer in self.prepared.optimizers)
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
@@ -700,19 +699,28 @@ class Accelerator:
 
     def _prepare_fsdp2(self, *args: Any) -> tuple[Any, ...]:
         """Prepare objects for FSDP2."""
-        return backends.load("fsdp2").prepare(self, args, [None] * len(args))
+        return prepare.in_order(self, args)
 
-    def _fsdp2_prepare_model(self, model: nn.Module) -> nn.Module:
-        """Shard a model. The function is looked up here, because libraries replace it in this module."""
+    def shard_model(self, model: nn.Module) -> nn.Module:
+        """Shard a model in place with FSDP2, which `prepare` calls, by the function that libraries replace in this module. All ranks.
+
+        Args:
+            model: The model, not wrapped.
+
+        Returns:
+            The model.
+        """
         return fsdp2_prepare_model(self, model)
 
     def _prepare_deepspeed(self, *args: Any) -> tuple[Any, ...]:
         """Prepare objects for DeepSpeed."""
-        return backends.load("deepspeed").prepare(self, args, [None] * len(args))
+        backends.load("deepspeed")  # refuses: this version does not have it
+        return prepare.in_order(self, args)
 
     def _prepare_megatron_lm(self, *args: Any) -> tuple[Any, ...]:
         """Prepare objects for Megatron-LM."""
-        return backends.load("megatron").prepare(self, args, [None] * len(args))
+        backends.load("megatron")  # refuses: this version does not have it
+        return prepare.in_order(self, args)
 
     def _prepare_te(self, *args: Any) -> tuple[Any, ...]:
         """Convert the models among the objects to Transformer Engine."""
@@ -796,7 +804,7 @@ class Accelerator:
             >>> print(report)  # doctest: +SKIP
         """
         hook = getattr(self.ddp_handler, "comm_hook", None)
-        return precision_report(model, self._optimizers, self.mixed_precision, self.fp8_backend, hook)
+        return precision_report(model, self.prepared.optimizers, self.mixed_precision, self.fp8_backend, hook)
 
     def memory_report(self) -> Report:
         """Return how much memory each rank's parameters, gradients and optimizer states take, and its peak. All ranks.
@@ -810,7 +818,7 @@ class Accelerator:
             >>> accelerator.memory_report().rows[0].parameters
             12
         """
-        held = self._models, self._optimizers
+        held = self.prepared.models, self.prepared.optimizers
         return memory.memory_report(*held, self.device, self.gather, self._activations_peak)
 
     @contextlib.contextmanager
@@ -823,7 +831,7 @@ class Accelerator:
             >>> with accelerator.measure_activations():
             ...     accelerator.backward(model(torch.ones(4, 2)).sum())
         """
-        with memory.measure_activations(self._models) as peak:
+        with memory.measure_activations(self.prepared.models) as peak:
             yield
         self._activations_peak = peak()
 
@@ -872,7 +880,7 @@ class Accelerator:
             >>> with accelerator.no_sync(model):
             ...     accelerator.backward(model(torch.ones(1, 1)).sum())
         """
-        return backends.resolve(self.state).no_sync(self, model)
+        return gradients.no_sync(self, model)
 
     @staticmethod
     def trigger_sync_in_backward(model: nn.Module) -> contextlib.AbstractContextManager:
@@ -1111,11 +1119,10 @@ class Accelerator:
             buffer_seq_dims: The sequence dimension of each.
             no_restore_buffers: Those that stay sharded afterwards.
         """
-        if self._cp_context is not None:
-            return self._cp_context(
-                buffers=buffers, buffer_seq_dims=buffer_seq_dims, no_restore_buffers=no_restore_buffers
-            )
-        return contextlib.nullcontext()
+        context = self.prepared.sequence_context
+        if context is None:
+            return contextlib.nullcontext()
+        return context(buffers=buffers, buffer_seq_dims=buffer_seq_dims, no_restore_buffers=no_restore_buffers)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
@@ -1167,7 +1174,7 @@ class Accelerator:
         Example:
             >>> Accelerator(cpu=True).wait_for_checkpoint()
         """
-        saving.wait_for_checkpoint(self)
+        self._background.finish()
 
     def load_state(
         self,
@@ -1208,7 +1215,8 @@ class Accelerator:
             f: The file.
             safe_serialization: Whether to write a dict of tensors as safetensors.
         """
-        saving.save(self, obj, f, safe_serialization)
+        each_node = self.project_configuration.save_on_each_node
+        other.save(obj, f, save_on_each_node=each_node, safe_serialization=safe_serialization)
 
     def save_model(
         self,
@@ -1256,7 +1264,7 @@ class Accelerator:
         Returns:
             A handle whose ``remove()`` takes the hook away.
         """
-        return saving.register_save_state_pre_hook(self, hook)
+        return saving.register_hook(self._save_model_state_pre_hook, hook)
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Add a function that is called before ``load_state`` reads, with models and folder.
@@ -1267,7 +1275,7 @@ class Accelerator:
         Returns:
             A handle whose ``remove()`` takes the hook away.
         """
-        return saving.register_load_state_pre_hook(self, hook)
+        return saving.register_hook(self._load_model_state_pre_hook, hook)
 
     def data_plan(self, loader: Any) -> DataPlan:
         """Return who reads what of a prepared loader: shards, samples, batches, duplicates. Any rank, alone.
@@ -1351,7 +1359,7 @@ class Accelerator:
         if watch is not None and watch.accelerator() is self:
             watch.close()
         try:
-            saving.wait_for_checkpoint(self)
+            self._background.finish()
         finally:
             tracking.finish(self)
             self.state.destroy_process_group()

@@ -15,7 +15,7 @@ SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, toke
 
 @dataclasses.dataclass(frozen=True)
 class Import:
-    """One import of one of our modules by another; `lazy` when it sits in a function."""
+    """One import of one of our modules by another; `lazy` when it sits in a function, or for annotations alone."""
 
     source: str
     target: str
@@ -60,20 +60,14 @@ def modules() -> dict[str, pathlib.Path]:
     return {module_name(path): path for path in files()}
 
 
-def _is_type_checking(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
-
-
 def _walk(node: ast.AST, lazy: bool) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, (ast.Import, ast.ImportFrom)):
             yield child, lazy
-        elif _is_type_checking(child):
-            # What only annotations need is never loaded, so it cannot point the wrong way at run time.
-            for other in child.orelse:
-                yield from _walk(other, lazy)
         else:
-            yield from _walk(child, lazy or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)))
+            late = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+            late = late or (isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"))
+            yield from _walk(child, lazy or late)
 
 
 def imports(name: str) -> list[Import]:

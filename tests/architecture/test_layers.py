@@ -1,17 +1,19 @@
 """Imports run downward: the layers of docs/architecture.md, read from the import statements."""
 
+import ast
+
 import pytest
 
 from architecture import source
 
 # A unit is a module or a package with everything below it. A unit imports from lower layers, from itself, and from units
-# of its own layer as long as those do not lead back to it. Imports inside functions count; those for annotations do not.
+# of its own layer as long as those do not lead back to it. Imports inside functions and for annotations count.
 LAYERS: list[str] = [
     "_lazy utils.constants utils.versions utils.imports utils.environment",
     "config parallelism_config",
     "runtime.storage runtime.durable devices",
     "comm utils.operations",
-    "runtime.slurm runtime.failure runtime.ranks runtime.rendezvous diagnostics runtime.traits process state",
+    "runtime.slurm runtime.failure runtime.ranks runtime.rendezvous runtime.run diagnostics runtime.traits process state",
     "logging modules precision utils.other utils.random utils.memory utils.tqdm utils.rich utils.torch_xla utils.ao "
     "utils.transformer_engine optimizer scheduler",
     "data offload hooks big_modeling trackers parallel utils.modeling utils.offload utils.bnb utils.deepspeed "
@@ -112,6 +114,18 @@ def test_fronts_import_only_below_the_launch_layer():
         if found.source in FRONTS and (unit := unit_of(found.target)) and LAYER_OF[unit] >= FRONT_LIMIT
     ]
     assert not wrong, "\n" + "\n".join(wrong)
+
+
+def test_private_attributes_of_the_accelerator_are_used_by_the_facade_and_training_alone():
+    wrong = [
+        f"{name}:{node.lineno} {ast.unparse(node)}"
+        for name, path in source.modules().items()
+        if not name.startswith(("accelerate.accelerator", "accelerate.training"))
+        for node in ast.walk(source.tree(path))
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__")
+        if ast.unparse(node.value).rpartition(".")[2] == "accelerator"
+    ]
+    assert not wrong, "what rooms below need is in runtime.run.Run:\n" + "\n".join(wrong)
 
 
 @pytest.mark.parametrize("lazy", [False, True], ids=["modules", "units"])

@@ -84,7 +84,8 @@ def test_signal_to_the_launcher(tmp_path):
     finish(tmp_path)
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
 def test_signal_to_every_process_of_a_job(tmp_path, processes):
     """As with a time limit of a scheduler: the launcher, the ranks and their workers get it."""
     job = Job(tmp_path, processes, hold=2)

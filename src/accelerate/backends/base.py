@@ -6,8 +6,8 @@ differs.
 
 Call order, in one run:
 
-1. ``check`` and then ``prepare``, on every rank, once per ``Accelerator.prepare``; ``prepare`` calls back into
-   ``Accelerator._prepare_one``, which calls ``wrap_model`` for each model.
+1. ``check``, on every rank, for what ``Accelerator.prepare`` was given, and then for each model by itself, followed by
+   ``wrap_model``.
 2. For each step ``no_sync`` while gradients accumulate, ``backward``, ``clip_grad_norm`` or ``clip_grad_value``; all
    ranks call them equally often.
 3. For a checkpoint ``model_state``, ``save_model``, ``save_optimizer`` and ``checkpointed_schedulers``; for a restore
@@ -17,7 +17,7 @@ Call order, in one run:
 
 import contextlib
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -29,9 +29,7 @@ from accelerate.modules.unwrap import extract_model_from_parallel
 from accelerate.optimizer import settle_scaler
 from accelerate.precision import amp
 from accelerate.precision.base import precision
-
-if TYPE_CHECKING:
-    from accelerate.accelerator import Accelerator
+from accelerate.runtime.run import Run
 
 
 class Backend:
@@ -45,41 +43,23 @@ class Backend:
     synchronises: ClassVar[bool] = False
     # Whether a checkpoint has each rank's part of a model, so that the whole is not gathered for `save_model`.
     saves_shards: ClassVar[bool] = False
+    # Which arguments of `save_state` reach `save_model`.
+    save_options: ClassVar[tuple[str, ...]] = ()
 
     # -- prepare -------------------------------------------------------------------------------------------------
 
-    def check(self, accelerator: "Accelerator", objects: Sequence[Any]) -> None:
+    def check(self, accelerator: Run, objects: Sequence[Any]) -> None:
         """Refuse what this strategy cannot prepare, before anything is changed. All ranks.
 
         Raises:
             ValueError: The objects, or the settings, do not fit the strategy.
         """
 
-    def prepare(
-        self, accelerator: "Accelerator", objects: Sequence[Any], placements: Sequence[bool | None]
-    ) -> tuple[Any, ...]:
-        """Prepare the objects and return them in their order. All ranks, in the same order.
-
-        Schedulers come second, because they look for their prepared optimizers.
-
-        Args:
-            objects: What the user gave to ``prepare``.
-            placements: For each object whether it moves to the device; None leaves it to the Accelerator.
-        """
-        first = [
-            accelerator._prepare_one(item, first_pass=True, device_placement=placement)
-            for item, placement in zip(objects, placements, strict=True)
-        ]
-        return tuple(
-            accelerator._prepare_one(item, device_placement=placement)
-            for item, placement in zip(first, placements, strict=True)
-        )
-
-    def needs_wrapper(self, accelerator: "Accelerator", model: nn.Module) -> bool:
+    def needs_wrapper(self, accelerator: Run, model: nn.Module) -> bool:
         """Whether ``wrap_model`` would put a module around this one for training."""
         return False
 
-    def wrap_model(self, accelerator: "Accelerator", model: nn.Module) -> nn.Module:
+    def wrap_model(self, accelerator: Run, model: nn.Module) -> nn.Module:
         """Return the model as it trains under this strategy. All ranks."""
         return model
 
@@ -91,7 +71,7 @@ class Backend:
 
     # -- step ----------------------------------------------------------------------------------------------------
 
-    def backward(self, accelerator: "Accelerator", loss: torch.Tensor, **kwargs: Any) -> None:
+    def backward(self, accelerator: Run, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run the backward pass of a loss that is already scaled for accumulation."""
         scaler = accelerator.scaler
         if scaler is not None:
@@ -99,7 +79,7 @@ class Backend:
             loss = scaler.scale(loss)
         loss.backward(**kwargs)
 
-    def no_sync(self, accelerator: "Accelerator", model: nn.Module) -> contextlib.AbstractContextManager:
+    def no_sync(self, accelerator: Run, model: nn.Module) -> contextlib.AbstractContextManager:
         """Return a context in which backward passes keep gradients on their rank."""
         return contextlib.nullcontext()
 
@@ -107,25 +87,23 @@ class Backend:
         """Return a context in which ranks may run out of batches at different steps."""
         return contextlib.nullcontext()
 
-    def make_scaler(self, accelerator: "Accelerator", handler: GradScalerKwargs | None) -> Any | None:
+    def make_scaler(self, accelerator: Run, handler: GradScalerKwargs | None) -> Any | None:
         """Return the gradient scaler of the precision in force, or None."""
         return amp.make_scaler(accelerator.device.type, precision(accelerator.mixed_precision), handler)
 
     def clip_grad_norm(
-        self, accelerator: "Accelerator", parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float
+        self, accelerator: Run, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float
     ) -> torch.Tensor:
         """Clip gradients to a total norm, and return the norm that they had. All ranks."""
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
 
-    def clip_grad_value(
-        self, accelerator: "Accelerator", parameters: Iterable[nn.Parameter], clip_value: float
-    ) -> None:
+    def clip_grad_value(self, accelerator: Run, parameters: Iterable[nn.Parameter], clip_value: float) -> None:
         """Clip each gradient element to a range. All ranks."""
         nn.utils.clip_grad_value_(parameters, clip_value)
 
     # -- checkpoint ----------------------------------------------------------------------------------------------
 
-    def model_state(self, accelerator: "Accelerator", model: nn.Module, unwrap: bool) -> dict[str, Any]:
+    def model_state(self, accelerator: Run, model: nn.Module, unwrap: bool) -> dict[str, Any]:
         """Return the full state dict of a prepared model. All ranks.
 
         Args:
@@ -134,9 +112,7 @@ class Backend:
         """
         return (self.unwrap_model(model, keep_torch_compile=False) if unwrap else model).state_dict()
 
-    def save_model(
-        self, accelerator: "Accelerator", state: dict[str, Any], folder: str, index: int, **options: Any
-    ) -> None:
+    def save_model(self, accelerator: Run, state: dict[str, Any], folder: str, index: int, **options: Any) -> None:
         """Write a model's state into a checkpoint folder. All ranks.
 
         Args:
@@ -148,7 +124,7 @@ class Backend:
         """
         save.write_model(state, folder, index, **options)
 
-    def load_model(self, accelerator: "Accelerator", model: nn.Module, folder: str, index: int, **options: Any) -> Any:
+    def load_model(self, accelerator: Run, model: nn.Module, folder: str, index: int, **options: Any) -> Any:
         """Read a model's state from a checkpoint folder. All ranks.
 
         Returns:
@@ -159,23 +135,19 @@ class Backend:
         read = load.read_model if lies_whole else layouts.read_whole_model
         return read(model, folder, index, **options)
 
-    def save_optimizer(
-        self, accelerator: "Accelerator", optimizer: Any, folder: str, index: int, **options: Any
-    ) -> None:
+    def save_optimizer(self, accelerator: Run, optimizer: Any, folder: str, index: int, **options: Any) -> None:
         """Write an optimizer's state into a checkpoint folder. All ranks."""
         save.write_optimizer(inner_optimizer(optimizer).state_dict(), folder, index, **options)
 
-    def load_optimizer(
-        self, accelerator: "Accelerator", optimizer: Any, folder: str, index: int, **options: Any
-    ) -> Any:
+    def load_optimizer(self, accelerator: Run, optimizer: Any, folder: str, index: int, **options: Any) -> Any:
         """Read an optimizer's state from a checkpoint folder. All ranks."""
-        return optimizers.read_whole_optimizer(optimizer, accelerator._models, folder, index, **options)
+        return optimizers.read_whole_optimizer(optimizer, accelerator.prepared.models, folder, index, **options)
 
-    def checkpointed_schedulers(self, accelerator: "Accelerator") -> list[Any]:
+    def checkpointed_schedulers(self, accelerator: Run) -> list[Any]:
         """Return the schedulers whose state is saved with a checkpoint."""
-        return list(accelerator._schedulers)
+        return list(accelerator.prepared.schedulers)
 
     # -- end -----------------------------------------------------------------------------------------------------
 
-    def release(self, accelerator: "Accelerator") -> None:
+    def release(self, accelerator: Run) -> None:
         """Let go of what the strategy holds for the Accelerator's objects. All ranks."""

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,9 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accelerate.backends.base import Backend
 from accelerate.config.enums import DDPCommunicationHookType
-
-if TYPE_CHECKING:
-    from accelerate.accelerator import Accelerator
+from accelerate.runtime.run import Run
 
 
 class DataParallel(Backend):
@@ -26,11 +24,11 @@ class DataParallel(Backend):
     name = "ddp"
     synchronises = True
 
-    def needs_wrapper(self, accelerator: "Accelerator", model: nn.Module) -> bool:
+    def needs_wrapper(self, accelerator: Run, model: nn.Module) -> bool:
         """Whether the model has gradients to average: a frozen one (a teacher, say) has none, and torch refuses it."""
         return any(parameter.requires_grad for parameter in model.parameters())
 
-    def wrap_model(self, accelerator: "Accelerator", model: nn.Module) -> nn.Module:
+    def wrap_model(self, accelerator: Run, model: nn.Module) -> nn.Module:
         """Put DistributedDataParallel around the model, with the user's settings and communication hook."""
         if isinstance(model, DistributedDataParallel) or not self.needs_wrapper(accelerator, model):
             return model
@@ -49,7 +47,7 @@ class DataParallel(Backend):
             handler.register_comm_hook(wrapped)
         return wrapped
 
-    def no_sync(self, accelerator: "Accelerator", model: nn.Module) -> contextlib.AbstractContextManager:
+    def no_sync(self, accelerator: Run, model: nn.Module) -> contextlib.AbstractContextManager:
         """Return DDP's own context; a model that was never wrapped has nothing to hold back."""
         hold = getattr(model, "no_sync", None)
         return hold() if hold is not None else contextlib.nullcontext()

@@ -3,13 +3,13 @@
 import contextlib
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from accelerate.backends.sharded import Sharded, keeping_unsharded
+from accelerate.backends.sharded import Sharded, note_memory
 from accelerate.checkpoint.state import is_fsdp1
 from accelerate.config.handlers import GradScalerKwargs
 from accelerate.modules.repoint import named, repoint
@@ -19,12 +19,12 @@ from accelerate.parallel.mesh import shard_mesh, take_from_first
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.precision import master
 from accelerate.precision.base import precision
+from accelerate.runtime.run import Run
 from accelerate.utils import fsdp_utils
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from accelerate.accelerator import Accelerator
 
 _HYBRID = {"FULL_SHARD": "HYBRID_SHARD", "SHARD_GRAD_OP": "_HYBRID_SHARD_ZERO2"}
 
@@ -38,7 +38,7 @@ class FSDP1(Sharded):
 
     name = "fsdp1"
 
-    def check(self, accelerator: "Accelerator", objects: Sequence[Any]) -> None:
+    def check(self, accelerator: Run, objects: Sequence[Any]) -> None:
         """Refuse dimensions of the mesh that flat parameters cannot have."""
         layout = accelerator.parallelism_config
         if layout is not None and layout.tp_enabled:
@@ -50,14 +50,13 @@ class FSDP1(Sharded):
             _check_replicas(layout, accelerator.state.fsdp_plugin)
         super().check(accelerator, objects)
 
-    def wrap_model(self, accelerator: "Accelerator", model: nn.Module) -> nn.Module:
+    def wrap_model(self, accelerator: Run, model: nn.Module) -> nn.Module:
         """Put FullyShardedDataParallel around the model and its units."""
         inner = model._orig_mod if is_compiled_module(model) else model
         if is_fsdp1(inner):
             return model
         from torch.distributed.fsdp import FullyShardedDataParallel
 
-        self.ready(accelerator, model)
         plugin = accelerator.state.fsdp_plugin
         if accelerator.mixed_precision != "no":
             _upcast(inner, plugin)
@@ -71,8 +70,9 @@ class FSDP1(Sharded):
             # Torch does it between devices only.
             _send_states(inner, options["param_init_fn"])
             options.update(sync_module_states=False, param_init_fn=None)
-        with _standing_in(inner, ignored) if not plugin.use_orig_params else contextlib.nullcontext():
-            wrapped = FullyShardedDataParallel(inner, **options)
+        if not plugin.use_orig_params:
+            _stand_in(inner, ignored)
+        wrapped = FullyShardedDataParallel(inner, **options)
         if plugin.activation_checkpointing:
             _checkpoint_activations(wrapped, plugin)
         if plugin.use_orig_params:
@@ -81,17 +81,15 @@ class FSDP1(Sharded):
             _repoint_flat(accelerator, wrapped, before)
         return type(model)(wrapped, model.dynamo_ctx) if inner is not model else wrapped
 
-    @contextlib.contextmanager
-    def no_sync(self, accelerator: "Accelerator", model: nn.Module) -> Iterator[None]:
-        """Enter FSDP's own context, in which each rank keeps whole gradients."""
+    def no_sync(self, accelerator: Run, model: nn.Module) -> contextlib.AbstractContextManager:
+        """Return FSDP's own context, in which each rank keeps whole gradients."""
         hold = getattr(model, "no_sync", None)
         if hold is None:  # prepared for evaluation
-            yield
-            return
-        with keeping_unsharded(accelerator, model), hold():
-            yield
+            return contextlib.nullcontext()
+        note_memory(accelerator, model)
+        return hold()
 
-    def make_scaler(self, accelerator: "Accelerator", handler: GradScalerKwargs | None) -> Any | None:
+    def make_scaler(self, accelerator: Run, handler: GradScalerKwargs | None) -> Any | None:
         """Return the scaler whose decision to skip a step all ranks share."""
         if not precision(accelerator.mixed_precision).scales_loss:
             return None
@@ -101,7 +99,7 @@ class FSDP1(Sharded):
         return ShardedGradScaler(device=accelerator.device.type, **options)
 
     def clip_grad_norm(
-        self, accelerator: "Accelerator", parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float
+        self, accelerator: Run, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float
     ) -> torch.Tensor:
         """Clip gradients to the total norm of the whole tensors, which all ranks learn. All ranks.
 
@@ -110,7 +108,7 @@ class FSDP1(Sharded):
         """
         given = {id(p): p for p in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
         roots = []
-        for model in accelerator._models:
+        for model in accelerator.prepared.models:
             root = model._orig_mod if is_compiled_module(model) else model
             own = {id(parameter) for parameter in root.parameters()}
             if not is_parallel_wrapper(root) or not own & given.keys():
@@ -163,7 +161,7 @@ def _clip_together(roots: list[Any], others: list[nn.Parameter], max_norm: float
     return total
 
 
-def _options(accelerator: "Accelerator", model: nn.Module) -> dict[str, Any]:
+def _options(accelerator: Run, model: nn.Module) -> dict[str, Any]:
     """Return the arguments of torch's wrapper."""
     from torch.distributed.fsdp import ShardingStrategy
 
@@ -204,7 +202,7 @@ def _ignored(chosen: Any, model: nn.Module, device: torch.device) -> list[nn.Mod
     return [module.to(device) for module in chosen]
 
 
-def _mesh(accelerator: "Accelerator", strategy: Any) -> "DeviceMesh | None":
+def _mesh(accelerator: Run, strategy: Any) -> "DeviceMesh | None":
     """Return the mesh of replicas and shards; None for one group of all ranks."""
     layout = accelerator.parallelism_config
     if layout is not None and accelerator.torch_device_mesh is not None and layout.dp_shard_cp_dim_names:
@@ -236,34 +234,20 @@ def _send_states(model: nn.Module, initialise: Any) -> None:
         take_from_first(tensor, tensor.device)
 
 
-@contextlib.contextmanager
-def _standing_in(model: nn.Module, ignored: list[nn.Parameter]) -> Iterator[None]:
-    """Put new parameters with the same memory in the place of a model's, and leave the old ones empty; after an error undo it.
+def _stand_in(model: nn.Module, ignored: list[nn.Parameter]) -> None:
+    """Put new parameters with the same memory in the place of a model's, and leave the old ones empty.
 
     Torch frees what it has flattened, unit by unit, if nothing else holds it; but optimizers made before, and the names that they
     are followed by, hold the old parameters.
     """
-    _stand_in(model, {id(parameter) for parameter in ignored})
-    try:
-        yield
-    except BaseException:
-        for module in model.modules():
-            for name, new in module._parameters.items():
-                if (old := getattr(new, "_accelerate_old", None)) is not None:
-                    old.data, module._parameters[name] = new.data, old
-        raise
-
-
-def _stand_in(model: nn.Module, kept: set[int]) -> None:
-    made: dict[int, nn.Parameter] = {}
-    replaced = []
+    kept, made, replaced = {id(parameter) for parameter in ignored}, {}, []
     for module in model.modules():
         for name, old in module._parameters.items():
             if type(old) is not nn.Parameter or id(old) in kept:
                 continue
             if id(old) not in made:
                 new = made[id(old)] = nn.Parameter(old.detach(), old.requires_grad)
-                new.__dict__.update(old.__dict__, _accelerate_old=old)
+                new.__dict__.update(old.__dict__)
                 replaced.append(old)
             module._parameters[name] = made[id(old)]
     for old in replaced:
@@ -302,9 +286,9 @@ def _checkpoint_activations(model: nn.Module, plugin: Any) -> None:
     apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrap, check_fn=lambda module: module in chosen)
 
 
-def _repoint_flat(accelerator: "Accelerator", model: nn.Module, before: dict[str, nn.Parameter]) -> None:
+def _repoint_flat(accelerator: Run, model: nn.Module, before: dict[str, nn.Parameter]) -> None:
     """Let optimizers made before follow into the flat parameters."""
-    moved, seen = accelerator._registry.moved, set()
+    moved, seen = accelerator.prepared.moved, set()
     for name, flat in named(model).items():
         prefix = name.rpartition(".")[0]
         members = getattr(flat, "_fqns", None)
@@ -314,5 +298,5 @@ def _repoint_flat(accelerator: "Accelerator", model: nn.Module, before: dict[str
             if old is not None and old is not flat and id(old) not in seen:
                 seen.add(id(old))
                 moved.record(full, old, flat)
-    for optimizer in accelerator._optimizers:
+    for optimizer in accelerator.prepared.optimizers:
         moved.follow(optimizer.optimizer)

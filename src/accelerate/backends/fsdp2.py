@@ -2,15 +2,13 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
-from accelerate.backends.sharded import Sharded, keeping_unsharded
+from accelerate.backends.sharded import Sharded, note_memory
 from accelerate.modules.unwrap import is_compiled_module
-
-if TYPE_CHECKING:
-    from accelerate.accelerator import Accelerator
+from accelerate.runtime.run import Run
 
 
 class FSDP2(Sharded):
@@ -22,7 +20,7 @@ class FSDP2(Sharded):
 
     name = "fsdp2"
 
-    def check(self, accelerator: "Accelerator", objects: Sequence[Any]) -> None:
+    def check(self, accelerator: Run, objects: Sequence[Any]) -> None:
         """Refuse weights that one rank alone has where layers are split first, from those of every rank."""
         layout = accelerator.parallelism_config
         if layout is not None and layout.tp_enabled and accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:
@@ -32,13 +30,12 @@ class FSDP2(Sharded):
             )
         super().check(accelerator, objects)
 
-    def wrap_model(self, accelerator: "Accelerator", model: nn.Module) -> nn.Module:
+    def wrap_model(self, accelerator: Run, model: nn.Module) -> nn.Module:
         """Shard the model in place, through the function that libraries replace."""
-        self.ready(accelerator, model)
-        return accelerator._fsdp2_prepare_model(model)
+        return accelerator.shard_model(model)
 
     @contextlib.contextmanager
-    def no_sync(self, accelerator: "Accelerator", model: nn.Module) -> Iterator[None]:
+    def no_sync(self, accelerator: Run, model: nn.Module) -> Iterator[None]:
         """Keep whole gradients on each rank meanwhile, by `set_requires_gradient_sync`."""
         inner = model._orig_mod if is_compiled_module(model) else model
         hold = getattr(inner, "set_requires_gradient_sync", None)
@@ -46,11 +43,11 @@ class FSDP2(Sharded):
         if hold is None or getattr(inner, "_accelerate_held", False):
             yield
             return
-        with keeping_unsharded(accelerator, model):
-            hold(False)
-            inner._accelerate_held = True
-            try:
-                yield
-            finally:
-                inner._accelerate_held = False
-                hold(True)
+        note_memory(accelerator, model)
+        hold(False)
+        inner._accelerate_held = True
+        try:
+            yield
+        finally:
+            inner._accelerate_held = False
+            hold(True)

@@ -1,9 +1,8 @@
 """What the strategies share whose ranks hold parts of the parameters: order of preparing, states, checkpoints."""
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,13 +18,11 @@ from accelerate.modules import norms
 from accelerate.precision import footprint
 from accelerate.precision.base import precision
 from accelerate.runtime import rendezvous
+from accelerate.runtime.run import Run
 from accelerate.utils import fsdp_utils
 
-if TYPE_CHECKING:
-    from accelerate.accelerator import Accelerator
-
 _WITHOUT_COLLECTIVES = ("mps",)
-_NO_SYNC = "no_sync"  # its note counts all parameters, which is not for every micro-batch
+_NO_SYNC = "no_sync"  # its note counts all parameters, which is too slow for every micro-batch
 
 
 class ShardedModel:
@@ -88,10 +85,11 @@ class Sharded(Backend):
     synchronises = True
     # A checkpoint has the shards as they are; the whole is not gathered for it.
     saves_shards = True
+    save_options = ("use_dcp", "adapter_only")
 
     # -- prepare -------------------------------------------------------------------------------------------------
 
-    def check(self, accelerator: "Accelerator", objects: Sequence[Any]) -> None:
+    def check(self, accelerator: Run, objects: Sequence[Any]) -> None:
         """Give a process that is alone a group of its own: torch shards over groups only.
 
         Raises:
@@ -122,42 +120,21 @@ class Sharded(Backend):
                     "as state_dict_type says.",
                 )
 
-    def prepare(
-        self, accelerator: "Accelerator", objects: Sequence[Any], placements: Sequence[bool | None]
-    ) -> tuple[Any, ...]:
-        """Prepare models before everything else, because optimizers follow the parameters that replace theirs."""
-        made: dict[int, Any] = {}
-        for wanted in (True, False):
-            for position, item in enumerate(objects):
-                if isinstance(item, nn.Module) is wanted:
-                    made[position] = accelerator._prepare_one(
-                        item, first_pass=True, device_placement=placements[position]
-                    )
-        return tuple(
-            accelerator._prepare_one(made[position], device_placement=placement)
-            for position, placement in enumerate(placements)
-        )
-
-    def ready(self, accelerator: "Accelerator", model: nn.Module) -> None:
-        """Do for a model that comes to ``prepare_model`` by itself what ``prepare`` does first. All ranks."""
-        self.check(accelerator, [model])
-        accelerator._prepare_device_mesh()
-
-    def needs_wrapper(self, accelerator: "Accelerator", model: nn.Module) -> bool:
+    def needs_wrapper(self, accelerator: Run, model: nn.Module) -> bool:
         """Always: shards of a frozen model save as much memory."""
         return True
 
     # -- step ----------------------------------------------------------------------------------------------------
 
     def clip_grad_norm(
-        self, accelerator: "Accelerator", parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float
+        self, accelerator: Run, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float
     ) -> torch.Tensor:
         """Clip gradients to the total norm of the whole tensors, which all ranks learn. All ranks."""
         if isinstance(parameters, torch.Tensor):
             parameters = [parameters]
         return norms.clip_grad_norm(parameters, max_norm, norm_type)
 
-    def make_scaler(self, accelerator: "Accelerator", handler: GradScalerKwargs | None) -> Any | None:
+    def make_scaler(self, accelerator: Run, handler: GradScalerKwargs | None) -> Any | None:
         """Return torch's scaler, which handles DTensors."""
         if not precision(accelerator.mixed_precision).scales_loss:
             return None
@@ -166,7 +143,7 @@ class Sharded(Backend):
 
     # -- checkpoint ----------------------------------------------------------------------------------------------
 
-    def layout(self, accelerator: "Accelerator", kind: layouts.Kind, use_dcp: bool = True) -> Layout:
+    def layout(self, accelerator: Run, kind: layouts.Kind, use_dcp: bool = True) -> Layout:
         """Return how a checkpoint keeps the shards.
 
         Args:
@@ -176,24 +153,19 @@ class Sharded(Backend):
         """
         return layouts.layout_of(accelerator.state.fsdp_plugin, kind, use_dcp)
 
-    def model_state(self, accelerator: "Accelerator", model: nn.Module, unwrap: bool) -> dict[str, Any]:
+    def model_state(self, accelerator: Run, model: nn.Module, unwrap: bool) -> dict[str, Any]:
         """Return the whole state dict in host memory on rank 0, and an empty one elsewhere. All ranks."""
         state = states.gathered(states.model_state(model).values)
         return state if states.rank_and_size()[0] == 0 else {}
 
-    def save_model(
-        self, accelerator: "Accelerator", state: dict[str, Any], folder: str, index: int, **options: Any
-    ) -> None:
+    def save_model(self, accelerator: Run, state: dict[str, Any], folder: str, index: int, **options: Any) -> None:
         """Write the shards of a model. All ranks."""
-        plugin, model, use_dcp = (
-            accelerator.state.fsdp_plugin,
-            accelerator._models[index],
-            options.get("use_dcp", True),
-        )
+        plugin, model = accelerator.state.fsdp_plugin, accelerator.prepared.models[index]
+        use_dcp = options.get("use_dcp", True)
         layouts.save_model(plugin, model, folder, index, use_dcp, _getter(options.get("adapter_only", False)))
 
     def load_model(
-        self, accelerator: "Accelerator", model: nn.Module, folder: str, index: int, **options: Any
+        self, accelerator: Run, model: nn.Module, folder: str, index: int, **options: Any
     ) -> tuple[ShardedModel, dict[str, Any]]:
         """Read this rank's shards of a model, whichever ranks wrote it, and return what takes them, and them. All ranks."""
         adapter_only = options.get("adapter_only", False)
@@ -204,19 +176,17 @@ class Sharded(Backend):
         )
         return ShardedModel(model, own, layout, adapter_only, finish), state
 
-    def save_optimizer(
-        self, accelerator: "Accelerator", optimizer: Any, folder: str, index: int, **options: Any
-    ) -> None:
+    def save_optimizer(self, accelerator: Run, optimizer: Any, folder: str, index: int, **options: Any) -> None:
         """Write the shards of an optimizer's state, by the names of parameters. All ranks."""
-        model = model_of(optimizer, accelerator._models)
+        model = model_of(optimizer, accelerator.prepared.models)
         state = states.optimizer_state(optimizer, model)
         layouts.write(state, folder, "optimizer", index, self.layout(accelerator, "optimizer"))
 
     def load_optimizer(
-        self, accelerator: "Accelerator", optimizer: Any, folder: str, index: int, **options: Any
+        self, accelerator: Run, optimizer: Any, folder: str, index: int, **options: Any
     ) -> optimizers.Deferred:
         """Read this rank's shards of an optimizer's state, whichever ranks wrote it. All ranks."""
-        model = model_of(optimizer, accelerator._models)
+        model = model_of(optimizer, accelerator.prepared.models)
         prefer = self.layout(accelerator, "optimizer")
         over = keeps_values(states.inner_optimizer(optimizer))
         return optimizers.read_for_optimizer(optimizer, model, folder, index, prefer, verify=False, over=over)
@@ -227,29 +197,22 @@ def _getter(adapter_only: bool) -> Callable[..., dict[str, Any]] | None:
     return functools.partial(fsdp_utils._get_model_state_dict, adapter_only=True) if adapter_only else None
 
 
-@contextlib.contextmanager
-def keeping_unsharded(accelerator: "Accelerator", model: nn.Module) -> Iterator[None]:
-    """Mark that each rank holds whole gradients meanwhile, and say once what that costs.
+def note_memory(accelerator: Run, model: nn.Module) -> None:
+    """Say once what it costs that each rank holds whole gradients while it does not synchronise.
 
     Args:
         accelerator: The Accelerator.
         model: The model, sharded.
     """
-    if _NO_SYNC not in accelerator._told:
-        accelerator._told.add(_NO_SYNC)
+    if _NO_SYNC not in accelerator.prepared.logged:
+        accelerator.prepared.logged.add(_NO_SYNC)
         if note := footprint.no_sync_memory_note(model):
             _say_once(accelerator, note)
-    window = accelerator._window
-    before, window.apart = window.apart, True
-    try:
-        yield
-    finally:
-        window.apart = before
 
 
-def _say_once(accelerator: "Accelerator", message: str) -> None:
-    if message not in accelerator._told:
-        accelerator._told.add(message)
+def _say_once(accelerator: Run, message: str) -> None:
+    if message not in accelerator.prepared.logged:
+        accelerator.prepared.logged.add(message)
         fsdp_utils.logger.warning(message)
 
 

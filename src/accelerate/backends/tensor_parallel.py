@@ -1,7 +1,7 @@
 """Tensor parallelism alone: every rank works on the same batch, with its part of each layer."""
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,9 +11,7 @@ from accelerate.backends.sharded import Sharded
 from accelerate.checkpoint import save
 from accelerate.checkpoint.state import Layout
 from accelerate.modules import norms
-
-if TYPE_CHECKING:
-    from accelerate.accelerator import Accelerator
+from accelerate.runtime.run import Run
 
 
 class TensorParallel(Sharded):
@@ -27,34 +25,31 @@ class TensorParallel(Sharded):
     synchronises = False
     # The weights are gathered one after the other into a file that anybody reads.
     saves_shards = False
+    save_options = ()
 
-    def check(self, accelerator: "Accelerator", objects: Sequence[Any]) -> None:
+    def check(self, accelerator: Run, objects: Sequence[Any]) -> None:
         """Refuse nothing: the mesh was checked when it was described."""
 
-    def needs_wrapper(self, accelerator: "Accelerator", model: nn.Module) -> bool:
+    def needs_wrapper(self, accelerator: Run, model: nn.Module) -> bool:
         """Never: the layers themselves are split."""
         return False
 
-    def wrap_model(self, accelerator: "Accelerator", model: nn.Module) -> nn.Module:
+    def wrap_model(self, accelerator: Run, model: nn.Module) -> nn.Module:
         """Return the model, whose layers are split already."""
         return model
 
-    def make_scaler(self, accelerator: "Accelerator", handler: Any) -> Any | None:
+    def make_scaler(self, accelerator: Run, handler: Any) -> Any | None:
         """Return torch's gradient scaler, or None."""
         return Backend.make_scaler(self, accelerator, handler)
 
-    def clip_grad_value(
-        self, accelerator: "Accelerator", parameters: Iterable[nn.Parameter], clip_value: float
-    ) -> None:
+    def clip_grad_value(self, accelerator: Run, parameters: Iterable[nn.Parameter], clip_value: float) -> None:
         """Clip each element of the parts that this rank has. All ranks."""
         norms.clip_grad_value([parameters] if isinstance(parameters, torch.Tensor) else parameters, clip_value)
 
-    def layout(self, accelerator: "Accelerator", kind: str, use_dcp: bool = True) -> Layout:
+    def layout(self, accelerator: Run, kind: str, use_dcp: bool = True) -> Layout:
         """Return how a checkpoint keeps what is split: gathered, as from any other run."""
         return "full"
 
-    def save_model(
-        self, accelerator: "Accelerator", state: dict[str, Any], folder: str, index: int, **options: Any
-    ) -> None:
+    def save_model(self, accelerator: Run, state: dict[str, Any], folder: str, index: int, **options: Any) -> None:
         """Write the gathered weights, from rank 0. All ranks."""
         save.write_model(state, folder, index, **options)

@@ -31,9 +31,9 @@ import torch.distributed as dist
 from accelerate import comm
 from accelerate.diagnostics import hang
 from accelerate.diagnostics.hang import Diagnosis
+from accelerate.runtime.run import Run
 
 if TYPE_CHECKING:
-    from accelerate.accelerator import Accelerator
     from accelerate.checkpoint.storage import CheckpointStorage
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class Group:
     shared: bool
 
     @classmethod
-    def of(cls, accelerator: "Accelerator", storage: "CheckpointStorage") -> "Group":
+    def of(cls, accelerator: Run, storage: "CheckpointStorage") -> "Group":
         """Return the group of an Accelerator.
 
         Args:

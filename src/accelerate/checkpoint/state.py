@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,10 +23,8 @@ from accelerate.checkpoint import manifest
 from accelerate.data.loader import PreparedLoader
 from accelerate.data.resume import is_stateful
 from accelerate.modules.unwrap import canonical_name, extract_model_from_parallel, is_compiled_module
+from accelerate.runtime.run import Run
 from accelerate.utils.constants import SCALER_NAME
-
-if TYPE_CHECKING:
-    from accelerate.accelerator import Accelerator
 
 Layout = Literal["full", "sharded", "local"]
 T = TypeVar("T")
@@ -197,10 +195,12 @@ class Common:
     device: torch.device
 
     @classmethod
-    def of(cls, accelerator: "Accelerator", schedulers: Sequence[Any]) -> "Common":
+    def of(cls, accelerator: Run, schedulers: Sequence[Any]) -> "Common":
         """Return those of an Accelerator, with the schedulers that its strategy saves."""
-        loaders, custom, scaler = accelerator._dataloaders, accelerator._custom_objects, accelerator.scaler
-        return cls(schedulers, loaders, custom, scaler, accelerator.process_index, accelerator.device)
+        objects, rank = accelerator.prepared, accelerator.process_index
+        return cls(
+            schedulers, objects.dataloaders, objects.custom_objects, accelerator.scaler, rank, accelerator.device
+        )
 
     def shared(self) -> list[tuple[Any, str, str]]:
         """Return the objects whose state one rank writes, their files, and what an error calls one that has none."""

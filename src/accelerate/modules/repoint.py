@@ -188,7 +188,7 @@ def repoint(accelerator: Any, model: nn.Module, before: Mapping[str, nn.Paramete
     """Let optimizers follow the parameters of a model that were replaced: those prepared already, and those that come.
 
     Args:
-        accelerator: Its registry remembers the replacements.
+        accelerator: Its ``prepared`` remembers the replacements.
         model: As it is now.
         before: `named` of the model as it was.
         alike: Whether the replacements have the same elements, so that optimizers keep what they know about the old ones.
@@ -196,7 +196,7 @@ def repoint(accelerator: Any, model: nn.Module, before: Mapping[str, nn.Paramete
     Raises:
         ValueError: As `MovedParameters.follow`.
     """
-    moved: MovedParameters = accelerator._registry.moved
+    moved: MovedParameters = accelerator.prepared.moved
     after = named(model)
     kept = {id(parameter) for parameter in after.values()}
     seen: set[int] = set()
@@ -207,5 +207,5 @@ def repoint(accelerator: Any, model: nn.Module, before: Mapping[str, nn.Paramete
             moved.record(name, old, new, alike)
         elif new is None and old.requires_grad and id(old) not in kept:
             _REPLACED[old] = name
-    for optimizer in accelerator._optimizers:
+    for optimizer in accelerator.prepared.optimizers:
         moved.follow(optimizer.optimizer)

@@ -3,7 +3,7 @@
 import logging
 import zlib
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,9 +12,7 @@ from torch import nn
 from accelerate.modules.unwrap import canonical_name
 from accelerate.parallel import mesh
 from accelerate.precision.master import local_part
-
-if TYPE_CHECKING:
-    from accelerate.accelerator import Accelerator
+from accelerate.runtime.run import Run
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +21,7 @@ _SAMPLES = 64
 
 
 def require_same_model(
-    accelerator: "Accelerator", model: nn.Module, ignored: Collection[nn.Parameter] = (), from_main: bool = False
+    accelerator: Run, model: nn.Module, ignored: Collection[nn.Parameter] = (), from_main: bool = False
 ) -> None:
     """Require the same model of all ranks, and give them the weights of rank 0 where only values differ. All ranks.
 

@@ -4,6 +4,7 @@ Either way each rank holds a part of every sequence, and attention sees the whol
 cut, and losses weighted by tokens after.
 """
 
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,15 +16,17 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from accelerate.parallel import mesh, models
 from accelerate.parallel.region import ATTENTION, NO_MASK, Region, replace
+from accelerate.runtime.run import Run
 
 if TYPE_CHECKING:
-    from accelerate.accelerator import Accelerator
     from accelerate.config.parallel import DeepSpeedSequenceParallelConfig
+
+logger = logging.getLogger(__name__)
 
 _HEADS, _LENGTH = 1, 2  # dimensions of query, key and value
 
 
-def prepare(accelerator: "Accelerator", axis: str, objects: Sequence[Any]) -> tuple[Any, ...]:
+def prepare(accelerator: Run, axis: str, objects: Sequence[Any]) -> tuple[Any, ...]:
     """Get models and the Accelerator ready for sequences that are cut. All ranks call it, from `Accelerator.prepare`.
 
     Models of transformers get hooks that act inside the context alone: they refuse what would be wrong on a part of a sequence,
@@ -51,7 +54,7 @@ def prepare(accelerator: "Accelerator", axis: str, objects: Sequence[Any]) -> tu
         if axis == "sp":
             for inner in models.outermost(model):
                 _check_config(inner, layout.sp_size)
-    if not isinstance(accelerator._cp_context, Region):
+    if not isinstance(accelerator.prepared.sequence_context, Region):
         part = mesh.submesh(accelerator.torch_device_mesh, axis)
         if part is None:
             size = getattr(layout, f"{axis}_size")
@@ -59,14 +62,18 @@ def prepare(accelerator: "Accelerator", axis: str, objects: Sequence[Any]) -> tu
                 f"{axis}_size={size}, but the device mesh has no dimension {axis!r}. Set {axis}_size above 1."
             )
         if axis == "sp":
-            accelerator._cp_context = SequenceRegion(part, _fixed_length(layout.sp_handler))
+            accelerator.prepared.sequence_context = SequenceRegion(part, _fixed_length(layout.sp_handler))
         elif accelerator.device.type == "cpu":
+            if layout.cp_handler.cp_comm_strategy != "allgather":
+                logger.warning(
+                    "On CPU context parallelism gathers keys and values: cp_comm_strategy has no effect here."
+                )
             # torch deals out two parts to each rank; a length that would fail on an accelerator shall fail on a laptop, too.
-            accelerator._cp_context = Region("cp", part, by_gathering, cuts=2)
+            accelerator.prepared.sequence_context = Region("cp", part, by_gathering, cuts=2)
         else:
-            accelerator._cp_context = TorchRegion(part, layout.cp_handler.cp_comm_strategy)
+            accelerator.prepared.sequence_context = TorchRegion(part, layout.cp_handler.cp_comm_strategy)
     for model in found:
-        models.attach(model, accelerator._cp_context)
+        models.attach(model, accelerator.prepared.sequence_context)
     return tuple(objects)
 
 

@@ -14,11 +14,11 @@ from accelerate.parallel import consistency
 from accelerate.parallel.mesh import shard_mesh
 from accelerate.precision import master
 from accelerate.precision.master import local_part
+from accelerate.runtime.run import Run
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from accelerate.accelerator import Accelerator
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ def is_sharded(model: nn.Module) -> bool:
     return isinstance(model, FSDPModule)
 
 
-def mesh_of(accelerator: "Accelerator") -> "DeviceMesh":
+def mesh_of(accelerator: Run) -> "DeviceMesh":
     """Return the mesh that parameters are sharded over; without a parallelism configuration, all ranks in one dimension. All ranks.
 
     Args:
@@ -94,7 +94,7 @@ def _holders(model: nn.Module) -> Counter[int]:
 
 
 def shard(
-    accelerator: "Accelerator",
+    accelerator: Run,
     model: nn.Module,
     is_unit: Callable[[nn.Module], bool] | None,
     ignored: set[nn.Parameter] | None = None,
@@ -242,7 +242,7 @@ def _take_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def distribute(
-    accelerator: "Accelerator", model: nn.Module, weights: Mapping[str, torch.Tensor], optional: Collection[str] = ()
+    accelerator: Run, model: nn.Module, weights: Mapping[str, torch.Tensor], optional: Collection[str] = ()
 ) -> None:
     """Give a sharded model the whole tensors that rank 0 has, one after the other, each rank its shard alone. All ranks.
 

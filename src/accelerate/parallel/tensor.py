@@ -26,11 +26,11 @@ from accelerate.modules.repoint import named, repoint, tie, ties
 from accelerate.modules.unwrap import is_compiled_module
 from accelerate.parallel.mesh import submesh, take_from_first
 from accelerate.precision.base import warn_user
+from accelerate.runtime.run import Run
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from accelerate.accelerator import Accelerator
 
 _HELP = (
     "Give a plan, ParallelismConfig(tp_size={size}, tp_handler=TorchTensorParallelConfig(plan={{'layers.*.up': 'colwise', "
@@ -38,7 +38,7 @@ _HELP = (
 )
 
 
-def prepare(accelerator: "Accelerator", objects: Sequence[Any]) -> tuple[Any, ...]:
+def prepare(accelerator: Run, objects: Sequence[Any]) -> tuple[Any, ...]:
     """Cut the models among the objects over the mesh's tensor-parallel dimension. Every rank calls it.
 
     The first rank's weights win. Tied parameters stay tied, frozen ones frozen; buffers take its values too. Optimizers follow.

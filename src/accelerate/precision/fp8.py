@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -12,12 +12,10 @@ from accelerate.config.fp8 import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwa
 from accelerate.modules.repoint import followed
 from accelerate.precision.base import warn_user
 from accelerate.runtime import storage, traits
+from accelerate.runtime.run import Run
 from accelerate.utils import transformer_engine
 from accelerate.utils.environment import parse_choice_from_env
 from accelerate.utils.imports import is_msamp_available, is_torchao_available, is_transformer_engine_available
-
-if TYPE_CHECKING:
-    from accelerate.accelerator import Accelerator
 
 # Ada (8.9) and Hopper (9.0) are the first with 8-bit tensor cores: https://docs.nvidia.com/cuda/cuda-c-programming-guide
 CAPABILITY = (8, 9)
@@ -152,7 +150,7 @@ class MSAMP(Engine):
 ENGINES: dict[FP8BackendType, Engine] = {engine.kind: engine for engine in (TransformerEngine(), TorchAO(), MSAMP())}
 
 
-def setup(accelerator: "Accelerator", handlers: Mapping[str, Any]) -> FP8BackendType:
+def setup(accelerator: Run, handlers: Mapping[str, Any]) -> FP8BackendType:
     """Choose which library computes in fp8, and give the Accelerator the recipe of the environment where none was passed.
 
     All ranks, when the Accelerator is built; its ``device`` and ``fp8_enabled`` must be known.
@@ -252,15 +250,15 @@ def _from_environment() -> list[FP8BackendType]:
     return [FP8BackendType[name]]
 
 
-def _new_models(accelerator: "Accelerator", objects: Sequence[Any]) -> Iterator[nn.Module]:
+def _new_models(accelerator: Run, objects: Sequence[Any]) -> Iterator[nn.Module]:
     """Yield the models among some objects that this Accelerator has not prepared and no engine has converted."""
     for item in objects:
-        if isinstance(item, nn.Module) and accelerator._registry.find(item) is None:
+        if isinstance(item, nn.Module) and accelerator.prepared.find(item) is None:
             yield item
 
 
 def _convert(
-    accelerator: "Accelerator", objects: Sequence[Any], engine: Engine, convert: Callable, rule: str
+    accelerator: Run, objects: Sequence[Any], engine: Engine, convert: Callable, rule: str
 ) -> list[nn.Module]:
     """Convert the new models among some objects, let their optimizers follow, and return those with layers of the library."""
     found = list(_new_models(accelerator, objects))
@@ -279,7 +277,7 @@ def _convert(
     return [model for model in found if engine.converted(model)]
 
 
-def prepare_ao(accelerator: "Accelerator", objects: Sequence[Any], converter: Callable) -> tuple[Any, ...]:
+def prepare_ao(accelerator: Run, objects: Sequence[Any], converter: Callable) -> tuple[Any, ...]:
     """Convert the models among some objects to float8, and let their optimizers follow. All ranks.
 
     Args:
@@ -315,7 +313,7 @@ def ao_config(config: Any, device: torch.device, sharded: bool) -> Any:
     return config
 
 
-def prepare_te(accelerator: "Accelerator", objects: Sequence[Any]) -> tuple[Any, ...]:
+def prepare_te(accelerator: Run, objects: Sequence[Any]) -> tuple[Any, ...]:
     """Convert the models among some objects to Transformer Engine, and let their optimizers follow. All ranks.
 
     Args:
@@ -334,7 +332,7 @@ def prepare_te(accelerator: "Accelerator", objects: Sequence[Any]) -> tuple[Any,
     return tuple(objects)
 
 
-def prepare_msamp(accelerator: "Accelerator", objects: Sequence[Any], device_placement: Any) -> tuple[Any, ...]:
+def prepare_msamp(accelerator: Run, objects: Sequence[Any], device_placement: Any) -> tuple[Any, ...]:
     """Hand a model and its optimizer to MS-AMP, and return what it made of them in their places. All ranks.
 
     Args:

@@ -3,19 +3,17 @@
 import logging
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from accelerate.training.prepared import Facade
 from accelerate.utils import operations
-
-if TYPE_CHECKING:
-    from accelerate.accelerator import Accelerator
 
 logger = logging.getLogger(__name__)
 
 
-def gather_for_metrics(accelerator: "Accelerator", data: Any, use_gather_object: bool) -> Any:
+def gather_for_metrics(accelerator: Facade, data: Any, use_gather_object: bool) -> Any:
     """Gather predictions or labels, and drop the samples that only filled up the last batch."""
     exchange = accelerator._communicator
     try:

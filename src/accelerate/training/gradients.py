@@ -14,7 +14,7 @@ import contextlib
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,9 +26,7 @@ from accelerate.modules.unwrap import is_compiled_module
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.precision import master
 from accelerate.runtime import traits
-
-if TYPE_CHECKING:
-    from accelerate.accelerator import Accelerator
+from accelerate.training.prepared import Facade
 
 
 @dataclass
@@ -82,7 +80,7 @@ class Accumulation:
 
     __slots__ = ("accelerator", "models", "num_items", "held")
 
-    def __init__(self, accelerator: "Accelerator", models: Sequence[nn.Module], num_items: Any) -> None:
+    def __init__(self, accelerator: Facade, models: Sequence[nn.Module], num_items: Any) -> None:
         self.accelerator = accelerator
         self.models = models
         self.num_items = num_items
@@ -105,7 +103,7 @@ class Accumulation:
             if backend.synchronises:
                 self.held = contextlib.ExitStack()
                 for model in self.models:
-                    self.held.enter_context(backend.no_sync(accelerator, model))
+                    self.held.enter_context(no_sync(accelerator, model))
         window.inside = True  # last: after an error above nothing would take it back
 
     def __exit__(self, *exception: Any) -> None:
@@ -117,7 +115,24 @@ class Accumulation:
             self.held = None
 
 
-def _syncs_each(accelerator: "Accelerator", counted: bool) -> bool:
+def no_sync(accelerator: Facade, model: nn.Module) -> contextlib.AbstractContextManager:
+    """Return the strategy's context in which a model's gradients stay on their rank."""
+    held = resolve(accelerator.state).no_sync(accelerator, model)
+    return _apart(accelerator._window, held) if traits.of(accelerator.distributed_type).sharded else held
+
+
+@contextlib.contextmanager
+def _apart(window: Window, held: contextlib.AbstractContextManager) -> Iterator[None]:
+    """Enter a strategy's context, and mark that it keeps whole gradients beside the shards."""
+    before, window.apart = window.apart, True
+    try:
+        with held:
+            yield
+    finally:
+        window.apart = before
+
+
+def _syncs_each(accelerator: Facade, counted: bool) -> bool:
     """Whether gradients are exchanged after every micro-batch.
 
     Those that FSDP keeps whole meanwhile are out of reach, so windows whose weights settle at their end exchange each time.
@@ -127,7 +142,7 @@ def _syncs_each(accelerator: "Accelerator", counted: bool) -> bool:
     return (counted or accelerator._exact_accumulation) and traits.of(accelerator.distributed_type).sharded
 
 
-def advance(accelerator: "Accelerator") -> None:
+def advance(accelerator: Facade) -> None:
     """Count one micro-batch, and set whether gradients are synchronised in it."""
     state = accelerator.gradient_state
     if state.sync_with_dataloader and state.end_of_dataloader:
@@ -138,15 +153,15 @@ def advance(accelerator: "Accelerator") -> None:
         state._set_sync_gradients(accelerator.step % state.num_steps == 0)
 
 
-def _rescale(accelerator: "Accelerator", models: Sequence[nn.Module], factor: float) -> None:
-    parameters = {id(p): p for model in models or accelerator._models for p in model.parameters()}
+def _rescale(accelerator: Facade, models: Sequence[nn.Module], factor: float) -> None:
+    parameters = {id(p): p for model in models or accelerator.prepared.models for p in model.parameters()}
     # By their local parts, because torch takes no list of both sharded and plain ones.
     gradients = [master.local_part(p.grad) for p in parameters.values() if p.grad is not None]
     if gradients and factor != 1.0:
         torch._foreach_mul_(gradients, factor)
 
 
-def _short_window(accelerator: "Accelerator", models: Sequence[nn.Module]) -> None:
+def _short_window(accelerator: Facade, models: Sequence[nn.Module]) -> None:
     """Give a window with fewer micro-batches than configured its true mean, or say once that it is not."""
     window, steps = accelerator._window, accelerator.gradient_state.num_steps
     length = window.micro_batches
@@ -165,7 +180,7 @@ def _short_window(accelerator: "Accelerator", models: Sequence[nn.Module]) -> No
             )
 
 
-def weigh_items(accelerator: "Accelerator", num_items: Any, models: Sequence[nn.Module] = ()) -> None:
+def weigh_items(accelerator: Facade, num_items: Any, models: Sequence[nn.Module] = ()) -> None:
     """Weigh the current micro-batch by its items; in the last one of a window, settle the weights over all ranks.
 
     Args:
@@ -224,7 +239,7 @@ def _mixed(window: Window, num_items: Any) -> ValueError:
     )
 
 
-def backward(accelerator: "Accelerator", loss: torch.Tensor, num_items: Any, options: dict[str, Any]) -> None:
+def backward(accelerator: Facade, loss: torch.Tensor, num_items: Any, options: dict[str, Any]) -> None:
     """Scale a loss for its window, and run the backend's backward pass.
 
     Raises:
@@ -261,12 +276,12 @@ def backward(accelerator: "Accelerator", loss: torch.Tensor, num_items: Any, opt
     resolve(accelerator.state).backward(accelerator, loss, **options)
 
 
-def unscale(accelerator: "Accelerator", optimizer: Any | None) -> None:
+def unscale(accelerator: Facade, optimizer: Any | None) -> None:
     """Divide the loss scale out of the gradients of one optimizer or of all."""
     scaler = accelerator.scaler
     if scaler is None or not scaler.is_enabled():
         return
-    optimizers = accelerator._optimizers if optimizer is None else optimizer
+    optimizers = accelerator.prepared.optimizers if optimizer is None else optimizer
     for item in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
         while isinstance(item, AcceleratedOptimizer):
             item = item.optimizer
@@ -276,13 +291,13 @@ def unscale(accelerator: "Accelerator", optimizer: Any | None) -> None:
             accelerator._window.unscaled.add(id(item))
 
 
-def clip_norm(accelerator: "Accelerator", parameters: Any, max_norm: float, norm_type: float) -> torch.Tensor:
+def clip_norm(accelerator: Facade, parameters: Any, max_norm: float, norm_type: float) -> torch.Tensor:
     """Unscale, and clip the gradients to a total norm."""
     unscale(accelerator, None)
     return resolve(accelerator.state).clip_grad_norm(accelerator, parameters, max_norm, norm_type)
 
 
-def clip_value(accelerator: "Accelerator", parameters: Any, clip_value: float) -> None:
+def clip_value(accelerator: Facade, parameters: Any, clip_value: float) -> None:
     """Unscale, and clip each gradient element.
 
     Raises:
@@ -314,7 +329,7 @@ def trigger_sync(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def join_uneven(accelerator: "Accelerator", joinables: Sequence[Any], even_batches: bool | None) -> Iterator[None]:
+def join_uneven(accelerator: Facade, joinables: Sequence[Any], even_batches: bool | None) -> Iterator[None]:
     """Let ranks run out of batches at different steps, with the loaders' ``even_batches`` overridden meanwhile.
 
     Ranks that have ended add zeros to the averages. So a window in which some end counts less, by the share of ranks that
@@ -332,7 +347,7 @@ def join_uneven(accelerator: "Accelerator", joinables: Sequence[Any], even_batch
         return
     overridden: list[tuple[Any, bool]] = []
     if even_batches is not None:
-        for loader in accelerator._dataloaders:
+        for loader in accelerator.prepared.dataloaders:
             sampler = getattr(loader, "batch_sampler", None)
             if sampler is None or not hasattr(sampler, "even_batches"):
                 warnings.warn(
@@ -355,7 +370,7 @@ def join_uneven(accelerator: "Accelerator", joinables: Sequence[Any], even_batch
             sampler.even_batches = before
 
 
-def lomo_backward(accelerator: "Accelerator", loss: torch.Tensor, learning_rate: float | None) -> None:
+def lomo_backward(accelerator: Facade, loss: torch.Tensor, learning_rate: float | None) -> None:
     """Run the fused backward pass and step of the prepared LOMO optimizers.
 
     Raises:
@@ -370,7 +385,7 @@ def lomo_backward(accelerator: "Accelerator", loss: torch.Tensor, learning_rate:
         optimizer.optimizer_step(loss, learning_rate)
 
 
-def lomo_optimizers(accelerator: "Accelerator") -> list[Any]:
+def lomo_optimizers(accelerator: Facade) -> list[Any]:
     """Return the LOMO optimizers inside the prepared ones."""
-    inner = [item.optimizer for item in accelerator._optimizers]
+    inner = [item.optimizer for item in accelerator.prepared.optimizers]
     return [item for item in inner if type(item).__module__.partition(".")[0] == "lomo_optim"]

@@ -16,7 +16,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, closing, suppress
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -30,9 +30,7 @@ from accelerate.config.exit_status import PREEMPTED
 from accelerate.data import workers
 from accelerate.data.iterable import ends_are_uneven
 from accelerate.training import tracking
-
-if TYPE_CHECKING:
-    from accelerate.accelerator import Accelerator
+from accelerate.training.prepared import Facade
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +57,7 @@ class Preempted(SystemExit):
         self.number = number
 
 
-def install(accelerator: "Accelerator") -> None:
+def install(accelerator: Facade) -> None:
     """Watch the signals that an Accelerator's project configuration names, in place of what watched them before. All ranks.
 
     Args:
@@ -138,7 +136,7 @@ class Watch:
         received: The signal that came before, or 0.
     """
 
-    def __init__(self, accelerator: "Accelerator", numbers: tuple[signal.Signals, ...], received: int = 0) -> None:
+    def __init__(self, accelerator: Facade, numbers: tuple[signal.Signals, ...], received: int = 0) -> None:
         self.accelerator = weakref.ref(accelerator)
         weakref.finalize(accelerator, self.close).atexit = False
         self.numbers = numbers
@@ -292,7 +290,7 @@ class Watch:
         raise Preempted(PREEMPTED, location, number)
 
 
-def _save(accelerator: "Accelerator") -> Any:
+def _save(accelerator: Facade) -> Any:
     """Save under the next free number of the project, and wait until the checkpoint is in its place. All ranks."""
     accelerator._background.settle()  # one that failed has been logged, and is no reason not to save now
     project = accelerator.project_configuration

@@ -3,7 +3,7 @@
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,14 +28,11 @@ from accelerate.precision.base import precision
 from accelerate.runtime import storage, traits
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.training import prepared
-from accelerate.training.prepared import Entry, PreparedRegistry
+from accelerate.training.prepared import Entry, Facade
 from accelerate.utils.memory import release_memory
 
-if TYPE_CHECKING:
-    from accelerate.accelerator import Accelerator
-
 _PLAIN = (str, bytes, int, float, complex)
-_LISTS = {"model": "_models", "optimizer": "_optimizers", "scheduler": "_schedulers", "loader": "_dataloaders"}
+_LISTS = {"model": "models", "optimizer": "optimizers", "scheduler": "schedulers", "loader": "dataloaders"}
 _WOULD_HAVE = {
     "model": (
         "Wrapping it again would have nested one distributed wrapper in another (`module.module.` keys), doubled the cost "
@@ -60,7 +57,7 @@ def kind_of(obj: Any) -> str | None:
     return None
 
 
-def prepare(accelerator: "Accelerator", objects: Sequence[Any], device_placement: list[bool] | None) -> Any:
+def prepare(accelerator: Facade, objects: Sequence[Any], device_placement: list[bool] | None) -> Any:
     """Check the arguments, let the backend prepare them, and return them in their order.
 
     Raises:
@@ -83,8 +80,7 @@ def prepare(accelerator: "Accelerator", objects: Sequence[Any], device_placement
                 f"prepare() got a {type(obj).__name__} as argument {position}, which it does not look into: the {inside[0]} "
                 "in it is not prepared. Unpack it: `accelerator.prepare(*objects)`."
             )
-    placements: Sequence[bool | None] = device_placement if device_placement is not None else [None] * len(objects)
-    if len(placements) != len(objects):
+    if device_placement is not None and len(device_placement) != len(objects):
         raise ValueError(
             f"`device_placement` should be a list with {len(objects)} elements (the number of objects passed), got "
             f"{device_placement!r}."
@@ -92,14 +88,36 @@ def prepare(accelerator: "Accelerator", objects: Sequence[Any], device_placement
     backend = accelerator._backend = resolve(accelerator.state)
     backend.check(accelerator, objects)
     objects = _convert(accelerator, _overlay_mesh(accelerator, objects), device_placement)
-    result = backend.prepare(accelerator, objects, placements)
+    result = in_order(accelerator, objects, device_placement)
     prepared.check_optimizers(result)
     _check_schedules(accelerator, result)
     return result if len(result) > 1 else result[0]
 
 
+def in_order(
+    accelerator: Facade, objects: Sequence[Any], device_placement: Sequence[bool | None] | None = None
+) -> tuple[Any, ...]:
+    """Prepare models, then loaders and optimizers, which follow their parameters, then schedulers, which look for optimizers.
+
+    Args:
+        accelerator: The Accelerator; each object goes through its ``_prepare_one``.
+        objects: What the user gave to ``prepare``.
+        device_placement: For each object whether it moves to the device; None leaves it to the Accelerator.
+    """
+    placements = device_placement if device_placement is not None else [None] * len(objects)
+    made = list(objects)
+    for models_alone in (True, False):
+        for position, item in enumerate(objects):
+            if isinstance(item, nn.Module) is models_alone:
+                made[position] = accelerator._prepare_one(item, first_pass=True, device_placement=placements[position])
+    return tuple(
+        accelerator._prepare_one(item, device_placement=placement)
+        for item, placement in zip(made, placements, strict=True)
+    )
+
+
 @contextlib.contextmanager
-def own_states(accelerator: "Accelerator") -> Iterator[None]:
+def own_states(accelerator: Facade) -> Iterator[None]:
     """Let objects built inside bind the Accelerator's own states, also after a reset of the shared ones.
 
     Args:
@@ -116,7 +134,7 @@ def own_states(accelerator: "Accelerator") -> Iterator[None]:
         yield
 
 
-def _overlay_mesh(accelerator: "Accelerator", objects: Sequence[Any]) -> Sequence[Any]:
+def _overlay_mesh(accelerator: Facade, objects: Sequence[Any]) -> Sequence[Any]:
     """Build the device mesh, and apply the parallelisms that lie over the strategy."""
     layout = accelerator.parallelism_config
     if layout is None:
@@ -134,7 +152,7 @@ def _overlay_mesh(accelerator: "Accelerator", objects: Sequence[Any]) -> Sequenc
     return objects
 
 
-def _check_mesh(accelerator: "Accelerator", objects: Sequence[Any]) -> None:
+def _check_mesh(accelerator: Facade, objects: Sequence[Any]) -> None:
     """Refuse a layout that nothing would put into effect, and models that were sharded before they came here."""
     layout = accelerator.parallelism_config
     if layout.sp_enabled and layout.sp_backend == "deepspeed":
@@ -168,7 +186,7 @@ def _check_mesh(accelerator: "Accelerator", objects: Sequence[Any]) -> None:
         )
 
 
-def _follow_mesh(accelerator: "Accelerator", model: nn.Module, evaluation: bool) -> None:
+def _follow_mesh(accelerator: Facade, model: nn.Module, evaluation: bool) -> None:
     """Do to a model of a direct call what ``prepare`` has done to its own: cut its layers, and let it follow shared sequences."""
     layout = accelerator.parallelism_config
     if layout is None:
@@ -177,15 +195,15 @@ def _follow_mesh(accelerator: "Accelerator", model: nn.Module, evaluation: bool)
         _check_mesh(accelerator, (model,))
     shares = layout.cp_enabled or layout.sp_enabled
     whole = layout.tp_enabled and not evaluation and not model_has_dtensor(model)
-    if whole or (shares and accelerator._cp_context is None):
+    if whole or (shares and accelerator.prepared.sequence_context is None):
         _overlay_mesh(accelerator, () if evaluation else (model,))
     if shares:
         from accelerate.parallel import models
 
-        models.join(model, accelerator._cp_context, evaluation)
+        models.join(model, accelerator.prepared.sequence_context, evaluation)
 
 
-def _convert(accelerator: "Accelerator", objects: Sequence[Any], device_placement: Any) -> Sequence[Any]:
+def _convert(accelerator: Facade, objects: Sequence[Any], device_placement: Any) -> Sequence[Any]:
     """Let the run's fp8 library convert the models."""
     if not accelerator.fp8_enabled:
         return objects
@@ -196,7 +214,7 @@ def _convert(accelerator: "Accelerator", objects: Sequence[Any], device_placemen
     return accelerator._prepare_ao(*objects)
 
 
-def again(accelerator: "Accelerator", obj: Any, kind: str, evaluation: bool = False) -> tuple[bool, Any]:
+def again(accelerator: Facade, obj: Any, kind: str, evaluation: bool = False) -> tuple[bool, Any]:
     """Detect an object that was prepared before, and return what stands for it.
 
     Args:
@@ -208,7 +226,7 @@ def again(accelerator: "Accelerator", obj: Any, kind: str, evaluation: bool = Fa
     Returns:
         ``(True, the registered object)``, or ``(False, obj)`` when it has to be prepared.
     """
-    registry: PreparedRegistry = accelerator._registry
+    registry = accelerator.prepared
     entry = registry.find(obj)
     if entry is None:
         entry = prepared.find_elsewhere(registry, obj)
@@ -233,7 +251,7 @@ def again(accelerator: "Accelerator", obj: Any, kind: str, evaluation: bool = Fa
     return True, outer
 
 
-def _adoptable(accelerator: "Accelerator", entry: Entry, obj: Any, evaluation: bool) -> bool:
+def _adoptable(accelerator: Facade, entry: Entry, obj: Any, evaluation: bool) -> bool:
     """Whether another Accelerator's object serves this one as it is."""
     if entry.kind != "model":
         return obj is entry.outer()  # an inner optimizer or loader may serve another Accelerator in its own wrapper
@@ -244,7 +262,7 @@ def _adoptable(accelerator: "Accelerator", entry: Entry, obj: Any, evaluation: b
     return not distributed or entry.settings["distributed_type"] == settings_of(accelerator)["distributed_type"]
 
 
-def _adopt(accelerator: "Accelerator", entry: Entry) -> Any:
+def _adopt(accelerator: Facade, entry: Entry) -> Any:
     outer, *inners = entry.objects()
     changes = [
         f"{name}: {entry.settings[name]!r} then, {now!r} now"
@@ -257,37 +275,38 @@ def _adopt(accelerator: "Accelerator", entry: Entry) -> Any:
             "It is used as it was prepared; call `free_memory()` on the other Accelerator and drop its model first "
             "if these settings shall hold."
         )
-    accelerator._registry.record(entry.kind, outer, inners, evaluation=entry.evaluation, settings=entry.settings)
+    accelerator.prepared.record(entry.kind, outer, inners, evaluation=entry.evaluation, settings=entry.settings)
     _enlist(accelerator, entry.kind, outer)
     return outer
 
 
-def _upgrade(accelerator: "Accelerator", entry: Entry) -> nn.Module:
+def _upgrade(accelerator: Facade, entry: Entry) -> nn.Module:
     """Turn a model prepared for evaluation into one that trains, in its place in the registry."""
     outer, *inners = entry.objects()
     amp.check_weights(outer, accelerator.scaler)
     bare = outer._orig_mod if is_compiled_module(outer) else outer
-    wrapped = resolve(accelerator.state).wrap_model(accelerator, bare)
+    wrapped = _wrap(accelerator, bare)
     if wrapped is bare:
         wrapped = outer
     elif bare is not outer:
         wrapped = compile_model(accelerator, wrapped)
-    accelerator._models[:] = [wrapped if known is outer else known for known in accelerator._models]
+    models = accelerator.prepared.models
+    models[:] = [wrapped if known is outer else known for known in models]
     return register(accelerator, "model", wrapped, outer, *inners, *_chain(wrapped))
 
 
-def _enlist(accelerator: "Accelerator", kind: str, obj: Any) -> None:
-    known = getattr(accelerator, _LISTS[kind])
+def _enlist(accelerator: Facade, kind: str, obj: Any) -> None:
+    known = getattr(accelerator.prepared, _LISTS[kind])
     if not any(obj is item for item in known):
         known.append(obj)
 
 
-def _record(accelerator: "Accelerator", kind: str, outer: Any, inners: Sequence[Any], **details: Any) -> None:
+def _record(accelerator: Facade, kind: str, outer: Any, inners: Sequence[Any], **details: Any) -> None:
     settings = settings_of(accelerator) if kind == "model" else None
-    accelerator._registry.record(kind, outer, inners, settings=settings, **details)
+    accelerator.prepared.record(kind, outer, inners, settings=settings, **details)
 
 
-def register(accelerator: "Accelerator", kind: str, outer: Any, *inners: Any, **details: Any) -> Any:
+def register(accelerator: Facade, kind: str, outer: Any, *inners: Any, **details: Any) -> Any:
     """Remember what was prepared, in the registry and in the Accelerator's list of its kind, and return it."""
     outer._is_accelerate_prepared = True
     _record(accelerator, kind, outer, inners, **details)
@@ -295,7 +314,7 @@ def register(accelerator: "Accelerator", kind: str, outer: Any, *inners: Any, **
     return outer
 
 
-def settings_of(accelerator: "Accelerator") -> dict[str, str]:
+def settings_of(accelerator: Facade) -> dict[str, str]:
     """Return the settings under which this Accelerator prepares a model."""
     handler = accelerator.ddp_handler
     return {
@@ -320,7 +339,7 @@ def _chain(model: nn.Module) -> list[nn.Module]:
 
 
 def prepare_model(
-    accelerator: "Accelerator", model: nn.Module, device_placement: bool | None, evaluation_mode: bool
+    accelerator: Facade, model: nn.Module, device_placement: bool | None, evaluation_mode: bool
 ) -> nn.Module:
     """Place, cast, wrap and compile a new model, and register it with everything inside it."""
     if not isinstance(model, nn.Module):
@@ -328,7 +347,7 @@ def prepare_model(
     found, outer = again(accelerator, model, "model", evaluation_mode)
     if found:
         return outer
-    if shared := prepared.shared_part(accelerator._registry, model):
+    if shared := prepared.shared_part(accelerator.prepared, model):
         prepared.warn_caller(
             f"This model ({type(model).__name__}) shares modules with one that is already prepared: {shared}. It is "
             "prepared as well, so the shared parameters get gradients from two wrappers. Prepare the whole model once, "
@@ -351,20 +370,28 @@ def prepare_model(
     if device_placement and not accelerator.verify_device_map(model):
         with followed(accelerator, model, alike=True):  # torch_xla puts new parameters in a model that it moves
             model = model.to(accelerator.device)
-    wrapped = model if evaluation_mode else resolve(accelerator.state).wrap_model(accelerator, model)
+    wrapped = model if evaluation_mode else _wrap(accelerator, model)
     wrapped = compile_model(accelerator, wrapped)
     frozen = not any(parameter.requires_grad for parameter in model.parameters())
     # Optimizers that were prepared before the model follow its parameters, also those of other Accelerators.
-    registry: PreparedRegistry = accelerator._registry
+    registry = accelerator.prepared
     for optimizer in prepared.optimizers():
         registry.moved.follow(optimizer)
-    for known in accelerator._optimizers:
+    for known in accelerator.prepared.optimizers:
         follow_any(known.optimizer, prepared.histories(registry))
     inners = [*_chain(wrapped), *given]
     return register(accelerator, "model", wrapped, *inners, evaluation=evaluation_mode, frozen=frozen)
 
 
-def compile_model(accelerator: "Accelerator", model: nn.Module) -> nn.Module:
+def _wrap(accelerator: Facade, model: nn.Module) -> nn.Module:
+    """Let the strategy wrap a model, after what ``prepare`` does first: a model may come to ``prepare_model`` by itself."""
+    backend = resolve(accelerator.state)
+    backend.check(accelerator, (model,))
+    accelerator._prepare_device_mesh()
+    return backend.wrap_model(accelerator, model)
+
+
+def compile_model(accelerator: Facade, model: nn.Module) -> nn.Module:
     """Compile a model, whole or by its repeated blocks, when the Accelerator's plugin asks for it."""
     plugin = accelerator.state.dynamo_plugin
     if plugin.backend.value == "NO" or is_compiled_module(model):
@@ -377,7 +404,7 @@ def compile_model(accelerator: "Accelerator", model: nn.Module) -> nn.Module:
     return torch.compile(model, **options)
 
 
-def _check_device_map(accelerator: "Accelerator", model: nn.Module) -> None:
+def _check_device_map(accelerator: Facade, model: nn.Module) -> None:
     """Refuse models that another library placed where this run cannot train them."""
     if accelerator.verify_device_map(model) and traits.of(accelerator.distributed_type).distributed:
         raise ValueError(
@@ -398,7 +425,7 @@ def _check_device_map(accelerator: "Accelerator", model: nn.Module) -> None:
 
 
 def prepare_optimizer(
-    accelerator: "Accelerator", optimizer: torch.optim.Optimizer, device_placement: bool | None
+    accelerator: Facade, optimizer: torch.optim.Optimizer, device_placement: bool | None
 ) -> AcceleratedOptimizer:
     """Wrap a new optimizer and register it."""
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -413,12 +440,12 @@ def prepare_optimizer(
     if isinstance(optimizer, AcceleratedOptimizer):  # its Accelerator let go of it; nothing is wrapped twice
         optimizer = optimizer.optimizer
     with own_states(accelerator):
-        follow_any(optimizer, prepared.histories(accelerator._registry))
+        follow_any(optimizer, prepared.histories(accelerator.prepared))
         wrapped = AcceleratedOptimizer(optimizer, device_placement=device_placement, scaler=accelerator.scaler)
     return register(accelerator, "optimizer", wrapped, optimizer)
 
 
-def prepare_scheduler(accelerator: "Accelerator", scheduler: Any) -> AcceleratedScheduler:
+def prepare_scheduler(accelerator: Facade, scheduler: Any) -> AcceleratedScheduler:
     """Wrap a new scheduler with the prepared optimizer it drives, and register it."""
     found, outer = again(accelerator, scheduler, "scheduler")
     if found:
@@ -426,8 +453,12 @@ def prepare_scheduler(accelerator: "Accelerator", scheduler: Any) -> Accelerated
     if isinstance(scheduler, AcceleratedScheduler):
         scheduler = scheduler.scheduler
     driven = getattr(scheduler, "optimizer", None)
-    own = [item for item in accelerator._optimizers if driven is item or driven is getattr(item, "optimizer", None)]
-    optimizers = own[0] if own else accelerator._optimizers
+    own = [
+        item
+        for item in accelerator.prepared.optimizers
+        if driven is item or driven is getattr(item, "optimizer", None)
+    ]
+    optimizers = own[0] if own else accelerator.prepared.optimizers
     with own_states(accelerator):
         wrapped = AcceleratedScheduler(
             scheduler,
@@ -439,7 +470,7 @@ def prepare_scheduler(accelerator: "Accelerator", scheduler: Any) -> Accelerated
 
 
 def prepare_data_loader(
-    accelerator: "Accelerator", data_loader: Any, device_placement: bool | None, build: Any, slice_fn: Any
+    accelerator: Facade, data_loader: Any, device_placement: bool | None, build: Any, slice_fn: Any
 ) -> Any:
     """Build a new prepared loader with the Accelerator's settings, and register it.
 
@@ -482,11 +513,11 @@ def prepare_data_loader(
     return register(accelerator, "loader", wrapped, data_loader)
 
 
-def _check_schedules(accelerator: "Accelerator", objects: Sequence[Any]) -> None:
+def _check_schedules(accelerator: Facade, objects: Sequence[Any]) -> None:
     """Warn of schedules whose length does not fit the first prepared loader."""
     schedulers = [item for item in objects if isinstance(item, AcceleratedScheduler)]
     try:
-        batches = len(accelerator._dataloaders[0]) if schedulers else 0
+        batches = len(accelerator.prepared.dataloaders[0]) if schedulers else 0
     except (IndexError, TypeError):  # there is no loader, or it has no length
         return
     updates = -(-batches // max(1, accelerator.gradient_accumulation_steps))
@@ -494,25 +525,25 @@ def _check_schedules(accelerator: "Accelerator", objects: Sequence[Any]) -> None
         scheduler.check_length(updates)
 
 
-def ensure_registered(accelerator: "Accelerator", kind: str, result: Any, given: Any) -> Any:
+def ensure_registered(accelerator: Facade, kind: str, result: Any, given: Any) -> Any:
     """Register what a replaced ``prepare_*`` method returned, so that its second preparation is detected as well."""
-    entry = accelerator._registry.find(result)
+    entry = accelerator.prepared.find(result)
     if entry is None:
         _record(accelerator, kind, result, [given])
-    elif accelerator._registry.find(given) is None:  # the replacement prepared another object in place of this one
-        accelerator._registry.link(entry, given)
+    elif accelerator.prepared.find(given) is None:  # the replacement prepared another object in place of this one
+        accelerator.prepared.link(entry, given)
     return result
 
 
-def restore_registry(accelerator: "Accelerator") -> None:
+def restore_registry(accelerator: Facade) -> None:
     """Register what an unpickled Accelerator's own lists hold."""
     for kind, name in _LISTS.items():
-        for item in getattr(accelerator, name):
+        for item in getattr(accelerator.prepared, name):
             inside = _chain(item) if kind == "model" else [] if kind == "loader" else [getattr(item, kind)]
             _record(accelerator, kind, item, inside)
 
 
-def device_mesh(accelerator: "Accelerator") -> None:
+def device_mesh(accelerator: Facade) -> None:
     """Build the device mesh of the parallelism configuration, once."""
     layout = accelerator.parallelism_config
     if layout is not None and accelerator.torch_device_mesh is None:
@@ -520,7 +551,7 @@ def device_mesh(accelerator: "Accelerator") -> None:
         accelerator.state.device_mesh = layout.get_device_mesh(accelerator.device.type)
 
 
-def mesh_rank(accelerator: "Accelerator", dimension: str, what: str) -> int:
+def mesh_rank(accelerator: Facade, dimension: str, what: str) -> int:
     """Return this rank's place in a dimension of the mesh, 0 where its size is 1. Any rank, also before the mesh is built.
 
     Raises:
@@ -539,12 +570,10 @@ def mesh_rank(accelerator: "Accelerator", dimension: str, what: str) -> int:
     return accelerator.process_index // math.prod(sizes[place + 1 :]) % sizes[place]
 
 
-def release(accelerator: "Accelerator", objects: tuple[Any, ...]) -> list[Any]:
+def release(accelerator: Facade, objects: tuple[Any, ...]) -> list[Any]:
     """Let go of everything prepared, so that the next ``prepare`` is a first one, and of the objects given."""
     resolve(accelerator.state).release(accelerator)
-    for name in _LISTS.values():
-        getattr(accelerator, name).clear()
-    accelerator._registry.clear()
+    accelerator.prepared.clear()
     accelerator._window.__init__()
     accelerator.step = 0
     accelerator.gradient_state._set_sync_gradients(True)  # the window that was open, if any, is gone

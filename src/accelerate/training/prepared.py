@@ -9,16 +9,24 @@ import sys
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from accelerate.modules.repoint import MovedParameters
+from accelerate.runtime.run import Run
 
-_LIVE: "weakref.WeakSet[PreparedRegistry]" = weakref.WeakSet()
+_LIVE: "weakref.WeakSet[PreparedObjects]" = weakref.WeakSet()
+
+
+class Facade(Run, Protocol):
+    """The Accelerator itself: functions of `training` are the bodies of its methods, and use its private attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Return any attribute."""
 
 
 def _reference(obj: Any) -> Any:
@@ -55,20 +63,41 @@ class Entry:
                 yield obj
 
 
-class PreparedRegistry:
-    """The prepared objects of one Accelerator, found by identity, and the parameters that preparing replaced.
+class PreparedObjects:
+    """The prepared objects of one Accelerator, in lists and by identity, and the parameters that preparing replaced.
+
+    The attributes are those of `runtime.run.Prepared`.
 
     Example:
         >>> model = nn.Linear(1, 1)
-        >>> registry = PreparedRegistry()
+        >>> registry = PreparedObjects()
         >>> _ = registry.record("model", model)
         >>> registry.find(model).outer() is model, registry.find(nn.Linear(1, 1)) is None
         (True, True)
     """
 
     def __init__(self) -> None:
+        self.models: list[nn.Module] = []
+        self.optimizers: list[Any] = []
+        self.schedulers: list[Any] = []
+        self.dataloaders: list[Any] = []
+        self.custom_objects: list[Any] = []
+        self.sequence_context: Callable | None = None
+        self.logged: set[str] = set()
+        self._forget()
+        _LIVE.add(self)
+
+    def _forget(self) -> None:
         self._by_id: dict[int, Entry] = {}
         self.moved = MovedParameters()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Weak references belong to this process; a copy starts with what its own lists hold.
+        return {key: value for key, value in self.__dict__.items() if key not in ("_by_id", "moved")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()
         _LIVE.add(self)
 
     def record(self, kind: str, outer: Any, inners: Iterable[Any] = (), **details: Any) -> Entry:
@@ -104,7 +133,9 @@ class PreparedRegistry:
         return None
 
     def clear(self) -> None:
-        """Drop every entry: the next ``prepare`` of any object is a first one."""
+        """Drop every prepared object: the next ``prepare`` of any object is a first one."""
+        for known in (self.models, self.optimizers, self.schedulers, self.dataloaders):
+            known.clear()
         self._by_id.clear()
         self.moved.clear()
 
@@ -115,7 +146,7 @@ class PreparedRegistry:
                 yield outer
 
 
-def find_elsewhere(registry: PreparedRegistry, obj: Any) -> Entry | None:
+def find_elsewhere(registry: PreparedObjects, obj: Any) -> Entry | None:
     """Return the entry that another live Accelerator holds for an object, if one does."""
     for other in list(_LIVE):
         if other is not registry and (entry := other.find(obj)) is not None:
@@ -123,7 +154,7 @@ def find_elsewhere(registry: PreparedRegistry, obj: Any) -> Entry | None:
     return None
 
 
-def histories(registry: PreparedRegistry) -> list[MovedParameters]:
+def histories(registry: PreparedObjects) -> list[MovedParameters]:
     """Return what became of replaced parameters: of an Accelerator first, then of the other live ones.
 
     Args:
@@ -176,7 +207,7 @@ def check_optimizers(objects: Sequence[Any]) -> None:
                 )
 
 
-def shared_part(registry: PreparedRegistry, model: nn.Module) -> str | None:
+def shared_part(registry: PreparedObjects, model: nn.Module) -> str | None:
     """Say which part a new model shares with one that is prepared already; None when it shares none.
 
     Args:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accelerate.checkpoint import manifest
 from accelerate.checkpoint.barrier import Group, SaveBarrier, default_store
@@ -16,9 +16,7 @@ from accelerate.checkpoint.optimizers import Deferred
 from accelerate.checkpoint.state import Common
 from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, newest_first, storage_of
 from accelerate.runtime import durable
-
-if TYPE_CHECKING:
-    from accelerate.accelerator import Accelerator
+from accelerate.training.prepared import Facade
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +24,7 @@ Folder = str | os.PathLike[str]
 
 
 def load_state(
-    accelerator: "Accelerator",
+    accelerator: Facade,
     input_dir: Folder | None = None,
     load_kwargs: dict[str, Any] | None = None,
     latest: bool = False,
@@ -72,13 +70,13 @@ def load_state(
         chosen, folder, following = _choose(accelerator, barrier, group, storage, latest)
         contents = _read(accelerator, folder, options, load_model_func_kwargs)
         contents.begin(**load_model_func_kwargs)
-    except _Agreed as agreed:  # every rank raises it, so no rank waits for another's
+    except _Refused as refused:  # every rank raises it, so no rank waits for another's
         barrier.leave()
         # One that cannot be read is no reason to begin anew, and to save over it.
-        if missing_ok and agreed.nothing:
-            logger.info("%s Nothing was loaded.", agreed.problem)
+        if missing_ok and refused.nothing:
+            logger.info("%s Nothing was loaded.", refused.problem)
             return None
-        raise agreed.problem from None
+        raise refused.problem from None
     except BaseException as error:  # the other ranks would wait for a rank that leaves now
         problem = error
     try:
@@ -93,7 +91,7 @@ def load_state(
 
 
 def _complete(
-    accelerator: "Accelerator", barrier: SaveBarrier, contents: Contents | None, problem: BaseException | None
+    accelerator: Facade, barrier: SaveBarrier, contents: Contents | None, problem: BaseException | None
 ) -> None:
     """Put the rest into the objects if all ranks got this far, else give back what they had."""
     try:
@@ -111,7 +109,7 @@ def _complete(
     barrier.leave()
 
 
-class _Agreed(Exception):
+class _Refused(Exception):
     """A problem that all ranks have found together.
 
     Args:
@@ -124,7 +122,7 @@ class _Agreed(Exception):
         self.problem, self.nothing = problem, nothing
 
 
-def _storage(accelerator: "Accelerator", input_dir: Folder | None) -> CheckpointStorage:
+def _storage(accelerator: Facade, input_dir: Folder | None) -> CheckpointStorage:
     project = accelerator.project_configuration
     if input_dir is not None:
         return storage_of(input_dir)
@@ -157,7 +155,7 @@ _ABSENT = "absent: "
 
 
 def _choose(
-    accelerator: "Accelerator", barrier: SaveBarrier, group: Group, storage: CheckpointStorage, latest: bool
+    accelerator: Facade, barrier: SaveBarrier, group: Group, storage: CheckpointStorage, latest: bool
 ) -> tuple[CheckpointStorage, str, int | None]:
     """Return the checkpoint that all ranks take, verified; this rank's local folder of it; and the next automatic number."""
 
@@ -171,7 +169,7 @@ def _choose(
     if latest:
         notes, problems = _on_all(barrier, search)
         if problems:
-            raise _Agreed(OSError(f"{storage.location!r} could not be searched for checkpoints. {problems[0]}"))
+            raise _Refused(OSError(f"{storage.location!r} could not be searched for checkpoints. {problems[0]}"))
         candidates, passed = notes[0]
         for line in passed if group.rank == 0 else ():
             logger.warning("Passed over %s", line)
@@ -185,7 +183,7 @@ def _choose(
             if problems[0].startswith(_ABSENT):
                 reason = problems[0].removeprefix(_ABSENT)
                 refusal = ValueError(f"load_state({candidate.location!r}): {reason}.")
-            raise _Agreed(refusal, nothing=all(line.startswith(_ABSENT) for line in problems))
+            raise _Refused(refusal, nothing=all(line.startswith(_ABSENT) for line in problems))
         passed.append(f"{candidate.location}: {'; '.join(problems)}")
         if group.rank == 0:
             logger.warning("Passed over %s", passed[-1])
@@ -193,11 +191,11 @@ def _choose(
     problem = FileNotFoundError(
         f"There is no complete checkpoint in {storage.location!r}. Save one first, or name one.{more}"
     )
-    raise _Agreed(problem, nothing=not passed)
+    raise _Refused(problem, nothing=not passed)
 
 
 def _verified(
-    accelerator: "Accelerator", barrier: SaveBarrier, group: Group, candidate: CheckpointStorage
+    accelerator: Facade, barrier: SaveBarrier, group: Group, candidate: CheckpointStorage
 ) -> tuple[str | None, list[str], int | None]:
     """Verify a checkpoint together: the folder to read from, what is wrong (the same on all ranks), and the next number."""
     leader, state, folder = barrier.leader(), None, None
@@ -282,9 +280,9 @@ def _pieces(listing: Manifest, name: str) -> range:
     return range(0, listing.files[name].size, durable.CHUNK)
 
 
-def _read(accelerator: "Accelerator", folder: str, options: dict[str, Any], model_options: dict[str, Any]) -> Contents:
+def _read(accelerator: Facade, folder: str, options: dict[str, Any], model_options: dict[str, Any]) -> Contents:
     backend = accelerator._backend
-    custom = accelerator._custom_objects
+    custom = accelerator.prepared.custom_objects
     pattern = re.compile(re.escape(manifest.CUSTOM_NAME) + r"_\d+\.pkl")
     if (saved := sum(bool(pattern.fullmatch(file)) for file in os.listdir(folder))) != len(custom):
         raise RuntimeError(
@@ -292,7 +290,7 @@ def _read(accelerator: "Accelerator", folder: str, options: dict[str, Any], mode
             "same objects in the same order with `accelerator.register_for_checkpointing` before loading."
         )
     optimizers, remaining = [], []
-    for index, optimizer in enumerate(accelerator._optimizers):
+    for index, optimizer in enumerate(accelerator.prepared.optimizers):
         state = backend.load_optimizer(accelerator, optimizer, folder, index, **options)
         if isinstance(state, Deferred):
             remaining.append(state.finish)
@@ -308,7 +306,7 @@ def _read(accelerator: "Accelerator", folder: str, options: dict[str, Any], mode
 
 
 def _read_models(
-    accelerator: "Accelerator",
+    accelerator: Facade,
     contents: Contents,
     folder: str,
     options: dict[str, Any],
@@ -319,7 +317,7 @@ def _read_models(
     options = {**options, "strict": model_options.get("strict", True)}
     if backend.saves_shards and "adapter_only" in model_options:
         options["adapter_only"] = model_options["adapter_only"]
-    inner = [backend.unwrap_model(model, keep_torch_compile=False) for model in accelerator._models]
+    inner = [backend.unwrap_model(model, keep_torch_compile=False) for model in accelerator.prepared.models]
     hooks = list(accelerator._load_model_state_pre_hook.values())
     for model in inner if hooks else []:
         contents.keep(model)
@@ -329,7 +327,11 @@ def _read_models(
             hook(left, folder)
         # A hook takes out of the list what it loaded itself.
         kept = {id(model) for model in left}
-        pairs = [(outer, model) for outer, model in zip(accelerator._models, inner, strict=True) if id(model) in kept]
+        pairs = [
+            (outer, model)
+            for outer, model in zip(accelerator.prepared.models, inner, strict=True)
+            if id(model) in kept
+        ]
         for index, (outer, model) in enumerate(pairs):
             state = backend.load_model(accelerator, outer, folder, index, **options)
             if isinstance(state, tuple):  # what takes the state, and the state
@@ -341,7 +343,7 @@ def _read_models(
         raise
 
 
-def _warn_of_fewer_processes(accelerator: "Accelerator", folder: str) -> None:
+def _warn_of_fewer_processes(accelerator: Facade, folder: str) -> None:
     """Ranks that are new say so themselves; for those that are gone the main process does."""
     beyond = manifest.random_states_file(accelerator.num_processes)
     if accelerator.process_index == 0 and os.path.exists(os.path.join(folder, beyond)):
@@ -354,7 +356,7 @@ def _warn_of_fewer_processes(accelerator: "Accelerator", folder: str) -> None:
         )
 
 
-def _following_number(accelerator: "Accelerator", storage: CheckpointStorage) -> int | None:
+def _following_number(accelerator: Facade, storage: CheckpointStorage) -> int | None:
     """Return the number of the next automatic name, where that follows from the checkpoint that is loaded."""
     project = accelerator.project_configuration
     number = manifest.number_of(storage.name)

@@ -5,7 +5,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from accelerate.checkpoint.state import Common, names_file
 from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, prune, storage_of
 from accelerate.modules.unwrap import clean_state_dict_for_safetensors
 from accelerate.optimizer import settle_scaler
-from accelerate.training.prepared import warn_caller
+from accelerate.training.prepared import Facade, warn_caller
 from accelerate.utils import other
 from accelerate.utils.constants import (
     SAFE_WEIGHTS_INDEX_NAME,
@@ -36,9 +36,6 @@ from accelerate.utils.modeling import (
     has_offloaded_params,
 )
 
-if TYPE_CHECKING:
-    from accelerate.accelerator import Accelerator
-
 logger = logging.getLogger(__name__)
 
 Folder = str | os.PathLike[str]
@@ -48,7 +45,7 @@ Folder = str | os.PathLike[str]
 
 
 def save_state(
-    accelerator: "Accelerator",
+    accelerator: Facade,
     output_dir: Folder | None = None,
     safe_serialization: bool = True,
     blocking: bool | None = None,
@@ -127,19 +124,7 @@ def _as_given(storage: CheckpointStorage, path: Folder) -> Path | str:
     return Path(storage.location) if isinstance(storage, LocalStorage) else storage.location
 
 
-def wait_for_checkpoint(accelerator: "Accelerator") -> None:
-    """Wait until the checkpoint that is being written in the background is in its place. Any rank, alone.
-
-    Args:
-        accelerator: The Accelerator.
-
-    Raises:
-        RuntimeError: It could not be saved.
-    """
-    accelerator._background.finish()
-
-
-def _facts(accelerator: "Accelerator", backend: Backend) -> dict[str, Any]:
+def _facts(accelerator: Facade, backend: Backend) -> dict[str, Any]:
     """Return what a manifest says of the run."""
     mesh = accelerator.torch_device_mesh
     sizes = None if mesh is None else dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
@@ -153,7 +138,7 @@ def _facts(accelerator: "Accelerator", backend: Backend) -> dict[str, Any]:
 
 
 def _automatic(
-    accelerator: "Accelerator",
+    accelerator: Facade,
 ) -> tuple[Callable[[CheckpointStorage], Any], ...]:
     """With automatic naming: what is done before a checkpoint is staged, and once it is in its place."""
     project = accelerator.project_configuration
@@ -172,7 +157,7 @@ def _automatic(
     return refuse, rotate
 
 
-def _warn_of_open_window(accelerator: "Accelerator") -> None:
+def _warn_of_open_window(accelerator: Facade) -> None:
     state = accelerator.gradient_state
     if state.sync_gradients:
         return
@@ -193,7 +178,7 @@ def _given_path(output_dir: Folder | None) -> Folder:
     return output_dir
 
 
-def _next_path(accelerator: "Accelerator", output_dir: Folder | None) -> str:
+def _next_path(accelerator: Facade, output_dir: Folder | None) -> str:
     project = accelerator.project_configuration
     if project.project_dir is None:
         raise ValueError("Automatic checkpoint naming needs a folder: ProjectConfiguration(project_dir=...) is None.")
@@ -225,7 +210,7 @@ def refuse_to_overwrite(storage: CheckpointStorage, number: int) -> None:
 
 
 def _collect(
-    accelerator: "Accelerator",
+    accelerator: Facade,
     backend: Backend,
     plan: SavePlan,
     each_node: bool,
@@ -235,14 +220,14 @@ def _collect(
     """Put everything that this rank saves into a plan."""
     schedulers = backend.checkpointed_schedulers(accelerator)
     # Through the method, because libraries replace it. Hooks of strategies that save shards see no weights.
-    whole = [] if backend.saves_shards else accelerator._models
+    whole = [] if backend.saves_shards else accelerator.prepared.models
     states = [plain_names(accelerator.get_state_dict(model)) for model in whole]
     hooks = list(accelerator._save_model_state_pre_hook.values())
-    models = [backend.unwrap_model(model) for model in accelerator._models] if hooks else []
+    models = [backend.unwrap_model(model) for model in accelerator.prepared.models] if hooks else []
     for hook in hooks:
         hook(models, states, plan.folder)
-    options = _used_options(backend, "save_model", model_options)
-    for index in range(len(accelerator._models) if backend.saves_shards else len(states)):
+    options = _used_options(backend, model_options)
+    for index in range(len(accelerator.prepared.models) if backend.saves_shards else len(states)):
         backend.save_model(
             accelerator,
             {} if backend.saves_shards else states[index],
@@ -252,9 +237,9 @@ def _collect(
             save_on_each_node=each_node,
             **options,
         )
-    for index, optimizer in enumerate(accelerator._optimizers):
+    for index, optimizer in enumerate(accelerator.prepared.optimizers):
         backend.save_optimizer(accelerator, optimizer, plan, index, save_on_each_node=each_node)
-    known = names_file(accelerator._optimizers, accelerator._models)
+    known = names_file(accelerator.prepared.optimizers, accelerator.prepared.models)
     if known is not None and plan.writes_shared:
         plan.add_bytes(PARAMETER_NAMES, known)
     if accelerator.scaler is not None:
@@ -262,15 +247,14 @@ def _collect(
     write_common(Common.of(accelerator, schedulers), plan, accelerator.step, each_node)
 
 
-def _used_options(backend: Backend, method: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that a strategy's own method uses; the base method uses none, and says so."""
-    if options and getattr(type(backend), method) is getattr(Backend, method):
-        warn_caller(f"save_state got {sorted(options)}, which the strategy {backend.name!r} does not use.")
-        return {}
-    return options
+def _used_options(backend: Backend, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options that a strategy's ``save_model`` uses, and warn of the others."""
+    if unused := sorted(options.keys() - set(backend.save_options)):
+        warn_caller(f"save_state got {unused}, which the strategy {backend.name!r} does not use.")
+    return {name: value for name, value in options.items() if name in backend.save_options}
 
 
-def register_for_checkpointing(accelerator: "Accelerator", *objects: Any) -> None:
+def register_for_checkpointing(accelerator: Facade, *objects: Any) -> None:
     """Let ``save_state`` and ``load_state`` treat further objects. All ranks, in the same order.
 
     Args:
@@ -290,36 +274,19 @@ def register_for_checkpointing(accelerator: "Accelerator", *objects: Any) -> Non
             "All `objects` must include a `state_dict` and `load_state_dict` function to be stored. Those that do not: "
             + ", ".join(bad)
         )
-    accelerator._custom_objects.extend(objects)
+    accelerator.prepared.custom_objects.extend(objects)
 
 
-def register_save_state_pre_hook(accelerator: "Accelerator", hook: Callable[..., None]) -> RemovableHandle:
-    """Call a function before each ``save_state`` writes the models.
-
-    Args:
-        accelerator: The Accelerator.
-        hook: Receives ``(models, weights, output_dir)``; what it takes out of ``weights`` is not saved.
-
-    Returns:
-        A handle whose ``remove()`` unregisters the function.
-    """
-    return _register(accelerator._save_model_state_pre_hook, hook)
-
-
-def register_load_state_pre_hook(accelerator: "Accelerator", hook: Callable[..., None]) -> RemovableHandle:
-    """Call a function before each ``load_state`` loads the models.
+def register_hook(hooks: "OrderedDict[int, Callable[..., None]]", hook: Callable[..., None]) -> RemovableHandle:
+    """Add a function that is called before models are saved or loaded.
 
     Args:
-        accelerator: The Accelerator.
-        hook: Receives ``(models, input_dir)``; what it takes out of ``models`` is not loaded.
+        hooks: The hooks of that kind.
+        hook: The function.
 
     Returns:
-        A handle whose ``remove()`` unregisters the function.
+        A handle whose ``remove()`` takes the function away.
     """
-    return _register(accelerator._load_model_state_pre_hook, hook)
-
-
-def _register(hooks: "OrderedDict[int, Callable[..., None]]", hook: Callable[..., None]) -> RemovableHandle:
     if not callable(hook):
         raise TypeError(f"A hook is called, but got {hook!r} ({type(hook).__name__}).")
     handle = RemovableHandle(hooks)
@@ -330,25 +297,8 @@ def _register(hooks: "OrderedDict[int, Callable[..., None]]", hook: Callable[...
 # -- models and objects --------------------------------------------------------------------------------------------
 
 
-def save(accelerator: "Accelerator", obj: Any, f: Any, safe_serialization: bool = False) -> None:
-    """Save an object to a file on one process. All ranks may call it.
-
-    Args:
-        accelerator: The Accelerator; its ``save_on_each_node`` decides who writes.
-        obj: What to save.
-        f: A path, or a binary file.
-        safe_serialization: Write safetensors; ``obj`` is then a dict of names and tensors.
-    """
-    other.save(
-        obj,
-        f,
-        save_on_each_node=accelerator.project_configuration.save_on_each_node,
-        safe_serialization=safe_serialization,
-    )
-
-
 def get_state_dict(
-    accelerator: "Accelerator",
+    accelerator: Facade,
     model: nn.Module,
     unwrap: bool = True,
     offloaded: Callable[[nn.Module], dict[str, Any]] = get_state_dict_offloaded_model,
@@ -374,7 +324,7 @@ def _is_hollow(module: nn.Module) -> bool:
 
 
 def save_model(
-    accelerator: "Accelerator",
+    accelerator: Facade,
     model: nn.Module,
     save_directory: Folder,
     max_shard_size: int | str = "10GB",

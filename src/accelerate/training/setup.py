@@ -27,7 +27,7 @@ from accelerate.config.options import BY_NAME
 from accelerate.config.options.schema import to_int
 from accelerate.config.project import DataLoaderConfiguration, ProjectConfiguration
 from accelerate.runtime import storage
-from accelerate.training.prepared import models, warn_caller
+from accelerate.training.prepared import warn_caller
 
 # Which attribute of the Accelerator each kind of handler becomes.
 HANDLERS: dict[type, str] = {
@@ -128,18 +128,6 @@ def accumulation(plugin: GradientAccumulationPlugin | None, steps: int) -> Gradi
         if steps < 1:
             raise ValueError(f"{source}={steps!r} is not a positive integer; 1 accumulates nothing.")
     return GradientAccumulationPlugin(num_steps=steps) if plugin is None else replace(plugin, num_steps=steps)
-
-
-def announce_steps(plugin: GradientAccumulationPlugin) -> None:
-    """Say so when a new Accelerator changes the accumulation of one that is training: they share one window."""
-    live = storage.gradient.current.get("plugin_kwargs")
-    before = plugin.num_steps if live is None else live.get("num_steps", 1)
-    if before != plugin.num_steps and any(True for _ in models()):
-        warn_caller(
-            f"This Accelerator sets gradient_accumulation_steps={plugin.num_steps}, and with it those of the other live "
-            f"Accelerator, which had {before}: all of a process share one accumulation state. Build them with the same "
-            "number, or call `free_memory()` on the other one if it is done."
-        )
 
 
 def loaders(config: DataLoaderConfiguration | None, split_batches: bool | None) -> DataLoaderConfiguration:

@@ -5,19 +5,17 @@ starts is an error, because then nothing is lost yet.
 """
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accelerate.config.enums import LoggerType
 from accelerate.trackers.base import GeneralTracker
 from accelerate.trackers.registry import LOGGER_TYPE_TO_CLASS
-
-if TYPE_CHECKING:
-    from accelerate.accelerator import Accelerator
+from accelerate.training.prepared import Facade
 
 logger = logging.getLogger(__name__)
 
 
-def needs_every_rank(accelerator: "Accelerator") -> bool:
+def needs_every_rank(accelerator: Facade) -> bool:
     """Say whether some tracker works on every rank, so that the calls must reach all of them.
 
     Args:
@@ -34,7 +32,7 @@ def _class_of(choice: Any) -> Any:
 
 
 def init_trackers(
-    accelerator: "Accelerator",
+    accelerator: Facade,
     project_name: str,
     config: dict[str, Any] | None = None,
     init_kwargs: dict[str, dict] | None = None,
@@ -77,7 +75,7 @@ def _without(trackers: list[GeneralTracker], others: list[GeneralTracker]) -> li
     return [tracker for tracker in trackers if not any(tracker is other for other in others)]
 
 
-def get_tracker(accelerator: "Accelerator", name: str, unwrap: bool = False) -> Any:
+def get_tracker(accelerator: Facade, name: str, unwrap: bool = False) -> Any:
     """Return a tracker that was started; on a rank without trackers one whose methods do nothing.
 
     Args:
@@ -100,7 +98,7 @@ def get_tracker(accelerator: "Accelerator", name: str, unwrap: bool = False) -> 
 
 
 def log(
-    accelerator: "Accelerator",
+    accelerator: Facade,
     values: dict[str, Any],
     step: int | None = None,
     log_kwargs: dict[str, dict] | None = None,
@@ -119,7 +117,7 @@ def log(
         _guarded(tracker, "log", tracker.log, dict(values), step=step, **arguments)
 
 
-def finish(accelerator: "Accelerator") -> None:
+def finish(accelerator: Facade) -> None:
     """Finish every tracker that runs. They stay in ``accelerator.trackers``, for what can be asked of a finished run.
 
     Args:

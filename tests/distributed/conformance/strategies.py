@@ -85,7 +85,7 @@ def _overlay(name: str, shard: bool, processes: int, slow: bool = False, **sizes
 
 
 _ALL = (
-    Strategy("single", (1,)),
+    Strategy("single", (1,), slow=(1,)),
     Strategy("ddp", (2, 4), part=1.0, slow=(4,)),
     _fsdp1("FULL_SHARD", (1, 2), slow=(1,)),
     _fsdp1("SHARD_GRAD_OP"),
@@ -120,7 +120,7 @@ _ALL = (
         slow=(4,),
     ),
     _overlay("tp", False, 2, tp=2),
-    _overlay("fsdp2-tp", True, 4, dp_shard=2, tp=2),
+    _overlay("fsdp2-tp", True, 4, slow=True, dp_shard=2, tp=2),
     _overlay("fsdp2-cp", True, 2, cp=2),
     _overlay("fsdp2-cp-alltoall", True, 2, slow=True, cp=2, cp_handler=TorchContextParallelConfig("alltoall")),
     _overlay("fsdp2-dp-cp", True, 4, slow=True, dp_shard=2, cp=2),

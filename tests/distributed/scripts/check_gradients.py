@@ -1,14 +1,12 @@
 """Gradients under several processes equal those of one process on the whole batch."""
 
-import argparse
 import itertools
 import warnings
 
 import torch
+from harness import fresh_accelerator, run
 from torch import nn
 
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import GradientAccumulationPlugin
 
 WIDTH = 6
@@ -23,12 +21,6 @@ def build_model():
 def samples(count):
     generator = torch.Generator().manual_seed(11)
     return torch.randn(count, WIDTH, generator=generator), torch.randint(0, 3, (count,), generator=generator)
-
-
-def fresh_accelerator(**options):
-    GradientState._reset_state()
-    AcceleratorState._reset_state()
-    return Accelerator(cpu=not torch.cuda.is_available(), **options)
 
 
 def whole_batch_gradients(inputs, labels, precision, device):
@@ -137,21 +129,27 @@ def missing_count():
         raise AssertionError("a window with a missing count was accepted")
 
 
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--quick", action="store_true")
-    quick = parser.parse_args().quick
+def full_windows_equal_the_whole_batch():
     for steps in (1, 2, 3):
-        for precision in ("no",) if quick else ("no", "bf16"):
+        for precision in ("no", "bf16"):
             full_windows(steps, precision)
+
+
+def short_windows_count_as_they_should():
     for exact in (False, True):
         short_window(exact)
+
+
+def items_are_counted_over_all_ranks():
     for steps in (1, 2, 3):
         for through in ("accumulate", "backward"):
             counted_items(steps, through)
-    missing_count()
-    fresh_accelerator().print("ok gradients")
 
 
 if __name__ == "__main__":
-    main()
+    run(
+        full_windows_equal_the_whole_batch,
+        short_windows_count_as_they_should,
+        items_are_counted_over_all_ranks,
+        missing_count,
+    )

@@ -1,12 +1,14 @@
 """Preparing twice, under several processes: one wrapper, one registry entry, one state_dict call per rank."""
 
 import copy
+import functools
 import gc
 import tempfile
 import warnings
 from contextlib import contextmanager
 
 import torch
+from harness import fresh_accelerator, run
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -189,25 +191,33 @@ def frozen_stays_bare(accelerator):
     assert accelerator.prepare(teacher) is teacher
 
 
-def main():
-    accelerator = Accelerator(cpu=not torch.cuda.is_available())
-    for check in (
-        prepared_again,
-        evaluation_is_upgraded,
-        lookalikes_are_distinct,
-        parts_are_named,
-        another_accelerator_adopts,
-        freed_is_fresh,
-        loaders_and_schedulers,
-        compiled_inside,
-        frozen_stays_bare,
-    ):
+def alone(check):
+    """Return a check that gets an Accelerator, and leaves nothing behind."""
+
+    @functools.wraps(check)
+    def checked():
+        accelerator = fresh_accelerator()
         check(accelerator)
         accelerator.free_memory()
         gc.collect()
-        accelerator.print(f"ok {check.__name__}")
-    accelerator.end_training()
+
+    return checked
 
 
 if __name__ == "__main__":
-    main()
+    run(
+        *map(
+            alone,
+            (
+                prepared_again,
+                evaluation_is_upgraded,
+                lookalikes_are_distinct,
+                parts_are_named,
+                another_accelerator_adopts,
+                freed_is_fresh,
+                loaders_and_schedulers,
+                compiled_inside,
+                frozen_stays_bare,
+            ),
+        )
+    )

@@ -31,8 +31,9 @@ def held(optimizer):
 
 def accelerator(*optimizers):
     return SimpleNamespace(
-        _registry=SimpleNamespace(moved=MovedParameters()),
-        _optimizers=[SimpleNamespace(optimizer=optimizer) for optimizer in optimizers],
+        prepared=SimpleNamespace(
+            moved=MovedParameters(), optimizers=[SimpleNamespace(optimizer=optimizer) for optimizer in optimizers]
+        ),
     )
 
 
@@ -123,7 +124,7 @@ def test_prepared_optimizers_follow_and_later_ones_can():
     repoint(owner, model, before)
     wanted = [[id(now["0.weight"]), id(now["0.bias"]), id(before["1.bias"])]]
     assert held(prepared) == wanted
-    assert owner._registry.moved.follow(later)
+    assert owner.prepared.moved.follow(later)
     assert held(later) == wanted
 
 
@@ -136,4 +137,4 @@ def test_a_refusal_leaves_the_replacements_known():
     replace(model)
     with pytest.raises(ValueError, match="has a state"):
         repoint(owner, model, before)
-    assert owner._registry.moved.now(before["weight"]) is model.weight
+    assert owner.prepared.moved.now(before["weight"]) is model.weight

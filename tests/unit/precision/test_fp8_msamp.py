@@ -82,7 +82,7 @@ def test_placement_of_the_model_can_be_refused(calls, run, monkeypatch):
 
 def test_sharding_is_refused(calls):
     stand_in = types.SimpleNamespace(
-        distributed_type=DistributedType.FSDP, _registry=types.SimpleNamespace(find=lambda item: None)
+        distributed_type=DistributedType.FSDP, prepared=types.SimpleNamespace(find=lambda item: None)
     )
     with pytest.raises(ValueError, match="distributed_type=FSDP.*AORecipeKwargs"):
         fp8.prepare_msamp(stand_in, pair(), None)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from accelerate import Accelerator, ParallelismConfig
+from accelerate.backends.base import Backend
 from accelerate.precision.amp import autocast_of
 from accelerate.runtime import storage
 from accelerate.state import AcceleratorState, GradientState
@@ -22,7 +23,7 @@ class Wrapper(nn.Module):
         self.module = module
 
 
-class Synchronising:
+class Synchronising(Backend):
     """A backend that wraps what is trainable."""
 
     def needs_wrapper(self, accelerator, model):

@@ -94,7 +94,7 @@ def saved(tmp_path):
 
 @pytest.mark.parametrize("who", ["counter", "module", "optimizer", "scheduler", "loader"])
 def test_one_that_refuses_its_state_leaves_all_as_they_were(saved, who, monkeypatch):
-    folder, _, other = saved
+    folder, first, other = saved
     if who == "counter":
         other.counter.refuses = True
     elif who == "module":
@@ -124,23 +124,16 @@ def test_one_that_refuses_its_state_leaves_all_as_they_were(saved, who, monkeypa
     before = other.everything()
     with pytest.raises(ValueError, match=f"this {who} takes no state"):
         other.accelerator.load_state(folder)
-    if who == "counter":  # it refuses its former state as well, and nobody can help that
-        other.counter.refuses = False
+    other.counter.refuses = other.particular.refuses = False  # the counter refuses its former state as well
     assert other.everything() == before
-
-
-def test_what_was_refused_once_loads_afterwards(saved):
-    folder, first, other = saved
-    other.particular.refuses = True
-    with pytest.raises(ValueError):
-        other.accelerator.load_state(folder)
-    other.particular.refuses = False
-    assert os.fspath(other.accelerator.load_state(folder)) == str(folder)
-    assert torch.equal(other.plain.weight, first.plain.weight) and other.counter.count == 3
+    if who in ("counter", "module"):
+        assert other.accelerator.load_state(folder) == folder
+        assert torch.equal(other.plain.weight, first.plain.weight) and other.counter.count == 3
 
 
 @pytest.mark.parametrize(
-    "file", ["model.safetensors", "model_1.safetensors", "optimizer.bin", "custom_checkpoint_0.pkl"]
+    "file",
+    ["model.safetensors", "model_1.safetensors", "optimizer.bin", "scheduler.bin", "custom_checkpoint_0.pkl"],
 )
 @pytest.mark.parametrize("damage", ["missing", "truncated", "flipped", "longer"])
 def test_what_is_damaged_changes_nothing(saved, file, damage):
@@ -320,23 +313,6 @@ def _refuse(descriptor):
 
 
 # -- generators --------------------------------------------------------------------------------------------------------
-
-
-def test_generators_are_kept_without_pickle():
-    random.seed(3), np.random.seed(4), torch.manual_seed(5)
-    random.gauss(0, 1), np.random.randn()  # leaves a second number behind
-    states = resume.collect_generators(CPU)
-    tensors, metadata = resume.encode_generators(states)
-    assert set(metadata) == {"format", "generators"} and all(isinstance(value, str) for value in metadata.values())
-    expected = [random.gauss(0, 1), random.random(), np.random.randn(), np.random.rand(), torch.rand(2).tolist()]
-    resume.restore_generators(resume.decode_generators(tensors, metadata), CPU, "here")
-    assert [
-        random.gauss(0, 1),
-        random.random(),
-        np.random.randn(),
-        np.random.rand(),
-        torch.rand(2).tolist(),
-    ] == expected
 
 
 def test_each_generator_is_restored_apart_and_a_failure_names_its_cause(caplog):

@@ -1,8 +1,6 @@
 """Construction: what is refused leaves no state behind, and nothing that is asked for is ignored in silence."""
 
 import logging
-import warnings
-import weakref
 
 import pytest
 from torch import nn
@@ -11,7 +9,6 @@ import accelerate.accelerator as home
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.process import PartialState
 from accelerate.state import AcceleratorState, is_initialized
-from accelerate.training import prepared
 from accelerate.utils import (
     GradientAccumulationPlugin,
     MegatronLMPlugin,
@@ -114,18 +111,6 @@ def test_a_number_of_steps_is_checked_and_may_be_text(monkeypatch, steps):
         Accelerator(cpu=True, gradient_accumulation_steps="two")
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", steps)
     with pytest.raises(ValueError, match=f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS={steps}"):
-        Accelerator(cpu=True)
-
-
-def test_a_second_accelerator_does_not_change_the_firsts_accumulation_in_silence(monkeypatch):
-    monkeypatch.setattr(prepared, "_LIVE", weakref.WeakSet())  # what other tests have left does not count
-    first = Accelerator(cpu=True, gradient_accumulation_steps=4)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        first = Accelerator(cpu=True, gradient_accumulation_steps=2)  # the former has nothing to train
-        first.prepare(nn.Linear(1, 1))
-        Accelerator(cpu=True, gradient_accumulation_steps=2)
-    with pytest.warns(UserWarning, match="gradient_accumulation_steps=1.*had 2"):
         Accelerator(cpu=True)
 
 

@@ -1,0 +1,68 @@
+"""What the rooms below `training` may ask of an Accelerator: the annotations of strategies, overlays and checkpoints."""
+
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from accelerate.config.enums import DistributedType
+from accelerate.config.project import ProjectConfiguration
+from accelerate.parallelism_config import ParallelismConfig
+
+
+class Prepared(Protocol):
+    """What an Accelerator has prepared and registered; `training.prepared.PreparedObjects` is it.
+
+    Attributes:
+        models: The prepared models, in order.
+        optimizers: The prepared optimizers.
+        schedulers: The prepared schedulers.
+        dataloaders: The prepared loaders.
+        custom_objects: Those of ``register_for_checkpointing``.
+        moved: The `modules.repoint.MovedParameters`: what became of parameters that preparing replaced.
+        sequence_context: Makes the context in which a sequence is shared by ranks; None without such a strategy.
+        logged: Messages that were logged, and are logged once.
+    """
+
+    models: list[nn.Module]
+    optimizers: list[Any]
+    schedulers: list[Any]
+    dataloaders: list[Any]
+    custom_objects: list[Any]
+    moved: Any
+    sequence_context: Any
+    logged: set[str]
+
+    def find(self, obj: Any) -> Any | None:
+        """Return the entry that an object belongs to, as the prepared one or as what that was made from."""
+
+
+class Run(Protocol):
+    """An Accelerator, as far as strategies, overlays and checkpoints know it."""
+
+    state: Any
+    distributed_type: DistributedType
+    device: torch.device
+    device_placement: bool
+    process_index: int
+    local_process_index: int
+    num_processes: int
+    mixed_precision: str
+    fp8_enabled: bool
+    is_fsdp2: bool
+    scaler: Any
+    ddp_handler: Any
+    fp8_recipe_handler: Any
+    ao_recipe_handler: Any
+    te_recipe_handler: Any
+    msamp_recipe_handler: Any
+    parallelism_config: ParallelismConfig | None
+    torch_device_mesh: Any
+    project_configuration: ProjectConfiguration
+    prepared: Prepared
+
+    def verify_device_map(self, model: nn.Module) -> bool:
+        """Say whether a device map has placed a model on several devices."""
+
+    def shard_model(self, model: nn.Module) -> nn.Module:
+        """Shard a model in place, with the function that libraries replace."""
