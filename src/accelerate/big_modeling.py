@@ -18,12 +18,11 @@ from accelerate.hooks import (
     attach_align_device_hook,
     attach_align_device_hook_on_blocks,
 )
-from accelerate.offload.device_map import check_devices, disjoint_map, infer_auto_device_map
-from accelerate.offload.hooks_base import guard_method, undone_on_failure
+from accelerate.offload.device_map import check_devices, disjoint_map, get_balanced_memory, infer_auto_device_map
+from accelerate.offload.hooks_base import collection_paused, guard_method
 from accelerate.offload.loading import load_checkpoint_in_model, load_into
 from accelerate.offload.placement import Device, as_device, init_empty_weights, init_on_device
 from accelerate.offload.prefetch import aligning_hook, attach_prefetcher, prefetch_budget
-from accelerate.offload.sizes import get_balanced_memory
 from accelerate.offload.store import OffloadedWeightsLoader
 from accelerate.offload.tensors import (
     check_tied_parameters_on_same_device,
@@ -118,7 +117,7 @@ def _offload_all(
     if execution_device is None:
         execution_device = next(model.parameters()).device
     tied = find_tied_parameters(model)
-    with undone_on_failure(model):
+    with collection_paused():
         add_hook_to_module(model, AlignDevicesHook(io_same_device=True), append=True)
         attach_align_device_hook(
             model,
@@ -277,7 +276,7 @@ def dispatch_model(
     check_tied_parameters_on_same_device(tied, device_map)
     execution = {name: main_device if device in offloaded_to else device for name, device in places.items()}
     execution.setdefault("", main_device)
-    with undone_on_failure(model):
+    with collection_paused():
         attach_align_device_hook_on_blocks(
             model,
             execution_device=execution,

@@ -22,9 +22,8 @@ from accelerate.offload.hooks_base import (
     remove_hook_from_module,
     remove_hook_from_submodules,
 )
-from accelerate.offload.placement import Device, any_elsewhere, exact_device, set_module_tensor_to_device
+from accelerate.offload.placement import Device, any_elsewhere, exact_device, scales_name, set_module_tensor_to_device
 from accelerate.offload.prefetch import Prefetcher
-from accelerate.offload.quantized import scales_name
 from accelerate.offload.store import PrefixedDataset, as_stored
 from accelerate.offload.tensors import named_module_tensors
 from accelerate.utils.operations import find_device, send_to_device

@@ -11,19 +11,22 @@ from hypothesis import strategies as st
 from torch import nn
 
 import placement_samples as samples
-from accelerate.offload.device_map import check_device_map, clean_device_map, fallback_allocate, infer_auto_device_map
-from accelerate.offload.planner import make_plan
-from accelerate.offload.sizes import (
-    compute_module_sizes,
+from accelerate.offload.device_map import (
+    check_device_map,
+    clean_device_map,
+    fallback_allocate,
     get_balanced_memory,
-    get_max_layer_size,
     get_max_memory,
-    get_module_leaves,
+    infer_auto_device_map,
 )
+from accelerate.offload.planner import make_plan
 from accelerate.offload.tensors import (
     check_tied_parameters_on_same_device,
+    compute_module_sizes,
     device_of,
     find_tied_parameters,
+    get_max_layer_size,
+    get_module_leaves,
     get_module_size_with_ties,
     retie_parameters,
 )
