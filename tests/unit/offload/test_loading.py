@@ -8,13 +8,12 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from accelerate.big_modeling import cpu_offload, disk_offload, load_checkpoint_and_dispatch
+from accelerate.big_modeling import cpu_offload, disk_offload, init_empty_weights, load_checkpoint_and_dispatch
 from accelerate.offload.loading import (
     load_checkpoint_in_model,
     load_offloaded_weights,
     load_state_dict,
 )
-from accelerate.offload.placement import init_empty_weights
 from accelerate.offload.store import OffloadWriter, offload_weight
 
 

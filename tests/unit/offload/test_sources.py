@@ -261,7 +261,10 @@ def test_an_index_may_have_any_name(checkpoint):
     model, index = _Net(), checkpoint / "model.index.json"
     load_checkpoint_in_model(model, index.rename(checkpoint / "weights.json"))
     assert model.state_dict().keys() == open_checkpoint(checkpoint / "weights.json").keys()
-    for folder, text in ((checkpoint, "exactly one `.index.json`.*found: none"), (checkpoint / "no", "does not exist")):
+    for folder, text in (
+        (checkpoint, "exactly one `.index.json`.*found: none"),
+        (checkpoint / "no", "does not exist"),
+    ):
         with pytest.raises(ValueError, match=text):
             load_checkpoint_in_model(model, folder)
     (checkpoint / "config.json").write_text('{"hidden_size": 8}')
