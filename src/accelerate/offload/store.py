@@ -51,6 +51,8 @@ def read_index(folder: Folder) -> dict[str, dict[str, Any]]:
         raise ValueError(
             f"{path} is no index of offloaded weights ({error}). Delete the folder and offload again."
         ) from error
+    if not isinstance(index, dict) or not all(isinstance(entry, dict) for entry in index.values()):
+        raise ValueError(f"{path} is no index of offloaded weights: it must map names to entries.")
     return index
 
 

@@ -88,11 +88,12 @@ def test_a_file_that_was_cut_off_and_an_index_that_is_none_are_named(tmp_path):
     (tmp_path / "w.dat").write_bytes(bytes(15))
     with pytest.raises(ValueError, match="has 15 bytes"):
         load_offloaded_weight(tmp_path / "w.dat", index["w"])
-    (tmp_path / "index.json").write_text("{")
-    for call in (lambda: read_index(tmp_path), lambda: save_offload_index({"a": {}}, tmp_path)):
-        with pytest.raises(ValueError, match=r"index\.json is no index"):
-            call()
-    assert (tmp_path / "index.json").read_text() == "{"
+    for text in ("{", '{"a": 1}'):
+        (tmp_path / "index.json").write_text(text)
+        for call in (lambda: read_index(tmp_path), lambda: save_offload_index({"a": {}}, tmp_path)):
+            with pytest.raises(ValueError, match=r"index\.json is no index"):
+                call()
+        assert (tmp_path / "index.json").read_text() == text
 
 
 def test_weights_are_written_once_and_those_of_another_model_are_reported(tmp_path, caplog):
