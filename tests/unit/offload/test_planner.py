@@ -208,13 +208,6 @@ def _tied_stacks(count):
     return model
 
 
-def _one_weight(count):
-    model = nn.Sequential(*(_Block() for _ in range(count // 9)))
-    for block in model:
-        block.l0.weight = model[0].l0.weight
-    return model
-
-
 def _without_tensors(count):
     return nn.Sequential(nn.Linear(99, 99, device="meta"), *(nn.ReLU() for _ in range(count)))
 
@@ -246,7 +239,7 @@ def _calls(model):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("make", [_flat, _blocks, _shrinking, _tied_stacks, _one_weight, _without_tensors])
+@pytest.mark.parametrize("make", [_flat, _blocks, _shrinking, _tied_stacks, _without_tensors])
 def test_four_times_the_modules_are_four_times_the_work(make, caplog, capsys):
     caplog.set_level(logging.CRITICAL)
     small, large = _calls(make(144)), _calls(make(4 * 144))
