@@ -1,7 +1,7 @@
 """Filling devices with the modules of a model, one device after the other: what `infer_auto_device_map` runs.
 
-The work grows linearly with the number of modules (and with the square of the number of names of one weight, which are few): names lead to items through dictionaries, the sizes of the layers that wait are
-counted, and nothing is searched for from the beginning.
+The work grows linearly with the number of modules (and with the square of the number of names of one weight, which are few): names
+lead to items through dictionaries, the sizes of the layers that wait are counted, and nothing is searched for from the beginning.
 """
 
 from collections import Counter
