@@ -464,4 +464,4 @@ def extract_submodules_state_dict(state_dict: Mapping[str, Any], submodule_names
         {'a.w': 1}
     """
     wanted = set(submodule_names)
-    return {k: v for k, v in state_dict.items() if any(part in wanted for part in ("", *name_and_parents(k)))}
+    return {k: state_dict[k] for k in state_dict if any(part in wanted for part in ("", *name_and_parents(k)))}
