@@ -1,9 +1,10 @@
 """Models larger than one device: making them empty, spreading them over devices, offloading what does not fit."""
 
+import contextlib
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -18,12 +19,11 @@ from accelerate.hooks import (
     attach_align_device_hook,
     attach_align_device_hook_on_blocks,
 )
-from accelerate.offload.device_map import check_devices, disjoint_map, infer_auto_device_map
-from accelerate.offload.hooks_base import guard_method, undone_on_failure
+from accelerate.offload.device_map import check_devices, disjoint_map, get_balanced_memory, infer_auto_device_map
+from accelerate.offload.hooks_base import collection_paused, guard_method
 from accelerate.offload.loading import load_checkpoint_in_model, load_into
-from accelerate.offload.placement import Device, as_device, init_empty_weights, init_on_device
+from accelerate.offload.placement import Device, as_device
 from accelerate.offload.prefetch import aligning_hook, attach_prefetcher, prefetch_budget
-from accelerate.offload.sizes import get_balanced_memory
 from accelerate.offload.store import OffloadedWeightsLoader
 from accelerate.offload.tensors import (
     check_tied_parameters_on_same_device,
@@ -39,6 +39,7 @@ from accelerate.offload.weights import (
     state_tensors,
     write_missing,
 )
+from accelerate.utils.environment import parse_flag_from_env
 from accelerate.utils.modeling import check_device_map  # looked up here at each call: transformers replaces it here
 
 __all__ = [
@@ -70,6 +71,78 @@ SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = (
 )
 
 _AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
+@contextlib.contextmanager
+def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
+    """Have the parameters of modules made inside live on the meta device, so that a model larger than memory can be made.
+
+    Works as a ``with`` block and as a decorator. Such a model has shapes and dtypes, but no data: load a checkpoint with
+    `load_checkpoint_and_dispatch` before using it.
+
+    Args:
+        include_buffers: Put buffers on the meta device too, and every other tensor made inside. None: as
+            ``ACCELERATE_INIT_INCLUDE_BUFFERS`` says, else no.
+
+    Example:
+        >>> with init_empty_weights():
+        ...     layer = nn.Linear(1000, 1000)
+        >>> layer.weight.device.type
+        'meta'
+    """
+    with init_on_device(torch.device("meta"), include_buffers=include_buffers):
+        yield
+
+
+@contextlib.contextmanager
+def init_on_device(device: int | str | torch.device, include_buffers: bool | None = None) -> Iterator[None]:
+    """Have the parameters of modules made inside live on a device. Works as a ``with`` block and as a decorator.
+
+    Args:
+        device: The device.
+        include_buffers: Put buffers there too, and every other tensor made inside. None: as
+            ``ACCELERATE_INIT_INCLUDE_BUFFERS`` says, else no.
+
+    Example:
+        >>> @init_on_device("meta")
+        ... def build():
+        ...     return nn.Linear(2, 2)
+        >>> build().weight.device.type
+        'meta'
+    """
+    if include_buffers is None:
+        include_buffers = parse_flag_from_env("ACCELERATE_INIT_INCLUDE_BUFFERS", False)
+    if include_buffers:
+        # torch makes every tensor there; no memory is ever taken elsewhere.
+        with torch.device(device):
+            yield
+        return
+    register = nn.Module.register_parameter
+
+    def register_on_device(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(module, name, param)
+        if param is not None:
+            module._parameters[name] = _parameter_on(param, torch.device(device))
+
+    nn.Module.register_parameter = register_on_device
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
+
+
+def _parameter_on(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    if parameter.device == device:
+        return parameter
+    # Out of the meta device there is nothing to copy: such a parameter is still to be initialised.
+    made = torch.empty_like(parameter, device=device) if parameter.is_meta else parameter.detach().to(device)
+    kind = type(parameter)
+    if kind is not nn.Parameter and issubclass(kind, nn.Parameter):
+        new = torch.Tensor._make_subclass(kind, made, parameter.requires_grad)
+    else:
+        new = nn.Parameter(made, requires_grad=parameter.requires_grad)
+    new.__dict__.update(getattr(parameter, "__dict__", {}))
+    return new
 
 
 def cpu_offload(
@@ -118,7 +191,7 @@ def _offload_all(
     if execution_device is None:
         execution_device = next(model.parameters()).device
     tied = find_tied_parameters(model)
-    with undone_on_failure(model):
+    with collection_paused():
         add_hook_to_module(model, AlignDevicesHook(io_same_device=True), append=True)
         attach_align_device_hook(
             model,
@@ -277,7 +350,7 @@ def dispatch_model(
     check_tied_parameters_on_same_device(tied, device_map)
     execution = {name: main_device if device in offloaded_to else device for name, device in places.items()}
     execution.setdefault("", main_device)
-    with undone_on_failure(model):
+    with collection_paused():
         attach_align_device_hook_on_blocks(
             model,
             execution_device=execution,

@@ -22,9 +22,8 @@ from accelerate.offload.hooks_base import (
     remove_hook_from_module,
     remove_hook_from_submodules,
 )
-from accelerate.offload.placement import Device, any_elsewhere, exact_device, set_module_tensor_to_device
+from accelerate.offload.placement import Device, any_elsewhere, exact_device, scales_name, set_module_tensor_to_device
 from accelerate.offload.prefetch import Prefetcher
-from accelerate.offload.quantized import scales_name
 from accelerate.offload.store import PrefixedDataset, as_stored
 from accelerate.offload.tensors import named_module_tensors
 from accelerate.utils.operations import find_device, send_to_device
@@ -375,19 +374,7 @@ def attach_execution_device_hook(
 
 def _has_state(module: nn.Module) -> bool:
     """Whether a module's state dict has entries. Building it for every module would cost the depth of the model."""
-    for below in module.modules():
-        if any(tensor is not None for tensor in below._parameters.values()):
-            return True
-        if any(
-            buffer is not None and name not in below._non_persistent_buffers_set
-            for name, buffer in below._buffers.items()
-        ):
-            return True
-    return False
-
-
-def _has_direct_tensors(module: nn.Module) -> bool:
-    return next(named_module_tensors(module), None) is not None
+    return any(next(named_module_tensors(m, remove_non_persistent=True), None) is not None for m in module.modules())
 
 
 def attach_align_device_hook(
@@ -414,33 +401,25 @@ def attach_align_device_hook(
         preload_module_classes: Names of classes whose instances load everything below them at once.
         tied_params_map: As for `AlignDevicesHook`.
     """
-    whole = offload and type(module).__name__ in (preload_module_classes or ())
-    prefix = f"{module_name}." if module_name else ""
-    if whole or _has_direct_tensors(module):
-        hook = AlignDevicesHook(
-            execution_device=execution_device,
-            offload=offload,
-            weights_map=None if weights_map is None else PrefixedDataset(weights_map, prefix),
-            offload_buffers=offload_buffers,
-            place_submodules=whole,
-            skip_keys=skip_keys,
-            tied_params_map=tied_params_map,
-        )
-        add_hook_to_module(module, hook, append=True)
-    if whole:
-        return
-    for name, child in module.named_children():
-        attach_align_device_hook(
-            child,
-            execution_device=execution_device,
-            offload=offload,
-            weights_map=weights_map,
-            offload_buffers=offload_buffers,
-            module_name=prefix + name,
-            skip_keys=skip_keys,
-            preload_module_classes=preload_module_classes,
-            tied_params_map=tied_params_map,
-        )
+
+    def visit(current: nn.Module, name: str) -> None:
+        whole = offload and type(current).__name__ in (preload_module_classes or ())
+        prefix = f"{name}." if name else ""
+        if whole or next(named_module_tensors(current), None) is not None:
+            hook = AlignDevicesHook(
+                execution_device=execution_device,
+                offload=offload,
+                weights_map=None if weights_map is None else PrefixedDataset(weights_map, prefix),
+                offload_buffers=offload_buffers,
+                place_submodules=whole,
+                skip_keys=skip_keys,
+                tied_params_map=tied_params_map,
+            )
+            add_hook_to_module(current, hook, append=True)
+        for child_name, child in current.named_children() if not whole else ():
+            visit(child, prefix + child_name)
+
+    visit(module, module_name)
 
 
 def attach_align_device_hook_on_blocks(

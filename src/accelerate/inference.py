@@ -10,7 +10,7 @@ from torch import nn
 
 from accelerate import comm
 from accelerate.offload.device_map import infer_auto_device_map
-from accelerate.offload.sizes import compute_module_sizes
+from accelerate.offload.tensors import compute_module_sizes
 from accelerate.process import PartialState
 from accelerate.utils.operations import ignorant_find_batch_size, send_to_device
 

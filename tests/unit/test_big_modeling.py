@@ -18,8 +18,7 @@ from accelerate.big_modeling import (
     init_empty_weights,
     load_checkpoint_and_dispatch,
 )
-from accelerate.hooks import AlignDevicesHook, SequentialHook, UserCpuOffloadHook, remove_hook_from_submodules
-from accelerate.utils.modeling import get_state_dict_offloaded_model
+from accelerate.hooks import UserCpuOffloadHook, remove_hook_from_submodules
 
 
 class _Net(nn.Module):
@@ -62,15 +61,6 @@ def _on_meta(model):
     return {name for name, tensor in model.named_parameters() if tensor.device.type == "meta"}
 
 
-def test_cpu_offload_computes_the_same_from_weights_kept_aside(model, inputs):
-    plain = model(inputs)
-    assert cpu_offload(model) is model
-    assert _on_meta(model) == set(dict(model.named_parameters()))
-    assert torch.equal(model(inputs), plain)
-    remove_hook_from_submodules(model)
-    assert not _on_meta(model) and torch.equal(model(inputs), plain)
-
-
 def test_cpu_offload_with_another_state_dict(model, inputs):
     zeros = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
     cpu_offload(model, execution_device="cpu", state_dict=zeros)
@@ -107,20 +97,6 @@ def test_one_device_needs_no_hooks_unless_forced(device_map, model, inputs):
     assert model._hf_hook.io_same_device and torch.equal(model(inputs), plain)
 
 
-@pytest.mark.parametrize("device_map", [MIXED, {"": "disk"}, {"linear1": "disk", "norm": "cpu", "linear2": "disk"}])
-def test_dispatch_to_cpu_and_disk(device_map, model, inputs, tmp_path):
-    plain = model(inputs)
-    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    assert dispatch_model(model, device_map, offload_dir=tmp_path) is model
-    on_disk = tuple(name for name, device in device_map.items() if device == "disk")
-    assert _on_meta(model) == {name for name, _ in model.named_parameters() if name.startswith(on_disk)}
-    assert torch.equal(model(inputs), plain) and model.hf_device_map == device_map
-    gathered = get_state_dict_offloaded_model(model)
-    assert list(gathered) == list(state) and all(torch.equal(gathered[name], state[name]) for name in state)
-    remove_hook_from_submodules(model)
-    assert not _on_meta(model) and torch.equal(model(inputs), plain)
-
-
 def test_cpu_modules_are_offloaded_when_another_device_computes(model):
     dispatch_model(model, {"linear1": "meta", "norm": "cpu", "linear2": "cpu"})
     hook = model.linear2._hf_hook
@@ -153,45 +129,6 @@ def test_the_device_map_check_is_the_global_of_this_module(model, monkeypatch):
     monkeypatch.setattr(big_modeling, "check_device_map", lambda *arguments: seen.append(arguments))
     dispatch_model(model, {"linear1": "cpu"})
     assert seen == [(model, {"linear1": "cpu"})]
-
-
-def test_disk_needs_a_place(model):
-    with pytest.raises(ValueError, match="offload_dir"):
-        dispatch_model(model, MIXED)
-
-
-def test_an_offload_index_is_read_where_it_points(model, inputs, tmp_path):
-    plain = model(inputs)
-    save_file(model.state_dict(), tmp_path / "m.safetensors")
-    index = {
-        name: {"safetensors_file": str(tmp_path / "m.safetensors"), "weight_name": name} for name in model.state_dict()
-    }
-    with init_empty_weights():
-        empty = _Net().eval()
-    dispatch_model(empty, {"": "disk"}, offload_index=index)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["m.safetensors"]
-    assert torch.equal(empty(inputs), plain)
-    assert empty.linear1._hf_hook.weights_map.dataset.index["linear1.weight"]["weight_name"] == "linear1.weight"
-
-
-@pytest.mark.parametrize(
-    "device_map",
-    [
-        {"emb": "cpu", "mid": "disk", "head": "cpu"},
-        {"emb": "disk", "mid": "cpu", "head": "disk"},
-        {"emb": "cpu", "mid": "cpu", "head": "disk"},
-        {"emb": "disk", "mid": "disk", "head": "disk"},
-    ],
-)
-def test_tied_weights_compute_the_same_wherever_they_are(device_map, tmp_path):
-    model = _Tied()
-    x = torch.randn(2, 4)
-    plain = model(x)
-    dispatch_model(model, device_map, offload_dir=tmp_path)
-    for _ in range(2):
-        assert torch.equal(model(x), plain)
-    if device_map["emb"] == device_map["head"] == "cpu":
-        assert model.emb.weight is model.head.weight
 
 
 @pytest.mark.parametrize("home", ["cpu", "disk", "parts"])
@@ -321,10 +258,3 @@ def test_layerwise_casting_skips_what_is_named(skip):
     model = nn.ModuleDict({"conv": nn.Conv1d(1, 1, 1), "sub": nn.Sequential(nn.Linear(2, 2))})
     attach_layerwise_casting_hooks(model, torch.bfloat16, torch.float32, **skip)
     assert model["conv"].weight.dtype is torch.bfloat16 and model["sub"][0].weight.dtype is torch.float32
-
-
-def test_other_hooks_are_kept_when_offloading(model, inputs):
-    plain = model(inputs)
-    cpu_offload(model, "cpu")
-    assert not isinstance(model._hf_hook, SequentialHook)  # the root owns no tensor of its own
-    assert isinstance(model.linear1._hf_hook, AlignDevicesHook) and torch.equal(model(inputs), plain)

@@ -16,7 +16,7 @@ from accelerate.hooks import (
     remove_hook_from_submodules,
 )
 from accelerate.utils.modeling import align_module_device, has_offloaded_params
-from accelerate.utils.offload import OffloadedWeightsLoader, PrefixedDataset
+from accelerate.utils.offload import OffloadedWeightsLoader
 
 
 class _Net(nn.Module):
@@ -69,19 +69,6 @@ def test_weights_go_to_the_execution_device_at_once():
     assert _devices(outer) == {"0.weight": "cpu", "0.bias": "cpu"}
     add_hook_to_module(outer, AlignDevicesHook(execution_device="meta", place_submodules=True))
     assert _devices(outer) == {"0.weight": "meta", "0.bias": "meta"}
-
-
-def test_offloaded_weights_are_on_meta_except_during_forward(model, inputs):
-    plain = model(inputs)
-    attach_align_device_hook(model, "cpu", offload=True)
-    assert _devices(model)["linear1.weight"] == _devices(model)["scale"] == "meta"
-    assert _devices(model)["norm.running_mean"] == _devices(model)["local"] == "cpu"
-    during = []
-    model.linear1._old_forward = lambda x: (
-        during.append(model.linear1.weight.device.type) or nn.Linear.forward(model.linear1, x)
-    )
-    assert torch.equal(model(inputs), plain) and during == ["cpu"]
-    assert _devices(model)["linear1.weight"] == "meta"
 
 
 def test_removal_brings_weights_back(model, inputs):
@@ -169,23 +156,6 @@ def test_execution_hooks_cover_modules_with_weights_down_to_preloaded_classes(mo
     assert [name for name, module in model.named_modules() if hasattr(module, "_hf_hook")] == [""]
 
 
-def test_preloaded_classes_load_everything_below_at_once(model, inputs):
-    plain = model(inputs)
-    attach_align_device_hook(model, "cpu", offload=True, preload_module_classes=["_Net"])
-    assert model._hf_hook.place_submodules and not hasattr(model.linear1, "_hf_hook")
-    assert _devices(model)["linear2.weight"] == "meta"
-    assert torch.equal(model(inputs), plain) and _devices(model)["linear2.weight"] == "meta"
-
-
-def test_a_weights_map_is_read_by_full_name(model, inputs):
-    state = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
-    attach_align_device_hook(model, "cpu", offload=True, weights_map=OffloadedWeightsLoader(state_dict=state))
-    weights_map = model.linear1._hf_hook.weights_map
-    assert isinstance(weights_map, PrefixedDataset) and weights_map.prefix == "linear1."
-    assert weights_map.dataset.state_dict is state
-    assert (model(inputs) == 0).all()
-
-
 def _kinds(model):
     return {name: module._hf_hook for name, module in model.named_modules() if hasattr(module, "_hf_hook")}
 
@@ -194,24 +164,6 @@ def test_one_device_for_all_blocks_is_one_hook(model):
     attach_align_device_hook_on_blocks(model, "cpu")
     (hook,) = _kinds(model).values()
     assert hook.io_same_device and hook.place_submodules and not hook.offload
-
-
-def test_blocks_are_placed_or_offloaded_as_the_map_says(model, inputs):
-    plain = model(inputs)
-    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    attach_align_device_hook_on_blocks(
-        model,
-        execution_device=dict.fromkeys(["linear1", "norm", "linear2"], "cpu"),
-        offload={"linear1": True, "norm": False, "linear2": True},
-        weights_map=OffloadedWeightsLoader(state_dict=state),
-        skip_keys=["past"],
-    )
-    found = _kinds(model)
-    assert found[""].io_same_device and found[""].execution_device is None
-    assert found["linear1"].offload and not found["linear1"].place_submodules
-    assert found["norm"].place_submodules and not found["norm"].offload
-    assert all(hook.skip_keys == ["past"] for hook in found.values())
-    assert torch.equal(model(inputs), plain) and _devices(model)["linear2.bias"] == "meta"
 
 
 def test_tensors_of_a_split_module_follow_their_own_entry(model, inputs):

@@ -22,7 +22,7 @@ from accelerate.checkpoint.layouts import Found, Kind
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, FileEntry, Manifest, damaged, problems
 from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, State, storage_of
 from accelerate.modules.unwrap import canonical_name
-from accelerate.offload.sizes import convert_file_size_to_int
+from accelerate.offload.tensors import convert_file_size_to_int
 from accelerate.process import PartialState
 from accelerate.runtime import durable
 from accelerate.utils.constants import FSDP_MODEL_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME

@@ -1,24 +1,36 @@
-"""Deciding which module goes to which device, and checking such a decision."""
+"""Deciding which module goes to which device and how much each may hold, and checking such a decision."""
 
 import logging
+import numbers
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from accelerate.devices import probe
+from accelerate.devices.probe import detect
 from accelerate.diagnostics.table import table
 from accelerate.offload.placement import Device, as_device
-from accelerate.offload.planner import Plan, fitting, make_plan, parts
-from accelerate.offload.sizes import class_names, format_bytes, get_max_memory
-from accelerate.offload.tensors import Ties, check_tied_parameters_in_config, device_of, name_and_parents
+from accelerate.offload.planner import Plan, Ties, fitting, make_plan, parts
+from accelerate.offload.tensors import (
+    check_tied_parameters_in_config,
+    class_names,
+    compute_module_sizes,
+    convert_file_size_to_int,
+    format_bytes,
+    get_module_leaves,
+    name_and_parents,
+)
 
 logger = logging.getLogger("accelerate.utils.modeling")
 
 Item = tuple[str, nn.Module | torch.Tensor]
+
+# The reserve per device in a balanced split, as a factor of the larger of: a whole block, an average leaf.
+_BALANCE_MARGIN = 1.25
 
 
 def fallback_allocate(
@@ -54,8 +66,7 @@ def fallback_allocate(
     for name in path:
         position = next(index for index, (other, _) in enumerate(waiting) if other == name)
         _, module = waiting.pop(position)
-        if name != path[-1]:
-            waiting[position:position] = parts(name, module)
+        waiting[position:position] = parts(name, module) if name != path[-1] else []
     return path[-1], module, waiting
 
 
@@ -131,17 +142,15 @@ def _warn_of_buffers(plan: Plan) -> None:
 
 def _warn_of_empty_devices(plan: Plan) -> None:
     """A budget of nothing is a wish; one that holds nothing is a mistake."""
-    budgets = {use.device: use.budget for use in plan.devices if not use.used}
+    empty = {use.device: use.budget for use in plan.devices if use.budget and not use.used}
     lines = {}
     for refusal in plan.refusals:
-        budget = budgets.get(refusal.device)
-        if refusal.emptied and budget:
-            shares = f"{refusal.size} for {refusal.name!r}"
-            if refusal.reserve:
-                shares += f" and {refusal.reserve} kept free for the largest layer"
+        if refusal.emptied and refusal.device in empty:
+            budget = empty[refusal.device]
             lines[refusal.device] = (
-                f"\n  - {refusal.device}: {refusal.size + refusal.reserve} bytes required ({shares}), the budget is "
-                f"{budget} ({format_bytes(budget)})"
+                f"\n  - {refusal.device}: {refusal.size + refusal.reserve} bytes required ({refusal.size} for "
+                f"{refusal.name!r}, {refusal.reserve} kept free for the largest layer), the budget is {budget} "
+                f"({format_bytes(budget)})"
             )
     if lines:
         logger.warning(
@@ -186,14 +195,12 @@ def clean_device_map(device_map: dict[str, int | str], module_name: str = "") ->
     """
     entries: dict[str, list[str]] = {"": list(device_map)}  # module -> entries in it
     children: dict[str, dict[str, None]] = {}  # module -> the modules and tensors right below it
-    for name in device_map:
-        while name:
+    for entry in device_map:
+        for name in name_and_parents(entry):
             outer = name.rpartition(".")[0]
             children.setdefault(outer, {})[name] = None
-            name = outer
-    for name in device_map:
-        for outer in name_and_parents(name.rpartition(".")[0]):
-            entries.setdefault(outer, []).append(name)
+            if outer:
+                entries.setdefault(outer, []).append(entry)
     pending = [module_name]
     while pending:
         name = pending.pop()
@@ -268,58 +275,168 @@ def disjoint_map(model: nn.Module, device_map: Mapping[str, Device]) -> dict[str
         device_map: Module or tensor names to devices; every tensor is covered.
 
     Returns:
-        The map itself, copied, where nothing overlaps.
+        The map itself, copied, where nothing overlaps; else the shortest that says the same.
 
     Example:
         >>> disjoint_map(nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1)), {"": "cpu", "2": "disk"})
-        {'0': 'cpu', '1': 'cpu', '2': 'disk'}
+        {'0': 'cpu', '2': 'disk'}
     """
-    entries = {**device_map, **_places_of_other_names(model, device_map)}
-    opened = set()
-    for name in entries:
-        parent = name
-        while parent:
-            parent = parent.rpartition(".")[0]
-            opened.add(parent)
-    if opened.isdisjoint(entries):
-        return entries
-    disjoint: dict[str, Device] = {}
-    for name, device in entries.items():
-        _add(model, name, device, entries, opened, disjoint)
-    return disjoint
-
-
-def _add(
-    model: nn.Module,
-    name: str,
-    device: Device,
-    entries: Mapping[str, Device],
-    opened: set[str],
-    disjoint: dict[str, Device],
-) -> None:
-    """Add an entry, or, if others lie below it, one for each part that they leave."""
-    if name not in opened:
-        disjoint[name] = device
-        return
-    module = model.get_submodule(name)
-    prefix = f"{name}." if name else ""
-    # The tables themselves, because torch's iterators leave out a second name for the same thing.
-    for part, thing in (*module._parameters.items(), *module._buffers.items(), *module._modules.items()):
-        if thing is not None and prefix + part not in entries:
-            _add(model, prefix + part, device, entries, opened, disjoint)
-
-
-def _places_of_other_names(model: nn.Module, device_map: Mapping[str, Device]) -> dict[str, Device]:
-    """Entries for the tensors of modules that have several names, where the map gives the further ones another place."""
     first = {id(module): name for name, module in model.named_modules()}
+    named = list(model.named_modules(remove_duplicate=False))
+    nested = any(part in device_map for name in device_map for part in (*name_and_parents(name), "") if part != name)
+    if not nested and len(named) == len(first):
+        return dict(device_map)
     places: dict[str, Device] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        known = first[id(module)]
-        for tensor in (*module._parameters, *module._buffers) if known != name else ():
-            if tensor in module._non_persistent_buffers_set:
-                continue  # in no checkpoint: they stay with the module
-            other = f"{name}.{tensor}"
-            place = device_of(f"{known}.{tensor}" if known else tensor, device_map)
-            if getattr(module, tensor) is not None and place != device_of(other, device_map):
-                places[other] = place
-    return places
+    for name, module in named:
+        known, prefix = first[id(module)], f"{name}." if name else ""
+        for last, tensor in (*module._parameters.items(), *module._buffers.items()):
+            lies_in = next(
+                (p for p in (*name_and_parents(f"{known}.{last}".lstrip(".")), "") if p in device_map), None
+            )
+            if tensor is not None and lies_in is not None:
+                places[prefix + last] = device_map[lies_in]
+    return clean_device_map(places)
+
+
+def _detected_memory() -> dict[int | str, int]:
+    import psutil  # read here alone, and slow to import
+
+    device = detect()
+    free: dict[int | str, int] = {}
+    if device.type == "mps":
+        return {"mps": psutil.virtual_memory().available}
+    for index in range(device.count()) if device.type != "cpu" else ():
+        try:
+            free[index] = device.namespace().mem_get_info(index)[0]
+        except Exception as error:  # a device may be taken by another process, or be too old for this torch
+            logger.info("Device %s:%d is left out of the memory budget: %s", device.type, index, error)
+    free["cpu"] = psutil.virtual_memory().available
+    return free
+
+
+def _warn_of_missing_devices(indices: Sequence[int]) -> None:
+    device = detect()
+    available = range(device.count()) if device.type not in ("cpu", "mps") else range(0)
+    missing = [index for index in indices if index not in available]
+    if missing:
+        logger.warning(
+            "Devices in max_memory that are not available: %s; available devices are %s.", missing, list(available)
+        )
+
+
+def _bytes_of(device: Any, budget: Any) -> int | float:
+    """Read one budget. Numbers stay as they are: transformers computes budgets as floats."""
+    if isinstance(budget, numbers.Real) and budget >= 0:
+        return budget
+    try:
+        return convert_file_size_to_int(budget)
+    except ValueError as error:
+        raise ValueError(
+            f"max_memory[{device!r}]={budget!r} is not a size. Give a number of bytes (at least 0) or text with a unit, "
+            "such as '5GB' or '512MiB'."
+        ) from error
+
+
+def _ordered_budgets(max_memory: Mapping[int | str, int | str]) -> dict[int | str, int]:
+    if not isinstance(max_memory, Mapping):
+        raise ValueError(
+            f"max_memory={max_memory!r} is no mapping. Give a budget per device, such as {{0: '10GiB', 'cpu': '30GiB'}}."
+        )
+    indices = sorted(device for device in max_memory if isinstance(device, int))
+    order: list[int | str] = [*indices, *(name for name in ("mps", "cpu", "disk") if name in max_memory)]
+    unknown = [device for device in max_memory if device not in order]
+    if unknown:
+        raise ValueError(
+            f"max_memory names the device {unknown[0]!r}; devices are accelerator indices (int), 'mps', 'cpu' and 'disk'."
+        )
+    return {device: _bytes_of(device, max_memory[device]) for device in order}
+
+
+def get_max_memory(max_memory: Mapping[int | str, int | str] | None = None) -> dict[int | str, int]:
+    """Return the memory budget of each device in bytes, ordered by the sequence in which devices get filled.
+
+    A line of warning names the accelerators that this machine does not have.
+
+    Args:
+        max_memory: Device to budget; accelerators by index, others as ``"mps"``, ``"cpu"``, ``"disk"``. Budgets are
+            bytes, or text as `convert_file_size_to_int` reads it. Devices not named get nothing. None: the free memory
+            of every accelerator, and of the host.
+
+    Raises:
+        ValueError: A key is no such device, or a budget is not a size.
+
+    Example:
+        >>> get_max_memory({"cpu": "1GB", "disk": 10})
+        {'cpu': 1000000000, 'disk': 10}
+    """
+    if max_memory is None:
+        return _detected_memory()
+    budgets = _ordered_budgets(max_memory)
+    _warn_of_missing_devices([device for device in budgets if isinstance(device, int)])
+    return budgets
+
+
+def _margin(model: nn.Module, sizes: Mapping[str, int], no_split: Collection[str]) -> int:
+    """Bytes by which one device may exceed its even share, since blocks are placed whole."""
+    tensors = set(get_module_leaves(sizes))
+    modules = {name: size for name, size in sizes.items() if name not in tensors}
+    leaves = get_module_leaves(modules)
+    mean_leaf = int(sum(modules[name] for name in leaves) / max(len(leaves), 1))
+    blocks: dict[str, int] = {}
+    for name in modules if no_split else ():
+        kind = type(model.get_submodule(name)).__name__
+        if name and kind in no_split:
+            blocks.setdefault(kind, modules[name])
+    return int(_BALANCE_MARGIN * max(mean_leaf, *blocks.values(), 0))
+
+
+def get_balanced_memory(
+    model: nn.Module,
+    max_memory: Mapping[int | str, int | str] | None = None,
+    no_split_module_classes: Sequence[str] | str | None = None,
+    dtype: str | torch.dtype | None = None,
+    special_dtypes: Mapping[str, str | torch.dtype] | None = None,
+    low_zero: bool = False,
+) -> dict[int | str, int]:
+    """Return a memory budget that spreads a model evenly over the accelerators, for `infer_auto_device_map`.
+
+    The last accelerator keeps its whole budget, for what the even shares do not hold.
+
+    Args:
+        model: The model; its tensors may be on the meta device.
+        max_memory: The most that may be used, as for `get_max_memory`.
+        no_split_module_classes: Names of classes whose instances stay on one device.
+        dtype: Dtype that the weights will be cast to.
+        special_dtypes: Exact dtypes for some tensors, by full name.
+        low_zero: Leave as much as possible of accelerator 0, or the first one there is, free (for generation, whose outputs
+            gather there).
+
+    Returns:
+        Device to bytes, as `get_max_memory` returns it.
+
+    Raises:
+        ValueError: A budget, class or dtype is none; the message names it.
+    """
+    user_set = max_memory is not None
+    # Devices that are not there are warned about when the budgets are used.
+    budgets = _ordered_budgets(max_memory) if user_set else get_max_memory()
+    accelerators = [device for device in budgets if device not in ("cpu", "disk") and budgets[device] > 0]
+    if not accelerators or "mps" in accelerators:
+        return budgets
+    if len(accelerators) == 1:
+        low_zero = False
+        if not user_set:
+            # Activations need room on the only accelerator, and nobody said how much.
+            budgets[accelerators[0]] = int(budgets[accelerators[0]] * 0.9)
+    sizes = compute_module_sizes(model, dtype=dtype, special_dtypes=special_dtypes)
+    total = sizes.get("", 0)
+    no_split = class_names(no_split_module_classes)
+    share = total // (len(accelerators) - low_zero) + _margin(model, sizes, no_split)
+    low = (0 if 0 in budgets else accelerators[0]) if low_zero else None
+    for device in accelerators[:-1]:
+        if device != low:
+            budgets[device] = min(share, budgets[device])
+    if low in accelerators:
+        others = sum(budgets[device] for device in accelerators if device != low)
+        budgets[low] = min(max(0, total - others), budgets[low])
+    return budgets

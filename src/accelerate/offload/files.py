@@ -6,7 +6,6 @@ room, and drops it when there is none, because the file still has it. Nothing ha
 
 import json
 import os
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,33 +15,21 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from accelerate.offload.quantized import FOUR_BIT, scales_name
+from accelerate.offload.placement import FOUR_BIT, scales_name
 from accelerate.utils.constants import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 
 Path_ = str | os.PathLike
-
-# Seconds between two looks at a file that is in use: a look takes a microsecond on a local disk, and much longer on others.
-CHECK_EVERY = 1.0
 
 _FOREIGN_FORMATS = ("tf", "flax", "np", "mlx")
 # A message names this many of what is wrong, and counts the rest.
 _SHOWN = 8
 
 
-def file_stamp(path: Path_) -> tuple[int, int, int] | None:
-    """Return what changes when a file is replaced (the first number) or rewritten; None if it is gone."""
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_ino, found.st_size, found.st_mtime_ns
-
-
 class WeightFile:
     """A file of weights, opened once: in safetensors, else what `torch.save` wrote, of which only tensors in plain containers are
     accepted, so that no code in it runs.
 
-    What it is read for stays valid while the file is replaced, but not when it is rewritten.
+    What is read from it stays valid while the file is replaced, but not when it is rewritten.
 
     Args:
         path: The file.
@@ -63,30 +50,18 @@ class WeightFile:
         if not os.path.isfile(self.path):
             raise FileNotFoundError(f"The file of weights {self.path} does not exist.")
         self.in_place = self.path.endswith(".safetensors")
-        self._stamp = file_stamp(self.path)
-        self._next_look = time.monotonic() + CHECK_EVERY
-        self._handle: Any = None
-        self._tensors: dict[str, Any] | None = None
-        self._mapped = True
-        self._open()
-        if self.in_place:
-            check_format(self.path, self._handle.metadata())
-        self.keys = dict.fromkeys(
-            self._handle.keys() if self.in_place else self._tensors
-        )  # in order, and looked up quickly
-
-    def _open(self) -> None:
-        kind = "safetensors file" if self.in_place else "state dict of torch.save"
         try:
-            if self.in_place:
-                self._handle = safe_open(self.path, framework="pt")
-            else:
-                self._tensors, self._mapped = _load_torch(self.path)
+            content = safe_open(self.path, framework="pt") if self.in_place else _load_torch(self.path)
         except (SafetensorError, RuntimeError, EOFError, OSError, ValueError) as error:
+            kind = "safetensors file" if self.in_place else "state dict of torch.save"
             raise ValueError(
                 f"{self.path} ({os.path.getsize(self.path):,} bytes) is truncated or no {kind}: "
                 f"{str(error).partition(chr(10))[0]}. Copy or download it again."
             ) from error
+        if self.in_place:
+            check_format(self.path, content.metadata())
+        self._read = content.get_tensor if self.in_place else content.__getitem__
+        self.keys = dict.fromkeys(content.keys())  # in order, and looked up quickly
 
     def tensor(self, key: str) -> torch.Tensor:
         """Return a tensor, as a view of the file if that can be mapped; writing to it does not change the file.
@@ -96,47 +71,7 @@ class WeightFile:
         """
         if key not in self.keys:
             raise KeyError(f"{self.path} has no tensor {key!r}; it has {listed(map(repr, self.keys), 5)}.")
-        if self.in_place:
-            return self._handle.get_tensor(key)
-        if self._tensors is None:
-            self._open()
-        return self._tensors[key]
-
-    def describe(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
-        """Return the shape and dtype of every tensor by name; what is no tensor is left out."""
-        found = {key: self.tensor(key) for key in self.keys}
-        # Modules may keep extra state in other forms, which only their own `load_state_dict` understands.
-        described = {key: (t.shape, t.dtype) for key, t in found.items() if isinstance(t, torch.Tensor)}
-        if found and not described:
-            raise ValueError(
-                f"{self.path} is no state dict: {listed(map(repr, found), 5)} are no tensors. Save model.state_dict() alone."
-            )
-        self.close()
-        return described
-
-    def close(self) -> None:
-        """Let go of tensors that are not mapped; they are read again when they are asked for."""
-        if not self._mapped:
-            self._tensors = None
-
-    def check(self) -> None:
-        """Raise if the file was changed in place since it was opened, because then so were the tensors read from it.
-
-        A file that was replaced or deleted is fine: the mapping is of the old one. Looks at most once in `CHECK_EVERY`.
-
-        Raises:
-            RuntimeError: It was changed.
-        """
-        now = time.monotonic()
-        if now < self._next_look:
-            return
-        found = file_stamp(self.path)
-        if found is not None and found[0] == self._stamp[0] and found != self._stamp:
-            raise RuntimeError(
-                f"The file {self.path} was changed while weights in it are in use, so these weights are lost. Load the model "
-                "again; write new checkpoints to another folder, or replace the file in one step (os.replace)."
-            )
-        self._next_look = now + CHECK_EVERY
+        return self._read(key)
 
 
 def check_format(path: str, metadata: Mapping[str, str] | None) -> None:
@@ -160,19 +95,17 @@ def check_format(path: str, metadata: Mapping[str, str] | None) -> None:
         )
 
 
-def _load_torch(path: str) -> tuple[dict[str, Any], bool]:
-    """The content of a file of `torch.save`, and whether its tensors are mapped."""
-    mapped = True
+def _load_torch(path: str) -> dict[str, Any]:
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except RuntimeError as error:
         # Files of torch before 1.6 are no zip archives and cannot be mapped.
         if "mmap can only be used" not in str(error):
             raise
-        loaded, mapped = torch.load(path, map_location="cpu", weights_only=True), False
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(loaded, Mapping):
         raise ValueError(f"it holds a {type(loaded).__name__}")
-    return dict(loaded), mapped
+    return dict(loaded)
 
 
 @dataclass(frozen=True)
@@ -283,8 +216,11 @@ def open_checkpoint(checkpoint: Path_) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
     for path, expected in _located(checkpoint).items():
         file = WeightFile(path)
-        for key, (shape, dtype) in file.describe().items():
-            entries[key] = Entry(file, key, shape, dtype)
+        for key in file.keys:
+            tensor = file.tensor(key)
+            # Modules may keep extra state in other forms, which only their own `load_state_dict` understands.
+            if isinstance(tensor, torch.Tensor):
+                entries[key] = Entry(file, key, tensor.shape, tensor.dtype)
         absent = [name for name in expected if name not in entries]
         if absent:
             raise ValueError(
@@ -292,15 +228,6 @@ def open_checkpoint(checkpoint: Path_) -> dict[str, Entry]:
                 "belong to different checkpoints; copy or download them again."
             )
     return entries
-
-
-def files_of(entries: Mapping[str, Entry]) -> list[WeightFile]:
-    """Return the files that weights are in, each once.
-
-    Args:
-        entries: Weights by name.
-    """
-    return list({id(entry.file): entry.file for entry in entries.values()}.values())
 
 
 def listed(names: Iterable[str], most: int = _SHOWN) -> str:
@@ -337,18 +264,13 @@ def check_fit(tensors: Mapping[str, torch.Tensor], entries: Mapping[str, Entry],
             continue
         if entry.shape != tensor.shape:
             problems.append(f"{name} has shape {tuple(entry.shape)}, the model {tuple(tensor.shape)}")
-        elif isinstance(tensor, nn.Parameter) and _is_other_kind(entry, tensor, entries, name):
-            problems.append(f"{name} is {entry.dtype}, the model's parameter {tensor.dtype}")
+        elif isinstance(tensor, nn.Parameter) and not (entry.dtype is torch.int8 and scales_name(name) in entries):
+            # A cast would change what the numbers mean: of quantised weights without their scales, for example.
+            real = entry.dtype.is_floating_point or entry.dtype.is_complex
+            if real != (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
+                problems.append(f"{name} is {entry.dtype}, the model's parameter {tensor.dtype}")
     if problems:
         raise ValueError(
             f"{where} does not belong to this model, which is left as it was: {listed(problems)}. Check the model's "
             "configuration; quantised weights need the quantised model."
         )
-
-
-def _is_other_kind(entry: Entry, tensor: torch.Tensor, entries: Mapping[str, Entry], name: str) -> bool:
-    """Whether a cast would change what the numbers mean: of quantised weights without their scales, for example."""
-    if entry.dtype is torch.int8 and scales_name(name) in entries:
-        return False
-    real = entry.dtype.is_floating_point or entry.dtype.is_complex
-    return real != (tensor.dtype.is_floating_point or tensor.dtype.is_complex)

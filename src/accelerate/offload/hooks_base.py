@@ -187,7 +187,7 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
 
 
 def _tie_again(model: nn.Module, ties: Sequence[Sequence[str]]) -> None:
-    """Make one parameter of each group that came back as several, unless somebody has changed the model meanwhile."""
+    """Make one parameter of each group that came back as several, unless the model was changed meanwhile."""
     for group in ties:
         try:
             parameters = [model.get_parameter(name) for name in group]
@@ -218,7 +218,7 @@ def _guarded(module: nn.Module, name: str, guard: Callable[..., None], *args: An
 
 
 def _restore_method(module: nn.Module, name: str) -> None:
-    """Take a guard off; a method that somebody else put on the instance stays or comes back."""
+    """Take a guard off; a method that other code put on the instance stays or comes back."""
     method = module.__dict__[name]
     if not isinstance(method, functools.partial) or method.func is not _guarded:
         return
@@ -237,42 +237,15 @@ def remove_hook_from_submodules(module: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def undone_on_failure(model: nn.Module) -> Iterator[None]:
-    """A ``with`` block in which hooks are added to a model; if it raises, every module has the hook that it had before, and its
-    tensors.
-
-    Args:
-        model: The model.
-    """
-    before = {module: (module.__dict__.get("_hf_hook"), _tables(module)) for module in model.modules()}
-    # Thousands of new objects, all of which stay: each full collection among them would look at every one.
+def collection_paused() -> Iterator[None]:
+    """A ``with`` block that makes thousands of objects, all of which stay: each full collection would look at every one."""
     collects = gc.isenabled()
     gc.disable()
     try:
         yield
-    except BaseException:
-        for module, (hook, (parameters, buffers)) in before.items():
-            if module.__dict__.get("_hf_hook") is not hook:
-                _take_off(module, hook)
-            module._parameters.update(parameters)
-            module._buffers.update(buffers)
-        raise
     finally:
         if collects:
             gc.enable()
-
-
-def _tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    return dict(module._parameters), dict(module._buffers)
-
-
-def _take_off(module: nn.Module, earlier: ModelHook | None) -> None:
-    """Give a module the hook that it had, without letting the present one move anything."""
-    module._hf_hook = ModelHook()
-    if earlier is None:
-        remove_hook_from_module(module)
-    else:
-        module._hf_hook = earlier
 
 
 class CpuOffload(ModelHook):

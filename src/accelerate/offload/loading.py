@@ -3,8 +3,8 @@
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,15 +21,13 @@ from accelerate.offload.files import (
     check_fit,
     check_format,
     checkpoint_files,
-    files_of,
     listed,
     open_checkpoint,
 )
-from accelerate.offload.placement import as_device, default_device, set_module_tensor_to_device
-from accelerate.offload.quantized import INT8, scales_name
-from accelerate.offload.sizes import _get_proper_dtype
+from accelerate.offload.placement import INT8, as_device, default_device, scales_name, set_module_tensor_to_device
 from accelerate.offload.store import OffloadedWeightsLoader, OffloadWriter
 from accelerate.offload.tensors import (
+    _get_proper_dtype,
     check_tied_parameters_in_config,
     check_tied_parameters_on_same_device,
     device_of,
@@ -144,7 +142,7 @@ def quantize_and_offload_8bit(
     Source: LLM.int8() (arXiv 2208.07339)
     """
     value, scales = _quantized(model, param, param_name, new_dtype, fp16_statistics)
-    with OffloadWriter(offload_folder, extends_index=False) as writer:
+    with OffloadWriter(offload_folder, indexed=False) as writer:
         _leave_quantized(model, param_name, value, scales, writer)
     offload_index.update(writer.index)
     if detect().type != "cpu":
@@ -209,13 +207,16 @@ class _Step:
         stored = self.entry.dtype
         return (self.dtype or old.dtype) if stored.is_floating_point or stored.is_complex else stored
 
+    def scales(self) -> torch.Tensor | None:
+        """The scales of an 8-bit weight."""
+        return None if self.statistics is None else self.statistics.tensor()
+
 
 @dataclass
 class _Loader:
     """Loads a checkpoint as a device map says: plans every weight, checks the plan, then carries it out.
 
-    Until the plan is checked nothing is changed; if carrying it out fails, tensors that were empty are empty again, and the
-    offload folder is as it was.
+    Until the plan is checked nothing is changed; if carrying it out fails, the offload folder is as it was.
     """
 
     model: nn.Module
@@ -227,9 +228,6 @@ class _Loader:
     offload_buffers: bool
     offload_8bit: bool
     tied: Sequence[Sequence[str]]
-    unexpected: set[str] = field(default_factory=set)
-    read: set[str] = field(default_factory=set)
-    files: list[WeightFile] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.device_map = disjoint_map(self.model, self.device_map)
@@ -249,8 +247,8 @@ class _Loader:
         check_devices(self.device_map)
         entries = open_checkpoint(self.checkpoint)
         check_fit(self.tensors, entries, f"The checkpoint {os.fspath(self.checkpoint)}")
-        self.files = files_of(entries)
-        self.read = {name for name in entries if name in self.tensors}
+        self.files: list[WeightFile] = list(dict.fromkeys(entry.file for entry in entries.values()))
+        self.read = entries.keys() & self.tensors.keys()
         self.read |= self.extra.keys() & {name for file in self.files for name in file.keys}
         self.unexpected = {name for name in entries.keys() - self.read if not name.endswith(_BELONG_TO_WEIGHTS)}
         steps = [self._step(name, entry, entries) for name, entry in entries.items() if name in self.tensors]
@@ -286,32 +284,24 @@ class _Loader:
                 f"{os.fspath(self.checkpoint)} cannot be read in place, because it is not in safetensors: give an "
                 "`offload_folder` to put them in."
             )
-        with ExitStack() as stack:
-            writer = None
-            if self.offload_folder is not None:
-                writer = stack.enter_context(OffloadWriter(self.offload_folder))
-            stack.enter_context(self._empty_again_on_failure(steps))
-            index: dict[str, dict[str, Any]] = {} if writer is None else writer.index
-            bar = stack.enter_context(_progress(steps))
-            for number, step in enumerate(steps):
-                if self.offload_8bit and step.device in ("cpu", "disk"):
-                    self._quantize(step, writer)
-                elif step.device == "disk":
-                    self._leave_on_disk(step, index, writer)
-                else:
-                    self._place(step)
-                bar.update(step.entry.nbytes)
-                if number + 1 == len(steps) or steps[number + 1].entry.file is not step.entry.file:
-                    step.entry.file.close()
-            self._set_extra_states()
+        index: dict[str, dict[str, Any]] = {}
+        with nullcontext() if self.offload_folder is None else OffloadWriter(self.offload_folder) as writer:
+            if writer is not None:
+                index = writer.index
+            with _progress(steps) as bar:
+                for step in steps:
+                    if self.offload_8bit and step.device in ("cpu", "disk"):
+                        self._quantize(step, writer)
+                    elif step.device == "disk":
+                        self._leave_on_disk(step, index, writer)
+                    else:
+                        self._place(step)
+                    bar.update(step.entry.nbytes)
+            # What modules keep beside tensors is in a form that only they understand.
+            for file in self.files:
+                for name in self.extra.keys() & file.keys.keys():
+                    self.extra[name].set_extra_state(file.tensor(name))
         return index
-
-    def _set_extra_states(self) -> None:
-        """Give modules what they keep beside tensors, in a form that only they understand."""
-        for file in self.files if self.extra else ():
-            for name in self.extra.keys() & file.keys.keys():
-                self.extra[name].set_extra_state(file.tensor(name))
-            file.close()
 
     def _leave_on_disk(self, step: _Step, index: dict[str, dict[str, Any]], writer: OffloadWriter | None) -> None:
         dtype = step.on_disk_as(self.tensors[step.name])
@@ -325,8 +315,7 @@ class _Loader:
         value = step.entry.tensor()
         if value.is_floating_point():
             value = value.to(step.on_disk_as(self.tensors[step.name]))
-        scales = step.statistics.tensor() if step.statistics is not None else None
-        value, scales = _quantized(self.model, value, step.name, step.dtype, scales)
+        value, scales = _quantized(self.model, value, step.name, step.dtype, step.scales())
         if step.device == "disk":
             _leave_quantized(self.model, step.name, value, scales, writer)
         else:
@@ -339,7 +328,7 @@ class _Loader:
         if step.dtype is not None and value.is_floating_point():
             value = value.to(step.dtype)
         if not step.entry.file.in_place and step.device == "cpu" and value.dtype is step.entry.dtype:
-            # Files of torch.save are overwritten in place by whoever saves again, so nothing stays mapped to them.
+            # Files of torch.save are overwritten in place when they are saved again, so nothing stays mapped to them.
             value = value.clone()
         set_module_tensor_to_device(
             self.model,
@@ -347,20 +336,9 @@ class _Loader:
             step.device,
             value=value,
             dtype=step.dtype,
-            fp16_statistics=step.statistics.tensor() if step.statistics is not None else None,
+            fp16_statistics=step.scales(),
             clear_cache=False,
         )
-
-    @contextmanager
-    def _empty_again_on_failure(self, steps: Sequence[_Step]) -> Iterator[None]:
-        empty = [(step.name, old) for step in steps if (old := self.tensors[step.name]).device.type == "meta"]
-        try:
-            yield
-        except BaseException:
-            for name, old in empty:
-                owner, last = tensor_at(self.model, name)
-                (owner._parameters if last in owner._parameters else owner._buffers)[last] = old
-            raise
 
 
 def _progress(steps: Sequence[_Step]) -> Any:
@@ -503,7 +481,7 @@ def _names_in_common(model: nn.Module, checkpoint: Path_) -> tuple[set[str], set
     state = model.state_dict(keep_vars=True)
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
     check_fit(tensors, entries, f"The checkpoint {os.fspath(checkpoint)}")
-    names = entries.keys() | {name for file in files_of(entries) for name in file.keys}
+    names = {name for entry in entries.values() for name in entry.file.keys}
     return names & state.keys(), names - state.keys()
 
 
@@ -561,7 +539,7 @@ def _compare(
     unexpected: set[str],
     strict: bool,
 ) -> None:
-    """Say, or with ``strict`` raise, what the checkpoint and the model do not have in common."""
+    """Warn of, or with ``strict`` raise for, what the checkpoint and the model do not have in common."""
     if unexpected and not strict:
         logger.warning(
             "The checkpoint %s has weights that %s has no place for, which were not used: %s",

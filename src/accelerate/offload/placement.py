@@ -1,6 +1,12 @@
-"""Tensors on devices: making them there, putting one of a module there, or all of a module for the length of a block."""
+"""Tensors on devices: making them there, putting one of a module there, or all of a module for the length of a block.
+
+Weights of bitsandbytes are numbers of 8 or 4 bits that mean nothing without the scales kept beside them. Their classes are known by
+name, so that nothing here imports bitsandbytes. They quantise floating-point data when `to` moves them, and keep the scales as
+attributes: `SCB` (8 bit) or `quant_state` (4 bit).
+"""
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,13 +14,16 @@ import torch
 from torch import nn
 
 from accelerate.devices.probe import detect
-from accelerate.offload.quantized import FOUR_BIT, is_settled, place_quantized, quantizes
-from accelerate.offload.tensors import tensor_at
+from accelerate.offload.tensors import _get_proper_dtype, tensor_at
 from accelerate.runtime import storage
-from accelerate.utils.environment import parse_flag_from_env
 
 Device = int | str | torch.device
 
+INT8 = "Int8Params"
+FOUR_BIT = ("Params4bit", "FP4Params")
+_META = torch.device("meta")
+# Attribute of a 4-bit weight: scales and shape that the numbers had before they came to their device.
+_AT_REST = "accelerate_at_rest"
 # Types of arguments that hold no tensors and have no `to`; others join when they are first seen.
 _INERT: set[type] = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
 # Tensors that are what their data is; the others have to be made by their class.
@@ -74,18 +83,13 @@ def any_elsewhere(value: Any, device: torch.device) -> bool:
     kind = type(value)
     if kind in _INERT:
         return False
-    if kind is tuple or kind is list:
-        for item in value:  # noqa: SIM110 - a generator costs more than the look
-            if any_elsewhere(item, device):
-                return True
-        return False
-    if kind is dict:
-        for item in value.values():  # noqa: SIM110
-            if any_elsewhere(item, device):
-                return True
-        return False
     if isinstance(value, torch.Tensor):
         return value.device != device
+    if kind is tuple or kind is list or kind is dict:
+        for item in value.values() if kind is dict else value:  # noqa: SIM110 - a generator costs more than the look
+            if any_elsewhere(item, device):
+                return True
+        return False
     if hasattr(value, "to") or isinstance(value, (tuple, list)) or hasattr(value, "keys"):
         return True
     _INERT.add(kind)
@@ -173,11 +177,12 @@ def set_module_tensor_to_device(
         >>> set_module_tensor_to_device(layer, "weight", "meta")
         >>> set_module_tensor_to_device(layer, "weight", "cpu", value=torch.ones(2, 2))
     """
-    owner, name = _owner(module, tensor_name) if "." in tensor_name else (module, tensor_name)
-    table = owner._parameters
+    owner, name = tensor_at(module, tensor_name) if "." in tensor_name else (module, tensor_name)
+    table = owner._parameters if name in owner._parameters else owner._buffers
     old = table.get(name)
     if old is None:
-        table, old = owner._buffers, _registered(owner, name, tensor_name)
+        problem = "is registered as None in" if name in table else "is no parameter or buffer of"
+        raise ValueError(f"{tensor_name!r} {problem} {type(owner).__name__}, so there is nothing to place.")
     target = device if type(device) is torch.device else as_device(device)
     to_meta = target.type == "meta"
     if value is None:
@@ -185,9 +190,11 @@ def set_module_tensor_to_device(
             raise ValueError(
                 f"{tensor_name!r} is on the meta device and has no data: pass a `value` to put it on {target}."
             )
-    elif old.shape != value.shape:
-        _check_packed(tensor_name, old, value)
-
+    elif old.shape != value.shape and type(old).__name__ not in FOUR_BIT:  # those are packed
+        raise ValueError(
+            f"The value for {tensor_name!r} has shape {tuple(value.shape)}, but the module has {tuple(old.shape)}. Check "
+            "that the checkpoint belongs to this model."
+        )
     key = None
     if tied_params_map is not None and not to_meta:
         key = (old if value is None else value).data_ptr()
@@ -195,7 +202,7 @@ def set_module_tensor_to_device(
             table[name] = tied_params_map[key][device]
             return
     if isinstance(dtype, str):
-        dtype = _dtype_called(dtype)
+        dtype = _get_proper_dtype(dtype)
     if type(old) not in _PLAIN and quantizes(old):
         same = value is None and fp16_statistics is None and is_settled(old, dtype)
         stays = same and check_device_same(old.device, target)
@@ -210,46 +217,6 @@ def set_module_tensor_to_device(
         tied_params_map[key][device] = new
     if clear_cache and not to_meta and target.type != "cpu":
         detect().empty_cache()
-
-
-def _owner(module: nn.Module, tensor_name: str) -> tuple[nn.Module, str]:
-    """What `tensor_at` returns, without its checks of every step."""
-    *path, name = tensor_name.split(".")
-    owner: Any = module
-    try:
-        for part in path:
-            owner = owner._modules[part]
-        return (owner, name) if owner is not None else tensor_at(module, tensor_name)
-    except (KeyError, AttributeError):
-        return tensor_at(module, tensor_name)
-
-
-def _dtype_called(name: str) -> torch.dtype:
-    found = getattr(torch, name.removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"dtype={name!r} is no dtype of torch. Give one such as torch.float16, or its name.")
-    return found
-
-
-def _registered(owner: nn.Module, name: str, full_name: str) -> torch.Tensor:
-    """The buffer of this name, where there is no parameter."""
-    if name not in owner._buffers and name not in owner._parameters:
-        raise ValueError(f"{type(owner).__name__} has no parameter or buffer named {name!r} (of {full_name!r}).")
-    buffer = owner._buffers.get(name)
-    if buffer is None:
-        raise ValueError(
-            f"{full_name!r} is registered as None in {type(owner).__name__}, so there is nothing to place."
-        )
-    return buffer
-
-
-def _check_packed(name: str, old: torch.Tensor, value: torch.Tensor) -> None:
-    """Another shape is an error, but for 4-bit weights: those are packed, so that theirs says nothing about the layer's."""
-    if type(old).__name__ not in FOUR_BIT:
-        raise ValueError(
-            f"The value for {name!r} has shape {tuple(value.shape)}, but the module has {tuple(old.shape)}. Check that "
-            "the checkpoint belongs to this model."
-        )
 
 
 def _moved(
@@ -354,76 +321,216 @@ def _bring_back(module: nn.Module, name: str, original: torch.Tensor) -> None:
     table[name] = original
 
 
-@contextlib.contextmanager
-def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
-    """Have the parameters of modules made inside live on the meta device, so that a model larger than memory can be made.
-
-    Works as a ``with`` block and as a decorator. Such a model has shapes and dtypes, but no data: load a checkpoint with
-    `load_checkpoint_and_dispatch` before using it.
+def scales_name(weight_name: str) -> str:
+    """Return the name under which checkpoints hold the scales of an 8-bit weight.
 
     Args:
-        include_buffers: Put buffers on the meta device too, and every other tensor made inside. None: as
-            ``ACCELERATE_INIT_INCLUDE_BUFFERS`` says, else no.
+        weight_name: Full name of the weight, or any part of it that has the end.
 
     Example:
-        >>> with init_empty_weights():
-        ...     layer = nn.Linear(1000, 1000)
-        >>> layer.weight.device.type
-        'meta'
+        >>> scales_name("weighting.weight")
+        'weighting.SCB'
     """
-    with init_on_device(torch.device("meta"), include_buffers=include_buffers):
-        yield
+    return f"{weight_name.removesuffix('weight')}SCB"
 
 
-@contextlib.contextmanager
-def init_on_device(device: int | str | torch.device, include_buffers: bool | None = None) -> Iterator[None]:
-    """Have the parameters of modules made inside live on a device. Works as a ``with`` block and as a decorator.
+def quantizes(parameter: torch.Tensor) -> bool:
+    """Say whether a tensor is a weight of bitsandbytes that is quantised, or will be once it has data.
 
     Args:
-        device: The device.
-        include_buffers: Put buffers there too, and every other tensor made inside. None: as
-            ``ACCELERATE_INIT_INCLUDE_BUFFERS`` says, else no.
-
-    Example:
-        >>> @init_on_device("meta")
-        ... def build():
-        ...     return nn.Linear(2, 2)
-        >>> build().weight.device.type
-        'meta'
+        parameter: Any parameter or buffer.
     """
-    if include_buffers is None:
-        include_buffers = parse_flag_from_env("ACCELERATE_INIT_INCLUDE_BUFFERS", False)
-    if include_buffers:
-        # torch makes every tensor there; no memory is ever taken elsewhere.
-        with torch.device(device):
-            yield
-        return
-    register = nn.Module.register_parameter
-
-    def register_on_device(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        register(module, name, param)
-        if param is not None:
-            module._parameters[name] = _parameter_on(param, torch.device(device))
-
-    nn.Module.register_parameter = register_on_device
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register
+    kind = type(parameter).__name__
+    return kind in FOUR_BIT or (kind == INT8 and not getattr(parameter, "has_fp16_weights", False))
 
 
-def _parameter_on(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    if parameter.device == device:
-        return parameter
-    # Out of the meta device there is nothing to copy: such a parameter is still to be initialised.
-    made = (
-        torch.empty_like(parameter, device=device)
-        if parameter.device.type == "meta"
-        else parameter.detach().to(device)
-    )
-    if type(parameter) is nn.Parameter or not issubclass(type(parameter), nn.Parameter):
-        new = nn.Parameter(made, requires_grad=parameter.requires_grad)
-    else:
-        new = torch.Tensor._make_subclass(type(parameter), made, parameter.requires_grad)
-    new.__dict__.update(getattr(parameter, "__dict__", {}))
+def is_settled(weight: torch.Tensor, dtype: torch.dtype | None) -> bool:
+    """Say whether a weight of bitsandbytes would be the same if it were placed again where it is.
+
+    Args:
+        weight: The weight; one without data needs no quantising.
+        dtype: What it is to be cast to, if it is not quantised yet. None: not at all.
+    """
+    state = getattr(weight, "quant_state", None)
+    if state is not None:
+        return not _is_twisted(state)
+    return weight.dtype is torch.int8 or (weight.is_meta and dtype in (None, weight.dtype))
+
+
+def place_quantized(
+    owner: nn.Module,
+    name: str,
+    value: torch.Tensor | None,
+    target: torch.device,
+    dtype: torch.dtype | None,
+    scales: torch.Tensor | None,
+    non_blocking: bool,
+) -> nn.Parameter:
+    """Return the parameter to put in the place of a weight of bitsandbytes; the present one stays as it is.
+
+    On the meta device a weight keeps its scales, which are small (8 bit: one number per row; 4 bit: one per block of 64):
+    numbers that come back later fit them, and the state dict is whole.
+
+    Args:
+        owner: The module that has the weight.
+        name: The weight's name in it.
+        value: The new value: floating-point numbers, which are quantised, or quantised ones. None: the present weight.
+        target: Where it goes.
+        dtype: Floating-point numbers are cast to this before they are quantised. None: to the present weight's dtype.
+        scales: Scales of an 8-bit value. None: those that the value, or else the present weight, has.
+        non_blocking: Let copies overlap with computation where memory is pinned.
+
+    Raises:
+        ValueError: A quantised value without scales, or one of another shape.
+        RuntimeError: The installed bitsandbytes cannot quantise on this device.
+    """
+    old = getattr(owner, name)
+    _take_scales_back(owner, old)
+    source = old if value is None else value
+    if type(old).__name__ == INT8:
+        return _int8(name, old, source, target, dtype, scales, non_blocking)
+    new = _four_bit(owner, name, old, source, target, dtype, non_blocking)
+    if getattr(owner, "weight", None) is old and hasattr(owner, "quant_state"):
+        owner.quant_state = new.quant_state  # else the layer holds on to the scales that were
     return new
+
+
+def _take_scales_back(owner: nn.Module, weight: torch.Tensor) -> None:
+    """Undo what the first forward of an 8-bit layer does: it moves the scales from the weight to the layer, which would keep
+    them, and with them the numbers, when the weight is replaced."""
+    state = getattr(owner, "state", None)
+    if type(weight).__name__ != INT8 or getattr(owner, "weight", None) is not weight or not hasattr(state, "SCB"):
+        return
+    if state.SCB is not None and weight.SCB is None:
+        weight.CB, weight.SCB = weight.data, state.SCB
+    state.CB = state.SCB = None
+
+
+def _remade(old: nn.Parameter, data: torch.Tensor, attributes: dict[str, Any]) -> nn.Parameter:
+    made = torch.Tensor._make_subclass(type(old), data.detach(), False)
+    made.__dict__.update({**old.__dict__, **attributes})
+    made.__dict__.pop(_AT_REST, None)
+    return made
+
+
+def _floating(source: torch.Tensor, old: torch.Tensor, dtype: torch.dtype | None, quantized: bool) -> torch.Tensor:
+    """The data of a weight that is not quantised yet, in the dtype that it is to have before."""
+    if dtype is None and not quantized:
+        dtype = old.dtype
+    return source.data if dtype is None else source.data.to(dtype)
+
+
+def _int8(
+    name: str,
+    old: nn.Parameter,
+    source: torch.Tensor,
+    target: torch.device,
+    dtype: torch.dtype | None,
+    scales: torch.Tensor | None,
+    non_blocking: bool,
+) -> nn.Parameter:
+    if source.dtype is not torch.int8:
+        data = _floating(source, old, dtype, quantized=old.dtype is torch.int8)
+        if target.type == "meta":
+            return _remade(old, data.to(_META), {"CB": None, "SCB": scales})
+        # bitsandbytes quantises 8-bit weights on their way from the CPU, and only then.
+        made = _remade(old, data.to("cpu"), {"CB": None, "SCB": None}).to(target, non_blocking=non_blocking)
+        _check_quantized(made, made.dtype is torch.int8, target)
+        return made
+    if scales is None:
+        own = getattr(source, "SCB", None)
+        scales = old.SCB if own is None else own
+    if target.type == "meta":
+        return _remade(old, source.data.to(_META), {"CB": None, "SCB": scales})
+    if scales is None:
+        raise ValueError(
+            f"The value for {name!r} is an 8-bit weight without its scales: pass them as `fp16_statistics` ('SCB' in checkpoints)."
+        )
+    data = source.data.to(target, non_blocking=non_blocking)
+    return _remade(old, data, {"CB": data, "SCB": scales.to(target, non_blocking=non_blocking)})
+
+
+def _four_bit(
+    owner: nn.Module,
+    name: str,
+    old: nn.Parameter,
+    source: torch.Tensor,
+    target: torch.device,
+    dtype: torch.dtype | None,
+    non_blocking: bool,
+) -> nn.Parameter:
+    state = getattr(source, "quant_state", None)
+    if state is None and not source.is_floating_point() or _is_packed_like(source, old):
+        state = old.quant_state
+        if state is None:
+            raise ValueError(
+                f"The value for {name!r} is a packed 4-bit weight without its scales: give a Params4bit with `quant_state`."
+            )
+    if state is not None:
+        return _packed(old, source, state, target, non_blocking)
+    expected = (getattr(owner, "out_features", None), getattr(owner, "in_features", None))
+    if None not in expected and tuple(source.shape) != expected:
+        raise ValueError(
+            f"The value for {name!r} has shape {tuple(source.shape)}, but the layer's weight has {expected}. Check that the "
+            "checkpoint belongs to this model."
+        )
+    data = _floating(source, old, dtype, quantized=old.quant_state is not None)
+    made = _remade(
+        old, data.to(_META) if target.type == "meta" else data, {"quant_state": None, "bnb_quantized": False}
+    )
+    if target.type == "meta":
+        return made
+    made = made.to(target, non_blocking=non_blocking)
+    _check_quantized(made, made.quant_state is not None, target)
+    return made
+
+
+def _packed(
+    old: nn.Parameter, source: torch.Tensor, state: Any, target: torch.device, non_blocking: bool
+) -> nn.Parameter:
+    """A weight that is quantised. On some CPUs the first forward packs numbers and scales in another way, so what is put on a
+    device gets scales of its own, and goes back to the meta device with those of the numbers that it was filled from."""
+    if target.type == "meta":
+        at_rest, shape = source.__dict__.get(_AT_REST) or (_copied(state), source.shape)
+        made = _remade(old, torch.empty(shape, dtype=source.dtype, device="meta"), {"quant_state": at_rest})
+    else:
+        own = _copied(state)
+        own.to(target)
+        made = _remade(old, source.data.to(target, non_blocking=non_blocking), {"quant_state": own})
+        if source is not old:
+            setattr(made, _AT_REST, (state, source.shape))
+    made.bnb_quantized = True
+    return made
+
+
+def _is_packed_like(source: torch.Tensor, old: nn.Parameter) -> bool:
+    """Whether plain numbers are packed as the present weight's are; their dtype may be a floating-point one (quant_storage)."""
+    same = source.shape == old.shape and source.dtype is old.dtype
+    return same and type(source).__name__ not in FOUR_BIT and old.quant_state is not None
+
+
+def _copied(state: Any) -> Any:
+    """Scales that may be moved and packed, both of which bitsandbytes does in place."""
+    copied = copy.copy(state)
+    if getattr(copied, "state2", None) is not None:
+        copied.state2 = copy.copy(copied.state2)
+    if _is_twisted(copied):
+        copied.absmax = copied.absmax.T.reshape(-1).float()
+    return copied
+
+
+def _is_twisted(state: Any) -> bool:
+    """Whether `state_dict()` of bitsandbytes unpacked a weight that a forward on some CPUs had packed, and left its scales
+    transposed: 0.50.2 and before do. Such a weight is wrong until the scales are turned back."""
+    return state.absmax.dim() == 2 and not getattr(state, "packing_format_for_cpu", False)
+
+
+def _check_quantized(parameter: nn.Parameter, is_quantized: bool, target: torch.device) -> None:
+    if is_quantized:
+        return
+    import bitsandbytes
+
+    raise RuntimeError(
+        f"bitsandbytes {bitsandbytes.__version__} did not quantise a {type(parameter).__name__} on {target}. Install a newer "
+        "one (`pip install -U bitsandbytes`), or use a device that this one supports."
+    )

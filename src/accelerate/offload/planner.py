@@ -1,7 +1,7 @@
 """Filling devices with the modules of a model, one device after the other: what `infer_auto_device_map` runs.
 
-The work grows linearly with the number of modules: names lead to items through dictionaries, the sizes of the layers that wait are
-counted, and nothing is searched for from the beginning.
+The work grows linearly with the number of modules (and with the square of the number of names of one weight, which are few): names
+lead to items through dictionaries, the sizes of the layers that wait are counted, and nothing is searched for from the beginning.
 """
 
 from collections import Counter
@@ -12,8 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.offload.sizes import compute_module_sizes, is_whole
-from accelerate.offload.tensors import Company, Ties, find_tied_parameters, name_and_parents
+from accelerate.offload.tensors import (
+    compute_module_sizes,
+    device_of,
+    find_tied_parameters,
+    is_whole,
+    name_and_parents,
+    named_module_tensors,
+)
 
 Key = int | str
 UNBOUNDED = "disk"
@@ -93,13 +99,47 @@ def make_plan(
         **options: Other arguments of `_Planner`.
     """
     plan = _Planner(model, budgets, no_split, dtypes or {}, **options).plan()
-    if all(len({_device_of(name, plan.device_map) for name in group}) == 1 for group in plan.tied):
+    if all(len({device_of(name, plan.device_map) for name in group}) == 1 for group in plan.tied):
         return plan
     return _Planner(model, budgets, no_split, dtypes or {}, **options, follow_ties=True).plan()
 
 
-def _device_of(name: str, device_map: Mapping[str, Key]) -> Key | None:
-    return next((device_map[part] for part in name_and_parents(name) if part in device_map), None)
+class Ties:
+    """The groups of tied parameters, by every module that one of them lies in.
+
+    Args:
+        groups: Names of one parameter each.
+        followed: Whether what is tied to a module that comes along comes along as well.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[str]], followed: bool = False) -> None:
+        self.groups, self.followed = groups, followed
+        self._of: dict[str, dict[int, None]] = {}
+        for index, group in enumerate(groups):
+            for name in group:
+                for part in name_and_parents(name):
+                    self._of.setdefault(part, {})[index] = None
+
+    def partners(self, name: str, holder: Callable[[str], str | None]) -> list[str]:
+        """Return the waiting items that are tied to an item, so that they have to go where it goes.
+
+        Args:
+            name: The item.
+            holder: Returns the name of the item that holds a tensor and waits, other than the one given.
+        """
+        found: dict[str, None] = {}
+        groups: set[int] = set()
+        items = [name]
+        for item in items:  # grows while ties are followed
+            for index in self._of.get(item, {}):
+                if index in groups:
+                    continue
+                groups.add(index)
+                for partner in map(holder, self.groups[index]):
+                    if partner is not None and partner not in found:
+                        found[partner] = None
+                        items += [partner] if self.followed else []
+        return list(found)
 
 
 @dataclass(eq=False)
@@ -178,9 +218,8 @@ class _Waiting:
 
     Attributes:
         items: What waits, by name.
-        opened: Of each opened module the names of what is right below it.
-        loose: Of each opened module the full names of the buffers that it holds itself.
-        aliases: Of each opened module the second names of what it holds twice, with the first ones.
+        loose: The full names of the buffers that opened modules hold themselves.
+        doubled: Whether an opened module holds something under two names.
     """
 
     def __init__(self, model: nn.Module, sizes: Mapping[str, int | float], no_split: Collection[str]) -> None:
@@ -189,12 +228,10 @@ class _Waiting:
         self._spans: dict[str, tuple[int, int]] = {}
         for name, child in model.named_children():
             self._find_layers(name, child)
-        self.items: dict[str, _Item] = {}
-        self.opened: dict[str, list[str]] = {}
-        self.loose: dict[str, list[str]] = {}
-        self.aliases: dict[str, dict[str, str]] = {}
+        self.loose: list[str] = []
+        self.doubled = False
         first = self._pieces("", model)
-        self.items.update((item.name, item) for item in first)
+        self.items = {item.name: item for item in first}
         self.reserve = _Reserve(self._layers, first)
         # Read from the end. What was placed or opened meanwhile is noticed when its turn comes.
         self._stack: list[_Item] = first[::-1]
@@ -210,43 +247,42 @@ class _Waiting:
 
     def _pieces(self, name: str, module: nn.Module, seen: int = -1) -> list[_Item]:
         """Take a module apart: its own tensors, then its children."""
-        first: dict[int, str] = {}
-        aliases = self.aliases[name] = {}
-        kinds: list[list[tuple[str, Any]]] = []
-        for table in (module._parameters, module._modules, module._buffers):
-            kinds.append([])
-            for last, thing in table.items():
-                if thing is None:
-                    continue
-                if first.setdefault(id(thing), last) == last:
-                    kinds[-1].append((last, thing))
-                elif not isinstance(thing, nn.Module) or _holds_tensors(thing):
-                    aliases[last] = first[id(thing)]
-        parameters, children, buffers = kinds
-        self.opened[name] = [last for last, _ in (*parameters, *children, *buffers)]
-        prefix = f"{name}." if name else ""
+        found = parts(name, module)
+        buffers = list(module.named_buffers(name, recurse=False))
+        tables = (module._parameters, module._modules, module._buffers)
+        held = sum(thing is not None for table in tables for thing in table.values())
+        self.doubled = self.doubled or held > len(found) + len(buffers)
         if name:
             # Buffers wait at the root alone, as upstream; those of other modules join the rest of it afterwards.
-            self.loose[name] = [prefix + last for last, _ in buffers]
-            buffers = []
-        return [self._item(prefix + last, thing, seen) for last, thing in (*parameters, *children, *buffers)]
+            self.loose += [full for full, _ in buffers]
+        else:
+            found += buffers
+        return [self._item(full, thing, seen) for full, thing in found]
 
     def _item(self, name: str, thing: nn.Module | torch.Tensor, seen: int) -> _Item:
         begin, end = self._spans[name] if isinstance(thing, nn.Module) else (0, 0)
-        return _Item(
-            name, thing, self._sizes.get(name, 0), self._layers[begin:end], is_whole(thing, self._no_split), seen
-        )
+        whole = is_whole(thing, self._no_split)
+        return _Item(name, thing, self._sizes.get(name, 0), self._layers[begin:end], whole, seen)
+
+    def in_order(self, stack: list[_Item]) -> Iterator[_Item]:
+        """Take what waits from a stack, first to last."""
+        while stack:
+            item = stack.pop()
+            if item.pieces is not None:
+                stack += reversed(item.pieces)
+            elif self.items.get(item.name) is item:
+                yield item
 
     def pop(self) -> _Item | None:
         """Take the first item out; None if nothing waits."""
-        while self._stack:
-            item = self._stack.pop()
-            if item.pieces is not None:
-                self._stack += reversed(item.pieces)
-            elif self.items.get(item.name) is item:
-                self.remove(item)
-                return item
-        return None
+        item = next(self.in_order(self._stack), None)
+        if item is not None:
+            self.remove(item)
+        return item
+
+    def all(self) -> Iterator[_Item]:
+        """Yield what waits, first to last."""
+        return self.in_order(list(self._stack))
 
     def push(self, items: Sequence[_Item]) -> None:
         """Put items before all others."""
@@ -282,24 +318,6 @@ class _Waiting:
         """Return the name of what waits and is, or holds, the module or tensor of a name."""
         return next((part for part in name_and_parents(name) if part in self.items), None)
 
-    def is_whole(self, name: str) -> bool:
-        """Say whether what waits under a name goes to one device as it is."""
-        return self.items[name].whole
-
-    def in_order(self) -> Iterator[_Item]:
-        """Yield what waits, first to last."""
-        stack = list(self._stack)
-        while stack:
-            item = stack.pop()
-            if item.pieces is not None:
-                stack += reversed(item.pieces)
-            elif self.items.get(item.name) is item:
-                yield item
-
-
-def _holds_tensors(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters()) or any(True for _ in module.buffers())
-
 
 class _Planner:
     """Fills devices one after the other with the modules of a model, in the order in which they are registered.
@@ -330,7 +348,7 @@ class _Planner:
         follow_ties: bool = False,
     ) -> None:
         self.budgets: dict[Key, int | float | None] = {**budgets, UNBOUNDED: None}
-        self.no_split, self.fallback, self.verbose = no_split, fallback, verbose
+        self.model, self.no_split, self.fallback, self.verbose = model, no_split, fallback, verbose
         self.devices = list(self.budgets)
         accelerators = [device for device in self.devices if device not in ("cpu", UNBOUNDED)]
         self.executing = ["mps"] if "mps" in self.devices else [*accelerators[:1], "cpu"]
@@ -343,29 +361,25 @@ class _Planner:
         self.refusals: list[Refusal] = []
         self.used: Counter[Key] = Counter()
         self.kept: dict[Key, int | float] = {}
-        self._position = 0
+        self.device = self.devices[0]  # the one that is being filled
 
     def plan(self) -> Plan:
         """Place everything."""
         while (item := self.waiting.pop()) is not None:
             self._treat(item)
-        for module, buffers in self.waiting.loose.items():
-            if buffers:
-                self._join_buffers(module, buffers)
+        if self.waiting.loose:
+            self._join_buffers()
+        modules = Counter(self.placed.values())
         buffers: Counter[Key] = Counter()
         for name, device in self.placed.items():
             buffers[device] += self.buffer_sizes.get(name, 0)
-        modules = Counter(self.placed.values())
         uses = (
             DeviceUse(d, self.budgets[d], self.kept.get(d, 0), self.used[d], buffers[d], modules[d])
             for d in self.devices
         )
-        return Plan(self._with_aliases(), tuple(uses), tuple(self.refusals), self.ties.groups)
-
-    @property
-    def device(self) -> Key:
-        """The device that is being filled."""
-        return self.devices[self._position]
+        if self.waiting.doubled:
+            self._add_second_names()
+        return Plan(self.placed, tuple(uses), tuple(self.refusals), self.ties.groups)
 
     @property
     def left(self) -> int | float:
@@ -380,23 +394,27 @@ class _Planner:
 
     def _treat(self, item: _Item) -> None:
         self.reserve.look_at(item)
-        company = Company(item.name, self.ties, self.sizes, self.waiting.holder)
-        while company.size > self.left - item.size:
-            partner = company.first_splittable(self.waiting.is_whole) if item.size <= self.left else None
-            if partner is not None:
-                self._refuse(item, company, f"tied to {partner}, which was split")
-                self._split_partner(item, company, self.waiting.items[partner])
+        while True:
+            partners = [self.waiting.items[name] for name in self.ties.partners(item.name, self.waiting.holder)]
+            size = item.size + sum(partner.size for partner in partners)
+            if size <= self.left:
+                self._place([item, *partners])
+                return
+            splittable = next((partner for partner in partners if not partner.whole), None)
+            if splittable is not None and item.size <= self.left:
+                self._split_partner(item, splittable)
             # What fills a device exactly is too large where it is tied, as upstream.
             elif item.size >= self.left and not item.whole:
-                self._refuse(item, None, "it was split")
+                self._refuse(item, item.size, "it was split")
                 self.waiting.split(item)
                 return
             else:
-                self._next_device(item, company)
+                tied = f"tied to {', '.join(partner.name for partner in partners)}, and " if partners else ""
+                self._refuse(item, size, f"{tied}it cannot be split", emptied=not self.used[self.device])
+                self._next_device(item, size)
                 return
-        self._place(item, company)
 
-    def _split_partner(self, item: _Item, company: Company, partner: _Item) -> None:
+    def _split_partner(self, item: _Item, partner: _Item) -> None:
         """Split a tied module, so that only the part with the tied weights has to come along."""
         self.waiting.open(partner)
         # The reserve is measured with the item among what waits, although it is about to be looked at again.
@@ -404,47 +422,47 @@ class _Planner:
         self.reserve.measure()
         self.reserve.leave(item)
         self.reserve.look_at(item)
-        company.opened(partner.name)
 
-    def _place(self, item: _Item, company: Company) -> None:
-        partners = company.partners()
+    def _place(self, items: Sequence[_Item]) -> None:
         if self.verbose:
-            print(f"Putting {', '.join([item.name, *partners])} ({item.size + company.size} bytes) on {self.device}.")
-        self.ties.settled.update(company.groups)
-        for partner in partners:
-            self.waiting.remove(self.waiting.items[partner])
-        for name in (item.name, *partners):
-            self._settle(name, self.device)
+            names, size = ", ".join(item.name for item in items), sum(item.size for item in items)
+            print(f"Putting {names} ({size} bytes) on {self.device}.")
+        for partner in items[1:]:
+            self.waiting.remove(partner)
+        for item in items:
+            self.placed[item.name] = self.device
+            self.used[self.device] += item.size
 
-    def _join_buffers(self, module: str, buffers: Sequence[str]) -> None:
-        """Put the buffers of a module that was opened onto a device that has other parts of it, or on a later one."""
-        present = dict.fromkeys(device for _, device in self._entries(module))
-        first = self.devices.index(next(iter(present), UNBOUNDED))
-        for name in buffers:
-            for device in (*present, *self.devices[first:]):
+    def _join_buffers(self) -> None:
+        """Put the buffers of modules that were opened onto a device that has other parts of the module, or on a later one."""
+        present: dict[str, set[int]] = {}
+
+        def note(name: str, device: Key) -> None:
+            for module in name_and_parents(name.rpartition(".")[0]):
+                present.setdefault(module, set()).add(self.devices.index(device))
+
+        for name, device in self.placed.items():
+            note(name, device)
+        for name in self.waiting.loose:
+            known = sorted(present.get(name.rpartition(".")[0], {len(self.devices) - 1}))
+            for device in (self.devices[position] for position in (*known, *range(known[0], len(self.devices)))):
                 budget = self.budgets[device]
                 if budget is None or self.used[device] + self.sizes.get(name, 0) <= budget:
-                    self._settle(name, device)
                     break
+            self.placed[name] = device
+            self.used[device] += self.sizes.get(name, 0)
+            note(name, device)
 
-    def _settle(self, name: str, device: Key) -> None:
-        self.placed[name] = device
-        self.used[device] += self.sizes.get(name, 0)
-
-    def _next_device(self, item: _Item, company: Company) -> None:
-        together = f"tied to {', '.join(company.partners())}, and " if company.size else ""
-        self._refuse(item, company, f"{together}it cannot be split", emptied=not self.used[self.device])
+    def _next_device(self, item: _Item, size: int | float) -> None:
         self.waiting.push([item])
         executes = self.device in self.executing
-        deeper = self.fallback and executes and not self.used[self.device]
-        if deeper and self._go_deeper(item, item.size + company.size):
+        if self.fallback and executes and not self.used[self.device] and self._go_deeper(item, size):
             return
         if executes:
             self.kept[self.device] = self.reserve.size
-        self._position += 1
+        self.device = self.devices[self.devices.index(self.device) + 1]
 
-    def _refuse(self, item: _Item, company: Company | None, cause: str, emptied: bool = False) -> None:
-        size = item.size + (company.size if company is not None else 0)
+    def _refuse(self, item: _Item, size: int | float, cause: str, emptied: bool = False) -> None:
         self.refusals.append(Refusal(item.name, size, self.device, self.left, self.reserve_here, cause, emptied))
         if self.verbose:
             space = f"space available {max(0, self.left)}, needed {size}"
@@ -454,7 +472,7 @@ class _Planner:
         """Look for a module further on, however deep, that fits onto an empty device, and have it treated next."""
         # What did not fit waits again, so there has to be room for it too, and for what is tied to it.
         limit = self.budgets[self.device] - max(self.reserve.size, needed)
-        tops = ((item.name, item.thing) for item in self.waiting.in_order() if item is not refused)
+        tops = ((item.name, item.thing) for item in self.waiting.all() if item is not refused)
         path = next(fitting(tops, self.sizes, limit, self.no_split, self.ties, self.waiting.holder), None)
         if path is None:
             return False
@@ -463,25 +481,19 @@ class _Planner:
         self.waiting.advance(self.waiting.items[path[-1]])
         return True
 
-    def _with_aliases(self) -> dict[str, Key]:
+    def _add_second_names(self) -> None:
         """Add the second names of what one module holds twice, which its list of children and tensors leaves out."""
-        found = dict(self.placed)
-        for parent, aliases in self.waiting.aliases.items():
-            prefix = f"{parent}." if parent else ""
-            for last, first in aliases.items():
-                for name, device in self._entries(prefix + first):
-                    found[prefix + last + name] = device
-        return found
-
-    def _entries(self, name: str) -> Iterator[tuple[str, Key]]:
-        """Yield what follows a name in the entries of a plan at or below it."""
-        if name in self.placed:
-            yield "", self.placed[name]
-            return
-        same = self.waiting.aliases.get(name, {})
-        for last in (*self.waiting.opened.get(name, ()), *same):
-            for rest, device in self._entries(f"{name}.{same.get(last, last)}"):
-                yield f".{last}{rest}", device
+        first: dict[int, str] = {}
+        for name, thing in (
+            *self.model.named_modules(remove_duplicate=False),
+            *self.model.named_parameters(remove_duplicate=False),
+            *self.model.named_buffers(remove_duplicate=False),
+        ):
+            known = first.setdefault(id(thing), name)
+            if known not in self.placed or any(part in self.placed for part in name_and_parents(name)):
+                continue
+            if isinstance(thing, torch.Tensor) or next(named_module_tensors(thing, recurse=True), None) is not None:
+                self.placed[name] = self.placed[known]
 
 
 def fitting(
@@ -506,26 +518,24 @@ def fitting(
         For each the names of the modules around it, outermost first, and its own.
     """
 
-    def fits(path: list[str]) -> bool:
-        own = sizes.get(path[-1], 0)
-        if own > limit or path[-1] not in ties.of:
-            return own <= limit
+    def holder_beside(path: list[str], tensor: str) -> str | None:
+        # As if the modules around the candidate were open.
+        around = [outer for outer in path if f"{tensor}.".startswith(f"{outer}.")]
+        if not around:
+            return holder(tensor)
+        start = len(around[-1]) + 1
+        return None if around[-1] == path[-1] else around[-1] + "." + tensor[start:].partition(".")[0]
 
-        def beside(tensor: str) -> str | None:
-            # As if the modules around the candidate were open.
-            around = [outer for outer in path if f"{tensor}.".startswith(f"{outer}.")]
-            if not around or len(around) == len(path):
-                return None if around else holder(tensor)
-            start = len(around[-1]) + 1
-            return around[-1] + "." + tensor[start:].partition(".")[0]
-
-        return Company(path[-1], ties, sizes, beside).size <= limit - own
-
+    stack: list[tuple[list[str], nn.Module | torch.Tensor]] = []
     for top, module in items:
-        stack: list[tuple[list[str], nn.Module | torch.Tensor]] = [([top], module)]
+        stack.append(([top], module))
         while stack:
             path, thing = stack.pop()
-            if fits(path):
+            size = sizes.get(path[-1], 0)
+            if size <= limit:
+                partners = ties.partners(path[-1], lambda tensor, path=path: holder_beside(path, tensor))
+                size += sum(sizes.get(partner, 0) for partner in partners)
+            if size <= limit:
                 yield path
             elif not is_whole(thing, no_split):
                 stack += [([*path, name], child) for name, child in reversed(parts(path[-1], thing))]

@@ -6,6 +6,7 @@ order and no further than a budget of bytes; where the model takes another way, 
 forwards, when weights may be changed, so results do not depend on it.
 """
 
+import contextlib
 import ctypes
 import functools
 import logging
@@ -26,10 +27,9 @@ import torch
 from torch import nn
 
 from accelerate.devices import probe
-from accelerate.offload.placement import exact_device, offloading_hook
-from accelerate.offload.quantized import FOUR_BIT, INT8
-from accelerate.offload.sizes import convert_file_size_to_int
+from accelerate.offload.placement import FOUR_BIT, INT8, exact_device, offloading_hook
 from accelerate.offload.store import OffloadedWeightsLoader, resolved
+from accelerate.offload.tensors import convert_file_size_to_int
 from accelerate.utils.environment import str_to_bool
 
 logger = logging.getLogger(__name__)
@@ -62,22 +62,17 @@ def prefetch_budget(prefetch: bool | int | str | None) -> int | None:
         >>> prefetch_budget("1MiB"), prefetch_budget(False)
         (1048576, 0)
     """
-    source = f"prefetch={prefetch!r}"
+    source = "prefetch"
     if prefetch is None:
-        prefetch = os.environ.get(PREFETCH_VARIABLE, "").strip() or True
-        source = f"{PREFETCH_VARIABLE}={prefetch!r}"
-    if isinstance(prefetch, bool):
-        return None if prefetch else 0
-    if isinstance(prefetch, str):
-        try:
-            return None if str_to_bool(prefetch) else 0
-        except ValueError:
-            prefetch = int(prefetch) if prefetch.isdecimal() else prefetch
+        source, prefetch = PREFETCH_VARIABLE, os.environ.get(PREFETCH_VARIABLE, "").strip() or True
+    if isinstance(prefetch, bool | str):
+        with contextlib.suppress(ValueError):
+            return None if str_to_bool(str(prefetch)) else 0
     try:
-        return convert_file_size_to_int(prefetch)
-    except (ValueError, TypeError) as error:
+        return convert_file_size_to_int(int(prefetch) if str(prefetch).isdecimal() else prefetch)
+    except ValueError as error:
         raise ValueError(
-            f"{source} is no budget for reading ahead. Use true, false, a number of bytes or text such as '2GiB'."
+            f"{source}={prefetch!r} is no budget for reading ahead. Use true, false, a number of bytes or text such as '2GiB'."
         ) from error
 
 
@@ -225,13 +220,13 @@ class Prefetcher:
         self._bytes_ahead = 0
         self._lock = threading.Lock()
         self._jobs: queue.SimpleQueue | None = None  # of the thread, if there is one
-        self._process = 0
+        self._process = 0  # that has the thread; a forked one does not
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None  # a copied model has other hooks
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_nothing, ())
+        return (type(None), ())
 
     def begin(self) -> None:
         """Note that a forward of the whole model begins, and have its first modules read."""
@@ -293,59 +288,45 @@ class Prefetcher:
         position = self._next + len(self._ahead)
         while position < len(self._order):
             unit = self._order[position]
-            if self._bytes_ahead + unit.nbytes > self.budget or not self._ask(unit):
+            if self._bytes_ahead + unit.nbytes > self.budget:
                 return
+            self._ask(unit)
             position += 1
 
-    def _ask(self, unit: Unit) -> bool:
-        # A forked process has the queue, but not the thread.
-        if (self._jobs is None or self._process != os.getpid()) and not self._start():
-            return False
+    def _ask(self, unit: Unit) -> None:
+        if self._jobs is None or self._process != os.getpid():
+            self._start()
         future: Future[tuple[Tensors, Any]] = Future()
         self._jobs.put((future, unit.bring))
         self._ahead.append((unit, future))
         self._bytes_ahead += unit.nbytes
-        return True
 
-    def _start(self) -> bool:
-        jobs: queue.SimpleQueue = queue.SimpleQueue()
-        try:
-            threading.Thread(target=_work, args=(jobs,), name="accelerate-prefetch", daemon=True).start()
-        except RuntimeError as error:
-            self._turn_off(f"Weights are not read ahead, because a thread for it cannot be started: {error}")
-            return False
-        self._jobs, self._process = jobs, os.getpid()
-        weakref.finalize(self, jobs.put, None)
-        return True
+    def _start(self) -> None:
+        self._jobs, self._process = queue.SimpleQueue(), os.getpid()
+        threading.Thread(target=_work, args=(self._jobs,), name="accelerate-prefetch", daemon=True).start()
+        weakref.finalize(self, self._jobs.put, None)
 
     def _received(self, unit: Unit, found: "Future[tuple[Tensors, Any]]") -> Tensors:
         try:
             return unit.transfer.receive(*found.result())
-        except torch.OutOfMemoryError as error:
-            self._turn_off(
-                "Reading weights ahead ran out of memory and is off from now on; they are read when they are needed. Give a smaller "
-                f"`prefetch` budget. ({str(error).partition(chr(10))[0]})"
-            )
-        except BaseException as error:
-            if isinstance(error, KeyboardInterrupt):
-                raise
+        except torch.OutOfMemoryError:
+            if self.budget >= 0:
+                logger.warning(
+                    "Reading weights ahead ran out of memory and is off from now on; they are read when they are needed. Give "
+                    "a smaller `prefetch` budget."
+                )
+            self.budget = -1
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # panics of Rust are no `Exception`
             # The hook reads again itself, and raises there, where the user can see it.
             logger.debug("Reading ahead failed: %s", error)
         return {}
-
-    def _turn_off(self, reason: str) -> None:
-        if self.budget >= 0:
-            logger.warning(reason)
-        self.budget = -1
 
     def _drop(self) -> None:
         while self._ahead:
             self._ahead.popleft()[1].cancel()
         self._bytes_ahead = 0
-
-
-def _nothing() -> None:
-    return None
 
 
 def _work(jobs: "queue.SimpleQueue[tuple[Future, Callable[[], Any]] | None]") -> None:
@@ -404,19 +385,18 @@ def _unit(module: nn.Module, transfers: dict[torch.device, Any]) -> Unit | None:
         return None
     device = exact_device(hook.execution_device)
     offloaded = dict(hook.offloaded_tensors(module))
-    if device.type == "meta" or any(type(tensor).__name__ in (INT8, *FOUR_BIT) for tensor in offloaded.values()):
-        return None
     nbytes = sum(tensor.numel() * tensor.dtype.itemsize for tensor in offloaded.values())
-    too_small = SMALLEST_ON_CPU if device.type == "cpu" else 1
-    if nbytes < too_small or (
-        device.type == "cpu" and not any(_in_file(hook.weights_map, name) for name in offloaded)
-    ):
+    quantized = any(type(tensor).__name__ in (INT8, *FOUR_BIT) for tensor in offloaded.values())
+    if device.type == "meta" or quantized or not nbytes:
         return None
-    transfer = transfers.get(device) or _transfer(device)
-    if transfer is None:
+    in_files = any(_in_file(hook.weights_map, name) for name in offloaded)
+    if device.type == "cpu" and (nbytes < SMALLEST_ON_CPU or not in_files):
         return None
-    transfers[device] = transfer
-    return Unit(hook, transfer, {name: tensor.dtype for name, tensor in offloaded.items()}, nbytes)
+    if device not in transfers:
+        transfers[device] = _transfer(device)
+    if transfers[device] is None:
+        return None
+    return Unit(hook, transfers[device], {name: tensor.dtype for name, tensor in offloaded.items()}, nbytes)
 
 
 def _in_file(weights: Any, name: str) -> bool:

@@ -2,7 +2,6 @@
 ``index.json``, or in existing safetensors files. Folders are filled all at once or not at all.
 """
 
-import contextlib
 import errno
 import json
 import os
@@ -14,10 +13,10 @@ from types import TracebackType
 from typing import Any
 
 import torch
-import xxhash
 from safetensors import safe_open
 
-from accelerate.offload.files import WeightFile, file_stamp
+from accelerate.offload.files import WeightFile
+from accelerate.offload.tensors import name_and_parents
 from accelerate.runtime.durable import STAGING_PREFIX
 
 INDEX_NAME = "index.json"
@@ -32,15 +31,6 @@ def tensor_bytes(weight: torch.Tensor) -> memoryview:
     """
     # reshape before view: a scalar has no last dimension to reinterpret.
     return memoryview(weight.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy())
-
-
-def checksum(data: memoryview | bytes) -> str:
-    """Return the checksum that an index keeps for the bytes of a weight: XXH3, 64 bits, in hexadecimal.
-
-    Source:
-        https://xxhash.com
-    """
-    return xxhash.xxh3_64_hexdigest(data)
 
 
 def read_index(folder: Folder) -> dict[str, dict[str, Any]]:
@@ -85,28 +75,25 @@ def weight_path(folder: Folder, name: str) -> str:
     return os.path.join(folder, file)
 
 
-# Counts publications of this process, so that a loader that has files mapped knows when to look whether they were replaced.
 class _Publications:
+    """Counts what this process has published, so that a loader that has files mapped knows when they may have been replaced."""
+
     count = 0
-
-
-publications = _Publications()
 
 
 class OffloadWriter:
     """Writes weights aside in a folder; leaving the ``with`` block publishes them together with their index.
 
-    If the block raises, or a disk is full, what was written is removed, and the folder too if it was made here. A process that has
-    mapped a file that is replaced goes on reading the former one.
+    If the block raises, or a disk is full, what was written is removed and the files that were there stay. A process that has mapped a
+    file that is replaced goes on reading the former one.
 
     Args:
         folder: The offload folder.
-        extends_index: Whether the folder's index gets what is new; entries of files that are replaced are brought up to date anyway,
-            because they hold checksums.
+        indexed: Whether the folder's index gets what is new.
 
     Attributes:
-        index: Entries of what was added: ``{"dtype", "shape", "xxh3"}`` of files; the caller may add others, of weights that stay in
-            files of their own.
+        index: Entries of what was added: ``{"dtype", "shape"}`` of files; the caller may add others, of weights that stay in files of
+            their own.
 
     Example:
         >>> with tempfile.TemporaryDirectory() as folder:
@@ -116,12 +103,11 @@ class OffloadWriter:
         ['index.json', 'weight.dat']
     """
 
-    def __init__(self, folder: Folder, extends_index: bool = True) -> None:
+    def __init__(self, folder: Folder, indexed: bool = True) -> None:
         self.folder = Path(folder)
         self.index: dict[str, dict[str, Any]] = {}
-        self._extends_index = extends_index
+        self._indexed = indexed
         self._aside: Path | None = None
-        self._made: list[Path] = []  # folders, the innermost first
 
     def __enter__(self) -> "OffloadWriter":
         return self
@@ -131,17 +117,16 @@ class OffloadWriter:
     ) -> None:
         try:
             if kind is None and self.index:
-                known = read_index(self.folder)
-                entries = {n: entry for n, entry in self.index.items() if self._extends_index or n in known}
-                if entries:
-                    self._write(INDEX_NAME, json.dumps({**known, **entries}, indent=2).encode("utf-8"))
-                self._publish()
+                if self._indexed:
+                    entries = {**read_index(self.folder), **self.index}
+                    self._write(INDEX_NAME, json.dumps(entries, indent=2).encode("utf-8"))
+                # The index last, so that it names nothing that is not there.
+                for aside in sorted(self._aside.iterdir(), key=lambda path: path.name == INDEX_NAME):
+                    os.replace(aside, self.folder / aside.name)
+                _Publications.count += 1
         finally:
             if self._aside is not None:
                 shutil.rmtree(self._aside, ignore_errors=True)
-            with contextlib.suppress(OSError):  # another process has written there
-                for path in self._made:
-                    path.rmdir()
 
     def add(self, name: str, weight: torch.Tensor) -> None:
         """Write a weight aside.
@@ -157,54 +142,24 @@ class OffloadWriter:
         if weight.device.type == "meta":
             raise ValueError(f"The weight {name!r} is on the meta device and has no data to offload.")
         path = weight_path(self.folder, name)
-        data = tensor_bytes(weight)
-        self._write(os.path.basename(path), data)
+        self._write(os.path.basename(path), tensor_bytes(weight))
         self.index[name] = {
             "dtype": str(weight.dtype).removeprefix("torch."),
             "shape": list(weight.shape),
-            "xxh3": checksum(data),
         }
 
     def _write(self, file: str, data: memoryview | bytes) -> None:
-        with self._named(file, len(data)):
+        try:
             if self._aside is None:
-                self._made = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
                 self.folder.mkdir(parents=True, exist_ok=True)
                 # Several processes may write to one folder.
                 self._aside = Path(tempfile.mkdtemp(prefix=STAGING_PREFIX, dir=self.folder))
             (self._aside / file).write_bytes(data)
-
-    def _publish(self) -> None:
-        """Give every file its name, the index last."""
-        new = []
-        try:
-            for aside in sorted(self._aside.iterdir(), key=lambda path: path.name == INDEX_NAME):
-                path = self.folder / aside.name
-                there = os.path.lexists(path)
-                with self._named(path.name, aside.stat().st_size):
-                    os.replace(aside, path)
-                if not there:
-                    new.append(path)
-        except BaseException:
-            for path in new:
-                os.unlink(path)
-            raise
-        self._made = []
-        publications.count += 1
-
-    @contextlib.contextmanager
-    def _named(self, file: str, nbytes: int) -> Iterator[None]:
-        """Have errors say what was to be written, where to, and what to do."""
-        try:
-            yield
         except OSError as error:
-            free = ""
-            with contextlib.suppress(OSError):
-                free = f"{shutil.disk_usage(self.folder).free:,} bytes are free there. "
             raise type(error)(
                 error.errno or errno.EIO,
-                f"Offloading {file} ({nbytes:,} bytes) to {self.folder} failed: {error.strerror or error}. "
-                f"{free}Nothing of it was kept; use a folder that can be written, on a larger disk",
+                f"Offloading {file} ({len(data):,} bytes) to {self.folder} failed: {error.strerror or error}. Nothing of it "
+                "was kept; use a folder that can be written, on a larger disk",
             ) from error
 
 
@@ -217,8 +172,7 @@ def offload_weight(
         weight: The tensor; any dtype that torch has.
         weight_name: Name of the tensor, used as file name.
         offload_folder: Where the file goes; made if it does not exist.
-        index: Receives the entry ``{"dtype", "shape", "xxh3"}``; `load_offloaded_weight` needs the first two, and verifies the
-            third.
+        index: Receives the entry ``{"dtype", "shape"}``, which `load_offloaded_weight` needs.
 
     Returns:
         The index that was given.
@@ -227,7 +181,7 @@ def offload_weight(
         OSError: The disk is full; nothing is left behind.
         ValueError: The tensor is on the meta device, so that there is nothing to write.
     """
-    with OffloadWriter(offload_folder, extends_index=False) as writer:
+    with OffloadWriter(offload_folder, indexed=False) as writer:
         writer.add(weight_name, weight)
     if index is not None:
         index.update(writer.index)
@@ -239,25 +193,21 @@ def load_offloaded_weight(weight_file: Folder, weight_info: Mapping[str, Any]) -
 
     Args:
         weight_file: The ``.dat`` file.
-        weight_info: Its index entry, with ``dtype`` (a name) and ``shape``; with ``xxh3`` the bytes are read and verified.
+        weight_info: Its index entry, with ``dtype`` (a name) and ``shape``.
 
     Returns:
         A tensor on the CPU. Writing to it does not change the file.
 
     Raises:
         FileNotFoundError: The file is not there.
-        ValueError: The file has another size or another checksum than the entry says.
+        ValueError: The file has another size than the entry says.
     """
     dtype, shape = getattr(torch, weight_info["dtype"]), tuple(weight_info["shape"])
     count = torch.Size(shape).numel()
     if count == 0:
         return torch.empty(shape, dtype=dtype)
     check_size(weight_file, weight_info)
-    path = os.fspath(weight_file)
-    tensor = torch.from_file(path, shared=False, size=count, dtype=dtype).reshape(shape)
-    if "xxh3" in weight_info and checksum(tensor_bytes(tensor)) != weight_info["xxh3"]:
-        raise ValueError(f"The offloaded weight {path} is damaged: its checksum differs. Offload the model again.")
-    return tensor
+    return torch.from_file(os.fspath(weight_file), shared=False, size=count, dtype=dtype).reshape(shape)
 
 
 def check_size(weight_file: Folder, weight_info: Mapping[str, Any]) -> None:
@@ -351,7 +301,7 @@ class PrefixedDataset(Mapping):
 
 
 # Attributes of a loader that copies and pickles leave out.
-_OF_THIS_RUN = ("_files", "_views", "_looked")
+_OF_THIS_RUN = ("_files", "_views")
 
 
 class OffloadedWeightsLoader(Mapping):
@@ -394,12 +344,9 @@ class OffloadedWeightsLoader(Mapping):
         self._forget()
 
     def _forget(self) -> None:
-        # What is open, by path, and what was mapped, by name: the entry that said where, the file or stamp, and the view.
+        # What is open, by path, and what was mapped, by name: the entry that said where, the count of publications then, the view.
         self._files: dict[str, WeightFile] = {}
-        self._views: dict[str, tuple[Mapping[str, Any], Any, torch.Tensor]] = {}
-        self._looked = publications.count
-        # Where a relative folder lies, wherever the process goes later.
-        self._base = "" if self.save_folder is None or os.path.isabs(self.save_folder) else os.getcwd()
+        self._views: dict[str, tuple[Mapping[str, Any], int, torch.Tensor]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in _OF_THIS_RUN}
@@ -422,47 +369,28 @@ class OffloadedWeightsLoader(Mapping):
         return tensor if dtype is None else tensor.to(getattr(torch, dtype))
 
     def stored(self, key: str) -> torch.Tensor:
-        """Return a weight as it is kept, the same tensor each time until its file is replaced or its entry changed.
+        """Return a weight as it is kept, the same tensor each time until this process writes files or the entry is replaced.
 
         Args:
             key: Its name.
         """
         if key in self.state_dict:
             return self.state_dict[key]
-        if self._looked != publications.count:
-            self._look_for_replaced()
-        info = self.index[key]
+        info, count = self.index[key], _Publications.count
         known = self._views.get(key)
-        if known is None or known[0] is not info:
+        if known is None or known[0] is not info or known[1] != count:
             # What is mapped in inference mode could not be used outside of it.
             with torch.inference_mode(False):
-                known = self._views[key] = (info, *self._map(key, info))
-        if isinstance(known[1], WeightFile):
-            known[1].check()
+                known = self._views[key] = (info, count, self._map(key, info))
         return known[2]
 
-    def _map(self, key: str, info: Mapping[str, Any]) -> tuple[Any, torch.Tensor]:
+    def _map(self, key: str, info: Mapping[str, Any]) -> torch.Tensor:
         path = info.get("safetensors_file")
         if path is None:
-            path = self._dat_file(key)
-            return file_stamp(path), load_offloaded_weight(path, info)
+            return load_offloaded_weight(self._dat_file(key), info)
         if path not in self._files:
             self._files[path] = WeightFile(path)
-        return self._files[path], self._files[path].tensor(info.get("weight_name", key))
-
-    def _look_for_replaced(self) -> None:
-        """Let go of weights whose ``.dat`` file this process has written anew."""
-        now = publications.count
-        # A thread that reads ahead may be at it too, and add to what is known.
-        seen = [(key, view[1]) for key, view in list(self._views.items()) if not isinstance(view[1], WeightFile)]
-        replaced = [key for key, stamp in seen if stamp != file_stamp(self._dat_file(key))]
-        entries = read_index(os.path.join(self._base, self.save_folder)) if replaced else {}
-        for key in replaced:
-            self._views.pop(key, None)
-            name = self.index[key].get("dat_name", key)
-            if name in entries:
-                self.index[key] = {**({"dat_name": name} if name != key else {}), **entries[name]}
-        self._looked = now
+        return self._files[path].tensor(info.get("weight_name", key))
 
     def _dat_file(self, key: str) -> str:
         if self.save_folder is None:
@@ -470,7 +398,7 @@ class OffloadedWeightsLoader(Mapping):
                 f"The index says that {key!r} is in a .dat file, but there is no `save_folder` to find it in."
             )
         # A tied weight has the file of the name that was written.
-        return weight_path(os.path.join(self._base, self.save_folder), self.index[key].get("dat_name", key))
+        return weight_path(self.save_folder, self.index[key].get("dat_name", key))
 
     def stored_shape(self, key: str) -> Sequence[int]:
         """Return the shape of a weight in a file, once the file is known to have it. The weight is not read.
@@ -535,13 +463,5 @@ def extract_submodules_state_dict(state_dict: Mapping[str, Any], submodule_names
         >>> extract_submodules_state_dict({"a.w": 1, "ab.w": 2}, ["a"])
         {'a.w': 1}
     """
-    wanted: dict[str, list[str]] = {name: [] for name in submodule_names}
-    if "" in wanted:
-        return dict(state_dict)
-    for key in state_dict:
-        part = key
-        while part:
-            if part in wanted:
-                wanted[part].append(key)
-            part = part.rpartition(".")[0]
-    return {key: state_dict[key] for keys in wanted.values() for key in keys}
+    wanted = set(submodule_names)
+    return {k: state_dict[k] for k in state_dict if any(part in wanted for part in ("", *name_and_parents(k)))}

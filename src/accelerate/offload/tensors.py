@@ -1,19 +1,24 @@
-"""The parameters and buffers of a module by name, and those that several names share: finding them, tying them again."""
+"""The tensors of a model: their names, those that several names share, and the bytes that they, modules and layers take."""
 
 import logging
+import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from accelerate.config.enums import CustomDtype
 from accelerate.modules.unwrap import extract_model_from_parallel
 
 logger = logging.getLogger("accelerate.utils.modeling")
 
 # How many groups of tied parameters a warning spells out.
 _SHOWN = 5
+_UNITS = {"GIB": 2**30, "MIB": 2**20, "KIB": 2**10, "GB": 10**9, "MB": 10**6, "KB": 10**3}
+_CUSTOM_BYTES = {"fp8": 1, "int4": 1 / 2, "int2": 1 / 4}
 
 
 def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
@@ -255,86 +260,244 @@ def name_and_parents(name: str) -> Iterator[str]:
         name = name.rpartition(".")[0]
 
 
-class Ties:
-    """The groups of tied parameters, by every module that one of them lies in.
+def convert_file_size_to_int(size: int | str) -> int:
+    """Return a size written with a unit as a number of bytes.
 
     Args:
-        groups: Names of one parameter each.
-        followed: Whether what is tied to a module that comes along comes along as well.
+        size: A number of bytes, or text such as ``"5GB"``, ``"500 MiB"``. ``KiB``, ``MiB``, ``GiB`` count in powers of
+            1024; ``KB``, ``MB``, ``GB`` in powers of 1000. Case does not matter, except for a final lower-case ``b``
+            after an upper-case or lower-case prefix, which means bits.
+
+    Raises:
+        ValueError: The size is negative or not written like that.
+
+    Example:
+        >>> convert_file_size_to_int("1MiB")
+        1048576
     """
+    if isinstance(size, int) and size >= 0:
+        return size
+    written = r"\s*(\d[\d_]*(?:\.\d*)?(?:e[+-]?\d+)?|\.\d+)\s*([KMG]i?b)\s*"
+    parts = re.fullmatch(written, size, re.IGNORECASE) if isinstance(size, str) else None
+    if parts is None:
+        raise ValueError(
+            f"size={size!r} is not a size. Give a number of bytes (an int of at least 0) or text with a unit, "
+            "such as '5GB' or '512MiB'; the units are GiB, MiB, KiB, GB, MB, KB."
+        )
+    number, unit = parts.groups()
+    in_bits = unit.endswith("b") and "i" not in unit.lower()
+    return int(float(number) * _UNITS[unit.upper()] // (8 if in_bits else 1))
 
-    def __init__(self, groups: Sequence[Sequence[str]], followed: bool = False) -> None:
-        self.groups = groups
-        self.followed = followed
-        self.settled: set[int] = set()  # groups that are on a device
-        self.of: dict[str, dict[int, None]] = {}
-        for index, group in enumerate(groups):
-            for name in group:
-                for part in name_and_parents(name):
-                    self.of.setdefault(part, {})[index] = None
 
-
-class Company:
-    """The waiting items that have to go where one item goes, since they are tied to it.
+def dtype_byte_size(dtype: torch.dtype | CustomDtype | str) -> int | float:
+    """Return the bytes that one element of a dtype takes; less than 1 for packed dtypes.
 
     Args:
-        name: The item.
-        ties: The ties of the model.
-        sizes: Bytes by name.
-        holder: Returns the name of the item that holds a tensor and waits, other than the one given.
+        dtype: A torch dtype, its name, or a `CustomDtype` of a quantised model. ``torch.bool`` counts as one bit,
+            which is what quantised formats pack it to.
+
+    Raises:
+        ValueError: It is none of these.
+
+    Example:
+        >>> dtype_byte_size(torch.bfloat16)
+        2
     """
+    if isinstance(dtype, CustomDtype):
+        return _CUSTOM_BYTES[dtype.value]
+    plain = _get_proper_dtype(dtype)
+    if plain is torch.bool:
+        return 1 / 8
+    if not isinstance(plain, torch.dtype):
+        raise ValueError(f"dtype={dtype!r} is not a torch.dtype, the name of one, or a CustomDtype.")
+    return plain.itemsize
 
-    def __init__(
-        self, name: str, ties: Ties, sizes: Mapping[str, int | float], holder: Callable[[str], str | None]
-    ) -> None:
-        self._name, self._ties, self._sizes, self._holder = name, ties, sizes, holder
-        self._gather()
 
-    def _gather(self) -> None:
-        self.groups: dict[int, None] = {}
-        self.size: int | float = 0
-        self._tied: list[str] = []
-        self._position = 0  # tensors before it are held by partners that cannot be split
-        self._held: dict[str, list[str]] = {}  # partner -> the tied tensors that it holds
-        self._call(self._name)
-        for tensor in self._tied:  # grows while ties are followed
-            self._join(tensor)
+def _get_proper_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    """Return a dtype given by name (``"float16"``, ``"torch.float16"``) as the torch dtype; anything else unchanged.
 
-    def _call(self, name: str) -> None:
-        for group in self._ties.of.get(name, ()):
-            if group not in self.groups and group not in self._ties.settled:
-                self.groups[group] = None
-                self._tied += self._ties.groups[group]
+    Raises:
+        ValueError: torch has no dtype of that name.
+    """
+    if not isinstance(dtype, str):
+        return dtype
+    found = getattr(torch, dtype.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"dtype={dtype!r} names no torch dtype. Use a name such as 'float16' or 'bfloat16'.")
+    return found
 
-    def _join(self, tensor: str) -> None:
-        partner = self._holder(tensor)
-        if partner is None:
-            return
-        if partner not in self._held:
-            self._held[partner] = []
-            self.size += self._sizes.get(partner, 0)
-            if self._ties.followed:
-                self._call(partner)
-        self._held[partner].append(tensor)
 
-    def partners(self) -> list[str]:
-        """Return the names of all partners, in the order of the tied tensors."""
-        return [partner for partner in dict.fromkeys(map(self._holder, self._tied)) if partner is not None]
+def _checked_dtype(argument: str, given: Any) -> torch.dtype | CustomDtype | None:
+    try:
+        found = _get_proper_dtype(given)
+    except ValueError:
+        found = ()
+    if found is not None and not isinstance(found, torch.dtype | CustomDtype):
+        raise ValueError(
+            f"{argument}={given!r} is no torch dtype. Use torch.float16, the name 'float16', or a CustomDtype."
+        )
+    return found
 
-    def first_splittable(self, is_whole: Callable[[str], bool]) -> str | None:
-        """Return the first partner that can be split; the caller opens it before it asks again."""
-        while self._position < len(self._tied):
-            partner = self._holder(self._tied[self._position])
-            if partner is not None and not is_whole(partner):
-                return partner
-            self._position += 1
-        return None
 
-    def opened(self, partner: str) -> None:
-        """Take notice that the pieces of a partner wait in its place."""
-        if self._ties.followed:
-            self._gather()  # what came along because of it may be tied to none of the pieces that stay
-            return
-        self.size -= self._sizes.get(partner, 0)
-        for tensor in self._held.pop(partner):
-            self._join(tensor)
+def compute_module_sizes(
+    model: nn.Module,
+    dtype: str | torch.dtype | None = None,
+    special_dtypes: Mapping[str, str | torch.dtype] | None = None,
+    buffers_only: bool = False,
+) -> dict[str, int]:
+    """Return the bytes of every tensor of a model and of every module that holds some.
+
+    Tied parameters count once, under the name that comes first.
+
+    Args:
+        model: The model; its tensors may be on the meta device.
+        dtype: Count as if floating-point tensors were cast to this dtype, where that makes them smaller.
+        special_dtypes: Exact dtypes for some tensors, by full name. Names that the model does not have are allowed.
+        buffers_only: Leave the parameters out.
+
+    Returns:
+        Full name to bytes; ``""`` is the whole model. Names without tensors answer 0.
+
+    Raises:
+        ValueError: A dtype is none.
+
+    Example:
+        >>> compute_module_sizes(nn.Linear(3, 4))["weight"]
+        48
+    """
+    wanted = _checked_dtype("dtype", dtype)
+    special = {name: _checked_dtype(f"special_dtypes[{name!r}]", d) for name, d in (special_dtypes or {}).items()}
+    tensors: Iterable[tuple[str, torch.Tensor]]
+    tensors = model.named_buffers() if buffers_only else named_module_tensors(model, recurse=True)
+    sizes: dict[str, int] = defaultdict(int)
+    per_element: dict[torch.dtype, int | float] = {}
+    for name, tensor in tensors:
+        own = tensor.dtype
+        if name in special:
+            bytes_each = dtype_byte_size(special[name])
+        else:
+            if own not in per_element:
+                # A cast shrinks floating-point tensors, never enlarges them.
+                casts = wanted is not None and (own.is_floating_point or own.is_complex)
+                per_element[own] = min(dtype_byte_size(own), dtype_byte_size(wanted if casts else own))
+            bytes_each = per_element[own]
+        size = tensor.numel() * bytes_each
+        for part in ("", *reversed(list(name_and_parents(name)))):
+            sizes[part] += size
+    return sizes
+
+
+def compute_module_total_buffer_size(
+    model: nn.Module,
+    dtype: str | torch.dtype | None = None,
+    special_dtypes: Mapping[str, str | torch.dtype] | None = None,
+) -> int:
+    """Return the bytes of all buffers of a model; the arguments are those of `compute_module_sizes`."""
+    return compute_module_sizes(model, dtype=dtype, special_dtypes=special_dtypes, buffers_only=True).get("", 0)
+
+
+def get_module_leaves(module_sizes: Mapping[str, int]) -> list[str]:
+    """Return the names that no other name in the mapping lies right below; the whole model, ``""``, is never one of them.
+
+    Args:
+        module_sizes: As `compute_module_sizes` returns it, or a part of it.
+    """
+    inner = {"", *(name.rpartition(".")[0] for name in module_sizes)}
+    return [name for name in module_sizes if name not in inner]
+
+
+def get_max_layer_size(
+    modules: Sequence[tuple[str, nn.Module | torch.Tensor]],
+    module_sizes: Mapping[str, int],
+    no_split_module_classes: Sequence[str] | str | None,
+) -> tuple[int, list[str]]:
+    """Return the bytes of the largest layer, that is, of the largest unit that has to be on a device at once.
+
+    Args:
+        modules: Names with modules, parameters or buffers, as the queue of `infer_auto_device_map` holds them.
+        module_sizes: As `compute_module_sizes` returns it.
+        no_split_module_classes: Names of classes that count as one layer although they have children.
+
+    Returns:
+        The size in bytes, and the names of all layers that have it.
+    """
+    whole = class_names(no_split_module_classes)
+    largest, names = 0, []
+    pending = list(modules)[::-1]
+    while pending:
+        name, item = pending.pop()
+        if not is_whole(item, whole):
+            prefix = f"{name}." if name else ""
+            pending += [(prefix + child_name, child) for child_name, child in reversed(list(item.named_children()))]
+            continue
+        size = module_sizes.get(name, 0)
+        if size > largest:
+            largest, names = size, [name]
+        elif size == largest:
+            names.append(name)
+    return largest, names
+
+
+def class_names(classes: Iterable[str | type] | str | None, argument: str = "no_split_module_classes") -> set[str]:
+    """Return names of classes as a set.
+
+    Args:
+        classes: Names, or classes themselves, or one name.
+        argument: What error messages call it.
+
+    Raises:
+        ValueError: Something else was given.
+
+    Example:
+        >>> class_names("Block")
+        {'Block'}
+    """
+    given = [classes] if isinstance(classes, str | type) or not isinstance(classes, Iterable) else list(classes)
+    found = [] if classes is None else given
+    wrong = [entry for entry in found if not isinstance(entry, str | type)]
+    if wrong:
+        raise ValueError(f"{argument} holds {wrong[0]!r}, which is no class name. Give names such as ['Block'].")
+    return {entry.__name__ if isinstance(entry, type) else entry for entry in found}
+
+
+def is_whole(item: nn.Module | torch.Tensor, no_split: Collection[str]) -> bool:
+    """Say whether an item goes to one device as it is: a tensor, a module without submodules, or one of some classes.
+
+    Args:
+        item: A module or tensor.
+        no_split: Names of classes that must not be split.
+    """
+    if not isinstance(item, nn.Module) or type(item).__name__ in no_split:
+        return True
+    return next(item.children(), None) is None
+
+
+def format_bytes(size: int | float) -> str:
+    """Return a size for people, with binary units.
+
+    Args:
+        size: A number of bytes.
+
+    Example:
+        >>> format_bytes(3 * 2**29)
+        '1.50 GiB'
+    """
+    for unit in ("GiB", "MiB", "KiB"):
+        if abs(size) >= _UNITS[unit.upper()]:
+            return f"{size / _UNITS[unit.upper()]:.2f} {unit}"
+    return f"{size:g} bytes"
+
+
+def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
+    """Return the bytes of a whole model and of its largest layer.
+
+    Args:
+        model: The model; classes in its ``_no_split_modules`` (transformers) count as one layer.
+
+    Returns:
+        ``(total, (largest, names of the layers that are that large))``.
+    """
+    sizes = compute_module_sizes(model)
+    whole = getattr(model, "_no_split_modules", None)
+    direct = [*model.named_parameters(recurse=False), *model.named_children(), *model.named_buffers(recurse=False)]
+    return sizes.get("", 0), get_max_layer_size(direct, sizes, whole)

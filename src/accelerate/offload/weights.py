@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,21 +11,17 @@ from torch import nn
 
 from accelerate.diagnostics.table import table
 from accelerate.offload.files import listed
-from accelerate.offload.placement import Device, as_device, offloading_hook
-from accelerate.offload.quantized import FOUR_BIT
-from accelerate.offload.sizes import format_bytes
+from accelerate.offload.placement import FOUR_BIT, Device, as_device, offloading_hook
 from accelerate.offload.store import (
     INDEX_NAME,
     Folder,
     OffloadedWeightsLoader,
     OffloadWriter,
-    checksum,
     extract_submodules_state_dict,
     read_index,
     resolved,
-    tensor_bytes,
 )
-from accelerate.offload.tensors import device_of, named_module_tensors
+from accelerate.offload.tensors import device_of, format_bytes, named_module_tensors
 
 logger = logging.getLogger("accelerate.big_modeling")
 
@@ -121,16 +117,15 @@ def write_missing(
     wanted = extract_submodules_state_dict(state_tensors(model), modules)
     state_dict = {name: tensor for name, tensor in wanted.items() if name not in buffers}
     index = read_index(folder)
-    check_stored(OffloadedWeightsLoader(save_folder=folder, index=index), state_dict)
+    stored = OffloadedWeightsLoader(save_folder=folder, index=index)
+    check_stored(stored, state_dict)
     data = {name: tensor for name, tensor in state_dict.items() if tensor.device.type != "meta"}
     with OffloadWriter(folder) as writer:
         for name, tensor in data.items():
             if name not in index:
                 writer.add(name, tensor)
     other = [
-        name
-        for name, tensor in data.items()
-        if "xxh3" in index.get(name, ()) and index[name]["xxh3"] != checksum(tensor_bytes(tensor))
+        name for name, tensor in data.items() if name in index and not torch.equal(stored[name], tensor.to("cpu"))
     ]
     if other:
         logger.warning(
@@ -245,34 +240,22 @@ def check_data(
     for group in tied:
         if any(tensors[name].device.type != "meta" for name in group):
             empty.difference_update(group)  # they are tied again
+
+    def arrives(name: str) -> bool:
+        """Whether a hook will bring a tensor's data, or it is meant to have none."""
+        device = device_of(name, device_map)
+        if device not in offloaded_to:
+            return str(device) == "meta"
+        return name in weights and (offload_buffers or name not in buffers)
+
     # A module that has several names has one set of tensors, of which weights may know any name.
-    known = {
-        id(tensors[name])
-        for name in empty
-        if _is_known(name, device_map, offloaded_to, weights, buffers, offload_buffers)
-    }
-    missing = [(name, device_of(name, device_map)) for name in sorted(empty) if id(tensors[name]) not in known]
+    known = {id(tensors[name]) for name in empty if arrives(name)}
+    missing = [f"{n} (for {device_of(n, device_map)!r})" for n in sorted(empty) if id(tensors[n]) not in known]
     if missing:
         raise ValueError(
-            f"These tensors are on the meta device and nobody has their data: "
-            f"{listed(f'{name} (for {device!r})' for name, device in missing)}. Load them from a checkpoint first, tie the "
-            "model's weights, or, for buffers of modules that are offloaded, pass `offload_buffers=True`."
+            f"These tensors are on the meta device and nobody has their data: {listed(missing)}. Load them from a checkpoint "
+            "first, tie the model's weights, or, for buffers of modules that are offloaded, pass `offload_buffers=True`."
         )
-
-
-def _is_known(
-    name: str,
-    device_map: Mapping[str, Device],
-    offloaded_to: set[str],
-    weights: Container[str],
-    buffers: Mapping[str, torch.Tensor],
-    offload_buffers: bool,
-) -> bool:
-    """Whether a hook will bring a tensor's data, or it is meant to have none."""
-    device = device_of(name, device_map)
-    if device not in offloaded_to:
-        return str(device) == "meta"
-    return name in weights and (offload_buffers or name not in buffers)
 
 
 def shared_pointers(model: nn.Module, tied: Sequence[Sequence[str]]) -> dict[int, dict[Any, torch.Tensor]]:
@@ -306,8 +289,7 @@ def tensors_without_data(model: nn.Module) -> list[str]:
     Args:
         model: The model, dispatched or not.
     """
-    empty = {name for name, tensor in model.named_parameters(remove_duplicate=False) if tensor.device.type == "meta"}
-    empty |= {name for name, tensor in model.named_buffers(remove_duplicate=False) if tensor.device.type == "meta"}
+    empty = {name for name, tensor in all_tensors(model).items() if tensor.device.type == "meta"}
     for path, module in model.named_modules(remove_duplicate=False) if empty else ():
         hook = offloading_hook(module)
         if hook is not None and hook.weights_map is not None:
@@ -370,25 +352,23 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
 
 @dataclass
 class Place:
-    """The tensors of a model that are in one place between forwards.
+    """The tensors of a model that are in one place between forwards and run on one device.
 
     Attributes:
         device: A torch device, such as ``"cuda:0"``, or ``"disk"``.
         kept: ``"there"`` for tensors that stay in the modules; else where offloaded ones wait: ``"host memory"``,
             ``"safetensors"`` or ``".dat files"``.
+        runs_on: The device that their modules run on.
         parameters: Bytes of parameters, a tied one counted once unless it was written to several files. Of those that are
             spread over processes (DTensor), the part of this process.
         buffers: Bytes of buffers.
-        modules: How many modules have tensors of their own there.
-        runs_on: The devices that the modules run on.
     """
 
     device: str
     kept: str
+    runs_on: str
     parameters: int = 0
     buffers: int = 0
-    modules: int = 0
-    runs_on: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -396,7 +376,7 @@ class DeviceMapReport:
     """Where the tensors of a model are; ``str()`` gives a table.
 
     Attributes:
-        places: One entry per device, and per way in which tensors are kept there.
+        places: One entry per device, per way in which tensors are kept there, and per device that runs them.
         without_data: Names of tensors that are on the meta device although no hook has their data.
     """
 
@@ -405,18 +385,9 @@ class DeviceMapReport:
 
     def __str__(self) -> str:
         rows = [
-            [
-                p.device,
-                format_bytes(p.parameters),
-                format_bytes(p.buffers),
-                str(p.modules),
-                p.kept,
-                ", ".join(p.runs_on),
-            ]
-            for p in self.places
+            [p.device, format_bytes(p.parameters), format_bytes(p.buffers), p.kept, p.runs_on] for p in self.places
         ]
-        head = ["device", "parameters", "buffers", "modules", "kept between forwards", "runs on"]
-        lines = [table(head, rows)]
+        lines = [table(["device", "parameters", "buffers", "kept between forwards", "runs on"], rows)]
         if self.without_data:
             lines += ["", f"Without data (on meta, and no hook has them): {listed(self.without_data, 30)}"]
         return "\n".join(lines)
@@ -433,94 +404,57 @@ def device_map_report(model: nn.Module) -> DeviceMapReport:
     Returns:
         The report; print it for a table.
 
-    Raises:
-        ValueError: It is no module.
-
     Example:
         >>> report = device_map_report(nn.Linear(2, 2))
         >>> [(place.device, place.parameters) for place in report.places]
         [('cpu', 24)]
     """
-    if not isinstance(model, nn.Module):
-        raise ValueError(
-            f"model is a {type(model).__name__}, which is no torch.nn.Module. Of a pipeline, give one model at a time."
-        )
-    places: dict[tuple[str, str], Place] = {}
+    places: dict[tuple[str, str, str], Place] = {}
     counted: set[Any] = set()
-    for path, module, governor in _with_hooks(model, "", None, set()):
-        own = [*_named(module._parameters, False), *_named(module._buffers, True)]
-        present: set[tuple[str, str]] = set()
-        for name, tensor, is_buffer in own:
-            found = _where(tensor, f"{path}.{name}" if path else name, governor)
-            if found is None:
+    below: dict[str, tuple[str, Any] | None] = {}  # of each module the hook above that includes what is below it
+    for path, module in model.named_modules():
+        above = below.get(path.rpartition(".")[0]) if path else None
+        own = _governing_hook(path, module, above)
+        # CpuOffload moves modules as a whole, too.
+        whole = own and getattr(own[1], "place_submodules", hasattr(own[1], "prev_module_hook"))
+        below[path] = own if whole else above
+        tables = (("parameters", module._parameters), ("buffers", module._buffers))
+        for kind, name, tensor in ((kind, *pair) for kind, held in tables for pair in held.items()):
+            found = None if tensor is None else _where(tensor, f"{path}.{name}" if path else name, own)
+            if found is None or found[-1] in counted:
                 continue
-            key, identity = found
-            place = places.setdefault(key, Place(*key))
-            device = str(tensor.device) if governor is None else _full_name(governor[1].execution_device)
-            place.runs_on = tuple(dict.fromkeys((*place.runs_on, device)))
-            present.add(key)
-            if identity not in counted:
-                counted.add(identity)
-                kind = "buffers" if is_buffer else "parameters"
-                local = getattr(tensor, "_local_tensor", tensor)
-                setattr(place, kind, getattr(place, kind) + local.numel() * local.element_size())
-        for key in present:
-            places[key].modules += 1
+            device, kept, identity = found
+            runs_on = str(tensor.device if own is None else as_device(own[1].execution_device))
+            place = places.setdefault((device, kept, runs_on), Place(device, kept, runs_on))
+            counted.add(identity)
+            local = getattr(tensor, "_local_tensor", tensor)
+            setattr(place, kind, getattr(place, kind) + local.numel() * local.element_size())
     return DeviceMapReport(tuple(places.values()), tuple(tensors_without_data(model)))
 
 
-def _named(tensors: Mapping[str, torch.Tensor | None], is_buffer: bool) -> list[tuple[str, torch.Tensor, bool]]:
-    return [(name, tensor, is_buffer) for name, tensor in tensors.items() if tensor is not None]
-
-
-def _with_hooks(
-    module: nn.Module, path: str, above: tuple[str, Any] | None, seen: set[int]
-) -> Iterator[tuple[str, nn.Module, tuple[str, Any] | None]]:
-    """Yield every module once, with its name and the hook that decides on its own tensors: its own one, or one further up that
-    includes submodules, with the name of the module that it is on."""
-    if id(module) in seen:
-        return
-    seen.add(id(module))
-    own, below = above, above
-    hook = module.__dict__.get("_hf_hook")
+def _governing_hook(path: str, module: nn.Module, above: tuple[str, Any] | None) -> tuple[str, Any] | None:
+    """The hook that decides on a module's own tensors, and the name of the module that it is on: its own or one further up."""
+    found, hook = above, module.__dict__.get("_hf_hook")
     for candidate in (hook, *getattr(hook, "hooks", ())):
         offloads = getattr(candidate, "offload", False) is True
-        if getattr(candidate, "execution_device", None) is None or (not offloads and above is not None):
-            continue
-        own = (path, candidate)
-        # CpuOffload moves modules as a whole, too.
-        if getattr(candidate, "place_submodules", hasattr(candidate, "prev_module_hook")):
-            below = own
-    yield path, module, own
-    prefix = f"{path}." if path else ""
-    for name, child in module.named_children():
-        yield from _with_hooks(child, prefix + name, below, seen)
+        if getattr(candidate, "execution_device", None) is not None and (offloads or above is None):
+            found = (path, candidate)
+    return found
 
 
-def _full_name(device: Device) -> str:
-    """The name that tensors there give to their device, which a hook may have as 0, "cuda" or "cuda:0"."""
-    try:
-        found = as_device(device)
-    except ValueError:  # an error here would hide the report
-        return str(device)
-    return found.type if found.type in ("cpu", "meta") else f"{found.type}:{found.index or 0}"
-
-
-def _where(tensor: torch.Tensor, name: str, governor: tuple[str, Any] | None) -> tuple[tuple[str, str], Any] | None:
-    """Return the device and manner in which a tensor is kept, and what tells tied ones."""
+def _where(tensor: torch.Tensor, name: str, governor: tuple[str, Any] | None) -> tuple[str, str, Any] | None:
+    """Return the device and manner in which a tensor is kept, and what tells tied ones; None if no hook has its data."""
     if tensor.device.type != "meta":
-        return (str(tensor.device), "there"), id(tensor)
+        return str(tensor.device), "there", id(tensor)
     path, hook = governor or ("", None)
     weights = getattr(hook, "weights_map", None)
     key = name[len(path) + 1 :] if path else name
     if weights is None or key not in weights:
         return None
     weights, key = resolved(weights, key)
-    if isinstance(weights, OffloadedWeightsLoader) and key not in weights.state_dict:
-        entry = weights.index[key]
-        file = entry.get("safetensors_file")
-        if file is not None:
-            return ("disk", "safetensors"), (file, entry.get("weight_name", key))
-        return ("disk", ".dat files"), (weights.save_folder, entry.get("dat_name", key))
-    value = weights[key]
-    return (str(value.device), "host memory"), (value.data_ptr(), value.shape)
+    if not isinstance(weights, OffloadedWeightsLoader) or key in weights.state_dict:
+        return str(weights[key].device), "host memory", (weights[key].data_ptr(), weights[key].shape)
+    entry = weights.index[key]
+    if entry.get("safetensors_file") is not None:
+        return "disk", "safetensors", (entry["safetensors_file"], entry.get("weight_name", key))
+    return "disk", ".dat files", entry.get("dat_name", key)

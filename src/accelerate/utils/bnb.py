@@ -14,11 +14,9 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from accelerate.big_modeling import dispatch_model, init_empty_weights
 from accelerate.config.bnb import BnbQuantizationConfig
 from accelerate.config.enums import CustomDtype
-from accelerate.offload.device_map import check_device_map, infer_auto_device_map
+from accelerate.offload.device_map import check_device_map, get_balanced_memory, infer_auto_device_map
 from accelerate.offload.loading import load_into, quantize_and_offload_8bit
-from accelerate.offload.placement import Device, default_device, set_module_tensor_to_device
-from accelerate.offload.quantized import quantizes
-from accelerate.offload.sizes import get_balanced_memory
+from accelerate.offload.placement import Device, default_device, quantizes, set_module_tensor_to_device
 from accelerate.offload.tensors import device_of, find_tied_parameters
 from accelerate.utils.imports import is_4bit_bnb_available, is_8bit_bnb_available
 

@@ -8,8 +8,12 @@ from torch import nn
 
 from accelerate import cpu_offload, disk_offload, dispatch_model
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_submodules
-from accelerate.offload.placement import align_module_device, set_module_tensor_to_device
-from accelerate.offload.quantized import quantizes, scales_name
+from accelerate.offload.placement import (
+    align_module_device,
+    quantizes,
+    scales_name,
+    set_module_tensor_to_device,
+)
 from accelerate.utils.modeling import get_state_dict_offloaded_model
 
 bnb = pytest.importorskip("bitsandbytes")

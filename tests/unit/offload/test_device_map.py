@@ -10,9 +10,10 @@ from accelerate.offload.device_map import (
     check_device_map,
     clean_device_map,
     fallback_allocate,
+    get_balanced_memory,
     infer_auto_device_map,
 )
-from accelerate.offload.sizes import compute_module_sizes, get_balanced_memory
+from accelerate.offload.tensors import compute_module_sizes
 
 
 class _Net(nn.Module):
@@ -107,22 +108,9 @@ def test_devices_that_hold_nothing_are_warned_about_once(caplog):
     device_map = infer_auto_device_map(_Net(), {0: 10, 1: 5, 2: 0, "cpu": 1000}, offload_buffers=True)
     assert device_map == {"": "cpu"}
     (told,) = [record.getMessage() for record in caplog.records if "too little memory" in record.getMessage()]
-    assert "0: 164 bytes required (64 for 'linear1' and 100 kept free for the largest layer)" in told
-    assert "1: 64 bytes required (64 for 'linear1'), the budget is 5" in told
+    assert "0: 164 bytes required (64 for 'linear1', 100 kept free for the largest layer)" in told
+    assert "1: 64 bytes required (64 for 'linear1', 0 kept free for the largest layer), the budget is 5" in told
     assert "2:" not in told and "cpu:" not in told  # what was told to stay empty, and what did not
-
-
-@pytest.mark.parametrize("budgets", [{"cpu": 10}, {0: 0, "cpu": 0}, {"cpu": 10**6}])
-def test_where_nothing_can_hold_a_layer_the_disk_does(budgets, caplog):
-    device_map = infer_auto_device_map(_Net(), budgets, offload_buffers=True)
-    assert device_map == {"": "disk" if budgets["cpu"] < 100 else "cpu"}
-    assert ("stay empty" in caplog.text) == (budgets == {"cpu": 10})
-
-
-def test_a_device_that_something_deeper_fits_onto_is_not_empty(caplog):
-    model = nn.Sequential(nn.Linear(10, 10), nn.Sequential(nn.Linear(2, 2), nn.Linear(10, 10)))
-    infer_auto_device_map(model, {0: 500, "cpu": 10**4}, fallback_allocation=True)
-    assert "stay empty" not in caplog.text
 
 
 def _explained(capsys, *args, **kwargs):
@@ -152,15 +140,8 @@ def test_an_explanation_names_what_is_split_and_what_is_tied(capsys):
         assert f"0 (160 bytes) on cpu (120 bytes left): {cause}" in refused
     model = _tied()
     model["head"] = nn.Sequential(model["head"], nn.Linear(20, 20))
-    _, refused = _explained(capsys, model, {0: 1680 + 64, 1: 64, "cpu": 10**5})
-    assert "emb (1.70 KiB) on 0 (64 bytes left): tied to head, which was split" in refused
     _, refused = _explained(capsys, model, {0: 1680 + 64, "cpu": 10**5}, no_split_module_classes=["Sequential"])
     assert "emb (1.70 KiB) on 0 (64 bytes left): tied to head, and it cannot be split" in refused
-
-
-def test_explanations_do_not_come_unasked(capsys):
-    infer_auto_device_map(_Net(), {0: 200, "cpu": 1000})
-    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(
@@ -191,16 +172,6 @@ def test_what_matches_nothing_does_no_harm():
     assert (
         fallback_allocate(waiting, {"linear1": 64}, 64, tied_parameters=[["linear1.w.*", "x.*"], []])[0] == "linear1"
     )
-
-
-def test_fallback_allocate_opens_only_what_is_around_the_one_found():
-    model = nn.Sequential(
-        nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 9)), nn.Sequential(nn.Linear(9, 9), nn.Linear(2, 2))
-    )
-    waiting = list(model.named_children())
-    name, module, rest = fallback_allocate(waiting, compute_module_sizes(model), 30)
-    assert (name, module) == ("1.1", model[1][1])
-    assert [other for other, _ in rest] == ["0", "1.0"]
 
 
 def test_fallback_allocate_counts_what_is_tied():

@@ -1,13 +1,11 @@
 """Weights in files."""
 
 import json
-import pickle
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from accelerate.offload import store as disk
 from accelerate.offload.store import (
     OffloadedWeightsLoader,
     PrefixedDataset,
@@ -109,40 +107,8 @@ def test_a_prefixed_view_reads_short_names_and_lists_full_ones():
     assert list(view) == ["x.a", "x.b"] and len(view) == 2 and dict(view) == {"x.a": 1, "x.b": 2}
 
 
-def test_pickles_name_the_public_path():
-    assert b"accelerate.utils.offload" in pickle.dumps(PrefixedDataset({}, ""))
-
-
 def test_submodules_are_matched_by_name_not_by_text():
     state = {"a.b": 1, "a": 2, "ab": 3, "d.e": 4}
     assert extract_submodules_state_dict(state, ["a", "d"]) == {"a.b": 1, "a": 2, "d.e": 4}
     assert extract_submodules_state_dict(state, [""]) == state
     assert extract_submodules_state_dict(state, "d") == {"d.e": 4}
-
-
-def test_a_relative_folder_is_found_wherever_the_process_goes(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    offload_state_dict("o", {"a": torch.ones(2), "b": torch.zeros(2)})
-    loader = OffloadedWeightsLoader(save_folder="o")
-    loader["a"]
-    monkeypatch.chdir("/")
-    assert loader.save_folder == "o" and not loader["b"].any()
-    offload_state_dict(tmp_path / "o", {"a": torch.zeros(2)})
-    assert not loader["a"].any()
-
-
-def test_a_weight_that_is_written_anew_is_seen_by_a_thread_that_comes_second(tmp_path, monkeypatch):
-    offload_state_dict(tmp_path, {"a": torch.ones(2)})
-    loader = OffloadedWeightsLoader(save_folder=tmp_path)
-    loader["a"]
-    offload_state_dict(tmp_path, {"a": torch.zeros(2)})
-    real, seen = disk.file_stamp, []
-
-    def stamped(path):
-        if not seen:
-            seen.append(True)
-            seen.append(loader["a"])  # what another thread does meanwhile
-        return real(path)
-
-    monkeypatch.setattr(disk, "file_stamp", stamped)
-    assert not loader["a"].any() and not seen[1].any()

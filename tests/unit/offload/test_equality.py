@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from accelerate import cpu_offload, disk_offload, dispatch_model, load_checkpoint_and_dispatch
 from offload_models import MODELS, References
-from offload_samples import EMPTY, FORMS, MAPPED, PREFETCHES, WHOLE, arrivals, cut, nested_cut, prefetching, same
+from offload_samples import EMPTY, FORMS, MAPPED, PREFETCHES, WHOLE, arrivals, cut, nested_cut, prefetching
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -131,22 +131,3 @@ def test_prefetch_argument(prefetch, references, tmp_path):
         reference.make(empty=True), reference.checkpoints["shards"], {"": "disk"}, prefetch=prefetch
     )
     reference.check(model, "load_checkpoint_and_dispatch")
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_cast_when_read(form, references, tmp_path):
-    reference = references("stack")
-    plain = reference.make()
-    for parameter in (*plain.parameters(), *plain.buffers()):
-        if parameter.is_floating_point():
-            parameter.data = parameter.data.to(torch.bfloat16)
-    device_map = {"embedding": "disk", "blocks.a": "disk", "blocks.b.0": "cpu", "blocks.b.1": "disk"}
-    model = reference.make(empty=True)
-    for module in model.modules():
-        if hasattr(module, "mask"):
-            module.mask = module.mask.to(torch.bfloat16)  # in no checkpoint
-    load_checkpoint_and_dispatch(
-        model, reference.checkpoints[form], device_map, offload_folder=tmp_path, dtype=torch.bfloat16
-    )
-    for batch in reference.batches:
-        assert same(model(**batch), plain(**batch))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.offload.placement import init_empty_weights, init_on_device
+from accelerate.big_modeling import init_empty_weights, init_on_device
 
 
 def _devices(module):

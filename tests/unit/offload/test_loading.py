@@ -8,14 +8,12 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from accelerate.big_modeling import cpu_offload, disk_offload, load_checkpoint_and_dispatch
+from accelerate.big_modeling import cpu_offload, disk_offload, init_empty_weights, load_checkpoint_and_dispatch
 from accelerate.offload.loading import (
-    checkpoint_files,
     load_checkpoint_in_model,
     load_offloaded_weights,
     load_state_dict,
 )
-from accelerate.offload.placement import init_empty_weights
 from accelerate.offload.store import OffloadWriter, offload_weight
 
 
@@ -173,17 +171,6 @@ def test_arguments_that_cannot_work_are_named(arguments, text, source, tmp_path)
         load_checkpoint_in_model(_empty(), tmp_path / "m.bin", **arguments)
 
 
-def test_folders_that_are_no_checkpoint_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="found: none"):
-        checkpoint_files(tmp_path)
-    for name in ("a.index.json", "b.index.json"):
-        (tmp_path / name).write_text("{}")
-    with pytest.raises(ValueError, match=r"a\.index\.json, b\.index\.json"):
-        checkpoint_files(tmp_path)
-    with pytest.raises(ValueError, match="does not exist"):
-        checkpoint_files(tmp_path / "absent")
-
-
 def test_state_dict_files_run_no_code_and_must_be_for_torch(tmp_path):
     torch.save({"w": object}, tmp_path / "bad.bin")
     with pytest.raises(Exception, match="[Ww]eights"):
@@ -309,8 +296,6 @@ def test_eight_bit_weights_that_were_written_before_an_error_are_removed(there, 
         offload_weight(torch.ones(1), "other", tmp_path / "o")
     monkeypatch.setattr(OffloadWriter, "add", add)
     model = _empty()
-    weight = model.linear1.weight
     with pytest.raises(RuntimeError, match="no more"):
         load_checkpoint_in_model(model, tmp_path / "m.bin", {"": "disk"}, tmp_path / "o", offload_8bit_bnb=True)
-    assert (tmp_path / "o").exists() == there and model.linear1.weight is weight
-    assert not there or [path.name for path in (tmp_path / "o").iterdir()] == ["other.dat"]
+    assert [path.name for path in (tmp_path / "o").iterdir()] == ["other.dat"] * there

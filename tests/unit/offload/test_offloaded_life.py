@@ -12,7 +12,6 @@ import torch
 import torch.utils.checkpoint
 
 from accelerate import Accelerator, cpu_offload, disk_offload, dispatch_model, load_checkpoint_and_dispatch
-from accelerate.big_modeling import attach_layerwise_casting_hooks
 from accelerate.hooks import remove_hook_from_submodules
 from accelerate.utils import (
     OffloadedWeightsLoader,
@@ -141,33 +140,6 @@ def test_a_file_replaced_between_forwards_is_used(index, prefetch, references):
 
 
 @pytest.mark.parametrize("prefetch", PREFETCHES)
-def test_models_that_share_files_and_run_in_turn(prefetch, references):
-    reference = references("branches")
-    with prefetching(prefetch):
-        folder = reference.new_folder()
-        models = [disk_offload(reference.make(), folder, execution_device="cpu") for _ in range(2)]
-        for _ in range(2):
-            for model in models:
-                reference.check(model)
-        remove_hook_from_submodules(models[0])
-        reference.check(models[1])
-        reference.check(models[0])
-
-
-@pytest.mark.parametrize("prefetch", PREFETCHES)
-def test_one_module_called_by_itself(prefetch, references):
-    reference = references("stack")
-    plain = reference.make()
-    with prefetching(prefetch):
-        model = reference.offloaded("shards", {"embedding": "cpu", "blocks.a": "cpu", "blocks.b": "disk"})
-        reference.check(model)
-        x = torch.randn(1, 2, WIDTH)
-        for _ in range(2):
-            assert same(model.blocks["b"][0](x), plain.blocks["b"][0](x))
-        reference.check(model)
-
-
-@pytest.mark.parametrize("prefetch", PREFETCHES)
 def test_hooks_taken_off_and_put_on_again(prefetch, references):
     reference = references("zoo")
     with prefetching(prefetch):
@@ -205,30 +177,6 @@ def test_nothing_is_left_running_or_open(prefetch, references):
             break
     assert not left, left
     assert len(set(os.listdir("/proc/self/fd")) - opened) == 0 if opened else True
-
-
-@pytest.mark.parametrize("prefetch", PREFETCHES)
-@pytest.mark.parametrize("cast_first", [True, False])
-def test_layerwise_casting_beside_offloading(cast_first, prefetch, references):
-    reference = references("stack")
-    plain = reference.make()
-    attach_layerwise_casting_hooks(plain, torch.bfloat16, torch.float32)
-    ways = (
-        lambda model: cpu_offload(model, execution_device="cpu"),
-        lambda model: disk_offload(model, reference.new_folder(), execution_device="cpu"),
-    )
-    for offload in ways:
-        model = reference.make()
-        with prefetching(prefetch):
-            if not cast_first:
-                offload(model)
-            attach_layerwise_casting_hooks(model, torch.bfloat16, torch.float32)
-            if cast_first:
-                offload(model)
-            for _ in range(2):
-                assert all(same(model(**batch), plain(**batch)) for batch in reference.batches)
-            remove_hook_from_submodules(model)
-            assert all(same(model(**batch), plain(**batch)) for batch in reference.batches)
 
 
 @pytest.mark.parametrize("name", ["branches", pytest.param("stack", marks=pytest.mark.slow)])

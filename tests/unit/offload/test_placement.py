@@ -24,13 +24,6 @@ def test_moving_to_meta_and_back_needs_a_value():
     assert torch.equal(layer.weight, torch.ones(4, 3))
 
 
-def test_staying_where_it_is_keeps_the_parameter():
-    layer = nn.Linear(3, 4)
-    weight = layer.weight
-    set_module_tensor_to_device(layer, "weight", "cpu")
-    assert layer.weight is weight
-
-
 def test_a_value_takes_the_old_dtype_unless_one_is_given():
     layer = nn.Linear(3, 4)
     half = torch.ones(4, 3, dtype=torch.float16)
@@ -38,16 +31,12 @@ def test_a_value_takes_the_old_dtype_unless_one_is_given():
     assert layer.weight.dtype is torch.float32
     set_module_tensor_to_device(layer, "weight", "cpu", value=half, dtype="bfloat16")
     assert layer.weight.dtype is torch.bfloat16
-    set_module_tensor_to_device(layer, "weight", "cpu", value=torch.ones(4, 3, dtype=torch.int8), dtype=torch.float16)
-    assert layer.weight.dtype is torch.int8 and not layer.weight.requires_grad
-
-
-def test_dtypes_are_given_by_name_too():
-    layer = nn.Linear(3, 4)
-    set_module_tensor_to_device(layer, "weight", "cpu", dtype="torch.float16")
-    assert layer.weight.dtype is torch.float16 and layer.bias.dtype is torch.float32
+    set_module_tensor_to_device(layer, "bias", "cpu", dtype="torch.float16")
+    assert layer.bias.dtype is torch.float16
     with pytest.raises(ValueError, match="dtype='fp16'"):
         set_module_tensor_to_device(layer, "weight", "cpu", dtype="fp16")
+    set_module_tensor_to_device(layer, "weight", "cpu", value=torch.ones(4, 3, dtype=torch.int8), dtype=torch.float16)
+    assert layer.weight.dtype is torch.int8 and not layer.weight.requires_grad
 
 
 def test_a_value_that_needs_no_change_is_not_copied():
@@ -67,24 +56,6 @@ def test_values_of_a_graph_come_without_it():
     norm = nn.BatchNorm1d(4)
     set_module_tensor_to_device(norm, "running_mean", "cpu", value=source.sum(1))
     assert not norm.running_mean.requires_grad
-
-
-def test_names_reach_into_submodules():
-    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.ParameterList([torch.ones(2)]))
-    set_module_tensor_to_device(model, "0.0.weight", "meta")
-    set_module_tensor_to_device(model, "1.0", "cpu", value=torch.zeros(2))
-    assert model[0][0].weight.is_meta and not model[0][0].bias.is_meta and not model[1][0].any()
-    for name, error in (("0.1.weight", AttributeError), ("0.0.weights", ValueError), ("0", ValueError)):
-        with pytest.raises(error, match=name.rpartition(".")[2] if error is ValueError else "1"):
-            set_module_tensor_to_device(model, name, "cpu")
-
-
-def test_empty_places_are_named():
-    layer = nn.Linear(2, 2, bias=False)
-    layer.register_buffer("mask", None)
-    for name in ("bias", "mask"):
-        with pytest.raises(ValueError, match=f"'{name}' is registered as None"):
-            set_module_tensor_to_device(layer, name, "cpu", value=torch.ones(2))
 
 
 @pytest.mark.parametrize("into_plain", [False, True])
@@ -122,19 +93,6 @@ def test_buffers_stay_buffers():
     assert not isinstance(norm.running_mean, nn.Parameter)
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "error", "text"),
-    [
-        ("weight", torch.ones(1), ValueError, "shape"),
-        ("absent", None, ValueError, "'absent'"),
-        ("child.weight", None, AttributeError, "child"),
-    ],
-)
-def test_mistakes_are_named(name, value, error, text):
-    with pytest.raises(error, match=text):
-        set_module_tensor_to_device(nn.Linear(2, 2), name, "cpu", value=value)
-
-
 def test_tied_weights_are_copied_to_a_device_once():
     model = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
     value = torch.ones(2, 2)
@@ -156,18 +114,6 @@ def test_tied_weights_without_value_and_on_meta():
     others: dict = {}
     set_module_tensor_to_device(layer, "weight", "cpu", value=torch.ones(2, 2), tied_params_map=others)
     assert others == {}, "only what is known to be shared is noted"
-
-
-def test_statistics_are_kept_as_scb():
-    layer = nn.Linear(2, 2)
-    set_module_tensor_to_device(layer, "weight", "cpu", value=torch.ones(2, 2), fp16_statistics=torch.ones(2))
-    assert torch.equal(layer.weight.SCB, torch.ones(2))
-
-
-def test_a_buffer_that_fits_as_it_is_becomes_the_buffer():
-    norm, value = nn.BatchNorm1d(2), torch.ones(2)
-    set_module_tensor_to_device(norm, "running_mean", "cpu", value=value)
-    assert norm.running_mean is value
 
 
 def test_alignment_moves_parameters_alone():
@@ -210,3 +156,21 @@ def test_align_restores_after_an_error():
     with pytest.raises(KeyError), align_module_device(layer, "meta"):
         raise KeyError
     assert layer.weight.device.type == "cpu"
+
+
+def test_names_reach_into_submodules_and_mistakes_are_named():
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2, bias=False)), nn.ParameterList([torch.ones(2)]))
+    model.register_buffer("mask", None)
+    set_module_tensor_to_device(model, "0.0.weight", "meta")
+    set_module_tensor_to_device(model, "1.0", "cpu", value=torch.zeros(2))
+    assert model[0][0].weight.is_meta and not model[1][0].any()
+    for name, value, error, text in (
+        ("0.1.weight", None, AttributeError, "1"),
+        ("0.0.weights", None, ValueError, "'0.0.weights' is no parameter or buffer of Linear"),
+        ("0", None, ValueError, "'0'"),
+        ("0.0.bias", torch.ones(2), ValueError, "'0.0.bias' is registered as None"),
+        ("mask", torch.ones(2), ValueError, "'mask' is registered as None"),
+        ("0.0.weight", torch.ones(1), ValueError, "shape"),
+    ):
+        with pytest.raises(error, match=text):
+            set_module_tensor_to_device(model, name, "cpu", value=value)

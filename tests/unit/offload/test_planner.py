@@ -11,19 +11,22 @@ from hypothesis import strategies as st
 from torch import nn
 
 import placement_samples as samples
-from accelerate.offload.device_map import check_device_map, clean_device_map, fallback_allocate, infer_auto_device_map
-from accelerate.offload.planner import make_plan
-from accelerate.offload.sizes import (
-    compute_module_sizes,
+from accelerate.offload.device_map import (
+    check_device_map,
+    clean_device_map,
+    fallback_allocate,
     get_balanced_memory,
-    get_max_layer_size,
     get_max_memory,
-    get_module_leaves,
+    infer_auto_device_map,
 )
+from accelerate.offload.planner import make_plan
 from accelerate.offload.tensors import (
     check_tied_parameters_on_same_device,
+    compute_module_sizes,
     device_of,
     find_tied_parameters,
+    get_max_layer_size,
+    get_module_leaves,
     get_module_size_with_ties,
     retie_parameters,
 )
@@ -205,13 +208,6 @@ def _tied_stacks(count):
     return model
 
 
-def _one_weight(count):
-    model = nn.Sequential(*(_Block() for _ in range(count // 9)))
-    for block in model:
-        block.l0.weight = model[0].l0.weight
-    return model
-
-
 def _without_tensors(count):
     return nn.Sequential(nn.Linear(99, 99, device="meta"), *(nn.ReLU() for _ in range(count)))
 
@@ -243,7 +239,7 @@ def _calls(model):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("make", [_flat, _blocks, _shrinking, _tied_stacks, _one_weight, _without_tensors])
+@pytest.mark.parametrize("make", [_flat, _blocks, _shrinking, _tied_stacks, _without_tensors])
 def test_four_times_the_modules_are_four_times_the_work(make, caplog, capsys):
     caplog.set_level(logging.CRITICAL)
     small, large = _calls(make(144)), _calls(make(4 * 144))

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from accelerate.config.enums import CustomDtype
-from accelerate.offload.sizes import (
+from accelerate.offload.tensors import (
     _get_proper_dtype,
     calculate_maximum_sizes,
     class_names,

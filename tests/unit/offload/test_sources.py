@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from accelerate.big_modeling import dispatch_model, init_empty_weights, load_checkpoint_and_dispatch
-from accelerate.offload.files import check_fit, checkpoint_files, listed, open_checkpoint
+from accelerate.offload.files import open_checkpoint
 from accelerate.offload.loading import load_checkpoint_in_model
 
 
@@ -129,21 +129,6 @@ def test_a_broken_checkpoint_changes_nothing(fault, device_map, kind, checkpoint
         assert not hasattr(model, "hf_device_map") and sorted(os.listdir(tmp_path)) == ["checkpoint"]
 
 
-def test_other_float_dtypes_are_cast_and_buffers_take_any(kind, tmp_path):
-    state = {
-        name: tensor.half() if tensor.is_floating_point() else tensor.bool()
-        for name, tensor in _Net().state_dict().items()
-    }
-    _save(tmp_path, state, kind)
-    for device_map in (None, {"": "cpu"}, {"": "disk"}):
-        model = _Net()
-        load_checkpoint_and_dispatch(model, tmp_path, device_map, offload_folder=tmp_path / "o")
-        assert model.first.weight.dtype is torch.float32 and model.flags.dtype is torch.uint8
-        plain = _Net()
-        plain.load_state_dict(state)
-        assert torch.equal(model(torch.ones(1, 4)), plain(torch.ones(1, 4)))
-
-
 def test_safetensors_on_disk_need_no_folder_and_other_formats_do(kind, checkpoint, tmp_path):
     with init_empty_weights():
         model = _Net()
@@ -172,33 +157,8 @@ def test_the_index_in_the_folder_dispatches_later(kind, checkpoint, tmp_path):
     assert torch.equal(model(torch.ones(1, 4)), plain(torch.ones(1, 4)))
 
 
-def test_running_out_of_memory_half_way_empties_what_was_filled(checkpoint, tmp_path, monkeypatch):
-    from accelerate.offload import loading
-
-    real, calls = loading.set_module_tensor_to_device, []
-
-    def runs_out(*arguments, **options):
-        calls.append(arguments)
-        if len(calls) == 4:
-            raise torch.OutOfMemoryError("no more")
-        real(*arguments, **options)
-
-    monkeypatch.setattr(loading, "set_module_tensor_to_device", runs_out)
-    with init_empty_weights():
-        model = _Net()
-    before = _snapshot(model)
-    with pytest.raises(torch.OutOfMemoryError):
-        load_checkpoint_and_dispatch(
-            model, checkpoint, {"first": "disk", "second": "cpu", "flags": "cpu"}, offload_folder=tmp_path / "o"
-        )
-    now = _snapshot(model)
-    assert all(now[name][0] is before[name][0] for name in dict(model.named_parameters()))
-    assert sorted(os.listdir(tmp_path)) == ["checkpoint"]
-
-
 def test_a_full_disk_while_loading_leaves_nothing_behind(tmp_path, monkeypatch):
     _save(tmp_path, _Net().state_dict(), "bin")
-    before = sorted(os.listdir(tmp_path))
     real, calls = Path.write_bytes, []
 
     def full(path, data):
@@ -210,11 +170,9 @@ def test_a_full_disk_while_loading_leaves_nothing_behind(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "write_bytes", full)
     with init_empty_weights():
         model = _Net()
-    snapshot = _snapshot(model)
     with pytest.raises(OSError, match=r"Offloading second\.weight.* failed: No space left") as caught:
         load_checkpoint_and_dispatch(model, tmp_path, {"": "disk"}, offload_folder=tmp_path / "o")
-    assert caught.value.errno == errno.ENOSPC and sorted(os.listdir(tmp_path)) == before
-    assert all(now[0] is snapshot[name][0] for name, now in _snapshot(model).items())
+    assert caught.value.errno == errno.ENOSPC and not os.listdir(tmp_path / "o")
     assert not any("_hf_hook" in module.__dict__ for module in model.modules())
 
 
@@ -239,31 +197,6 @@ def test_a_load_shows_one_bar_and_says_nothing(kind, checkpoint, tmp_path, monke
         model(torch.ones(1, 4))
     assert [bar["total"] for bar in bars] == [164] and bars[0]["delay"] > 0 and bars[0]["disable"] is None
     assert caplog.text == "" and capfd.readouterr() == ("", "")
-
-
-def test_one_warning_for_one_cause(checkpoint, tmp_path, caplog):
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-            self.second.weight, self.second.bias = self.first.weight, self.first.bias
-
-    model = Tied()
-    with caplog.at_level(logging.WARNING):
-        load_checkpoint_and_dispatch(
-            model, checkpoint, {"first": "cpu", "second": "disk"}, offload_folder=tmp_path / "o"
-        )
-    said = [record.message for record in caplog.records]
-    assert len(said) == 2 and "flags" in said[0] and "Tied parameters are on different devices" in said[1]
-
-
-def test_files_of_torch_may_be_overwritten_after_loading(tmp_path):
-    torch.save(_Net().state_dict(), tmp_path / "m.bin")
-    model = _Net()
-    load_checkpoint_in_model(model, tmp_path / "m.bin", {"": "cpu"})
-    expected = model(torch.ones(1, 4))
-    (tmp_path / "m.bin").write_bytes(b"")
-    assert torch.equal(model(torch.ones(1, 4)), expected)
 
 
 @pytest.mark.parametrize(
@@ -324,26 +257,16 @@ def test_devices_that_are_not_there_are_named(checkpoint):
     assert model.first.weight.device.type == "meta"
 
 
-def test_messages_name_a_few_and_count_the_rest():
-    assert listed("abc") == "a, b, c" and listed("abcd", 2) == "a, b and 2 more"
-    check_fit({}, {}, "nothing")
-
-
-def test_a_folder_tells_its_files(checkpoint, kind):
-    assert [os.path.basename(file) for file in checkpoint_files(checkpoint)] == [f"part1.{kind}", f"part2.{kind}"]
-    entries = open_checkpoint(checkpoint)
-    assert {name: entry.nbytes for name, entry in entries.items() if name.startswith("first")} == {
-        "first.weight": 64,
-        "first.bias": 16,
-    }
-
-
 def test_an_index_may_have_any_name(checkpoint):
     model, index = _Net(), checkpoint / "model.index.json"
     load_checkpoint_in_model(model, index.rename(checkpoint / "weights.json"))
     assert model.state_dict().keys() == open_checkpoint(checkpoint / "weights.json").keys()
-    with pytest.raises(ValueError, match="exactly one `.index.json`"):
-        load_checkpoint_in_model(model, checkpoint)
+    for folder, text in (
+        (checkpoint, "exactly one `.index.json`.*found: none"),
+        (checkpoint / "no", "does not exist"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            load_checkpoint_in_model(model, folder)
     (checkpoint / "config.json").write_text('{"hidden_size": 8}')
     with pytest.raises(ValueError, match="config.json is no index"):
         load_checkpoint_in_model(model, checkpoint / "config.json")

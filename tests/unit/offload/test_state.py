@@ -5,8 +5,8 @@ import logging
 import torch
 from torch import nn
 
+from accelerate.big_modeling import init_empty_weights
 from accelerate.hooks import attach_align_device_hook
-from accelerate.offload.placement import init_empty_weights
 from accelerate.offload.weights import (
     get_state_dict_from_offload,
     get_state_dict_offloaded_model,

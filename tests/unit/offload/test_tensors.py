@@ -1,10 +1,9 @@
 """Names of parameters and buffers."""
 
-import pytest
 import torch
 from torch import nn
 
-from accelerate.offload.tensors import get_non_persistent_buffers, named_module_tensors, tensor_at
+from accelerate.offload.tensors import get_non_persistent_buffers, named_module_tensors
 
 
 def _model():
@@ -22,11 +21,6 @@ def test_order_is_parameters_then_buffers_and_recursion_is_asked_for():
     assert "1.running_mean" not in dict(named_module_tensors(model, include_buffers=False, recurse=True))
 
 
-def test_non_persistent_buffers_of_submodules_are_removed_too():
-    names = dict(named_module_tensors(_model(), recurse=True, remove_non_persistent=True))
-    assert "1.mask" not in names and "1.running_var" in names
-
-
 def test_asking_for_non_persistent_buffers_changes_nothing():
     model = _model()
     before = [set(module._non_persistent_buffers_set) for module in model.modules()]
@@ -36,11 +30,3 @@ def test_asking_for_non_persistent_buffers_changes_nothing():
     assert found == {"1.mask"}
     found.add("other")
     assert [set(module._non_persistent_buffers_set) for module in model.modules()] == before
-
-
-def test_tensor_at_finds_the_owner():
-    model = _model()
-    assert tensor_at(model, "0.weight") == (model[0], "weight")
-    assert tensor_at(model[0], "weight") == (model[0], "weight")
-    with pytest.raises(AttributeError):
-        tensor_at(model, "7.weight")
