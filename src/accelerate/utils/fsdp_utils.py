@@ -289,10 +289,7 @@ def _get_model_state_dict(model: nn.Module, adapter_only: bool = False, sd_optio
 
 
 def _set_model_state_dict(
-    model: nn.Module,
-    state_dict: dict[str, Any],
-    adapter_only: bool = False,
-    sd_options: Any = None,
+    model: nn.Module, state_dict: dict[str, Any], adapter_only: bool = False, sd_options: Any = None
 ) -> Any:
     """Load a model's state dict. With `sd_options` every rank calls it.
 

@@ -431,10 +431,7 @@ def test_modules_kept_in_fp32_are(checkpoint):
     config = BnbQuantizationConfig(load_in_8bit=True, **options)
     with init_empty_weights():
         empty = Net()
-    for model in (
-        bnb.load_and_quantize_model(empty, config, checkpoint),
-        bnb.load_and_quantize_model(Net(), config),
-    ):
+    for model in (bnb.load_and_quantize_model(empty, config, checkpoint), bnb.load_and_quantize_model(Net(), config)):
         dtypes = {name: tensor.dtype for name, tensor in model.named_parameters()}
         assert dtypes["norm.weight"] is dtypes["twice.weight"] is torch.float32
         assert dtypes["emb.weight"] is dtypes["body.0.bias"] is torch.float16
