@@ -117,7 +117,7 @@ def test_menus_and_lines(terminal, place, menus):
         *("What is wrapped", UP + ENTER, "Shape of checkpoints", ENTER),
         *("load pretrained weights", ENTER, "Recompute activations", ENTER),
         *("ParallelismConfig", ENTER, "mpirun", ENTER),
-        *("By default one for each GPU, or one. [2]", "x" + ENTER, "it must be an integer", "4" + ENTER),
+        *("How many processes to start", "x" + ENTER, "it must be an integer", "4" + ENTER),
         *("Number format of the forward", "k\x1bOA" + ENTER),  # upwards, round the end, in both forms of the key
         *("Check before each collective", "yes" + ENTER),
     )
