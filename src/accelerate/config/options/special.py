@@ -58,9 +58,16 @@ FP8_OPTIONS: tuple[Option, ...] = (
     _te("use_autocast_during_eval", "Evaluate in FP8 too (te).", default=False, switch=True),
     _te("margin", "Margin of the scaling factor, as a power of two (te).", default=0, check=at_least(0)),
     _te("interval", "Steps between two computations of the scaling factor (te).", default=1, check=at_least(1)),
-    _te("format", "Number format of FP8 (te).", choices=("HYBRID", "E4M3", "E5M2"), default="HYBRID", key="fp8_format"),
+    _te(
+        "format", "Number format of FP8 (te).", choices=("HYBRID", "E4M3", "E5M2"), default="HYBRID", key="fp8_format"
+    ),
     _te("amax_history_len", "How many past maxima the scaling looks at (te).", default=1024, check=at_least(1)),
-    _te("amax_compute_algo", "Which of the past maxima counts (te).", choices=("max", "most_recent"), default="most_recent"),
+    _te(
+        "amax_compute_algo",
+        "Which of the past maxima counts (te).",
+        choices=("max", "most_recent"),
+        default="most_recent",
+    ),
     _te(
         "override_linear_precision",
         "Use higher precision in the forward pass, the input gradient, the weight gradient (te).",
