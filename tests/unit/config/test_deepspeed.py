@@ -69,18 +69,14 @@ def test_defaults():
 
 
 def test_environment(monkeypatch):
-    for name, value in {
-        "GRADIENT_ACCUMULATION_STEPS": "4",
-        "GRADIENT_CLIPPING": "1.5",
-        "DEEPSPEED_ZERO_STAGE": "3",
-        "DEEPSPEED_ZERO3_INIT": "false",
-        "DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu",
-        "DEEPSPEED_OFFLOAD_PARAM_DEVICE": "nvme",
-        "DEEPSPEED_OFFLOAD_PARAM_NVME_PATH": "/disk",
-        "DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH": "/unused",
-        "DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true",
-    }.items():
-        monkeypatch.setenv(f"ACCELERATE_{name}", value)
+    variables = (
+        "ZERO_STAGE=3 ZERO3_INIT=false OFFLOAD_OPTIMIZER_DEVICE=cpu OFFLOAD_PARAM_DEVICE=nvme OFFLOAD_PARAM_NVME_PATH=/disk "
+        "OFFLOAD_OPTIMIZER_NVME_PATH=/unused ZERO3_SAVE_16BIT_MODEL=true"
+    )
+    for name, _, value in (pair.partition("=") for pair in variables.split()):
+        monkeypatch.setenv(f"ACCELERATE_DEEPSPEED_{name}", value)
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    monkeypatch.setenv("ACCELERATE_GRADIENT_CLIPPING", "1.5")
     plugin = Plugin()
     config = plugin.deepspeed_config
     assert (config["gradient_accumulation_steps"], config["gradient_clipping"]) == (4, 1.5)

@@ -57,46 +57,30 @@ def test_defaults_of_version_2():
     assert plugin.use_orig_params is plugin.sync_module_states is plugin.forward_prefetch is None
 
 
-def test_version_1_from_the_environment(monkeypatch):
-    for name, value in {
-        "SHARDING_STRATEGY": "SHARD_GRAD_OP",
-        "BACKWARD_PREFETCH": "BACKWARD_PRE",
-        "OFFLOAD_PARAMS": "true",
-        "STATE_DICT_TYPE": "SHARDED_STATE_DICT",
-        "AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-        "TRANSFORMER_CLS_TO_WRAP": "Layer,Linear",
-        "USE_ORIG_PARAMS": "1",
-        "FORWARD_PREFETCH": "yes",
-        "ACTIVATION_CHECKPOINTING": "True",
-        "ACTIVATION_CHECKPOINTING_OFFLOAD": "True",
-        "IGNORED_MODULES": ".*norm",
-    }.items():
+def set_variables(monkeypatch, text):
+    for pair in text.split():
+        name, _, value = pair.partition("=")
         monkeypatch.setenv(f"FSDP_{name}", value)
+
+
+def test_version_1_from_the_environment(monkeypatch):
+    set_variables(monkeypatch, "OFFLOAD_PARAMS=true AUTO_WRAP_POLICY=TRANSFORMER_BASED_WRAP IGNORED_MODULES=.*norm")
+    set_variables(monkeypatch, "TRANSFORMER_CLS_TO_WRAP=Layer,Linear STATE_DICT_TYPE=SHARDED_STATE_DICT")
+    set_variables(monkeypatch, "ACTIVATION_CHECKPOINTING=True ACTIVATION_CHECKPOINTING_OFFLOAD=True")
     plugin = Plugin()
-    assert plugin.sharding_strategy is fsdp.ShardingStrategy.SHARD_GRAD_OP
-    assert plugin.backward_prefetch is fsdp.BackwardPrefetch.BACKWARD_PRE
-    assert plugin.cpu_offload.offload_params
-    assert isinstance(plugin.state_dict_config, fsdp.ShardedStateDictConfig)
+    assert plugin.cpu_offload.offload_params and isinstance(plugin.state_dict_config, fsdp.ShardedStateDictConfig)
     assert plugin.auto_wrap_policy is wrap.transformer_auto_wrap_policy
-    assert plugin.transformer_cls_names_to_wrap == ["Layer", "Linear"]
-    assert plugin.use_orig_params is plugin.forward_prefetch is plugin.activation_checkpointing is True
-    assert plugin.activation_checkpointing_offload is True
-    assert plugin.ignored_modules == ".*norm"
+    assert plugin.transformer_cls_names_to_wrap == ["Layer", "Linear"] and plugin.ignored_modules == ".*norm"
+    assert plugin.activation_checkpointing is plugin.activation_checkpointing_offload is True
 
 
 def test_version_2_from_the_environment(monkeypatch):
-    monkeypatch.setenv("FSDP_VERSION", "2")
-    monkeypatch.setenv("FSDP_RESHARD_AFTER_FORWARD", "false")
-    monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
-    monkeypatch.setenv("FSDP_USE_ORIG_PARAMS", "true")  # of version 1: the launcher exports it regardless
-    monkeypatch.setenv("FSDP_AUTO_WRAP_POLICY", "SIZE_BASED_WRAP")
-    monkeypatch.setenv("FSDP_MIN_NUM_PARAMS", "77")
+    # The launcher exports what only version 1 has regardless.
+    set_variables(monkeypatch, "VERSION=2 OFFLOAD_PARAMS=true USE_ORIG_PARAMS=true MIN_NUM_PARAMS=77")
+    set_variables(monkeypatch, "AUTO_WRAP_POLICY=SIZE_BASED_WRAP")
     plugin = Plugin()
-    assert plugin.fsdp_version == 2
-    assert plugin.reshard_after_forward is False
     assert isinstance(plugin.cpu_offload, fsdp.CPUOffloadPolicy)
-    assert plugin.use_orig_params is None
-    assert plugin.min_num_params == 77
+    assert (plugin.fsdp_version, plugin.use_orig_params, plugin.min_num_params) == (2, None, 77)
 
 
 STRATEGY, PREFETCH, KIND = fsdp.ShardingStrategy, fsdp.BackwardPrefetch, fsdp.StateDictType

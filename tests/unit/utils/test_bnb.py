@@ -46,25 +46,19 @@ def _config(bits=8, **options):
     return BnbQuantizationConfig(**{f"load_in_{bits}bit": True, "torch_dtype": torch.float16, **options})
 
 
-def test_linear_layers_are_replaced_with_their_weights(library):
+def test_linear_layers_are_replaced_with_their_weights_mode_and_options(library, caplog):
     model = _model()
+    model[1].eval()
     weight = model[0].weight
     assert bnb.replace_with_bnb_layers(model, _config(), modules_to_not_convert=["2"]) is model
     assert isinstance(model[0], library.nn.Linear8bitLt) and isinstance(model[1][0], library.nn.Linear8bitLt)
-    assert type(model[2]) is nn.Linear
+    assert type(model[2]) is nn.Linear and model[0].training and not model[1][0].training
     assert model[0].options == {"has_fp16_weights": False, "threshold": 6.0}
     assert torch.equal(model[0].weight, weight) and not model[0].weight.requires_grad and model[1][0].bias is None
-
-
-def test_four_bit_layers_get_their_options(library):
     model = bnb.replace_with_bnb_layers(_model(), _config(4, bnb_4bit_quant_type="nf4"))
     assert model[0].options["quant_type"] == "nf4" and bnb.has_4bit_bnb_layers(model)
     assert not bnb.has_4bit_bnb_layers(_model())
-
-
-def test_a_model_without_linear_layers_says_so(library, caplog):
-    with caplog.at_level(logging.WARNING):
-        bnb.replace_with_bnb_layers(nn.Sequential(nn.ReLU()), _config())
+    bnb.replace_with_bnb_layers(nn.Sequential(nn.ReLU()), _config())
     assert "no linear layer" in caplog.text
 
 
@@ -93,13 +87,6 @@ def test_layers_whose_weights_are_read_by_others_stay(library):
     assert isinstance(encoder.linear1, library.nn.Linear8bitLt)
     assert not isinstance(encoder.self_attn.out_proj, library.nn.Linear8bitLt)
     assert not encoder.activation_relu_or_gelu, "its fused kernel reads the weights itself"
-
-
-def test_a_replaced_layer_is_in_the_mode_of_the_one_before(library):
-    model = _model()
-    model[1].eval()
-    bnb.replace_with_bnb_layers(model, _config())
-    assert model[0].training and not model[1][0].training
 
 
 def test_maps_count_what_is_not_quantised_with_what_it_takes():
@@ -140,15 +127,11 @@ def test_without_a_map_the_device_is_this_processs():
     assert bnb.get_quantized_model_device_map(_model(), _config()) == {"": "cpu"}
 
 
-def test_loading_asks_for_the_library_and_the_weights(library, monkeypatch):
-    with pytest.raises(RuntimeError, match="'0.weight'.*weights_location"):
-        bnb.load_and_quantize_model(_model().to("meta"), _config())
-    monkeypatch.setattr(bnb, "is_8bit_bnb_available", lambda: False)
-    with pytest.raises(ImportError, match="load_in_8bit.*pip install"):
-        bnb.load_and_quantize_model(_model(), _config())
-    monkeypatch.setattr(bnb, "is_4bit_bnb_available", lambda: False)
-    with pytest.raises(ImportError, match="load_in_4bit.*pip install"):
-        bnb.load_and_quantize_model(_model(), _config(4))
+@pytest.mark.parametrize("bits", [4, 8])
+def test_loading_asks_for_the_library(library, monkeypatch, bits):
+    monkeypatch.setattr(bnb, f"is_{bits}bit_bnb_available", lambda: False)
+    with pytest.raises(ImportError, match=f"load_in_{bits}bit.*pip install"):
+        bnb.load_and_quantize_model(_model(), _config(bits))
 
 
 def test_loading_puts_weights_into_the_replaced_layers(library, tmp_path):
@@ -218,11 +201,9 @@ def test_a_shared_layer_on_two_devices_is_warned_of_once(library, tmp_path, capl
     shared = nn.Linear(2, 2)
     model = nn.Sequential(nn.Sequential(shared), nn.Sequential(shared, nn.ReLU()))
     save_file({name: t for name, t in model.state_dict().items() if name[0] != "1"}, tmp_path / "m.safetensors")
-    options = {"device_map": {"0": "cpu", "1": "disk"}, "offload_folder": tmp_path / "o"}
-    with caplog.at_level(logging.WARNING):
-        bnb.load_and_quantize_model(
-            model.to("meta"), _config(skip_modules=["0", "1"]), tmp_path / "m.safetensors", **options
-        )
+    config, places = _config(skip_modules=["0", "1"]), {"0": "cpu", "1": "disk"}
+    model.to("meta")
+    bnb.load_and_quantize_model(model, config, tmp_path / "m.safetensors", places, offload_folder=tmp_path / "o")
     assert caplog.text.count("on different devices") == 1
 
 
