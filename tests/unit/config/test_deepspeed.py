@@ -118,8 +118,9 @@ def test_config_file(tmp_path, monkeypatch):
 
 
 def test_values_of_the_config_win_over_arguments():
+    zero = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
     config = {
-        "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
+        "zero_optimization": zero,
         "gradient_clipping": 0.3,
         "gradient_accumulation_steps": 7,
         "steps_per_print": 10,
@@ -141,13 +142,8 @@ def test_arguments_fill_auto_and_gaps():
         "gradient_clipping": "auto",
         "bf16": {"enabled": "auto"},
     }
-    plugin = Plugin(
-        hf_ds_config=config,
-        zero_stage=3,
-        offload_optimizer_device="cpu",
-        gradient_clipping=1.0,
-        gradient_accumulation_steps=4,
-    )
+    given = {"zero_stage": 3, "offload_optimizer_device": "cpu", "gradient_clipping": 1.0}
+    plugin = Plugin(hf_ds_config=config, gradient_accumulation_steps=4, **given)
     assert plugin.deepspeed_config["zero_optimization"] == {
         "stage": 3,
         "offload_optimizer": {"device": "cpu", "nvme_path": "none"},
@@ -298,8 +294,7 @@ def test_copies():
     plugin = Plugin(zero_stage=3)
     clone = copy.deepcopy(plugin)
     clone.deepspeed_config["zero_optimization"]["stage"] = 1
-    assert plugin.get_value("zero_optimization.stage") == 3
-    assert clone.get_value("zero_optimization.stage") == 1
+    assert (plugin.get_value("zero_optimization.stage"), clone.get_value("zero_optimization.stage")) == (3, 1)
     assert plugin.deepspeed_config == pickle.loads(pickle.dumps(plugin)).deepspeed_config
 
 
@@ -340,16 +335,11 @@ def test_other_sources(source):
     ],
 )
 def test_stage_and_offload(zero, two, three, offload):
-    config = HfDeepSpeedConfig({"zero_optimization": zero})
-    assert (config.is_zero2(), config.is_zero3(), config.is_offload()) == (two, three, offload)
-
-
-def test_stage_is_noted_again_on_request():
     config = HfDeepSpeedConfig({})
-    config.config["zero_optimization"] = {"stage": 2}
-    assert not config.is_zero2()
-    config.set_stage_and_offload()
-    assert config.is_zero2()
+    config.config["zero_optimization"] = zero
+    assert not (config.is_zero2() or config.is_zero3() or config.is_offload())
+    config.set_stage_and_offload()  # noted on request
+    assert (config.is_zero2(), config.is_zero3(), config.is_offload()) == (two, three, offload)
 
 
 def test_look_up():

@@ -4,8 +4,7 @@ from functools import partial
 
 from accelerate.config.options.schema import BIT, NOT_GIVEN, SEVERAL, Option, at_least, existing_file, matching, rows
 
-TPU = "TPU"
-_tpu = rows(TPU, feature="tpu", chapter="tpu")
+_tpu = rows("TPU", feature="tpu", chapter="tpu")
 _pod = partial(_tpu, when={"tpu_use_cluster": (True,)})
 _pod_key = partial(_pod, flags=())
 
@@ -47,10 +46,10 @@ TPU_OPTIONS: tuple[Option, ...] = (
     _pod("env", "A NAME=VALUE to set in the pod; give it once for each.", type="strs", key="tpu_env"),
 )
 
-FP8 = "FP8 Arguments"
 
-
-_fp8 = rows(FP8, "fp8_", section="fp8_config", feature="fp8", chapter="fp8", env="ACCELERATE_FP8_*", key="*")
+_fp8 = rows(
+    "FP8 Arguments", "fp8_", section="fp8_config", feature="fp8", chapter="fp8", env="ACCELERATE_FP8_*", key="*"
+)
 _te = partial(_fp8, when={"fp8_backend": ("te",)})
 
 FP8_OPTIONS: tuple[Option, ...] = (
@@ -123,14 +122,13 @@ ENVIRONMENT_OPTIONS: tuple[Option, ...] = (
     ),
 )
 
-PARALLELISM = "ParallelismConfig Arguments"
 _FSDP = {"distributed_type": ("FSDP",)}
 _SPLIT = {"parallelism_config_cp_size": SEVERAL}
 _ULYSSES = {"parallelism_config_sp_size": SEVERAL}
 
 
 _parallelism = rows(
-    PARALLELISM,
+    "ParallelismConfig Arguments",
     "parallelism_config_",
     section="parallelism_config",
     feature="parallelism",
