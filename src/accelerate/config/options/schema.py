@@ -362,12 +362,10 @@ def to_enum(kind: type[E], value: Any, name: str, aliases: Mapping[str, E] | Non
         return value
     word = str(value).strip().upper()
     named = {member.name.upper(): member for member in kind} | dict(aliases or {})
-    by_value = {str(member.value).upper(): member for member in kind}
-    if word in named:
-        return named[word]
-    if word in by_value:
-        return by_value[word]
-    raise ValueError(f"{name} is {value!r}; choose one of {', '.join(sorted(named))}.")
+    found = {str(member.value).upper(): member for member in kind} | named
+    if word not in found:
+        raise ValueError(f"{name} is {value!r}; choose one of {', '.join(sorted(named))}.")
+    return found[word]
 
 
 def to_names(value: Any) -> list[str]:
