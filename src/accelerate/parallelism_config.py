@@ -10,10 +10,7 @@ from accelerate.config.parallel import (
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
 )
-from accelerate.utils.constants import (
-    BETA_CP_AVAILABLE_PYTORCH_VERSION,
-    BETA_TP_AVAILABLE_PYTORCH_VERSION,
-)
+from accelerate.utils.constants import BETA_CP_AVAILABLE_PYTORCH_VERSION, BETA_TP_AVAILABLE_PYTORCH_VERSION
 from accelerate.utils.versions import is_torch_version
 
 if TYPE_CHECKING:

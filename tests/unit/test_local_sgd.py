@@ -96,14 +96,13 @@ def test_what_is_refused_may_be_switched_off(make, strategy, steps, error, text)
 
 def test_pieces_by_kind_and_size(monkeypatch):
     monkeypatch.setattr(local_sgd, "_PIECE", 16)
-    model = nn.ParameterList(
-        [
-            nn.Parameter(torch.zeros(2)),
-            nn.Parameter(torch.zeros(2)),
-            nn.Parameter(torch.zeros(1)),
-            nn.Parameter(torch.zeros(1, dtype=torch.float64)),
-            nn.Parameter(torch.zeros(1, dtype=torch.int64), requires_grad=False),
-        ]
-    )
+    tensors = [
+        torch.zeros(2),
+        torch.zeros(2),
+        torch.zeros(1),
+        torch.zeros(1, dtype=torch.float64),
+        torch.zeros(1).long(),
+    ]
+    model = nn.ParameterList(nn.Parameter(t, requires_grad=t.is_floating_point()) for t in tensors)
     pieces = [[parameter.numel() for parameter in piece] for piece in local_sgd._pieces(model)]
     assert pieces == [[2, 2], [1], [1]]

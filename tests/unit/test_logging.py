@@ -15,18 +15,18 @@ def levels():
     logging.root.setLevel(before)
 
 
-def test_needs_a_state_first():
+def test_names_rank_and_caller_once_there_is_a_state(caplog):
     with pytest.raises(RuntimeError, match="PartialState"):
         get_logger("a").info("hello")
-
-
-def test_names_rank_and_caller(caplog):
     PartialState(cpu=True)
     with caplog.at_level("INFO"):
         get_logger("b").info("%s things", 3)
         get_logger("d").warning("mine", main_process_only=False, in_order=True)
     assert caplog.messages == ["[RANK 0] 3 things", "[RANK 0] mine"]
-    assert caplog.records[0].funcName == "test_names_rank_and_caller" and caplog.records[0].name == "b"
+    assert (
+        caplog.records[0].funcName == "test_names_rank_and_caller_once_there_is_a_state"
+        and caplog.records[0].name == "b"
+    )
 
 
 def test_other_ranks_are_silent_unless_asked(caplog):
@@ -34,19 +34,11 @@ def test_other_ranks_are_silent_unless_asked(caplog):
     storage.process.current["process_index"] = 1
     logger = get_logger("c")
     logger.warning("no")
-    logger.warning("yes", main_process_only=False)
     logger.warning("in order", in_order=True)
-    assert caplog.messages == ["[RANK 1] yes"]
-
-
-def test_warning_once(caplog):
-    PartialState(cpu=True)
-    logger = get_logger("e")
     for _ in range(3):
-        logger.warning_once("careful")
-    logger.warning_once("really")
-    assert caplog.messages == ["[RANK 0] careful", "[RANK 0] really"]
-    assert caplog.records[0].funcName == "test_warning_once"
+        logger.warning_once("yes", main_process_only=False)
+    assert caplog.messages == ["[RANK 1] yes"]
+    assert caplog.records[0].funcName == "test_other_ranks_are_silent_unless_asked"
 
 
 def test_level_from_argument_and_environment(monkeypatch):

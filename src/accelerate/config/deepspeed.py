@@ -25,30 +25,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# What may say "auto" in a configuration file, and the field that fills it in.
-_FIELD_OF_KEY = {
-    "gradient_accumulation_steps": "gradient_accumulation_steps",
-    "gradient_clipping": "gradient_clipping",
-    "zero_optimization.stage": "zero_stage",
-    "zero_optimization.offload_optimizer.device": "offload_optimizer_device",
-    "zero_optimization.offload_param.device": "offload_param_device",
-    "zero_optimization.offload_param.nvme_path": "offload_param_nvme_path",
-    "zero_optimization.offload_optimizer.nvme_path": "offload_optimizer_nvme_path",
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save": "zero3_save_16bit_model",
-}
-# Fields that stand for options of the same name, with their defaults.
-_FROM_ENVIRONMENT = {
-    "gradient_accumulation_steps": "auto",
-    "gradient_clipping": "auto",
-    "zero_stage": 2,
-    "offload_optimizer_device": "none",
-    "offload_param_device": "none",
-    "offload_optimizer_nvme_path": "none",
-    "offload_param_nvme_path": "none",
-    "zero3_save_16bit_model": False,
+# Fields that stand for options of the same name: where they are in a configuration file, which may say "auto", and their defaults.
+_FIELDS = {
+    "gradient_accumulation_steps": ("gradient_accumulation_steps", "auto"),
+    "gradient_clipping": ("gradient_clipping", "auto"),
+    "zero_stage": ("zero_optimization.stage", 2),
+    "offload_optimizer_device": ("zero_optimization.offload_optimizer.device", "none"),
+    "offload_param_device": ("zero_optimization.offload_param.device", "none"),
+    "offload_param_nvme_path": ("zero_optimization.offload_param.nvme_path", "none"),
+    "offload_optimizer_nvme_path": ("zero_optimization.offload_optimizer.nvme_path", "none"),
+    "zero3_save_16bit_model": ("zero_optimization.stage3_gather_16bit_weights_on_model_save", False),
 }
 # Settings of the launcher that have no effect next to a configuration file.
-_NOT_WITH_A_FILE = (*_FIELD_OF_KEY.values(), "mixed_precision")
+_NOT_WITH_A_FILE = (*_FIELDS, "mixed_precision")
 _TRANSFORMERS_MODULE = "transformers.integrations.deepspeed"
 
 
@@ -217,7 +206,7 @@ class DeepSpeedPlugin:
     def __post_init__(self) -> None:
         self._selected = False
         steps_given = self.gradient_accumulation_steps is not None
-        for name, default in _FROM_ENVIRONMENT.items():
+        for name, (_, default) in _FIELDS.items():
             setattr(self, name, env.setting(getattr(self, name), name, default))
         source = env.setting(self.hf_ds_config, "deepspeed_config_file")
         if source is None or (isinstance(source, str) and source == "none"):
@@ -264,7 +253,7 @@ class DeepSpeedPlugin:
         if "gradient_accumulation_steps" not in self.deepspeed_config:
             steps = self.gradient_accumulation_steps if steps_given else 1
             self.deepspeed_config["gradient_accumulation_steps"] = 1 if steps == "auto" else steps
-        for key, name in _FIELD_OF_KEY.items():
+        for name, (key, _) in _FIELDS.items():
             value = self.get_value(key)
             if value == "auto":
                 self.fill_match(key, must_match=False, **{key: getattr(self, name)})

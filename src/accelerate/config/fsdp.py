@@ -41,6 +41,28 @@ def get_module_class_from_name(module: "nn.Module", name: str) -> "type[nn.Modul
     return next((type(part) for part in module.modules() if type(part).__name__ == name), None)
 
 
+def layer_classes(plugin: "FullyShardedDataParallelPlugin", model: "nn.Module") -> "set[type[nn.Module]]":
+    """Return the classes that the plugin names, or those of the model's `_no_split_modules` that it contains.
+
+    Raises:
+        ValueError: a class in `transformer_cls_names_to_wrap` does not occur in the model.
+    """
+    names = plugin.transformer_cls_names_to_wrap
+    declared = getattr(model, "_no_split_modules", None) or ()
+    found = {name: get_module_class_from_name(model, name) for name in (declared if names is None else names)}
+    missing = [name for name, cls in found.items() if cls is None]
+    if missing and names is not None:
+        present = sorted({type(part).__name__ for part in model.modules()})
+        raise ValueError(
+            f"transformer_cls_names_to_wrap holds {', '.join(missing)}; the model contains {', '.join(present)}."
+        )
+    if not found:
+        logger.warning(
+            "The model declares no _no_split_modules: name transformer_cls_names_to_wrap, or it is one shard."
+        )
+    return {cls for cls in found.values() if cls is not None}
+
+
 def _materialize(module: "nn.Module") -> None:
     """Give a module on the meta device uninitialised storage where this process trains; rank 0 broadcasts into it."""
     import torch
@@ -329,32 +351,13 @@ class FullyShardedDataParallelPlugin:
         from torch.distributed.fsdp import wrap
 
         if self.auto_wrap_policy is wrap.transformer_auto_wrap_policy:
-            classes = self._layer_classes(model)
+            classes = layer_classes(self, model)
             self.auto_wrap_policy = functools.partial(wrap.transformer_auto_wrap_policy, transformer_layer_cls=classes)
         elif self.auto_wrap_policy is wrap.size_based_auto_wrap_policy:
             size, policy = self.min_num_params, self.auto_wrap_policy
             if not size:
                 logger.warning("min_num_params is not set, so size_based_wrap makes the whole model one shard.")
             self.auto_wrap_policy = functools.partial(policy, min_num_params=size) if size else None
-
-    def _layer_classes(self, model: "nn.Module") -> "set[type[nn.Module]]":
-        if self.transformer_cls_names_to_wrap is None:
-            declared = getattr(model, "_no_split_modules", None) or ()
-            # A set has another order on every rank, and a class that this variant of the model lacks is no mistake.
-            names = sorted(declared) if isinstance(declared, (set, frozenset)) else list(declared)
-            self.transformer_cls_names_to_wrap = [n for n in names if get_module_class_from_name(model, n) is not None]
-        found = {name: get_module_class_from_name(model, name) for name in self.transformer_cls_names_to_wrap}
-        missing = [name for name, cls in found.items() if cls is None]
-        if missing:
-            present = sorted({type(part).__name__ for part in model.modules()})
-            raise ValueError(
-                f"transformer_cls_names_to_wrap holds {', '.join(missing)}; the model contains {', '.join(present)}."
-            )
-        if not found:
-            logger.warning(
-                "The model declares no _no_split_modules: name transformer_cls_names_to_wrap, or it is one shard."
-            )
-        return {cls for cls in found.values() if cls is not None}
 
     def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
         """Set the precision of shards, gradients' reduction and buffers (version 1) or outputs (version 2).

@@ -1,7 +1,6 @@
 """The settings of Megatron-LM: from arguments and environment variables to the arguments that it parses."""
 
 import argparse
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -95,11 +94,8 @@ def _first(*lengths: int | None) -> int | None:
 
 
 def _one_length(plugin: "MegatronLMPlugin", preferred: str, batch_data: Mapping[str, Any] | None, limit: int) -> int:
-    """Resolve `plugin.seq_length` where a more specific length may be set too."""
-    specific = getattr(plugin, preferred)
-    if specific is not None and plugin.seq_length is not None:
-        warnings.warn(f"seq_length={plugin.seq_length} is ignored: {preferred}={specific} is set.", stacklevel=4)
-    plugin.seq_length = _first(specific, plugin.seq_length, _columns(batch_data), limit)
+    """Resolve `plugin.seq_length` where a more specific length, which wins, may be set too."""
+    plugin.seq_length = _first(getattr(plugin, preferred), plugin.seq_length, _columns(batch_data), limit)
     return plugin.seq_length
 
 
@@ -230,9 +226,11 @@ def parse_glm4_moe_config(
         untie_embeddings_and_output_weights=not getattr(config, "tie_word_embeddings", False),
         **_long_context(plugin, config, batch_data),
         **_glm4_experts(config),
-        **_present(config, "eos_token_id", "bf16"),
-        **(_present(config, "fp8", "fp8_param", "fp8_param_gather", "fp8_recipe") if hasattr(config, "fp8") else {}),
+        **{name: getattr(config, name) for name in _GLM4_OPTIONAL if hasattr(config, name)},
     )
+
+
+_GLM4_OPTIONAL = ("eos_token_id", "bf16", "fp8", "fp8_param", "fp8_param_gather", "fp8_recipe")
 
 
 def _glm4_experts(config: Any) -> dict[str, Any]:
@@ -255,10 +253,6 @@ def _glm4_experts(config: Any) -> dict[str, Any]:
         "moe_grouped_gemm": True,
         "moe_permute_fusion": True,
     }
-
-
-def _present(config: Any, *names: str) -> dict[str, Any]:
-    return {name: getattr(config, name) for name in names if hasattr(config, name)}
 
 
 # Fields that options stand for, and the defaults that the option table does not have.
@@ -317,7 +311,7 @@ class MegatronLMPlugin:
     Data: `seq_length`, `encoder_seq_length`, `decoder_seq_length` (tokens), `is_train_batch_min`,
     `megatron_dataset_flag` (Megatron-LM's own data sets), `eval_iters`, `eval_interval`.
 
-    Logging: `tensorboard_dir`, `set_all_logging_options`. Output: `return_logits`.
+    Logging: `tensorboard_dir`, and with it `set_all_logging_options`. Output: `return_logits`.
 
     Your own code: `custom_train_step_class`, `custom_train_step_kwargs`, `custom_model_provider_function`,
     `custom_prepare_model_function`, `custom_megatron_datasets_provider_function`, `custom_get_batch_function`,
@@ -408,11 +402,8 @@ class MegatronLMPlugin:
             setattr(self, field, env.setting(getattr(self, field), option.name, default, field))
         self.attention_backend = to_bool(self.attention_backend, "attention_backend")
         self._resolve_recomputation()
-        given = self.consumed_samples or []
-        if not isinstance(given, Sequence):
-            raise TypeError(f"consumed_samples is {given!r}; give the numbers for train, valid and test as a list.")
-        if 0 < len(given) < 3:  # those that are left out begin
-            self.consumed_samples = [*given, 0, 0][:3]
+        if self.consumed_samples:  # those that are left out begin
+            self.consumed_samples = [*self.consumed_samples, 0, 0][:3]
         # Pipelines and sharded optimizers keep gradients in one buffer, which only Megatron-LM's own wrapper has.
         self.DDP_impl = "local" if self.pp_degree > 1 or self.use_distributed_optimizer else "torch"
         self.megatron_lm_default_args: dict[str, Any] = {
@@ -420,10 +411,8 @@ class MegatronLMPlugin:
         } | {name: getattr(self, name) for name in _SAME_NAME}
         if self.tensorboard_dir is not None:
             self.megatron_lm_default_args["tensorboard_dir"] = self.tensorboard_dir
-        if self.set_all_logging_options and self.tensorboard_dir is None:
-            warnings.warn("set_all_logging_options=True is ignored without a tensorboard_dir.", stacklevel=3)
-        elif self.set_all_logging_options:
-            self.set_tensorboard_logging_options()
+            if self.set_all_logging_options:
+                self.set_tensorboard_logging_options()
         self.megatron_lm_default_args.update(self.other_megatron_args or {})
 
     def _resolve_recomputation(self) -> None:
@@ -495,7 +484,7 @@ class MegatronLMPlugin:
         arguments["weight_decay"] = options["weight_decay"]
 
     def set_scheduler_args(self, scheduler: Any) -> None:
-        """Take over the lengths of a `MegatronLMDummyScheduler`, where `train_iters` and warm-up are not set.
+        """Take over the lengths of a `MegatronLMDummyScheduler`, where `train_iters` and warm-up are not set; numbers of samples give way to it.
 
         Args:
             scheduler: has `total_num_steps` and `warmup_num_steps`, counted in batches of one process.
@@ -505,21 +494,14 @@ class MegatronLMPlugin:
         """
         if self.train_iters is None:
             self.train_iters = self._per_replica(scheduler.total_num_steps, "total_num_steps")
-            if self.train_samples is not None:
-                self._ignore("train_samples", None)
+            self.train_samples = None
         if self.lr_warmup_iters is None and self.lr_warmup_fraction is not None:
             self.lr_warmup_iters = self.lr_warmup_samples = 0  # Megatron-LM accepts one of the three
         elif self.lr_warmup_iters is None:
             self.lr_warmup_iters = self._per_replica(scheduler.warmup_num_steps, "warmup_num_steps")
-            if self.lr_warmup_samples:
-                self._ignore("lr_warmup_samples", 0)
             self.lr_warmup_samples = 0
         for name in _OF_SCHEDULE:
             self.megatron_lm_default_args[name] = getattr(self, name)
-
-    def _ignore(self, name: str, instead: int | None) -> None:
-        warnings.warn(f"{name}={getattr(self, name)} is ignored: the scheduler's steps count.", stacklevel=3)
-        setattr(self, name, instead)
 
     def _per_replica(self, steps: int | None, name: str) -> int:
         if steps is None:

@@ -8,10 +8,9 @@ from typing import Any
 
 from accelerate.trackers.base import LibraryTracker, built_in
 from accelerate.trackers.scalars import numbers_of
+from accelerate.utils.environment import parse_flag_from_env
 
 logger = logging.getLogger(__name__)
-
-_TRUE = ("1", "t", "true", "y", "yes", "on")
 
 
 @built_in
@@ -48,13 +47,12 @@ class MLflowTracker(LibraryTracker):
         description: str | None = None,
     ) -> None:
         super().__init__(run_name)
-        nested = os.environ.get("MLFLOW_NESTED_RUN")
         tags = os.environ.get("MLFLOW_TAGS", tags)
         self.experiment_name = os.environ.get("MLFLOW_EXPERIMENT_NAME", experiment_name)
         self.logging_dir = logging_dir
         self.run_id = os.environ.get("MLFLOW_RUN_ID", run_id)
         self.tags = _tags(tags) if isinstance(tags, str) else tags
-        self.nested_run = bool(nested_run) if nested is None else nested.lower() in _TRUE
+        self.nested_run = parse_flag_from_env("MLFLOW_NESTED_RUN", bool(nested_run))
         self.description = description
 
     def start(self) -> None:

@@ -1,6 +1,5 @@
 """Quantising models to 8 or 4 bit with bitsandbytes while they are loaded."""
 
-import contextlib
 import copy
 import logging
 import os
@@ -51,7 +50,7 @@ def load_and_quantize_model(
     """Replace a model's linear layers by quantised ones, load its weights and put it on its devices.
 
     Modules on ``"disk"``, and on ``"cpu"`` where an accelerator computes, are offloaded: with 8 bits their weights are stored
-    quantised, with 4 bits they stay unquantised. If something fails, the model has the layers and weights that it had.
+    quantised, with 4 bits they stay unquantised. Arguments are checked before the model is changed.
 
     Args:
         model: The model, changed in place; best made under `init_empty_weights`. If it has its weights, those are quantised.
@@ -103,16 +102,15 @@ def load_and_quantize_model(
         on_disk = {name: device for name, device in placed.items() if device == "disk"}
         if on_disk and offload_folder is None:
             raise ValueError(f"device_map sends {_listed(on_disk)}: give an `offload_folder` to put them in.")
-    with _restored_on_error(model):
-        if empty:
-            _load_quantized(model, config, weights_location, placed, offload_folder)
-        else:
-            _quantize_in_place(model, config, placed, ignored=weights_location)
-        model.is_loaded_in_4bit = config.load_in_4bit
-        model.is_loaded_in_8bit = config.load_in_8bit
-        if placed is None:
-            return model.to(default_device())
-        return dispatch_model(model, device_map=placed, offload_dir=offload_folder)
+    if empty:
+        _load_quantized(model, config, weights_location, placed, offload_folder)
+    else:
+        _quantize_in_place(model, config, placed, ignored=weights_location)
+    model.is_loaded_in_4bit = config.load_in_4bit
+    model.is_loaded_in_8bit = config.load_in_8bit
+    if placed is None:
+        return model.to(default_device())
+    return dispatch_model(model, device_map=placed, offload_dir=offload_folder)
 
 
 def _check_library(config: BnbQuantizationConfig) -> None:
@@ -163,31 +161,6 @@ def _listed(device_map: Mapping[str, Device]) -> str:
 
 def _compute_device(device_map: Mapping[str, Device]) -> Device:
     return next((device for device in device_map.values() if str(device) not in ("cpu", "disk")), "cpu")
-
-
-@contextlib.contextmanager
-def _restored_on_error(model: nn.Module) -> Iterator[None]:
-    modules = list(model.modules())
-    tables = [(t, dict(t)) for module in modules for t in (module._modules, module._parameters, module._buffers)]
-    # Those that are not replaced are cast where they are.
-    values = [(parameter, parameter.data) for parameter in model.parameters() if not quantizes(parameter)]
-    fused = [(m, m.activation_relu_or_gelu) for m in modules if isinstance(m, nn.TransformerEncoderLayer)]
-    flags = {name: model.__dict__.get(name) for name in ("is_loaded_in_4bit", "is_loaded_in_8bit")}
-    try:
-        yield
-    except BaseException:
-        for table, present in tables:
-            table.update(present)
-        for parameter, data in values:
-            if parameter.dtype is not data.dtype or parameter.device != data.device:
-                parameter.data = data
-        for module, activation in fused:
-            module.activation_relu_or_gelu = activation
-        for name, value in flags.items():
-            model.__dict__.pop(name, None)
-            if value is not None:
-                setattr(model, name, value)
-        raise
 
 
 def _load_quantized(

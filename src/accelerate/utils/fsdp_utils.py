@@ -14,7 +14,7 @@ from torch import nn
 from accelerate._lazy import front
 from accelerate.checkpoint import layouts, load, optimizers
 from accelerate.checkpoint import state as states
-from accelerate.config.fsdp import FullyShardedDataParallelPlugin, get_module_class_from_name
+from accelerate.config.fsdp import FullyShardedDataParallelPlugin, layer_classes
 from accelerate.logging import get_logger
 from accelerate.modules.unwrap import canonical_name, extract_model_from_parallel, is_compiled_module
 from accelerate.parallel import shard
@@ -138,7 +138,7 @@ def fsdp2_prepare_auto_wrap_policy(
         return None
     if function is wrap.transformer_auto_wrap_policy:
         classes = bound.get("transformer_layer_cls")
-        classes = tuple(_named_classes(fsdp2_plugin, model) if classes is None else classes)
+        classes = tuple(layer_classes(fsdp2_plugin, model) if classes is None else classes)
         return lambda module: isinstance(module, classes)
     if function is wrap.size_based_auto_wrap_policy:
         smallest = bound.get("min_num_params", fsdp2_plugin.min_num_params)
@@ -153,20 +153,6 @@ def fsdp2_prepare_auto_wrap_policy(
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return lambda module: policy(module=module, recurse=False, nonwrapped_numel=_numel(module))
     return policy
-
-
-def _named_classes(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> set[type[nn.Module]]:
-    names = plugin.transformer_cls_names_to_wrap
-    if names is None:
-        found = {get_module_class_from_name(model, name) for name in getattr(model, "_no_split_modules", None) or ()}
-        return {cls for cls in found if cls is not None}
-    classes = {name: get_module_class_from_name(model, name) for name in names}
-    missing = sorted(name for name, cls in classes.items() if cls is None)
-    if missing:
-        raise ValueError(
-            f"transformer_cls_names_to_wrap holds {', '.join(missing)}, which {type(model).__name__} does not contain."
-        )
-    return set(classes.values())
 
 
 def _numel(module: nn.Module) -> int:
@@ -289,10 +275,7 @@ def _get_model_state_dict(model: nn.Module, adapter_only: bool = False, sd_optio
 
 
 def _set_model_state_dict(
-    model: nn.Module,
-    state_dict: dict[str, Any],
-    adapter_only: bool = False,
-    sd_options: Any = None,
+    model: nn.Module, state_dict: dict[str, Any], adapter_only: bool = False, sd_options: Any = None
 ) -> Any:
     """Load a model's state dict. With `sd_options` every rank calls it.
 

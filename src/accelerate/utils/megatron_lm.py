@@ -111,61 +111,53 @@ class AbstractTrainStep(ABC):
         """Return a function from a model's output to the loss and the figures to log."""
 
 
-class BertTrainStep(AbstractTrainStep):
+class _MissingStep(AbstractTrainStep):
+    """A step that is not available yet: it cannot be made."""
+
+    def __init__(self, accelerator: Any, args: Any) -> None:
+        raise _later(type(self).__name__)
+
+
+class BertTrainStep(_MissingStep):
     """The step of a BERT model. Not available yet.
 
     Raises:
         NotImplementedError: always.
     """
 
-    def __init__(self, accelerator: Any, args: Any) -> None:
-        raise _later(type(self).__name__)
-
     def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable:
         """Return a function from a data iterator to a micro-batch."""
-        raise _later(type(self).__name__)
 
     def get_loss_func(self, accelerator: Any, pretraining_flag: bool, num_labels: int) -> Callable:
         """Return the loss of masked words and sentence order, or of a classification."""
-        raise _later(type(self).__name__)
 
     def get_forward_step_func(self, pretraining_flag: bool, bert_binary_head: bool) -> Callable:
         """Return the forward step."""
-        raise _later(type(self).__name__)
 
 
-class GPTTrainStep(AbstractTrainStep):
+class GPTTrainStep(_MissingStep):
     """The step of a GPT model. Not available yet.
 
     Raises:
         NotImplementedError: always.
     """
 
-    def __init__(self, accelerator: Any, args: Any) -> None:
-        raise _later(type(self).__name__)
-
     def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable:
         """Return a function from a data iterator to a micro-batch."""
-        raise _later(type(self).__name__)
 
     def get_loss_func(self, accelerator: Any) -> Callable:
         """Return the loss of the next token."""
-        raise _later(type(self).__name__)
 
     def get_forward_step_func(self) -> Callable:
         """Return the forward step."""
-        raise _later(type(self).__name__)
 
 
-class T5TrainStep(AbstractTrainStep):
+class T5TrainStep(_MissingStep):
     """The step of a T5 model. Its masks work; the step is not available yet.
 
     Raises:
         NotImplementedError: on construction.
     """
-
-    def __init__(self, accelerator: Any, args: Any) -> None:
-        raise _later(type(self).__name__)
 
     @staticmethod
     def attn_mask_postprocess(attention_mask: torch.Tensor) -> torch.Tensor:
@@ -210,15 +202,12 @@ class T5TrainStep(AbstractTrainStep):
 
     def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable:
         """Return a function from a data iterator to a micro-batch."""
-        raise _later(type(self).__name__)
 
     def get_loss_func(self, accelerator: Any) -> Callable:
         """Return the loss of the next token."""
-        raise _later(type(self).__name__)
 
     def get_forward_step_func(self) -> Callable:
         """Return the forward step."""
-        raise _later(type(self).__name__)
 
 
 def avg_losses_across_data_parallel_group(losses: Iterable[torch.Tensor]) -> torch.Tensor:

@@ -133,9 +133,8 @@ def find_executable_batch_size(
             # Outside the handler: there the traceback still holds the frames, and with them the tensors, of the try.
             batch_size = reduce_batch_size_fn() if reduce_batch_size_fn is not None else int(failed * 0.9)
             clear_device_cache(garbage_collection=True)
-            logger.info("`%s` ran out of memory with batch size %d (%s).", name, failed, reason)
             if batch_size > 0:
-                logger.warning("Retrying `%s` with batch size %d.%s", name, batch_size, _alone())
+                logger.warning("%s Retrying `%s` with batch size %d.%s", reason, name, batch_size, _alone())
         raise RuntimeError(
             "No executable batch size found, reached zero. "
             f"`{name}` ran out of memory even with the smallest batch size; free memory, or use a smaller model."

@@ -8,7 +8,7 @@ import sys
 import torch
 
 from accelerate import Accelerator
-from accelerate.test_utils.scripts import checking
+from accelerate.test_utils.scripts.checks import run_checks
 from accelerate.utils import gather
 
 broken = set(map(int, sys.argv[1:]))
@@ -24,6 +24,4 @@ def fail(accelerator):
     gather(torch.ones(1))
 
 
-checking.run_checks(
-    [checking.Check("first", meet), checking.Check("second", fail), checking.Check("third", meet)], Accelerator()
-)
+run_checks({"first": meet, "second": fail, "third": meet}, Accelerator())

@@ -7,14 +7,9 @@ from accelerate.config.bnb import BnbQuantizationConfig
 from accelerate.config.enums import CustomDtype
 
 
-def test_eight_bits():
+def test_defaults():
     config = BnbQuantizationConfig(load_in_8bit=True)
-    assert config.target_dtype == torch.int8
-    assert config.torch_dtype == torch.float16
-    assert config.llm_int8_threshold == 6.0
-
-
-def test_four_bits():
+    assert (config.target_dtype, config.torch_dtype, config.llm_int8_threshold) == (torch.int8, torch.float16, 6.0)
     config = BnbQuantizationConfig(load_in_4bit=True, bnb_4bit_compute_dtype="bf16")
     assert config.target_dtype is CustomDtype.INT4
     assert config.bnb_4bit_compute_dtype == config.torch_dtype == torch.bfloat16

@@ -69,18 +69,14 @@ def test_defaults():
 
 
 def test_environment(monkeypatch):
-    for name, value in {
-        "GRADIENT_ACCUMULATION_STEPS": "4",
-        "GRADIENT_CLIPPING": "1.5",
-        "DEEPSPEED_ZERO_STAGE": "3",
-        "DEEPSPEED_ZERO3_INIT": "false",
-        "DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu",
-        "DEEPSPEED_OFFLOAD_PARAM_DEVICE": "nvme",
-        "DEEPSPEED_OFFLOAD_PARAM_NVME_PATH": "/disk",
-        "DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH": "/unused",
-        "DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true",
-    }.items():
-        monkeypatch.setenv(f"ACCELERATE_{name}", value)
+    variables = (
+        "ZERO_STAGE=3 ZERO3_INIT=false OFFLOAD_OPTIMIZER_DEVICE=cpu OFFLOAD_PARAM_DEVICE=nvme OFFLOAD_PARAM_NVME_PATH=/disk "
+        "OFFLOAD_OPTIMIZER_NVME_PATH=/unused ZERO3_SAVE_16BIT_MODEL=true"
+    )
+    for name, _, value in (pair.partition("=") for pair in variables.split()):
+        monkeypatch.setenv(f"ACCELERATE_DEEPSPEED_{name}", value)
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    monkeypatch.setenv("ACCELERATE_GRADIENT_CLIPPING", "1.5")
     plugin = Plugin()
     config = plugin.deepspeed_config
     assert (config["gradient_accumulation_steps"], config["gradient_clipping"]) == (4, 1.5)
@@ -94,15 +90,14 @@ def test_environment(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_GRADIENT_CLIPPING"])
-def test_bad_numbers_are_named(monkeypatch, name):
+def test_bad_settings_are_named(monkeypatch, name):
+    with pytest.raises(ValueError, match="zero_stage is 4"):
+        Plugin(zero_stage=4)
+    with pytest.raises(ValueError, match="zero_optimization"):
+        Plugin(hf_ds_config={"train_batch_size": 8})
     monkeypatch.setenv(name, "some")
     with pytest.raises(ValueError, match=name):
         Plugin()
-
-
-def test_unknown_stage():
-    with pytest.raises(ValueError, match="zero_stage is 4"):
-        Plugin(zero_stage=4)
 
 
 def test_zero3_init_follows_the_stage():
@@ -123,8 +118,9 @@ def test_config_file(tmp_path, monkeypatch):
 
 
 def test_values_of_the_config_win_over_arguments():
+    zero = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
     config = {
-        "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
+        "zero_optimization": zero,
         "gradient_clipping": 0.3,
         "gradient_accumulation_steps": 7,
         "steps_per_print": 10,
@@ -146,13 +142,8 @@ def test_arguments_fill_auto_and_gaps():
         "gradient_clipping": "auto",
         "bf16": {"enabled": "auto"},
     }
-    plugin = Plugin(
-        hf_ds_config=config,
-        zero_stage=3,
-        offload_optimizer_device="cpu",
-        gradient_clipping=1.0,
-        gradient_accumulation_steps=4,
-    )
+    given = {"zero_stage": 3, "offload_optimizer_device": "cpu", "gradient_clipping": 1.0}
+    plugin = Plugin(hf_ds_config=config, gradient_accumulation_steps=4, **given)
     assert plugin.deepspeed_config["zero_optimization"] == {
         "stage": 3,
         "offload_optimizer": {"device": "cpu", "nvme_path": "none"},
@@ -166,18 +157,11 @@ def test_arguments_fill_auto_and_gaps():
 
 
 def test_an_instance_is_kept():
-    class Mine(HfDeepSpeedConfig):
-        pass
-
-    config = Mine(STAGE_3)
+    config = type("Mine", (HfDeepSpeedConfig,), {})(STAGE_3)
     plugin = Plugin(hf_ds_config=config)
-    assert plugin.hf_ds_config is config
+    assert plugin.hf_ds_config is config and config.is_zero3()
     assert plugin.deepspeed_config is config.config
-
-
-def test_zero_optimization_is_needed():
-    with pytest.raises(ValueError, match="zero_optimization"):
-        Plugin(hf_ds_config={"train_batch_size": 8})
+    assert HfDeepSpeedConfig.__module__ == "accelerate.utils.deepspeed"
 
 
 def test_launcher_settings_next_to_a_file(monkeypatch):
@@ -197,38 +181,21 @@ def test_msamp(monkeypatch):
         Plugin(msamp_opt_level="O3")
 
 
-def test_process_fills_every_auto():
-    plugin = Plugin(hf_ds_config={"zero_optimization": {"stage": 2}, "a": "auto", "b": {"c": "auto"}, "d": 1})
-    plugin.deepspeed_config_process(must_match=False, a=1, **{"b.c": 2, "d": 5, "unused": 3})
-    assert plugin.deepspeed_config["a"] == 1
-    assert plugin.deepspeed_config["b"] == {"c": 2}
-    assert plugin.deepspeed_config["d"] == 1
-
-
-def test_process_reports_all_mismatches():
-    plugin = Plugin(hf_ds_config={"zero_optimization": {"stage": 2}, "a": 1, "b": {"c": 2}, "d": 3})
-    with pytest.raises(ValueError) as caught:
-        plugin.deepspeed_config_process(a=5, **{"b.c": 6, "d": 3})
-    assert "- ds a=1 vs arg a=5\n- ds b.c=2 vs arg b.c=6" in str(caught.value)
-    assert "d=3" not in str(caught.value)
-
-
-def test_process_refuses_an_unknown_auto():
-    plugin = Plugin(hf_ds_config={"zero_optimization": {"stage": 2}, "b": {"c": "auto"}})
-    with pytest.raises(ValueError, match="`b.c` is 'auto'"):
+def test_process_fills_every_auto_and_reports_all_mismatches():
+    config = {"zero_optimization": {"stage": 2}, "a": "auto", "b": {"c": "auto"}, "d": 1}
+    plugin = Plugin(hf_ds_config=config)
+    with pytest.raises(ValueError, match="`a` is 'auto'"):
         plugin.deepspeed_config_process()
-
-
-def test_fill_match():
-    plugin = Plugin(hf_ds_config={"zero_optimization": {"stage": 2}, "a": "auto"})
+    plugin.deepspeed_config_process(must_match=False, a=1, **{"b.c": 2, "d": 5, "unused": 3})
+    assert (plugin.get_value("a"), plugin.get_value("b"), plugin.get_value("d")) == (1, {"c": 2}, 1)
+    with pytest.raises(ValueError) as caught:
+        plugin.deepspeed_config_process(a=5, **{"b.c": 6, "d": 1})
+    assert "- ds a=1 vs arg a=5\n- ds b.c=2 vs arg b.c=6" in str(caught.value) and "d=1" not in str(caught.value)
     mismatches = []
-    plugin.fill_match("a", mismatches, a=3)
     plugin.fill_match("a", mismatches, a=4)
     plugin.fill_match("a", mismatches, must_match=False, a=5)
     plugin.fill_match("no.such.key", mismatches, **{"no.such.key": 1})
-    assert plugin.get_value("a") == 3
-    assert plugin.get_value("b", "other") == "other"
-    assert mismatches == ["- ds a=3 vs arg a=4"]
+    assert mismatches == ["- ds a=1 vs arg a=4"] and plugin.get_value("e", "other") == "other"
 
 
 @pytest.mark.parametrize(
@@ -252,16 +219,13 @@ def test_mixed_precision(precision, sections, fp16, bf16):
 
 
 @pytest.mark.parametrize(("precision", "other"), [("bf16", "fp16"), ("fp16", "bf16"), ("fp8", "fp16")])
-def test_contradicting_precision(precision, other):
+def test_contradicting_precision(precision, other, caplog):
     plugin = Plugin(hf_ds_config={"zero_optimization": {"stage": 2}, other: {"enabled": True}})
     with pytest.raises(ValueError, match=f"mixed_precision is '{precision}'.*{other}"):
         plugin.set_mixed_precision(precision)
-
-
-def test_disabled_precision_is_said(caplog):
-    plugin = Plugin(hf_ds_config={"zero_optimization": {"stage": 2}, "bf16": {"enabled": False}})
-    plugin.set_mixed_precision("bf16")
-    assert "disables bf16" in caplog.text
+    half = "fp16" if precision == "fp16" else "bf16"
+    Plugin(hf_ds_config={"zero_optimization": {}, half: {"enabled": False}}).set_mixed_precision(precision)
+    assert f"disables {half}" in caplog.text
 
 
 def test_selection(no_transformers):
@@ -330,8 +294,7 @@ def test_copies():
     plugin = Plugin(zero_stage=3)
     clone = copy.deepcopy(plugin)
     clone.deepspeed_config["zero_optimization"]["stage"] = 1
-    assert plugin.get_value("zero_optimization.stage") == 3
-    assert clone.get_value("zero_optimization.stage") == 1
+    assert (plugin.get_value("zero_optimization.stage"), clone.get_value("zero_optimization.stage")) == (3, 1)
     assert plugin.deepspeed_config == pickle.loads(pickle.dumps(plugin)).deepspeed_config
 
 
@@ -345,19 +308,13 @@ def test_clipping_at_zero_is_no_clipping():
 CONFIG = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}, "zero": 0, "nothing": None}
 
 
-def test_from_dictionary_is_a_copy():
-    source = {"a": {"b": 1}}
-    config = HfDeepSpeedConfig(source)
-    source["a"]["b"] = 2
-    assert config.config == {"a": {"b": 1}}
-
-
-def test_from_file_and_base64(tmp_path):
+def test_from_dictionary_file_and_base64(tmp_path):
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(CONFIG))
     encoded = base64.urlsafe_b64encode(json.dumps(CONFIG).encode()).decode()
-    for source in (path, str(path), encoded):
+    for source in (CONFIG, path, str(path), encoded):
         assert HfDeepSpeedConfig(source).config == CONFIG
+    assert HfDeepSpeedConfig(CONFIG).config["zero_optimization"] is not CONFIG["zero_optimization"]
 
 
 @pytest.mark.parametrize("source", ["missing.json", "!!", 5, None, base64.urlsafe_b64encode(b"[1]").decode()])
@@ -373,25 +330,16 @@ def test_other_sources(source):
         ({"stage": 2, "offload_optimizer": {"device": "nvme"}}, True, False, True),
         ({"stage": 2, "offload_optimizer": {"device": "none"}}, True, False, False),
         ({"stage": "auto", "offload_optimizer": {}}, False, False, False),
-        (
-            {"stage": 1, "offload_optimizer": {"device": "cpu"}},
-            False,
-            False,
-            False,
-        ),  # DeepSpeed offloads from stage 2 on
+        # DeepSpeed offloads from stage 2 on.
+        ({"stage": 1, "offload_optimizer": {"device": "cpu"}}, False, False, False),
     ],
 )
 def test_stage_and_offload(zero, two, three, offload):
-    config = HfDeepSpeedConfig({"zero_optimization": zero})
-    assert (config.is_zero2(), config.is_zero3(), config.is_offload()) == (two, three, offload)
-
-
-def test_stage_is_noted_again_on_request():
     config = HfDeepSpeedConfig({})
-    config.config["zero_optimization"] = {"stage": 2}
-    assert not config.is_zero2()
-    config.set_stage_and_offload()
-    assert config.is_zero2()
+    config.config["zero_optimization"] = zero
+    assert not (config.is_zero2() or config.is_zero3() or config.is_offload())
+    config.set_stage_and_offload()  # noted on request
+    assert (config.is_zero2(), config.is_zero3(), config.is_offload()) == (two, three, offload)
 
 
 def test_look_up():
@@ -414,11 +362,3 @@ def test_deletion():
     config.del_config_sub_tree("x.y")
     with pytest.raises(ValueError, match="x.y is not in"):
         config.del_config_sub_tree("x.y", must_exist=True)
-
-
-def test_subclasses_and_public_path():
-    class Mine(HfDeepSpeedConfig):
-        pass
-
-    assert Mine(CONFIG).is_zero3()
-    assert HfDeepSpeedConfig.__module__ == "accelerate.utils.deepspeed"

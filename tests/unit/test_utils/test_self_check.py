@@ -6,58 +6,46 @@ import torch
 from accelerate import Accelerator
 from accelerate.config.handlers import GradientAccumulationPlugin
 from accelerate.state import AcceleratorState
-from accelerate.test_utils.scripts import check_collectives, check_loaders, check_training, test_script
-from accelerate.test_utils.scripts.checking import Check, Skipped, run_checks
-
-CHECKS = {check.name: check for check in test_script.CHECKS}
+from accelerate.test_utils.scripts import checks
+from accelerate.test_utils.scripts.checks import CHECKS, Skipped, run_checks
 
 
 def test_everything_passes_here(capsys):
-    run_checks(test_script.CHECKS, Accelerator(cpu=True))
+    run_checks(CHECKS, Accelerator(cpu=True))
     lines = capsys.readouterr().out.splitlines()
-    count = len(test_script.CHECKS)
+    count = len(CHECKS)
     assert len(lines) == count
-    for number, (line, check) in enumerate(zip(lines, test_script.CHECKS, strict=True), 1):
-        assert line.startswith(f"[{number:2}/{count}] {check.name} ... ok ")
+    for number, (line, name) in enumerate(zip(lines, CHECKS, strict=True), 1):
+        assert line.startswith(f"[{number:2}/{count}] {name} ... ok ")
         assert line.endswith(" s")
 
 
-def test_a_failure_ends_the_run(capsys):
-    def fail(accelerator):
-        raise RuntimeError("what\nwent wrong")
-
-    checks = [Check("first", lambda accelerator: None), Check("second", fail), Check("third", fail)]
-    with pytest.raises(RuntimeError, match="The check 'second' failed on rank 0 of 1: RuntimeError: what went wrong"):
-        run_checks(checks, Accelerator(cpu=True))
-    out = capsys.readouterr().out
-    assert "[1/3] first ... ok" in out and "third" not in out
-
-
-def test_what_a_setup_cannot_do_is_skipped(capsys):
+def test_a_failure_ends_the_run_and_what_a_setup_cannot_do_is_skipped(capsys):
     def skip(accelerator):
         raise Skipped("no such number format")
 
-    run_checks([Check("fp4", skip)], Accelerator(cpu=True))
-    assert capsys.readouterr().out == "[1/1] fp4 ... skipped: no such number format\n"
+    def fail(accelerator):
+        raise RuntimeError("what\nwent wrong")
+
+    with pytest.raises(RuntimeError, match="The check 'second' failed on rank 0 of 1: RuntimeError: what went wrong"):
+        run_checks({"fp4": skip, "second": fail, "third": fail}, Accelerator(cpu=True))
+    out = capsys.readouterr().out
+    assert out.startswith("[1/3] fp4 ... skipped: no such number format\n") and "third" not in out
 
 
-def test_the_precision_that_was_configured_comes_back():
+def test_a_precision_that_is_refused_is_skipped_and_the_configured_one_comes_back(monkeypatch):
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
-    CHECKS["fp16"].run(accelerator)
+    CHECKS["fp16"](accelerator)
     assert AcceleratorState().mixed_precision == "bf16"
-
-
-def test_a_precision_that_is_refused_is_skipped(monkeypatch):
-    accelerator = Accelerator(cpu=True)
 
     def refuse(mixed_precision=None, **rest):
         if mixed_precision == "fp16":
             raise ValueError("fp16 needs a GPU")
         return Accelerator(mixed_precision=mixed_precision)
 
-    monkeypatch.setattr(check_training, "Accelerator", refuse)
+    monkeypatch.setattr(checks, "Accelerator", refuse)
     with pytest.raises(Skipped, match="needs a GPU"):
-        CHECKS["fp16"].run(accelerator)
+        CHECKS["fp16"](accelerator)
 
 
 def doubled(function):
@@ -96,28 +84,24 @@ class Plain(Accelerator):
         loss.backward()
 
 
+ONE_STEP = GradientAccumulationPlugin(1)
 BROKEN = [
-    ("processes", check_collectives, "gather_object", without_first(check_collectives.gather_object)),
-    ("gather", check_collectives, "gather", lambda tree: {"a": [2 * tree["a"][0] + 1]}),
-    ("reduce", check_collectives, "reduce", doubled(check_collectives.reduce)),
-    ("broadcast", check_collectives, "broadcast", doubled(check_collectives.broadcast)),
-    ("broadcast", check_collectives, "broadcast_object_list", lambda words, from_process: words[1:]),
-    ("pad", check_collectives, "pad_across_processes", lambda tensor, **rest: torch.cat([tensor, tensor])),
-    ("gather_object", check_collectives, "gather_object", without_first(check_collectives.gather_object)),
-    ("random numbers", check_collectives, "are_the_same_tensors", lambda tensor: False),
-    ("loader: even_batches=False", check_loaders, "Accelerator", Wasteful),
-    ("loader: dispatched", check_loaders, "_compare", None),
-    ("loader: skipped in mid-epoch", check_loaders, "skip_first_batches", lambda loader, count: loader),
-    (
-        "gradient accumulation",
-        check_training,
-        "GradientAccumulationPlugin",
-        lambda num_steps: GradientAccumulationPlugin(1),
-    ),
-    ("gradient clipping", check_training, "Accelerator", Forgetful),
-    ("training", check_training, "are_the_same_tensors", lambda tensor: False),
-    ("bf16", check_training, "Accelerator", Plain),
-    ("checkpoint and resume", check_training, "Accelerator", Forgetful),
+    ("processes", checks, "gather_object", without_first(checks.gather_object)),
+    ("gather", checks, "gather", lambda tree: {"a": [2 * tree["a"][0] + 1]}),
+    ("reduce", checks, "reduce", doubled(checks.reduce)),
+    ("broadcast", checks, "broadcast", doubled(checks.broadcast)),
+    ("broadcast", checks, "broadcast_object_list", lambda words, from_process: words[1:]),
+    ("pad", checks, "pad_across_processes", lambda tensor, **rest: torch.cat([tensor, tensor])),
+    ("gather_object", checks, "gather_object", without_first(checks.gather_object)),
+    ("random numbers", checks, "are_the_same_tensors", lambda tensor: False),
+    ("loader: even_batches=False", checks, "Accelerator", Wasteful),
+    ("loader: dispatched", checks, "_compare_samples", None),
+    ("loader: skipped in mid-epoch", checks, "skip_first_batches", lambda loader, count: loader),
+    ("gradient accumulation", checks, "GradientAccumulationPlugin", lambda num_steps: ONE_STEP),
+    ("gradient clipping", checks, "Accelerator", Forgetful),
+    ("training", checks, "are_the_same_tensors", lambda tensor: False),
+    ("bf16", checks, "Accelerator", Plain),
+    ("checkpoint and resume", checks, "Accelerator", Forgetful),
 ]
 
 
@@ -126,14 +110,14 @@ BROKEN = [
 )
 def test_each_check_notices(monkeypatch, name, module, attribute, broken):
     accelerator = Accelerator(cpu=True)
-    CHECKS[name].run(accelerator)
+    CHECKS[name](accelerator)
     if broken is None:  # the comparison itself
         with pytest.raises(AssertionError, match="Of 5 samples, 5 arrived, 4 of them different"):
-            module._compare(torch.tensor([0, 1, 2, 3, 3]), 5, "how")
+            checks._compare_samples(torch.tensor([0, 1, 2, 3, 3]), 5, "how")
         return
     monkeypatch.setattr(module, attribute, broken)
     with pytest.raises(AssertionError):
-        CHECKS[name].run(accelerator)
+        CHECKS[name](accelerator)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +129,7 @@ def test_checks_of_methods_notice(monkeypatch, check, method):
     answers = {"gather_for_metrics": lambda batch: plain(batch)[1:], "check_trigger": lambda: False}
     monkeypatch.setattr(accelerator, method, answers[method])
     with pytest.raises(AssertionError):
-        CHECKS[check].run(accelerator)
+        CHECKS[check](accelerator)
 
 
 def test_every_check_is_broken_here_once():

@@ -29,26 +29,20 @@ def skipped(decorator):
     return getattr(decorator(body), "__unittest_skip__", False)
 
 
-def test_importing_the_package_is_light():
+def test_the_front_is_light():
     program = "import sys, accelerate.test_utils; print('torch' in sys.modules)"
     assert testing.run_command([*PYTHON, program], return_stdout=True) == "False\n"
-
-
-def test_front():
-    assert test_utils.slow is testing.slow
+    assert test_utils.slow is testing.slow and "require_cuda" in dir(test_utils)
     with pytest.raises(AttributeError, match="nothing"):
         test_utils.nothing  # noqa: B018
-    assert "require_cuda" in dir(test_utils)
 
 
-@pytest.mark.parametrize("name", [name for name in requirements.__all__ if name.startswith("require_")])
-def test_every_requirement_decides(name):
-    if name == "require_torch_min_version":
-        return
-    decorator = getattr(testing, name)
-    assert decorator.__name__ == name
-    assert decorator.__doc__
-    assert skipped(decorator) in (True, False)
+def test_every_requirement_decides():
+    for name in requirements.__all__:
+        if name.startswith("require_") and name != "require_torch_min_version":
+            decorator = getattr(testing, name)
+            assert decorator.__name__ == name and decorator.__doc__
+            assert skipped(decorator) in (True, False)
 
 
 def test_requirements_follow_the_machine(monkeypatch):
@@ -70,42 +64,23 @@ def test_requirements_skip_classes_too():
     assert len(run_case(Case).skipped) == 1
 
 
-def test_slow(monkeypatch):
+def test_flags_and_versions(monkeypatch):
     monkeypatch.delenv("RUN_SLOW", raising=False)
     assert skipped(testing.slow)
     monkeypatch.setenv("RUN_SLOW", "1")
     assert not skipped(testing.slow)
-
-
-def test_flags(monkeypatch):
     assert testing.parse_flag_from_env("SOME_FLAG", None) is None
     monkeypatch.setenv("SOME_FLAG", "yes")
     assert testing.parse_flag_from_env("SOME_FLAG", "x") is True
-
-
-def test_torch_version():
     assert skipped(testing.require_torch_min_version(version="99"))
     assert not skipped(testing.require_torch_min_version(version="2.0"))
-
-    @testing.require_torch_min_version(version="99")
-    def body():
-        pass
-
-    assert body.__unittest_skip__
+    assert testing.require_torch_min_version(lambda: None, version="99").__unittest_skip__
 
 
 def test_launch_command():
-    assert testing.get_launch_command(num_processes=2, cpu=True, fsdp_use_orig_params=False, other=None) == [
-        "accelerate",
-        "launch",
-        "--num_processes=2",
-        "--cpu",
-        "--fsdp_use_orig_params=False",
-    ]
+    command = testing.get_launch_command(num_processes=2, cpu=True, fsdp_use_orig_params=False, other=None)
+    assert command == ["accelerate", "launch", "--num_processes=2", "--cpu", "--fsdp_use_orig_params=False"]
     assert testing.DEFAULT_LAUNCH_COMMAND[:2] == ["accelerate", "launch"]
-
-
-def test_path_in_package():
     assert testing.path_in_accelerate_package("test_utils", "scripts", "test_script.py").is_file()
 
 
@@ -136,11 +111,10 @@ def test_execute_subprocess_stops_in_time():
         testing.execute_subprocess_async([*PYTHON, "import time; time.sleep(60)"], timeout=0.1)
 
 
-def test_ports(monkeypatch):
-    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
-    assert (testing.pytest_xdist_worker_id(), testing.get_torch_dist_unique_port()) == (0, 29500)
-    monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw12")
-    assert (testing.pytest_xdist_worker_id(), testing.get_torch_dist_unique_port()) == (12, 29512)
+@pytest.mark.parametrize(("worker", "number"), [("", 0), ("gw12", 12)])
+def test_ports(monkeypatch, worker, number):
+    monkeypatch.setenv("PYTEST_XDIST_WORKER", worker)
+    assert (testing.pytest_xdist_worker_id(), testing.get_torch_dist_unique_port()) == (number, 29500 + number)
 
 
 def test_assert_exception():
@@ -156,15 +130,10 @@ def test_assert_exception():
         int("x")
 
 
-def test_capture_call_output():
+def test_output_and_backend():
     assert testing.capture_call_output(print, "a", end="!") == "a!"
-
-
-def test_backend():
     device, count, used = testing.get_backend()
-    assert torch.device(device)
-    assert count >= 1
-    assert used() >= 0
+    assert torch.device(device) and count >= 1 and used() >= 0
 
 
 def test_accelerate_test_case_forgets_state():
@@ -174,6 +143,8 @@ def test_accelerate_test_case_forgets_state():
 
     run_case(Case)
     assert PartialState._shared_state == {}
+    PartialState(cpu=True)
+    assert testing.are_the_same_tensors(torch.ones(2))
 
 
 def test_temporary_directory():
@@ -200,8 +171,3 @@ def test_mocks_end_with_the_test():
 
     run_case(Case)
     assert testing.DEFAULT_LAUNCH_COMMAND != "replaced"
-
-
-def test_same_tensors_on_one_process():
-    PartialState(cpu=True)
-    assert testing.are_the_same_tensors(torch.ones(2))

@@ -43,6 +43,7 @@ def test_definitions_on_the_instance_count():
 
 
 def test_a_blank_tracker_does_nothing():
+    assert GeneralTracker.__module__ == "accelerate.tracking"
     blank = GeneralTracker(_blank=True)
     assert blank.start() is blank.log({}, step=1, anything=2) is blank.finish() is None
     assert blank.store_init_configuration({}) is None
@@ -63,10 +64,6 @@ def test_methods_run_where_the_tracker_wants(monkeypatch, main_only, is_main, ru
 
     assert Tracker().log({"a": 1}) == ({"a": 1} if runs else None)
     assert Tracker.log.__name__ == "log"
-
-
-def test_public_path():
-    assert GeneralTracker.__module__ == "accelerate.tracking"
 
 
 def test_built_in_trackers_are_guarded(monkeypatch):

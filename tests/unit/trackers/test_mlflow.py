@@ -48,13 +48,10 @@ def test_a_new_experiment(mlflow, tmp_path):
     assert tracker.tracker == "<mlflow.start_run()>"
 
 
-def test_a_known_experiment(mlflow):
+def test_a_known_experiment_and_the_default_one(mlflow):
     mlflow.experiments.append(types.SimpleNamespace(experiment_id="7"))
     MLflowTracker("known").start()
     assert mlflow.taken()[-1][2]["experiment_id"] == "7"
-
-
-def test_no_name_means_the_default_experiment(mlflow):
     MLflowTracker().start()
     (start,) = mlflow.taken()
     assert start[2]["experiment_id"] is None

@@ -46,25 +46,19 @@ def _config(bits=8, **options):
     return BnbQuantizationConfig(**{f"load_in_{bits}bit": True, "torch_dtype": torch.float16, **options})
 
 
-def test_linear_layers_are_replaced_with_their_weights(library):
+def test_linear_layers_are_replaced_with_their_weights_mode_and_options(library, caplog):
     model = _model()
+    model[1].eval()
     weight = model[0].weight
     assert bnb.replace_with_bnb_layers(model, _config(), modules_to_not_convert=["2"]) is model
     assert isinstance(model[0], library.nn.Linear8bitLt) and isinstance(model[1][0], library.nn.Linear8bitLt)
-    assert type(model[2]) is nn.Linear
+    assert type(model[2]) is nn.Linear and model[0].training and not model[1][0].training
     assert model[0].options == {"has_fp16_weights": False, "threshold": 6.0}
     assert torch.equal(model[0].weight, weight) and not model[0].weight.requires_grad and model[1][0].bias is None
-
-
-def test_four_bit_layers_get_their_options(library):
     model = bnb.replace_with_bnb_layers(_model(), _config(4, bnb_4bit_quant_type="nf4"))
     assert model[0].options["quant_type"] == "nf4" and bnb.has_4bit_bnb_layers(model)
     assert not bnb.has_4bit_bnb_layers(_model())
-
-
-def test_a_model_without_linear_layers_says_so(library, caplog):
-    with caplog.at_level(logging.WARNING):
-        bnb.replace_with_bnb_layers(nn.Sequential(nn.ReLU()), _config())
+    bnb.replace_with_bnb_layers(nn.Sequential(nn.ReLU()), _config())
     assert "no linear layer" in caplog.text
 
 
@@ -93,13 +87,6 @@ def test_layers_whose_weights_are_read_by_others_stay(library):
     assert isinstance(encoder.linear1, library.nn.Linear8bitLt)
     assert not isinstance(encoder.self_attn.out_proj, library.nn.Linear8bitLt)
     assert not encoder.activation_relu_or_gelu, "its fused kernel reads the weights itself"
-
-
-def test_a_replaced_layer_is_in_the_mode_of_the_one_before(library):
-    model = _model()
-    model[1].eval()
-    bnb.replace_with_bnb_layers(model, _config())
-    assert model[0].training and not model[1][0].training
 
 
 def test_maps_count_what_is_not_quantised_with_what_it_takes():
@@ -140,15 +127,11 @@ def test_without_a_map_the_device_is_this_processs():
     assert bnb.get_quantized_model_device_map(_model(), _config()) == {"": "cpu"}
 
 
-def test_loading_asks_for_the_library_and_the_weights(library, monkeypatch):
-    with pytest.raises(RuntimeError, match="'0.weight'.*weights_location"):
-        bnb.load_and_quantize_model(_model().to("meta"), _config())
-    monkeypatch.setattr(bnb, "is_8bit_bnb_available", lambda: False)
-    with pytest.raises(ImportError, match="load_in_8bit.*pip install"):
-        bnb.load_and_quantize_model(_model(), _config())
-    monkeypatch.setattr(bnb, "is_4bit_bnb_available", lambda: False)
-    with pytest.raises(ImportError, match="load_in_4bit.*pip install"):
-        bnb.load_and_quantize_model(_model(), _config(4))
+@pytest.mark.parametrize("bits", [4, 8])
+def test_loading_asks_for_the_library(library, monkeypatch, bits):
+    monkeypatch.setattr(bnb, f"is_{bits}bit_bnb_available", lambda: False)
+    with pytest.raises(ImportError, match=f"load_in_{bits}bit.*pip install"):
+        bnb.load_and_quantize_model(_model(), _config(bits))
 
 
 def test_loading_puts_weights_into_the_replaced_layers(library, tmp_path):
@@ -167,60 +150,33 @@ def test_loading_puts_weights_into_the_replaced_layers(library, tmp_path):
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"weights_location": "absent"}, ValueError, "absent"),
         ({"weights_location": None}, RuntimeError, "weights_location"),
         ({"device_map": "foo"}, ValueError, "'foo'"),
         ({"device_map": {"0": "cpu", "1": "cpu"}}, ValueError, "2.weight"),
         ({"device_map": {"0": "cpu", "1": "disk", "2": "cpu"}}, ValueError, "'1' to disk.*offload_folder"),
-        (
-            {"max_memory": {"cpu": 10, "disk": 1000}, "device_map": "auto", "offload_folder": "o"},
-            ValueError,
-            "to disk",
-        ),
+        ({"max_memory": {"cpu": 10, "disk": 999}, "device_map": "auto", "offload_folder": "o"}, ValueError, "to disk"),
     ],
 )
-def test_what_goes_wrong_leaves_the_model_as_it_was(library, options, error, text, tmp_path, monkeypatch):
+def test_wrong_arguments_leave_the_model_as_it_was(library, options, error, text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save(_model().state_dict(), "m.bin")
     model, config = _model().to("meta"), _config(4, skip_modules=[])
-    before = dict(model.named_modules())
-    tensors = dict(model.named_parameters())
+    modules, tensors = list(model.named_modules()), dict(model.named_parameters())
     with pytest.raises(error, match=text):
-        bnb.load_and_quantize_model(
-            model, config, **{"weights_location": "m.bin", "device_map": {"": "cpu"}, **options}
-        )
-    assert list(model.named_modules()) == list(before.items())
+        options = {"weights_location": "m.bin", "device_map": {"": "cpu"}, **options}
+        bnb.load_and_quantize_model(model, config, **options)
+    assert list(model.named_modules()) == modules
     assert all(tensors[name] is tensor for name, tensor in model.named_parameters())
     assert not hasattr(model, "is_loaded_in_4bit") and [path.name for path in tmp_path.iterdir()] == ["m.bin"]
     assert config == _config(4, skip_modules=[])
 
 
-def test_what_goes_wrong_with_weights_that_are_there_leaves_them_as_they_were(library):
-    model = nn.Sequential(nn.Embedding(4, 8), nn.TransformerEncoderLayer(8, 2, 8), nn.Linear(8, 2))
-    before = {name: (tensor, tensor.dtype, tensor.data_ptr()) for name, tensor in model.named_parameters()}
-    modules = list(model.named_modules())
-    assert model[1].activation_relu_or_gelu == 1
-    with pytest.raises(ValueError, match="'nowhere' is no torch device"):
-        bnb.load_and_quantize_model(model, _config(), device_map={"": "nowhere"})
-    after = {name: (tensor, tensor.dtype, tensor.data_ptr()) for name, tensor in model.named_parameters()}
-    assert list(model.named_modules()) == modules and model[1].activation_relu_or_gelu == 1
-    assert [(t.dtype, t.data_ptr(), t is before[name][0]) for name, (t, *_) in after.items()] == [
-        (dtype, address, True) for _, dtype, address in before.values()
-    ]
-
-
-def test_a_checkpoint_that_lacks_weights_leaves_everything_as_it_was(library, tmp_path):
+def test_a_checkpoint_that_lacks_weights_is_refused(library, tmp_path):
     state = _model().state_dict()
     del state["1.0.weight"]
     torch.save(state, tmp_path / "m.bin")
-    model, places = _model().to("meta"), {"0": "disk", "1": "cpu", "2": "cpu"}
-    before = dict(model.named_parameters())
     with pytest.raises(ValueError, match=r"1\.0\.weight"):
-        bnb.load_and_quantize_model(
-            model, _config(skip_modules=["2"]), tmp_path / "m.bin", places, offload_folder=tmp_path / "o"
-        )
-    assert all(before[name] is tensor for name, tensor in model.named_parameters())
-    assert [path.name for path in tmp_path.iterdir()] == ["m.bin"]
+        bnb.load_and_quantize_model(_model().to("meta"), _config(skip_modules=["2"]), tmp_path / "m.bin")
 
 
 def test_arguments_of_another_kind_are_named(library, tmp_path):
@@ -245,11 +201,9 @@ def test_a_shared_layer_on_two_devices_is_warned_of_once(library, tmp_path, capl
     shared = nn.Linear(2, 2)
     model = nn.Sequential(nn.Sequential(shared), nn.Sequential(shared, nn.ReLU()))
     save_file({name: t for name, t in model.state_dict().items() if name[0] != "1"}, tmp_path / "m.safetensors")
-    options = {"device_map": {"0": "cpu", "1": "disk"}, "offload_folder": tmp_path / "o"}
-    with caplog.at_level(logging.WARNING):
-        bnb.load_and_quantize_model(
-            model.to("meta"), _config(skip_modules=["0", "1"]), tmp_path / "m.safetensors", **options
-        )
+    config, places = _config(skip_modules=["0", "1"]), {"0": "cpu", "1": "disk"}
+    model.to("meta")
+    bnb.load_and_quantize_model(model, config, tmp_path / "m.safetensors", places, offload_folder=tmp_path / "o")
     assert caplog.text.count("on different devices") == 1
 
 
@@ -431,10 +385,7 @@ def test_modules_kept_in_fp32_are(checkpoint):
     config = BnbQuantizationConfig(load_in_8bit=True, **options)
     with init_empty_weights():
         empty = Net()
-    for model in (
-        bnb.load_and_quantize_model(empty, config, checkpoint),
-        bnb.load_and_quantize_model(Net(), config),
-    ):
+    for model in (bnb.load_and_quantize_model(empty, config, checkpoint), bnb.load_and_quantize_model(Net(), config)):
         dtypes = {name: tensor.dtype for name, tensor in model.named_parameters()}
         assert dtypes["norm.weight"] is dtypes["twice.weight"] is torch.float32
         assert dtypes["emb.weight"] is dtypes["body.0.bias"] is torch.float16

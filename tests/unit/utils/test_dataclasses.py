@@ -1,7 +1,6 @@
 """The front: every name is the object of its home module, and pickles by the public path."""
 
 import dataclasses
-import importlib
 import pickle
 import typing
 
@@ -10,25 +9,6 @@ import torch
 
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import dataclasses as front
-
-HOMES = {
-    "bnb": "BnbQuantizationConfig",
-    "deepspeed": "DeepSpeedPlugin",
-    "enums": "BaseEnum DistributedType PrecisionType LoggerType RNGType DynamoBackend",
-    "fp8": "AORecipeKwargs FP8RecipeKwargs MSAMPRecipeKwargs TERecipeKwargs",
-    "fsdp": "FullyShardedDataParallelPlugin get_module_class_from_name",
-    "handlers": "KwargsHandler AutocastKwargs GradScalerKwargs InitProcessGroupKwargs ProfileKwargs TorchDynamoPlugin",
-    "megatron": "MegatronLMPlugin add_model_config_to_megatron_parser parse_t5_config",
-    "parallel": "TorchContextParallelConfig TorchTensorParallelPlugin DeepSpeedSequenceParallelConfig",
-    "project": "DataLoaderConfiguration ProjectConfiguration",
-}
-
-
-@pytest.mark.parametrize("home", HOMES)
-def test_names_are_those_of_their_homes(home):
-    module = importlib.import_module(f"accelerate.config.{home}")
-    for name in HOMES[home].split():
-        assert getattr(front, name) is getattr(module, name)
 
 
 @pytest.mark.parametrize(

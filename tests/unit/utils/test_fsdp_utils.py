@@ -65,11 +65,8 @@ def test_names_without_wrappers():
 @pytest.mark.parametrize(
     ("modules", "names"),
     [
-        ("[01]", {"0.weight", "0.bias", "1.weight", "1.bias"}),
-        (r"2\..*", {"2.0.weight"}),
-        ("nothing", set()),
-        (None, set()),
-        ([], set()),
+        *[("[01]", {"0.weight", "0.bias", "1.weight", "1.bias"}), (r"2\..*", {"2.0.weight"})],
+        *[("nothing", set()), (None, set()), ([], set())],
     ],
 )
 def test_parameters_of_named_modules(modules, names):

@@ -4,6 +4,7 @@ import importlib
 import importlib.machinery
 import importlib.metadata
 import os
+import re
 import subprocess
 import sys
 import types
@@ -13,42 +14,19 @@ import torch
 
 from accelerate.utils import imports, versions
 
-# function -> (package, distribution, a version that will do)
-LIBRARIES = {
-    "is_aim_available": ("aim", "aim", "3.9.9"),
-    "is_amdsmi_available": ("amdsmi", "amdsmi", "1.0"),
-    "is_boto3_available": ("boto3", "boto3", "1.0"),
-    "is_clearml_available": ("clearml", "clearml", "1.0"),
-    "is_comet_ml_available": ("comet_ml", "comet-ml", "1.0"),
-    "is_datasets_available": ("datasets", "datasets", "1.0"),
-    "is_deepspeed_available": ("deepspeed", "deepspeed", "1.0"),
-    "is_dvclive_available": ("dvclive", "dvclive", "1.0"),
-    "is_import_timer_available": ("import_timer", "import_timer", "1.0"),
-    "is_lomo_available": ("lomo_optim", "lomo-optim", "1.0"),
-    "is_matplotlib_available": ("matplotlib", "matplotlib", "1.0"),
-    "is_mlflow_available": ("mlflow", "mlflow-skinny", "1.0"),
-    "is_msamp_available": ("msamp", "ms-amp", "1.0"),
-    "is_pandas_available": ("pandas", "pandas", "1.0"),
-    "is_peft_available": ("peft", "peft", "1.0"),
-    "is_pynvml_available": ("pynvml", "nvidia-ml-py", "1.0"),
-    "is_sagemaker_available": ("sagemaker", "sagemaker", "1.0"),
-    "is_schedulefree_available": ("schedulefree", "schedulefree", "1.0"),
-    "is_swanlab_available": ("swanlab", "swanlab", "1.0"),
-    "is_tensorboard_available": ("tensorboardX", "tensorboardX", "1.0"),
-    "is_timm_available": ("timm", "timm", "1.0"),
-    "is_torchao_available": ("torchao", "torchao", "0.6.1"),
-    "is_torchdata_available": ("torchdata", "torchdata", "0.7"),
-    "is_torchdata_stateful_dataloader_available": ("torchdata", "torchdata", "0.8.0"),
-    "is_torchvision_available": ("torchvision", "torchvision", "1.0"),
-    "is_trackio_available": ("trackio", "trackio", "1.0"),
-    "is_transformer_engine_available": ("transformer_engine", "transformer-engine", "1.0"),
-    "is_transformers_available": ("transformers", "transformers", "5.0"),
-    "is_triton_available": ("triton", "pytorch-triton", "3.0"),
-    "is_wandb_available": ("wandb", "wandb", "1.0"),
-    "is_bnb_available": ("bitsandbytes", "bitsandbytes", "0.1"),
-    "is_8bit_bnb_available": ("bitsandbytes", "bitsandbytes", "0.37.2"),
-    "is_4bit_bnb_available": ("bitsandbytes", "bitsandbytes", "0.39.0"),
-}
+# Package, distribution (if it is called otherwise), and a version that will do, of `is_<name>_available`; the name is that of the
+# package if there is none.
+_ROWS = """
+aim aim 3.9.9|amdsmi|boto3|clearml|comet_ml comet-ml|datasets|deepspeed|dvclive|import_timer|lomo_optim lomo-optim 1.0 lomo|matplotlib
+mlflow mlflow-skinny|msamp ms-amp|pandas|peft|pynvml nvidia-ml-py|sagemaker|schedulefree|swanlab|tensorboardX tensorboardX 1.0 tensorboard
+timm|torchao torchao 0.6.1|torchdata torchdata 0.7|torchdata torchdata 0.8.0 torchdata_stateful_dataloader|torchvision|trackio
+transformer_engine transformer-engine|transformers transformers 5.0|triton pytorch-triton 3.0|wandb|bitsandbytes bitsandbytes 0.1 bnb
+bitsandbytes bitsandbytes 0.37.2 8bit_bnb|bitsandbytes bitsandbytes 0.39.0 4bit_bnb
+"""
+LIBRARIES = {}
+for _row in re.split(r"[|\n]", _ROWS.strip()):
+    _package, _distribution, _version, _name = (_row.split() + [None] * 3)[:4]
+    LIBRARIES[f"is_{_name or _package}_available"] = (_package, _distribution or _package, _version or "1.0")
 TOO_OLD_OR_NEW = {
     "is_aim_available": "4.0.0",
     "is_torchao_available": "0.6.0",
@@ -122,10 +100,8 @@ def test_a_library_that_was_found_is_not_looked_up_again(machine):
 def test_minimum_versions(machine):
     machine.install("bitsandbytes", version="0.40")
     machine.install("numpy", version="2.0")
-    assert imports.is_bnb_available(min_version="0.39")
-    assert not imports.is_bnb_available(min_version="0.41")
-    assert imports.is_numpy_available()
-    assert not imports.is_numpy_available(min_version="2.1")
+    assert imports.is_bnb_available(min_version="0.39") and not imports.is_bnb_available(min_version="0.41")
+    assert imports.is_numpy_available() and not imports.is_numpy_available(min_version="2.1")
 
 
 def test_what_is_really_installed_here():

@@ -96,7 +96,8 @@ def test_deepspeed_on_several_machines(launcher):
 
 
 def test_deepspeed_standard_is_torchrun():
-    line = "--use_deepspeed --num_processes 8 --num_machines 2 --main_process_ip 10.0.0.1 --main_process_port 1234 --deepspeed_multinode_launcher"
+    several = "--num_processes 8 --num_machines 2 --main_process_ip 10.0.0.1 --main_process_port 1234"
+    line = f"--use_deepspeed {several} --deepspeed_multinode_launcher"
     args = parse(f"{line} standard")
     assert launch.prepare_deepspeed_cmd_env(args)[0] is None
     assert (args.nproc_per_node, args.nnodes) == ("4", "2")
@@ -120,27 +121,17 @@ def test_parts_of_an_environment():
 def test_sagemaker(monkeypatch):
     from accelerate.commands.config.config_args import SageMakerConfig
 
-    config = SageMakerConfig(
-        *("AMAZON_SAGEMAKER", "DATA_PARALLEL", "no", False, False),
-        ec2_instance_type="ml.p3.16xlarge",
-        iam_role_name="trainer",
-        profile="mine",
-        region="eu-west-1",
-        num_machines=2,
-    )
+    account = {"iam_role_name": "trainer", "profile": "mine", "region": "eu-west-1"}
+    kind = ("AMAZON_SAGEMAKER", "DATA_PARALLEL", "no", False, False)
+    config = SageMakerConfig(*kind, ec2_instance_type="ml.p3.16xlarge", num_machines=2, **account)
     arguments, inputs = launch.prepare_sagemager_args_inputs(config, parse("--mixed_precision bf16"))
     assert inputs is None and arguments["hyperparameters"] == {"lr": 1} and arguments["instance_count"] == 2
     assert arguments["distribution"] == {"smdistributed": {"dataparallel": {"enabled": True}}}
-    assert arguments["environment"] == {
-        "ACCELERATE_USE_SAGEMAKER": "true",
-        "ACCELERATE_MIXED_PRECISION": "bf16",
-        "ACCELERATE_DYNAMO_BACKEND": "NO",
-        "ACCELERATE_DYNAMO_MODE": "default",
-        "ACCELERATE_DYNAMO_USE_FULLGRAPH": "False",
-        "ACCELERATE_DYNAMO_USE_DYNAMIC": "False",
-        "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "False",
-        "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": "DATA_PARALLEL",
-    }
+    variables = (
+        "USE_SAGEMAKER=true MIXED_PRECISION=bf16 DYNAMO_BACKEND=NO DYNAMO_MODE=default DYNAMO_USE_FULLGRAPH=False "
+        "DYNAMO_USE_DYNAMIC=False DYNAMO_USE_REGIONAL_COMPILATION=False SAGEMAKER_DISTRIBUTED_TYPE=DATA_PARALLEL"
+    )
+    assert arguments["environment"] == dict(f"ACCELERATE_{pair}".split("=") for pair in variables.split())
     assert (os.environ["AWS_PROFILE"], os.environ["AWS_DEFAULT_REGION"]) == ("mine", "eu-west-1")
     config.profile = None
     with pytest.raises(OSError, match="Which AWS account"):
@@ -169,9 +160,9 @@ def test_prepare_for_launch(monkeypatch, kind, ranks):
     for name, value in {"NODE_RANK": "1", "NPROC": "2", "RANK": None, "LOCAL_RANK": None}.items():
         monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
     seen = []
-    launch.PrepareForLaunch(
-        lambda *args: seen.append((args, os.environ.get("LOCAL_RANK"), os.environ.get("RANK"))), kind
-    )(1, "a")
+    launch.PrepareForLaunch(lambda *args: seen.append((args, *map(os.environ.get, ("LOCAL_RANK", "RANK")))), kind)(
+        1, "a"
+    )
     assert seen == [(("a",), *ranks)]
     assert os.environ.pop("FORK_LAUNCHED") == "1"
 

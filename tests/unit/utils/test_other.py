@@ -103,12 +103,8 @@ def test_convert_bytes(size, text):
 @pytest.mark.parametrize(
     ("obj", "name"),
     [
-        (Foo, "Foo"),
-        (Foo(), "Foo"),
-        (Foo.Inner(), "Foo.Inner"),
-        (len, "len"),
-        ("text", "str"),
-        (torch.optim.SGD, "SGD"),
+        *[(Foo, "Foo"), (Foo(), "Foo"), (Foo.Inner(), "Foo.Inner")],
+        *[(len, "len"), ("text", "str"), (torch.optim.SGD, "SGD")],
     ],
 )
 def test_pretty_name(obj, name):

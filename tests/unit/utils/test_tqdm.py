@@ -18,11 +18,8 @@ def test_only_the_main_process_shows_it(monkeypatch, rank, main_only, hidden):
     assert list(bar) == [0, 1]
 
 
-def test_disable_wins():
+def test_disable_wins_and_the_iterable_comes_first():
     assert tqdm(range(2), disable=True).disable
-
-
-def test_the_iterable_comes_first():
     with pytest.raises(ValueError, match="main_process_only=True"):
         tqdm(True, range(2))
 

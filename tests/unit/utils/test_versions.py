@@ -39,8 +39,7 @@ def test_installed_libraries():
 @pytest.mark.parametrize(
     ("installed", "at_least", "equal"),
     [
-        ("2.6.0", True, True),
-        ("2.6.0+cu126", True, False),
+        *[("2.6.0", True, True), ("2.6.0+cu126", True, False)],
         ("2.6.0.dev20250101", False, False),
         ("2.10.1", True, False),
     ],

@@ -19,7 +19,7 @@ class Asker:
     """Asks one question until the answer can be used: with `questionary` in a terminal that has it, else line by line.
 
     An answer is checked at once; one that cannot be used is answered with the reason and asked for again. Enter alone takes the
-    default, which is shown, and `?` explains the question.
+    default, which is shown.
 
     All methods raise `EOFError` when the input ends, and `KeyboardInterrupt` for Ctrl-C.
     """
@@ -34,7 +34,6 @@ class Asker:
         parse: Callable[[str], T],
         default: T | None = None,
         *,
-        explanation: str = "There is no more to say about it.",
         optional: bool = False,
         shown: str | None = None,
     ) -> T | None:
@@ -44,16 +43,13 @@ class Asker:
             question: ends with a question mark or a colon.
             parse: turns the text into the answer; raises `ValueError` with the reason if it cannot.
             default: the answer to an empty line.
-            explanation: what `?` prints.
             optional: an empty line without a default is an answer, None.
             shown: how the default is shown.
         """
         shown = shown or (as_text(default) if default is not None else "none" if optional else "")
         while True:
             answer = self._line(f"{question} [{shown}] " if shown else f"{question} ").strip()
-            if answer == "?":
-                self.say(f"  {explanation}")
-            elif answer:
+            if answer:
                 try:
                     return parse(answer)
                 except ValueError as error:
@@ -184,8 +180,8 @@ class Interview:
             self.facts[chapter.name] = self.asker.yes(chapter.question, default)
             if not self.facts[chapter.name]:
                 return
-        asked = [option for option in self.options if option.chapter == chapter.name and option.question]
-        for option in _in_order(asked):
+        asked = [option for option in self.options if option.chapter == chapter.name and option.file_key]
+        for option in asked:
             matters = option.name not in self.values and agree(self._answers, option.when)
             if matters and len(option.offered(self._answers)) != 1:  # a single word leaves no choice
                 self.ask(option.name)
@@ -226,16 +222,15 @@ class Interview:
         return {**self.facts, **self.values}
 
     def _answer(self, option: Option, default: Any) -> Any:
-        question = option.question or option.help
         words = option.offered(self._answers)
         if option.is_truth:
-            return option.parse(self.asker.yes(question, str(default).lower() == "true", explanation=option.help))
+            return option.parse(self.asker.yes(option.help, str(default).lower() == "true"))
         if words:
             lowered = [word.lower() for word in words]
             at = lowered.index(str(default).lower()) if str(default).lower() in lowered else 0
-            return option.parse(words[self.asker.choose(question, words, at, explanation=option.help)])
+            return option.parse(words[self.asker.choose(option.help, words, at)])
         if option.type == "strs":
-            return self._several(question, option, default)
+            return self._several(option, default)
 
         def parse(text: str) -> Any:
             value = option.parse(text, "The answer")
@@ -243,7 +238,7 @@ class Interview:
                 raise ValueError(fault)
             return value
 
-        return self.asker.text(question, parse, default, explanation=option.help, optional=option.optional)
+        return self.asker.text(option.help, parse, default, optional=option.optional)
 
     def _fault(self, option: Option, value: Any) -> str | None:
         """Say why a value cannot be used beside the answers so far; None if it can."""
@@ -255,24 +250,13 @@ class Interview:
         except TypeError as error:  # an earlier file may hold anything
             return str(error)
 
-    def _several(self, question: str, option: Option, default: Sequence[str] | None) -> list[str] | None:
+    def _several(self, option: Option, default: Sequence[str] | None) -> list[str] | None:
         if default and self.asker.yes(f"Keep {', '.join(default)} for {option.file_key}?", True):
             return list(default)
         found: list[str] = []
-        while answer := self.asker.text(question, str, explanation=option.help, optional=True):
+        while answer := self.asker.text("And another one?" if found else option.help, str, optional=True):
             found.append(answer)
-            question = "And another one?"
         return found or None
-
-
-def _in_order(options: Sequence[Option]) -> list[Option]:
-    """Return options in the order of their questions: that of the table, but behind the one that `after` names."""
-    followers = {option.name: [other for other in options if other.after == option.name] for option in options}
-
-    def with_followers(option: Option) -> list[Option]:
-        return [option, *(later for other in followers[option.name] for later in with_followers(other))]
-
-    return [found for option in options if option.after is None for found in with_followers(option)]
 
 
 def _as_written(name: str, value: Any) -> Any:

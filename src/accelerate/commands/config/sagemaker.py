@@ -39,23 +39,20 @@ _FILES = "Which file lists the {} (columns: name, {}, separated by a tabulator)?
 _REGION, _JOB_NAMES = r"[a-z]{2}(-[a-z]+)+-\d+", r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}"
 # Keys that only a file for SageMaker has, so that they are no options of `accelerate launch`.
 _OPTIONS: tuple[Option, ...] = (
-    _row("profile", "", "What is the name of the profile?", offer="default"),
-    _row("region", "", "In which region of AWS should the jobs run?", check=_like(_REGION, "us-east-1")),
-    _row("iam_role_name", "", "What is the name of the role?"),
-    _row("image_uri", "", "What is the address of the image?"),
-    _row("sagemaker_inputs_file", "", _FILES.format("inputs", "address"), optional=True),
-    _row("sagemaker_metrics_file", "", _FILES.format("metrics", "expression"), optional=True),
+    _row("profile", "What is the name of the profile?", offer="default"),
+    _row("region", "In which region of AWS should the jobs run?", check=_like(_REGION, "us-east-1")),
+    _row("iam_role_name", "What is the name of the role?"),
+    _row("image_uri", "What is the address of the image?"),
+    _row("sagemaker_inputs_file", _FILES.format("inputs", "address"), optional=True),
+    _row("sagemaker_metrics_file", _FILES.format("metrics", "expression"), optional=True),
     _row(
         "ec2_instance_type",
-        "",
         "On which type of instance should the jobs run?",
         offer=_INSTANCE,
         special_words=_TYPES,
         check=_like(r"ml\.[\w-]+\.[\w-]+", _INSTANCE),
     ),
-    _row(
-        "base_job_name", "", "With what should the names of the jobs begin?", offer=_JOB, check=_like(_JOB_NAMES, _JOB)
-    ),
+    _row("base_job_name", "With what should the names of the jobs begin?", offer=_JOB, check=_like(_JOB_NAMES, _JOB)),
 )
 
 

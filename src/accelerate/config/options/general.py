@@ -20,13 +20,7 @@ MORE_DYNAMO_WORDS = ("torchxla_trace_once", "hpu_backend", "neuron")
 _general = rows(GENERAL, key="")
 _hardware = rows(HARDWARE, default=False, switch=True)
 _resource = rows(RESOURCES)
-_dynamo = rows(
-    RESOURCES,
-    "dynamo_",
-    section="dynamo_config",
-    chapter="compilation details",
-    env="ACCELERATE_DYNAMO_*",
-)
+_dynamo = rows(RESOURCES, "dynamo_", section="dynamo_config", chapter="compilation details", env="ACCELERATE_DYNAMO_*")
 _dynamo_switch = partial(_dynamo, default=False, switch=True)
 _paradigm = rows(PARADIGM, "use_", default=False, switch=True, key="", env="ACCELERATE_USE_*", style=ON)
 _distributed = rows(DISTRIBUTED, chapter="machines", when={"num_machines": SEVERAL})
@@ -44,7 +38,6 @@ OPTIONS: tuple[Option, ...] = (
     _hardware(
         "cpu",
         "Run on the CPU even where there is a GPU. With --num_processes N: N processes that talk through gloo.",
-        "Do you want to run your training on CPU only?",
         key="use_cpu",
         env="ACCELERATE_USE_CPU",
         chapter="machines",
@@ -54,7 +47,6 @@ OPTIONS: tuple[Option, ...] = (
     _resource(
         "mixed_precision",
         "Number format of the forward and backward pass; the weights stay as they are.",
-        "Which precision should the model compute in?",
         choices=("no", "fp16", "bf16", "fp8"),
         env="ACCELERATE_MIXED_PRECISION",
         chapter="precision",
@@ -63,20 +55,20 @@ OPTIONS: tuple[Option, ...] = (
     _resource(
         "num_processes",
         "How many processes to start, over all machines. By default one for each GPU, or one.",
-        "How many processes should be started in total?",
         type="int",
         chapter="processes",
         unset=("-1",),
         check=at_least(1),
     ),
-    _resource(
-        "num_machines",
-        "How many machines take part.",
-        "How many machines take part?",
-        chapter="machines",
-        offer=1,
-        check=at_least(1),
+    _distributed(
+        "gpu_ids",
+        "Which GPUs of this machine to use: their numbers, separated by commas, or 'all'.",
+        chapter="processes",
+        when={"picks_devices": (True,)},
+        offer="all",
+        check=matching(r"all|\d+(\s*,\s*\d+)*", "write numbers separated by commas, such as 0,1, or all"),
     ),
+    _resource("num_machines", "How many machines take part.", chapter="machines", offer=1, check=at_least(1)),
     _resource(
         "num_cpu_threads_per_process",
         "OpenMP threads of each process. By default several processes share the cores of the machine evenly.",
@@ -87,7 +79,6 @@ OPTIONS: tuple[Option, ...] = (
     _resource(
         "enable_cpu_affinity",
         "Bind each process to the CPU cores next to its GPU (NVIDIA); on the CPU, to cores of its own.",
-        "Should each process be bound to the CPU cores next to its GPU?",
         default=False,
         switch=True,
         env="ACCELERATE_CPU_AFFINITY",
@@ -99,7 +90,6 @@ OPTIONS: tuple[Option, ...] = (
         "numa_affinity",
         "Bind each process to CPU cores (Linux): those of the memory node next to its GPU, or of its socket, or a part of "
         "the node's that no other process gets. On the CPU the processes are spread over the nodes.",
-        "To which CPU cores should each process be bound?",
         choices=("none", "node", "socket", "exclusive"),
         env="ACCELERATE_NUMA_AFFINITY",
         words=("node", "socket", "exclusive"),
@@ -109,7 +99,6 @@ OPTIONS: tuple[Option, ...] = (
     _dynamo(
         "backend",
         "Compile the model with torch.compile and this backend.",
-        "Which torch.compile backend should the model be compiled with?",
         choices=(*DYNAMO_WORDS.split(), *MORE_DYNAMO_WORDS),
         corrections={"torhchxla_trace_once": "torchxla_trace_once"},
         style=UPPER,
@@ -120,60 +109,31 @@ OPTIONS: tuple[Option, ...] = (
     _dynamo(
         "mode",
         "What torch.compile optimises for.",
-        "What should torch.compile optimise for?",
         choices=("default", "reduce-overhead", "max-autotune"),
         default="default",
     ),
+    _dynamo_switch("use_fullgraph", "Fail if the model does not compile into one graph."),
+    _dynamo_switch("use_dynamic", "Compile for changing tensor shapes."),
     _dynamo_switch(
-        "use_fullgraph",
-        "Fail if the model does not compile into one graph.",
-        "Must the model compile into a single graph?",
-    ),
-    _dynamo_switch("use_dynamic", "Compile for changing tensor shapes.", "Will the shapes of the tensors change?"),
-    _dynamo_switch(
-        "use_regional_compilation",
-        "Compile a repeated block once instead of the whole model, which is quicker.",
-        "Should repeated blocks be compiled once instead of the whole model?",
+        "use_regional_compilation", "Compile a repeated block once instead of the whole model, which is quicker."
     ),
     _paradigm("deepspeed", "Train with DeepSpeed.", env="ACCELERATE_USE_DEEPSPEED"),
     _paradigm("fsdp", "Shard model and optimizer over the processes (FSDP).", env="ACCELERATE_USE_FSDP"),
     _paradigm("parallelism_config", "Combine several kinds of parallelism, as the ParallelismConfig arguments say."),
     _paradigm("megatron_lm", "Train with Megatron-LM.", env="ACCELERATE_USE_MEGATRON_LM"),
-    _distributed(
-        "gpu_ids",
-        "Which GPUs of this machine to use: their numbers, separated by commas, or 'all'.",
-        "Which GPUs (by number) should be used, or all?",
-        after="num_processes",
-        chapter="processes",
-        when={"picks_devices": (True,)},
-        offer="all",
-        check=matching(r"all|\d+(\s*,\s*\d+)*", "write numbers separated by commas, such as 0,1, or all"),
-    ),
-    _machines(
-        "same_network",
-        "All machines are in one local network.",
-        "Are all machines in one local network?",
-        default=False,
-        switch=True,
-        after="main_process_port",
-        offer=True,
-    ),
-    _machines(
-        "machine_rank", "The number of this machine, from 0.", "What is the number of this machine (from 0)?", offer=0
-    ),
+    _machines("machine_rank", "The number of this machine, from 0.", offer=0),
     _machines(
         "main_process_ip",
         "Address of machine 0.",
-        "What is the address of machine 0?",
         check=matching(r"(?![^:]+:\d+$)[\w.:%\[\]-]+", "write a name or an address without a port, such as 10.0.0.1"),
     ),
     _distributed(
         "main_process_port",
         "Port at which the processes meet. By default (or 0) a free one, so that two jobs never clash.",
-        "At which port of machine 0 should the processes meet?",
         offer=29500,
         check=port,
     ),
+    _machines("same_network", "All machines are in one local network.", default=False, switch=True, offer=True),
     _runner(
         "tee",
         "Copy the output of the processes into files too: 1 is stdout, 2 is stderr, 3 is both.",
@@ -185,7 +145,6 @@ OPTIONS: tuple[Option, ...] = (
     _distributed(
         "rdzv_backend",
         "How the processes find each other: static or c10d.",
-        "How should the processes find each other?",
         default="static",
         words=("static", "c10d"),
         open=True,
@@ -197,8 +156,7 @@ OPTIONS: tuple[Option, ...] = (
     _general("no_python", "Run the script itself instead of handing it to Python.", switch=True),
     _general(
         "debug",
-        "Check before each collective that all ranks agree on it, and print torch's own report of a failure.",
-        "Should distributed operations be checked while the script runs (slower)?",
+        "Check before each collective that all ranks pass the same, and print torch's own report of a failure.",
         switch=True,
         key=None,
         env="ACCELERATE_DEBUG_MODE",

@@ -40,7 +40,7 @@ class Option:
     Attributes:
         name: the attribute of the parsed arguments, and the default of the flag and of the key in a configuration file.
         group: the heading it is listed under in `accelerate launch --help`.
-        help: one sentence for `--help`.
+        help: one sentence for `--help` and for `accelerate config`, which asks in the order of the table.
         type: `str`, `int`, `float`, `bool`, `strs` (repeatable, a list) or `bools` (comma-separated truth values). By default
             `bool` for a switch, else that of `default` or of `offer`, else `str`.
         default: the value when nobody sets it. None means that the launcher or the worker decides.
@@ -61,9 +61,7 @@ class Option:
         words: the words that `accelerate config` offers and `config validate` knows, where a command line takes any text.
         open: other words than these may be right as well.
         special_words: answers, and the words that are offered beside them instead of `words` or `choices`.
-        question: what `accelerate config` asks; None if it does not ask.
-        chapter: where in the interview it asks; see `Chapter`.
-        after: the option of the same chapter behind whose question this one comes; None means the order of the table.
+        chapter: where `accelerate config` asks for it, if a file can set it; see `Chapter`.
         when: the answers without which it does not ask.
         offer: the value that Enter takes in the interview; None means `default`.
         optional: Enter leaves the option out of the file.
@@ -94,9 +92,7 @@ class Option:
     words: tuple[str, ...] = ()
     open: bool = False
     special_words: tuple[Answers, tuple[str, ...]] | None = None
-    question: str | None = None
     chapter: str = "other"
-    after: str | None = None
     when: Answers = field(default_factory=dict)
     offer: Any = None
     optional: bool = False
@@ -185,18 +181,7 @@ class Option:
             return {name: str(int(part)) for name, part in zip(self.env_names, value, strict=True)}
         if self.env is None or (self.style in (ON, ONE) and not value):
             return {}
-        text = str(value)
-        if self.style == UPPER:
-            text = text.upper()
-        elif self.style == BIT:
-            text = str(int(value))
-        elif self.style == ON:
-            text = "true"
-        elif self.style == ONE:
-            text = "1"
-        elif self.style == LOWER and isinstance(value, bool):
-            text = text.lower()
-        return {self.env: text}
+        return {self.env: _WRITERS[self.style](value)}
 
 
 @dataclass(frozen=True)
@@ -249,7 +234,7 @@ class Chapter:
 
 
 def rows(group: str, prefix: str = "", **shared: Any) -> Callable[..., Option]:
-    """Return a function that makes the options of a heading from a name, a help text, a question and the fields of its own.
+    """Return a function that makes the options of a heading from a name, a help text and the fields of its own.
 
     Args:
         group: the heading.
@@ -257,12 +242,12 @@ def rows(group: str, prefix: str = "", **shared: Any) -> Callable[..., Option]:
         shared: fields that the options have in common. In `env` and `key`, `*` stands for the name without the prefix.
     """
 
-    def row(name: str, help: str, question: str | None = None, **own: Any) -> Option:
+    def row(name: str, help: str, **own: Any) -> Option:
         fields = {**shared, **own}
         for field_name, word in (("env", name.upper()), ("key", name)):
             if fields.get(field_name):
                 fields[field_name] = fields[field_name].replace("*", word)
-        return Option(prefix + name, group, help, question=question, **fields)
+        return Option(prefix + name, group, help, **fields)
 
     return row
 
@@ -377,12 +362,10 @@ def to_enum(kind: type[E], value: Any, name: str, aliases: Mapping[str, E] | Non
         return value
     word = str(value).strip().upper()
     named = {member.name.upper(): member for member in kind} | dict(aliases or {})
-    by_value = {str(member.value).upper(): member for member in kind}
-    if word in named:
-        return named[word]
-    if word in by_value:
-        return by_value[word]
-    raise ValueError(f"{name} is {value!r}; choose one of {', '.join(sorted(named))}.")
+    found = {str(member.value).upper(): member for member in kind} | named
+    if word not in found:
+        raise ValueError(f"{name} is {value!r}; choose one of {', '.join(sorted(named))}.")
+    return found[word]
 
 
 def to_names(value: Any) -> list[str]:
@@ -414,7 +397,7 @@ def agree(answers: Mapping[str, Any], wanted: Answers) -> bool:
     return all(answers.get(name) in accepted for name, accepted in wanted.items())
 
 
-def _text(raw: Any, source: str) -> str:
+def _text(raw: Any, source: str = "") -> str:
     return str(raw).lower() if isinstance(raw, bool) else str(raw)
 
 
@@ -437,4 +420,12 @@ def _bools(raw: Any, source: str) -> tuple[bool, ...]:
     return values
 
 
+_WRITERS: dict[str, Callable[[Any], str]] = {
+    PLAIN: str,
+    LOWER: _text,
+    UPPER: lambda value: str(value).upper(),
+    BIT: lambda value: str(int(value)),
+    ON: lambda value: "true",
+    ONE: lambda value: "1",
+}
 _PARSERS = {"str": _text, "int": to_int, "float": _real, "bool": to_bool, "strs": _texts, "bools": _bools}

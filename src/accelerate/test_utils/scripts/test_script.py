@@ -13,32 +13,10 @@ import torch.distributed as dist
 from accelerate.accelerator import Accelerator
 from accelerate.config.handlers import InitProcessGroupKwargs
 from accelerate.config.options import BY_NAME
-from accelerate.test_utils.scripts import check_collectives, check_loaders, check_training
-from accelerate.test_utils.scripts.checking import Check, run_checks
+from accelerate.test_utils.scripts.checks import CHECKS, run_checks
 
 # A rank that waits for another one this long has found a fault of the setup: no check takes a tenth of it.
 LIMIT_S = 120
-
-CHECKS: tuple[Check, ...] = (
-    Check("processes", check_collectives.check_processes),
-    Check("gather", check_collectives.check_gather),
-    Check("reduce", check_collectives.check_reduce),
-    Check("broadcast", check_collectives.check_broadcast),
-    Check("pad", check_collectives.check_pad),
-    Check("gather_object", check_collectives.check_gather_object),
-    Check("trigger", check_collectives.check_trigger),
-    Check("random numbers", check_collectives.check_random_numbers),
-    Check("loader: every sample once", check_loaders.check_split),
-    Check("loader: even_batches=False", check_loaders.check_uneven),
-    Check("loader: dispatched", check_loaders.check_dispatch),
-    Check("loader: skipped in mid-epoch", check_loaders.check_skip),
-    Check("training", check_training.check_training),
-    Check("gradient accumulation", check_training.check_accumulation),
-    Check("gradient clipping", check_training.check_clipping),
-    Check("bf16", check_training.check_precision("bf16")),
-    Check("fp16", check_training.check_precision("fp16")),
-    Check("checkpoint and resume", check_training.check_resume),
-)
 
 
 def main() -> None:

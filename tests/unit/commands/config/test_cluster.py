@@ -7,7 +7,7 @@ from accelerate.commands.config.cluster import KINDS, ask_cluster
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.config.interview import Interview
 from accelerate.commands.launch import launch_command_parser
-from accelerate.config.options import BY_NAME, OPTIONS, SWITCH_OF_DISTRIBUTED_TYPE, Option
+from accelerate.config.options import OPTIONS, SWITCH_OF_DISTRIBUTED_TYPE, Option
 from accelerate.config.options.features import CHAPTERS
 from accelerate.launch import config_file
 from accelerate.launch.plan import Source
@@ -19,9 +19,7 @@ def no_devices(machine):
     machine()
 
 
-def test_every_key_of_a_file_has_a_question():
-    assert [option.name for option in OPTIONS if option.file_key and not option.question] == []
-    assert all(option.question.endswith("?") for option in OPTIONS if option.question)
+def test_every_option_is_in_a_chapter():
     assert {option.chapter for option in OPTIONS} <= {chapter.name for chapter in CHAPTERS}
 
 
@@ -29,8 +27,6 @@ def test_conditions_name_what_is_asked():
     known = {"kind", "distributed_type", "picks_devices"}
     known |= {option.name for option in OPTIONS} | {chapter.name for chapter in CHAPTERS if chapter.question}
     special = [option.special_words[0] for option in OPTIONS if option.special_words]
-    for option in OPTIONS:
-        assert option.after is None or BY_NAME[option.after].chapter == option.chapter
     for wanted in (*(option.when for option in OPTIONS), *(chapter.when for chapter in CHAPTERS), *special):
         assert set(wanted) <= known
 
@@ -54,21 +50,19 @@ def test_a_new_option_asks_its_question_and_is_written(scripted):
         help="How many shards there are.",
         type="int",
         section="fsdp_config",
-        question="How many shards?",
         chapter="fsdp",
         when={"fsdp_version": ("2",), "fsdp_offload_params": ("true",)},
         offer=4,
         check=lambda value: None if value < 9 else "it must be below 9",
     )
     for offload, asked in (("yes", True), ("no", False)):
-        answers = ["2", "", "2", "", "2", "", offload, "3", "", "", "", *["9", "?", "7"] * asked, *[""] * 5]
+        answers = ["2", "", "2", "", "2", "", offload, "3", "", "", "", *["9", "7"] * asked, *[""] * 5]
         asker = scripted(*answers)
         config = ask_cluster(asker, options=(*OPTIONS, row))
         assert asker.lines == []
-        assert ("How many shards? [4]" in asker.asked) is asked
+        assert ("How many shards there are. [4]" in asker.asked) is asked
         assert config.fsdp_config.get("fsdp_shards") == (7 if asked else None)
         assert ("  The answer is 9; it must be below 9." in asker.said) is asked
-        assert (f"  {row.help}" in asker.said) is asked
 
 
 @pytest.mark.parametrize("devices", [("cpu", 0), ("cuda", 1), ("cuda", 4), ("xpu", 2)], ids=str)
@@ -94,4 +88,4 @@ def test_launch_reads_back_what_was_answered(place, at_random, machine, monkeypa
 def test_an_answer_that_fits_no_longer_is_no_default(scripted):
     asker = scripted("2", "2", "1", "10.0.0.1", *[""] * 9)
     assert ask_cluster(asker, {"machine_rank": 3}).machine_rank == 1
-    assert asker.asked[2] == "What is the number of this machine (from 0)? [0]"
+    assert asker.asked[2] == "The number of this machine, from 0. [0]"

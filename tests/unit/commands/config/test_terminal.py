@@ -111,15 +111,15 @@ def test_menus_and_lines(terminal, place, menus):
     window = terminal()
     window.answer(
         *("Where should the training run?", ENTER, "On what should the training run?", DOWN + DOWN + UP + ENTER),
-        *("How many machines take part? [1]", ENTER, "How should the processes share the model?", "j" + ENTER),
-        *("torch.compile? [yes/NO]", ENTER, "Which generation of FSDP", "2" + ENTER),
-        *("Should gathered parameters be freed", "no" + ENTER, "kept on the CPU?", ENTER),
-        *("divided into wrapped parts?", UP + ENTER, "Which shape should checkpoints have?", ENTER),
-        *("load pretrained weights?", ENTER, "recomputed in the backward pass", ENTER),
+        *("How many machines take part. [1]", ENTER, "How should the processes share the model?", "j" + ENTER),
+        *("torch.compile? [yes/NO]", ENTER, "FSDP generation.", "2" + ENTER),
+        *("Free gathered parameters", "no" + ENTER, "on the CPU (true or false).", ENTER),
+        *("What is wrapped", UP + ENTER, "Shape of checkpoints", ENTER),
+        *("load pretrained weights", ENTER, "Recompute activations", ENTER),
         *("ParallelismConfig", ENTER, "mpirun", ENTER),
-        *("How many processes should be started in total? [2]", "x" + ENTER, "it must be an integer", "4" + ENTER),
-        *("Which precision", "k\x1bOA" + ENTER),  # upwards, round the end, in both forms of the key
-        *("(slower)?", "yes" + ENTER),
+        *("How many processes to start", "x" + ENTER, "it must be an integer", "4" + ENTER),
+        *("Number format of the forward", "k\x1bOA" + ENTER),  # upwards, round the end, in both forms of the key
+        *("Check before each collective", "yes" + ENTER),
     )
     status, rest = window.end()
     assert status == 0, window.output
@@ -149,7 +149,7 @@ def test_an_end_of_the_questions_leaves_nothing(terminal, place, menus, key, at,
     if at == "line":
         window.type(ENTER)
         window.answer("On what should", "2" + ENTER)
-        window.until("How many machines take part? [1]")
+        window.until("How many machines take part. [1]")
     window.type(key)
     ended, rest = window.end()
     assert (ended, said in rest) == (status, True)

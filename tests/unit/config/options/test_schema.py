@@ -10,17 +10,12 @@ def option(**rest):
     return Option(name="some_name", group="g", help="Help.", **rest)
 
 
-def test_spellings():
+def test_spellings_and_file_key():
     assert option().spellings == ("--some_name", "--some-name")
     assert option(flags=("-t", "--tee")).spellings == ("-t", "--tee")
     assert option(flags=()).spellings == ()
     assert both_spellings(["-a_b", "--c_d", "--e"]) == ("-a_b", "--c_d", "--c-d", "--e")
-
-
-def test_file_key():
-    assert option().file_key == "some_name"
-    assert option(key="other").file_key == "other"
-    assert option(key="").file_key is None
+    assert (option().file_key, option(key="other").file_key, option(key="").file_key) == ("some_name", "other", None)
 
 
 @pytest.mark.parametrize(
@@ -56,9 +51,6 @@ def test_choices():
     assert row.parse(False) == "no"  # an unquoted `no` in YAML
     with pytest.raises(ValueError, match="some_name is 'x'; choose one of no, fp16"):
         row.parse("x")
-
-
-def test_corrections():
     assert option(choices=("teh", "the"), corrections={"teh": "the"}).parse("TEH") == "the"
 
 
@@ -77,10 +69,11 @@ def test_encode(style, value, text):
     assert option(env="NAME", style=style).encode(value) == {"NAME": text}
 
 
-@pytest.mark.parametrize(("style", "value"), [(ON, False), (ONE, False), (ON, None), ("plain", None)])
-def test_encode_says_nothing(style, value):
-    assert option(env="NAME", style=style).encode(value) == {}
-    assert option().encode(value) == {}
+def test_encode_says_nothing_and_several_variables():
+    for style, value in ((ON, False), (ONE, False), (ON, None), ("plain", None)):
+        assert option(env="NAME", style=style).encode(value) == option().encode(value) == {}
+    row = option(type="bools", env_names=("A", "B", "C"))
+    assert row.encode((True, False, True)) == {"A": "1", "B": "0", "C": "1"}
 
 
 @pytest.mark.parametrize(
@@ -100,8 +93,3 @@ def test_read(name, environ, value):
 def test_a_wrong_variable_is_named():
     with pytest.raises(ValueError, match="ACCELERATE_MIXED_PRECISION is 'fp17'; choose one of no, fp16, bf16, fp8"):
         BY_NAME["mixed_precision"].read({"ACCELERATE_MIXED_PRECISION": "fp17"})
-
-
-def test_encode_several_variables():
-    row = option(type="bools", env_names=("A", "B", "C"))
-    assert row.encode((True, False, True)) == {"A": "1", "B": "0", "C": "1"}

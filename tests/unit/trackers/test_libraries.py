@@ -1,0 +1,244 @@
+"""Tracking with Aim, ClearML, Comet, DVCLive, SwanLab, Trackio and Weights & Biases: what is called on their libraries."""
+
+import types
+
+import numpy as np
+import pytest
+import torch
+
+from accelerate.trackers.aim import AimTracker
+from accelerate.trackers.clearml import ClearMLTracker
+from accelerate.trackers.comet import CometMLTracker
+from accelerate.trackers.dvclive import DVCLiveTracker
+from accelerate.trackers.runs import SwanLabTracker, TrackioTracker, WandBTracker
+from accelerate.trackers.scalars import as_number
+
+
+def test_an_aim_run(library, tmp_path):
+    library.install("aim")
+    tracker = AimTracker("run", logging_dir=tmp_path, experiment="e")
+    tracker.start()
+    assert library.taken() == [
+        ("aim.Run", (), {"repo": tmp_path, "experiment": "e"}),
+        ("aim.Run().name =", ("run",), {}),
+    ]
+    tracker.store_init_configuration({"lr": 0.1})
+    tracker.log({"loss": 0.5}, step=3, context={"subset": "train"})
+    tracker.finish()
+    assert library.taken() == [
+        ("aim.Run()['hparams'] =", ({"lr": 0.1},), {}),
+        ("aim.Run().track", (0.5,), {"name": "loss", "step": 3, "context": {"subset": "train"}}),
+        ("aim.Run().close", (), {}),
+    ]
+
+
+def test_aim_images(library):
+    library.install("aim")
+    tracker = AimTracker("run")
+    tracker.start()
+    library.taken()
+    tracker.log_images({"a": "image", "b": ("image", "caption")}, step=2)
+    tracker.log_images({"c": "image"}, kwargs={"aim_image": {"format": "png"}, "track": {"context": {}}})
+    calls = library.taken()
+    assert calls[0] == ("aim.Image", ("image",), {"caption": ""})
+    assert calls[1] == ("aim.Run().track", ("<aim.Image()>",), {"name": "a", "step": 2})
+    assert calls[2] == ("aim.Image", ("image",), {"caption": "caption"})
+    assert calls[4] == ("aim.Image", ("image",), {"caption": "", "format": "png"})
+    assert calls[5][2] == {"name": "c", "step": None, "context": {}}
+
+
+def test_what_aim_refuses_is_left_out_alone(caplog):
+    def track(value, **kwargs):
+        float(value)  # as strict as the library
+        seen.append(value)
+
+    seen, tracker = [], AimTracker("run")
+    tracker.writer = types.SimpleNamespace(track=track)
+    tracker.log({"bad": [1], "text": "x", "good": 1})
+    assert seen == [1] and "'bad' is a list" in caplog.text and "'text' is a str" in caplog.text
+
+
+def start_clearml(library, running):
+    recorder = library.install("source").task
+
+    class Task:
+        @staticmethod
+        def current_task():
+            return recorder if running else None
+
+        @staticmethod
+        def init(**kwargs):
+            library.calls.append(("init", kwargs))
+            return recorder
+
+    library.install("clearml", Task=Task)
+    tracker = ClearMLTracker("run", project_name="p")
+    tracker.start()
+    return tracker
+
+
+def test_a_clearml_task_of_ones_own_is_closed_and_a_running_one_joined(library):
+    tracker = start_clearml(library, running=False)
+    assert library.taken() == [("init", {"project_name": "p", "task_name": "run"})]
+    tracker.finish()
+    assert library.taken() == [("source.task.close", (), {})]
+    tracker = start_clearml(library, running=True)
+    tracker.finish()
+    assert library.taken() == [] and tracker.tracker == "<source.task>"
+    config = {"lr": 0.1}
+    tracker.store_init_configuration(config)
+    ((_, (given,), _),) = library.taken()
+    assert given == config and given is not config
+
+
+def test_clearml_series_by_prefix(library, caplog):
+    tracker = start_clearml(library, running=True)
+    tracker.log({"eval_loss": 1.0, "loss": 2, "note": "x"}, step=3)
+    points = [kwargs for name, _, kwargs in library.taken() if name.endswith("report_scalar")]
+    assert points == [
+        {"title": "loss", "series": "eval", "value": 1.0, "iteration": 3},
+        {"title": "loss", "series": "train", "value": 2, "iteration": 3},
+    ]
+    assert "'note'" in caplog.text
+    tracker.log({"loss": 2})
+    assert library.taken()[-1][2] == {"name": "loss", "value": 2}
+
+
+def test_clearml_images_and_tables(library):
+    tracker = start_clearml(library, running=True)
+    tracker.log_images({"test_x": "image"}, step=2)
+    assert library.taken()[-1][2] == {"title": "x", "series": "test", "iteration": 2, "image": "image"}
+    tracker.log_table("t", columns=["a"], data=[[1]], step=4)
+    assert library.taken()[-1][2]["table_plot"] == [["a"], [1]]
+    tracker.log_table("t", dataframe="frame")
+    assert library.taken()[-1][2]["table_plot"] == "frame"
+    with pytest.raises(ValueError, match="data"):
+        tracker.log_table("t")
+
+
+@pytest.mark.parametrize(("version", "begin"), [("3.41.0", "start"), ("3.40.9", "Experiment")])
+def test_comet_is_started_as_the_version_wants(library, version, begin):
+    library.install("comet_ml", __version__=version)
+    tracker = CometMLTracker("project", workspace="w")
+    tracker.start()
+    assert library.taken() == [(f"comet_ml.{begin}", (), {"project_name": "project", "workspace": "w"})]
+
+
+def test_comet_takes_values_by_their_kind(library, caplog):
+    library.install("comet_ml", __version__="3.50")
+    tracker = CometMLTracker("project")
+    tracker.start()
+    library.taken()
+    tracker.store_init_configuration({"lr": 0.1})
+    tracker.log({"loss": torch.tensor(0.5), "note": "x", "both": {"a": 1}, "many": torch.ones(2)}, step=3)
+    tracker.finish()
+    name = "comet_ml.start()"
+    assert library.taken() == [
+        (f"{name}.log_parameters", ({"lr": 0.1},), {}),
+        (f"{name}.set_step", (3,), {}),
+        (f"{name}.log_metric", ("loss", 0.5), {"step": 3}),
+        (f"{name}.log_other", ("note", "x"), {}),
+        (f"{name}.log_metrics", ({"a": 1},), {"step": 3}),
+        (f"{name}.end", (), {}),
+    ]
+    assert "'many' is a Tensor" in caplog.text
+
+
+def fake_dvclive(library):
+    library.install("dvclive")
+
+    class Metric:
+        @staticmethod
+        def could_log(value):
+            return isinstance(value, float)
+
+    library.install("dvclive.plots", Metric=Metric)
+
+
+def test_a_dvclive_run(library, caplog):
+    fake_dvclive(library)
+    tracker = DVCLiveTracker("run", dir="folder")
+    tracker.start()
+    tracker.store_init_configuration({"lr": 0.1})
+    tracker.log({"loss": 0.5, "note": "x"}, step=3)
+    tracker.log({"loss": 0.25})
+    tracker.finish()
+    assert library.taken() == [
+        ("dvclive.Live", (), {"dir": "folder"}),
+        ("dvclive.Live().log_params", ({"lr": 0.1},), {}),
+        ("dvclive.Live().step =", (3,), {}),
+        ("dvclive.Live().log_metric", ("loss", 0.5), {}),
+        ("dvclive.Live().next_step", (), {}),
+        ("dvclive.Live().log_metric", ("loss", 0.25), {}),
+        ("dvclive.Live().next_step", (), {}),
+        ("dvclive.Live().end", (), {}),
+    ]
+    assert "'note'" in caplog.text
+
+
+def test_a_dvclive_object_of_ones_own(library):
+    fake_dvclive(library)
+    live = object()
+    tracker = DVCLiveTracker(live=live)
+    tracker.start()
+    assert tracker.tracker is live and library.taken() == []
+
+
+@pytest.mark.parametrize("tracker_class", [SwanLabTracker, TrackioTracker, WandBTracker])
+def test_a_run(library, tracker_class):
+    name = tracker_class.name
+    library.install(name)
+    tracker = tracker_class("project", name="run")
+    assert library.taken() == [] and tracker.tracker is None
+    tracker.start()
+    begun = [(f"{name}.init", (), {"project": "project", "name": "run"})]
+    if name == "swanlab":
+        begun.append(("swanlab.config['FRAMEWORK'] =", ("Accelerate",), {}))
+    assert library.taken() == begun
+    assert tracker.tracker == f"<{name}.init()>"
+    tracker.store_init_configuration({"lr": 0.1})
+    tracker.log({"loss": 0.5, "note": "x"}, step=3, commit=False)
+    tracker.log({"loss": 0.5})
+    tracker.finish()
+    assert library.taken() == [
+        (f"{name}.config.update", ({"lr": 0.1},), {"allow_val_change": True}),
+        (f"{name}.init().log", ({"loss": 0.5, "note": "x"},), {"step": 3, "commit": False}),
+        (f"{name}.init().log", ({"loss": 0.5},), {"step": None}),
+        (f"{name}.init().finish", (), {}),
+    ]
+    assert tracker_class.main_process_only is False, "every rank may log"
+    assert tracker_class.requires_logging_directory is False
+
+
+@pytest.mark.parametrize("tracker_class", [SwanLabTracker, WandBTracker])
+def test_images(library, tracker_class):
+    library.install(tracker_class.name)
+    tracker = tracker_class("project")
+    tracker.start()
+    library.taken()
+    tracker.log_images({"pictures": ["one", "two"]}, step=2, commit=False)
+    *images, logged = library.taken()
+    assert [call[1:] for call in images] == [(("one",), {}), (("two",), {})]
+    assert logged[1:] == (({"pictures": [f"<{tracker_class.name}.Image()>"] * 2},), {"step": 2, "commit": False})
+
+
+def test_tables(library):
+    library.install("wandb")
+    tracker = WandBTracker("project")
+    tracker.start()
+    library.taken()
+    tracker.log_table("table", columns=["a"], data=[[1]], step=4)
+    logged = library.taken()
+    assert logged[0] == ("wandb.Table", (), {"columns": ["a"], "data": [[1]], "dataframe": None})
+    assert logged[1] == ("wandb.init().log", ({"table": "<wandb.Table()>"},), {"step": 4})
+
+
+@pytest.mark.parametrize(
+    ("value", "number"),
+    [
+        *[(1, 1), (0.5, 0.5), (True, True), (torch.tensor(2.0), 2.0), (torch.ones(1), 1.0), (np.float32(3), 3.0)],
+        *[(torch.ones(2), None), (np.ones(2), None), ("1", None), (None, None), ({"a": 1}, None)],
+    ],
+)
+def test_as_number(value, number):
+    assert as_number(value) == number
