@@ -58,7 +58,6 @@ def parser_of_all(commands: "Mapping[str, Command]") -> argparse.ArgumentParser:
         commands: name to row.
     """
     parser = CustomArgumentParser("accelerate", allow_abbrev=False)
-    parser.add_argument("--version", action="store_true")
     subparsers = parser.add_subparsers()
     for row in commands.values():
         getattr(importlib.import_module(f"accelerate.commands.{row.module}"), row.parser)(subparsers)

@@ -3,6 +3,7 @@
 import argparse
 import os
 import pathlib
+import re
 import shlex
 import subprocess
 import sys
@@ -83,7 +84,9 @@ def _gcloud(args: argparse.Namespace, config: dict[str, Any]) -> list[str]:
     commands = _commands(args, config)
     if args.install_accelerate:
         version = args.accelerate_version
-        wanted = "accelerate -U" if version == "latest" else shlex.quote(f"accelerate=={version}")
+        if version != "latest" and not re.fullmatch(r"\d[\w.]*", version):  # a shell of the pod reads it
+            raise LaunchError(f"--accelerate_version is {version!r}; write latest, or the number of a release.")
+        wanted = "accelerate -U" if version == "latest" else f"accelerate=={version}"
         commands = [f"pip install {wanted}", *commands]
     if not commands:
         raise LaunchError("What shall run? Give --command or --command_file, or --install_accelerate.")

@@ -37,7 +37,6 @@ def gcloud(place, monkeypatch):
         ("--config_file c.yaml --command echo a", "echo a"),
         ("--config_file c.yaml --command 'echo $(id)'", "echo $(id)"),
         ("--config_file c.yaml --install_accelerate", "pip install accelerate -U"),
-        ("--config_file c.yaml --install_accelerate --accelerate_version '1; rm -rf /'", "pip install 'accelerate==1; rm -rf /'"),
         ("--config_file c.yaml --install_accelerate --accelerate_version 0.12.0 --command ls", "pip install accelerate==0.12.0; ls"),
         ("--config_file c.yaml --command_file c.txt", "echo one; echo two"),
         ("--config_file commands.yaml", "one; two"),
@@ -72,6 +71,7 @@ def test_debug_runs_nothing_and_needs_no_gcloud(accelerate, gcloud, monkeypatch)
     [
         ("--command x", "Which pod?"),
         ("--config_file c.yaml", "What shall run?"),
+        ("--config_file c.yaml --install_accelerate --accelerate_version '1; rm -rf /'", "is '1; rm -rf /'"),
         ("--config_file c.yaml --command_file none.txt", "'none.txt' cannot be read"),
         ("--config_file c.yaml --command_file .", "'.' cannot be read"),
         ("--config_file c.yaml --tpu_name=--flags-file=x --command ls", "is no name of a TPU"),

@@ -25,9 +25,8 @@ def check(found: Inspection) -> tuple[list[Problem], list[str]]:
             text = f"num_machines is {count}, and main_process_ip, the address of machine 0, is missing."
             faults.append(("num_machines", text))
     problems = [*found.problems, *(Problem(text, settings.lines.get(name), fatal=False) for name, text in faults)]
-    notes = list(found.notes)
-    if "distributed_type" not in found.content:
-        notes.append("distributed_type is missing; NO is taken for it, but other readers of such files insist on it.")
+    missing = "distributed_type is missing; NO is taken for it, but other readers of such files insist on it."
+    notes = [*found.notes, *([] if "distributed_type" in found.content else [missing])]
     return sorted(problems, key=lambda problem: problem.line or 0), notes
 
 
