@@ -1,4 +1,4 @@
-"""Real launches: processes cooperate, failures are told once, output goes into files, and nothing clashes."""
+"""Real launches: processes cooperate, failures are reported once, output goes into files, and nothing clashes."""
 
 import json
 import os
@@ -32,34 +32,36 @@ def script(tmp_path):
 
 @pytest.fixture
 def environment(tmp_path):
-    kept = {
-        k: v
-        for k, v in os.environ.items()
-        if not k.startswith(("ACCELERATE_", "OMP_", "PYTEST_")) and k not in ("RANK", "WORLD_SIZE")
-    }
+    outer = ("ACCELERATE_", "OMP_", "PYTEST_")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(outer) and k not in ("RANK", "WORLD_SIZE")}
     return {**kept, "HF_HOME": str(tmp_path / "home")}
 
 
 @pytest.fixture
-def run(tmp_path, environment):
-    def run(*words, **variables):
-        return subprocess.run(
-            [*LAUNCH, *words],
-            cwd=tmp_path,
-            env={**environment, **variables},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+def start(tmp_path, environment):
+    """Start a command, by default a launch with further words; its output is read by `communicate`."""
+
+    def start(*words, command=LAUNCH):
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen([*command, *words], cwd=tmp_path, env=environment, **streams)
+
+    return start
+
+
+@pytest.fixture
+def run(start):
+    """Run a launch to its end; returns exit status, output and errors."""
+
+    def run(*words, **options):
+        job = start(*words, **options)
+        out, err = job.communicate(timeout=120)
+        return job.returncode, out, err
 
     return run
 
 
-def test_two_processes_and_two_jobs_at_once(script, tmp_path, environment):
-    command = [*LAUNCH, "--num_processes", "2", script(MEET)]
-    jobs = [
-        subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=-1, stderr=-1, text=True) for _ in range(2)
-    ]
+def test_two_processes_and_two_jobs_at_once(start, script):
+    jobs = [start("--num_processes", "2", script(MEET)) for _ in range(2)]
     for job in jobs:
         out, err = job.communicate(timeout=120)
         assert job.returncode == 0, err
@@ -68,71 +70,62 @@ def test_two_processes_and_two_jobs_at_once(script, tmp_path, environment):
         assert "OMP_NUM_THREADS=" in err
 
 
-def test_one_process_replaces_the_launcher(script, tmp_path, environment):
-    job = subprocess.Popen(
-        [*LAUNCH, script("import os, sys; print(os.getpid(), 'torch' in sys.modules)")],
-        cwd=tmp_path,
-        env=environment,
-        stdout=-1,
-        text=True,
-    )
+def test_one_process_replaces_the_launcher(start, script):
+    job = start(script("import os, sys; print(os.getpid(), 'torch' in sys.modules)"))
     assert job.communicate(timeout=60)[0] == f"{job.pid} False\n"
 
 
-FAIL = """
+# Rank 1 fails; rank 0 loses its peer in a collective, or waits without torch where that is not the question.
+LOSES_ITS_PEER = """
 import os, sys, torch, torch.distributed as dist
 from accelerate import PartialState
 state = PartialState()
 def fail():
     raise ValueError("what went wrong")
-if state.process_index == 1 or "all" in sys.argv:
+if state.process_index == 1:
     {how}
 dist.all_reduce(torch.ones(1))
 """
-
-
-def failing(script, how):
-    return script(FAIL.replace("{how}", how))
+WAITS = """
+import os, sys, time
+if os.environ["RANK"] == "1":
+    {how}
+time.sleep(60)
+"""
 
 
 def test_one_traceback_by_rank_and_who_followed(run, script):
-    done = run("--num_processes", "2", failing(script, "fail()"))
-    assert done.returncode == 1
-    assert done.stderr.count("Traceback (most recent call last)") == 1
-    before, _, after = done.stderr.partition("ValueError: what went wrong\n")
+    status, _, err = run("--num_processes", "2", script(LOSES_ITS_PEER.replace("{how}", "fail()")))
+    assert status == 1
+    assert err.count("Traceback (most recent call last)") == 1
+    before, _, after = err.partition("ValueError: what went wrong\n")
     assert "accelerate launch: rank 1 on " in before and "in fail\n" in before
     assert "rank 0 failed because another rank had gone: " in after or "rank 0 ended because the launcher" in after
     assert "rank 1 (pid " in after and "failed with exit status 1; its traceback stands above" in after
 
 
-def test_the_same_failure_of_all_ranks_is_shown_once(run, script):
-    for options in ([], ["--tee", "3"]):
-        done = run("--num_processes", "2", *options, failing(script, "fail()"), "all")
-        text = done.stdout + done.stderr
-        assert done.returncode == 1 and text.count("ValueError: what went wrong") == 1, text
-        assert "failed with the same error" in text or "ended because the launcher stopped the run" in text
-
-
 @pytest.mark.skipif(os.name != "posix", reason="signals are those of POSIX")
 @pytest.mark.parametrize(
-    ("how", "status", "fragment"),
+    ("text", "how", "status", "fragment"),
     [
-        ("sys.exit(3)", 3, "rank 1 (pid {}) failed with exit status 3; its own messages"),
-        ("os.kill(os.getpid(), 9)", 137, "rank 1 was killed by SIGKILL: "),
-        ("import faulthandler; faulthandler._sigsegv()", 139, "Segmentation fault"),
+        (WAITS, "sys.exit(3)", 3, "rank 1 (pid {}) failed with exit status 3; its own messages"),
+        (LOSES_ITS_PEER, "os.kill(os.getpid(), 9)", 137, "rank 1 was killed by SIGKILL: "),
+        (LOSES_ITS_PEER, "import faulthandler; faulthandler._sigsegv()", 139, "Segmentation fault"),
     ],
+    ids=["exit", "kill", "fault"],
 )
-def test_the_first_who_ended_is_told_though_it_left_no_traceback(run, script, how, status, fragment):
-    done = run("--num_processes", "2", failing(script, f"print('pid', os.getpid(), flush=True); {how}"))
-    pid = done.stdout.split("pid ")[1].split()[0]
-    assert done.returncode == status, done.stderr
-    assert fragment.replace("{}", pid) in done.stderr
-    assert f"rank 1 (pid {pid}) " in done.stderr.splitlines()[-1]
-    assert "Traceback" not in done.stderr  # the other rank's, which lost its peer
+def test_the_first_failure_is_reported_without_a_traceback_of_its_own(run, script, text, how, status, fragment):
+    text = text.replace("{how}", f"print('pid', os.getpid(), flush=True); {how}")
+    got, out, err = run("--num_processes", "2", script(text))
+    pid = out.split("pid ")[1].split()[0]
+    assert got == status, err
+    assert fragment.replace("{}", pid) in err
+    assert f"rank 1 (pid {pid}) " in err.splitlines()[-1]
+    assert "Traceback" not in err  # the other rank's, which lost its peer
 
 
-def test_a_launch_from_a_program_raises(tmp_path, environment, script):
-    failing(script, "fail()")
+def test_a_launch_from_a_program_raises(run, script):
+    script(WAITS.replace("{how}", "raise ValueError('what went wrong')"))
     program = (
         "from accelerate.commands.launch import launch_command, launch_command_parser\n"
         "from torch.distributed.elastic.multiprocessing.errors import ChildFailedError\n"
@@ -141,50 +134,56 @@ def test_a_launch_from_a_program_raises(tmp_path, environment, script):
         "except ChildFailedError as error:\n"
         "    print('caught', sorted(error.failures))"
     )
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and done.stdout.startswith("caught [")
-    assert done.stderr.count("ValueError: what went wrong") == 1
+    status, out, err = run(command=[sys.executable, "-c", program])
+    assert status == 0 and out.startswith("caught [")
+    assert err.count("ValueError: what went wrong") == 1
 
 
-def test_restart(run, script, tmp_path):
+@pytest.mark.parametrize("options", [[], pytest.param(["--tee", "3"], marks=pytest.mark.slow)], ids=str)
+def test_all_ranks_fail_alike_and_start_again(run, script, options):
     text = """
-import os, sys, torch.distributed as dist
+import os, torch.distributed as dist
 from accelerate import PartialState
 dist.init_process_group("gloo"); dist.barrier()
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     raise RuntimeError("of the first attempt")
 dist.barrier(); print("joined again"); dist.destroy_process_group()
 """
-    done = run("--num_processes", "2", "--max_restarts", "1", script(text))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("joined again") == 2
-    assert done.stderr.count("RuntimeError: of the first attempt") == 1
-    assert "failed in attempt 1 of 2:" in done.stderr and "start again: attempt 2 of 2" in done.stderr
+    status, out, err = run("--num_processes", "2", "--max_restarts", "1", *options, script(text))
+    assert status == 0, err
+    assert out.count("joined again") == 2
+    assert (out + err).count("RuntimeError: of the first attempt") == 1, "of all ranks, once"
+    assert "failed with the same error" in err or "ended because the launcher stopped the run" in err
+    assert "failed in attempt 1 of 2:" in err and "start again: attempt 2 of 2" in err
 
 
 def test_output_of_some_ranks_goes_into_files_and_so_does_a_traceback(run, script, tmp_path):
-    failing(script, "print('out'); fail()")
-    done = run("--num_processes", "2", "--log_dir", "logs", "--tee", "1:3", "--role", "mine", "script.py")
+    script(LOSES_ITS_PEER.replace("{how}", "print('out'); fail()"))
+    words = ("--num_processes", "2", "--log_dir", "logs", "--tee", "1:3", "--role", "mine", "script.py")
+    _, out, err = run(*words)
     folders = {file.parent.name for file in (tmp_path / "logs").rglob("*.log") if file.name != "fault.log"}
-    assert folders == {"1"} and "[mine1]:out\n" in done.stdout
+    assert folders == {"1"} and "[mine1]:out\n" in out
     (log,) = (tmp_path / "logs").glob("*/attempt_0/1/stderr.log")
     assert "ValueError: what went wrong" in log.read_text()
-    assert (log.parent / "error.json").exists() and done.stderr.count("ValueError: what went wrong") == 1
+    assert (log.parent / "error.json").exists() and err.count("ValueError: what went wrong") == 1
 
 
 @pytest.mark.skipif(len(getattr(os, "sched_getaffinity", lambda pid: ())(0)) < 2, reason="needs two processors")
-@pytest.mark.parametrize("options", [["--numa_affinity", "exclusive"], ["--enable_cpu_affinity"]])
+@pytest.mark.parametrize(
+    "options",
+    [["--numa_affinity", "exclusive"], pytest.param(["--enable_cpu_affinity"], marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_processes_get_processors_of_their_own(run, script, options):
     # One write a process, so that the lines of two do not mix.
     shown = "'on ' + ' '.join(map(str, os.sched_getaffinity(0))) + '\\n'"
     text = f"from accelerate import PartialState\nPartialState()\nimport os\nprint({shown}, end='')"
-    done = run("--num_processes", "2", *options, script(text))
-    masks = [set(line.split()[1:]) for line in done.stdout.splitlines() if line.startswith("on ")]
-    assert len(masks) == 2 and all(masks) and not masks[0] & masks[1], done.stdout + done.stderr
+    _, out, err = run("--num_processes", "2", *options, script(text))
+    masks = [set(line.split()[1:]) for line in out.splitlines() if line.startswith("on ")]
+    assert len(masks) == 2 and all(masks) and not masks[0] & masks[1], out + err
 
 
-# What torch adds when it starts a process; nobody knows their values before, or cares.
+# What torch adds when it starts a process, with values that no plan has.
 STARTED = {"ACCELERATE_LAUNCHER_PID", "MASTER_PORT", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
 STARTED |= {f"TORCHELASTIC_{name}" for name in ("ERROR_FILE", "RUN_ID", "SIGNALS_TO_HANDLE", "USE_AGENT_STORE")}
 
@@ -192,7 +191,7 @@ STARTED |= {f"TORCHELASTIC_{name}" for name in ("ERROR_FILE", "RUN_ID", "SIGNALS
 @pytest.mark.parametrize("options", [[], ["--num_processes", "2", "--mixed_precision", "bf16"]])
 def test_what_is_started_is_what_was_planned(run, script, tmp_path, environment, monkeypatch, options):
     text = "import json, os\njson.dump(dict(os.environ), open('rank' + os.environ.get('RANK', ''), 'w'))"
-    assert run(*options, script(text)).returncode == 0
+    assert run(*options, script(text))[0] == 0
     monkeypatch.chdir(tmp_path)
     for name in set(os.environ) - set(environment):
         monkeypatch.delenv(name)

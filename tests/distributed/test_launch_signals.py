@@ -16,13 +16,13 @@ pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals are those of
 # Each rank starts a process of its own, as loaders and compilers do, and says when all are up.
 RANK = """
 import os, signal, subprocess, sys, time
-from accelerate import PartialState
 for name in {ignored!r}:
     signal.signal(getattr(signal, name), signal.SIG_IGN)
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
 print("up", os.getpid(), child.pid, flush=True)
-time.sleep(300)
 """
+WAITS = RANK + "time.sleep(300)"
+WITH_STATE = "from accelerate import PartialState\nstate = PartialState()" + WAITS
 
 
 @pytest.fixture(autouse=True)
@@ -36,13 +36,12 @@ def interruptible():
 class Job:
     """A launch whose ranks are up."""
 
-    def __init__(self, folder, ignored=(), shell=(), options=(), text=RANK):
+    def __init__(self, folder, text=WAITS, ignored=(), shell=(), options=()):
         script = folder / "script.py"
         script.write_text(text.replace("{ignored!r}", repr(list(ignored))))
         command = [*shell, *launch_command(2, cpu=True), *options, str(script)]
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-        )
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        self.process = subprocess.Popen(command, start_new_session=True, **streams)
         self.timer = threading.Timer(LIMIT_S, self.process.kill)
         self.timer.start()
         self.started = []
@@ -52,11 +51,11 @@ class Job:
         self.all = psutil.Process(self.process.pid).children(recursive=True)
 
     def end(self):
-        """Wait, and return what it wrote to standard error; everything that it had started must be gone."""
+        """Wait, and return status and errors; everything that it had started must be gone."""
         _, errors = self.process.communicate()
         self.timer.cancel(), self.timer.join()
         gone(self.all)
-        return errors
+        return self.process.returncode, errors
 
 
 def gone(processes):
@@ -68,12 +67,16 @@ def gone(processes):
     assert not alive, alive
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_leaves_no_orphans(tmp_path, number):
-    job = Job(tmp_path)
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(signal.SIGINT, WITH_STATE), (signal.SIGTERM, WAITS), (signal.SIGHUP, WAITS)],
+    ids=["INT", "TERM", "HUP"],
+)
+def test_a_signal_leaves_no_orphans(tmp_path, number, text):
+    job = Job(tmp_path, text)
     job.process.send_signal(number)
-    errors = job.end()
-    assert job.process.returncode == 128 + number, errors
+    status, errors = job.end()
+    assert status == 128 + number, errors
     assert f"stopped by {number.name}" in errors and "death signal" not in errors
     assert 'script.py", line' not in errors  # no traceback of each rank
 
@@ -85,22 +88,21 @@ def test_a_second_interrupt_kills(tmp_path):
         pass
     assert all(process.is_running() for process in job.started)
     job.process.send_signal(signal.SIGINT)
-    errors = job.end()
-    assert job.process.returncode == 130, errors
+    status, errors = job.end()
+    assert status == 130, errors
 
 
 def test_a_killed_launcher_leaves_no_orphans(tmp_path):
     job = Job(tmp_path)
     job.process.kill()
-    job.end()
-    assert job.process.returncode == -signal.SIGKILL
+    assert job.end()[0] == -signal.SIGKILL
 
 
 def test_what_a_failed_rank_has_started_ends_too(tmp_path):
-    text = RANK.replace("flush=True)\ntime.sleep(300)", "flush=True)\nraise ValueError('x')")
-    job = Job(tmp_path, text=text)
-    errors = job.end()
-    assert job.process.returncode == 1 and errors.count("ValueError: x") == 1
+    status, errors = Job(
+        tmp_path, RANK + "if os.environ['RANK'] == '1':\n    raise ValueError('x')\ntime.sleep(300)"
+    ).end()
+    assert status == 1 and errors.count("ValueError: x") == 1
 
 
 def test_nohup_outlives_the_terminal(tmp_path):
@@ -109,17 +111,14 @@ def test_nohup_outlives_the_terminal(tmp_path):
         "import os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])"
     )
     job = Job(tmp_path, shell=[sys.executable, "-c", ignoring])
-    job.process.send_signal(signal.SIGHUP)
-    for process in job.started:
+    for process in (job.process, *job.started):
         process.send_signal(signal.SIGHUP)
     job.process.send_signal(signal.SIGTERM)  # handled after the other, if that had an effect
-    errors = job.end()
-    assert job.process.returncode == 143 and "SIGHUP" not in errors, errors
+    status, errors = job.end()
+    assert status == 143 and "SIGHUP" not in errors, errors
 
 
 def test_the_guard_and_files_go_with_a_run_that_ends_well(tmp_path):
-    text = RANK.partition("child =")[0]
-    job = Job(tmp_path, text=text, options=["--log_dir", str(tmp_path / "logs")])
-    job.end()
-    assert job.process.returncode == 0
+    job = Job(tmp_path, "print('done')", options=["--log_dir", str(tmp_path / "logs")])
+    assert job.end()[0] == 0
     assert not list((tmp_path / "logs").rglob("fault.log"))

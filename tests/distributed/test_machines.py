@@ -24,7 +24,8 @@ from accelerate import PartialState
 state = PartialState()
 total = torch.ones(1); dist.all_reduce(total)
 own = os.environ
-print(f"rank {state.process_index} local {state.local_process_index} sum {int(total)} attempt {own['TORCHELASTIC_RESTART_COUNT']}\\n", end="")
+print(f"rank {state.process_index} local {state.local_process_index} sum {int(total)} attempt {own['TORCHELASTIC_RESTART_COUNT']}\\n", end="", flush=True)
+dist.barrier()
 if own["TORCHELASTIC_RESTART_COUNT"] == "0" and own.get("FAIL_AT") == own["RANK"]:
     raise SystemExit(9)
 dist.barrier()
@@ -53,19 +54,26 @@ class Job:
         command = [*self.inside(machine), *LAUNCH, *words]
         # Files, not pipes: what a launcher has said can be read while it runs.
         with open(self.folder / f"out{machine}", "w") as out, open(self.folder / f"err{machine}", "w") as err:
-            self.launchers[machine] = subprocess.Popen(
-                command, cwd=self.folder, env=environment, stdout=out, stderr=err
-            )
+            streams = {"stdout": out, "stderr": err}
+            self.launchers[machine] = subprocess.Popen(command, cwd=self.folder, env=environment, **streams)
 
     def end(self, machine: int) -> tuple[int, str, str]:
         """Wait for a launcher; return its exit status and what it printed."""
         status = self.launchers[machine].wait(timeout=LIMIT_S)
         del self.launchers[machine]
-        return status, self.said(machine, "out"), self.said(machine, "err")
+        return status, self.said(machine, "out"), self.said(machine)
 
     def said(self, machine: int, stream: str = "err") -> str:
         """Return what a launcher and its processes have printed so far."""
         return (self.folder / f"{stream}{machine}").read_text()
+
+    def wait_for(self, found: Callable[[], object], what: str) -> None:
+        """Wait for something while the launchers run."""
+        deadline = time.monotonic() + LIMIT_S
+        while not found():
+            running = all(each.poll() is None for each in self.launchers.values())
+            assert time.monotonic() < deadline and running, (what, [self.said(each) for each in self.launchers])
+            time.sleep(0.05)
 
     def stop(self) -> None:
         for launcher in self.launchers.values():
@@ -94,44 +102,42 @@ def at(port: int, machine: int | None = None, processes: int = 4, **conf: int) -
 
 
 @pytest.mark.parametrize("backend", ["static", pytest.param("c10d", marks=pytest.mark.slow)])
-def test_two_machines_meet(job, backend):
+def test_two_machines_meet_and_restart(job, backend):
     port = free_port()
     for machine in (1, 0):
-        job.start(machine, *at(port, machine), "--rdzv_backend", backend, "script.py")
-    lines = []
-    for machine in (0, 1):
-        status, out, err = job.end(machine)
+        words = ["--rdzv_backend", backend, "--max_restarts", "1", "script.py"]
+        job.start(machine, *at(port, machine), *words, FAIL_AT="3")
+    ends = [job.end(machine) for machine in (0, 1)]
+    for status, out, err in ends:
         assert status == 0, err
-        lines += [line for line in out.splitlines() if line.startswith("rank")]
-        assert out.count("done") == 2
-    wanted = [f"rank {rank} local {rank % 2} sum 4 attempt 0" for rank in range(4)]
-    assert lines == wanted or sorted(lines) == wanted
+        assert out.count("attempt 1") == 2 and out.count("done") == 2
+    lines = [line for _, out, _ in ends for line in out.splitlines() if "attempt 0" in line]
+    assert sorted(lines) == [f"rank {rank} local {rank % 2} sum 4 attempt 0" for rank in range(4)]
 
 
-@pytest.mark.parametrize(
-    ("machine", "host", "words"),
-    [
+def test_a_machine_that_is_alone_ends_by_name(job):
+    alone = [
         (
             0,
             "127.0.0.1",
-            "accelerate launch: Waited 2 s (--rdzv_conf join_timeout) in vain for machine 1 of 2 (numbered from 0) to come to",
+            "accelerate launch: Waited 2 s (--rdzv_conf join_timeout) in vain for machine 1 of 2 (numbered",
         ),
         # A quiet launcher says what no other program can say.
         (1, "127.0.0.1", "in vain for machine 0 to answer at 127.0.0.1, port"),
         (1, "no-such-host.invalid", "The address 'no-such-host.invalid' cannot be looked up"),
-    ],
-)
-def test_a_machine_that_is_alone_ends_by_name(job, machine, host, words):
-    options = [host if word == "127.0.0.1" else word for word in at(free_port(), machine, join_timeout=2)]
-    job.start(machine, *options, "--quiet", "script.py")
-    status, _, err = job.end(machine)
-    assert status == 1 and words in err and "Traceback" not in err, err
+    ]
+    for launcher, (machine, host, _) in enumerate(alone):
+        options = [host if word == "127.0.0.1" else word for word in at(free_port(), machine, join_timeout=2)]
+        job.start(launcher, *options, "--quiet", "script.py")
+    for launcher, (_, _, words) in enumerate(alone):
+        status, _, err = job.end(launcher)
+        assert status == 1 and words in err and "Traceback" not in err, err
 
 
 def test_machines_that_disagree(job):
     port = free_port()
-    job.start(0, *at(port, 0, processes=2), "script.py")
-    job.start(1, *at(port, 1, processes=4), "script.py")
+    for machine in (0, 1):
+        job.start(machine, *at(port, machine, processes=2 + 2 * machine), "script.py")
     for machine in (0, 1):
         status, out, err = job.end(machine)
         assert status == 2 and "do not agree on processes of each machine" in err and "rank" not in out, err
@@ -150,6 +156,7 @@ def test_two_machines_with_one_number(job):
     assert len(refused) == 1 and "--machine_rank is 1 on this machine" in refused[0], ends
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 3])
 def test_a_failure_on_one_machine_ends_the_other(job, rank):
     port = free_port()
@@ -160,18 +167,6 @@ def test_a_failure_on_one_machine_ends_the_other(job, rank):
     assert ends[failed][0] == 9 and f"rank {rank}" in ends[failed][2], ends
     status, _, err = ends[1 - failed]
     assert status != 0 and f"machine {failed} (" in err and f"rank {rank} ended with exit status 9" in err, err
-
-
-@pytest.mark.parametrize("backend", [pytest.param("static", marks=pytest.mark.slow), "c10d"])
-def test_all_machines_restart(job, backend):
-    port = free_port()
-    for machine in (0, 1):
-        words = ["--rdzv_backend", backend, "--max_restarts", "1", "script.py"]
-        job.start(machine, *at(port, machine), *words, FAIL_AT="3")
-    for machine in (0, 1):
-        status, out, err = job.end(machine)
-        assert status == 0, err
-        assert out.count("attempt 1") == 2 and out.count("done") == 2
 
 
 WAIT = """
@@ -189,25 +184,29 @@ raise SystemExit(75)
 """
 
 
+def run_two(job: Job, options: Callable[[int], list[str]], *words: str) -> None:
+    """Start two machines with a process each that wait for a signal, and wait until they do."""
+    (job.folder / "wait.py").write_text(WAIT)
+    for machine in (0, 1):
+        job.start(machine, *options(machine), "wait.py", *words)
+    job.wait_for(lambda: all("up" in job.said(machine, "out") for machine in (0, 1)), "the processes")
+
+
 @pytest.fixture
 def running(job):
-    """Start two machines with a process each that wait for a signal, and wait until they do."""
+    """Run two machines that wait for a signal."""
 
     def running(*words: str, options: tuple[str, ...] = (), **conf: int) -> Job:
-        (job.folder / "wait.py").write_text(WAIT)
         port = free_port()
-        for machine in (0, 1):
-            job.start(machine, *at(port, machine, processes=2, **conf), *options, "wait.py", *words)
-        up = lambda: all("up" in job.said(machine, "out") for machine in (0, 1))  # noqa: E731
-        wait_for(lambda: up() or any(each.poll() is not None for each in job.launchers.values()), "the processes")
-        assert up(), [job.said(machine) for machine in (0, 1)]
+        run_two(job, lambda machine: [*at(port, machine, processes=2, **conf), *options], *words)
         return job
 
     return running
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="signals are those of POSIX")
-@pytest.mark.parametrize("slow", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("slow", [0, 1])
 def test_both_machines_save_themselves(running, slow):
     """The launcher whose process is quicker must neither take the store away nor be missed."""
     job = running("save", str(slow), heartbeat_timeout=3)
@@ -219,7 +218,9 @@ def test_both_machines_save_themselves(running, slow):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals are those of POSIX")
-@pytest.mark.parametrize(("stopped", "number"), [(0, signal.SIGINT), (1, signal.SIGTERM)])
+@pytest.mark.parametrize(
+    ("stopped", "number"), [pytest.param(0, signal.SIGINT, marks=pytest.mark.slow), (1, signal.SIGTERM)]
+)
 def test_a_machine_that_is_stopped_says_so(running, stopped, number):
     job = running()
     job.launchers[stopped].send_signal(number)
@@ -229,13 +230,14 @@ def test_a_machine_that_is_stopped_says_so(running, stopped, number):
     assert "frame #" not in err, "what torch writes about its connections"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="signals are those of POSIX")
 def test_a_signal_ends_a_launcher_that_waits_for_a_restart(running):
-    """Its processes are gone: there is nobody to pass the signal on to."""
+    """Its processes are gone: the signal has no process to go on to."""
     job = running(options=("--max_restarts", "1"), heartbeat_timeout=3)
     job.launchers[1].send_signal(signal.SIGINT)
     job.end(1)
-    wait_for(lambda: "Waiting up to 60 s" in job.said(0), "machine 0 to wait")
+    job.wait_for(lambda: "Waiting up to 60 s" in job.said(0), "machine 0 to wait")
     job.launchers[0].send_signal(signal.SIGTERM)
     status, _, err = job.end(0)
     assert status == 143 and "in vain" not in err, err
@@ -303,40 +305,25 @@ def hosts(tmp_path: Path) -> Iterator[tuple[Hosts, Job]]:
     hosts.remove()
 
 
-def wait_for(found: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not found():
-        assert time.monotonic() < deadline, f"waited in vain for {what}"
-        time.sleep(0.05)
-
-
-@pytest.mark.parametrize(
-    "numbered", [pytest.param(True, id="static", marks=pytest.mark.slow), pytest.param(False, id="c10d")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("numbered", [True, False], ids=["static", "c10d"])
 def test_two_hosts_train(hosts, numbered):
     hosts, job = hosts
     for machine in (0, 1):
         options = hosts.options(machine) if numbered else [*hosts.options(None), "--rdzv_backend", "c10d"]
         job.start(machine, *options, DIGITS, "--epochs", "6", "--require-accuracy", "0.9")
-    for machine in (0, 1):
-        status, out, err = job.end(machine)
-        assert status == 0, err
-        if machine == 0:
-            assert "processes: 4" in out
+    ends = [job.end(machine) for machine in (0, 1)]
+    assert [status for status, _, _ in ends] == [0, 0], ends
+    assert "processes: 4" in ends[0][1]
 
 
-def test_a_host_that_is_cut_off_ends_the_run_by_name(hosts, tmp_path):
+def test_a_host_that_is_cut_off_ends_the_run_by_name(hosts):
     hosts, job = hosts
-    folder = tmp_path / "saved"
-    for machine in (0, 1):
-        words = [DIGITS, "--epochs", "5000", "--checkpoint_dir", str(folder), "--save_every", "10"]
-        job.start(machine, *hosts.options(machine, heartbeat_timeout=3), *words)
-    wait_for(lambda: list(folder.glob("checkpoints/checkpoint_1")), "a checkpoint")
+    run_two(job, lambda machine: hosts.options(machine, processes=2, heartbeat_timeout=3))
     hosts.cut()
-    status, _, err = job.end(0)
-    assert status == 1 and re.search(r"machine 1 \(.*10\.213\.77\.2\) has not answered for \d+ s", err), err
-    status, _, err = job.end(1)
-    assert status == 1 and re.search(r"machine 0 \(.*10\.213\.77\.1\) has not answered for \d+ s", err), err
+    for machine, other in ((0, r"machine 1 \(.*10\.213\.77\.2\)"), (1, r"machine 0 \(.*10\.213\.77\.1\)")):
+        status, _, err = job.end(machine)
+        assert status == 1 and re.search(rf"{other} has not answered for \d+ s", err), err
 
 
 @pytest.mark.slow
@@ -348,7 +335,7 @@ def test_a_host_that_comes_back_resumes_the_run(hosts, tmp_path, how):
     words += ["--checkpoint_dir", str(folder), "--save_every", "10", "--resume", "auto"]
     for machine in (0, 1):
         job.start(machine, *hosts.options(machine, heartbeat_timeout=3), *words)
-    wait_for(lambda: list(folder.glob("checkpoints/checkpoint_2")), "a checkpoint")
+    job.wait_for(lambda: list(folder.glob("checkpoints/checkpoint_2")), "a checkpoint")
     hosts.cut()
     if how == "reboot":  # without a farewell
         pids = subprocess.run(["ip", "netns", "pids", hosts.names[1]], check=True, capture_output=True, text=True)
@@ -356,9 +343,7 @@ def test_a_host_that_comes_back_resumes_the_run(hosts, tmp_path, how):
         job.end(1)
     # Mended sooner, the connections of the processes break first, which is a failure like any other.
     for machine in (0, 1) if how == "cable" else (0,):
-        wait_for(
-            lambda machine=machine: "has not answered" in job.said(machine), f"machine {machine} to miss the other"
-        )
+        job.wait_for(lambda at=machine: "has not answered" in job.said(at), f"machine {machine} to miss the other")
     hosts.mend()
     if how == "reboot":
         job.start(1, *hosts.options(1, heartbeat_timeout=3), *words)

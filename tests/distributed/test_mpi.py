@@ -112,7 +112,7 @@ def test_status_is_kept_and_the_traceback_is_seen(command, environment, tmp_path
     assert done.returncode == 1 and "ValueError: what went wrong" in done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_signals_leave_no_orphans(command, environment, tmp_path, number):
     job = subprocess.Popen(
         command(WAIT, 2), cwd=tmp_path, env=environment, stdout=-1, stderr=-1, start_new_session=True

@@ -1,4 +1,4 @@
-"""Functions run in real processes: what they see, how they end, and who is told; also in a real Jupyter kernel."""
+"""Functions run in real processes: what they see, how they end, and what is reported; also in a real Jupyter kernel."""
 
 import json
 import os
@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from accelerate.utils.other import get_free_port
 
 SCRIPT = Path(__file__).parent / "scripts" / "notebook_functions.py"
 LIMIT_S = 120
@@ -59,13 +61,6 @@ def run(begin):
     return run
 
 
-@pytest.fixture
-def port():
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
-
-
 def test_two_processes_cooperate(run, notes):
     out, status = run("total", {"mixed_precision": "bf16"})
     assert status == 0, out
@@ -91,56 +86,49 @@ def test_forked_processes_train_after_this_one_has_used_its_threads(run, notes):
     assert [len(told["loss"]) for told in notes()] == [2, 2]
 
 
-def test_the_first_failure_comes_first_with_its_traceback(run):
-    out, status = run("fail_on_one", {})
+# What fails, and what the notebook's user reads.
+FAILURES = {
+    "fail_on_one": (
+        "WorkerError: Rank 1 failed in fail_on_one:\n\nTraceback (most recent call last):\n",
+        "KeyError: 'what went wrong'",
+    ),
+    "vanish_on_one": ("WorkerError: Rank 1 failed in vanish_on_one:", "was killed by SIGKILL"),
+    "slip_away": ("Rank 1 failed", "ended with exit status 0, before its function was done"),
+    "return_on_one": ("WorkerError: Rank 0 failed in return_on_one:",),
+}
+
+
+def test_failures_one_after_the_other(run):
+    out, status = run(",".join(FAILURES), {})
     assert status == 1
-    assert "WorkerError: Rank 1 failed in fail_on_one:\n\nTraceback (most recent call last):\n" in out
-    assert "KeyError: 'what went wrong'" in out
     assert "launch/notebook" not in out
-
-
-def test_a_killed_process_is_named_with_its_signal(run):
-    out, status = run("vanish_on_one", {})
-    assert status == 1
-    assert "WorkerError: Rank 1 failed in vanish_on_one:" in out and "was killed by SIGKILL" in out
-
-
-def test_a_process_that_ends_without_a_word_holds_nobody_up(run):
-    out, status = run("slip_away", {})
-    assert status == 1
-    assert "Rank 1 failed" in out and "ended with exit status 0, before its function was done" in out
-
-
-def test_a_process_that_is_done_lets_the_others_notice(run):
-    out, status = run("return_on_one", {})
-    assert status == 1
-    assert "WorkerError: Rank 0 failed in return_on_one:" in out
+    parts = dict(part.split("\n", 1) for part in out.split("== ")[1:])
+    for name, words in FAILURES.items():
+        assert all(word in parts[name] for word in words), (name, out)
 
 
 def pids_of(process):
-    return [int(process.stdout.readline().split()[1]) for _ in range(2)]
+    """Read the output up to where both ranks have said that they are up."""
+    lines = iter(process.stdout.readline, "")
+    ups = (line for line in lines if line.startswith("up "))
+    return [int(next(ups).split()[1]) for _ in range(2)]
 
 
 def is_gone(pid):
-    """Whether a process has ended; nobody may have asked for its status yet."""
+    """Whether a process has ended, its status read by its parent or not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
         return True
 
 
-def await_end(pids):
-    end = time.monotonic() + LIMIT_S
-    while not all(map(is_gone, pids)):
-        assert time.monotonic() < end, "processes were left behind"
-        time.sleep(0.05)
-
-
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc")
-@pytest.mark.parametrize(("name", "interrupts"), [("wait_in_python", 1), ("wait_in_torch", 2), ("wait_and_ignore", 2)])
+@pytest.mark.parametrize(
+    ("name", "interrupts"),
+    [("wait_in_python", 1), pytest.param("wait_in_torch", 2, marks=pytest.mark.slow), ("wait_and_ignore", 2)],
+)
 def test_an_interrupt_leaves_nobody(begin, name, interrupts):
     process = begin(name, {})
-    assert "Launching training" in process.stdout.readline()
     pids = pids_of(process)
     process.send_signal(signal.SIGINT)
     for _ in range(interrupts - 1):
@@ -156,36 +144,29 @@ def test_an_interrupt_leaves_nobody(begin, name, interrupts):
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc")
 def test_a_launcher_that_is_killed_takes_its_processes_along(begin):
     process = begin("wait_in_torch", {})
-    process.stdout.readline()
     pids = pids_of(process)
     process.kill()
-    await_end(pids)
+    end = time.monotonic() + LIMIT_S
+    while not all(map(is_gone, pids)):
+        assert time.monotonic() < end, "processes were left behind"
+        time.sleep(0.05)
 
 
-def two_machines(begin, name, port, **keywords):
-    """Run a function on two machines with two processes each, which are one; return output and status of each."""
-    shared = {"num_nodes": 2, "use_port": str(port), **keywords}
-    machines = [begin(name, {"node_rank": rank, **shared}) for rank in (1, 0)]
-    ended = [(*machine.communicate(timeout=LIMIT_S), machine.returncode) for machine in machines]
-    return [(out + err, status) for out, err, status in reversed(ended)]
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+def test_two_machines_restart_together(begin, notes, backend):
+    """Two machines with two processes each, which are one."""
+    shared = {"num_nodes": 2, "use_port": str(get_free_port()), "rdzv_backend": backend, "max_restarts": 2}
+    machines = [begin("fail_at_first", {"node_rank": rank, **shared}) for rank in (1, 0)]
+    for machine in machines:
+        out, err = machine.communicate(timeout=LIMIT_S)
+        assert machine.returncode == 0, out + err
+    assert [(note["attempt"], note["size"], note["total"]) for note in notes()] == [(1, 4, 10)] * 4
+    assert sorted(note["local"] for note in notes()) == [0, 0, 1, 1]
 
 
-@pytest.mark.parametrize("backend", ["static", pytest.param("c10d", marks=pytest.mark.slow)])
-def test_two_machines(begin, notes, port, backend):
-    for out, status in two_machines(begin, "total", port, rdzv_backend=backend):
-        assert status == 0, out
-    assert [(told["size"], told["total"]) for told in notes()] == [(4, 10)] * 4
-    assert sorted(told["local"] for told in notes()) == [0, 0, 1, 1]
-
-
-@pytest.mark.parametrize("backend", [pytest.param("static", marks=pytest.mark.slow), "c10d"])
-def test_two_machines_restart_together(begin, notes, port, backend):
-    for out, status in two_machines(begin, "fail_at_first", port, rdzv_backend=backend, max_restarts=2):
-        assert status == 0, out
-    assert notes() == [{"attempt": 1, "size": 4}] * 4
-
-
-def test_a_machine_that_does_not_answer(run, port):
+def test_a_machine_that_does_not_answer(run):
+    port = get_free_port()
     out, status = run("total", {"num_nodes": 2, "node_rank": 1, "use_port": port, "rdzv_conf": {"timeout": 1}})
     assert status == 1
     assert "MeetingError" in out and f"in vain for machine 0 to answer at 127.0.0.1, port {port}" in out
@@ -224,7 +205,7 @@ class Kernel:
         return out, error
 
 
-@pytest.fixture(params=[True, False], ids=["reads descriptors", "reads streams"])
+@pytest.fixture(params=[True, pytest.param(False, marks=pytest.mark.slow)], ids=["reads descriptors", "reads streams"])
 def kernel(notes, request):
     pytest.importorskip("ipykernel")
     start = pytest.importorskip("jupyter_client.manager").start_new_kernel
@@ -307,15 +288,18 @@ if __name__ == "__main__":
 """
 
 
-def test_fresh_processes_get_a_function_of_the_program(tmp_path):
-    pytest.importorskip("cloudpickle")
-    script = tmp_path / "cell.py"
-    for args, status, words in (
+@pytest.mark.parametrize(
+    ("args", "status", "words"),
+    [
         ("(1,)", 0, ["rank 0 6", "rank 1 6"]),
-        ("(0,)", 1, ["ZeroDivisionError", "Rank "]),
+        pytest.param("(0,)", 1, ["ZeroDivisionError", "Rank "], marks=pytest.mark.slow),
         ("(sys.modules.update(cloudpickle=None),)", 1, ["<lambda> cannot be sent", "Install cloudpickle"]),
-    ):
-        script.write_text(FRESH.replace("ARGS", args))
-        done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=LIMIT_S)
-        output = done.stdout + done.stderr
-        assert done.returncode == status and all(word in output for word in words), output
+    ],
+)
+def test_fresh_processes_get_a_function_of_the_program(tmp_path, args, status, words):
+    pytest.importorskip("cloudpickle")
+    (tmp_path / "cell.py").write_text(FRESH.replace("ARGS", args))
+    command = [sys.executable, str(tmp_path / "cell.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    output = done.stdout + done.stderr
+    assert done.returncode == status and all(word in output for word in words), output

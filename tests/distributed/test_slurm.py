@@ -37,6 +37,8 @@ if what == "stay":
     Path(f"here{accelerator.process_index}").write_text(str(os.getpid()))
     time.sleep(600)
 """
+WAYS = [("-n2", *LAUNCH), ("-N2", "--ntasks-per-node=1", *LAUNCH, "--num_processes", "2")]
+TASKS_OR_MACHINES = pytest.mark.parametrize("words", WAYS, ids=["tasks", "machines"])
 CONFIGURATION = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -79,15 +81,13 @@ class Slurm:
         (folder / "script.py").write_text(SCRIPT)
 
     def run(self, *command: str) -> subprocess.CompletedProcess:
-        return subprocess.run(
-            command, cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=LIMIT_S
-        )
+        place = {"cwd": self.folder, "env": self.environment}
+        return subprocess.run(command, **place, capture_output=True, text=True, timeout=LIMIT_S)
 
     def start(self, *command: str) -> subprocess.Popen:
         with open(self.folder / "said", "w") as said:
-            return subprocess.Popen(
-                command, cwd=self.folder, env=self.environment, stdout=said, stderr=subprocess.STDOUT, text=True
-            )
+            place = {"cwd": self.folder, "env": self.environment}
+            return subprocess.Popen(command, **place, stdout=said, stderr=subprocess.STDOUT, text=True)
 
 
 def until(question: Callable[[], object], what: str, seconds: float = 60) -> None:
@@ -182,11 +182,7 @@ def test_one_task_a_node_starts_the_processes_of_the_node(slurm):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "words",
-    [("-n2", *LAUNCH), ("-N2", "--ntasks-per-node=1", *LAUNCH, "--num_processes", "2")],
-    ids=["tasks", "machines"],
-)
+@TASKS_OR_MACHINES
 def test_the_exit_status_of_a_process_is_that_of_srun(slurm, words):
     done = slurm.run("srun", *words, "script.py", "fail")
     assert done.returncode == 7, done.stderr
@@ -203,11 +199,7 @@ def test_a_batch_script_uses_its_own_node_and_says_so(slurm):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "words",
-    [("-n2", *LAUNCH), ("-N2", "--ntasks-per-node=1", *LAUNCH, "--num_processes", "2")],
-    ids=["tasks", "machines"],
-)
+@TASKS_OR_MACHINES
 def test_scancel_ends_all_processes(slurm, words):
     srun = slurm.start("srun", *words, "script.py", "stay")
     files = [slurm.folder / f"here{rank}" for rank in range(2)]

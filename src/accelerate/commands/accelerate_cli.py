@@ -83,20 +83,13 @@ def _without_command(word: str | None) -> NoReturn:
         raise SystemExit(1)
     if word in ("-h", "--help", "-V", "--version"):
         parser.parse_args([word])
-    parser.error(_correction(word))
+    if word.endswith(".py"):
+        parser.error(f"{word!r} is no command; did you mean `accelerate launch {word}`?")
+    from accelerate.launch.config_file import nearest  # not for --help
 
-
-def _correction(word: str) -> str:
-    """Say what to write instead of a word that is no command."""
-    from accelerate.launch.config_file import nearest  # only for those who mistyped
-
-    if word.startswith("-"):
-        return f"write a command before {word.partition('=')[0]}, such as launch; `accelerate --help` lists them."
-    if word.endswith(".py") or os.path.isfile(word):
-        return f"{word!r} is no command; did you mean `accelerate launch {word}`?"
     near = nearest(word.lower().replace("_", "-"), COMMANDS)
     hint = f"did you mean {near}?" if near else f"choose one of {', '.join(COMMANDS)}."
-    return f"{word!r} is no command; {hint}"
+    parser.error(f"{word!r} is no command; {hint}")
 
 
 if __name__ == "__main__":

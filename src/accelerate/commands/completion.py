@@ -16,21 +16,12 @@ from accelerate.config.options import BY_NAME
 if TYPE_CHECKING:
     from accelerate.commands.accelerate_cli import Command
 
-# The files that an argument takes, by its name: endings, or none for any file.
-_FILES: dict[str, tuple[str, ...]] = {
-    "training_script": ("py",),
-    "deepspeed_config_file": ("json",),
-    **dict.fromkeys(("config_file", "save_location", "output_file", "file"), ("yaml", "yml", "json")),
-    **dict.fromkeys(("training_script_args", "deepspeed_hostfile", "mpirun_hostfile", "command_file"), ()),
-    **dict.fromkeys(("log_dir", "checkpoint_directory", "output_path", "folder", "checkpoint", "model_name"), ()),
-}
-
 
 def answer(parser: argparse.ArgumentParser) -> None:
     """Answer the shell how the word under the cursor may go on, and end the process.
 
     One spelling of each option is offered: the one with underscores, unless the word has hyphens already. After a script, whose
-    options follow, none is.
+    options follow, none is. What has no words of its own is completed by the names of files.
 
     Args:
         parser: the parser of the program that is being typed.
@@ -47,12 +38,9 @@ def answer(parser: argparse.ArgumentParser) -> None:
     unwanted = []
     for action in _actions(parser):
         unwanted += [flag for flag in action.option_strings if over or ("-" in flag[2:]) != ("-" in word[2:])]
-        if action.dest in _FILES:
-            action.completer = argcomplete.FilesCompleter(_FILES[action.dest])
-        elif words_of := getattr(BY_NAME.get(action.dest), "words", None):
+        if words_of := getattr(BY_NAME.get(action.dest), "words", None):
             action.completer = argcomplete.ChoicesCompleter(words_of)
-    nothing = argcomplete.SuppressCompleter()
-    argcomplete.autocomplete(parser, always_complete_options=False, exclude=unwanted, default_completer=nothing)
+    argcomplete.autocomplete(parser, always_complete_options=False, exclude=unwanted)
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
@@ -64,19 +52,13 @@ def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 
 
 def parser_of_all(commands: "Mapping[str, Command]") -> argparse.ArgumentParser:
-    """Return the parser of `accelerate`, where only the command that stands on the line has its arguments.
+    """Return the parser of `accelerate` with all its commands.
 
     Args:
         commands: name to row.
     """
     parser = CustomArgumentParser("accelerate", allow_abbrev=False)
-    parser.add_argument("--version", action="store_true")
     subparsers = parser.add_subparsers()
-    words = os.environ.get("COMP_LINE", "").split()
-    typed = next((word for word in words[1:] if not word.startswith("-")), None)
-    for name, row in commands.items():
-        if name == typed:
-            getattr(importlib.import_module(f"accelerate.commands.{row.module}"), row.parser)(subparsers)
-        else:
-            subparsers.add_parser(name, help=row.help)
+    for row in commands.values():
+        getattr(importlib.import_module(f"accelerate.commands.{row.module}"), row.parser)(subparsers)
     return parser

@@ -1,7 +1,6 @@
-"""`accelerate env`: versions, devices, configuration and what a launch would make of them, for a bug report."""
+"""`accelerate env`: versions, devices and configuration, for a bug report."""
 
 import argparse
-import contextlib
 import importlib.metadata
 import os
 import platform
@@ -29,8 +28,6 @@ _COMPANIONS = (
     "torch_neuronx intel_extension_for_pytorch habana-torch-plugin mpi4py nvidia-ml-py wandb tensorboard mlflow comet_ml aim "
     "clearml dvclive swanlab trackio sagemaker"
 )
-# Any module that exists; what would run is not the question.
-_SOME_MODULE = "accelerate.test_utils.scripts.test_cli"
 
 
 def env_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
@@ -49,7 +46,7 @@ def env_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 def env_command(args: argparse.Namespace) -> dict[str, Any]:
     """Print the report, ready to be pasted into an issue. Values of secrets are not in it.
 
-    A configuration file or a variable that a launch refuses is a line of the report.
+    A configuration file that cannot be read is a line of the report; `accelerate config validate` finds more.
 
     Args:
         args: what `env_command_parser` parsed.
@@ -66,11 +63,10 @@ def env_command(args: argparse.Namespace) -> dict[str, Any]:
     names = sorted(name for name in os.environ if name in of_options or _OF_A_RUN.fullmatch(name))
     facts["Variables"] = {name: masked(os.environ[name], name) for name in names} or "none set"
     facts["Configuration file"] = path or f"none ({config_file.default_path()} does not exist)"
-    facts["`accelerate launch` without arguments"] = _launch(args)
-    content = {}
-    with contextlib.suppress(ValueError, OSError):  # the line about a launch says what is wrong with the file
-        content = {} if path is None else masked(config_file.load_mapping(path))
-    facts["`Accelerate` configs"] = content
+    try:
+        facts["`Accelerate` configs"] = {} if path is None else masked(config_file.load_mapping(path))
+    except (ValueError, OSError) as error:
+        facts["`Accelerate` configs"] = f"cannot be read: {masked(brief(error))}"
     print("\nCopy the lines below into your issue.\n")
     for name, value in facts.items():
         print(f"- {name}:{_list(value)}" if value and isinstance(value, dict) else f"- {name}: {value}")
@@ -116,21 +112,6 @@ def _torch() -> dict[str, Any]:
         "PyTorch accelerator": device.type.upper() if device.type != "cpu" else "none",
         "Devices": devices,
     }
-
-
-def _launch(args: argparse.Namespace) -> str:
-    """Say what a launch with no arguments but a script would do, or why it would not start."""
-    from accelerate.commands.launch import launch_command_parser
-    from accelerate.launch.resolve import resolve
-    from accelerate.launch.runners import RUNNERS, summary
-
-    config = [] if args.config_file is None else ["--config_file", args.config_file]
-    try:
-        plan = resolve(launch_command_parser().parse_args([*config, "--module", _SOME_MODULE]))
-    except Exception as error:  # a fault of this package belongs into the report as well
-        return f"would not start: {masked(brief(error))}"
-    started = f"{summary(plan)}, started {RUNNERS[plan.runner]} (runner: {plan.runner})"
-    return "; ".join([started, *map(masked, plan.notes)])
 
 
 def _list(content: Mapping[str, Any], indent: str = "\t") -> str:

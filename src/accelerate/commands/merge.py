@@ -37,8 +37,7 @@ def merge_command(args: argparse.Namespace) -> None:
         _check_shards(args.checkpoint_directory)
         merge_fsdp_weights(args.checkpoint_directory, args.output_path, safe, args.remove_checkpoint_dir)
     written = os.path.join(args.output_path, SAFE_WEIGHTS_NAME if safe else WEIGHTS_NAME)
-    if os.path.isfile(written):
-        print(f"{written}: {size_text(os.path.getsize(written))}")
+    print(f"{written}: {size_text(os.path.getsize(written))}")
 
 
 def _check_shards(folder: str) -> None:

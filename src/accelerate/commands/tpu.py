@@ -81,19 +81,16 @@ def _gcloud(args: argparse.Namespace, config: dict[str, Any]) -> list[str]:
     zone = args.tpu_zone or config.get("tpu_zone")
     if not name or not zone:
         raise LaunchError("Which pod? Give --tpu_name and --tpu_zone, or put them into the configuration file.")
-    installs = [f"pip install {_requirement(args.accelerate_version)}"] if args.install_accelerate else []
-    commands = [*installs, *_commands(args, config)]
+    commands = _commands(args, config)
+    if args.install_accelerate:
+        version = args.accelerate_version
+        if version != "latest" and not re.fullmatch(r"\d[\w.]*", version):  # a shell of the pod reads it
+            raise LaunchError(f"--accelerate_version is {version!r}; write latest, or the number of a release.")
+        wanted = "accelerate -U" if version == "latest" else f"accelerate=={version}"
+        commands = [f"pip install {wanted}", *commands]
     if not commands:
         raise LaunchError("What shall run? Give --command or --command_file, or --install_accelerate.")
     return gcloud_ssh(str(name), str(zone), "; ".join(["cd /usr/share", *commands]), alpha=args.use_alpha)
-
-
-def _requirement(version: str) -> str:
-    if version == "latest":
-        return "accelerate -U"
-    if re.fullmatch(r"\d[\w.]*", version):  # a shell of the pod reads it
-        return f"accelerate=={version}"
-    raise LaunchError(f"--accelerate_version is {version!r}; write latest, or the number of a release such as 1.2.0.")
 
 
 def _commands(args: argparse.Namespace, config: dict[str, Any]) -> list[str]:

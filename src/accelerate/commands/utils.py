@@ -5,12 +5,11 @@ import contextlib
 import copy
 import io
 import os
-import select
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from accelerate.launch.errors import LaunchError, RunError
+from accelerate.launch.errors import RunError
 from accelerate.launch.option import ArgumentGroup, Parser
 
 T = TypeVar("T")
@@ -108,24 +107,9 @@ def as_program(prog: str) -> Iterator[None]:
         print(f"\n{prog}: interrupted", file=sys.stderr)
         raise SystemExit(INTERRUPTED) from None
     except BrokenPipeError:
-        if not _reader_is_gone():
-            raise  # another pipe or connection
+        # Python flushes the output once more at exit, where nothing reads it either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         raise SystemExit(CLOSED_PIPE) from None
-
-
-def _reader_is_gone() -> bool:
-    """Whether the reader of our output is gone; then nothing is written there again, by Python's own exit either."""
-    try:
-        output = sys.stdout.fileno()
-    except (OSError, ValueError, AttributeError):  # replaced by something that is no file
-        return False
-    if hasattr(select, "poll"):
-        poll = select.poll()
-        poll.register(output, 0)  # errors are reported in any case
-        if not poll.poll(0):
-            return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), output)
-    return True
 
 
 def or_exit(prog: str, func: Callable[..., T], *args: Any) -> T:
@@ -142,17 +126,15 @@ def or_exit(prog: str, func: Callable[..., T], *args: Any) -> T:
         SystemExit: the function raised `ValueError` (as `LaunchError` is), `NotImplementedError` or `OSError`; or as in
             `as_program`.
     """
-    with as_program(prog):
-        try:
+    try:
+        with as_program(prog):
             return func(*args)
-        except (ValueError, NotImplementedError, OSError, RunError) as error:
-            for broken in (error, error.__cause__):
-                if isinstance(broken, BrokenPipeError):
-                    raise broken from None
-            print(f"{prog}: error: {_in_words(error)}", file=sys.stderr)
-            status = 2 if isinstance(error, (ValueError, NotImplementedError, *PATH_ERRORS)) else 1
-            ours = isinstance(error, (LaunchError, RunError))
-            raise SystemExit(getattr(error, "status", status) if ours else status) from None
+    except RunError as error:
+        problem, status = error, error.status
+    except (ValueError, NotImplementedError, OSError) as error:
+        problem, status = error, 2 if isinstance(error, (ValueError, NotImplementedError, *PATH_ERRORS)) else 1
+    print(f"{prog}: error: {_in_words(problem)}", file=sys.stderr)
+    raise SystemExit(status)
 
 
 def brief(error: BaseException) -> str:

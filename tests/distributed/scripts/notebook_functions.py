@@ -1,4 +1,4 @@
-"""Functions that the launchers of functions start, and a command line that starts one: NAME [KEYWORDS]."""
+"""Functions that the launchers of functions start, and a command line that starts some: NAME,NAME [KEYWORDS]."""
 
 import ast
 import json
@@ -18,8 +18,8 @@ def note(**what: object) -> None:
     Path(f"{os.environ['NOTES']}/{os.environ.get('RANK', 'home')}-{os.getpid()}.json").write_text(json.dumps(what))
 
 
-def total() -> None:
-    """Sum the ranks up, and check that all of them agree."""
+def total(**also: object) -> None:
+    """Sum the ranks up."""
     state = PartialState()
     summed = torch.ones(1) * (state.process_index + 1)
     torch.distributed.all_reduce(summed)
@@ -29,7 +29,7 @@ def total() -> None:
         total=int(summed),
         forked=state.fork_launched,
         precision=os.environ["ACCELERATE_MIXED_PRECISION"],
-        port=os.environ["MASTER_PORT"],
+        **also,
     )
 
 
@@ -76,7 +76,7 @@ def vanish_on_one() -> None:
 
 
 def slip_away() -> None:
-    """End one process without a word."""
+    """End one process without a message."""
     if os.environ["RANK"] == "1":
         os._exit(0)
 
@@ -96,7 +96,7 @@ def fail_at_first() -> None:
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     if attempt == 0:
         raise ValueError("only the first attempt")
-    note(attempt=attempt, size=state.num_processes)
+    total(attempt=attempt)
 
 
 def wait_in_python() -> None:
@@ -121,18 +121,21 @@ def wait_and_ignore() -> None:
 
 
 def main() -> None:
-    """Start what the command line says: a function, and the keywords of `notebook_launcher`."""
-    function, keywords = globals()[sys.argv[1]], ast.literal_eval(sys.argv[2]) if len(sys.argv) > 2 else None
-    if keywords is None:
-        function()
-        return
-    try:
-        notebook_launcher(function, **{"num_processes": 2, **keywords})
-    except KeyboardInterrupt:
-        print("interrupted", signal.getsignal(signal.SIGINT) is signal.default_int_handler)
-    except Exception as error:
-        print(f"{type(error).__name__}: {error}")
-        raise SystemExit(1) from None
+    """Start what the command line says: functions, one after the other, and the keywords of `notebook_launcher`."""
+    names, keywords = sys.argv[1].split(","), ast.literal_eval(sys.argv[2]) if len(sys.argv) > 2 else None
+    for name in names:
+        if keywords is None:
+            globals()[name]()
+            continue
+        print("==", name, flush=True)
+        try:
+            notebook_launcher(globals()[name], **{"num_processes": 2, **keywords})
+        except KeyboardInterrupt:
+            print("interrupted", signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+        except Exception as error:
+            print(f"{type(error).__name__}: {error}", flush=True)
+            if name == names[-1]:
+                raise SystemExit(1) from None
 
 
 if __name__ == "__main__":

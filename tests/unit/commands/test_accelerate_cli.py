@@ -11,9 +11,9 @@ from accelerate import __version__
 from accelerate.commands.accelerate_cli import COMMANDS
 
 
-def parser_of(name):
+def parser_of(name, *subparsers):
     command = COMMANDS[name]
-    return getattr(importlib.import_module(f"accelerate.commands.{command.module}"), command.parser)()
+    return getattr(importlib.import_module(f"accelerate.commands.{command.module}"), command.parser)(*subparsers)
 
 
 def parsers_of(name):
@@ -38,8 +38,7 @@ def test_parser_of_every_command(accelerate, name):
         assert (status, err) == (0, "")
         assert out.startswith(f"usage: accelerate {' '.join(words)}")
     other = argparse.ArgumentParser()
-    make = getattr(importlib.import_module(f"accelerate.commands.{COMMANDS[name].module}"), COMMANDS[name].parser)
-    assert make(other.add_subparsers()) is not None
+    assert parser_of(name, other.add_subparsers()) is not None
     assert name in other.format_help()
 
 
@@ -49,11 +48,8 @@ def test_help(accelerate):
     assert accelerate("--help") == (0, out, "") and "Start a training script" in out
     out = accelerate("launch", "--help")[1]
     assert "--num_processes" in out and "--num-processes" not in out
-
-
-@pytest.mark.parametrize("flag", ["--version", "-V"])
-def test_version(accelerate, flag):
-    assert accelerate(flag) == (0, f"accelerate {__version__}\n", "")
+    for flag in ("--version", "-V"):
+        assert accelerate(flag) == (0, f"accelerate {__version__}\n", "")
 
 
 @pytest.mark.parametrize(
@@ -64,19 +60,12 @@ def test_version(accelerate, flag):
         ("estimate_memory", "'estimate_memory' is no command; did you mean estimate-memory?"),
         ("train.py", "'train.py' is no command; did you mean `accelerate launch train.py`?"),
         ("xyz", "'xyz' is no command; choose one of checkpoint, config, env,"),
-        ("--num_processes=2", "write a command before --num_processes, such as launch;"),
     ],
 )
 def test_unknown_command(accelerate, word, answer):
     status, out, err = accelerate(word)
-    assert (status, out) == (2, "")
-    assert err.startswith("usage: accelerate <command> [<args>]\n")
+    assert (status, out) == (2, "") and err.startswith("usage: accelerate <command> [<args>]\n")
     assert f"accelerate: error: {answer}" in err
-
-
-def test_unknown_command_that_is_a_file(accelerate, place):
-    (place / "train").touch()
-    assert "did you mean `accelerate launch train`?" in accelerate("train")[2]
 
 
 @pytest.mark.parametrize(
@@ -99,19 +88,7 @@ def test_unknown_command_that_is_a_file(accelerate, place):
 )
 def test_usage_errors_have_no_traceback(accelerate, words, problem):
     status, _, err = accelerate(*words.split())
-    assert status == 2
-    assert problem in err
-    assert "Traceback" not in err
-
-
-def test_an_interrupt_ends_with_its_status(accelerate, monkeypatch):
-    def interrupt(*args):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("accelerate.commands.env._system", interrupt)
-    status, _, err = accelerate("env")
-    assert status == 130
-    assert "Traceback" not in err
+    assert status == 2 and problem in err and "Traceback" not in err
 
 
 @pytest.mark.parametrize("words", [[], *([name] for name in COMMANDS), ["config", "default"]], ids=" ".join)

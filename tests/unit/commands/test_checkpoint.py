@@ -38,15 +38,8 @@ def project(tmp_path):
     """Four complete checkpoints and one that is not, saved an hour apart."""
     folder = tmp_path / "project"
     for number in range(4):
-        samples.write(
-            folder / "checkpoints" / f"checkpoint_{number}",
-            age=3600 * (5 - number),
-            step=number,
-            iteration=number,
-            world_size=2,
-            strategy="ddp",
-            mesh={"dp": 2},
-        )
+        facts = {"step": number, "iteration": number, "world_size": 2, "strategy": "ddp", "mesh": {"dp": 2}}
+        samples.write(folder / "checkpoints" / f"checkpoint_{number}", age=3600 * (5 - number), **facts)
     broken = samples.write(folder / "checkpoints" / "checkpoint_4")
     (broken / "optimizer.bin").unlink()
     samples.touch(broken, 3600)
@@ -61,37 +54,30 @@ class Terminal(io.StringIO):
 # -- ls ----------------------------------------------------------------------------------------------------------------
 
 
-def test_ls(accelerate, project):
-    samples.foreign(project / "checkpoints" / "epoch_1", age=60)
+def test_ls(accelerate, project, tmp_path):
+    folder = project / "checkpoints"
+    samples.foreign(folder / "epoch_1", age=60)
+    left = folder / (STAGING_PREFIX + "checkpoint_5")
+    left.mkdir()
+    (left / "model.safetensors").write_bytes(bytes(2_000_000))
     out = run(accelerate, "ls", project)
     header, *lines = rows(out)
     assert header == ["NAME", "STEP", "ITERATION", "SIZE", "AGE", "RANKS", "STRATEGY", "STATE"]
-    assert lines[1] == [
-        *("checkpoints/checkpoint_1", "1", "1", lines[1][3], "KB", "4:00:00", "2", "ddp", "complete"),
-    ]
-    assert lines[4][0] == "checkpoints/checkpoint_4"
-    assert "incomplete: optimizer.bin is missing" in out
+    size = lines[1][3]
+    assert lines[1] == ["checkpoints/checkpoint_1", "1", "1", size, "KB", "4:00:00", "2", "ddp", "complete"]
+    assert lines[4][0] == "checkpoints/checkpoint_4" and "incomplete: optimizer.bin is missing" in out
     assert (lines[5][0], lines[5][1], lines[5][-1]) == ("checkpoints/epoch_1", "-", "foreign")
-
-
-def test_ls_json_and_of_nothing(accelerate, project, tmp_path):
-    found = json.loads(run(accelerate, "ls", project / "checkpoints", "--json"))
-    assert [one["name"] for one in found] == [f"checkpoint_{number}" for number in range(5)]
+    assert f"{left} (2 MB)" in out and len(lines) == 7
+    found = json.loads(run(accelerate, "ls", folder, "--json"))
+    assert [one["name"] for one in found] == [*(f"checkpoint_{number}" for number in range(5)), "epoch_1"]
     facts = {"state": "complete", "number": 2, "step": 2, "world_size": 2, "strategy": "ddp"}
     assert facts.items() <= found[2].items() and found[4]["state"] == "incomplete"
+
+
+def test_ls_of_nothing(accelerate, tmp_path):
     assert run(accelerate, "ls", tmp_path) == f"There is no checkpoint in {tmp_path}.\n"
     err = run(accelerate, "ls", tmp_path / "nowhere", status=2)
     assert err == f"accelerate checkpoint: error: {str(tmp_path / 'nowhere')!r}: there is no such folder.\n"
-
-
-def test_ls_lists_leftovers(accelerate, project):
-    left = project / "checkpoints" / (STAGING_PREFIX + "checkpoint_5")
-    left.mkdir()
-    (left / "model.safetensors").write_bytes(bytes(2_000_000))
-    samples.write(project / "checkpoints" / "checkpoint_5")
-    out = run(accelerate, "ls", project / "checkpoints")
-    assert f"{left} (2 MB)" in out
-    assert len(rows(out)) == 8
 
 
 def test_verify(accelerate, project, tmp_path):
@@ -124,20 +110,16 @@ def sharded(tmp_path):
 
 
 def test_info(accelerate, tmp_path):
-    folder = samples.write(
-        tmp_path / "checkpoint_0", aliases={"head.weight": "embed.weight"}, world_size=2, mesh={"dp": 2}, age=7200
-    )
+    facts = {"aliases": {"head.weight": "embed.weight"}, "world_size": 2, "mesh": {"dp": 2}, "age": 7200}
+    folder = samples.write(tmp_path / "checkpoint_0", **facts)
     out = run(accelerate, "info", folder)
     facts = {line.split()[0]: line.split(None, 1)[1] for line in out.splitlines()[:8] if line}
-    assert facts["State"] == "complete"
-    assert facts["Saved"].endswith("UTC, 2:00:00 ago")
-    assert facts["Tensors"] == "5 with 66 numbers (40 F32, 25 BF16, 1 I64)"
-    assert facts["Ranks"] == "2 (single, mesh dp=2)"
-    assert "torch " in facts["Versions"]
+    assert facts["Saved"].endswith("UTC, 2:00:00 ago") and "torch " in facts["Versions"]
+    wanted = {"State": "complete", "Tensors": "5 with 66 numbers (40 F32, 25 BF16, 1 I64)"}
+    assert {**wanted, "Ranks": "2 (single, mesh dp=2)"}.items() <= facts.items()
     lines = rows(out)
-    assert [line[0] for line in lines if line[0].endswith((".bin", ".safetensors"))] == [
-        *("generators_0.safetensors", "model.safetensors", "optimizer.bin")
-    ]
+    files = [line[0] for line in lines if line[0].endswith((".bin", ".safetensors"))]
+    assert files == ["generators_0.safetensors", "model.safetensors", "optimizer.bin"]
     assert ["head.weight", "embed.weight", "model.safetensors"] in lines
     assert "SHAPE" not in out
     out = run(accelerate, "info", folder, "--tensors")
@@ -145,17 +127,13 @@ def test_info(accelerate, tmp_path):
     assert ["steps", "scalar", "I64", "model.safetensors"] in rows(out)
 
 
-def test_info_json(accelerate, project):
+def test_info_of_others(accelerate, project):
     folder = project / "checkpoints" / "checkpoint_3"
     found = json.loads(run(accelerate, "info", folder, "--json", "--tensors"))
     assert found["files"]["optimizer.bin"]["size"] == (folder / "optimizer.bin").stat().st_size
     assert found["tensors"]["list"]["model.safetensors"]["steps"] == {"shape": [], "dtype": "I64"}
-
-
-def test_info_of_others(accelerate, project):
     assert "checkpoints/checkpoint_0" in run(accelerate, "info", project, status=2)
-    out = run(accelerate, "info", project / "checkpoints" / "checkpoint_4")
-    assert "incomplete: optimizer.bin is missing" in out
+    assert "incomplete: optimizer.bin is missing" in run(accelerate, "info", folder.with_name("checkpoint_4"))
     assert "5 with 66 numbers" in run(accelerate, "info", samples.foreign(project / "epoch_1"))
 
 
@@ -177,23 +155,17 @@ def test_info_of_shards(accelerate, sharded, tmp_path):
 def test_export(accelerate, project, tmp_path):
     from safetensors.torch import load_file
 
-    folder = project / "checkpoints" / "checkpoint_3"
+    folder, file = project / "checkpoints" / "checkpoint_3", tmp_path / "out" / "model.safetensors"
     out = run(accelerate, "export", folder, tmp_path / "out", "--dtype", "bf16")
-    size = (tmp_path / "out" / "model.safetensors").stat().st_size
-    assert out == f"{tmp_path / 'out'}: 5 tensors in 1 file ({size} B)\n"
-    assert str(load_file(tmp_path / "out" / "model.safetensors")["embed.weight"].dtype) == "torch.bfloat16"
-    err = run(accelerate, "export", folder, tmp_path / "out", status=2)
-    assert "--overwrite" in err
+    assert out == f"{tmp_path / 'out'}: 5 tensors in 1 file ({file.stat().st_size} B)\n"
+    assert str(load_file(file)["embed.weight"].dtype) == "torch.bfloat16"
+    assert "--overwrite" in run(accelerate, "export", folder, tmp_path / "out", status=2)
     run(accelerate, "export", folder, tmp_path / "out", "--overwrite", "--max-shard-size", "60")
     assert len(list((tmp_path / "out").iterdir())) == 4
-
-
-def test_export_of_what_is_damaged(accelerate, project, tmp_path):
-    folder = project / "checkpoints" / "checkpoint_3"
     samples.flip(folder / "model.safetensors")
-    err = run(accelerate, "export", folder, tmp_path / "out", status=2)
+    err = run(accelerate, "export", folder, tmp_path / "other", status=2)
     assert err.startswith("accelerate checkpoint: error: The checkpoint") and len(err.splitlines()) == 1
-    assert "model.safetensors has changed" in err and not (tmp_path / "out").exists()
+    assert "model.safetensors has changed" in err and not (tmp_path / "other").exists()
 
 
 def test_reshard(accelerate, sharded, tmp_path):
@@ -246,8 +218,7 @@ def test_prune(accelerate, project):
 def test_prune_that_removes_nothing(accelerate, project):
     before = left_in(project)
     assert "3 would be removed (" in run(accelerate, "prune", project, "--keep", "1", "--dry-run")
-    for keep in ("4", "9"):
-        assert "There is nothing to remove." in prune(accelerate, project, keep)
+    assert "There is nothing to remove." in prune(accelerate, project, "4")
     for keep in ("0", "-1"):
         prune(accelerate, project, keep, status=2)
     run(accelerate, "prune", project, status=2)
@@ -256,16 +227,16 @@ def test_prune_that_removes_nothing(accelerate, project):
 
 
 def test_prune_asks(accelerate, project, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
+    def answered(stdin, status=0):
+        monkeypatch.setattr(sys, "stdin", stdin)
+        return run(accelerate, "prune", project, "--keep", "1", status=status)
+
     before = left_in(project)
-    words = ("prune", project, "--keep", "1")
-    assert "--yes" in run(accelerate, *words, status=2)
+    assert "--yes" in answered(io.StringIO("y\n"), status=2)
     for answer in ("n\n", "", "\n", "what\n"):
-        monkeypatch.setattr(sys, "stdin", Terminal(answer))
-        assert "Nothing was removed." in run(accelerate, *words)
+        assert "Nothing was removed." in answered(Terminal(answer))
     assert left_in(project) == before
-    monkeypatch.setattr(sys, "stdin", Terminal("y\n"))
-    assert "[y/N]" in run(accelerate, *words)
+    assert "[y/N]" in answered(Terminal("y\n"))
     assert left_in(project) == ["checkpoint_3", "checkpoint_4"]
 
 
@@ -302,10 +273,9 @@ def test_prune_incomplete(accelerate, project):
 def test_prune_foreign(accelerate, project):
     samples.foreign(project / "checkpoints" / "checkpoint_9")
     before = left_in(project)
-    prune(accelerate, project, 4)
-    assert left_in(project) == before
-    prune(accelerate, project, 4, "--foreign")
-    assert left_in(project) == before[1:]
+    for words, left in (((), before), (("--foreign",), before[1:])):
+        prune(accelerate, project, 4, *words)
+        assert left_in(project) == left
 
 
 def test_prune_follows_no_link(accelerate, tmp_path):
@@ -374,8 +344,7 @@ def test_prune_takes_each_folder_for_itself(accelerate, tmp_path):
     listed = [row[0] for row in rows(run(accelerate, "ls", tmp_path))[1:]]
     assert listed == ["checkpoint_9", *(f"checkpoints/checkpoint_{number}" for number in range(3))]
     prune(accelerate, tmp_path, 1)
-    assert left_in(tmp_path) == ["checkpoint_2"]
-    assert (tmp_path / "checkpoint_9").exists()
+    assert left_in(tmp_path) == ["checkpoint_2"] and (tmp_path / "checkpoint_9").exists()
 
 
 def test_prune_puts_back_the_only_copy(accelerate, tmp_path):
@@ -391,10 +360,7 @@ def test_prune_puts_back_the_only_copy(accelerate, tmp_path):
 
 
 def test_prune_says_what_it_could_not_remove(accelerate, project, monkeypatch):
-    def refuse(storage):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(LocalStorage, "remove", refuse)
+    monkeypatch.setattr(LocalStorage, "remove", Mock(side_effect=PermissionError(13, "Permission denied")))
     out = prune(accelerate, project, 3, status=1)
     assert "checkpoint_0 could not be removed" in out and "0 removed.\n" in out
 
@@ -452,11 +418,16 @@ def test_checkpoints_of_a_run(accelerate, tmp_path):
 
 
 def test_only_an_export_loads_torch(project):
-    lines = ["ls .", "info checkpoint_0", "verify .", "prune . --keep 1 --yes"]
-    program = f"import sys\nfrom accelerate.commands.accelerate_cli import main\nfor line in {lines!r}:\n"
-    program += "    sys.argv = ['accelerate', 'checkpoint', *line.split()]\n    try:\n        main()\n"
-    program += (
-        "    except SystemExit as end:\n        assert end.code == 1\nassert not {'torch', 'numpy'} & set(sys.modules)"
-    )
+    program = """
+import sys
+from accelerate.commands.accelerate_cli import main
+for line in ["ls .", "info checkpoint_0", "verify .", "prune . --keep 1 --yes"]:
+    sys.argv = ["accelerate", "checkpoint", *line.split()]
+    try:
+        main()
+    except SystemExit as end:
+        assert end.code == 1
+assert not {"torch", "numpy"} & set(sys.modules)
+"""
     subprocess.run([sys.executable, "-c", program], check=True, cwd=project / "checkpoints", timeout=120)
     assert left_in(project) == ["checkpoint_3", "checkpoint_4"]

@@ -2,7 +2,6 @@
 
 import importlib.metadata
 
-import pytest
 import torch
 
 from accelerate import __version__
@@ -16,13 +15,9 @@ def test_report(accelerate, place, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     status, out, _ = accelerate("env", "--config_file", "c.yaml")
     assert status == 0
-    assert f"- PyTorch version: {torch.__version__}" in out
-    assert f"- `Accelerate` version: {__version__}" in out
-    assert "\t- ACCELERATE_MIXED_PRECISION: bf16" in out
-    assert "Configuration file: c.yaml" in out
-    assert "\t\t- fsdp_version: 2" in out
-    assert "\t- num_processes: 2" in out
-    assert "- `accelerate launch` without arguments: 2 processes on the CPU" in out and "(runner: local)" in out
+    lines = [f"- PyTorch version: {torch.__version__}", f"- `Accelerate` version: {__version__}"]
+    lines += ["\t- ACCELERATE_MIXED_PRECISION: bf16", "Configuration file: c.yaml"]
+    assert all(line in out for line in (*lines, "\t\t- fsdp_version: 2", "\t- num_processes: 2"))
 
 
 def test_without_a_configuration(accelerate, place):
@@ -44,24 +39,11 @@ def test_libraries(accelerate, monkeypatch):
     assert "\t- deepspeed: 9.9" in out and "\t- wandb:" not in out
 
 
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("num_processes: [1\n", "c.yaml"),
-        ("wrong_key: 1\n", "wrong_key"),
-        ("num_processes: 1\n", "OMP_NUM_THREADS is 'x'"),
-    ],
-)
-def test_a_broken_configuration_is_a_line_of_the_report(accelerate, place, monkeypatch, text, problem):
-    (place / "c.yaml").write_text(text)
-    if "OMP" in problem:
-        monkeypatch.setenv("OMP_NUM_THREADS", "x")
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+def test_a_file_that_cannot_be_read_is_a_line_of_the_report(accelerate, place):
+    (place / "c.yaml").write_text("num_processes: [1\naws_secret_access_key: hunter2: x\n")
     status, out, err = accelerate("env", "--config_file", "c.yaml")
-    assert (status, err) == (0, "")
-    begin = "- `accelerate launch` without arguments: would not start: "
-    assert problem in next(line for line in out.splitlines() if line.startswith(begin))
-    assert "\t- ACCELERATE_MIXED_PRECISION: bf16" in out
+    assert (status, err) == (0, "") and "- `Accelerate` configs: cannot be read: " in out and "c.yaml" in out
+    assert "hunter" not in out
 
 
 def test_a_torch_that_does_not_load_is_a_line_of_the_report(accelerate, monkeypatch):
@@ -78,7 +60,7 @@ def test_a_torch_that_does_not_load_is_a_line_of_the_report(accelerate, monkeypa
 def test_secrets_stay_secret(accelerate, place, monkeypatch):
     (place / "c.yaml").write_text(
         "tpu_env: ['HF_TOKEN=hunter2 hunter3', 'A=1']\ncommands: ['export WANDB_API_KEY=hunter2', ls]\n"
-        "distributed_type: XLA\ntpu_name: name\ntpu_zone: zone\n"
+        "distributed_type: XLA\ntpu_name: name\ntpu_zone: zone\npassword: hunter2\n"
     )
     for name in ("HF_TOKEN", "ACCELERATE_API_KEY", "ACCELERATE_PASSWORD", "SLURM_CREDENTIALS", "TORCH_SECRET_NAME"):
         monkeypatch.setenv(name, "hunter2")
@@ -90,11 +72,3 @@ def test_secrets_stay_secret(accelerate, place, monkeypatch):
     assert "\t- ACCELERATE_STORE: s3://(hidden)@host/bucket" in out
     assert "AWS_SECRET" not in out  # says nothing about a run
     assert "A=1" in out
-
-
-@pytest.mark.parametrize("text", ["num_processes: [1\naws_secret_access_key: hunter2: x\n", "password: hunter2\n"])
-def test_errors_tell_no_secrets(accelerate, place, text):
-    (place / "c.yaml").write_text(text)
-    status, out, err = accelerate("env", "--config_file", "c.yaml")
-    assert status == 0
-    assert "hunter" not in out + err

@@ -42,9 +42,8 @@ def sizes(needs):
 
 
 def test_one_process(blocks):
-    assert training(blocks, "float32")["total"] == 16 * 1600
-    assert training(blocks, "float16")["total"] == 18 * 1600
-    assert training(blocks, "float16", "zero2", 1)["total"] == 16 * 1600, "no other rank, no bucket"
+    for words, bytes_of_a_number in ((("float32",), 16), (("float16",), 18), (("float16", "zero2", 1), 16)):
+        assert training(blocks, *words)["total"] == bytes_of_a_number * 1600, "no other rank, no bucket"
 
 
 def test_odd_shapes():
@@ -62,16 +61,9 @@ def test_odd_shapes():
 def llama():
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            vocab_size=1001,
-        )
-    )
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 1001}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    return transformers.LlamaForCausalLM(config)
 
 
 def step(model):
@@ -83,21 +75,15 @@ def step(model):
 
 
 def allocated(model, optimizer):
-    """Bytes of weights with buffers, of gradients, and of Adam's moments; each storage once."""
+    """Bytes of a rank's weights with buffers, of its gradients, and of Adam's moments; each once."""
 
     def size(tensors):
-        storages = {}
-        for tensor in tensors:
-            storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-        return sum(storages.values())
+        local = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
+        return sum({tensor.data_ptr(): tensor.nbytes for tensor in local}.values())
 
     moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
-    return (
-        size([*model.parameters(), *model.buffers()]),
-        size(parameter.grad for parameter in model.parameters()),
-        size(moments),
-    )
+    gradients = [parameter.grad for parameter in model.parameters()]
+    return size([*model.parameters(), *model.buffers()]), size(gradients), size(moments)
 
 
 def test_a_real_step(llama):
@@ -128,9 +114,4 @@ def test_a_real_step_of_shards(llama, group_of, ranks):
     for layer in llama.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(llama, mesh=mesh)
-    optimizer = step(llama)
-    local = [parameter.to_local() for parameter in llama.parameters()]
-    assert 4 * sum(part.numel() for part in local) + sum(b.nbytes for b in llama.buffers()) == needs["weights"]
-    assert sum(parameter.grad.to_local().nbytes for parameter in llama.parameters()) == needs["gradients"]
-    moments = [state[name].to_local() for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
-    assert sum(moment.nbytes for moment in moments) == needs["optimizer"]
+    assert allocated(llama, step(llama)) == sizes(needs)[:3]

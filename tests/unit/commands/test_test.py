@@ -36,8 +36,7 @@ def test_status_is_kept(accelerate, place, monkeypatch, status):
 
 def test_a_check_that_cannot_start(accelerate):
     status, out, err = accelerate("test", "--config_file", "none.yaml")
-    assert status == 2
-    assert "none.yaml" in err and "The self check could not be started." in err
+    assert status == 2 and "none.yaml" in err and "The self check could not be started." in err
     assert "passed" not in out
 
 

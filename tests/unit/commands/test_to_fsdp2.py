@@ -83,7 +83,7 @@ def test_what_becomes_something_else(section, expected, warning, caplog):
 
 
 def test_two_names_of_the_strategy():
-    """As FSDP 1 reads them."""
+    """As FSDP 1 reads them, in any order."""
     both = {"fsdp_reshard_after_forward": "FULL_SHARD", "fsdp_sharding_strategy": "SHARD_GRAD_OP"}
     for section in (both, dict(reversed(both.items()))):
         assert converted(**section)["fsdp_reshard_after_forward"] is False
@@ -113,16 +113,11 @@ def test_nothing_to_convert(config):
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
-def full_file(place, **changed):
+@pytest.mark.parametrize("changed", [{}, {"fsdp_state_dict_type": "LOCAL_STATE_DICT"}, {"fsdp_sharding_strategy": 5}])
+def test_the_result_is_launched_with(accelerate, place, monkeypatch, changed):
     section = {name: value for name, (value, _) in SETTINGS.items()} | changed
     content = {"distributed_type": "FSDP", "num_processes": 2, "use_cpu": True, "fsdp_config": section}
     (place / "old.yaml").write_text(yaml.safe_dump(content))
-    return place / "old.yaml"
-
-
-@pytest.mark.parametrize("changed", [{}, {"fsdp_state_dict_type": "LOCAL_STATE_DICT"}, {"fsdp_sharding_strategy": 5}])
-def test_the_result_is_launched_with(accelerate, place, monkeypatch, changed):
-    full_file(place, **changed)
     assert accelerate("to-fsdp2", "--config_file", "old.yaml", "--output_file", "new.yaml")[0] == 0
     (place / "train.py").touch()
     plan = resolve(launch_command_parser().parse_args(["--dry_run", "--config_file", "new.yaml", "train.py"]))
@@ -131,29 +126,27 @@ def test_the_result_is_launched_with(accelerate, place, monkeypatch, changed):
         if name.startswith("FSDP_"):
             monkeypatch.setenv(name, value)
     plugin = FullyShardedDataParallelPlugin()
-    assert plugin.fsdp_version == 2 and plugin.reshard_after_forward is False
-    assert plugin.activation_checkpointing is True
+    assert (plugin.fsdp_version, plugin.reshard_after_forward, plugin.activation_checkpointing) == (2, False, True)
 
 
 def test_command(accelerate, place):
-    (place / "old.yaml").write_text("fsdp_config: {fsdp_version: 1}")
-    status, _, err = accelerate("to-fsdp2", "--config_file", "old.yaml")
-    assert status == 2
-    assert "--output_file" in err
-    assert accelerate("to-fsdp2", "--config_file", "old.yaml", "--output_file", "new.yaml")[0] == 0
-    assert yaml.safe_load((place / "new.yaml").read_text()) == {"fsdp_config": {"fsdp_version": 2}}
-    (place / "new.yaml").write_text("mine: 1")
-    status, _, err = accelerate("to-fsdp2", "--config_file", "old.yaml", "--output_file", "new.yaml")
-    assert status == 2 and "new.yaml exists already" in err
-    assert (place / "new.yaml").read_text() == "mine: 1"
-    words = ("to-fsdp2", "--config_file", "old.yaml", "--output_file", "new.yaml", "--overwrite")
-    assert "saved at new.yaml" in accelerate(*words)[1]
-    assert "mine" not in (place / "new.yaml").read_text()
-    assert (place / "old.yaml").read_text() == "fsdp_config: {fsdp_version: 1}"
-    assert accelerate("to-fsdp2", "--config_file", "old.yaml", "--overwrite")[0] == 0
-    assert (place / "old.yaml").read_text() == (place / "new.yaml").read_text()
+    def convert(*words):
+        return accelerate("to-fsdp2", "--config_file", *words)
+
+    old, new = place / "old.yaml", place / "new.yaml"
+    old.write_text("fsdp_config: {fsdp_version: 1}")
+    status, _, err = convert("old.yaml")
+    assert status == 2 and "--output_file" in err
+    assert convert("old.yaml", "--output_file", "new.yaml")[0] == 0
+    assert yaml.safe_load(new.read_text()) == {"fsdp_config": {"fsdp_version": 2}}
+    new.write_text("mine: 1")
+    status, _, err = convert("old.yaml", "--output_file", "new.yaml")
+    assert status == 2 and "new.yaml exists already" in err and new.read_text() == "mine: 1"
+    assert "saved at new.yaml" in convert("old.yaml", "--output_file", "new.yaml", "--overwrite")[1]
+    assert "mine" not in new.read_text() and old.read_text() == "fsdp_config: {fsdp_version: 1}"
+    assert convert("old.yaml", "--overwrite")[0] == 0 and old.read_text() == new.read_text()
     (place / "old.json").write_text('{"fsdp_config": {"fsdp_offload_params": true}}')
-    assert accelerate("to-fsdp2", "--config_file", "old.json", "--overwrite")[0] == 0
+    assert convert("old.json", "--overwrite")[0] == 0
     assert json.loads((place / "old.json").read_text())["fsdp_config"]["fsdp_version"] == 2
 
 
@@ -181,7 +174,7 @@ def test_places_that_are_none(accelerate, place, words, message):
     (place / "folder").mkdir()
     (place / "empty.yaml").touch()
     (place / "hostile.yaml").write_text("!!python/object/apply:os.mkdir [ran]")
-    full_file(place)
+    (place / "old.yaml").write_text("fsdp_config: {fsdp_version: 1}")
     status, out, err = accelerate("to-fsdp2", "--config_file", *words)
     assert (status, out) == (2, "")
     assert message in err and err.splitlines()[-1].startswith("accelerate to-fsdp2: error: ")

@@ -91,7 +91,7 @@ def ask_cluster(
         EOFError: the input ended before the last answer.
         KeyboardInterrupt: Ctrl-C was pressed.
     """
-    talk = Interview(asker, hardware.detect(os.environ), previous or {}, options, _note)
+    talk = Interview(asker, hardware.detect(os.environ), previous or {}, options)
     kind = _ask_kind(talk, was)
     talk.facts.update(kind=kind.word, distributed_type=kind.word)
     talk.values["compute_environment"] = "LOCAL_MACHINE"
@@ -158,15 +158,3 @@ def _ask_processes(talk: Interview, kind: Kind) -> None:
         if here % share or talk.asker.yes("Is the file for another machine?"):
             break
         talk.previous = {**talk.previous, "num_processes": here}
-
-
-def _note(talk: Interview, name: str) -> str | None:
-    """Return what a person should know about an answer that is allowed."""
-    value = talk.values[name]
-    if name == "main_process_ip" and (value == "localhost" or value.startswith("127.")):
-        return f"Note: {value} is this machine alone; the other machines cannot reach it under that name."
-    if name == "numa_affinity" and value != "node":
-        return "Note: other packages that read such files know no numa_affinity, and refuse the file."
-    if name == "mixed_precision" and value == "fp16" and talk.values["cpu"]:
-        return "Note: CPUs compute fp16 slowly, and not every operation has it; bf16 is the better choice there."
-    return None

@@ -2,8 +2,8 @@
 
 import argparse
 import os
+import pathlib
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 from accelerate.commands.config import config_utils
@@ -23,12 +23,13 @@ def get_user_input() -> Any:
         EOFError: the input ended before the last answer.
         KeyboardInterrupt: Ctrl-C was pressed.
     """
-    return _ask({}, {})
+    return _ask(None)
 
 
-def _ask(content: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
+def _ask(before: files.Inspection | None) -> Any:
     """Ask for all settings; those of the file that is replaced are the defaults."""
     asker = Asker()
+    content, values = (before.content, before.settings.values) if before else ({}, {})
     was = str(content.get("compute_environment")) == "AMAZON_SAGEMAKER"
     if asker.choose("Where should the training run?", ["Machines of your own", "Amazon SageMaker"], int(was)) == 1:
         from accelerate.commands.config.sagemaker import ask_sagemaker
@@ -60,35 +61,23 @@ def config_command(args: argparse.Namespace) -> None:
         args: what `config_command_parser` parsed.
 
     Raises:
-        LaunchError: the file cannot be written, or the input ended too early.
+        LaunchError: the file is there and cannot be read, or it cannot be written, or the input ended too early.
         KeyboardInterrupt: Ctrl-C was pressed.
     """
     default = files.default_path()
     path = default if args.config_file is None else args.config_file
     config_utils.check_writable(path)
-    before = _previous(path) if os.path.exists(path) else None
+    before = files.inspect(pathlib.Path(path)) if os.path.exists(path) else None
+    if before:
+        print(f"{path} exists: its settings are the defaults, and it is replaced at the end.")
     try:
-        config = _ask(before.content, before.settings.values) if before else _ask({}, {})
+        config = _ask(before)
     except EOFError:
         print(file=sys.stderr)
         raise LaunchError("The input ended before the last question was answered; nothing was written.") from None
-    if os.path.exists(path) and (before is None or before.problems):
-        print(f"The old file is kept at {config_utils.back_up(path)}.")
     config.save(path)
     shown = "" if os.path.abspath(path) == os.path.abspath(default) else f"--config_file {path} "
     print(f"Wrote {path}. `accelerate launch {shown}SCRIPT` runs with it.")
-
-
-def _previous(path: str) -> files.Inspection | None:
-    try:
-        found = files.inspect(path)
-    except LaunchError as error:
-        print(f"{error} It is replaced at the end, and kept as a backup.")
-        return None
-    if found.problems:
-        print(f"{path} has faults, which `accelerate config validate {path}` lists.")
-    print(f"{path} exists: its settings are the defaults, and it is replaced at the end.")
-    return found
 
 
 def main() -> None:

@@ -77,10 +77,8 @@ def write(path: Path, content: Mapping[str, Any], as_json: bool | None = None) -
     target = pathlib.Path(os.path.realpath(path))
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with written_whole(target) as temporary, open(temporary, "w", encoding="utf-8", newline="\n") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
+        with written_whole(target) as temporary:
+            pathlib.Path(temporary).write_text(text, "utf-8", newline="\n")
             if target.exists():
                 shutil.copymode(target, temporary)
     except OSError as error:

@@ -1,6 +1,5 @@
 """The interview: questions of the option table, their answers, and these as the content of a configuration file."""
 
-import getpass
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -96,25 +95,15 @@ class Asker:
         for number, choice in enumerate(choices, 1):
             self.say(f"  {number}. {choice}")
 
+        answers = {str(at + 1): at for at in range(len(choices))}
+        answers |= {choice.lower(): at for at, choice in enumerate(choices)}
+
         def parse(answer: str) -> int:
-            words = [choice.lower() for choice in choices]
-            if answer.lower() in words:
-                return words.index(answer.lower()) + 1
-            if answer in map(str, range(1, len(choices) + 1)):
-                return int(answer)
-            raise ValueError(f"{answer[:80]!r} is none of them; type a number from 1 to {len(choices)}.")
+            if answer.lower() not in answers:
+                raise ValueError(f"{answer[:80]!r} is none of them; type a number from 1 to {len(choices)}.")
+            return answers[answer.lower()]
 
-        return self.text("Number:", parse, default + 1, **rest) - 1
-
-    def secret(self, question: str) -> str:
-        """Ask for something that must not be seen; it is not shown while it is typed.
-
-        Args:
-            question: the question.
-        """
-        if sys.stdin.isatty():
-            return getpass.getpass(f"{question} ").strip()
-        return self._line(f"{question} ").strip()
+        return self.text("Number:", parse, default, shown=str(default + 1), **rest)
 
     def _line(self, prompt: str) -> str:
         if _questionary() is not None:
@@ -128,10 +117,7 @@ class Asker:
 
 def _questionary() -> Any:
     """Return the library for menus; None without a terminal whose cursor moves, or if it is not installed."""
-    try:
-        if not (sys.stdin.isatty() and sys.stdout.isatty()):
-            return None
-    except (AttributeError, ValueError):  # replaced or closed
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
         return None
     if os.name != "nt" and os.environ.get("TERM", "") in ("", "dumb"):
         return None
@@ -158,7 +144,6 @@ class Interview:
         machine: the devices of this machine.
         previous: option name to value, of the file that is replaced: the defaults.
         options: the rows whose questions are asked.
-        note: returns what a person should know about an answer, by the option's name.
         values: option name to answer; an option that is in here already is not asked about.
         facts: what else the conditions of questions may ask for, such as the answers about whole chapters.
     """
@@ -167,7 +152,6 @@ class Interview:
     machine: Hardware = Hardware("cpu", 0)
     previous: Mapping[str, Any] = field(default_factory=dict)
     options: Sequence[Option] = OPTIONS
-    note: Callable[["Interview", str], str | None] = lambda talk, name: None
     values: dict[str, Any] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
 
@@ -202,8 +186,6 @@ class Interview:
         value = self._answer(option, default)
         if value is not None:
             self.values[name] = value
-            if note := self.note(self, name):
-                self.asker.say(f"  {note}")
         return value
 
     def content(self) -> dict[str, Any]:

@@ -5,13 +5,13 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from accelerate.config.options import BY_NAME, FEATURES, NEEDS_DEVICES, OPTIONS, PARADIGMS, SECTIONS, Option
+from accelerate.config.options import NEEDS_DEVICES, OPTIONS, PARADIGMS, Option
 from accelerate.config.options.schema import TRUE_OR_FALSE, existing_file, json_file
-from accelerate.launch.config_file import FileSettings, Inspection, Problem, nearest
+from accelerate.launch.config_file import Inspection, Problem, nearest
 
 
 def check(found: Inspection) -> tuple[list[Problem], list[str]]:
-    """Return the problems of a configuration file, and notes about what has no effect.
+    """Return the problems of a configuration file, and notes.
 
     Args:
         found: the file, as `accelerate.launch.config_file.inspect` read it.
@@ -25,9 +25,8 @@ def check(found: Inspection) -> tuple[list[Problem], list[str]]:
             text = f"num_machines is {count}, and main_process_ip, the address of machine 0, is missing."
             faults.append(("num_machines", text))
     problems = [*found.problems, *(Problem(text, settings.lines.get(name), fatal=False) for name, text in faults)]
-    notes = [*found.notes, *_without_effect(settings)]
-    if "distributed_type" not in found.content:
-        notes.append("distributed_type is missing; NO is taken for it, but other readers of such files insist on it.")
+    missing = "distributed_type is missing; NO is taken for it, but other readers of such files insist on it."
+    notes = [*found.notes, *([] if "distributed_type" in found.content else [missing])]
     return sorted(problems, key=lambda problem: problem.line or 0), notes
 
 
@@ -90,12 +89,3 @@ def _fault_of_word(option: Option, value: str) -> str | None:
         return None  # older releases wrote the number of the word
     near = nearest(value, option.words)
     return f"did you mean {near}?" if near else f"choose one of {', '.join(option.words)}."
-
-
-def _without_effect(settings: FileSettings) -> Iterator[str]:
-    values = {name: option.default for name, option in BY_NAME.items()} | dict(settings.values)
-    for section, feature in SECTIONS.items():
-        if feature is None or FEATURES[feature].is_on(values[FEATURES[feature].switch]):
-            continue
-        if any(BY_NAME[name].section == section for name in settings.values):
-            yield f"{section} has no effect without {FEATURES[feature].request}, or the distributed_type that says so."

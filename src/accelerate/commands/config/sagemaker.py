@@ -1,6 +1,6 @@
 """The interview about Amazon SageMaker.
 
-Keys of an account never reach the configuration file: they are used to make the role, if that is wanted, and forgotten.
+Keys of an account are neither asked for nor written: boto3 and `accelerate launch` take them from the environment.
 """
 
 import os
@@ -79,7 +79,13 @@ def ask_sagemaker(asker: Asker, previous: Mapping[str, Any] | None = None) -> Sa
     """
     was = dict(previous or {})
     talk = Interview(asker, previous=was, options=(*OPTIONS, *_OPTIONS))
-    _ask_account(talk)
+    has_keys = "AWS_ACCESS_KEY_ID" in os.environ and "profile" not in was
+    accounts = ["A profile of the AWS command line", "Access keys, from the environment"]
+    if asker.choose("How do you sign in to AWS?", accounts, int(has_keys)) == 0:
+        talk.ask("profile")
+    else:
+        keys = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        asker.say(f"  Keys are never written to the file. `accelerate launch` takes them from {keys}.")
     talk.ask("region", os.environ.get("AWS_DEFAULT_REGION") or "us-east-1")
     _ask_role(talk)
     if asker.yes("Do you have a Docker image of your own?", bool(was.get("image_uri"))):
@@ -97,24 +103,6 @@ def ask_sagemaker(asker: Asker, previous: Mapping[str, Any] | None = None) -> Sa
         talk.ask(name)
     kept = {key: was[key] for key in ("pytorch_version", "transformers_version", "py_version") if key in was}
     return SageMakerConfig(ComputeEnvironment.AMAZON_SAGEMAKER, kind, use_cpu=False, **kept, **talk.content())
-
-
-def _ask_account(talk: Interview) -> None:
-    choices = ["A profile of the AWS command line", "Access keys, from the environment or typed here"]
-    has_keys = "AWS_ACCESS_KEY_ID" in os.environ and "profile" not in talk.previous
-    if talk.asker.choose("How do you sign in to AWS?", choices, int(has_keys)) == 0:
-        talk.ask("profile")
-        return
-    talk.asker.say(
-        "  Keys are never written to the file. `accelerate launch` takes them from AWS_ACCESS_KEY_ID and "
-        "AWS_SECRET_ACCESS_KEY."
-    )
-    if "AWS_ACCESS_KEY_ID" not in os.environ or "AWS_SECRET_ACCESS_KEY" not in os.environ:
-        identity = talk.asker.text("What is the access key's ID (none to go on without)?", str, optional=True)
-        secret = talk.asker.secret("What is the secret access key?") if identity else ""
-        if identity and secret:
-            # For the role that may be made below, and gone with this process.
-            os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"] = identity, secret
 
 
 def _ask_role(talk: Interview) -> None:

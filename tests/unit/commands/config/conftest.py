@@ -55,9 +55,6 @@ class AtRandom(Asker):
     def yes(self, question, default=False, *, explanation=""):
         return self.random.random() < 0.5
 
-    def secret(self, question):
-        return "made-up"
-
     def choose(self, question, choices, default=0, *, explanation=""):
         assert 0 <= default < len(choices)
         return self.random.randrange(len(choices))

@@ -20,16 +20,14 @@ from accelerate.commands.config.default import write_basic_config
 def test_file_describes_the_machine(place, machine, device, count, kind, processes, cpu):
     machine(device, count)
     path = write_basic_config("bf16", place / "deep" / "c.yaml")
-    content = yaml.safe_load(path.read_text())
-    assert (content["distributed_type"], content["num_processes"], content["use_cpu"]) == (kind, processes, cpu)
-    assert content["mixed_precision"] == "bf16"
+    wanted = {"distributed_type": kind, "num_processes": processes, "use_cpu": cpu, "mixed_precision": "bf16"}
+    assert wanted.items() <= yaml.safe_load(path.read_text()).items()
 
 
 def test_existing_file_stays(place, capsys):
     (place / "c.yaml").write_text("mine")
     assert write_basic_config(save_location=place / "c.yaml") is False
-    assert (place / "c.yaml").read_text() == "mine"
-    assert "stays as it is" in capsys.readouterr().out
+    assert (place / "c.yaml").read_text() == "mine" and "stays as it is" in capsys.readouterr().out
 
 
 def test_precision_is_checked(place):
@@ -57,5 +55,4 @@ def test_what_is_no_file_is_refused(accelerate, place, name, message):
     (place / "folder").mkdir()
     (place / "file").touch()
     status, out, err = accelerate("config", "default", "--config_file", name)
-    assert (status, out) == (2, "")
-    assert message in err
+    assert (status, out) == (2, "") and message in err

@@ -47,7 +47,7 @@ INTERVIEWS = {
         ("cpu", 0),
         "2 1 team moon eu-west-1 1 my-role no inputs.tsv - 2 yes 3 no 3 2 3 no my_jobs jobs",
     ),
-    "sagemaker_by_keys": (("cpu", 0), "2 2 - - 1 role yes registry/image:1 - - 1 no p3 ml.p4d.24xlarge - - - -"),
+    "sagemaker_by_keys": (("cpu", 0), "2 2 - 1 role yes registry/image:1 - - 1 no p3 ml.p4d.24xlarge - - - -"),
 }
 # What stands in the file that is replaced; everything but the gates is answered by Enter.
 AGAIN = {
@@ -132,9 +132,3 @@ def test_single_questions(scripted):
     assert "There is no default" in asker.said[0] and "invalid literal" in asker.said[1]
     assert asker.text("Which?", str, (True, False)) == (True, False) and asker.asked[-1] == "Which? [true,false]"
     assert asker.text("How many?", int, optional=True) is None
-
-
-def test_a_secret_is_not_echoed(monkeypatch, scripted):
-    monkeypatch.setattr("sys.stdin", type("Terminal", (), {"isatty": lambda self: True})())
-    monkeypatch.setattr("getpass.getpass", lambda prompt: "hidden ")
-    assert scripted().secret("Key?") == "hidden"

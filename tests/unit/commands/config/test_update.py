@@ -32,9 +32,7 @@ def test_every_setting_of_every_release_is_right_and_kept(place, accelerate, upd
     assert after.notes == ()
     once = copy.read_bytes()
     status, out, _ = update(path.name)
-    assert status == 0
-    assert "in today's shape already" in out
-    assert copy.read_bytes() == once
+    assert status == 0 and "in today's shape already" in out and copy.read_bytes() == once
 
 
 def test_the_old_file_is_kept(place, update):
@@ -42,13 +40,12 @@ def test_the_old_file_is_kept(place, update):
     (place / "c.yaml").write_text(text)
     os.chmod(place / "c.yaml", 0o640)
     status, out, _ = update()
-    assert status == 0
-    assert "note: fp16 is now mixed_precision: fp16." in out
+    assert status == 0 and "note: fp16 is now mixed_precision: fp16." in out
     assert "note: fsdp_config.own is unknown" in out
     assert (place / "c.yaml.bak").read_text() == text
     content = yaml.safe_load((place / "c.yaml").read_text())
-    assert content["fsdp_config"] == {"fsdp_offload_params": True, "own": 1}
-    assert content["mixed_precision"] == "fp16"
+    wanted = {"fsdp_config": {"fsdp_offload_params": True, "own": 1}, "mixed_precision": "fp16"}
+    assert wanted.items() <= content.items()
     if os.name == "posix":
         assert (place / "c.yaml").stat().st_mode & 0o777 == 0o640
     (place / "c.yaml").write_text("distributed_type: TPU\n")
@@ -67,9 +64,7 @@ def test_the_old_file_is_kept(place, update):
 def test_a_faulty_file_is_left_alone(place, update, text, message):
     (place / "c.yaml").write_text(text)
     status, _, err = update()
-    assert status == 2
-    assert message in err
-    assert (place / "c.yaml").read_text() == text
+    assert status == 2 and message in err and (place / "c.yaml").read_text() == text
     assert [path.name for path in place.iterdir()] == ["c.yaml"]
 
 
