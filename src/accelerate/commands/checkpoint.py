@@ -54,8 +54,10 @@ def one_line_errors() -> Iterator[None]:
         raise
     except pickle.UnpicklingError as error:  # torch's message says how to run it all the same
         raise LaunchError("A file holds objects that are no plain data, and is not run.") from error
-    except (ImportError, ValueError, RuntimeError, TypeError, LookupError, ArithmeticError, MemoryError) as error:
+    except (ImportError, ValueError, RuntimeError) as error:
         raise LaunchError(brief(error)) from error
+    except (TypeError, LookupError, ArithmeticError, MemoryError) as error:
+        raise LaunchError(f"{type(error).__name__}: {brief(error)}") from error
 
 
 # -- ls ----------------------------------------------------------------------------------------------------------------

@@ -22,7 +22,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from accelerate.launch.errors import LaunchError
 from accelerate.runtime import ranks, slurm
 from accelerate.runtime.ranks import Ranks
 
@@ -121,7 +120,7 @@ def find(environ: Environ, hostname: str | None = None) -> Cluster | None:
         this launch will use.
 
     Raises:
-        LaunchError: a variable is malformed or contradicts another one.
+        ValueError: a variable is malformed or contradicts another one.
 
     Example:
         >>> step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2", "SLURM_JOB_ID": "7"}
@@ -132,19 +131,16 @@ def find(environ: Environ, hostname: str | None = None) -> Cluster | None:
     if environ.get("RANK", "").strip() and environ.get("WORLD_SIZE", "").strip():
         return None
     hostname = hostname or socket.gethostname()
-    try:
-        task = ranks.resolve({name: value for name, value in environ.items() if name not in ("RANK", "WORLD_SIZE")})
-        if task is None:
-            found = _slurm_alone(environ) if environ.get("SLURM_JOB_ID", "").strip() else _by_host(environ, hostname)
-        else:
-            ranks.resolve(environ)  # a WORLD_SIZE by hand must agree
-            found = _srun(environ, task) if task.source == "Slurm" else _mpi(environ, task, hostname)
-        if found is None or (found.machines == 1 and found.task is None):
-            return found
-        # Many scripts of jobs set these two.
-        host, port = environ.get("MASTER_ADDR", "").strip(), slurm.integer(environ, "MASTER_PORT")
-    except ValueError as error:
-        raise LaunchError(str(error)) from None
+    task = ranks.resolve({name: value for name, value in environ.items() if name not in ("RANK", "WORLD_SIZE")})
+    if task is None:
+        found = _slurm_alone(environ) if environ.get("SLURM_JOB_ID", "").strip() else _by_host(environ, hostname)
+    else:
+        ranks.resolve(environ)  # a WORLD_SIZE by hand must agree
+        found = _srun(environ, task) if task.source == "Slurm" else _mpi(environ, task, hostname)
+    if found is None or (found.machines == 1 and found.task is None):
+        return found
+    # Many scripts of jobs set these two.
+    host, port = environ.get("MASTER_ADDR", "").strip(), slurm.integer(environ, "MASTER_PORT")
     return replace(found, address=host or found.address, port=found.port if port is None else port)
 
 

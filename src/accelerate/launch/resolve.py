@@ -13,9 +13,9 @@ import socket
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from accelerate.config.options import BY_NAME, FEATURES, NEEDS_DEVICES, OPTIONS, PARADIGMS, SECTIONS, Option
+from accelerate.config.options import BY_NAME, FEATURES, NEEDS_DEVICES, OPTIONS, PARADIGMS, SECTIONS
 from accelerate.launch import config_file, hardware
 from accelerate.launch.config_file import FileSettings
 from accelerate.launch.errors import LaunchError, NotAvailableError
@@ -137,7 +137,7 @@ def merge(args: argparse.Namespace, environ: Environ) -> tuple[Values, FileSetti
         The value of each option by its name, before scheduler and hardware are looked at; and the configuration file, or None.
 
     Raises:
-        LaunchError: a variable or the configuration file holds something that is no value of its option.
+        ValueError: a variable or the configuration file holds something that is no value of its option.
         FileNotFoundError: the configuration file does not exist.
     """
     given, nondefault = vars(args), getattr(args, "nondefault", ())
@@ -148,7 +148,7 @@ def merge(args: argparse.Namespace, environ: Environ) -> tuple[Values, FileSetti
         name, value = option.name, given.get(option.name)
         if value is not None and (name in nondefault or value != option.default):
             values[name] = Resolved(value, Source.COMMAND_LINE)
-        elif not environ.keys().isdisjoint(option.variables) and (value := _exported(option, environ)) is not None:
+        elif not environ.keys().isdisjoint(option.variables) and (value := option.read(environ)) is not None:
             values[name] = Resolved(value, Source.ENVIRONMENT, f"environment variable {option.variables[0]}")
         elif file and name in file.values:
             values[name] = Resolved(file.values[name], Source.FILE, f"configuration file {file.path}")
@@ -159,13 +159,6 @@ def merge(args: argparse.Namespace, environ: Environ) -> tuple[Values, FileSetti
         if values[name].value is None:
             values[name] = Resolved("no")
     return values, file
-
-
-def _exported(option: Option, environ: Environ) -> Any:
-    try:
-        return option.read(environ)
-    except ValueError as error:
-        raise LaunchError(str(error)) from None
 
 
 def choose_paradigm(values: Values) -> None:

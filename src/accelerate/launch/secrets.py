@@ -6,8 +6,7 @@ from typing import Any
 
 # In a name, words are apart by underscores: "MONKEY" and "TOKENIZERS" are harmless.
 _SECRET = re.compile(r"((^|_|API|ACCESS|PRIVATE)KEY|TOKEN)(_|$)|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL")
-# The path of a file.
-_HARMLESS = frozenset(["GOOGLE_APPLICATION_CREDENTIALS"])
+_HARMLESS = "GOOGLE_APPLICATION_CREDENTIALS"  # the path of a file
 # No secret consists of these, whatever it is called: `calculate_per_token_loss` is a switch.
 _TELLING_NOTHING = frozenset(["", "true", "false", "yes", "no", "0", "1", "none"])
 _HIDDEN = "(hidden)"
@@ -30,7 +29,7 @@ def is_secret(name: str) -> bool:
         [True, True, True, False, False]
     """
     plain = name.upper().replace("-", "_")
-    return plain not in _HARMLESS and _SECRET.search(plain) is not None
+    return plain != _HARMLESS and _SECRET.search(plain) is not None
 
 
 def masked(value: Any, name: str = "") -> Any:

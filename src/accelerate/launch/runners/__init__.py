@@ -184,17 +184,15 @@ def _processes(plan: LaunchPlan, started: Sequence[Process], environ: Mapping[st
     if common:
         lines += ["Each of them gets these variables, and those of this shell:", *_variables(common), ""]
     for process, variables in zip(started, own, strict=True):
-        lines.append(f"{process.label}: {_written(plan, process.command)}")
+        first, *others = process.command
+        called = (
+            f"{first}({', '.join(others)})" if plan.runner == "sagemaker" else shlex.join(command(process.command))
+        )
+        lines.append(f"{process.label}: {called}")
         lines += _variables(variables - common)
         gone = [] if plan.runner == "sagemaker" else sorted(set(environ) - set(process.environment))
         lines += [f"  without {', '.join(gone)}"] if gone else []
     return lines
-
-
-def _written(plan: LaunchPlan, words: Sequence[str]) -> str:
-    if plan.runner == "sagemaker":  # a call in Python
-        return f"{words[0]}({', '.join(words[1:])})"
-    return shlex.join(command(words))
 
 
 def _variables(variables: Iterable[tuple[str, str]]) -> list[str]:

@@ -93,9 +93,8 @@ def in_one_go() -> Iterator[None]:
     """
     # Importing torch makes many objects that live for ever; looking through them for garbage costs a tenth of the time. Its
     # import and that of NumPy catch whatever an optional part raises, an interrupt included, which was lost then. A store whose
-    # other side is gone writes a page of addresses of its functions; the launcher says in a line what it means. The processes have
-    # an environment of their own, and keep their warnings.
-    collects, came = gc.isenabled(), []
+    # other side is gone writes a page of addresses of its functions; the launcher says in a line what it means.
+    collects, came, is_quiet = gc.isenabled(), [], _LOG_LEVEL in os.environ
     main = threading.current_thread() is threading.main_thread()
     puts_off = main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     gc.disable()
@@ -107,6 +106,8 @@ def in_one_go() -> Iterator[None]:
     finally:
         if puts_off:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+        if not is_quiet:  # the processes keep their warnings
+            os.environ.pop(_LOG_LEVEL, None)
         if collects:
             gc.enable()
     if came:

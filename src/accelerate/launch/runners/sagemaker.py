@@ -122,7 +122,7 @@ def create_role(name: str, profile: str | None = None, region: str | None = None
         False if a role of that name was there already; it stays as it is.
 
     Raises:
-        LaunchError: boto3 is not installed, or AWS refused.
+        LaunchError: boto3 is not installed, or AWS refused; no half-made role stays behind.
     """
     with _refusals(f"create the IAM role {name!r}"):
         import boto3
@@ -132,8 +132,12 @@ def create_role(name: str, profile: str | None = None, region: str | None = None
             client.create_role(RoleName=name, AssumeRolePolicyDocument=_policy(_TRUST))
         except client.exceptions.EntityAlreadyExistsException:
             return False
-        policy = f"{name}_policy_permission"
-        client.put_role_policy(RoleName=name, PolicyName=policy, PolicyDocument=_policy(_PERMISSIONS))
+        try:
+            policy = f"{name}_policy_permission"
+            client.put_role_policy(RoleName=name, PolicyName=policy, PolicyDocument=_policy(_PERMISSIONS))
+        except BaseException:
+            client.delete_role(RoleName=name)  # without permissions it would be taken for a finished one the next time
+            raise
     return True
 
 

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -205,3 +206,25 @@ def test_a_role_is_created_once_with_what_a_job_needs(iam):
     assert {"s3:GetObject", "s3:PutObject", "logs:PutLogEvents", "ecr:BatchGetImage"} <= {*allowed["Action"]}
     assert not [action for action in allowed["Action"] if "*" in action]
     assert {action.partition(":")[0] for action in allowed["Action"]} == {"cloudwatch", "ecr", "logs", "s3"}
+
+
+def test_a_half_made_role_is_taken_back(monkeypatch):
+    from botocore.exceptions import ClientError
+
+    calls = []
+
+    class Iam:
+        exceptions = types.SimpleNamespace(EntityAlreadyExistsException=KeyError)
+
+        def __getattr__(self, name):
+            def call(**arguments):
+                calls.append((name, arguments["RoleName"]))
+                if name == "put_role_policy":
+                    raise ClientError({"Error": {"Code": "LimitExceeded", "Message": "no more"}}, name)
+
+            return call
+
+    monkeypatch.setattr(boto3, "Session", lambda **options: types.SimpleNamespace(client=lambda service: Iam()))
+    with pytest.raises(LaunchError, match="AWS did not let us create the IAM role 'trainer': .*no more"):
+        sagemaker.create_role("trainer")
+    assert calls == [(name, "trainer") for name in ("create_role", "put_role_policy", "delete_role")]
