@@ -17,6 +17,7 @@ from accelerate._lazy import front
 from accelerate.modules.unwrap import clean_state_dict_for_safetensors
 from accelerate.process import PartialState
 from accelerate.runtime.durable import written_whole
+from accelerate.runtime.ranks import DEFAULT_PORT
 
 # What this module gives and does not hold itself.
 _HOMES = {
@@ -48,7 +49,6 @@ TORCH_SAFE_GLOBALS = [
 ]
 torch.serialization.add_safe_globals(TORCH_SAFE_GLOBALS)
 
-DEFAULT_PORT = 29500
 OLDEST_GOOD_KERNEL = (5, 5, 0)
 
 
