@@ -391,9 +391,6 @@ class DeepSpeedPlugin:
             ...     pass  # models built in here are whole
         """
         before = self.zero3_init_flag
-        if bool(before) == bool(enable):
-            yield
-            return
         self.zero3_init_flag = enable
         self._tell_transformers()
         try:

@@ -1,13 +1,12 @@
 import pickle
 import warnings
-from collections import UserDict, namedtuple
+from collections import namedtuple
 
 import pytest
 import torch
 from torch import nn
 
 from accelerate.comm.base import Communicator
-from accelerate.comm.nested import TensorInformation
 from accelerate.process import PartialState
 from accelerate.runtime import storage
 from accelerate.utils import operations as ops
@@ -209,68 +208,6 @@ def test_chained_operation_names_itself():
 
 
 # Without other processes
-
-
-def test_send_to_device():
-    data = {"a": torch.ones(1), "b": Pair("x", [{"a": torch.ones(1)}]), "c": UserDict(d=torch.ones(1))}
-    moved = ops.send_to_device(data, "meta")
-    assert moved["a"].is_meta and moved["b"].y[0]["a"].is_meta and moved["c"]["d"].is_meta
-    assert isinstance(moved["b"], Pair) and moved["b"].x == "x" and isinstance(moved["c"], UserDict)
-    for skip_keys in ("a", ["a", "x"]):
-        moved = ops.send_to_device(data, "meta", skip_keys=skip_keys)
-        assert not moved["a"].is_meta and not moved["b"].y[0]["a"].is_meta and moved["c"]["d"].is_meta
-    thorough = type("Movable", (), {"to": lambda self, device, non_blocking=False: (device, non_blocking)})()
-    plain = type("PlainlyMovable", (), {"to": lambda self, device: (device,)})()
-    assert ops.send_to_device([thorough, plain], "meta", non_blocking=True) == [("meta", True), ("meta",)]
-
-
-def test_structures():
-    data = {"a": torch.ones(2, 3), "b": [torch.ones(4, dtype=torch.int64), "text"]}
-    info = ops.get_data_structure(data)
-    assert ops.is_torch_tensor(data["a"]) and not ops.is_torch_tensor(data) and not ops.is_torch_xpu_tensor(data["a"])
-    assert info["a"] == TensorInformation(torch.Size([2, 3]), torch.float32)
-    assert ops.is_tensor_information(info["a"]) and not ops.is_tensor_information(data["a"])
-    made = ops.initialize_tensors(info)
-    assert made["b"][0].shape == (4,) and made["b"][0].dtype is torch.int64
-    assert ops.get_shape(data) == {"a": [2, 3], "b": [[4], "text"]}
-    assert ops.listify(data["b"]) == [[1, 1, 1, 1], "text"]
-    assert ops.find_device(data) == torch.device("cpu") and ops.find_device(["x"]) is None
-    assert ops.slice_tensors(data["a"], slice(0, 1)).shape == (1, 3)
-
-
-def test_batch_size():
-    assert ops.find_batch_size([{"x": torch.ones(4, 2)}, torch.ones(3)]) == 4
-    wrong = [([], ValueError), ({}, ValueError), ("text", TypeError), (None, TypeError), (torch.tensor(1), IndexError)]
-    for data, error in wrong:
-        with pytest.raises(error):
-            ops.find_batch_size(data)
-        assert ops.ignorant_find_batch_size(data) is None
-
-
-def test_concatenate():
-    first, second = Pair(torch.ones(1), {"a": [torch.ones(2)]}), Pair(torch.zeros(1), {"a": [torch.zeros(1)]})
-    both = ops.concatenate([first, second])
-    assert isinstance(both, Pair) and both.x.tolist() == [1, 0] and both.y["a"][0].tolist() == [1, 1, 0]
-    assert ops.concatenate([torch.ones(1, 2), torch.ones(1, 1)], dim=1).shape == (1, 3)
-    with pytest.raises(TypeError, match="int"):
-        ops.concatenate([1, 2])
-    assert ops.concatenate([{"a": "text", "b": (None, 3)}]) == {"a": "text", "b": (None, 3)}
-
-
-@pytest.mark.parametrize(("length", "pieces", "padded"), [(5, 3, 6), (6, 3, 6), (1, 3, 3), (3, 4, 4)])
-def test_pad_input_tensors(length, pieces, padded):
-    result = ops.pad_input_tensors({"a": torch.ones(length, 2)}, length, pieces)["a"]
-    assert result.shape == (padded, 2) and result.sum() == length * 2
-    assert ops.pad_input_tensors(torch.ones(2, length), length, pieces, dim=1).shape == (2, padded)
-    with pytest.raises(TypeError):
-        ops.pad_input_tensors([1], 1, 2)
-
-
-def test_convert_to_fp32():
-    kinds = {"h": torch.float16, "b": torch.bfloat16, "d": torch.float64, "i": torch.int64}
-    data = {name: torch.ones(1, dtype=dtype) for name, dtype in kinds.items()} | {"t": "text"}
-    result = ops.convert_to_fp32(data)
-    assert [result[k].dtype for k in "hbdi"] == [torch.float32, torch.float32, torch.float64, torch.int64]
 
 
 class Half(nn.Module):

@@ -80,37 +80,6 @@ def test_code_in_a_file_is_not_run(tmp_path):
     assert isinstance(other.load(tmp_path / "file", weights_only=False)["optimizer"], Foo)
 
 
-def test_merge_dicts_and_dotted_names():
-    destination = {"a": {"x": 1}, "b": 1}
-    source = {"a": {"y": 2}, "b": {"z": 3}, "c": 4}
-    assert other.merge_dicts(source, destination) is destination
-    assert destination == {"a": {"x": 1, "y": 2}, "b": {"z": 3}, "c": 4}
-    assert source == {"a": {"y": 2}, "b": {"z": 3}, "c": 4}
-    net = torch.nn.Sequential(torch.nn.Linear(1, 1))
-    assert other.recursive_getattr(net, "0.weight") is net[0].weight
-    with pytest.raises(AttributeError):
-        other.recursive_getattr(net, "0.missing")
-
-
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [(0, "0 bytes"), (1023, "1023 bytes"), (1500, "1.46 KB"), (1024**2, "1.0 MB"), (1024**7, "1048576.0 PB")],
-)
-def test_convert_bytes(size, text):
-    assert other.convert_bytes(size) == text
-
-
-@pytest.mark.parametrize(
-    ("obj", "name"),
-    [
-        *[(Foo, "Foo"), (Foo(), "Foo"), (Foo.Inner(), "Foo.Inner")],
-        *[(len, "len"), ("text", "str"), (torch.optim.SGD, "SGD")],
-    ],
-)
-def test_pretty_name(obj, name):
-    assert other.get_pretty_name(obj) == name
-
-
 def test_ports():
     with socket.socket() as server:
         server.bind(("localhost", 0))

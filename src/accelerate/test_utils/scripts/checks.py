@@ -163,10 +163,6 @@ def _lengths(accelerator: Accelerator) -> tuple[int, int]:
     return whole, whole + BATCH + 1
 
 
-def _batches(loader: DataLoader) -> list[torch.Tensor]:
-    return [batch[0] if isinstance(batch, (list, tuple)) else batch for batch in loader]
-
-
 def _compare_samples(found: torch.Tensor, length: int, how: str) -> None:
     expected = torch.arange(length)
     assert torch.equal(found.cpu().sort().values, expected), (
@@ -196,7 +192,7 @@ def check_uneven(accelerator: Accelerator) -> None:
     uneven = Accelerator(dataloader_config=DataLoaderConfiguration(even_batches=False))
     for length in _lengths(accelerator):
         loader = uneven.prepare(DataLoader(TensorDataset(torch.arange(length)), batch_size=BATCH))
-        mine = torch.cat([*_batches(loader), torch.empty(0, dtype=torch.int64, device=uneven.device)])
+        mine = torch.cat([*(batch[0] for batch in loader), torch.empty(0, dtype=torch.int64, device=uneven.device)])
         _compare_samples(torch.tensor(gather_object(mine.tolist())), length, "even_batches=False")
 
 
